@@ -1,0 +1,54 @@
+# `make demo` and `make test` do all set-up themselves, in .venv; nothing is installed twice.
+# Another interpreter: make setup PYTHON=python3.12
+
+PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+VENV := .venv
+RUN := $(VENV)/bin/python
+STAMP := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint format bench clean
+
+help:
+	@echo "make demo    show episodes of the built-in model"
+	@echo "make test    run the tests"
+	@echo "make lint    ruff and pyright"
+	@echo "make format  let ruff rewrite what it can"
+	@echo "make bench   measure sampling and tool overlap"
+	@echo "make setup   only install, into $(VENV)"
+	@echo "make clean   remove $(VENV) and caches"
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	@if [ -z "$(PYTHON)" ] || ! $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
+		echo "TrainingFactory needs Python 3.11 or newer, and \"$(or $(PYTHON),python3)\" is not." >&2; \
+		echo "Name one that is: make setup PYTHON=python3.12" >&2; exit 1; fi
+	@$(PYTHON) -m venv $(VENV) || { echo "On Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }
+	@echo "Installing into $(VENV) (torch and others; a few minutes the first time) ..."
+	@$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	@touch $@
+	@echo "Installed."
+
+demo: $(STAMP)
+	@$(RUN) -m TrainingFactory.cli demo
+
+test: $(STAMP)
+	@$(RUN) -m pytest
+
+lint: $(STAMP)
+	@$(RUN) -m ruff check .
+	@$(RUN) -m ruff format --check .
+	@$(RUN) -m pyright --pythonpath $(RUN)
+
+format: $(STAMP)
+	@$(RUN) -m ruff check --fix .
+	@$(RUN) -m ruff format .
+
+bench: $(STAMP)
+	@$(RUN) -m benchmarks.sampling
+	@$(RUN) -m benchmarks.tool_overlap
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .ruff_cache

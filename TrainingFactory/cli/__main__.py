@@ -1,0 +1,3 @@
+from TrainingFactory.cli.app import main
+
+main()

@@ -1,0 +1,59 @@
+"""The `tfactory` command: its commands, and what users see when something goes wrong."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+from cyclopts import App, Parameter
+
+from TrainingFactory import __version__
+from TrainingFactory.cli.demo import demo
+from TrainingFactory.cli.listing import envs, models
+from TrainingFactory.cli.new import env
+from TrainingFactory.cli.rollout import rollout
+from TrainingFactory.cli.show import fail
+
+USER_ERROR = 2
+INTERRUPTED = 130
+
+app = App(
+    name="tfactory",
+    help="TrainingFactory: turn a tool set and a reward into a trained agent.",
+    version=__version__,
+    help_format="markdown",
+    result_action="return_value",
+)
+app.command(demo)
+app.command(rollout)
+new = App(name="new", help="Write a file to start from.")
+new.command(env)
+app.command(new)
+app.command(envs)
+app.command(models)
+
+
+@app.meta.default
+def run(
+    *tokens: Annotated[str, Parameter(show=False, allow_leading_hyphen=True)],
+    debug: Annotated[bool, Parameter(negative="", help="Show the traceback of an error.")] = False,
+) -> Any:
+    try:
+        return app(tokens)
+    except ValueError as error:  # a user's mistake, told in the text
+        if debug:
+            traceback.print_exc()
+        fail(str(error))
+        return USER_ERROR
+    except KeyboardInterrupt:
+        fail("interrupted")
+        return INTERRUPTED
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    for stream in (sys.stdout, sys.stderr):
+        # A terminal that cannot show a character gets its number instead of a crash.
+        stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+    sys.exit(app.meta(arguments, result_action="return_value"))

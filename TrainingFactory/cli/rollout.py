@@ -1,0 +1,134 @@
+"""`tfactory rollout`: run episodes with no training, show them, save them."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from TrainingFactory.cli import show
+from TrainingFactory.cli.progress import Progress
+from TrainingFactory.config import TrainingConfig, load_config, notices
+from TrainingFactory.types import Trajectory
+
+INTERRUPTED = 130
+
+
+def rollout(
+    source: Annotated[str | None, Parameter(name="env-or-config", allow_leading_hyphen=False)] = None,
+    /,
+    *overrides: str,
+    model: str | None = None,
+    tasks: str | None = None,
+    split: str | None = None,
+    group_size: int | None = None,
+    max_turns: int | None = None,
+    temperature: float | None = None,
+    max_tokens: int | None = None,
+    seed: int | None = None,
+    out: Path | None = None,
+    show_episodes: Annotated[int, Parameter(name="--show")] = 2,
+) -> int:
+    """Run episodes with no training, show them and save them.
+
+    ```
+    tfactory rollout search
+    tfactory rollout weather.py --model qwen3-4b --tasks 64
+    tfactory rollout configs/qwen3_grpo.yaml model.name=builtin:tiny --temperature 0
+    ```
+
+    Parameters
+    ----------
+    source
+        An environment (a name, or a Python file such as weather.py or weather.py:Weather), or a config
+        that names one (a YAML file).
+    overrides
+        Options of the config, as key=value: sampling.top_p=0.9
+    model
+        Short name, hub id, local folder, GGUF file, or builtin:tiny.
+    tasks
+        A JSONL file of tasks, or a number: so many of the environment's own.
+    split
+        Which of the environment's tasks: train or heldout.
+    group_size
+        Episodes per task; 1 if the config does not say.
+    max_turns
+        Turns after which an episode ends.
+    temperature
+        0 is greedy.
+    max_tokens
+        Longest turn, in tokens.
+    seed
+        For the random numbers of sampling; data.seed=N makes other tasks.
+    out
+        JSONL file for the episodes; one in the runs folder if none is named.
+    show_episodes
+        How many episodes to print.
+    """
+    if source is not None and "=" in source and not Path(source).exists():
+        source, overrides = None, (source, *overrides)
+    is_config = source is not None and source.endswith((".yaml", ".yml"))
+    flags = {
+        "environment.environment_id": None if is_config else source,
+        "model.name": model,
+        "data.split": split,
+        "training.group_size": group_size,
+        "environment.max_turns": max_turns,
+        "sampling.temperature": temperature,
+        "sampling.max_tokens": max_tokens,
+        "training.seed": seed,
+    }
+    if tasks is not None:
+        count = tasks.removeprefix("-").isdecimal()
+        flags["data.count" if count else "data.tasks"] = int(tasks) if count else tasks
+    # JSON is YAML that can be read one way only.
+    flat = [f"{key}={json.dumps(value)}" for key, value in flags.items() if value is not None]
+    config = load_config(source if is_config else None, [*overrides, *flat])
+    group = config.training.group_size if "group_size" in config.training.model_fields_set else 1
+    return run(config, out, show_episodes, group)
+
+
+def run(config: TrainingConfig, out: Path | None, shown: int, group_size: int = 1) -> int:
+    """Runs what the config says and prints what came of it; the exit status."""
+    # Imported here, so that help and a wrong config do not wait for it.
+    from TrainingFactory.services.rollouts import Rollouts
+
+    for text in notices(config):
+        show.note(f"note: {text}")
+    rollouts = Rollouts(config, out, group_size)
+    with Progress(rollouts.total) as progress:
+        report = rollouts.run(progress.episode)
+    count = len(report.trajectories)
+    for number, trajectory in enumerate(report.trajectories[:shown], start=1):
+        title = f"episode {number} of {count}: task {trajectory.task.id}, member {trajectory.member}"
+        show.episode(trajectory, title)
+    if report.interrupted:
+        show.note(f"interrupted: {count} of {rollouts.total} episodes had ended")
+    if count:
+        show.table(_summary(report.metrics, report.trajectories))
+        show.note(f"saved {count} episodes to {rollouts.path}")
+    return INTERRUPTED if report.interrupted else 0
+
+
+def _summary(metrics: dict[str, float], trajectories: list[Trajectory]) -> list[tuple[str, str]]:
+    rewards = [trajectory.reward.outcome for trajectory in trajectories if trajectory.reward]
+    statuses = Counter(trajectory.status for trajectory in trajectories).most_common()
+    rows = [("episodes", f"{len(trajectories)}: " + ", ".join(f"{count} {name}" for name, count in statuses))]
+    if rewards:
+        above = sum(reward > 0 for reward in rewards)
+        rows.append(("reward", f"{metrics['reward']:.3f} on average, over 0 in {above} of {len(rewards)}"))
+    for name in sorted(name for name in metrics if name.startswith("reward/")):
+        rows.append((name, f"{metrics[name]:.3f}"))
+    if unscored := int(metrics["episodes/unscored"]):
+        reasons = Counter(trajectory.error for trajectory in trajectories if trajectory.reward is None)
+        rows.append(("not scored", f"{unscored}, mostly: {reasons.most_common(1)[0][0]}"))
+    calls = int(metrics["tool_calls"])
+    succeeded = f", {metrics['tool_success']:.0%} succeeded" if calls else ""
+    rows.append(("tool calls", f"{calls}{succeeded}"))
+    rows.append(("turns", f"{metrics['turns']:.1f} an episode"))
+    tokens, speed = int(metrics["sampled_tokens"]), metrics["tokens_per_second"]
+    rows.append(("tokens", f"{tokens} sampled in {metrics['seconds']:.1f} s, {speed:.0f} a second"))
+    return rows

@@ -1,0 +1,119 @@
+"""Episodes, summaries and messages on a terminal. Texts of models and tools are shown as they are, never as
+markup and never as terminal commands."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+from rich.console import Console
+from rich.rule import Rule
+from rich.table import Table
+from rich.text import Text
+
+from TrainingFactory.types import Message, ToolResult, ToolSpec, Trajectory, Turn
+
+MAX_CHARS = 1500  # of one text; the saved file has it whole
+PLAIN_WIDTH = 120  # columns where there is no terminal to ask
+STATUS_STYLES = {"done": "green", "max_turns": "yellow", "truncated": "yellow"}
+ROLE_STYLES = {"system": "dim", "user": "cyan", "assistant": "bold", "tool": "magenta"}
+# Marks that reorder the text around them: what is shown must be what is there.
+REORDERING = set("\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
+
+
+def _console(stderr: bool) -> Console:
+    stream = sys.stderr if stderr else sys.stdout
+    return Console(stderr=stderr, highlight=False, width=None if stream.isatty() else PLAIN_WIDTH)
+
+
+def clean(text: str) -> str:
+    """The text with everything that a terminal would obey written out, an escape as \\x1b."""
+    return "".join(
+        character
+        if character in "\n\t" or (character.isprintable() and character not in REORDERING)
+        else character.encode("unicode_escape").decode()
+        for character in text
+    )
+
+
+def note(text: str) -> None:
+    """A line beside the results: what is going on, where a file is."""
+    _console(stderr=True).print(Text(clean(text)), soft_wrap=True)
+
+
+def fail(text: str) -> None:
+    _console(stderr=True).print(Text.assemble(("error: ", "bold red"), clean(text)), soft_wrap=True)
+
+
+def table(rows: list[tuple[str, str]]) -> None:
+    grid = Table.grid(padding=(0, 2))
+    for name, value in rows:
+        grid.add_row(Text(name, style="bold"), Text(clean(value)))
+    _console(stderr=False).print(grid)
+
+
+def episode(trajectory: Trajectory, title: str) -> None:
+    """One episode as a conversation, with a line on how it ended."""
+    console = _console(stderr=False)
+    console.print(Rule(Text(clean(title)), align="left"))
+    grid = Table.grid(padding=(0, 1))
+    grid.add_column(width=9)
+    grid.add_column(overflow="fold")
+    for message in trajectory.prompt:
+        grid.add_row(*_message(message))
+    if trajectory.tools:
+        listed = ", ".join(_signature(tool) for tool in trajectory.tools)
+        grid.add_row(Text("tools", style="dim"), Text(listed))
+    for turn in trajectory.turns:
+        _add_turn(grid, turn)
+    console.print(grid)
+    console.print(_ending(trajectory))
+    console.print()
+
+
+def _add_turn(grid: Table, turn: Turn) -> None:
+    if turn.message.reasoning:
+        grid.add_row(Text("thinking", style="dim italic"), _body(turn.message.reasoning, "dim"))
+    if turn.message.content or not turn.message.tool_calls:
+        grid.add_row(*_message(turn.message))
+    for call in turn.message.tool_calls:
+        readable = f"{call.name} {json.dumps(call.arguments, ensure_ascii=False)}"
+        text = _body(call.error, "red") if call.error else _body(readable)
+        grid.add_row(Text("calls", style="bold yellow"), text)
+    # Replies of the user's side carry no result; those of tools come in the order of their results.
+    results = iter(turn.tool_results)
+    for reply in turn.replies:
+        result = next(results, None) if reply.role == "tool" else None
+        grid.add_row(*_message(reply, result))
+
+
+def _message(message: Message, result: ToolResult | None = None) -> tuple[Text, Text]:
+    failed = result is not None and not result.ok
+    label = Text(message.role, style=ROLE_STYLES[message.role])
+    return label, _body(message.content or "(no text)", "red" if failed else "")
+
+
+def _body(text: str, style: str = "") -> Text:
+    cut = f" [... {len(text) - MAX_CHARS} more characters]" if len(text) > MAX_CHARS else ""
+    return Text(clean(text[:MAX_CHARS] + cut), style=style)
+
+
+def _signature(tool: ToolSpec) -> str:
+    parameters: dict[str, Any] = tool.parameters.get("properties", {})
+    return clean(f"{tool.name}({', '.join(parameters)})")
+
+
+def _ending(trajectory: Trajectory) -> Text:
+    tokens = sum(len(turn.completion.token_ids) for turn in trajectory.turns)
+    reward = trajectory.reward
+    parts = "".join(f", {name} {value:g}" for name, value in (reward.parts if reward else {}).items())
+    scored = f"reward {reward.outcome:g}{parts}" if reward else "not scored"
+    turns = f"{len(trajectory.turns)} turn{'' if len(trajectory.turns) == 1 else 's'}"
+    line = Text.assemble(
+        (trajectory.status, STATUS_STYLES.get(trajectory.status, "red")),
+        f" | {scored} | {turns}, {tokens} tokens, {trajectory.seconds:.1f} s",
+    )
+    if trajectory.error:
+        line.append(clean(f"\n{trajectory.error}"), "red")
+    return line

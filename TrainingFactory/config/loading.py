@@ -1,0 +1,169 @@
+"""From a YAML file and `key=value` overrides to a checked config."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from TrainingFactory.config.names import ALIASES, expand, full_key
+from TrainingFactory.config.problems import ConfigError, Problem, nearest
+from TrainingFactory.config.schema import TrainingConfig
+
+Key = tuple[str | int, ...]
+COMMAND_LINE = "command line"
+
+
+class _Loader(yaml.SafeLoader):
+    """SafeLoader that reads 1e-6 as a number, as everybody expects (in YAML 1.1 it is a text)."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(?:\d[\d_]*\.?[\d_]*|\.\d[\d_]*)[eE][-+]?\d+$"),
+    list("-+.0123456789"),
+)
+
+
+def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> TrainingConfig:
+    """Reads a config file (None: the defaults) and applies overrides such as `training.batch_size=4` or
+    `tools.0.name=search`. Raises ConfigError, whose text names every problem at once."""
+    problems: list[Problem] = []
+    places: dict[Key, str] = {}
+    data = expand(_read(Path(path), places, problems)) if path is not None else {}
+    for override in overrides:
+        _apply(override, data, places, problems)
+    try:
+        config = TrainingConfig(**data)
+        if not problems:
+            return config
+    except ConfigError as error:
+        for problem in error.problems:
+            problem.where = _place(problem.key, places) or (str(path) if path is not None else "")
+        problems += error.problems
+    raise ConfigError(sorted(problems, key=_reading_order)) from None
+
+
+def _reading_order(problem: Problem) -> tuple[bool, int]:
+    line = problem.where.rpartition(":")[2]
+    return problem.where == COMMAND_LINE, int(line) if line.isdecimal() else 0
+
+
+def _place(key: Key, places: dict[Key, str]) -> str | None:
+    """Where a key, or the nearest section around it, was written."""
+    return next((places[key[:end]] for end in range(len(key), 0, -1) if key[:end] in places), None)
+
+
+def _read(path: Path, places: dict[Key, str], problems: list[Problem]) -> dict[Any, Any]:
+    text = _text(path)
+    try:
+        loader = _Loader(text)
+        node = loader.get_single_node()
+        if node is None:
+            raise _wrong(path, "is empty; a config holds sections such as model and environment")
+        if not isinstance(node, yaml.MappingNode):
+            raise _wrong(path, "must hold sections such as model and environment, written as `model:`")
+        _note_places(node, (), str(path), places, problems)
+        data = loader.construct_document(node)
+    except yaml.MarkedYAMLError as error:
+        raise _wrong(path, _yaml_text(error), error.problem_mark) from None
+    except yaml.YAMLError as error:
+        raise _wrong(path, f"is not YAML: {str(error).splitlines()[0]}") from None
+    except RecursionError:
+        raise _wrong(path, "is nested too deeply") from None
+    for alias, key in ALIASES.items():
+        if written := places.get(tuple(alias.split("."))):
+            places.setdefault(tuple(key.split(".")), written)
+    return data
+
+
+def _text(path: Path) -> str:
+    if path.is_dir():
+        found = ", ".join(sorted(file.name for file in path.glob("*.y*ml"))[:5])
+        raise _wrong(path, "is a folder, not a config file" + (f"; it holds {found}" if found else ""))
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
+        beside = [file.name for file in path.parent.glob("*.y*ml")] if path.parent.is_dir() else []
+        hint = nearest(path.name, beside)
+        text = "there is no such file" + (f"; did you mean {path.parent / hint}?" if hint else "")
+        raise _wrong(path, text) from None
+    except UnicodeDecodeError:
+        raise _wrong(path, "is not a text file in UTF-8") from None
+    except OSError as error:
+        raise _wrong(path, f"cannot be read: {error.strerror}") from None
+
+
+def _wrong(path: Path, text: str, mark: yaml.Mark | None = None) -> ConfigError:
+    return ConfigError([Problem((), text, where=f"{path}:{mark.line + 1}" if mark else str(path))])
+
+
+def _yaml_text(error: yaml.MarkedYAMLError) -> str:
+    # Not str(error): that quotes the line, and a secret may stand in it.
+    text = " ".join(part for part in (error.context, error.problem) if part)
+    return f"is not valid YAML: {text}"
+
+
+def _note_places(
+    node: yaml.Node, key: Key, path: str, places: dict[Key, str], problems: list[Problem], depth: int = 0
+) -> None:
+    """Remembers the line of every key, and finds keys that are written twice."""
+    if depth > 8:
+        return  # deeper than any config, and an alias may even hold itself; the schema refuses it
+    if isinstance(node, yaml.SequenceNode):
+        for index, entry in enumerate(node.value):
+            places[(*key, index)] = f"{path}:{entry.start_mark.line + 1}"
+            _note_places(entry, (*key, index), path, places, problems, depth + 1)
+    elif isinstance(node, yaml.MappingNode):
+        lines: dict[Key, int] = {}
+        for name, value in node.value:
+            inner, line = (*key, str(name.value)), name.start_mark.line + 1
+            if inner in lines:
+                text = f"is written twice, in lines {lines[inner]} and {line}; keep one"
+                problems.append(Problem(inner, text, where=f"{path}:{line}"))
+            lines[inner] = line
+            places[inner] = f"{path}:{line}"
+            _note_places(value, inner, path, places, problems, depth + 1)
+
+
+def _apply(override: str, data: dict[str, Any], places: dict[Key, str], problems: list[Problem]) -> None:
+    """Puts one `key=value` into the data; whether such a key exists is for the schema to say."""
+    written, equals, text = override.partition("=")
+    if not equals or not written.strip():
+        problems.append(Problem((), f"expected key=value, got {override!r}", where=COMMAND_LINE))
+        return
+    key: Key = tuple(int(part) if part.isdecimal() else part for part in full_key(written.strip()).split("."))
+    try:
+        value = yaml.load(text, _Loader)  # _Loader is a SafeLoader
+    except (yaml.YAMLError, RecursionError):
+        problems.append(Problem(key, "the value is not valid YAML; put it in quotes", where=COMMAND_LINE))
+        return
+    if wrong := _set(data, key, value):
+        problems.append(Problem(key, wrong, where=COMMAND_LINE))
+    places[key] = COMMAND_LINE
+    for end in range(1, len(key)):
+        places.setdefault(key[:end], COMMAND_LINE)  # a section that only the override made
+
+
+def _set(holder: Any, key: Key, value: Any) -> str | None:
+    """Sets data["a"]["b"] for the key a.b, making what is missing on the way; a text if that cannot be."""
+    part: Any = key[0]
+    if isinstance(holder, list):
+        if not isinstance(part, int) or part > len(holder):
+            return f"there is no such entry; the list has {len(holder)}, counted from 0"
+        if part == len(holder):
+            holder.append(None)
+    elif isinstance(holder, dict):
+        part = str(part)
+        holder.setdefault(part)
+    else:
+        return "what is around it is not a section"
+    if len(key) == 1:
+        holder[part] = value
+        return None
+    if holder[part] is None:
+        holder[part] = [] if isinstance(key[1], int) else {}
+    return _set(holder[part], key[1:], value)

@@ -1,0 +1,57 @@
+"""The other names of a key: the short form of a config, and the names that the HelloAgents text uses."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+ALIASES = {
+    "model_name": "model.name",
+    "environment_id": "environment.environment_id",
+    "environment.name": "environment.environment_id",
+    "reward_function": "reward.type",
+    "algorithm": "training.algorithm",
+    "num_epochs": "training.num_epochs",
+    "num_train_epochs": "training.num_epochs",
+    "batch_size": "training.batch_size",
+    "per_device_train_batch_size": "training.batch_size",
+    "learning_rate": "training.learning_rate",
+    "async_rollout": "optimization.async_rollout",
+    "distributed_reward": "optimization.distributed_reward",
+    "tool_cache": "optimization.tool_cache",
+    "async_tools": "environment.async_execution",
+    "optimization.async_tools": "environment.async_execution",
+    "use_lora": "lora.enabled",
+    "lora_r": "lora.r",
+    "lora_alpha": "lora.alpha",
+    "output_dir": "logging.output_dir",
+}
+# A plain text instead of a section stands for this key of it.
+SHORT = {"model": "name", "environment": "environment_id", "reward": "type"}
+
+
+def full_key(key: str) -> str:
+    """The one name of a key: `environment_id` and `environment` are `environment.environment_id`."""
+    return f"{key}.{SHORT[key]}" if key in SHORT else ALIASES.get(key, key)
+
+
+def expand(data: dict[Any, Any]) -> dict[str, Any]:
+    """The full form of a config in short form; the full form comes back equal. An alias whose key is
+    set as well stays where it is and is refused by the schema."""
+    # A section with nothing in it (all its lines commented out) reads as null: its defaults.
+    data = {str(key): value for key, value in data.items() if value is not None}
+    full = {key: dict(value) if isinstance(value, dict) else value for key, value in data.items()}
+    for section, key in SHORT.items():
+        if isinstance(full.get(section), str | os.PathLike):
+            full[section] = {key: full[section]}
+    if isinstance(full.get("tools"), list):
+        full["tools"] = [{"name": entry} if isinstance(entry, str) else entry for entry in full["tools"]]
+    for alias, key in ALIASES.items():
+        *parents, old = alias.split(".")
+        holder = full.get(parents[0]) if parents else full
+        section, new = key.split(".")
+        target = full.get(section, {})
+        if isinstance(holder, dict) and old in holder and isinstance(target, dict) and new not in target:
+            target[new] = holder.pop(old)
+            full[section] = target
+    return full

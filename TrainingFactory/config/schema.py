@@ -1,0 +1,190 @@
+"""Every option with its meaning, default and range. Those that do nothing yet are listed in `not_yet.py`."""
+
+from __future__ import annotations
+
+import os
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from TrainingFactory.config.names import expand
+from TrainingFactory.config.problems import ConfigError, explain
+
+Count = Annotated[int, Field(ge=1)]
+ZeroOrMore = Annotated[int, Field(ge=0)]
+Positive = Annotated[float, Field(gt=0)]
+# Kept as text, so that a config can be written out again; in Python a Path is welcome.
+PathText = Annotated[
+    str, BeforeValidator(lambda path: os.fspath(path) if isinstance(path, os.PathLike) else path)
+]
+
+
+class Section(BaseModel):
+    # strict: no "8" for 8 and no true for 1; what a run used must be what was written.
+    model_config = ConfigDict(
+        extra="forbid", strict=True, frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
+
+
+class ModelSection(Section):
+    name: PathText = "builtin:tiny"
+    """Hub id, local folder, GGUF file, short name such as qwen3-4b, or builtin:tiny."""
+    revision: str | None = None
+    """Branch, tag or commit on the hub."""
+    family: str | None = None
+    """Chat format (qwen3, llama3, ...); null: seen from the chat template."""
+    adapter: PathText | None = None
+    """Folder of a LoRA adapter to put on top."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Number format of the weights; auto: bfloat16 on a GPU, float32 on a CPU."""
+    device: Annotated[str, Field(pattern=r"^(auto|cpu|mps|cuda(:\d+)?)$")] = "auto"
+    """auto, cpu, mps, cuda or cuda:N."""
+    max_length: Annotated[int, Field(ge=16)] | None = None
+    """Longest conversation, in tokens; null: the model's own limit, at most 4096."""
+    thinking: bool | None = None
+    """Reasoning on or off, where the template has a switch for it."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model; only for models you trust."""
+
+
+class TrainingSection(Section):
+    algorithm: Literal["grpo", "ppo", "dpo", "sft", "rft"] = "grpo"
+    """How the model learns."""
+    num_epochs: Count = 1
+    """Passes over the tasks."""
+    batch_size: Count = 8
+    """Tasks per step."""
+    group_size: Count = 8
+    """Episodes per task in one step."""
+    learning_rate: Positive = 1e-6
+    """Peak learning rate."""
+    warmup_steps: ZeroOrMore = 0
+    """Steps over which the learning rate rises to its peak."""
+    seed: ZeroOrMore = 0
+    """Where every random number of sampling and training starts from."""
+
+
+class EnvironmentSection(Section):
+    environment_id: PathText | None = None
+    """Name of an environment, or a Python file with one: weather.py, weather.py:Weather."""
+    async_execution: bool = True
+    """Tools of one episode run while others are sampled."""
+    num_workers: Count | None = None
+    """Tool workers; null: as many as there are episodes."""
+    max_turns: Count = 8
+    """Turns of the model after which an episode ends as max_turns."""
+    episode_timeout: Positive = 300.0
+    """Seconds after which an episode is given up."""
+
+
+class ToolEntry(Section):
+    name: str
+    """Name of the tool."""
+    config: PathText | None = None
+    """JSON file that describes the tool and its server."""
+    cache_enabled: bool = False
+    """Answer repeated calls from the cache."""
+
+
+class RewardSection(Section):
+    type: Literal[
+        "environment", "rule_based", "process_reward", "model_judge", "tool_verified", "learned"
+    ] = "environment"
+    """Who scores an episode; environment: its own reward method."""
+    outcome_weight: float = 1.0
+    """Weight of the outcome beside the step rewards."""
+    step_rewards: dict[str, float] = Field(default_factory=dict)
+    """What each kind of good step earns."""
+
+
+class OptimizationSection(Section):
+    async_rollout: bool = False
+    """Sample the next steps while the model is being updated."""
+    distributed_reward: bool = False
+    """Score episodes on workers of their own."""
+    tool_cache: bool = False
+    """Cache the results of tools that are marked pure."""
+
+
+class DataSection(Section):
+    tasks: PathText | None = None
+    """JSONL file of tasks; null: the environment makes them."""
+    split: str = "train"
+    """Which of the environment's splits the tasks come from: train or heldout."""
+    count: Count | None = None
+    """Number of tasks; null: 16 from the environment, all of a file."""
+    seed: ZeroOrMore = 0
+    """Which tasks the environment makes."""
+
+
+class SamplingSection(Section):
+    engine: Literal["native", "vllm"] = "native"
+    """What samples."""
+    temperature: Annotated[float, Field(ge=0)] = 1.0
+    """0 is greedy."""
+    max_tokens: Count = 256
+    """Longest turn of the model, in tokens."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Nucleus; for evaluation."""
+    top_k: ZeroOrMore = 0
+    """Number of likeliest tokens to choose from, 0 is off; for evaluation."""
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Least probability relative to the likeliest token; for evaluation."""
+    slots: Count = 64
+    """Episodes held by the engine at the same time; memory grows with it."""
+    deterministic: bool = False
+    """Same seed, same trajectories, whatever the latencies of the tools."""
+    max_reply_tokens: Count = 1024
+    """Longest tool reply, in tokens; a longer one is cut, and the cut is marked."""
+
+
+class LoraSection(Section):
+    enabled: bool = False
+    """Train an adapter instead of all weights."""
+    r: Count = 16
+    """Rank."""
+    alpha: Count = 32
+    """Scale; the adapter is weighted by alpha / r."""
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Dropout inside the adapter."""
+    target_modules: str = "all-linear"
+    """Which layers get an adapter."""
+
+
+class ComputeSection(Section):
+    backend: Literal["local", "ray"] = "local"
+    """This machine, or a Ray cluster."""
+    num_gpus: Count | None = None
+    """GPUs to use; null: all there are."""
+
+
+class LoggingSection(Section):
+    output_dir: PathText = "runs"
+    """Folder for everything that is written."""
+    trackers: list[Literal["wandb", "mlflow", "tensorboard"]] = Field(default_factory=list)
+    """Where metrics go besides the run's folder."""
+
+
+class TrainingConfig(Section):
+    """All options of a run in sections, or in the short form
+    `TrainingConfig(model="Qwen3-4B", environment_id="search", reward_function="rule_based", tools=[...])`.
+    Raises ConfigError, whose text names every problem at once."""
+
+    model: ModelSection = Field(default_factory=ModelSection)
+    training: TrainingSection = Field(default_factory=TrainingSection)
+    environment: EnvironmentSection = Field(default_factory=EnvironmentSection)
+    tools: list[ToolEntry] = Field(default_factory=list)
+    reward: RewardSection = Field(default_factory=RewardSection)
+    optimization: OptimizationSection = Field(default_factory=OptimizationSection)
+    data: DataSection = Field(default_factory=DataSection)
+    sampling: SamplingSection = Field(default_factory=SamplingSection)
+    lora: LoraSection = Field(default_factory=LoraSection)
+    compute: ComputeSection = Field(default_factory=ComputeSection)
+    logging: LoggingSection = Field(default_factory=LoggingSection)
+
+    def __init__(self, **data: Any) -> None:
+        try:
+            super().__init__(**expand(data))
+        except ValidationError as error:
+            # `from None`: pydantic's own text repeats the values, secrets among them.
+            raise ConfigError(explain(error, TrainingConfig)) from None

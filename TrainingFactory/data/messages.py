@@ -1,0 +1,93 @@
+"""Messages and tool specs as OpenAI-style dicts, converted at the edges only."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, get_args
+
+from TrainingFactory.types import Message, Role, ToolCall, ToolSpec
+
+
+def message_to_dict(message: Message) -> dict[str, Any]:
+    """Everything is kept: what OpenAI has no key for goes by `reasoning_content` (as in vLLM and DeepSeek),
+    and by `error` on a call that could not be read."""
+    row: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.reasoning is not None:
+        row["reasoning_content"] = message.reasoning
+    if message.tool_calls:
+        row["tool_calls"] = [_call_to_dict(call) for call in message.tool_calls]
+    if message.tool_call_id is not None:
+        row["tool_call_id"] = message.tool_call_id
+    if message.name is not None:
+        row["name"] = message.name
+    return row
+
+
+def message_from_dict(row: Any) -> Message:
+    if not isinstance(row, dict) or "role" not in row:
+        raise ValueError(f'a message is an object with "role" and "content", not {str(row)[:60]}')
+    role = "system" if row["role"] == "developer" else row["role"]
+    if role not in get_args(Role):
+        raise ValueError(f"a message has the role {role!r}; the roles are {', '.join(get_args(Role))}")
+    calls = row.get("tool_calls") or []
+    if not isinstance(calls, list):
+        raise ValueError(f"tool_calls must be a list, not {str(calls)[:60]}")
+    return Message(
+        role=role,
+        content=_content(row.get("content")),
+        tool_calls=[_call_from_dict(call) for call in calls],
+        tool_call_id=row.get("tool_call_id"),
+        name=row.get("name"),
+        reasoning=row.get("reasoning_content", row.get("reasoning")),
+    )
+
+
+def spec_to_dict(spec: ToolSpec) -> dict[str, Any]:
+    function = {"name": spec.name, "description": spec.description, "parameters": spec.parameters}
+    return {"type": "function", "function": function}
+
+
+def spec_from_dict(row: dict[str, Any]) -> ToolSpec:
+    function = row.get("function", row)
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise ValueError(f'a tool is an object with a "name", not {str(row)[:60]}')
+    spec = ToolSpec(function["name"], function.get("description") or "")
+    spec.parameters = function.get("parameters") or spec.parameters
+    return spec
+
+
+def _content(content: Any) -> str:
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    parts = content if isinstance(content, list) else [content]
+    if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in parts):
+        raise ValueError(f"only text content is understood, not {str(content)[:60]}")
+    return "".join(part["text"] for part in parts)
+
+
+def _call_to_dict(call: ToolCall) -> dict[str, Any]:
+    arguments = json.dumps(call.arguments, ensure_ascii=False)
+    row: dict[str, Any] = {"id": call.id, "type": "function"}
+    row["function"] = {"name": call.name, "arguments": arguments}
+    if call.error is not None:
+        row["error"] = call.error
+    return row
+
+
+def _call_from_dict(row: Any) -> ToolCall:
+    function = row.get("function", row) if isinstance(row, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise ValueError(
+            f'a tool call is an object with "function": {{"name", "arguments"}}, not {str(row)[:60]}'
+        )
+    arguments, error = function.get("arguments") or {}, row.get("error")
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except ValueError as problem:
+            arguments, error = {}, error or f"the arguments are not valid JSON: {problem}"
+    if not isinstance(arguments, dict):
+        arguments, error = {}, error or "the arguments must be a JSON object"
+    return ToolCall(function["name"], arguments, row.get("id") or "", error)

@@ -1,0 +1,118 @@
+"""Trajectories on disk: one JSON object a line, readable without us, and read back exactly as they were.
+
+Messages and tools are OpenAI-style. Of a turn's prompt only what is new since the turn before is written
+(`new_ids`), because each prompt repeats all that came earlier.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from TrainingFactory.data.messages import message_from_dict, message_to_dict, spec_from_dict, spec_to_dict
+from TrainingFactory.types import Completion, Reward, Task, ToolResult, Trajectory, Turn
+
+KEEP_ALL = "surrogatepass"  # how undecodable characters are written: whatever a text holds comes back
+
+
+def save_trajectories(path: str | Path, trajectories: Iterable[Trajectory], append: bool = False) -> None:
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a" if append else "w", encoding="utf-8", errors=KEEP_ALL, newline="\n") as file:
+        for trajectory in trajectories:
+            file.write(_line(trajectory))
+
+
+def load_trajectories(path: str | Path) -> Iterator[Trajectory]:
+    """One at a time, so that a long run's file need not fit into memory."""
+    with Path(path).open(encoding="utf-8", errors=KEEP_ALL) as file:
+        for number, line in enumerate(file, 1):
+            try:
+                yield trajectory_from_dict(json.loads(line))
+            except (ValueError, KeyError, TypeError) as error:
+                raise ValueError(f"{path}, line {number} is not a trajectory: {error!r}") from error
+
+
+def _line(trajectory: Trajectory) -> str:
+    row = trajectory_to_dict(trajectory)
+    try:
+        return json.dumps(row, ensure_ascii=False) + "\n"
+    except (TypeError, ValueError) as error:
+        name = trajectory.task.id
+        raise ValueError(
+            f"task {name}: answer and metadata must be JSON values to be saved ({error})"
+        ) from error
+
+
+def trajectory_to_dict(trajectory: Trajectory) -> dict[str, Any]:
+    turns, before = [], []
+    for turn in trajectory.turns:
+        turns.append(_turn_to_dict(turn, before))
+        before = turn.prompt_ids + turn.completion.token_ids
+    task = trajectory.task
+    prompt = (
+        task.prompt if isinstance(task.prompt, str) else [message_to_dict(message) for message in task.prompt]
+    )
+    return {
+        "task": {"id": task.id, "prompt": prompt, "answer": task.answer, "metadata": task.metadata},
+        "group": trajectory.group,
+        "member": trajectory.member,
+        "status": trajectory.status,
+        "reward": None if trajectory.reward is None else asdict(trajectory.reward),
+        "error": trajectory.error,
+        "seconds": trajectory.seconds,
+        "tools": [spec_to_dict(spec) for spec in trajectory.tools],
+        "prompt": [message_to_dict(message) for message in trajectory.prompt],
+        "turns": turns,
+    }
+
+
+def trajectory_from_dict(row: dict[str, Any]) -> Trajectory:
+    turns, before = [], []
+    for item in row["turns"]:
+        turn = _turn_from_dict(item, before)
+        turns.append(turn)
+        before = turn.prompt_ids + turn.completion.token_ids
+    task = row["task"]
+    prompt = task["prompt"]
+    if not isinstance(prompt, str):
+        prompt = [message_from_dict(message) for message in prompt]
+    return Trajectory(
+        task=Task(task["id"], prompt, task["answer"], task["metadata"]),
+        group=row["group"],
+        member=row["member"],
+        prompt=[message_from_dict(message) for message in row["prompt"]],
+        tools=[spec_from_dict(spec) for spec in row["tools"]],
+        turns=turns,
+        status=row["status"],
+        reward=None if row["reward"] is None else Reward(**row["reward"]),
+        error=row["error"],
+        seconds=row["seconds"],
+    )
+
+
+def _turn_to_dict(turn: Turn, before: list[int]) -> dict[str, Any]:
+    continues = bool(before) and turn.prompt_ids[: len(before)] == before
+    return {
+        "message": message_to_dict(turn.message),
+        "replies": [message_to_dict(reply) for reply in turn.replies],
+        "tool_results": [asdict(result) for result in turn.tool_results],
+        "signals": turn.signals,
+        "continues": continues,
+        "new_ids": turn.prompt_ids[len(before) :] if continues else turn.prompt_ids,
+        "completion": asdict(turn.completion),
+    }
+
+
+def _turn_from_dict(row: dict[str, Any], before: list[int]) -> Turn:
+    return Turn(
+        prompt_ids=before + row["new_ids"] if row["continues"] else row["new_ids"],
+        completion=Completion(**row["completion"]),
+        message=message_from_dict(row["message"]),
+        replies=[message_from_dict(reply) for reply in row["replies"]],
+        tool_results=[ToolResult(**result) for result in row["tool_results"]],
+        signals=row["signals"],
+    )

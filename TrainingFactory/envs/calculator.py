@@ -1,0 +1,57 @@
+"""Arithmetic that a small model cannot do in its head, with a calculator at hand."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from itertools import count as endlessly
+
+from TrainingFactory.envs.base import ToolEnvironment
+from TrainingFactory.envs.splits import belongs
+from TrainingFactory.tools.custom_tools import calculate
+from TrainingFactory.tools.custom_tools import calculator as calculator_tool
+from TrainingFactory.types import Message, Task, ToolCall
+
+
+class CalculatorEnvironment(ToolEnvironment):
+    system_prompt = "Calculate, then answer with the number."
+    calculator = calculator_tool
+
+    @classmethod
+    def tasks(cls, split: str, seed: int, count: int) -> Iterator[Task]:
+        rng = random.Random(f"calculator {seed}")
+        made = 0
+        for number in endlessly():
+            if made == count:
+                return
+            # Two digits: with three, half a million parameters do not copy the numbers safely.
+            expression = f"{rng.randint(10, 99)}{rng.choice('+-*')}{rng.randint(10, 99)}"
+            if belongs(expression, split):
+                made += 1
+                answer = str(calculate(expression))
+                yield Task(
+                    f"calculator-{seed}-{number}", f"{expression}=?", answer, {"expression": expression}
+                )
+
+    def expert(self) -> Iterator[Message]:
+        """What somebody would write who does it right."""
+        yield _calculate(self.task.metadata["expression"])
+        yield Message("assistant", str(self.task.answer))
+
+    def novice(self, rng: random.Random) -> Iterator[Message]:
+        """One of the usual mistakes: warm starts that contain some leave something to learn."""
+        expression = self.task.metadata["expression"]
+        mistake = rng.choice(("guesses", "wrong sum", "ignores the reply"))
+        if mistake == "guesses":
+            yield Message("assistant", str(rng.randint(10, 999)))
+        elif mistake == "wrong sum":
+            wrong = expression.replace(expression[2], rng.choice("+-*".replace(expression[2], "")))
+            yield _calculate(wrong)
+            yield Message("assistant", str(calculate(wrong)))
+        else:
+            yield _calculate(expression)
+            yield Message("assistant", str(rng.randint(10, 999)))
+
+
+def _calculate(expression: str) -> Message:
+    return Message("assistant", tool_calls=[ToolCall("calculator", {"expression": expression})])

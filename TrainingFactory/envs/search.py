@@ -1,0 +1,97 @@
+"""Two-hop questions over a small knowledge base made for each task.
+
+    Anna sold silver. Where is it?   search("Anna silver") -> Anna sold silver to Boris.
+                                     search("Boris")       -> Boris lives in Oslo.          Oslo
+
+Nothing can be known by heart, and the second search needs the result of the first. Every name, place and
+thing is one token of the built-in model.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Iterator
+from itertools import count as endlessly
+
+from TrainingFactory.envs.base import ToolEnvironment
+from TrainingFactory.envs.splits import belongs
+from TrainingFactory.models.words import NAMES, PLACES, THINGS
+from TrainingFactory.tools import tool
+from TrainingFactory.types import Message, Task, ToolCall
+
+MAX_FACTS = 3  # told in one reply
+
+
+class SearchEnvironment(ToolEnvironment):
+    system_prompt = "Search, then answer with one word."
+
+    @classmethod
+    def tasks(cls, split: str, seed: int, count: int) -> Iterator[Task]:
+        rng = random.Random(f"search {seed}")
+        made = 0
+        for number in endlessly():
+            if made == count:
+                return
+            task = _task(f"search-{seed}-{number}", rng)
+            assert isinstance(task.prompt, str)
+            if belongs(task.prompt, split):
+                made += 1
+                yield task
+
+    @tool
+    async def search(self, query: str) -> str:
+        """Find facts."""
+        words = set(re.findall(r"\w+", query.lower()))
+        hits = [len(words & set(keys.lower().split())) for keys, _ in self.task.metadata["facts"]]
+        best = max(hits)
+        found = [
+            text for hit, (_, text) in zip(hits, self.task.metadata["facts"], strict=True) if hit == best
+        ]
+        return " ".join(found[:MAX_FACTS]) if best else "Nothing found."
+
+    def expert(self) -> Iterator[Message]:
+        """What somebody would write who does it right."""
+        seller, thing, buyer = (self.task.metadata[key] for key in ("seller", "thing", "buyer"))
+        yield _search(f"{seller} {thing}")
+        yield _search(buyer)
+        yield Message("assistant", str(self.task.answer))
+
+    def novice(self, rng: random.Random) -> Iterator[Message]:
+        """One of the usual mistakes: warm starts that contain some leave something to learn."""
+        seller, thing, buyer = (self.task.metadata[key] for key in ("seller", "thing", "buyer"))
+        mistake = rng.choice(("guesses", "stops early", "asks for the seller"))
+        if mistake == "guesses":
+            yield Message("assistant", rng.choice(PLACES))
+        elif mistake == "stops early":
+            yield _search(f"{seller} {thing}")
+            yield Message("assistant", buyer)
+        else:
+            yield _search(f"{seller} {thing}")
+            yield _search(seller)
+            yield Message("assistant", self.task.metadata["home of the seller"])
+
+
+def _search(query: str) -> Message:
+    return Message("assistant", tool_calls=[ToolCall("search", {"query": query})])
+
+
+def _task(task_id: str, rng: random.Random) -> Task:
+    """The asked sale, and around it everything one could mix it up with: the seller's other sale, somebody
+    else's sale of the same thing, and where all of them live."""
+    seller, other, *buyers = rng.sample(NAMES, 5)
+    thing, second = rng.sample(THINGS, 2)
+    sales = list(zip((seller, seller, other), (thing, second, thing), buyers, strict=True))
+    homes = dict(zip((seller, other, *buyers), rng.sample(PLACES, 5), strict=True))
+    # A fact is found by its keys: whose it is and what it is about.
+    facts = [[f"{who} {what}", f"{who} sold {what} to {whom}."] for who, what, whom in sales]
+    facts += [[who, f"{who} lives in {place}."] for who, place in homes.items()]
+    rng.shuffle(facts)
+    metadata = {
+        "seller": seller,
+        "thing": thing,
+        "buyer": buyers[0],
+        "home of the seller": homes[seller],
+        "facts": facts,
+    }
+    return Task(task_id, f"{seller} sold {thing}. Where is it?", homes[buyers[0]], metadata)

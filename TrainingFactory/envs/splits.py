@@ -1,0 +1,17 @@
+"""Train and held-out tasks, disjoint by construction: the question itself decides where it belongs."""
+
+from __future__ import annotations
+
+import hashlib
+
+SPLITS = ("train", "heldout")
+HELDOUT_SHARE = 5  # one question in so many is held out
+
+
+def belongs(question: str, split: str) -> bool:
+    """Whether a question is of this split, whatever the seed and however many are asked for."""
+    if split not in SPLITS:
+        raise ValueError(f"there is no split {split!r}; the splits are {' and '.join(SPLITS)}")
+    digest = hashlib.blake2b(question.encode(), digest_size=8).digest()
+    heldout = int.from_bytes(digest, "big") % HELDOUT_SHARE == 0
+    return heldout == (split == "heldout")

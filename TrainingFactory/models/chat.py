@@ -1,0 +1,341 @@
+"""How a conversation becomes tokens and a sampled turn becomes a message, for any Hugging Face template.
+
+History is never decoded and encoded again. `render` writes the first prompt; after that a turn's ids stay as
+they were sampled, and `extend` adds what the template puts between this turn and the next one. That text is
+cut out of a rendering of the template itself (`probes.py`), so no family is special-cased here; families
+differ in how a completion is read (`families.py`). Foreign text cannot give a control token (`encoding.py`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from datetime import date
+from typing import Any
+
+from TrainingFactory.models import probes
+from TrainingFactory.models.encoding import Control, TextEncoder
+from TrainingFactory.models.families import FAMILIES, Family, get_family, schema_of
+from TrainingFactory.models.templates import Template, Transform
+from TrainingFactory.types import Message, ToolCall, ToolSpec, Turn
+
+Texts = list[str]  # foreign text number i is what mark number i stands for
+Pieces = list[str | int | Control]  # a template's own text, a mark's number, or a control token
+MAX_SKELETONS = 512
+
+
+def chat_format(
+    tokenizer: Any,
+    family: str | None = None,
+    *,
+    thinking: bool | None = None,
+    stop_ids: Sequence[int] = (),
+    day: date | None = None,
+) -> TemplateChatFormat:
+    """The chat layer for a tokenizer. Without `family`: the one whose reader understands the calls that the
+    template writes. `thinking` goes to templates that know it; `stop_ids` are ends of a turn known from
+    elsewhere (a model's generation config); `day` is what a template that prints the date prints."""
+    return TemplateChatFormat(tokenizer, family, thinking=thinking, stop_ids=stop_ids, day=day)
+
+
+class TemplateChatFormat:
+    def __init__(
+        self,
+        tokenizer: Any,
+        family: str | None = None,
+        *,
+        thinking: bool | None = None,
+        stop_ids: Sequence[int] = (),
+        day: date | None = None,
+    ) -> None:
+        chosen = get_family(family) if family else None
+        self._encoder = TextEncoder(tokenizer)
+        options = {} if thinking is None else {"enable_thinking": thinking}
+        self._template = Template(tokenizer, options, day)
+        self._marks = self._template.marks
+        self._style = probes.find_call_style(self._template)
+        self._end = probes.end_of_turn(self._template, self._encoder.control_texts)
+        self.family = chosen or self._detect() or FAMILIES["generic"]
+        native = self._reads_template(self.family)
+        self._template_tools = native and probes.renders_tools(self._template)
+        knows_results = probes.shows_tool_results(self._template, self._style, self._end)
+        self._replies_as_user = self.family.replies_as_user and not (native or (knows_results and not chosen))
+        self._refusal = "" if chosen or native else self._why_no_tools()
+        header = self._template.text([probes.user(self._marks[0])]).rpartition(self._marks[0])[2]
+        self._opens_thinking = header.rstrip().endswith(self.family.think[0])
+        self._transforms: dict[str, Transform] = {}
+        self._skeletons: dict[str, Pieces] = {}
+        self.stop_ids = self._find_stops(tokenizer.eos_token_id, stop_ids)
+
+    # writing
+
+    def render(
+        self,
+        messages: Sequence[Message | Mapping[str, Any]],
+        tools: Sequence[ToolSpec | Mapping[str, Any]] = (),
+    ) -> list[int]:
+        conversation = [as_message(message) for message in messages]
+        specs = [as_spec(tool) for tool in tools]
+        if not conversation:
+            raise ValueError("a conversation needs at least one message")
+        texts: Texts = []
+        schemas: list[dict[str, Any]] = []
+        if specs and self._template_tools:
+            schemas = self._shield([schema_of(spec) for spec in specs], texts)
+        outlines = [self._outline(message, texts) for message in self._as_user(conversation)]
+        if specs and not self._template_tools:
+            self._put_tools_into_system(outlines, specs, texts)
+        key = json.dumps([outlines, schemas])
+        pieces = self._skeletons.get(key)
+        if pieces is None:
+            text = self._template.text(outlines, schemas)
+            for outline in outlines:
+                if outline["role"] != "assistant" and outline["content"] not in text:
+                    raise ValueError(
+                        f"the chat template drops a {outline['role']} message of this conversation"
+                    )
+            pieces = self._remember(key, text)
+        return self._fill(pieces, texts)
+
+    def extend(self, turn: Turn, replies: Sequence[Message | Mapping[str, Any]]) -> list[int]:
+        sampled = turn.completion.token_ids
+        if not sampled or sampled[-1] not in self.stop_ids:
+            raise ValueError("this turn was cut before its stop token, so nothing can follow it")
+        answers = self._as_user([as_message(reply) for reply in replies])
+        ids = self._fill(self._continuation(answers), self._reply_texts(answers))
+        # where a turn has no end of its own, its stop token is the first token of what follows (GLM)
+        return ids[1:] if self._end is None and ids[:1] == sampled[-1:] else ids
+
+    def write(self, message: Message | Mapping[str, Any]) -> list[int]:
+        message = as_message(message)
+        texts: Texts = [""]  # mark 0 is the user's
+        write_calls = self.family.calls_text if message.tool_calls else None
+        outline = self._outline(replace(message, tool_calls=[]) if write_calls else message, texts)
+        body = probes.assistant_body(self._template, outline, self.family.think)
+        if self._end and self._end in body:
+            body = body[: body.rindex(self._end)]
+        if write_calls:
+            body += write_calls([self._shielded_call(call, texts) for call in message.tool_calls])
+        end = self.stop_ids[:1] if self._end is None else [self._encoder.control_texts[self._end]]
+        return [*self._fill(self._pieces(body), texts), *end]
+
+    # reading
+
+    def parse(self, token_ids: Sequence[int]) -> Message:
+        ids = list(token_ids)
+        if ids and ids[-1] in self.stop_ids:
+            ids.pop()
+        return self.parse_text(self._encoder.decode(ids))
+
+    def parse_text(self, text: str) -> Message:
+        """An assistant's text as a message; what stands inside its reasoning is not read as a call."""
+        opening, closing = self.family.think
+        reasoning = None
+        if self._opens_thinking or closing in text or text.lstrip().startswith(opening):
+            thought, closed, rest = text.lstrip().removeprefix(opening).partition(closing)
+            if not closed:
+                return Message("assistant", reasoning=thought.strip())
+            reasoning, text = thought.strip(), rest
+        content, calls = self.family.read_calls(text)
+        return Message("assistant", content.strip(), calls, reasoning=reasoning)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return self._encoder.decode(token_ids)
+
+    def cut(self, text: str, max_tokens: int) -> str:
+        return self._encoder.cut(text, max_tokens)
+
+    # marks and pieces
+
+    def _pieces(self, text: str) -> Pieces:
+        pieces: Pieces = []
+        for part in self._marks.split(text):
+            pieces += [part] if isinstance(part, int) else self._encoder.split(part)
+        return pieces
+
+    def _fill(self, pieces: Pieces, texts: Texts) -> list[int]:
+        """Ids: what stands between two control tokens, own and foreign, is encoded as one text."""
+        ids: list[int] = []
+        run = ""
+        for piece in pieces:
+            if isinstance(piece, Control):
+                ids += [*self._encoder.plain(run), piece.token]
+                run = ""
+            else:
+                run += texts[piece] if isinstance(piece, int) else piece
+        return ids + self._encoder.plain(run)
+
+    def _remember(self, key: str, text: str) -> Pieces:
+        if len(self._skeletons) >= MAX_SKELETONS:
+            self._skeletons.clear()
+        self._skeletons[key] = self._pieces(text)
+        return self._skeletons[key]
+
+    def _mark(self, text: str, texts: Texts) -> str:
+        texts.append(text)
+        return self._marks[len(texts) - 1]
+
+    def _as_shown(self, role: str, text: str) -> str:
+        """The text as the template writes it (some strip it, some write it as JSON)."""
+        if role not in self._transforms:
+            self._transforms[role] = self._template.transform(role, probes.conversation_of(role, self._style))
+        return self._transforms[role](text)
+
+    def _shield(self, value: Any, texts: Texts) -> Any:
+        """A copy of JSON data in which every string that could give a control token is a mark."""
+        if isinstance(value, dict):
+            return {self._shield(key, texts): self._shield(item, texts) for key, item in value.items()}
+        if isinstance(value, list | tuple):
+            return [self._shield(item, texts) for item in value]
+        # a half tag at its end could be completed by what the template writes behind it
+        if isinstance(value, str) and (
+            self._encoder.holds_control(value) or value.endswith(("<", "|", "｜", "["))
+        ):
+            return self._mark(json.dumps(value, ensure_ascii=False)[1:-1], texts)
+        return value
+
+    def _shielded_call(self, call: ToolCall, texts: Texts) -> ToolCall:
+        return ToolCall(self._shield(call.name, texts), self._shield(call.arguments, texts))
+
+    def _outline(self, message: Message, texts: Texts) -> dict[str, Any]:
+        """The message as templates expect it, with marks in place of its texts."""
+        content = self._mark(self._as_shown(message.role, message.content), texts) if message.content else ""
+        outline: dict[str, Any] = {"role": message.role, "content": content}
+        if message.tool_calls:
+            if self._style is None:
+                raise ValueError(
+                    "the chat template renders no tool calls, so a message with calls cannot be written"
+                )
+            outline = self._style.message(
+                [self._shielded_call(c, texts) for c in message.tool_calls], content
+            )
+        if message.reasoning:
+            outline["reasoning_content"] = self._mark(message.reasoning.strip("\n"), texts)
+        if message.role == "tool":
+            outline["tool_call_id"] = f"{probes.CALL_ID}0"
+            outline["name"] = self._mark(message.name or "tool", texts)
+        return outline
+
+    def _reply_texts(self, replies: Sequence[Message]) -> Texts:
+        texts: Texts = ["", ""]  # marks 0 and 1 stand in the part before the replies
+        for reply in replies:
+            texts.append(self._as_shown(reply.role, reply.content) if reply.content else "")
+            texts.append(reply.name or "tool")
+        return texts
+
+    def _continuation(self, replies: Sequence[Message]) -> Pieces:
+        key = json.dumps(["after", [(reply.role, bool(reply.content)) for reply in replies]])
+        if key in self._skeletons:
+            return self._skeletons[key]
+        text = probes.continuation(self._template, self._style, self._end, replies)
+        shown = {part for part in self._marks.split(text) if isinstance(part, int)}
+        if any(reply.content and 2 + 2 * number not in shown for number, reply in enumerate(replies)):
+            raise ValueError("the chat template drops a reply to a turn of the model")
+        return self._remember(key, text)
+
+    # what the template leaves out
+
+    def _as_user(self, messages: Sequence[Message]) -> list[Message]:
+        """Where the template knows no tool messages, the results of one turn are one message of the user."""
+        if not self._replies_as_user:
+            return list(messages)
+        changed: list[Message] = []
+        results = False
+        for message in messages:
+            if message.role == "tool":
+                text = f"Result of {message.name or 'the tool'}:\n{message.content}"
+                if results:
+                    changed[-1] = replace(changed[-1], content=f"{changed[-1].content}\n\n{text}")
+                else:
+                    changed.append(Message("user", text))
+            else:
+                changed.append(message)
+            results = message.role == "tool"
+        return changed
+
+    def _put_tools_into_system(
+        self, outlines: list[dict[str, Any]], specs: list[ToolSpec], texts: Texts
+    ) -> None:
+        describe, text = self.family.describe_tools, self.family.tools_text
+        if self._refusal or describe is None or text is None:
+            raise ValueError(self._refusal or self._why_no_tools())
+        if outlines[0]["role"] != "system":
+            outlines.insert(0, {"role": "system", "content": ""})
+        separator = "\n\n" if outlines[0]["content"] else ""
+        outlines[0]["content"] += separator + text.replace("{tools}", self._mark(describe(specs), texts))
+
+    # probes
+
+    def _reads_template(self, family: Family) -> bool:
+        """Whether the family's reader understands the calls that this template writes."""
+        if self._style is None:
+            return False
+        call = ToolCall("probe_tool", {"text": "a b"})
+        try:
+            body = probes.assistant_body(self._template, self._style.message([call]), family.think)
+        except ValueError:
+            return False
+        body = body.rpartition(family.think[1])[2]
+        body = body[: body.rindex(self._end)] if self._end and self._end in body else body
+        return family.read_calls(body)[1] == [call]
+
+    def _detect(self) -> Family | None:
+        for family in FAMILIES.values():
+            present = family.needs_token is None or family.needs_token in self._encoder.control_texts
+            if present and self._reads_template(family):
+                return family
+        return None
+
+    def _why_no_tools(self) -> str:
+        if self._style is None:
+            return (
+                "the chat template of this model renders no tool calls; "
+                "family 'generic' (model.family) puts the tool list into the system message instead"
+            )
+        return (
+            f"the chat template of this model writes tool calls in a form that family {self.family.name!r} "
+            "does not read; add a family with TrainingFactory.models.register_family, "
+            "or use family 'generic' (model.family)"
+        )
+
+    def _find_stops(self, eos: int | None, extra: Sequence[int]) -> tuple[int, ...]:
+        vocabulary = self._encoder.control_texts
+        stops = [vocabulary[self._end]] if self._end else []
+        if self._end is None:  # a turn ends where the next one begins
+            for reply in (Message("tool", "r"), Message("user", "r")):
+                try:
+                    first = self._continuation([reply])[0]
+                except ValueError:
+                    continue
+                stops += [first.token] if isinstance(first, Control) else []
+        stops += [eos] if eos is not None else []
+        stops += [vocabulary[text] for text in self.family.stop_texts if text in vocabulary]
+        return tuple(dict.fromkeys([*stops, *extra]))
+
+
+def as_message(message: Message | Mapping[str, Any]) -> Message:
+    """OpenAI-style dicts are converted here, at the edge."""
+    if isinstance(message, Message):
+        return message
+    calls = []
+    for item in message.get("tool_calls") or []:
+        function = item.get("function", item)
+        arguments = function.get("arguments") or {}
+        arguments = json.loads(arguments) if isinstance(arguments, str) else dict(arguments)
+        calls.append(ToolCall(function["name"], arguments, item.get("id", "")))
+    return Message(
+        message["role"],
+        message.get("content") or "",
+        calls,
+        message.get("tool_call_id"),
+        message.get("name"),
+        message.get("reasoning_content") or message.get("reasoning"),
+    )
+
+
+def as_spec(tool: ToolSpec | Mapping[str, Any]) -> ToolSpec:
+    if isinstance(tool, ToolSpec):
+        return tool
+    function = tool.get("function", tool)
+    return ToolSpec(function["name"], function.get("description", ""), dict(function.get("parameters") or {}))

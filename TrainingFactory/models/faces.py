@@ -1,0 +1,56 @@
+"""Models by family name: a model with its chat layer, for people who write `Qwen3Model("qwen3-4b")`."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any, ClassVar
+
+from TrainingFactory.models.chat import TemplateChatFormat, chat_format
+from TrainingFactory.models.loading import LoadedModel, load_model
+
+
+class _Face:
+    """Loaded on first use, so that naming a model costs nothing."""
+
+    family: ClassVar[str | None] = None
+
+    def __init__(self, name: str, *, thinking: bool | None = None, **options: Any) -> None:
+        self.name = name
+        self._thinking = thinking
+        self._options = options  # as `load_model` takes them
+
+    @cached_property
+    def loaded(self) -> LoadedModel:
+        return load_model(self.name, **self._options)
+
+    @property
+    def model(self) -> Any:
+        return self.loaded.model
+
+    @property
+    def tokenizer(self) -> Any:
+        return self.loaded.tokenizer
+
+    @cached_property
+    def chat(self) -> TemplateChatFormat:
+        return chat_format(
+            self.tokenizer, self.family, thinking=self._thinking, stop_ids=self.loaded.stop_ids
+        )
+
+
+class Qwen3Model(_Face):
+    """Qwen3; `thinking=False` has the template close the thought before the model writes."""
+
+    family = "qwen3"
+
+
+class DeepSeekModel(_Face):
+    """DeepSeek V3 and the R1 distils."""
+
+    family = "deepseek"
+
+
+class LlamaModel(_Face):
+    """Llama 3.x."""
+
+    family = "llama3"

@@ -1,0 +1,125 @@
+"""Model families. They differ only in how a completion is read, and in what their templates leave out."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from TrainingFactory.models.parsers import CallReader, read_bare_json, read_deepseek, read_llama, read_tagged
+from TrainingFactory.types import ToolCall, ToolSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """`tools_text` and `calls_text` are for templates that render no tools or calls themselves; `tools_text`
+    is ours, so control tokens in it are live, and `{tools}` in it is where the (foreign) list goes.
+    `replies_as_user`: there, results are sent as the user's messages."""
+
+    name: str
+    read_calls: CallReader
+    needs_token: str | None = None  # a control token without which a tokenizer is not of this family
+    stop_texts: tuple[str, ...] = ()  # ends of a turn beside the template's own
+    think: tuple[str, str] = ("<think>", "</think>")
+    tools_text: str | None = None
+    describe_tools: Callable[[Sequence[ToolSpec]], str] | None = None
+    calls_text: Callable[[Sequence[ToolCall]], str] | None = None
+    replies_as_user: bool = False
+
+
+def schema_of(spec: ToolSpec) -> dict[str, object]:
+    """The OpenAI form, which every template expects."""
+    return {
+        "type": "function",
+        "function": {"name": spec.name, "description": spec.description, "parameters": spec.parameters},
+    }
+
+
+def _list_as_json(tools: Sequence[ToolSpec]) -> str:
+    return "\n".join(json.dumps(schema_of(tool)["function"], ensure_ascii=False) for tool in tools)
+
+
+def _list_as_sections(tools: Sequence[ToolSpec]) -> str:
+    return "\n\n".join(
+        f"### {tool.name}\nDescription: {tool.description}\n\n"
+        f"Parameters: {json.dumps(tool.parameters, ensure_ascii=False)}"
+        for tool in tools
+    )
+
+
+def _bare_calls(calls: Sequence[ToolCall]) -> str:
+    return "\n".join(
+        json.dumps({"name": call.name, "arguments": call.arguments}, ensure_ascii=False) for call in calls
+    )
+
+
+def _deepseek_calls(calls: Sequence[ToolCall]) -> str:
+    blocks = [
+        f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{call.name}\n```json\n"
+        f"{json.dumps(call.arguments, ensure_ascii=False)}\n```<｜tool▁call▁end｜>"
+        for call in calls
+    ]
+    return "<｜tool▁calls▁begin｜>" + "\n".join(blocks) + "<｜tool▁calls▁end｜>"
+
+
+DEEPSEEK_TOOLS = """## Tools
+You can use these tools:
+
+{tools}
+
+To use them, write exactly this form:
+<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME
+```json
+ARGUMENTS
+```<｜tool▁call▁end｜><｜tool▁calls▁end｜>
+NAME is the name of one tool, ARGUMENTS a JSON object. Write one begin and end pair for every call."""
+
+GENERIC_TOOLS = """You can use these tools, one JSON schema a line:
+{tools}
+
+To use a tool, answer with nothing but a JSON object: {"name": "NAME", "arguments": {"KEY": "VALUE"}}
+Write one object a line to use several. The results come with the next message."""
+
+FAMILIES: dict[str, Family] = {
+    family.name: family
+    for family in (
+        Family("qwen3", read_tagged, needs_token="<think>", stop_texts=("<|im_end|>", "<|endoftext|>")),
+        Family("qwen2.5", read_tagged, stop_texts=("<|im_end|>", "<|endoftext|>")),
+        Family(
+            "llama3",
+            read_llama,
+            needs_token="<|python_tag|>",
+            stop_texts=("<|eot_id|>", "<|eom_id|>", "<|end_of_text|>"),
+        ),
+        Family(
+            "deepseek",
+            read_deepseek,
+            stop_texts=("<｜end▁of▁sentence｜>",),
+            tools_text=DEEPSEEK_TOOLS,
+            describe_tools=_list_as_sections,
+            calls_text=_deepseek_calls,
+        ),
+        Family(
+            "generic",
+            read_bare_json,
+            tools_text=GENERIC_TOOLS,
+            describe_tools=_list_as_json,
+            calls_text=_bare_calls,
+            replies_as_user=True,
+        ),
+    )
+}
+
+
+def register_family(family: Family) -> None:
+    """Add a family of your own; `chat_format(tokenizer, family=NAME)` then finds it."""
+    FAMILIES[family.name] = family
+
+
+def get_family(name: str) -> Family:
+    if name not in FAMILIES:
+        near = difflib.get_close_matches(name, FAMILIES, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"model.family is {name!r}; known families: {', '.join(FAMILIES)}{hint}")
+    return FAMILIES[name]

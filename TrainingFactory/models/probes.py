@@ -1,0 +1,162 @@
+"""What a chat template shows of itself when it is rendered with marks: how it wants tool calls, whether it
+renders tools, how it ends a turn, and what it writes between one assistant turn and the next."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from TrainingFactory.models.templates import Template
+from TrainingFactory.types import Message, ToolCall
+
+CALL_ID = "call0000"  # with a digit behind it nine characters long, which some templates insist on
+
+
+@dataclass(frozen=True, slots=True)
+class CallStyle:
+    """How a template wants an assistant message with tool calls."""
+
+    arguments_as_text: bool  # JSON text instead of an object
+    empty_content: str | None  # what stands for no content
+
+    def message(self, calls: Sequence[ToolCall], content: str = "") -> dict[str, Any]:
+        return {
+            "role": "assistant",
+            "content": content or self.empty_content,
+            "tool_calls": [
+                {
+                    "id": f"{CALL_ID}{number}",
+                    "type": "function",
+                    "function": {
+                        "name": call.name,
+                        "arguments": json.dumps(call.arguments, ensure_ascii=False)
+                        if self.arguments_as_text
+                        else call.arguments,
+                    },
+                }
+                for number, call in enumerate(calls)
+            ],
+        }
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def find_call_style(template: Template) -> CallStyle | None:
+    """The first way of giving a call in which its name and its argument come out; None if none does."""
+    name, argument = template.marks[1], template.marks[2]
+    for style in (CallStyle(a, c) for a in (False, True) for c in (None, "")):
+        try:
+            text = template.text([user("m"), style.message([ToolCall(name, {"a": argument})])], header=False)
+        except ValueError:
+            continue
+        if name in text and argument in text:
+            return style
+    return None
+
+
+def renders_tools(template: Template) -> bool:
+    name = template.marks[1]
+    function = {"name": name, "description": "d", "parameters": {"type": "object", "properties": {}}}
+    try:
+        return name in template.text([user("m")], [{"type": "function", "function": function}])
+    except ValueError:
+        return False
+
+
+def end_of_turn(template: Template, control_texts: Iterable[str]) -> str | None:
+    """The control token with which the template ends an assistant message; None where it writes none."""
+    mark = template.marks[1]
+    text = template.text([user("m"), {"role": "assistant", "content": mark}], header=False)
+    if mark not in text:
+        raise ValueError("the chat template drops the assistant's messages when they are plain text")
+    rest = text.rpartition(mark)[2]
+    found = [(rest.index(control), -len(control), control) for control in control_texts if control in rest]
+    return min(found)[2] if found else None
+
+
+def shows_tool_results(template: Template, style: CallStyle | None, end_text: str | None) -> bool:
+    try:
+        return template.marks[2] in continuation(template, style, end_text, [Message("tool", "r")])
+    except ValueError:
+        return False
+
+
+def assistant_body(template: Template, outline: dict[str, Any], think: tuple[str, str]) -> str:
+    """The assistant's part of a rendering, from where the model begins to write."""
+    mark = template.marks[0]
+    start = template.text([user(mark)])
+    whole = template.text([user(mark), outline], header=False)
+    if whole.startswith(start):
+        return whole[len(start) :]
+    # The header opens a thought that the finished turn no longer shows.
+    before, opened, _ = start.rpartition(think[0])
+    if not opened or not whole.startswith(before):
+        raise ValueError(
+            "the chat template writes an assistant turn differently from the header it gives the model"
+        )
+    thought = outline.get("reasoning_content", "")
+    closed = start.rstrip().endswith(think[1])
+    return whole[len(before) :] if closed else f"{thought}\n{think[1]}\n\n" + whole[len(before) :]
+
+
+def conversation_of(role: str, style: CallStyle | None) -> Callable[[str], list[dict[str, Any]]]:
+    """A shortest conversation in which a text of that role stands last (or first, for system)."""
+    if role == "system":
+        return lambda text: [{"role": "system", "content": text}, user("m")]
+    if role == "user":
+        return lambda text: [user(text)]
+    if role == "assistant":
+        return lambda text: [user("m"), {"role": "assistant", "content": text}]
+    asked = style.message([ToolCall("f", {"a": "b"})]) if style else {"role": "assistant", "content": "m"}
+    reply = {"role": "tool", "tool_call_id": f"{CALL_ID}0", "name": "f"}
+    return lambda text: [user("m"), asked, {**reply, "content": text}]
+
+
+def continuation(
+    template: Template, style: CallStyle | None, end_text: str | None, replies: Sequence[Message]
+) -> str:
+    """What the template writes after a sampled turn: the rest of its end, the replies, the next header.
+
+    Reply i is given by two marks: 2 + 2i for its text and 3 + 2i for the name of its tool.
+    """
+    marks = template.marks
+    tool_replies = [number for number, reply in enumerate(replies) if reply.role == "tool"]
+    refusal: ValueError | None = None
+    # Some templates take one call a turn only, but any number of results.
+    for amount in dict.fromkeys((len(tool_replies), min(1, len(tool_replies)))):
+        calls = [ToolCall(marks[3 + 2 * number], {"a": marks[1]}) for number in tool_replies[:amount]]
+        turn = style.message(calls) if style and calls else {"role": "assistant", "content": marks[1]}
+        answers: list[dict[str, Any]] = []
+        for number, reply in enumerate(replies):
+            answer: dict[str, Any] = {
+                "role": reply.role,
+                "content": marks[2 + 2 * number] if reply.content else "",
+            }
+            if reply.role == "tool":
+                answer["tool_call_id"] = f"{CALL_ID}{min(len(answers), max(amount - 1, 0))}"
+                answer["name"] = marks[3 + 2 * number]
+            answers.append(answer)
+        try:
+            alone = template.text([user(marks[0]), turn], header=False)
+            whole = template.text([user(marks[0]), turn, *answers])
+        except ValueError as error:
+            refusal = error
+            continue
+        return _between(alone, whole, marks[1], end_text)
+    assert refusal is not None
+    raise refusal
+
+
+def _between(alone: str, whole: str, last: str, end_text: str | None) -> str:
+    """`alone` ends with the turn, `whole` goes on after it; `last` is the last mark inside the turn."""
+    ending, rest = alone.rpartition(last)[2], whole.rpartition(last)[2]
+    if last not in whole:
+        raise ValueError("the chat template drops the assistant's turn once it is answered")
+    cut = ending.rindex(end_text) + len(end_text) if end_text and end_text in ending else len(ending)
+    if not rest.startswith(ending[:cut]):
+        raise ValueError("the chat template ends a turn differently once it is answered")
+    return rest[cut:]

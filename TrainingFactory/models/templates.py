@@ -1,0 +1,107 @@
+"""A chat template, rendered with marks in place of every text that is not its own.
+
+A mark stands for one foreign text. Rendering once with marks shows which text is the template's and where
+the foreign texts go, so history is never re-encoded and no foreign text is ever read by the template.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections.abc import Callable, Sequence
+from datetime import date, datetime
+from typing import Any
+
+from jinja2 import TemplateError
+
+Transform = Callable[[str], str]
+
+# Texts that show what a template does to content: edge spaces, quotes, escapes, markup, newlines, JSON.
+CANARIES = (
+    "plain",
+    '  two  spaces, "quotes", \\ back\nlines, <b>tags</b> &amp; é 你\ttab \n',
+    '{"a": [1, "b"], "c": null}',
+)
+
+
+def _json_inner(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)[1:-1]
+
+
+TRANSFORMS: tuple[Transform, ...] = (
+    lambda text: text,
+    str.strip,
+    str.lstrip,
+    str.rstrip,
+    lambda text: text.strip("\n"),
+    _json_inner,
+    lambda text: _json_inner(text.strip()),
+    lambda text: json.dumps(text)[1:-1],
+)
+
+
+class Marks:
+    """Strings that no foreign text can hold, because they are drawn anew in every process."""
+
+    def __init__(self) -> None:
+        self._salt = secrets.token_hex(8)
+        self._pattern = re.compile(rf"Tf{self._salt}x(\d+)fT")
+
+    def __getitem__(self, index: int) -> str:
+        return f"Tf{self._salt}x{index}fT"
+
+    def split(self, text: str) -> list[str | int]:
+        """The text cut at its marks: own texts and mark numbers, in order, without empty texts."""
+        parts: list[str | int] = []
+        for position, part in enumerate(self._pattern.split(text)):
+            if position % 2:
+                parts.append(int(part))
+            elif part:
+                parts.append(part)
+        return parts
+
+
+class Template:
+    def __init__(
+        self, tokenizer: Any, options: dict[str, Any] | None = None, day: date | None = None
+    ) -> None:
+        if not tokenizer.chat_template:
+            raise ValueError(
+                "the tokenizer has no chat template, so there is no way to write a conversation with it"
+            )
+        self._tokenizer = tokenizer
+        moment = datetime.combine(day or date.today(), datetime.min.time())
+        # Some templates print the date: it is fixed for the life of this object.
+        self._options = {"strftime_now": moment.strftime, **(options or {})}
+        self.marks = Marks()
+
+    def text(
+        self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] = (), header: bool = True
+    ) -> str:
+        try:
+            return self._tokenizer.apply_chat_template(
+                list(messages),
+                tools=list(tools) or None,
+                tokenize=False,
+                add_generation_prompt=header,
+                **self._options,
+            )
+        except (TemplateError, TypeError, KeyError, IndexError, AttributeError) as error:
+            raise ValueError(f"the chat template refuses this conversation: {error}") from error
+
+    def transform(self, role: str, conversation: Callable[[str], list[dict[str, Any]]]) -> Transform:
+        """What the template does to the text of a role, found by rendering canaries in its place."""
+        mark = self.marks[0]
+        pattern = self.text(conversation(mark), header=False)
+        if mark not in pattern:
+            raise ValueError(
+                f"the chat template drops or rewrites the text of {role} messages, so this model cannot be given one"
+            )
+        shown = [self.text(conversation(canary), header=False) for canary in CANARIES]
+        for transform in TRANSFORMS:
+            if all(pattern.replace(mark, transform(c)) == s for c, s in zip(CANARIES, shown, strict=True)):
+                return transform
+        raise ValueError(
+            f"the chat template rewrites the text of {role} messages in a way that cannot be followed token by token"
+        )

@@ -1,0 +1,115 @@
+"""The built-in model: a Qwen3 of about half a million parameters, made from a seed in a second.
+
+Nothing binary is shipped: the tokenizer is trained on the texts below, the weights are random. It takes
+exactly the code that a 4B Qwen3 takes: same architecture, same added tokens, same chat template.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from TrainingFactory.models.words import NAMES, PLACES, THINGS
+
+SPECIAL_TOKENS = """<|endoftext|> <|im_start|> <|im_end|> <|object_ref_start|> <|object_ref_end|>
+<|box_start|> <|box_end|> <|quad_start|> <|quad_end|> <|vision_start|> <|vision_end|>
+<|vision_pad|> <|image_pad|> <|video_pad|>""".split()
+PLAIN_TOKENS = """<tool_call> </tool_call> <|fim_prefix|> <|fim_middle|> <|fim_suffix|> <|fim_pad|>
+<|repo_name|> <|file_sep|> <tool_response> </tool_response> <think> </think>""".split()
+# Qwen's own split of a text into words: digits stand alone, a word may carry one leading space.
+SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+COMMON_WORDS = """a about after all also an and answer any are as at back be because been before between
+both but by call can city could day do does each error find first for from get give go
+has have how if in into is it its just know last like look make many more most much name
+new no not now number of on one only or other out over people place question result say
+see she so some take tell than that the their them then there these they this time to
+tool two up use user value was way we what when where which who why will with word work
+would year you your search lookup query find expression calculate calculator compute
+equals plus minus times divided result number string integer object text key value list
+true false null live lives born owns likes visits color keep keeps""".split()
+
+
+def template() -> str:
+    return (Path(__file__).parent / "qwen3_instruct.jinja").read_text(encoding="utf-8").rstrip("\n")
+
+
+def tiny_tokenizer() -> Any:
+    """A byte-level BPE of under a thousand entries in which every word of `words` is one token."""
+    from tokenizers import (
+        AddedToken,
+        Regex,
+        Tokenizer,
+        decoders,
+        models,
+        normalizers,
+        pre_tokenizers,
+        trainers,
+    )
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.normalizer = normalizers.NFC()
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    split = pre_tokenizers.Split(Regex(SPLIT), behavior="isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=660, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    tokenizer.train_from_iterator(_corpus(), trainer)
+    state = json.loads(tokenizer.to_str())
+    vocabulary = state["model"]["vocab"]
+    for word in NAMES + PLACES + THINGS:
+        for form in (word, "Ġ" + word):  # the byte-level spelling of a leading space
+            vocabulary.setdefault(form, len(vocabulary))
+    state["model"]["ignore_merges"] = True  # a whole word in the vocabulary is taken as it is
+    tokenizer = Tokenizer.from_str(json.dumps(state))
+    tokenizer.add_special_tokens(
+        [AddedToken(text, normalized=False, special=True) for text in SPECIAL_TOKENS]
+    )
+    tokenizer.add_tokens([AddedToken(text, normalized=False, special=False) for text in PLAIN_TOKENS])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        chat_template=template(),
+        model_max_length=4096,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def tiny_model(vocab_size: int, eos_token_id: int, pad_token_id: int, seed: int = 0) -> Any:
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    config = Qwen3Config(
+        vocab_size=vocab_size,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=4096,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        tie_word_embeddings=True,
+        eos_token_id=eos_token_id,
+        pad_token_id=pad_token_id,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return Qwen3ForCausalLM(config)
+
+
+def _corpus() -> list[str]:
+    schema = (
+        '{"type": "function", "function": {"name": "", "description": "", "parameters": {"type": "object", '
+    )
+    schema += '"properties": {"": {"type": "string", "description": ""}}, "required": [""]}}}'
+    call = '<tool_call>\n{"name": "search", "arguments": {"query": ""}}\n</tool_call>'
+    words = [f"{word} {word}" for word in COMMON_WORDS]
+    return [template(), schema, call] * 40 + words * 2

@@ -1,0 +1,155 @@
+"""Every seam, on one page. What a layer needs from a sibling or from above is handed in as one of these."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+from TrainingFactory.types import (
+    Completion,
+    Message,
+    Reward,
+    Sample,
+    SamplingParams,
+    Step,
+    Task,
+    ToolCall,
+    ToolResult,
+    ToolSpec,
+    Trajectory,
+    Turn,
+)
+
+
+class SamplingSession(Protocol):
+    """The sampler's side of one episode: what was computed for a turn is kept for the next one."""
+
+    async def sample(self, prompt_ids: Sequence[int], params: SamplingParams) -> Completion: ...
+    def close(self) -> None: ...
+
+
+class Sampler(Protocol):
+    """Tokens in, tokens and log-probs out. Cancelling the awaiting task cancels the request."""
+
+    @property
+    def policy_version(self) -> int: ...
+    @property
+    def max_length(self) -> int:
+        """Longest prompt and completion together, in tokens."""
+        ...
+
+    def session(self) -> SamplingSession:
+        """Opened in a fixed order (task, member) before anything is awaited, one per episode."""
+        ...
+
+    async def sample(self, prompt_ids: Sequence[int], params: SamplingParams) -> Completion:
+        """One request that belongs to no episode."""
+        ...
+
+
+class ChatFormat(Protocol):
+    """How one model family writes and reads a conversation, in tokens."""
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]: ...
+    def render(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> list[int]:
+        """The prompt of a first turn, the assistant's header included."""
+        ...
+
+    def extend(self, turn: Turn, replies: Sequence[Message]) -> list[int]:
+        """What follows a sampled turn: the rest of its end, the replies, the next assistant header."""
+        ...
+
+    def parse(self, token_ids: Sequence[int]) -> Message:
+        """A sampled turn as a message; never raises on what a model can write."""
+        ...
+
+    def write(self, message: Message) -> list[int]:
+        """The ids of an assistant message as the model would sample them, stop token included."""
+        ...
+
+    def cut(self, text: str, max_tokens: int) -> str:
+        """The text if it fits into so many tokens, else its beginning and end with the cut marked."""
+        ...
+
+    def decode(self, token_ids: Sequence[int]) -> str: ...
+
+
+@runtime_checkable
+class Tool(Protocol):
+    """Anything that can be called by name with JSON arguments. Runs on the event loop: code that
+    blocks goes to a thread inside `run`."""
+
+    @property
+    def spec(self) -> ToolSpec: ...
+    async def run(self, arguments: dict[str, Any]) -> ToolResult: ...
+
+
+class ToolExecutor(Protocol):
+    """Runs the calls of one turn; results in call order, failures as results, never an exception."""
+
+    async def batch_execute(self, calls: Sequence[ToolCall]) -> list[ToolResult]: ...
+
+
+class Environment(Protocol):
+    """Single use and stateful: made for one episode of one task, closed after its reward is known."""
+
+    @property
+    def task(self) -> Task: ...
+    @property
+    def tools(self) -> Sequence[Tool]: ...
+    async def reset(self) -> list[Message]:
+        """The conversation before the model's first turn."""
+        ...
+
+    async def step(self, message: Message) -> Step: ...
+    async def close(self) -> None: ...
+
+
+class EnvironmentFactory(Protocol):
+    """Makes environments, and the tasks for them; a class with a `tasks` method is one."""
+
+    def __call__(self, task: Task) -> Environment: ...
+    def tasks(self, split: str, seed: int, count: int) -> Iterable[Task]: ...
+
+
+class Episode(Protocol):
+    """What a reward sees: the finished trajectory and the still open environment."""
+
+    @property
+    def trajectory(self) -> Trajectory: ...
+    @property
+    def task(self) -> Task: ...
+    @property
+    def environment(self) -> Environment: ...
+    async def call(self, tool: str, **arguments: Any) -> ToolResult: ...
+
+
+# A float means Reward(outcome). Raising means "could not be scored": the trajectory is dropped and counted.
+RewardFunction = Callable[[Episode], Reward | float | Awaitable[Reward | float]]
+GroupReward = Callable[[Sequence[Episode]], Awaitable[Sequence[Reward]]]
+
+
+class Objective(Protocol):
+    """What a batch must carry (reference log-probs, values) and the loss over it. Torch lives behind `Any`."""
+
+    @property
+    def needs(self) -> frozenset[str]: ...
+    def loss(self, batch: Any) -> Any: ...
+
+
+class Algorithm(Objective, Protocol):
+    """An objective that also assigns credit: from a group of episodes to training rows."""
+
+    def samples(self, group: Sequence[Trajectory]) -> list[Sample]: ...
+    def prepare(self, batch: Any) -> Any: ...
+
+
+class Policy(Protocol):
+    """The weights being trained."""
+
+    def publish(self) -> Sampler: ...
+    def annotate(self, batch: Any, needs: frozenset[str]) -> Any: ...
+    def update(self, batch: Any, loss: Callable[[Any], Any]) -> dict[str, float]: ...
+    def save(self, folder: Path) -> None: ...

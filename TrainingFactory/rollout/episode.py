@@ -1,0 +1,208 @@
+"""One episode: turns, reward, close. Whatever happens in the environment, a trajectory comes back."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+
+from TrainingFactory.protocols import ChatFormat, Environment, RewardFunction, SamplingSession
+from TrainingFactory.rollout.scoring import Episode, score
+from TrainingFactory.tools.executor import describe
+from TrainingFactory.tools.waiting import OutOfTime, SelfCancelled, within
+from TrainingFactory.types import (
+    Completion,
+    Message,
+    SamplingParams,
+    Status,
+    Step,
+    Task,
+    ToolFailure,
+    Trajectory,
+    Turn,
+)
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, frozen=True)
+class EpisodeRules:
+    """What the episodes of an engine have in common."""
+
+    environment: Callable[[Task], Environment]
+    chat: ChatFormat
+    params: SamplingParams
+    reward: RewardFunction | None = None
+    max_turns: int = 8
+    timeout: float = 300.0  # seconds for the turns, and again for the reward, and again for closing
+    max_reply_tokens: int = 1024
+
+    def __post_init__(self) -> None:
+        for name in ("max_turns", "timeout", "max_reply_tokens"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"an episode's {name} is {getattr(self, name)}; it must be over 0")
+
+
+class _Over(Exception):
+    """The episode ends here, for this reason."""
+
+    def __init__(self, status: Status, error: str | None = None) -> None:
+        super().__init__(status, error)
+        self.status: Status = status
+        self.error = error
+
+
+@contextlib.contextmanager
+def _foreign(what: str, caught: type[Exception] = Exception) -> Iterator[None]:
+    """Around other people's code: what it raises ends its own episode and nothing else."""
+    try:
+        yield
+    except ToolFailure as error:
+        raise _Over("tool_failure", f"{what}: {error}") from error
+    except (caught, SystemExit) as error:
+        log.info("%s failed", what, exc_info=True)
+        raise _Over("error", f"{what} raised {describe(error)}") from error
+
+
+class EpisodeRun:
+    """`max_length` is the sampler's; `seed_of` gives the seed of a turn by its number."""
+
+    def __init__(
+        self,
+        rules: EpisodeRules,
+        trajectory: Trajectory,
+        session: SamplingSession,
+        max_length: int,
+        seed_of: Callable[[int], int],
+    ) -> None:
+        self.rules = rules
+        self.trajectory = trajectory
+        self.session = session
+        self.max_length = max_length
+        self.seed_of = seed_of
+        self._ended = False
+
+    async def run(self) -> Trajectory:
+        started = time.perf_counter()
+        try:
+            with _foreign("making the environment"):
+                environment = self.rules.environment(self.trajectory.task)
+        except _Over as over:
+            self._end(over.status, over.error)
+        else:
+            try:
+                await self._play(environment)
+                await self._score(environment)
+            finally:
+                await self._close(environment)
+        self.trajectory.seconds = time.perf_counter() - started
+        return self.trajectory
+
+    async def _play(self, environment: Environment) -> None:
+        try:
+            await within(self.rules.timeout, self._turns(environment))
+        except _Over as over:
+            self._end(over.status, over.error)
+        except OutOfTime:
+            self._end("error", f"the episode took longer than {self.rules.timeout:g} s")
+        except SelfCancelled:
+            self._end("error", "the environment cancelled its own episode")
+        for turn, following in pairwise(self.trajectory.turns):
+            so_far = turn.prompt_ids + turn.completion.token_ids
+            assert following.prompt_ids[: len(so_far)] == so_far, "a prompt must continue what was sampled"
+
+    async def _turns(self, environment: Environment) -> None:
+        """Ends by raising `_Over`."""
+        ids = await self._first_prompt(environment)
+        for number in range(self.rules.max_turns):
+            completion = await self._sample(ids, number)
+            turn = Turn(ids, completion, self.rules.chat.parse(completion.token_ids))
+            for index, call in enumerate(turn.message.tool_calls):
+                call.id = call.id or f"call_{number}_{index}"
+            self.trajectory.turns.append(turn)
+            if completion.finish == "length":
+                raise _Over("truncated")  # no stop token was sampled, and none is made up
+            ids = await self._step(environment, turn)
+        raise _Over("max_turns")
+
+    async def _first_prompt(self, environment: Environment) -> list[int]:
+        with _foreign("the environment's tools and reset"):
+            self.trajectory.tools = [tool.spec for tool in environment.tools]
+            self.trajectory.prompt = _all_messages("reset", await environment.reset())
+        with _foreign("the chat template", ValueError):
+            return self.rules.chat.render(self.trajectory.prompt, self.trajectory.tools)
+
+    async def _sample(self, ids: list[int], number: int) -> Completion:
+        room = self.max_length - len(ids)
+        if room < 1:
+            text = f"the prompt of turn {number} has {len(ids)} tokens, the sampler takes {self.max_length}"
+            raise _Over("truncated", text)
+        if self._ended:  # given up while the environment ignored its cancelling
+            raise asyncio.CancelledError
+        max_tokens = min(self.rules.params.max_tokens, room)
+        params = dataclasses.replace(self.rules.params, seed=self.seed_of(number), max_tokens=max_tokens)
+        before = list(ids)
+        completion = await self.session.sample(ids, params)
+        assert ids == before, "a sampler must leave its prompt alone"
+        assert completion.token_ids, "a turn has at least one token"
+        assert (completion.finish == "stop") == (completion.token_ids[-1] in params.stop_ids), "forged stop"
+        return completion
+
+    async def _step(self, environment: Environment, turn: Turn) -> list[int]:
+        """Lets the environment answer. Returns the prompt of the next turn."""
+        with _foreign("the environment's step"):
+            step = await environment.step(turn.message)
+            if not isinstance(step, Step):
+                raise TypeError(f"step must return a Step, not {type(step).__name__}")
+            replies = _all_messages("step", step.replies)
+        if self._ended:
+            raise asyncio.CancelledError
+        chat, limit = self.rules.chat, self.rules.max_reply_tokens
+        turn.replies = [
+            dataclasses.replace(reply, content=chat.cut(reply.content, limit)) for reply in replies
+        ]
+        turn.tool_results = list(step.tool_results)
+        turn.signals = dict(step.signals)
+        if step.done:
+            raise _Over("done")
+        with _foreign("the chat template", ValueError):
+            return turn.prompt_ids + turn.completion.token_ids + chat.extend(turn, turn.replies)
+
+    async def _score(self, environment: Environment) -> None:
+        trajectory = self.trajectory
+        if trajectory.status in ("error", "tool_failure") or not trajectory.turns:
+            return
+        try:
+            scoring = score(Episode(trajectory, environment), self.rules.reward)
+            trajectory.reward = await within(self.rules.timeout, scoring)
+        except OutOfTime:
+            trajectory.error = f"scoring took longer than {self.rules.timeout:g} s"
+        except Exception as error:  # rewards are foreign code
+            log.info("scoring task %s failed", trajectory.task.id, exc_info=True)
+            trajectory.error = f"scoring failed: {describe(error)}"
+
+    async def _close(self, environment: Environment) -> None:
+        async def close() -> None:
+            with _foreign("the environment's close"):
+                await environment.close()
+
+        try:
+            await within(self.rules.timeout, close())
+        except (_Over, OutOfTime, SelfCancelled) as error:  # too late to spoil the episode
+            log.warning("task %s: the environment did not close: %r", self.trajectory.task.id, error)
+
+    def _end(self, status: Status, error: str | None) -> None:
+        self._ended = True
+        self.trajectory.status = status
+        self.trajectory.error = error
+
+
+def _all_messages(method: str, messages: list[Message]) -> list[Message]:
+    if not isinstance(messages, list) or not all(isinstance(message, Message) for message in messages):
+        raise TypeError(f"{method} must give a list of Message, not {str(messages)[:60]}")
+    return messages

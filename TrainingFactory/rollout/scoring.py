@@ -1,0 +1,61 @@
+"""The reward of a finished episode. What cannot be scored is said, never counted as zero."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from TrainingFactory.envs import ToolEnvironment
+from TrainingFactory.protocols import Environment, RewardFunction, ToolExecutor
+from TrainingFactory.tools import AsyncToolExecutor
+from TrainingFactory.tools.threads import in_thread
+from TrainingFactory.types import Reward, Task, ToolCall, ToolResult, Trajectory
+
+
+@dataclass(slots=True)
+class Episode:
+    """What a reward sees: the finished trajectory and the still open environment."""
+
+    trajectory: Trajectory
+    environment: Environment
+
+    @property
+    def task(self) -> Task:
+        return self.trajectory.task
+
+    async def call(self, tool: str, **arguments: Any) -> ToolResult:
+        """A tool of the environment, called by the reward."""
+        if isinstance(self.environment, ToolEnvironment):
+            executor: ToolExecutor = self.environment.executor
+        else:
+            executor = AsyncToolExecutor(self.environment.tools)
+        [result] = await executor.batch_execute([ToolCall(tool, arguments)])
+        return result
+
+
+async def score(episode: Episode, function: RewardFunction | None) -> Reward:
+    """By the given function, else by the environment's own `reward`; raises where that gives no reward."""
+    function = function or getattr(episode.environment, "reward", None)
+    if function is None:
+        raise ValueError("the environment has no reward method, and no reward function was given")
+    try:
+        # A reward that is not async may block for long or start an event loop of its own: not on ours.
+        on_loop = inspect.iscoroutinefunction(function)
+        value = function(episode) if on_loop else await in_thread(function, episode)
+        if inspect.isawaitable(value):
+            value = await value
+    except SystemExit as error:
+        raise RuntimeError("it tried to end the program") from error
+    return _checked(value, len(episode.trajectory.turns))
+
+
+def _checked(value: Any, turns: int) -> Reward:
+    if not isinstance(value, Reward):
+        value = Reward(float(value))
+    if not all(math.isfinite(number) for number in (value.outcome, *value.steps)):
+        raise ValueError(f"a reward must be finite, not {value}")
+    if value.steps and len(value.steps) != turns:
+        raise ValueError(f"{len(value.steps)} step rewards for {turns} turns")
+    return value

@@ -1,0 +1,48 @@
+"""Episodes whose assistant messages come from a script instead of a model: demonstrations for warm starts.
+
+They go through the very same code as sampled ones, so that they have the same layout in tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from TrainingFactory.protocols import ChatFormat, Environment, RewardFunction
+from TrainingFactory.rollout.episode import EpisodeRules, EpisodeRun
+from TrainingFactory.types import Completion, Message, SamplingParams, Trajectory
+
+
+class _Script:
+    """A sampling session that says what the script says. The next message is asked for when its turn has
+    come, so a script written as a generator can look at what the environment did meanwhile."""
+
+    def __init__(self, messages: Iterable[Message], chat: ChatFormat) -> None:
+        self._messages = iter(messages)
+        self._chat = chat
+
+    async def sample(self, prompt_ids: Sequence[int], params: SamplingParams) -> Completion:
+        message = next(self._messages, None)
+        if message is None:
+            raise ValueError("the script ended before the episode did: its last message must end the episode")
+        ids = self._chat.write(message)
+        return Completion(ids, [0.0] * len(ids), "stop")
+
+    def close(self) -> None: ...
+
+
+async def play(
+    environment: Environment,
+    chat: ChatFormat,
+    script: Iterable[Message],
+    *,
+    reward: RewardFunction | None = None,
+    max_turns: int = 64,
+    timeout: float = 300.0,
+    max_reply_tokens: int = 1024,
+    max_length: int = 1_000_000,
+) -> Trajectory:
+    """The episode that the script makes of the environment, scored and closed; log-probs are 0."""
+    params = SamplingParams(stop_ids=chat.stop_ids)
+    rules = EpisodeRules(lambda _: environment, chat, params, reward, max_turns, timeout, max_reply_tokens)
+    trajectory = Trajectory(environment.task, group=f"script/{environment.task.id}")
+    return await EpisodeRun(rules, trajectory, _Script(script, chat), max_length, seed_of=int).run()

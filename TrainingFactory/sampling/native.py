@@ -1,0 +1,357 @@
+"""The native engine: stock transformers models, sampled in slots that share prefixes.
+
+Every session (episode) keeps its keys and values in a slot while its tools run, so a new turn only feeds what
+is new. What a prompt has in common with anything stored is copied instead of computed. Requests join and
+leave at any step; a step is one forward over the rows that decode and the chunks that are being prefilled.
+
+A worker thread makes the steps while there is anything to do, so the event loop stays free for tools; the two
+meet in an inbox that the worker empties before each step, and in `loop.call_soon_threadsafe`.
+
+With `deterministic=True` the same requests give the same bits whatever their timing: session i (in the order
+of opening) sits in slot i mod slots and waits until it is free; a decode step always has one row per slot; a
+prompt is prefilled alone, in chunks of 32 tokens at multiples of 32, so that its keys and values are a pure
+function of its tokens and may be shared; a short reply goes through the decode rows, token by token; nothing
+is evicted and nothing that another session has decoded is shared. Sessions must be closed, and nested agents
+need as many slots as sessions are open at once. It holds on one machine with one number of threads, on CPU.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from TrainingFactory.sampling.runner import CHUNK, Plan, Runner
+from TrainingFactory.sampling.table import Request, Seat, SlotTable
+from TrainingFactory.sampling.view import causal_model, refuse, routes_tokens
+from TrainingFactory.types import Completion, SamplingParams
+
+
+@dataclass(slots=True)
+class EngineStats:
+    """Counts since the engine was made."""
+
+    prefilled: int = 0  # prompt and reply tokens computed in chunks
+    shared: int = 0  # prompt tokens copied from another slot, or found in a freed one
+    kept: int = 0  # tokens of earlier turns still in the session's slot
+    sampled: int = 0
+    forwards: int = 0
+    decodes: int = 0  # forwards with decoding rows
+    rows: int = 0  # decoding rows fed, unused ones included
+    evictions: int = 0
+
+
+class NativeSession:
+    """One episode's side of the engine; one turn at a time."""
+
+    def __init__(self, engine: NativeEngine, order: int) -> None:
+        self._engine = engine
+        self._seat = Seat(order)
+        self._busy = False
+
+    async def sample(self, prompt_ids: Sequence[int], params: SamplingParams) -> Completion:
+        if self._seat.closed:
+            raise ValueError("this sampling session is closed")
+        if self._busy:
+            raise ValueError("a sampling session samples one turn at a time; open a session per episode")
+        self._busy = True
+        try:
+            return await self._engine._submit(self._seat, prompt_ids, params)
+        finally:
+            self._busy = False
+
+    def close(self) -> None:
+        if not self._seat.closed:
+            self._seat.closed = True
+            self._engine._close(self._seat)
+
+    def __del__(self) -> None:
+        self.close()  # a forgotten session must not hold its slot
+
+
+class NativeEngine:
+    """A `Sampler` over a transformers or PEFT model in this process. Weights are shared, never copied."""
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        slots: int = 64,
+        max_length: int = 4096,
+        deterministic: bool = False,
+        prefill_tokens: int | None = None,
+    ) -> None:
+        if slots < 1 or max_length < 2:
+            raise ValueError(f"the engine needs a slot and room for two tokens, not {slots=}, {max_length=}")
+        causal = causal_model(model)
+        if deterministic and routes_tokens(causal):
+            reason = "its experts see batches that depend on timing, so deterministic mode cannot hold"
+            raise refuse(causal.config.model_type, reason)
+        self._table = SlotTable(slots, max_length, deterministic=deterministic)
+        self._runner = Runner(causal, self._table)
+        self._prefill_tokens = prefill_tokens or (1024 if self._runner.device.type == "cpu" else 8192)
+        self._version = 0
+        self._counts = EngineStats()
+        self._opened = 0  # sessions so far
+        self._open = 0  # requests under way
+        # Shared with the worker, under the lock: the inbox, whether it works, whether turns are held back.
+        self._lock = threading.RLock()  # a session may be collected, hence closed, by whoever holds it
+        self._inbox: deque[Request | Seat] = deque()
+        self._working = False
+        self._held: Callable[[], object] | None = None  # called once when held and nothing runs any more
+        # The worker's own.
+        self._waiting: deque[Request] = deque()
+        self._pool = ThreadPoolExecutor(1, "native-engine")
+        self._job: Future[None] | None = None
+
+    @property
+    def policy_version(self) -> int:
+        return self._version
+
+    @property
+    def max_length(self) -> int:
+        return self._table.max_length
+
+    @property
+    def stats(self) -> EngineStats:
+        table, counts = self._table, self._counts
+        counts.shared, counts.kept, counts.evictions = table.shared, table.kept, table.evictions
+        return counts
+
+    def session(self) -> NativeSession:
+        self._opened += 1
+        return NativeSession(self, self._opened - 1)
+
+    async def sample(self, prompt_ids: Sequence[int], params: SamplingParams) -> Completion:
+        session = self.session()
+        try:
+            return await session.sample(prompt_ids, params)
+        finally:
+            session.close()
+
+    async def update_weights(self, apply: Callable[[], None], version: int) -> None:
+        """Hold new turns back, let the running ones finish, change the weights by `apply`, go on. Stored keys
+        and values are dropped; sessions prefill their history again under the new weights."""
+        loop = asyncio.get_running_loop()
+        idle = loop.create_future()
+        with self._lock:
+            if self._held is not None:
+                raise RuntimeError("another update of the weights is under way")
+            self._held = lambda: loop.call_soon_threadsafe(_settle, [(idle, None)])
+            if not self._working:
+                idle.set_result(None)
+        try:
+            await idle
+            try:
+                apply()
+            finally:
+                self._forget()
+            self._version = version
+        finally:
+            with self._lock:
+                self._held = None
+                self._wake()
+
+    def advance(self, version: int) -> None:
+        """The weights have changed while nothing was being sampled: drop what is stored."""
+        if self._open:
+            raise RuntimeError(f"{self._open} requests are being sampled; `update_weights` waits for them")
+        if self._job is not None:
+            self._job.result()  # it has nothing left to do, but may not have noticed yet
+        self._forget()
+        self._version = version
+
+    def _forget(self) -> None:
+        self._table.forget()
+        self._runner.refresh()
+
+    # -- the event loop's side
+
+    async def _submit(self, seat: Seat, prompt_ids: Sequence[int], params: SamplingParams) -> Completion:
+        prompt = self._checked(prompt_ids)
+        request = Request(seat, prompt, params, asyncio.get_running_loop().create_future())
+        self._open += 1
+        self._post(request)
+        try:
+            return await request.future
+        except asyncio.CancelledError:
+            request.cancelled = True
+            self._post(request)
+            raise
+        finally:
+            self._open -= 1
+
+    def _checked(self, prompt_ids: Sequence[int]) -> np.ndarray:
+        size, most = len(prompt_ids), self.max_length - 1
+        if not size:
+            raise ValueError("an empty prompt cannot be sampled from; it needs at least one token")
+        if size > most:
+            raise ValueError(f"the prompt has {size} tokens, and max_length {most + 1} has room for {most}")
+        prompt = np.asarray(prompt_ids, np.int64)
+        vocabulary = self._runner.vocabulary
+        if prompt.min() < 0 or prompt.max() >= vocabulary:
+            wrong = prompt.min() if prompt.min() < 0 else prompt.max()
+            raise ValueError(f"token id {wrong} is not in the model's vocabulary of {vocabulary}")
+        return prompt.astype(np.int32)
+
+    def _close(self, seat: Seat) -> None:
+        self._post(seat)
+
+    def _post(self, item: Request | Seat) -> None:
+        with self._lock:
+            self._inbox.append(item)
+            self._wake()
+
+    def _wake(self) -> None:
+        """Start the worker if there is anything to sample. Under the lock."""
+        if self._working or self._held is not None:
+            return
+        if self._waiting or any(isinstance(item, Request) for item in self._inbox):
+            self._working = True
+            self._job = self._pool.submit(self._work)
+
+    # -- the worker's side
+
+    def _work(self) -> None:
+        """Make steps until nothing runs and nothing can be admitted."""
+        while True:
+            with self._lock:
+                news, held = list(self._inbox), self._held
+                self._inbox.clear()
+            try:
+                self._take_in(news)
+                if held is None:
+                    self._admit()
+                running = bool(self._table.running.any())
+                if running:
+                    self._step()
+            except Exception as error:  # the model is foreign code; whoever waits must hear of it
+                self._fail(error)
+                continue
+            if running:
+                continue
+            with self._lock:
+                if not self._inbox and self._held is held:
+                    self._working = False
+                    break
+        if held is not None:
+            held()
+
+    def _take_in(self, news: list[Request | Seat]) -> None:
+        """New requests wait; cancelled ones leave; closed sessions give up their slot."""
+        for item in news:
+            if isinstance(item, Seat):
+                self._drop([r for r in self._pending() if r.seat is item])
+                self._table.close(item)
+            elif item.cancelled:
+                self._drop([r for r in self._pending() if r is item])
+            else:
+                self._waiting.append(item)
+
+    def _pending(self) -> list[Request]:
+        return [*self._waiting, *(r for r in self._table.requests if r is not None)]
+
+    def _drop(self, requests: list[Request]) -> None:
+        for request in requests:
+            slot = request.seat.slot
+            if slot is not None and self._table.requests[slot] is request:
+                self._table.stop(slot)
+            else:
+                self._waiting.remove(request)
+            if not request.cancelled:
+                self._deliver([(request, ValueError("the session was closed while it was sampling"))])
+
+    def _admit(self) -> None:
+        """Seat what can be seated, first come first served, and copy the prefixes that they share."""
+        if not self._waiting:
+            return
+        moved: dict[int, int] = {}
+        self._waiting = deque([request for request in self._waiting if not self._table.place(request, moved)])
+        if moved:
+            length = int(self._table.stored[list(moved)].max())
+            self._runner.copy([(source, target) for target, source in moved.items()], length)
+
+    def _step(self) -> None:
+        table, counts = self._table, self._counts
+        if pairs := table.scattered():
+            both = [slot for pair in pairs for slot in pair]
+            self._runner.copy([*pairs, *((b, a) for a, b in pairs)], int(table.stored[both].max()))
+            table.exchange(pairs)
+        plan = self._plan()
+        slots, tokens, logprobs = self._runner.run(plan)
+        counts.prefilled += int(plan.counts.sum())
+        counts.sampled += len(slots)
+        counts.forwards += 1
+        counts.decodes += bool(plan.rows)
+        counts.rows += plan.rows
+        done = [table.finish(slot, self._version) for slot in table.accept(slots, tokens, logprobs)]
+        if done:
+            self._deliver(done)
+
+    def _plan(self) -> Plan:
+        """All rows that decode, and as many chunks as the budget allows, the oldest first."""
+        table = self._table
+        running = np.flatnonzero(table.running)
+        chunking = table.stored[running] < table.chunked[running]
+        dense, queue = running[~chunking], running[chunking]
+        if table.deterministic:
+            return self._fixed_plan(dense, queue)
+        rows = int(dense[-1]) + 1 if len(dense) else 0
+        if self._runner.device.type == "cuda":
+            rows = min(-(-rows // 8) * 8, table.slots)
+        taken, counts, longest = [], [], 0
+        for slot in queue[table.used[queue].argsort(kind="stable")].tolist():
+            count = min(int(table.chunked[slot] - table.stored[slot]), self._prefill_tokens)
+            if taken and (len(taken) + 1) * max(longest, count) > self._prefill_tokens:
+                continue
+            longest = max(longest, count)
+            taken.append(slot)
+            counts.append(count)
+        return Plan(dense, rows, np.array(taken, np.int64), np.array(counts, np.int64))
+
+    def _fixed_plan(self, dense: np.ndarray, queue: np.ndarray) -> Plan:
+        """Deterministic mode: one chunk alone, or one row per slot."""
+        table = self._table
+        if not len(queue):
+            return Plan(dense, table.slots)
+        slot = queue[:1]
+        count = np.minimum(CHUNK - table.stored[slot] % CHUNK, table.chunked[slot] - table.stored[slot])
+        return Plan(dense[:0], 0, slot, count)
+
+    def _deliver(self, results: Sequence[tuple[Request, Completion | Exception]]) -> None:
+        """Hand results to the event loops that wait for them, one call for each loop."""
+        loops: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Future[Any], Any]]] = {}
+        for request, result in results:
+            loops.setdefault(request.future.get_loop(), []).append((request.future, result))
+        for loop, settled in loops.items():
+            with contextlib.suppress(RuntimeError):  # that loop is closed: nobody waits any more
+                loop.call_soon_threadsafe(_settle, settled)
+
+    def _fail(self, error: Exception) -> None:
+        """A step has failed: everyone who waits hears of it, and the engine starts afresh."""
+        with self._lock:
+            waiting = [item for item in self._inbox if isinstance(item, Request)]
+            closed = [item for item in self._inbox if isinstance(item, Seat)]
+            self._inbox = deque(closed)
+        waiting += [*self._waiting, *self._table.clear()]
+        self._waiting.clear()
+        self._runner.cache = None
+        self._deliver([(request, error) for request in waiting if not request.cancelled])
+
+
+def _settle(results: Sequence[tuple[asyncio.Future[Any], Any]]) -> None:
+    """In the event loop: give each future its result, unless it has been cancelled meanwhile."""
+    for future, result in results:
+        if future.done():
+            continue
+        if isinstance(result, Exception):
+            future.set_exception(result)
+        else:
+            future.set_result(result)

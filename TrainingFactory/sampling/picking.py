@@ -1,0 +1,97 @@
+"""From logits to tokens and log-probs.
+
+Every draw is one uniform number that depends on the request's seed and the token's position in its sequence
+only, and the token is found by inverting the cumulative distribution. So what is sampled does not depend on
+which other requests share the batch (but for the rounding of the logits).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+BLOCK = 32  # tokens summed at a time when one is drawn
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+
+
+def _mix(z: np.ndarray) -> np.ndarray:
+    """The finaliser of splitmix64: every bit of the result depends on every bit of z (uint64)."""
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
+
+
+def uniforms(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """One number in [0, 1) for each (seed, position); uint64 seeds, float64 out."""
+    bits = _mix(_mix(seeds + _GOLDEN) + (positions.astype(np.uint64) + np.uint64(1)) * _GOLDEN)
+    return (bits >> np.uint64(11)) * 2.0**-53
+
+
+@dataclass(slots=True)
+class Filters:
+    """Limits of the choice, one entry per row."""
+
+    top_p: torch.Tensor  # 1 is off
+    top_k: torch.Tensor  # 0 is off
+    min_p: torch.Tensor  # 0 is off
+
+
+def restrict(weights: torch.Tensor, filters: Filters) -> torch.Tensor:
+    """Zero what top-k, then top-p (of what top-k left), then min-p (of the largest) exclude. [M, V], not
+    necessarily summing to one."""
+    ordered, order = weights.sort(dim=-1, descending=True, stable=True)
+    ranks = torch.arange(weights.shape[-1], device=weights.device)
+    top_k = torch.where(filters.top_k > 0, filters.top_k, weights.shape[-1])
+    kept = torch.where(ranks < top_k[:, None], ordered, 0.0)
+    total = kept.cumsum(-1, dtype=torch.float64)
+    before = total - kept  # the mass of everything more likely
+    inside = (before < filters.top_p[:, None] * total[:, -1:]) | (filters.top_p[:, None] >= 1)
+    inside &= ordered >= filters.min_p[:, None] * ordered[:, :1]
+    return torch.zeros_like(weights).scatter_(-1, order, torch.where(inside, kept, 0.0))
+
+
+def draw(weights: torch.Tensor, uniform: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The first token at which the running sum of the weights [M, V] exceeds uniform [M] times their total,
+    and that total. First the block of tokens, then the token in it: one pass over the vocabulary, and no
+    long sum in float32, in which a token of probability 3e-8 would drown. Never a token of weight zero."""
+    if rest := -weights.shape[-1] % BLOCK:
+        weights = torch.nn.functional.pad(weights, (0, rest))
+    blocks = weights.unflatten(-1, (-1, BLOCK))
+    sums = blocks.sum(-1).double()  # [M, blocks]
+    ends = sums.cumsum(-1)
+    total = ends[:, -1:]
+    point = torch.minimum(uniform[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
+    block = torch.searchsorted(ends, point, right=True).clamp_(max=ends.shape[-1] - 1)  # [M, 1]
+    point = point - (ends.gather(1, block) - sums.gather(1, block))  # how far into the block
+    inner = blocks.gather(1, block[:, :, None].expand(-1, -1, BLOCK))[:, 0].double()  # [M, BLOCK]
+    reached = torch.where(inner > 0, inner.cumsum(-1), -1.0)  # weight zero is never reached
+    hit = reached > point
+    # Rounding can leave the point a hair behind the block's end: then it is the last token with any weight.
+    hit |= ~hit.any(-1, keepdim=True) & (reached == reached.amax(-1, keepdim=True))
+    return (block * BLOCK + hit.int().argmax(-1, keepdim=True))[:, 0], total[:, 0]
+
+
+def pick(
+    logits: torch.Tensor,  # [M, V]
+    uniform: torch.Tensor,  # [M] float64
+    temperature: torch.Tensor | None = None,  # [M], 0 is greedy; None: all are 1
+    filters: Filters | None = None,
+) -> torch.Tensor:
+    """[2, M] in float64: the tokens, and their log-probs under the full softmax at the row's temperature (at
+    temperature 1 for greedy rows). One tensor, so that one copy brings both to the host."""
+    logits = logits.float()
+    if temperature is not None:
+        logits = logits / torch.where(temperature > 0, temperature, 1.0)[:, None].float()
+    shifted = logits - logits.amax(-1, keepdim=True)
+    weights = shifted.exp()
+    tokens, total = draw(weights, uniform)
+    if filters is not None:
+        tokens, _ = draw(restrict(weights, filters), uniform)
+    if temperature is not None:
+        tokens = torch.where(temperature > 0, tokens, logits.argmax(-1))
+    # Where logits are NaN the token may be out of range; the caller sees it in the log-prob.
+    tokens = tokens.clamp(max=logits.shape[-1] - 1)
+    logprobs = shifted.gather(-1, tokens[:, None])[:, 0] - total.log()
+    return torch.stack((tokens.double(), logprobs))

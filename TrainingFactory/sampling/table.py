@@ -1,0 +1,276 @@
+"""Who sits in which slot, and which tokens have their keys and values there. Numpy only.
+
+A slot's sequence is `ids[slot, :known]`; the keys and values of its first `stored` tokens are in the cache.
+A step feeds tokens from `stored` on; where it feeds the last known token, the next one is sampled. So two
+prompts that are equal need nothing but a copy: the last token of a prompt is always fed again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+
+import numpy as np
+
+from TrainingFactory.types import Completion, SamplingParams
+
+WAIT_FOR = 4  # a request waits for a prefix that is being computed if it saves at least so many tokens
+EVICT_AFTER = 0.2  # seconds that a session must have been idle before a waiting request may take its slot
+
+
+@dataclass(slots=True, eq=False)
+class Seat:
+    """A session as the table sees it."""
+
+    order: int  # sessions are numbered as they are opened
+    slot: int | None = None
+    closed: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One turn to be sampled."""
+
+    seat: Seat
+    prompt: np.ndarray  # int32
+    params: SamplingParams
+    future: asyncio.Future[Completion]
+    cancelled: bool = False
+
+
+class SlotTable:
+    """The bookkeeping of all slots, as arrays, so that a step costs no Python per row."""
+
+    def __init__(self, slots: int, max_length: int, *, deterministic: bool = False) -> None:
+        self.slots, self.max_length, self.deterministic = slots, max_length, deterministic
+        self.ids = np.zeros((slots, max_length), np.int32)
+        self.logprobs = np.zeros((slots, max_length), np.float32)
+        self.stored = np.zeros(slots, np.int64)  # tokens whose keys and values are in the cache
+        self.known = np.zeros(slots, np.int64)  # tokens of the sequence; stored < known while running
+        self.pure = np.zeros(slots, np.int64)  # leading tokens that another session may copy
+        self.chunked = np.zeros(slots, np.int64)  # prefill in chunks up to here, feed one by one from here on
+        self.running = np.zeros(slots, bool)
+        self.limit = np.zeros(slots, np.int64)  # the length at which the turn ends
+        self.used = np.zeros(slots, np.float64)  # when the slot was last of use
+        self.seed = np.zeros(slots, np.uint64)
+        self.temperature = np.ones(slots, np.float64)
+        self.top_p = np.ones(slots, np.float64)
+        self.top_k = np.zeros(slots, np.int64)
+        self.min_p = np.zeros(slots, np.float64)
+        self.stops = np.full((slots, 1), -1, np.int64)  # padded with -1
+        self.seats: list[Seat | None] = [None] * slots
+        self.requests: list[Request | None] = [None] * slots
+        self.evictions = self.shared = self.kept = 0
+        # Deterministic mode: session i sits in slot i mod slots, after session i - slots has been closed.
+        self._turn = list(range(slots))
+        self._gone: set[int] = set()
+
+    # -- sessions
+
+    def close(self, seat: Seat) -> None:
+        """The slot is free for others; what is stored in it stays until it is overwritten."""
+        if seat.slot is not None:
+            self.seats[seat.slot] = None
+            seat.slot = None
+        if self.deterministic:
+            self._gone.add(seat.order)
+            slot = seat.order % self.slots
+            while self._turn[slot] in self._gone:
+                self._gone.remove(self._turn[slot])
+                self._turn[slot] += self.slots
+
+    def forget(self) -> None:
+        """Nothing that is stored is valid any more, because the weights have changed."""
+        for array in (self.stored, self.pure, self.chunked, self.known):
+            array[:] = 0
+
+    def clear(self) -> list[Request]:
+        """After a failed step: no slot is taken, nothing is stored. What was running is returned."""
+        failed = [request for request in self.requests if request is not None]
+        for seat in self.seats:
+            if seat is not None:
+                seat.slot = None
+        self.seats, self.requests = [None] * self.slots, [None] * self.slots
+        self.running[:] = False
+        self.forget()
+        return failed
+
+    # -- prefixes
+
+    def common(self, prompt: np.ndarray) -> np.ndarray:
+        """[slots] how many tokens each slot's sequence has in common with the prompt."""
+        width = min(len(prompt), int(self.known.max()))
+        if width == 0:
+            return np.zeros(self.slots, np.int64)
+        differ = self.ids[:, :width] != prompt[:width]
+        first = differ.argmax(1)
+        first[~differ[np.arange(self.slots), first]] = width
+        return np.minimum(first, self.known)
+
+    def place(self, request: Request, moved: dict[int, int]) -> bool:
+        """Seat the request if there is a slot and no better prefix on its way. `moved` notes, for the slots
+        of this round, where their keys and values still are: copies are made at its end, all at once."""
+        seat, need = request.seat, len(request.prompt) - 1
+        own = seat.slot
+        if own is None and not self._may_sit(seat):
+            return False
+        if own is not None and self._continues(own, request.prompt):
+            self.kept += int(self.stored[own])
+            self._start(request, own, int(self.stored[own]))
+            return True
+        common = np.minimum(self.common(request.prompt), need)
+        have = np.minimum(common, self.pure)
+        if own is not None and (mine := min(int(common[own]), int(self.stored[own]))) > have[own]:
+            self.kept += mine  # deterministic mode: what this session has decoded is its own and stays
+            self._start(request, own, mine)
+            return True
+        source = int(have.argmax())
+        best = int(have[source])
+        coming = np.where(self.running & (self.pure == self.stored), np.minimum(common, self.chunked), 0)
+        if int(coming.max()) >= best + WAIT_FOR:
+            return False
+        slot = self._slot_for(seat, have, best)
+        if have[slot] == best:
+            source = slot
+        else:
+            moved[slot] = moved.get(source, source)
+            self.used[source] = time.monotonic()
+        if own == source:
+            self.kept += best
+        else:
+            self.shared += best
+        self._take(slot, seat)
+        self.pure[slot] = best
+        self._start(request, slot, best)
+        return True
+
+    def _continues(self, slot: int, prompt: np.ndarray) -> bool:
+        stored = int(self.stored[slot])
+        return 0 < stored < len(prompt) and bool(np.array_equal(self.ids[slot, :stored], prompt[:stored]))
+
+    def _may_sit(self, seat: Seat) -> bool:
+        if self.deterministic:
+            return self._turn[seat.order % self.slots] == seat.order
+        return None in self.seats or self._longest_idle() is not None
+
+    def _slot_for(self, seat: Seat, have: np.ndarray, best: int) -> int:
+        """After `_may_sit`: its own slot, a free one, or that of an idle session."""
+        if seat.slot is not None:
+            return seat.slot
+        if self.deterministic:
+            return seat.order % self.slots
+        free = [slot for slot, owner in enumerate(self.seats) if owner is None]
+        if fitting := [slot for slot in free if best and have[slot] == best]:
+            return fitting[0]
+        if free:
+            return min(free, key=lambda slot: (self.stored[slot] > 0, self.used[slot]))
+        slot = self._longest_idle()
+        assert slot is not None
+        evicted = self.seats[slot]
+        assert evicted is not None
+        evicted.slot = None
+        self.evictions += 1
+        return slot
+
+    def _longest_idle(self) -> int | None:
+        """Whose slot to take when none is free: idle for long, or for any time if nothing runs, since a
+        parent that waits for a child without a slot must not keep it waiting."""
+        idle = np.flatnonzero(~self.running)
+        if not len(idle):
+            return None
+        slot = int(idle[self.used[idle].argmin()])
+        enough = not self.running.any() or time.monotonic() - self.used[slot] >= EVICT_AFTER
+        return slot if enough else None
+
+    def _take(self, slot: int, seat: Seat) -> None:
+        self.seats[slot] = seat
+        seat.slot = slot
+
+    # -- turns
+
+    def _start(self, request: Request, slot: int, stored: int) -> None:
+        prompt, params, size = request.prompt, request.params, len(request.prompt)
+        first = stored <= self.pure[slot]
+        self.ids[slot, :size] = prompt
+        self.known[slot] = size
+        self.stored[slot] = stored
+        self.pure[slot] = min(int(self.pure[slot]), stored)
+        self.chunked[slot] = self._chunk_end(stored, size, first=bool(first))
+        self.limit[slot] = min(size + params.max_tokens, self.max_length)
+        self.seed[slot] = params.seed & 0xFFFFFFFFFFFFFFFF
+        self.temperature[slot] = params.temperature
+        self.top_p[slot], self.top_k[slot], self.min_p[slot] = params.top_p, params.top_k, params.min_p
+        if (missing := len(params.stop_ids) - self.stops.shape[1]) > 0:
+            self.stops = np.pad(self.stops, ((0, 0), (0, missing)), constant_values=-1)
+        self.stops[slot] = -1
+        self.stops[slot, : len(params.stop_ids)] = params.stop_ids
+        self.running[slot] = True
+        self.used[slot] = time.monotonic()
+        self.requests[slot] = request
+
+    def _chunk_end(self, stored: int, size: int, *, first: bool) -> int:
+        if not self.deterministic:
+            return size if size - stored > 1 else 0
+        # Short replies go token by token with the decoding rows, which step anyway.
+        return size - 1 if first or size - stored > 32 else 0
+
+    def advance(self, slots: np.ndarray, counts: np.ndarray | int) -> None:
+        """So many more tokens of these slots are in the cache."""
+        before = self.stored[slots]
+        self.stored[slots] = before + counts
+        # What decoding has computed is shared too, but not in deterministic mode.
+        grows = (self.pure[slots] == before) & (not self.deterministic or before < self.chunked[slots])
+        self.pure[slots] = np.where(grows, self.stored[slots], self.pure[slots])
+
+    def accept(self, slots: np.ndarray, tokens: np.ndarray, logprobs: np.ndarray) -> list[int]:
+        """Append one sampled token to each of these slots; those whose turn has ended are returned."""
+        ends = self.known[slots]
+        self.ids[slots, ends] = tokens
+        self.logprobs[slots, ends] = logprobs
+        self.known[slots] = ends + 1
+        done = (ends + 1 >= self.limit[slots]) | (self.stops[slots] == tokens[:, None]).any(1)
+        return slots[done].tolist() if done.any() else []
+
+    def finish(self, slot: int, version: int) -> tuple[Request, Completion]:
+        request = self.stop(slot)
+        start, end = len(request.prompt), int(self.known[slot])
+        tokens = self.ids[slot, start:end].tolist()
+        stopped = tokens[-1] in request.params.stop_ids
+        logprobs = self.logprobs[slot, start:end].tolist()
+        return request, Completion(tokens, logprobs, "stop" if stopped else "length", version)
+
+    def stop(self, slot: int) -> Request:
+        request = self.requests[slot]
+        assert request is not None
+        self.requests[slot] = None
+        self.running[slot] = False
+        self.used[slot] = time.monotonic()
+        return request
+
+    # -- compaction
+
+    def scattered(self) -> list[tuple[int, int]]:
+        """Pairs of slots to exchange so that the running ones lie at the front, when that halves the rows."""
+        running = np.flatnonzero(self.running)
+        count = len(running)
+        if self.deterministic or not count or running[-1] + 1 < max(2 * count, 4):
+            return []
+        high = running[running >= count]
+        low = np.flatnonzero(~self.running[:count])
+        return list(zip(low.tolist(), high.tolist(), strict=True))
+
+    def exchange(self, pairs: list[tuple[int, int]]) -> None:
+        low, high = (np.array(side) for side in zip(*pairs, strict=True))
+        both, swapped = np.concatenate((low, high)), np.concatenate((high, low))
+        for array in (
+            self.ids, self.logprobs, self.stored, self.known, self.pure, self.chunked, self.running,
+            self.used, self.limit, self.seed, self.temperature, self.top_p, self.top_k, self.min_p, self.stops,
+        ):  # fmt: skip
+            array[both] = array[swapped]
+        for a, b in pairs:
+            self.seats[a], self.seats[b] = self.seats[b], self.seats[a]
+            self.requests[a], self.requests[b] = self.requests[b], self.requests[a]
+            for slot in (a, b):
+                if (seat := self.seats[slot]) is not None:
+                    seat.slot = slot

@@ -1,0 +1,94 @@
+"""A second view of a model: the same weights, modules and settings of its own.
+
+The engine samples from weights that a learner trains. Instead of switching the learner's model to another
+attention function and to eval mode for every step (and racing with a learner in another thread), the engine
+makes a second tree of modules around the same parameters. Nothing is copied but Python objects.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+ALTERNATIVES = "Sample this model with vLLM or with transformers' own `generate` instead."
+
+
+def refuse(model_type: str, reason: str) -> ValueError:
+    return ValueError(f"the native engine cannot sample a {model_type!r} model: {reason}. {ALTERNATIVES}")
+
+
+def causal_model(model: Any) -> PreTrainedModel:
+    """The transformers model inside `model`. PEFT's wrapper is peeled off; its LoRA layers stay in place, so
+    what is sampled is the adapted model, unmerged."""
+    if isinstance(model, PreTrainedModel):
+        return model
+    unwrap = getattr(model, "get_base_model", None)
+    if unwrap is None:
+        kind = type(model).__name__
+        raise ValueError(f"the native engine samples transformers and PEFT models, this is a {kind}")
+    if model.active_peft_config.is_prompt_learning:
+        name = model.active_peft_config.peft_type
+        raise refuse(model.config.model_type, f"{name} adapters add virtual tokens outside its layers")
+    return unwrap()
+
+
+def shared_view(model: PreTrainedModel, attention: str) -> PreTrainedModel:
+    """The same weights under modules that are in eval mode and use the given attention function."""
+    configs: dict[int, PreTrainedConfig] = {}
+    modules: dict[int, nn.Module] = {}
+
+    def view_config(config: PreTrainedConfig) -> PreTrainedConfig:
+        if id(config) not in configs:
+            twin = copy.deepcopy(config)
+            twin._attn_implementation = attention
+            configs[id(config)] = twin
+        return configs[id(config)]
+
+    def view(module: nn.Module) -> nn.Module:
+        if id(module) in modules:
+            return modules[id(module)]
+        twin = modules[id(module)] = module.__class__.__new__(module.__class__)
+        # The dict of parameters is shared, so that one which the learner replaces is seen here as well. The
+        # dict of buffers is not: rotary tables may be replaced in a forward, and ours are inference tensors.
+        twin.__dict__.update(module.__dict__)
+        twin.__dict__.pop("forward", None)  # wrappers such as Accelerate's are bound to the learner's modules
+        twin.__dict__["_buffers"] = dict(module._buffers)
+        twin.__dict__["training"] = False
+        if isinstance(config := module.__dict__.get("config"), PreTrainedConfig):
+            twin.__dict__["config"] = view_config(config)
+        twin.__dict__["_modules"] = {
+            name: child if child is None else view(child) for name, child in module._modules.items()
+        }
+        return twin
+
+    twin = view(model)
+    assert isinstance(twin, PreTrainedModel)
+    return twin
+
+
+def check_model(model: PreTrainedModel) -> None:
+    """Refuse what the slot cache cannot represent, as far as the config tells. What it does not tell (soft
+    caps, sinks, layers without attention) is found by the probe, see `Runner.probe`."""
+    config = model.config
+    kind = config.model_type
+    if config.is_encoder_decoder:
+        raise refuse(kind, "it is an encoder-decoder")
+    if not model._can_set_attn_implementation():
+        raise refuse(kind, "its attention does not go through transformers' attention interface")
+    if "logits_to_keep" not in inspect.signature(type(model).forward).parameters:
+        raise refuse(kind, "its forward has no `logits_to_keep`, so it is not a causal language model")
+    text = config.get_text_config()
+    layers = getattr(text, "layer_types", None) or []
+    if odd := sorted({str(layer) for layer in layers} - {"full_attention"}):
+        raise refuse(kind, f"it has {' and '.join(odd)} layers, and only full attention is supported")
+
+
+def routes_tokens(model: PreTrainedModel) -> bool:
+    """Whether tokens go to experts: then the shapes inside a layer depend on the rest of the batch."""
+    text = model.config.get_text_config()
+    names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+    return any((getattr(text, name, None) or 0) > 1 for name in names)

@@ -1,0 +1,121 @@
+"""Episodes without training: run them, save each as it ends, sum them up."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from TrainingFactory.config import TrainingConfig
+from TrainingFactory.data.trajectories import save_trajectories
+from TrainingFactory.protocols import ChatFormat, EnvironmentFactory, Sampler
+from TrainingFactory.rollout import AsyncRolloutEngine, rollout_metrics
+from TrainingFactory.services.assemble import make_environment, make_rollouts, make_sampler, make_tasks
+from TrainingFactory.services.user_code import told
+from TrainingFactory.types import Message, Task, Trajectory
+
+
+@dataclass(slots=True)
+class Report:
+    """What came of it. `trajectories` are in the order of tasks and members; with `interrupted`, those that
+    had ended. `metrics` are those of `rollout_metrics` with `seconds` and `tokens_per_second` added."""
+
+    trajectories: list[Trajectory]
+    metrics: dict[str, float]
+    interrupted: bool = False
+
+
+class Rollouts:
+    """Made before anything slow happens, so that wrong names and folders show at once.
+
+    `out` is the JSONL file for the episodes; by default a new one in `rollouts` under logging.output_dir.
+    """
+
+    def __init__(self, config: TrainingConfig, out: Path | None = None, group_size: int = 1) -> None:
+        self.config = config
+        self.group_size = group_size
+        self.environment: EnvironmentFactory = make_environment(config)
+        self.tasks = make_tasks(config, self.environment)
+        self.total = len(self.tasks) * group_size
+        self.path = out.expanduser() if out is not None else _new_file(config)
+        self._part = writable(self.path)
+        self._ended: list[Trajectory] = []
+
+    def run(self, on_episode: Callable[[Trajectory], None] = lambda _: None) -> Report:
+        """Samples all episodes. Ctrl-C ends it; what had ended by then is saved and reported."""
+
+        def ended(trajectory: Trajectory) -> None:
+            self._ended.append(trajectory)
+            save_trajectories(self._part, [trajectory], append=True)
+            on_episode(trajectory)
+
+        interrupted = False
+        started = time.perf_counter()
+        try:
+            chat, sampler = make_sampler(self.config, self.total)
+            engine = make_rollouts(self.config, self.environment, chat, ended)
+            started = time.perf_counter()
+            asyncio.run(self._all_episodes(engine, chat, sampler))
+        except KeyboardInterrupt:
+            interrupted = True
+        finally:
+            seconds = time.perf_counter() - started
+            self._finish()
+        metrics = rollout_metrics(self._ended)
+        metrics |= {"seconds": seconds, "tokens_per_second": metrics["sampled_tokens"] / seconds}
+        return Report(self._ended, metrics, interrupted)
+
+    async def _all_episodes(self, engine: AsyncRolloutEngine, chat: ChatFormat, sampler: Sampler) -> None:
+        await check_tools(self.environment, self.tasks[0], chat)
+        await engine.rollout_batch(self.tasks, sampler, self.group_size)
+
+    def _finish(self) -> None:
+        """Episodes end in any order; the file has them in that of tasks and members."""
+        order = {task.id: number for number, task in enumerate(self.tasks)}
+        self._ended.sort(key=lambda trajectory: (order[trajectory.task.id], trajectory.member))
+        if self._ended:
+            save_trajectories(self._part, self._ended)
+            os.replace(self._part, self.path)
+        else:
+            self._part.unlink(missing_ok=True)
+
+
+def writable(path: Path) -> Path:
+    """The file beside `path` that grows until all is done; ValueError if it cannot be written."""
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder; name a file, such as {path / 'episodes.jsonl'}")
+    part = path.with_name(path.name + ".part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part.write_bytes(b"")
+    except OSError as error:
+        raise ValueError(f"{path} cannot be written: {error.strerror}") from error
+    return part
+
+
+def _new_file(config: TrainingConfig) -> Path:
+    folder = Path(config.logging.output_dir).expanduser() / "rollouts"
+    name = Path(config.environment.environment_id or "").name.partition(".py")[0]
+    stem = f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    path, number = folder / f"{stem}.jsonl", 1
+    while path.exists() or path.with_name(path.name + ".part").exists():
+        number += 1
+        path = folder / f"{stem}-{number}.jsonl"
+    return path
+
+
+async def check_tools(factory: EnvironmentFactory, task: Task, chat: ChatFormat) -> None:
+    """Whether the environment can be made and the model's template can show its tools: once, with a clear
+    text, instead of one failed episode after another."""
+    try:
+        environment = factory(task)
+        specs = [tool.spec for tool in environment.tools]
+    except Exception as error:  # foreign code
+        raise told(error) from error
+    try:
+        chat.render([Message("user", "?")], specs)
+    finally:
+        await environment.close()

@@ -1,0 +1,134 @@
+"""`@tool`: a typed Python function or method as a tool."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any, overload
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import to_json
+
+from TrainingFactory.tools.schema import arguments_model, description_of, model_problems, parameters_schema
+from TrainingFactory.tools.threads import in_thread
+from TrainingFactory.types import ToolResult, ToolSpec
+
+
+@dataclass(slots=True, frozen=True)
+class ToolOptions:
+    """What the executor has to know about a tool beyond its schema. Any tool may carry it as `options`."""
+
+    timeout: float | None = None  # seconds for one call; None: the executor's own limit
+    # Calls of one turn to ordered tools run one after another, as the model wrote them. Methods of an
+    # environment are ordered unless they say otherwise, because they share its state.
+    ordered: bool = False
+
+
+class FunctionTool:
+    """A function with its schema. Still callable from Python as the function it was made from."""
+
+    def __init__(
+        self, function: Callable[..., Any], spec: ToolSpec, options: ToolOptions, model: type[BaseModel]
+    ) -> None:
+        self.function = function
+        self.spec = spec
+        self.options = options
+        self._model = model
+        self._is_method = _takes_self(function)
+        functools.update_wrapper(self, function)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(*args, **kwargs)
+
+    def __get__(self, instance: object | None, owner: type | None = None) -> FunctionTool:
+        if instance is None or not self._is_method:
+            return self
+        return FunctionTool(MethodType(self.function, instance), self.spec, self.options, self._model)
+
+    def __repr__(self) -> str:
+        return f"<tool {self.spec.name}>"
+
+    async def run(self, arguments: dict[str, Any]) -> ToolResult:
+        """Async functions run on the event loop, others on a thread."""
+        try:
+            values = self._values(arguments)
+        except ValidationError as error:
+            return ToolResult(model_problems(self.spec, error), ok=False, error="schema")
+        if inspect.iscoroutinefunction(self.function):
+            return as_result(await self.function(**values))
+        # The conversion runs on the thread too: a large value may take its time.
+        return await in_thread(lambda: as_result(self.function(**values)))
+
+    def _values(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """The arguments in the function's own types; what was left out keeps its Python default."""
+        read = self._model.model_validate(arguments)
+        names = {name: str(field.alias) for name, field in self._model.model_fields.items()}
+        return {names[name]: getattr(read, name) for name in names if name in read.model_fields_set}
+
+
+def as_result(value: Any) -> ToolResult:
+    """What a tool returned, as a result: texts as they are, other values as JSON."""
+    if isinstance(value, ToolResult):
+        return dataclasses.replace(value, content=_text(value.content))
+    return ToolResult(_text(value))
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else to_json(value, fallback=str).decode()
+
+
+@overload
+def tool(function: Callable[..., Any], /) -> FunctionTool: ...
+@overload
+def tool(
+    *,
+    name: str | None = None,
+    description: str | None = None,
+    timeout: float | None = None,
+    ordered: bool | None = None,
+) -> Callable[[Callable[..., Any]], FunctionTool]: ...
+def tool(
+    function: Callable[..., Any] | None = None,
+    /,
+    *,
+    name: str | None = None,
+    description: str | None = None,
+    timeout: float | None = None,
+    ordered: bool | None = None,
+) -> Any:
+    """Make a tool of a function: `@tool` or `@tool(timeout=5)`.
+
+    The schema comes from the type hints, the description from the docstring, descriptions of single
+    parameters from `Annotated[str, "text"]` or from the docstring's Args section. See `ToolOptions` for
+    `timeout` and `ordered`.
+    """
+    if timeout is not None and timeout <= 0:
+        raise ValueError(f"a tool's timeout is in seconds and over 0, not {timeout}")
+
+    def make(function: Callable[..., Any]) -> FunctionTool:
+        if isinstance(function, staticmethod):
+            function = function.__func__
+        if not inspect.isroutine(function) or isinstance(function, classmethod):
+            raise ValueError(f"@tool goes on a function or a method, not on {function!r}")
+        called = name or function.__name__
+        if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", called):
+            raise ValueError(
+                f"a tool's name has 1 to 64 letters, digits, _ or -, unlike {called!r}; set name="
+            )
+        is_method = _takes_self(function)
+        model = arguments_model(function, called, skip_first=is_method)
+        text = description_of(function) if description is None else description
+        options = ToolOptions(timeout, is_method if ordered is None else ordered)
+        return FunctionTool(function, ToolSpec(called, text, parameters_schema(model)), options, model)
+
+    return make if function is None else make(function)
+
+
+def _takes_self(function: Callable[..., Any]) -> bool:
+    """A method is known by a first parameter called self: inside a class body nothing else shows it."""
+    return next(iter(inspect.signature(function).parameters), None) == "self"

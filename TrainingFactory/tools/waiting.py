@@ -1,0 +1,53 @@
+"""Waiting for foreign code, but not for ever."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+GRACE_SECONDS = 1.0  # what a cancelled coroutine gets to clean up
+
+_abandoned: set[asyncio.Task[Any]] = set()  # the loop itself keeps only weak references
+
+
+class OutOfTime(Exception):
+    """The limit was reached. Not a TimeoutError, which foreign code may raise on its own account."""
+
+
+class SelfCancelled(Exception):
+    """Foreign code raised CancelledError though nobody had cancelled it (dying connections do that)."""
+
+
+async def within(seconds: float | None, coroutine: Coroutine[Any, Any, T]) -> T:
+    """The coroutine's result; OutOfTime when it takes longer.
+
+    Unlike `asyncio.timeout` this also comes back when the coroutine ignores its cancelling: it is then
+    left behind. Cancelling the caller cancels the coroutine.
+    """
+    task = asyncio.ensure_future(coroutine)
+    try:
+        await asyncio.wait({task}, timeout=seconds)
+        in_time = task.done()
+    finally:
+        if not task.done():
+            await _stop(task)
+    if not in_time:
+        raise OutOfTime
+    if task.cancelled():
+        raise SelfCancelled("it cancelled itself")
+    return task.result()
+
+
+async def _stop(task: asyncio.Task[Any]) -> None:
+    task.cancel()
+    _abandoned.add(task)
+    task.add_done_callback(_forget)
+    await asyncio.wait({task}, timeout=GRACE_SECONDS)
+
+
+def _forget(task: asyncio.Task[Any]) -> None:
+    _abandoned.discard(task)
+    if not task.cancelled():
+        task.exception()  # looked at, so that asyncio does not report it as lost

@@ -1,0 +1,184 @@
+"""Every data type that flows through a step. Plain slots dataclasses; nothing here imports anything heavy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Role = Literal["system", "user", "assistant", "tool"]
+Finish = Literal["stop", "length"]
+Status = Literal["done", "max_turns", "truncated", "tool_failure", "error"]
+
+
+@dataclass(slots=True)
+class ToolSpec:
+    """What a model is told about a tool. `parameters` is a JSON schema of type object."""
+
+    name: str
+    description: str = ""
+    parameters: dict[str, Any] = field(default_factory=lambda: {"type": "object", "properties": {}})
+
+
+@dataclass(slots=True)
+class ToolCall:
+    """One call as the model wrote it. A call that could not be read keeps the reason in `error`."""
+
+    name: str
+    arguments: dict[str, Any] = field(default_factory=dict)
+    id: str = ""
+    error: str | None = None
+
+
+@dataclass(slots=True)
+class ToolResult:
+    """What came back from one call. `content` is what the model sees, for failures too."""
+
+    content: str
+    ok: bool = True
+    error: str | None = None  # the kind of failure, for the logs: schema, timeout, exception, unknown, malformed
+    cached: bool = False
+    seconds: float = 0.0
+
+
+@dataclass(slots=True)
+class Message:
+    role: Role
+    content: str = ""
+    tool_calls: list[ToolCall] = field(default_factory=list)
+    tool_call_id: str | None = None
+    name: str | None = None  # the tool that answers, on tool messages
+    reasoning: str | None = None
+
+
+@dataclass(slots=True)
+class Task:
+    """One problem. `prompt` is the user's text, or a whole conversation that ends before the model's turn."""
+
+    id: str
+    prompt: str | list[Message]
+    answer: Any = None
+    metadata: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(slots=True, frozen=True)
+class SamplingParams:
+    """How one turn is sampled. top_p, top_k and min_p are for evaluation: in training the recorded
+    log-probs must be those of the full softmax."""
+
+    temperature: float = 1.0  # 0 is greedy
+    max_tokens: int = 256
+    stop_ids: tuple[int, ...] = ()
+    top_p: float = 1.0
+    top_k: int = 0  # 0 is off
+    min_p: float = 0.0
+    seed: int = 0  # with the position in the sequence it determines every random number of the turn
+
+    def __post_init__(self) -> None:
+        checks = {
+            "temperature": self.temperature >= 0,
+            "max_tokens": self.max_tokens >= 1,
+            "top_p": 0 < self.top_p <= 1,
+            "top_k": self.top_k >= 0,
+            "min_p": 0 <= self.min_p <= 1,
+        }
+        ranges = {"temperature": "0 or more", "max_tokens": "1 or more", "top_p": "over 0 and at most 1"}
+        for name, fine in checks.items():
+            if not fine:
+                wanted = ranges.get(name, "0 or more" if name == "top_k" else "between 0 and 1")
+                raise ValueError(f"sampling.{name} is {getattr(self, name)}; it must be {wanted}")
+
+    @property
+    def full_softmax(self) -> bool:
+        return self.top_p == 1.0 and self.top_k == 0 and self.min_p == 0.0
+
+
+@dataclass(slots=True)
+class Completion:
+    """What was sampled: ids (the stop token included where one was sampled) and one log-prob each,
+    of the full softmax at the sampling temperature (at temperature 1 for greedy turns)."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    finish: Finish
+    policy_version: int = 0
+
+    def __post_init__(self) -> None:
+        if len(self.token_ids) != len(self.logprobs):
+            raise ValueError(f"{len(self.token_ids)} token ids but {len(self.logprobs)} log-probs")
+
+
+@dataclass(slots=True)
+class Turn:
+    """One sampled message and what the environment answered.
+
+    prompt_ids of turn n+1 == prompt_ids + completion.token_ids of turn n + what `ChatFormat.extend` adds.
+    """
+
+    prompt_ids: list[int]
+    completion: Completion
+    message: Message
+    replies: list[Message] = field(default_factory=list)
+    tool_results: list[ToolResult] = field(default_factory=list)
+    signals: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Reward:
+    """`steps` has one entry per turn, or none; `parts` are named figures for the logs."""
+
+    outcome: float
+    steps: list[float] = field(default_factory=list)
+    parts: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Trajectory:
+    """One episode. `group` names the siblings that share a task in one step, `member` counts them."""
+
+    task: Task
+    group: str
+    member: int = 0
+    prompt: list[Message] = field(default_factory=list)
+    tools: list[ToolSpec] = field(default_factory=list)
+    turns: list[Turn] = field(default_factory=list)
+    status: Status = "done"
+    reward: Reward | None = None  # None: not scored, or scoring failed (then `error` says why)
+    error: str | None = None
+    seconds: float = 0.0
+
+    @property
+    def answer(self) -> str:
+        """The text of the last turn if the episode came to its own end, else nothing."""
+        return self.turns[-1].message.content if self.status == "done" and self.turns else ""
+
+
+@dataclass(slots=True)
+class Step:
+    """What an environment answers to one message of the model."""
+
+    replies: list[Message] = field(default_factory=list)
+    done: bool = False
+    tool_results: list[ToolResult] = field(default_factory=list)
+    signals: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Sample:
+    """One training row; every list has one entry per token. Made from turns in `data/samples.py` only."""
+
+    token_ids: list[int]
+    loss_mask: list[bool]  # true exactly on sampled tokens
+    logprobs: list[float]  # of the sampler; 0 where the mask is false
+    advantages: list[float]
+    rewards: list[float]
+    policy_version: list[int]
+
+    def __post_init__(self) -> None:
+        sizes = {name: len(getattr(self, name)) for name in self.__slots__}
+        if len(set(sizes.values())) != 1:
+            raise ValueError(f"a sample needs lists of equal length, got {sizes}")
+
+
+class ToolFailure(Exception):
+    """The tools behind an environment are gone, so the episode cannot go on (status `tool_failure`).
+    A call that merely fails is a `ToolResult` with ok=False, not this."""

@@ -1,0 +1,155 @@
+"""The rules of docs/ARCHITECTURE.md that a machine can check."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from TrainingFactory.config.problems import leaves
+from TrainingFactory.config.schema import TrainingConfig
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "TrainingFactory"
+
+# Highest first. A module may import what stands in a later row, and its own folder; never its own row.
+LAYERS = [
+    ["cli", "web"],
+    ["integrations"],
+    ["services"],
+    ["cluster"],
+    ["rollout", "sampling", "learning"],
+    ["envs", "rewards", "algorithms"],
+    ["tools", "models", "data"],
+    ["catalog", "config"],
+    ["protocols"],
+    ["types"],
+]
+LEVEL = {name: level for level, row in enumerate(LAYERS) for name in row}
+NO_TORCH = ["types", "protocols", "config", "catalog", "tools", "envs", "rewards", "rollout"]
+READS_CONFIG = ["config", "services", "cli", "web"]
+ONE_FILE_EACH = ["ray", "vllm", "mcp", "fastapi"]
+UNSAFE_MODULES = {"pickle", "cPickle", "dill", "shelve", "marshal"}
+
+FILES = sorted(PACKAGE.rglob("*.py"))
+TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in FILES}
+
+
+def part_of(path: Path) -> str:
+    """The folder or file directly under the package: envs/search.py is in `envs`."""
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imports(path: Path) -> Iterator[tuple[int, str]]:
+    """(line, dotted name) of every import, those inside functions and under TYPE_CHECKING included: a
+    type from above is a dependency too."""
+    package = ("TrainingFactory", *path.relative_to(PACKAGE).parent.parts)
+    for node in ast.walk(TREES[path]):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else ()
+            origin = ".".join([*base, *([node.module] if node.module else [])])
+            # `from TrainingFactory import envs` imports envs
+            yield from ((node.lineno, f"{origin}.{alias.name}") for alias in node.names)
+
+
+def where(path: Path, line: int) -> str:
+    return f"{path.relative_to(ROOT)}:{line}"
+
+
+def test_every_part_has_a_layer() -> None:
+    parts = {part_of(path) for path in FILES} - {"__init__", "__main__", "py.typed"}
+    assert parts <= LEVEL.keys()
+
+
+def test_imports_point_down() -> None:
+    wrong = []
+    for path in FILES:
+        part = part_of(path)
+        for line, name in imports(path):
+            owner, *rest = name.split(".")
+            if owner != "TrainingFactory" or rest[0].startswith("__") or rest[0] == part:
+                continue
+            if LEVEL[rest[0]] <= LEVEL.get(part, -1) or part == "__init__":
+                wrong.append(f"{where(path, line)} ({part}) imports {rest[0]}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_config_is_read_at_the_top_only() -> None:
+    wrong = [
+        where(path, line)
+        for path in FILES
+        if part_of(path) not in READS_CONFIG
+        for line, name in imports(path)
+        if name.startswith("TrainingFactory.config")
+    ]
+    assert not wrong, wrong
+
+
+def test_no_torch_where_none_is_needed() -> None:
+    wrong = [
+        where(path, line)
+        for path in FILES
+        if part_of(path) in NO_TORCH
+        for line, name in imports(path)
+        if name.split(".")[0] in ("torch", "transformers")
+    ]
+    assert not wrong, wrong
+
+
+def test_light_parts_import_without_torch() -> None:
+    code = (
+        "import sys, TrainingFactory.rollout, TrainingFactory.envs, TrainingFactory.tools\n"
+        "import TrainingFactory.config, TrainingFactory.catalog, TrainingFactory.cli\n"
+        "print([name for name in ('torch', 'transformers') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout.strip() == "[]", done.stdout + done.stderr
+
+
+def test_heavy_packages_are_imported_in_one_file_each() -> None:
+    for package in ONE_FILE_EACH:
+        users = {path for path in FILES for _, name in imports(path) if name.split(".")[0] == package}
+        assert len(users) <= 1, (package, users)
+
+
+def test_nothing_runs_code_from_data() -> None:
+    wrong = []
+    for path in FILES:
+        wrong += [where(path, line) for line, name in imports(path) if name.split(".")[0] in UNSAFE_MODULES]
+        for node in ast.walk(TREES[path]):
+            if not isinstance(node, ast.Call):
+                continue
+            if isinstance(node.func, ast.Name) and node.func.id in ("eval", "exec"):
+                wrong.append(where(path, node.lineno))
+            for keyword in node.keywords:
+                literal = keyword.value.value if isinstance(keyword.value, ast.Constant) else None
+                if (keyword.arg, literal) in (("trust_remote_code", True), ("weights_only", False)):
+                    wrong.append(where(path, node.lineno))
+    assert not wrong, wrong
+
+
+def test_files_and_functions_are_short() -> None:
+    wrong = []
+    for folder in ("TrainingFactory", "benchmarks", "examples"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            text = path.read_text(encoding="utf-8")
+            if (lines := text.count("\n")) > 400:
+                wrong.append(f"{where(path, 1)}: {lines} lines")
+            for node in ast.walk(ast.parse(text)):
+                if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                    length = (node.end_lineno or node.lineno) - node.lineno + 1
+                    if length > 60:
+                        wrong.append(f"{where(path, node.lineno)} {node.name}: {length} lines")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_config_stays_small() -> None:
+    keys = leaves(TrainingConfig)
+    assert len(keys) <= 70
+    # a mapping such as step_rewards is one level deeper than its key
+    assert max(key.count(".") + 1 for key in keys) <= 2
+    assert all(field.description for field in keys.values())

@@ -1,0 +1,147 @@
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from TrainingFactory.data.messages import message_from_dict, message_to_dict, spec_from_dict, spec_to_dict
+from TrainingFactory.data.trajectories import load_trajectories, save_trajectories
+from TrainingFactory.types import (
+    Completion,
+    Message,
+    Reward,
+    Task,
+    ToolCall,
+    ToolResult,
+    ToolSpec,
+    Trajectory,
+    Turn,
+)
+
+ODD = 'quote " back \\ slash\nnew\u2028line\u0000 é 中 😀 \ud800 </tool_call>'
+
+
+def full() -> Trajectory:
+    """Every field with something in it."""
+    calls = [
+        ToolCall("search", {"query": ODD, "n": [1, 2.5, None]}, "call_0_0"),
+        ToolCall("?", {}, "b", "bad"),
+    ]
+    turns = [
+        Turn(
+            [1, 2],
+            Completion([3, 4], [-0.1, -math.pi], "stop", 5),
+            Message("assistant", "", calls, reasoning="hm"),
+            [Message("tool", ODD, tool_call_id="call_0_0", name="search")],
+            [ToolResult(ODD, False, "timeout", True, 1 / 3)],
+            {"found": 1.0},
+        ),
+        Turn([1, 2, 3, 4, 5], Completion([6], [-1e-17], "stop", 6), Message("assistant", "x")),
+        Turn([1, 9], Completion([7], [0.0], "length", 7), Message("assistant", "", reasoning="")),
+    ]
+    return Trajectory(
+        task=Task("t/1", [Message("user", ODD)], {"value": [1, None]}, {"key": ODD}),
+        group="3/t/1",
+        member=2,
+        prompt=[Message("system", "s"), Message("user", ODD)],
+        tools=[ToolSpec("search", "Find.", {"type": "object", "properties": {"query": {"type": "string"}}})],
+        turns=turns,
+        status="truncated",
+        reward=Reward(0.1 + 0.2, [0.0, -1.5, 2.0], {"exact": 1.0}),
+        error=ODD,
+        seconds=1.25,
+    )
+
+
+def test_exact_round_trip(tmp_path: Path):
+    plain = Trajectory(Task("a", "p"), "g", status="error", error="reset raised")
+    path = tmp_path / "deep" / "file.jsonl"
+    save_trajectories(path, [full(), plain])
+    save_trajectories(path, [full()], append=True)
+    assert list(load_trajectories(path)) == [full(), plain, full()]
+    assert path.read_bytes().count(b"\n") == 3
+    save_trajectories(path, [plain])
+    assert list(load_trajectories(path)) == [plain]
+
+
+def test_readable_without_us(tmp_path: Path):
+    """Plain JSON, OpenAI-style messages, and a prompt's tokens not repeated turn by turn."""
+    path = tmp_path / "file.jsonl"
+    save_trajectories(path, [full()])
+    row = json.loads(path.read_bytes().decode("utf-8", "surrogatepass"))
+    assert row["turns"][0]["message"]["tool_calls"][0]["function"]["name"] == "search"
+    assert row["turns"][0]["replies"][0]["role"] == "tool"
+    assert [turn["new_ids"] for turn in row["turns"]] == [[1, 2], [5], [1, 9]]
+    assert row["reward"]["outcome"] == 0.1 + 0.2
+    assert "中".encode() in path.read_bytes()
+
+
+def test_bad_lines_are_told(tmp_path: Path):
+    path = tmp_path / "file.jsonl"
+    save_trajectories(path, [full(), full()])
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-20])
+    with pytest.raises(ValueError, match="line 2 is not a trajectory"):
+        list(load_trajectories(path))
+    path.write_text('{"task": {}}\n')
+    with pytest.raises(ValueError, match="line 1 is not a trajectory"):
+        list(load_trajectories(path))
+
+
+def test_what_is_no_json_is_refused(tmp_path: Path):
+    with pytest.raises(ValueError, match=r"task t: answer and metadata must be JSON"):
+        save_trajectories(tmp_path / "f", [Trajectory(Task("t", "p", answer=object()), "g")])
+
+
+def test_openai_messages():
+    row = {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [
+            {"id": "c1", "type": "function", "function": {"name": "search", "arguments": '{"query": "Oslo"}'}}
+        ],
+    }
+    message = message_from_dict(row)
+    assert message == Message("assistant", "", [ToolCall("search", {"query": "Oslo"}, "c1")])
+    assert message_to_dict(message) == row | {"content": ""}
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert message_from_dict({"role": "developer", "content": parts}) == Message("system", "ab")
+    assert message_from_dict({"role": "user", "content": "a"}) == Message("user", "a")
+    assert message_from_dict({"role": "assistant", "content": "a", "reasoning": "r"}).reasoning == "r"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [("{", "not valid JSON"), ("[1]", "must be a JSON object"), (3, "must be a JSON object")],
+)
+def test_calls_with_bad_arguments_are_kept_as_such(arguments: Any, problem: str):
+    call = {"id": "c", "function": {"name": "search", "arguments": arguments}}
+    [read] = message_from_dict({"role": "assistant", "tool_calls": [call]}).tool_calls
+    assert read.name == "search" and read.arguments == {} and problem in str(read.error)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        "text",
+        {"content": "x"},
+        {"role": "bot"},
+        {"role": "user", "content": [{"type": "image_url"}]},
+        {"role": "assistant", "tool_calls": "search"},
+        {"role": "assistant", "tool_calls": [{"function": {"arguments": "{}"}}]},
+    ],
+)
+def test_what_is_no_message_is_refused(row: Any):
+    with pytest.raises(ValueError):
+        message_from_dict(row)
+
+
+def test_tool_specs():
+    spec = ToolSpec("search", "Find.", {"type": "object", "properties": {"q": {}}})
+    assert spec_from_dict(spec_to_dict(spec)) == spec
+    assert spec_from_dict({"name": "now"}) == ToolSpec("now")
+    with pytest.raises(ValueError):
+        spec_from_dict({"function": {"description": "no name"}})
