@@ -229,7 +229,8 @@ async def _update_in_an_episode(engine: NativeEngine, model: nn.Module) -> tuple
     session, other = engine.session(), engine.session()
     first = await session.sample(prompt, SamplingParams(max_tokens=5))
     running = asyncio.create_task(other.sample(prompt, SamplingParams(max_tokens=50)))
-    await asyncio.sleep(0)
+    while not (engine._table.running.any() or running.done()):
+        await asyncio.sleep(0.001)  # a turn that has not begun when the update comes waits for it
 
     def apply() -> None:
         assert running.done() or len(engine._table.requests) == engine._table.requests.count(None)

@@ -16,27 +16,25 @@ LINE_EVERY = 5.0  # seconds
 
 
 class Progress:
+    """Around a run of episodes; `episode` is told of each one that ends."""
+
     def __init__(self, total: int) -> None:
         self.total = total
         self.done = 0
         self._rewards: list[float] = []
         self._last_line = time.monotonic()
         console = Console(stderr=True)
-        columns = (
-            TextColumn("{task.description}{task.fields[figures]}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-        )
-        self._bar = Bar(*columns, console=console, transient=True) if console.is_terminal else None
+        columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+        bar = Bar(TextColumn("{task.description}"), *columns, console=console, transient=True)
+        self._bar = bar if console.is_terminal else None
+        self._row = bar.add_task("episodes", total=total)
 
     def __enter__(self) -> Progress:
-        if self._bar is not None:
-            self._bar.start()
-            self._row = self._bar.add_task("loading the model", total=self.total, figures="")
-        else:
-            note("loading the model")
+        note("loading the model")
+        if self._bar is None:
+            from transformers.utils import logging
+
+            logging.disable_progress_bar()  # bars of carriage returns make a log unreadable
         return self
 
     def __exit__(
@@ -46,16 +44,13 @@ class Progress:
             self._bar.stop()
 
     def episode(self, trajectory: Trajectory) -> None:
-        """Called for each episode as it ends."""
         self.done += 1
         if trajectory.reward is not None:
             self._rewards.append(trajectory.reward.outcome)
-        now = time.monotonic()
+        mean = f", mean reward {sum(self._rewards) / len(self._rewards):.2f}" if self._rewards else ""
         if self._bar is not None:
-            self._bar.update(self._row, advance=1, description="episodes", figures=self._figures())
-        elif self.done == self.total or now - self._last_line > LINE_EVERY:
-            self._last_line = now
-            note(f"{self.done} of {self.total} episodes{self._figures()}")
-
-    def _figures(self) -> str:
-        return f", mean reward {sum(self._rewards) / len(self._rewards):.2f}" if self._rewards else ""
+            self._bar.start()  # only now: loading has bars of its own
+            self._bar.update(self._row, advance=1, description=f"episodes{mean}")
+        elif self.done == self.total or time.monotonic() - self._last_line > LINE_EVERY:
+            self._last_line = time.monotonic()
+            note(f"{self.done} of {self.total} episodes{mean}")

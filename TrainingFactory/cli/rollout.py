@@ -109,7 +109,7 @@ def run(config: TrainingConfig, out: Path | None, shown: int, group_size: int = 
         show.note(f"interrupted: {count} of {rollouts.total} episodes had ended")
     if count:
         show.table(_summary(report.metrics, report.trajectories))
-        show.note(f"saved {count} episodes to {rollouts.path}")
+        show.note(f"saved {show.count(count, 'episode')} to {rollouts.path}")
     return INTERRUPTED if report.interrupted else 0
 
 

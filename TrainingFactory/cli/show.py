@@ -37,6 +37,10 @@ def clean(text: str) -> str:
     )
 
 
+def count(number: int, thing: str) -> str:
+    return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
+
+
 def note(text: str) -> None:
     """A line beside the results: what is going on, where a file is."""
     _console(stderr=True).print(Text(clean(text)), soft_wrap=True)
@@ -109,10 +113,9 @@ def _ending(trajectory: Trajectory) -> Text:
     reward = trajectory.reward
     parts = "".join(f", {name} {value:g}" for name, value in (reward.parts if reward else {}).items())
     scored = f"reward {reward.outcome:g}{parts}" if reward else "not scored"
-    turns = f"{len(trajectory.turns)} turn{'' if len(trajectory.turns) == 1 else 's'}"
     line = Text.assemble(
         (trajectory.status, STATUS_STYLES.get(trajectory.status, "red")),
-        f" | {scored} | {turns}, {tokens} tokens, {trajectory.seconds:.1f} s",
+        f" | {scored} | {count(len(trajectory.turns), 'turn')}, {tokens} tokens, {trajectory.seconds:.1f} s",
     )
     if trajectory.error:
         line.append(clean(f"\n{trajectory.error}"), "red")

@@ -95,12 +95,20 @@ def _load_pretrained(
     weights = {} if "gguf_file" in options else {"use_safetensors": True}
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, **options)
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **weights, **options)
+        model, report = AutoModelForCausalLM.from_pretrained(
+            source, dtype=dtype, output_loading_info=True, **weights, **options
+        )
     except (OSError, ValueError, ImportError, KeyError) as error:
         first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ValueError(
             f"model {name!r} could not be loaded from {source!r}: {first_line}{_near(name)}"
         ) from error
+    missing = sorted(report["missing_keys"])
+    if missing:  # transformers fills them with random numbers and goes on
+        raise ValueError(
+            f"model {name!r}: {len(missing)} weights are missing from {source!r}, the first is {missing[0]}; "
+            "the files do not belong to this config, or are not complete"
+        )
     if "gguf_file" in options:
         # The weights are whole again; these marks would forbid saving them.
         del model.config.quantization_config

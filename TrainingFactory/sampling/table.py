@@ -265,7 +265,8 @@ class SlotTable:
         both, swapped = np.concatenate((low, high)), np.concatenate((high, low))
         for array in (
             self.ids, self.logprobs, self.stored, self.known, self.pure, self.chunked, self.running,
-            self.used, self.limit, self.seed, self.temperature, self.top_p, self.top_k, self.min_p, self.stops,
+            self.used, self.limit, self.seed, self.stops, self.temperature, self.top_p, self.top_k,
+            self.min_p,
         ):  # fmt: skip
             array[both] = array[swapped]
         for a, b in pairs:

