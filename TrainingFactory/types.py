@@ -35,7 +35,9 @@ class ToolResult:
 
     content: str
     ok: bool = True
-    error: str | None = None  # the kind of failure, for the logs: schema, timeout, exception, unknown, malformed
+    error: str | None = (
+        None  # the kind of failure, for the logs: schema, timeout, exception, unknown, malformed
+    )
     cached: bool = False
     seconds: float = 0.0
 

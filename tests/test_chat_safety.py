@@ -131,19 +131,24 @@ def test_a_control_token_that_is_an_ordinary_entry_too_is_cut_in_two() -> None:
     assert encoder.plain("a<s>b") == [vocabulary[char] for char in "a<s>b"]  # in pieces, and nothing is lost
 
 
+INSERTIONS = (
+    *("", "{", "}", '"', "[", "]", "\\", "\\ud800", "null", "5", "1e999", "NaN", "\n", ",", "[" * 300, "```"),
+    *("<tool_call>", "</tool_call>", "<think>", "</think>", "<｜tool▁sep｜>", "<|python_tag|>", "f.call("),
+)
+
+
 def mutate(text: str, rng: random.Random) -> str:
     for _ in range(rng.randrange(1, 6)):
         at, length = rng.randrange(len(text) + 1), rng.randrange(0, 12)
-        insert = rng.choice(("", "{", "}", '"', "[", "]", "\\", "\\ud800", "null", "5", "1e999", "NaN", "\n", ",",
-                             "<tool_call>", "</tool_call>", "<think>", "</think>", "[" * 300, text[:20],
-                             "<｜tool▁sep｜>", "<|python_tag|>", "f.call(", "```", chr(rng.randrange(32, 70000))))  # fmt: skip
+        insert = rng.choice((rng.choice(INSERTIONS), text[:20], chr(rng.randrange(32, 55000))))
         text = text[:at] + insert + text[at + length :]
     return text
 
 
+TAGGED = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "x": [1, {"y": "z"}]}}\n</tool_call>'
 COMPLETIONS = (
-    '<think>\nhm <tool_call>{}</tool_call>\n</think>\n\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>',
-    '<tool_call>{"name": "a", "arguments": {"x": [1, {"y": "z"}]}}</tool_call>\n<tool_call>{"name": "b"}</tool_call>',
+    f"<think>\nhm <tool_call>{{}}</tool_call>\n</think>\n\n{TAGGED}",
+    f'{TAGGED}\n<tool_call>{{"name": "b"}}</tool_call>',
     '{"name": "add", "parameters": {"a": 1, "b": "two"}}; {"name": "sub", "parameters": {}}',
     '<|python_tag|>search.call(query="red pandas", limit=3)',
     '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n{"a": 1}\n```<｜tool▁call▁end｜>'

@@ -45,7 +45,18 @@ def tfactory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
 
 
 def test_rollout_shows_and_saves(tfactory: Run) -> None:
-    arguments = ("--tasks", "3", "--group-size", "2", "--max-tokens", "8", "--show", "1", "--out", "a/b.jsonl")
+    arguments = (
+        "--tasks",
+        "3",
+        "--group-size",
+        "2",
+        "--max-tokens",
+        "8",
+        "--show",
+        "1",
+        "--out",
+        "a/b.jsonl",
+    )
     status, out, err = tfactory("rollout", "calculator", *arguments)
     assert status == 0, err
     for text in ("user ", "calculator(expression)", "episode 1 of 6", "reward", "tokens", "6: 6 truncated"):
@@ -63,7 +74,8 @@ def test_the_same_seed_gives_the_same_episodes(tfactory: Run) -> None:
     for name, seed in (("a", "1"), ("b", "1"), ("c", "2")):
         assert tfactory("rollout", "search", *flags, "--seed", seed, "--out", name)[0] == 0
     ids = {
-        name: [trajectory.turns[0].completion.token_ids for trajectory in load_trajectories(name)] for name in "abc"
+        name: [trajectory.turns[0].completion.token_ids for trajectory in load_trajectories(name)]
+        for name in "abc"
     }
     assert ids["a"] == ids["b"] != ids["c"]
 
@@ -199,6 +211,16 @@ def test_an_existing_result_survives_a_failed_start(tfactory: Run) -> None:
     assert Path("old.jsonl").read_text() == "precious"
 
 
+def test_only_files_are_replaced(tfactory: Run) -> None:
+    os.mkfifo("pipe")
+    status, _, err = tfactory("rollout", "search", "--out", "pipe")
+    assert status == 2 and "not a regular file" in err
+    assert Path("pipe").is_fifo()
+    Path("link.jsonl").symlink_to("real.jsonl")
+    assert tfactory("rollout", "search", "--tasks", "1", "--max-tokens", "2", "--out", "link.jsonl")[0] == 0
+    assert Path("link.jsonl").is_symlink() and len(list(load_trajectories("real.jsonl"))) == 1
+
+
 def test_demo_says_what_it_is(tfactory: Run) -> None:
     status, out, err = tfactory("demo")
     assert status == 0, err
@@ -212,7 +234,9 @@ def test_lists(tfactory: Run) -> None:
     assert "builtin:tiny" in out and "Qwen/Qwen3-4B-Instruct-2507" in out
 
 
-@pytest.mark.parametrize("command", [[], ["rollout"], ["new"], ["new", "env"], ["demo"], ["envs"], ["models"]])
+@pytest.mark.parametrize(
+    "command", [[], ["rollout"], ["new"], ["new", "env"], ["demo"], ["envs"], ["models"]]
+)
 def test_every_command_has_help(tfactory: Run, command: list[str]) -> None:
     status, out, _ = tfactory(*command, "--help")
     assert status == 0 and "tfactory" in out
@@ -251,7 +275,7 @@ def test_ctrl_c_keeps_what_is_done(tmp_path: Path) -> None:
     while run.poll() is None and (not growing.exists() or growing.read_text().count("\n") < 2):
         time.sleep(0.05)
     run.send_signal(signal.SIGINT)
-    out, err = run.communicate(timeout=60)
+    _, err = run.communicate(timeout=60)
     assert run.returncode == 130, err
     assert "interrupted: 2 of 4 episodes had ended" in err and "Traceback" not in err
     assert [trajectory.task.id for trajectory in load_trajectories(tmp_path / "out.jsonl")] == ["0", "1"]

@@ -63,7 +63,11 @@ def test_the_names_of_the_hello_agents_text() -> None:
         lora_r=16,
         lora_alpha=32,
     )
-    assert (config.training.num_epochs, config.training.batch_size, config.training.learning_rate) == (3, 4, 5e-5)
+    assert (config.training.num_epochs, config.training.batch_size, config.training.learning_rate) == (
+        3,
+        4,
+        5e-5,
+    )
     assert config.lora.enabled and config.logging.output_dir == "./output/custom"
 
 
@@ -140,7 +144,9 @@ def test_all_problems_at_once_with_file_line_key_value_and_the_right_name(tmp_pa
 
 
 def test_python_users_get_the_same_error() -> None:
-    with pytest.raises(ConfigError, match=r"2 problems:\n  training.batch_size.*\n  trainin: .*mean training\?"):
+    with pytest.raises(
+        ConfigError, match=r"2 problems:\n  training.batch_size.*\n  trainin: .*mean training\?"
+    ):
         TrainingConfig(training={"batch_size": 0}, trainin={})
 
 
@@ -162,7 +168,10 @@ def test_python_users_get_the_same_error() -> None:
         ("training:\n  seed: 1\n  seed: 2\n", ":3: training.seed: is written twice, in lines 2 and 3"),
         ("sampling: 4\n", "must be a section with keys engine, temperature"),
         ("training:\n  learning_rate: .inf\n", "finite"),
-        ("environment_id: a\nenvironment: {environment_id: b}\n", "another name of environment.environment_id"),
+        (
+            "environment_id: a\nenvironment: {environment_id: b}\n",
+            "another name of environment.environment_id",
+        ),
     ],
 )
 def test_files_that_are_no_config(tmp_path: Path, text: str, expected: str) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import random
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -287,3 +288,23 @@ def test_one_engine_in_several_event_loops() -> None:
     params = SamplingParams(max_tokens=5, stop_ids=STOPS)
     first = asyncio.run(engine.sample(prompt, params))
     assert asyncio.run(engine.sample(prompt, params)).token_ids == first.token_ids
+
+
+def test_what_rows_have_in_common_is_read_once_and_rightly() -> None:
+    """Rows that begin alike share the reading of the trunk; the next ones in the same slots may not."""
+    model = tiny()
+    engine = NativeEngine(model, slots=4, max_length=256)
+    rng = random.Random(0)
+    alike, unlike = grouped_prompts(2, 2, system=130), [words(rng, 140) for _ in range(4)]
+    half = [unlike[0][:100] + words(rng, 20) for _ in range(4)]
+    trunks = []
+
+    async def everything(prompts: list[list[int]]) -> list:
+        return await asyncio.gather(
+            *(engine.sample(prompt, SamplingParams(max_tokens=6)) for prompt in prompts)
+        )
+
+    for prompts in (alike, unlike, half, unlike):
+        assert worst(model, list(zip(prompts, asyncio.run(everything(prompts)), strict=True))) < 1e-4
+        trunks.append(engine._runner.trunk(np.arange(4)))
+    assert trunks == [128, 0, 96, 0]

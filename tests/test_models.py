@@ -17,7 +17,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from TrainingFactory.models import SUPPORTED_MODELS, chat_format, load_model
 from TrainingFactory.models.names import resolve
 from TrainingFactory.models.tiny import tiny_tokenizer
-from TrainingFactory.models.words import NAMES, PLACES, THINGS
+from TrainingFactory.models.words import NAMES, PLACES, THINGS, VERBIAGE
 from TrainingFactory.types import Message
 
 
@@ -48,7 +48,7 @@ def test_builtin_model_comes_from_its_seed_alone() -> None:
 def test_builtin_tokenizer_knows_its_words_and_qwens_tokens() -> None:
     tokenizer = tiny_tokenizer()
     assert tokenizer.backend_tokenizer.to_str() == tiny_tokenizer().backend_tokenizer.to_str()
-    for word in NAMES + PLACES + THINGS:
+    for word in NAMES + PLACES + THINGS + VERBIAGE:
         assert len(tokenizer(word).input_ids) == 1 and len(tokenizer(f"in {word}").input_ids) == 2
     assert tokenizer.decode(tokenizer("é 你 1234 x").input_ids) == "é 你 1234 x"
     assert len(tokenizer("1234").input_ids) == 4

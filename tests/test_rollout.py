@@ -151,6 +151,11 @@ def test_a_conversation_that_no_longer_fits():
     assert played.status == "truncated" and len(played.turns) == 2
     # The second turn had less room than a turn may have, and got only that.
     assert sampler.requests[-1][2].max_tokens == 200 - len(sampler.requests[-1][1]) < PARAMS.max_tokens
+    prompt = len(sampler.requests[0][1])
+    [[played]] = rollout(sampler=FakeSampler(say_echo_then_ok, max_length=prompt + 1))
+    assert played.status == "truncated" and len(played.turns[0].completion.token_ids) == 1
+    [[played]] = rollout(sampler=FakeSampler(say_echo_then_ok, max_length=prompt))
+    assert played.status == "truncated" and played.turns == []
     sampler = FakeSampler(say_echo_then_ok, max_length=5)
     [[played]] = rollout(sampler=sampler)
     assert played.status == "truncated" and played.turns == [] and "the sampler takes 5" in str(played.error)

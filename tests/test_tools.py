@@ -73,6 +73,16 @@ def test_still_a_function():
     assert find.__doc__.startswith("Find things.")
 
 
+def test_what_is_left_out_keeps_its_own_default():
+    usual: list[int] = [1]
+
+    @tool
+    def take(numbers: list[int] = usual) -> str:
+        return str(numbers is usual)
+
+    assert one(take).content == "True"
+
+
 def test_no_parameters():
     @tool
     def now() -> str:

@@ -16,6 +16,7 @@ from TrainingFactory.cli.new import env
 from TrainingFactory.cli.rollout import rollout
 from TrainingFactory.cli.show import fail
 
+FAILED = 1
 USER_ERROR = 2
 INTERRUPTED = 130
 
@@ -47,6 +48,11 @@ def run(
             traceback.print_exc()
         fail(str(error))
         return USER_ERROR
+    except OSError as error:  # a full disk, a folder that went away
+        if debug:
+            traceback.print_exc()
+        fail(str(error))
+        return FAILED
     except KeyboardInterrupt:
         fail("interrupted")
         return INTERRUPTED

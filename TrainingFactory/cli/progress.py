@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from types import TracebackType
 
@@ -32,9 +33,7 @@ class Progress:
     def __enter__(self) -> Progress:
         note("loading the model")
         if self._bar is None:
-            from transformers.utils import logging
-
-            logging.disable_progress_bar()  # bars of carriage returns make a log unreadable
+            os.environ.setdefault("TQDM_DISABLE", "1")  # the bars of loading make a log unreadable
         return self
 
     def __exit__(

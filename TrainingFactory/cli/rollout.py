@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from cyclopts import Parameter
+from cyclopts import Parameter, validators
 
 from TrainingFactory.cli import show
 from TrainingFactory.cli.progress import Progress
@@ -17,27 +18,58 @@ from TrainingFactory.types import Trajectory
 INTERRUPTED = 130
 
 
+@Parameter(name="*")
+@dataclass(slots=True)
+class Flags:
+    """What is set most often; each stands for a key of the config."""
+
+    model: str | None = None
+    """Short name, hub id, local folder, GGUF file, or builtin:tiny."""
+    tasks: str | None = None
+    """A JSONL file of tasks, or a number: so many of the environment's own."""
+    split: str | None = None
+    """Which of the environment's tasks: train or heldout."""
+    group_size: int | None = None
+    """Episodes per task; 1 if the config does not say."""
+    max_turns: int | None = None
+    """Turns after which an episode ends."""
+    temperature: float | None = None
+    """0 is greedy."""
+    max_tokens: int | None = None
+    """Longest turn, in tokens."""
+    seed: int | None = None
+    """For the random numbers of sampling; data.seed=N makes other tasks."""
+
+    def overrides(self) -> list[str]:
+        count = self.tasks is not None and self.tasks.removeprefix("-").isdecimal()
+        values = {
+            "model.name": self.model,
+            "data.count": int(self.tasks) if self.tasks and count else None,
+            "data.tasks": None if count else self.tasks,
+            "data.split": self.split,
+            "training.group_size": self.group_size,
+            "environment.max_turns": self.max_turns,
+            "sampling.temperature": self.temperature,
+            "sampling.max_tokens": self.max_tokens,
+            "training.seed": self.seed,
+        }
+        return [_override(key, value) for key, value in values.items() if value is not None]
+
+
 def rollout(
-    source: Annotated[str | None, Parameter(name="env-or-config", allow_leading_hyphen=False)] = None,
+    source: Annotated[str | None, Parameter(name="env-or-config")] = None,
     /,
     *overrides: str,
-    model: str | None = None,
-    tasks: str | None = None,
-    split: str | None = None,
-    group_size: int | None = None,
-    max_turns: int | None = None,
-    temperature: float | None = None,
-    max_tokens: int | None = None,
-    seed: int | None = None,
+    flags: Flags | None = None,
     out: Path | None = None,
-    show_episodes: Annotated[int, Parameter(name="--show")] = 2,
+    show_episodes: Annotated[int, Parameter(name="--show", validator=validators.Number(gte=0))] = 2,
 ) -> int:
     """Run episodes with no training, show them and save them.
 
     ```
     tfactory rollout search
     tfactory rollout weather.py --model qwen3-4b --tasks 64
-    tfactory rollout configs/qwen3_grpo.yaml model.name=builtin:tiny --temperature 0
+    tfactory rollout configs/qwen3_grpo.yaml model.name=tiny --temperature 0
     ```
 
     Parameters
@@ -47,48 +79,25 @@ def rollout(
         that names one (a YAML file).
     overrides
         Options of the config, as key=value: sampling.top_p=0.9
-    model
-        Short name, hub id, local folder, GGUF file, or builtin:tiny.
-    tasks
-        A JSONL file of tasks, or a number: so many of the environment's own.
-    split
-        Which of the environment's tasks: train or heldout.
-    group_size
-        Episodes per task; 1 if the config does not say.
-    max_turns
-        Turns after which an episode ends.
-    temperature
-        0 is greedy.
-    max_tokens
-        Longest turn, in tokens.
-    seed
-        For the random numbers of sampling; data.seed=N makes other tasks.
     out
         JSONL file for the episodes; one in the runs folder if none is named.
     show_episodes
         How many episodes to print.
     """
-    if source is not None and "=" in source and not Path(source).exists():
-        source, overrides = None, (source, *overrides)
-    is_config = source is not None and source.endswith((".yaml", ".yml"))
-    flags = {
-        "environment.environment_id": None if is_config else source,
-        "model.name": model,
-        "data.split": split,
-        "training.group_size": group_size,
-        "environment.max_turns": max_turns,
-        "sampling.temperature": temperature,
-        "sampling.max_tokens": max_tokens,
-        "training.seed": seed,
-    }
-    if tasks is not None:
-        count = tasks.removeprefix("-").isdecimal()
-        flags["data.count" if count else "data.tasks"] = int(tasks) if count else tasks
-    # JSON is YAML that can be read one way only.
-    flat = [f"{key}={json.dumps(value)}" for key, value in flags.items() if value is not None]
-    config = load_config(source if is_config else None, [*overrides, *flat])
+    given = [*overrides, *(flags or Flags()).overrides()]
+    path = None
+    if source is not None and source.endswith((".yaml", ".yml")):
+        path = source
+    elif source is not None:
+        named = "=" in source and not Path(source).exists()  # an override, with nothing before it
+        given.insert(0, source if named else _override("environment.environment_id", source))
+    config = load_config(path, given)
     group = config.training.group_size if "group_size" in config.training.model_fields_set else 1
     return run(config, out, show_episodes, group)
+
+
+def _override(key: str, value: str | float) -> str:
+    return f"{key}={json.dumps(value)}"  # JSON is YAML that can be read in one way only
 
 
 def run(config: TrainingConfig, out: Path | None, shown: int, group_size: int = 1) -> int:

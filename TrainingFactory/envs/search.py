@@ -69,7 +69,7 @@ class SearchEnvironment(ToolEnvironment):
         else:
             yield _search(f"{seller} {thing}")
             yield _search(seller)
-            yield Message("assistant", self.task.metadata["home of the seller"])
+            yield Message("assistant", self.task.metadata["seller_home"])
 
 
 def _search(query: str) -> Message:
@@ -91,7 +91,7 @@ def _task(task_id: str, rng: random.Random) -> Task:
         "seller": seller,
         "thing": thing,
         "buyer": buyers[0],
-        "home of the seller": homes[seller],
+        "seller_home": homes[seller],
         "facts": facts,
     }
     return Task(task_id, f"{seller} sold {thing}. Where is it?", homes[buyers[0]], metadata)

@@ -95,9 +95,10 @@ def _load_pretrained(
     weights = {} if "gguf_file" in options else {"use_safetensors": True}
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, **options)
-        model, report = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             source, dtype=dtype, output_loading_info=True, **weights, **options
         )
+        model, report = loaded
     except (OSError, ValueError, ImportError, KeyError) as error:
         first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ValueError(

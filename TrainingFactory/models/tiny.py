@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from TrainingFactory.models.words import NAMES, PLACES, THINGS
+from TrainingFactory.models.words import NAMES, PLACES, THINGS, VERBIAGE
 
 SPECIAL_TOKENS = """<|endoftext|> <|im_start|> <|im_end|> <|object_ref_start|> <|object_ref_end|>
 <|box_start|> <|box_end|> <|quad_start|> <|quad_end|> <|vision_start|> <|vision_end|>
@@ -58,12 +58,12 @@ def tiny_tokenizer() -> Any:
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=660, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+        vocab_size=640, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
     )
     tokenizer.train_from_iterator(_corpus(), trainer)
     state = json.loads(tokenizer.to_str())
     vocabulary = state["model"]["vocab"]
-    for word in NAMES + PLACES + THINGS:
+    for word in NAMES + PLACES + THINGS + VERBIAGE:
         for form in (word, "Ġ" + word):  # the byte-level spelling of a leading space
             vocabulary.setdefault(form, len(vocabulary))
     state["model"]["ignore_merges"] = True  # a whole word in the vocabulary is taken as it is

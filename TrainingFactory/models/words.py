@@ -23,3 +23,9 @@ THINGS = tuple(
     ivory jade lamp lemon linen marble mirror olive orange paper pearl pepper piano river rope
     saddle salt silk silver stone sugar tower violin wool""".split()
 )
+
+# what the built-in environments write around the names
+VERBIAGE = tuple(
+    """Calculate Find Nothing Search Where answer calculator expression fact facts found is it lives number of
+    one query search sold the then to with word""".split()
+)

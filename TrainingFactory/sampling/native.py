@@ -314,7 +314,8 @@ class NativeEngine:
             longest = max(longest, count)
             taken.append(slot)
             counts.append(count)
-        return Plan(dense, rows, np.array(taken, np.int64), np.array(counts, np.int64))
+        order = np.argsort(taken)
+        return Plan(dense, rows, np.array(taken, np.int64)[order], np.array(counts, np.int64)[order])
 
     def _fixed_plan(self, dense: np.ndarray, queue: np.ndarray) -> Plan:
         """Deterministic mode: one chunk alone, or one row per slot."""

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 BLOCK = 32  # tokens summed at a time when one is drawn
+BELOW_ONE = 1 - 2.0**-40
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -26,7 +27,7 @@ def _mix(z: np.ndarray) -> np.ndarray:
 def uniforms(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
     """One number in [0, 1) for each (seed, position); uint64 seeds, float64 out."""
     bits = _mix(_mix(seeds + _GOLDEN) + (positions.astype(np.uint64) + np.uint64(1)) * _GOLDEN)
-    return (bits >> np.uint64(11)) * 2.0**-53
+    return (bits >> np.uint64(24)) * 2.0**-40  # 40 bits: times a total in float64 it stays under the total
 
 
 @dataclass(slots=True)
@@ -54,23 +55,22 @@ def restrict(weights: torch.Tensor, filters: Filters) -> torch.Tensor:
 
 def draw(weights: torch.Tensor, uniform: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The first token at which the running sum of the weights [M, V] exceeds uniform [M] times their total,
-    and that total. First the block of tokens, then the token in it: one pass over the vocabulary, and no
-    long sum in float32, in which a token of probability 3e-8 would drown. Never a token of weight zero."""
+    and that total, both [M, 1]. First the block of tokens, then the token in it: one pass over the vocabulary,
+    and no long sum in float32, in which a token of probability 3e-8 would drown. Never one of weight zero."""
     if rest := -weights.shape[-1] % BLOCK:
         weights = torch.nn.functional.pad(weights, (0, rest))
     blocks = weights.unflatten(-1, (-1, BLOCK))
     sums = blocks.sum(-1).double()  # [M, blocks]
     ends = sums.cumsum(-1)
     total = ends[:, -1:]
-    point = torch.minimum(uniform[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
-    block = torch.searchsorted(ends, point, right=True).clamp_(max=ends.shape[-1] - 1)  # [M, 1]
-    point = point - (ends.gather(1, block) - sums.gather(1, block))  # how far into the block
-    inner = blocks.gather(1, block[:, :, None].expand(-1, -1, BLOCK))[:, 0].double()  # [M, BLOCK]
-    reached = torch.where(inner > 0, inner.cumsum(-1), -1.0)  # weight zero is never reached
-    hit = reached > point
-    # Rounding can leave the point a hair behind the block's end: then it is the last token with any weight.
-    hit |= ~hit.any(-1, keepdim=True) & (reached == reached.amax(-1, keepdim=True))
-    return (block * BLOCK + hit.int().argmax(-1, keepdim=True))[:, 0], total[:, 0]
+    point = uniform[:, None] * total
+    block = torch.searchsorted(ends, point, right=True).clamp_(max=ends.shape[-1] - 1)  # [M, 1]; NaN is last
+    size = sums.gather(1, block)
+    # How far into the block; under 1 in spite of rounding, so that the point lies before its last weight ends.
+    share = ((point - ends.gather(1, block)) / size + 1).clamp_(0, BELOW_ONE)
+    inner = blocks.gather(1, block[:, :, None].expand(-1, -1, BLOCK))[:, 0].cumsum(-1, dtype=torch.float64)
+    passed = (inner <= share * inner[:, -1:]).sum(-1, keepdim=True)
+    return block * BLOCK + passed, total
 
 
 def pick(
@@ -90,8 +90,8 @@ def pick(
     if filters is not None:
         tokens, _ = draw(restrict(weights, filters), uniform)
     if temperature is not None:
-        tokens = torch.where(temperature > 0, tokens, logits.argmax(-1))
+        tokens = torch.where(temperature[:, None] > 0, tokens, logits.argmax(-1, keepdim=True))
     # Where logits are NaN the token may be out of range; the caller sees it in the log-prob.
-    tokens = tokens.clamp(max=logits.shape[-1] - 1)
-    logprobs = shifted.gather(-1, tokens[:, None])[:, 0] - total.log()
-    return torch.stack((tokens.double(), logprobs))
+    tokens = tokens.clamp_(max=logits.shape[-1] - 1)
+    logprobs = shifted.gather(-1, tokens) - total.log()
+    return torch.cat((tokens.double(), logprobs), 1).T

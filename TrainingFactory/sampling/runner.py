@@ -15,6 +15,7 @@ from TrainingFactory.sampling.slots import ATTENTION, Chunks, Shape, SlotCache, 
 from TrainingFactory.sampling.table import SlotTable
 from TrainingFactory.sampling.view import check_model, refuse, shared_view
 
+NONE = np.zeros(0, np.int64)
 CHUNK = 32  # deterministic mode: tokens of one prefill forward, at multiples of it
 
 
@@ -24,8 +25,8 @@ class Plan:
 
     dense: np.ndarray  # slots that feed one token each
     rows: int = 0  # R, dense rows with the unused ones among them
-    slots: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))  # [P] slots that feed a chunk
-    counts: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))  # [P] tokens of each chunk
+    slots: np.ndarray = field(default_factory=lambda: NONE)  # [P] slots that feed a chunk, in order
+    counts: np.ndarray = field(default_factory=lambda: NONE)  # [P] tokens of each chunk
 
 
 def round_up(number: int, step: int) -> int:
@@ -48,6 +49,11 @@ class Runner:
         self.full = round_up(table.max_length, 64)
         self.cache: SlotCache | None = None
         self._span = torch.arange(max(self.full, 64), device=self.device)
+        self._seen = torch.zeros((), dtype=self.dtype, device=self.device)
+        self._hidden = torch.full((), -torch.inf, dtype=self.dtype, device=self.device)
+        same_sizes = all(shape.key_size == shape.value_size for shape in self.shapes)
+        self._fused = same_sizes and self.device.type == "cpu"  # the CPU's fused kernel takes these layers
+        self._trunk, self._trunk_key = 0, (0, b"")
         self._compare()
 
     def refresh(self) -> None:
@@ -110,9 +116,18 @@ class Runner:
         out: the CPU kernel works in blocks of 512 keys, and blocks that are masked whole add exact zeros."""
         if not self.table.deterministic:
             return min(round_up(length, 64), self.full)
-        same = all(shape.key_size == shape.value_size for shape in self.shapes)
-        step = 512 if same and self.device.type == "cpu" else self.full
-        return min(round_up(length, step), self.full)
+        return min(round_up(length, 512), self.full) if self._fused else self.full
+
+    def trunk(self, dense: np.ndarray) -> int:
+        """How many leading positions the dense rows have in common, where it pays to read them once. Not in
+        deterministic mode, where nothing may depend on who else is there."""
+        if len(dense) < 4 or self.table.deterministic or not self._fused:
+            return 0
+        key = (self.table.changes, dense.tobytes())
+        if key != self._trunk_key:
+            common = self.table.trunk(dense) // 32 * 32
+            self._trunk_key, self._trunk = key, common if common >= 64 else 0
+        return self._trunk
 
     # -- one forward
 
@@ -126,13 +141,15 @@ class Runner:
         chunk_end = int((stored[plan.slots] + plan.counts).max()) if len(plan.slots) else 0
         cache = self.reserve(max(dense_end, chunk_end))
         rows, live, keep = self._new_tokens(plan)  # [M] slots of the logit rows
-        arrays = [*self._flat(plan, cache), keep, uniforms(table.seed[rows], table.known[rows])]
+        trunk = self.trunk(plan.dense)
+        arrays = [*self._flat(plan, cache, trunk), keep, uniforms(table.seed[rows], table.known[rows])]
         arrays += self._padding(plan) + self._limits(rows[live], rows)
         tensors = to_device(arrays, self.device)
         ids, positions, where, index, draws = tensors[:5]
         step = StepContext(cache=cache, where=where, rows=plan.rows, width=self.width(dense_end))
         if plan.rows:
             step.mask = self._mask(positions[: plan.rows, None], step.width)
+            step.trunk, step.trunk_slot = trunk, int(plan.dense[0])
         if len(plan.slots):
             step.chunks = self._chunks(plan, positions, tensors[5:7], self.width(chunk_end))
         logits = self.view(
@@ -140,7 +157,8 @@ class Runner:
             logits_to_keep=index if len(plan.slots) else 0,
         ).logits[0]  # [M, V]  # fmt: skip
         table.advance(plan.dense, 1)
-        table.advance(plan.slots, plan.counts)
+        if len(plan.slots):
+            table.advance(plan.slots, plan.counts)
         if not live.any():
             return rows[live], rows[live], np.zeros(0)
         limits = tensors[7:]
@@ -153,21 +171,23 @@ class Runner:
 
     def _new_tokens(self, plan: Plan) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """For each row of logits its slot, whether it comes to a new token, and the flat token it is of."""
-        table = self.table
-        done = np.flatnonzero(table.stored[plan.slots] + plan.counts == table.known[plan.slots])
-        rows = np.concatenate((np.arange(plan.rows), plan.slots[done]))
-        live = np.zeros(len(rows), bool)
+        table, rows = self.table, np.arange(plan.rows)
+        live = np.zeros(plan.rows, bool)
         live[plan.dense] = table.stored[plan.dense] + 1 == table.known[plan.dense]
-        live[plan.rows :] = True
+        if not len(plan.slots):
+            return rows, live, rows
+        done = np.flatnonzero(table.stored[plan.slots] + plan.counts == table.known[plan.slots])
+        rows = np.concatenate((rows, plan.slots[done]))
+        live = np.concatenate((live, np.ones(len(done), bool)))
         keep = np.concatenate((np.arange(plan.rows), plan.rows + plan.counts.cumsum()[done] - 1))
         return rows, live, keep
 
-    def _flat(self, plan: Plan, cache: SlotCache) -> list[np.ndarray]:
-        """Tokens, positions and cache places, [N] each. Unused places feed token 0 at position 0 to the
-        scratch slot and look at one position: they cost time and touch nothing."""
+    def _flat(self, plan: Plan, cache: SlotCache, trunk: int) -> list[np.ndarray]:
+        """Tokens, positions and cache places, [N] each. Unused places feed token 0, right behind the trunk,
+        to the scratch slot, and look at whatever is there: they cost time and touch nothing."""
         table, capacity = self.table, cache.capacity
         size = plan.rows + (CHUNK if table.deterministic and len(plan.slots) else int(plan.counts.sum()))
-        tokens, positions = np.zeros(size, np.int64), np.zeros(size, np.int64)
+        tokens, positions = np.zeros(size, np.int64), np.full(size, trunk)
         where = np.full(size, cache.slots * capacity)
         at = table.stored[plan.dense]
         tokens[plan.dense] = table.ids[plan.dense, at]
@@ -189,27 +209,27 @@ class Runner:
     def _padding(plan: Plan) -> list[np.ndarray]:
         """Which chunk token fills each place of [P, T], and which place each chunk token fills."""
         if len(plan.slots) < 2:
-            return [np.zeros(0, np.int64)] * 2
+            return [NONE, NONE]
         columns = np.arange(plan.counts.max())
         starts = plan.counts.cumsum() - plan.counts
         pad = starts[:, None] + np.minimum(columns, plan.counts[:, None] - 1)
         return [pad.ravel(), np.flatnonzero(columns < plan.counts[:, None])]
 
     def _chunks(self, plan: Plan, positions: torch.Tensor, padding: list[torch.Tensor], width: int) -> Chunks:
-        positions = positions[plan.rows :]
-        if len(plan.slots) == 1:
-            slot = int(plan.slots[0])
-            return Chunks(slice(slot, slot + 1), self._mask(positions[None], width), width)
+        positions, count = positions[plan.rows :], len(plan.slots)
+        first, last = int(plan.slots[0]), int(plan.slots[-1])
+        side_by_side = last - first + 1 == count  # then their keys need no copy
+        slots = slice(first, last + 1) if side_by_side else torch.from_numpy(plan.slots).to(self.device)
+        if count == 1:
+            return Chunks(slots, self._mask(positions[None], width), width)
         pad, unpad = padding
-        padded = positions[pad].unflatten(0, (len(plan.slots), -1))
-        slots = torch.from_numpy(plan.slots).to(self.device)
+        padded = positions[pad].unflatten(0, (count, -1))
         return Chunks(slots, self._mask(padded, width), width, pad, unpad)
 
     def _mask(self, positions: torch.Tensor, width: int) -> torch.Tensor:
         """Positions [rows, T] -> additive [rows, 1, T, width]: a token sees what is not after it."""
         hidden = self._span[:width] > positions[:, None, :, None]
-        mask = torch.zeros(hidden.shape, dtype=self.dtype, device=self.device)
-        return mask.masked_fill_(hidden, -torch.inf)
+        return torch.where(hidden, self._hidden, self._seen)
 
     def _limits(self, live: np.ndarray, rows: np.ndarray) -> list[np.ndarray]:
         """Temperature, top-p, top-k and min-p of the rows, as far as one that counts has them set."""

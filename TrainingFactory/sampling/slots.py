@@ -105,6 +105,8 @@ class StepContext:
     rows: int = 0  # R
     mask: torch.Tensor | None = None  # [R, 1, 1, width], additive
     width: int = 0  # how many cached positions the dense rows look at
+    trunk: int = 0  # how many leading ones hold the same tokens in all of them
+    trunk_slot: int = 0  # one of them
     chunks: Chunks | None = None
     shapes: list[Shape] = field(default_factory=list)  # filled by the probe
 
@@ -116,7 +118,28 @@ def dense_attention(query: torch.Tensor, layer: Layer, step: StepContext, scale:
     q = query[0].transpose(0, 1).unflatten(1, (kv_heads, heads // kv_heads))  # [R, Hkv, G, d]
     k = layer.keys[:rows, : step.width].transpose(1, 2)  # [R, Hkv, width, d]
     v = layer.values[:rows, : step.width].transpose(1, 2)
+    if step.trunk:
+        return trunk_attention(q, k, v, step, scale).flatten(1, 2)
     return scaled_dot_product_attention(q, k, v, attn_mask=step.mask, scale=scale).flatten(1, 2)
+
+
+def trunk_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, step: StepContext, scale: Any
+) -> torch.Tensor:
+    """The same, where all rows begin alike: the keys of the trunk are read once for all rows instead of once
+    for each. Two softmaxes are merged by the logarithms of their sums. CPU only. [R, Hkv, G, d] -> same."""
+    assert step.mask is not None
+    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    rows, trunk = q.shape[0], slice(0, step.trunk)
+    one = slice(step.trunk_slot, step.trunk_slot + 1)
+    together = q.transpose(0, 1).flatten(1, 2)[None]  # [1, Hkv, R * G, d]
+    shared, shared_sum = flash(together, k[one, :, trunk], v[one, :, trunk], scale=scale)
+    shared = shared[0].unflatten(1, (rows, -1)).transpose(0, 1)  # [R, Hkv, G, d]
+    shared_sum = shared_sum[0].unflatten(1, (rows, -1)).transpose(0, 1)  # [R, Hkv, G]
+    rest = slice(step.trunk, None)
+    mask = step.mask[..., rest]
+    own, own_sum = flash(q, k[:, :, rest], v[:, :, rest], attn_mask=mask, scale=scale)
+    return torch.lerp(own, shared, torch.sigmoid(shared_sum - own_sum)[..., None])
 
 
 def chunk_attention(query: torch.Tensor, layer: Layer, chunks: Chunks, scale: Any) -> torch.Tensor:

@@ -62,6 +62,7 @@ class SlotTable:
         self.seats: list[Seat | None] = [None] * slots
         self.requests: list[Request | None] = [None] * slots
         self.evictions = self.shared = self.kept = 0
+        self.changes = 0  # how often a slot has been given other tokens
         # Deterministic mode: session i sits in slot i mod slots, after session i - slots has been closed.
         self._turn = list(range(slots))
         self._gone: set[int] = set()
@@ -107,6 +108,12 @@ class SlotTable:
         first = differ.argmax(1)
         first[~differ[np.arange(self.slots), first]] = width
         return np.minimum(first, self.known)
+
+    def trunk(self, slots: np.ndarray) -> int:
+        """How many leading tokens all these slots have in common and in the cache."""
+        width = int(self.stored[slots].min())
+        same = (self.ids[slots, :width] == self.ids[slots[0], :width]).all(0)
+        return width if same.all() else int(same.argmin())
 
     def place(self, request: Request, moved: dict[int, int]) -> bool:
         """Seat the request if there is a slot and no better prefix on its way. `moved` notes, for the slots
@@ -192,6 +199,7 @@ class SlotTable:
     def _start(self, request: Request, slot: int, stored: int) -> None:
         prompt, params, size = request.prompt, request.params, len(request.prompt)
         first = stored <= self.pure[slot]
+        self.changes += 1
         self.ids[slot, :size] = prompt
         self.known[slot] = size
         self.stored[slot] = stored
@@ -218,10 +226,12 @@ class SlotTable:
     def advance(self, slots: np.ndarray, counts: np.ndarray | int) -> None:
         """So many more tokens of these slots are in the cache."""
         before = self.stored[slots]
-        self.stored[slots] = before + counts
-        # What decoding has computed is shared too, but not in deterministic mode.
-        grows = (self.pure[slots] == before) & (not self.deterministic or before < self.chunked[slots])
-        self.pure[slots] = np.where(grows, self.stored[slots], self.pure[slots])
+        self.stored[slots] = after = before + counts
+        if self.deterministic:  # what decoding has computed is not for others
+            after = np.where(
+                (self.pure[slots] == before) & (before < self.chunked[slots]), after, self.pure[slots]
+            )
+        self.pure[slots] = after
 
     def accept(self, slots: np.ndarray, tokens: np.ndarray, logprobs: np.ndarray) -> list[int]:
         """Append one sampled token to each of these slots; those whose turn has ended are returned."""
@@ -263,6 +273,7 @@ class SlotTable:
     def exchange(self, pairs: list[tuple[int, int]]) -> None:
         low, high = (np.array(side) for side in zip(*pairs, strict=True))
         both, swapped = np.concatenate((low, high)), np.concatenate((high, low))
+        self.changes += 1
         for array in (
             self.ids, self.logprobs, self.stored, self.known, self.pure, self.chunked, self.running,
             self.used, self.limit, self.seed, self.stops, self.temperature, self.top_p, self.top_k,

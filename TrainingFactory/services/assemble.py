@@ -62,13 +62,13 @@ def make_sampler(config: TrainingConfig, episodes: int) -> tuple[ChatFormat, Sam
         trust_remote_code=model.trust_remote_code,
     )
     chat = chat_format(loaded.tokenizer, model.family, thinking=model.thinking, stop_ids=loaded.stop_ids)
-    limit = loaded.model.config.max_position_embeddings
-    if model.max_length is not None and model.max_length > limit:
+    limit = getattr(loaded.model.config.get_text_config(), "max_position_embeddings", None)  # foreign object
+    if model.max_length is not None and limit is not None and model.max_length > limit:
         raise ValueError(f"model.max_length is {model.max_length}, but {model.name} was made for {limit}")
     engine = NativeEngine(
         loaded.model,
         slots=min(config.sampling.slots, episodes),
-        max_length=model.max_length or min(limit, DEFAULT_MAX_LENGTH),
+        max_length=model.max_length or min(limit or DEFAULT_MAX_LENGTH, DEFAULT_MAX_LENGTH),
         deterministic=config.sampling.deterministic,
     )
     return chat, engine

@@ -39,9 +39,11 @@ class Rollouts:
         self.group_size = group_size
         self.environment: EnvironmentFactory = make_environment(config)
         self.tasks = make_tasks(config, self.environment)
+        save_trajectories(os.devnull, (Trajectory(task, group="") for task in self.tasks))  # can they be?
         self.total = len(self.tasks) * group_size
         self.path = out.expanduser() if out is not None else _new_file(config)
-        self._part = writable(self.path)
+        self._target = self.path.resolve()  # a link stays, what it leads to is written
+        self._part = writable(self._target)
         self._ended: list[Trajectory] = []
 
     def run(self, on_episode: Callable[[Trajectory], None] = lambda _: None) -> Report:
@@ -78,7 +80,7 @@ class Rollouts:
         self._ended.sort(key=lambda trajectory: (order[trajectory.task.id], trajectory.member))
         if self._ended:
             save_trajectories(self._part, self._ended)
-            os.replace(self._part, self.path)
+            os.replace(self._part, self._target)
         else:
             self._part.unlink(missing_ok=True)
 
@@ -87,6 +89,9 @@ def writable(path: Path) -> Path:
     """The file beside `path` that grows until all is done; ValueError if it cannot be written."""
     if path.is_dir():
         raise ValueError(f"{path} is a folder; name a file, such as {path / 'episodes.jsonl'}")
+    if path.exists() and not path.is_file():
+        # It would be replaced by a file, and a device or a pipe must not be.
+        raise ValueError(f"{path} is not a regular file; name one, such as episodes.jsonl")
     part = path.with_name(path.name + ".part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -112,10 +117,10 @@ async def check_tools(factory: EnvironmentFactory, task: Task, chat: ChatFormat)
     text, instead of one failed episode after another."""
     try:
         environment = factory(task)
-        specs = [tool.spec for tool in environment.tools]
+        try:
+            specs = [tool.spec for tool in environment.tools]
+        finally:
+            await environment.close()
     except Exception as error:  # foreign code
         raise told(error) from error
-    try:
-        chat.render([Message("user", "?")], specs)
-    finally:
-        await environment.close()
+    chat.render([Message("user", "?")], specs)

@@ -109,7 +109,12 @@ class AsyncToolExecutor:
             tail = self.max_output_chars - head
             cut = len(text) - head - tail
             text = f"{text[:head]}\n[... {cut} characters cut ...]\n{text[len(text) - tail :]}"
-        return text.encode("utf-8", errors="replace").decode("utf-8")
+        return valid_text(text)
+
+
+def valid_text(text: str) -> str:
+    """Without lone surrogates, which Python strings may hold and tokenizers refuse."""
+    return text.encode("utf-8", errors="replace").decode("utf-8")
 
 
 def describe(error: BaseException) -> str:

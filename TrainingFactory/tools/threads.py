@@ -55,7 +55,8 @@ def _fresh_pool() -> None:
     _pool = DaemonPool()
 
 
-os.register_at_fork(after_in_child=_fresh_pool)  # threads do not survive a fork, permits would
+if hasattr(os, "register_at_fork"):  # not on Windows, which has no fork
+    os.register_at_fork(after_in_child=_fresh_pool)  # threads do not survive a fork, permits would
 
 
 async def in_thread(function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
