@@ -1,12 +1,12 @@
 """Sampled tokens per second over multi-turn episodes: `python -m benchmarks.sampling`.
 
-64 calculator episodes (8 tasks, groups of 8) of the built-in model, warm-started for a few seconds so that it
+64 calculator episodes (8 tasks, groups of 8) of the built-in model, warm-started for some seconds so that it
 writes well-formed calls; temperature 1, at most 64 tokens a turn, at most 4 turns. Three contenders on the
 same weights and tasks, in turn and several times over in one run:
 
   ours      the native engine under `AsyncRolloutEngine`, log-probs included
-  generate  transformers `generate` under the same rollout engine, turn by turn: all waiting rows in one batch,
-            left padded, nothing kept from turn to turn, no log-probs
+  generate  transformers `generate` under the same rollout engine, turn by turn: all waiting rows in one
+            batch, left padded, nothing kept from turn to turn, no log-probs
   trl       the generation path of TRL's GRPOTrainer with `tools=`: its own prompts, parsing and tool loop,
             no log-probs
 
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import importlib
 import json
 import tempfile
 import time
@@ -109,10 +110,10 @@ def calculator(expression: str) -> str:
 
 
 def trl_path(loaded: Any, tasks: list[Task], folder: str) -> Callable[[int], int]:
-    import trl
     from datasets import Dataset
     from transformers.utils import logging
 
+    trl: Any = importlib.import_module("trl")
     logging.set_verbosity_error()
     # TRL recognises templates by their text; this is its own copy of the one that the model was warmed with.
     template = Path(trl.__file__).parent / "chat_templates" / "qwen3_instruct_2507.jinja"
@@ -163,7 +164,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=150, help="steps of the warm start")
+    parser.add_argument("--steps", type=int, default=400, help="steps of the warm start")
     parser.add_argument("--threads", type=int, help="threads of torch; its own default if not given")
     arguments = parser.parse_args()
     if arguments.threads:

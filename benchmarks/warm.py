@@ -1,4 +1,4 @@
-"""A few seconds of training on scripted episodes, after which the built-in model writes well-formed calls.
+"""Some seconds of training on scripted episodes, after which the built-in model writes well-formed calls.
 
 For benchmarks only: it makes the episodes that are measured look like those of a real run.
 """
@@ -31,7 +31,7 @@ def expert_rows(environment: Any, chat: ChatFormat, count: int) -> list[Sample]:
     return asyncio.run(everything())
 
 
-def warm_start(model: Any, rows: list[Sample], steps: int = 100, batch: int = 8, rate: float = 4e-3) -> float:
+def warm_start(model: Any, rows: list[Sample], steps: int = 400, batch: int = 8, rate: float = 4e-3) -> float:
     """Cross-entropy on what the expert wrote; the loss of the last step."""
     generator = torch.Generator().manual_seed(0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.95))

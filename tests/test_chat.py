@@ -278,6 +278,7 @@ def test_cut_keeps_both_ends_and_says_so() -> None:
         cut = chat.cut(long, limit)
         assert len(chat._encoder.plain(cut)) <= limit and len(cut) > limit
         assert cut.startswith("word0") and cut.endswith("4999") and "[... cut from" in cut
+    assert chat.cut("x\ud83d" * 200, 50)  # half a character, as a model can write in JSON
     huge = "é" * 10_000_000
     assert len(chat._encoder.plain(chat.cut(huge, 64))) <= 64
     with pytest.raises(ValueError, match="max_reply_tokens"):

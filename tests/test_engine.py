@@ -290,6 +290,15 @@ def test_one_engine_in_several_event_loops() -> None:
     assert asyncio.run(engine.sample(prompt, params)).token_ids == first.token_ids
 
 
+def test_bfloat16() -> None:
+    """To the rounding of the weights; the trunk, chunks and dense rows are all in play."""
+    model = tiny().bfloat16()
+    engine = NativeEngine(model, slots=8, max_length=256)
+    for turns in play(engine, grouped_prompts(4, 2, system=100)):
+        assert worst(model, turns) < 0.3
+    assert engine._runner.dtype == torch.bfloat16
+
+
 def test_what_rows_have_in_common_is_read_once_and_rightly() -> None:
     """Rows that begin alike share the reading of the trunk; the next ones in the same slots may not."""
     model = tiny()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -15,6 +17,8 @@ from transformers import (
     GptOssForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    NemotronConfig,
+    NemotronForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
     T5Config,
@@ -256,6 +260,7 @@ def with_sinks() -> Any:
         ),
         (soft_capped, "'gemma2' model: .*soft-capped"),
         (with_sinks, "'gpt_oss' model: .*sinks"),
+        (lambda: NemotronForCausalLM(NemotronConfig(**SMALL)), "'nemotron' .* hand keyword arguments on"),
         (lambda: T5ForConditionalGeneration(T5Config(d_model=8, d_ff=8, num_layers=1)), "encoder-decoder"),
     ],
 )
@@ -292,6 +297,11 @@ def test_experts_have_no_deterministic_mode() -> None:
 def test_not_a_model() -> None:
     with pytest.raises(ValueError, match="this is a Linear"):
         NativeEngine(torch.nn.Linear(2, 2))
+
+
+def test_importing_the_package_is_cheap() -> None:
+    code = "import sys, TrainingFactory.sampling; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_grows_with_the_sequences() -> None:

@@ -116,8 +116,8 @@ def test_tasks_are_the_same_for_the_same_seed(environment: type[ToolEnvironment]
 
 @pytest.mark.parametrize("environment", BUILT_IN)
 def test_heldout_questions_are_never_trained_on(environment: type[ToolEnvironment]):
-    train = {task.prompt for seed in range(20) for task in environment.tasks("train", seed, 300)}
-    heldout = {task.prompt for seed in range(20) for task in environment.tasks("heldout", seed, 100)}
+    train = {str(task.prompt) for seed in range(20) for task in environment.tasks("train", seed, 300)}
+    heldout = {str(task.prompt) for seed in range(20) for task in environment.tasks("heldout", seed, 100)}
     assert len(train) > 1000 and len(heldout) > 300
     assert not train & heldout
     ids = [task.id for split in ("train", "heldout") for task in environment.tasks(split, 0, 200)]

@@ -24,11 +24,11 @@ LAYERS = [
     ["envs", "rewards", "algorithms"],
     ["tools", "models", "data"],
     ["catalog", "config"],
-    ["protocols"],
+    ["protocols", "openai_form"],
     ["types"],
 ]
 LEVEL = {name: level for level, row in enumerate(LAYERS) for name in row}
-NO_TORCH = ["types", "protocols", "config", "catalog", "tools", "envs", "rewards", "rollout"]
+NO_TORCH = ["types", "protocols", "openai_form", "config", "catalog", "tools", "envs", "rewards", "rollout"]
 READS_CONFIG = ["config", "services", "cli", "web"]
 ONE_FILE_EACH = ["ray", "vllm", "mcp", "fastapi"]
 UNSAFE_MODULES = {"pickle", "cPickle", "dill", "shelve", "marshal"}

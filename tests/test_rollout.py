@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from itertools import pairwise
 from typing import Any
 
@@ -92,18 +93,21 @@ def test_a_task_that_comes_twice_is_two_groups():
 
 
 def test_episodes_do_not_wait_for_each_other():
-    """Eight episodes of three turns: if there were a barrier anywhere, the first could not finish before the
-    last has started its tools."""
-    order: list[str] = []
+    """One episode's first tool returns only when the others have had all their turns."""
+    steps: Counter[str] = Counter()
+    others_done = asyncio.Event()
 
     class Slow(Echo):
         async def step(self, message: Message) -> Step:
-            await asyncio.sleep(0.3 if self.task.id == "slow" else 0.0)
-            order.append(self.task.id)
+            steps[self.task.id] += 1
+            if steps["b"] == steps["c"] == 3:
+                others_done.set()
+            if self.task.id == "slow":
+                await others_done.wait()
             return await super().step(message)
 
-    rollout(Slow, names=("slow", "b", "c"))
-    assert order.index("slow") == 6  # all three turns of both others came first
+    groups = rollout(Slow, names=("slow", "b", "c"), episode_timeout=30)
+    assert [played.status for [played] in groups] == ["done"] * 3
 
 
 def test_max_concurrency():
@@ -202,7 +206,7 @@ def test_metrics():
 
 def test_scripts_take_the_same_way_as_samples():
     calls = [Message("assistant", tool_calls=[ToolCall("echo", {"text": f"0.{turn}"})]) for turn in range(2)]
-    scripted = asyncio.run(play(Echo(*tasks("a")), FakeChat(), [*calls, Message("assistant", "ok")]))
+    scripted = asyncio.run(play(Echo(tasks("a")[0]), FakeChat(), [*calls, Message("assistant", "ok")]))
     [[sampled]] = rollout()
     assert [turn.prompt_ids for turn in scripted.turns] == [turn.prompt_ids for turn in sampled.turns]
     assert [t.completion.token_ids for t in scripted.turns] == [t.completion.token_ids for t in sampled.turns]
@@ -212,7 +216,7 @@ def test_scripts_take_the_same_way_as_samples():
 
 def test_a_script_that_ends_too_early():
     with pytest.raises(ValueError, match="the script ended before the episode did"):
-        asyncio.run(play(Echo(*tasks("a")), FakeChat(), []))
+        asyncio.run(play(Echo(tasks("a")[0]), FakeChat(), []))
 
 
 def test_bad_settings_are_refused():

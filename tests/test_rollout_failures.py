@@ -80,7 +80,7 @@ BROKEN = ("init", "reset", "reset_type", "step", "step_exit", "step_type", "canc
 def test_no_failing_episode_touches_another():
     names = (*BROKEN, "close", "close_exit", "fine")
     sampler = FakeSampler(say_echo_then_ok)
-    groups = rollout(Broken, names=names, group_size=2, sampler=sampler, episode_timeout=0.5)
+    groups = rollout(Broken, names=names, group_size=2, sampler=sampler, episode_timeout=2)
     by_name = dict(zip(names, groups, strict=True))
     assert all(len(group) == 2 for group in groups)
     for name in ("fine", "close", "close_exit"):
@@ -96,7 +96,7 @@ def test_no_failing_episode_touches_another():
     assert "SystemExit" in errors["step_exit"] and "must return a Step" in errors["step_type"]
     assert "cancelled its own episode" in errors["cancelled"]
     assert "the server died" in errors["gone"]
-    assert errors["hangs"] == "the episode took longer than 0.5 s"
+    assert errors["hangs"] == "the episode took longer than 2 s"
     # Nothing sampled is lost, every environment that was made is closed once, every session once.
     assert len(by_name["step"][0].turns) == 1 and len(by_name["reset"][0].turns) == 0
     assert Echo.closed == {name: 2 for name in names if name != "init"}
@@ -126,7 +126,7 @@ def test_tools_that_raise_hang_or_flood():
 
     class Wild(Echo):
         def __init__(self, task: Task) -> None:
-            super().__init__(task, timeout=0.1)
+            super().__init__(task, timeout=0.5)
 
         @tool
         def raises(self) -> str:
@@ -174,7 +174,7 @@ def test_an_environment_that_ignores_its_cancelling_cannot_change_the_trajectory
 
     class Stubborn(Echo):
         async def step(self, message: Message) -> Step:
-            deadline = time.perf_counter() + 0.3
+            deadline = time.perf_counter() + 1.5
             while (left := deadline - time.perf_counter()) > 0:
                 try:
                     await asyncio.sleep(left)
@@ -185,7 +185,7 @@ def test_an_environment_that_ignores_its_cancelling_cannot_change_the_trajectory
 
     async def main() -> None:
         sampler = FakeSampler(say_echo_then_ok)
-        engine = AsyncRolloutEngine(Stubborn, FakeChat(), PARAMS, episode_timeout=0.05)
+        engine = AsyncRolloutEngine(Stubborn, FakeChat(), PARAMS, episode_timeout=0.5)
         [[played]] = await engine.rollout_batch(tasks("a"), sampler)
         assert played.status == "error" and len(played.turns) == 1
         await came_back.wait()

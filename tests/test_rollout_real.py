@@ -170,6 +170,19 @@ def test_long_replies_and_a_full_context():
     assert {t.status for t in played} == {"truncated"}
 
 
+def test_replies_that_are_no_valid_text():
+    class Odd(Forced):
+        async def step(self, message: Message) -> Step:
+            step = await super().step(message)
+            for reply in step.replies:
+                reply.content, reply.name = "a\ud800b", "\udfff"
+            return step
+
+    played = rollout(Odd, forced_tasks(2))
+    assert "error" not in {t.status for t in played}
+    assert {reply.content for t in played for turn in t.turns for reply in turn.replies} == {"a?b"}
+
+
 def test_cancelling_frees_the_engine():
     sampler = NativeEngine(tiny().model, slots=2, max_length=1024)
     no_stops = chat_format(tiny().tokenizer)

@@ -70,7 +70,7 @@ def test_schema_from_hints_and_docstring():
 
 def test_still_a_function():
     assert find("a", limit=1)["limit"] == 1
-    assert find.__doc__.startswith("Find things.")
+    assert str(find.__doc__).startswith("Find things.")
 
 
 def test_what_is_left_out_keeps_its_own_default():

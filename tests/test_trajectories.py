@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from TrainingFactory.data.messages import message_from_dict, message_to_dict, spec_from_dict, spec_to_dict
 from TrainingFactory.data.trajectories import load_trajectories, save_trajectories
+from TrainingFactory.openai_form import message_from_dict, message_to_dict, spec_from_dict, spec_to_dict
 from TrainingFactory.types import (
     Completion,
     Message,

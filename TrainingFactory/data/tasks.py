@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from TrainingFactory.data.messages import message_from_dict
+from TrainingFactory.openai_form import message_from_dict
 from TrainingFactory.types import Message, Task
 
 MAX_PROBLEMS = 10  # told at once

@@ -12,7 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from TrainingFactory.data.messages import message_from_dict, message_to_dict, spec_from_dict, spec_to_dict
+from TrainingFactory.openai_form import message_from_dict, message_to_dict, spec_from_dict, spec_to_dict
 from TrainingFactory.types import Completion, Reward, Task, ToolResult, Trajectory, Turn
 
 KEEP_ALL = "surrogatepass"  # how undecodable characters are written: whatever a text holds comes back

@@ -16,8 +16,9 @@ from typing import Any
 
 from TrainingFactory.models import probes
 from TrainingFactory.models.encoding import Control, TextEncoder
-from TrainingFactory.models.families import FAMILIES, Family, get_family, schema_of
+from TrainingFactory.models.families import FAMILIES, Family, get_family
 from TrainingFactory.models.templates import Template, Transform
+from TrainingFactory.openai_form import message_from_dict, spec_from_dict, spec_to_dict
 from TrainingFactory.types import Message, ToolCall, ToolSpec, Turn
 
 Texts = list[str]  # foreign text number i is what mark number i stands for
@@ -82,7 +83,7 @@ class TemplateChatFormat:
         texts: Texts = []
         schemas: list[dict[str, Any]] = []
         if specs and self._template_tools:
-            schemas = self._shield([schema_of(spec) for spec in specs], texts)
+            schemas = self._shield([spec_to_dict(spec) for spec in specs], texts)
         outlines = [self._outline(message, texts) for message in self._as_user(conversation)]
         if specs and not self._template_tools:
             self._put_tools_into_system(outlines, specs, texts)
@@ -316,26 +317,8 @@ class TemplateChatFormat:
 
 def as_message(message: Message | Mapping[str, Any]) -> Message:
     """OpenAI-style dicts are converted here, at the edge."""
-    if isinstance(message, Message):
-        return message
-    calls = []
-    for item in message.get("tool_calls") or []:
-        function = item.get("function", item)
-        arguments = function.get("arguments") or {}
-        arguments = json.loads(arguments) if isinstance(arguments, str) else dict(arguments)
-        calls.append(ToolCall(function["name"], arguments, item.get("id", "")))
-    return Message(
-        message["role"],
-        message.get("content") or "",
-        calls,
-        message.get("tool_call_id"),
-        message.get("name"),
-        message.get("reasoning_content") or message.get("reasoning"),
-    )
+    return message if isinstance(message, Message) else message_from_dict(message)
 
 
 def as_spec(tool: ToolSpec | Mapping[str, Any]) -> ToolSpec:
-    if isinstance(tool, ToolSpec):
-        return tool
-    function = tool.get("function", tool)
-    return ToolSpec(function["name"], function.get("description", ""), dict(function.get("parameters") or {}))
+    return tool if isinstance(tool, ToolSpec) else spec_from_dict(tool)

@@ -86,12 +86,13 @@ class TextEncoder:
         """The text if it fits, else its beginning and its end with the cut marked between them."""
         if max_tokens < 1:
             raise ValueError(f"max_reply_tokens is {max_tokens}; it must be 1 or more")
+        text = text.encode("utf-8", "replace").decode("utf-8")
         # No token is longer than the longest entry, so much of a huge text need not be encoded at all.
         keep_chars = max_tokens * 40
         if len(text) > 2 * keep_chars:
             head, tail = text[:keep_chars], text[-keep_chars:]
         else:
-            if len(text.encode("utf-8", "replace")) <= max_tokens or len(self.plain(text)) <= max_tokens:
+            if len(text.encode()) <= max_tokens or len(self.plain(text)) <= max_tokens:
                 return text
             head = tail = text
         marker = f"\n[... cut from {len(text)} characters ...]\n"

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from TrainingFactory.models.parsers import CallReader, read_bare_json, read_deepseek, read_llama, read_tagged
+from TrainingFactory.openai_form import spec_to_dict
 from TrainingFactory.types import ToolCall, ToolSpec
 
 
@@ -28,16 +29,8 @@ class Family:
     replies_as_user: bool = False
 
 
-def schema_of(spec: ToolSpec) -> dict[str, object]:
-    """The OpenAI form, which every template expects."""
-    return {
-        "type": "function",
-        "function": {"name": spec.name, "description": spec.description, "parameters": spec.parameters},
-    }
-
-
 def _list_as_json(tools: Sequence[ToolSpec]) -> str:
-    return "\n".join(json.dumps(schema_of(tool)["function"], ensure_ascii=False) for tool in tools)
+    return "\n".join(json.dumps(spec_to_dict(tool)["function"], ensure_ascii=False) for tool in tools)
 
 
 def _list_as_sections(tools: Sequence[ToolSpec]) -> str:

@@ -13,7 +13,7 @@ from itertools import pairwise
 
 from TrainingFactory.protocols import ChatFormat, Environment, RewardFunction, SamplingSession
 from TrainingFactory.rollout.scoring import Episode, score
-from TrainingFactory.tools.executor import describe
+from TrainingFactory.tools.executor import describe, valid_text
 from TrainingFactory.tools.waiting import OutOfTime, SelfCancelled, within
 from TrainingFactory.types import (
     Completion,
@@ -164,7 +164,8 @@ class EpisodeRun:
             raise asyncio.CancelledError
         chat, limit = self.rules.chat, self.rules.max_reply_tokens
         turn.replies = [
-            dataclasses.replace(reply, content=chat.cut(reply.content, limit)) for reply in replies
+            dataclasses.replace(reply, content=chat.cut(valid_text(reply.content), limit))
+            for reply in replies
         ]
         turn.tool_results = list(step.tool_results)
         turn.signals = dict(step.signals)

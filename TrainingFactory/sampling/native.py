@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 
 from TrainingFactory.sampling.runner import CHUNK, Plan, Runner
-from TrainingFactory.sampling.table import Request, Seat, SlotTable
+from TrainingFactory.sampling.table import Request, Round, Seat, SlotTable
 from TrainingFactory.sampling.view import causal_model, refuse, routes_tokens
 from TrainingFactory.types import Completion, SamplingParams
 
@@ -96,7 +96,7 @@ class NativeEngine:
             raise refuse(causal.config.model_type, reason)
         self._table = SlotTable(slots, max_length, deterministic=deterministic)
         self._runner = Runner(causal, self._table)
-        self._prefill_tokens = prefill_tokens or (1024 if self._runner.device.type == "cpu" else 8192)
+        self._prefill_tokens = prefill_tokens or (1024 if self._runner.device.type == "cpu" else 4096)
         self._version = 0
         self._counts = EngineStats()
         self._opened = 0  # sessions so far
@@ -194,11 +194,9 @@ class NativeEngine:
             raise ValueError("an empty prompt cannot be sampled from; it needs at least one token")
         if size > most:
             raise ValueError(f"the prompt has {size} tokens, and max_length {most + 1} has room for {most}")
-        prompt = np.asarray(prompt_ids, np.int64)
-        vocabulary = self._runner.vocabulary
-        if prompt.min() < 0 or prompt.max() >= vocabulary:
-            wrong = prompt.min() if prompt.min() < 0 else prompt.max()
-            raise ValueError(f"token id {wrong} is not in the model's vocabulary of {vocabulary}")
+        prompt, vocabulary = np.array(prompt_ids, np.int64), self._runner.vocabulary
+        if len(wrong := prompt[(prompt < 0) | (prompt >= vocabulary)]):
+            raise ValueError(f"token id {wrong[0]} is not in the model's vocabulary of {vocabulary}")
         return prompt.astype(np.int32)
 
     def _close(self, seat: Seat) -> None:
@@ -232,7 +230,7 @@ class NativeEngine:
                 running = bool(self._table.running.any())
                 if running:
                     self._step()
-            except Exception as error:  # the model is foreign code; whoever waits must hear of it
+            except BaseException as error:  # the model is foreign code; whoever waits must hear of it
                 self._fail(error)
                 continue
             if running:
@@ -272,11 +270,11 @@ class NativeEngine:
         """Seat what can be seated, first come first served, and copy the prefixes that they share."""
         if not self._waiting:
             return
-        moved: dict[int, int] = {}
-        self._waiting = deque([request for request in self._waiting if not self._table.place(request, moved)])
-        if moved:
-            length = int(self._table.stored[list(moved)].max())
-            self._runner.copy([(source, target) for target, source in moved.items()], length)
+        this = Round()
+        self._waiting = deque([request for request in self._waiting if not self._table.place(request, this)])
+        if this.moved:
+            length = int(self._table.stored[list(this.moved)].max())
+            self._runner.copy([(source, target) for target, source in this.moved.items()], length)
 
     def _step(self) -> None:
         table, counts = self._table, self._counts
@@ -326,7 +324,7 @@ class NativeEngine:
         count = np.minimum(CHUNK - table.stored[slot] % CHUNK, table.chunked[slot] - table.stored[slot])
         return Plan(dense[:0], 0, slot, count)
 
-    def _deliver(self, results: Sequence[tuple[Request, Completion | Exception]]) -> None:
+    def _deliver(self, results: Sequence[tuple[Request, Completion | BaseException]]) -> None:
         """Hand results to the event loops that wait for them, one call for each loop."""
         loops: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Future[Any], Any]]] = {}
         for request, result in results:
@@ -335,7 +333,7 @@ class NativeEngine:
             with contextlib.suppress(RuntimeError):  # that loop is closed: nobody waits any more
                 loop.call_soon_threadsafe(_settle, settled)
 
-    def _fail(self, error: Exception) -> None:
+    def _fail(self, error: BaseException) -> None:
         """A step has failed: everyone who waits hears of it, and the engine starts afresh."""
         with self._lock:
             waiting = [item for item in self._inbox if isinstance(item, Request)]
@@ -352,7 +350,7 @@ def _settle(results: Sequence[tuple[asyncio.Future[Any], Any]]) -> None:
     for future, result in results:
         if future.done():
             continue
-        if isinstance(result, Exception):
+        if isinstance(result, BaseException):
             future.set_exception(result)
         else:
             future.set_result(result)

@@ -55,8 +55,9 @@ def restrict(weights: torch.Tensor, filters: Filters) -> torch.Tensor:
 
 def draw(weights: torch.Tensor, uniform: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The first token at which the running sum of the weights [M, V] exceeds uniform [M] times their total,
-    and that total, both [M, 1]. First the block of tokens, then the token in it: one pass over the vocabulary,
-    and no long sum in float32, in which a token of probability 3e-8 would drown. Never one of weight zero."""
+    and that total, both [M, 1]. First the block of tokens, then the token in it: one pass over the
+    vocabulary, and no long sum in float32, in which a token of probability 3e-8 would drown. Never one of
+    weight zero."""
     if rest := -weights.shape[-1] % BLOCK:
         weights = torch.nn.functional.pad(weights, (0, rest))
     blocks = weights.unflatten(-1, (-1, BLOCK))
@@ -66,7 +67,7 @@ def draw(weights: torch.Tensor, uniform: torch.Tensor) -> tuple[torch.Tensor, to
     point = uniform[:, None] * total
     block = torch.searchsorted(ends, point, right=True).clamp_(max=ends.shape[-1] - 1)  # [M, 1]; NaN is last
     size = sums.gather(1, block)
-    # How far into the block; under 1 in spite of rounding, so that the point lies before its last weight ends.
+    # How far into the block; under 1 in spite of rounding, so that the point lies before its end.
     share = ((point - ends.gather(1, block)) / size + 1).clamp_(0, BELOW_ONE)
     inner = blocks.gather(1, block[:, :, None].expand(-1, -1, BLOCK))[:, 0].cumsum(-1, dtype=torch.float64)
     passed = (inner <= share * inner[:, -1:]).sum(-1, keepdim=True)

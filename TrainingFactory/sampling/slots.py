@@ -139,7 +139,8 @@ def trunk_attention(
     rest = slice(step.trunk, None)
     mask = step.mask[..., rest]
     own, own_sum = flash(q, k[:, :, rest], v[:, :, rest], attn_mask=mask, scale=scale)
-    return torch.lerp(own, shared, torch.sigmoid(shared_sum - own_sum)[..., None])
+    weight = torch.sigmoid(shared_sum - own_sum)[..., None]  # float32, as the merge is
+    return torch.lerp(own.float(), shared.float(), weight).to(own.dtype)
 
 
 def chunk_attention(query: torch.Tensor, layer: Layer, chunks: Chunks, scale: Any) -> torch.Tensor:
@@ -172,7 +173,7 @@ def slot_attention(
 ) -> tuple[torch.Tensor, None]:
     """The registered attention function. [1, N, H, dv] out."""
     if tfactory_step is None:
-        raise ValueError(f"{ATTENTION!r} is the native engine's own attention; models do not use it by name")
+        raise refuse(_kind(module), "it does not hand keyword arguments on to its attention function")
     step = tfactory_step
     if step.cache is None:
         return _probe(module, query, key, value, attention_mask, step, kwargs), None
@@ -187,12 +188,16 @@ def slot_attention(
     return (parts[0] if len(parts) == 1 else torch.cat(parts)).unsqueeze(0), None
 
 
+def _kind(module: torch.nn.Module) -> str:
+    return getattr(module.config, "model_type", type(module).__name__)
+
+
 def _probe(
     module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
     attention_mask: torch.Tensor | None, step: StepContext, kwargs: dict[str, Any],
 ) -> torch.Tensor:  # fmt: skip
     """Note the shapes, and refuse what this attention does not do."""
-    kind = getattr(module.config, "model_type", "unknown")
+    kind = _kind(module)
     reasons = {
         "sliding_window": "its attention has a sliding window",
         "softcap": "its attention scores are soft-capped",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -37,6 +37,17 @@ class Request:
     params: SamplingParams
     future: asyncio.Future[Completion]
     cancelled: bool = False
+
+
+@dataclass(slots=True)
+class Round:
+    """What one round of admissions remembers. Copies are made at its end, all at once; until then `moved`
+    says for each slot that is to get a prefix where that prefix lies. What one prompt must wait for, its
+    equals must wait for too."""
+
+    moved: dict[int, int] = field(default_factory=dict)
+    must_wait: set[bytes] = field(default_factory=set)
+    full: bool = False  # no slot is left, and none can be taken from an idle session
 
 
 class SlotTable:
@@ -115,12 +126,11 @@ class SlotTable:
         same = (self.ids[slots, :width] == self.ids[slots[0], :width]).all(0)
         return width if same.all() else int(same.argmin())
 
-    def place(self, request: Request, moved: dict[int, int]) -> bool:
-        """Seat the request if there is a slot and no better prefix on its way. `moved` notes, for the slots
-        of this round, where their keys and values still are: copies are made at its end, all at once."""
+    def place(self, request: Request, this: Round) -> bool:
+        """Seat the request if there is a slot for it and no better prefix on its way."""
         seat, need = request.seat, len(request.prompt) - 1
         own = seat.slot
-        if own is None and not self._may_sit(seat):
+        if own is None and (not self._may_sit(seat, this) or request.prompt.tobytes() in this.must_wait):
             return False
         if own is not None and self._continues(own, request.prompt):
             self.kept += int(self.stored[own])
@@ -136,12 +146,13 @@ class SlotTable:
         best = int(have[source])
         coming = np.where(self.running & (self.pure == self.stored), np.minimum(common, self.chunked), 0)
         if int(coming.max()) >= best + WAIT_FOR:
+            this.must_wait.add(request.prompt.tobytes())
             return False
         slot = self._slot_for(seat, have, best)
         if have[slot] == best:
             source = slot
         else:
-            moved[slot] = moved.get(source, source)
+            this.moved[slot] = this.moved.get(source, source)
             self.used[source] = time.monotonic()
         if own == source:
             self.kept += best
@@ -156,10 +167,11 @@ class SlotTable:
         stored = int(self.stored[slot])
         return 0 < stored < len(prompt) and bool(np.array_equal(self.ids[slot, :stored], prompt[:stored]))
 
-    def _may_sit(self, seat: Seat) -> bool:
+    def _may_sit(self, seat: Seat, this: Round) -> bool:
         if self.deterministic:
             return self._turn[seat.order % self.slots] == seat.order
-        return None in self.seats or self._longest_idle() is not None
+        this.full = this.full or (None not in self.seats and self._longest_idle() is None)
+        return not this.full
 
     def _slot_for(self, seat: Seat, have: np.ndarray, best: int) -> int:
         """After `_may_sit`: its own slot, a free one, or that of an idle session."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any, get_args
 
 from TrainingFactory.types import Message, Role, ToolCall, ToolSpec
@@ -24,7 +25,7 @@ def message_to_dict(message: Message) -> dict[str, Any]:
 
 
 def message_from_dict(row: Any) -> Message:
-    if not isinstance(row, dict) or "role" not in row:
+    if not isinstance(row, Mapping) or "role" not in row:
         raise ValueError(f'a message is an object with "role" and "content", not {str(row)[:60]}')
     role = "system" if row["role"] == "developer" else row["role"]
     if role not in get_args(Role):
@@ -47,7 +48,7 @@ def spec_to_dict(spec: ToolSpec) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
-def spec_from_dict(row: dict[str, Any]) -> ToolSpec:
+def spec_from_dict(row: Mapping[str, Any]) -> ToolSpec:
     function = row.get("function", row)
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise ValueError(f'a tool is an object with a "name", not {str(row)[:60]}')

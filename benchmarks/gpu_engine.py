@@ -1,0 +1,153 @@
+"""The native engine on a GPU: `python -m benchmarks.gpu_engine` (on a CPU: `--device cpu --small`).
+
+A random Qwen3 of 0.6 B parameters in bfloat16, 32 groups of equal 256-token prompts, 128 new tokens for each
+of 64 and of 256 rows, beside transformers `generate` on the same prompts. Then, for some of the rows, how far
+the engine's log-probs are from a plain forward of the row in bfloat16, and beside it how far that forward is
+from one in float32: what rounding alone makes of it.
+
+Imports nothing but torch, transformers and the engine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import copy
+import json
+import random
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from TrainingFactory.sampling import NativeEngine
+from TrainingFactory.types import Completion, SamplingParams
+
+REAL: dict[str, Any] = {
+    "vocab_size": 151936, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
+    "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": True,
+}  # fmt: skip
+SMALL: dict[str, Any] = REAL | {
+    "vocab_size": 500, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+}  # fmt: skip
+GROUPS, CHECKED = 32, 16
+
+
+def make_prompts(rows: int, length: int, vocabulary: int) -> list[list[int]]:
+    rng = random.Random(rows)
+    groups = [[rng.randrange(vocabulary) for _ in range(length)] for _ in range(min(GROUPS, rows))]
+    return [groups[row * len(groups) // rows] for row in range(rows)]
+
+
+def timed(work: Callable[[], Any], device: torch.device) -> tuple[float, Any]:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    started = time.perf_counter()
+    result = work()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - started, result
+
+
+def engine_run(engine: NativeEngine, prompts: list[list[int]], new: int) -> list[Completion]:
+    async def everything() -> list[Completion]:
+        runs = [
+            engine.sample(prompt, SamplingParams(max_tokens=new, seed=row))
+            for row, prompt in enumerate(prompts)
+        ]
+        return await asyncio.gather(*runs)
+
+    return asyncio.run(everything())
+
+
+def generate_run(model: Any, prompts: list[list[int]], new: int) -> None:
+    ids = torch.tensor(prompts, device=model.device)
+    with torch.inference_mode():
+        rows = model.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=True, top_k=0, max_new_tokens=new,
+            min_new_tokens=new, pad_token_id=0,
+        )  # fmt: skip
+    assert rows.shape[1] == ids.shape[1] + new
+
+
+@torch.inference_mode()
+def row_logprobs(model: Any, prompt: list[int], completion: Completion) -> torch.Tensor:
+    """One row, no cache: [new]."""
+    ids = torch.tensor([prompt + completion.token_ids], device=model.device)
+    new = len(completion.token_ids)
+    logits = model(ids, use_cache=False, logits_to_keep=new + 1).logits[0, :-1].float()
+    return torch.log_softmax(logits, -1).gather(1, ids[0, -new:, None])[:, 0].cpu()
+
+
+def differences(model: Any, prompts: list[list[int]], completions: list[Completion]) -> dict[str, Any]:
+    """Mean and largest absolute difference of log-probs, over some of the rows."""
+    exact = copy.deepcopy(model).float()
+    pairs = list(zip(prompts, completions, strict=True))[:: max(1, len(prompts) // CHECKED)]
+    ours = torch.cat([torch.tensor(completion.logprobs) for _, completion in pairs])
+    plain = torch.cat([row_logprobs(model, *pair) for pair in pairs])
+    float32 = torch.cat([row_logprobs(exact, *pair) for pair in pairs])
+
+    def off(a: torch.Tensor, b: torch.Tensor) -> dict[str, float]:
+        return {"mean": (a - b).abs().mean().item(), "max": (a - b).abs().max().item()}
+
+    return {
+        "tokens": len(ours),
+        "engine_to_row": off(ours, plain),
+        "engine_to_float32_row": off(ours, float32),
+        "row_to_float32_row": off(plain, float32),
+    }
+
+
+def measure(model: Any, rows: int, length: int, new: int, repeats: int) -> dict[str, Any]:
+    device = model.device
+    prompts = make_prompts(rows, length, model.config.vocab_size)
+    engine = NativeEngine(model, slots=rows, max_length=length + new)
+    result: dict[str, Any] = {"rows": rows, "prompt": length, "new": new, "engine_s": [], "generate_s": []}
+    completions: list[Completion] = []
+    for repeat in range(repeats + 1):
+        engine.advance(repeat)  # nothing is kept from the repeat before
+        before = copy.copy(engine.stats)
+        seconds, completions = timed(lambda: engine_run(engine, prompts, new), device)
+        slow, _ = timed(lambda: generate_run(model, prompts, new), device)
+        if repeat:  # the first warms up
+            result["engine_s"].append(seconds)
+            result["generate_s"].append(slow)
+            result["prefilled"] = engine.stats.prefilled - before.prefilled
+            result["forwards"] = engine.stats.forwards - before.forwards
+    for name in ("engine", "generate"):
+        result[f"{name}_tokens_per_second"] = rows * new / min(result[f"{name}_s"])
+        print(f"{rows} rows: {name} {result[f'{name}_tokens_per_second']:.0f} tokens/s")
+    result["logprob_difference"] = differences(model, prompts, completions)
+    print(f"{rows} rows: {json.dumps(result['logprob_difference'])}")
+    if device.type == "cuda":
+        result["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--small", action="store_true", help="a tiny model, to try it out")
+    parser.add_argument("--rows", type=int, nargs="+", default=[64, 256])
+    parser.add_argument("--prompt", type=int, default=256)
+    parser.add_argument("--new", type=int, default=128)
+    parser.add_argument("--repeats", type=int, default=2)
+    arguments = parser.parse_args()
+    torch.manual_seed(0)
+    config = Qwen3Config(**(SMALL if arguments.small else REAL), eos_token_id=None, pad_token_id=0)
+    model: Any = Qwen3ForCausalLM(config)
+    model.to(device=arguments.device, dtype=torch.bfloat16).eval()
+    result: dict[str, Any] = {"torch": torch.__version__, "parameters": model.num_parameters(), "runs": []}
+    result["device"] = torch.cuda.get_device_name() if model.device.type == "cuda" else "cpu"
+    for rows in arguments.rows:
+        result["runs"].append(measure(model, rows, arguments.prompt, arguments.new, arguments.repeats))
+    print("RESULT " + json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
