@@ -33,6 +33,8 @@ from TrainingFactory.sampling.table import Request, Round, Seat, SlotTable
 from TrainingFactory.sampling.view import causal_model, refuse, routes_tokens
 from TrainingFactory.types import Completion, SamplingParams
 
+COMPACT_AFTER = 3  # steps
+
 
 @dataclass(slots=True)
 class EngineStats:
@@ -108,6 +110,7 @@ class NativeEngine:
         self._held: Callable[[], object] | None = None  # called once when held and nothing runs any more
         # The worker's own.
         self._waiting: deque[Request] = deque()
+        self._sparse = 0  # steps in a row in which fewer than half of the rows were in use
         self._pool = ThreadPoolExecutor(1, "native-engine")
         self._job: Future[None] | None = None
 
@@ -278,10 +281,7 @@ class NativeEngine:
 
     def _step(self) -> None:
         table, counts = self._table, self._counts
-        if pairs := table.scattered():
-            both = [slot for pair in pairs for slot in pair]
-            self._runner.copy([*pairs, *((b, a) for a, b in pairs)], int(table.stored[both].max()))
-            table.exchange(pairs)
+        self._compact()
         plan = self._plan()
         slots, tokens, logprobs = self._runner.run(plan)
         counts.prefilled += int(plan.counts.sum())
@@ -292,6 +292,18 @@ class NativeEngine:
         done = [table.finish(slot, self._version) for slot in table.accept(slots, tokens, logprobs)]
         if done:
             self._deliver(done)
+
+    def _compact(self) -> None:
+        """Move running slots to the front once it has been worth while for some steps: after a turn many come
+        back at once, and then it would have been for nothing."""
+        pairs = self._table.scattered()
+        self._sparse = self._sparse + 1 if pairs else 0
+        if self._sparse < COMPACT_AFTER:
+            return
+        self._sparse = 0
+        both = [slot for pair in pairs for slot in pair]
+        self._runner.copy([*pairs, *((b, a) for a, b in pairs)], int(self._table.stored[both].max()))
+        self._table.exchange(pairs)
 
     def _plan(self) -> Plan:
         """All rows that decode, and as many chunks as the budget allows, the oldest first."""
