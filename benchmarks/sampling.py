@@ -10,8 +10,8 @@ same weights and tasks, in turn and several times over in one run:
   trl       the generation path of TRL's GRPOTrainer with `tools=`: its own prompts, parsing and tool loop,
             no log-probs
 
-Tokens after a row's end do not count. `ratio` is ours over the better of the other two, of the fastest rounds:
-whatever else the machine does can only add to a round.
+Tokens after a row's end do not count. `ratio` is ours over the better of the other two, by the median of the
+rounds; `ratio_of_best` by the fastest round of each.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import argparse
 import asyncio
 import importlib
 import json
+import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -163,7 +164,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=400, help="steps of the warm start")
     parser.add_argument("--threads", type=int, help="threads of torch; its own default if not given")
     arguments = parser.parse_args()
@@ -172,7 +173,10 @@ def main() -> None:
     loaded = load_model("builtin:tiny", device="cpu")
     chat = chat_format(loaded.tokenizer, stop_ids=loaded.stop_ids)
     started = time.perf_counter()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # the same weights every time, and no slower where cores are shared
     loss = warm_start(loaded.model, expert_rows(CalculatorEnvironment, chat, 256), arguments.steps)
+    torch.set_num_threads(threads)
     print(f"warm start: loss {loss:.2f} after {time.perf_counter() - started:.0f} s")
     tasks = list(CalculatorEnvironment.tasks("train", 1, GROUPS))
     engine = NativeEngine(loaded.model, slots=EPISODES, max_length=1024)
@@ -187,17 +191,12 @@ def main() -> None:
         contenders = {"ours": ours, "generate": rollouts(chat, generate, tasks)}
         contenders["trl"] = trl_path(loaded, tasks, folder)
         raw = measure(contenders, arguments.rounds)
-    best = {name: max(row["tokens"] / row["seconds"] for row in rows) for name, rows in raw.items()}
-    ratio = best["ours"] / max(best["generate"], best["trl"])
-    for name, speed in best.items():
-        print(f"{name:10} {speed:8.0f} tokens/s, best of {arguments.rounds}")
-    result = {
-        "episodes": EPISODES,
-        "max_tokens": MAX_TOKENS,
-        "threads": torch.get_num_threads(),
-        "rounds": raw,
-    }
-    print("RESULT " + json.dumps(result | {"tokens_per_second": best, "ratio": ratio, "goal": 3}))
+    result: dict[str, Any] = {"episodes": EPISODES, "max_tokens": MAX_TOKENS, "threads": threads, "goal": 3}
+    for key, choose in (("ratio", statistics.median), ("ratio_of_best", max)):
+        speed = {name: choose([row["tokens"] / row["seconds"] for row in rows]) for name, rows in raw.items()}
+        result[key] = speed["ours"] / max(speed["generate"], speed["trl"])
+        print(f"{key} {result[key]:.2f}: {', '.join(f'{n} {s:.0f} tokens/s' for n, s in speed.items())}")
+    print("RESULT " + json.dumps(result | {"rounds": raw}))
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ from typing import Any
 
 import numpy as np
 
+from TrainingFactory.sampling.graphs import graph_rows
 from TrainingFactory.sampling.runner import CHUNK, Plan, Runner
 from TrainingFactory.sampling.table import Request, Round, Seat, SlotTable
 from TrainingFactory.sampling.view import causal_model, refuse, routes_tokens
@@ -315,7 +316,7 @@ class NativeEngine:
             return self._fixed_plan(dense, queue)
         rows = int(dense[-1]) + 1 if len(dense) else 0
         if self._runner.device.type == "cuda":
-            rows = min(-(-rows // 8) * 8, table.slots)
+            rows = graph_rows(rows, table.slots) if rows else 0
         taken, counts, longest = [], [], 0
         for slot in queue[table.used[queue].argsort(kind="stable")].tolist():
             count = min(int(table.chunked[slot] - table.stored[slot]), self._prefill_tokens)

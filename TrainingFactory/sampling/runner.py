@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from TrainingFactory.sampling.graphs import DecodeGraphs
 from TrainingFactory.sampling.picking import Filters, pick, uniforms
 from TrainingFactory.sampling.slots import ATTENTION, Chunks, Shape, SlotCache, StepContext
 from TrainingFactory.sampling.table import SlotTable
@@ -54,11 +55,13 @@ class Runner:
         same_sizes = all(shape.key_size == shape.value_size for shape in self.shapes)
         self._fused = same_sizes and self.device.type == "cpu"  # the CPU's fused kernel takes these layers
         self._trunk, self._trunk_key = 0, (0, b"")
+        self._graphs = DecodeGraphs(self.device) if self.device.type == "cuda" else None
         self._compare()
 
     def refresh(self) -> None:
         """Look at the model anew: its adapters may have been switched, its modules replaced."""
         self.view = shared_view(self.model, ATTENTION)
+        self._moved = True  # what CUDA graphs point to may be elsewhere now
 
     @torch.inference_mode()
     def _shapes(self) -> list[Shape]:
@@ -96,7 +99,9 @@ class Runner:
 
     def reserve(self, length: int) -> SlotCache:
         """The cache, with room for sequences of this length. Grows by doubling."""
-        length = min(round_up(length, 64), self.full)
+        length = min(round_up(length, 128), self.full)
+        if self.cache is None or length > self.cache.capacity:
+            self._moved = True
         if self.cache is None:
             start = self.full if self.table.deterministic else min(self.full, max(512, length))
             self.cache = SlotCache(self.table.slots, start, self.shapes)
@@ -115,7 +120,8 @@ class Runner:
         """How many cached positions attention looks at. In deterministic mode this must not change what comes
         out: the CPU kernel works in blocks of 512 keys, and blocks that are masked whole add exact zeros."""
         if not self.table.deterministic:
-            return min(round_up(length, 64), self.full)
+            # few widths on a GPU, because each has its graph
+            return min(round_up(length, 128 if self.device.type == "cuda" else 64), self.full)
         return min(round_up(length, 512), self.full) if self._fused else self.full
 
     def trunk(self, dense: np.ndarray) -> int:
@@ -144,6 +150,11 @@ class Runner:
         trunk = self.trunk(plan.dense)
         arrays = [*self._flat(plan, cache, trunk), keep, uniforms(table.seed[rows], table.known[rows])]
         arrays += self._padding(plan) + self._limits(rows[live], rows)
+        if self._graphs is not None and not len(plan.slots) and len(arrays) <= 8:
+            picked = self._replay(plan, cache, arrays, self.width(dense_end))
+            if picked is not None:
+                table.advance(plan.dense, 1)
+                return _chosen(picked, rows, live)
         tensors = to_device(arrays, self.device)
         ids, positions, where, index, draws = tensors[:5]
         step = StepContext(cache=cache, where=where, rows=plan.rows, width=self.width(dense_end))
@@ -163,11 +174,28 @@ class Runner:
             return rows[live], rows[live], np.zeros(0)
         limits = tensors[7:]
         filters = Filters(*limits[1:]) if len(limits) > 1 else None
-        picked = pick(logits, draws, limits[0] if limits else None, filters).cpu().numpy()
-        tokens, logprobs = picked[:, live]
-        if not np.isfinite(logprobs).all():
-            raise FloatingPointError("the model gave NaN or infinite logits; there is nothing to sample")
-        return rows[live], tokens.astype(np.int64), logprobs
+        return _chosen(pick(logits, draws, limits[0] if limits else None, filters), rows, live)
+
+    def _replay(
+        self, plan: Plan, cache: SlotCache, arrays: list[np.ndarray], width: int
+    ) -> torch.Tensor | None:
+        """The step of a plan that only decodes, as a CUDA graph; None where that cannot be."""
+        assert self._graphs is not None
+
+        def step(tensors: list[torch.Tensor]) -> torch.Tensor:
+            ids, positions, where, _, draws, *limits = tensors
+            mask = self._mask(positions[:, None], width)
+            context = StepContext(cache=cache, where=where, rows=plan.rows, width=width, mask=mask)
+            logits = self.view(
+                input_ids=ids[None], position_ids=positions[None], use_cache=False, tfactory_step=context
+            ).logits[0]
+            return pick(logits, draws, limits[0] if limits else None)
+
+        if self._moved:
+            self._graphs.check(self.model, [layer.keys for layer in cache.layers])
+            self._moved = False
+        arrays = [*arrays[:5], *arrays[7:]]  # nothing is padded
+        return self._graphs.run((plan.rows, width, len(arrays)), arrays, step)
 
     def _new_tokens(self, plan: Plan) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """For each row of logits its slot, whether it comes to a new token, and the flat token it is of."""
@@ -239,6 +267,16 @@ class Runner:
             return []
         arrays = [table.temperature, table.top_p, table.top_k, table.min_p]
         return [array[rows] for array in (arrays if filters else arrays[:1])]
+
+
+def _chosen(
+    picked: torch.Tensor, rows: np.ndarray, live: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(slots, tokens, log-probs) of the rows that came to a new token."""
+    tokens, logprobs = picked.cpu().numpy()[:, live]
+    if not np.isfinite(logprobs).all():
+        raise FloatingPointError("the model gave NaN or infinite logits; there is nothing to sample")
+    return rows[live], tokens.astype(np.int64), logprobs
 
 
 def to_device(arrays: list[np.ndarray], device: torch.device) -> list[torch.Tensor]:

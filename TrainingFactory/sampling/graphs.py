@@ -1,0 +1,87 @@
+"""CUDA graphs of the decode step. A step of a small model is hundreds of small kernels, and launching them one
+by one takes longer than running them; a recorded step is launched as a whole.
+
+One graph for each number of rows and each width, recorded on first use. Its inputs are read from one buffer
+that is filled before each replay. A graph holds addresses, not tensors: `check` throws all of them away when
+weights have moved, adapters were switched or the cache has grown.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import numpy as np
+import torch
+
+log = logging.getLogger(__name__)
+
+ROWS = (8, 16, 32, 48, 64, 96, 128, 192, 256)
+Step = Callable[[list[torch.Tensor]], torch.Tensor]
+
+
+def graph_rows(rows: int, most: int) -> int:
+    """The next number of rows for which there is to be a graph, so that there are few of them."""
+    return min(most, next((size for size in ROWS if size >= rows), -(-rows // 128) * 128))
+
+
+class DecodeGraphs:
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.broken = False  # this model cannot be recorded
+        self._state: Hashable = None
+        self._graphs: dict[Hashable, tuple[torch.cuda.CUDAGraph, torch.Tensor, torch.Tensor]] = {}
+        self._pool: Any = None
+
+    def check(self, model: torch.nn.Module, cache: list[torch.Tensor]) -> None:
+        """Forget the graphs if anything that they point to has changed."""
+        state = (tuple(tensor.data_ptr() for tensor in (*model.parameters(), *cache)), adapter_state(model))
+        if state != self._state:
+            self._graphs.clear()
+            self._pool = None  # it goes with the last graph that used it
+            self._state = state
+
+    def run(self, key: Hashable, arrays: list[np.ndarray], step: Step) -> torch.Tensor | None:
+        """`step` on the arrays, as a graph; None if it cannot be recorded. Arrays of 8-byte numbers only."""
+        packed = torch.from_numpy(np.concatenate([array.view(np.int64) for array in arrays]))
+        found = self._graphs.get(key)
+        if found is None and not self.broken:
+            found = self._record(key, packed, arrays, step)
+        if found is None:
+            return None
+        graph, inputs, result = found
+        inputs.copy_(packed)
+        graph.replay()
+        return result
+
+    def _record(self, key: Hashable, packed: torch.Tensor, arrays: list[np.ndarray], step: Step) -> Any:
+        inputs = packed.to(self.device)
+        kinds = {np.dtype(np.int64): torch.int64, np.dtype(np.float64): torch.float64}
+        parts = inputs.split([len(array) for array in arrays])
+        tensors = [part.view(kinds[array.dtype]) for part, array in zip(parts, arrays, strict=True)]
+        try:
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):  # libraries set themselves up outside the recording
+                step(tensors)
+            torch.cuda.current_stream().wait_stream(stream)
+            graph = torch.cuda.CUDAGraph()
+            # A learner in another thread may allocate meanwhile; that is no concern of this recording.
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                result = step(tensors)
+        except RuntimeError as error:
+            log.warning("decoding without CUDA graphs, because the step cannot be recorded: %s", error)
+            self.broken = True
+            return None
+        self._pool = self._pool or graph.pool()
+        self._graphs[key] = (graph, inputs, result)
+        return self._graphs[key]
+
+
+def adapter_state(model: torch.nn.Module) -> Hashable:
+    """Which adapters are in use: PEFT switches them by attributes, which no address shows."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    layers = (module for module in model.modules() if isinstance(module, BaseTunerLayer))
+    return tuple((tuple(layer.active_adapters), layer.disable_adapters, layer.merged) for layer in layers)
