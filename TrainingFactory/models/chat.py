@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from dataclasses import replace
 from datetime import date
 from typing import Any
@@ -67,6 +68,8 @@ class TemplateChatFormat:
         self._opens_thinking = header.rstrip().endswith(self.family.think[0])
         self._transforms: dict[str, Transform] = {}
         self._skeletons: dict[str, Pieces] = {}
+        self._last_specs: list[ToolSpec] = []
+        self._last_schemas: tuple[list[dict[str, Any]], str, Texts] = ([], "", [])
         self.stop_ids = self._find_stops(tokenizer.eos_token_id, stop_ids)
 
     # writing
@@ -80,14 +83,11 @@ class TemplateChatFormat:
         specs = [as_spec(tool) for tool in tools]
         if not conversation:
             raise ValueError("a conversation needs at least one message")
-        texts: Texts = []
-        schemas: list[dict[str, Any]] = []
-        if specs and self._template_tools:
-            schemas = self._shield([spec_to_dict(spec) for spec in specs], texts)
+        schemas, schemas_text, texts = self._schemas(specs) if self._template_tools else ([], "", [])
         outlines = [self._outline(message, texts) for message in self._as_user(conversation)]
         if specs and not self._template_tools:
             self._put_tools_into_system(outlines, specs, texts)
-        key = json.dumps([outlines, schemas])
+        key = json.dumps(outlines) + schemas_text
         pieces = self._skeletons.get(key)
         if pieces is None:
             text = self._template.text(outlines, schemas)
@@ -195,6 +195,16 @@ class TemplateChatFormat:
         ):
             return self._mark(json.dumps(value, ensure_ascii=False)[1:-1], texts)
         return value
+
+    def _schemas(self, specs: list[ToolSpec]) -> tuple[list[dict[str, Any]], str, Texts]:
+        """The tool list as the template gets it, the same as text, and the texts its marks stand for. The last
+        list is kept: the episodes of a batch have the same tools."""
+        if specs != self._last_specs:
+            texts: Texts = []
+            schemas = self._shield([spec_to_dict(spec) for spec in specs], texts)
+            self._last_specs, self._last_schemas = deepcopy(specs), (schemas, json.dumps(schemas), texts)
+        schemas, text, texts = self._last_schemas
+        return schemas, text, list(texts)
 
     def _shielded_call(self, call: ToolCall, texts: Texts) -> ToolCall:
         return ToolCall(self._shield(call.name, texts), self._shield(call.arguments, texts))

@@ -1,5 +1,5 @@
-"""CUDA graphs of the decode step. A step of a small model is hundreds of small kernels, and launching them one
-by one takes longer than running them; a recorded step is launched as a whole.
+"""CUDA graphs of the decode step. A step of a small model is hundreds of small kernels, and launching them
+one by one takes longer than running them; a recorded step is launched as a whole.
 
 One graph for each number of rows and each width, recorded on first use. Its inputs are read from one buffer
 that is filled before each replay. A graph holds addresses, not tensors: `check` throws all of them away when

@@ -23,6 +23,7 @@ log = logging.getLogger(__name__)
 MAX_ERROR_CHARS = 300
 MAX_NAMES = 10
 DEFAULT_OPTIONS = ToolOptions()
+_VALIDATORS: dict[int, Draft202012Validator] = {}
 
 
 class AsyncToolExecutor:
@@ -35,7 +36,6 @@ class AsyncToolExecutor:
         self.timeout = timeout
         self.max_output_chars = max_output_chars
         self._tools = {tool.spec.name: tool for tool in tools}
-        self._validators: dict[str, Draft202012Validator] = {}
         if len(self._tools) < len(tools):
             names = [tool.spec.name for tool in tools]
             twice = ", ".join(sorted({name for name in names if names.count(name) > 1}))
@@ -82,19 +82,13 @@ class AsyncToolExecutor:
 
     async def _attempt(self, tool: Tool, arguments: dict[str, Any]) -> ToolResult:
         """Check and call. What a call passes through besides (limits, retries, a cache) belongs here."""
-        problems = schema_problems(tool.spec, self._validator(tool), arguments)
+        problems = schema_problems(tool.spec, _validator(tool.spec.parameters), arguments)
         if problems is not None:
             return ToolResult(problems, ok=False, error="schema")
         try:
             return as_result(await tool.run(arguments))
         except SystemExit as error:
             raise RuntimeError("it tried to end the program") from error
-
-    def _validator(self, tool: Tool) -> Draft202012Validator:
-        name = tool.spec.name
-        if name not in self._validators:
-            self._validators[name] = Draft202012Validator(tool.spec.parameters)
-        return self._validators[name]
 
     def _unknown(self, name: str) -> str:
         if not self._tools:
@@ -110,6 +104,16 @@ class AsyncToolExecutor:
             cut = len(text) - head - tail
             text = f"{text[:head]}\n[... {cut} characters cut ...]\n{text[len(text) - tail :]}"
         return valid_text(text)
+
+
+def _validator(schema: dict[str, Any]) -> Draft202012Validator:
+    """Kept by the identity of the schema: every episode has an executor of its own over the same tools."""
+    known = _VALIDATORS.get(id(schema))
+    if known is None or known.schema is not schema:  # an id may be used again
+        if len(_VALIDATORS) > 1000:
+            _VALIDATORS.clear()
+        known = _VALIDATORS[id(schema)] = Draft202012Validator(schema)
+    return known
 
 
 def valid_text(text: str) -> str:
