@@ -1,0 +1,142 @@
+"""Training rows packed as prefix trees: what rows have in common at their beginning is stored, and later
+computed, once. The only place that shifts: a trained token is predicted by the output at the token before it.
+
+Rows are sorted by their tokens, which puts those that begin alike side by side, and cut into packs of at most
+`token_budget` tokens of the tree. In a pack a node holds a run of tokens; a row is a path from the top.
+
+        row 0  P P P a a      nodes   0: P P P            flat  P P P a a b b b
+        row 1  P P P b b b            1: a a   (parent 0)
+                                      2: b b b (parent 0)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from TrainingFactory.types import Sample
+
+MIN_SAVING = 48  # tokens that a node must save; below that one more level costs more than it gives
+MAX_LEVELS = 4
+
+
+@dataclass(slots=True)
+class Node:
+    start: int  # of its tokens in the flat tree
+    length: int
+    depth: int  # position of its first token in a row
+    parent: int  # number of the node above, -1 for none
+    level: int  # how many nodes are above
+
+
+@dataclass(slots=True)
+class Pack:
+    """N tokens of a tree and the M trained tokens of its rows (row by row, in order)."""
+
+    token_ids: np.ndarray  # [N]
+    positions: np.ndarray  # [N] position within a row
+    nodes: list[Node]  # parents before children; their tokens follow each other in the flat tree
+    rows: np.ndarray  # which of the samples are in this pack
+    source: np.ndarray  # [M] flat index of the token whose output predicts the trained one
+    target: np.ndarray  # [M] the trained token
+    row: np.ndarray  # [M] the sample it belongs to
+    logprobs: np.ndarray  # [M] the sampler's
+    advantages: np.ndarray  # [M]
+    rewards: np.ndarray  # [M]
+    row_tokens: int  # tokens of the rows without sharing
+
+
+def pack(samples: Sequence[Sample], token_budget: int = 16_384) -> list[Pack]:
+    if token_budget < 1:
+        raise ValueError(f"training.token_budget is {token_budget}; it must be 1 or more")
+    for number, sample in enumerate(samples):
+        if sample.loss_mask and sample.loss_mask[0]:
+            raise ValueError(f"row {number} trains its first token, which nothing comes before")
+    ids = [np.asarray(sample.token_ids, np.int64) for sample in samples]
+    order = sorted((n for n in range(len(samples)) if any(samples[n].loss_mask)), key=lambda n: samples[n].token_ids)
+    packs: list[Pack] = []
+    batch: list[int] = []
+    shared: list[int] = []  # of each row of the batch with the one before it
+    size = 0
+    for number in order:
+        common = shared_prefix(ids[batch[-1]], ids[number]) if batch else 0
+        if batch and size + len(ids[number]) - common > token_budget:
+            packs.append(_pack(samples, ids, batch, shared))
+            batch, shared, size, common = [], [], 0, 0
+        batch.append(number)
+        shared.append(common)
+        size += len(ids[number]) - common
+    return [*packs, _pack(samples, ids, batch, shared)] if batch else packs
+
+
+def shared_prefix(left: np.ndarray, right: np.ndarray) -> int:
+    size = min(len(left), len(right))
+    different = np.flatnonzero(left[:size] != right[:size])
+    return int(different[0]) if len(different) else size
+
+
+class _Tree:
+    """Builds the nodes over sorted rows; `shared[i]` is what row i has in common with row i - 1."""
+
+    def __init__(self, ids: list[np.ndarray], shared: list[int]) -> None:
+        self.ids, self.shared = ids, shared
+        self.nodes: list[Node] = []
+        self.tokens: list[np.ndarray] = []
+        self.paths: list[list[int]] = [[] for _ in ids]
+        self.size = 0
+        self.grow(0, len(ids), 0, -1)
+
+    def grow(self, first: int, last: int, depth: int, parent: int) -> None:
+        """Rows first..last-1 have their first `depth` tokens in the nodes above."""
+        level = self.nodes[parent].level + 1 if parent >= 0 else 0
+        if last - first == 1:
+            self._node(first, last, depth, len(self.ids[first]), parent, level)
+            return
+        common = min(self.shared[first + 1 : last])
+        if (common - depth) * (last - first - 1) >= MIN_SAVING and level < MAX_LEVELS - 1:
+            parent = self._node(first, last, depth, common, parent, level)
+            depth = common
+        elif level == MAX_LEVELS - 1 or all(s == common for s in self.shared[first + 1 : last]):
+            for row in range(first, last):
+                self.grow(row, row + 1, depth, parent)
+            return
+        borders = [first, *(n for n in range(first + 1, last) if self.shared[n] == common), last]
+        for start, end in zip(borders, borders[1:], strict=False):
+            self.grow(start, end, depth, parent)
+
+    def _node(self, first: int, last: int, depth: int, end: int, parent: int, level: int) -> int:
+        if end == depth:  # the row ends where the node above ends
+            return parent
+        self.nodes.append(Node(self.size, end - depth, depth, parent, level))
+        self.tokens.append(self.ids[first][depth:end])
+        self.size += end - depth
+        for row in range(first, last):
+            self.paths[row].append(len(self.nodes) - 1)
+        return len(self.nodes) - 1
+
+    def places(self, row: int) -> np.ndarray:
+        """The flat index of each token of a row."""
+        nodes = (self.nodes[number] for number in self.paths[row])
+        return np.concatenate([np.arange(node.start, node.start + node.length) for node in nodes])
+
+
+def _pack(samples: Sequence[Sample], ids: list[np.ndarray], batch: list[int], shared: list[int]) -> Pack:
+    tree = _Tree([ids[number] for number in batch], shared)
+    source, target, row, logprobs, advantages, rewards = [], [], [], [], [], []
+    for place, number in enumerate(batch):
+        sample = samples[number]
+        trained = np.flatnonzero(sample.loss_mask)
+        source.append(tree.places(place)[trained - 1])
+        target.append(ids[number][trained])
+        row.append(np.full(len(trained), number))
+        logprobs.append(np.asarray(sample.logprobs, np.float32)[trained])
+        advantages.append(np.asarray(sample.advantages, np.float32)[trained])
+        rewards.append(np.asarray(sample.rewards, np.float32)[trained])
+    positions = [np.arange(node.depth, node.depth + node.length) for node in tree.nodes]
+    return Pack(
+        np.concatenate(tree.tokens), np.concatenate(positions), tree.nodes, np.array(batch),
+        np.concatenate(source), np.concatenate(target), np.concatenate(row), np.concatenate(logprobs),
+        np.concatenate(advantages), np.concatenate(rewards), sum(len(ids[number]) for number in batch),
+    )  # fmt: skip
