@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -46,6 +47,7 @@ class Pack:
     advantages: np.ndarray  # [M]
     rewards: np.ndarray  # [M]
     row_tokens: int  # tokens of the rows without sharing
+    reference: np.ndarray | None = None  # [M] log-probs of the reference model, where an objective needs them
 
 
 def pack(samples: Sequence[Sample], token_budget: int = 16_384) -> list[Pack]:
@@ -55,7 +57,9 @@ def pack(samples: Sequence[Sample], token_budget: int = 16_384) -> list[Pack]:
         if sample.loss_mask and sample.loss_mask[0]:
             raise ValueError(f"row {number} trains its first token, which nothing comes before")
     ids = [np.asarray(sample.token_ids, np.int64) for sample in samples]
-    order = sorted((n for n in range(len(samples)) if any(samples[n].loss_mask)), key=lambda n: samples[n].token_ids)
+    order = sorted(
+        (n for n in range(len(samples)) if any(samples[n].loss_mask)), key=lambda n: samples[n].token_ids
+    )
     packs: list[Pack] = []
     batch: list[int] = []
     shared: list[int] = []  # of each row of the batch with the one before it
@@ -103,7 +107,7 @@ class _Tree:
                 self.grow(row, row + 1, depth, parent)
             return
         borders = [first, *(n for n in range(first + 1, last) if self.shared[n] == common), last]
-        for start, end in zip(borders, borders[1:], strict=False):
+        for start, end in pairwise(borders):
             self.grow(start, end, depth, parent)
 
     def _node(self, first: int, last: int, depth: int, end: int, parent: int, level: int) -> int:
@@ -140,3 +144,19 @@ def _pack(samples: Sequence[Sample], ids: list[np.ndarray], batch: list[int], sh
         np.concatenate(source), np.concatenate(target), np.concatenate(row), np.concatenate(logprobs),
         np.concatenate(advantages), np.concatenate(rewards), sum(len(ids[number]) for number in batch),
     )  # fmt: skip
+
+
+@dataclass(slots=True)
+class Batch:
+    """Everything one update is made from. The counts are over the whole step, so that the gradient does not
+    depend on how the rows were packed."""
+
+    packs: list[Pack]
+    rows: int  # training rows
+    tokens: int  # trained tokens
+
+
+def make_batch(samples: Sequence[Sample], token_budget: int = 16_384, sharing: bool = True) -> Batch:
+    """`sharing=False` gives every row a pack of its own."""
+    packs = pack(samples, token_budget) if sharing else [p for s in samples for p in pack([s], token_budget)]
+    return Batch(packs, sum(len(p.rows) for p in packs), sum(len(p.target) for p in packs))

@@ -146,12 +146,16 @@ def _block_mask(pack: Pack, device: torch.device) -> Any:
 _compiled: list[Any] = []
 
 
-def _flex(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, scale: float) -> torch.Tensor:
+def _flex(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, scale: float
+) -> torch.Tensor:
     from torch.nn.attention.flex_attention import flex_attention
 
     if not _compiled:
         _compiled.append(torch.compile(flex_attention, dynamic=True))
-    return _compiled[0](query, key, value, block_mask=mask, scale=scale, enable_gqa=query.shape[1] != key.shape[1])
+    return _compiled[0](
+        query, key, value, block_mask=mask, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
+    )
 
 
 # No mask function goes with it: transformers builds no mask for an attention it has no mask function for.

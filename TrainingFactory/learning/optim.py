@@ -1,0 +1,124 @@
+"""Optimisers and learning-rate schedules."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+
+@dataclass(slots=True, frozen=True)
+class OptimizerOptions:
+    name: Literal["adamw", "muon"] = "adamw"
+    learning_rate: float = 1e-6
+    weight_decay: float = 0.0
+    betas: tuple[float, float] = (0.9, 0.999)
+    matrix_learning_rate: float = 0.03  # of Muon's own matrices; the rest goes by `learning_rate`
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: int = 0
+    total_steps: int | None = None  # needed by linear and cosine
+    max_grad_norm: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not self.learning_rate > 0:
+            raise ValueError(f"training.learning_rate is {self.learning_rate}; it must be over 0")
+        if self.schedule != "constant" and self.total_steps is None:
+            raise ValueError(f"training.schedule {self.schedule!r} needs to know the number of steps")
+
+    def factor(self, step: int) -> float:
+        """What the peak learning rates are multiplied with at a step, counted from 0."""
+        if step < self.warmup_steps:
+            return (step + 1) / self.warmup_steps
+        if self.schedule == "constant" or self.total_steps is None:
+            return 1.0
+        share = (step - self.warmup_steps) / max(1, self.total_steps - self.warmup_steps)
+        share = min(1.0, share)
+        return 1 - share if self.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * share))
+
+
+class Muon(torch.optim.Optimizer):
+    """Momentum, made orthogonal by Newton-Schulz steps in float32: for matrices of models trained from
+    scratch. (torch's own works in bfloat16, which is slow on a CPU.)"""
+
+    def __init__(self, params: Iterable[nn.Parameter], lr: float, momentum: float = 0.95) -> None:
+        super().__init__(params, {"lr": lr, "momentum": momentum})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        assert closure is None
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                state = self.state[param]
+                buffer = state.setdefault("momentum", torch.zeros_like(param))
+                buffer.lerp_(param.grad, 1 - group["momentum"])
+                direction = orthogonal(param.grad.lerp(buffer, group["momentum"]))
+                param.add_(direction, alpha=-group["lr"] * max(1, param.shape[0] / param.shape[1]) ** 0.5)
+
+
+def orthogonal(matrix: torch.Tensor, steps: int = 5) -> torch.Tensor:
+    """The nearest matrix with equal singular values, roughly, by a quintic Newton-Schulz iteration."""
+    a, b, c = 3.4445, -4.7750, 2.0315
+    x = matrix.float()
+    x = x.T if (tall := x.shape[0] > x.shape[1]) else x
+    x = x / (x.norm() + 1e-7)
+    for _ in range(steps):
+        gram = x @ x.T
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return (x.T if tall else x).to(matrix.dtype)
+
+
+def make_optimizers(
+    named: Iterable[tuple[str, nn.Parameter]], options: OptimizerOptions
+) -> list[torch.optim.Optimizer]:
+    """Norms, biases and embeddings are not decayed. With Muon, inner matrices go by it and the rest by AdamW."""
+    matrices, decayed, plain = [], [], []
+    for name, param in named:
+        inner = param.dim() == 2 and "embed" not in name and "lm_head" not in name
+        (matrices if inner and options.name == "muon" else decayed if inner else plain).append(param)
+    groups = [
+        {"params": decayed, "weight_decay": options.weight_decay},
+        {"params": plain, "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    optimizers: list[torch.optim.Optimizer] = []
+    if groups:
+        optimizers.append(torch.optim.AdamW(groups, lr=options.learning_rate, betas=options.betas))
+    if matrices:
+        optimizers.append(Muon(matrices, lr=options.matrix_learning_rate))
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["peak_lr"] = group["lr"]
+    return optimizers
+
+
+class MixedPrecision:
+    """Weights in bfloat16 are trained through float32 copies: small updates would be rounded away."""
+
+    def __init__(self, named: Iterable[tuple[str, nn.Parameter]]) -> None:
+        self.names: list[str] = []
+        self.params: list[nn.Parameter] = []
+        self.masters: list[nn.Parameter] = []
+        for name, param in named:
+            if param.requires_grad:
+                exact = param.dtype == torch.float32
+                self.names.append(name)
+                self.params.append(param)
+                self.masters.append(param if exact else nn.Parameter(param.detach().float()))
+
+    def gather_grads(self) -> None:
+        for param, master in zip(self.params, self.masters, strict=True):
+            if master is not param:
+                master.grad = None if param.grad is None else param.grad.float()
+                param.grad = None
+
+    @torch.no_grad()
+    def write_back(self) -> None:
+        for param, master in zip(self.params, self.masters, strict=True):
+            if master is not param:
+                param.copy_(master)
