@@ -11,7 +11,7 @@ STAMP := $(VENV)/.installed
 .PHONY: help setup demo test lint format bench clean
 
 help:
-	@echo "make demo    show episodes of the built-in model"
+	@echo "make demo    watch an agent learn to use tools (a few minutes)"
 	@echo "make test    run the tests"
 	@echo "make lint    ruff and pyright"
 	@echo "make format  let ruff rewrite what it can"

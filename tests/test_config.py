@@ -232,7 +232,7 @@ def test_counts_of_tokens_are_no_secrets() -> None:
 
 def test_what_is_not_there_yet_is_said() -> None:
     said = notices(load_config(SEED_CONFIG))
-    for key in ("training.learning_rate", "tools", "reward.type", "optimization.async_rollout"):
+    for key in ("tools", "reward.type", "optimization.async_rollout", "optimization.tool_cache"):
         assert any(key in line for line in said)
     assert not any("async_execution" in line for line in said)  # that is how it works anyway
     assert notices(TrainingConfig()) == []

@@ -149,7 +149,7 @@ def test_files_and_functions_are_short() -> None:
 
 def test_config_stays_small() -> None:
     keys = leaves(TrainingConfig)
-    assert len(keys) <= 70
+    assert len(keys) <= 80
     # a mapping such as step_rewards is one level deeper than its key
     assert max(key.count(".") + 1 for key in keys) <= 2
     assert all(field.description for field in keys.values())

@@ -52,6 +52,17 @@ def test_the_python_example_runs_as_printed(tmp_path: Path) -> None:
     assert done.stdout.split()[-1] == "16"
 
 
+def test_the_training_script_runs_as_printed(tmp_path: Path) -> None:
+    code = block("GRPOTrainer(\n")
+    assert len(code.splitlines()) <= 30
+    done = run([sys.executable, "-c", code], tmp_path)
+    assert done.returncode == 0, done.stderr
+    folder, reward = done.stdout.split()
+    assert float(reward) >= 0 and (tmp_path / folder / "checkpoints" / "step-000002").is_dir()
+    saved = list(load_trajectories(tmp_path / folder / "trajectories.jsonl"))
+    assert len(saved) == 2 * 3 * 8 and [spec.name for spec in saved[0].tools] == ["temperature"]
+
+
 def test_every_printed_command_exists() -> None:
     targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
     for line in COMMANDS:

@@ -44,10 +44,12 @@ class GRPO:
 
     def samples(self, group: Sequence[Trajectory]) -> list[Sample]:
         scored = [(t, t.reward.outcome + sum(t.reward.steps)) for t in group if t.reward is not None]
-        if len(scored) < 2 or len({reward for _, reward in scored}) == 1:
+        rewards = [reward for _, reward in scored]
+        # Equal up to rounding is equal: dividing by such a deviation would make noise as large as a reward.
+        if len(scored) < 2 or max(rewards) - min(rewards) <= 1e-6 * max(map(abs, rewards)):
             return []
-        mean = fmean(reward for _, reward in scored)
-        scale = pstdev(reward for _, reward in scored) if self.scale_by_deviation else 1.0
+        mean = fmean(rewards)
+        scale = pstdev(rewards) if self.scale_by_deviation else 1.0
         rows = []
         for trajectory, reward in scored:
             if trajectory.status != "truncated" or self.train_truncated:

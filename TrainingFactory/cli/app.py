@@ -11,10 +11,13 @@ from cyclopts import App, Parameter
 
 from TrainingFactory import __version__
 from TrainingFactory.cli.demo import demo
+from TrainingFactory.cli.evaluate import evaluate
 from TrainingFactory.cli.listing import envs, models
 from TrainingFactory.cli.new import env
 from TrainingFactory.cli.rollout import rollout
+from TrainingFactory.cli.runs import runs
 from TrainingFactory.cli.show import fail
+from TrainingFactory.cli.train import train
 
 FAILED = 1
 USER_ERROR = 2
@@ -28,6 +31,9 @@ app = App(
     result_action="return_value",
 )
 app.command(demo)
+app.command(train)
+app.command(evaluate, name="eval")
+app.command(runs)
 app.command(rollout)
 new = App(name="new", help="Write a file to start from.")
 new.command(env)

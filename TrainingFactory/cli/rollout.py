@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ from cyclopts import Parameter, validators
 from TrainingFactory.cli import show
 from TrainingFactory.cli.progress import Progress
 from TrainingFactory.config import TrainingConfig, load_config, notices
+from TrainingFactory.config.loading import key_value
 from TrainingFactory.types import Trajectory
 
 INTERRUPTED = 130
@@ -53,7 +53,7 @@ class Flags:
             "sampling.max_tokens": self.max_tokens,
             "training.seed": self.seed,
         }
-        return [_override(key, value) for key, value in values.items() if value is not None]
+        return [key_value(key, value) for key, value in values.items() if value is not None]
 
 
 def rollout(
@@ -90,14 +90,10 @@ def rollout(
         path = source
     elif source is not None:
         named = "=" in source and not Path(source).exists()  # an override, with nothing before it
-        given.insert(0, source if named else _override("environment.environment_id", source))
+        given.insert(0, source if named else key_value("environment.environment_id", source))
     config = load_config(path, given)
     group = config.training.group_size if "group_size" in config.training.model_fields_set else 1
     return run(config, out, show_episodes, group)
-
-
-def _override(key: str, value: str | float) -> str:
-    return f"{key}={json.dumps(value)}"  # JSON is YAML that can be read in one way only
 
 
 def run(config: TrainingConfig, out: Path | None, shown: int, group_size: int = 1) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
@@ -12,29 +13,18 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
+from TrainingFactory.services.texts import clean
 from TrainingFactory.types import Message, ToolResult, ToolSpec, Trajectory, Turn
 
 MAX_CHARS = 1500  # of one text; the saved file has it whole
 PLAIN_WIDTH = 120  # columns where there is no terminal to ask
 STATUS_STYLES = {"done": "green", "max_turns": "yellow", "truncated": "yellow"}
 ROLE_STYLES = {"system": "dim", "user": "cyan", "assistant": "bold", "tool": "magenta"}
-# Marks that reorder the text around them: what is shown must be what is there.
-REORDERING = set("\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
 
 
 def _console(stderr: bool) -> Console:
     stream = sys.stderr if stderr else sys.stdout
     return Console(stderr=stderr, highlight=False, width=None if stream.isatty() else PLAIN_WIDTH)
-
-
-def clean(text: str) -> str:
-    """The text with everything that a terminal would obey written out, an escape as \\x1b."""
-    return "".join(
-        character
-        if character in "\n\t" or (character.isprintable() and character not in REORDERING)
-        else character.encode("unicode_escape").decode()
-        for character in text
-    )
 
 
 def count(number: int, thing: str) -> str:
@@ -54,6 +44,15 @@ def table(rows: list[tuple[str, str]]) -> None:
     grid = Table.grid(padding=(0, 2))
     for name, value in rows:
         grid.add_row(Text(name, style="bold"), Text(clean(value)))
+    _console(stderr=False).print(grid)
+
+
+def columns(names: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    grid = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for name in names:
+        grid.add_column(Text(clean(name)), overflow="fold")
+    for row in rows:
+        grid.add_row(*(Text(clean(value)) for value in row))
     _console(stderr=False).print(grid)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -45,6 +46,11 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Train
             problem.where = _place(problem.key, places) or (str(path) if path is not None else "")
         problems += error.problems
     raise ConfigError(sorted(problems, key=_reading_order)) from None
+
+
+def key_value(key: str, value: Any) -> str:
+    """An override for `load_config`."""
+    return f"{key}={json.dumps(value)}"  # JSON is YAML that can be read in one way only
 
 
 def _reading_order(problem: Problem) -> tuple[bool, int]:

@@ -6,16 +6,8 @@ from typing import Any
 
 from TrainingFactory.config.schema import TrainingConfig
 
-_TRAINING = "there is no trainer yet; the model stays as it is"
-_ANY: Any = object()  # no value of such a key has an effect
-
 # key -> (the value that says what happens now anyway, what to tell a user who set another one)
 NOT_YET: dict[str, tuple[Any, str]] = {
-    "training.algorithm": (_ANY, _TRAINING),
-    "training.num_epochs": (_ANY, _TRAINING),
-    "training.batch_size": (_ANY, _TRAINING),
-    "training.learning_rate": (_ANY, _TRAINING),
-    "training.warmup_steps": (_ANY, _TRAINING),
     "environment.async_execution": (True, "tools always run while other episodes are sampled"),
     "environment.num_workers": (None, "there are always as many tool workers as episodes"),
     "tools": ([], "tools cannot be added by config yet; the environment brings its own"),
@@ -26,14 +18,8 @@ NOT_YET: dict[str, tuple[Any, str]] = {
     "optimization.distributed_reward": (False, "rewards are computed in this process"),
     "optimization.tool_cache": (False, "there is no tool cache yet; every call is run"),
     "sampling.engine": ("native", "vLLM is not connected yet; the native engine samples"),
-    "lora.enabled": (_ANY, _TRAINING),
-    "lora.r": (_ANY, _TRAINING),
-    "lora.alpha": (_ANY, _TRAINING),
-    "lora.dropout": (_ANY, _TRAINING),
-    "lora.target_modules": (_ANY, _TRAINING),
     "compute.backend": ("local", "Ray is not connected yet; everything runs on this machine"),
     "compute.num_gpus": (None, "one device is used; choose it with model.device"),
-    "logging.trackers": ([], "trackers are not connected yet"),
 }
 
 

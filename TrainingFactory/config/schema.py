@@ -49,17 +49,43 @@ class ModelSection(Section):
 
 class TrainingSection(Section):
     algorithm: Literal["grpo", "ppo", "dpo", "sft", "rft"] = "grpo"
-    """How the model learns."""
+    """How the model learns: grpo from rewards, sft from demonstrations."""
     num_epochs: Count = 1
     """Passes over the tasks."""
+    max_steps: Count | None = None
+    """Steps after which training ends; null: when the epochs are over."""
     batch_size: Count = 8
-    """Tasks per step."""
+    """Tasks per step; for sft, demonstrations per step."""
     group_size: Count = 8
-    """Episodes per task in one step."""
+    """Episodes per task in one step; grpo needs 2 or more."""
     learning_rate: Positive = 1e-6
     """Peak learning rate."""
     warmup_steps: ZeroOrMore = 0
     """Steps over which the learning rate rises to its peak."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """How the learning rate goes on from its peak; linear and cosine end at 0."""
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """muon is for the matrices of models trained from scratch; the rest then goes by adamw."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """Of matrices; norms, biases and embeddings are not decayed."""
+    max_grad_norm: Positive = 1.0
+    """Longer gradients are scaled down to this norm."""
+    token_budget: Count = 16_384
+    """Tokens that go through the model at once; less needs less memory and gives the same gradient."""
+    gradient_checkpointing: bool = False
+    """Compute activations twice instead of keeping them: slower, in less memory."""
+    clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
+    """grpo: a token's probability ratio counts down to 1 - clip_low."""
+    clip_high: Positive = 0.28
+    """grpo: and up to 1 + clip_high; above clip_low, so that unlikely tokens may grow faster."""
+    scale_rewards: bool = True
+    """grpo: divide advantages by the deviation of the group's rewards."""
+    kl: Annotated[float, Field(ge=0)] = 0.0
+    """grpo: weight of the distance from the model that training started with."""
+    train_truncated: bool = True
+    """grpo: learn from episodes that a length limit cut."""
+    eval_every: Count | None = None
+    """Evaluate on held-out tasks before training, every so many steps, and at the end; null: never."""
     seed: ZeroOrMore = 0
     """Where every random number of sampling and training starts from."""
 
@@ -112,9 +138,15 @@ class DataSection(Section):
     split: str = "train"
     """Which of the environment's splits the tasks come from: train or heldout."""
     count: Count | None = None
-    """Number of tasks; null: 16 from the environment, all of a file."""
+    """Number of tasks; null: all of a file; from the environment 16, and 1000 for training."""
     seed: ZeroOrMore = 0
     """Which tasks the environment makes."""
+    demonstrations: PathText | None = None
+    """sft: JSONL file of conversations or trajectories; null: the environment's own expert plays."""
+    heldout: PathText | None = None
+    """JSONL file of tasks for evaluation; null: the environment's split heldout."""
+    heldout_count: Count = 64
+    """Number of tasks for evaluation during training."""
 
 
 class SamplingSection(Section):
@@ -163,6 +195,14 @@ class LoggingSection(Section):
     """Folder for everything that is written."""
     trackers: list[Literal["wandb", "mlflow", "tensorboard"]] = Field(default_factory=list)
     """Where metrics go besides the run's folder."""
+    save_trajectories: bool = True
+    """Keep every episode of training in the run's folder."""
+    checkpoint_every: Count = 25
+    """Steps between checkpoints; there is always one at the end."""
+    keep_checkpoints: Count = 2
+    """The last so many checkpoints are kept."""
+    keep_every: Count | None = None
+    """Checkpoints at multiples of so many steps are kept as well."""
 
 
 class TrainingConfig(Section):

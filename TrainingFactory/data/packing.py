@@ -2,7 +2,8 @@
 computed, once. The only place that shifts: a trained token is predicted by the output at the token before it.
 
 Rows are sorted by their tokens, which puts those that begin alike side by side, and cut into packs of at most
-`token_budget` tokens of the tree. In a pack a node holds a run of tokens; a row is a path from the top.
+`token_budget` tokens of the tree (a single row may have more). In a pack a node holds a run of tokens; a row is
+a path from the top.
 
         row 0  P P P a a      nodes   0: P P P            flat  P P P a a b b b
         row 1  P P P b b b            1: a a   (parent 0)
@@ -50,29 +51,31 @@ class Pack:
     reference: np.ndarray | None = None  # [M] log-probs of the reference model, where an objective needs them
 
 
-def pack(samples: Sequence[Sample], token_budget: int = 16_384) -> list[Pack]:
+def pack(samples: Sequence[Sample], token_budget: int = 16_384, sharing: bool = True) -> list[Pack]:
+    """`sharing=False` gives every row a node of its own, and counts the budget as if rows were padded."""
     if token_budget < 1:
         raise ValueError(f"training.token_budget is {token_budget}; it must be 1 or more")
     for number, sample in enumerate(samples):
         if sample.loss_mask and sample.loss_mask[0]:
             raise ValueError(f"row {number} trains its first token, which nothing comes before")
     ids = [np.asarray(sample.token_ids, np.int64) for sample in samples]
-    order = sorted(
-        (n for n in range(len(samples)) if any(samples[n].loss_mask)), key=lambda n: samples[n].token_ids
-    )
+    order = [number for number, sample in enumerate(samples) if any(sample.loss_mask)]
+    # Without sharing, rows of like length side by side need little padding.
+    order.sort(key=lambda n: samples[n].token_ids if sharing else (len(ids[n]), samples[n].token_ids))
     packs: list[Pack] = []
     batch: list[int] = []
     shared: list[int] = []  # of each row of the batch with the one before it
     size = 0
     for number in order:
-        common = shared_prefix(ids[batch[-1]], ids[number]) if batch else 0
-        if batch and size + len(ids[number]) - common > token_budget:
-            packs.append(_pack(samples, ids, batch, shared))
-            batch, shared, size, common = [], [], 0, 0
+        common = shared_prefix(ids[batch[-1]], ids[number]) if batch and sharing else 0
+        own = len(ids[number])
+        size = size + own - common if sharing else own * (len(batch) + 1)
+        if batch and size > token_budget:
+            packs += _packs(samples, ids, batch, shared, token_budget)
+            batch, shared, size, common = [], [], own, 0
         batch.append(number)
         shared.append(common)
-        size += len(ids[number]) - common
-    return [*packs, _pack(samples, ids, batch, shared)] if batch else packs
+    return packs + _packs(samples, ids, batch, shared, token_budget) if batch else packs
 
 
 def shared_prefix(left: np.ndarray, right: np.ndarray) -> int:
@@ -126,8 +129,21 @@ class _Tree:
         return np.concatenate([np.arange(node.start, node.start + node.length) for node in nodes])
 
 
-def _pack(samples: Sequence[Sample], ids: list[np.ndarray], batch: list[int], shared: list[int]) -> Pack:
+def _packs(
+    samples: Sequence[Sample], ids: list[np.ndarray], batch: list[int], shared: list[int], budget: int
+) -> list[Pack]:
+    """One pack, or several where the tree is larger than `shared` promises: it has no node for small savings."""
     tree = _Tree([ids[number] for number in batch], shared)
+    half = len(batch) // 2
+    if half and tree.size > budget:
+        return [
+            *_packs(samples, ids, batch[:half], shared[:half], budget),
+            *_packs(samples, ids, batch[half:], shared[half:], budget),
+        ]
+    return [_pack(samples, ids, batch, tree)]
+
+
+def _pack(samples: Sequence[Sample], ids: list[np.ndarray], batch: list[int], tree: _Tree) -> Pack:
     source, target, row, logprobs, advantages, rewards = [], [], [], [], [], []
     for place, number in enumerate(batch):
         sample = samples[number]
@@ -157,6 +173,6 @@ class Batch:
 
 
 def make_batch(samples: Sequence[Sample], token_budget: int = 16_384, sharing: bool = True) -> Batch:
-    """`sharing=False` gives every row a pack of its own."""
-    packs = pack(samples, token_budget) if sharing else [p for s in samples for p in pack([s], token_budget)]
+    """`sharing=False` is for models that cannot share prefixes, see `Learner.sharing`."""
+    packs = pack(samples, token_budget, sharing)
     return Batch(packs, sum(len(p.rows) for p in packs), sum(len(p.target) for p in packs))

@@ -60,16 +60,12 @@ class SearchEnvironment(ToolEnvironment):
     def novice(self, rng: random.Random) -> Iterator[Message]:
         """One of the usual mistakes: warm starts that contain some leave something to learn."""
         seller, thing, buyer = (self.task.metadata[key] for key in ("seller", "thing", "buyer"))
-        mistake = rng.choice(("guesses", "stops early", "asks for the seller"))
+        mistake = rng.choice(("guesses", "stops early", "guesses after one search"))
         if mistake == "guesses":
             yield Message("assistant", rng.choice(PLACES))
-        elif mistake == "stops early":
-            yield _search(f"{seller} {thing}")
-            yield Message("assistant", buyer)
-        else:
-            yield _search(f"{seller} {thing}")
-            yield _search(seller)
-            yield Message("assistant", self.task.metadata["seller_home"])
+            return
+        yield _search(f"{seller} {thing}")
+        yield Message("assistant", buyer if mistake == "stops early" else rng.choice(PLACES))
 
 
 def _search(query: str) -> Message:
@@ -91,7 +87,6 @@ def _task(task_id: str, rng: random.Random) -> Task:
         "seller": seller,
         "thing": thing,
         "buyer": buyers[0],
-        "seller_home": homes[seller],
         "facts": facts,
     }
     return Task(task_id, f"{seller} sold {thing}. Where is it?", homes[buyers[0]], metadata)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
+import logging
+import math
 from collections import defaultdict
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -13,16 +13,27 @@ from transformers import PreTrainedModel
 
 from TrainingFactory.algorithms.trained import Loss, Trained
 from TrainingFactory.data.packing import Batch, Pack
+from TrainingFactory.learning.forward import (
+    causal_model,
+    check_head,
+    head_of,
+    row_states,
+    tree_mode,
+    tree_states,
+    why_not_shared,
+)
 from TrainingFactory.learning.logprobs import token_logprobs
 from TrainingFactory.learning.optim import MixedPrecision, OptimizerOptions, make_optimizers
-from TrainingFactory.learning.tree import ATTENTION, plan_tree
 from TrainingFactory.protocols import Sampler
+
+log = logging.getLogger(__name__)
 
 
 class Learner:
     """`temperature` is the sampler's: training sees the distribution that was sampled from. `sampler` is what
     `publish` gives out; it is told of new weights by its `advance`. `reference` is a frozen model, or None: then
-    an adapter's base is its own reference."""
+    an adapter's base is its own reference. `sharing` says whether the model can compute common prefixes once;
+    batches for one that cannot are made with `make_batch(..., sharing=False)`."""
 
     def __init__(
         self,
@@ -34,8 +45,10 @@ class Learner:
         temperature: float = 1.0,
         gradient_checkpointing: bool = False,
     ) -> None:
+        if not temperature > 0:
+            raise ValueError(f"the learner's temperature is {temperature}; it must be over 0")
         self.model = model
-        self.causal = _causal(model)
+        self.causal = causal_model(model)
         self.options = options
         self.reference = reference
         self.temperature = temperature
@@ -50,7 +63,10 @@ class Learner:
         self.optimizers = make_optimizers(named, options)
         if not self.optimizers:
             raise ValueError("the model has no weights to train")
-        self.sharing = shares_prefixes(self.causal)
+        models = [causal_model(each) for each in (model, reference) if each is not None]
+        for each in models:
+            check_head(each)
+        self.sharing = all(_can_share(each) for each in models)
 
     def publish(self) -> Sampler:
         if self._sampler is None:
@@ -67,21 +83,26 @@ class Learner:
         return batch
 
     def update(self, batch: Batch, loss: Loss) -> dict[str, float]:
-        """One step of the optimiser. A batch without rows leaves everything as it is."""
+        """One step of the optimiser. A batch without rows leaves everything as it is, and so does one whose
+        gradient is not finite (`skipped` is 1 then)."""
         sums: dict[str, float] = defaultdict(float)
         if batch.packs:
             self.model.train()
-            for pack in batch.packs:
-                trained = self._trained(pack, batch)
-                value, figures = loss(trained)
-                value.backward()
-                sums["loss"] += float(value.detach())
-                sums["entropy"] += float(trained.entropy.sum())
-                for name, figure in figures.items():
-                    sums[name] += figure
-            sums["grad_norm"] = self._step()
+            self._weights.clear_grads()  # of a step that ended in an error
+            with tree_mode(self.causal, self.sharing):
+                for pack in batch.packs:
+                    trained = self._trained(pack, batch)
+                    value, figures = loss(trained)
+                    value.backward()
+                    self._weights.gather_grads()
+                    sums["loss"] += float(value.detach())
+                    sums["entropy"] += float(trained.entropy.sum())
+                    for name, figure in figures.items():
+                        sums[name] += figure
+            sums["grad_norm"] = norm = self._step()
+            sums["skipped"] = float(not math.isfinite(norm))
             sums["entropy"] /= batch.tokens
-            self.version += 1
+            self.version += math.isfinite(norm)
         sums["learning_rate"] = self.options.learning_rate * self.options.factor(self.steps)
         sums["trained_tokens"], sums["rows"] = batch.tokens, batch.rows
         sums["row_tokens"] = sum(pack.row_tokens for pack in batch.packs)
@@ -104,21 +125,11 @@ class Learner:
     def logprobs(self, pack: Pack, model: PreTrainedModel | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probs and entropies of the trained tokens of a pack."""
         causal = model or self.causal
-        device = causal.device
-        arrays = (pack.token_ids, pack.positions, pack.source, pack.target)
-        ids, positions, source, target = (torch.from_numpy(array).to(device) for array in arrays)
-        if self.sharing:
-            with attention(causal, ATTENTION):
-                hidden = causal.base_model(
-                    input_ids=ids[None], position_ids=positions[None], use_cache=False,
-                    tfactory_tree=plan_tree(pack, device),
-                ).last_hidden_state[0]  # fmt: skip
-        else:
-            assert len(pack.nodes) == 1, "a model that cannot share prefixes is given one row a pack"
-            hidden = causal.base_model(input_ids=ids[None], use_cache=False).last_hidden_state[0]
-        head: Any = causal.get_output_embeddings()
+        with tree_mode(causal, self.sharing):
+            hidden = (tree_states if self.sharing else row_states)(causal, pack)
+        source, target = (torch.from_numpy(array).to(causal.device) for array in (pack.source, pack.target))
         vocabulary = causal.config.get_text_config().vocab_size
-        return token_logprobs(hidden, head, source, target, vocabulary, self.temperature)
+        return token_logprobs(hidden, head_of(causal), source, target, vocabulary, self.temperature)
 
     def _trained(self, pack: Pack, batch: Batch) -> Trained:
         logprobs, entropy = self.logprobs(pack)
@@ -135,42 +146,36 @@ class Learner:
     def _reference_logprobs(self, pack: Pack) -> np.ndarray:
         self.model.eval()
         if self.reference is not None:
-            return self.logprobs(pack, _causal(self.reference))[0].cpu().numpy()
+            self.reference.eval()
+            return self.logprobs(pack, causal_model(self.reference))[0].cpu().numpy()
+        if self.model is self.causal:
+            raise ValueError(
+                "the objective compares with a reference model, and this learner has none: give it a frozen copy "
+                "as `reference`, train an adapter, or set the weight of the KL term to 0"
+            )
         with self.model.disable_adapter():
             return self.logprobs(pack)[0].cpu().numpy()
 
     def _step(self) -> float:
-        self._weights.gather_grads()
-        masters = self._weights.masters
-        norm = torch.nn.utils.clip_grad_norm_(masters, self.options.max_grad_norm)
+        norm = float(torch.nn.utils.clip_grad_norm_(self._weights.masters, self.options.max_grad_norm))
+        if not math.isfinite(norm):
+            log.warning("step %d: the gradient's norm is %s; the weights stay as they are", self.steps, norm)
         factor = self.options.factor(self.steps)
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = group["peak_lr"] * factor
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+            if math.isfinite(norm):
+                optimizer.step()
+        self._weights.clear_grads()
         self._weights.write_back()
-        return float(norm)
+        return norm
 
 
-def _causal(model: Any) -> PreTrainedModel:
-    """The transformers model inside PEFT's wrapper, with its adapter layers in place."""
-    return model if isinstance(model, PreTrainedModel) else model.get_base_model()
-
-
-@contextlib.contextmanager
-def attention(model: PreTrainedModel, name: str) -> Iterator[None]:
-    """The model with another attention function for a while."""
-    config = model.config.get_text_config()
-    before = config._attn_implementation
-    config._attn_implementation = name
-    try:
-        yield
-    finally:
-        config._attn_implementation = before
-
-
-def shares_prefixes(model: PreTrainedModel) -> bool:
-    """Whether prefix trees give what single rows give: only full attention does, and it is tried."""
-    layers = getattr(model.config.get_text_config(), "layer_types", None) or []
-    return set(layers) <= {"full_attention"}
+def _can_share(model: PreTrainedModel) -> bool:
+    reason = why_not_shared(model)
+    if reason is not None:
+        log.warning(
+            "A %r model cannot share prefixes between rows: %s. Rows are computed one by one; results are the "
+            "same, updates take longer.", model.config.model_type, reason,
+        )  # fmt: skip
+    return reason is None

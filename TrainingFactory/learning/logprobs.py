@@ -4,11 +4,37 @@ logits are made again in the backward pass: full logits of a long batch never ex
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.utils.checkpoint import checkpoint
 
 CHUNK_ELEMENTS = 2**24  # logits of one chunk: 64 MiB in float32
+
+
+class _Pick(torch.autograd.Function):
+    """Logits [C, V] -> log-probs of the wanted tokens [C] and entropies [C]. Written out because autograd would
+    keep and pass over [C, V] several times more: the gradient is (one-hot - softmax) / temperature."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: torch.Tensor, wanted: torch.Tensor, temperature: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        scaled = logits.float() if temperature == 1 else logits.float() / temperature
+        every = scaled.log_softmax(-1)
+        chosen = every.gather(-1, wanted[:, None])[:, 0]
+        probabilities = every.exp()
+        entropy = -every.mul_(probabilities).sum(-1)
+        ctx.save_for_backward(probabilities, wanted)
+        ctx.temperature, ctx.dtype = temperature, logits.dtype
+        ctx.mark_non_differentiable(entropy)
+        return chosen, entropy
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[torch.Tensor, None, None]:
+        probabilities, wanted = ctx.saved_tensors
+        slope = gradients[0][:, None] / ctx.temperature  # [C, 1]
+        return (probabilities * -slope).scatter_add_(1, wanted[:, None], slope).to(ctx.dtype), None, None
 
 
 def token_logprobs(
@@ -22,12 +48,8 @@ def token_logprobs(
     """Log-probs [M] at the given temperature, and the entropy [M] there (without gradient)."""
     size = max(1, CHUNK_ELEMENTS // vocabulary)
 
-    def chunk(rows: torch.Tensor, wanted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        logits = head(rows).float() / temperature
-        total = logits.logsumexp(-1)
-        with torch.no_grad():
-            entropy = total - (logits * (logits - total[:, None]).exp()).sum(-1)
-        return logits.gather(-1, wanted[:, None])[:, 0] - total, entropy
+    def chunk(rows: torch.Tensor, wanted: torch.Tensor) -> Any:
+        return _Pick.apply(head(rows), wanted, temperature)
 
     parts = []
     for start in range(0, len(source), size):

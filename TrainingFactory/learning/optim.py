@@ -21,11 +21,19 @@ class OptimizerOptions:
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     warmup_steps: int = 0
     total_steps: int | None = None  # needed by linear and cosine
-    max_grad_norm: float = 1.0
+    max_grad_norm: float = 1.0  # infinity: no clipping
 
     def __post_init__(self) -> None:
-        if not self.learning_rate > 0:
-            raise ValueError(f"training.learning_rate is {self.learning_rate}; it must be over 0")
+        if self.name not in ("adamw", "muon"):
+            raise ValueError(f"the optimiser is {self.name!r}; it must be adamw or muon")
+        if self.schedule not in ("constant", "linear", "cosine"):
+            raise ValueError(f"the schedule is {self.schedule!r}; it must be constant, linear or cosine")
+        for name in ("learning_rate", "matrix_learning_rate", "max_grad_norm"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"training.{name} is {getattr(self, name)}; it must be over 0")
+        for name in ("weight_decay", "warmup_steps"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"training.{name} is {getattr(self, name)}; it must be 0 or more")
         if self.schedule != "constant" and self.total_steps is None:
             raise ValueError(f"training.schedule {self.schedule!r} needs to know the number of steps")
 
@@ -106,16 +114,22 @@ class MixedPrecision:
         self.masters: list[nn.Parameter] = []
         for name, param in named:
             if param.requires_grad:
-                exact = param.dtype == torch.float32
+                exact = param.dtype in (torch.float32, torch.float64)
                 self.names.append(name)
                 self.params.append(param)
                 self.masters.append(param if exact else nn.Parameter(param.detach().float()))
 
     def gather_grads(self) -> None:
+        """After every backward pass: many small gradients added up in bfloat16 would lose digits as well."""
         for param, master in zip(self.params, self.masters, strict=True):
-            if master is not param:
-                master.grad = None if param.grad is None else param.grad.float()
+            if master is not param and param.grad is not None:
+                exact = param.grad.float()
+                master.grad = exact if master.grad is None else master.grad.add_(exact)
                 param.grad = None
+
+    def clear_grads(self) -> None:
+        for param in (*self.params, *self.masters):
+            param.grad = None
 
     @torch.no_grad()
     def write_back(self) -> None:

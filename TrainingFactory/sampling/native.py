@@ -133,6 +133,12 @@ class NativeEngine:
         self._opened += 1
         return NativeSession(self, self._opened - 1)
 
+    def align(self) -> None:
+        """The next session gets the first slot, however many came before: in deterministic mode a batch of
+        episodes then depends on nothing but itself."""
+        while self._opened % self._table.slots:
+            self.session().close()
+
     async def sample(self, prompt_ids: Sequence[int], params: SamplingParams) -> Completion:
         session = self.session()
         try:

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
+from datetime import date
 from itertools import islice
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from TrainingFactory import catalog
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.data.tasks import load_tasks
-from TrainingFactory.protocols import ChatFormat, EnvironmentFactory, Sampler
+from TrainingFactory.protocols import Algorithm, ChatFormat, EnvironmentFactory, RewardFunction, Sampler
 from TrainingFactory.rollout import AsyncRolloutEngine
 from TrainingFactory.services.user_code import environment_from_file, is_file_name, told
 from TrainingFactory.types import SamplingParams, Task, Trajectory
 
+if TYPE_CHECKING:
+    from TrainingFactory.learning.learner import Learner
+    from TrainingFactory.models import LoadedModel, TemplateChatFormat
+    from TrainingFactory.sampling import NativeEngine
+
 DEFAULT_TASKS = 16
+TRAINING_TASKS = 1000
 DEFAULT_MAX_LENGTH = 4096
 
 
@@ -26,31 +35,48 @@ def make_environment(config: TrainingConfig) -> EnvironmentFactory:
     return environment_from_file(name) if is_file_name(name) else catalog.find("environment", name)
 
 
-def make_tasks(config: TrainingConfig, environment: EnvironmentFactory) -> list[Task]:
+def make_tasks(
+    config: TrainingConfig, environment: EnvironmentFactory, default_count: int = DEFAULT_TASKS
+) -> list[Task]:
+    """From a file, or `default_count` of the environment's own where the config does not say how many."""
     data = config.data
     if data.tasks is not None:
         return load_tasks(Path(data.tasks).expanduser())[: data.count]
-    count = data.count or DEFAULT_TASKS
+    name = config.environment.environment_id or environment_name(environment)
+    return own_tasks(environment, name, data.split, data.seed, data.count or default_count)
+
+
+def make_heldout_tasks(config: TrainingConfig, environment: EnvironmentFactory) -> list[Task]:
+    """The tasks for evaluation during training."""
+    data = config.data
+    if data.heldout is not None:
+        return load_tasks(Path(data.heldout).expanduser())[: data.heldout_count]
+    name = config.environment.environment_id or environment_name(environment)
+    return own_tasks(environment, name, "heldout", data.seed, data.heldout_count)
+
+
+def own_tasks(environment: EnvironmentFactory, name: str, split: str, seed: int, count: int) -> list[Task]:
     try:
-        tasks = list(islice(environment.tasks(data.split, data.seed, count), count))
+        tasks = list(islice(environment.tasks(split, seed, count), count))
     except Exception as error:  # foreign code
         raise told(error) from error
-    name = config.environment.environment_id
     if not tasks:
-        raise ValueError(f"environment {name} made no task for split {data.split!r} and seed {data.seed}")
+        raise ValueError(f"environment {name} made no task for split {split!r} and seed {seed}")
     if wrong := next((task for task in tasks if not isinstance(task, Task)), None):
         raise ValueError(f"environment {name} must make Task objects, not {type(wrong).__name__}")
-    ids = [task.id for task in tasks]
-    if twice := sorted({task_id for task_id in ids if ids.count(task_id) > 1}):
+    seen = Counter(task.id for task in tasks)
+    if twice := sorted(task_id for task_id, count in seen.items() if count > 1):
         raise ValueError(f"environment {name} gave several tasks the same id: {', '.join(twice[:5])}")
     return tasks
 
 
-def make_sampler(config: TrainingConfig, episodes: int) -> tuple[ChatFormat, Sampler]:
-    """The model's way to write a conversation, and the engine that samples from it."""
+def environment_name(environment: EnvironmentFactory) -> str:
+    return getattr(environment, "__name__", type(environment).__name__)  # a class, or an object of the user's
+
+
+def load(config: TrainingConfig) -> LoadedModel:
     # Imported here: torch and transformers take seconds, and mistakes in names should not wait for them.
-    from TrainingFactory.models import chat_format, load_model
-    from TrainingFactory.sampling import NativeEngine
+    from TrainingFactory.models import load_model
 
     model = config.model
     loaded = load_model(
@@ -61,17 +87,104 @@ def make_sampler(config: TrainingConfig, episodes: int) -> tuple[ChatFormat, Sam
         revision=model.revision,
         trust_remote_code=model.trust_remote_code,
     )
-    chat = chat_format(loaded.tokenizer, model.family, thinking=model.thinking, stop_ids=loaded.stop_ids)
-    limit = getattr(loaded.model.config.get_text_config(), "max_position_embeddings", None)  # foreign object
+    limit = context_limit(loaded)
     if model.max_length is not None and limit is not None and model.max_length > limit:
         raise ValueError(f"model.max_length is {model.max_length}, but {model.name} was made for {limit}")
-    engine = NativeEngine(
+    return loaded
+
+
+def context_limit(loaded: LoadedModel) -> int | None:
+    config = loaded.model.config.get_text_config()
+    return getattr(config, "max_position_embeddings", None)  # foreign object
+
+
+def make_chat(config: TrainingConfig, loaded: LoadedModel, day: date | None = None) -> TemplateChatFormat:
+    """`day` is for templates that print the date; a run keeps the one it started with."""
+    from TrainingFactory.models import chat_format
+
+    model = config.model
+    return chat_format(
+        loaded.tokenizer, model.family, thinking=model.thinking, stop_ids=loaded.stop_ids, day=day
+    )
+
+
+def make_engine(config: TrainingConfig, loaded: LoadedModel, episodes: int) -> NativeEngine:
+    from TrainingFactory.sampling import NativeEngine
+
+    return NativeEngine(
         loaded.model,
         slots=min(config.sampling.slots, episodes),
-        max_length=model.max_length or min(limit or DEFAULT_MAX_LENGTH, DEFAULT_MAX_LENGTH),
+        max_length=max_length(config, loaded),
         deterministic=config.sampling.deterministic,
     )
-    return chat, engine
+
+
+def max_length(config: TrainingConfig, loaded: LoadedModel) -> int:
+    return config.model.max_length or min(context_limit(loaded) or DEFAULT_MAX_LENGTH, DEFAULT_MAX_LENGTH)
+
+
+def make_sampler(config: TrainingConfig, episodes: int) -> tuple[ChatFormat, Sampler]:
+    """The model's way to write a conversation, and the engine that samples from it."""
+    loaded = load(config)
+    return make_chat(config, loaded), make_engine(config, loaded, episodes)
+
+
+def make_trainable(config: TrainingConfig, loaded: LoadedModel) -> None:
+    """Puts a fresh adapter on the model, or opens a loaded one, where adapters are what is trained."""
+    from TrainingFactory.learning.lora import add_lora
+
+    lora = config.lora
+    if config.model.adapter is not None:
+        for name, param in loaded.model.named_parameters():
+            param.requires_grad_("lora_" in name)
+    elif lora.enabled:
+        loaded.model = add_lora(
+            loaded.model, lora.r, lora.alpha, lora.dropout, lora.target_modules, seed=config.training.seed
+        )
+
+
+def make_algorithm(config: TrainingConfig) -> Algorithm:
+    from TrainingFactory.algorithms.grpo import GRPO
+    from TrainingFactory.algorithms.sft import SFT
+
+    options = config.training
+    if options.algorithm == "sft":
+        return SFT()
+    return GRPO(
+        clip_low=options.clip_low,
+        clip_high=options.clip_high,
+        scale_by_deviation=options.scale_rewards,
+        kl=options.kl,
+        train_truncated=options.train_truncated,
+    )
+
+
+def make_learner(
+    config: TrainingConfig, loaded: LoadedModel, algorithm: Algorithm, sampler: Sampler | None, steps: int
+) -> Learner:
+    from copy import deepcopy
+
+    from TrainingFactory.learning.learner import Learner
+    from TrainingFactory.learning.optim import OptimizerOptions
+
+    options = config.training
+    adapted = config.lora.enabled or config.model.adapter is not None
+    return Learner(
+        loaded.model,
+        OptimizerOptions(
+            options.optimizer,
+            options.learning_rate,
+            options.weight_decay,
+            schedule=options.schedule,
+            warmup_steps=options.warmup_steps,
+            total_steps=steps,
+            max_grad_norm=options.max_grad_norm,
+        ),
+        sampler=sampler,
+        reference=deepcopy(loaded.model) if "reference" in algorithm.needs and not adapted else None,
+        temperature=config.sampling.temperature if options.algorithm != "sft" else 1.0,
+        gradient_checkpointing=options.gradient_checkpointing,
+    )
 
 
 def make_rollouts(
@@ -79,6 +192,7 @@ def make_rollouts(
     environment: EnvironmentFactory,
     chat: ChatFormat,
     on_episode: Callable[[Trajectory], None] | None = None,
+    reward: RewardFunction | None = None,
 ) -> AsyncRolloutEngine:
     sampling = config.sampling
     params = SamplingParams(
@@ -92,6 +206,7 @@ def make_rollouts(
         environment,
         chat,
         params,
+        reward=reward,
         max_turns=config.environment.max_turns,
         episode_timeout=config.environment.episode_timeout,
         max_reply_tokens=sampling.max_reply_tokens,

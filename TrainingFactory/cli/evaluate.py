@@ -1,0 +1,95 @@
+"""`tfactory eval`: how good a model or a run's result is on held-out tasks."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from TrainingFactory.cli import show
+from TrainingFactory.cli.progress import Progress
+from TrainingFactory.cli.rollout import Flags
+from TrainingFactory.config import TrainingConfig, load_config
+from TrainingFactory.config.loading import key_value
+
+INTERRUPTED = 130
+
+
+def evaluate(
+    model: Annotated[str, Parameter(name="model-or-run")],
+    /,
+    *overrides: str,
+    env: str | None = None,
+    flags: Flags | None = None,
+    out: Path | None = None,
+    as_json: Annotated[bool, Parameter(name="--json", negative="")] = False,
+) -> int:
+    """Evaluate a model, or what a run has made, on held-out tasks.
+
+    ```
+    tfactory eval runs/grpo-search-1
+    tfactory eval qwen3-4b --env search --tasks 200
+    tfactory eval runs/warm/checkpoints/step-000300 --env calculator --temperature 0 --json
+    ```
+
+    Parameters
+    ----------
+    model
+        A run (its name or folder; its last checkpoint is taken), a checkpoint, or a model.
+    overrides
+        Options of the config, as key=value: sampling.top_p=0.9
+    env
+        The environment; that of the run if none is named.
+    out
+        JSONL file for the episodes; one in the runs folder if none is named.
+    as_json
+        Print the figures as one JSON object.
+    """
+    from TrainingFactory.services.evaluation import Evaluation, model_of
+
+    flags = flags or Flags()
+    if flags.model is not None:
+        raise ValueError("the model is named twice: give it once, without --model")
+    sections = {"data": {"split": "heldout", "count": 64}} | model_of(model)
+    given = [key_value(f"{s}.{key}", value) for s, keys in sections.items() for key, value in keys.items()]
+    if env is not None:
+        given.append(key_value("environment.environment_id", env))
+    config = load_config(None, [*given, *overrides, *flags.overrides()])
+    evaluation = Evaluation(config, out)
+    with Progress(evaluation.total) as progress:
+        result = evaluation.run(progress.episode)
+    if as_json:
+        about = {"model": config.model.adapter or config.model.name, "environment": _environment(config)}
+        print(json.dumps(about | result.metrics))
+    else:
+        statuses = Counter(trajectory.status for trajectory in result.report.trajectories)
+        show.table(_summary(result.metrics, statuses))
+    if result.report.trajectories:
+        show.note(f"saved {show.count(len(result.report.trajectories), 'episode')} to {result.path}")
+    return INTERRUPTED if result.report.interrupted else 0
+
+
+def _environment(config: TrainingConfig) -> str | None:
+    return config.environment.environment_id
+
+
+def _summary(metrics: dict[str, float], statuses: Counter[str]) -> list[tuple[str, str]]:
+    rows = []
+    if "success" in metrics:
+        low, high = metrics["success_low"], metrics["success_high"]
+        rows.append(("success", f"{metrics['success']:.3f} (95 % interval {low:.3f} to {high:.3f})"))
+        rows.append(("reward", f"{metrics['reward']:.3f}"))
+    told = ", ".join(f"{count} {status}" for status, count in statuses.most_common())
+    rows.append(("episodes", f"{int(metrics['episodes'])}: {told}"))
+    if unscored := int(metrics["episodes/unscored"]):
+        rows.append(("not scored", f"{unscored}, and left out of success and reward"))
+    calls = int(metrics["tool_calls"])
+    succeeded = f", {metrics['tool_success']:.0%} succeeded" if calls else ""
+    rows.append(("tool calls", f"{calls}{succeeded}"))
+    if "turns" in metrics:
+        rows.append(("turns", f"{metrics['turns']:.2f} an episode"))
+    rows.append(("tokens", f"{int(metrics['sampled_tokens'])}, {metrics['tokens_per_second']:.0f} a second"))
+    return rows

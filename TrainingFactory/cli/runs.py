@@ -1,0 +1,175 @@
+"""`tfactory runs`: what has been trained, how it went, and going on with it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import App, Parameter
+
+from TrainingFactory.cli import show
+
+if TYPE_CHECKING:
+    from TrainingFactory.services.runs import RunFolder
+
+runs = App(name="runs", help="List, show, compare and resume training runs.")
+Where = Annotated[str, Parameter(name="--runs")]
+# What is shown of a run's metrics, where it has them: key -> format
+FIGURES = {
+    "loss": "{:.4f}",
+    "reward": "{:.3f}",
+    "accuracy": "{:.3f}",
+    "eval/success": "{:.3f}",
+    "tool_success": "{:.3f}",
+    "turns": "{:.2f}",
+    "entropy": "{:.3f}",
+    "tokens_per_second": "{:.0f}",
+    "tokens_saved": "{:.1%}",
+    "seconds/step": "{:.2f}",
+    "seconds/generate": "{:.2f}",
+    "seconds/tools": "{:.2f}",
+    "seconds/reward": "{:.2f}",
+    "seconds/update": "{:.2f}",
+    "episodes/unscored": "{:.0f}",
+    "episodes/failed": "{:.0f}",
+}
+
+
+@runs.command(name="list")
+def list_(*, where: Where = "runs") -> None:
+    """List the runs, the oldest first.
+
+    Parameters
+    ----------
+    where
+        The folder of runs.
+    """
+    from TrainingFactory.services.runs import list_runs
+
+    found = list_runs(where)
+    if not found:
+        show.note(f"there are no runs in {where}")
+        return
+    rows = []
+    for run in found:
+        status, config = run.status, run.config
+        what = f"{config.training.algorithm} {config.environment.environment_id or ''} {config.model.name}"
+        rows.append((run.name, run.state, f"{status.step}/{status.steps}", _last(run), what))
+    show.columns(["run", "state", "steps", "last", "what"], rows)
+
+
+@runs.command(name="show")
+def show_(name: str, *, where: Where = "runs") -> None:
+    """Show how a run went: its state, its figures over time, its checkpoints.
+
+    Parameters
+    ----------
+    name
+        The run's name or folder.
+    where
+        The folder of runs.
+    """
+    from TrainingFactory.cli.display import curve, duration
+    from TrainingFactory.services.runs import RunFolder
+
+    run = RunFolder.find(name, where)
+    status, about, config = run.status, run.about, run.config
+    versions = about["versions"]
+    rows = [
+        ("run", f"{run.name} in {run.path}"),
+        ("state", run.state + (f": {status.reason}" if status.reason else "")),
+        ("steps", f"{status.step} of {status.steps}, {duration(status.seconds)}"),
+        ("model", config.model.name),
+        (
+            "training",
+            f"{config.training.algorithm} in {config.environment.environment_id or 'no environment'}",
+        ),
+        ("started", f"{about['started']}, torch {versions['torch']}, commit {about['commit'] or 'none'}"),
+    ]
+    rows += [("checkpoint", str(path)) for path in run.checkpoints()]
+    show.table(rows)
+    metrics = run.metrics()
+    table = []
+    for key, form in FIGURES.items():
+        values = [row[key] for row in metrics if key in row]
+        if values:
+            figures = [form.format(value) for value in (values[0], values[-1], min(values), max(values))]
+            table.append((key, *figures, curve(values[-40:])))
+    show.columns(["figure", "first", "last", "least", "most", "curve"], table)
+    if run.state in ("interrupted", "failed", "killed"):
+        show.note(f"go on with: {run.resume_command}")
+
+
+@runs.command
+def compare(*names: str, where: Where = "runs") -> None:
+    """Compare runs: the options in which they differ, and their last figures.
+
+    Parameters
+    ----------
+    names
+        Names or folders of two runs or more.
+    where
+        The folder of runs.
+    """
+    from TrainingFactory.services.runs import RunFolder
+
+    if len(names) < 2:
+        raise ValueError("name two runs or more to compare")
+    found = [RunFolder.find(name, where) for name in names]
+    options = [_flat(run.config.model_dump()) for run in found]
+    rows = []
+    for key in dict.fromkeys(key for option in options for key in option):
+        values = [option.get(key) for option in options]
+        if any(value != values[0] for value in values):
+            rows.append((key, *map(str, values)))
+    rows.append(("steps", *(str(run.status.step) for run in found)))
+    last = [_latest(run) for run in found]
+    for key, form in FIGURES.items():
+        if any(key in figures for figures in last):
+            rows.append((key, *(form.format(f[key]) if key in f else "" for f in last)))
+    show.columns(["", *(run.name for run in found)], rows)
+
+
+@runs.command
+def resume(name: str, *, where: Where = "runs") -> int:
+    """Go on with a run from its last checkpoint, exactly as if it had not stopped.
+
+    Parameters
+    ----------
+    name
+        The run's name or folder.
+    where
+        The folder of runs.
+    """
+    from TrainingFactory.cli.display import make_display
+    from TrainingFactory.cli.train import follow
+    from TrainingFactory.services.runs import RunFolder
+    from TrainingFactory.services.training import resume as resume_run
+
+    if RunFolder.find(name, where).status.status == "finished":
+        show.note(f"run {name} is finished; nothing to do")
+        return 0
+    display = make_display()
+    return follow(resume_run(name, where, display), display)
+
+
+def _latest(run: RunFolder) -> dict[str, Any]:
+    """The last value of each figure; not every step has all."""
+    latest: dict[str, Any] = {}
+    for row in run.metrics():
+        latest |= row
+    return latest
+
+
+def _last(run: RunFolder) -> str:
+    latest = _latest(run)
+    keys: Sequence[str] = ("eval/success", "reward", "loss")
+    key = next((key for key in keys if key in latest), None)
+    return f"{key} {latest[key]:.3f}" if key else ""
+
+
+def _flat(data: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in data.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return flat

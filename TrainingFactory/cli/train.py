@@ -1,0 +1,58 @@
+"""`tfactory train`: from a config to a trained model."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from TrainingFactory.cli import show
+from TrainingFactory.config import load_config, notices
+
+if TYPE_CHECKING:
+    from TrainingFactory.cli.display import Lines
+    from TrainingFactory.services.training import Training
+
+INTERRUPTED = 130
+
+
+def train(config: str, /, *overrides: str, name: str | None = None) -> int:
+    """Train a model as a config says; Ctrl-C saves a checkpoint and says how to go on.
+
+    ```
+    tfactory train configs/tiny_sft.yaml --name warm
+    tfactory train configs/tiny_grpo.yaml model.name=runs/warm/checkpoints/step-000300
+    tfactory train configs/qwen3_grpo.yaml training.learning_rate=2e-6 lora.enabled=true
+    ```
+
+    Parameters
+    ----------
+    config
+        A config (a YAML file).
+    overrides
+        Options of the config, as key=value: training.batch_size=4
+    name
+        Name of the run, a folder under logging.output_dir; made from algorithm, environment and time if not given.
+    """
+    options = load_config(config, overrides)
+    # Imported here, so that help and a wrong config do not wait for it.
+    from TrainingFactory.cli.display import make_display
+    from TrainingFactory.services.training import Training
+
+    for text in notices(options):
+        show.note(f"note: {text}")
+    display = make_display()
+    return follow(Training(options, name=name, watcher=display), display)
+
+
+def follow(training: Training, display: Lines) -> int:
+    """Trains with the display around it; the exit status."""
+    run = training.run
+    show.note(f"run {run.name} in {run.path}: {show.count(training.total, 'step')}")
+    with display:
+        report = training.train()
+    if report.state == "interrupted":
+        show.note(f"interrupted after {show.count(report.steps, 'step')}; go on with: {run.resume_command}")
+        return INTERRUPTED
+    if report.checkpoint is not None:
+        show.note(f"finished; the model is in {report.checkpoint}")
+        show.note(f"look at it: tfactory runs show {run.name}; evaluate it: tfactory eval {run.path}")
+    return 0

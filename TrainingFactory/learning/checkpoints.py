@@ -1,0 +1,227 @@
+"""A learner on disk: a folder that loads as a model, and beside the model all that is needed to train on.
+
+    config.json, model.safetensors, ...     the model as `save_pretrained` writes it (an adapter alone with LoRA)
+    tokenizer.json, ...                     its tokenizer
+    learner.safetensors                     trained weights in float32, and the state of the optimisers
+    learner.json                            which model this belongs to, and the counts of steps
+    state.json                              what the caller wants back
+
+It is written aside and renamed, so that a folder with this name is whole, whatever happened meanwhile.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from transformers.utils import logging as hf_logging
+
+from TrainingFactory.learning.learner import Learner
+
+FORMAT = 1
+TOLD = 3  # differences named in an error
+SAMPLED = 1024  # numbers of each frozen weight that tell one base model from another
+
+
+def save_checkpoint(folder: str | Path, learner: Learner, tokenizer: Any, state: dict[str, Any]) -> None:
+    """`state` is JSON. OSError where it cannot be written; then nothing with this name is there or changed."""
+    folder = Path(folder)
+    part = folder.with_name(f".{folder.name}.part")
+    try:
+        remove(part)
+        part.mkdir(parents=True)
+        _write(part, learner, tokenizer, state)
+        _sync(part)
+        remove(folder)
+        os.rename(part, folder)
+        _sync_folder(folder.parent)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(part, ignore_errors=True)
+        reason = getattr(error, "strerror", None) or str(error)
+        raise OSError(f"checkpoint {folder} could not be written: {reason}") from error
+
+
+def load_checkpoint(folder: str | Path, learner: Learner) -> dict[str, Any]:
+    """Puts the weights and the optimisers' state into the learner; returns the caller's `state`. ValueError if
+    the checkpoint is that of another model, and then the learner is as it was."""
+    folder = Path(folder)
+    about, state = read_json(folder / "learner.json"), read_json(folder / "state.json")
+    if about.get("format") != FORMAT:
+        raise ValueError(f"{folder} was written in format {about.get('format')}; this version reads {FORMAT}")
+    if differences := _differences(about["model"], _identity(learner)):
+        told = "; ".join(differences[:TOLD])
+        raise ValueError(f"{folder} is not a checkpoint of this model: {told}")
+    try:
+        with safe_open(folder / "learner.safetensors", "pt") as file:
+            _load_optimizers(learner, file, about["optimizers"])
+            _load_weights(learner, file)
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{folder / 'learner.safetensors'} cannot be read: {error}") from error
+    learner.steps, learner.version = about["steps"], about["version"]
+    return state
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise ValueError(f"{path.parent} is no checkpoint: it has no {path.name}")
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
+
+
+def remove(folder: Path) -> None:
+    """Takes the name away first, so that half a checkpoint is never taken for a whole one."""
+    if folder.exists():
+        gone = folder.with_name(f".{folder.name.removeprefix('.')}.gone")
+        shutil.rmtree(gone, ignore_errors=True)
+        os.rename(folder, gone)
+        shutil.rmtree(gone)
+
+
+def _write(part: Path, learner: Learner, tokenizer: Any, state: dict[str, Any]) -> None:
+    adapter = {"save_embedding_layers": False} if learner.model is not learner.causal else {}
+    with _no_bars():
+        learner.model.save_pretrained(part, **adapter)
+    tokenizer.save_pretrained(part)
+    weights = learner._weights
+    tensors = {
+        f"weight/{name}": master.detach().contiguous()
+        for name, master in zip(weights.names, weights.masters, strict=True)
+    }
+    numbers: list[dict[str, dict[str, Any]]] = []
+    for index, optimizer in enumerate(learner.optimizers):
+        numbers.append({})
+        for name, slots in _named_state(learner, optimizer).items():
+            for key, value in slots.items():
+                if isinstance(value, torch.Tensor):
+                    tensors[f"optimizer/{index}/{key}/{name}"] = value.detach().contiguous()
+                else:
+                    numbers[index].setdefault(name, {})[key] = value
+    save_file(tensors, part / "learner.safetensors")
+    about = {
+        "format": FORMAT,
+        "steps": learner.steps,
+        "version": learner.version,
+        "model": _identity(learner),
+        "optimizers": numbers,
+    }
+    (part / "learner.json").write_text(json.dumps(about, indent=1), encoding="utf-8")
+    (part / "state.json").write_text(json.dumps(state, indent=1), encoding="utf-8")
+
+
+@contextlib.contextmanager
+def _no_bars() -> Iterator[None]:
+    """transformers draws a bar for each file that it writes, over whatever the run shows."""
+    shown = hf_logging.is_progress_bar_enabled()
+    hf_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            hf_logging.enable_progress_bar()
+
+
+def _named_state(learner: Learner, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
+    names = {id(m): n for n, m in zip(learner._weights.names, learner._weights.masters, strict=True)}
+    return {names[id(param)]: slots for param, slots in optimizer.state.items()}
+
+
+def _load_weights(learner: Learner, file: Any) -> None:
+    weights = learner._weights
+    with torch.no_grad():
+        for name, master in zip(weights.names, weights.masters, strict=True):
+            master.copy_(file.get_tensor(f"weight/{name}"))
+    weights.write_back()
+
+
+def _load_optimizers(learner: Learner, file: Any, numbers: list[dict[str, dict[str, Any]]]) -> None:
+    names = {id(m): n for n, m in zip(learner._weights.names, learner._weights.masters, strict=True)}
+    stored: dict[tuple[int, str], dict[str, Any]] = {}
+    for full in file.keys():  # noqa: SIM118  (no mapping: safetensors' own object)
+        if full.startswith("optimizer/"):
+            _, index, key, name = full.split("/", 3)
+            stored.setdefault((int(index), name), {})[key] = file.get_tensor(full)
+    for index, optimizer in enumerate(learner.optimizers):
+        # torch counts parameters over all groups, in order
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        slots = {}
+        for number, param in enumerate(params):
+            name = names[id(param)]
+            found = stored.get((index, name), {}) | numbers[index].get(name, {})
+            if found:
+                slots[number] = found
+        optimizer.load_state_dict({"state": slots, "param_groups": optimizer.state_dict()["param_groups"]})
+
+
+def _identity(learner: Learner) -> dict[str, Any]:
+    """What a checkpoint must have in common with the learner that it is loaded into."""
+    weights = learner._weights
+    return {
+        "architecture": type(learner.causal).__name__,
+        "optimizers": [type(optimizer).__name__ for optimizer in learner.optimizers],
+        "trained": {n: list(m.shape) for n, m in zip(weights.names, weights.masters, strict=True)},
+        "frozen": _frozen_digest(learner.model),
+    }
+
+
+def _frozen_digest(model: torch.nn.Module) -> str:
+    """Of the weights that are not trained: an adapter fits only the base it was trained on."""
+    digest = hashlib.blake2b(digest_size=8)
+    for name, param in model.named_parameters():
+        if not param.requires_grad:
+            digest.update(name.encode())
+            digest.update(param.detach().flatten()[:SAMPLED].float().cpu().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _differences(there: dict[str, Any], here: dict[str, Any]) -> list[str]:
+    if there["architecture"] != here["architecture"]:
+        return [f"it holds a {there['architecture']}, the model is a {here['architecture']}"]
+    found = []
+    more = sorted(there["trained"].keys() - here["trained"].keys())
+    less = sorted(here["trained"].keys() - there["trained"].keys())
+    if more:
+        found.append(f"it has {len(more)} trained weights that the model does not train, such as {more[0]}")
+    if less:
+        found.append(f"it lacks {len(less)} trained weights of the model, such as {less[0]}")
+    for name in sorted(there["trained"].keys() & here["trained"].keys()):
+        old, new = there["trained"][name], here["trained"][name]
+        if old != new:
+            found.append(f"{name} has the shape {_shape(old)} in it and {_shape(new)} in the model")
+    if not found and there["frozen"] != here["frozen"]:
+        found.append("the weights under its adapter are others")
+    if there["optimizers"] != here["optimizers"]:
+        old, new = " and ".join(there["optimizers"]), " and ".join(here["optimizers"])
+        found.append(f"it was trained with {old}, this run uses {new}")
+    return found
+
+
+def _shape(sizes: list[int]) -> str:
+    return "x".join(map(str, sizes)) or "()"
+
+
+def _sync(folder: Path) -> None:
+    """To the disk before the rename: after a power cut the name must not stand for empty files."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+    _sync_folder(folder)
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,150 @@
+"""One model over one pack: hidden states through the prefix tree, or row by row for a model that cannot share
+prefixes; and the model's head. What a config does not tell is found by trying."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from TrainingFactory.data.packing import Pack, pack
+from TrainingFactory.learning.tree import ATTENTION, grid, plan_tree, span
+from TrainingFactory.types import Sample
+
+Head = Callable[[torch.Tensor], torch.Tensor]  # [C, D] -> [C, V]
+
+
+def causal_model(model: Any) -> PreTrainedModel:
+    """The transformers model inside PEFT's wrapper, with its adapter layers in place."""
+    return model if isinstance(model, PreTrainedModel) else model.get_base_model()
+
+
+@contextlib.contextmanager
+def tree_mode(model: PreTrainedModel, on: bool = True) -> Iterator[None]:
+    """The model with the tree's attention. Backward passes belong inside: with gradient checkpointing they run
+    the layers again."""
+    config = model.config.get_text_config()
+    before = config._attn_implementation
+    config._attn_implementation = ATTENTION if on else before
+    try:
+        yield
+    finally:
+        config._attn_implementation = before
+
+
+def tree_states(model: PreTrainedModel, pack: Pack) -> torch.Tensor:
+    """[N, D], each token of the tree once. Inside `tree_mode`."""
+    ids, positions = (torch.from_numpy(array).to(model.device) for array in (pack.token_ids, pack.positions))
+    return model.base_model(
+        input_ids=ids[None], position_ids=positions[None], use_cache=False,
+        tfactory_tree=plan_tree(pack, model.device),
+    ).last_hidden_state[0]  # fmt: skip
+
+
+def row_states(model: PreTrainedModel, pack: Pack) -> torch.Tensor:
+    """[N, D] by the model's own attention. Rows are padded at their end, where no token sees the padding."""
+    if any(node.parent >= 0 for node in pack.nodes):
+        raise ValueError(
+            "this model cannot share prefixes between rows: make_batch(..., sharing=learner.sharing)"
+        )
+    places, real = grid([span(node) for node in pack.nodes])  # [n, T]
+    ids = torch.from_numpy(pack.token_ids[places]).to(model.device)
+    states = model.base_model(input_ids=ids, use_cache=False).last_hidden_state.flatten(0, 1)
+    return states.index_select(0, torch.from_numpy(np.flatnonzero(real)).to(model.device))
+
+
+def head_of(model: PreTrainedModel) -> Head:
+    """The output layer with what some families do to the logits after it."""
+    linear: Any = model.get_output_embeddings()
+    config = model.config.get_text_config()
+    # Cohere multiplies, Granite divides, Gemma caps. These are foreign attributes, present or not.
+    scale = (getattr(config, "logit_scale", None) or 1.0) / (getattr(config, "logits_scaling", None) or 1.0)
+    cap = getattr(config, "final_logit_softcapping", None)
+
+    def head(states: torch.Tensor) -> torch.Tensor:
+        logits = linear(states)
+        logits = logits if scale == 1.0 else logits * scale
+        return logits if cap is None else torch.tanh(logits / cap) * cap
+
+    return linear if scale == 1.0 and cap is None else head
+
+
+@torch.no_grad()
+def check_head(model: PreTrainedModel) -> None:
+    """Refuse a model whose own logits are not what `head_of` makes of its hidden states."""
+    probe = _probe(model, sharing=False)
+    with _evaluating(model):
+        ids = torch.from_numpy(probe.token_ids).to(model.device)[None]
+        own = model(input_ids=ids, use_cache=False).logits[0].float()
+        made = head_of(model)(model.base_model(input_ids=ids, use_cache=False).last_hidden_state[0]).float()
+    if made.shape != own.shape or not _alike(made, own, 1e-2 if model.dtype != torch.float32 else 1e-4):
+        raise ValueError(
+            f"a {model.config.model_type!r} model cannot be trained: its forward does something to the logits "
+            "after the output layer that the learner does not know"
+        )
+
+
+@torch.no_grad()
+def why_not_shared(model: PreTrainedModel) -> str | None:
+    """Why prefix trees would not give what single rows give, or None if they do: by the config, and tried."""
+    layers = getattr(model.config.get_text_config(), "layer_types", None) or []  # foreign attribute
+    if odd := sorted({str(layer) for layer in layers} - {"full_attention"}):
+        return f"it has {' and '.join(odd)} layers"
+    if not model._can_set_attn_implementation():
+        return "its attention does not go through transformers' attention interface"
+    with _evaluating(model):
+        plain = row_states(model, _probe(model, sharing=False))
+        probe = _probe(model, sharing=True)
+        try:
+            with tree_mode(model):
+                shared = tree_states(model, probe)
+        except Exception as error:  # foreign code, which may not know our keyword or ask for what we lack
+            return f"its layers do not run over a tree ({str(error).splitlines()[0]})"
+    # The probe trains all tokens but the first, so `source` lists where the tokens of the rows stand.
+    rows = [plain[s] for s in _split(_probe(model, sharing=False))]
+    trees = [shared[s] for s in _split(probe)]
+    if not _alike(torch.cat(trees), torch.cat(rows), 5e-2 if model.dtype != torch.float32 else 1e-3):
+        return "over a tree its layers give something else than over rows"
+    return None
+
+
+def _split(pack: Pack) -> list[torch.Tensor]:
+    """Where the tokens of each row stand, rows in the order of the samples."""
+    return [torch.from_numpy(pack.source[pack.row == row]) for row in sorted(pack.rows)]
+
+
+def _alike(left: torch.Tensor, right: torch.Tensor, tolerance: float) -> bool:
+    return bool((left.float() - right.float()).abs().mean() <= tolerance * right.float().abs().mean())
+
+
+def _probe(model: PreTrainedModel, sharing: bool) -> Pack:
+    """Three rows, a tree of three levels."""
+    vocabulary = model.config.get_text_config().vocab_size
+    ids = [(13 + 7919 * place) % vocabulary for place in range(200)]
+    rows = [
+        ids[:30] + ids[40:90] + ids[100:107],
+        ids[:30] + ids[40:90] + ids[110:122],
+        ids[:30] + ids[130:150],
+    ]
+    samples = []
+    for row in rows:
+        zeros = [0.0] * len(row)
+        samples.append(Sample(row, [False] + [True] * (len(row) - 1), zeros, zeros, zeros, [0] * len(row)))
+    (only,) = pack(samples, 10_000, sharing)
+    return only
+
+
+@contextlib.contextmanager
+def _evaluating(model: PreTrainedModel) -> Iterator[None]:
+    """Without dropout for a while."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training

@@ -1,0 +1,43 @@
+"""LoRA adapters through PEFT."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftModel, TaskType, get_peft_model
+
+
+def add_lora(
+    model: Any,
+    r: int = 16,
+    alpha: int = 32,
+    dropout: float = 0.0,
+    target_modules: str | Sequence[str] = "all-linear",
+    *,
+    seed: int = 0,
+) -> PeftModel:
+    """The model with a fresh adapter: its weights are frozen, the adapter's are float32 and start as no change.
+    `target_modules` is all-linear (every linear layer but the head), or the endings of layer names."""
+    targets = target_modules if isinstance(target_modules, str) else list(target_modules)
+    config = LoraConfig(
+        r=r, lora_alpha=alpha, lora_dropout=dropout, target_modules=targets, task_type=TaskType.CAUSAL_LM
+    )
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            adapted = get_peft_model(model, config)
+    except ValueError as error:
+        names = sorted(
+            {n.rpartition(".")[2] for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
+        )
+        raise ValueError(
+            f"lora.target_modules {target_modules!r} does not fit the model ({str(error).splitlines()[0]}); "
+            f"use all-linear or names among {', '.join(names)}"
+        ) from error
+    assert isinstance(adapted, PeftModel)
+    for param in adapted.parameters():
+        if param.requires_grad:
+            param.data = param.data.float()
+    return adapted

@@ -1,0 +1,99 @@
+"""How good a model is on held-out tasks, with the uncertainty of the figure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from TrainingFactory.config import TrainingConfig
+from TrainingFactory.rollout import rollout_metrics
+from TrainingFactory.services.rollouts import Report, Rollouts
+from TrainingFactory.services.runs import RunFolder, is_run, list_runs
+from TrainingFactory.types import Trajectory
+
+Z95 = 1.959964  # a normal variable is within so many deviations with 95 % probability
+
+
+@dataclass(slots=True)
+class EvaluationReport:
+    report: Report
+    metrics: dict[str, float]
+    path: Path  # the saved episodes
+
+
+def evaluation_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """`rollout_metrics`, and `success`: the share of scored episodes whose outcome is over 0, with its 95 %
+    interval `success_low` to `success_high`. What could not be scored is counted in `episodes/unscored`."""
+    metrics = rollout_metrics(trajectories)
+    outcomes = [trajectory.reward.outcome for trajectory in trajectories if trajectory.reward is not None]
+    if outcomes:
+        won = sum(outcome > 0 for outcome in outcomes)
+        metrics["success"] = won / len(outcomes)
+        metrics["success_low"], metrics["success_high"] = wilson(won, len(outcomes))
+    return metrics
+
+
+def wilson(won: int, tried: int) -> tuple[float, float]:
+    """95 % interval of a share. Unlike the usual plus and minus it is right near 0 and 1 too."""
+    share, square = won / tried, Z95**2
+    middle = (share + square / (2 * tried)) / (1 + square / tried)
+    half = Z95 * math.sqrt(share * (1 - share) / tried + square / (4 * tried**2)) / (1 + square / tried)
+    return max(0.0, middle - half), min(1.0, middle + half)
+
+
+class Evaluation:
+    """A model in an environment, on tasks it has not been trained on. Names and files are checked when it is made."""
+
+    def __init__(self, config: TrainingConfig, out: Path | None = None) -> None:
+        group = config.training.group_size if "group_size" in config.training.model_fields_set else 1
+        self._rollouts = Rollouts(config, out, group)
+        self.total = self._rollouts.total
+
+    def run(self, on_episode: Callable[[Trajectory], None] = lambda _: None) -> EvaluationReport:
+        report = self._rollouts.run(on_episode)
+        metrics = report.metrics | evaluation_metrics(report.trajectories)
+        return EvaluationReport(report, metrics, self._rollouts.path)
+
+
+def model_of(name: str, runs: str | Path = "runs") -> dict[str, dict[str, Any]]:
+    """The sections of a config for a model, or for what a run has made: of a run's folder or name its last
+    checkpoint, with the environment it was trained in."""
+    found = _checkpoint_of(name, runs)
+    if found is None:
+        return {"model": {"name": name}}
+    run, checkpoint = found
+    trained = run.config
+    model = trained.model.model_dump(exclude_unset=True)
+    if (checkpoint / "adapter_config.json").is_file():
+        model["adapter"] = str(checkpoint)
+    else:
+        model |= {"name": str(checkpoint), "adapter": None, "revision": None}
+    sections = {"model": model}
+    for section in ("environment", "data", "sampling"):
+        sections[section] = getattr(trained, section).model_dump()
+    data = sections["data"]
+    data |= {
+        "split": "heldout",
+        "tasks": data["heldout"],
+        "count": data["heldout_count"],
+        "demonstrations": None,
+    }
+    return sections
+
+
+def _checkpoint_of(name: str, runs: str | Path) -> tuple[RunFolder, Path] | None:
+    """A run and one of its checkpoints, by the name of either; None for what is no run."""
+    path = Path(name).expanduser()
+    if path.parent.name == "checkpoints" and path.is_dir():
+        return RunFolder.find(str(path.parent.parent), runs), path
+    looks_like_a_run = path.parent == Path(runs)  # not a model on the hub, even if it is not there
+    if not looks_like_a_run and name not in [run.name for run in list_runs(runs)] and not is_run(path):
+        return None
+    run = RunFolder.find(name, runs)
+    checkpoints = run.checkpoints()
+    if not checkpoints:
+        raise ValueError(f"run {run.name} has no checkpoint yet")
+    return run, checkpoints[-1]

@@ -1,0 +1,143 @@
+"""A learner comes back from disk bit for bit, and never into another model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from TrainingFactory.algorithms.sft import SFT
+from TrainingFactory.data.packing import make_batch
+from TrainingFactory.learning import checkpoints
+from TrainingFactory.learning.checkpoints import load_checkpoint, save_checkpoint
+from TrainingFactory.learning.learner import Learner
+from TrainingFactory.learning.lora import add_lora
+from TrainingFactory.learning.optim import OptimizerOptions
+from TrainingFactory.models import LoadedModel, load_model
+from TrainingFactory.models.tiny import tiny_model
+from TrainingFactory.types import Sample
+
+
+def make(
+    name: Any = "adamw", seed: int = 0, lora: int = 0, dtype: str = "float32"
+) -> tuple[LoadedModel, Learner]:
+    loaded = load_model("builtin:tiny", seed=seed, dtype=dtype)
+    if lora:
+        loaded.model = add_lora(loaded.model, r=lora, seed=seed)
+    return loaded, Learner(loaded.model, OptimizerOptions(name, learning_rate=1e-3))
+
+
+def learn(learner: Learner, *numbers: int) -> None:
+    for number in numbers:
+        ids = [(7 * place + number) % 500 for place in range(20)]
+        zeros = [0.0] * 20
+        row = Sample(ids, [False] + [True] * 19, zeros, zeros, zeros, [0] * 20)
+        learner.update(make_batch([row]), SFT().loss)
+
+
+def weights(learner: Learner) -> dict[str, torch.Tensor]:
+    return {name: param.detach().clone() for name, param in learner.model.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    ("name", "lora", "dtype"),
+    [("adamw", 0, "float32"), ("muon", 0, "float32"), ("adamw", 0, "bfloat16"), ("adamw", 4, "float32")],
+)
+def test_training_goes_on_as_if_it_had_not_stopped(tmp_path: Path, name: str, lora: int, dtype: str) -> None:
+    loaded, learner = make(name, lora=lora, dtype=dtype)
+    learn(learner, 1, 2, 3)
+    save_checkpoint(tmp_path / "c", learner, loaded.tokenizer, {"mine": 1})
+    learn(learner, 4, 5)
+    _, other = make(name, seed=0 if lora else 5, lora=lora, dtype=dtype)
+    assert load_checkpoint(tmp_path / "c", other) == {"mine": 1}
+    assert (other.steps, other.version) == (3, 3)
+    learn(other, 4, 5)
+    ours, theirs = weights(learner), weights(other)
+    assert all(torch.equal(ours[key], theirs[key]) for key in ours)
+
+
+def test_a_checkpoint_is_a_model(tmp_path: Path) -> None:
+    loaded, learner = make()
+    learn(learner, 1)
+    save_checkpoint(tmp_path / "c", learner, loaded.tokenizer, {})
+    again = load_model(str(tmp_path / "c"), dtype="float32")
+    state = again.model.state_dict()
+    assert all(torch.equal(value, state[key]) for key, value in loaded.model.state_dict().items())
+    assert again.tokenizer("hello Oslo").input_ids == loaded.tokenizer("hello Oslo").input_ids
+    assert again.stop_ids == loaded.stop_ids
+
+
+def test_with_an_adapter_only_the_adapter_is_saved(tmp_path: Path) -> None:
+    loaded, learner = make(lora=4)
+    learn(learner, 1, 2)
+    save_checkpoint(tmp_path / "c", learner, loaded.tokenizer, {})
+    assert not (tmp_path / "c" / "model.safetensors").exists()
+    assert all("lora_" in key for key in load_file(tmp_path / "c" / "adapter_model.safetensors"))
+    again = load_model("builtin:tiny", adapter=str(tmp_path / "c"), dtype="float32")
+    ids = torch.arange(10)[None]
+    loaded.model.eval()
+    assert torch.equal(again.model(ids).logits, loaded.model(ids).logits)
+
+
+def test_nothing_is_pickled(tmp_path: Path) -> None:
+    loaded, learner = make()
+    learn(learner, 1)
+    save_checkpoint(tmp_path / "c", learner, loaded.tokenizer, {})
+    assert {path.suffix for path in (tmp_path / "c").iterdir()} == {".json", ".safetensors", ".jinja"}
+
+
+def test_checkpoints_of_other_models_are_refused(tmp_path: Path) -> None:
+    loaded, learner = make()
+    learn(learner, 1)
+    save_checkpoint(tmp_path / "c", learner, loaded.tokenizer, {})
+    smaller = Learner(tiny_model(500, 0, 1), OptimizerOptions("adamw", learning_rate=1e-3))
+    before = weights(smaller)
+    with pytest.raises(
+        ValueError, match=r"embed_tokens.weight has the shape \d+x128 in it and 500x128 in the model"
+    ):
+        load_checkpoint(tmp_path / "c", smaller)
+    assert all(torch.equal(before[key], value) for key, value in weights(smaller).items())
+    with pytest.raises(
+        ValueError, match=r"trained weights that the model does not train, such as .*; it lacks \d+ trained"
+    ):
+        load_checkpoint(tmp_path / "c", make(lora=4)[1])
+    with pytest.raises(ValueError, match="trained with AdamW, this run uses AdamW and Muon"):
+        load_checkpoint(tmp_path / "c", make("muon")[1])
+
+
+def test_an_adapter_fits_its_own_base_only(tmp_path: Path) -> None:
+    loaded, learner = make(lora=4)
+    save_checkpoint(tmp_path / "c", learner, loaded.tokenizer, {})
+    with pytest.raises(ValueError, match="weights under its adapter are others"):
+        load_checkpoint(tmp_path / "c", make(lora=4, seed=3)[1])
+
+
+def test_folders_that_are_none(tmp_path: Path) -> None:
+    loaded, learner = make()
+    with pytest.raises(ValueError, match=r"is no checkpoint: it has no learner.json"):
+        load_checkpoint(tmp_path, learner)
+    save_checkpoint(tmp_path / "c", learner, loaded.tokenizer, {})
+    (tmp_path / "c" / "learner.safetensors").write_bytes(b"x" * 100)
+    with pytest.raises(ValueError, match=r"learner.safetensors cannot be read"):
+        load_checkpoint(tmp_path / "c", learner)
+    (tmp_path / "c" / "learner.json").write_text(json.dumps({"format": 99}))
+    with pytest.raises(ValueError, match="format 99"):
+        load_checkpoint(tmp_path / "c", learner)
+
+
+def test_a_failed_write_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded, learner = make()
+    save_checkpoint(tmp_path / "c", learner, loaded.tokenizer, {"n": 1})
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoints, "save_file", full)
+    with pytest.raises(OSError, match="could not be written: No space left"):
+        save_checkpoint(tmp_path / "c", learner, loaded.tokenizer, {"n": 2})
+    assert load_checkpoint(tmp_path / "c", learner) == {"n": 1}
+    assert [path.name for path in tmp_path.iterdir()] == ["c"]

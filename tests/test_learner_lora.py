@@ -1,0 +1,188 @@
+"""Adapters: the base stays as it is, and is the reference. Sampler and learner agree after updates."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from tests.engine_kit import tiny
+from tests.learner_kit import (
+    batch_gradients,
+    far,
+    gradients,
+    make_learner,
+    ragged_rows,
+    row_gradients,
+    row_logprobs,
+    sample,
+    weighted,
+    weighted_part,
+    weights_of,
+    words,
+)
+from TrainingFactory.algorithms.grpo import GRPO
+from TrainingFactory.data.packing import make_batch
+from TrainingFactory.learning.learner import Learner
+from TrainingFactory.learning.lora import add_lora
+from TrainingFactory.learning.optim import OptimizerOptions
+from TrainingFactory.sampling import NativeEngine
+from TrainingFactory.types import Sample, SamplingParams
+
+
+def rows_of(count: int = 5) -> list[Sample]:
+    rng = random.Random(0)
+    head = words(rng, 60)
+    return [sample(rng, head + words(rng, 10 + n), 55) for n in range(count)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_base_is_bit_identical_after_updates(dtype: torch.dtype) -> None:
+    base = tiny().to(dtype)
+    before = weights_of(base)
+    model = add_lora(base, r=4, alpha=8)
+    learner = Learner(model, OptimizerOptions(learning_rate=1e-2))
+    assert learner.sharing and all("lora_" in name for name in learner._weights.names)
+    assert {master.dtype for master in learner._weights.masters} == {torch.float32}
+    batch = make_batch(rows_of())
+    reference = [learner._reference_logprobs(pack).tolist() for pack in batch.packs]
+    for _ in range(3):
+        learner.update(batch, weighted)
+    after = {name.replace(".base_layer", ""): value for name, value in base.state_dict().items()}
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert any(value.any() for name, value in after.items() if "lora_B" in name)
+    # adapters off is the model before training, and adapters on again is not
+    assert [learner._reference_logprobs(pack).tolist() for pack in batch.packs] == reference
+    with torch.no_grad():
+        now = [learner.logprobs(pack)[0].tolist() for pack in batch.packs]
+    assert now != reference
+    assert all(param.requires_grad == ("lora_" in name) for name, param in model.named_parameters())
+
+
+def test_adapter_gradients_equal_plain_rows() -> None:
+    model = add_lora(tiny(), r=4, alpha=8, target_modules=["q_proj", "up_proj"])
+    for name, param in model.named_parameters():
+        if "lora_B" in name:  # zero at the start, and then lora_A has no gradient
+            torch.nn.init.normal_(param, std=0.2, generator=torch.Generator().manual_seed(0))
+    rows = ragged_rows(0)[:10]
+    model.eval()
+    wanted = row_gradients(model, rows, weighted_part)
+    found = batch_gradients(make_learner(model), rows)
+    assert len(found) == 8 and far(found, wanted) < 1e-5
+    checkpointed = batch_gradients(make_learner(model, gradient_checkpointing=True), rows)
+    assert far(checkpointed, wanted) < 1e-5
+
+
+def test_a_fresh_adapter_changes_nothing_and_comes_from_its_seed() -> None:
+    rows = rows_of(1)
+    plain = row_logprobs(tiny().eval(), rows[0])
+    one, same, other = (add_lora(tiny(), seed=seed).eval() for seed in (1, 1, 2))
+    assert torch.equal(row_logprobs(one, rows[0]), plain)
+    first, second, third = (
+        next(p for n, p in m.named_parameters() if "lora_A" in n) for m in (one, same, other)
+    )
+    assert torch.equal(first, second) and not torch.equal(first, third)
+
+
+def test_targets_that_do_not_exist_are_named() -> None:
+    with pytest.raises(ValueError, match=r"lora.target_modules \['nope'\].*q_proj"):
+        add_lora(tiny(), target_modules=["nope"])
+
+
+@pytest.mark.parametrize("how", ["frozen copy", "adapters off"])
+def test_kl_against_the_reference(how: str) -> None:
+    """After an update the reference is still the model before it."""
+    base: Any = tiny()
+    frozen = copy.deepcopy(base).eval()
+    model = add_lora(base, r=4) if how == "adapters off" else base
+    learner = make_learner(model, reference=None if how == "adapters off" else frozen)
+    rows, algorithm = rows_of(), GRPO(kl=0.5)
+    for _ in range(2):
+        learner.update(make_batch(rows), weighted)
+    batch = learner.annotate(make_batch(rows, 100), algorithm.needs)
+    assert len(batch.packs) > 1
+    for pack in batch.packs:
+        assert pack.reference is not None
+        for number in pack.rows:
+            wanted = row_logprobs(frozen, rows[number]).detach()
+            found = torch.from_numpy(pack.reference[pack.row == number])
+            torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+    figures = learner.evaluate(batch, algorithm.loss)
+    tokens = sum(sum(row.loss_mask) for row in rows)
+    model.eval()
+    gaps = [row_logprobs(frozen, row) - row_logprobs(model, row) for row in rows]
+    wanted = sum((gap.exp() - gap - 1).sum().item() for gap in gaps) / tokens
+    assert figures["kl"] == pytest.approx(wanted, rel=1e-3) and wanted > 1e-6
+
+
+def test_a_reference_that_is_not_there_is_asked_for() -> None:
+    with pytest.raises(ValueError, match="frozen copy"):
+        make_learner().annotate(make_batch(rows_of(1)), frozenset({"reference"}))
+
+
+# -- the sampler's log-probs are the learner's
+
+
+@pytest.mark.parametrize("adapter", [False, True])
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_sampler_and_learner_agree_after_updates(adapter: bool, temperature: float) -> None:
+    """Three steps, the same prompts each time: keys and values of old weights would show as a gap."""
+    model: Any = add_lora(tiny(), r=4) if adapter else tiny()
+    engine = NativeEngine(model, slots=8, max_length=128)
+    learner = Learner(model, OptimizerOptions(learning_rate=1e-2), sampler=engine, temperature=temperature)
+    rng = random.Random(0)
+    head = words(rng, 60)
+    prompts = [head + words(rng, 5) for _ in range(4)]
+    algorithm, gaps = GRPO(), []
+    for step in range(3):
+        sampler = learner.publish()
+        assert sampler.policy_version == learner.version == step
+        rows = asyncio.run(sampled_rows(sampler, prompts, step, temperature))
+        figures = learner.update(make_batch(rows), algorithm.loss)
+        gaps.append(figures["sampler_gap"])
+    assert max(gaps) < 1e-5
+    # without publishing, the engine still samples but its keys are old: the figure shows it
+    stale = asyncio.run(sampled_rows(engine, prompts, 9, temperature))
+    assert learner.update(make_batch(stale), algorithm.loss)["sampler_gap"] > 1e-3
+
+
+async def sampled_rows(sampler: Any, prompts: list[list[int]], step: int, temperature: float) -> list[Sample]:
+    rows = []
+    for number, prompt in enumerate(prompts):
+        how = SamplingParams(max_tokens=10, seed=100 * step + number, temperature=temperature)
+        done = await sampler.sample(prompt, how)
+        known, new = len(prompt), len(done.token_ids)
+        zeros = [0.0] * known
+        rows.append(
+            Sample(
+                prompt + done.token_ids, [False] * known + [True] * new, zeros + done.logprobs,
+                zeros + [(-1.0) ** number] * new, zeros + [0.0] * new, [step] * (known + new),
+            )
+        )  # fmt: skip
+    return rows
+
+
+def test_updates_leave_the_model_as_the_sampler_needs_it() -> None:
+    """Attention function and gradients are put back, also after an error in the loss."""
+    model = tiny()
+    learner = make_learner(model)
+    before = model.config._attn_implementation
+
+    calls: list[int] = []
+
+    def broken(trained: Any) -> Any:
+        calls.append(len(calls))
+        if len(calls) == 2:
+            raise RuntimeError("no")
+        return weighted(trained)
+
+    wanted = gradients(learner, make_batch(rows_of()))
+    with pytest.raises(RuntimeError, match="no"):
+        learner.update(make_batch(rows_of(), 100), broken)
+    assert far(gradients(learner, make_batch(rows_of())), wanted) == 0  # nothing of the broken step is left
+    assert model.config._attn_implementation == before
+    assert all(param.grad is None for param in model.parameters())
