@@ -115,6 +115,8 @@ def gradients(learner: Learner, batch: Batch, loss: Loss = weighted) -> Gradient
 
 
 def batch_gradients(learner: Learner, rows: Sequence[Sample], **packing: Any) -> Gradients:
+    # A tree that gives something else than rows would be noticed by the learner, which then goes by rows.
+    assert learner.sharing or not packing.get("sharing", True)
     return gradients(learner, make_batch(rows, **packing))
 
 
