@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from TrainingFactory.types import (
@@ -152,7 +151,6 @@ class Policy(Protocol):
     def publish(self) -> Sampler: ...
     def annotate(self, batch: Any, needs: frozenset[str]) -> Any: ...
     def update(self, batch: Any, loss: Callable[[Any], Any]) -> dict[str, float]: ...
-    def save(self, folder: Path) -> None: ...
 
 
 class Tracker(Protocol):

@@ -32,7 +32,7 @@ def evaluate(
     ```
     tfactory eval runs/grpo-search-1
     tfactory eval qwen3-4b --env search --tasks 200
-    tfactory eval runs/warm/checkpoints/step-000300 --env calculator --temperature 0 --json
+    tfactory eval runs/warm/checkpoints/step-000160 --env calculator --temperature 0 --json
     ```
 
     Parameters

@@ -19,7 +19,7 @@ def train(config: str, /, *overrides: str, name: str | None = None) -> int:
 
     ```
     tfactory train configs/tiny_sft.yaml --name warm
-    tfactory train configs/tiny_grpo.yaml model.name=runs/warm/checkpoints/step-000300
+    tfactory train configs/tiny_grpo.yaml model.name=runs/warm/checkpoints/step-000160
     tfactory train configs/qwen3_grpo.yaml training.learning_rate=2e-6 lora.enabled=true
     ```
 
