@@ -62,3 +62,10 @@ def test_all_bad_lines_are_told_at_once(tmp_path: Path):
 def test_no_file(tmp_path: Path):
     with pytest.raises(ValueError, match="no file of tasks"):
         load_tasks(tmp_path / "none.jsonl")
+
+
+def test_a_file_that_is_no_text_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "tasks.jsonl"
+    path.write_bytes(b'{"prompt": "\xff\xfe"}\n')
+    with pytest.raises(ValueError, match=r"tasks\.jsonl is not a UTF-8 text"):
+        load_tasks(path)

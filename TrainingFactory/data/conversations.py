@@ -9,11 +9,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from TrainingFactory.data.lines import read_lines
 from TrainingFactory.data.trajectories import trajectory_from_dict
 from TrainingFactory.openai_form import message_from_dict, spec_from_dict
 from TrainingFactory.types import Message, ToolSpec, Trajectory
 
-MAX_PROBLEMS = 10  # told at once
 FORMS = '"messages" (and "tools"), "prompt" and "completion", or a trajectory\'s "task" and "turns"'
 
 
@@ -28,34 +28,13 @@ class Conversation:
 
 
 def load_conversations(path: str | Path) -> list[Conversation]:
-    path = Path(path)
-    if not path.is_file():
-        raise ValueError(f"there is no file of demonstrations at {path}")
-    found: list[Conversation] = []
-    problems: list[str] = []
-    with path.open(encoding="utf-8-sig", errors="surrogatepass") as file:
-        for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            try:
-                found.append(_conversation(line, f"{path.stem}-{number}"))
-            except ValueError as error:
-                problems.append(f"{path}, line {number} {error}")
-    if problems:
-        more = [f"and {len(problems) - MAX_PROBLEMS} more"] if len(problems) > MAX_PROBLEMS else []
-        raise ValueError("\n".join(problems[:MAX_PROBLEMS] + more))
-    if not found:
-        raise ValueError(f"{path} is empty: one JSON object a line is needed")
-    return found
+    stem = Path(path).stem
+    return read_lines(
+        path, "demonstrations", f"with {FORMS}", lambda row, number: _conversation(row, f"{stem}-{number}")
+    )
 
 
-def _conversation(line: str, default_id: str) -> Conversation:
-    try:
-        row = json.loads(line)
-    except ValueError as error:
-        raise ValueError(f"is not valid JSON: {error}") from error
-    if not isinstance(row, dict):
-        raise ValueError(f"must be an object with {FORMS}, not {line.strip()[:40]}")
+def _conversation(row: dict[str, Any], default_id: str) -> Conversation:
     if "turns" in row and "task" in row:
         return _from_trajectory(row)
     tools = row.get("tools") or []

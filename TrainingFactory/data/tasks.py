@@ -2,55 +2,31 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
+from TrainingFactory.data.lines import read_lines
 from TrainingFactory.openai_form import message_from_dict
 from TrainingFactory.types import Message, Task
-
-MAX_PROBLEMS = 10  # told at once
 
 
 def load_tasks(path: str | Path) -> list[Task]:
     """`prompt` is a text or a list of OpenAI-style messages. A task without `id` is named after its line;
     keys that are not part of a task go to its metadata."""
-    path = Path(path)
-    if not path.is_file():
-        raise ValueError(f"there is no file of tasks at {path}")
-    tasks: list[Task] = []
+    stem = Path(path).stem
     line_of: dict[str, int] = {}
-    problems: list[str] = []
-    with path.open(encoding="utf-8-sig") as file:  # some programs put a mark at the beginning
-        for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            try:
-                task = _task(line, f"{path.stem}-{number}")
-                if task.id in line_of:
-                    raise ValueError(
-                        f"has the id {task.id!r}, which is already that of line {line_of[task.id]}"
-                    )
-            except ValueError as error:
-                problems.append(f"{path}, line {number} {error}")
-            else:
-                line_of[task.id] = number
-                tasks.append(task)
-    if problems:
-        more = [f"and {len(problems) - MAX_PROBLEMS} more"] if len(problems) > MAX_PROBLEMS else []
-        raise ValueError("\n".join(problems[:MAX_PROBLEMS] + more))
-    if not tasks:
-        raise ValueError(f"{path} is empty: one JSON object a line is needed")
-    return tasks
+
+    def read(row: dict[str, Any], number: int) -> Task:
+        task = _task(row, f"{stem}-{number}")
+        if task.id in line_of:
+            raise ValueError(f"has the id {task.id!r}, which is already that of line {line_of[task.id]}")
+        line_of[task.id] = number
+        return task
+
+    return read_lines(path, "tasks", 'like {"prompt": "..."}', read)
 
 
-def _task(line: str, default_id: str) -> Task:
-    try:
-        row = json.loads(line)
-    except ValueError as error:
-        raise ValueError(f"is not valid JSON: {error}") from error
-    if not isinstance(row, dict):
-        raise ValueError(f'must be an object like {{"prompt": "..."}}, not {line.strip()[:40]}')
+def _task(row: dict[str, Any], default_id: str) -> Task:
     if "prompt" not in row:
         raise ValueError(f'has no "prompt"; its keys are: {", ".join(row) or "none"}')
     metadata = row.get("metadata") or {}

@@ -1,0 +1,51 @@
+"""Files with one JSON object a line, read so that everything wrong with them is told at once."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+Row = TypeVar("Row")
+MAX_PROBLEMS = 10  # told at once
+
+
+def read_lines(
+    path: str | Path, what: str, form: str, read: Callable[[dict[str, Any], int], Row]
+) -> list[Row]:
+    """`read` makes a row of each line's object and number; the text of its ValueError goes on after "FILE, line N".
+    `what` names the rows and `form` an object that would be right, both for the texts."""
+    path = Path(path)
+    if not path.is_file():
+        raise ValueError(f"there is no file of {what} at {path}")
+    rows: list[Row] = []
+    problems: list[str] = []
+    # utf-8-sig: some programs put a mark at the beginning. surrogatepass: what a model wrote may hold half a character.
+    with path.open(encoding="utf-8-sig", errors="surrogatepass") as file:
+        try:
+            for number, line in enumerate(file, 1):
+                if not line.strip():
+                    continue
+                try:
+                    rows.append(read(_object(line, form), number))
+                except ValueError as error:
+                    problems.append(f"{path}, line {number} {error}")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path} is not a UTF-8 text: {error.reason}") from error
+    if problems:
+        more = [f"and {len(problems) - MAX_PROBLEMS} more"] if len(problems) > MAX_PROBLEMS else []
+        raise ValueError("\n".join(problems[:MAX_PROBLEMS] + more))
+    if not rows:
+        raise ValueError(f"{path} is empty: one JSON object a line is needed")
+    return rows
+
+
+def _object(line: str, form: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"is not valid JSON: {error}") from error
+    if not isinstance(row, dict):
+        raise ValueError(f"must be an object {form}, not {line.strip()[:40]}")
+    return row
