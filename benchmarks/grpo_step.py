@@ -14,7 +14,6 @@ TRL's median step over ours, `ratio_all_rows` the same if we computed all rows.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import copy
 import importlib
 import json
@@ -70,7 +69,7 @@ def our_side(model: Any, chat: ChatFormat, tasks: list[Task]) -> Callable[[int],
     def step(number: int) -> Figures:
         chosen = tasks[number * GROUPS : (number + 1) * GROUPS]
         started = time.perf_counter()
-        groups = asyncio.run(rollouts.rollout_batch(chosen, learner.publish(), MEMBERS, step=number))
+        groups = rollouts.rollout(chosen, learner.publish(), MEMBERS, step=number)
         sampled = time.perf_counter()
         rows = [row for group in groups for row in algorithm.samples(group)]
         learner.update(make_batch(rows), algorithm.loss)

@@ -92,7 +92,7 @@ def rollouts(chat: Any, sampler: Sampler, tasks: list[Task]) -> Callable[[int], 
     )
 
     def play(number: int) -> int:
-        groups = asyncio.run(engine.rollout_batch(tasks, sampler, MEMBERS, step=number))
+        groups = engine.rollout(tasks, sampler, MEMBERS, step=number)
         return sum(sampled_tokens(episode) for group in groups for episode in group)
 
     return play

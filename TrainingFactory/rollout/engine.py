@@ -69,6 +69,19 @@ class AsyncRolloutEngine:
             raise
         return [trajectories[start : start + group_size] for start in range(0, len(trajectories), group_size)]
 
+    def rollout(
+        self, tasks: Sequence[Task], sampler: Sampler, group_size: int = 1, step: int = 0
+    ) -> list[list[Trajectory]]:
+        """`rollout_batch` for callers without an event loop."""
+        groups: list[list[Trajectory]] = []
+
+        async def fill() -> None:
+            # Not returned: asyncio.run makes a text of its task, and with it of a batch of trajectories.
+            groups.extend(await self.rollout_batch(tasks, sampler, group_size, step))
+
+        asyncio.run(fill())
+        return groups
+
     async def _run(self, run: EpisodeRun, gate: asyncio.Semaphore) -> Trajectory:
         async with gate:
             trajectory = await run.run()

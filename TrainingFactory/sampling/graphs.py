@@ -18,12 +18,22 @@ import torch
 log = logging.getLogger(__name__)
 
 ROWS = (8, 16, 32, 48, 64, 96, 128, 192, 256)
+SPANS = (8, 4, 2)  # tokens of each row, where rows have guesses
 Step = Callable[[list[torch.Tensor]], torch.Tensor]
 
 
 def graph_rows(rows: int, most: int) -> int:
     """The next number of rows for which there is to be a graph, so that there are few of them."""
     return min(most, next((size for size in ROWS if size >= rows), -(-rows // 128) * 128))
+
+
+def graph_span(guesses: np.ndarray, rows: int, most: int) -> int:
+    """How many tokens each row is to be fed, so that at least a third of the added ones are guesses; 0: none
+    has enough of them."""
+    for span in SPANS:
+        if span <= most and np.minimum(guesses, span - 1).sum() * 3 >= rows * (span - 1):
+            return span
+    return 0
 
 
 class DecodeGraphs:

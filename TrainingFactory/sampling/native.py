@@ -28,8 +28,9 @@ from typing import Any
 
 import numpy as np
 
-from TrainingFactory.sampling.graphs import graph_rows
-from TrainingFactory.sampling.runner import CHUNK, Plan, Runner
+from TrainingFactory.sampling.drafts import CONTEXT, Drafts
+from TrainingFactory.sampling.planning import Planner
+from TrainingFactory.sampling.runner import Runner
 from TrainingFactory.sampling.table import Request, Round, Seat, SlotTable
 from TrainingFactory.sampling.view import causal_model, refuse, routes_tokens
 from TrainingFactory.types import Completion, SamplingParams
@@ -48,6 +49,7 @@ class EngineStats:
     forwards: int = 0
     decodes: int = 0  # forwards with decoding rows
     rows: int = 0  # decoding rows fed, unused ones included
+    guessed: int = 0  # tokens fed on a guess
     evictions: int = 0
 
 
@@ -90,6 +92,7 @@ class NativeEngine:
         max_length: int = 4096,
         deterministic: bool = False,
         prefill_tokens: int | None = None,
+        guesses: int = 7,  # most tokens that a row feeds on a guess in one step; 0: none
     ) -> None:
         if slots < 1 or max_length < 2:
             raise ValueError(f"the engine needs a slot and room for two tokens, not {slots=}, {max_length=}")
@@ -99,7 +102,11 @@ class NativeEngine:
             raise refuse(causal.config.model_type, reason)
         self._table = SlotTable(slots, max_length, deterministic=deterministic)
         self._runner = Runner(causal, self._table)
-        self._prefill_tokens = prefill_tokens or (1024 if self._runner.device.type == "cpu" else 4096)
+        on_cuda = self._runner.device.type == "cuda"
+        # What there is to guess from depends on timing, so in deterministic mode nothing is guessed.
+        self._drafts = Drafts() if guesses and not deterministic else None
+        budget = prefill_tokens or (4096 if on_cuda else 1024)
+        self._planner = Planner(self._table, budget, self._drafts, guesses, few_shapes=on_cuda)
         self._version = 0
         self._counts = EngineStats()
         self._opened = 0  # sessions so far
@@ -289,14 +296,18 @@ class NativeEngine:
     def _step(self) -> None:
         table, counts = self._table, self._counts
         self._compact()
-        plan = self._plan()
-        slots, tokens, logprobs = self._runner.run(plan)
+        plan = self._planner.plan()
+        sampled = self._runner.run(plan)
         counts.prefilled += int(plan.counts.sum())
-        counts.sampled += len(slots)
+        counts.sampled += len(sampled.slots)
+        counts.guessed += int(plan.guessed.sum())
         counts.forwards += 1
         counts.decodes += bool(plan.rows)
         counts.rows += plan.rows
-        done = [table.finish(slot, self._version) for slot in table.accept(slots, tokens, logprobs)]
+        done = [table.finish(slot, self._version) for slot in table.accept(*sampled)]
+        if self._drafts is not None:
+            context = table.recent(sampled.slots, sampled.places, CONTEXT)
+            self._drafts.learn(context, sampled.tokens)
         if done:
             self._deliver(done)
 
@@ -311,37 +322,6 @@ class NativeEngine:
         both = [slot for pair in pairs for slot in pair]
         self._runner.copy([*pairs, *((b, a) for a, b in pairs)], int(self._table.stored[both].max()))
         self._table.exchange(pairs)
-
-    def _plan(self) -> Plan:
-        """All rows that decode, and as many chunks as the budget allows, the oldest first."""
-        table = self._table
-        running = np.flatnonzero(table.running)
-        chunking = table.stored[running] < table.chunked[running]
-        dense, queue = running[~chunking], running[chunking]
-        if table.deterministic:
-            return self._fixed_plan(dense, queue)
-        rows = int(dense[-1]) + 1 if len(dense) else 0
-        if self._runner.device.type == "cuda":
-            rows = graph_rows(rows, table.slots) if rows else 0
-        taken, counts, longest = [], [], 0
-        for slot in queue[table.used[queue].argsort(kind="stable")].tolist():
-            count = min(int(table.chunked[slot] - table.stored[slot]), self._prefill_tokens)
-            if taken and (len(taken) + 1) * max(longest, count) > self._prefill_tokens:
-                continue
-            longest = max(longest, count)
-            taken.append(slot)
-            counts.append(count)
-        order = np.argsort(taken)
-        return Plan(dense, rows, np.array(taken, np.int64)[order], np.array(counts, np.int64)[order])
-
-    def _fixed_plan(self, dense: np.ndarray, queue: np.ndarray) -> Plan:
-        """Deterministic mode: one chunk alone, or one row per slot."""
-        table = self._table
-        if not len(queue):
-            return Plan(dense, table.slots)
-        slot = queue[:1]
-        count = np.minimum(CHUNK - table.stored[slot] % CHUNK, table.chunked[slot] - table.stored[slot])
-        return Plan(dense[:0], 0, slot, count)
 
     def _deliver(self, results: Sequence[tuple[Request, Completion | BaseException]]) -> None:
         """Hand results to the event loops that wait for them, one call for each loop."""

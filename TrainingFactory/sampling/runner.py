@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -12,22 +12,33 @@ from transformers import PreTrainedModel
 
 from TrainingFactory.sampling.graphs import DecodeGraphs
 from TrainingFactory.sampling.picking import Filters, pick, uniforms
-from TrainingFactory.sampling.slots import ATTENTION, Chunks, Shape, SlotCache, StepContext
+from TrainingFactory.sampling.planning import CHUNK, NONE, Plan
+from TrainingFactory.sampling.slots import ATTENTION, Part, Shape, SlotCache, StepContext
 from TrainingFactory.sampling.table import SlotTable
 from TrainingFactory.sampling.view import check_model, refuse, shared_view
 
-NONE = np.zeros(0, np.int64)
-CHUNK = 32  # deterministic mode: tokens of one prefill forward, at multiples of it
-
 
 @dataclass(slots=True)
-class Plan:
-    """What one forward feeds. Slot i of the dense part is row i."""
+class Flat:
+    """The tokens of a forward, as arrays; and of each row of logits, which of them it is."""
 
-    dense: np.ndarray  # slots that feed one token each
-    rows: int = 0  # R, dense rows with the unused ones among them
-    slots: np.ndarray = field(default_factory=lambda: NONE)  # [P] slots that feed a chunk, in order
-    counts: np.ndarray = field(default_factory=lambda: NONE)  # [P] tokens of each chunk
+    tokens: np.ndarray  # [N]
+    positions: np.ndarray  # [N]
+    where: np.ndarray  # [N] cache places
+    fed: np.ndarray  # [R] tokens of each dense row
+    rows: np.ndarray  # [M] slot
+    offsets: np.ndarray  # [M] 0: after the row's last known token; k: after k guesses
+    live: np.ndarray  # [M] whether a token is wanted
+    keep: np.ndarray  # [M] the flat token that the logits are of
+
+
+class Sampled(NamedTuple):
+    """New tokens, in the order of slots and places."""
+
+    slots: np.ndarray
+    places: np.ndarray  # in their slot's sequence
+    tokens: np.ndarray
+    logprobs: np.ndarray
 
 
 def round_up(number: int, step: int) -> int:
@@ -54,7 +65,7 @@ class Runner:
         self._hidden = torch.full((), -torch.inf, dtype=self.dtype, device=self.device)
         same_sizes = all(shape.key_size == shape.value_size for shape in self.shapes)
         self._fused = same_sizes and self.device.type == "cpu"  # the CPU's fused kernel takes these layers
-        self._trunk, self._trunk_key = 0, (0, b"")
+        self._trunks: dict[tuple[int, bytes], int] = {}
         self._graphs = DecodeGraphs(self.device) if self.device.type == "cuda" else None
         self._compare()
 
@@ -81,10 +92,12 @@ class Runner:
         ids = torch.arange(8, device=self.device)[None] % self.vocabulary
         expected = shared_view(self.model, "eager")(input_ids=ids, use_cache=False).logits[0].float()
         cache, positions = SlotCache(1, 64, self.shapes), self._span[:8]
-        chunk = Chunks(slice(0, 1), self._mask(positions[None, :7], 64), 64)
+        chunk, row = (
+            Part(slice(0, 1), self._mask(part[None], 64), 64) for part in (positions[:7], positions[7:])
+        )
         steps = (
             StepContext(cache, positions[:7], chunks=chunk),
-            StepContext(cache, positions[7:], rows=1, mask=self._mask(positions[None, 7:], 64), width=64),
+            StepContext(cache, positions[7:], dense=row, tokens=1),
         )
         inputs = zip(ids.split((7, 1), 1), positions[None].split((7, 1), 1), steps, strict=True)
         parts = [
@@ -124,57 +137,68 @@ class Runner:
             return min(round_up(length, 128 if self.device.type == "cuda" else 64), self.full)
         return min(round_up(length, 512), self.full) if self._fused else self.full
 
-    def trunk(self, dense: np.ndarray) -> int:
-        """How many leading positions the dense rows have in common, where it pays to read them once. Not in
+    def trunk(self, slots: np.ndarray) -> int:
+        """How many leading positions these have in common, where it pays to read them once. Not in
         deterministic mode, where nothing may depend on who else is there."""
-        if len(dense) < 4 or self.table.deterministic or not self._fused:
+        if len(slots) < 4 or self.table.deterministic or not self._fused:
             return 0
-        key = (self.table.changes, dense.tobytes())
-        if key != self._trunk_key:
-            common = self.table.trunk(dense) // 32 * 32
-            self._trunk_key, self._trunk = key, common if common >= 64 else 0
-        return self._trunk
+        key = (self.table.changes, slots.tobytes())
+        if key not in self._trunks:
+            if len(self._trunks) > 8:
+                self._trunks.clear()
+            common = self.table.trunk(slots) // 32 * 32
+            self._trunks[key] = common if common >= 64 else 0
+        return self._trunks[key]
 
     # -- one forward
 
     @torch.inference_mode()
-    def run(self, plan: Plan) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Feed what the plan says; (slots, tokens, log-probs) of the rows that came to a new token. The
-        table's `stored` counts are moved on; the new tokens are the caller's to enter."""
+    def run(self, plan: Plan) -> Sampled:
+        """Feed what the plan says; the tokens that were drawn, guesses that came true among them. The table's
+        `stored` counts are moved on; the new tokens are the caller's to enter."""
         table = self.table
-        stored = table.stored
-        dense_end = int(stored[plan.dense].max()) + 1 if len(plan.dense) else 0
+        stored, guessed = table.stored, plan.guessed if plan.guesses is not None else 0
+        dense_end = int((stored[plan.dense] + guessed).max()) + 1 if len(plan.dense) else 0
         chunk_end = int((stored[plan.slots] + plan.counts).max()) if len(plan.slots) else 0
         cache = self.reserve(max(dense_end, chunk_end))
-        rows, live, keep = self._new_tokens(plan)  # [M] slots of the logit rows
         trunk = self.trunk(plan.dense)
-        arrays = [*self._flat(plan, cache, trunk), keep, uniforms(table.seed[rows], table.known[rows])]
-        arrays += self._padding(plan) + self._limits(rows[live], rows)
-        if self._graphs is not None and not len(plan.slots) and len(arrays) <= 8:
-            picked = self._replay(plan, cache, arrays, self.width(dense_end))
-            if picked is not None:
-                table.advance(plan.dense, 1)
-                return _chosen(picked, rows, live)
-        tensors = to_device(arrays, self.device)
-        ids, positions, where, index, draws = tensors[:5]
-        step = StepContext(cache=cache, where=where, rows=plan.rows, width=self.width(dense_end))
-        if plan.rows:
-            step.mask = self._mask(positions[: plan.rows, None], step.width)
-            step.trunk, step.trunk_slot = trunk, int(plan.dense[0])
-        if len(plan.slots):
-            step.chunks = self._chunks(plan, positions, tensors[5:7], self.width(chunk_end))
-        logits = self.view(
+        flat = self._flat(plan, cache, trunk)
+        draws = uniforms(table.seed[flat.rows], table.known[flat.rows] + flat.offsets)
+        arrays = [flat.tokens, flat.positions, flat.where, flat.keep, draws]
+        limits = self._limits(flat.rows[flat.live], flat.rows)
+        picked = None
+        if self._graphs is not None and not len(plan.slots) and len(limits) < 2:
+            picked = self._replay(plan, cache, [*arrays, *limits], self.width(dense_end))
+        if picked is None:
+            covered, counts = _covered(plan)
+            padding = [*_padding(flat.fed), *_padding(counts)]
+            tensors = to_device([*arrays, *padding, *limits], self.device)
+            step = StepContext(cache=cache, where=tensors[2], tokens=int(flat.fed.sum()))
+            if plan.rows:
+                step.dense = self._part(
+                    slice(0, plan.rows), tensors[1][: step.tokens], tensors[5:7], self.width(dense_end)
+                )
+                step.dense.trunk, step.dense.trunk_slot = trunk, int(plan.dense[0])
+            if len(plan.slots):
+                slots = torch.from_numpy(plan.slots).to(self.device) if covered is None else covered
+                step.chunks = self._part(
+                    slots, tensors[1][step.tokens :], tensors[7:9], self.width(chunk_end)
+                )
+                step.chunks.trunk, step.chunks.trunk_slot = self.trunk(plan.slots), int(plan.slots[0])
+            logits = self._logits(tensors[0], tensors[1], step, tensors[3] if len(plan.slots) else 0)
+            if flat.live.any():
+                picked = _pick(logits, tensors[4], tensors[9:])
+        return self._settle(plan, flat, picked)
+
+    def _logits(
+        self, ids: torch.Tensor, positions: torch.Tensor, step: StepContext, keep: torch.Tensor | int
+    ) -> torch.Tensor:
+        """[M, V]"""
+        result = self.view(
             input_ids=ids[None], position_ids=positions[None], use_cache=False, tfactory_step=step,
-            logits_to_keep=index if len(plan.slots) else 0,
-        ).logits[0]  # [M, V]  # fmt: skip
-        table.advance(plan.dense, 1)
-        if len(plan.slots):
-            table.advance(plan.slots, plan.counts)
-        if not live.any():
-            return rows[live], rows[live], np.zeros(0)
-        limits = tensors[7:]
-        filters = Filters(*limits[1:]) if len(limits) > 1 else None
-        return _chosen(pick(logits, draws, limits[0] if limits else None, filters), rows, live)
+            logits_to_keep=keep,
+        )  # fmt: skip
+        return result.logits[0]
 
     def _replay(
         self, plan: Plan, cache: SlotCache, arrays: list[np.ndarray], width: int
@@ -184,75 +208,100 @@ class Runner:
 
         def step(tensors: list[torch.Tensor]) -> torch.Tensor:
             ids, positions, where, _, draws, *limits = tensors
-            mask = self._mask(positions[:, None], width)
-            context = StepContext(cache=cache, where=where, rows=plan.rows, width=width, mask=mask)
-            logits = self.view(
-                input_ids=ids[None], position_ids=positions[None], use_cache=False, tfactory_step=context
-            ).logits[0]
-            return pick(logits, draws, limits[0] if limits else None)
+            part = Part(
+                slice(0, plan.rows), self._mask(positions.unflatten(0, (plan.rows, -1)), width), width
+            )
+            context = StepContext(cache=cache, where=where, dense=part, tokens=len(ids))
+            return _pick(self._logits(ids, positions, context, 0), draws, limits)
 
         if self._moved:
             self._graphs.check(self.model, [layer.keys for layer in cache.layers])
             self._moved = False
-        arrays = [*arrays[:5], *arrays[7:]]  # nothing is padded
-        return self._graphs.run((plan.rows, width, len(arrays)), arrays, step)
+        return self._graphs.run((plan.rows, plan.span, width, len(arrays)), arrays, step)
 
-    def _new_tokens(self, plan: Plan) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """For each row of logits its slot, whether it comes to a new token, and the flat token it is of."""
-        table, rows = self.table, np.arange(plan.rows)
-        live = np.zeros(plan.rows, bool)
-        live[plan.dense] = table.stored[plan.dense] + 1 == table.known[plan.dense]
-        if not len(plan.slots):
-            return rows, live, rows
-        done = np.flatnonzero(table.stored[plan.slots] + plan.counts == table.known[plan.slots])
-        rows = np.concatenate((rows, plan.slots[done]))
-        live = np.concatenate((live, np.ones(len(done), bool)))
-        keep = np.concatenate((np.arange(plan.rows), plan.rows + plan.counts.cumsum()[done] - 1))
-        return rows, live, keep
+    def _settle(self, plan: Plan, flat: Flat, picked: torch.Tensor | None) -> Sampled:
+        """Keep what was drawn behind guesses that came true, and move the table's counts on."""
+        table, live = self.table, flat.live
+        tokens, logprobs = np.zeros((2, len(live))) if picked is None else picked.cpu().numpy()
+        tokens = tokens.astype(np.int64)
+        fresh: np.ndarray | int = 1
+        if plan.guesses is not None:
+            live = live & _came_true(flat, tokens, table.stops)
+            dense = int(flat.fed.sum())
+            fresh = np.bincount(flat.rows[:dense][live[:dense]], minlength=plan.rows)[plan.dense]
+        table.advance(plan.dense, fresh)
+        if len(plan.slots):
+            table.advance(plan.slots, plan.counts)
+        if not np.isfinite(logprobs[live]).all():
+            raise FloatingPointError("the model gave NaN or infinite logits; there is nothing to sample")
+        rows = flat.rows[live]
+        return Sampled(rows, table.known[rows] + flat.offsets[live], tokens[live], logprobs[live])
 
-    def _flat(self, plan: Plan, cache: SlotCache, trunk: int) -> list[np.ndarray]:
-        """Tokens, positions and cache places, [N] each. Unused places feed token 0, right behind the trunk,
-        to the scratch slot, and look at whatever is there: they cost time and touch nothing."""
+    def _flat(self, plan: Plan, cache: SlotCache, trunk: int) -> Flat:
+        """Unused places feed token 0, right behind the trunk, to the scratch slot, and look at whatever is
+        there: they cost time and touch nothing."""
         table, capacity = self.table, cache.capacity
-        size = plan.rows + (CHUNK if table.deterministic and len(plan.slots) else int(plan.counts.sum()))
+        fed = np.ones(plan.rows, np.int64)
+        if plan.guesses is not None:
+            fed[plan.dense] += plan.guessed
+            fed = np.full(plan.rows, plan.span) if plan.span else fed
+        start = int(fed.sum())
+        size = start + (CHUNK if table.deterministic and len(plan.slots) else int(plan.counts.sum()))
         tokens, positions = np.zeros(size, np.int64), np.full(size, trunk)
         where = np.full(size, cache.slots * capacity)
-        at = table.stored[plan.dense]
-        tokens[plan.dense] = table.ids[plan.dense, at]
-        positions[plan.dense] = at
-        where[plan.dense] = plan.dense * capacity + at
-        start = plan.rows
+        first = fed.cumsum() - fed  # [R] the flat place of a row's first token
+        at, place = table.stored[plan.dense], first[plan.dense]
+        tokens[place] = table.ids[plan.dense, at]
+        positions[place] = at
+        where[place] = plan.dense * capacity + at
+        offsets = (
+            np.arange(start) - np.repeat(first, fed)
+            if plan.guesses is not None
+            else np.zeros(start, np.int64)
+        )
+        if plan.guesses is not None:
+            row, column = np.nonzero(np.arange(plan.guesses.shape[1]) < plan.guessed[:, None])
+            guess = place[row] + 1 + column
+            tokens[guess] = plan.guesses[row, column]
+            positions[guess] = at[row] + 1 + column
+            where[guess] = plan.dense[row] * capacity + positions[guess]
         for slot, count in zip(plan.slots.tolist(), plan.counts.tolist(), strict=True):
-            first = int(table.stored[slot])
+            begin = int(table.stored[slot])
             if table.deterministic:
-                start = first % CHUNK
+                start = begin % CHUNK
             part = slice(start, start + count)
-            tokens[part] = table.ids[slot, first : first + count]
-            positions[part] = np.arange(first, first + count)
+            tokens[part] = table.ids[slot, begin : begin + count]
+            positions[part] = np.arange(begin, begin + count)
             where[part] = positions[part] + slot * capacity
             start += count
-        return [tokens, positions, where]
+        return Flat(tokens, positions, where, fed, *self._wanted(plan, fed, offsets))
 
-    @staticmethod
-    def _padding(plan: Plan) -> list[np.ndarray]:
-        """Which chunk token fills each place of [P, T], and which place each chunk token fills."""
-        if len(plan.slots) < 2:
-            return [NONE, NONE]
-        columns = np.arange(plan.counts.max())
-        starts = plan.counts.cumsum() - plan.counts
-        pad = starts[:, None] + np.minimum(columns, plan.counts[:, None] - 1)
-        return [pad.ravel(), np.flatnonzero(columns < plan.counts[:, None])]
+    def _wanted(
+        self, plan: Plan, fed: np.ndarray, offsets: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """rows, offsets, live and keep of a `Flat`: all dense tokens, and the ends of prompts."""
+        table, rows = self.table, np.repeat(np.arange(plan.rows), fed)
+        most = np.full(plan.rows, -1)  # [R] the last offset at which a token is wanted
+        ready = table.stored[plan.dense] + 1 == table.known[plan.dense]
+        most[plan.dense] = np.where(ready, 0 if plan.guesses is None else plan.guessed, -1)
+        live, keep = offsets <= most[rows], np.arange(len(rows))
+        if not len(plan.slots):
+            return rows, offsets, live, keep
+        done = np.flatnonzero(table.stored[plan.slots] + plan.counts == table.known[plan.slots])
+        return (
+            np.concatenate((rows, plan.slots[done])),
+            np.concatenate((offsets, np.zeros(len(done), np.int64))),
+            np.concatenate((live, np.ones(len(done), bool))),
+            np.concatenate((keep, len(rows) + plan.counts.cumsum()[done] - 1)),
+        )
 
-    def _chunks(self, plan: Plan, positions: torch.Tensor, padding: list[torch.Tensor], width: int) -> Chunks:
-        positions, count = positions[plan.rows :], len(plan.slots)
-        first, last = int(plan.slots[0]), int(plan.slots[-1])
-        side_by_side = last - first + 1 == count  # then their keys need no copy
-        slots = slice(first, last + 1) if side_by_side else torch.from_numpy(plan.slots).to(self.device)
-        if count == 1:
-            return Chunks(slots, self._mask(positions[None], width), width)
-        pad, unpad = padding
-        padded = positions[pad].unflatten(0, (count, -1))
-        return Chunks(slots, self._mask(padded, width), width, pad, unpad)
+    def _part(
+        self, slots: slice | torch.Tensor, positions: torch.Tensor, padding: list[torch.Tensor], width: int
+    ) -> Part:
+        rows = slots.stop - slots.start if isinstance(slots, slice) else len(slots)
+        pad, unpad = padding if len(padding[0]) else (None, None)
+        positions = (positions if pad is None else positions[pad]).unflatten(0, (rows, -1))
+        return Part(slots, self._mask(positions, width), width, pad, unpad)
 
     def _mask(self, positions: torch.Tensor, width: int) -> torch.Tensor:
         """Positions [rows, T] -> additive [rows, 1, T, width]: a token sees what is not after it."""
@@ -269,14 +318,44 @@ class Runner:
         return [array[rows] for array in (arrays if filters else arrays[:1])]
 
 
-def _chosen(
-    picked: torch.Tensor, rows: np.ndarray, live: np.ndarray
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(slots, tokens, log-probs) of the rows that came to a new token."""
-    tokens, logprobs = picked.cpu().numpy()[:, live]
-    if not np.isfinite(logprobs).all():
-        raise FloatingPointError("the model gave NaN or infinite logits; there is nothing to sample")
-    return rows[live], tokens.astype(np.int64), logprobs
+def _covered(plan: Plan) -> tuple[slice | None, np.ndarray]:
+    """The slots from the first chunk's to the last one's, and the tokens of each, where that is few more: a
+    slice of the cache needs no copy. None where they lie too far apart."""
+    if not len(plan.slots):
+        return None, plan.counts
+    first, last = int(plan.slots[0]), int(plan.slots[-1])
+    if last - first + 1 > 1.5 * len(plan.slots):
+        return None, plan.counts
+    counts = np.zeros(last - first + 1, np.int64)
+    counts[plan.slots - first] = plan.counts
+    return slice(first, last + 1), counts
+
+
+def _padding(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """For rows of so many tokens: which token fills each place of [rows, longest], and which place each token
+    fills. Empty where all are of one length."""
+    if not len(counts) or (counts == counts[0]).all():
+        return NONE, NONE
+    columns = np.arange(counts.max())
+    starts = counts.cumsum() - counts
+    pad = starts[:, None] + np.minimum(columns, counts[:, None] - 1)
+    return np.maximum(pad.ravel(), 0), np.flatnonzero(columns < counts[:, None])
+
+
+def _came_true(flat: Flat, drawn: np.ndarray, stops: np.ndarray) -> np.ndarray:
+    """[M] whether all guesses before a row of logits are what was drawn there, and none of them a stop."""
+    wrong = np.zeros(len(drawn), bool)
+    later = np.flatnonzero(flat.offsets)
+    before = drawn[later - 1]
+    wrong[later] = (flat.tokens[later] != before) | (stops[flat.rows[later]] == before[:, None]).any(1)
+    first = np.full(len(stops), len(drawn))  # [S] the offset of a slot's first wrong guess
+    np.minimum.at(first, flat.rows[wrong], flat.offsets[wrong])
+    return flat.offsets < first[flat.rows]
+
+
+def _pick(logits: torch.Tensor, draws: torch.Tensor, limits: list[torch.Tensor]) -> torch.Tensor:
+    filters = Filters(*limits[1:]) if len(limits) > 1 else None
+    return pick(logits, draws, limits[0] if limits else None, filters)
 
 
 def to_device(arrays: list[np.ndarray], device: torch.device) -> list[torch.Tensor]:

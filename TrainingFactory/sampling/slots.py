@@ -1,11 +1,12 @@
 """The keys and values of every slot, and the attention function that reads and writes them.
 
-Legend: S slots, C capacity in tokens, N tokens of one forward, R dense rows, P chunk rows of up to T tokens,
-H query heads, Hkv key heads, G = H / Hkv, d head size (keys and values may differ).
+Legend: S slots, C capacity in tokens, N tokens of one forward, R dense rows, P rows of a part, T tokens of
+its longest row, n tokens of it in all, H query heads, Hkv key heads, G = H / Hkv, d head size (keys and values
+may differ).
 
-One forward has a single flat row of N tokens: first R dense rows of one token each, row i from slot i, then
-the tokens of P chunks (prompts and replies being prefilled), one chunk after the other. Linear layers see
-the flat tokens without padding; attention sees each part in its own shape.
+One forward has a single flat row of N tokens: first the R dense rows, row i from slot i (one token each, or
+one and the guesses that follow it), then the chunks (prompts and replies being prefilled), one after the
+other. Linear layers see the flat tokens without padding; attention sees each part in its own shape.
 """
 
 from __future__ import annotations
@@ -79,21 +80,43 @@ class SlotCache:
 
 
 @dataclass(slots=True)
-class Chunks:
-    """The prefilling part of a forward."""
+class Part:
+    """One part of a forward: P rows of up to T tokens, each row against its own slot. The dense part has rows
+    of one token, or of one and the guesses that follow it; the other part has the chunks."""
 
     slots: torch.Tensor | slice  # [P], or a slice where that saves the copy
     mask: torch.Tensor  # [P, 1, T, width], additive
     width: int  # how many cached positions are looked at
     pad: torch.Tensor | None = None  # [P * T]: the flat token of each padded place; None: no padding
-    unpad: torch.Tensor | None = None  # [tokens]: the padded place of each flat token
-    folded: dict[int, torch.Tensor] = field(default_factory=dict)  # the mask repeated for G query heads
+    unpad: torch.Tensor | None = None  # [n]: the padded place of each flat token
+    trunk: int = 0  # how many leading positions hold the same tokens in all rows
+    trunk_slot: int = 0  # the slot of one of these rows
+    _masks: dict[int, torch.Tensor] = field(default_factory=dict)  # the mask repeated for G query heads
+
+    def fold(self, q: torch.Tensor) -> torch.Tensor:
+        """[n, Hkv, G, d] -> [P, Hkv, G * T, d]: the query heads that share a key head become query positions
+        of one call, so that keys are neither repeated nor copied."""
+        length = self.mask.shape[2]
+        if length == 1:
+            return q
+        q = q if self.pad is None else q.index_select(0, self.pad)
+        return q.unflatten(0, (-1, length)).permute(0, 2, 3, 1, 4).flatten(2, 3)
+
+    def unfold(self, out: torch.Tensor) -> torch.Tensor:
+        """[P, Hkv, G * T, d] -> [n, Hkv, G, d]"""
+        length = self.mask.shape[2]
+        if length == 1:
+            return out
+        out = out.unflatten(2, (-1, length)).permute(0, 3, 1, 2, 4).flatten(0, 1)
+        return out if self.unpad is None else out.index_select(0, self.unpad)
 
     def folded_mask(self, groups: int) -> torch.Tensor:
-        """[P, 1, G * T, width]"""
-        if groups not in self.folded:
-            self.folded[groups] = self.mask.repeat(1, 1, groups, 1)
-        return self.folded[groups]
+        """[P, 1, G * T, width], or what broadcasts to it"""
+        if self.mask.shape[2] == 1:
+            return self.mask
+        if groups not in self._masks:
+            self._masks[groups] = self.mask.repeat(1, 1, groups, 1)
+        return self._masks[groups]
 
 
 @dataclass(slots=True)
@@ -102,63 +125,46 @@ class StepContext:
 
     cache: SlotCache | None = None  # None: the probe that learns the shapes
     where: torch.Tensor | None = None  # [N] flat cache positions to write
-    rows: int = 0  # R
-    mask: torch.Tensor | None = None  # [R, 1, 1, width], additive
-    width: int = 0  # how many cached positions the dense rows look at
-    trunk: int = 0  # how many leading ones hold the same tokens in all of them
-    trunk_slot: int = 0  # one of them
-    chunks: Chunks | None = None
+    dense: Part | None = None
+    tokens: int = 0  # how many of the N belong to the dense part
+    chunks: Part | None = None
     shapes: list[Shape] = field(default_factory=list)  # filled by the probe
 
 
-def dense_attention(query: torch.Tensor, layer: Layer, step: StepContext, scale: Any) -> torch.Tensor:
-    """Row i against slot i: [1, H, R, d] -> [R, H, dv]. The query heads that share a key head become the
-    query positions of one call, so that keys are neither repeated nor copied."""
-    rows, heads, kv_heads = step.rows, query.shape[1], layer.keys.shape[2]
-    q = query[0].transpose(0, 1).unflatten(1, (kv_heads, heads // kv_heads))  # [R, Hkv, G, d]
-    k = layer.keys[:rows, : step.width].transpose(1, 2)  # [R, Hkv, width, d]
-    v = layer.values[:rows, : step.width].transpose(1, 2)
-    if step.trunk:
-        return trunk_attention(q, k, v, step, scale).flatten(1, 2)
-    return scaled_dot_product_attention(q, k, v, attn_mask=step.mask, scale=scale).flatten(1, 2)
+def part_attention(query: torch.Tensor, layer: Layer, part: Part, scale: Any) -> torch.Tensor:
+    """[1, H, n, d] -> [n, H, dv]"""
+    q = query[0].transpose(0, 1).unflatten(1, (layer.keys.shape[2], -1))  # [n, Hkv, G, d]
+    k = layer.keys[part.slots, part.trunk : part.width].transpose(1, 2)  # [P, Hkv, width - trunk, d]
+    v = layer.values[part.slots, part.trunk : part.width].transpose(1, 2)
+    mask = part.folded_mask(q.shape[2])[..., part.trunk :]
+    if part.trunk:
+        return trunk_attention(q, k, v, mask, layer, part, scale).flatten(1, 2)
+    out = scaled_dot_product_attention(part.fold(q), k, v, attn_mask=mask, scale=scale)
+    return part.unfold(out).flatten(1, 2)
 
 
 def trunk_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, step: StepContext, scale: Any
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor,
+    layer: Layer,
+    part: Part,
+    scale: Any,
 ) -> torch.Tensor:
-    """The same, where all rows begin alike: the keys of the trunk are read once for all rows instead of once
-    for each. Two softmaxes are merged by the logarithms of their sums. CPU only. [R, Hkv, G, d] -> same."""
-    assert step.mask is not None
+    """Where all rows begin alike: the keys of the trunk are read once for all rows instead of once for each.
+    Two softmaxes are merged by the logarithms of their sums. CPU only. [n, Hkv, G, d] -> same."""
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    rows, trunk = q.shape[0], slice(0, step.trunk)
-    one = slice(step.trunk_slot, step.trunk_slot + 1)
-    together = q.transpose(0, 1).flatten(1, 2)[None]  # [1, Hkv, R * G, d]
-    shared, shared_sum = flash(together, k[one, :, trunk], v[one, :, trunk], scale=scale)
-    shared = shared[0].unflatten(1, (rows, -1)).transpose(0, 1)  # [R, Hkv, G, d]
-    shared_sum = shared_sum[0].unflatten(1, (rows, -1)).transpose(0, 1)  # [R, Hkv, G]
-    rest = slice(step.trunk, None)
-    mask = step.mask[..., rest]
-    own, own_sum = flash(q, k[:, :, rest], v[:, :, rest], attn_mask=mask, scale=scale)
-    weight = torch.sigmoid(shared_sum - own_sum)[..., None]  # float32, as the merge is
+    one = slice(part.trunk_slot, part.trunk_slot + 1)
+    head = (cache[one, : part.trunk].transpose(1, 2) for cache in (layer.keys, layer.values))
+    together = q.transpose(0, 1).flatten(1, 2)[None]  # [1, Hkv, n * G, d]
+    shared, shared_sum = flash(together, *head, scale=scale)
+    shared = shared[0].unflatten(1, (q.shape[0], -1)).transpose(0, 1)  # [n, Hkv, G, d]
+    shared_sum = shared_sum[0].unflatten(1, (q.shape[0], -1)).transpose(0, 1)[..., None]  # [n, Hkv, G, 1]
+    own, own_sum = flash(part.fold(q), k, v, attn_mask=mask, scale=scale)
+    own, own_sum = part.unfold(own), part.unfold(own_sum[..., None])
+    weight = torch.sigmoid(shared_sum - own_sum)  # float32, as the merge is
     return torch.lerp(own.float(), shared.float(), weight).to(own.dtype)
-
-
-def chunk_attention(query: torch.Tensor, layer: Layer, chunks: Chunks, scale: Any) -> torch.Tensor:
-    """Chunks against their slots: [1, H, tokens, d] -> [tokens, H, dv]."""
-    kv_heads = layer.keys.shape[2]
-    groups = query.shape[1] // kv_heads
-    q = query[0].transpose(0, 1)  # [tokens, H, d]
-    if chunks.pad is not None:
-        q = q.index_select(0, chunks.pad)
-    length = chunks.mask.shape[2]
-    q = q.reshape(-1, length, kv_heads, groups, q.shape[-1]).permute(0, 2, 3, 1, 4)  # [P, Hkv, G, T, d]
-    k = layer.keys[chunks.slots, : chunks.width].transpose(1, 2)  # [P, Hkv, width, d]
-    v = layer.values[chunks.slots, : chunks.width].transpose(1, 2)
-    mask = chunks.folded_mask(groups)
-    out = scaled_dot_product_attention(q.flatten(2, 3), k, v, attn_mask=mask, scale=scale)
-    out = out.unflatten(2, (groups, length)).permute(0, 3, 1, 2, 4)  # [P, T, Hkv, G, dv]
-    out = out.flatten(2, 3).flatten(0, 1)
-    return out if chunks.unpad is None else out.index_select(0, chunks.unpad)
 
 
 def slot_attention(
@@ -181,10 +187,10 @@ def slot_attention(
     layer = step.cache.layers[int(module.layer_idx)]  # pyright: ignore[reportArgumentType]
     layer.write(step.where, key, value)
     parts = []
-    if step.rows:
-        parts.append(dense_attention(query[:, :, : step.rows], layer, step, scaling))
+    if step.dense is not None:
+        parts.append(part_attention(query[:, :, : step.tokens], layer, step.dense, scaling))
     if step.chunks is not None:
-        parts.append(chunk_attention(query[:, :, step.rows :], layer, step.chunks, scaling))
+        parts.append(part_attention(query[:, :, step.tokens :], layer, step.chunks, scaling))
     return (parts[0] if len(parts) == 1 else torch.cat(parts)).unsqueeze(0), None
 
 

@@ -206,6 +206,11 @@ class SlotTable:
         self.seats[slot] = seat
         seat.slot = slot
 
+    def recent(self, slots: np.ndarray, ends: np.ndarray, count: int) -> np.ndarray:
+        """[len(slots), count] the tokens before these places; 0 where a sequence has not begun."""
+        places = ends[:, None] - np.arange(count, 0, -1)
+        return np.where(places >= 0, self.ids[slots[:, None], places], 0)
+
     # -- turns
 
     def _start(self, request: Request, slot: int, stored: int) -> None:
@@ -245,13 +250,15 @@ class SlotTable:
             )
         self.pure[slots] = after
 
-    def accept(self, slots: np.ndarray, tokens: np.ndarray, logprobs: np.ndarray) -> list[int]:
-        """Append one sampled token to each of these slots; those whose turn has ended are returned."""
-        ends = self.known[slots]
-        self.ids[slots, ends] = tokens
-        self.logprobs[slots, ends] = logprobs
-        self.known[slots] = ends + 1
-        done = (ends + 1 >= self.limit[slots]) | (self.stops[slots] == tokens[:, None]).any(1)
+    def accept(
+        self, slots: np.ndarray, places: np.ndarray, tokens: np.ndarray, logprobs: np.ndarray
+    ) -> list[int]:
+        """Enter sampled tokens at these places, each right behind what is known; the slots whose turn has
+        ended are returned."""
+        self.ids[slots, places] = tokens
+        self.logprobs[slots, places] = logprobs
+        np.maximum.at(self.known, slots, places + 1)
+        done = (places + 1 >= self.limit[slots]) | (self.stops[slots] == tokens[:, None]).any(1)
         return slots[done].tolist() if done.any() else []
 
     def finish(self, slot: int, version: int) -> tuple[Request, Completion]:

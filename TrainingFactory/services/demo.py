@@ -10,7 +10,6 @@ the reward alone. Before and after, it is tried on the same held-out tasks. Ever
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import dataclasses
 import json
@@ -211,7 +210,7 @@ class Demo:
         assert self.learner is not None
         self.loaded.model.eval()
         self.engine.align()
-        return asyncio.run(rollouts.rollout_batch(tasks, self.learner.publish(), group_size, step))
+        return rollouts.rollout(tasks, self.learner.publish(), group_size, step)
 
     def _evaluate(self, when: str, file: str) -> list[Trajectory]:
         """The held-out tasks, once each, with random numbers that training does not use."""

@@ -90,7 +90,7 @@ class SampledEpisodes:
     def groups(self, step: int, publish: Publish) -> Groups:
         self.clock.seconds = 0.0
         tasks = [self.tasks[number] for number in self.order.batch(step)]
-        return asyncio.run(self.rollouts.rollout_batch(tasks, publish(), self.group_size, step))
+        return self.rollouts.rollout(tasks, publish(), self.group_size, step)
 
     def metrics(self, groups: Groups, seconds: float) -> dict[str, float]:
         """`accuracy` is the share of scored episodes whose outcome is over 0. `tools` and `reward` seconds add up

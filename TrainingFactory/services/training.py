@@ -275,7 +275,7 @@ class Training:
         self.learner.model.eval()
         self.engine.align()
         started = time.perf_counter()
-        groups = asyncio.run(self.evaluation.rollout_batch(self.heldout, self.learner.publish()))
+        groups = self.evaluation.rollout(self.heldout, self.learner.publish())
         metrics = evaluation_metrics([trajectory for group in groups for trajectory in group])
         metrics["seconds"] = time.perf_counter() - started
         return {f"eval/{name}": value for name, value in metrics.items()}

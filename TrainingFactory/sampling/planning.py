@@ -1,0 +1,88 @@
+"""What the next forward feeds: the rows that decode, with guesses, and the chunks that are being prefilled."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from TrainingFactory.sampling.drafts import CONTEXT, Drafts
+from TrainingFactory.sampling.graphs import graph_rows, graph_span
+from TrainingFactory.sampling.table import SlotTable
+
+NONE = np.zeros(0, np.int64)
+CHUNK = 32  # deterministic mode: tokens of one prefill forward, at multiples of it
+GUESSED_TOKENS = 512  # dense tokens of a forward with guesses, at most
+
+
+@dataclass(slots=True)
+class Plan:
+    """What one forward feeds. Slot i of the dense part is row i."""
+
+    dense: np.ndarray  # [D] slots that feed their next token
+    rows: int = 0  # R, dense rows with the unused ones among them
+    guesses: np.ndarray | None = None  # [D, most] what may follow; None: nobody has a guess
+    guessed: np.ndarray = field(default_factory=lambda: NONE)  # [D] how many of them are fed
+    span: int = 0  # feed all rows so many tokens, for shapes that come back; 0: as many as they have
+    slots: np.ndarray = field(default_factory=lambda: NONE)  # [P] slots that feed a chunk, in order
+    counts: np.ndarray = field(default_factory=lambda: NONE)  # [P] tokens of each chunk
+
+
+class Planner:
+    """`few_shapes` is for CUDA graphs, of which there is one for each shape."""
+
+    def __init__(
+        self, table: SlotTable, prefill_tokens: int, drafts: Drafts | None, guesses: int, few_shapes: bool
+    ) -> None:
+        self.table, self.prefill_tokens, self.few_shapes = table, prefill_tokens, few_shapes
+        self.drafts, self.guesses = drafts, guesses
+
+    def plan(self) -> Plan:
+        """All rows that decode, and as many chunks as the budget allows, the oldest first."""
+        table = self.table
+        running = np.flatnonzero(table.running)
+        chunking = table.stored[running] < table.chunked[running]
+        dense, queue = running[~chunking], running[chunking]
+        if table.deterministic:
+            return self._fixed(dense, queue)
+        rows = int(dense[-1]) + 1 if len(dense) else 0
+        if self.few_shapes and rows:
+            rows = graph_rows(rows, table.slots)
+        taken, counts, longest = [], [], 0
+        for slot in queue[table.used[queue].argsort(kind="stable")].tolist():
+            count = min(int(table.chunked[slot] - table.stored[slot]), self.prefill_tokens)
+            if taken and (len(taken) + 1) * max(longest, count) > self.prefill_tokens:
+                continue
+            longest = max(longest, count)
+            taken.append(slot)
+            counts.append(count)
+        order = np.argsort(taken)
+        slots, tokens = np.array(taken, np.int64)[order], np.array(counts, np.int64)[order]
+        plan = Plan(dense, rows, slots=slots, counts=tokens)
+        if self.drafts is not None and rows:
+            self._guess(plan, self.drafts)
+        return plan
+
+    def _guess(self, plan: Plan, drafts: Drafts) -> None:
+        """Let rows feed what they will probably sample, within what one forward takes at little more cost."""
+        table = self.table
+        most = min(self.guesses, GUESSED_TOKENS // plan.rows - 1)
+        if most < 1:
+            return
+        known = table.known[plan.dense]
+        guesses, counts = drafts.guess(table.recent(plan.dense, known, CONTEXT), most)
+        counts = np.minimum(counts, table.limit[plan.dense] - known - 1)
+        if self.few_shapes:  # all rows are fed as many tokens, so it must be worth while
+            plan.span = graph_span(counts, plan.rows, 1 + most)
+            counts = np.minimum(counts, max(plan.span - 1, 0))
+        if counts.any():
+            plan.guesses, plan.guessed = guesses, counts
+
+    def _fixed(self, dense: np.ndarray, queue: np.ndarray) -> Plan:
+        """Deterministic mode: one chunk alone, or one row per slot."""
+        table = self.table
+        if not len(queue):
+            return Plan(dense, table.slots)
+        slot = queue[:1]
+        count = np.minimum(CHUNK - table.stored[slot] % CHUNK, table.chunked[slot] - table.stored[slot])
+        return Plan(dense[:0], slots=slot, counts=count)
