@@ -9,7 +9,7 @@ from torch.nn.attention.flex_attention import flex_attention
 
 from tests.learner_kit import ragged_rows
 from TrainingFactory.data.packing import Pack, pack
-from TrainingFactory.learning import tree
+from TrainingFactory.learning import tree, tree_flex
 
 
 def seen(packed: Pack) -> np.ndarray:
@@ -30,14 +30,14 @@ def seen(packed: Pack) -> np.ndarray:
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("block", [16, 128])
 def test_blocks_are_counted_right(seed: int, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tree, "BLOCK", block)
+    monkeypatch.setattr(tree_flex, "BLOCK", block)
     (packed,) = pack(ragged_rows(seed), 100_000)
     size = -(-len(packed.token_ids) // block) * block
     table = np.zeros((size, size), np.int64)
     table[: len(packed.token_ids), : len(packed.token_ids)] = seen(packed)
     wanted = table.reshape(size // block, block, size // block, block).sum((1, 3))
-    assert (tree.seen_pairs(packed) == wanted).all()
-    mask = tree._block_mask(packed, torch.device("cpu"))
+    assert (tree_flex.seen_pairs(packed) == wanted).all()
+    mask = tree_flex.block_mask(packed, torch.device("cpu"))
     assert (mask.to_dense()[0, 0].bool().numpy() == (wanted > 0)).all()
     if block == 16:
         assert (wanted == block * block).any()
@@ -57,7 +57,7 @@ def test_flex_attention_equals_levels() -> None:
     plan = tree.plan_tree(packed, torch.device("cpu"))
     module = torch.nn.Module()
     wanted, _ = tree.tree_attention(module, query, key, value, None, tfactory_tree=plan)
-    mask = tree._block_mask(packed, torch.device("cpu"))
+    mask = tree_flex.block_mask(packed, torch.device("cpu"))
     found = flex_attention(query, key, value, block_mask=mask, enable_gqa=True)
     assert isinstance(found, torch.Tensor)
     torch.testing.assert_close(found.transpose(1, 2), wanted, rtol=1e-4, atol=1e-5)

@@ -20,8 +20,8 @@ import numpy as np
 
 from TrainingFactory.types import Sample
 
-MIN_SAVING = 48  # tokens that a node must save; below that one more level costs more than it gives
-MAX_LEVELS = 4
+MIN_SAVING = 24  # tokens that a node must save; below that one more level costs more than it gives
+MAX_LEVELS = 6
 
 
 @dataclass(slots=True)

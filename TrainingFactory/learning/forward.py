@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from TrainingFactory.data.packing import Pack, pack
-from TrainingFactory.learning.tree import ATTENTION, grid, plan_tree, span
+from TrainingFactory.learning.tree import ATTENTION, plan_tree
 from TrainingFactory.types import Sample
 
 Head = Callable[[torch.Tensor], torch.Tensor]  # [C, D] -> [C, V]
@@ -51,7 +51,12 @@ def row_states(model: PreTrainedModel, pack: Pack) -> torch.Tensor:
         raise ValueError(
             "this model cannot share prefixes between rows: make_batch(..., sharing=learner.sharing)"
         )
-    places, real = grid([span(node) for node in pack.nodes])  # [n, T]
+    starts, lengths = (
+        np.array(each) for each in zip(*((n.start, n.length) for n in pack.nodes), strict=True)
+    )
+    columns = np.arange(lengths.max())
+    real = columns < lengths[:, None]  # [n, T]
+    places = np.where(real, starts[:, None] + columns, 0)
     ids = torch.from_numpy(pack.token_ids[places]).to(model.device)
     states = model.base_model(input_ids=ids, use_cache=False).last_hidden_state.flatten(0, 1)
     return states.index_select(0, torch.from_numpy(np.flatnonzero(real)).to(model.device))

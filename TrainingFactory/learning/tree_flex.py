@@ -1,0 +1,82 @@
+"""Attention over a prefix tree on a GPU: one FlexAttention call over the flat tokens, with a block mask."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from TrainingFactory.data.packing import Node, Pack
+
+BLOCK = 128  # FlexAttention's own
+
+
+def seen_pairs(pack: Pack) -> np.ndarray:
+    """How many (token, seen token) pairs lie in each block, [N / BLOCK, N / BLOCK] rounded up. Counted node by
+    node, because a mask of all N x N pairs is what a long pack has no memory for."""
+    blocks = -(-len(pack.token_ids) // BLOCK)
+    pairs = np.zeros((blocks, blocks), np.int64)
+    shares = [_share(node) for node in pack.nodes]
+    for node, (first, own) in zip(pack.nodes, shares, strict=True):
+        end = first + len(own)
+        # Its own tokens: all of the blocks before, and of the same block what is not later.
+        pairs[first:end, first:end] += np.tril(np.outer(own, own), -1) + np.diag(own * (own + 1) // 2)
+        above = node.parent
+        while above >= 0:
+            start, theirs = shares[above]
+            pairs[first:end, start : start + len(theirs)] += np.outer(own, theirs)
+            above = pack.nodes[above].parent
+    return pairs
+
+
+def _share(node: Node) -> tuple[int, np.ndarray]:
+    """The first block that a node has tokens in, and how many it has in that one and each further one."""
+    borders = np.arange(node.start // BLOCK, (node.start + node.length - 1) // BLOCK + 2) * BLOCK
+    return node.start // BLOCK, np.diff(borders.clip(node.start, node.start + node.length))
+
+
+def block_mask(pack: Pack, device: torch.device) -> Any:
+    """A token sees another if that one's node is on its path (nodes are numbered so that all below a node
+    follow it) and it does not come later in the row."""
+    from torch.nn.attention.flex_attention import BlockMask
+
+    ends = list(range(1, len(pack.nodes) + 1))  # one past the last node below each
+    for number in reversed(range(len(pack.nodes))):
+        parent = pack.nodes[number].parent
+        if parent >= 0:
+            ends[parent] = max(ends[parent], ends[number])
+    lengths = [node.length for node in pack.nodes]
+    number = torch.from_numpy(np.repeat(np.arange(len(lengths)), lengths)).to(device)
+    end = torch.from_numpy(np.repeat(ends, lengths)).to(device)
+    position = torch.from_numpy(pack.positions).to(device)
+
+    def sees(_b: Any, _h: Any, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        on_path = (number[k] <= number[q]) & (number[q] < end[k])
+        return on_path & (position[k] <= position[q])
+
+    pairs, size = torch.from_numpy(seen_pairs(pack)), len(pack.token_ids)
+    whole = pairs == BLOCK * BLOCK  # these need no look at the mask
+    parts: list[torch.Tensor] = []
+    for blocks in ((pairs > 0) & ~whole, whole):  # how many in each row, and which, those first
+        parts += [blocks.sum(-1, dtype=torch.int32), (~blocks).int().argsort(dim=-1, stable=True).int()]
+    counts, which, whole_counts, whole_which = (part[None, None].to(device) for part in parts)
+    return BlockMask.from_kv_blocks(
+        counts, which, whole_counts, whole_which, BLOCK_SIZE=BLOCK, mask_mod=sees, seq_lengths=(size, size)
+    )
+
+
+_compiled: list[Any] = []
+
+
+def flex(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, scale: float
+) -> torch.Tensor:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    if not _compiled:
+        _compiled.append(torch.compile(flex_attention, dynamic=True))
+    return _compiled[0](
+        query, key, value, block_mask=mask, scale=scale, enable_gqa=query.shape[1] != key.shape[1],
+        kernel_options={"FORCE_USE_FLEX_ATTENTION": True},  # its kernel for short queries fails on some shapes
+    )  # fmt: skip

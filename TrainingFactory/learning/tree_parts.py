@@ -1,0 +1,198 @@
+"""Attention over a prefix tree on a CPU, in parts: the tokens of each node against themselves, and all tokens
+below a node against that node. No key is copied to the branches that see it.
+
+What a token sees of each part is a softmax of its own with the logarithm of its sum; by these the parts are
+merged into one softmax over the whole path. Backwards, every part has the gradient that it would have within
+that one softmax, so it only needs the merged result and sum.
+
+Legend: N tokens of the tree, n nodes of a part padded to T queries and A keys, H query heads, K key heads,
+G = H / K, d head size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn.functional import pad
+
+from TrainingFactory.data.packing import Node
+
+
+@dataclass(slots=True)
+class Side:
+    """The queries or the keys of a part: n rows of tokens, padded to one length. A single row is a slice, which
+    needs no copies."""
+
+    rows: int  # n
+    padded: torch.Tensor | slice  # [n * length] flat indices, padded with 0
+    places: torch.Tensor | None  # which of these are real; None: all
+    tokens: torch.Tensor | slice  # the real ones
+
+    def spread(self, states: torch.Tensor) -> torch.Tensor:
+        """[N, ...] -> [n, length, ...]"""
+        if isinstance(self.padded, slice):
+            return states[self.padded][None]
+        return states.index_select(0, self.padded).unflatten(0, (self.rows, -1))
+
+    def gather(self, states: torch.Tensor) -> torch.Tensor:
+        """[n, length, ...] -> [real tokens, ...]"""
+        states = states.flatten(0, 1)
+        return states if self.places is None else states.index_select(0, self.places)
+
+    def take(self, states: torch.Tensor) -> torch.Tensor:
+        """[N, ...] -> [real tokens, ...]"""
+        if isinstance(self.tokens, slice):
+            return states[self.tokens]
+        return states.index_select(0, self.tokens)
+
+    def put(self, states: torch.Tensor, new: torch.Tensor) -> None:
+        if isinstance(self.tokens, slice):
+            states[self.tokens] = new
+        else:
+            states.index_copy_(0, self.tokens, new)
+
+    def add(self, states: torch.Tensor, new: torch.Tensor) -> None:
+        if isinstance(self.tokens, slice):
+            states[self.tokens] += new
+        else:
+            states.index_add_(0, self.tokens, new)
+
+
+@dataclass(slots=True)
+class Part:
+    queries: Side
+    keys: Side
+    own: bool  # the nodes against themselves, so later tokens are not seen
+    hidden: torch.Tensor | None  # [n, 1, 1, A] or [1, 1, T, A], additive; None: every query sees every key
+
+    def mask(self, groups: int, dtype: torch.dtype) -> torch.Tensor | None:
+        """For queries [n, K, G * T, d]."""
+        if self.hidden is None:
+            return None
+        return self.hidden.to(dtype).repeat(1, 1, groups if self.own else 1, 1)
+
+
+def plan_parts(nodes: list[Node], device: torch.device) -> list[Part]:
+    """First the nodes of each level against themselves, so that every token has a first part; then, level by
+    level, what lies below the nodes that have anything below them."""
+    below = _below(nodes)
+    levels: list[list[int]] = [[] for _ in range(1 + max(node.level for node in nodes))]
+    for number, node in enumerate(nodes):
+        levels[node.level].append(number)
+    parts = []
+    for numbers in levels:
+        side, _ = _side([_own(nodes[number]) for number in numbers], device)
+        length = max(nodes[number].length for number in numbers)
+        later = torch.full((length, length), -torch.inf).triu(1)[None, None].to(device)
+        parts.append(Part(side, side, True, later if length > 1 else None))
+    for numbers in levels:
+        above = [number for number in numbers if len(below[number])]
+        if above:
+            queries, _ = _side([below[number] for number in above], device)
+            keys, real = _side([_own(nodes[number]) for number in above], device)
+            hidden = torch.where(torch.from_numpy(real), 0.0, -torch.inf)[:, None, None].to(device)
+            parts.append(Part(queries, keys, False, None if keys.places is None else hidden))
+    return parts
+
+
+def _own(node: Node) -> range:
+    return range(node.start, node.start + node.length)
+
+
+def _below(nodes: list[Node]) -> list[range]:
+    """The tokens below each node: nodes are in the order of a walk, so they follow its own without a gap."""
+    ends = [node.start + node.length for node in nodes]
+    for number in reversed(range(len(nodes))):
+        parent = nodes[number].parent
+        if parent >= 0:
+            ends[parent] = max(ends[parent], ends[number])
+    return [range(node.start + node.length, end) for node, end in zip(nodes, ends, strict=True)]
+
+
+def _side(rows: list[range], device: torch.device) -> tuple[Side, np.ndarray]:
+    """And which places are real, [n, length]."""
+    starts, lengths = (np.array(each) for each in zip(*((row.start, len(row)) for row in rows), strict=True))
+    columns = np.arange(lengths.max())
+    real = columns < lengths[:, None]
+    if len(rows) == 1:
+        whole = slice(rows[0].start, rows[0].stop)
+        return Side(1, whole, None, whole), real
+    padded = torch.from_numpy(np.where(real, starts[:, None] + columns, 0).ravel()).to(device)
+    if real.all():
+        return Side(len(rows), padded, None, padded), real
+    places = torch.from_numpy(np.flatnonzero(real)).to(device)
+    return Side(len(rows), padded, places, padded[places]), real
+
+
+def attend(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, parts: list[Part], scale: float
+) -> torch.Tensor:
+    """[N, H, d], [N, K, d], [N, K, dv] -> [N, H, dv]"""
+    size = value.shape[-1]
+    if size < key.shape[-1]:  # the kernel takes one size; zeros add nothing
+        value = pad(value, (0, key.shape[-1] - size))
+    q = query.unflatten(1, (key.shape[1], -1))  # [N, K, G, d]
+    out: Any = _Attention.apply(q, key, value, parts, scale)
+    return out.flatten(1, 2)[..., :size]
+
+
+def _fold(queries: torch.Tensor) -> torch.Tensor:
+    """[n, T, K, G, d] -> [n, K, G * T, d]: query heads that share a key head become query positions."""
+    return queries.permute(0, 2, 3, 1, 4).flatten(2, 3)
+
+
+def _unfold(folded: torch.Tensor, groups: int) -> torch.Tensor:
+    return folded.unflatten(2, (groups, -1)).permute(0, 3, 1, 2, 4)
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, parts: list[Part], scale: float
+    ) -> torch.Tensor:
+        flash, groups = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu, q.shape[2]
+        out = torch.empty(q.shape, dtype=torch.float32, device=q.device)  # [N, K, G, d]
+        total = torch.empty(*q.shape[:3], 1, dtype=torch.float32, device=q.device)  # logarithms of the sums
+        for part in parts:
+            queries = part.queries
+            keys, values = (part.keys.spread(states).transpose(1, 2) for states in (k, v))  # [n, K, A, d]
+            seen, sums = flash(
+                _fold(queries.spread(q)), keys, values, attn_mask=part.mask(groups, q.dtype), scale=scale
+            )
+            seen = queries.gather(_unfold(seen, groups)).float()
+            sums = queries.gather(_unfold(sums[..., None], groups))
+            if not part.own:
+                before = queries.take(total)
+                seen = torch.lerp(queries.take(out), seen, torch.sigmoid(sums - before))
+                sums = torch.logaddexp(before, sums)
+            queries.put(out, seen)
+            queries.put(total, sums)
+        out = out.to(q.dtype)
+        ctx.save_for_backward(q, k, v, out, total)
+        ctx.parts, ctx.scale = parts, scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        q, k, v, out, total = ctx.saved_tensors
+        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        groups, grad_of = q.shape[2], [torch.zeros_like(states) for states in (q, k, v)]
+        for part in ctx.parts:
+            queries, keys = part.queries, part.keys
+            grad = queries.spread(grads[0].contiguous())
+            if queries.places is not None:  # padding has no part in the gradient of keys and values
+                real = grad.new_zeros(grad.shape[0] * grad.shape[1]).index_fill_(0, queries.places, 1.0)
+                grad = grad * real.view(*grad.shape[:2], 1, 1, 1)
+            sums = _fold(queries.spread(total))[..., 0].contiguous()
+            found = flash(
+                _fold(grad), _fold(queries.spread(q)), *(keys.spread(s).transpose(1, 2) for s in (k, v)),
+                _fold(queries.spread(out)), sums, 0.0, False, attn_mask=part.mask(groups, q.dtype),
+                scale=ctx.scale,
+            )  # fmt: skip
+            queries.add(grad_of[0], queries.gather(_unfold(found[0], groups)))
+            for each, part_grad in zip(grad_of[1:], found[1:], strict=True):
+                keys.add(each, keys.gather(part_grad.transpose(1, 2)))
+        return (*grad_of, None, None)
