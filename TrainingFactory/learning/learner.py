@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 from collections import defaultdict
@@ -24,6 +25,7 @@ from TrainingFactory.learning.forward import (
 )
 from TrainingFactory.learning.logprobs import token_logprobs
 from TrainingFactory.learning.optim import MixedPrecision, OptimizerOptions, make_optimizers
+from TrainingFactory.learning.processes import Processes
 from TrainingFactory.protocols import Sampler
 
 log = logging.getLogger(__name__)
@@ -58,6 +60,7 @@ class Learner:
         self._published = 0
         if gradient_checkpointing:
             self.causal.gradient_checkpointing_enable({"use_reentrant": False})
+        self._processes = Processes(self.causal.device)
         self._weights = MixedPrecision(model.named_parameters())
         named = zip(self._weights.names, self._weights.masters, strict=True)
         self.optimizers = make_optimizers(named, options)
@@ -83,30 +86,33 @@ class Learner:
         return batch
 
     def update(self, batch: Batch, loss: Loss) -> dict[str, float]:
-        """One step of the optimiser. A batch without rows leaves everything as it is, and so does one whose
-        gradient is not finite (`skipped` is 1 then)."""
+        """One step of the optimiser, over the rows of all processes. A step without rows leaves everything as it
+        is, and so does one whose gradient is not finite (`skipped` is 1 then)."""
         sums: dict[str, float] = defaultdict(float)
-        if batch.packs:
+        sums["trained_tokens"], sums["rows"] = batch.tokens, batch.rows
+        sums["row_tokens"] = sum(pack.row_tokens for pack in batch.packs)
+        sums["computed_tokens"] = sum(len(pack.token_ids) for pack in batch.packs)
+        counts = self._processes.total(dict(sums))
+        step = dataclasses.replace(batch, rows=int(counts["rows"]), tokens=int(counts["trained_tokens"]))
+        if step.rows:
             self.model.train()
             self._weights.clear_grads()  # of a step that ended in an error
             with tree_mode(self.causal, self.sharing):
-                for pack in batch.packs:
-                    trained = self._trained(pack, batch)
+                for pack in step.packs:
+                    trained = self._trained(pack, step)
                     value, figures = loss(trained)
                     value.backward()
                     self._weights.gather_grads()
                     sums["loss"] += float(value.detach())
-                    sums["entropy"] += float(trained.entropy.sum())
+                    sums["entropy"] += float(trained.entropy.sum()) / step.tokens
                     for name, figure in figures.items():
                         sums[name] += figure
+            self._processes.add_gradients(self._weights.masters)
+            sums = defaultdict(float, self._processes.total(dict(sums)))
             sums["grad_norm"] = norm = self._step()
             sums["skipped"] = float(not math.isfinite(norm))
-            sums["entropy"] /= batch.tokens
             self.version += math.isfinite(norm)
         sums["learning_rate"] = self.options.learning_rate * self.options.factor(self.steps)
-        sums["trained_tokens"], sums["rows"] = batch.tokens, batch.rows
-        sums["row_tokens"] = sum(pack.row_tokens for pack in batch.packs)
-        sums["computed_tokens"] = sum(len(pack.token_ids) for pack in batch.packs)
         self.steps += 1
         return dict(sums)
 
