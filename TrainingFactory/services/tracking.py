@@ -60,7 +60,9 @@ class MLflow:
         mlflow.log_params(flat)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        self._mlflow.log_metrics(metrics, step=step)
+        # Its file store makes folders of names, and `episodes` is a metric beside `episodes/done`.
+        named = {name.replace("/", "."): value for name, value in metrics.items()}
+        self._mlflow.log_metrics(named, step=step)
 
     def close(self) -> None:
         self._mlflow.end_run()
