@@ -18,7 +18,8 @@ import torch
 log = logging.getLogger(__name__)
 
 ROWS = (8, 16, 32, 48, 64, 96, 128, 192, 256)
-SPANS = (8, 4, 2)  # tokens of each row, where rows have guesses
+SPANS = (8, 4, 2)  # tokens of each row, where rows have more than one to feed
+FREE_TOKENS = 128  # a forward of so many takes hardly longer than one of a few: it reads the same weights
 Step = Callable[[list[torch.Tensor]], torch.Tensor]
 
 
@@ -27,11 +28,12 @@ def graph_rows(rows: int, most: int) -> int:
     return min(most, next((size for size in ROWS if size >= rows), -(-rows // 128) * 128))
 
 
-def graph_span(guesses: np.ndarray, rows: int, most: int) -> int:
-    """How many tokens each row is to be fed, so that at least a third of the added ones are guesses; 0: none
-    has enough of them."""
+def graph_span(following: np.ndarray, rows: int, most: int) -> int:
+    """How many tokens each row is to be fed, given how many known or guessed ones each could feed after its
+    next: the most for which a third of what is added is of use, or which cost next to nothing; 0: just one."""
     for span in SPANS:
-        if span <= most and np.minimum(guesses, span - 1).sum() * 3 >= rows * (span - 1):
+        useful = int(np.minimum(following, span - 1).sum())
+        if span <= most and useful and (useful * 3 >= rows * (span - 1) or rows * span <= FREE_TOKENS):
             return span
     return 0
 

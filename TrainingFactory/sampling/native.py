@@ -100,9 +100,10 @@ class NativeEngine:
         if deterministic and routes_tokens(causal):
             reason = "its experts see batches that depend on timing, so deterministic mode cannot hold"
             raise refuse(causal.config.model_type, reason)
-        self._table = SlotTable(slots, max_length, deterministic=deterministic)
+        on_cuda = causal.device.type == "cuda"
+        # With CUDA graphs, steps that only decode are by far the cheapest: short replies go along with them.
+        self._table = SlotTable(slots, max_length, deterministic=deterministic, ride=32 if on_cuda else 1)
         self._runner = Runner(causal, self._table)
-        on_cuda = self._runner.device.type == "cuda"
         # What there is to guess from depends on timing, so in deterministic mode nothing is guessed.
         self._drafts = Drafts() if guesses and not deterministic else None
         budget = prefill_tokens or (4096 if on_cuda else 1024)

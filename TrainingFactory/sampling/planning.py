@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from TrainingFactory.sampling.drafts import CONTEXT, Drafts
-from TrainingFactory.sampling.graphs import graph_rows, graph_span
+from TrainingFactory.sampling.graphs import SPANS, graph_rows, graph_span
 from TrainingFactory.sampling.table import SlotTable
 
 NONE = np.zeros(0, np.int64)
@@ -21,7 +21,9 @@ class Plan:
 
     dense: np.ndarray  # [D] slots that feed their next token
     rows: int = 0  # R, dense rows with the unused ones among them
-    guesses: np.ndarray | None = None  # [D, most] what may follow; None: nobody has a guess
+    guesses: np.ndarray | None = (
+        None  # [D, most] what follows: the rest of a reply, or a guess; None: nothing
+    )
     guessed: np.ndarray = field(default_factory=lambda: NONE)  # [D] how many of them are fed
     span: int = 0  # feed all rows so many tokens, for shapes that come back; 0: as many as they have
     slots: np.ndarray = field(default_factory=lambda: NONE)  # [P] slots that feed a chunk, in order
@@ -59,24 +61,42 @@ class Planner:
         order = np.argsort(taken)
         slots, tokens = np.array(taken, np.int64)[order], np.array(counts, np.int64)[order]
         plan = Plan(dense, rows, slots=slots, counts=tokens)
-        if self.drafts is not None and rows:
-            self._guess(plan, self.drafts)
+        if rows:
+            self._follow(plan)
         return plan
 
-    def _guess(self, plan: Plan, drafts: Drafts) -> None:
-        """Let rows feed what they will probably sample, within what one forward takes at little more cost."""
-        table = self.table
-        most = min(self.guesses, GUESSED_TOKENS // plan.rows - 1)
+    def _follow(self, plan: Plan) -> None:
+        """Let rows feed more than their next token, within what one forward takes at little more cost: what they
+        will probably sample, and with CUDA graphs what they still have to feed."""
+        table, count = self.table, len(plan.dense)
+        most = min(max(SPANS) - 1 if self.few_shapes else self.guesses, GUESSED_TOKENS // plan.rows - 1)
         if most < 1:
             return
         known = table.known[plan.dense]
-        guesses, counts = drafts.guess(table.recent(plan.dense, known, CONTEXT), most)
-        counts = np.minimum(counts, table.limit[plan.dense] - known - 1)
-        if self.few_shapes:  # all rows are fed as many tokens, so it must be worth while
-            plan.span = graph_span(counts, plan.rows, 1 + most)
+        guesses, counts = np.zeros((count, most), np.int64), np.zeros(count, np.int64)
+        if self.drafts is not None:
+            guesses, counts = self.drafts.guess(table.recent(plan.dense, known, CONTEXT), most)
+            counts = np.minimum(counts, table.limit[plan.dense] - known - 1)
+        if self.few_shapes:
+            self._ride(plan.dense, known, guesses, counts)
+            plan.span = graph_span(counts, plan.rows, 1 + most)  # all rows are fed as many tokens
             counts = np.minimum(counts, max(plan.span - 1, 0))
         if counts.any():
             plan.guesses, plan.guessed = guesses, counts
+
+    def _ride(
+        self,
+        dense: np.ndarray,
+        known: np.ndarray,
+        stored: np.ndarray,
+        guesses: np.ndarray,
+        counts: np.ndarray,
+    ) -> None:
+        """Where a row still has known tokens to feed, these follow instead of guesses."""
+        for row in np.flatnonzero(stored + 1 < known):
+            rest = self.table.ids[dense[row], stored[row] + 1 : known[row]][: guesses.shape[1]]
+            guesses[row, : len(rest)] = rest
+            counts[row] = len(rest)
 
     def _fixed(self, dense: np.ndarray, queue: np.ndarray) -> Plan:
         """Deterministic mode: one chunk alone, or one row per slot."""

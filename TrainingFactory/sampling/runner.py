@@ -27,7 +27,7 @@ class Flat:
     where: np.ndarray  # [N] cache places
     fed: np.ndarray  # [R] tokens of each dense row
     rows: np.ndarray  # [M] slot
-    offsets: np.ndarray  # [M] 0: after the row's last known token; k: after k guesses
+    offsets: np.ndarray  # [M] 0: after the row's last known token; k: after k guesses; under 0: before it
     live: np.ndarray  # [M] whether a token is wanted
     keep: np.ndarray  # [M] the flat token that the logits are of
 
@@ -228,7 +228,9 @@ class Runner:
         if plan.guesses is not None:
             live = live & _came_true(flat, tokens, table.stops)
             dense = int(flat.fed.sum())
-            fresh = np.bincount(flat.rows[:dense][live[:dense]], minlength=plan.rows)[plan.dense]
+            drawn = np.bincount(flat.rows[:dense][live[:dense]], minlength=plan.rows)[plan.dense]
+            reply = table.known[plan.dense] - table.stored[plan.dense] > 1
+            fresh = np.where(reply, plan.guessed + 1, drawn)
         table.advance(plan.dense, fresh)
         if len(plan.slots):
             table.advance(plan.slots, plan.counts)
@@ -254,11 +256,6 @@ class Runner:
         tokens[place] = table.ids[plan.dense, at]
         positions[place] = at
         where[place] = plan.dense * capacity + at
-        offsets = (
-            np.arange(start) - np.repeat(first, fed)
-            if plan.guesses is not None
-            else np.zeros(start, np.int64)
-        )
         if plan.guesses is not None:
             row, column = np.nonzero(np.arange(plan.guesses.shape[1]) < plan.guessed[:, None])
             guess = place[row] + 1 + column
@@ -274,17 +271,21 @@ class Runner:
             positions[part] = np.arange(begin, begin + count)
             where[part] = positions[part] + slot * capacity
             start += count
-        return Flat(tokens, positions, where, fed, *self._wanted(plan, fed, offsets))
+        return Flat(tokens, positions, where, fed, *self._wanted(plan, fed, first))
 
     def _wanted(
-        self, plan: Plan, fed: np.ndarray, offsets: np.ndarray
+        self, plan: Plan, fed: np.ndarray, first: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """rows, offsets, live and keep of a `Flat`: all dense tokens, and the ends of prompts."""
-        table, rows = self.table, np.repeat(np.arange(plan.rows), fed)
+        table = self.table
+        behind = np.zeros(plan.rows, np.int64)  # [R] known tokens that are fed after the row's first
+        behind[plan.dense] = table.known[plan.dense] - table.stored[plan.dense] - 1
         most = np.full(plan.rows, -1)  # [R] the last offset at which a token is wanted
-        ready = table.stored[plan.dense] + 1 == table.known[plan.dense]
-        most[plan.dense] = np.where(ready, 0 if plan.guesses is None else plan.guessed, -1)
-        live, keep = offsets <= most[rows], np.arange(len(rows))
+        most[plan.dense] = (0 if plan.guesses is None else plan.guessed) - behind[plan.dense]
+        rows = np.repeat(np.arange(plan.rows), fed)
+        keep = np.arange(len(rows))
+        offsets = keep - np.repeat(first + behind, fed)
+        live = (offsets >= 0) & (offsets <= most[rows])
         if not len(plan.slots):
             return rows, offsets, live, keep
         done = np.flatnonzero(table.stored[plan.slots] + plan.counts == table.known[plan.slots])
@@ -345,7 +346,7 @@ def _padding(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def _came_true(flat: Flat, drawn: np.ndarray, stops: np.ndarray) -> np.ndarray:
     """[M] whether all guesses before a row of logits are what was drawn there, and none of them a stop."""
     wrong = np.zeros(len(drawn), bool)
-    later = np.flatnonzero(flat.offsets)
+    later = np.flatnonzero(flat.offsets > 0)
     before = drawn[later - 1]
     wrong[later] = (flat.tokens[later] != before) | (stops[flat.rows[later]] == before[:, None]).any(1)
     first = np.full(len(stops), len(drawn))  # [S] the offset of a slot's first wrong guess

@@ -53,14 +53,17 @@ class Round:
 class SlotTable:
     """The bookkeeping of all slots, as arrays, so that a step costs no Python per row."""
 
-    def __init__(self, slots: int, max_length: int, *, deterministic: bool = False) -> None:
-        self.slots, self.max_length, self.deterministic = slots, max_length, deterministic
+    def __init__(self, slots: int, max_length: int, *, deterministic: bool = False, ride: int = 1) -> None:
+        """`ride`: what follows a turn goes with the decoding rows if it has at most so many tokens."""
+        self.slots, self.max_length, self.deterministic, self.ride = slots, max_length, deterministic, ride
         self.ids = np.zeros((slots, max_length), np.int32)
         self.logprobs = np.zeros((slots, max_length), np.float32)
         self.stored = np.zeros(slots, np.int64)  # tokens whose keys and values are in the cache
         self.known = np.zeros(slots, np.int64)  # tokens of the sequence; stored < known while running
         self.pure = np.zeros(slots, np.int64)  # leading tokens that another session may copy
-        self.chunked = np.zeros(slots, np.int64)  # prefill in chunks up to here, feed one by one from here on
+        self.chunked = np.zeros(
+            slots, np.int64
+        )  # prefill in chunks up to here, feed in dense rows from here on
         self.running = np.zeros(slots, bool)
         self.limit = np.zeros(slots, np.int64)  # the length at which the turn ends
         self.used = np.zeros(slots, np.float64)  # when the slot was last of use
@@ -134,7 +137,7 @@ class SlotTable:
             return False
         if own is not None and self._continues(own, request.prompt):
             self.kept += int(self.stored[own])
-            self._start(request, own, int(self.stored[own]))
+            self._start(request, own, int(self.stored[own]), continues=True)
             return True
         common = np.minimum(self.common(request.prompt), need)
         have = np.minimum(common, self.pure)
@@ -213,15 +216,15 @@ class SlotTable:
 
     # -- turns
 
-    def _start(self, request: Request, slot: int, stored: int) -> None:
+    def _start(self, request: Request, slot: int, stored: int, *, continues: bool = False) -> None:
         prompt, params, size = request.prompt, request.params, len(request.prompt)
-        first = stored <= self.pure[slot]
+        first = bool(stored <= self.pure[slot]) if self.deterministic else not continues
         self.changes += 1
         self.ids[slot, :size] = prompt
         self.known[slot] = size
         self.stored[slot] = stored
         self.pure[slot] = min(int(self.pure[slot]), stored)
-        self.chunked[slot] = self._chunk_end(stored, size, first=bool(first))
+        self.chunked[slot] = self._chunk_end(stored, size, first)
         self.limit[slot] = min(size + params.max_tokens, self.max_length)
         self.seed[slot] = params.seed & 0xFFFFFFFFFFFFFFFF
         self.temperature[slot] = params.temperature
@@ -234,9 +237,9 @@ class SlotTable:
         self.used[slot] = time.monotonic()
         self.requests[slot] = request
 
-    def _chunk_end(self, stored: int, size: int, *, first: bool) -> int:
+    def _chunk_end(self, stored: int, size: int, first: bool) -> int:
         if not self.deterministic:
-            return size if size - stored > 1 else 0
+            return size if size - stored > (1 if first else self.ride) else 0
         # Short replies go token by token with the decoding rows, which step anyway.
         return size - 1 if first or size - stored > 32 else 0
 
