@@ -84,15 +84,9 @@ class Planner:
         if counts.any():
             plan.guesses, plan.guessed = guesses, counts
 
-    def _ride(
-        self,
-        dense: np.ndarray,
-        known: np.ndarray,
-        stored: np.ndarray,
-        guesses: np.ndarray,
-        counts: np.ndarray,
-    ) -> None:
+    def _ride(self, dense: np.ndarray, known: np.ndarray, guesses: np.ndarray, counts: np.ndarray) -> None:
         """Where a row still has known tokens to feed, these follow instead of guesses."""
+        stored = self.table.stored[dense]
         for row in np.flatnonzero(stored + 1 < known):
             rest = self.table.ids[dense[row], stored[row] + 1 : known[row]][: guesses.shape[1]]
             guesses[row, : len(rest)] = rest
