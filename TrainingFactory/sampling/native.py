@@ -48,7 +48,7 @@ class EngineStats:
     sampled: int = 0
     forwards: int = 0
     decodes: int = 0  # forwards with decoding rows
-    rows: int = 0  # decoding rows fed, unused ones included
+    rows: int = 0  # decoding rows fed, unused ones included where these are fed
     guessed: int = 0  # tokens fed on a guess
     evictions: int = 0
 
@@ -304,7 +304,7 @@ class NativeEngine:
         counts.guessed += int(plan.guessed.sum())
         counts.forwards += 1
         counts.decodes += bool(plan.rows)
-        counts.rows += plan.rows
+        counts.rows += plan.rows if plan.fixed else len(plan.dense)
         done = [table.finish(slot, self._version) for slot in table.accept(*sampled)]
         if self._drafts is not None:
             context = table.recent(sampled.slots, sampled.places, CONTEXT)
@@ -313,8 +313,10 @@ class NativeEngine:
             self._deliver(done)
 
     def _compact(self) -> None:
-        """Move running slots to the front once it has been worth while for some steps: after a turn many come
-        back at once, and then it would have been for nothing."""
+        """With CUDA graphs: move running slots to the front once it has been worth while for some steps. After a
+        turn many come back at once, and then it would have been for nothing."""
+        if not self._planner.few_shapes:
+            return
         pairs = self._table.scattered()
         self._sparse = self._sparse + 1 if pairs else 0
         if self._sparse < COMPACT_AFTER:

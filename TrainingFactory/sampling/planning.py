@@ -21,6 +21,7 @@ class Plan:
 
     dense: np.ndarray  # [D] slots that feed their next token
     rows: int = 0  # R, dense rows with the unused ones among them
+    fixed: bool = False  # unused rows are fed too, so that shapes come back
     guesses: np.ndarray | None = (
         None  # [D, most] what follows: the rest of a reply, or a guess; None: nothing
     )
@@ -60,7 +61,7 @@ class Planner:
             counts.append(count)
         order = np.argsort(taken)
         slots, tokens = np.array(taken, np.int64)[order], np.array(counts, np.int64)[order]
-        plan = Plan(dense, rows, slots=slots, counts=tokens)
+        plan = Plan(dense, rows, self.few_shapes, slots=slots, counts=tokens)
         if rows:
             self._follow(plan)
         return plan
@@ -96,7 +97,7 @@ class Planner:
         """Deterministic mode: one chunk alone, or one row per slot."""
         table = self.table
         if not len(queue):
-            return Plan(dense, table.slots)
+            return Plan(dense, table.slots, fixed=True)
         slot = queue[:1]
         count = np.minimum(CHUNK - table.stored[slot] % CHUNK, table.chunked[slot] - table.stored[slot])
         return Plan(dense[:0], slots=slot, counts=count)

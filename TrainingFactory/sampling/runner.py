@@ -170,19 +170,19 @@ class Runner:
         if self._graphs is not None and not len(plan.slots) and len(limits) < 2:
             picked = self._replay(plan, cache, [*arrays, *limits], self.width(dense_end))
         if picked is None:
-            covered, counts = _covered(plan)
-            padding = [*_padding(flat.fed), *_padding(counts)]
+            dense, fed = slice(0, plan.rows), flat.fed
+            if not plan.fixed:
+                dense, fed = _covered(plan.dense, flat.fed[plan.dense])
+            chunks, counts = _covered(plan.slots, plan.counts)
+            padding = [*_padding(fed), *_padding(counts)]
             tensors = to_device([*arrays, *padding, *limits], self.device)
             step = StepContext(cache=cache, where=tensors[2], tokens=int(flat.fed.sum()))
             if plan.rows:
-                step.dense = self._part(
-                    slice(0, plan.rows), tensors[1][: step.tokens], tensors[5:7], self.width(dense_end)
-                )
+                step.dense = self._part(dense, tensors[1][: step.tokens], tensors[5:7], self.width(dense_end))
                 step.dense.trunk, step.dense.trunk_slot = trunk, int(plan.dense[0])
             if len(plan.slots):
-                slots = torch.from_numpy(plan.slots).to(self.device) if covered is None else covered
                 step.chunks = self._part(
-                    slots, tensors[1][step.tokens :], tensors[7:9], self.width(chunk_end)
+                    chunks, tensors[1][step.tokens :], tensors[7:9], self.width(chunk_end)
                 )
                 step.chunks.trunk, step.chunks.trunk_slot = self.trunk(plan.slots), int(plan.slots[0])
             logits = self._logits(tensors[0], tensors[1], step, tensors[3] if len(plan.slots) else 0)
@@ -243,7 +243,8 @@ class Runner:
         """Unused places feed token 0, right behind the trunk, to the scratch slot, and look at whatever is
         there: they cost time and touch nothing."""
         table, capacity = self.table, cache.capacity
-        fed = np.ones(plan.rows, np.int64)
+        fed = np.full(plan.rows, int(plan.fixed))
+        fed[plan.dense] = 1
         if plan.guesses is not None:
             fed[plan.dense] += plan.guessed
             fed = np.full(plan.rows, plan.span) if plan.span else fed
@@ -297,12 +298,13 @@ class Runner:
         )
 
     def _part(
-        self, slots: slice | torch.Tensor, positions: torch.Tensor, padding: list[torch.Tensor], width: int
+        self, slots: slice | np.ndarray, positions: torch.Tensor, padding: list[torch.Tensor], width: int
     ) -> Part:
         rows = slots.stop - slots.start if isinstance(slots, slice) else len(slots)
         pad, unpad = padding if len(padding[0]) else (None, None)
         positions = (positions if pad is None else positions[pad]).unflatten(0, (rows, -1))
-        return Part(slots, self._mask(positions, width), width, pad, unpad)
+        where = slots if isinstance(slots, slice) else torch.from_numpy(slots).to(self.device)
+        return Part(where, self._mask(positions, width), width, pad, unpad)
 
     def _mask(self, positions: torch.Tensor, width: int) -> torch.Tensor:
         """Positions [rows, T] -> additive [rows, 1, T, width]: a token sees what is not after it."""
@@ -319,17 +321,17 @@ class Runner:
         return [array[rows] for array in (arrays if filters else arrays[:1])]
 
 
-def _covered(plan: Plan) -> tuple[slice | None, np.ndarray]:
-    """The slots from the first chunk's to the last one's, and the tokens of each, where that is few more: a
-    slice of the cache needs no copy. None where they lie too far apart."""
-    if not len(plan.slots):
-        return None, plan.counts
-    first, last = int(plan.slots[0]), int(plan.slots[-1])
-    if last - first + 1 > 1.5 * len(plan.slots):
-        return None, plan.counts
-    counts = np.zeros(last - first + 1, np.int64)
-    counts[plan.slots - first] = plan.counts
-    return slice(first, last + 1), counts
+def _covered(slots: np.ndarray, counts: np.ndarray) -> tuple[slice | np.ndarray, np.ndarray]:
+    """All slots from the first to the last, and the tokens of each, where these are few more: a slice of the
+    cache needs no copy. The slots as they are where they lie too far apart."""
+    if not len(slots):
+        return slots, counts
+    first, last = int(slots[0]), int(slots[-1])
+    if last - first + 1 > 1.5 * len(slots):
+        return slots, counts
+    covered = np.zeros(last - first + 1, np.int64)
+    covered[slots - first] = counts
+    return slice(first, last + 1), covered
 
 
 def _padding(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -81,8 +81,8 @@ class SlotCache:
 
 @dataclass(slots=True)
 class Part:
-    """One part of a forward: P rows of up to T tokens, each row against its own slot. The dense part has rows
-    of one token, or of one and the guesses that follow it; the other part has the chunks."""
+    """One part of a forward: P rows of up to T tokens, each row against its own slot; some may have none. The
+    dense part has rows of one token, or of one and the guesses that follow it; the other part has the chunks."""
 
     slots: torch.Tensor | slice  # [P], or a slice where that saves the copy
     mask: torch.Tensor  # [P, 1, T, width], additive
@@ -97,17 +97,16 @@ class Part:
         """[n, Hkv, G, d] -> [P, Hkv, G * T, d]: the query heads that share a key head become query positions
         of one call, so that keys are neither repeated nor copied."""
         length = self.mask.shape[2]
+        q = q if self.pad is None else q.index_select(0, self.pad)
         if length == 1:
             return q
-        q = q if self.pad is None else q.index_select(0, self.pad)
         return q.unflatten(0, (-1, length)).permute(0, 2, 3, 1, 4).flatten(2, 3)
 
     def unfold(self, out: torch.Tensor) -> torch.Tensor:
         """[P, Hkv, G * T, d] -> [n, Hkv, G, d]"""
         length = self.mask.shape[2]
-        if length == 1:
-            return out
-        out = out.unflatten(2, (-1, length)).permute(0, 3, 1, 2, 4).flatten(0, 1)
+        if length > 1:
+            out = out.unflatten(2, (-1, length)).permute(0, 3, 1, 2, 4).flatten(0, 1)
         return out if self.unpad is None else out.index_select(0, self.unpad)
 
     def folded_mask(self, groups: int) -> torch.Tensor:
