@@ -11,7 +11,7 @@ G = H / K, d head size.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -67,12 +67,15 @@ class Part:
     keys: Side
     own: bool  # the nodes against themselves, so later tokens are not seen
     hidden: torch.Tensor | None  # [n, 1, 1, A] or [1, 1, T, A], additive; None: every query sees every key
+    _masks: dict[tuple[int, torch.dtype], torch.Tensor] = field(default_factory=dict)
 
     def mask(self, groups: int, dtype: torch.dtype) -> torch.Tensor | None:
-        """For queries [n, K, G * T, d]."""
+        """For queries [n, K, G * T, d]. Made by the first layer for the others."""
         if self.hidden is None:
             return None
-        return self.hidden.to(dtype).repeat(1, 1, groups if self.own else 1, 1)
+        if (groups, dtype) not in self._masks:
+            self._masks[groups, dtype] = self.hidden.to(dtype).repeat(1, 1, groups if self.own else 1, 1)
+        return self._masks[groups, dtype]
 
 
 def plan_parts(nodes: list[Node], device: torch.device) -> list[Part]:
@@ -156,12 +159,15 @@ class _Attention(torch.autograd.Function):
         flash, groups = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu, q.shape[2]
         out = torch.empty(q.shape, dtype=torch.float32, device=q.device)  # [N, K, G, d]
         total = torch.empty(*q.shape[:3], 1, dtype=torch.float32, device=q.device)  # logarithms of the sums
+        inputs: list[torch.Tensor] = []
         for part in parts:
             queries = part.queries
-            keys, values = (part.keys.spread(states).transpose(1, 2) for states in (k, v))  # [n, K, A, d]
-            seen, sums = flash(
-                _fold(queries.spread(q)), keys, values, attn_mask=part.mask(groups, q.dtype), scale=scale
+            spread = (
+                _fold(queries.spread(q)),  # [n, K, G * T, d]
+                *(part.keys.spread(states).transpose(1, 2) for states in (k, v)),  # [n, K, A, d]
             )
+            inputs += spread
+            seen, sums = flash(*spread, attn_mask=part.mask(groups, q.dtype), scale=scale)
             seen = queries.gather(_unfold(seen, groups)).float()
             sums = queries.gather(_unfold(sums[..., None], groups))
             if not part.own:
@@ -171,16 +177,16 @@ class _Attention(torch.autograd.Function):
             queries.put(out, seen)
             queries.put(total, sums)
         out = out.to(q.dtype)
-        ctx.save_for_backward(q, k, v, out, total)
-        ctx.parts, ctx.scale = parts, scale
+        ctx.save_for_backward(out, total, *inputs)
+        ctx.parts, ctx.scale, ctx.keys = parts, scale, k.shape
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        q, k, v, out, total = ctx.saved_tensors
+        out, total, *inputs = ctx.saved_tensors
         flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-        groups, grad_of = q.shape[2], [torch.zeros_like(states) for states in (q, k, v)]
-        for part in ctx.parts:
+        groups, grad_of = out.shape[2], [out.new_zeros(shape) for shape in (out.shape, ctx.keys, ctx.keys)]
+        for number, part in enumerate(ctx.parts):
             queries, keys = part.queries, part.keys
             grad = queries.spread(grads[0].contiguous())
             if queries.places is not None:  # padding has no part in the gradient of keys and values
@@ -188,9 +194,8 @@ class _Attention(torch.autograd.Function):
                 grad = grad * real.view(*grad.shape[:2], 1, 1, 1)
             sums = _fold(queries.spread(total))[..., 0].contiguous()
             found = flash(
-                _fold(grad), _fold(queries.spread(q)), *(keys.spread(s).transpose(1, 2) for s in (k, v)),
-                _fold(queries.spread(out)), sums, 0.0, False, attn_mask=part.mask(groups, q.dtype),
-                scale=ctx.scale,
+                _fold(grad), *inputs[3 * number : 3 * number + 3], _fold(queries.spread(out)), sums, 0.0, False,
+                attn_mask=part.mask(groups, out.dtype), scale=ctx.scale,
             )  # fmt: skip
             queries.add(grad_of[0], queries.gather(_unfold(found[0], groups)))
             for each, part_grad in zip(grad_of[1:], found[1:], strict=True):
