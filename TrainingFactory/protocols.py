@@ -85,6 +85,23 @@ class Tool(Protocol):
     async def run(self, arguments: dict[str, Any]) -> ToolResult: ...
 
 
+class ToolSession(Protocol):
+    """The tools of one episode; `close` gives back what they hold (a process, a connection)."""
+
+    @property
+    def tools(self) -> Sequence[Tool]: ...
+    async def close(self) -> None: ...
+
+
+@runtime_checkable
+class ToolSource(Protocol):
+    """Where tools with a life of their own come from (an MCP server, an interpreter). It lives as long as a
+    run; every episode opens a session, which is cheap: what takes time is done at the first call."""
+
+    def session(self) -> ToolSession: ...
+    def close(self) -> None: ...
+
+
 class ToolExecutor(Protocol):
     """Runs the calls of one turn; results in call order, failures as results, never an exception."""
 

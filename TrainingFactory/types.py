@@ -36,10 +36,12 @@ class ToolResult:
     content: str
     ok: bool = True
     error: str | None = (
-        None  # the kind of failure, for the logs: schema, timeout, exception, unknown, malformed
+        None  # the kind of failure, for the logs: schema, timeout, exception, unknown, malformed, unavailable
     )
     cached: bool = False
     seconds: float = 0.0
+    # Images, audio and resources that came with it, as MCP writes them; `content` says that they are there.
+    attachments: list[dict[str, Any]] = field(default_factory=list)
 
 
 @dataclass(slots=True)

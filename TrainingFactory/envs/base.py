@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Iterable, Sequence
 from typing import ClassVar
 
-from TrainingFactory.protocols import Episode, Tool
+from TrainingFactory.protocols import Episode, Tool, ToolSource
 from TrainingFactory.tools import AsyncToolExecutor, FunctionTool
 from TrainingFactory.types import Message, Reward, Step, Task
 
@@ -36,14 +36,14 @@ class ToolEnvironment:
     def __init__(
         self,
         task: Task,
-        tools: Sequence[Tool] = (),
+        tools: Sequence[Tool | ToolSource] = (),
         *,
         timeout: float = 30.0,
         max_output_chars: int = 100_000,
     ) -> None:
         self.task = task
-        self.tools: list[Tool] = [*_own_tools(self), *tools]
-        self.executor = AsyncToolExecutor(self.tools, timeout, max_output_chars)
+        self.executor = AsyncToolExecutor([*_own_tools(self), *tools], timeout, max_output_chars)
+        self.tools: list[Tool] = self.executor.tools
 
     @classmethod
     def tasks(cls, split: str, seed: int, count: int) -> Iterable[Task]:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
+from TrainingFactory.envs import ToolEnvironment
 from TrainingFactory.protocols import ChatFormat, Environment, RewardFunction, SamplingSession
 from TrainingFactory.rollout.scoring import Episode, score
 from TrainingFactory.tools.executor import describe, valid_text
@@ -191,6 +192,8 @@ class EpisodeRun:
         async def close() -> None:
             with _foreign("the environment's close"):
                 await environment.close()
+                if isinstance(environment, ToolEnvironment):
+                    await environment.executor.close()
 
         try:
             await within(self.rules.timeout, close())

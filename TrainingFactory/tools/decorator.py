@@ -7,26 +7,16 @@ import functools
 import inspect
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from types import MethodType
 from typing import Any, overload
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import to_json
 
+from TrainingFactory.tools.options import ToolOptions
 from TrainingFactory.tools.schema import arguments_model, description_of, model_problems, parameters_schema
 from TrainingFactory.tools.threads import in_thread
 from TrainingFactory.types import ToolResult, ToolSpec
-
-
-@dataclass(slots=True, frozen=True)
-class ToolOptions:
-    """What the executor has to know about a tool beyond its schema. Any tool may carry it as `options`."""
-
-    timeout: float | None = None  # seconds for one call; None: the executor's own limit
-    # Calls of one turn to ordered tools run one after another, as the model wrote them. Methods of an
-    # environment are ordered unless they say otherwise, because they share its state.
-    ordered: bool = False
 
 
 class FunctionTool:

@@ -13,8 +13,9 @@ from typing import Any
 
 from jsonschema import Draft202012Validator
 
-from TrainingFactory.protocols import Tool
-from TrainingFactory.tools.decorator import ToolOptions, as_result
+from TrainingFactory.protocols import Tool, ToolSession, ToolSource
+from TrainingFactory.tools.decorator import as_result
+from TrainingFactory.tools.options import ToolOptions
 from TrainingFactory.tools.schema import schema_problems
 from TrainingFactory.tools.waiting import OutOfTime, within
 from TrainingFactory.types import ToolCall, ToolFailure, ToolResult
@@ -30,16 +31,31 @@ class AsyncToolExecutor:
     """Runs the calls of one turn at the same time. A call that fails is a result that the model reads; only
     `ToolFailure` (the tools are gone) is raised."""
 
-    def __init__(self, tools: Sequence[Tool], timeout: float = 30.0, max_output_chars: int = 100_000) -> None:
+    def __init__(
+        self, tools: Sequence[Tool | ToolSource], timeout: float = 30.0, max_output_chars: int = 100_000
+    ) -> None:
         if timeout <= 0 or max_output_chars < 1:
             raise ValueError(f"timeout ({timeout}) and max_output_chars ({max_output_chars}) must be over 0")
         self.timeout = timeout
         self.max_output_chars = max_output_chars
-        self._tools = {tool.spec.name: tool for tool in tools}
-        if len(self._tools) < len(tools):
-            names = [tool.spec.name for tool in tools]
+        self.tools: list[Tool] = []
+        self._sessions: list[ToolSession] = []
+        for given in tools:
+            if isinstance(given, ToolSource):
+                self._sessions.append(given.session())
+                self.tools += self._sessions[-1].tools
+            else:
+                self.tools.append(given)
+        self._tools = {tool.spec.name: tool for tool in self.tools}
+        if len(self._tools) < len(self.tools):
+            names = [tool.spec.name for tool in self.tools]
             twice = ", ".join(sorted({name for name in names if names.count(name) > 1}))
             raise ValueError(f"two tools have the same name: {twice}; rename one with @tool(name=...)")
+
+    async def close(self) -> None:
+        """Close the sessions of this episode; again does nothing."""
+        sessions, self._sessions = self._sessions, []
+        await asyncio.gather(*(session.close() for session in sessions), return_exceptions=True)
 
     async def batch_execute(self, calls: Sequence[ToolCall]) -> list[ToolResult]:
         in_turn = asyncio.Lock()  # first come, first served: ordered calls run in call order
