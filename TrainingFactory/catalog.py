@@ -1,4 +1,4 @@
-"""Names of environments, and of whatever else is chosen by name. A name leads to `module:attribute`, which
+"""Names of environments, tools, and of whatever else is chosen by name. A name leads to `module:attribute`, which
 is imported when it is asked for: a name costs nothing, and what stands in higher layers can be listed."""
 
 from __future__ import annotations
@@ -16,6 +16,14 @@ _CATALOG: dict[str, dict[str, Any]] = {
         "calculator": "TrainingFactory.envs:CalculatorEnvironment",
         "env_search": "search",
         "env_search_v1": "search",
+    },
+    "tool": {  # called with a config's options they give a tool or a source of tools
+        "calculator": "TrainingFactory.tools.custom_tools:make_calculator",
+        "python": "TrainingFactory.tools.custom_tools:PythonTool",
+        "sql": "TrainingFactory.tools.custom_tools:SqlTool",
+        "search": "TrainingFactory.tools.custom_tools:SearchTool",
+        "model": "TrainingFactory.tools.custom_tools:ModelTool",
+        "agent": "TrainingFactory.tools.custom_tools:AgentTool",
     },
 }
 

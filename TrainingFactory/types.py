@@ -42,6 +42,7 @@ class ToolResult:
     seconds: float = 0.0
     # Images, audio and resources that came with it, as MCP writes them; `content` says that they are there.
     attachments: list[dict[str, Any]] = field(default_factory=list)
+    id: str = ""  # of the call that it answers
 
 
 @dataclass(slots=True)

@@ -1,7 +1,34 @@
 """Tools: what a model may call, and the one executor that calls it."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from TrainingFactory.tools.adapt import as_tool
 from TrainingFactory.tools.decorator import FunctionTool, tool
 from TrainingFactory.tools.executor import AsyncToolExecutor
 from TrainingFactory.tools.options import ToolOptions
+from TrainingFactory.tools.runtime import ToolRuntime
+from TrainingFactory.tools.tool_cache import ToolCache
 
-__all__ = ["AsyncToolExecutor", "FunctionTool", "ToolOptions", "tool"]
+if TYPE_CHECKING:
+    from TrainingFactory.tools.mcp_tools import MCPTools
+
+__all__ = [
+    "AsyncToolExecutor",
+    "FunctionTool",
+    "MCPTools",
+    "ToolCache",
+    "ToolOptions",
+    "ToolRuntime",
+    "as_tool",
+    "tool",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name != "MCPTools":  # imported when it is used: most tools need no server
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from TrainingFactory.tools.mcp_tools import MCPTools
+
+    return MCPTools

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import functools
 import inspect
 import re
 from collections.abc import Callable
 from types import MethodType
-from typing import Any, overload
+from typing import Any, TypedDict, Unpack, overload
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import to_json
@@ -72,15 +73,26 @@ def _text(value: Any) -> str:
     return value if isinstance(value, str) else to_json(value, fallback=str).decode()
 
 
+class OptionNames(TypedDict, total=False):
+    """The fields of `ToolOptions` that a function can have; a test keeps the two alike."""
+
+    timeout: float | None
+    ordered: bool | None
+    pure: bool
+    stateful: bool
+    idempotent: bool
+    retries: int
+    concurrency: int | None
+    rate: float | None
+    server: str
+    version: str
+
+
 @overload
 def tool(function: Callable[..., Any], /) -> FunctionTool: ...
 @overload
 def tool(
-    *,
-    name: str | None = None,
-    description: str | None = None,
-    timeout: float | None = None,
-    ordered: bool | None = None,
+    *, name: str | None = None, description: str | None = None, **options: Unpack[OptionNames]
 ) -> Callable[[Callable[..., Any]], FunctionTool]: ...
 def tool(
     function: Callable[..., Any] | None = None,
@@ -88,17 +100,16 @@ def tool(
     *,
     name: str | None = None,
     description: str | None = None,
-    timeout: float | None = None,
-    ordered: bool | None = None,
+    **options: Any,
 ) -> Any:
-    """Make a tool of a function: `@tool` or `@tool(timeout=5)`.
+    """Make a tool of a function: `@tool` or `@tool(timeout=5, pure=True)`.
 
     The schema comes from the type hints, the description from the docstring, descriptions of single
-    parameters from `Annotated[str, "text"]` or from the docstring's Args section. See `ToolOptions` for
-    `timeout` and `ordered`.
+    parameters from `Annotated[str, "text"]` or from the docstring's Args section. The other keywords are those
+    of `ToolOptions`; methods are `ordered` unless they say otherwise.
     """
-    if timeout is not None and timeout <= 0:
-        raise ValueError(f"a tool's timeout is in seconds and over 0, not {timeout}")
+    ordered: bool | None = options.pop("ordered", None)
+    chosen = _options(options)
 
     def make(function: Callable[..., Any]) -> FunctionTool:
         if isinstance(function, staticmethod):
@@ -113,10 +124,23 @@ def tool(
         is_method = _takes_self(function)
         model = arguments_model(function, called, skip_first=is_method)
         text = description_of(function) if description is None else description
-        options = ToolOptions(timeout, is_method if ordered is None else ordered)
-        return FunctionTool(function, ToolSpec(called, text, parameters_schema(model)), options, model)
+        full = dataclasses.replace(chosen, ordered=is_method if ordered is None else ordered)
+        return FunctionTool(function, ToolSpec(called, text, parameters_schema(model)), full, model)
 
     return make if function is None else make(function)
+
+
+def _options(given: dict[str, Any]) -> ToolOptions:
+    for name in given:
+        if name not in OptionNames.__annotations__:
+            known = ["name", "description", *OptionNames.__annotations__]
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise ValueError(f"@tool has no option {name!r}{hint} (it has {', '.join(known)})")
+    options = ToolOptions(**given)
+    if "retries" in given and options.retries and not options.repeatable:
+        raise ValueError("a tool with retries must be marked pure or idempotent: others are never repeated")
+    return options
 
 
 def _takes_self(function: Callable[..., Any]) -> bool:

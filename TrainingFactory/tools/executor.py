@@ -4,53 +4,82 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import difflib
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from jsonschema import Draft202012Validator
+from jsonschema.protocols import Validator
 
 from TrainingFactory.protocols import Tool, ToolSession, ToolSource
-from TrainingFactory.tools.decorator import as_result
+from TrainingFactory.tools.adapt import as_tool
+from TrainingFactory.tools.history import Group, Skipped, call_name, digest
 from TrainingFactory.tools.options import ToolOptions
-from TrainingFactory.tools.schema import schema_problems
-from TrainingFactory.tools.waiting import OutOfTime, within
-from TrainingFactory.types import ToolCall, ToolFailure, ToolResult
+from TrainingFactory.tools.runtime import Outcome, Place, ResultCache, ToolRuntime
+from TrainingFactory.tools.schema import schema_problems, validator_of
+from TrainingFactory.tools.texts import bounded, describe
+from TrainingFactory.types import ToolCall, ToolFailure, ToolResult, ToolSpec
 
 log = logging.getLogger(__name__)
-MAX_ERROR_CHARS = 300
 MAX_NAMES = 10
 DEFAULT_OPTIONS = ToolOptions()
-_VALIDATORS: dict[int, Draft202012Validator] = {}
+_VALIDATORS: dict[int, Validator] = {}
+_closing: set[asyncio.Task[None]] = set()  # the loop itself keeps only weak references
+
+
+@dataclass(slots=True)
+class _Entry:
+    tool: Tool
+    options: ToolOptions
+    group: Group | None  # None: its calls wait for no others
 
 
 class AsyncToolExecutor:
-    """Runs the calls of one turn at the same time. A call that fails is a result that the model reads; only
-    `ToolFailure` (the tools are gone) is raised."""
+    """The tools of one episode. All calls of a turn run at the same time, except that tools which share state
+    (`ordered`, `stateful`) take their calls in order; results come in call order, each with the id of its call.
+    A call that fails is a result that the model reads; only `ToolFailure` (the tools are gone) is raised, when the
+    other calls of the turn have ended. Cancelling `batch_execute` cancels its calls.
 
-    def __init__(
-        self, tools: Sequence[Tool | ToolSource], timeout: float = 30.0, max_output_chars: int = 100_000
-    ) -> None:
+    `tools` are tools, sources of tools, and whatever `as_tool` can make one of.
+    `timeout` is for tools without one of their own. How long a call may take in all, limits, further attempts, the
+    cache and the tape are matters of the `ToolRuntime`, which `attach` makes one for all executors of a run.
+    """
+
+    def __init__(self, tools: Sequence[Any], timeout: float = 30.0, max_output_chars: int = 100_000) -> None:
         if timeout <= 0 or max_output_chars < 1:
             raise ValueError(f"timeout ({timeout}) and max_output_chars ({max_output_chars}) must be over 0")
         self.timeout = timeout
         self.max_output_chars = max_output_chars
         self.tools: list[Tool] = []
         self._sessions: list[ToolSession] = []
-        for given in tools:
-            if isinstance(given, ToolSource):
-                self._sessions.append(given.session())
-                self.tools += self._sessions[-1].tools
-            else:
-                self.tools.append(given)
-        self._tools = {tool.spec.name: tool for tool in self.tools}
-        if len(self._tools) < len(self.tools):
-            names = [tool.spec.name for tool in self.tools]
-            twice = ", ".join(sorted({name for name in names if names.count(name) > 1}))
-            raise ValueError(f"two tools have the same name: {twice}; rename one with @tool(name=...)")
+        self._runtime = ToolRuntime()
+        self._key: Hashable = ""
+        self._batches = 0
+        try:
+            for made in map(as_tool, tools):
+                if isinstance(made, ToolSource):
+                    self._sessions.append(made.session())
+                    self.tools += self._sessions[-1].tools
+                else:
+                    self.tools.append(made)
+            _check_names(self.tools)
+        except BaseException:
+            _close_soon(self)
+            raise
+        self._groups: dict[str, Group] = {}
+        self._entries = self._sorted_out()
+
+    def attach(self, runtime: ToolRuntime, key: Hashable, task: str | None = None) -> None:
+        """Share `runtime` with the other executors of a run; before the first call. `key` names the episode on the
+        tape. Stateful tools of this process share cached results among episodes of one `task` only; None stands for
+        "no other episode"."""
+        assert self._batches == 0, "attach comes before the first call"
+        self._runtime = runtime
+        self._key = key
+        for group in self._groups.values():
+            group.start(f"episode {key}" if task is None else f"task {task}")
 
     async def close(self) -> None:
         """Close the sessions of this episode; again does nothing."""
@@ -58,9 +87,13 @@ class AsyncToolExecutor:
         await asyncio.gather(*(session.close() for session in sessions), return_exceptions=True)
 
     async def batch_execute(self, calls: Sequence[ToolCall]) -> list[ToolResult]:
-        in_turn = asyncio.Lock()  # first come, first served: ordered calls run in call order
-        # Exceptions are collected, so that a ToolFailure of one call leaves no other call running unseen.
-        running = (self._execute(call, in_turn) for call in calls)
+        batch = self._batches
+        self._batches += 1
+        if len(calls) == 1:  # without the cost of a task
+            return [await self._execute(calls[0], batch, 0)]
+        # Exceptions are collected, so that a ToolFailure of one call leaves no other call running unseen. The tasks
+        # start in call order and take their turns in groups before they wait for anything.
+        running = (self._execute(call, batch, index) for index, call in enumerate(calls))
         results = await asyncio.gather(*running, return_exceptions=True)
         finished = []
         for result in results:
@@ -69,79 +102,169 @@ class AsyncToolExecutor:
             finished.append(result)
         return finished
 
-    async def _execute(self, call: ToolCall, in_turn: asyncio.Lock) -> ToolResult:
-        if call.error is not None:
-            return ToolResult(call.error, ok=False, error="malformed")
-        tool = self._tools.get(call.name)
-        if tool is None:
-            return ToolResult(self._unknown(call.name), ok=False, error="unknown")
-        options: ToolOptions = getattr(tool, "options", DEFAULT_OPTIONS)  # a foreign tool need not have any
-        async with in_turn if options.ordered else contextlib.nullcontext():
-            started = time.perf_counter()
-            result = await self._run(tool, call.arguments, options.timeout or self.timeout)
-            seconds = time.perf_counter() - started
-        return dataclasses.replace(result, content=self._bounded(result.content), seconds=seconds)
-
-    async def _run(self, tool: Tool, arguments: dict[str, Any], timeout: float) -> ToolResult:
-        name = tool.spec.name
+    async def _execute(self, call: ToolCall, batch: int, index: int) -> ToolResult:
+        tape = self._runtime.tape
+        if tape is None:
+            return await self._answer(call)
+        place = Place(self._key, batch, index)
         try:
-            return await within(timeout, self._attempt(tool, arguments))
-        except ToolFailure:
+            result = tape.replay(place, call)
+            if result is None:
+                result = await self._answer(call)
+            else:
+                self._runtime.metrics.answered(call.name if call.name in self._entries else None, result)
+        except ToolFailure as failure:
+            tape.record(place, call, failure)
             raise
-        except OutOfTime:
-            log.info("tool %s was given up after %g s", name, timeout)
-            text = f"{name} took longer than {timeout:g} s and was stopped"
-            return ToolResult(text, ok=False, error="timeout")
-        except Exception as error:
-            log.info("tool %s failed", name, exc_info=True)
-            return ToolResult(f"{name} failed: {describe(error)}", ok=False, error="exception")
+        except asyncio.CancelledError:  # the episode is out of time, and has to be in a replay as well
+            tape.record(place, call, ToolFailure("the call was broken off with its episode"))
+            raise
+        tape.record(place, call, result)
+        return result
 
-    async def _attempt(self, tool: Tool, arguments: dict[str, Any]) -> ToolResult:
-        """Check and call. What a call passes through besides (limits, retries, a cache) belongs here."""
-        problems = schema_problems(tool.spec, _validator(tool.spec.parameters), arguments)
-        if problems is not None:
-            return ToolResult(problems, ok=False, error="schema")
+    async def _answer(self, call: ToolCall) -> ToolResult:
+        entry = self._entries.get(call.name)
+        if call.error is not None or entry is None:
+            result = self._refused(call)
+            self._runtime.metrics.answered(None, result)
+            return result
+        async with contextlib.nullcontext() if entry.group is None else entry.group.turn():
+            metrics = self._runtime.metrics
+            started = metrics.began(call.name)
+            result: ToolResult | None = None
+            try:
+                wrong = self._wrong(entry.tool.spec, call.arguments)
+                result = wrong or await self._obtain(entry, call.arguments)
+            finally:
+                metrics.finished(call.name, started, result)
+        assert result is not None
+        result.id, result.seconds = call.id, time.perf_counter() - started  # it is a copy, and only ours
+        return result
+
+    def _refused(self, call: ToolCall) -> ToolResult:
+        if call.error is not None:
+            return ToolResult(call.error, ok=False, error="malformed", id=call.id)
+        if not self._entries:
+            text = "There are no tools here; answer in plain text."
+        else:
+            near = difflib.get_close_matches(call.name[:100], self._entries, n=MAX_NAMES, cutoff=0.0)
+            text = f"There is no tool named {call.name[:60]!r}. The tools are: {', '.join(near)}."
+        return ToolResult(text, ok=False, error="unknown", id=call.id)
+
+    def _wrong(self, spec: ToolSpec, arguments: dict[str, Any]) -> ToolResult | None:
         try:
-            return as_result(await tool.run(arguments))
-        except SystemExit as error:
-            raise RuntimeError("it tried to end the program") from error
+            problems = schema_problems(spec, _validator(spec.parameters), arguments)
+        except Exception as error:  # a schema that is none, arguments nested beyond reason
+            log.info("arguments of tool %s cannot be checked", spec.name, exc_info=True)
+            return ToolResult(f"{spec.name} failed: {describe(error)}", ok=False, error="exception")
+        return None if problems is None else ToolResult(problems, ok=False, error="schema")
 
-    def _unknown(self, name: str) -> str:
-        if not self._tools:
-            return "There are no tools here; answer in plain text."
-        near = difflib.get_close_matches(name[:100], self._tools, n=MAX_NAMES, cutoff=0.0)
-        return f"There is no tool named {name[:60]!r}. The tools are: {', '.join(near)}."
+    async def _obtain(self, entry: _Entry, arguments: dict[str, Any]) -> ToolResult:
+        """From the cache where it may come from there, else by calling the tool."""
+        options, cache = entry.options, self._runtime.cache
+        deadline = time.monotonic() + max(self._runtime.deadline, self._timeout(entry))
+        if cache is None:
+            return (await self._call(entry, arguments, deadline)).result
+        if options.pure:
+            name = call_name(entry.tool, options, arguments)
+            if name is not None:
 
-    def _bounded(self, text: str) -> str:
-        """Cut, so that no later step has to handle a text of absurd size, and made valid Unicode."""
-        if len(text) > self.max_output_chars:
-            head = self.max_output_chars * 3 // 4
-            tail = self.max_output_chars - head
-            cut = len(text) - head - tail
-            text = f"{text[:head]}\n[... {cut} characters cut ...]\n{text[len(text) - tail :]}"
-        return valid_text(text)
+                async def run() -> ToolResult:
+                    return (await self._call(entry, arguments, deadline)).result
+
+                return await cache.through(self._sized(name), run, deadline)
+        elif entry.group is not None and entry.group.stateful:
+            return await self._after_history(entry, entry.group, arguments, cache, deadline)
+        return (await self._call(entry, arguments, deadline)).result
+
+    async def _after_history(
+        self, entry: _Entry, group: Group, arguments: dict[str, Any], cache: ResultCache, deadline: float
+    ) -> ToolResult:
+        """A call whose answer depends on the calls before it, or that changes the answers after it."""
+        name = call_name(entry.tool, entry.options, arguments)
+        key = group.key(name) if entry.options.stateful else None
+        lost = False
+
+        async def run() -> ToolResult:
+            nonlocal lost
+            await group.catch_up()
+            outcome = await self._call(entry, arguments, deadline)
+            lost = outcome.lost
+            return outcome.result
+
+        async def make_up() -> Outcome:
+            within = time.monotonic() + max(self._runtime.deadline, self._timeout(entry))
+            return await self._call(entry, arguments, within)
+
+        try:
+            result = await run() if key is None else await cache.through(self._sized(key), run, deadline)
+        except BaseException:
+            group.lose()
+            raise
+        if result.cached:
+            group.skip(Skipped(entry.tool.spec.name, result.content, make_up))
+        if lost:
+            group.lose()
+        elif result.error not in ("schema", "unavailable"):  # else the call never reached the tool
+            group.add(name)
+        return result
+
+    async def _call(self, entry: _Entry, arguments: dict[str, Any], deadline: float) -> Outcome:
+        timeout = self._timeout(entry)
+        outcome = await self._runtime.call(entry.tool, arguments, entry.options, timeout, deadline)
+        outcome.result.content = bounded(outcome.result.content, self.max_output_chars)
+        return outcome
+
+    def _timeout(self, entry: _Entry) -> float:
+        return entry.options.timeout or self.timeout
+
+    def _sized(self, key: str) -> str:
+        """The same call cut to another size is another entry of the cache."""
+        return digest(key, str(self.max_output_chars))
+
+    def _sorted_out(self) -> dict[str, _Entry]:
+        """Tools by name, each with the group it shares state with."""
+        options = {tool.spec.name: getattr(tool, "options", DEFAULT_OPTIONS) for tool in self.tools}
+        stateful = {chosen.server for chosen in options.values() if chosen.stateful}
+        entries: dict[str, _Entry] = {}
+        for tool in self.tools:
+            chosen: ToolOptions = options[tool.spec.name]
+            # On a server with state any tool that is not pure may change it.
+            touches = bool(chosen.server) and chosen.server in stateful and not chosen.pure
+            group = None
+            if chosen.ordered or chosen.stateful or touches:
+                group = self._groups.setdefault(chosen.server, Group(chosen.server))
+                group.stateful |= chosen.stateful
+            entries[tool.spec.name] = _Entry(tool, chosen, group)
+        return entries
 
 
-def _validator(schema: dict[str, Any]) -> Draft202012Validator:
+def _check_names(tools: Sequence[Tool]) -> None:
+    names = [tool.spec.name for tool in tools]
+    if len(set(names)) < len(names):
+        twice = ", ".join(sorted({name for name in names if names.count(name) > 1}))
+        raise ValueError(f"two tools have the same name: {twice}; rename one with @tool(name=...)")
+
+
+def _close_soon(executor: AsyncToolExecutor) -> None:
+    """For an executor that could not be made: nobody else will close what it has opened."""
+    if not executor._sessions:
+        return
+    try:
+        loop = asyncio.get_running_loop()
+    except RuntimeError:
+        asyncio.run(executor.close())
+    else:
+        task = loop.create_task(executor.close())
+        _closing.add(task)
+        task.add_done_callback(_closing.discard)
+
+
+def _validator(schema: dict[str, Any]) -> Validator:
     """Kept by the identity of the schema: every episode has an executor of its own over the same tools."""
     known = _VALIDATORS.get(id(schema))
     if known is None or known.schema is not schema:  # an id may be used again
         if len(_VALIDATORS) > 1000:
             _VALIDATORS.clear()
-        known = _VALIDATORS[id(schema)] = Draft202012Validator(schema)
+        known = _VALIDATORS[id(schema)] = validator_of(schema)
     return known
-
-
-def valid_text(text: str) -> str:
-    """Without lone surrogates, which Python strings may hold and tokenizers refuse."""
-    return text.encode("utf-8", errors="replace").decode("utf-8")
-
-
-def describe(error: BaseException) -> str:
-    """An exception in one short line."""
-    try:
-        text = str(error)
-    except Exception:  # the exception's own code is foreign too
-        text = ""
-    text = " ".join(text.split())[:MAX_ERROR_CHARS]
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__

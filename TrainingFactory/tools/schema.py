@@ -5,13 +5,18 @@ from __future__ import annotations
 import inspect
 import json
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
+from urllib.parse import unquote
 
 from jsonschema import Draft202012Validator
+from jsonschema.exceptions import SchemaError as InvalidSchema
 from jsonschema.exceptions import ValidationError as SchemaError
+from jsonschema.protocols import Validator
+from jsonschema.validators import validator_for
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from pydantic.errors import PydanticUserError
+from pydantic.fields import FieldInfo
 
 from TrainingFactory.types import ToolSpec
 
@@ -58,21 +63,28 @@ def parameters_schema(model: type[BaseModel]) -> dict[str, Any]:
 def description_of(function: Callable[..., Any]) -> str:
     """The docstring up to its first section (Args, Returns, ...)."""
     doc = inspect.getdoc(function) or ""
-    return re.split(r"\n\s*(?:\w+:[ \t]*\n|:param )", "\n" + doc, maxsplit=1)[0].strip()
+    return re.split(r"\n\s*(?:\w+:[ \t]*\n|:param |\w+\n-{3,})", "\n" + doc, maxsplit=1)[0].strip()
 
 
 def _parameter_docs(doc: str) -> dict[str, str]:
-    """The texts of `name: text` lines under Args: and of `:param name: text` lines."""
+    """What a docstring says about parameters: `name: text` lines under Args:, `:param name: text` lines, and
+    numpy's `name : type` lines with the text below. A text may go on in lines that are indented further."""
     section = re.search(r"^(?:Args|Arguments|Parameters):[ \t]*\n((?:[ \t]+.*\n?|\n)+)", doc, re.MULTILINE)
-    listed = section.group(1) if section else ""
-    lines = re.findall(r"^[ \t]+(\w+)(?: \([^)]*\))?:[ \t]+(.+)$", listed, re.MULTILINE)
-    return dict(lines) | dict(re.findall(r"^:param (\w+):[ \t]+(.+)$", doc, re.MULTILINE))
+    listed = inspect.cleandoc(section.group(1)) if section else ""
+    numpy = re.search(r"^Parameters\n-{3,}\n((?:.*\n?)*?)(?=^\w+\n-{3,}|\Z)", doc, re.MULTILINE)
+    found = re.findall(r"^(\w+)(?: \(.*\))?:[ \t]+(.+(?:\n[ \t]+.+)*)", listed, re.MULTILINE)
+    found += re.findall(
+        r"^(\w+)[ \t]*(?::.*)?\n((?:[ \t]+.+\n?)+)", numpy.group(1) if numpy else "", re.MULTILINE
+    )
+    found += re.findall(r"^:param (?:[^:\n]+ )?(\w+):[ \t]+(.+(?:\n[ \t]+.+)*)", doc, re.MULTILINE)
+    return {name: " ".join(text.split()) for name, text in found}
 
 
 def _annotated_text(hint: Any) -> str | None:
-    """The first plain string in Annotated[type, "text"]."""
+    """The first plain string in Annotated[type, "text"], or the description of a Field there."""
     notes = get_args(hint)[1:] if get_origin(hint) is Annotated else ()
-    return next((note for note in notes if isinstance(note, str)), None)
+    texts = [note.description if isinstance(note, FieldInfo) else note for note in notes]
+    return next((text for text in texts if isinstance(text, str)), None)
 
 
 def _without_titles(schema: Any, is_schema: bool = True) -> Any:
@@ -96,7 +108,80 @@ def _reading_order(item: tuple[str, Any]) -> int:
     return usual.index(item[0]) if item[0] in usual else len(usual)
 
 
-def schema_problems(spec: ToolSpec, validator: Draft202012Validator, arguments: Any) -> str | None:
+def check_schema(spec: ToolSpec, where: str = "") -> None:
+    """ValueError if the spec of a tool from elsewhere cannot be used; `where` says whose it is. Cheap for a
+    schema that was seen before: every episode asks again."""
+    schema: Any = spec.parameters
+    if _CHECKED.get(id(schema)) is schema:
+        return
+    problem = None if isinstance(spec.name, str) and spec.name else f"its name is {spec.name!r}"
+    problem = problem or _schema_fault(schema)
+    if problem:
+        owner = f"{where}: " if where else ""
+        raise ValueError(
+            f"{owner}tool {str(spec.name)[:64]}: {problem}; parameters must be a JSON schema of type object, "
+            'for instance {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}'
+        )
+    if len(_CHECKED) > 1000:
+        _CHECKED.clear()
+    _CHECKED[id(schema)] = schema
+
+
+_CHECKED: dict[int, dict[str, Any]] = {}  # by identity
+
+
+def validator_of(schema: dict[str, Any]) -> Validator:
+    """A validator of the draft that the schema names, else of the newest."""
+    return validator_for(schema, default=Draft202012Validator)(schema)
+
+
+def _schema_fault(schema: Any) -> str | None:
+    if not isinstance(schema, dict):
+        return f"its parameters are {_short(repr(schema))}"
+    if schema.get("type", "object") != "object":
+        return f"its parameters have the type {_short(repr(schema['type']))}"
+    try:
+        validator_for(schema, default=Draft202012Validator).check_schema(schema)
+    except InvalidSchema as error:
+        place = ".".join(str(part) for part in error.absolute_path) or "its parameters"
+        return f"{_short(place)} is no JSON schema ({_short(error.message, 120)})"
+    except RecursionError:
+        return "its parameters are nested too deeply"
+    unknown = next((ref for ref in _references(schema) if not _resolves(schema, ref)), None)
+    return f"its parameters refer to {_short(unknown)}, which is not in them" if unknown else None
+
+
+def _references(schema: Any) -> Iterator[str]:
+    """Every $ref; one that leads outside would be fetched over the network when arguments are checked."""
+    if isinstance(schema, dict):
+        if isinstance(schema.get("$ref"), str):
+            yield schema["$ref"]
+        for key, value in schema.items():
+            if key not in ("default", "enum", "const", "examples"):
+                yield from _references(value)
+    elif isinstance(schema, list):
+        for item in schema:
+            yield from _references(item)
+
+
+def _resolves(schema: Any, reference: str) -> bool:
+    if not reference.startswith("#/"):
+        return reference == "#" or (
+            reference.startswith("#") and '"$anchor"' in json.dumps(schema, default=str)
+        )
+    place = schema
+    for part in unquote(reference[2:]).split("/"):
+        part = part.replace("~1", "/").replace("~0", "~")
+        if isinstance(place, list) and part.isdigit() and int(part) < len(place):
+            place = place[int(part)]
+        elif isinstance(place, dict) and part in place:
+            place = place[part]
+        else:
+            return False
+    return True
+
+
+def schema_problems(spec: ToolSpec, validator: Validator, arguments: Any) -> str | None:
     """What is wrong with the arguments, or None."""
     errors = sorted(validator.iter_errors(arguments), key=lambda error: len(error.absolute_path))
     return _explain(spec, (_schema_problem(error) for error in errors)) if errors else None

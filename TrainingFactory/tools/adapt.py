@@ -1,0 +1,99 @@
+"""Whatever can serve as a tool, made one: our own tools, typed functions, and classes of qwen_agent's shape."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from typing import Any
+
+from TrainingFactory.protocols import Tool, ToolSource
+from TrainingFactory.tools.decorator import as_result, tool
+from TrainingFactory.tools.options import ToolOptions
+from TrainingFactory.tools.schema import check_schema
+from TrainingFactory.tools.threads import in_thread
+from TrainingFactory.types import ToolResult, ToolSpec
+
+
+def as_tool(thing: Any) -> Tool | ToolSource:
+    """A tool or source as it is (its schema is checked); a typed function or a `BaseTool` class or object made a
+    tool. ValueError for anything else."""
+    if inspect.isclass(thing):
+        return BaseToolAdapter(_made(thing)) if _is_base_tool(thing) else _refuse(thing)
+    if isinstance(thing, ToolSource):
+        return thing
+    if isinstance(thing, Tool):
+        check_schema(thing.spec)
+        return thing
+    if _is_base_tool(thing):
+        return BaseToolAdapter(thing)
+    return tool(thing) if inspect.isroutine(thing) else _refuse(thing)
+
+
+class BaseToolAdapter:
+    """An object with `name`, `description`, `parameters` (a JSON schema, or a list of parameters) and
+    `call(params, **kwargs)`, which gets the arguments as JSON text, as in qwen_agent."""
+
+    def __init__(self, thing: Any) -> None:
+        self.thing = thing
+        name = thing.name
+        if not isinstance(name, str) or not name:
+            raise ValueError(f"{type(thing).__name__}.name must be the tool's name, not {name!r}")
+        parameters = _parameters(name, getattr(thing, "parameters", None))
+        self.spec = ToolSpec(name, str(getattr(thing, "description", "") or ""), parameters)
+        check_schema(self.spec, type(thing).__name__)
+        options = getattr(thing, "options", None)  # not qwen_agent's; whoever wants limits may set it
+        self.options = options if isinstance(options, ToolOptions) else ToolOptions()
+
+    def __repr__(self) -> str:
+        return f"<tool {self.spec.name} of {type(self.thing).__name__}>"
+
+    async def run(self, arguments: dict[str, Any]) -> ToolResult:
+        text = json.dumps(arguments, ensure_ascii=False)
+        if inspect.iscoroutinefunction(self.thing.call):
+            return as_result(_content(await self.thing.call(text)))
+        return await in_thread(lambda: as_result(_content(self.thing.call(text))))
+
+
+def _is_base_tool(thing: Any) -> bool:
+    return callable(getattr(thing, "call", None)) and hasattr(thing, "name") and hasattr(thing, "description")
+
+
+def _made(cls: type) -> Any:
+    try:
+        return cls()
+    except Exception as error:
+        raise ValueError(
+            f"{cls.__name__}() cannot be made without arguments ({error}); hand in an object instead of the class"
+        ) from error
+
+
+def _parameters(name: str, given: Any) -> dict[str, Any]:
+    """qwen_agent's older form is a list of {"name", "type", "description", "required"}."""
+    if given is None:
+        return {"type": "object", "properties": {}}
+    if not isinstance(given, list):
+        return given
+    properties, required = {}, []
+    for entry in given:
+        if not isinstance(entry, dict) or not isinstance(entry.get("name"), str):
+            raise ValueError(f"tool {name}: a parameter is an object with a name, not {str(entry)[:60]}")
+        properties[entry["name"]] = {k: v for k, v in entry.items() if k not in ("name", "required")}
+        if entry.get("required"):
+            required.append(entry["name"])
+    return {"type": "object", "properties": properties} | ({"required": required} if required else {})
+
+
+def _content(value: Any) -> Any:
+    """Content items (objects or dicts with `text`) as their text; what else there may be stays."""
+    if not isinstance(value, list) or not value:
+        return value
+    found = [item.get("text") if isinstance(item, dict) else getattr(item, "text", None) for item in value]
+    texts = [text for text in found if isinstance(text, str)]
+    return "\n".join(texts) if len(texts) == len(value) else value
+
+
+def _refuse(thing: Any) -> Any:
+    raise ValueError(
+        f"{str(thing)[:80]!r} is no tool: a tool is a function with type hints, an object with `spec` and `run`, "
+        "a source with `session` and `close`, or a class with `name`, `description`, `parameters` and `call`"
+    )

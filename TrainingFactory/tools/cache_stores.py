@@ -1,0 +1,284 @@
+"""Where cached results are kept: an SQLite file for one machine, Redis for several."""
+
+from __future__ import annotations
+
+import os
+import re
+import sqlite3
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from TrainingFactory.tools.texts import describe
+
+APPLICATION_ID = 0x7F_70_01_C4  # in the header of the file: says that it is ours
+FORMAT = 1
+BUSY_SECONDS = 5.0  # a writer waits so long for other processes; readers never wait for writers
+REST = 0.9  # eviction goes down to this part of the limit, so that it does not come at every write
+BATCH = 500
+SCHEMA = """
+CREATE TABLE IF NOT EXISTS entries (
+    key TEXT PRIMARY KEY, value TEXT NOT NULL, size INTEGER NOT NULL, made REAL NOT NULL, used REAL NOT NULL);
+CREATE INDEX IF NOT EXISTS by_use ON entries (used, size);
+CREATE TABLE IF NOT EXISTS total (bytes INTEGER NOT NULL);
+INSERT INTO total SELECT 0 WHERE NOT EXISTS (SELECT 1 FROM total);
+CREATE TRIGGER IF NOT EXISTS added AFTER INSERT ON entries BEGIN UPDATE total SET bytes = bytes + NEW.size; END;
+CREATE TRIGGER IF NOT EXISTS gone AFTER DELETE ON entries BEGIN UPDATE total SET bytes = bytes - OLD.size; END;
+CREATE TRIGGER IF NOT EXISTS changed AFTER UPDATE OF size ON entries BEGIN
+    UPDATE total SET bytes = bytes + NEW.size - OLD.size; END;
+"""
+
+
+class StoreError(Exception):
+    """The store cannot do it now; the call that wanted it is made without."""
+
+
+class Store(Protocol):
+    """Texts by key. Methods block; any may raise StoreError."""
+
+    quick: bool  # `get` is fast enough for the event loop
+
+    def get(self, key: str) -> tuple[str, float] | None:
+        """The value and the time at which it was made."""
+        ...
+
+    def write(self, entries: Sequence[tuple[str, str, float]], used: Iterable[tuple[str, float]]) -> None:
+        """Adds (key, value, time) and notes when keys were last used."""
+        ...
+
+    def close(self) -> None: ...
+
+
+def open_store(target: str | Path, ttl: float | None, max_bytes: int) -> Store:
+    if isinstance(target, str) and re.match(r"rediss?://|unix://", target):
+        return RedisStore(target, ttl)
+    return SQLiteStore(Path(target), ttl, max_bytes)
+
+
+class SQLiteStore:
+    """A file in WAL mode: any number of processes read while one writes. Not for network drives, where SQLite's
+    locks do not work."""
+
+    quick = True
+
+    def __init__(self, path: Path, ttl: float | None, max_bytes: int) -> None:
+        self.path, self._ttl, self._max_bytes = path, ttl, max_bytes
+        self._reading, self._writing = threading.Lock(), threading.Lock()
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            _check_owner(path)
+            try:
+                self._open()
+            except sqlite3.DatabaseError as error:
+                if isinstance(error, sqlite3.OperationalError):  # locked, no space, no rights: not damage
+                    raise
+                self._set_aside(error)
+                self._open()
+        except (OSError, sqlite3.Error) as error:
+            raise ValueError(
+                f"the tool cache {path} cannot be opened: {describe(error)}; check the folder and its free space, or "
+                "give another path"
+            ) from error
+
+    def _open(self) -> None:
+        self._pid = os.getpid()
+        if not self.path.exists():
+            self._create()
+        self._writer = _connect(self.path)
+        try:
+            if (
+                self._writer.execute("PRAGMA user_version").fetchone()[0] != FORMAT
+            ):  # an empty file, or an old one
+                _set_up(self._writer)
+            self._reader = _connect(self.path)
+            self._reader.execute("SELECT key, value, size, made, used FROM entries LIMIT 1").fetchall()
+        except BaseException:
+            self._writer.close()
+            raise
+
+    def _create(self) -> None:
+        """Made aside and put in place whole: another process may be doing the same."""
+        aside = self.path.with_name(f".{self.path.name}.{os.getpid()}-{threading.get_ident()}")
+        try:
+            made = _connect(aside)
+            try:
+                _set_up(made)
+            finally:
+                made.close()
+            try:
+                os.link(aside, self.path)
+            except FileExistsError:  # the other was quicker
+                pass
+            except OSError:  # no links on this drive
+                if not self.path.exists():
+                    aside.rename(self.path)
+        finally:
+            aside.unlink(missing_ok=True)
+
+    def _set_aside(self, error: sqlite3.DatabaseError) -> None:
+        kept = self.path.with_name(f"{self.path.name}.damaged-{time.time_ns()}")
+        self.path.rename(kept)
+        for suffix in ("-wal", "-shm"):
+            Path(f"{self.path}{suffix}").unlink(missing_ok=True)
+        self.damage = f"{describe(error)}; it is kept as {kept.name}, and a new one is begun"
+
+    damage: str | None = None
+
+    def get(self, key: str) -> tuple[str, float] | None:
+        try:
+            with self._reading:
+                if self._pid != os.getpid():
+                    self._after_fork()
+                return self._reader.execute(
+                    "SELECT value, made FROM entries WHERE key = ?", (key,)
+                ).fetchone()
+        except sqlite3.Error as error:
+            raise StoreError(describe(error)) from error
+
+    def write(self, entries: Sequence[tuple[str, str, float]], used: Iterable[tuple[str, float]]) -> None:
+        rows = [(key, value, len(key) + len(value.encode()), made, made) for key, value, made in entries]
+        try:
+            with self._writing:
+                if self._pid != os.getpid():
+                    with self._reading:
+                        self._after_fork()
+                self._write(rows, [(when, key, when) for key, when in used])
+        except (sqlite3.Error, UnicodeError) as error:
+            raise StoreError(describe(error)) from error
+
+    def _write(self, rows: list[tuple[Any, ...]], used: list[tuple[Any, ...]]) -> None:
+        self._writer.execute("BEGIN IMMEDIATE")
+        try:
+            self._writer.executemany(
+                "INSERT INTO entries VALUES (?, ?, ?, ?, ?) ON CONFLICT (key) DO UPDATE SET "
+                "value = excluded.value, size = excluded.size, made = excluded.made, used = excluded.used",
+                rows,
+            )
+            self._writer.executemany("UPDATE entries SET used = ? WHERE key = ? AND used < ?", used)
+            self._evict()
+            self._writer.execute("COMMIT")
+        except BaseException:
+            if self._writer.in_transaction:
+                self._writer.execute("ROLLBACK")
+            raise
+
+    def _evict(self) -> None:
+        """Least recently used first, and what is too old."""
+        size = self._size()
+        if size <= self._max_bytes:
+            return
+        if self._ttl is not None:
+            self._writer.execute("DELETE FROM entries WHERE made < ?", (time.time() - self._ttl,))
+        while (excess := self._size() - self._max_bytes * REST) > 0:
+            oldest = self._writer.execute(
+                "SELECT key, size FROM entries ORDER BY used LIMIT ?", (BATCH,)
+            ).fetchall()
+            if not oldest:
+                return
+            gone: list[tuple[str]] = []
+            for key, bytes_ in oldest:
+                if excess <= 0:
+                    break
+                gone.append((key,))
+                excess -= bytes_
+            self._writer.executemany("DELETE FROM entries WHERE key = ?", gone)
+
+    def _size(self) -> int:
+        return self._writer.execute("SELECT bytes FROM total").fetchone()[0]
+
+    def _after_fork(self) -> None:
+        """A connection must not be used in two processes. The parent's is neither used nor closed here."""
+        _inherited.extend((self._reader, self._writer))
+        self._reader, self._writer, self._pid = _connect(self.path), _connect(self.path), os.getpid()
+
+    def close(self) -> None:
+        with self._reading, self._writing:
+            if self._pid == os.getpid():
+                self._reader.close()
+                self._writer.close()
+
+
+def _connect(path: Path) -> sqlite3.Connection:
+    made = sqlite3.connect(path, timeout=BUSY_SECONDS, isolation_level=None, check_same_thread=False)
+    made.execute("PRAGMA synchronous = NORMAL")
+    made.execute(f"PRAGMA journal_size_limit = {64 << 20}")
+    return made
+
+
+def _set_up(database: sqlite3.Connection) -> None:
+    version = database.execute("PRAGMA user_version").fetchone()[0]
+    if version:
+        raise sqlite3.DatabaseError(f"its format is {version}, not {FORMAT}")
+    database.execute("PRAGMA journal_mode = WAL")
+    database.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+    database.executescript(f"BEGIN IMMEDIATE; {SCHEMA} PRAGMA user_version = {FORMAT}; COMMIT;")
+
+
+_inherited: list[sqlite3.Connection] = []  # kept for ever: closing them would drop the parent's locks
+
+
+def _check_owner(path: Path) -> None:
+    """A file of somebody else's is neither changed nor moved."""
+    if not path.exists() or (path.is_file() and path.stat().st_size == 0):
+        return
+    what = "a folder" if path.is_dir() else "no file of ours"
+    if path.is_file():
+        with path.open("rb") as file:
+            header = file.read(100)
+        if header[:16] == b"SQLite format 3\0" and header[68:72] == APPLICATION_ID.to_bytes(4, "big"):
+            return
+    raise ValueError(f"the tool cache cannot use {path}: it is {what}; give another path")
+
+
+class RedisStore:
+    """One Redis for several machines. How much it holds is bounded by its own `maxmemory` and eviction policy.
+    Calls go through threads, because an asynchronous client belongs to one event loop."""
+
+    quick = False
+    PREFIX = "tfactory:tool:"
+
+    def __init__(self, url: str, ttl: float | None) -> None:
+        try:
+            import redis
+        except ImportError as error:
+            raise ValueError(
+                "a tool cache in Redis needs the package redis: pip install 'training-factory[redis]'"
+            ) from error
+        self._errors = (redis.RedisError, OSError)
+        self._ttl = None if ttl is None else max(1, int(ttl * 1000))
+        try:
+            self._client: Any = redis.Redis.from_url(
+                url, socket_timeout=2.0, socket_connect_timeout=2.0, decode_responses=True
+            )
+            self._client.ping()
+        except (ValueError, *self._errors) as error:
+            shown = re.sub(r"//[^@/]*@", "//***@", url)  # without a password
+            kind = type(error).__name__
+            raise ValueError(
+                f"the tool cache cannot reach Redis at {shown} ({kind}); is it running?"
+            ) from error
+
+    def get(self, key: str) -> tuple[str, float] | None:
+        try:
+            found = self._client.get(self.PREFIX + key)
+        except self._errors as error:
+            raise StoreError(type(error).__name__) from error
+        made, _, value = (found or "").partition(" ")
+        try:
+            return (value, float(made)) if found else None
+        except ValueError as error:
+            raise StoreError(f"{self.PREFIX}{key} holds something else") from error
+
+    def write(self, entries: Sequence[tuple[str, str, float]], used: Iterable[tuple[str, float]]) -> None:
+        try:
+            with self._client.pipeline(transaction=False) as pipe:
+                for key, value, made in entries:
+                    pipe.set(self.PREFIX + key, f"{made!r} {value}", px=self._ttl)
+                pipe.execute()
+        except (UnicodeError, *self._errors) as error:
+            raise StoreError(type(error).__name__) from error
+
+    def close(self) -> None:
+        self._client.close()

@@ -1,0 +1,233 @@
+"""How a process locks itself in, without privileges and without packages: limits, a private disk, Landlock for
+files, a seccomp filter for everything else. Runs inside the interpreter's process before any foreign code;
+imports nothing of this package, whose import would take longer than all of this."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import os
+import resource
+import struct
+import sys
+from glob import glob
+from typing import Any
+
+from syscalls import ALLOWED, ARCHITECTURES, PRETENDED, RULED, numbers
+
+libc = ctypes.CDLL(None, use_errno=True)
+MIB = 2**20
+
+# prctl
+PR_SET_SECCOMP, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS = 22, 24, 38
+# unshare
+NEW_USER, NEW_MOUNTS, NEW_NETWORK, NEW_IPC = 0x10000000, 0x00020000, 0x40000000, 0x08000000
+# mount
+MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REC, MS_PRIVATE = 2, 4, 8, 0x4000, 0x40000
+# Landlock: system calls (the same numbers everywhere) and rights
+CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446
+WRITE_FILE, READ_FILE, READ_DIR = 1 << 1, 1 << 2, 1 << 3
+RIGHTS_BY_ABI = {1: 13, 2: 14, 3: 15, 4: 15, 5: 16}  # how many bits of rights each version knows
+EXECUTE, SPECIAL_FILES = 1 << 0, (1 << 6) | (1 << 9) | (1 << 11)  # special: devices and sockets
+
+
+class Unavailable(Exception):
+    """A layer that this machine does not offer."""
+
+
+def confine(settings: dict[str, Any]) -> dict[str, Any]:
+    """Lock this process in; says how each thing is enforced (None: it is not) and what is missing."""
+    missing: list[str] = []
+    report: dict[str, Any] = {"missing": missing}
+
+    def layer(function: Any, *arguments: Any) -> Any:
+        try:
+            return function(*arguments)
+        except (Unavailable, OSError) as error:
+            missing.append(f"{function.__name__}: {error}")
+            return None
+
+    folder, disk = settings["folder"], settings["disk_mb"]
+    limits(settings)
+    private = bool(layer(namespaces, settings["disk_mb"], folder)) if sys.platform == "linux" else False
+    os.chdir(folder)
+    abi = layer(landlock, folder, settings["readable"])
+    drop_capabilities()
+    if not settings["threads"]:
+        layer(no_new_processes)
+    filtered = layer(seccomp, settings["threads"])
+    report["files"] = f"Landlock (version {abi})" if abi else None
+    layers = [name for name, there in (("seccomp", filtered), ("network namespace", private)) if there]
+    report["network"] = " and ".join(layers) or None
+    only_limit = "RLIMIT_NPROC" if not settings["threads"] and os.getuid() != 0 else None
+    report["processes"] = "seccomp" if filtered else only_limit  # the limit does not bind root
+    report["signals"] = "seccomp" if filtered else None
+    report["memory"] = f"{settings['memory_mb']} MiB of address space (RLIMIT_AS)"
+    report["disk"] = f"{disk} MiB in all (tmpfs)" if private else f"{disk} MiB a file (RLIMIT_FSIZE)"
+    return report
+
+
+def limits(settings: dict[str, Any]) -> None:
+    wanted = {
+        resource.RLIMIT_CPU: settings["cpu_seconds"],
+        resource.RLIMIT_AS: settings["memory_mb"] * MIB,
+        resource.RLIMIT_FSIZE: settings["disk_mb"] * MIB,
+        resource.RLIMIT_NOFILE: 64,
+        resource.RLIMIT_CORE: 0,
+    }
+    for kind, value in wanted.items():
+        # Out of CPU time: first a signal that says so, then the end.
+        ceiling = value + 1 if kind == resource.RLIMIT_CPU else value
+        hard = resource.getrlimit(kind)[1]
+        ceiling = ceiling if hard == resource.RLIM_INFINITY else min(ceiling, hard)
+        with contextlib.suppress(ValueError, OSError):  # macOS knows no limit of address space
+            resource.setrlimit(kind, (min(value, ceiling), ceiling))
+
+
+def no_new_processes() -> None:
+    """Counted per user, and there is one already: none can be added. Threads count too."""
+    resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
+
+
+def namespaces(disk_mb: int, folder: str) -> bool:
+    """An empty network, and a small disk in memory over the folder, which vanishes with the process."""
+    uid, gid = os.getuid(), os.getgid()
+    _check(libc.unshare(NEW_USER | NEW_MOUNTS | NEW_NETWORK | NEW_IPC))
+    for name, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
+        with open(f"/proc/self/{name}", "w") as file:
+            file.write(text)
+    _check(libc.mount(b"none", b"/", None, ctypes.c_ulong(MS_REC | MS_PRIVATE), None))
+    options = f"size={disk_mb}m,nr_inodes=10000,mode=700".encode()
+    flags = ctypes.c_ulong(MS_NOSUID | MS_NODEV | MS_NOEXEC)
+    _check(libc.mount(b"tmpfs", os.fsencode(folder), b"tmpfs", flags, options))
+    return True
+
+
+def drop_capabilities() -> None:
+    """What root may do beyond owning files; also what the user namespace gave."""
+    if sys.platform != "linux":
+        return
+    for capability in range(64):
+        libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0)
+    libc.capset(struct.pack("=II", 0x20080522, 0), bytes(24))
+    libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+
+
+def landlock(folder: str, readable: list[str]) -> int:
+    """Everything inside the folder, reading of Python itself and the system's libraries, nothing else."""
+    if sys.platform != "linux":
+        raise Unavailable(f"{sys.platform} has no Landlock")
+    abi = libc.syscall(CREATE_RULESET, None, ctypes.c_size_t(0), 1)
+    if abi < 1:
+        raise Unavailable("this kernel has no Landlock, or it is off (Linux 5.13 or later has it)")
+    handled = (1 << RIGHTS_BY_ABI.get(abi, 16)) - 1
+    rules = struct.pack("=QQQ", handled, 3, 3)  # TCP; abstract sockets and signals: by version
+    size = 8 if abi < 4 else 16 if abi < 6 else 24
+    ruleset = _check(libc.syscall(CREATE_RULESET, rules, ctypes.c_size_t(size), 0))
+
+    def allow(path: str, rights: int) -> None:
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            place = os.open(path, os.O_PATH | os.O_CLOEXEC)
+            if not os.path.isdir(path):
+                rights &= WRITE_FILE | READ_FILE
+            rule = struct.pack("=Qi", rights & handled, place)
+            _check(libc.syscall(ADD_RULE, ruleset, 1, rule, 0))
+            os.close(place)
+
+    allow(folder, handled & ~(EXECUTE | SPECIAL_FILES))
+    allow("/dev/null", READ_FILE | WRITE_FILE)
+    for path in ("/dev/zero", "/dev/urandom", "/etc/ld.so.cache", "/usr/share/zoneinfo", *_python_files()):
+        allow(path, READ_FILE | READ_DIR)
+    for path in ("/lib", "/lib64", "/usr/lib", "/usr/lib64", *readable):
+        allow(path, READ_FILE | READ_DIR)
+    for path in sys.path:
+        allow(path, READ_DIR)  # imports list their folders
+    libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    _check(libc.syscall(RESTRICT_SELF, ruleset, 0))
+    os.close(ruleset)
+    return abi
+
+
+def _python_files() -> list[str]:
+    """The standard library without the packages installed into it, and the shared libraries beside it."""
+    library = os.path.dirname(os.__file__)
+    kept = [name for name in os.listdir(library) if name not in ("site-packages", "dist-packages")]
+    return [os.path.join(library, name) for name in kept] + glob(f"{sys.base_prefix}/lib/*.so*")
+
+
+# The seccomp filter: a program of (code, jump if true, jump if false, value) that ends in a verdict.
+LOAD, AND, EQUAL, ANY_BIT, VERDICT = 0x20, 0x54, 0x15, 0x45, 0x06
+ALLOW, KILL, ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
+Instruction = tuple[int, int, int, int]
+
+
+def seccomp(threads: bool) -> bool:
+    machine = os.uname().machine
+    if sys.platform != "linux" or machine not in ARCHITECTURES or sys.maxsize < 2**32:
+        raise Unavailable(f"no system-call filter for {sys.platform} on {machine}")
+    program = filter_program(machine, os.getpid(), threads)
+    raw = b"".join(struct.pack("=HBBI", *instruction) for instruction in program)
+    buffer = ctypes.create_string_buffer(raw, len(raw))
+    head = struct.pack("@HxxxxxxQ", len(program), ctypes.addressof(buffer))
+    _check(libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
+    _check(libc.prctl(PR_SET_SECCOMP, 2, head, 0, 0))
+    return True
+
+
+def filter_program(machine: str, pid: int, threads: bool) -> list[Instruction]:
+    """Every block begins with the number in the accumulator and is skipped, or ends in a verdict."""
+    program = [(LOAD, 0, 0, 4), (EQUAL, 1, 0, ARCHITECTURES[machine][1]), _verdict(KILL), (LOAD, 0, 0, 0)]
+
+    def block(number: int, *body: Instruction) -> None:
+        program.extend([(EQUAL, 0, len(body), number), *body])
+
+    for number in numbers(ALLOWED, machine).values():
+        block(number, _verdict(ALLOW))
+    for number in numbers(PRETENDED, machine).values():
+        block(number, _verdict(ERRNO))  # error 0: success
+    for name, number in numbers(RULED, machine).items():
+        block(number, *_rule(name, pid, threads))
+    return [*program, _verdict(ERRNO | errno.EPERM)]
+
+
+def _rule(name: str, pid: int, threads: bool) -> list[Instruction]:
+    refused = _verdict(ERRNO | errno.EPERM)
+    if name in ("open", "openat"):  # emptying a file that is opened for reading: early Landlock lets it pass
+        flags = _argument(1 if name == "open" else 2)
+        trick = (AND, 0, 0, os.O_TRUNC | os.O_ACCMODE)
+        return [flags, trick, (EQUAL, 0, 1, os.O_TRUNC), refused, _verdict(ALLOW)]
+    if name == "fcntl":  # not: who gets signals, leases on files of others
+        return _one_of(_argument(1), [*range(8), 36, 37, 38, 1030, 1031, 1032], refused)
+    if name == "ioctl":  # what Python's io asks of a file or pipe
+        wanted = [0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451]
+        return _one_of(_argument(1), wanted, _verdict(ERRNO | errno.ENOTTY))
+    if name == "socketpair":  # asyncio needs one; a stream cannot be led elsewhere afterwards
+        family = [_argument(0), (EQUAL, 1, 0, 1), refused]
+        return [*family, _argument(1), (AND, 0, 0, 0xF), (EQUAL, 0, 1, 1), _verdict(ALLOW), refused]
+    if name in ("kill", "tgkill", "prlimit64"):
+        return _one_of(_argument(0), [0 if name == "prlimit64" else pid], refused)
+    if name == "clone" and threads:
+        return [_argument(0), (ANY_BIT, 0, 1, 0x00010000), _verdict(ALLOW), refused]
+    # clone3 hides its flags from the filter; the C library falls back to clone where it does not exist
+    return [_verdict(ERRNO | errno.ENOSYS)] if name == "clone3" and threads else [refused]
+
+
+def _one_of(load: Instruction, values: list[int], otherwise: Instruction) -> list[Instruction]:
+    pairs = [part for value in values for part in ((EQUAL, 0, 1, value), _verdict(ALLOW))]
+    return [load, *pairs, otherwise]
+
+
+def _argument(index: int) -> Instruction:
+    return (LOAD, 0, 0, 16 + 8 * index)  # the low half: the kernel reads these arguments as int
+
+
+def _verdict(value: int) -> Instruction:
+    return (VERDICT, 0, 0, value)
+
+
+def _check(result: int) -> int:
+    if result < 0:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+    return result

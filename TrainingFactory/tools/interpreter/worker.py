@@ -1,0 +1,199 @@
+"""The interpreter's own process: reads code as JSON lines, runs it, answers in JSON lines. Started as a script by
+process.py, without site-packages and without this package. It is the one place that executes model text."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import contextlib
+import fcntl
+import gc
+import io
+import json
+import linecache
+import os
+import signal
+import sys
+import traceback
+from types import ModuleType
+from typing import Any
+
+from confine import confine
+
+MAX_TRACEBACK_CHARS = 2000
+FRAMES = 6  # of a traceback; the last ones say most
+SPARE_BYTES = 8 * 2**20  # given up when memory runs out, so that the answer can still be written
+
+
+class Kept(io.RawIOBase):
+    """Takes everything, keeps the beginning and the end."""
+
+    def __init__(self, limit: int) -> None:
+        self.head_size, self.tail_size = limit * 3 // 4, limit - limit * 3 // 4
+        self.clear()
+
+    def clear(self) -> None:
+        self.head, self.tail, self.cut = bytearray(), bytearray(), 0
+
+    def writable(self) -> bool:
+        return True
+
+    def close(self) -> None:
+        """Stays open for the next call, whatever happened to the wrapper around it."""
+
+    def write(self, data: Any, /) -> int:
+        data = bytes(data)
+        room = self.head_size - len(self.head)
+        self.head += data[:room] if room > 0 else b""
+        self.tail += data[max(room, 0) :][-self.tail_size :]
+        self.cut += max(len(data) - max(room, 0) - self.tail_size, 0)
+        surplus = len(self.tail) - self.tail_size
+        if surplus > 0:
+            self.cut += surplus
+            del self.tail[:surplus]
+        return len(data)
+
+    def text(self) -> str:
+        middle = f"\n[... {self.cut} bytes cut ...]\n".encode() if self.cut else b""
+        return bytes(self.head + middle + self.tail).decode("utf-8", errors="replace")
+
+
+class Interpreter:
+    """The state of one episode: a module called __main__, as in any Python session."""
+
+    def __init__(self, limit: int, stray: int) -> None:
+        self.output = Kept(limit)
+        self.limit = limit
+        self.stray = stray  # what is written to descriptors 1 and 2 past sys.stdout arrives here
+        self.module = ModuleType("__main__")
+        self.module.__dict__["__builtins__"] = builtins
+        sys.modules["__main__"] = self.module
+        self.calls = 0
+        self.spare: bytearray | None = bytearray(SPARE_BYTES)
+
+    def run(self, code: str) -> dict[str, Any]:
+        self.calls += 1
+        self.output.clear()
+        sys.stdout = sys.stderr = io.TextIOWrapper(
+            io.BufferedWriter(self.output), "utf-8", errors="replace", write_through=True
+        )
+        name = f"<call {self.calls}>"
+        linecache.cache[name] = (len(code), None, code.splitlines(keepends=True), name)
+        error = None
+        try:
+            self._execute(code, name)
+        except BaseException as caught:  # SystemExit too: only the parent ends this process
+            if isinstance(caught, MemoryError):
+                self.spare = None
+            error = self._explain(caught)
+            del caught
+        return self._answer(error)
+
+    def _execute(self, code: str, name: str) -> None:
+        """Run the statements; the value of a last expression is shown, as at a prompt."""
+        tree = ast.parse(code, name)
+        space, last = self.module.__dict__, None
+        if tree.body and isinstance(tree.body[-1], ast.Expr):
+            last = ast.Expression(tree.body[-1].value)
+            del tree.body[-1]
+        exec(compile(tree, name, "exec"), space)
+        if last is not None:
+            value = eval(compile(last, name, "eval"), space)
+            if value is not None:
+                print(repr(value)[: self.limit + 1000])
+
+    def _explain(self, error: BaseException) -> str:
+        if isinstance(error, SystemExit):
+            return f"SystemExit: {error.code} (the interpreter goes on)"
+        try:
+            trace = error.__traceback__
+            while trace is not None and not trace.tb_frame.f_code.co_filename.startswith("<call "):
+                trace = trace.tb_next  # frames of ours
+            lines = traceback.format_exception(type(error), error, trace, limit=-FRAMES)
+            text = "".join(lines).strip()
+        except BaseException:  # the exception's own code is foreign too, and memory may be short
+            text = type(error).__name__
+        half = MAX_TRACEBACK_CHARS // 2
+        return text if len(text) <= 2 * half else f"{text[:half]}\n[...]\n{text[-half:]}"
+
+    def _answer(self, error: str | None) -> dict[str, Any]:
+        try:
+            sys.stdout.flush()
+        except BaseException:  # the code closed or replaced it
+            error = error or "the output could not be read: sys.stdout was closed or replaced"
+        with contextlib.suppress(OSError):  # nothing there
+            self.output.write(os.read(self.stray, 65536))
+        answer = {"text": self.output.text(), "error": error, "spent": False}
+        if self.spare is None:
+            answer["spent"] = not self._recovered()
+        return answer
+
+    def _recovered(self) -> bool:
+        """Whether there is memory again after a MemoryError; if not, the process is of no more use."""
+        gc.collect()
+        try:
+            room = bytearray(4 * SPARE_BYTES)
+            del room
+            self.spare = bytearray(SPARE_BYTES)
+        except MemoryError:
+            return False
+        return True
+
+
+def private_pipes() -> tuple[io.BufferedReader, int, int]:
+    """Commands, answers, and what is written to 1 and 2 by code that does not go through sys.stdout. The
+    pipes to the parent move to descriptors that code does not use by accident."""
+    commands = fcntl.fcntl(0, fcntl.F_DUPFD_CLOEXEC, 40)
+    answers = fcntl.fcntl(1, fcntl.F_DUPFD_CLOEXEC, 40)
+    stray, writing = os.pipe()
+    os.set_blocking(stray, False)
+    os.set_blocking(writing, False)  # a full pipe is an error for the code, not a standstill
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    for source, target in ((nothing, 0), (writing, 1), (writing, 2)):
+        os.dup2(source, target)
+    os.close(nothing)
+    os.close(writing)
+    return open(commands, "rb"), answers, stray
+
+
+def die_with_parent(pipe: int) -> None:
+    """The parent holds the other end and never writes. When it is gone, however it ended, the kernel sends the
+    signal; a dead parent's endless loop would otherwise go on."""
+    if sys.platform == "linux":
+        fcntl.fcntl(pipe, fcntl.F_SETOWN, os.getpid())
+        fcntl.fcntl(pipe, fcntl.F_SETSIG, signal.SIGKILL)
+        fcntl.fcntl(pipe, fcntl.F_SETFL, os.O_ASYNC | os.O_NONBLOCK)
+
+
+def send(answers: int, message: dict[str, Any]) -> None:
+    line = json.dumps(message).encode() + b"\n"
+    while line:
+        line = line[os.write(answers, line) :]
+
+
+def main() -> None:
+    del sys.path[0]  # this folder
+    commands, answers, stray = private_pipes()
+    settings = json.loads(commands.readline())
+    sys.path += settings["readable"]
+    sys.dont_write_bytecode = True
+    die_with_parent(settings["life"])
+    try:
+        report = confine(settings)
+    except Exception as error:
+        send(answers, {"failed": f"{type(error).__name__}: {error}"})
+        return
+    sys.path.insert(0, "")
+    for name in ("confine", "syscalls"):
+        del sys.modules[name]
+    interpreter = Interpreter(settings["max_output"], stray)
+    send(answers, {"isolation": report})
+    for line in commands:
+        answer = interpreter.run(json.loads(line)["code"])
+        send(answers, answer)
+        if answer["spent"]:
+            return
+
+
+if __name__ == "__main__":
+    main()

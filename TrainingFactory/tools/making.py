@@ -1,0 +1,62 @@
+"""Tools by name: what a config entry such as {"name": "sql", "options": {"path": "shop.db"}} stands for."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from TrainingFactory import catalog
+from TrainingFactory.protocols import Tool, ToolSource
+from TrainingFactory.tools.adapt import as_tool
+
+
+def make_tool(entry: str | Mapping[str, Any]) -> Tool | ToolSource:
+    """From a name of the catalog, or from {"name": ..., "options": {...}}."""
+    row = {"name": entry} if isinstance(entry, str) else dict(entry)
+    name, options = row.pop("name", None), row.pop("options", None) or {}
+    if not isinstance(name, str) or not isinstance(options, Mapping) or row:
+        raise ValueError(f'a tool is a name or {{"name": ..., "options": {{...}}}}, not {str(entry)[:100]}')
+    target = catalog.find("tool", name)
+    if _is_maker(target):
+        return as_tool(call_with(target, options, f"tool {name}"))
+    if options:
+        raise ValueError(f"tool {name} takes no options, but {', '.join(options)} was given")
+    return as_tool(target)
+
+
+def call_with(function: Callable[..., Any], options: Mapping[str, Any], what: str) -> Any:
+    """The function called with options that a user wrote; ValueError for one that is unknown or missing."""
+    parameters = inspect.signature(function).parameters
+    if all(parameter.kind != parameter.VAR_KEYWORD for parameter in parameters.values()):
+        for option in options:
+            if option not in parameters:
+                near = difflib.get_close_matches(str(option), parameters, n=1)
+                hint = f"; did you mean {near[0]}?" if near else ""
+                known = f"it has {', '.join(parameters)}" if parameters else "it has none"
+                raise ValueError(f"{what} has no option {option!r}{hint} ({known})")
+    needed = [
+        name
+        for name, parameter in parameters.items()
+        if parameter.default is parameter.empty
+        and parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
+    ]
+    missing = [name for name in needed if name not in options]
+    if missing:
+        raise ValueError(f"{what} needs the option{'s' if len(missing) > 1 else ''} {', '.join(missing)}")
+    return function(**options)
+
+
+def _is_maker(target: Any) -> bool:
+    """A class of tools, or a function that makes one; not a tool itself, nor a class of qwen_agent's shape."""
+    if inspect.isclass(target):
+        return not hasattr(target, "call")
+    return inspect.isfunction(target) and "return" in target.__annotations__ and _promises_tool(target)
+
+
+def _promises_tool(function: Callable[..., Any]) -> bool:
+    """A plain typed function is a tool; one whose return type is a tool makes one."""
+    hint = function.__annotations__["return"]
+    text = hint if isinstance(hint, str) else getattr(hint, "__name__", str(hint))
+    return "Tool" in text and "ToolResult" not in text

@@ -1,0 +1,305 @@
+"""A tool that is another model, and a tool that is an agent: a model with tools of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import ssl
+from collections.abc import Mapping, Sequence
+from functools import cache
+from itertools import count
+from typing import Any, Protocol, runtime_checkable
+from urllib.parse import urlsplit
+
+import httpx
+
+from TrainingFactory.openai_form import message_from_dict, message_to_dict, spec_to_dict
+from TrainingFactory.protocols import ChatFormat, Sampler, Tool, ToolSource
+from TrainingFactory.tools.adapt import as_tool
+from TrainingFactory.tools.executor import AsyncToolExecutor
+from TrainingFactory.tools.making import call_with, make_tool
+from TrainingFactory.tools.options import ToolOptions
+from TrainingFactory.tools.runtime import ToolRuntime
+from TrainingFactory.types import Message, SamplingParams, ToolFailure, ToolResult, ToolSpec
+
+MAX_SAID_CHARS = 200  # of what an endpoint says about an error
+MAX_BODY_BYTES = 20_000_000
+
+
+class ModelError(Exception):
+    """No answer. `temporary`: the endpoint was busy or out of reach, so that another attempt may help."""
+
+    def __init__(self, text: str, temporary: bool = False) -> None:
+        super().__init__(text)
+        self.temporary = temporary
+
+
+@runtime_checkable
+class ChatModel(Protocol):
+    """Answers a conversation with one message; ModelError if it cannot."""
+
+    async def complete(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> Message: ...
+
+
+class Endpoint:
+    """A model behind any OpenAI-compatible `/chat/completions`. The key is read from the environment variable
+    `api_key_env` at every call and kept nowhere; None: the endpoint needs none. `options` go into the request as
+    they are (temperature, max_tokens, ...)."""
+
+    def __init__(
+        self,
+        base_url: str,
+        model: str,
+        *,
+        api_key_env: str | None = "OPENAI_API_KEY",
+        timeout: float = 60.0,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
+        parts = urlsplit(base_url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError(f"base_url is an address such as https://host/v1, not {base_url!r}")
+        if parts.username or parts.password:
+            raise ValueError("base_url must hold no password; put the key into an environment variable")
+        if timeout <= 0:
+            raise ValueError(f"timeout is in seconds and over 0, not {timeout}")
+        self.url = base_url.rstrip("/").removesuffix("/chat/completions") + "/chat/completions"
+        self.host = parts.netloc
+        self.model, self.api_key_env, self.timeout = model, api_key_env, timeout
+        self.options = dict(options or {})
+
+    async def complete(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> Message:
+        body: dict[str, Any] = {"model": self.model, "messages": [_wire(message) for message in messages]}
+        if tools:
+            body["tools"] = [spec_to_dict(spec) for spec in tools]
+        key = self._key()
+        try:
+            status, data = await self._post(body | self.options, key)
+        except (httpx.TimeoutException, TimeoutError):
+            raise ModelError(
+                f"{self.host} did not answer within {self.timeout:g} s", temporary=True
+            ) from None
+        except httpx.HTTPError as error:
+            what = type(error).__name__
+            raise ModelError(f"{self.host} could not be reached ({what})", temporary=True) from None
+        return self._message(status, data, key)
+
+    def _key(self) -> str | None:
+        if self.api_key_env is None:
+            return None
+        if not (key := os.environ.get(self.api_key_env)):
+            raise ModelError(
+                f"the environment variable {self.api_key_env}, which holds the key for {self.host}, is not set"
+            )
+        return key
+
+    async def _post(self, body: dict[str, Any], key: str | None) -> tuple[int, bytes]:
+        # A client per call: it belongs to the event loop it is used on, and every batch has a loop of its own.
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        limit = httpx.Timeout(self.timeout)
+        async with (
+            asyncio.timeout(self.timeout),  # httpx's limits are between bytes
+            httpx.AsyncClient(verify=_certificates(), timeout=limit, headers=headers) as client,
+            client.stream(
+                "POST", self.url, json=body
+            ) as response,  # redirects are not followed: they take the key
+        ):
+            data = bytearray()
+            async for chunk in response.aiter_bytes():
+                data += chunk
+                if len(data) > MAX_BODY_BYTES:
+                    raise ModelError(f"{self.host} sent more than {MAX_BODY_BYTES} bytes")
+            return response.status_code, bytes(data)
+
+    def _message(self, status: int, data: bytes, key: str | None) -> Message:
+        if status != 200:
+            said = data.decode("utf-8", errors="replace")
+            said = " ".join((said.replace(key, "***") if key else said).split())[:MAX_SAID_CHARS]
+            temporary = status in (408, 409, 425, 429) or status >= 500
+            raise ModelError(f"{self.host} answered with status {status}: {said}", temporary)
+        try:
+            return message_from_dict({"role": "assistant"} | json.loads(data)["choices"][0]["message"])
+        except (ValueError, LookupError, TypeError, RecursionError) as error:
+            why = f"{type(error).__name__}: {error}"[:100]
+            raise ModelError(
+                f"{self.host} answered with something that is no chat completion ({why})"
+            ) from None
+
+
+def _wire(message: Message) -> dict[str, Any]:
+    """Without the keys of ours that strict endpoints refuse."""
+    row = message_to_dict(message)
+    row.pop("reasoning_content", None)
+    for call in row.get("tool_calls", ()):
+        call.pop("error", None)
+    return row
+
+
+@cache
+def _certificates() -> ssl.SSLContext:
+    """Loading them takes longer than a call."""
+    return httpx.create_ssl_context()
+
+
+class SampledModel:
+    """A sampler of ours as a chat model, for an agent that runs on weights in this process."""
+
+    def __init__(self, sampler: Sampler, chat: ChatFormat, params: SamplingParams) -> None:
+        self.sampler, self.chat, self.params = sampler, chat, params
+
+    async def complete(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> Message:
+        prompt = self.chat.render(messages, tools)
+        completion = await self.sampler.sample(prompt, self.params)
+        return self.chat.parse(completion.token_ids)
+
+
+class ModelTool:
+    """Another model as a tool: the caller's text goes in under `system_prompt`, its answer comes back."""
+
+    def __init__(
+        self,
+        name: str,
+        description: str,
+        base_url: str,
+        model: str,
+        *,
+        system_prompt: str = "",
+        api_key_env: str | None = "OPENAI_API_KEY",
+        timeout: float = 60.0,
+        options: Mapping[str, Any] | None = None,
+        retries: int = 2,
+        concurrency: int | None = None,
+        rate: float | None = None,
+    ) -> None:
+        self.endpoint = Endpoint(base_url, model, api_key_env=api_key_env, timeout=timeout, options=options)
+        self.system_prompt = system_prompt
+        self.spec = ToolSpec(name, description, _PROMPT)
+        self.options = _asking(self.endpoint, timeout, retries, concurrency, rate)
+
+    async def run(self, arguments: dict[str, Any]) -> ToolResult:
+        try:
+            messages = _opening(self.system_prompt, arguments["prompt"])
+            answer = await self.endpoint.complete(messages, ())
+        except ModelError as error:
+            return _failed(self.spec.name, error)
+        return ToolResult(answer.content)
+
+
+class AgentTool:
+    """An agent as a tool: `model` (an `Endpoint` or the options of one, or any `ChatModel`) works on the caller's text
+    with `tools` of its own (objects, or entries as in a config) for at most `max_turns` turns; its last message is
+    the result. Every call is a conversation of its own, with sessions of its own for tools that have state."""
+
+    def __init__(
+        self,
+        name: str,
+        description: str,
+        model: ChatModel | Mapping[str, Any],
+        tools: Sequence[Any] = (),
+        *,
+        system_prompt: str = "",
+        max_turns: int = 8,
+        timeout: float = 300.0,
+        tool_timeout: float = 30.0,
+        concurrency: int | None = None,
+        rate: float | None = None,
+    ) -> None:
+        if max_turns < 1:
+            raise ValueError(f"tool {name}: max_turns is 1 or more, not {max_turns}")
+        self.model: ChatModel = (
+            model if isinstance(model, ChatModel) else call_with(Endpoint, model, f"the model of tool {name}")
+        )
+        self.tools: list[Tool | ToolSource] = [
+            make_tool(given) if isinstance(given, str | Mapping) else as_tool(given) for given in tools
+        ]
+        self._runtime, self._calls = (
+            ToolRuntime(),
+            count(),
+        )  # its tools' limits are for all its calls together
+        self.system_prompt, self.max_turns, self.tool_timeout = system_prompt, max_turns, tool_timeout
+        self.spec = ToolSpec(name, description, _PROMPT)
+        # Never repeated: what its tools did would be done twice.
+        self.options = ToolOptions(timeout=timeout, concurrency=concurrency, rate=rate)
+
+    def session(self) -> AgentSession:
+        return AgentSession(self)
+
+    def close(self) -> None:
+        for given in self.tools:
+            if isinstance(given, ToolSource):
+                given.close()
+
+    async def answer(self, prompt: str) -> ToolResult:
+        executor = AsyncToolExecutor(self.tools, self.tool_timeout)
+        executor.attach(self._runtime, next(self._calls))
+        try:
+            return await self._converse(executor, _opening(self.system_prompt, prompt))
+        except ModelError as error:
+            return _failed(self.spec.name, error)
+        except ToolFailure as error:  # its tools are gone, not those of the episode
+            return _failed(self.spec.name, ModelError(str(error), temporary=True))
+        finally:
+            await executor.close()
+
+    async def _converse(self, executor: AsyncToolExecutor, messages: list[Message]) -> ToolResult:
+        specs = [tool.spec for tool in executor.tools]
+        for _ in range(self.max_turns):
+            message = await self.model.complete(messages, specs)
+            if not message.tool_calls:
+                return ToolResult(message.content)
+            for number, call in enumerate(message.tool_calls):
+                call.id = call.id or f"call_{len(messages)}_{number}"  # some endpoints give none
+            results = await executor.batch_execute(message.tool_calls)
+            messages.append(message)
+            for call, result in zip(message.tool_calls, results, strict=True):
+                messages.append(Message("tool", result.content, tool_call_id=call.id, name=call.name))
+        text = f"{self.spec.name} came to no answer within {self.max_turns} turns"
+        return ToolResult(text, ok=False, error="exception")
+
+
+class AgentSession:
+    """The agent in one episode. It keeps nothing between calls."""
+
+    def __init__(self, source: AgentTool) -> None:
+        self.source = source
+        self.spec, self.options = source.spec, source.options
+
+    @property
+    def tools(self) -> Sequence[Tool]:
+        return [self]
+
+    async def run(self, arguments: dict[str, Any]) -> ToolResult:
+        return await self.source.answer(arguments["prompt"])
+
+    async def close(self) -> None:
+        """Every call closes what it opened."""
+
+
+_PROMPT = {
+    "type": "object",
+    "properties": {"prompt": {"type": "string", "description": "everything it needs to know"}},
+    "required": ["prompt"],
+}
+
+
+def _opening(system_prompt: str, prompt: str) -> list[Message]:
+    system = [Message("system", system_prompt)] if system_prompt else []
+    return [*system, Message("user", prompt)]
+
+
+def _asking(
+    endpoint: Endpoint, timeout: float, retries: int, concurrency: int | None, rate: float | None
+) -> ToolOptions:
+    """Asking twice does no harm; tools at one endpoint share a circuit breaker."""
+    return ToolOptions(
+        timeout=timeout + 5.0,  # the endpoint's own limit comes first and says more
+        idempotent=True,
+        retries=retries,
+        concurrency=concurrency,
+        rate=rate,
+        server=endpoint.host,
+    )
+
+
+def _failed(name: str, error: ModelError) -> ToolResult:
+    return ToolResult(f"{name}: {error}", ok=False, error="unavailable" if error.temporary else "exception")

@@ -1,0 +1,218 @@
+"""What all executors of a run share, and how one call is really made: limits, time, further attempts."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import Awaitable, Callable, Hashable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+from TrainingFactory.protocols import Tool
+from TrainingFactory.tools.decorator import as_result
+from TrainingFactory.tools.limits import CircuitBreaker, Limits
+from TrainingFactory.tools.options import ToolOptions
+from TrainingFactory.tools.texts import describe
+from TrainingFactory.tools.tool_metrics import ToolMetrics
+from TrainingFactory.tools.waiting import OutOfTime, within
+from TrainingFactory.types import ToolCall, ToolFailure, ToolResult
+
+log = logging.getLogger(__name__)
+FIRST_PAUSE, LONGEST_PAUSE = (
+    0.25,
+    8.0,
+)  # seconds between attempts: doubled each time, then shortened by chance
+# What code raises about its arguments or itself. The next attempt would raise it too, and the server is not down.
+PLAIN_ERRORS = (
+    ValueError, TypeError, LookupError, ArithmeticError, AssertionError, AttributeError, NameError, SyntaxError,
+)  # fmt: skip
+
+
+@dataclass(slots=True, frozen=True)
+class Place:
+    """Which call of a run it is: fixed by what the model did, whoever comes first."""
+
+    key: Hashable  # of the episode, as it was given to `attach`
+    batch: int  # calls of `batch_execute` before this one
+    index: int  # in the batch
+
+
+class Tape(Protocol):
+    """Records all calls of a run, also those that reach no tool, or answers all of them."""
+
+    def replay(self, place: Place, call: ToolCall, /) -> ToolResult | None:
+        """None where nothing is replayed. Raises ToolFailure where the recorded call did, and for a call that was
+        never recorded."""
+        ...
+
+    def record(self, place: Place, call: ToolCall, result: ToolResult | ToolFailure, /) -> None:
+        """`result` is what the model sees."""
+        ...
+
+    def check(self) -> None:
+        """ValueError where a replay has left its recording; whoever called the tool may have swallowed that."""
+        ...
+
+
+class ResultCache(Protocol):
+    """See `tool_cache.ToolCache`."""
+
+    @property
+    def failures(self) -> int: ...
+    async def through(
+        self, key: str, run: Callable[[], Awaitable[ToolResult]], deadline: float
+    ) -> ToolResult: ...
+
+
+class Outcome(NamedTuple):
+    """`lost`: nobody knows whether the call was done, because no answer came. Worth another attempt."""
+
+    result: ToolResult
+    lost: bool = False
+
+
+class ToolRuntime:
+    """Limits per tool, circuit breakers per server, the cache, the tape and the metrics.
+
+    `deadline` is what one call may take in all, in seconds: waiting at the tool's limits, every attempt, the pauses
+    between them. A tool's own time-out bounds each attempt and starts when the call is let through, so that a tool
+    that is merely in demand does not time out. A time-out longer than the deadline extends it.
+    """
+
+    def __init__(
+        self, *, cache: ResultCache | None = None, tape: Tape | None = None, deadline: float = 240.0
+    ) -> None:
+        if deadline <= 0:
+            raise ValueError(f"a call's deadline is in seconds and over 0, not {deadline}")
+        self.cache = cache
+        self.tape = tape
+        self.deadline = deadline
+        self.metrics = ToolMetrics()
+        self._limits: dict[tuple[Any, ...], Limits] = {}
+        self._breakers: dict[str, CircuitBreaker] = {}
+        self._random = random.Random()  # its own: the seeded one belongs to training
+
+    def snapshot(self) -> dict[str, float]:
+        """The figures since the last snapshot, for the log of a step."""
+        figures = self.metrics.snapshot()
+        figures["tools/circuits_open"] = sum(breaker.is_open for breaker in self._breakers.values())
+        if self.cache is not None:
+            figures["tools/cache_failures"] = self.cache.failures
+        return figures
+
+    def breaker(self, server: str) -> CircuitBreaker | None:
+        """None for tools of this process, which can fail but not be down."""
+        return self._breakers.setdefault(server, CircuitBreaker()) if server else None
+
+    async def call(
+        self, tool: Tool, arguments: dict[str, Any], options: ToolOptions, timeout: float, deadline: float
+    ) -> Outcome:
+        """Make the call. `deadline` is a time of `time.monotonic`."""
+        name, breaker = tool.spec.name, self.breaker(options.server)
+        outcome: Outcome | None = None
+        for attempt in range(1 + options.retries if options.repeatable else 1):
+            if outcome is not None:
+                pause = min(FIRST_PAUSE * 2 ** (attempt - 1), LONGEST_PAUSE) * self._random.uniform(0.5, 1)
+                if time.monotonic() + pause >= deadline or (breaker is not None and breaker.is_open):
+                    break
+                await asyncio.sleep(pause)
+                self.metrics.retried(name)
+            outcome = await self._attempt(tool, arguments, options, timeout, deadline)
+            if not outcome.lost:
+                break
+        assert outcome is not None
+        return outcome
+
+    async def _attempt(
+        self, tool: Tool, arguments: dict[str, Any], options: ToolOptions, timeout: float, deadline: float
+    ) -> Outcome:
+        breaker, limits = self.breaker(options.server), self._limits_of(tool.spec.name, options)
+        if breaker is not None and breaker.is_open:
+            return _down(tool.spec.name)
+        if limits is None:
+            return await self._let_in(tool, arguments, timeout, deadline, breaker)
+        arrived = time.monotonic()
+        try:
+            async with asyncio.timeout(deadline - arrived):
+                await limits.acquire()
+        except TimeoutError:
+            return _busy(tool.spec.name)
+        finally:
+            self.metrics.waited(tool.spec.name, time.monotonic() - arrived)
+        try:
+            return await self._let_in(tool, arguments, timeout, deadline, breaker)
+        finally:
+            limits.release()
+
+    async def _let_in(
+        self,
+        tool: Tool,
+        arguments: dict[str, Any],
+        timeout: float,
+        deadline: float,
+        breaker: CircuitBreaker | None,
+    ) -> Outcome:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            return _busy(tool.spec.name)
+        if breaker is None:
+            return await _bounded(tool, arguments, min(timeout, left))
+        begun = breaker.allow()
+        if begun is None:
+            return _down(tool.spec.name)
+        answered: bool | None = None
+        try:
+            outcome = await _bounded(tool, arguments, min(timeout, left))
+            answered = not outcome.lost
+        except ToolFailure:
+            answered = False
+            raise
+        finally:
+            breaker.ended(begun, answered)
+        return outcome
+
+    def _limits_of(self, name: str, options: ToolOptions) -> Limits | None:
+        if options.concurrency is None and options.rate is None:
+            return None
+        key = (options.server, name, options.concurrency, options.rate)
+        found = self._limits.get(key)
+        return found or self._limits.setdefault(key, Limits(options.concurrency, options.rate))
+
+
+async def _bounded(tool: Tool, arguments: dict[str, Any], timeout: float) -> Outcome:
+    name = tool.spec.name
+    try:
+        result = await within(timeout, _run(tool, arguments))
+    except ToolFailure:
+        raise
+    except OutOfTime:
+        log.info("tool %s was given up after %g s", name, timeout)
+        text = f"{name} took longer than {timeout:.3g} s and was stopped"
+        return Outcome(ToolResult(text, ok=False, error="timeout"), lost=True)
+    except Exception as error:
+        log.info("tool %s failed", name, exc_info=True)
+        text = f"{name} failed: {describe(error)}"
+        result = ToolResult(text, ok=False, error="exception")
+        return Outcome(result, lost=not isinstance(error, PLAIN_ERRORS))
+    return Outcome(result, lost=not result.ok and result.error in ("timeout", "unavailable"))
+
+
+async def _run(tool: Tool, arguments: dict[str, Any]) -> ToolResult:
+    try:
+        return as_result(await tool.run(arguments))
+    except SystemExit as error:
+        raise RuntimeError("it tried to end the program") from error
+    except BaseExceptionGroup as error:  # a dying connection may raise one that is no Exception
+        raise RuntimeError(describe(error)) from error
+
+
+def _down(name: str) -> Outcome:
+    text = f"{name} is not available at the moment; go on without it or try again later"
+    return Outcome(ToolResult(text, ok=False, error="unavailable"))
+
+
+def _busy(name: str) -> Outcome:
+    text = f"{name} is in use by others and did not become free in time; try again later"
+    return Outcome(ToolResult(text, ok=False, error="unavailable"))

@@ -1,0 +1,211 @@
+"""Every tool call of a run, written down, and served again with no tool called.
+
+A recording is two files in the folder of a run:
+
+    tools.json          what the model was told about the tools that were handed to the run
+    tool_calls.jsonl    one JSON object per call: where it belongs, the tool, its arguments, its result
+
+A call belongs to a step, a task, a member of its group, a batch (the calls of one turn; those that a reward makes
+count on after them) and a place in it. Nothing depends on who came first, so a replay gives every call its own result
+whatever the tools' latencies were.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from TrainingFactory.tools.runtime import Place
+from TrainingFactory.types import ToolCall, ToolFailure, ToolResult, ToolSpec
+
+CALLS, SPECS = "tool_calls.jsonl", "tools.json"
+MAX_SHOWN = 300  # characters of a call in an error text
+REMEDY = (
+    "A replay needs the config, the model, the seed and the code of the recorded run, and "
+    "sampling.deterministic=true in both"
+)
+
+
+class EpisodeKey(NamedTuple):
+    """Whose calls they are. `step` is a number in training and a text elsewhere, such as eval-20."""
+
+    step: int | str
+    task: str
+    member: int
+
+
+class NotRecorded(ToolFailure):
+    """A replay was asked for a call that the recording does not have. It ends the episode, and then the run."""
+
+
+class Tape:
+    """Serves the calls of the folder `replay`, if there is one; writes calls down once `record_to` says where."""
+
+    def __init__(self, replay: Path | None = None) -> None:
+        self._target: Path | None = None
+        self._waiting: dict[Place, str] = {}
+        self._recording = Recording(replay) if replay is not None else None
+        self._problem: NotRecorded | None = None
+
+    def record_to(self, folder: Path) -> None:
+        self._target = folder / CALLS
+        self._target.touch()  # a run that calls nothing can be replayed too
+
+    def record(self, place: Place, call: ToolCall, result: ToolResult | ToolFailure) -> None:
+        """Kept until `commit`: of a batch of episodes that is broken off, nothing is to remain."""
+        if self._target is not None:
+            self._waiting[place] = _line(place, call, result)
+
+    def replay(self, place: Place, call: ToolCall) -> ToolResult | None:
+        """What was answered when it was recorded (a failure of the tools is raised again); None if nothing is
+        replayed."""
+        if self._recording is None:
+            return None
+        try:
+            answered = self._recording.answer(place, call)
+        except NotRecorded as problem:
+            self._problem = self._problem or problem
+            raise
+        if isinstance(answered, ToolFailure):
+            raise answered
+        return answered
+
+    def check(self) -> None:
+        """Ends a run that has left its recording; whoever called the tool may have swallowed the error."""
+        if self._problem is not None:
+            raise ValueError(str(self._problem)) from self._problem
+
+    def commit(self) -> None:
+        """Appends the calls since the last time, in the order of their places: equal runs have equal files."""
+        if self._target is None or not self._waiting:
+            return
+        lines = [self._waiting[place] for place in sorted(self._waiting, key=_order)]
+        self._waiting.clear()
+        with self._target.open("a", encoding="utf-8", newline="\n") as file:
+            file.writelines(lines)
+
+    def close(self) -> None:
+        if self._recording is not None:
+            self._recording.close()
+
+
+class Recording:
+    """The calls of a folder. Only where they stand in the file is kept in memory."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        path = folder / CALLS
+        if not path.is_file() or not (folder / SPECS).is_file():
+            raise ValueError(
+                f"{folder} has no recording of tool calls ({CALLS} and {SPECS}); record one with "
+                "logging.record_tools=true"
+            )
+        self._file = path.open("rb")
+        self._offsets: dict[Place, int] = {}
+        offset = 0
+        for number, line in enumerate(self._file, 1):
+            if line.endswith(b"\n"):  # else half a line, from a process that was killed
+                # A step that was broken off and done again is there twice; the last one counts.
+                self._offsets[_place(line, f"{path}:{number}")] = offset
+            offset += len(line)
+
+    def answer(self, place: Place, call: ToolCall) -> ToolResult | ToolFailure:
+        offset = self._offsets.get(place)
+        if offset is None:
+            raise NotRecorded(self._text(place, call, "and no such call was recorded"))
+        self._file.seek(offset)
+        row = json.loads(self._file.readline())
+        if row["tool"] != call.name or _canonical(row["arguments"]) != _canonical(call.arguments):
+            recorded = ToolCall(row["tool"], row["arguments"])
+            raise NotRecorded(self._text(place, call, f"but what was recorded there is {_shown(recorded)}"))
+        return ToolFailure(row["failure"]) if "failure" in row else ToolResult(**row["result"])
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _text(self, place: Place, call: ToolCall, difference: str) -> str:
+        (step, task, member), turn, index = _key(place), place.batch, place.index
+        where = f"step {step}, task {task}, member {member}, turn {turn}, call {index}"
+        return f"replay of {self.folder}: {where}: the run calls {_shown(call)}, {difference}. {REMEDY}"
+
+
+def save_specs(folder: Path, specs: Iterable[ToolSpec]) -> None:
+    """What the model is told; a run that is replayed reads it instead of asking a server."""
+    rows = [dataclasses.asdict(spec) for spec in specs]
+    part = folder / f".{SPECS}.part"
+    part.write_text(json.dumps(rows, indent=1, ensure_ascii=False), encoding="utf-8")
+    os.replace(part, folder / SPECS)
+
+
+def load_specs(folder: Path) -> list[ToolSpec]:
+    path = folder / SPECS
+    try:
+        return [ToolSpec(**row) for row in json.loads(path.read_text(encoding="utf-8"))]
+    except (OSError, ValueError, TypeError) as error:
+        raise ValueError(f"{path} is not the list of tools of a recording: {error}") from error
+
+
+class RecordedTool:
+    """A tool of a recording: shown to the model; its calls are answered before they get here."""
+
+    def __init__(self, spec: ToolSpec) -> None:
+        self.spec = spec
+
+    async def run(self, arguments: dict[str, Any]) -> ToolResult:
+        raise NotRecorded(f"{self.spec.name} is replayed from a recording and cannot be called")
+
+
+def recorded_tools(folder: Path) -> Sequence[RecordedTool]:
+    return [RecordedTool(spec) for spec in load_specs(folder)]
+
+
+def _key(place: Place) -> EpisodeKey:
+    assert isinstance(place.key, EpisodeKey), "rollouts attach their executors with an EpisodeKey"
+    return place.key
+
+
+def _line(place: Place, call: ToolCall, result: ToolResult | ToolFailure) -> str:
+    row = _key(place)._asdict() | {"batch": place.batch, "call": place.index}
+    row |= {"tool": call.name, "arguments": call.arguments}
+    if isinstance(result, ToolFailure):
+        row["failure"] = str(result)
+    else:
+        values = {name: getattr(result, name) for name in _DEFAULTS}
+        row["result"] = {name: value for name, value in values.items() if value != _DEFAULTS[name]}
+    # default=str: a reward may call a tool with any Python value
+    return json.dumps(row, default=str) + "\n"
+
+
+_DEFAULTS = {"content": None} | {
+    field.name: getattr(ToolResult(""), field.name) for field in dataclasses.fields(ToolResult)[1:]
+}
+
+
+def _place(line: bytes, where: str) -> Place:
+    """Of one line of a recording; ValueError if it is none."""
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"{where} is not valid JSON: {error}") from error
+    wanted = {"step", "task", "member", "batch", "call", "tool", "arguments"}
+    if not isinstance(row, dict) or not wanted <= row.keys() or not row.keys() & {"result", "failure"}:
+        raise ValueError(f"{where} is not a recorded call: it needs {', '.join(sorted(wanted))} and a result")
+    return Place(EpisodeKey(row["step"], row["task"], row["member"]), row["batch"], row["call"])
+
+
+def _order(place: Place) -> tuple[Any, ...]:
+    step, task, member = _key(place)
+    return (str(step), task, member, place.batch, place.index)
+
+
+def _canonical(arguments: Any) -> str:
+    return json.dumps(arguments, sort_keys=True, default=str)
+
+
+def _shown(call: ToolCall) -> str:
+    text = f"{call.name} {json.dumps(call.arguments, ensure_ascii=False, default=str)}"
+    return text if len(text) <= MAX_SHOWN else text[:MAX_SHOWN] + "..."

@@ -1,0 +1,30 @@
+"""Texts that a model will read."""
+
+from __future__ import annotations
+
+MAX_ERROR_CHARS = 300
+
+
+def valid_text(text: str) -> str:
+    """Without lone surrogates, which Python strings may hold and tokenizers refuse."""
+    return text.encode("utf-8", errors="replace").decode("utf-8")
+
+
+def bounded(text: str, limit: int) -> str:
+    """Cut, so that no later step has to handle a text of absurd size, and made valid Unicode."""
+    if len(text) > limit:
+        head = limit * 3 // 4
+        tail = limit - head
+        cut = len(text) - head - tail
+        text = f"{text[:head]}\n[... {cut} characters cut ...]\n{text[len(text) - tail :]}"
+    return valid_text(text)
+
+
+def describe(error: BaseException) -> str:
+    """An exception in one short line."""
+    try:
+        text = str(error)
+    except Exception:  # the exception's own code is foreign too
+        text = ""
+    text = " ".join(text.split())[:MAX_ERROR_CHARS]
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
