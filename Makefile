@@ -6,16 +6,19 @@ PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; 
 VENV := .venv
 RUN := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
+SERVERS := .servers
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint format bench clean
+.PHONY: help setup servers demo test test-slow lint format bench clean
 
 help:
 	@echo "make demo    watch an agent learn to use tools (a few minutes)"
 	@echo "make test    run the tests"
+	@echo "make test-slow  run those that take minutes"
 	@echo "make lint    ruff and pyright"
 	@echo "make format  let ruff rewrite what it can"
-	@echo "make bench   measure sampling and tool overlap"
+	@echo "make bench   measure sampling and tools"
+	@echo "make servers only install the MCP servers that tests use, into $(SERVERS)"
 	@echo "make setup   only install, into $(VENV)"
 	@echo "make clean   remove $(VENV) and caches"
 
@@ -34,8 +37,27 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)
 	@$(RUN) -m TrainingFactory.cli demo
 
-test: $(STAMP)
+# MCP servers of others, for the tests. What cannot be installed (no npm, no network) is said here, and the tests
+# that need it skip; it is tried again the next time.
+servers: $(SERVERS)/node.installed $(SERVERS)/python.installed
+
+$(SERVERS)/node.installed: tests/servers/package.json tests/servers/package-lock.json
+	@mkdir -p $(SERVERS)/node && cp $^ $(SERVERS)/node
+	@if ! command -v npm >/dev/null; then echo "npm is not here: tests with npm's MCP servers will skip"; \
+	elif cd $(SERVERS)/node && npm ci --no-audit --no-fund --ignore-scripts --loglevel=error --fetch-retries=1; \
+	then touch ../node.installed; else echo "npm failed: tests with npm's MCP servers will skip"; fi
+
+$(SERVERS)/python.installed: tests/servers/requirements.txt | $(STAMP)
+	@mkdir -p $(SERVERS)
+	@if $(RUN) -m venv $(SERVERS)/python && $(SERVERS)/python/bin/python -m pip install --quiet \
+		--disable-pip-version-check --retries 1 -r $<; then touch $@; \
+	else echo "pip failed: tests with PyPI's MCP server will skip"; fi
+
+test: $(STAMP) servers
 	@$(RUN) -m pytest
+
+test-slow: $(STAMP) servers
+	@$(RUN) -m pytest -m slow
 
 lint: $(STAMP)
 	@$(RUN) -m ruff check .
@@ -48,7 +70,7 @@ format: $(STAMP)
 
 bench: $(STAMP)
 	@$(RUN) -m benchmarks.sampling
-	@$(RUN) -m benchmarks.tool_overlap
+	@$(RUN) -m benchmarks.tools
 
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(SERVERS) build dist .pytest_cache .ruff_cache

@@ -77,9 +77,12 @@ def go_on(folder: Path, watcher: Quiet | None = None) -> TrainingReport:
 def rows(path: Path) -> list[dict[str, Any]]:
     """Of a JSONL file, without what depends on the clock."""
     found = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    return [
-        {k: v for k, v in row.items() if not k.startswith(TIMES) and "/seconds" not in k} for row in found
-    ]
+    return [{key: value for key, value in row.items() if not _by_the_clock(key)} for row in found]
+
+
+def _by_the_clock(key: str) -> bool:
+    ends = ("p50", "p95", "waited", "wall_share", "cache_failures", "circuits_open")
+    return key.startswith(TIMES) or "/seconds" in key or ("tools/" in key and key.endswith(ends))
 
 
 def assert_same_run(left: Path, right: Path) -> None:

@@ -83,11 +83,12 @@ def test_the_same_seed_gives_the_same_episodes(tfactory: Run) -> None:
 def test_a_config_with_overrides(tfactory: Run) -> None:
     config = str(ROOT / "configs" / "qwen3_grpo.yaml")
     status, out, err = tfactory(
-        "rollout", config, "model.name=tiny", "sampling.max_tokens=4", "data.count=1", "training.group_size=2"
-    )
+        "rollout", config, "model.name=tiny", "sampling.max_tokens=4", "data.count=1", "training.group_size=2",
+        "tools=[]", "optimization.tool_cache=false",
+    )  # fmt: skip
     assert status == 0, err
     assert "episode 2 of 2" in out
-    assert "note: tools: tools cannot be added by config yet" in err
+    assert "note: optimization.async_rollout: training and sampling do not overlap yet" in err
     assert "saved 2 episodes to runs/rollouts/env_search_v1-" in err
 
 

@@ -31,6 +31,7 @@ LEVEL = {name: level for level, row in enumerate(LAYERS) for name in row}
 NO_TORCH = ["types", "protocols", "openai_form", "config", "catalog", "tools", "envs", "rewards", "rollout"]
 READS_CONFIG = ["config", "services", "cli", "web"]
 ONE_FILE_EACH = ["ray", "vllm", "mcp", "fastapi"]
+INTERPRETER = PACKAGE / "tools" / "interpreter" / "worker.py"  # runs code by trade, in a locked process
 UNSAFE_MODULES = {"pickle", "cPickle", "dill", "shelve", "marshal"}
 
 FILES = sorted(PACKAGE.rglob("*.py"))
@@ -123,7 +124,7 @@ def test_nothing_runs_code_from_data() -> None:
         for node in ast.walk(TREES[path]):
             if not isinstance(node, ast.Call):
                 continue
-            if isinstance(node.func, ast.Name) and node.func.id in ("eval", "exec"):
+            if isinstance(node.func, ast.Name) and node.func.id in ("eval", "exec") and path != INTERPRETER:
                 wrong.append(where(path, node.lineno))
             for keyword in node.keywords:
                 literal = keyword.value.value if isinstance(keyword.value, ast.Constant) else None

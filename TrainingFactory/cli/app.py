@@ -17,6 +17,7 @@ from TrainingFactory.cli.new import env
 from TrainingFactory.cli.rollout import rollout
 from TrainingFactory.cli.runs import runs
 from TrainingFactory.cli.show import fail
+from TrainingFactory.cli.tools import tools
 from TrainingFactory.cli.train import train
 
 FAILED = 1
@@ -38,6 +39,7 @@ app.command(rollout)
 new = App(name="new", help="Write a file to start from.")
 new.command(env)
 app.command(new)
+app.command(tools)
 app.command(envs)
 app.command(models)
 

@@ -26,6 +26,7 @@ def evaluate(
     flags: Flags | None = None,
     out: Path | None = None,
     as_json: Annotated[bool, Parameter(name="--json", negative="")] = False,
+    replay: str | None = None,
 ) -> int:
     """Evaluate a model, or what a run has made, on held-out tasks.
 
@@ -47,6 +48,8 @@ def evaluate(
         JSONL file for the episodes; one in the runs folder if none is named.
     as_json
         Print the figures as one JSON object.
+    replay
+        A recording whose tool calls are served again: that of an earlier evaluation with logging.record_tools=true.
     """
     from TrainingFactory.services.evaluation import Evaluation, model_of
 
@@ -58,7 +61,7 @@ def evaluate(
     if env is not None:
         given.append(key_value("environment.environment_id", env))
     config = load_config(None, [*given, *overrides, *flags.overrides()])
-    evaluation = Evaluation(config, out)
+    evaluation = Evaluation(config, out, replay)
     with Progress(evaluation.total) as progress:
         result = evaluation.run(progress.episode)
     if as_json:
@@ -86,9 +89,7 @@ def _summary(metrics: dict[str, float], statuses: Counter[str]) -> list[tuple[st
     rows.append(("episodes", f"{int(metrics['episodes'])}: {told}"))
     if unscored := int(metrics["episodes/unscored"]):
         rows.append(("not scored", f"{unscored}, and left out of success and reward"))
-    calls = int(metrics["tool_calls"])
-    succeeded = f", {metrics['tool_success']:.0%} succeeded" if calls else ""
-    rows.append(("tool calls", f"{calls}{succeeded}"))
+    rows += show.tool_rows(metrics)
     if "turns" in metrics:
         rows.append(("turns", f"{metrics['turns']:.2f} an episode"))
     rows.append(("tokens", f"{int(metrics['sampled_tokens'])}, {metrics['tokens_per_second']:.0f} a second"))

@@ -63,6 +63,7 @@ def rollout(
     flags: Flags | None = None,
     out: Path | None = None,
     show_episodes: Annotated[int, Parameter(name="--show", validator=validators.Number(gte=0))] = 2,
+    replay: str | None = None,
 ) -> int:
     """Run episodes with no training, show them and save them.
 
@@ -83,6 +84,9 @@ def rollout(
         JSONL file for the episodes; one in the runs folder if none is named.
     show_episodes
         How many episodes to print.
+    replay
+        A recording whose tool calls are served again: a run, or a file of episodes that was made with
+        logging.record_tools=true.
     """
     given = [*overrides, *(flags or Flags()).overrides()]
     path = None
@@ -93,17 +97,19 @@ def rollout(
         given.insert(0, source if named else key_value("environment.environment_id", source))
     config = load_config(path, given)
     group = config.training.group_size if "group_size" in config.training.model_fields_set else 1
-    return run(config, out, show_episodes, group)
+    return run(config, out, show_episodes, group, replay)
 
 
-def run(config: TrainingConfig, out: Path | None, shown: int, group_size: int = 1) -> int:
+def run(
+    config: TrainingConfig, out: Path | None, shown: int, group_size: int = 1, replay: str | None = None
+) -> int:
     """Runs what the config says and prints what came of it; the exit status."""
     # Imported here, so that help and a wrong config do not wait for it.
     from TrainingFactory.services.rollouts import Rollouts
 
     for text in notices(config):
         show.note(f"note: {text}")
-    rollouts = Rollouts(config, out, group_size)
+    rollouts = Rollouts(config, out, group_size, replay=replay)
     with Progress(rollouts.total) as progress:
         report = rollouts.run(progress.episode)
     count = len(report.trajectories)
@@ -130,9 +136,7 @@ def _summary(metrics: dict[str, float], trajectories: list[Trajectory]) -> list[
     if unscored := int(metrics["episodes/unscored"]):
         reasons = Counter(trajectory.error for trajectory in trajectories if trajectory.reward is None)
         rows.append(("not scored", f"{unscored}, mostly: {reasons.most_common(1)[0][0]}"))
-    calls = int(metrics["tool_calls"])
-    succeeded = f", {metrics['tool_success']:.0%} succeeded" if calls else ""
-    rows.append(("tool calls", f"{calls}{succeeded}"))
+    rows += show.tool_rows(metrics)
     rows.append(("turns", f"{metrics['turns']:.1f} an episode"))
     tokens, speed = int(metrics["sampled_tokens"]), metrics["tokens_per_second"]
     rows.append(("tokens", f"{tokens} sampled in {metrics['seconds']:.1f} s, {speed:.0f} a second"))

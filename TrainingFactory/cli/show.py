@@ -47,6 +47,36 @@ def table(rows: list[tuple[str, str]]) -> None:
     _console(stderr=False).print(grid)
 
 
+def tool_rows(metrics: dict[str, float]) -> list[tuple[str, str]]:
+    """How the tools did: all calls of the model, then every tool that was called, by the reward too."""
+    calls = int(metrics["tool_calls"])
+    succeeded = f", {metrics['tool_success']:.0%} succeeded" if calls else ""
+    rows = [("tool calls", f"{calls}{succeeded}")]
+    found = (name.removeprefix("tools/") for name in metrics if name.startswith("tools/"))
+    names = [name.removesuffix("/calls") for name in found if name.endswith("/calls")]
+    for name in names if len(names) > 1 or metrics["tools/calls"] != calls else []:
+        rows.append((f"  {name}", _tool_text(metrics, f"tools/{name}")))
+    if len(names) == 1 and len(rows) == 1:
+        rows[0] = ("tool calls", _tool_text(metrics, f"tools/{names[0]}"))
+    return rows
+
+
+def _tool_text(metrics: dict[str, float], prefix: str) -> str:
+    text = f"{int(metrics[f'{prefix}/calls'])}, {metrics[f'{prefix}/success']:.0%} succeeded"
+    if (median := metrics.get(f"{prefix}/p50")) is not None:
+        text += f", {1000 * median:.3g} ms at the median"
+    for figure, name in (
+        ("schema_errors", "wrong arguments"),
+        ("timeouts", "timed out"),
+        ("unavailable", "with the server down"),
+        ("cache_hits", "from the cache"),
+        ("retries", "tried again"),
+    ):
+        if number := int(metrics.get(f"{prefix}/{figure}", 0)):
+            text += f", {number} {name}"
+    return text
+
+
 def columns(names: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     grid = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     for name in names:

@@ -14,13 +14,14 @@ if TYPE_CHECKING:
 INTERRUPTED = 130
 
 
-def train(config: str, /, *overrides: str, name: str | None = None) -> int:
+def train(config: str, /, *overrides: str, name: str | None = None, replay: str | None = None) -> int:
     """Train a model as a config says; Ctrl-C saves a checkpoint and says how to go on.
 
     ```
     tfactory train configs/tiny_sft.yaml --name warm
     tfactory train configs/tiny_grpo.yaml model.name=runs/warm/checkpoints/step-000160
-    tfactory train configs/qwen3_grpo.yaml training.learning_rate=2e-6 lora.enabled=true
+    tfactory train configs/qwen3_grpo_lora.yaml training.learning_rate=2e-6
+    tfactory train configs/tiny_grpo.yaml --replay grpo-search-1
     ```
 
     Parameters
@@ -31,6 +32,8 @@ def train(config: str, /, *overrides: str, name: str | None = None) -> int:
         Options of the config, as key=value: training.batch_size=4
     name
         Name of the run, a folder under logging.output_dir; made from algorithm, environment and time if not given.
+    replay
+        A run whose recorded tool calls are served again, with no tool called and no server started.
     """
     options = load_config(config, overrides)
     # Imported here, so that help and a wrong config do not wait for it.
@@ -40,7 +43,7 @@ def train(config: str, /, *overrides: str, name: str | None = None) -> int:
     for text in notices(options):
         show.note(f"note: {text}")
     display = make_display()
-    return follow(Training(options, name=name, watcher=display), display)
+    return follow(Training(options, name=name, watcher=display, replay=replay), display)
 
 
 def follow(training: Training, display: Lines) -> int:

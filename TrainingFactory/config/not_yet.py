@@ -10,13 +10,11 @@ from TrainingFactory.config.schema import TrainingConfig
 NOT_YET: dict[str, tuple[Any, str]] = {
     "environment.async_execution": (True, "tools always run while other episodes are sampled"),
     "environment.num_workers": (None, "there are always as many tool workers as episodes"),
-    "tools": ([], "tools cannot be added by config yet; the environment brings its own"),
     "reward.type": ("environment", "episodes are scored by the environment's own reward"),
     "reward.outcome_weight": (1.0, "episodes are scored by the environment's own reward"),
     "reward.step_rewards": ({}, "episodes are scored by the environment's own reward"),
     "optimization.async_rollout": (False, "training and sampling do not overlap yet"),
     "optimization.distributed_reward": (False, "rewards are computed in this process"),
-    "optimization.tool_cache": (False, "there is no tool cache yet; every call is run"),
     "sampling.engine": ("native", "vLLM is not connected yet; the native engine samples"),
     "compute.backend": ("local", "Ray is not connected yet; everything runs on this machine"),
     "compute.num_gpus": (None, "one device is used; choose it with model.device"),

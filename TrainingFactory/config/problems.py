@@ -53,10 +53,14 @@ def show(key: str, value: Any) -> str:
         return "a mapping"
     if isinstance(value, list | tuple):
         return "a list"
-    if _SECRET_KEY.search(key.rsplit(".", 1)[-1]) or _SECRET_VALUE.search(str(value)):
+    if is_secret(key, value):
         return "***"
     text = json.dumps(value, ensure_ascii=False) if isinstance(value, str | bool | None) else str(value)
     return text if len(text) <= 80 else text[:77] + "..."
+
+
+def is_secret(key: str, value: Any) -> bool:
+    return bool(_SECRET_KEY.search(key.rsplit(".", 1)[-1]) or _SECRET_VALUE.search(str(value)))
 
 
 def nearest(word: str, choices: Iterable[str], cutoff: float = 0.6) -> str | None:

@@ -92,7 +92,10 @@ class TrainingSection(Section):
 
 class EnvironmentSection(Section):
     environment_id: PathText | None = None
-    """Name of an environment, or a Python file with one: weather.py, weather.py:Weather."""
+    """Name of an environment, or a Python file with one: weather.py, weather.py:Weather; null with tools and
+    data.tasks: a plain conversation with those tools."""
+    system_prompt: str | None = None
+    """What the model is told first; null: what the environment says."""
     async_execution: bool = True
     """Tools of one episode run while others are sampled."""
     num_workers: Count | None = None
@@ -105,11 +108,14 @@ class EnvironmentSection(Section):
 
 class ToolEntry(Section):
     name: str
-    """Name of the tool."""
+    """A built-in tool (calculator, sql, ...), or a Python file: mytools.py, mytools.py:lookup. With config: the tool
+    or the server in that file; where the file has one server only, any name will do."""
     config: PathText | None = None
-    """JSON file that describes the tool and its server."""
+    """JSON file with MCP servers, as other programs write it."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Of a built-in tool, such as {path: shop.db} for sql."""
     cache_enabled: bool = False
-    """Answer repeated calls from the cache."""
+    """Answer repeated calls from the cache; says that equal arguments give equal results."""
 
 
 class RewardSection(Section):
@@ -129,7 +135,7 @@ class OptimizationSection(Section):
     distributed_reward: bool = False
     """Score episodes on workers of their own."""
     tool_cache: bool = False
-    """Cache the results of tools that are marked pure."""
+    """Answer repeated calls of all tools that are marked pure or stateful from tool_cache.sqlite in output_dir."""
 
 
 class DataSection(Section):
@@ -197,6 +203,8 @@ class LoggingSection(Section):
     """Where metrics go besides the run's folder."""
     save_trajectories: bool = True
     """Keep every episode of training in the run's folder."""
+    record_tools: bool = True
+    """Write down every tool call in the run's folder, so that --replay can serve it again."""
     checkpoint_every: Count = 25
     """Steps between checkpoints; there is always one at the end."""
     keep_checkpoints: Count = 2

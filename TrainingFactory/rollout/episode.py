@@ -14,7 +14,10 @@ from itertools import pairwise
 from TrainingFactory.envs import ToolEnvironment
 from TrainingFactory.protocols import ChatFormat, Environment, RewardFunction, SamplingSession
 from TrainingFactory.rollout.scoring import Episode, score
-from TrainingFactory.tools.executor import describe, valid_text
+from TrainingFactory.tools import AsyncToolExecutor
+from TrainingFactory.tools.runtime import ToolRuntime
+from TrainingFactory.tools.tape import EpisodeKey
+from TrainingFactory.tools.texts import describe, valid_text
 from TrainingFactory.tools.waiting import OutOfTime, SelfCancelled, within
 from TrainingFactory.types import (
     Completion,
@@ -42,6 +45,7 @@ class EpisodeRules:
     max_turns: int = 8
     timeout: float = 300.0  # seconds for the turns, and again for the reward, and again for closing
     max_reply_tokens: int = 1024
+    runtime: ToolRuntime | None = None
 
     def __post_init__(self) -> None:
         for name in ("max_turns", "timeout", "max_reply_tokens"):
@@ -71,7 +75,8 @@ def _foreign(what: str, caught: type[Exception] = Exception) -> Iterator[None]:
 
 
 class EpisodeRun:
-    """`max_length` is the sampler's; `seed_of` gives the seed of a turn by its number."""
+    """`max_length` is the sampler's; `seed_of` gives the seed of a turn by its number; `key` says whose the tool calls
+    are in a recording."""
 
     def __init__(
         self,
@@ -80,12 +85,14 @@ class EpisodeRun:
         session: SamplingSession,
         max_length: int,
         seed_of: Callable[[int], int],
+        key: EpisodeKey | None = None,
     ) -> None:
         self.rules = rules
         self.trajectory = trajectory
         self.session = session
         self.max_length = max_length
         self.seed_of = seed_of
+        self.key = key or EpisodeKey(0, trajectory.task.id, trajectory.member)
         self._ended = False
 
     async def run(self) -> Trajectory:
@@ -133,6 +140,8 @@ class EpisodeRun:
 
     async def _first_prompt(self, environment: Environment) -> list[int]:
         with _foreign("the environment's tools and reset"):
+            if isinstance(environment, ToolEnvironment):
+                self._attached(environment.executor)
             self.trajectory.tools = [tool.spec for tool in environment.tools]
             self.trajectory.prompt = _all_messages("reset", await environment.reset())
         with _foreign("the chat template", ValueError):
@@ -170,6 +179,9 @@ class EpisodeRun:
         ]
         turn.tool_results = list(step.tool_results)
         turn.signals = dict(step.signals)
+        # What follows would be judged by what was lost: a model must not learn to avoid tools because a server died.
+        if lost := next((result for result in turn.tool_results if result.error == "unavailable"), None):
+            raise _Over("tool_failure", lost.content)
         if step.done:
             raise _Over("done")
         with _foreign("the chat template", ValueError):
@@ -180,7 +192,11 @@ class EpisodeRun:
         if trajectory.status in ("error", "tool_failure") or not trajectory.turns:
             return
         try:
-            scoring = score(Episode(trajectory, environment), self.rules.reward)
+            if isinstance(environment, ToolEnvironment):
+                executor = environment.executor
+            else:  # it runs its calls in a way of its own; those of the reward go by ours
+                executor = self._attached(AsyncToolExecutor(environment.tools))
+            scoring = score(Episode(trajectory, environment, executor), self.rules.reward)
             trajectory.reward = await within(self.rules.timeout, scoring)
         except OutOfTime:
             trajectory.error = f"scoring took longer than {self.rules.timeout:g} s"
@@ -199,6 +215,11 @@ class EpisodeRun:
             await within(self.rules.timeout, close())
         except (_Over, OutOfTime, SelfCancelled) as error:  # too late to spoil the episode
             log.warning("task %s: the environment did not close: %r", self.trajectory.task.id, error)
+
+    def _attached(self, executor: AsyncToolExecutor) -> AsyncToolExecutor:
+        if self.rules.runtime is not None:
+            executor.attach(self.rules.runtime, self.key, self.trajectory.task.id)
+        return executor
 
     def _end(self, status: Status, error: str | None) -> None:
         self._ended = True

@@ -7,11 +7,10 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from TrainingFactory.envs import ToolEnvironment
-from TrainingFactory.protocols import Environment, RewardFunction, ToolExecutor
+from TrainingFactory.protocols import Environment, RewardFunction
 from TrainingFactory.tools import AsyncToolExecutor
 from TrainingFactory.tools.threads import in_thread
-from TrainingFactory.types import Reward, Task, ToolCall, ToolResult, Trajectory
+from TrainingFactory.types import Reward, Task, ToolCall, ToolFailure, ToolResult, Trajectory
 
 
 @dataclass(slots=True)
@@ -20,18 +19,19 @@ class Episode:
 
     trajectory: Trajectory
     environment: Environment
+    executor: AsyncToolExecutor  # the environment's own, or one over its tools
 
     @property
     def task(self) -> Task:
         return self.trajectory.task
 
     async def call(self, tool: str, **arguments: Any) -> ToolResult:
-        """A tool of the environment, called by the reward."""
-        if isinstance(self.environment, ToolEnvironment):
-            executor: ToolExecutor = self.environment.executor
-        else:
-            executor = AsyncToolExecutor(self.environment.tools)
-        [result] = await executor.batch_execute([ToolCall(tool, arguments)])
+        """A tool of the environment, called by the reward. That a call failed is in its result, for instance that
+        the model's query is wrong. Where the tool could not be asked (a time-out, a server that is gone) nothing is
+        known: that raises ToolFailure, and a reward that lets it pass leaves the episode unscored."""
+        [result] = await self.executor.batch_execute([ToolCall(tool, arguments)])
+        if result.error in ("timeout", "unavailable"):
+            raise ToolFailure(result.content)
         return result
 
 

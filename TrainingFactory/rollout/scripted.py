@@ -9,6 +9,8 @@ from collections.abc import Iterable, Sequence
 
 from TrainingFactory.protocols import ChatFormat, Environment, RewardFunction
 from TrainingFactory.rollout.episode import EpisodeRules, EpisodeRun
+from TrainingFactory.tools.runtime import ToolRuntime
+from TrainingFactory.tools.tape import EpisodeKey
 from TrainingFactory.types import Completion, Message, SamplingParams, Trajectory
 
 
@@ -40,9 +42,13 @@ async def play(
     timeout: float = 300.0,
     max_reply_tokens: int = 1024,
     max_length: int = 1_000_000,
+    runtime: ToolRuntime | None = None,
+    key: EpisodeKey | None = None,
 ) -> Trajectory:
     """The episode that the script makes of the environment, scored and closed; log-probs are 0."""
     params = SamplingParams(stop_ids=chat.stop_ids)
-    rules = EpisodeRules(lambda _: environment, chat, params, reward, max_turns, timeout, max_reply_tokens)
+    rules = EpisodeRules(
+        lambda _: environment, chat, params, reward, max_turns, timeout, max_reply_tokens, runtime
+    )
     trajectory = Trajectory(environment.task, group=f"script/{environment.task.id}")
-    return await EpisodeRun(rules, trajectory, _Script(script, chat), max_length, seed_of=int).run()
+    return await EpisodeRun(rules, trajectory, _Script(script, chat), max_length, seed_of=int, key=key).run()

@@ -3,18 +3,40 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import date
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from TrainingFactory import catalog
 from TrainingFactory.config import TrainingConfig
+from TrainingFactory.config.schema import ToolEntry
 from TrainingFactory.data.tasks import load_tasks
-from TrainingFactory.protocols import Algorithm, ChatFormat, EnvironmentFactory, RewardFunction, Sampler
+from TrainingFactory.envs import ToolEnvironment
+from TrainingFactory.protocols import (
+    Algorithm,
+    ChatFormat,
+    EnvironmentFactory,
+    RewardFunction,
+    Sampler,
+    ToolSource,
+)
 from TrainingFactory.rollout import AsyncRolloutEngine
-from TrainingFactory.services.user_code import environment_from_file, is_file_name, told
+from TrainingFactory.services.tool_sets import (
+    Chosen,
+    Handed,
+    ToolSet,
+    cacheable,
+    chosen_names,
+    filled_in,
+    own_tools,
+)
+from TrainingFactory.services.user_code import environment_from_file, is_file_name, told, tools_from_file
+from TrainingFactory.tools.adapt import as_tool
+from TrainingFactory.tools.making import make_tool
+from TrainingFactory.tools.runtime import ToolRuntime
+from TrainingFactory.tools.tool_cache import ToolCache
 from TrainingFactory.types import SamplingParams, Task, Trajectory
 
 if TYPE_CHECKING:
@@ -27,12 +49,89 @@ TRAINING_TASKS = 1000
 DEFAULT_MAX_LENGTH = 4096
 
 
-def make_environment(config: TrainingConfig) -> EnvironmentFactory:
+def make_environment(config: TrainingConfig, with_tools: bool = False) -> EnvironmentFactory:
+    """`with_tools`: tools are handed to the run, which then needs no environment of its own."""
     name = config.environment.environment_id
-    if name is None:
-        known = ", ".join(name for name, alias in catalog.names("environment").items() if alias is None)
-        raise ValueError(f"no environment is named; give one of {known}, or a Python file such as weather.py")
-    return environment_from_file(name) if is_file_name(name) else catalog.find("environment", name)
+    if name is not None:
+        return environment_from_file(name) if is_file_name(name) else catalog.find("environment", name)
+    if with_tools:
+        return ToolEnvironment  # a plain conversation
+    known = ", ".join(name for name, alias in catalog.names("environment").items() if alias is None)
+    raise ValueError(f"no environment is named; give one of {known}, or a Python file such as weather.py")
+
+
+def make_tools(
+    config: TrainingConfig, given: Sequence[Any] = (), environment: EnvironmentFactory | None = None
+) -> ToolSet:
+    """The tools of the config and those given as objects. An entry that only names a tool which the environment
+    brings itself adds nothing."""
+    own, opened = own_tools(environment), set[str]()
+    made = ToolSet(given=[as_tool(value) for value in given])
+    try:
+        for number, entry in enumerate(config.tools):
+            if entry.config is not None and entry.config not in opened:
+                opened.add(entry.config)
+                made.made.append(_from_servers(entry.config, config.tools))
+            elif entry.config is None and (entry.options or entry.name not in own):
+                made.made += _tools_of(entry, f"tools.{number}")
+    except BaseException:
+        made.close()
+        raise
+    return made
+
+
+def _tools_of(entry: ToolEntry, where: str) -> list[Handed]:
+    """A built-in tool, one of an installed package, or those of a Python file."""
+    if not is_file_name(entry.name):
+        made: list[Handed] = [_built_in(entry, where)]
+    elif entry.options:
+        raise ValueError(f"{where}.options are for built-in tools; {entry.name} is a Python file")
+    else:
+        made = list(tools_from_file(entry.name))
+    if not entry.cache_enabled:
+        return made
+    return [
+        Chosen(tool, None, cached=None) if isinstance(tool, ToolSource) else cacheable(tool) for tool in made
+    ]
+
+
+def _built_in(entry: ToolEntry, where: str) -> Handed:
+    try:
+        return make_tool({"name": entry.name, "options": filled_in(entry.options, "options")})
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
+
+
+def _from_servers(path: str, entries: Sequence[ToolEntry]) -> ToolSource:
+    """What all entries with this file want of it, over one set of connections."""
+    from TrainingFactory.tools import MCPTools
+
+    source = MCPTools.load_from_config(Path(path).expanduser())
+    try:
+        offered = ToolSet([source]).offered()
+        taken, cached = set[str](), set[str]()
+        for number, entry in enumerate(entries):
+            if entry.config != path:
+                continue
+            if entry.options:
+                raise ValueError(f"tools.{number}.options are for built-in tools; a server's stand in {path}")
+            names = chosen_names(entry.name, offered, f"tools.{number}", path)
+            taken |= names
+            cached |= names if entry.cache_enabled else set()
+    except BaseException:
+        source.close()
+        raise
+    return Chosen(source, taken, cached)
+
+
+def make_tool_cache(config: TrainingConfig) -> ToolCache | None:
+    """One for all runs of the folder. It is on for all tools that are marked pure or stateful as soon as anybody
+    asks for it; an entry that does also marks its own tools."""
+    if not config.optimization.tool_cache and not any(entry.cache_enabled for entry in config.tools):
+        return None
+    folder = Path(config.logging.output_dir).expanduser()
+    folder.mkdir(parents=True, exist_ok=True)
+    return ToolCache(folder / "tool_cache.sqlite")
 
 
 def make_tasks(
@@ -43,6 +142,11 @@ def make_tasks(
     if data.tasks is not None:
         return load_tasks(Path(data.tasks).expanduser())[: data.count]
     name = config.environment.environment_id or environment_name(environment)
+    if name == ToolEnvironment.__name__:
+        raise ValueError(
+            "tools without an environment make a plain conversation, and its tasks come from a file: "
+            "data.tasks=FILE.jsonl, with a prompt and an answer in each line"
+        )
     return own_tasks(environment, name, data.split, data.seed, data.count or default_count)
 
 
@@ -52,6 +156,8 @@ def make_heldout_tasks(config: TrainingConfig, environment: EnvironmentFactory) 
     if data.heldout is not None:
         return load_tasks(Path(data.heldout).expanduser())[: data.heldout_count]
     name = config.environment.environment_id or environment_name(environment)
+    if name == ToolEnvironment.__name__:
+        raise ValueError("held-out tasks of a plain conversation come from a file: data.heldout=FILE.jsonl")
     return own_tasks(environment, name, "heldout", data.seed, data.heldout_count)
 
 
@@ -193,6 +299,7 @@ def make_rollouts(
     chat: ChatFormat,
     on_episode: Callable[[Trajectory], None] | None = None,
     reward: RewardFunction | None = None,
+    runtime: ToolRuntime | None = None,
 ) -> AsyncRolloutEngine:
     sampling = config.sampling
     params = SamplingParams(
@@ -213,4 +320,5 @@ def make_rollouts(
         max_concurrency=sampling.slots,  # an episode's clock starts when there is a slot for it
         seed=config.training.seed,
         on_episode=on_episode,
+        runtime=runtime,
     )

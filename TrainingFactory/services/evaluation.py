@@ -47,9 +47,11 @@ def wilson(won: int, tried: int) -> tuple[float, float]:
 class Evaluation:
     """A model in an environment, on tasks it has not been trained on. Names and files are checked when it is made."""
 
-    def __init__(self, config: TrainingConfig, out: Path | None = None) -> None:
+    def __init__(
+        self, config: TrainingConfig, out: Path | None = None, replay: str | Path | None = None
+    ) -> None:
         group = config.training.group_size if "group_size" in config.training.model_fields_set else 1
-        self._rollouts = Rollouts(config, out, group)
+        self._rollouts = Rollouts(config, out, group, replay=replay)
         self.total = self._rollouts.total
 
     def run(self, on_episode: Callable[[Trajectory], None] = lambda _: None) -> EvaluationReport:
@@ -74,6 +76,8 @@ def model_of(name: str, runs: str | Path = "runs") -> dict[str, dict[str, Any]]:
     sections = {"model": model}
     for section in ("environment", "data", "sampling"):
         sections[section] = getattr(trained, section).model_dump()
+    if trained.tools:
+        sections["tools"] = {str(n): entry.model_dump() for n, entry in enumerate(trained.tools)}
     data = sections["data"]
     data |= {
         "split": "heldout",

@@ -5,16 +5,20 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.data.trajectories import save_trajectories
+from TrainingFactory.envs import ToolEnvironment
 from TrainingFactory.protocols import ChatFormat, EnvironmentFactory, Sampler
 from TrainingFactory.rollout import AsyncRolloutEngine, rollout_metrics
 from TrainingFactory.services.assemble import make_environment, make_rollouts, make_sampler, make_tasks
+from TrainingFactory.services.run_tools import RunTools, recording_beside
 from TrainingFactory.services.user_code import told
+from TrainingFactory.tools.tape import CALLS
 from TrainingFactory.types import Message, Task, Trajectory
 
 
@@ -31,19 +35,34 @@ class Report:
 class Rollouts:
     """Made before anything slow happens, so that wrong names and folders show at once.
 
-    `out` is the JSONL file for the episodes; by default a new one in `rollouts` under logging.output_dir.
+    `out` is the JSONL file for the episodes; by default a new one in `rollouts` under logging.output_dir. With
+    logging.record_tools set to true the tool calls are in a folder beside it, which `replay` can name. `tools` are
+    tools as Python objects.
     """
 
-    def __init__(self, config: TrainingConfig, out: Path | None = None, group_size: int = 1) -> None:
+    def __init__(
+        self,
+        config: TrainingConfig,
+        out: Path | None = None,
+        group_size: int = 1,
+        tools: Sequence[Any] = (),
+        replay: str | Path | None = None,
+    ) -> None:
         self.config = config
         self.group_size = group_size
-        self.environment: EnvironmentFactory = make_environment(config)
-        self.tasks = make_tasks(config, self.environment)
-        save_trajectories(os.devnull, (Trajectory(task, group="") for task in self.tasks))  # can they be?
-        self.total = len(self.tasks) * group_size
-        self.path = out.expanduser() if out is not None else _new_file(config)
-        self._target = self.path.resolve()  # a link stays, what it leads to is written
-        self._part = writable(self._target)
+        self.tools = RunTools(config, tools, replay)
+        try:
+            made = make_environment(config, self.tools.wanted)
+            self.environment: EnvironmentFactory = self.tools.equip(made)
+            self.tasks = make_tasks(config, self.environment)
+            save_trajectories(os.devnull, (Trajectory(task, group="") for task in self.tasks))  # can they be?
+            self.total = len(self.tasks) * group_size
+            self.path = out.expanduser() if out is not None else _new_file(config)
+            self._target = self.path.resolve()  # a link stays, what it leads to is written
+            self._part = writable(self._target)
+        except BaseException:
+            self.tools.close()
+            raise
         self._ended: list[Trajectory] = []
 
     def run(self, on_episode: Callable[[Trajectory], None] = lambda _: None) -> Report:
@@ -58,17 +77,28 @@ class Rollouts:
         started = time.perf_counter()
         try:
             chat, sampler = make_sampler(self.config, self.total)
-            engine = make_rollouts(self.config, self.environment, chat, ended)
+            engine = make_rollouts(self.config, self.environment, chat, ended, runtime=self.tools.runtime)
+            self._record()
             started = time.perf_counter()
             asyncio.run(self._all_episodes(engine, chat, sampler))
         except KeyboardInterrupt:
             interrupted = True
         finally:
             seconds = time.perf_counter() - started
+            self.tools.commit()
+            self.tools.close()
             self._finish()
-        metrics = rollout_metrics(self._ended)
+        metrics = rollout_metrics(self._ended) | self.tools.metrics()
         metrics |= {"seconds": seconds, "tokens_per_second": metrics["sampled_tokens"] / seconds}
         return Report(self._ended, metrics, interrupted)
+
+    def _record(self) -> None:
+        asked = self.config.logging
+        if asked.record_tools and "record_tools" in asked.model_fields_set:
+            folder = recording_beside(self._target)
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / CALLS).write_bytes(b"")  # of an earlier file of this name
+            self.tools.record_to(folder)
 
     async def _all_episodes(self, engine: AsyncRolloutEngine, chat: ChatFormat, sampler: Sampler) -> None:
         await check_tools(self.environment, self.tasks[0], chat)
@@ -103,7 +133,7 @@ def writable(path: Path) -> Path:
 
 def _new_file(config: TrainingConfig) -> Path:
     folder = Path(config.logging.output_dir).expanduser() / "rollouts"
-    name = Path(config.environment.environment_id or "").name.partition(".py")[0]
+    name = Path(config.environment.environment_id or "tools").name.partition(".py")[0]
     stem = f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     path, number = folder / f"{stem}.jsonl", 1
     while path.exists() or path.with_name(path.name + ".part").exists():
@@ -121,6 +151,8 @@ async def check_tools(factory: EnvironmentFactory, task: Task, chat: ChatFormat)
             specs = [tool.spec for tool in environment.tools]
         finally:
             await environment.close()
+            if isinstance(environment, ToolEnvironment):
+                await environment.executor.close()
     except Exception as error:  # foreign code
         raise told(error) from error
     chat.render([Message("user", "?")], specs)

@@ -6,9 +6,10 @@
     metrics.jsonl       a line per step
     consumed.jsonl      which tasks each step took
     trajectories.jsonl  every episode of training
+    tool_calls.jsonl    every tool call, as `--replay` serves it again; tools.json: what the model was told of them
     checkpoints/        step-000025/: the model, its optimiser, and in state.json how long the files above were
 
-The three files only grow. After `kill -9` at any moment a run goes on from its last checkpoint: the files are cut
+The four files only grow. After `kill -9` at any moment a run goes on from its last checkpoint: the files are cut
 back to what they were then, and all that follows is a function of the config and the step.
 """
 
@@ -34,6 +35,7 @@ import yaml
 from TrainingFactory import __version__
 from TrainingFactory.config import TrainingConfig, load_config
 from TrainingFactory.data.trajectories import save_trajectories
+from TrainingFactory.tools.tape import CALLS
 from TrainingFactory.types import Trajectory
 
 try:
@@ -42,7 +44,7 @@ except ImportError:  # not on Windows: there two processes are not kept apart
     fcntl = None
 
 METRICS, CONSUMED, TRAJECTORIES = "metrics.jsonl", "consumed.jsonl", "trajectories.jsonl"
-GROWING = (METRICS, CONSUMED, TRAJECTORIES)
+GROWING = (METRICS, CONSUMED, TRAJECTORIES, CALLS)
 PACKAGES = ("torch", "transformers", "accelerate", "peft", "safetensors", "numpy")
 State = Literal["running", "finished", "interrupted", "failed", "killed"]
 

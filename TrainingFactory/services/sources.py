@@ -14,6 +14,7 @@ from TrainingFactory.protocols import ChatFormat, EnvironmentFactory, Episode, R
 from TrainingFactory.rollout import AsyncRolloutEngine, play, rollout_metrics
 from TrainingFactory.rollout.scoring import score
 from TrainingFactory.rollout.seeds import turn_seed
+from TrainingFactory.tools.tape import EpisodeKey
 from TrainingFactory.types import Message, Reward, Step, Task, ToolResult, ToolSpec, Trajectory
 
 Groups = list[list[Trajectory]]
@@ -148,13 +149,14 @@ class ExpertEpisodes(_Demonstrations):
     def groups(self, step: int, publish: Publish) -> Groups:
         async def play_all() -> list[Trajectory]:
             tasks = (self.tasks[number] for number in self.order.batch(step))
-            return list(await asyncio.gather(*(self._play(task) for task in tasks)))
+            return list(await asyncio.gather(*(self._play(task, step) for task in tasks)))
 
         return [[checked_demonstration(trajectory)] for trajectory in asyncio.run(play_all())]
 
-    async def _play(self, task: Task) -> Trajectory:
+    async def _play(self, task: Task, step: int) -> Trajectory:
         environment: Any = self.environment(task)
-        return await play(environment, self.chat, environment.expert(), **self.limits)
+        key = EpisodeKey(step, task.id, 0)
+        return await play(environment, self.chat, environment.expert(), key=key, **self.limits)
 
 
 class RecordedEpisodes(_Demonstrations):

@@ -151,4 +151,6 @@ def in_short(metrics: dict[str, float]) -> str:
         told.insert(0, "no episode could be scored")
     elif metrics.get("episodes") and not metrics.get("rows"):
         told.append("all groups equal, nothing to learn")
+    if lost := int(metrics.get("episodes/tool_failure", 0)):
+        told.append(f"{lost} episodes lost to tools that are down")
     return "  ".join(told)

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from TrainingFactory.config import TrainingConfig, notices
 from TrainingFactory.config.names import expand
 from TrainingFactory.data.conversations import Conversation, checked
-from TrainingFactory.envs import ToolEnvironment
 from TrainingFactory.openai_form import message_from_dict, spec_from_dict
-from TrainingFactory.protocols import RewardFunction, Tool
+from TrainingFactory.protocols import RewardFunction
 from TrainingFactory.services.runs import RunFolder
+from TrainingFactory.services.tool_sets import listed
 from TrainingFactory.services.tracking import PlainLines, Watcher
 from TrainingFactory.services.training import Objects, Training, TrainingReport
+from TrainingFactory.tools.adapt import as_tool
 from TrainingFactory.types import Task
 
 
@@ -27,19 +28,22 @@ class _Trainer:
         environment: Any = None,
         reward_function: RewardFunction | str | None = None,
         *,
-        tools: Sequence[Tool] = (),
+        tools: Any = (),
         tasks: Sequence[Task] | str | Path | None = None,
         dataset: Sequence[Mapping[str, Any]] | str | Path | None = None,
         config: TrainingConfig | None = None,
         name: str | None = None,
         resume: bool = False,
+        replay: str | Path | None = None,
         watcher: Watcher | None = None,
         **options: Any,
     ) -> None:
         """`model` is a name or one of `TrainingFactory.models`; `environment` a name, a Python file, a class, or
-        a section of the config. With `tools` and `tasks` alone there is a plain conversation with those tools.
+        a section of the config. `tools` are added to those of the environment: tools, typed functions, `MCPTools` and
+        other sources, or names; several or one. With `tools` and `tasks` alone there is a plain conversation.
         `options` are keys of the config in short form (`learning_rate=1e-5`, `use_lora=True`) or sections of it
-        (`sampling={"max_tokens": 64}`); they go before `config`. `resume=True` goes on with the run `name`."""
+        (`sampling={"max_tokens": 64}`); they go before `config`. `resume=True` goes on with the run `name`; `replay`
+        names a run whose recorded tool calls are served again."""
         given: dict[str, Any] = dict(options)
         given["training"] = dict(given.get("training", {})) | {"algorithm": self.algorithm}
         given["data"] = dict(given.get("data", {}))
@@ -50,11 +54,11 @@ class _Trainer:
             objects.reward = reward_function
         elif reward_function is not None:
             given["reward_function"] = reward_function
-        if isinstance(environment, str | Path | Mapping):
-            named = isinstance(environment, str | Path)
-            section: dict[str, Any] = {"environment_id": environment} if named else dict(environment)
-            tools = section.pop("tools", tools)
-            given["environment"] = section
+        if isinstance(environment, str | Path):
+            given["environment"] = {"environment_id": environment}
+        elif isinstance(environment, Mapping):
+            given["environment"] = {key: value for key, value in environment.items() if key != "tools"}
+            tools = environment.get("tools", tools)
         else:
             objects.environment = environment
         if isinstance(tasks, str | Path):
@@ -63,11 +67,13 @@ class _Trainer:
             objects.tasks = list(tasks)
         if isinstance(dataset, str | Path):
             given["data"]["demonstrations"] = dataset
+        tools = listed(tools)
+        if named := [entry for entry in tools if isinstance(entry, str | Mapping)]:
+            given["tools"] = named
+        objects.tools = [as_tool(entry) for entry in tools if not isinstance(entry, str | Mapping)]
         self.config = merged(config, given)
-        if tools:
-            objects.environment = _with_tools(objects.environment, self.config, tools)
         self.objects = objects
-        self._name, self._resume = name, resume
+        self._name, self._resume, self._replay = name, resume, replay
         self._watcher = watcher or PlainLines()
 
     def train(self) -> TrainingReport:
@@ -83,7 +89,10 @@ class _Trainer:
             self._watcher.say(
                 f"note: the options of this trainer are not those of run {self._name}; the run keeps its own"
             )
-        return Training(config, name=self._name, run=run, objects=self.objects, watcher=self._watcher).train()
+        training = Training(
+            config, name=self._name, run=run, objects=self.objects, watcher=self._watcher, replay=self._replay
+        )
+        return training.train()
 
 
 class GRPOTrainer(_Trainer):
@@ -125,24 +134,3 @@ def _conversations(dataset: Any) -> list[Conversation] | None:
     if not found:
         raise ValueError("the dataset is empty")
     return found
-
-
-def _with_tools(environment: Any, config: TrainingConfig, tools: Sequence[Tool]) -> Any:
-    """The environment with tools added; without one, a plain conversation with these tools."""
-    from TrainingFactory.services.assemble import make_environment
-
-    if environment is None and config.environment.environment_id is not None:
-        environment = make_environment(config)
-    base: Any = environment or ToolEnvironment
-    if not isinstance(base, type) or not issubclass(base, ToolEnvironment):
-        raise ValueError("tools can be added to a ToolEnvironment; this environment brings its own")
-    if wrong := next((tool for tool in tools if not isinstance(tool, Tool)), None):
-        raise ValueError(f"{wrong!r} is no tool; put @tool (from TrainingFactory.tools) over the function")
-    given: Callable[..., None] = base.__init__
-
-    class WithTools(base):
-        def __init__(self, task: Task) -> None:
-            given(self, task, tools)
-
-    WithTools.__name__ = base.__name__
-    return WithTools

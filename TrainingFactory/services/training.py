@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.data.conversations import Conversation, load_conversations
@@ -20,6 +21,7 @@ from TrainingFactory.services import assemble
 from TrainingFactory.services.evaluation import evaluation_metrics
 from TrainingFactory.services.interrupts import Interrupts
 from TrainingFactory.services.rollouts import check_tools
+from TrainingFactory.services.run_tools import RunTools
 from TrainingFactory.services.runs import CONSUMED, METRICS, RunFolder, State, Status, new_name
 from TrainingFactory.services.sources import (
     ExpertEpisodes,
@@ -34,6 +36,8 @@ from TrainingFactory.services.tracking import PlainLines, Trackers, Watcher, che
 from TrainingFactory.types import SamplingParams, Task
 
 MAX_UNUSABLE = 3  # steps in a row
+MAX_WITHOUT_TOOLS = 8  # where a server is down, which may come back: after pauses of 1, 2, 4 ... seconds
+LONGEST_PAUSE = 30.0
 
 
 @dataclass(slots=True)
@@ -44,10 +48,12 @@ class Objects:
     reward: RewardFunction | None = None
     tasks: Sequence[Task] | None = None
     conversations: Sequence[Conversation] | None = None
+    tools: Sequence[Any] = ()  # tools, sources of them, or what can be made a tool
 
     @property
     def given(self) -> list[str]:
-        return [name for name in ("environment", "reward", "tasks", "conversations") if getattr(self, name)]
+        names = ("environment", "reward", "tasks", "conversations", "tools")
+        return [name for name in names if getattr(self, name)]
 
 
 @dataclass(slots=True)
@@ -94,7 +100,8 @@ def check(config: TrainingConfig, objects: Objects) -> None:
 
 class Training:
     """Everything that can be wrong with names, files and folders shows when it is made; `train` then loads the
-    model and goes to the end. With `run` it goes on with that run from its last checkpoint."""
+    model and goes to the end. With `run` it goes on with that run from its last checkpoint. With `replay` the tool
+    calls are answered from the recording of that run (its name or folder), and no tool is started."""
 
     def __init__(
         self,
@@ -104,18 +111,27 @@ class Training:
         run: RunFolder | None = None,
         objects: Objects | None = None,
         watcher: Watcher | None = None,
+        replay: str | Path | None = None,
     ) -> None:
         self.config, self.objects = config, objects or Objects()
         self.watcher: Watcher = watcher or PlainLines()
         check(config, self.objects)
-        self._gather()
-        training = config.training
-        size = len(self.tasks) or len(self.conversations)
-        self.order = Order(size, training.batch_size, training.seed)
-        self.total = training.max_steps or training.num_epochs * self.order.steps_per_epoch
         self.resuming = run is not None
-        self.run = run or RunFolder.create(config, name or new_name(config), {"objects": self.objects.given})
-        self.run.lock()
+        if run is not None:
+            replay = replay or run.about.get("replay")
+        self.tools = RunTools(config, self.objects.tools, replay)
+        try:
+            self._gather()
+            training = config.training
+            size = len(self.tasks) or len(self.conversations)
+            self.order = Order(size, training.batch_size, training.seed)
+            self.total = training.max_steps or training.num_epochs * self.order.steps_per_epoch
+            about = {"objects": self.objects.given, "replay": self.tools.replayed}
+            self.run = run or RunFolder.create(config, name or new_name(config), about)
+            self.run.lock()
+        except BaseException:
+            self.tools.close()
+            raise
         self.done = 0  # steps
         self.seconds = 0.0  # spent so far, in earlier processes too
         self._checkpointed = -1
@@ -132,9 +148,11 @@ class Training:
         if data.demonstrations is not None and not self.conversations:
             self.conversations = load_conversations(Path(data.demonstrations).expanduser())[: data.count]
         self.environment = objects.environment
-        named = self.config.environment.environment_id is not None
+        named = self.config.environment.environment_id is not None or self.tools.wanted
         if self.environment is None and (named or not self.conversations):
-            self.environment = assemble.make_environment(self.config)
+            self.environment = assemble.make_environment(self.config, self.tools.wanted)
+        if self.environment is not None:
+            self.environment = self.tools.equip(self.environment)
         if self.environment is not None and not self.conversations:
             self.tasks = list(objects.tasks or []) or assemble.make_tasks(
                 self.config, self.environment, assemble.TRAINING_TASKS
@@ -161,6 +179,7 @@ class Training:
             if not self.resuming:
                 self.run.discard()
             self.run.unlock()
+            self.tools.close()
             raise
         try:
             with self._interrupts:
@@ -180,6 +199,7 @@ class Training:
             raise
         finally:
             self.trackers.close()
+            self.tools.close()
             self.run.unlock()
             self.seconds += time.perf_counter() - started
 
@@ -209,6 +229,7 @@ class Training:
         self.engine.align()
         with self._interrupts.at_once():
             groups = self.source.groups(step, self.learner.publish)
+        self.tools.commit()
         if (problem := self.source.unusable(groups)) is None:
             self._unusable = 0
             return groups
@@ -216,11 +237,15 @@ class Training:
         if self._unusable == 1:
             self._checkpoint()  # if it does not get better, the run can go on from here
         self.watcher.say(f"WARNING step {step + 1}: {problem}")
-        if self._unusable == MAX_UNUSABLE:
+        down = any(trajectory.status == "tool_failure" for group in groups for trajectory in group)
+        if self._unusable >= (MAX_WITHOUT_TOOLS if down else MAX_UNUSABLE):
             raise ValueError(
-                f"stopped after {MAX_UNUSABLE} steps from which nothing can be learned: {problem}. "
+                f"stopped after {self._unusable} steps from which nothing can be learned: {problem}. "
                 f"Mend it, then go on with: {self.run.resume_command}"
             )
+        if down and not self.tools.replayed:
+            with self._interrupts.at_once():
+                time.sleep(min(2.0 ** (self._unusable - 1), LONGEST_PAUSE))
         return groups
 
     def _seed(self, step: int) -> None:
@@ -233,7 +258,7 @@ class Training:
         self, groups: Groups, figures: dict[str, float], generating: float, updating: float
     ) -> dict[str, float]:
         seconds = generating + updating
-        metrics = self.source.metrics(groups, generating) | figures
+        metrics = self.source.metrics(groups, generating) | self.tools.metrics() | figures
         metrics |= {
             "seconds/step": seconds,
             "seconds/generate": generating,
@@ -275,8 +300,12 @@ class Training:
         self.learner.model.eval()
         self.engine.align()
         started = time.perf_counter()
-        groups = self.evaluation.rollout(self.heldout, self.learner.publish())
+        groups = self.evaluation.rollout(
+            self.heldout, self.learner.publish(), recorded_as=f"eval-{self.done}"
+        )
+        self.tools.commit()
         metrics = evaluation_metrics([trajectory for group in groups for trajectory in group])
+        metrics |= self.tools.metrics()
         metrics["seconds"] = time.perf_counter() - started
         return {f"eval/{name}": value for name, value in metrics.items()}
 
@@ -321,6 +350,8 @@ class Training:
             self.done, self.seconds, offsets = state["step"], state["seconds"], state["offsets"]
             self._checkpointed = self.done
         self.run.rewind(offsets)
+        if config.logging.record_tools:
+            self.tools.record_to(self.run.path)
         self.trackers = Trackers(self.run.path, config)
         if self.environment is not None:
             asyncio.run(check_tools(self.environment, (self.tasks or self.heldout)[0], self.chat))
@@ -339,12 +370,14 @@ class Training:
             return RecordedEpisodes(self.conversations, self.order, self.chat, limits)
         assert self.environment is not None
         if config.training.algorithm == "sft":
+            limits["runtime"] = self.tools.runtime
             return ExpertEpisodes(self.tasks, self.order, self.environment, self.chat, limits)
         rollouts = self._rollouts(self.environment, clock.score)
         return SampledEpisodes(self.tasks, self.order, rollouts, config.training.group_size, clock)
 
     def _rollouts(self, environment: EnvironmentFactory, reward: RewardFunction | None) -> AsyncRolloutEngine:
-        return assemble.make_rollouts(self.config, environment, self.chat, self.watcher.episode, reward)
+        watch, runtime = self.watcher.episode, self.tools.runtime
+        return assemble.make_rollouts(self.config, environment, self.chat, watch, reward, runtime)
 
 
 def resume(name: str, runs: str | Path = "runs", watcher: Watcher | None = None) -> Training:

@@ -1,4 +1,4 @@
-"""Environments from a user's Python file. Everything that can be wrong with it is told by file and line."""
+"""Environments and tools from a user's Python file. Everything that can be wrong with it is told by file and line."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ from types import ModuleType
 from typing import Any
 
 from TrainingFactory.envs import ToolEnvironment
+from TrainingFactory.protocols import Tool, ToolSource
+from TrainingFactory.tools import FunctionTool
+from TrainingFactory.tools.adapt import as_tool
 
 PACKAGE = Path(__file__).resolve().parent.parent
 INSTALLED = tuple(sysconfig.get_paths()[kind] for kind in ("stdlib", "purelib", "platlib"))
@@ -24,23 +27,45 @@ def is_file_name(name: str) -> bool:
 
 def environment_from_file(name: str) -> type[ToolEnvironment]:
     """The environment class in `weather.py`, or the one named in `weather.py:Weather`."""
-    file, colon, wanted = name.rpartition(":") if ".py:" in name else (name, "", "")
-    path = Path(file).expanduser()
-    if not path.is_file():
-        raise ValueError(f"environment {name!r}: there is no file {path}")
-    module = _imported(path)
-    if colon:
+    module, path, wanted = _opened("environment", name)
+    if wanted:
         return _named(module, path, wanted)
-    defined = [
-        value for value in vars(module).values() if getattr(value, "__module__", "") == module.__name__
-    ]
-    found = [value for value in defined if _is_environment(value)]
+    found = [value for value in _defined(module) if _is_environment(value)]
     if not found:
         raise ValueError(f"{path} defines no environment: a class that inherits from ToolEnvironment")
     if len(found) > 1:
         names = ", ".join(f"{path}:{value.__name__}" for value in found)
         raise ValueError(f"{path} defines several environments; say which: {names}")
     return found[0]
+
+
+def tools_from_file(name: str) -> list[Tool | ToolSource]:
+    """All `@tool` functions of `mytools.py`, or the one named in `mytools.py:lookup`, which may also be a plain
+    typed function."""
+    module, path, wanted = _opened("tool", name)
+    if wanted:
+        value: Any = vars(module).get(wanted)
+        if value is None:
+            raise ValueError(f"{path} has no {wanted!r}")
+        return [as_tool(value)]
+    found = [value for value in _defined(module) if isinstance(value, FunctionTool)]
+    if not found:
+        raise ValueError(f"{path} defines no tool: put @tool (from TrainingFactory.tools) over a function")
+    return list(found)
+
+
+def _opened(kind: str, name: str) -> tuple[ModuleType, Path, str]:
+    """The module of `file.py` or `file.py:wanted`, its path, and what is wanted of it ("": not said)."""
+    file, _, wanted = name.rpartition(":") if ".py:" in name else (name, "", "")
+    path = Path(file).expanduser()
+    if not path.is_file():
+        raise ValueError(f"{kind} {name!r}: there is no file {path}")
+    return _imported(path), path, wanted
+
+
+def _defined(module: ModuleType) -> list[Any]:
+    """What was written in the file itself, not imported by it."""
+    return [value for value in vars(module).values() if getattr(value, "__module__", "") == module.__name__]
 
 
 def _named(module: ModuleType, path: Path, wanted: str) -> type[ToolEnvironment]:

@@ -1,0 +1,291 @@
+"""`tfactory tools`: what servers offer, one call, and how fast calls are."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Annotated, Any
+
+from cyclopts import App, Parameter, validators
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from TrainingFactory.cli import show
+from TrainingFactory.services.texts import clean
+from TrainingFactory.types import ToolCall, ToolFailure, ToolResult, ToolSpec
+
+TOOL_FAILED = 1
+MAX_BRIEF = 80  # characters of a description
+WARM_UP = 5  # calls before the clock starts
+Count = Annotated[int, Parameter(validator=validators.Number(gte=1))]
+Config = Annotated[Path, Parameter(help="The mcpServers file (JSON or .pydata).")]
+
+tools = App(name="tools", help="Look at tools, call one, measure one.")
+
+
+@tools.command(name="list")
+def list_tools(
+    config: Path | None = None, as_json: Annotated[bool, Parameter(name="--json", negative="")] = False
+) -> None:
+    """Show servers, their tools, the arguments of each and the options it has.
+
+    ```
+    tfactory tools list --config mcp.json
+    ```
+
+    Parameters
+    ----------
+    config
+        The mcpServers file (JSON or .pydata). Without one, the tools that come with TrainingFactory.
+    as_json
+        Print JSON, with the whole schemas.
+    """
+    if config is None:
+        _list_builtin(as_json)
+        return
+    with _load(config) as loaded:
+        if as_json:
+            print(json.dumps(loaded.listing(), indent=2, ensure_ascii=False))
+            return
+        for name, server in loaded.configs.items():
+            offers = [offer for offer in loaded.offers if offer.server == name]
+            how = f"{server.transport}, {server.settings.isolation}"
+            show.table([(name, f"{server.target} ({how}): {show.count(len(offers), 'tool')}")])
+            rows = [
+                (
+                    offer.spec.name,
+                    _arguments(offer.spec),
+                    _marks(offer.options),
+                    _brief(offer.spec.description),
+                )
+                for offer in offers
+            ]
+            show.columns(("tool", "arguments", "options", "description"), rows)
+
+
+@tools.command(name="call")
+def call_tool(name: str, /, *arguments: str, config: Config) -> int:
+    """Call one tool and print its result as a model would see it.
+
+    ```
+    tfactory tools call echo message=hello --config mcp.json
+    tfactory tools call add '{"a": 1, "b": 2}' --config mcp.json
+    ```
+
+    Parameters
+    ----------
+    name
+        The tool, as `tfactory tools list` shows it.
+    arguments
+        key=value, or one JSON object. Values are read as JSON where the tool takes no text.
+    """
+    with _load(config) as loaded:
+        given = _read_arguments(_spec(loaded.specs, name, config), arguments)
+        result, seconds = asyncio.run(_call(loaded, name, given))
+    if result.ok:
+        print(clean(result.content))
+    else:
+        show.fail(f"{name}: {result.error}: {result.content}")
+    for attached in result.attachments:
+        kept = {key: value for key, value in attached.items() if key not in ("data", "text")}
+        show.note(f"attached: {json.dumps(kept, ensure_ascii=False)}")
+    show.note(f"{seconds * 1000:.1f} ms")
+    return 0 if result.ok else TOOL_FAILED
+
+
+@tools.command(name="bench")
+def bench_tool(
+    name: str, /, *arguments: str, config: Config, calls: Count = 200, concurrency: Count = 16
+) -> int:
+    """Measure latency and throughput of one tool, one call at a time and many at once.
+
+    ```
+    tfactory tools bench echo message=hello --config mcp.json --concurrency 64
+    ```
+
+    Parameters
+    ----------
+    name
+        The tool. It is really called, so choose one that may be.
+    arguments
+        key=value, or one JSON object.
+    calls
+        Calls in each of the two measurements.
+    concurrency
+        Calls at the same time in the second one.
+    """
+    with _load(config) as loaded:
+        given = _read_arguments(_spec(loaded.specs, name, config), arguments)
+        rows = []
+        for width in dict.fromkeys((1, min(concurrency, calls))):
+            with _progress(f"{width} at a time", calls) as advance:
+                measured = asyncio.run(_measure(loaded, name, given, calls, width, advance))
+            if measured.failed == calls:
+                show.fail(f"every call of {name} failed: {measured.problem}")
+                return TOOL_FAILED
+            rows.append(measured.row(width))
+    show.columns(("at once", "calls/s", "p50 ms", "p95 ms", "failed"), rows)
+    return 0
+
+
+@dataclass(slots=True)
+class Measured:
+    """What a number of calls took."""
+
+    latencies: list[float]
+    seconds: float
+    failed: int
+    problem: str
+
+    def row(self, width: int) -> tuple[str, ...]:
+        ordered = sorted(self.latencies)
+        p95 = ordered[min(len(ordered) - 1, int(len(ordered) * 0.95))]
+        rate = len(ordered) / self.seconds
+        middle = statistics.median(ordered)
+        return (str(width), f"{rate:.0f}", f"{middle * 1000:.1f}", f"{p95 * 1000:.1f}", str(self.failed))
+
+
+async def _measure(
+    loaded: Any, name: str, arguments: dict[str, Any], calls: int, width: int, advance: Callable[[], None]
+) -> Measured:
+    from TrainingFactory.tools import AsyncToolExecutor
+
+    executor = AsyncToolExecutor([loaded])
+    left = iter(range(calls))
+    measured = Measured([], 0.0, 0, "")
+
+    async def work() -> None:
+        for _ in left:
+            begun = time.perf_counter()
+            try:
+                (result,) = await executor.batch_execute([ToolCall(name, arguments)])
+            except ToolFailure as failure:
+                result = ToolResult(str(failure), ok=False)
+            measured.latencies.append(time.perf_counter() - begun)
+            if not result.ok:
+                measured.failed += 1
+                measured.problem = result.content
+            advance()
+
+    try:
+        with suppress(ToolFailure):
+            for _ in range(WARM_UP):
+                await executor.batch_execute([ToolCall(name, arguments)])
+        started = time.perf_counter()
+        await asyncio.gather(*(work() for _ in range(width)))
+        measured.seconds = time.perf_counter() - started
+    finally:
+        await executor.close()
+    return measured
+
+
+async def _call(loaded: Any, name: str, arguments: dict[str, Any]) -> tuple[ToolResult, float]:
+    from TrainingFactory.tools import AsyncToolExecutor
+
+    executor = AsyncToolExecutor([loaded])
+    started = time.perf_counter()
+    try:
+        (result,) = await executor.batch_execute([ToolCall(name, arguments)])
+        return result, time.perf_counter() - started
+    except ToolFailure as failure:  # the session is gone; an episode would end here
+        return ToolResult(str(failure), ok=False, error="tool_failure"), time.perf_counter() - started
+    finally:
+        await executor.close()
+
+
+@contextmanager
+def _progress(text: str, total: int) -> Iterator[Callable[[], None]]:
+    """A bar on a terminal, one line elsewhere."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        show.note(f"{text}: {show.count(total, 'call')} ...")
+        yield lambda: None
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        row = bar.add_task(text, total=total)
+        yield lambda: bar.advance(row)
+
+
+def _load(config: Path) -> Any:
+    # Imported here, so that help and a wrong flag do not wait for it.
+    from TrainingFactory.tools.mcp_tools import MCPTools
+
+    return MCPTools.load_from_config(config)
+
+
+def _list_builtin(as_json: bool) -> None:
+    from TrainingFactory import catalog
+
+    known = {name: _brief(inspect.getdoc(catalog.find("tool", name)) or "") for name in catalog.names("tool")}
+    if as_json:
+        print(json.dumps(known, indent=2, ensure_ascii=False))
+    else:
+        show.table(list(known.items()))
+        show.note("the tools of your servers: tfactory tools list --config mcp.json")
+
+
+def _spec(specs: list[ToolSpec], name: str, config: Path) -> ToolSpec:
+    from TrainingFactory.tools.mcp_settings import nearest
+
+    by_name = {spec.name: spec for spec in specs}
+    if name not in by_name:
+        raise ValueError(f"{config}: no server offers a tool {name!r}{nearest(name, by_name)}")
+    return by_name[name]
+
+
+def _read_arguments(spec: ToolSpec, given: tuple[str, ...]) -> dict[str, Any]:
+    """What is not readable is left to the tool's own schema to complain about."""
+    if len(given) == 1 and given[0].lstrip().startswith("{"):
+        try:
+            return json.loads(given[0])
+        except json.JSONDecodeError as error:
+            raise ValueError(f"the arguments are not JSON: {error}") from None
+    values = {}
+    for text in given:
+        key, equals, value = text.partition("=")
+        if not equals:
+            raise ValueError(
+                f"{text!r} is not key=value; {spec.name} takes {_arguments(spec) or 'no arguments'}"
+            )
+        schema = spec.parameters.get("properties", {}).get(key, {})
+        values[key] = value if schema.get("type") == "string" else _json_or_text(value)
+    return values
+
+
+def _json_or_text(value: str) -> Any:
+    try:
+        return json.loads(value)
+    except json.JSONDecodeError:
+        return value
+
+
+def _arguments(spec: ToolSpec) -> str:
+    required = spec.parameters.get("required", [])
+    properties: dict[str, Any] = spec.parameters.get("properties", {})
+    return ", ".join(name if name in required else f"[{name}]" for name in properties)
+
+
+def _marks(options: Any) -> str:
+    """The options that are not at their defaults."""
+    from TrainingFactory.tools import ToolOptions
+
+    plain = ToolOptions()
+    marks = []
+    for field in fields(ToolOptions):
+        value = getattr(options, field.name)
+        if field.name not in ("server", "version") and value != getattr(plain, field.name):
+            marks.append(field.name if value is True else f"{field.name}={value}")
+    return " ".join(marks)
+
+
+def _brief(text: str) -> str:
+    line = text.strip().splitlines()[0] if text.strip() else ""
+    return line if len(line) <= MAX_BRIEF else line[: MAX_BRIEF - 3] + "..."

@@ -1,0 +1,25 @@
+"""An MCP server to try things with: `web_search` over the texts of a folder, where a real one would ask the web.
+
+Started as `python examples/search_server.py [FOLDER]`; without a folder it has the documentation of this repository.
+"""
+
+import sys
+from pathlib import Path
+
+from mcp.server.mcpserver import MCPServer
+
+from TrainingFactory.tools.custom_tools import SearchTool
+
+DOCS = Path(__file__).resolve().parent.parent / "docs"
+search = SearchTool(sys.argv[1] if len(sys.argv) > 1 else DOCS)
+server = MCPServer("search")
+
+
+@server.tool()
+async def web_search(query: str) -> str:
+    """Search the web"""
+    return (await search.run({"query": query})).content
+
+
+if __name__ == "__main__":
+    server.run()

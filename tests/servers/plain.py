@@ -1,0 +1,81 @@
+"""An MCP server made with the SDK, for tests: `plain.py [stdio | streamable-http PORT | sse PORT]`."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from pathlib import Path
+
+from mcp.server.mcpserver import Context, Image, MCPServer
+
+server = MCPServer("plain", version="1.2")
+cancelled = 0
+calls = 0
+
+
+@server.tool()
+async def echo(text: str) -> str:
+    """Say it again."""
+    return text
+
+
+@server.tool()
+async def sleep(seconds: float) -> str:
+    """Wait, and count who does not wait to the end."""
+    global cancelled
+    try:
+        await asyncio.sleep(seconds)
+    except asyncio.CancelledError:
+        cancelled += 1
+        raise
+    return "slept"
+
+
+@server.tool()
+async def count() -> str:
+    """How many calls of this tool, by this process."""
+    global calls
+    calls += 1
+    return f"{calls} {os.getpid()}"
+
+
+@server.tool()
+async def how_many_cancelled() -> str:
+    return str(cancelled)
+
+
+@server.tool()
+async def picture() -> Image:
+    return Image(data=b"\x89PNG" + bytes(2000), format="png")
+
+
+@server.tool()
+async def environment(name: str) -> str:
+    return os.environ.get(name, "")
+
+
+@server.tool()
+async def die(once: str = "") -> str:
+    """End the process in the middle of the call; with a file name, only if that file is not there yet."""
+    if not once or not Path(once).exists():
+        if once:
+            Path(once).touch()
+        os._exit(3)
+    return "alive"
+
+
+@server.tool()
+async def forget(context: Context) -> str:
+    """Take the tool `echo` away, and say so."""
+    server.remove_tool("echo")
+    await context.notify_tools_changed()
+    await context.request_context.session.send_tool_list_changed()
+    return "forgotten"
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 2:
+        server.run(sys.argv[1], host="127.0.0.1", port=int(sys.argv[2]))  # type: ignore[call-overload]
+    else:
+        server.run()

@@ -1,0 +1,169 @@
+"""Training with a tool that comes from an MCP server over stdio: it learns, and it survives the server."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from statistics import fmean
+
+import pytest
+import torch
+
+from tests.run_kit import Quiet
+from tests.servers.homes_server import HOMES
+from TrainingFactory.config import TrainingConfig
+from TrainingFactory.data.trajectories import load_trajectories
+from TrainingFactory.envs import ToolEnvironment
+from TrainingFactory.learning.checkpoints import save_checkpoint
+from TrainingFactory.learning.learner import Learner
+from TrainingFactory.models import chat_format, load_model
+from TrainingFactory.models.words import NAMES, PLACES
+from TrainingFactory.services.runs import RunFolder
+from TrainingFactory.services.training import Objects, Training, TrainingReport
+from TrainingFactory.services.warm_start import Lessons, WarmStartPlan, demonstrate, teach, word_drill
+from TrainingFactory.tools import MCPTools
+from TrainingFactory.types import Message, Task, ToolCall, Trajectory
+
+ROOT = Path(__file__).resolve().parent.parent
+SERVER = ROOT / "tests" / "servers" / "homes_server.py"
+
+
+class Homes(ToolEnvironment):
+    """It brings no tool of its own."""
+
+    system_prompt = "Look up, then answer."
+
+    @classmethod
+    def tasks(cls, split: str, seed: int, count: int) -> Iterator[Task]:
+        rng = random.Random(f"{split} {seed}")
+        for number in range(count):
+            name = rng.choice(NAMES)
+            yield Task(f"{split}-{number}", f"{name}?", HOMES[name], {"name": name})
+
+    def expert(self) -> Iterator[Message]:
+        yield Message("assistant", tool_calls=[ToolCall("lookup", {"name": self.task.metadata["name"]})])
+        yield Message("assistant", str(self.task.answer))
+
+    def novice(self, rng: random.Random) -> Iterator[Message]:
+        yield Message("assistant", rng.choice(PLACES))
+
+
+@pytest.fixture(scope="module")
+def warm(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that looks up now and then and guesses more often."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # matrices this small are not worth a second one
+    plan = WarmStartPlan(mistakes=0.6, drill_steps=0, steps=200)
+    rng = random.Random(2)
+    loaded = load_model("builtin:tiny", seed=2)
+    chat = chat_format(loaded.tokenizer, stop_ids=loaded.stop_ids)
+    tasks = list(Homes.tasks("train", 1, 300))
+    with MCPTools.load_from_config(served(tmp_path_factory.mktemp("server"))) as tools:
+        shown = demonstrate(lambda task: Homes(task, [tools]), chat, tasks, plan.mistakes, rng)
+    learner = Learner(loaded.model, plan.optimizer)
+    teach(learner, Lessons(loaded.tokenizer, shown, word_drill, rng), plan)
+    folder = tmp_path_factory.mktemp("warm") / "model"
+    save_checkpoint(folder, learner, loaded.tokenizer, {})
+    torch.set_num_threads(threads)
+    return folder
+
+
+def served(folder: Path) -> Path:
+    """The kind of file that other programs have."""
+    environment = {"PYTHONPATH": str(ROOT), "HOMES_FOLDER": str(folder)}
+    server = {"command": sys.executable, "args": [str(SERVER)], "env": environment}
+    path = folder / "mcp.json"
+    path.write_text(json.dumps({"mcpServers": {"homes": server}}))
+    return path
+
+
+def train(folder: Path, warm: Path, steps: int, watcher: Quiet, evaluate: bool = False) -> TrainingReport:
+    config = TrainingConfig(
+        model=str(warm),
+        tools=[{"name": "homes", "config": str(served(folder))}],
+        training={
+            "max_steps": steps, "batch_size": 8, "group_size": 8, "learning_rate": 6e-4, "warmup_steps": 2,
+            "scale_rewards": False, "eval_every": steps if evaluate else None,
+        },
+        data={"count": 400, "heldout_count": 64},
+        sampling={"max_tokens": 24, "deterministic": True},
+        logging={"output_dir": str(folder / "runs")},
+    )  # fmt: skip
+    return Training(config, name="a", objects=Objects(environment=Homes), watcher=watcher).train()
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def episodes(folder: Path) -> list[Trajectory]:
+    return list(load_trajectories(folder / "runs" / "a" / "trajectories.jsonl"))
+
+
+def test_it_learns_with_a_tool_over_stdio(tmp_path: Path, warm: Path) -> None:
+    report = train(tmp_path, warm, 12, Quiet(), evaluate=True)
+    curve = [row["accuracy"] for row in report.rows if "accuracy" in row]
+    before, after = (row["eval/success"] for row in report.rows if "eval/success" in row)
+    # 64 episodes a step: a share has a deviation of 0.06 at most
+    assert fmean(curve[-3:]) > fmean(curve[:2]) + 0.2, curve
+    assert after > before + 0.2
+    played = episodes(tmp_path)
+    assert {spec.name for spec in played[0].tools} == {"lookup"}
+    asked = [sum(len(turn.message.tool_calls) for turn in t.turns) for t in played]
+    assert fmean(asked[-128:]) > fmean(asked[:128])  # it learned to ask
+    last = report.rows[-1]
+    assert last["tools/lookup/calls"] > 32 and 0 < last["tools/lookup/p50"] <= last["tools/lookup/p95"]
+    assert not alive(int((tmp_path / "pid").read_text()))  # the server went with the run
+
+
+def test_it_survives_the_death_of_its_server(tmp_path: Path, warm: Path) -> None:
+    pid_file, hold, held = (tmp_path / name for name in ("pid", "hold", "held"))
+
+    class Holding(Quiet):
+        def step(self, step: int, total: int, metrics: dict[str, float]) -> None:
+            if step == 2:
+                hold.touch()
+            elif step == 5:  # steps are short here: until it is back, and calls are let through again
+                wait_until(lambda: int(pid_file.read_text() or 0) not in (0, killed[0]))
+                time.sleep(2.5)
+
+    killed: list[int] = []
+
+    def kill_when_held() -> None:
+        wait_until(held.exists)
+        hold.unlink()
+        killed.append(int(pid_file.read_text()))
+        os.kill(killed[0], signal.SIGKILL)
+
+    killed_by = threading.Thread(target=kill_when_held)
+    killed_by.start()
+    report = train(tmp_path, warm, 6, Holding())
+    killed_by.join()
+    assert report.state == "finished" and report.steps == 6
+    down = [int(row["episodes/tool_failure"]) for row in report.rows]
+    assert down[:2] == [0, 0] and down[2] > 0 and down[5] == 0
+    lost = [trajectory for trajectory in episodes(tmp_path) if trajectory.status == "tool_failure"]
+    assert len(lost) == sum(down)
+    assert all(trajectory.reward is None for trajectory in lost)  # nothing is learned from them
+    assert {trajectory.turns[-1].tool_results[-1].error for trajectory in lost} == {"unavailable"}
+    assert report.rows[5]["tools/lookup/success"] > 0.5  # it is back
+    assert RunFolder(tmp_path / "runs" / "a").state == "finished"
+    assert not alive(int(pid_file.read_text()))
