@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import signal
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ class Interrupts:
         self.asked = False
         self.consistent = True  # whether the learner is between two steps
         self._before: Any = None
+        self._sampling = False
         self._watcher = watcher
 
     def __enter__(self) -> Interrupts:
@@ -32,20 +34,34 @@ class Interrupts:
 
     @contextlib.contextmanager
     def at_once(self) -> Iterator[None]:
-        """Around `asyncio.run`, which with Python's own handler cancels its task and raises when that has ended.
-        Raising from a handler of ours would be lost where Python swallows exceptions, as in weak references."""
-        if self._before is None:
-            yield
-            return
-        ours = signal.signal(signal.SIGINT, signal.default_int_handler)
+        """Around code that samples by `asyncio.run`: Ctrl-C cancels what runs on the event loop. Nothing is raised from
+        the handler, because it would be raised just anywhere: in the set-up of a loop, which then stays open, or where
+        Python swallows exceptions, as in weak references."""
+        if self.asked:
+            raise KeyboardInterrupt
+        self._sampling = True
         try:
             yield
+        except asyncio.CancelledError:
+            if not self.asked:
+                raise
+            raise KeyboardInterrupt from None
         finally:
-            signal.signal(signal.SIGINT, ours)
+            self._sampling = False
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.asked:
-            self.consistent = False
+            self.consistent = self._sampling  # no weights change meanwhile
             raise KeyboardInterrupt
         self.asked = True
+        if self._sampling:
+            with contextlib.suppress(RuntimeError):  # no loop runs yet, or any more: then the step is finished
+                loop = asyncio.get_running_loop()
+                loop.call_soon_threadsafe(_cancel_all, loop)
+                return
         self._watcher.say("stopping after this step; Ctrl-C again stops at once")
+
+
+def _cancel_all(loop: asyncio.AbstractEventLoop) -> None:
+    for task in asyncio.all_tasks(loop):
+        task.cancel()

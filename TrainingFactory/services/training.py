@@ -245,7 +245,7 @@ class Training:
             )
         if down and not self.tools.replayed:
             with self._interrupts.at_once():
-                time.sleep(min(2.0 ** (self._unusable - 1), LONGEST_PAUSE))
+                asyncio.run(asyncio.sleep(min(2.0 ** (self._unusable - 1), LONGEST_PAUSE)))
         return groups
 
     def _seed(self, step: int) -> None:
