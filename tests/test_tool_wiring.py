@@ -6,7 +6,6 @@ import asyncio
 import json
 import sqlite3
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
@@ -24,6 +23,7 @@ from TrainingFactory.envs import SearchEnvironment, ToolEnvironment
 from TrainingFactory.protocols import Episode
 from TrainingFactory.rollout import rollout_metrics
 from TrainingFactory.services import GRPOTrainer, assemble
+from TrainingFactory.services.interrupts import Interrupts
 from TrainingFactory.services.rollouts import Rollouts
 from TrainingFactory.services.run_tools import RunTools
 from TrainingFactory.services.runs import RunFolder
@@ -456,11 +456,7 @@ class Alone(Down):
 def test_a_run_waits_for_its_tools_and_then_gives_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     no_turn_is_cut(monkeypatch)
     pauses: list[float] = []
-    sleep = time.sleep
-    # others sleep too, for less
-    monkeypatch.setattr(
-        time, "sleep", lambda seconds: pauses.append(seconds) if seconds >= 1 else sleep(seconds)
-    )
+    monkeypatch.setattr(Interrupts, "pause", lambda _, seconds: pauses.append(seconds))
     watcher = Quiet()
     run = Training(
         small(tmp_path, training={"max_steps": 20}),

@@ -49,13 +49,20 @@ class Interrupts:
         finally:
             self._sampling = False
 
+    def pause(self, seconds: float) -> None:
+        """A sleep that Ctrl-C ends at once."""
+        with self.at_once():
+            asyncio.run(asyncio.sleep(seconds))
+
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.asked:
             self.consistent = self._sampling  # no weights change meanwhile
             raise KeyboardInterrupt
         self.asked = True
         if self._sampling:
-            with contextlib.suppress(RuntimeError):  # no loop runs yet, or any more: then the step is finished
+            with contextlib.suppress(
+                RuntimeError
+            ):  # no loop runs yet, or any more: then the step is finished
                 loop = asyncio.get_running_loop()
                 loop.call_soon_threadsafe(_cancel_all, loop)
                 return

@@ -244,8 +244,7 @@ class Training:
                 f"Mend it, then go on with: {self.run.resume_command}"
             )
         if down and not self.tools.replayed:
-            with self._interrupts.at_once():
-                asyncio.run(asyncio.sleep(min(2.0 ** (self._unusable - 1), LONGEST_PAUSE)))
+            self._interrupts.pause(min(2.0 ** (self._unusable - 1), LONGEST_PAUSE))
         return groups
 
     def _seed(self, step: int) -> None:
