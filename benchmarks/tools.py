@@ -134,7 +134,7 @@ def measure_overlap(loaded: Any) -> dict[str, list[tuple[float, float]]]:
         environment = type("Forced", (Forced,), {"kind": kind, "handed": [handed]})
         rollouts = AsyncRolloutEngine(environment, chat, SamplingParams(), runtime=runtime)
         started = time.perf_counter()
-        groups = asyncio.run(rollouts.rollout_batch(tasks, sampler))
+        groups = rollouts.rollout(tasks, sampler)
         elapsed = time.perf_counter() - started
         results = [result for [episode] in groups for turn in episode.turns for result in turn.tool_results]
         assert len(results) == EPISODES * CALLS and all(result.content[:6] == "answer" for result in results)

@@ -199,7 +199,33 @@ def test_secrets_are_in_no_repr_and_no_error(monkeypatch: pytest.MonkeyPatch) ->
     shown = repr(found) + found["one"].target + found["two"].target
     assert not [secret for secret in ("sesame", "hunter22", "abcdefgh", "qwertyuiop") if secret in shown]
     assert found["one"].hide("x sesame-1234 y") == "x *** y"
-    assert found["one"].secrets == ["Bearer abcdefgh", "sesame-1234", "abcdefgh"]
+    assert set(found["one"].secrets) == {"Bearer abcdefgh", "sesame-1234", "abcdefgh", "hunter22"}
     assert found["two"].secrets == ["qwertyuiop"]
+    hidden = {
+        "DB_PASS": "one-one-one",
+        "AUTH": "two-two-two",
+        "SENTRY_DSN": "three-three",
+        "PWD_X": "four-four",
+    }
+    links = {"A": "pg://me:five%40five@h/x", "B": "https://h/x?token=six-six-six&page=long-enough"}
+    plain = {"AUTHOR_NAME": "Jane Doe Jr.", "PLACE": "/some/folder", "SITE": "https://example.org/a"}
+    (shy,) = servers(entry(env=hidden | links | plain, args=["pg://me:seven-seven@h/x"])).values()
+    inside = {"five%40five", "five@five", "six-six-six", "seven-seven"}
+    assert set(shy.secrets) == {*hidden.values(), *inside}
     given = ECHO | {"env": {"API_KEY": "qwertyuiop"}, "headers": {"X": "Bearer abcdefgh"}, "cwd": "nowhere"}
     assert "qwertyuiop" not in wrong({"mcpServers": {"one": given}})
+
+
+def test_another_launch_is_another_server_whatever_its_name(tmp_path: Path) -> None:
+    def launch(**changes: Any) -> str:
+        return servers(entry(**changes))["one"].launch
+
+    def remote(**changes: Any) -> str:
+        return servers({"mcpServers": {"x": {"url": "http://h/mcp"} | changes}})["x"].launch
+
+    assert launch() == servers({"mcpServers": {"other": ECHO}})["other"].launch == launch(tfactory={"max": 3})
+    others = [launch(args=["-VV"]), launch(args=["-V", "-V"]), launch(cwd=str(tmp_path))]
+    others += [launch(env={"A": "1"}), launch(env={"A": "2"}), launch(env={"B": "1"})]
+    others += [launch(tfactory={"error_text": "x"}), remote(), remote(headers={"K": "v"})]
+    others += [remote(url="http://h/b"), remote(type="sse")]
+    assert len({launch(), *others}) == 1 + len(others)

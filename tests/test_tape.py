@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,8 @@ from TrainingFactory.tools.tape import (
     load_specs,
     save_specs,
 )
-from TrainingFactory.types import Message, Step, Task, ToolCall, ToolFailure, ToolResult, ToolSpec
+from TrainingFactory.tools.tool_cache import ToolCache
+from TrainingFactory.types import Message, Reward, Step, Task, ToolCall, ToolFailure, ToolResult, ToolSpec
 
 KEY = EpisodeKey(3, "a", 1)
 
@@ -139,16 +141,22 @@ def test_a_step_that_was_done_again_counts_once(tmp_path: Path) -> None:
 # episodes
 
 
+touched: list[str] = []
+
+
+@tool
+async def slow(text: str) -> str:
+    """Answers by chance and after a random while, but "wait" after all others."""
+    touched.append(text)
+    await asyncio.sleep(0.1 if text == "wait" else random.random() * 0.02)
+    return f"{text} {random.random()}"
+
+
 class Busy(Echo):
     """Two calls a turn, whose latencies differ every time."""
 
-    touched = 0
-
-    @tool(ordered=False)
-    async def slow(self, text: str) -> str:
-        type(self).touched += 1
-        await asyncio.sleep(random.random() * 0.02)
-        return f"{text} {random.random()}"
+    def __init__(self, task: Task) -> None:
+        super().__init__(task, [slow])
 
 
 def say(session: int, turn: int, prompt: str) -> str:
@@ -177,15 +185,15 @@ def test_replayed_episodes_are_the_same_and_call_nothing(tmp_path: Path) -> None
     tape.record_to(tmp_path)
     first = play(tape)
     assert len((tmp_path / CALLS).read_text().splitlines()) == 9 * (2 * 2 + 2)  # those of the reward too
-    Busy.touched = 0
+    touched.clear()
     again = Tape(tmp_path)
     copy = tmp_path / "copy"
     copy.mkdir()
     again.record_to(copy)
     assert play(again) == first
-    assert Busy.touched == 0
+    assert not touched
     assert (copy / CALLS).read_text() == (tmp_path / CALLS).read_text()
-    assert play(None) != first and Busy.touched > 0  # the comparison is not blind
+    assert play(None) != first and touched  # the comparison is not blind
 
 
 def test_leaving_the_recording_ends_all_episodes(tmp_path: Path) -> None:
@@ -207,30 +215,181 @@ def test_leaving_the_recording_ends_all_episodes(tmp_path: Path) -> None:
             return 0.0
         return 1.0
 
-    with pytest.raises(ValueError, match=r"turn 2, call 0: the run calls slow .*three"):
+    with pytest.raises(ValueError, match=r"member \d, reward, call \w+#0: the run calls slow .*three"):
         play(Tape(tmp_path), reward=swallows)
+
+
+def both(folder: Path, environment: Any, say: Any, **options: Any) -> tuple[Any, Any]:
+    """The episode as it was recorded, and as it is replayed from that."""
+    save_specs(folder, [])
+    ended = []
+    for number in range(2):
+        tape = Tape(folder if number else None)
+        if not number:
+            tape.record_to(folder)
+        [[played]] = rollout(environment, say, runtime=ToolRuntime(tape=tape), **options)
+        tape.commit()
+        played.seconds = 0.0
+        ended.append(played)
+    return ended[0], ended[1]
+
+
+class Safe(Echo):
+    """The reward looks at what the tools have left on the environment."""
+
+    runs = 0
+
+    def __init__(self, task: Task) -> None:
+        super().__init__(task, [slow])
+        self.seen: list[str] = []
+
+    @tool
+    async def turn(self, by: int) -> str:
+        """A method that calls other tools, some of them at the same time."""
+        type(self).runs += 1
+        texts = [f"{by}", "wait"]
+        calls = (self.executor.batch_execute([ToolCall("slow", {"text": text})]) for text in texts)
+        self.seen += [result.content for [result] in await asyncio.gather(*calls)]
+        [heard] = await self.executor.batch_execute([ToolCall("echo", {"text": f"{by} heard"})])
+        return f"{len(self.seen)} {heard.content}"
+
+    @tool(timeout=0.05)
+    async def hang(self) -> str:
+        type(self).runs += 1
+        await asyncio.sleep(600)
+        return ""
+
+    async def reward(self, episode: Episode) -> float:  # type: ignore[override]
+        """Two chains of calls; how they mix depends on who is quicker."""
+
+        async def chain(*texts: str) -> list[str]:
+            return [(await episode.call("slow", text=text)).content for text in texts]
+
+        found = await asyncio.gather(chain("wait", "b", "b"), chain("c", "d", "e"))
+        numbers = [text.split()[1] for texts in (*found, self.seen) for text in texts]
+        return sum(float(number) for number in numbers)
+
+
+def test_state_on_the_environment_is_there_in_a_replay(tmp_path: Path) -> None:
+    def say(session: int, turn: int, prompt: str) -> str:
+        calls = [
+            call_text("turn", by=1) + "\n" + call_text("turn", by=2),
+            call_text("hang"),
+            call_text("turn", by=1),
+        ]
+        return calls[turn] if turn < 3 else prompt[-40:]
+
+    Safe.runs = 0
+    touched.clear()
+    first, again = both(tmp_path, Safe, say)
+    assert first.reward is not None and len(touched) == 6 + 6  # in the replay none
+    assert again == first
+    assert Safe.runs == 4 + 3  # what has hung is not waited for again
+
+
+@pytest.mark.parametrize(("adds", "total"), [([1, 2], 3.0), ([1], 0.0)])
+def test_a_method_that_the_cache_answered_is_run_when_it_was_run(
+    tmp_path: Path, adds: list[int], total: float
+) -> None:
+    class Adder(Echo):
+        total = 0
+
+        @tool(stateful=True)
+        def add(self, by: int) -> str:
+            self.total += by
+            return str(self.total)
+
+        def reward(self, episode: Episode) -> float:
+            return float(self.total)
+
+    def say(session: int, turn: int, prompt: str) -> str:
+        return call_text("add", by=adds[turn]) if turn < len(adds) else "ok"
+
+    save_specs(tmp_path, [])
+    tape, cache = Tape(), ToolCache(tmp_path / "cache.sqlite")
+    tape.record_to(tmp_path)
+    rollout(Adder, lambda _, turn, prompt: call_text("add", by=1) if turn < 1 else "ok",
+            runtime=ToolRuntime(cache=cache))  # fmt: skip
+    [[first]] = rollout(Adder, say, runtime=ToolRuntime(cache=cache, tape=tape))
+    tape.commit()
+    cache.close()
+    [[again]] = rollout(Adder, say, runtime=ToolRuntime(tape=Tape(tmp_path)))
+    assert first.turns[0].tool_results[0].cached
+    assert first.turns == again.turns and first.reward == again.reward == Reward(total)
+
+
+def test_a_method_that_answers_differently_in_a_replay(tmp_path: Path) -> None:
+    class Chance(Echo):
+        @tool
+        def throw(self) -> str:
+            return str(random.random())
+
+        @tool(pure=True)
+        def look(self) -> str:
+            return str(random.random())
+
+    first, again = both(tmp_path, Chance, lambda _, turn, prompt: call_text("look") if turn < 1 else "ok")
+    assert first == again  # a pure one leaves nothing behind, and is not run
+    with pytest.raises(
+        ValueError, match=r"turn 0, call 0: the run calls throw .*now answers '0\..*recorded is '0\."
+    ):
+        both(tmp_path, Chance, lambda _, turn, prompt: call_text("throw") if turn < 1 else "ok")
 
 
 def test_an_episode_that_was_broken_off_in_a_call(tmp_path: Path) -> None:
     """It is broken off again in the replay, though no tool is slow there."""
 
     class Hangs(Echo):
-        @tool(timeout=60)
+        @tool(timeout=600)
         async def hang(self) -> str:
-            await asyncio.sleep(60)
+            await asyncio.sleep(600)
             return ""
 
-    def run(tape: Tape) -> tuple[Any, ...]:
-        [[played]] = rollout(
-            Hangs, lambda *_: call_text("hang"), episode_timeout=0.2, runtime=ToolRuntime(tape=tape)
-        )
-        tape.commit()
-        return played.status in ("error", "tool_failure"), played.reward, len(played.turns)
+    first, again = both(tmp_path, Hangs, lambda *_: call_text("hang"), episode_timeout=2)
+    assert again == first and len(first.turns) == 1
+    assert (first.status, first.error) == ("error", "the episode took longer than 2 s")
 
-    save_specs(tmp_path, [])
-    tape = Tape()
-    tape.record_to(tmp_path)
-    assert run(tape) == run(Tape(tmp_path)) == (True, None, 1)
+
+def test_a_call_that_a_reward_gave_up(tmp_path: Path) -> None:
+    class Hangs(Echo):
+        @tool(timeout=600)
+        async def hang(self) -> str:
+            await asyncio.sleep(600)
+            return ""
+
+        async def reward(self, episode: Episode) -> float:  # type: ignore[override]
+            try:
+                return float((await asyncio.wait_for(episode.call("hang"), 0.2)).ok)
+            except TimeoutError:
+                return 0.5
+
+    first, again = both(tmp_path, Hangs, lambda *_: "ok")
+    assert again == first and first.reward == Reward(0.5)
+
+
+def test_threads_read_a_recording_at_the_same_time(tmp_path: Path) -> None:
+    count = 400
+    entries = [
+        (place(key=EpisodeKey(0, "a", n)), ToolCall("sql", {"n": n}), ToolResult(f"{n} " * 300))
+        for n in range(count)
+    ]
+    recording, wrong = Recording(recorded(tmp_path, *entries)), list[Any]()
+
+    def work(first: int) -> None:
+        for where, call, result in entries[first::8]:
+            try:
+                if recording.answer(where, call) != result:
+                    wrong.append(call)
+            except Exception as error:
+                wrong.append(error)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    recording.close()
+    assert not wrong
 
 
 # runs

@@ -13,13 +13,20 @@ from typing import Any
 
 import pytest
 
+from tests.rollout_kit import FakeChat
+from TrainingFactory.envs import ToolEnvironment
+from TrainingFactory.rollout.scripted import play
+from TrainingFactory.services.tool_sets import cacheable
 from TrainingFactory.tools import AsyncToolExecutor, tool
 from TrainingFactory.tools import tool_cache as cache_module
+from TrainingFactory.tools.adapt import as_tool
+from TrainingFactory.tools.custom_tools import AgentTool, ModelTool, calculator
 from TrainingFactory.tools.history import call_name
+from TrainingFactory.tools.model_tools import Endpoint
 from TrainingFactory.tools.options import ToolOptions
 from TrainingFactory.tools.runtime import ToolRuntime
 from TrainingFactory.tools.tool_cache import ToolCache
-from TrainingFactory.types import ToolCall, ToolFailure, ToolResult, ToolSpec
+from TrainingFactory.types import Message, Task, ToolCall, ToolFailure, ToolResult, ToolSpec
 
 
 class Lookup:
@@ -156,6 +163,51 @@ def test_a_function_that_is_changed_is_another_function(tmp_path: Path):
         return done.stdout.strip()
 
     assert run("3 euros") == "3 euros" and run("4 euros") == "4 euros"
+
+
+def test_a_tool_that_is_no_function_is_known_by_its_definition():
+    class Bare:
+        name, description = "ask", "As in qwen_agent."
+
+        def __init__(self, unit: str) -> None:
+            self.unit, self.session = unit, object()
+
+        def call(self, params: str, **kwargs: Any) -> str:
+            return params
+
+    class Other(Bare):
+        def call(self, params: str, **kwargs: Any) -> str:
+            return params[::-1]
+
+    def function(answer: str) -> Any:
+        def three() -> str:
+            return "3"
+
+        def four() -> str:
+            return "4"
+
+        return cacheable(tool(name="ask")({"3": three, "4": four}[answer]))
+
+    def model(model: str = "m", url: str = "http://h/v1", **options: Any) -> Any:
+        return ModelTool("ask", "", url, model, **options)
+
+    def agent(**options: Any) -> Any:
+        [made] = AgentTool("ask", "", Endpoint("http://h/v1", "m"), **options).session().tools
+        return made
+
+    makers: list[Any] = [
+        lambda: function("3"), lambda: function("4"), lambda: as_tool(Bare("C")), lambda: as_tool(Bare("F")),
+        lambda: as_tool(Other("C")), model, lambda: model("n"), lambda: model(url="http://h/v2"),
+        lambda: model(system_prompt="Be rude."), lambda: model(options={"temperature": 0}), agent,
+        lambda: agent(system_prompt="Be rude."), lambda: agent(tools=[calculator]), lambda: agent(max_turns=2),
+    ]  # fmt: skip
+
+    def name(made: Any) -> str | None:
+        return call_name(made, made.options, {"prompt": "x"})
+
+    names = [name(cacheable(make())) for make in makers]
+    assert None not in names and len(set(names)) == len(names)
+    assert [name(cacheable(make())) for make in makers] == names  # the same in the next run
 
 
 def test_only_good_results_of_tools_that_say_so(cache: ToolCache):
@@ -391,6 +443,33 @@ def test_objects_of_this_process_share_within_a_task(cache: ToolCache):
     assert knock("c", None) == ("c", False) and knock("d", None) == ("d", False)
 
 
+def test_a_task_is_all_of_it(cache: ToolCache):
+    """Ids repeat in other data, and the state of an environment may come from anything in its task."""
+
+    class Door(ToolEnvironment):
+        @tool(stateful=True)
+        def knock(self) -> str:
+            return f"{self.task.prompt} {self.task.answer} {self.task.metadata}"
+
+    class Gate(Door): ...
+
+    knocks = [Message("assistant", tool_calls=[ToolCall("knock")]), Message("assistant", "ok")]
+
+    def knock(task: Task, environment: type[Door] = Door) -> tuple[str, bool]:
+        played = asyncio.run(play(environment(task), FakeChat(), knocks, runtime=ToolRuntime(cache=cache)))
+        [result] = played.turns[0].tool_results
+        return result.content, result.cached
+
+    tasks = [
+        Task("train-0", "a", "1"), Task("train-0", "b", "1"), Task("train-0", "a", "2"),
+        Task("train-0", "a", "1", {"seed": 2}), Task("train-0", [Message("user", "a")], "1"),
+    ]  # fmt: skip
+    for task in tasks:
+        said = f"{task.prompt} {task.answer} {task.metadata}"
+        assert knock(task) == (said, False) and knock(task) == (said, True)
+    assert not knock(tasks[0], Gate)[1]
+
+
 def test_after_a_lost_call_nothing_is_shared(cache: ToolCache):
     """Nobody knows whether a call that timed out was done."""
 
@@ -490,10 +569,11 @@ def test_a_store_that_fails_in_mid_run_only_costs_its_hits(
 def test_several_processes_share_a_file(tmp_path: Path):
     program = """
         import asyncio, sys
-        from TrainingFactory.tools import AsyncToolExecutor, tool
+        from TrainingFactory.tools import AsyncToolExecutor, cache_stores, tool
         from TrainingFactory.tools.tool_cache import ToolCache
         from TrainingFactory.types import ToolCall
 
+        cache_stores.BUSY_SECONDS = 100.0
         made = 0
 
         @tool(pure=True)
@@ -519,7 +599,7 @@ def test_several_processes_share_a_file(tmp_path: Path):
     running = [
         subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(3)
     ]
-    outputs = [process.communicate(timeout=100) for process in running]
+    outputs = [process.communicate(timeout=300) for process in running]
     assert [process.returncode for process in running] == [0, 0, 0], outputs
     with sqlite3.connect(tmp_path / "tools.sqlite") as rows:
         assert rows.execute("PRAGMA integrity_check").fetchone() == ("ok",)

@@ -13,16 +13,18 @@ import struct
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 
+from tests.mcp_kit import children, wait_until
 from TrainingFactory.tools import AsyncToolExecutor
 from TrainingFactory.tools.interpreter import Isolation, PythonTool, source
+from TrainingFactory.tools.interpreter.process import START_SECONDS
+from TrainingFactory.tools.runtime import ToolRuntime
+from TrainingFactory.tools.tool_cache import ToolCache
 from TrainingFactory.types import ToolCall, ToolResult
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -126,10 +128,13 @@ def test_output_is_bounded_where_it_is_made():
 
 
 def test_an_endless_loop_is_stopped_and_the_next_call_told():
-    results = run(make(timeout=1.0), "x = 1", "while True:\n    pass", "'x' in globals()", "2")
-    assert results[1].error == "timeout" and results[1].content.startswith("stopped after 1 s")
+    tool = make(timeout=3.0)
+    results = run(tool, "x = 1", "while True:\n    pass", "'x' in globals()", "2")
+    # The model's own doing, so no "timeout", which would leave a reward that runs its code unscored.
+    assert results[1].error == "exception" and results[1].content.startswith("stopped after 3 s")
+    assert tool.options.timeout is not None and tool.options.timeout > START_SECONDS + tool.timeout
     assert results[2].content == (
-        "[a fresh interpreter: the last one was stopped after 1 s; its variables and files are gone]\nFalse"
+        "[a fresh interpreter: the last one was stopped after 3 s; its variables and files are gone]\nFalse"
     )
     assert results[3].content == "2"
 
@@ -140,7 +145,7 @@ def test_signals_do_not_save_a_loop():
         "    signal.signal(s, signal.SIG_IGN)\n"
         "while True:\n    try:\n        while True: pass\n    except BaseException: pass"
     )
-    assert run(make(timeout=1.0), code)[0].error == "timeout"
+    assert run(make(timeout=1.0), code)[0].content.startswith("stopped after 1 s")
 
 
 def test_cpu_time_is_bounded():
@@ -342,17 +347,78 @@ def test_no_signal_reaches_another_process():
         ("import ctypes\nctypes.string_at(0)", "died of SIGSEGV"),
         ("import os\nos.kill(os.getpid(), 9)", "was killed"),
         ("import os\nos.closerange(3, 64)", "ended with status 1"),
-        ("import os\nos.write(max(map(int, range(64)), key=lambda n: n if ok(n) else -1), b'[1]\\n')", ""),
     ],
 )
 def test_a_process_that_ends_is_replaced(code: str, says: str):
-    helper = (
-        "import os\ndef ok(n):\n    try:\n        os.fstat(n)\n        return True\n"
-        "    except OSError:\n        return False"
-    )
-    first, second = run(make(), helper, code)[1], run(make(), helper, code, "x = 2\nx")[2]
+    first, second = run(make(), code, "x = 2\nx")
     assert not first.ok and first.error == "exception" and says in first.content
     assert "[a fresh interpreter: " in second.content and second.content.endswith("\n2")
+
+
+INTO_THE_PIPE = """
+import json, os, time
+def write(text):
+    for n in range(40, 64):
+        try:
+            os.write(n, text.encode() + b"\\n")
+        except OSError:
+            pass
+def forge(**changes):
+    write(json.dumps({"text": "forged", "error": None, "spent": False} | changes))
+"""
+TICKET = "__import__('sys')._getframe(3).f_locals['message']['ticket']"
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "forge()",
+        "forge(ticket='0' * 16)",
+        "write('[1]')",
+        "write('[' * 100_000)",
+        # With the right ticket it lies about itself, but the answer that is left over may not reach the next call.
+        f"forge(ticket={TICKET})",
+        f"forge(ticket={TICKET})\ntime.sleep(0.5)",
+    ],
+)
+def test_answers_stay_in_step_with_calls(code: str):
+    results = run(make(), INTO_THE_PIPE, code, "'one'", "'two'", "'three'")
+    stopped = [result for result in results if "code wrote into the pipe for its answers" in result.content]
+    assert stopped and not stopped[0].ok and stopped[0].error == "exception"
+    assert not any("forged" in result.content for result in results[2:])
+    assert results[3].content.endswith("'two'") and results[4].content == "'three'"
+
+
+def test_what_is_cached_belongs_to_one_interpreter(tmp_path: Path):
+    tools = [make(), make(memory_mb=256), make(timeout=20.0), make(packages=[str(tmp_path)])]
+    assert len({tool.options.version for tool in tools}) == 4
+    assert make().options.version == tools[0].options.version
+
+
+def test_a_stopped_call_is_not_the_same_history_as_one_that_ended(tmp_path: Path):
+    tool, cache = make(stateful=True), ToolCache(tmp_path / "cache.sqlite")
+    runtime = ToolRuntime(cache=cache)
+
+    async def episode(limit: float) -> list[ToolResult]:
+        executor = AsyncToolExecutor([tool])
+        executor.attach(runtime, limit, task="the same")
+        results = []
+        for tool.timeout, code in (
+            (limit, "import time\ntime.sleep(1)\nx = 1"),
+            (HANG_GUARD, "'x' in globals()"),
+        ):
+            results += await executor.batch_execute([ToolCall("python", {"code": code})])
+        await executor.close()
+        return results
+
+    async def both() -> list[list[ToolResult]]:
+        return [await episode(0.2), await episode(HANG_GUARD), await episode(HANG_GUARD)]
+
+    stopped, ended, again = asyncio.run(both())
+    cache.close()
+    assert not stopped[0].ok and stopped[1].content.endswith("False")
+    assert ended[0].ok and (ended[1].content, ended[1].cached) == ("True", False)
+    assert (again[1].content, again[1].cached) == ("True", True)
 
 
 def test_code_that_meddles_with_its_own_output():
@@ -372,22 +438,13 @@ def test_code_of_absurd_length_is_refused():
     assert result.error == "schema" and "at most 100000" in result.content
 
 
-def children() -> set[str]:
-    return {
-        pid
-        for task in Path("/proc/self/task").iterdir()
-        for pid in (task / "children").read_text().split()
-        if Path(f"/proc/{pid}/stat").exists()
-    }
-
-
 def open_files() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
 def test_nothing_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    tool = make(timeout=1.0)
+    tool = make(timeout=3.0)
     run(tool, "1")  # what is made once and kept is made
     processes, files = children(), open_files()
     run(tool, "open('f', 'w').write('x')", "while True: pass", "1", "import os\nos._exit(1)")
@@ -407,9 +464,9 @@ def test_nothing_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     asyncio.run(cancelled())
     lost = tool.session()  # an episode that nobody closes ends with the run
     asyncio.run(lost.run({"code": "1"}))
-    assert children() > processes
+    assert children() - processes
     tool.close()
-    assert children() == processes and open_files() == files and list(tmp_path.iterdir()) == []
+    wait_until(lambda: not children() - processes and open_files() <= files and not any(tmp_path.iterdir()))
 
 
 def test_a_call_cancelled_before_its_process_exists_starts_none():
@@ -428,7 +485,7 @@ def test_a_call_cancelled_before_its_process_exists_starts_none():
 
     for _ in range(5):
         asyncio.run(cancelled())
-    wait_until(lambda: children() == processes)
+    wait_until(lambda: not children() - processes)
 
 
 def test_sixteen_episodes_at_once():
@@ -502,13 +559,6 @@ def test_the_process_dies_with_a_killed_trainer(tmp_path: Path):
             parent.stdout.close()
         if worker and ticks(worker) is not None:
             os.kill(worker, signal.SIGKILL)
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + HANG_GUARD
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def ticks(pid: int) -> int | None:

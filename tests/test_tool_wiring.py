@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from tests.rollout_kit import call_text, rollout
+from tests.rollout_kit import FakeChat, call_text, rollout
 from tests.run_kit import Quiet, small
 from tests.test_tape import no_turn_is_cut
 from TrainingFactory import catalog
@@ -24,13 +24,15 @@ from TrainingFactory.protocols import Episode
 from TrainingFactory.rollout import rollout_metrics
 from TrainingFactory.services import GRPOTrainer, assemble
 from TrainingFactory.services.interrupts import Interrupts
-from TrainingFactory.services.rollouts import Rollouts
+from TrainingFactory.services.rollouts import Rollouts, check_tools
 from TrainingFactory.services.run_tools import RunTools
 from TrainingFactory.services.runs import RunFolder
 from TrainingFactory.services.tool_sets import chosen_names
 from TrainingFactory.services.training import Objects, Training
 from TrainingFactory.tools import AsyncToolExecutor, tool
 from TrainingFactory.tools.runtime import ToolRuntime
+from TrainingFactory.tools.tape import CALLS
+from TrainingFactory.tools.tool_cache import ToolCache
 from TrainingFactory.types import Message, Reward, Step, Task, ToolCall, ToolFailure, ToolResult
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -204,6 +206,10 @@ def tfactory(folder: Path, capsys: pytest.CaptureFixture[str]) -> Run:
     return run
 
 
+RECORDED = (
+    '{"step": 9, "task": "a", "member": 0, "batch": 0, "call": 0, "tool": "double", "arguments": {}, '
+    '"result": {"content": "x"}}\n'
+)
 PLAIN = """
 tools: [calculator, "mytools.py:double"]
 environment: {system_prompt: "Be brief."}
@@ -220,6 +226,12 @@ def test_tools_and_tasks_alone_make_a_run(tfactory: Run) -> None:
     assert "Be brief." in out and "calculator(expression), double(number)" in out
     assert tfactory("rollout", "plain.yaml", "--replay", "e.jsonl", "--out", "f.jsonl")[0] == 0
     assert Path("e.tools/tools.json").exists() and not Path("f.tools").exists()
+    Path("e.tools/tool_calls.jsonl").write_text(RECORDED)
+    status, _, err = tfactory(
+        "rollout", "plain.yaml", "--replay", "e.jsonl", "--out", "e.jsonl", "logging.record_tools=true"
+    )
+    assert status == 2 and "cannot be replayed and written at the same time" in " ".join(err.split())
+    assert Path("e.tools/tool_calls.jsonl").read_text() == RECORDED
     status, out, err = tfactory("train", "plain.yaml", "--name", "a")
     assert status == 0, err
     first, _ = load_trajectories("runs/a/trajectories.jsonl")
@@ -298,6 +310,39 @@ class Process:
         async def close(self) -> None: ...
 
 
+@pytest.mark.parametrize("how", ["raises", "hangs"])
+def test_an_environment_that_does_not_close_gives_its_sessions_back(how: str) -> None:
+    closed: list[str] = []
+
+    class Session:
+        tools: ClassVar[list[Any]] = []
+
+        async def close(self) -> None:
+            closed.append("session")
+
+    class Source:
+        def session(self) -> Session:
+            return Session()
+
+        def close(self) -> None: ...
+
+    class Broken(ToolEnvironment):
+        def __init__(self, task: Task) -> None:
+            super().__init__(task, [Source()])
+
+        async def close(self) -> None:
+            if how == "raises":
+                raise RuntimeError("no")
+            await asyncio.sleep(600)
+
+    [[played]] = rollout(Broken, lambda *_: "ok", episode_timeout=60 if how == "raises" else 2)
+    assert played.status == "done" and closed == ["session"]
+    if how == "raises":
+        with pytest.raises(ValueError, match="no"):
+            asyncio.run(check_tools(Broken, Task("a", "?"), FakeChat()))
+        assert closed == ["session"] * 2
+
+
 def test_what_a_run_started_ends_with_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(catalog._CATALOG["tool"], "process", Process)
     Process.ended.clear()
@@ -345,6 +390,21 @@ def test_the_cache_is_switched_on_by_the_config(folder: Path) -> None:
     assert hits(optimization={"tool_cache": True}) == 3 and len(calls) == 5
     assert hits(optimization={"tool_cache": True}) == 4 and len(calls) == 5  # it outlives a run
     assert Path("out/tool_cache.sqlite").exists()
+    assert hits(optimization={"tool_cache": "there/c.sqlite"}) == 3 and Path("there/c.sqlite").exists()
+    with pytest.raises(ValueError, match=r"optimization\.tool_cache holds a secret") as caught:
+        hits(optimization={"tool_cache": "redis://me:hunter2@127.0.0.1/0"})
+    assert "hunter2" not in str(caught.value)
+
+
+def test_a_trainer_takes_a_cache(folder: Path) -> None:
+    cache = ToolCache("c.sqlite", ttl=60)
+    trainer = GRPOTrainer(tools=["calculator"], tasks=[Task("a", "2*3?", "6")], tool_cache=cache)
+    tools = RunTools(trainer.config, (), None, trainer.objects.cache)
+    assert tools.runtime.cache is cache and not trainer.config.optimization.tool_cache
+    tools.close()
+    cache.flush()  # it is the caller's, and still open
+    cache.close()
+    assert GRPOTrainer(tool_cache="c.sqlite").config.optimization.tool_cache == "c.sqlite"
 
 
 def test_an_entry_marks_its_own_tools(folder: Path) -> None:
@@ -469,6 +529,55 @@ def test_a_run_waits_for_its_tools_and_then_gives_up(tmp_path: Path, monkeypatch
     assert pauses == [1, 2, 4, 8, 16, 30, 30]
     assert [row["episodes/tool_failure"] for row in RunFolder(tmp_path / "a").metrics()] == [12.0] * 7
     assert sum("WARNING" in text for text in watcher.said) == 8
+
+
+class Flip(Alone):
+    """Two calls an episode, and the server is down at times."""
+
+    down: ClassVar[bool] = False
+
+    def __init__(self, task: Task) -> None:
+        super().__init__(task)
+        self.steps = 0
+
+    @tool
+    async def gone(self) -> ToolResult:
+        return ToolResult("it is down", ok=False, error="unavailable") if Flip.down else ToolResult("up")
+
+    async def step(self, message: Message) -> Step:
+        self.steps += 1
+        return Step(done=True) if self.steps > 2 else await super().step(message)
+
+    def reward(self, episode: Episode) -> float:
+        return float(sum(episode.trajectory.turns[-1].completion.token_ids) % 5)
+
+
+def test_calls_of_a_step_that_is_not_done_are_in_no_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    no_turn_is_cut(monkeypatch)
+
+    class Until(Quiet):
+        def step(self, step: int, total: int, metrics: dict[str, float]) -> None:
+            Flip.down = True
+
+    def killed(interrupts: Interrupts, seconds: float) -> None:
+        raise RuntimeError("killed")
+
+    monkeypatch.setattr(Flip, "down", False)
+    monkeypatch.setattr(Interrupts, "pause", killed)
+    objects = Objects(environment=Flip)
+    with pytest.raises(RuntimeError, match="killed"):
+        Training(
+            small(tmp_path, training={"max_steps": 2}), name="a", objects=objects, watcher=Until()
+        ).train()
+    run = RunFolder(tmp_path / "a")
+    assert len(run.checkpoints()) == 1
+    Flip.down = False
+    Training(run.config, run=run, objects=objects, watcher=Quiet()).train()
+    calls = [json.loads(line) for line in (run.path / CALLS).read_text().splitlines()]
+    keys = [tuple(call[name] for name in ("step", "task", "member", "batch", "call")) for call in calls]
+    assert {key[0] for key in keys} == {0, 1} and len(set(keys)) == len(keys)
 
 
 def test_the_file_that_the_printed_config_names(tmp_path: Path) -> None:

@@ -134,8 +134,9 @@ class OptimizationSection(Section):
     """Sample the next steps while the model is being updated."""
     distributed_reward: bool = False
     """Score episodes on workers of their own."""
-    tool_cache: bool = False
-    """Answer repeated calls of all tools that are marked pure or stateful from tool_cache.sqlite in output_dir."""
+    tool_cache: bool | str = False
+    """Answer repeated calls of all tools that are marked pure or stateful: true for tool_cache.sqlite in output_dir, or
+    another file, or redis://HOST:PORT/0."""
 
 
 class DataSection(Section):

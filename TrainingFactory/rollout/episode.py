@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import json
 import logging
 import time
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ from TrainingFactory.envs import ToolEnvironment
 from TrainingFactory.protocols import ChatFormat, Environment, RewardFunction, SamplingSession
 from TrainingFactory.rollout.scoring import Episode, score
 from TrainingFactory.tools import AsyncToolExecutor
+from TrainingFactory.tools.history import digest
 from TrainingFactory.tools.runtime import ToolRuntime
 from TrainingFactory.tools.tape import EpisodeKey
 from TrainingFactory.tools.texts import describe, valid_text
@@ -141,7 +143,7 @@ class EpisodeRun:
     async def _first_prompt(self, environment: Environment) -> list[int]:
         with _foreign("the environment's tools and reset"):
             if isinstance(environment, ToolEnvironment):
-                self._attached(environment.executor)
+                self._attached(environment.executor, environment)
             self.trajectory.tools = [tool.spec for tool in environment.tools]
             self.trajectory.prompt = _all_messages("reset", await environment.reset())
         with _foreign("the chat template", ValueError):
@@ -195,9 +197,10 @@ class EpisodeRun:
             if isinstance(environment, ToolEnvironment):
                 executor = environment.executor
             else:  # it runs its calls in a way of its own; those of the reward go by ours
-                executor = self._attached(AsyncToolExecutor(environment.tools))
-            scoring = score(Episode(trajectory, environment, executor), self.rules.reward)
-            trajectory.reward = await within(self.rules.timeout, scoring)
+                executor = self._attached(AsyncToolExecutor(environment.tools), environment)
+            with executor.part("reward"):
+                scoring = score(Episode(trajectory, environment, executor), self.rules.reward)
+                trajectory.reward = await within(self.rules.timeout, scoring)
         except OutOfTime:
             trajectory.error = f"scoring took longer than {self.rules.timeout:g} s"
         except Exception as error:  # rewards are foreign code
@@ -208,23 +211,36 @@ class EpisodeRun:
         async def close() -> None:
             with _foreign("the environment's close"):
                 await environment.close()
-                if isinstance(environment, ToolEnvironment):
-                    await environment.executor.close()
 
         try:
             await within(self.rules.timeout, close())
         except (_Over, OutOfTime, SelfCancelled) as error:  # too late to spoil the episode
             log.warning("task %s: the environment did not close: %r", self.trajectory.task.id, error)
+        finally:  # whatever the environment does, its sessions are given back
+            if isinstance(environment, ToolEnvironment):
+                with contextlib.suppress(OutOfTime, SelfCancelled):
+                    await within(self.rules.timeout, environment.executor.close())
 
-    def _attached(self, executor: AsyncToolExecutor) -> AsyncToolExecutor:
+    def _attached(self, executor: AsyncToolExecutor, environment: Environment) -> AsyncToolExecutor:
         if self.rules.runtime is not None:
-            executor.attach(self.rules.runtime, self.key, self.trajectory.task.id)
+            executor.attach(
+                self.rules.runtime, self.key, _scope(environment, self.trajectory.task), environment
+            )
         return executor
 
     def _end(self, status: Status, error: str | None) -> None:
         self._ended = True
         self.trajectory.status = status
         self.trajectory.error = error
+
+
+def _scope(environment: Environment, task: Task) -> str | None:
+    """What the state of an environment begins with: all of the task, because ids repeat in other data."""
+    values = [type(environment).__qualname__, task.id, task.prompt, task.answer, task.metadata]
+    try:
+        return digest(json.dumps(values, sort_keys=True, default=str))
+    except (TypeError, ValueError, RecursionError):
+        return None
 
 
 def _all_messages(method: str, messages: list[Message]) -> list[Message]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import date
@@ -127,8 +128,12 @@ def _from_servers(path: str, entries: Sequence[ToolEntry]) -> ToolSource:
 def make_tool_cache(config: TrainingConfig) -> ToolCache | None:
     """One for all runs of the folder. It is on for all tools that are marked pure or stateful as soon as anybody
     asks for it; an entry that does also marks its own tools."""
-    if not config.optimization.tool_cache and not any(entry.cache_enabled for entry in config.tools):
+    wanted = config.optimization.tool_cache
+    if not wanted and not any(entry.cache_enabled for entry in config.tools):
         return None
+    if isinstance(wanted, str) and wanted:
+        target = filled_in({"tool_cache": wanted}, "optimization")["tool_cache"]
+        return ToolCache(os.path.expanduser(target))
     folder = Path(config.logging.output_dir).expanduser()
     folder.mkdir(parents=True, exist_ok=True)
     return ToolCache(folder / "tool_cache.sqlite")

@@ -59,6 +59,7 @@ class Rollouts:
             self.total = len(self.tasks) * group_size
             self.path = out.expanduser() if out is not None else _new_file(config)
             self._target = self.path.resolve()  # a link stays, what it leads to is written
+            self._recording = self._new_recording()
             self._part = writable(self._target)
         except BaseException:
             self.tools.close()
@@ -92,13 +93,24 @@ class Rollouts:
         metrics |= {"seconds": seconds, "tokens_per_second": metrics["sampled_tokens"] / seconds}
         return Report(self._ended, metrics, interrupted)
 
-    def _record(self) -> None:
+    def _new_recording(self) -> Path | None:
+        """The folder to record into, if that is asked for."""
         asked = self.config.logging
-        if asked.record_tools and "record_tools" in asked.model_fields_set:
-            folder = recording_beside(self._target)
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / CALLS).write_bytes(b"")  # of an earlier file of this name
-            self.tools.record_to(folder)
+        if not (asked.record_tools and "record_tools" in asked.model_fields_set):
+            return None
+        folder = recording_beside(self._target)
+        if self.tools.replayed is not None and folder.resolve() == Path(self.tools.replayed):
+            raise ValueError(
+                f"the recording {folder} cannot be replayed and written at the same time; give the episodes another "
+                "name with --out, or leave logging.record_tools=true out"
+            )
+        return folder
+
+    def _record(self) -> None:
+        if self._recording is not None:
+            self._recording.mkdir(parents=True, exist_ok=True)
+            (self._recording / CALLS).write_bytes(b"")  # of an earlier file of this name
+            self.tools.record_to(self._recording)
 
     async def _all_episodes(self, engine: AsyncRolloutEngine, chat: ChatFormat, sampler: Sampler) -> None:
         await check_tools(self.environment, self.tasks[0], chat)
@@ -150,9 +162,11 @@ async def check_tools(factory: EnvironmentFactory, task: Task, chat: ChatFormat)
         try:
             specs = [tool.spec for tool in environment.tools]
         finally:
-            await environment.close()
-            if isinstance(environment, ToolEnvironment):
-                await environment.executor.close()
+            try:
+                await environment.close()
+            finally:
+                if isinstance(environment, ToolEnvironment):
+                    await environment.executor.close()
     except Exception as error:  # foreign code
         raise told(error) from error
     chat.render([Message("user", "?")], specs)

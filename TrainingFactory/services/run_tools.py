@@ -12,18 +12,28 @@ from TrainingFactory.services.runs import is_run, list_runs
 from TrainingFactory.services.tool_sets import ToolSet, with_tools
 from TrainingFactory.tools.runtime import ToolRuntime
 from TrainingFactory.tools.tape import CALLS, Tape, recorded_tools, save_specs
+from TrainingFactory.tools.tool_cache import ToolCache
 
 
 class RunTools:
-    """`given` are tools as Python objects. With `replay`, a run or a folder with a recording, no tool is made: the
-    model is told what it was told then, and calls are answered as they were."""
+    """`given` are tools as Python objects, and `cache` is the caller's instead of the config's. With `replay`, a run or
+    a folder with a recording, no tool is made: the model is told what it was told then, and calls are answered as they
+    were."""
 
-    def __init__(self, config: TrainingConfig, given: Sequence[Any], replay: str | Path | None) -> None:
+    def __init__(
+        self,
+        config: TrainingConfig,
+        given: Sequence[Any],
+        replay: str | Path | None,
+        cache: ToolCache | None = None,
+    ) -> None:
         self._config, self._given = config, given
         self._recording = find_recording(replay, config.logging.output_dir) if replay is not None else None
         self._tape = Tape(self._recording)
         self._set = ToolSet()
-        self._cache = assemble.make_tool_cache(config) if self._recording is None else None
+        self._cache, self._borrowed = None, cache is not None
+        if self._recording is None:
+            self._cache = cache or assemble.make_tool_cache(config)
         self.runtime = ToolRuntime(cache=self._cache, tape=self._tape)
 
     @property
@@ -60,7 +70,7 @@ class RunTools:
         self._set.close()
         self._tape.close()
         if self._cache is not None:
-            self._cache.close()
+            self._cache.flush() if self._borrowed else self._cache.close()
             self._cache = None
 
 

@@ -88,6 +88,9 @@ class _Cacheable:
 
     def __init__(self, tool: Tool, options: ToolOptions) -> None:
         self._tool, self.spec, self.options = tool, tool.spec, options
+        self.__wrapped__ = tool  # the cache has to see who answers
+        if ready := getattr(tool, "until_ready", None):
+            self.until_ready = ready
 
     async def run(self, arguments: dict[str, Any]) -> ToolResult:
         return await self._tool.run(arguments)

@@ -16,6 +16,7 @@ from TrainingFactory.services.tool_sets import listed
 from TrainingFactory.services.tracking import PlainLines, Watcher
 from TrainingFactory.services.training import Objects, Training, TrainingReport
 from TrainingFactory.tools.adapt import as_tool
+from TrainingFactory.tools.tool_cache import ToolCache
 from TrainingFactory.types import Task
 
 
@@ -42,12 +43,14 @@ class _Trainer:
         a section of the config. `tools` are added to those of the environment: tools, typed functions, `MCPTools` and
         other sources, or names; several or one. With `tools` and `tasks` alone there is a plain conversation.
         `options` are keys of the config in short form (`learning_rate=1e-5`, `use_lora=True`) or sections of it
-        (`sampling={"max_tokens": 64}`); they go before `config`. `resume=True` goes on with the run `name`; `replay`
-        names a run whose recorded tool calls are served again."""
+        (`sampling={"max_tokens": 64}`); they go before `config`; `tool_cache` may be a `ToolCache` too. `resume=True`
+        goes on with the run `name`; `replay` names a run whose recorded tool calls are served again."""
         given: dict[str, Any] = dict(options)
         given["training"] = dict(given.get("training", {})) | {"algorithm": self.algorithm}
         given["data"] = dict(given.get("data", {}))
         objects = Objects(conversations=_conversations(dataset))
+        if isinstance(given.get("tool_cache"), ToolCache):
+            objects.cache = given.pop("tool_cache")
         if model is not None:
             given["model"] = model if isinstance(model, str | Path | Mapping) else model.name
         if callable(reward_function):

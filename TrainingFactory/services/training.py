@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -33,6 +34,7 @@ from TrainingFactory.services.sources import (
     Source,
 )
 from TrainingFactory.services.tracking import PlainLines, Trackers, Watcher, check_trackers
+from TrainingFactory.tools.tool_cache import ToolCache
 from TrainingFactory.types import SamplingParams, Task
 
 MAX_UNUSABLE = 3  # steps in a row
@@ -49,6 +51,7 @@ class Objects:
     tasks: Sequence[Task] | None = None
     conversations: Sequence[Conversation] | None = None
     tools: Sequence[Any] = ()  # tools, sources of them, or what can be made a tool
+    cache: ToolCache | None = None
 
     @property
     def given(self) -> list[str]:
@@ -75,6 +78,10 @@ class TrainingReport:
 def check(config: TrainingConfig, objects: Objects) -> None:
     """What a config can say and a training run cannot do."""
     training, sampling = config.training, config.sampling
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        raise ValueError(
+            "several processes were started (WORLD_SIZE is set), but a run is one process for now; start it plainly"
+        )
     if training.algorithm not in ("grpo", "sft"):
         raise ValueError(f"training.algorithm {training.algorithm} is not there yet; grpo and sft are")
     if training.algorithm == "grpo":
@@ -119,7 +126,7 @@ class Training:
         self.resuming = run is not None
         if run is not None:
             replay = replay or run.about.get("replay")
-        self.tools = RunTools(config, self.objects.tools, replay)
+        self.tools = RunTools(config, self.objects.tools, replay, self.objects.cache)
         try:
             self._gather()
             training = config.training
@@ -229,7 +236,6 @@ class Training:
         self.engine.align()
         with self._interrupts.at_once():
             groups = self.source.groups(step, self.learner.publish)
-        self.tools.commit()
         if (problem := self.source.unusable(groups)) is None:
             self._unusable = 0
             return groups
@@ -269,6 +275,7 @@ class Training:
         return metrics
 
     def _record(self, groups: Groups, metrics: dict[str, float]) -> None:
+        self.tools.commit()  # not before: a checkpoint holds the calls of steps that are done
         ids = self.source.ids(self.done)
         epoch = self.done // self.order.steps_per_epoch
         self.done += 1

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import json
 from typing import Any
 
 from TrainingFactory.protocols import Tool, ToolSource
 from TrainingFactory.tools.decorator import as_result, tool
+from TrainingFactory.tools.history import definition, digest
 from TrainingFactory.tools.options import ToolOptions
 from TrainingFactory.tools.schema import check_schema
 from TrainingFactory.tools.threads import in_thread
@@ -42,7 +44,9 @@ class BaseToolAdapter:
         self.spec = ToolSpec(name, str(getattr(thing, "description", "") or ""), parameters)
         check_schema(self.spec, type(thing).__name__)
         options = getattr(thing, "options", None)  # not qwen_agent's; whoever wants limits may set it
-        self.options = options if isinstance(options, ToolOptions) else ToolOptions()
+        options = options if isinstance(options, ToolOptions) else ToolOptions()
+        # What is cached must not be served for another class or other settings of the same name.
+        self.options = dataclasses.replace(options, version=digest(options.version, definition(thing)))
 
     def __repr__(self) -> str:
         return f"<tool {self.spec.name} of {type(self.thing).__name__}>"

@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import difflib
+import json
 import logging
 import time
-from collections.abc import Hashable, Sequence
+from collections import Counter
+from collections.abc import Hashable, Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +20,7 @@ from TrainingFactory.protocols import Tool, ToolSession, ToolSource
 from TrainingFactory.tools.adapt import as_tool
 from TrainingFactory.tools.history import Group, Skipped, call_name, digest
 from TrainingFactory.tools.options import ToolOptions
-from TrainingFactory.tools.runtime import Outcome, Place, ResultCache, ToolRuntime
+from TrainingFactory.tools.runtime import BrokenOff, Outcome, Place, ResultCache, Tape, ToolRuntime
 from TrainingFactory.tools.schema import schema_problems, validator_of
 from TrainingFactory.tools.texts import bounded, describe
 from TrainingFactory.types import ToolCall, ToolFailure, ToolResult, ToolSpec
@@ -27,6 +30,9 @@ MAX_NAMES = 10
 DEFAULT_OPTIONS = ToolOptions()
 _VALIDATORS: dict[int, Validator] = {}
 _closing: set[asyncio.Task[None]] = set()  # the loop itself keeps only weak references
+_part: ContextVar[tuple[AsyncToolExecutor, str] | None] = ContextVar(
+    "who makes calls, if no turn", default=None
+)
 
 
 @dataclass(slots=True)
@@ -56,7 +62,9 @@ class AsyncToolExecutor:
         self._sessions: list[ToolSession] = []
         self._runtime = ToolRuntime()
         self._key: Hashable = ""
+        self._owner: object = None
         self._batches = 0
+        self._made: Counter[tuple[str, str]] = Counter()
         try:
             for made in map(as_tool, tools):
                 if isinstance(made, ToolSource):
@@ -71,13 +79,15 @@ class AsyncToolExecutor:
         self._groups: dict[str, Group] = {}
         self._entries = self._sorted_out()
 
-    def attach(self, runtime: ToolRuntime, key: Hashable, task: str | None = None) -> None:
+    def attach(
+        self, runtime: ToolRuntime, key: Hashable, task: str | None = None, owner: object = None
+    ) -> None:
         """Share `runtime` with the other executors of a run; before the first call. `key` names the episode on the
         tape. Stateful tools of this process share cached results among episodes of one `task` only; None stands for
-        "no other episode"."""
+        "no other episode". `owner` is the environment, whose own methods are run again in a replay."""
         assert self._batches == 0, "attach comes before the first call"
         self._runtime = runtime
-        self._key = key
+        self._key, self._owner = key, owner
         for group in self._groups.values():
             group.start(f"episode {key}" if task is None else f"task {task}")
 
@@ -86,14 +96,23 @@ class AsyncToolExecutor:
         sessions, self._sessions = self._sessions, []
         await asyncio.gather(*(session.close() for session in sessions), return_exceptions=True)
 
+    @contextlib.contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Calls made inside are no turn of the model. They may come in any order, so the tape knows them by this name,
+        the tool and its arguments."""
+        token = _part.set((self, name))
+        try:
+            yield
+        finally:
+            _part.reset(token)
+
     async def batch_execute(self, calls: Sequence[ToolCall]) -> list[ToolResult]:
-        batch = self._batches
-        self._batches += 1
+        places = self._places(calls)
         if len(calls) == 1:  # without the cost of a task
-            return [await self._execute(calls[0], batch, 0)]
+            return [await self._execute(calls[0], places[0])]
         # Exceptions are collected, so that a ToolFailure of one call leaves no other call running unseen. The tasks
         # start in call order and take their turns in groups before they wait for anything.
-        running = (self._execute(call, batch, index) for index, call in enumerate(calls))
+        running = map(self._execute, calls, places)
         results = await asyncio.gather(*running, return_exceptions=True)
         finished = []
         for result in results:
@@ -102,25 +121,68 @@ class AsyncToolExecutor:
             finished.append(result)
         return finished
 
-    async def _execute(self, call: ToolCall, batch: int, index: int) -> ToolResult:
+    def _places(self, calls: Sequence[ToolCall]) -> list[Place]:
+        executor, part = _part.get() or (None, "")
+        if executor is not self:
+            self._batches += 1
+            return [Place(self._key, self._batches - 1, index) for index in range(len(calls))]
+        places = []
+        for call in calls:
+            try:
+                arguments = json.dumps(call.arguments, sort_keys=True, default=str)
+            except (TypeError, ValueError, RecursionError):  # only Python code can make such ones
+                arguments = ""
+            name = digest(call.name, arguments)[:16]
+            places.append(Place(self._key, part, f"{name}#{self._made[part, name]}"))
+            self._made[part, name] += 1
+        return places
+
+    async def _execute(self, call: ToolCall, place: Place) -> ToolResult:
         tape = self._runtime.tape
         if tape is None:
             return await self._answer(call)
-        place = Place(self._key, batch, index)
         try:
-            result = tape.replay(place, call)
-            if result is None:
-                result = await self._answer(call)
-            else:
-                self._runtime.metrics.answered(call.name if call.name in self._entries else None, result)
+            with self.part(f"inside {place.batch}/{place.index}"):
+                try:
+                    result = tape.replay(place, call)
+                except BrokenOff:  # whoever gave it up waits as long again, and gives it up again
+                    result = await asyncio.get_running_loop().create_future()
+                if result is None:
+                    result = await self._answer(call)
+                else:
+                    await self._replayed(tape, place, call, result)
         except ToolFailure as failure:
             tape.record(place, call, failure)
             raise
-        except asyncio.CancelledError:  # the episode is out of time, and has to be in a replay as well
-            tape.record(place, call, ToolFailure("the call was broken off with its episode"))
+        except asyncio.CancelledError:
+            tape.record(place, call, BrokenOff())
             raise
         tape.record(place, call, result)
         return result
+
+    async def _replayed(self, tape: Tape, place: Place, call: ToolCall, result: ToolResult) -> None:
+        """Methods of the environment are run again for what they leave on it, which a reward may look at. All else
+        is only counted."""
+        entry = self._entries.get(call.name)
+        if entry is None or not self._runs_again(entry) or result.error in ("timeout", "unavailable"):
+            self._runtime.metrics.answered(None if entry is None else call.name, result)
+            return
+        group = entry.group or Group("")
+        if result.cached:  # it was not run; the next one that is may need what it leaves
+            self._runtime.metrics.answered(call.name, result)
+            group.skip(self._skipped(entry, call.arguments, result))
+            return
+        async with group.turn():
+            try:
+                await group.catch_up()
+                made = await self._answer(call)
+            except ToolFailure as failure:
+                made = failure
+        tape.compare(place, call, result, made)
+
+    def _runs_again(self, entry: _Entry) -> bool:
+        bound_to = getattr(getattr(entry.tool, "function", None), "__self__", None)
+        return bound_to is not None and bound_to is self._owner and not entry.options.pure
 
     async def _answer(self, call: ToolCall) -> ToolResult:
         entry = self._entries.get(call.name)
@@ -192,22 +254,26 @@ class AsyncToolExecutor:
             lost = outcome.lost
             return outcome.result
 
-        async def make_up() -> Outcome:
-            within = time.monotonic() + max(self._runtime.deadline, self._timeout(entry))
-            return await self._call(entry, arguments, within)
-
         try:
             result = await run() if key is None else await cache.through(self._sized(key), run, deadline)
         except BaseException:
             group.lose()
             raise
         if result.cached:
-            group.skip(Skipped(entry.tool.spec.name, result.content, make_up))
+            group.skip(self._skipped(entry, arguments, result))
         if lost:
             group.lose()
         elif result.error not in ("schema", "unavailable"):  # else the call never reached the tool
-            group.add(name)
+            # A failure may have reasons of its own, such as time: it is shared with those who failed alike.
+            group.add(name if name is None or result.ok else digest(name, result.content))
         return result
+
+    def _skipped(self, entry: _Entry, arguments: dict[str, Any], result: ToolResult) -> Skipped:
+        async def make_up() -> Outcome:
+            within = time.monotonic() + max(self._runtime.deadline, self._timeout(entry))
+            return await self._call(entry, arguments, within)
+
+        return Skipped(entry.tool.spec.name, result.content, make_up)
 
     async def _call(self, entry: _Entry, arguments: dict[str, Any], deadline: float) -> Outcome:
         timeout = self._timeout(entry)

@@ -32,8 +32,24 @@ def call_name(tool: Tool, options: ToolOptions, arguments: dict[str, Any]) -> st
     except (TypeError, ValueError, RecursionError):
         return None
     schema = _text_of(tool.spec.parameters, lambda schema: json.dumps(schema, sort_keys=True, default=str))
-    code = _text_of(getattr(getattr(tool, "function", None), "__code__", None), _source)
+    answering: Any = inspect.unwrap(tool)  # type: ignore[arg-type]  # a function, or an object with `run`
+    code = _text_of(_code_of(answering) or _code_of(getattr(answering, "run", None)), _source)
     return digest(options.server, tool.spec.name, options.version, schema, code, text)
+
+
+def definition(thing: Any) -> str:
+    """For `version`: an object by the text of its methods and by its plain attributes; of others the type counts."""
+    cls, attributes = type(thing), dict[str, Any]()
+    for base in reversed(cls.__mro__):
+        attributes |= {name: value for name, value in vars(base).items() if name != "__dict__"}
+    methods = {name: _source(_code_of(value)) for name, value in attributes.items() if _code_of(value)}
+    attributes |= getattr(thing, "__dict__", {})
+    plain = {name: value for name, value in attributes.items() if not name.startswith("__")} | methods
+    try:
+        text = json.dumps(plain, sort_keys=True, default=lambda value: type(value).__qualname__)
+    except (TypeError, ValueError, RecursionError):
+        text = ""
+    return digest(cls.__module__, cls.__qualname__, text)
 
 
 def digest(*parts: str) -> str:
@@ -51,9 +67,13 @@ def _text_of(thing: Any, make: Callable[[Any], str]) -> str:
     return known[1]
 
 
+def _code_of(function: Any) -> Any:
+    return getattr(function, "__code__", None)
+
+
 def _source(code: Any) -> str:
     """The text of a function: who changes it does not want the old results. What it calls is not seen; that is
-    what `version` is for."""
+    what `version` is for. Always by its code: Python would parse the whole file for a class."""
     try:
         return "" if code is None else inspect.getsource(code)
     except (OSError, TypeError):

@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
+from TrainingFactory.tools.history import digest
+from TrainingFactory.tools.mcp_secrets import secret_values, without
 from TrainingFactory.tools.mcp_settings import ServerSettings, nearest, read_settings
 
 Transport = Literal["stdio", "http", "sse"]
@@ -43,7 +45,6 @@ REFUSED = {
 }
 SHOWN_ANYWAY = 4  # values shorter than this are no secrets: true, 8080
 _VARIABLE = re.compile(r"\$\{([^}]*)\}")
-_SECRET_NAME = re.compile(r"key|token|secret|passw|credential|authorization|cookie", re.IGNORECASE)
 
 
 @dataclass(slots=True, frozen=True)
@@ -90,24 +91,23 @@ class ServerConfig:
         """The text without any value of a variable, of the environment or of a header, nor what is private in
         the URL."""
         parts = urlsplit(self.url)
-        values = {*self.filled.values(), *self.env.values(), *self.headers.values()}
+        values = {*self.filled.values(), *self.env.values(), *self.headers.values(), *self.secrets}
         values |= {parts.password or "", parts.query}
-        return _without(text, [value for value in values if len(value) >= SHOWN_ANYWAY])
+        return without(text, sorted((v for v in values if len(v) >= SHOWN_ANYWAY), key=len, reverse=True))
 
     @property
     def secrets(self) -> list[str]:
-        """What must not be shown even where a tool's own result has it: headers, and what is named a secret.
-        Other values, such as paths, are part of what tools talk about."""
+        """What must not be shown even where a tool's own result has it: headers, what is named a secret, passwords
+        in URLs. Other values, such as paths, are part of what tools talk about."""
         named = [*self.filled.items(), *self.env.items()]
-        values = {value for name, value in named if _SECRET_NAME.search(name)} | set(self.headers.values())
-        values |= {value.split(" ", 1)[1] for value in self.headers.values() if " " in value}  # Bearer x
-        return sorted((value for value in values if len(value) >= 2 * SHOWN_ANYWAY), key=len, reverse=True)
+        return secret_values(named, self.headers.values(), [self.url, *self.args])
 
-
-def _without(text: str, values: list[str]) -> str:
-    for value in sorted(values, key=len, reverse=True):
-        text = text.replace(value, "***")
-    return text
+    @property
+    def launch(self) -> str:
+        """A digest of how it is reached and read: with another one it is another server, whatever its name."""
+        place = (self.cwd or os.getcwd()) if self.transport == "stdio" else ""
+        how = (self.transport, self.command, self.args, place, self.env, self.url, self.headers)
+        return digest(json.dumps((*how, self.settings.error_text), sort_keys=True))[:16]
 
 
 def read_config(path: str | Path) -> list[ServerConfig]:
@@ -181,9 +181,8 @@ def _entries(data: Any, origin: str) -> Iterator[tuple[str, Any, tuple[str, Tool
             if servers is not None:
                 return
     if data and all(isinstance(entry, dict) and entry.keys() & KEYS for entry in data.values()):
-        yield from (
-            (str(name), entry, None) for name, entry in data.items()
-        )  # the servers without a key above
+        # The servers without a key above.
+        yield from ((str(name), entry, None) for name, entry in data.items())
         return
     raise ValueError(
         f'{origin}: has neither "mcpServers" nor "servers" nor "mcp_server"'

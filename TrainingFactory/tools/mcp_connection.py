@@ -247,12 +247,8 @@ class Connection:
         except (OSError, httpx2.HTTPError, anyio.ClosedResourceError, anyio.BrokenResourceError) as error:
             self._lose(_cause(error))
             raise self._down("was lost during the call") from None
-        except (
-            RuntimeError,
-            ValidationError,
-        ) as error:  # an answer that breaks its own schema, or the protocol
-            text = self.config.hide(str(error).splitlines()[0][:300] if str(error) else type(error).__name__)
-            return ToolResult(f"{name} gave an invalid answer: {text}", ok=False, error="exception")
+        except (RuntimeError, ValidationError) as error:  # an answer that breaks the protocol
+            return self._invalid(name, str(error) or type(error).__name__)
         finally:
             self.busy -= 1
             self._calls.discard(task)

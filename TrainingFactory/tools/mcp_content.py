@@ -7,6 +7,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from TrainingFactory.tools.mcp_secrets import without
 from TrainingFactory.types import ToolResult
 
 
@@ -21,13 +22,12 @@ def tool_result(
     # Servers repeat structured content as text, for clients that know only text.
     if structured is not None and not texts:
         texts = [json.dumps(structured, ensure_ascii=False)]
-    content = "\n".join(text for text in texts if text)
-    for secret in secrets:
-        content = content.replace(secret, "***")
+    content = without("\n".join(text for text in texts if text), secrets)
     failed = bool(answer.get("isError")) or (
         error_text is not None and error_text.search(content) is not None
     )
-    return ToolResult(content, ok=not failed, error="exception" if failed else None, attachments=attachments)
+    kept = without(attachments, secrets)
+    return ToolResult(content, ok=not failed, error="exception" if failed else None, attachments=kept)
 
 
 def _shown(part: dict[str, Any], attachments: list[dict[str, Any]]) -> str:

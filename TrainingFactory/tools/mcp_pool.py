@@ -85,7 +85,7 @@ class Server:
         if tool not in self.vanished:
             return None
         text = f"server {self.config.name!r} no longer offers {tool}"
-        return ToolResult(text, ok=False, error="unavailable")
+        return ToolResult(text, ok=False, error="exception")  # the server itself is there
 
     def unavailable(self, error: Exception) -> ToolResult:
         log.info("%s", error)
@@ -105,10 +105,15 @@ class Line:
         self.was_up = False
         self.task = server.home.start(self._keep())
 
+    @property
+    def up(self) -> Connection | None:
+        connection = self.connection
+        return None if connection is None or connection.lost.is_set() else connection
+
     async def _keep(self) -> None:
         from TrainingFactory.tools.mcp_connection import ServerDown
 
-        failures = 0
+        failures, told = 0, False
         try:
             while True:
                 await asyncio.sleep(pause(failures))
@@ -116,26 +121,26 @@ class Line:
                     self.connection = await self.server.connect()
                 except ServerDown as error:
                     failures += 1
-                    if self.problem is None and self.was_up:
+                    if self.was_up and not told:
                         log.warning("%s; trying again", error)
-                    self.problem = error
+                    self.problem, told = error, True
                     if not self.was_up:
                         self._settle()
                     continue
                 if self.was_up:
                     log.warning("server %r is back", self.server.config.name)
-                self.problem, self.was_up = None, True
+                self.problem, self.was_up, told = None, True, False
                 self._settle()
                 connection = self.connection
                 await connection.lost.wait()
-                self.connection = None
+                self.connection, self.problem = None, ServerDown(connection.farewell())
                 # One that dies before it has answered a single call is not worth waiting for.
                 failures = 0 if connection.served else failures + 1
                 if failures < 2:
                     loop = asyncio.get_running_loop()
                     self.attempt = loop.create_future()
                     loop.call_later(PATIENCE, self._settle, self.attempt)
-                log.warning("%s", connection.farewell())
+                log.warning("%s", self.problem)
                 self.server.dismiss(connection)
         finally:
             self._settle()
@@ -165,9 +170,9 @@ class SharedServer(Server):
         self.start()
         for line in self._lines:
             await line.attempt
-        problem = next((line.problem for line in self._lines if line.problem is not None), None)
-        if problem is not None:
-            raise problem
+        for line in self._lines:
+            if line.problem is not None and not line.was_up:
+                raise line.problem
 
     def start(self) -> None:
         if not self._lines:
@@ -189,29 +194,34 @@ class SharedServer(Server):
                 await asyncio.sleep(0)  # let the line see that it is down
         raise AssertionError("unreachable")
 
-    async def _least_busy(self) -> Connection:
-        from TrainingFactory.tools.mcp_connection import ServerDown
+    @property
+    def is_ready(self) -> bool:
+        """May be asked from any thread."""
+        return any(line.up for line in self._lines)
 
-        self.start()
-        if not any(_up(line) for line in self._lines):
+    async def until_ready(self) -> None:
+        """Until a connection is up, or there is nothing to wait for."""
+        if not self.closed and not self.is_ready:
+            self.start()
             await asyncio.sleep(0)
             attempts = {line.attempt for line in self._lines if not line.attempt.done()}
             if attempts:
                 await asyncio.wait(attempts, return_when=asyncio.FIRST_COMPLETED)
-        up = [line.connection for line in self._lines if line.connection is not None and _up(line)]
+
+    async def _least_busy(self) -> Connection:
+        from TrainingFactory.tools.mcp_connection import ServerDown
+
+        await self.until_ready()
+        up = [connection for line in self._lines if (connection := line.up)]
         if not up:
-            problem = self._lines[0].problem
-            name = self.config.name
-            raise ServerDown(str(problem or f"server {name!r} is not available"), sent=True)
+            where = f"server {self.config.name!r} ({self.config.target})"
+            problem = self._lines[0].problem or f"{where} is not available"
+            raise ServerDown(str(problem), sent=True)
         return min(up, key=lambda connection: connection.busy)
 
     async def close(self) -> None:
         self.closed = True
         await asyncio.gather(*(line.close() for line in self._lines), *self.leaving)
-
-
-def _up(line: Line) -> bool:
-    return line.connection is not None and not line.connection.lost.is_set()
 
 
 class EpisodeServer(Server):
@@ -233,9 +243,6 @@ class EpisodeServer(Server):
         """The first one also shows what is offered; nobody has used it, so an episode may have it."""
         self._ready.append(await self.connect())
         self._fill()
-
-    def start(self) -> None:
-        """Nothing to do ahead: the first call fills the pool."""
 
     async def take(self) -> Connection:
         """Raises ServerDown if none can be started."""
@@ -342,6 +349,21 @@ class Binding:
         self._taking: asyncio.Task[Connection] | None = None
         self._over = False
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether it is known if there is a connection. May be asked from any thread."""
+        taking = self._taking
+        return taking is not None and taking.done()
+
+    async def until_ready(self) -> None:
+        if not self._over:
+            await asyncio.wait({self._take()})
+
+    def _take(self) -> asyncio.Task[Connection]:
+        if self._taking is None:
+            self._taking = self.server.home.start(self.server.take())
+        return self._taking
+
     async def call(self, tool: str, arguments: dict[str, Any]) -> ToolResult:
         from TrainingFactory.tools.mcp_connection import ServerDown
 
@@ -350,10 +372,8 @@ class Binding:
         gone = self.server.gone(tool)
         if gone is not None:
             return gone
-        if self._taking is None:
-            self._taking = self.server.home.start(self.server.take())
         try:
-            connection = await asyncio.shield(self._taking)
+            connection = await asyncio.shield(self._take())
         except ServerDown as error:  # nothing has happened yet in this episode: it may go on without
             self._taking = None
             return self.server.unavailable(error)

@@ -21,9 +21,7 @@ class ServerSettings:
     isolation: Isolation = "shared"
     # shared: connections over which calls are spread. Otherwise: how many are started ahead of episodes.
     instances: int = 1
-    max: int = (
-        64  # own connections at the same time; more episodes wait for one, within their call's time-out
-    )
+    max: int = 64  # own connections at the same time; more episodes wait, within their call's deadline
     timeout: float | None = None  # seconds for one call
     connect_timeout: float = 30.0  # seconds for start, handshake and list of tools
     concurrency: int | None = None  # calls of one tool at the same time

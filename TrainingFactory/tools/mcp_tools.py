@@ -18,7 +18,7 @@ from TrainingFactory.tools.mcp_config import ServerConfig, ToolText, parse_confi
 from TrainingFactory.tools.mcp_pool import Binding, EpisodeServer, SharedServer, make_server
 from TrainingFactory.tools.mcp_settings import nearest
 from TrainingFactory.tools.options import ToolOptions
-from TrainingFactory.tools.schema import check_schema
+from TrainingFactory.tools.schema import check_schema, without_titles
 from TrainingFactory.types import ToolResult, ToolSpec
 
 if TYPE_CHECKING:
@@ -52,15 +52,22 @@ class MCPTool:
     def __repr__(self) -> str:
         return f"<tool {self.spec.name} of MCP server {self.options.server}>"
 
+    async def until_ready(self) -> None:
+        """Waits for the start of a server or for a session of the episode's own; the clock of a call starts after
+        it. Where there is nothing to wait for, it is for the call to tell."""
+        home, holder = self._holder()
+        if not holder.is_ready:
+            await home.hop(holder.until_ready())
+
     async def run(self, arguments: dict[str, Any]) -> ToolResult:
-        home, server = self._source.server(self.options.server)
-        holder: SharedServer | Binding
-        if isinstance(server, EpisodeServer):
-            holder = self._bindings.get(server.config.name) or Binding(server)
-            self._bindings[server.config.name] = holder
-        else:
-            holder = server
+        home, holder = self._holder()
         return await home.hop(holder.call(self.remote_name, arguments))
+
+    def _holder(self) -> tuple[Background, SharedServer | Binding]:
+        home, server = self._source.server(self.options.server)
+        if isinstance(server, EpisodeServer):
+            return home, self._bindings.setdefault(server.config.name, Binding(server))
+        return home, server
 
 
 class MCPSession:
@@ -237,7 +244,7 @@ def _offers(config: ServerConfig, offered: Sequence[OfferedTool]) -> list[Offer]
 def _offer(config: ServerConfig, tool: OfferedTool, text: ToolText) -> Offer:
     settings = config.settings
     where = f"{config.where}: tool {tool.name!r}"
-    given = tool.parameters if text.parameters is None else text.parameters
+    given = without_titles(tool.parameters) if text.parameters is None else text.parameters
     prefix = settings.prefix
     if isinstance(prefix, bool):
         prefix = re.sub(r"[^A-Za-z0-9_-]", "_", config.name) + "_" if prefix else ""
@@ -257,7 +264,7 @@ def _offer(config: ServerConfig, tool: OfferedTool, text: ToolText) -> Offer:
         concurrency=settings.concurrency,
         rate=settings.rate,
         server=config.name,
-        version=tool.version,
+        version=f"{tool.version} {config.launch}".strip(),
     )
     description = tool.description if text.description is None else text.description
     spec = _spec(name, description.strip(), given, config.where)

@@ -18,6 +18,7 @@ from TrainingFactory.openai_form import message_from_dict, message_to_dict, spec
 from TrainingFactory.protocols import ChatFormat, Sampler, Tool, ToolSource
 from TrainingFactory.tools.adapt import as_tool
 from TrainingFactory.tools.executor import AsyncToolExecutor
+from TrainingFactory.tools.history import call_name, definition, digest
 from TrainingFactory.tools.making import call_with, make_tool
 from TrainingFactory.tools.options import ToolOptions
 from TrainingFactory.tools.runtime import ToolRuntime
@@ -174,7 +175,16 @@ class ModelTool:
         self.endpoint = Endpoint(base_url, model, api_key_env=api_key_env, timeout=timeout, options=options)
         self.system_prompt = system_prompt
         self.spec = ToolSpec(name, description, _PROMPT)
-        self.options = _asking(self.endpoint, timeout, retries, concurrency, rate)
+        version = digest(definition(self.endpoint), system_prompt)
+        self.options = ToolOptions(
+            timeout=timeout + 5.0,  # the endpoint's own limit comes first and says more
+            idempotent=True,  # asking twice does no harm
+            retries=retries,
+            concurrency=concurrency,
+            rate=rate,
+            server=self.endpoint.host,  # tools at one endpoint share a circuit breaker
+            version=version,
+        )
 
     async def run(self, arguments: dict[str, Any]) -> ToolResult:
         try:
@@ -218,8 +228,11 @@ class AgentTool:
         )  # its tools' limits are for all its calls together
         self.system_prompt, self.max_turns, self.tool_timeout = system_prompt, max_turns, tool_timeout
         self.spec = ToolSpec(name, description, _PROMPT)
+        version = digest(
+            definition(self.model), system_prompt, f"{max_turns}", *(_known_by(given) for given in self.tools)
+        )
         # Never repeated: what its tools did would be done twice.
-        self.options = ToolOptions(timeout=timeout, concurrency=concurrency, rate=rate)
+        self.options = ToolOptions(timeout=timeout, concurrency=concurrency, rate=rate, version=version)
 
     def session(self) -> AgentSession:
         return AgentSession(self)
@@ -250,6 +263,8 @@ class AgentTool:
             for number, call in enumerate(message.tool_calls):
                 call.id = call.id or f"call_{len(messages)}_{number}"  # some endpoints give none
             results = await executor.batch_execute(message.tool_calls)
+            if lost := next((result for result in results if result.error == "unavailable"), None):
+                raise ModelError(lost.content, temporary=True)  # an outage must not shape the answer
             messages.append(message)
             for call, result in zip(message.tool_calls, results, strict=True):
                 messages.append(Message("tool", result.content, tool_call_id=call.id, name=call.name))
@@ -287,18 +302,11 @@ def _opening(system_prompt: str, prompt: str) -> list[Message]:
     return [*system, Message("user", prompt)]
 
 
-def _asking(
-    endpoint: Endpoint, timeout: float, retries: int, concurrency: int | None, rate: float | None
-) -> ToolOptions:
-    """Asking twice does no harm; tools at one endpoint share a circuit breaker."""
-    return ToolOptions(
-        timeout=timeout + 5.0,  # the endpoint's own limit comes first and says more
-        idempotent=True,
-        retries=retries,
-        concurrency=concurrency,
-        rate=rate,
-        server=endpoint.host,
-    )
+def _known_by(given: Tool | ToolSource) -> str:
+    """One of an agent's own tools, in the version of the agent."""
+    if isinstance(given, ToolSource):
+        return definition(given)
+    return call_name(given, getattr(given, "options", ToolOptions()), {}) or ""
 
 
 def _failed(name: str, error: ModelError) -> ToolResult:

@@ -16,7 +16,7 @@ from TrainingFactory.tools.limits import CircuitBreaker, Limits
 from TrainingFactory.tools.options import ToolOptions
 from TrainingFactory.tools.texts import describe
 from TrainingFactory.tools.tool_metrics import ToolMetrics
-from TrainingFactory.tools.waiting import OutOfTime, within
+from TrainingFactory.tools.waiting import OutOfTime, SelfCancelled, within
 from TrainingFactory.types import ToolCall, ToolFailure, ToolResult
 
 log = logging.getLogger(__name__)
@@ -24,10 +24,15 @@ FIRST_PAUSE, LONGEST_PAUSE = (
     0.25,
     8.0,
 )  # seconds between attempts: doubled each time, then shortened by chance
-# What code raises about its arguments or itself. The next attempt would raise it too, and the server is not down.
-PLAIN_ERRORS = (
-    ValueError, TypeError, LookupError, ArithmeticError, AssertionError, AttributeError, NameError, SyntaxError,
-)  # fmt: skip
+# What is raised when no answer came: another attempt may help, and the server may be down. Anything else that a tool
+# raises is its answer. The names are of packages that need not be installed (httpx, aiohttp, anyio, redis, urllib3).
+LOST = (OSError, EOFError, SelfCancelled, asyncio.CancelledError)
+LOST_NAMES = {
+    "ConnectionError", "TimeoutError", "TransportError", "ClientConnectionError", "BrokenResourceError",
+    "ClosedResourceError",
+}  # fmt: skip
+# These are about a path, which the model may have written.
+NOT_LOST = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError)
 
 
 @dataclass(slots=True, frozen=True)
@@ -35,8 +40,14 @@ class Place:
     """Which call of a run it is: fixed by what the model did, whoever comes first."""
 
     key: Hashable  # of the episode, as it was given to `attach`
-    batch: int  # calls of `batch_execute` before this one
-    index: int  # in the batch
+    # Of a turn: calls of `batch_execute` before this one, and the number in the batch. Of calls that a reward or
+    # another tool makes, which may come in any order: who makes them, and what is called how many times before.
+    batch: int | str
+    index: int | str
+
+
+class BrokenOff(Exception):
+    """How a call ended that was cancelled: nobody got an answer."""
 
 
 class Tape(Protocol):
@@ -44,10 +55,16 @@ class Tape(Protocol):
 
     def replay(self, place: Place, call: ToolCall, /) -> ToolResult | None:
         """None where nothing is replayed. Raises ToolFailure where the recorded call did, and for a call that was
-        never recorded."""
+        never recorded; BrokenOff where that was broken off."""
         ...
 
-    def record(self, place: Place, call: ToolCall, result: ToolResult | ToolFailure, /) -> None:
+    def compare(
+        self, place: Place, call: ToolCall, recorded: ToolResult, made: ToolResult | ToolFailure, /
+    ) -> None:
+        """ToolFailure where a call that was made again in a replay has another result than the recorded one."""
+        ...
+
+    def record(self, place: Place, call: ToolCall, result: ToolResult | ToolFailure | BrokenOff, /) -> None:
         """`result` is what the model sees."""
         ...
 
@@ -67,10 +84,12 @@ class ResultCache(Protocol):
 
 
 class Outcome(NamedTuple):
-    """`lost`: nobody knows whether the call was done, because no answer came. Worth another attempt."""
+    """`lost`: nobody knows whether the call was done, because no answer came. Worth another attempt. `made` is false
+    where the tool was not reached at all."""
 
     result: ToolResult
     lost: bool = False
+    made: bool = True
 
 
 class ToolRuntime:
@@ -119,8 +138,10 @@ class ToolRuntime:
                     break
                 await asyncio.sleep(pause)
                 self.metrics.retried(name)
-            outcome = await self._attempt(tool, arguments, options, timeout, deadline)
-            if not outcome.lost:
+            latest = await self._attempt(tool, arguments, options, timeout, deadline)
+            if outcome is None or latest.made:  # else what the attempt before came to says more
+                outcome = latest
+            if not latest.lost:
                 break
         assert outcome is not None
         return outcome
@@ -131,12 +152,18 @@ class ToolRuntime:
         breaker, limits = self.breaker(options.server), self._limits_of(tool.spec.name, options)
         if breaker is not None and breaker.is_open:
             return _down(tool.spec.name)
-        if limits is None:
+        # A tool may have `async def until_ready()`, which waits until a call can begin, for a session say. It comes
+        # before the limits: who has a session would else wait for places that are held by those who have none.
+        ready: Callable[[], Awaitable[None]] | None = getattr(tool, "until_ready", None)
+        if limits is None and ready is None:
             return await self._let_in(tool, arguments, timeout, deadline, breaker)
         arrived = time.monotonic()
         try:
             async with asyncio.timeout(deadline - arrived):
-                await limits.acquire()
+                if ready is not None:
+                    await ready()
+                if limits is not None:
+                    await limits.acquire()
         except TimeoutError:
             return _busy(tool.spec.name)
         finally:
@@ -144,7 +171,8 @@ class ToolRuntime:
         try:
             return await self._let_in(tool, arguments, timeout, deadline, breaker)
         finally:
-            limits.release()
+            if limits is not None:
+                limits.release()
 
     async def _let_in(
         self,
@@ -195,7 +223,7 @@ async def _bounded(tool: Tool, arguments: dict[str, Any], timeout: float) -> Out
         log.info("tool %s failed", name, exc_info=True)
         text = f"{name} failed: {describe(error)}"
         result = ToolResult(text, ok=False, error="exception")
-        return Outcome(result, lost=not isinstance(error, PLAIN_ERRORS))
+        return Outcome(result, lost=_is_lost(error))
     return Outcome(result, lost=not result.ok and result.error in ("timeout", "unavailable"))
 
 
@@ -205,14 +233,23 @@ async def _run(tool: Tool, arguments: dict[str, Any]) -> ToolResult:
     except SystemExit as error:
         raise RuntimeError("it tried to end the program") from error
     except BaseExceptionGroup as error:  # a dying connection may raise one that is no Exception
-        raise RuntimeError(describe(error)) from error
+        kind = ConnectionError if error.subgroup(_is_lost) is not None else RuntimeError
+        raise kind(describe(error)) from error
+
+
+def _is_lost(error: BaseException) -> bool:
+    if isinstance(error, LOST):
+        return not isinstance(error, NOT_LOST)
+    return any(cls.__name__ in LOST_NAMES for cls in type(error).__mro__)
 
 
 def _down(name: str) -> Outcome:
-    text = f"{name} is not available at the moment; go on without it or try again later"
-    return Outcome(ToolResult(text, ok=False, error="unavailable"))
+    return _unavailable(f"{name} is not available at the moment")
 
 
 def _busy(name: str) -> Outcome:
-    text = f"{name} is in use by others and did not become free in time; try again later"
-    return Outcome(ToolResult(text, ok=False, error="unavailable"))
+    return _unavailable(f"{name} is in use by others and did not become free in time")
+
+
+def _unavailable(text: str) -> Outcome:
+    return Outcome(ToolResult(text, ok=False, error="unavailable"), made=False)

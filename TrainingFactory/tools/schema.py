@@ -54,7 +54,7 @@ def arguments_model(function: Callable[..., Any], name: str, skip_first: bool) -
 def parameters_schema(model: type[BaseModel]) -> dict[str, Any]:
     """The model's JSON schema without what only costs tokens: titles, and the rule against extra arguments
     (which the model enforces anyway)."""
-    schema = _without_titles(model.model_json_schema(by_alias=True))
+    schema = without_titles(model.model_json_schema(by_alias=True))
     schema.pop("additionalProperties", None)
     schema.pop("description", None)  # of the pydantic class, not of the tool
     return {"type": "object", "properties": {}} | schema
@@ -87,10 +87,13 @@ def _annotated_text(hint: Any) -> str | None:
     return next((text for text in texts if isinstance(text, str)), None)
 
 
-def _without_titles(schema: Any, is_schema: bool = True) -> Any:
+_BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")  # of schemas
+
+
+def without_titles(schema: Any, is_schema: bool = True) -> Any:
     """`title` goes where it is a keyword and stays where it is the name of a property."""
     if isinstance(schema, list):
-        return [_without_titles(item) for item in schema]
+        return [without_titles(item) for item in schema]
     if not isinstance(schema, dict):
         return schema
     cleaned = {}
@@ -98,7 +101,7 @@ def _without_titles(schema: Any, is_schema: bool = True) -> Any:
         if is_schema and key == "title":
             continue
         is_data = is_schema and key in ("default", "enum", "const", "examples")
-        cleaned[key] = value if is_data else _without_titles(value, key not in ("properties", "$defs"))
+        cleaned[key] = value if is_data else without_titles(value, key not in _BY_NAME)
     return cleaned
 
 

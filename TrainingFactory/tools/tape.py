@@ -5,9 +5,10 @@ A recording is two files in the folder of a run:
     tools.json          what the model was told about the tools that were handed to the run
     tool_calls.jsonl    one JSON object per call: where it belongs, the tool, its arguments, its result
 
-A call belongs to a step, a task, a member of its group, a batch (the calls of one turn; those that a reward makes
-count on after them) and a place in it. Nothing depends on who came first, so a replay gives every call its own result
-whatever the tools' latencies were.
+A call belongs to a step, a task, a member of its group, a batch (the calls of one turn) and a place in it. Those that a
+reward or another tool makes are known by who makes them, the tool and its arguments, and how often that was called
+before. Nothing depends on who came first, so a replay gives every call its own result whatever the tools' latencies
+were.
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import threading
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from TrainingFactory.tools.runtime import Place
+from TrainingFactory.tools.runtime import BrokenOff, Place
 from TrainingFactory.types import ToolCall, ToolFailure, ToolResult, ToolSpec
 
 CALLS, SPECS = "tool_calls.jsonl", "tools.json"
@@ -39,7 +41,8 @@ class EpisodeKey(NamedTuple):
 
 
 class NotRecorded(ToolFailure):
-    """A replay was asked for a call that the recording does not have. It ends the episode, and then the run."""
+    """A replay was asked for a call that the recording does not have, or made one again with another result. It ends
+    the episode, and then the run."""
 
 
 class Tape:
@@ -55,7 +58,7 @@ class Tape:
         self._target = folder / CALLS
         self._target.touch()  # a run that calls nothing can be replayed too
 
-    def record(self, place: Place, call: ToolCall, result: ToolResult | ToolFailure) -> None:
+    def record(self, place: Place, call: ToolCall, result: ToolResult | ToolFailure | BrokenOff) -> None:
         """Kept until `commit`: of a batch of episodes that is broken off, nothing is to remain."""
         if self._target is not None:
             self._waiting[place] = _line(place, call, result)
@@ -70,9 +73,26 @@ class Tape:
         except NotRecorded as problem:
             self._problem = self._problem or problem
             raise
-        if isinstance(answered, ToolFailure):
-            raise answered
-        return answered
+        if isinstance(answered, ToolResult):
+            return answered
+        raise answered
+
+    def compare(
+        self, place: Place, call: ToolCall, recorded: ToolResult, made: ToolResult | ToolFailure
+    ) -> None:
+        """For a method of the environment, which a replay runs again."""
+        assert self._recording is not None
+        said = [
+            (result.ok, result.error, result.content, result.attachments)
+            if isinstance(result, ToolResult)
+            else (False, "failure", str(result), [])
+            for result in (recorded, made)
+        ]
+        if said[0] == said[1]:
+            return
+        problem = NotRecorded(self._recording.changed(place, call, said[0][2], said[1][2]))
+        self._problem = self._problem or problem
+        raise problem
 
     def check(self) -> None:
         """Ends a run that has left its recording; whoever called the tool may have swallowed the error."""
@@ -104,7 +124,7 @@ class Recording:
                 f"{folder} has no recording of tool calls ({CALLS} and {SPECS}); record one with "
                 "logging.record_tools=true"
             )
-        self._file = path.open("rb")
+        self._file, self._lock = path.open("rb"), threading.Lock()
         self._offsets: dict[Place, int] = {}
         offset = 0
         for number, line in enumerate(self._file, 1):
@@ -113,23 +133,33 @@ class Recording:
                 self._offsets[_place(line, f"{path}:{number}")] = offset
             offset += len(line)
 
-    def answer(self, place: Place, call: ToolCall) -> ToolResult | ToolFailure:
+    def answer(self, place: Place, call: ToolCall) -> ToolResult | ToolFailure | BrokenOff:
         offset = self._offsets.get(place)
         if offset is None:
             raise NotRecorded(self._text(place, call, "and no such call was recorded"))
-        self._file.seek(offset)
-        row = json.loads(self._file.readline())
+        with self._lock:  # a reward may call tools on threads
+            self._file.seek(offset)
+            line = self._file.readline()
+        row = json.loads(line)
         if row["tool"] != call.name or _canonical(row["arguments"]) != _canonical(call.arguments):
             recorded = ToolCall(row["tool"], row["arguments"])
             raise NotRecorded(self._text(place, call, f"but what was recorded there is {_shown(recorded)}"))
-        return ToolFailure(row["failure"]) if "failure" in row else ToolResult(**row["result"])
+        if "result" in row:
+            return ToolResult(**row["result"])
+        return ToolFailure(row["failure"]) if "failure" in row else BrokenOff()
+
+    def changed(self, place: Place, call: ToolCall, recorded: str, made: str) -> str:
+        answers = f"which now answers {_cut(repr(made))}, and what was recorded is {_cut(repr(recorded))}"
+        remedy = "such methods are run again in a replay, except pure ones: hand in as a tool what answers by chance"
+        return self._text(place, call, f"a method of the environment, {answers}; {remedy}")
 
     def close(self) -> None:
         self._file.close()
 
     def _text(self, place: Place, call: ToolCall, difference: str) -> str:
         (step, task, member), turn, index = _key(place), place.batch, place.index
-        where = f"step {step}, task {task}, member {member}, turn {turn}, call {index}"
+        part = f"turn {turn}" if isinstance(turn, int) else turn
+        where = f"step {step}, task {task}, member {member}, {part}, call {index}"
         return f"replay of {self.folder}: {where}: the run calls {_shown(call)}, {difference}. {REMEDY}"
 
 
@@ -168,11 +198,13 @@ def _key(place: Place) -> EpisodeKey:
     return place.key
 
 
-def _line(place: Place, call: ToolCall, result: ToolResult | ToolFailure) -> str:
+def _line(place: Place, call: ToolCall, result: ToolResult | ToolFailure | BrokenOff) -> str:
     row = _key(place)._asdict() | {"batch": place.batch, "call": place.index}
     row |= {"tool": call.name, "arguments": call.arguments}
     if isinstance(result, ToolFailure):
         row["failure"] = str(result)
+    elif isinstance(result, BrokenOff):
+        row["broken_off"] = True
     else:
         values = {name: getattr(result, name) for name in _DEFAULTS}
         row["result"] = {name: value for name, value in values.items() if value != _DEFAULTS[name]}
@@ -192,14 +224,15 @@ def _place(line: bytes, where: str) -> Place:
     except ValueError as error:
         raise ValueError(f"{where} is not valid JSON: {error}") from error
     wanted = {"step", "task", "member", "batch", "call", "tool", "arguments"}
-    if not isinstance(row, dict) or not wanted <= row.keys() or not row.keys() & {"result", "failure"}:
+    ends = {"result", "failure", "broken_off"}
+    if not isinstance(row, dict) or not wanted <= row.keys() or not row.keys() & ends:
         raise ValueError(f"{where} is not a recorded call: it needs {', '.join(sorted(wanted))} and a result")
     return Place(EpisodeKey(row["step"], row["task"], row["member"]), row["batch"], row["call"])
 
 
 def _order(place: Place) -> tuple[Any, ...]:
     step, task, member = _key(place)
-    return (str(step), task, member, place.batch, place.index)
+    return (str(step), task, member, isinstance(place.batch, str), place.batch, place.index)
 
 
 def _canonical(arguments: Any) -> str:
@@ -207,5 +240,8 @@ def _canonical(arguments: Any) -> str:
 
 
 def _shown(call: ToolCall) -> str:
-    text = f"{call.name} {json.dumps(call.arguments, ensure_ascii=False, default=str)}"
+    return _cut(f"{call.name} {json.dumps(call.arguments, ensure_ascii=False, default=str)}")
+
+
+def _cut(text: str) -> str:
     return text if len(text) <= MAX_SHOWN else text[:MAX_SHOWN] + "..."

@@ -21,10 +21,12 @@ async def echo(text: str) -> str:
 
 
 @server.tool()
-async def sleep(seconds: float) -> str:
-    """Wait, and count who does not wait to the end."""
+async def sleep(seconds: float, started: str = "") -> str:
+    """Wait, and count who does not wait to the end. The file `started` says that it waits."""
     global cancelled
     try:
+        if started:
+            Path(started).touch()
         await asyncio.sleep(seconds)
     except asyncio.CancelledError:
         cancelled += 1

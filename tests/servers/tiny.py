@@ -3,7 +3,7 @@
 Modes: exit (says why on stderr, and ends), hang (never answers), noise (writes what is no message, then never
 answers), nonsense (answers the handshake with a text), chatty (writes noise, but works), schema (offers a tool
 with an invalid schema), outside (one whose schema points elsewhere), stubborn (ignores the end of its stdin),
-fragile (ends at the first call), other (offers other tools once FILE is there).
+fragile (ends at the first call), other (offers other tools once FILE is there), slow (takes 4 s to start).
 """
 
 from __future__ import annotations
@@ -55,6 +55,9 @@ def call(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
     if name == "say":
         notes.append(arguments["text"])
     text = f"{len(notes)} {os.getpid()}" if name == "count" else ",".join(notes)
+    if text == "everything":  # a resource that holds what the server was told in secret
+        resource = {"uri": "env:", "text": json.dumps(dict(os.environ))}
+        return {"content": [{"type": "resource", "resource": resource}]}
     return {"content": [{"type": "text", "text": text}]}
 
 
@@ -87,6 +90,8 @@ def main() -> None:
         print("Welcome to tiny!", flush=True)
     if MODE in ("hang", "noise"):
         time.sleep(600)
+    if MODE == "slow":
+        time.sleep(4)
     if MODE == "stubborn":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     for line in sys.stdin:

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import secrets
 import select
 import signal
 import subprocess
@@ -118,22 +119,35 @@ class InterpreterProcess:
         return answer
 
     def _exchange(self, message: dict[str, Any], timeout: float) -> dict[str, Any]:
+        """The answer carries the ticket of its message. Code can find the private pipe and write to it; one answer
+        too many, and every later one would be that of the call before."""
         process, deadline = self._process, time.monotonic() + timeout
         assert process is not None and process.stdin is not None and process.stdout is not None
-        line = memoryview(json.dumps(message).encode() + b"\n")
+        commands, answers, ticket = process.stdin.fileno(), process.stdout.fileno(), secrets.token_hex(8)
+        line = memoryview(json.dumps(message | {"ticket": ticket}).encode() + b"\n")
         try:
-            while line:
-                self._wait(process.stdin.fileno(), select.POLLOUT, deadline)
-                line = line[os.write(process.stdin.fileno(), line[: select.PIPE_BUF]) :]
-            answer = json.loads(self._read_line(process.stdout.fileno(), deadline))
-            if isinstance(answer, dict):
+            in_step = self._silent(answers)
+            while line and in_step:
+                self._wait(commands, select.POLLOUT, deadline)
+                line = line[os.write(commands, line[: select.PIPE_BUF]) :]
+            answer = json.loads(self._read_line(answers, deadline)) if in_step else None
+            if isinstance(answer, dict) and answer.get("ticket") == ticket and self._silent(answers):
                 return answer
-        except (BrokenPipeError, ValueError):  # it ended, or something wrote into the private pipe
+        except BrokenPipeError:
+            raise Ended(self._epitaph()) from None
+        except (ValueError, RecursionError):  # no JSON
             pass
         except BaseException:
             self.kill()
             raise
-        raise Ended(self._epitaph())
+        self.kill()
+        raise Ended("was stopped, because code wrote into the pipe for its answers")
+
+    def _silent(self, answers: int) -> bool:
+        """Whether nothing has come that is not asked for."""
+        ready = select.poll()
+        ready.register(answers, select.POLLIN)
+        return not self._buffer and not any(event & select.POLLIN for _, event in ready.poll(0))
 
     def _read_line(self, source: int, deadline: float) -> bytes:
         while b"\n" not in self._buffer:

@@ -6,6 +6,7 @@ import asyncio
 import functools
 import logging
 import os
+import sys
 import sysconfig
 import threading
 import weakref
@@ -14,14 +15,24 @@ from pathlib import Path
 from typing import Any
 
 from TrainingFactory.protocols import Tool
-from TrainingFactory.tools.interpreter.process import Ended, InterpreterProcess, Isolation, Late, Limits
+from TrainingFactory.tools.history import digest
+from TrainingFactory.tools.interpreter.process import (
+    START_SECONDS,
+    Ended,
+    InterpreterProcess,
+    Isolation,
+    Late,
+    Limits,
+)
 from TrainingFactory.tools.options import ToolOptions
 from TrainingFactory.tools.threads import in_thread
 from TrainingFactory.types import ToolResult, ToolSpec
 
 log = logging.getLogger(__name__)
 MAX_CODE_CHARS = 100_000
-START_ALLOWANCE = 60.0  # what the executor grants beyond the interpreter's own limit
+# What the executor grants beyond the interpreter's own limit, which must always strike first: code that never ends
+# is the model's doing, an executor's time-out is not.
+ALLOWANCE = START_SECONDS + 30.0
 
 
 class PythonTool:
@@ -63,8 +74,10 @@ class PythonTool:
         self.spec = ToolSpec(name, description or _description(timeout), _PARAMETERS)
         # Ordered: calls share variables. Not more processes at work than the machine can serve in time.
         many = concurrency or max(4, 2 * (os.cpu_count() or 1))
+        # What is cached is old where another Python, other limits or other packages might answer otherwise.
+        version = digest(sys.version, repr(self.limits), f"{timeout:g}")
         self.options = ToolOptions(
-            timeout=timeout + START_ALLOWANCE, ordered=True, stateful=stateful, concurrency=many
+            timeout=timeout + ALLOWANCE, ordered=True, stateful=stateful, concurrency=many, version=version
         )
         self.isolation = isolation_here(self.limits)
         if not allow_unsafe:
@@ -138,7 +151,7 @@ class PythonSession:
         except Late:
             self._lost = f"was stopped after {self.source.timeout:g} s"
             text = f"{note}stopped after {self.source.timeout:g} s. {_GONE}"
-            return ToolResult(text, ok=False, error="timeout")
+            return ToolResult(text, ok=False, error="exception")
         except Ended as error:
             self._lost = str(error)
             return ToolResult(f"{note}the interpreter {error}. {_GONE}", ok=False, error="exception")

@@ -181,16 +181,17 @@ def main() -> None:
     try:
         report = confine(settings)
     except Exception as error:
-        send(answers, {"failed": f"{type(error).__name__}: {error}"})
+        send(answers, {"failed": f"{type(error).__name__}: {error}", "ticket": settings["ticket"]})
         return
     sys.path.insert(0, "")
     for name in ("confine", "syscalls"):
         del sys.modules[name]
     interpreter = Interpreter(settings["max_output"], stray)
-    send(answers, {"isolation": report})
+    send(answers, {"isolation": report, "ticket": settings["ticket"]})
     for line in commands:
-        answer = interpreter.run(json.loads(line)["code"])
-        send(answers, answer)
+        message = json.loads(line)
+        answer = interpreter.run(message["code"])
+        send(answers, answer | {"ticket": message["ticket"]})
         if answer["spent"]:
             return
 
