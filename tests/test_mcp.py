@@ -226,7 +226,7 @@ def test_a_hung_server_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_failures_at_the_start_are_told_all_at_once() -> None:
     modes = ("exit", "hang", "noise", "nonsense", "")
-    entries: dict[str, Any] = {mode or "fine": kit.own("tiny.py", mode, connect_timeout=15) for mode in modes}
+    entries: dict[str, Any] = {mode or "fine": kit.own("tiny.py", mode, connect_timeout=6) for mode in modes}
     entries["hang"]["tfactory"]["connect_timeout"] = 2
     entries["exit"]["env"] = {"API_KEY": "sesame-1234"}
     entries["nobody"] = {"url": f"http://127.0.0.1:{kit.free_port()}/mcp"}
