@@ -8,7 +8,7 @@ import json
 from typing import Any
 
 from TrainingFactory.protocols import Tool, ToolSource
-from TrainingFactory.tools.decorator import as_result, tool
+from TrainingFactory.tools.decorator import FunctionTool, as_result, tool
 from TrainingFactory.tools.history import definition, digest
 from TrainingFactory.tools.options import ToolOptions
 from TrainingFactory.tools.schema import check_schema
@@ -19,6 +19,8 @@ from TrainingFactory.types import ToolResult, ToolSpec
 def as_tool(thing: Any) -> Tool | ToolSource:
     """A tool or source as it is (its schema is checked); a typed function or a `BaseTool` class or object made a
     tool. ValueError for anything else."""
+    if isinstance(thing, FunctionTool):  # by far the most frequent, and the checks below take their time
+        return thing
     if inspect.isclass(thing):
         return BaseToolAdapter(_made(thing)) if _is_base_tool(thing) else _refuse(thing)
     if isinstance(thing, ToolSource):

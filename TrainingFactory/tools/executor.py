@@ -18,6 +18,7 @@ from jsonschema.protocols import Validator
 
 from TrainingFactory.protocols import Tool, ToolSession, ToolSource
 from TrainingFactory.tools.adapt import as_tool
+from TrainingFactory.tools.decorator import FunctionTool
 from TrainingFactory.tools.history import Group, Skipped, call_name, digest
 from TrainingFactory.tools.options import ToolOptions
 from TrainingFactory.tools.runtime import BrokenOff, Outcome, Place, ResultCache, Tape, ToolRuntime
@@ -67,7 +68,7 @@ class AsyncToolExecutor:
         self._made: Counter[tuple[str, str]] = Counter()
         try:
             for made in map(as_tool, tools):
-                if isinstance(made, ToolSource):
+                if not isinstance(made, FunctionTool) and isinstance(made, ToolSource):
                     self._sessions.append(made.session())
                     self.tools += self._sessions[-1].tools
                 else:

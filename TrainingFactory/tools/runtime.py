@@ -20,6 +20,7 @@ from TrainingFactory.tools.waiting import OutOfTime, SelfCancelled, within
 from TrainingFactory.types import ToolCall, ToolFailure, ToolResult
 
 log = logging.getLogger(__name__)
+_chance = random.Random()  # of our own: the seeded one belongs to training
 FIRST_PAUSE, LONGEST_PAUSE = (
     0.25,
     8.0,
@@ -111,7 +112,6 @@ class ToolRuntime:
         self.metrics = ToolMetrics()
         self._limits: dict[tuple[Any, ...], Limits] = {}
         self._breakers: dict[str, CircuitBreaker] = {}
-        self._random = random.Random()  # its own: the seeded one belongs to training
 
     def snapshot(self) -> dict[str, float]:
         """The figures since the last snapshot, for the log of a step."""
@@ -133,7 +133,7 @@ class ToolRuntime:
         outcome: Outcome | None = None
         for attempt in range(1 + options.retries if options.repeatable else 1):
             if outcome is not None:
-                pause = min(FIRST_PAUSE * 2 ** (attempt - 1), LONGEST_PAUSE) * self._random.uniform(0.5, 1)
+                pause = min(FIRST_PAUSE * 2 ** (attempt - 1), LONGEST_PAUSE) * _chance.uniform(0.5, 1)
                 if time.monotonic() + pause >= deadline or (breaker is not None and breaker.is_open):
                     break
                 await asyncio.sleep(pause)
