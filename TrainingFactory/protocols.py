@@ -13,7 +13,6 @@ from TrainingFactory.types import (
     SamplingParams,
     Step,
     Task,
-    ToolCall,
     ToolResult,
     ToolSpec,
     Trajectory,
@@ -100,12 +99,6 @@ class ToolSource(Protocol):
 
     def session(self) -> ToolSession: ...
     def close(self) -> None: ...
-
-
-class ToolExecutor(Protocol):
-    """Runs the calls of one turn; results in call order, failures as results, never an exception."""
-
-    async def batch_execute(self, calls: Sequence[ToolCall]) -> list[ToolResult]: ...
 
 
 class Environment(Protocol):

@@ -27,7 +27,7 @@ from TrainingFactory.services.interrupts import Interrupts
 from TrainingFactory.services.rollouts import Rollouts, check_tools
 from TrainingFactory.services.run_tools import RunTools
 from TrainingFactory.services.runs import RunFolder
-from TrainingFactory.services.tool_sets import chosen_names
+from TrainingFactory.services.tool_sets import cacheable, chosen_names
 from TrainingFactory.services.training import Objects, Training
 from TrainingFactory.tools import AsyncToolExecutor, tool
 from TrainingFactory.tools.runtime import ToolRuntime
@@ -421,6 +421,29 @@ def test_an_entry_marks_its_own_tools(folder: Path) -> None:
     finally:
         tools.close()
     assert (metrics["tools/double/cache_hits"], metrics["tools/half/cache_hits"]) == (1, 0)
+
+
+def test_a_tool_with_a_state_is_cached_by_the_calls_before(tmp_path: Path) -> None:
+    """Equal arguments do not mean equal answers where calls are taken in order."""
+    made = 0
+
+    @tool(ordered=True)
+    def count() -> int:
+        """How often it was called."""
+        nonlocal made
+        made += 1
+        return made
+
+    async def episode(cache: ToolCache) -> list[str]:
+        executor = AsyncToolExecutor([cacheable(count)])
+        executor.attach(ToolRuntime(cache=cache), "episode", "task")
+        calls = [ToolCall("count"), ToolCall("count")]
+        return [result.content for result in await executor.batch_execute(calls)]
+
+    cache = ToolCache(tmp_path / "cache.sqlite")
+    assert asyncio.run(episode(cache)) == asyncio.run(episode(cache)) == ["1", "2"]
+    assert made == 2  # the second episode was answered from the cache
+    cache.close()
 
 
 # rewards that call tools

@@ -55,13 +55,13 @@ def tool_rows(metrics: dict[str, float]) -> list[tuple[str, str]]:
     found = (name.removeprefix("tools/") for name in metrics if name.startswith("tools/"))
     names = [name.removesuffix("/calls") for name in found if name.endswith("/calls")]
     for name in names if len(names) > 1 or metrics["tools/calls"] != calls else []:
-        rows.append((f"  {name}", _tool_text(metrics, f"tools/{name}")))
+        rows.append((f"  {name}", tool_text(metrics, f"tools/{name}")))
     if len(names) == 1 and len(rows) == 1:
-        rows[0] = ("tool calls", _tool_text(metrics, f"tools/{names[0]}"))
+        rows[0] = ("tool calls", tool_text(metrics, f"tools/{names[0]}"))
     return rows
 
 
-def _tool_text(metrics: dict[str, float], prefix: str) -> str:
+def tool_text(metrics: dict[str, float], prefix: str = "tools") -> str:
     text = f"{int(metrics[f'{prefix}/calls'])}, {metrics[f'{prefix}/success']:.0%} succeeded"
     if (median := metrics.get(f"{prefix}/p50")) is not None:
         text += f", {1000 * median:.3g} ms at the median"

@@ -55,6 +55,8 @@ def follow(training: Training, display: Lines) -> int:
     if report.state == "interrupted":
         show.note(f"interrupted after {show.count(report.steps, 'step')}; go on with: {run.resume_command}")
         return INTERRUPTED
+    if report.tools.get("tools/calls"):
+        show.note(f"tool calls: {show.tool_text(report.tools)}")
     if report.checkpoint is not None:
         show.note(f"finished; the model is in {report.checkpoint}")
         show.note(f"look at it: tfactory runs show {run.name}; evaluate it: tfactory eval {run.path}")

@@ -62,7 +62,7 @@ class Planner:
         order = np.argsort(taken)
         slots, tokens = np.array(taken, np.int64)[order], np.array(counts, np.int64)[order]
         plan = Plan(dense, rows, self.few_shapes, slots=slots, counts=tokens)
-        if rows:
+        if len(dense):
             self._follow(plan)
         return plan
 
@@ -70,7 +70,8 @@ class Planner:
         """Let rows feed more than their next token, within what one forward takes at little more cost: what they
         will probably sample, and with CUDA graphs what they still have to feed."""
         table, count = self.table, len(plan.dense)
-        most = min(max(SPANS) - 1 if self.few_shapes else self.guesses, GUESSED_TOKENS // plan.rows - 1)
+        rows = plan.rows if plan.fixed else count
+        most = min(max(SPANS) - 1 if self.few_shapes else self.guesses, GUESSED_TOKENS // rows - 1)
         if most < 1:
             return
         known = table.known[plan.dense]

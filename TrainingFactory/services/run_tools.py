@@ -65,6 +65,10 @@ class RunTools:
         """Of the calls since the last time."""
         return self.runtime.snapshot()
 
+    def totals(self) -> dict[str, float]:
+        """Of all calls up to the last `metrics`."""
+        return self.runtime.metrics.totals()
+
     def close(self) -> None:
         """Ends servers and processes; again does nothing."""
         self._set.close()

@@ -97,11 +97,13 @@ class _Cacheable:
 
 
 def cacheable(tool: Tool) -> Tool:
-    """The tool, marked pure unless it says itself how it may be cached."""
+    """The tool, marked pure unless it says itself how it may be cached. One that takes its calls in order has a
+    state, so its answers are known by the calls before them, never by their arguments alone."""
     options = options_of(tool)
     if options.pure or options.stateful:
         return tool
-    return _Cacheable(tool, dataclasses.replace(options, pure=True))
+    kind = {"stateful": True} if options.ordered else {"pure": True}
+    return _Cacheable(tool, dataclasses.replace(options, **kind))
 
 
 def options_of(tool: Tool) -> ToolOptions:

@@ -61,13 +61,15 @@ class Objects:
 
 @dataclass(slots=True)
 class TrainingReport:
-    """`metrics` are those of the last step; `rows` has those of all."""
+    """`metrics` are those of the last step; `rows` has those of all; `tools` has those of all tool calls together,
+    since the start or the last resume."""
 
     run: Path
     steps: int
     state: State
     metrics: dict[str, float] = field(default_factory=dict)
     rows: list[dict[str, float]] = field(default_factory=list)
+    tools: dict[str, float] = field(default_factory=dict)
 
     @property
     def checkpoint(self) -> Path | None:
@@ -333,7 +335,7 @@ class Training:
         with contextlib.suppress(OSError):  # a full disk may have brought us here
             self.run.write_status(Status(state, self.done, self.total, reason, self.seconds))
         last = self._rows[-1] if self._rows else {}
-        return TrainingReport(self.run.path, self.done, state, last, self._rows)
+        return TrainingReport(self.run.path, self.done, state, last, self._rows, self.tools.totals())
 
     # set-up
 
