@@ -53,8 +53,9 @@ $(SERVERS)/python.installed: tests/servers/requirements.txt | $(STAMP)
 		--disable-pip-version-check --retries 1 -r $<; then touch $@; \
 	else echo "pip failed: tests with PyPI's MCP server will skip"; fi
 
+# One process per core, each with one thread: two that compute would wait for each other.
 test: $(STAMP) servers
-	@$(RUN) -m pytest
+	@OMP_NUM_THREADS=1 $(RUN) -m pytest -n auto --maxprocesses 8
 
 test-slow: $(STAMP) servers
 	@$(RUN) -m pytest -m slow
