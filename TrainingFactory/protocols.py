@@ -141,10 +141,14 @@ GroupReward = Callable[[Sequence[Episode]], Awaitable[Sequence[Reward]]]
 
 
 class Objective(Protocol):
-    """What a batch must carry (reference log-probs, values) and the loss over it. Torch lives behind `Any`."""
+    """What a batch must carry and the loss over it. Torch lives behind `Any`."""
 
     @property
-    def needs(self) -> frozenset[str]: ...
+    def needs(self) -> frozenset[str]:
+        """reference, old: log-probs of the reference model, and of the model before the step. values: of a critic,
+        before each token. scores: of a reward model, at each token; then there are no log-probs."""
+        ...
+
     def loss(self, batch: Any, /) -> Any: ...
 
 
@@ -152,7 +156,9 @@ class Algorithm(Objective, Protocol):
     """An objective that also assigns credit: from a group of episodes to training rows."""
 
     def samples(self, group: Sequence[Trajectory]) -> list[Sample]: ...
-    def prepare(self, batch: Any) -> Any: ...
+    def prepare(self, batches: Sequence[Any], step: int) -> None:
+        """Fills in what takes all rows of a training step: `batches` are its mini-batches, annotated."""
+        ...
 
 
 class Policy(Protocol):
@@ -160,7 +166,9 @@ class Policy(Protocol):
 
     def publish(self) -> Sampler: ...
     def annotate(self, batch: Any, needs: frozenset[str]) -> Any: ...
-    def update(self, batch: Any, loss: Callable[[Any], Any]) -> dict[str, float]: ...
+    def update(
+        self, batch: Any, loss: Callable[[Any], Any], needs: frozenset[str] = ...
+    ) -> dict[str, float]: ...
 
 
 class Tracker(Protocol):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any, Literal
 
 Role = Literal["system", "user", "assistant", "tool"]
@@ -167,19 +168,30 @@ class Step:
     signals: dict[str, float] = field(default_factory=dict)
 
 
+_numbers = count()
+
+
 @dataclass(slots=True)
 class Sample:
-    """One training row; every list has one entry per token. Made from turns in `data/samples.py` only."""
+    """One training row; every list has one entry per token. Made from turns in `data/samples.py` only.
+
+    Rows of one episode have its number; episodes that are compared with each other have the same `pair`, and are
+    never torn apart. Of two in a pair, the one with the higher `label` is the better."""
 
     token_ids: list[int]
-    loss_mask: list[bool]  # true exactly on sampled tokens
+    loss_mask: list[bool]  # true on sampled tokens only, and on all of them unless an algorithm wants fewer
     logprobs: list[float]  # of the sampler; 0 where the mask is false
     advantages: list[float]
     rewards: list[float]
     policy_version: list[int]
+    episode: int = field(default_factory=_numbers.__next__)
+    pair: int = -1  # -1: the episode's own number, it is compared with no other
+    label: float = 0.0
 
     def __post_init__(self) -> None:
-        sizes = {name: len(getattr(self, name)) for name in self.__slots__}
+        self.pair = self.episode if self.pair == -1 else self.pair
+        names = ("token_ids", "loss_mask", "logprobs", "advantages", "rewards", "policy_version")
+        sizes = {name: len(getattr(self, name)) for name in names}
         if len(set(sizes.values())) != 1:
             raise ValueError(f"a sample needs lists of equal length, got {sizes}")
 

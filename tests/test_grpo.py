@@ -50,7 +50,7 @@ def advantages(rows: list[Sample]) -> list[float]:
 
 
 def test_credit_is_the_distance_from_the_mean() -> None:
-    rows = GRPO(scale_by_deviation=False).samples(group_of(1.0, 0.0, 0.0, 0.5))
+    rows = GRPO(scale_rewards=False).samples(group_of(1.0, 0.0, 0.0, 0.5))
     assert advantages(rows) == [0.625, -0.375, -0.375, 0.125]
     assert rows[0].token_ids == [1, 2, 3, 10, 20, 7, 11, 20]
     assert rows[0].loss_mask == [False] * 3 + [True] * 2 + [False] + [True] * 2
@@ -58,13 +58,13 @@ def test_credit_is_the_distance_from_the_mean() -> None:
 
 def test_credit_in_units_of_the_deviation() -> None:
     # mean 3, squared distances 4 0 4: deviation sqrt(8/3)
-    rows = GRPO(scale_by_deviation=True).samples(group_of(1.0, 3.0, 5.0))
+    rows = GRPO(scale_rewards=True).samples(group_of(1.0, 3.0, 5.0))
     assert advantages(rows) == pytest.approx([-2 / math.sqrt(8 / 3), 0.0, 2 / math.sqrt(8 / 3)])
 
 
 def test_step_rewards_count_and_unscored_episodes_do_not() -> None:
     group = [played(Reward(1.0, [0.5, 0.5])), played(None), played(Reward(0.0, [0.0, 1.0]))]
-    rows = GRPO(scale_by_deviation=False).samples(group)
+    rows = GRPO(scale_rewards=False).samples(group)
     assert advantages(rows) == [0.5, -0.5]
 
 
@@ -83,9 +83,9 @@ def test_a_step_of_equal_rewards_leaves_the_weights() -> None:
 
 def test_truncated_episodes_are_an_option() -> None:
     group = [played(Reward(1.0)), played(Reward(0.0), "truncated"), played(Reward(0.5), "max_turns")]
-    assert advantages(GRPO(scale_by_deviation=False).samples(group)) == [0.5, -0.5, 0.0]
+    assert advantages(GRPO(scale_rewards=False).samples(group)) == [0.5, -0.5, 0.0]
     # left out of training, and still part of the baseline
-    kept = GRPO(scale_by_deviation=False, train_truncated=False).samples(group)
+    kept = GRPO(scale_rewards=False, train_truncated=False).samples(group)
     assert advantages(kept) == [0.5, 0.0]
 
 
@@ -108,7 +108,10 @@ def trained_tokens(seed: int, size: int = 40) -> Trained:
     now, sampled, reference = (-torch.rand(3, size, generator=generator) * 2).unbind()
     advantage = torch.randn(size, generator=generator)
     zeros = torch.zeros(size)
-    return Trained(now.clone().requires_grad_(), zeros, sampled, advantage, zeros, zeros, reference, 100, 7)
+    return Trained(
+        now.clone().requires_grad_(), zeros, sampled, advantage, zeros, zeros, zeros.long(), zeros[:1],
+        torch.zeros(0, 2), 100, 7, 7, 0, reference,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(("low", "high"), [(0.2, 0.2), (0.2, 0.5)])
@@ -144,7 +147,8 @@ def test_the_loss_is_the_formula(low: float, high: float, kl: float) -> None:
 def test_clip_higher_lets_unlikely_tokens_grow_further() -> None:
     now = torch.tensor([math.log(1.25)], requires_grad=True)
     one, zero = torch.ones(1), torch.zeros(1)
-    trained = Trained(now, zero, zero, one, zero, zero, None, 1, 1)
+    pairs = torch.zeros(0, 2)
+    trained = Trained(now, zero, zero, one, zero, zero, zero.long(), zero[:1], pairs, 1, 1, 1, 0)
     for high, slope in ((0.2, 0.0), (0.28, -1.25)):
         loss, _ = GRPO(clip_high=high).loss(trained)
         (gradient,) = torch.autograd.grad(loss, now)

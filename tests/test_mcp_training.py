@@ -90,8 +90,9 @@ def training_with(folder: Path, warm: Path, steps: int, watcher: Quiet, evaluate
         tools=[{"name": "homes", "config": str(served(folder))}],
         training={
             "max_steps": steps, "batch_size": 8, "group_size": 8, "learning_rate": 6e-4, "warmup_steps": 2,
-            "scale_rewards": False, "eval_every": steps if evaluate else None,
+            "eval_every": steps if evaluate else None,
         },
+        grpo={"scale_rewards": False},
         data={"count": 400, "heldout_count": 128},
         sampling={"max_tokens": 24, "deterministic": True},
         logging={"output_dir": str(folder / "runs")},

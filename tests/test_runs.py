@@ -109,7 +109,7 @@ def test_a_run_that_cannot_start_leaves_nothing(tmp_path: Path) -> None:
         ({"sampling": {"top_k": 5}}, "for evaluation"),
         ({"sampling": {"min_p": 0.1}}, "for evaluation"),
         ({"logging": {"trackers": ["wandb"]}}, r"pip install 'training-factory\[wandb\]'"),
-        ({"data": {"demonstrations": "x.jsonl"}}, "are for training.algorithm=sft"),
+        ({"data": {"demonstrations": "x.jsonl"}}, "is for training.algorithm=sft"),
         (
             {"training": {"algorithm": "sft"}, "data": {"demonstrations": "x.jsonl"}},
             "no file of demonstrations",

@@ -1,6 +1,6 @@
 """GRPO: a policy gradient whose baseline is the mean reward of the task's other episodes.
 
-    A_i = r_i - mean(r)          (divided by the group's deviation if `scale_by_deviation`)
+    A_i = r_i - mean(r)          (divided by the group's deviation if `scale_rewards`)
     L   = -mean over tokens of min(w A, clip(w, 1 - low, 1 + high) A) + kl * KL(now, reference)
 
 where w = p_now / p_sampled for each token, and KL is the estimator e^d - d - 1 with d = log p_ref - log p_now.
@@ -26,7 +26,7 @@ from TrainingFactory.types import Sample, Trajectory
 class GRPO:
     clip_low: float = 0.2
     clip_high: float = 0.28  # above clip_low: unlikely tokens may grow faster (clip-higher)
-    scale_by_deviation: bool = True
+    scale_rewards: bool = True
     kl: float = 0.0
     train_truncated: bool = True  # whether episodes cut by a length limit are trained on
 
@@ -49,15 +49,14 @@ class GRPO:
         if len(scored) < 2 or max(rewards) - min(rewards) <= 1e-6 * max(map(abs, rewards)):
             return []
         mean = fmean(rewards)
-        scale = pstdev(rewards) if self.scale_by_deviation else 1.0
+        scale = pstdev(rewards) if self.scale_rewards else 1.0
         rows = []
         for trajectory, reward in scored:
             if trajectory.status != "truncated" or self.train_truncated:
                 rows += to_samples(trajectory, [(reward - mean) / scale] * len(trajectory.turns))
         return rows
 
-    def prepare(self, batch: Batch) -> Batch:
-        return batch
+    def prepare(self, batches: Sequence[Batch], step: int) -> None: ...
 
     def loss(self, trained: Trained) -> tuple[torch.Tensor, dict[str, float]]:
         gap = trained.logprobs - trained.sampled

@@ -10,17 +10,33 @@ import torch
 
 @dataclass(slots=True)
 class Trained:
-    """[M] each. A loss divides by the step's counts, so that packing does not change the gradient."""
+    """M trained tokens of E episodes. A loss divides by the step's counts, so that packing does not change the
+    gradient. What `Objective.needs` does not ask for is None."""
 
-    logprobs: torch.Tensor  # of the model now, with gradient
-    entropy: torch.Tensor  # of the model now, without
-    sampled: torch.Tensor  # log-probs of the sampler
-    advantages: torch.Tensor
-    rewards: torch.Tensor
-    row: torch.Tensor  # which training row a token belongs to
-    reference: torch.Tensor | None  # log-probs of the reference model
+    logprobs: torch.Tensor  # [M] of the model now, with gradient; empty where `scores` are needed instead
+    entropy: torch.Tensor  # [M] of the model now, with gradient
+    sampled: torch.Tensor  # [M] log-probs of the sampler
+    advantages: torch.Tensor  # [M]
+    rewards: torch.Tensor  # [M]
+    row: torch.Tensor  # [M] which training row a token belongs to
+    episode: torch.Tensor  # [M] and which episode, counted from 0 within the pack
+    labels: torch.Tensor  # [E]
+    pairs: torch.Tensor  # [P, 2] episodes that are compared: the better one, the worse one
     step_tokens: int  # trained tokens of the whole step
     step_rows: int
+    step_episodes: int
+    step_pairs: int
+    reference: torch.Tensor | None = None  # [M] log-probs of the reference model
+    old: torch.Tensor | None = None  # [M] log-probs of the model before the step
+    values: torch.Tensor | None = None  # [M] of the critic now, before each token, with gradient
+    old_values: torch.Tensor | None = None  # [M] of the critic before the step
+    returns: torch.Tensor | None = None  # [M]
+    scores: torch.Tensor | None = None  # [M] of the reward model now, at each token, with gradient
+    baseline: float = 0.0  # what `prepare` found for the step as a whole
+
+    def per_episode(self, values: torch.Tensor) -> torch.Tensor:
+        """Sums over the tokens of each episode. [M] -> [E]"""
+        return values.new_zeros(len(self.labels)).index_add(0, self.episode, values)
 
 
 # A pack's part of the step's loss, and figures that add up over packs to the step's.

@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-import os
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
+from TrainingFactory.config.algorithms import (
+    DPOSection,
+    GRPOSection,
+    KTOSection,
+    PPOSection,
+    RewardModelSection,
+    RFTSection,
+    SFTSection,
+)
 from TrainingFactory.config.names import expand
 from TrainingFactory.config.problems import ConfigError, explain
-
-Count = Annotated[int, Field(ge=1)]
-ZeroOrMore = Annotated[int, Field(ge=0)]
-Positive = Annotated[float, Field(gt=0)]
-# Kept as text, so that a config can be written out again; in Python a Path is welcome.
-PathText = Annotated[
-    str, BeforeValidator(lambda path: os.fspath(path) if isinstance(path, os.PathLike) else path)
-]
-
-
-class Section(BaseModel):
-    # strict: no "8" for 8 and no true for 1; what a run used must be what was written.
-    model_config = ConfigDict(
-        extra="forbid", strict=True, frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
-    )
+from TrainingFactory.config.section import Count, PathText, Positive, Section, ZeroOrMore
 
 
 class ModelSection(Section):
@@ -43,19 +37,22 @@ class ModelSection(Section):
     """Longest conversation, in tokens; null: the model's own limit, at most 4096."""
     thinking: bool | None = None
     """Reasoning on or off, where the template has a switch for it."""
+    quantization: Literal["none", "4bit", "8bit"] = "none"
+    """Number format of frozen weights under a LoRA adapter; 4bit and 8bit need bitsandbytes."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model; only for models you trust."""
 
 
 class TrainingSection(Section):
-    algorithm: Literal["grpo", "ppo", "dpo", "sft", "rft"] = "grpo"
-    """How the model learns: grpo from rewards, sft from demonstrations."""
+    algorithm: Literal["grpo", "ppo", "rft", "sft", "dpo", "kto", "reward_model"] = "grpo"
+    """How the model learns: grpo, ppo and rft from rewards of its own episodes, sft from demonstrations, dpo from
+    pairs, kto from labels; reward_model learns to score."""
     num_epochs: Count = 1
     """Passes over the tasks."""
     max_steps: Count | None = None
     """Steps after which training ends; null: when the epochs are over."""
     batch_size: Count = 8
-    """Tasks per step; for sft, demonstrations per step."""
+    """Tasks per step; demonstrations, pairs or labelled examples where the data exist."""
     group_size: Count = 8
     """Episodes per task in one step; grpo needs 2 or more."""
     learning_rate: Positive = 1e-6
@@ -64,8 +61,9 @@ class TrainingSection(Section):
     """Steps over which the learning rate rises to its peak."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """How the learning rate goes on from its peak; linear and cosine end at 0."""
-    optimizer: Literal["adamw", "muon"] = "adamw"
-    """muon is for the matrices of models trained from scratch; the rest then goes by adamw."""
+    optimizer: Literal["adamw", "adamw_8bit", "muon"] = "adamw"
+    """adamw_8bit keeps its state in 8 bits (on a GPU, with bitsandbytes); muon is for the matrices of models trained
+    from scratch; the rest then goes by adamw."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     """Of matrices; norms, biases and embeddings are not decayed."""
     max_grad_norm: Positive = 1.0
@@ -74,16 +72,10 @@ class TrainingSection(Section):
     """Tokens that go through the model at once; less needs less memory and gives the same gradient."""
     gradient_checkpointing: bool = False
     """Compute activations twice instead of keeping them: slower, in less memory."""
-    clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
-    """grpo: a token's probability ratio counts down to 1 - clip_low."""
-    clip_high: Positive = 0.28
-    """grpo: and up to 1 + clip_high; above clip_low, so that unlikely tokens may grow faster."""
-    scale_rewards: bool = True
-    """grpo: divide advantages by the deviation of the group's rewards."""
-    kl: Annotated[float, Field(ge=0)] = 0.0
-    """grpo: weight of the distance from the model that training started with."""
-    train_truncated: bool = True
-    """grpo: learn from episodes that a length limit cut."""
+    update_epochs: Count = 1
+    """grpo, ppo, rft: passes over the episodes of a step."""
+    minibatches: Count = 1
+    """grpo, ppo, rft: steps of the optimiser in each pass; a divisor of batch_size."""
     eval_every: Count | None = None
     """Evaluate on held-out tasks before training, every so many steps, and at the end; null: never."""
     seed: ZeroOrMore = 0
@@ -148,12 +140,18 @@ class DataSection(Section):
     """Number of tasks; null: all of a file; from the environment 16, and 1000 for training."""
     seed: ZeroOrMore = 0
     """Which tasks the environment makes."""
-    demonstrations: PathText | None = None
-    """sft: JSONL file of conversations or trajectories; null: the environment's own expert plays."""
+    dataset: PathText | None = None
+    """sft, dpo, kto, reward_model: file (JSONL, JSON, Parquet), saved dataset or hub id, with conversations, pairs,
+    labels or trajectories; null: for sft the environment's own expert plays."""
+    dataset_split: str = "train"
+    """Which split of a dataset of the hub or of a saved one."""
+    skip_bad_rows: bool = False
+    """Leave out rows that cannot be used and count them, instead of an error."""
     heldout: PathText | None = None
-    """JSONL file of tasks for evaluation; null: the environment's split heldout."""
+    """Tasks for evaluation (a JSONL file), or where data.dataset is given, rows like its; null: the environment's split
+    heldout."""
     heldout_count: Count = 64
-    """Number of tasks for evaluation during training."""
+    """Number of tasks or rows for evaluation during training."""
 
 
 class SamplingSection(Section):
@@ -186,8 +184,12 @@ class LoraSection(Section):
     """Scale; the adapter is weighted by alpha / r."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Dropout inside the adapter."""
-    target_modules: str = "all-linear"
-    """Which layers get an adapter."""
+    target_modules: str | list[str] = "all-linear"
+    """Which layers get an adapter: all-linear, or endings of their names."""
+    dora: bool = False
+    """Learn a magnitude for each column beside the low-rank direction."""
+    rslora: bool = False
+    """Weight the adapter by alpha / sqrt(r), for high ranks."""
 
 
 class ComputeSection(Section):
@@ -230,6 +232,13 @@ class TrainingConfig(Section):
     lora: LoraSection = Field(default_factory=LoraSection)
     compute: ComputeSection = Field(default_factory=ComputeSection)
     logging: LoggingSection = Field(default_factory=LoggingSection)
+    sft: SFTSection = Field(default_factory=SFTSection)
+    grpo: GRPOSection = Field(default_factory=GRPOSection)
+    ppo: PPOSection = Field(default_factory=PPOSection)
+    dpo: DPOSection = Field(default_factory=DPOSection)
+    kto: KTOSection = Field(default_factory=KTOSection)
+    rft: RFTSection = Field(default_factory=RFTSection)
+    reward_model: RewardModelSection = Field(default_factory=RewardModelSection)
 
     def __init__(self, **data: Any) -> None:
         try:

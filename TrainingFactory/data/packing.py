@@ -2,8 +2,8 @@
 computed, once. The only place that shifts: a trained token is predicted by the output at the token before it.
 
 Rows are sorted by their tokens, which puts those that begin alike side by side, and cut into packs of at most
-`token_budget` tokens of the tree (a single row may have more). In a pack a node holds a run of tokens; a row is
-a path from the top.
+`token_budget` tokens of the tree (a single episode or pair may have more: its rows stay together). In a pack a node
+holds a run of tokens; a row is a path from the top.
 
         row 0  P P P a a      nodes   0: P P P            flat  P P P a a b b b
         row 1  P P P b b b            1: a a   (parent 0)
@@ -12,9 +12,10 @@ a path from the top.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
@@ -35,20 +36,28 @@ class Node:
 
 @dataclass(slots=True)
 class Pack:
-    """N tokens of a tree and the M trained tokens of its rows (row by row, in order)."""
+    """N tokens of a tree, the M trained tokens of its rows (row by row, in order), and their E episodes."""
 
     token_ids: np.ndarray  # [N]
     positions: np.ndarray  # [N] position within a row
     nodes: list[Node]  # parents before children; their tokens follow each other in the flat tree
     rows: np.ndarray  # which of the samples are in this pack
     source: np.ndarray  # [M] flat index of the token whose output predicts the trained one
+    place: np.ndarray  # [M] flat index of the trained token itself
     target: np.ndarray  # [M] the trained token
     row: np.ndarray  # [M] the sample it belongs to
+    episode: np.ndarray  # [M] the episode it belongs to, counted within the pack
+    labels: np.ndarray  # [E]
+    pairs: np.ndarray  # [P, 2] episodes that are compared: the better one, the worse one
     logprobs: np.ndarray  # [M] the sampler's
     advantages: np.ndarray  # [M]
     rewards: np.ndarray  # [M]
     row_tokens: int  # tokens of the rows without sharing
-    reference: np.ndarray | None = None  # [M] log-probs of the reference model, where an objective needs them
+    # What `Policy.annotate` adds where an objective needs it, and what `Algorithm.prepare` makes of it. [M] each
+    reference: np.ndarray | None = None  # log-probs of the reference model
+    old: np.ndarray | None = None  # log-probs of the model before the step, by the learner
+    values: np.ndarray | None = None  # what the critic expected before the step
+    returns: np.ndarray | None = None  # what the critic should have expected
 
 
 def pack(samples: Sequence[Sample], token_budget: int = 16_384, sharing: bool = True) -> list[Pack]:
@@ -59,23 +68,42 @@ def pack(samples: Sequence[Sample], token_budget: int = 16_384, sharing: bool = 
         if sample.loss_mask and sample.loss_mask[0]:
             raise ValueError(f"row {number} trains its first token, which nothing comes before")
     ids = [np.asarray(sample.token_ids, np.int64) for sample in samples]
-    order = [number for number, sample in enumerate(samples) if any(sample.loss_mask)]
-    # Without sharing, rows of like length side by side need little padding.
-    order.sort(key=lambda n: samples[n].token_ids if sharing else (len(ids[n]), samples[n].token_ids))
     packs: list[Pack] = []
-    batch: list[int] = []
-    shared: list[int] = []  # of each row of the batch with the one before it
-    size = 0
-    for number in order:
-        common = shared_prefix(ids[batch[-1]], ids[number]) if batch and sharing else 0
-        own = len(ids[number])
-        size = size + own - common if sharing else own * (len(batch) + 1)
-        if batch and size > token_budget:
-            packs += _packs(samples, ids, batch, shared, token_budget)
-            batch, shared, size, common = [], [], own, 0
-        batch.append(number)
-        shared.append(common)
-    return packs + _packs(samples, ids, batch, shared, token_budget) if batch else packs
+    batch: list[list[int]] = []
+    size = widest = rows = 0
+    for unit in _units(samples, ids, sharing):
+        longest = max(len(ids[number]) for number in unit)
+        if sharing:
+            own = _tree_size(ids, unit)
+            together = size + own - (shared_prefix(ids[batch[-1][-1]], ids[unit[0]]) if batch else 0)
+        else:
+            own = longest * len(unit)
+            together = max(widest, longest) * (rows + len(unit))
+        if batch and together > token_budget:
+            packs += _packs(samples, ids, batch, token_budget, sharing)
+            batch, together, widest, rows = [], own, 0, 0
+        batch.append(unit)
+        size, widest, rows = together, max(widest, longest), rows + len(unit)
+    return packs + _packs(samples, ids, batch, token_budget, sharing) if batch else packs
+
+
+def _units(samples: Sequence[Sample], ids: list[np.ndarray], sharing: bool) -> list[list[int]]:
+    """Numbers of the rows that stay together, in the order in which they are packed."""
+
+    # Without sharing, rows of like length side by side need little padding.
+    def key(number: int) -> Any:
+        return samples[number].token_ids if sharing else (len(ids[number]), samples[number].token_ids)
+
+    found: dict[int, list[int]] = {}
+    for number in sorted((n for n, sample in enumerate(samples) if any(sample.loss_mask)), key=key):
+        found.setdefault(samples[number].pair, []).append(number)
+    return list(found.values())
+
+
+def _tree_size(ids: list[np.ndarray], rows: list[int]) -> int:
+    """Tokens of a tree over sorted rows that had a node for every saving."""
+    common = sum(shared_prefix(ids[left], ids[right]) for left, right in pairwise(rows))
+    return sum(len(ids[row]) for row in rows) - common
 
 
 def shared_prefix(left: np.ndarray, right: np.ndarray) -> int:
@@ -130,36 +158,60 @@ class _Tree:
 
 
 def _packs(
-    samples: Sequence[Sample], ids: list[np.ndarray], batch: list[int], shared: list[int], budget: int
+    samples: Sequence[Sample], ids: list[np.ndarray], units: list[list[int]], budget: int, sharing: bool
 ) -> list[Pack]:
-    """One pack, or several where the tree is larger than `shared` promises: it has no node for small savings."""
-    tree = _Tree([ids[number] for number in batch], shared)
-    half = len(batch) // 2
+    """One pack, or several where the tree is larger than was counted on: it has no node for small savings."""
+    rows = [number for unit in units for number in unit]
+    if sharing:
+        rows.sort(key=lambda number: samples[number].token_ids)
+    shared = [0, *(shared_prefix(ids[left], ids[right]) if sharing else 0 for left, right in pairwise(rows))]
+    tree = _Tree([ids[number] for number in rows], shared)
+    half = len(units) // 2
     if half and tree.size > budget:
         return [
-            *_packs(samples, ids, batch[:half], shared[:half], budget),
-            *_packs(samples, ids, batch[half:], shared[half:], budget),
+            *_packs(samples, ids, units[:half], budget, sharing),
+            *_packs(samples, ids, units[half:], budget, sharing),
         ]
-    return [_pack(samples, ids, batch, tree)]
+    return [_pack(samples, ids, rows, tree)]
 
 
 def _pack(samples: Sequence[Sample], ids: list[np.ndarray], batch: list[int], tree: _Tree) -> Pack:
-    source, target, row, logprobs, advantages, rewards = [], [], [], [], [], []
-    for place, number in enumerate(batch):
+    source, place, target, row, episode, logprobs, advantages, rewards = ([] for _ in range(8))
+    episodes: dict[int, int] = {}  # number of the episode -> its place in the pack
+    for index, number in enumerate(batch):
         sample = samples[number]
         trained = np.flatnonzero(sample.loss_mask)
-        source.append(tree.places(place)[trained - 1])
+        places = tree.places(index)
+        source.append(places[trained - 1])
+        place.append(places[trained])
         target.append(ids[number][trained])
         row.append(np.full(len(trained), number))
+        episode.append(np.full(len(trained), episodes.setdefault(sample.episode, len(episodes))))
         logprobs.append(np.asarray(sample.logprobs, np.float32)[trained])
         advantages.append(np.asarray(sample.advantages, np.float32)[trained])
         rewards.append(np.asarray(sample.rewards, np.float32)[trained])
     positions = [np.arange(node.depth, node.depth + node.length) for node in tree.nodes]
+    first = {samples[number].episode: samples[number] for number in batch}
     return Pack(
         np.concatenate(tree.tokens), np.concatenate(positions), tree.nodes, np.array(batch),
-        np.concatenate(source), np.concatenate(target), np.concatenate(row), np.concatenate(logprobs),
-        np.concatenate(advantages), np.concatenate(rewards), sum(len(ids[number]) for number in batch),
+        np.concatenate(source), np.concatenate(place), np.concatenate(target), np.concatenate(row),
+        np.concatenate(episode), np.array([first[number].label for number in episodes], np.float32),
+        _pairs(first, episodes), np.concatenate(logprobs), np.concatenate(advantages), np.concatenate(rewards),
+        sum(len(ids[number]) for number in batch),
     )  # fmt: skip
+
+
+def _pairs(first: dict[int, Sample], episodes: dict[int, int]) -> np.ndarray:
+    """Of every two episodes that belong together, the one with the higher label and the other. [P, 2]"""
+    found: dict[int, list[Sample]] = {}
+    for number in episodes:
+        found.setdefault(first[number].pair, []).append(first[number])
+    pairs = []
+    for members in found.values():
+        if len(members) == 2:
+            better, worse = sorted(members, key=lambda sample: -sample.label)
+            pairs.append((episodes[better.episode], episodes[worse.episode]))
+    return np.array(pairs, np.int64).reshape(-1, 2)
 
 
 @dataclass(slots=True)
@@ -170,9 +222,21 @@ class Batch:
     packs: list[Pack]
     rows: int  # training rows
     tokens: int  # trained tokens
+    episodes: int
+    pairs: int
+    baseline: float = 0.0  # what `prepare` found for the step as a whole
+    values_only: bool = False  # the critic learns, the policy stays as it is
+    # Figures summed up over the processes that train together.
+    total: Callable[[dict[str, float]], dict[str, float]] = field(default=dict)
 
 
 def make_batch(samples: Sequence[Sample], token_budget: int = 16_384, sharing: bool = True) -> Batch:
     """`sharing=False` is for models that cannot share prefixes, see `Learner.sharing`."""
     packs = pack(samples, token_budget, sharing)
-    return Batch(packs, sum(len(p.rows) for p in packs), sum(len(p.target) for p in packs))
+    return Batch(
+        packs,
+        sum(len(p.rows) for p in packs),
+        sum(len(p.target) for p in packs),
+        sum(len(p.labels) for p in packs),
+        sum(len(p.pairs) for p in packs),
+    )

@@ -2,6 +2,7 @@
 
     config.json, model.safetensors, ...     the model as `save_pretrained` writes it (an adapter alone with LoRA)
     tokenizer.json, ...                     its tokenizer
+    scalar_head.safetensors                 the head of a critic or reward model, where there is one
     learner.safetensors                     trained weights in float32, and the state of the optimisers
     learner.json                            which model this belongs to, and the counts of steps
     state.json                              what the caller wants back
@@ -25,6 +26,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from transformers.utils import logging as hf_logging
 
+from TrainingFactory.learning.heads import save_head
 from TrainingFactory.learning.learner import Learner
 
 FORMAT = 1
@@ -93,6 +95,8 @@ def _write(part: Path, learner: Learner, tokenizer: Any, state: dict[str, Any]) 
     with _no_bars():
         learner.model.save_pretrained(part, **adapter)
     tokenizer.save_pretrained(part)
+    if learner.head is not None:
+        save_head(part, learner.head)
     weights = learner._weights
     tensors = {
         f"weight/{name}": master.detach().contiguous()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import math
 from collections import defaultdict
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -23,6 +25,7 @@ from TrainingFactory.learning.forward import (
     tree_states,
     why_not_shared,
 )
+from TrainingFactory.learning.heads import ScalarHead
 from TrainingFactory.learning.logprobs import token_logprobs
 from TrainingFactory.learning.optim import MixedPrecision, OptimizerOptions, make_optimizers
 from TrainingFactory.learning.processes import Processes
@@ -30,12 +33,16 @@ from TrainingFactory.protocols import Sampler
 
 log = logging.getLogger(__name__)
 
+# What is counted over the step: its name among the metrics, and in a batch.
+COUNTS = {"trained_tokens": "tokens", "rows": "rows", "episodes": "episodes", "pairs": "pairs"}
+
 
 class Learner:
     """`temperature` is the sampler's: training sees the distribution that was sampled from. `sampler` is what
     `publish` gives out; it is told of new weights by its `advance`. `reference` is a frozen model, or None: then
-    an adapter's base is its own reference. `sharing` says whether the model can compute common prefixes once;
-    batches for one that cannot are made with `make_batch(..., sharing=False)`."""
+    an adapter's base is its own reference. `head` gives a number for each token, for objectives that need values or
+    scores; it sits on the model itself, or on `critic`, a model of its own. `sharing` says whether the model can
+    compute common prefixes once; batches for one that cannot are made with `make_batch(..., sharing=False)`."""
 
     def __init__(
         self,
@@ -44,6 +51,8 @@ class Learner:
         *,
         sampler: Any = None,
         reference: Any = None,
+        head: ScalarHead | None = None,
+        critic: Any = None,
         temperature: float = 1.0,
         gradient_checkpointing: bool = False,
     ) -> None:
@@ -53,6 +62,8 @@ class Learner:
         self.causal = causal_model(model)
         self.options = options
         self.reference = reference
+        self.head = head
+        self.critic = critic
         self.temperature = temperature
         self.version = 0
         self.steps = 0
@@ -61,15 +72,21 @@ class Learner:
         if gradient_checkpointing:
             self.causal.gradient_checkpointing_enable({"use_reentrant": False})
         self._processes = Processes(self.causal.device)
-        self._weights = MixedPrecision(model.named_parameters())
+        self._weights = MixedPrecision(self._named_parameters())
         named = zip(self._weights.names, self._weights.masters, strict=True)
         self.optimizers = make_optimizers(named, options)
         if not self.optimizers:
             raise ValueError("the model has no weights to train")
-        models = [causal_model(each) for each in (model, reference) if each is not None]
+        models = [causal_model(each) for each in (model, reference, critic) if each is not None]
         for each in models:
             check_head(each)
         self.sharing = all(_can_share(each) for each in models)
+
+    def _named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        yield from self.model.named_parameters()
+        for prefix, part in (("head", self.head), ("critic", self.critic)):
+            if part is not None:
+                yield from ((f"{prefix}.{name}", param) for name, param in part.named_parameters())
 
     def publish(self) -> Sampler:
         if self._sampler is None:
@@ -79,34 +96,42 @@ class Learner:
             self._published = self.version
         return self._sampler
 
+    @torch.no_grad()
     def annotate(self, batch: Batch, needs: frozenset[str]) -> Batch:
-        if "reference" in needs:
-            for pack in batch.packs:
+        """What the batch must carry beside its rows, by the models as they are now."""
+        batch.total = self._processes.total
+        self.model.eval()
+        for pack in batch.packs:
+            if "reference" in needs:
                 pack.reference = self._reference_logprobs(pack)
+            if "old" in needs:
+                pack.old = self.logprobs(pack)[0].cpu().numpy()
+            if "values" in needs:
+                pack.values = self._scalars(pack, pack.source).cpu().numpy()
         return batch
 
-    def update(self, batch: Batch, loss: Loss) -> dict[str, float]:
+    def update(self, batch: Batch, loss: Loss, needs: frozenset[str] = frozenset()) -> dict[str, float]:
         """One step of the optimiser, over the rows of all processes. A step without rows leaves everything as it
         is, and so does one whose gradient is not finite (`skipped` is 1 then)."""
         sums: dict[str, float] = defaultdict(float)
-        sums["trained_tokens"], sums["rows"] = batch.tokens, batch.rows
         sums["row_tokens"] = sum(pack.row_tokens for pack in batch.packs)
         sums["computed_tokens"] = sum(len(pack.token_ids) for pack in batch.packs)
+        sums |= {name: getattr(batch, count) for name, count in COUNTS.items()}
         counts = self._processes.total(dict(sums))
-        step = dataclasses.replace(batch, rows=int(counts["rows"]), tokens=int(counts["trained_tokens"]))
+        step = dataclasses.replace(batch, **{count: int(counts[name]) for name, count in COUNTS.items()})
         if step.rows:
             self.model.train()
             self._weights.clear_grads()  # of a step that ended in an error
-            with tree_mode(self.causal, self.sharing):
-                for pack in step.packs:
-                    trained = self._trained(pack, step)
+            for pack in step.packs:
+                with self._tree_modes():
+                    trained = self._trained(pack, step, needs)
                     value, figures = loss(trained)
                     value.backward()
-                    self._weights.gather_grads()
-                    sums["loss"] += float(value.detach())
-                    sums["entropy"] += float(trained.entropy.sum()) / step.tokens
-                    for name, figure in figures.items():
-                        sums[name] += figure
+                self._weights.gather_grads()
+                sums["loss"] += float(value.detach())
+                sums["entropy"] += float(trained.entropy.detach().sum()) / step.tokens
+                for name, figure in figures.items():
+                    sums[name] += figure
             self._processes.add_gradients(self._weights.masters)
             sums = defaultdict(float, self._processes.total(dict(sums)))
             sums["grad_norm"] = norm = self._step()
@@ -116,41 +141,81 @@ class Learner:
         self.steps += 1
         return dict(sums)
 
-    def evaluate(self, batch: Batch, loss: Loss) -> dict[str, float]:
+    def evaluate(self, batch: Batch, loss: Loss, needs: frozenset[str] = frozenset()) -> dict[str, float]:
         """The loss without a step."""
         sums: dict[str, float] = defaultdict(float)
         self.model.eval()
         with torch.no_grad():
             for pack in batch.packs:
-                value, figures = loss(self._trained(pack, batch))
+                value, figures = loss(self._trained(pack, batch, needs))
                 sums["loss"] += float(value)
                 for name, figure in figures.items():
                     sums[name] += figure
         return dict(sums)
 
-    def logprobs(self, pack: Pack, model: PreTrainedModel | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probs and entropies of the trained tokens of a pack."""
+    def states(self, pack: Pack, model: PreTrainedModel | None = None) -> torch.Tensor:
+        """Hidden states of the tokens of a pack. [N, D]"""
         causal = model or self.causal
         with tree_mode(causal, self.sharing):
-            hidden = (tree_states if self.sharing else row_states)(causal, pack)
-        source, target = (torch.from_numpy(array).to(causal.device) for array in (pack.source, pack.target))
+            return (tree_states if self.sharing else row_states)(causal, pack)
+
+    def logprobs(
+        self, pack: Pack, model: PreTrainedModel | None = None, states: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probs and entropies of the trained tokens of a pack."""
+        causal = model or self.causal
+        hidden = self.states(pack, causal) if states is None else states
+        source, target = self._on_device(pack.source, pack.target)
         vocabulary = causal.config.get_text_config().vocab_size
         return token_logprobs(hidden, head_of(causal), source, target, vocabulary, self.temperature)
 
-    def _trained(self, pack: Pack, batch: Batch) -> Trained:
-        logprobs, entropy = self.logprobs(pack)
-        arrays = (pack.logprobs, pack.advantages, pack.rewards, pack.row, pack.reference)
-        sampled, advantages, rewards, row, reference = (
-            None if array is None else torch.from_numpy(array).to(logprobs.device) for array in arrays
-        )
-        assert sampled is not None and advantages is not None and rewards is not None and row is not None
-        return Trained(
-            logprobs, entropy, sampled, advantages, rewards, row, reference, batch.tokens, batch.rows
-        )
+    def _scalars(self, pack: Pack, places: np.ndarray, states: torch.Tensor | None = None) -> torch.Tensor:
+        """What the head says at these places of the tree. `states` are the model's, where it is known."""
+        if self.head is None:
+            raise ValueError(
+                "the objective needs values or scores, and this learner has no head to give them"
+            )
+        if self.critic is not None:
+            states = self.states(pack, causal_model(self.critic))
+        elif states is None:
+            states = self.states(pack)
+        (chosen,) = self._on_device(places)
+        return self.head(states.index_select(0, chosen))
 
-    @torch.no_grad()
+    def _trained(self, pack: Pack, batch: Batch, needs: frozenset[str]) -> Trained:
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not batch.values_only):
+            states = self.states(pack)
+            if "scores" in needs:
+                logprobs = entropy = states.new_zeros(0, dtype=torch.float32)
+            else:
+                logprobs, entropy = self.logprobs(pack, states=states)
+        sampled, advantages, rewards = self._on_device(pack.logprobs, pack.advantages, pack.rewards)
+        row, episode, labels, pairs = self._on_device(pack.row, pack.episode, pack.labels, pack.pairs)
+        extra = (pack.reference, pack.old, pack.values, pack.returns)
+        reference, old, old_values, returns = (
+            None if array is None else self._on_device(array)[0] for array in extra
+        )
+        return Trained(
+            logprobs, entropy, sampled, advantages, rewards, row, episode, labels, pairs,
+            batch.tokens, batch.rows, batch.episodes, batch.pairs,
+            reference=reference, old=old, old_values=old_values, returns=returns, baseline=batch.baseline,
+            values=self._scalars(pack, pack.source, states) if "values" in needs else None,
+            scores=self._scalars(pack, pack.place, states) if "scores" in needs else None,
+        )  # fmt: skip
+
+    def _on_device(self, *arrays: np.ndarray) -> list[torch.Tensor]:
+        return [torch.from_numpy(array).to(self.causal.device) for array in arrays]
+
+    @contextlib.contextmanager
+    def _tree_modes(self) -> Iterator[None]:
+        """Around forward and backward together: with gradient checkpointing the layers run again in the latter."""
+        with contextlib.ExitStack() as stack:
+            for model in (self.model, self.critic):
+                if model is not None:
+                    stack.enter_context(tree_mode(causal_model(model), self.sharing))
+            yield
+
     def _reference_logprobs(self, pack: Pack) -> np.ndarray:
-        self.model.eval()
         if self.reference is not None:
             self.reference.eval()
             return self.logprobs(pack, causal_model(self.reference))[0].cpu().numpy()

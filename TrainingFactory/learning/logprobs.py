@@ -14,7 +14,8 @@ CHUNK_ELEMENTS = 2**24  # logits of one chunk: 64 MiB in float32
 
 class _Pick(torch.autograd.Function):
     """Logits [C, V] -> log-probs of the wanted tokens [C] and entropies [C]. Written out because autograd would
-    keep and pass over [C, V] several times more: the gradient is (one-hot - softmax) / temperature."""
+    keep and pass over [C, V] several times more: with z = logits / temperature, the gradient of a log-prob is
+    one-hot - p, and that of an entropy H is -p (log p + H)."""
 
     @staticmethod
     def forward(
@@ -25,16 +26,23 @@ class _Pick(torch.autograd.Function):
         chosen = every.gather(-1, wanted[:, None])[:, 0]
         probabilities = every.exp()
         entropy = -every.mul_(probabilities).sum(-1)
-        ctx.save_for_backward(probabilities, wanted)
+        ctx.save_for_backward(probabilities, wanted, entropy)
         ctx.temperature, ctx.dtype = temperature, logits.dtype
-        ctx.mark_non_differentiable(entropy)
+        ctx.set_materialize_grads(False)  # most losses have no use for the entropy
         return chosen, entropy
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[torch.Tensor, None, None]:
-        probabilities, wanted = ctx.saved_tensors
-        slope = gradients[0][:, None] / ctx.temperature  # [C, 1]
-        return (probabilities * -slope).scatter_add_(1, wanted[:, None], slope).to(ctx.dtype), None, None
+        probabilities, wanted, entropy = ctx.saved_tensors
+        if gradients[0] is None:
+            found = torch.zeros_like(probabilities)
+        else:
+            slope = gradients[0][:, None] / ctx.temperature  # [C, 1]
+            found = (probabilities * -slope).scatter_add_(1, wanted[:, None], slope)
+        if gradients[1] is not None:
+            logs = probabilities.clamp_min(torch.finfo(probabilities.dtype).tiny).log()
+            found -= probabilities * (logs + entropy[:, None]) * (gradients[1][:, None] / ctx.temperature)
+        return found.to(ctx.dtype), None, None
 
 
 def token_logprobs(
@@ -45,7 +53,7 @@ def token_logprobs(
     vocabulary: int,
     temperature: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probs [M] at the given temperature, and the entropy [M] there (without gradient)."""
+    """Log-probs [M] and entropies [M], both at the given temperature."""
     size = max(1, CHUNK_ELEMENTS // vocabulary)
 
     def chunk(rows: torch.Tensor, wanted: torch.Tensor) -> Any:

@@ -13,10 +13,11 @@ from torch import nn
 
 @dataclass(slots=True, frozen=True)
 class OptimizerOptions:
-    name: Literal["adamw", "muon"] = "adamw"
+    name: Literal["adamw", "adamw_8bit", "muon"] = "adamw"
     learning_rate: float = 1e-6
     weight_decay: float = 0.0
     betas: tuple[float, float] = (0.9, 0.999)
+    critic_learning_rate: float | None = None  # of a head or critic; None: `learning_rate`
     matrix_learning_rate: float = 0.03  # of Muon's own matrices; the rest goes by `learning_rate`
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     warmup_steps: int = 0
@@ -84,14 +85,19 @@ def orthogonal(matrix: torch.Tensor, steps: int = 5) -> torch.Tensor:
 def make_optimizers(
     named: Iterable[tuple[str, nn.Parameter]], options: OptimizerOptions
 ) -> list[torch.optim.Optimizer]:
-    """Norms, biases and embeddings are not decayed. With Muon, inner matrices go by it and the rest by AdamW."""
-    matrices, decayed, plain = [], [], []
+    """Norms, biases and embeddings are not decayed. With Muon, inner matrices go by it and the rest by AdamW. The
+    head and the critic of a learner have a learning rate of their own."""
+    matrices, decayed, plain, critic = [], [], [], []
     for name, param in named:
+        if name.startswith(("head.", "critic.")):
+            critic.append(param)
+            continue
         inner = param.dim() == 2 and "embed" not in name and "lm_head" not in name
         (matrices if inner and options.name == "muon" else decayed if inner else plain).append(param)
     groups = [
         {"params": decayed, "weight_decay": options.weight_decay},
         {"params": plain, "weight_decay": 0.0},
+        {"params": critic, "weight_decay": 0.0, "lr": options.critic_learning_rate or options.learning_rate},
     ]
     groups = [group for group in groups if group["params"]]
     optimizers: list[torch.optim.Optimizer] = []

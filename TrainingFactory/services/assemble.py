@@ -16,7 +16,6 @@ from TrainingFactory.config.schema import ToolEntry
 from TrainingFactory.data.tasks import load_tasks
 from TrainingFactory.envs import ToolEnvironment
 from TrainingFactory.protocols import (
-    Algorithm,
     ChatFormat,
     EnvironmentFactory,
     RewardFunction,
@@ -41,7 +40,6 @@ from TrainingFactory.tools.tool_cache import ToolCache
 from TrainingFactory.types import SamplingParams, Task, Trajectory
 
 if TYPE_CHECKING:
-    from TrainingFactory.learning.learner import Learner
     from TrainingFactory.models import LoadedModel, TemplateChatFormat
     from TrainingFactory.sampling import NativeEngine
 
@@ -238,64 +236,6 @@ def make_sampler(config: TrainingConfig, episodes: int) -> tuple[ChatFormat, Sam
     """The model's way to write a conversation, and the engine that samples from it."""
     loaded = load(config)
     return make_chat(config, loaded), make_engine(config, loaded, episodes)
-
-
-def make_trainable(config: TrainingConfig, loaded: LoadedModel) -> None:
-    """Puts a fresh adapter on the model, or opens a loaded one, where adapters are what is trained."""
-    from TrainingFactory.learning.lora import add_lora
-
-    lora = config.lora
-    if config.model.adapter is not None:
-        for name, param in loaded.model.named_parameters():
-            param.requires_grad_("lora_" in name)
-    elif lora.enabled:
-        loaded.model = add_lora(
-            loaded.model, lora.r, lora.alpha, lora.dropout, lora.target_modules, seed=config.training.seed
-        )
-
-
-def make_algorithm(config: TrainingConfig) -> Algorithm:
-    from TrainingFactory.algorithms.grpo import GRPO
-    from TrainingFactory.algorithms.sft import SFT
-
-    options = config.training
-    if options.algorithm == "sft":
-        return SFT()
-    return GRPO(
-        clip_low=options.clip_low,
-        clip_high=options.clip_high,
-        scale_by_deviation=options.scale_rewards,
-        kl=options.kl,
-        train_truncated=options.train_truncated,
-    )
-
-
-def make_learner(
-    config: TrainingConfig, loaded: LoadedModel, algorithm: Algorithm, sampler: Sampler | None, steps: int
-) -> Learner:
-    from copy import deepcopy
-
-    from TrainingFactory.learning.learner import Learner
-    from TrainingFactory.learning.optim import OptimizerOptions
-
-    options = config.training
-    adapted = config.lora.enabled or config.model.adapter is not None
-    return Learner(
-        loaded.model,
-        OptimizerOptions(
-            options.optimizer,
-            options.learning_rate,
-            options.weight_decay,
-            schedule=options.schedule,
-            warmup_steps=options.warmup_steps,
-            total_steps=steps,
-            max_grad_norm=options.max_grad_norm,
-        ),
-        sampler=sampler,
-        reference=deepcopy(loaded.model) if "reference" in algorithm.needs and not adapted else None,
-        temperature=config.sampling.temperature if options.algorithm != "sft" else 1.0,
-        gradient_checkpointing=options.gradient_checkpointing,
-    )
 
 
 def make_rollouts(

@@ -166,7 +166,7 @@ class Demo:
     def _train(self) -> list[dict[str, float]]:
         plan, curve = self.plan, []
         # Not divided by the deviation: one failure in a group that otherwise succeeds would weigh too much.
-        grpo = GRPO(scale_by_deviation=False)
+        grpo = GRPO(scale_rewards=False)
         options = OptimizerOptions(
             "adamw",
             learning_rate=plan.learning_rate,

@@ -83,7 +83,7 @@ def model_of(name: str, runs: str | Path = "runs") -> dict[str, dict[str, Any]]:
         "split": "heldout",
         "tasks": data["heldout"],
         "count": data["heldout_count"],
-        "demonstrations": None,
+        "dataset": None,
     }
     return sections
 

@@ -69,7 +69,7 @@ class _Trainer:
         elif tasks is not None:
             objects.tasks = list(tasks)
         if isinstance(dataset, str | Path):
-            given["data"]["demonstrations"] = dataset
+            given["data"]["dataset"] = dataset
         tools = listed(tools)
         if named := [entry for entry in tools if isinstance(entry, str | Mapping)]:
             given["tools"] = named

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -18,7 +17,8 @@ from TrainingFactory.data.conversations import Conversation, load_conversations
 from TrainingFactory.protocols import EnvironmentFactory, RewardFunction
 from TrainingFactory.rollout import AsyncRolloutEngine
 from TrainingFactory.rollout.seeds import turn_seed
-from TrainingFactory.services import assemble
+from TrainingFactory.services import assemble, assemble_learner
+from TrainingFactory.services.checking import check
 from TrainingFactory.services.evaluation import evaluation_metrics
 from TrainingFactory.services.interrupts import Interrupts
 from TrainingFactory.services.rollouts import check_tools
@@ -33,9 +33,9 @@ from TrainingFactory.services.sources import (
     SampledEpisodes,
     Source,
 )
-from TrainingFactory.services.tracking import PlainLines, Trackers, Watcher, check_trackers
+from TrainingFactory.services.tracking import PlainLines, Trackers, Watcher
 from TrainingFactory.tools.tool_cache import ToolCache
-from TrainingFactory.types import SamplingParams, Task
+from TrainingFactory.types import Task
 
 MAX_UNUSABLE = 3  # steps in a row
 MAX_WITHOUT_TOOLS = 8  # where a server is down, which may come back: after pauses of 1, 2, 4 ... seconds
@@ -77,36 +77,6 @@ class TrainingReport:
         return found[-1] if found else None
 
 
-def check(config: TrainingConfig, objects: Objects) -> None:
-    """What a config can say and a training run cannot do."""
-    training, sampling = config.training, config.sampling
-    if os.environ.get("WORLD_SIZE", "1") != "1":
-        raise ValueError(
-            "several processes were started (WORLD_SIZE is set), but a run is one process for now; start it plainly"
-        )
-    if training.algorithm not in ("grpo", "sft"):
-        raise ValueError(f"training.algorithm {training.algorithm} is not there yet; grpo and sft are")
-    if training.algorithm == "grpo":
-        if training.group_size < 2:
-            raise ValueError(
-                "training.group_size is 1, but grpo compares the episodes of a group with each other: "
-                "it needs 2 or more (8 is usual)"
-            )
-        if sampling.temperature == 0:
-            raise ValueError(
-                "sampling.temperature is 0: all episodes of a group would be the same; train at 1"
-            )
-        if not SamplingParams(top_p=sampling.top_p, top_k=sampling.top_k, min_p=sampling.min_p).full_softmax:
-            raise ValueError(
-                "sampling.top_p, top_k and min_p are for evaluation: training needs log-probs of the full "
-                "softmax; leave them out of a training config"
-            )
-    recorded = objects.conversations is not None or config.data.demonstrations is not None
-    if recorded and training.algorithm != "sft":
-        raise ValueError("data.demonstrations are for training.algorithm=sft")
-    check_trackers(config.logging.trackers)
-
-
 class Training:
     """Everything that can be wrong with names, files and folders shows when it is made; `train` then loads the
     model and goes to the end. With `run` it goes on with that run from its last checkpoint. With `replay` the tool
@@ -124,7 +94,7 @@ class Training:
     ) -> None:
         self.config, self.objects = config, objects or Objects()
         self.watcher: Watcher = watcher or PlainLines()
-        check(config, self.objects)
+        check(config, config.data.dataset is not None or self.objects.conversations is not None)
         self.resuming = run is not None
         if run is not None:
             replay = replay or run.about.get("replay")
@@ -154,8 +124,8 @@ class Training:
         self.tasks: list[Task] = []
         self.heldout: list[Task] = []
         self.conversations = list(objects.conversations or [])
-        if data.demonstrations is not None and not self.conversations:
-            self.conversations = load_conversations(Path(data.demonstrations).expanduser())[: data.count]
+        if data.dataset is not None and not self.conversations:
+            self.conversations = load_conversations(Path(data.dataset).expanduser())[: data.count]
         self.environment = objects.environment
         named = self.config.environment.environment_id is not None or self.tools.wanted
         if self.environment is None and (named or not self.conversations):
@@ -170,7 +140,7 @@ class Training:
                 name = assemble.environment_name(self.environment)
                 raise ValueError(
                     f"sft learns from demonstrations, and {name} has no method `expert` that makes them; write one, "
-                    "or give a file: data.demonstrations=FILE.jsonl"
+                    "or give a file: data.dataset=FILE.jsonl"
                 )
         if self.config.training.eval_every is not None:
             if self.environment is None:
@@ -213,18 +183,24 @@ class Training:
             self.seconds += time.perf_counter() - started
 
     def _steps(self) -> None:
-        from TrainingFactory.data.packing import make_batch
+        from TrainingFactory.services.updating import learn
 
-        algorithm, policy, budget = self.algorithm, self.learner, self.config.training.token_budget
+        options = self.config.training
         while self.done < self.total:
             started = time.perf_counter()
             groups = self._generate(self.done)
             generated = time.perf_counter()
             self.watcher.phase("update")
-            self._seed(self.done)
-            samples = [sample for group in groups for sample in algorithm.samples(group)]
-            batch = policy.annotate(make_batch(samples, budget, policy.sharing), algorithm.needs)
-            figures = policy.update(algorithm.prepare(batch), algorithm.loss)
+            figures = learn(
+                self.learner,
+                self.algorithm,
+                groups,
+                self.done,
+                token_budget=options.token_budget,
+                epochs=options.update_epochs,
+                minibatches=options.minibatches,
+                seed=self._seed(self.done),
+            )
             ended = time.perf_counter()
             metrics = self._metrics(groups, figures, generated - started, ended - generated)
             self._record(groups, metrics)
@@ -255,11 +231,13 @@ class Training:
             self._interrupts.pause(min(2.0 ** (self._unusable - 1), LONGEST_PAUSE))
         return groups
 
-    def _seed(self, step: int) -> None:
-        """Dropout is keyed by the step, so that a resumed run drops the same."""
+    def _seed(self, step: int) -> int:
+        """Dropout and the order of mini-batches are keyed by the step, so that a resumed run does the same."""
         import torch
 
-        torch.manual_seed(turn_seed(self.config.training.seed, step, "update", 0, 0))
+        seed = turn_seed(self.config.training.seed, step, "update", 0, 0)
+        torch.manual_seed(seed)
+        return seed
 
     def _metrics(
         self, groups: Groups, figures: dict[str, float], generating: float, updating: float
@@ -345,12 +323,14 @@ class Training:
         config, training = self.config, self.config.training
         self.watcher.phase("load")
         self.loaded = assemble.load(config)
-        assemble.make_trainable(config, self.loaded)
+        assemble_learner.make_trainable(config, self.loaded)
         day = date.fromisoformat(self.run.about["day"])
         self.chat = assemble.make_chat(config, self.loaded, day)
         self.engine = assemble.make_engine(config, self.loaded, training.batch_size * training.group_size)
-        self.algorithm = assemble.make_algorithm(config)
-        self.learner = assemble.make_learner(config, self.loaded, self.algorithm, self.engine, self.total)
+        self.algorithm = assemble_learner.make_algorithm(config)
+        self.learner = assemble_learner.make_learner(
+            config, self.loaded, self.algorithm, self.engine, self.total
+        )
         self.source = self._make_source()
         offsets: dict[str, int] = {}
         if found := self.run.checkpoints():

@@ -1,0 +1,128 @@
+"""The options of each algorithm, in a section of its own; the common ones are in `training`. Their names are those of
+the algorithm's own arguments."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from TrainingFactory.config.section import Count, NotNegative, Positive, Section, Share, ZeroOrMore
+
+
+class SFTSection(Section):
+    turns: Literal["all", "last"] = "all"
+    """Which turns of the assistant are learned."""
+
+
+class GRPOSection(Section):
+    advantage: Literal["group", "rloo", "reinforce++"] = "group"
+    """What a reward is compared with: the mean of its group, the mean of the others in it (rloo), or the group's mean
+    and then the deviation of the whole batch (reinforce++)."""
+    credit: Literal["trajectory", "turn"] = "trajectory"
+    """Who is credited with step rewards: the whole episode, or each turn with what came after it."""
+    scale_rewards: bool = True
+    """Divide advantages by the deviation of the group's rewards; off is Dr. GRPO."""
+    normalization: Literal["token", "sequence", "constant"] = "token"
+    """Mean over all tokens of the step, over episodes of their token means, or a sum over a constant."""
+    constant_length: Count = 1024
+    """normalization=constant: each episode's sum is divided by this."""
+    loss: Literal["clip", "cispo"] = "clip"
+    """clip: no gain beyond the bounds of the ratio; cispo: the ratio is a bounded weight of the log-prob."""
+    ratio: Literal["token", "sequence"] = "token"
+    """Probability ratio of each token, or one for the whole episode (GSPO)."""
+    clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
+    """A probability ratio counts down to 1 - clip_low."""
+    clip_high: Positive = 0.28
+    """And up to 1 + clip_high; above clip_low, so that unlikely tokens may grow faster."""
+    kl: NotNegative = 0.0
+    """Weight of the distance from the model that training started with."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """How that distance is estimated."""
+    entropy: NotNegative = 0.0
+    """Weight of a bonus for undecided tokens."""
+    train_truncated: bool = True
+    """Learn from episodes that a length limit cut."""
+    overlong_length: Count | None = None
+    """Sampled tokens of an episode at which the whole overlong_penalty is due; null: none ever is."""
+    overlong_buffer: Count = 128
+    """Tokens before overlong_length over which the penalty grows from 0."""
+    overlong_penalty: NotNegative = 1.0
+    """What an episode loses at overlong_length and beyond."""
+    refill: ZeroOrMore = 0
+    """Rounds in which tasks whose episodes all earned the same are replaced by further tasks; 0: never."""
+    importance_cap: Positive | None = None
+    """For a sampler that computes differently from the learner: weight tokens by the ratio of the two, at most this."""
+
+
+class PPOSection(Section):
+    critic: Literal["head", "separate"] = "head"
+    """What expects the reward: a head on the model itself, or a copy of the model."""
+    gamma: Share = 1.0
+    """Discount from token to token."""
+    lam: Share = 0.95
+    """How far advantages look beyond the critic: 0 one token, 1 to the end."""
+    clip: Annotated[float, Field(gt=0, lt=1)] = 0.2
+    """A probability ratio counts from 1 - clip to 1 + clip."""
+    value_clip: Positive | None = 0.2
+    """How far a value may move in one step with effect on its loss; null: any distance."""
+    value_weight: NotNegative = 0.5
+    """Weight of the critic's loss."""
+    critic_learning_rate: Positive | None = None
+    """Of the critic; null: training.learning_rate."""
+    critic_warmup: ZeroOrMore = 0
+    """Steps in which only the critic learns."""
+    whiten: bool = True
+    """Advantages of a step get mean 0 and deviation 1."""
+    kl: NotNegative = 0.0
+    """Weight of the distance from the model that training started with."""
+    kl_in: Literal["loss", "reward"] = "loss"
+    """Whether that distance is part of the loss or of each token's reward."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """How the distance is estimated in the loss; the reward takes k1."""
+    entropy: NotNegative = 0.0
+    """Weight of a bonus for undecided tokens."""
+    train_truncated: bool = True
+    """Learn from episodes that a length limit cut."""
+
+
+class DPOSection(Section):
+    loss: Literal["sigmoid", "ipo", "hinge", "robust", "orpo", "simpo"] = "sigmoid"
+    """How a pair is judged; orpo and simpo need no reference model."""
+    beta: Positive = 0.1
+    """How much a distance from the reference weighs (orpo: weight of the odds; simpo: scale of the rewards)."""
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
+    """Share of pairs that are taken to be labelled the wrong way round (sigmoid: cDPO; robust)."""
+    margin: NotNegative = 0.5
+    """simpo: by how much the better answer should lead."""
+    reference: Literal["live", "precomputed"] = "live"
+    """Compute the reference's log-probs in each step, or once before training, after which it takes no memory."""
+
+
+class KTOSection(Section):
+    beta: Positive = 0.1
+    """How much a distance from the reference weighs."""
+    desirable_weight: Positive = 1.0
+    """Of the good examples."""
+    undesirable_weight: Positive = 1.0
+    """Of the bad ones."""
+
+
+class RFTSection(Section):
+    threshold: float = 1.0
+    """Least reward of an episode that is learned from."""
+    best_of: Count | None = None
+    """At most so many episodes of a task, those with the highest rewards; null: all over the threshold."""
+    dedupe: bool = True
+    """Episodes of a task that made the same calls and gave the same answer are learned once."""
+    balance: bool = True
+    """Every task that has something to learn weighs the same, however many of its episodes were kept."""
+
+
+class RewardModelSection(Section):
+    kind: Literal["outcome", "process"] = "outcome"
+    """One score for the whole dialogue, from pairs; or one for every turn, from labelled turns."""
+    margin: bool = False
+    """outcome: the better side must lead by as much as the data say."""
+    center: NotNegative = 0.0
+    """outcome: weight of a pull that keeps the scores of a pair around 0."""

@@ -1,0 +1,42 @@
+"""A number for each token: what a critic expects from there on, or what a reward model thinks of the text so far."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+FILE = "scalar_head.safetensors"
+
+
+class ScalarHead(nn.Module):
+    """One linear unit in float32 over the model's last hidden states. It starts as zero everywhere."""
+
+    def __init__(self, width: int, device: torch.device | str = "cpu") -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1, width, device=device))
+        self.bias = nn.Parameter(torch.zeros(1, device=device))
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        """[M, D] -> [M]"""
+        return nn.functional.linear(states.float(), self.weight, self.bias)[:, 0]
+
+
+def head_for(causal: Any) -> ScalarHead:
+    return ScalarHead(causal.config.get_text_config().hidden_size, causal.device)
+
+
+def save_head(folder: Path, head: ScalarHead) -> None:
+    save_file({name: value.detach().contiguous() for name, value in head.state_dict().items()}, folder / FILE)
+
+
+def load_head(folder: Path, causal: Any) -> ScalarHead:
+    """The head beside a model that was trained with one."""
+    if not (folder / FILE).is_file():
+        raise ValueError(f"{folder} holds no reward model: it has no {FILE}")
+    head = head_for(causal)
+    head.load_state_dict(load_file(folder / FILE, device=str(causal.device)))
+    return head
