@@ -86,6 +86,7 @@ class ToolEnvironment:
 def _own_tools(environment: ToolEnvironment) -> list[FunctionTool]:
     """The tools on the class, in the order they were written, base classes first; what a subclass overrides
     with something else is gone."""
-    names = dict.fromkeys(name for cls in reversed(type(environment).__mro__) for name in vars(cls))
+    classes = type(environment).__mro__[-2::-1]  # without object
+    names = dict.fromkeys(name for cls in classes for name in vars(cls))
     found = ((name, getattr(type(environment), name, None)) for name in names)
     return [getattr(environment, name) for name, member in found if isinstance(member, FunctionTool)]

@@ -36,7 +36,7 @@ class TextEncoder:
         state["added_tokens"] = []
         state["post_processor"] = None
         self._plain = Tokenizer.from_str(json.dumps(state))
-        self._tokenizer = tokenizer
+        self._whole = backend
         self.control_texts: dict[str, int] = {
             text: i for text, i in tokenizer.get_added_vocab().items() if text
         }
@@ -75,9 +75,7 @@ class TextEncoder:
         return self._encode(text[:middle]) + self._encode(text[middle:])
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(
-            list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
-        )
+        return self._whole.decode(list(token_ids), skip_special_tokens=False)
 
     def holds_control(self, text: str) -> bool:
         return any(control in text for control in self.control_texts)

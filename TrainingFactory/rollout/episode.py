@@ -217,7 +217,7 @@ class EpisodeRun:
         except (_Over, OutOfTime, SelfCancelled) as error:  # too late to spoil the episode
             log.warning("task %s: the environment did not close: %r", self.trajectory.task.id, error)
         finally:  # whatever the environment does, its sessions are given back
-            if isinstance(environment, ToolEnvironment):
+            if isinstance(environment, ToolEnvironment) and environment.executor.holds_sessions:
                 with contextlib.suppress(OutOfTime, SelfCancelled):
                     await within(self.rules.timeout, environment.executor.close())
 

@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from TrainingFactory.envs import ToolEnvironment
 from TrainingFactory.protocols import Environment, RewardFunction
 from TrainingFactory.tools import AsyncToolExecutor
 from TrainingFactory.tools.threads import in_thread
@@ -41,8 +42,10 @@ async def score(episode: Episode, function: RewardFunction | None) -> Reward:
     if function is None:
         raise ValueError("the environment has no reward method, and no reward function was given")
     try:
-        # A reward that is not async may block for long or start an event loop of its own: not on ours.
-        on_loop = inspect.iscoroutinefunction(function)
+        # A reward that is not async may block for long or start an event loop of its own: not on ours. The one that
+        # environments have by default compares two texts, which is not worth a thread.
+        default = getattr(function, "__func__", None) is ToolEnvironment.reward
+        on_loop = default or inspect.iscoroutinefunction(function)
         value = function(episode) if on_loop else await in_thread(function, episode)
         if inspect.isawaitable(value):
             value = await value

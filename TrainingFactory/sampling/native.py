@@ -42,7 +42,7 @@ COMPACT_AFTER = 3  # steps
 class EngineStats:
     """Counts since the engine was made."""
 
-    prefilled: int = 0  # prompt and reply tokens computed in chunks
+    prefilled: int = 0  # prompt and reply tokens fed in chunks, also where `twins` computes some once
     shared: int = 0  # prompt tokens copied from another slot, or found in a freed one
     kept: int = 0  # tokens of earlier turns still in the session's slot
     sampled: int = 0

@@ -53,23 +53,31 @@ def restrict(weights: torch.Tensor, filters: Filters) -> torch.Tensor:
     return torch.zeros_like(weights).scatter_(-1, order, torch.where(inside, kept, 0.0))
 
 
-def draw(weights: torch.Tensor, uniform: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def draw(
+    weights: torch.Tensor, uniform: torch.Tensor, rows: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The first token at which the running sum of the weights [M, V] exceeds uniform [M] times their total,
     and that total, both [M, 1]. First the block of tokens, then the token in it: one pass over the
     vocabulary, and no long sum in float32, in which a token of probability 3e-8 would drown. Never one of
-    weight zero."""
+    weight zero. With `rows` [M], draw i is from that row of the weights."""
     if rest := -weights.shape[-1] % BLOCK:
         weights = torch.nn.functional.pad(weights, (0, rest))
     blocks = weights.unflatten(-1, (-1, BLOCK))
     sums = blocks.sum(-1).double()  # [M, blocks]
     ends = sums.cumsum(-1)
+    if rows is not None:
+        sums, ends = sums[rows], ends[rows]
     total = ends[:, -1:]
     point = uniform[:, None] * total
     block = torch.searchsorted(ends, point, right=True).clamp_(max=ends.shape[-1] - 1)  # [M, 1]; NaN is last
     size = sums.gather(1, block)
     # How far into the block; under 1 in spite of rounding, so that the point lies before its end.
     share = ((point - ends.gather(1, block)) / size + 1).clamp_(0, BELOW_ONE)
-    inner = blocks.gather(1, block[:, :, None].expand(-1, -1, BLOCK))[:, 0].cumsum(-1, dtype=torch.float64)
+    if rows is None:
+        inside = blocks.gather(1, block[:, :, None].expand(-1, -1, BLOCK))[:, 0]
+    else:
+        inside = blocks[rows, block[:, 0]]
+    inner = inside.cumsum(-1, dtype=torch.float64)
     passed = (inner <= share * inner[:, -1:]).sum(-1, keepdim=True)
     return block * BLOCK + passed, total
 
@@ -79,20 +87,23 @@ def pick(
     uniform: torch.Tensor,  # [M] float64
     temperature: torch.Tensor | None = None,  # [M], 0 is greedy; None: all are 1
     filters: Filters | None = None,
+    rows: torch.Tensor | None = None,  # [M]: whose logits each draw is from; None: its own
 ) -> torch.Tensor:
     """[2, M] in float64: the tokens, and their log-probs under the full softmax at the row's temperature (at
     temperature 1 for greedy rows). One tensor, so that one copy brings both to the host."""
     logits = logits.float()
     if temperature is not None:
+        logits, rows = logits if rows is None else logits[rows], None
         logits = logits / torch.where(temperature > 0, temperature, 1.0)[:, None].float()
     shifted = logits - logits.amax(-1, keepdim=True)
     weights = shifted.exp()
-    tokens, total = draw(weights, uniform)
+    tokens, total = draw(weights, uniform, rows)
     if filters is not None:
         tokens, _ = draw(restrict(weights, filters), uniform)
     if temperature is not None:
         tokens = torch.where(temperature[:, None] > 0, tokens, logits.argmax(-1, keepdim=True))
     # Where logits are NaN the token may be out of range; the caller sees it in the log-prob.
     tokens = tokens.clamp_(max=logits.shape[-1] - 1)
-    logprobs = shifted.gather(-1, tokens) - total.log()
+    chosen = shifted.gather(-1, tokens) if rows is None else shifted[rows, tokens[:, 0]][:, None]
+    logprobs = chosen - total.log()
     return torch.cat((tokens.double(), logprobs), 1).T

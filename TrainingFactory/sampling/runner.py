@@ -15,6 +15,7 @@ from TrainingFactory.sampling.picking import Filters, pick, uniforms
 from TrainingFactory.sampling.planning import CHUNK, NONE, Plan
 from TrainingFactory.sampling.slots import ATTENTION, Part, Shape, SlotCache, StepContext
 from TrainingFactory.sampling.table import SlotTable
+from TrainingFactory.sampling.twins import Twins, find_twins
 from TrainingFactory.sampling.view import check_model, refuse, shared_view
 
 
@@ -166,29 +167,53 @@ class Runner:
         draws = uniforms(table.seed[flat.rows], table.known[flat.rows] + flat.offsets)
         arrays = [flat.tokens, flat.positions, flat.where, flat.keep, draws]
         limits = self._limits(flat.rows[flat.live], flat.rows)
+        widths = self.width(dense_end), self.width(chunk_end)
         picked = None
         if self._graphs is not None and not len(plan.slots) and len(limits) < 2:
-            picked = self._replay(plan, cache, [*arrays, *limits], self.width(dense_end))
+            picked = self._replay(plan, cache, [*arrays, *limits], widths[0])
         if picked is None:
-            dense, fed = slice(0, plan.rows), flat.fed
-            if not plan.fixed:
-                dense, fed = _covered(plan.dense, flat.fed[plan.dense])
-            chunks, counts = _covered(plan.slots, plan.counts)
-            padding = [*_padding(fed), *_padding(counts)]
-            tensors = to_device([*arrays, *padding, *limits], self.device)
-            step = StepContext(cache=cache, where=tensors[2], tokens=int(flat.fed.sum()))
-            if plan.rows:
-                step.dense = self._part(dense, tensors[1][: step.tokens], tensors[5:7], self.width(dense_end))
-                step.dense.trunk, step.dense.trunk_slot = trunk, int(plan.dense[0])
-            if len(plan.slots):
-                step.chunks = self._part(
-                    chunks, tensors[1][step.tokens :], tensors[7:9], self.width(chunk_end)
-                )
-                step.chunks.trunk, step.chunks.trunk_slot = self.trunk(plan.slots), int(plan.slots[0])
-            logits = self._logits(tensors[0], tensors[1], step, tensors[3] if len(plan.slots) else 0)
-            if flat.live.any():
-                picked = _pick(logits, tensors[4], tensors[9:])
+            picked = self._forward(plan, flat, StepContext(cache=cache), [draws, *limits], widths, trunk)
         return self._settle(plan, flat, picked)
+
+    def _forward(
+        self, plan: Plan, flat: Flat, step: StepContext, draws: list[np.ndarray], widths: tuple[int, int],
+        trunk: int,
+    ) -> torch.Tensor | None:  # fmt: skip
+        """Tokens and log-probs [2, M]; None where none is wanted."""
+        dense, fed, slots, counts = plan.dense, flat.fed[plan.dense], plan.slots, plan.counts
+        tokens, positions, keep, source, again = flat.tokens, flat.positions, flat.keep, NONE, NONE
+        if (twins := self._twins(plan, flat)) is not None:
+            first, second = twins.leaders[: len(dense)], twins.leaders[len(dense) :]
+            dense, fed, slots, counts = dense[first], fed[first], slots[second], counts[second]
+            tokens, positions, source = tokens[twins.kept], positions[twins.kept], twins.source
+            keep, again = np.unique(source[keep], return_inverse=True)
+        rows, fed = (slice(0, plan.rows), flat.fed) if plan.fixed else _covered(dense, fed)
+        chunks, counts = _covered(slots, counts)
+        arrays, padding = (
+            [tokens, positions, flat.where, keep, source, again],
+            [*_padding(fed), *_padding(counts)],
+        )
+        tensors = to_device([*arrays, *padding, *draws], self.device)
+        step.where, step.tokens = tensors[2], int(fed.sum())
+        step.source = tensors[4] if twins is not None else None
+        if plan.rows:
+            step.dense = self._part(rows, tensors[1][: step.tokens], tensors[6:8], widths[0])
+            step.dense.trunk, step.dense.trunk_slot = trunk, int(dense[0])
+        if len(slots):
+            step.chunks = self._part(chunks, tensors[1][step.tokens :], tensors[8:10], widths[1])
+            step.chunks.trunk, step.chunks.trunk_slot = self.trunk(slots), int(slots[0])
+        logits = self._logits(tensors[0], tensors[1], step, tensors[3] if len(plan.slots) else 0)
+        if not flat.live.any():
+            return None
+        return _pick(logits, tensors[10], tensors[11:], tensors[5] if twins is not None else None)
+
+    def _twins(self, plan: Plan, flat: Flat) -> Twins | None:
+        """Not where shapes are fixed: there one row less saves nothing."""
+        rows = np.concatenate((plan.dense, plan.slots))
+        if plan.fixed or len(rows) < 2:
+            return None
+        counts = np.concatenate((flat.fed[plan.dense], plan.counts))
+        return find_twins(self.table.hashes[rows], self.table.marks(flat.tokens, flat.positions), counts)
 
     def _logits(
         self, ids: torch.Tensor, positions: torch.Tensor, step: StepContext, keep: torch.Tensor | int
@@ -356,9 +381,11 @@ def _came_true(flat: Flat, drawn: np.ndarray, stops: np.ndarray) -> np.ndarray:
     return flat.offsets < first[flat.rows]
 
 
-def _pick(logits: torch.Tensor, draws: torch.Tensor, limits: list[torch.Tensor]) -> torch.Tensor:
+def _pick(
+    logits: torch.Tensor, draws: torch.Tensor, limits: list[torch.Tensor], rows: torch.Tensor | None = None
+) -> torch.Tensor:
     filters = Filters(*limits[1:]) if len(limits) > 1 else None
-    return pick(logits, draws, limits[0] if limits else None, filters)
+    return pick(logits, draws, limits[0] if limits else None, filters, rows)
 
 
 def to_device(arrays: list[np.ndarray], device: torch.device) -> list[torch.Tensor]:

@@ -30,10 +30,15 @@ class Layer:
     keys: torch.Tensor  # [S+1, C, Hkv, d]; the last slot takes the writes of padding tokens
     values: torch.Tensor  # [S+1, C, Hkv, dv]
 
-    def write(self, where: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Store [1, Hkv, N, d] at the flat positions `where` [N] = slot * C + position."""
+    def write(
+        self, where: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, source: torch.Tensor | None
+    ) -> None:
+        """Store [1, Hkv, N, d] at the flat positions `where` = slot * C + position; `source` says which token
+        goes to each of them, if not one to each."""
         for cache, new in ((self.keys, keys), (self.values, values)):
-            cache.flatten(0, 1).flatten(1).index_copy_(0, where, new[0].transpose(0, 1).flatten(1))
+            tokens = new[0].transpose(0, 1).flatten(1)
+            tokens = tokens if source is None else tokens.index_select(0, source)
+            cache.flatten(0, 1).flatten(1).index_copy_(0, where, tokens)
 
 
 @dataclass(slots=True)
@@ -123,7 +128,8 @@ class StepContext:
     """Travels through the model as a keyword argument, from the engine to the attention function."""
 
     cache: SlotCache | None = None  # None: the probe that learns the shapes
-    where: torch.Tensor | None = None  # [N] flat cache positions to write
+    where: torch.Tensor | None = None  # flat cache positions to write
+    source: torch.Tensor | None = None  # of each of them: the token that goes there; None: one to each
     dense: Part | None = None
     tokens: int = 0  # how many of the N belong to the dense part
     chunks: Part | None = None
@@ -184,7 +190,7 @@ def slot_attention(
         return _probe(module, query, key, value, attention_mask, step, kwargs), None
     assert step.where is not None
     layer = step.cache.layers[int(module.layer_idx)]  # pyright: ignore[reportArgumentType]
-    layer.write(step.where, key, value)
+    layer.write(step.where, key, value, step.source)
     parts = []
     if step.dense is not None:
         parts.append(part_attention(query[:, :, : step.tokens], layer, step.dense, scaling))

@@ -73,6 +73,9 @@ class SlotTable:
         self.top_k = np.zeros(slots, np.int64)
         self.min_p = np.zeros(slots, np.float64)
         self.stops = np.full((slots, 1), -1, np.int64)  # padded with -1
+        self.hashes = np.zeros(slots, np.uint64)  # of the sequence: the sum of its tokens' marks
+        # Nobody can know them beforehand, so nobody can write two texts of the same hash.
+        self._factors = np.random.default_rng().integers(0, 1 << 64, max_length, np.uint64) | np.uint64(1)
         self.seats: list[Seat | None] = [None] * slots
         self.requests: list[Request | None] = [None] * slots
         self.evictions = self.shared = self.kept = 0
@@ -214,6 +217,10 @@ class SlotTable:
         places = ends[:, None] - np.arange(count, 0, -1)
         return np.where(places >= 0, self.ids[slots[:, None], places], 0)
 
+    def marks(self, tokens: np.ndarray, places: np.ndarray) -> np.ndarray:
+        """A number for each token at its place, random but always the same."""
+        return (tokens.astype(np.uint64) + np.uint64(1)) * self._factors[places]
+
     # -- turns
 
     def _start(self, request: Request, slot: int, stored: int, *, continues: bool = False) -> None:
@@ -222,6 +229,7 @@ class SlotTable:
         self.changes += 1
         self.ids[slot, :size] = prompt
         self.known[slot] = size
+        self.hashes[slot] = self.marks(prompt, np.arange(size)).sum()
         self.stored[slot] = stored
         self.pure[slot] = min(int(self.pure[slot]), stored)
         self.chunked[slot] = self._chunk_end(stored, size, first)
@@ -261,6 +269,7 @@ class SlotTable:
         self.ids[slots, places] = tokens
         self.logprobs[slots, places] = logprobs
         np.maximum.at(self.known, slots, places + 1)
+        np.add.at(self.hashes, slots, self.marks(tokens, places))
         done = (places + 1 >= self.limit[slots]) | (self.stops[slots] == tokens[:, None]).any(1)
         return slots[done].tolist() if done.any() else []
 
@@ -299,7 +308,7 @@ class SlotTable:
         for array in (
             self.ids, self.logprobs, self.stored, self.known, self.pure, self.chunked, self.running,
             self.used, self.limit, self.seed, self.stops, self.temperature, self.top_p, self.top_k,
-            self.min_p,
+            self.min_p, self.hashes,
         ):  # fmt: skip
             array[both] = array[swapped]
         for a, b in pairs:

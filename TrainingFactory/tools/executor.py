@@ -92,6 +92,10 @@ class AsyncToolExecutor:
         for group in self._groups.values():
             group.start(f"episode {key}" if task is None else f"task {task}")
 
+    @property
+    def holds_sessions(self) -> bool:
+        return bool(self._sessions)
+
     async def close(self) -> None:
         """Close the sessions of this episode; again does nothing."""
         sessions, self._sessions = self._sessions, []

@@ -1,0 +1,35 @@
+"""Rows that feed the same tokens after the same history: siblings of a group until they part, and again where the
+same call got the same reply. Such tokens go through the layers once; what comes out is written to every slot, and
+every row draws from it with its own random number. The learner packs them in the same way (`data/packing.py`).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+
+class Twins(NamedTuple):
+    """Of the N tokens of a forward, the U that are computed."""
+
+    leaders: np.ndarray  # [rows] whether a row is the first of its kind
+    kept: np.ndarray  # [N] whether a token belongs to one of those
+    source: np.ndarray  # [N] which of the U tokens each one is
+
+
+def find_twins(histories: np.ndarray, marks: np.ndarray, counts: np.ndarray) -> Twins | None:
+    """Rows of `counts` [rows] tokens, one after the other. `histories` [rows] and `marks` [N] are hashes, of what
+    is known in a row and of each token with its position. None if no two rows are alike."""
+    starts = counts.cumsum() - counts
+    _, first, kind = np.unique(
+        histories + np.add.reduceat(marks, starts), return_index=True, return_inverse=True
+    )
+    if len(first) == len(counts):
+        return None
+    row = np.arange(len(counts))
+    leader = first[kind]
+    leaders = leader == row
+    kept = np.repeat(leaders, counts)
+    same = np.arange(len(marks)) + np.repeat(starts[leader] - starts, counts)  # [N] the leader's token
+    return Twins(leaders, kept, (kept.cumsum() - 1)[same])
