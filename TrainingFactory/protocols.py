@@ -140,13 +140,20 @@ RewardFunction = Callable[[Episode], Reward | float | Awaitable[Reward | float]]
 GroupReward = Callable[[Sequence[Episode]], Awaitable[Sequence[Reward]]]
 
 
+class Scorer(Protocol):
+    """A trained reward model. It blocks while it computes, and raises where it cannot score."""
+
+    def score(self, trajectories: Sequence[Trajectory]) -> list[Reward]: ...
+
+
 class Objective(Protocol):
     """What a batch must carry and the loss over it. Torch lives behind `Any`."""
 
     @property
     def needs(self) -> frozenset[str]:
         """reference, old: log-probs of the reference model, and of the model before the step. values: of a critic,
-        before each token. scores: of a reward model, at each token; then there are no log-probs."""
+        before each token. scores: of a reward model, at each token; then there are no log-probs. mismatched: both
+        kinds of log-probs of answers after the prompts of others."""
         ...
 
     def loss(self, batch: Any, /) -> Any: ...

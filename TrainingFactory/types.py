@@ -187,6 +187,8 @@ class Sample:
     episode: int = field(default_factory=_numbers.__next__)
     pair: int = -1  # -1: the episode's own number, it is compared with no other
     label: float = 0.0
+    # Log-probs of the reference model where they are known beforehand; 0 where the mask is false.
+    reference: list[float] | None = None
 
     def __post_init__(self) -> None:
         self.pair = self.episode if self.pair == -1 else self.pair

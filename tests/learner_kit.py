@@ -97,7 +97,9 @@ def make_learner(model: Any = None, **options: Any) -> Learner:
     return Learner(model or tiny(), OptimizerOptions(learning_rate=1e-3), **options)
 
 
-def gradients(learner: Learner, batch: Batch, loss: Loss = weighted) -> Gradients:
+def gradients(
+    learner: Learner, batch: Batch, loss: Loss = weighted, needs: frozenset[str] = frozenset()
+) -> Gradients:
     """What a step would be made from, without the step."""
     found: Gradients = {}
     weights = learner._weights
@@ -109,7 +111,7 @@ def gradients(learner: Learner, batch: Batch, loss: Loss = weighted) -> Gradient
         return 1.0
 
     real, learner._step = learner._step, keep  # pyright: ignore[reportAttributeAccessIssue]
-    learner.update(batch, loss)
+    learner.update(batch, loss, needs)
     learner._step = real  # pyright: ignore[reportAttributeAccessIssue]
     return found
 

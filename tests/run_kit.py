@@ -104,4 +104,4 @@ def assert_same_run(left: Path, right: Path) -> None:
     for path in sorted(mine.glob("*.safetensors")):
         assert path.read_bytes() == (yours / path.name).read_bytes(), path.name
         compared += 1
-    assert compared == 2
+    assert compared >= 2

@@ -1,11 +1,14 @@
-"""GRPO's credit and loss against computations written down from the formula."""
+"""GRPO's credit and loss against computations written down from the formula. Those against TRL are in
+`test_grpo_trl.py`."""
 
 from __future__ import annotations
 
 import math
 import random
+from dataclasses import fields, replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -21,8 +24,11 @@ from tests.learner_kit import (
     weights_of,
 )
 from TrainingFactory.algorithms.grpo import GRPO
+from TrainingFactory.algorithms.policy_loss import kl_terms
 from TrainingFactory.algorithms.trained import Trained
+from TrainingFactory.config.algorithms import GRPOSection
 from TrainingFactory.data.packing import make_batch
+from TrainingFactory.learning.learner import Learner
 from TrainingFactory.types import Completion, Message, Reward, Sample, Status, Task, Trajectory, Turn
 
 
@@ -57,15 +63,101 @@ def test_credit_is_the_distance_from_the_mean() -> None:
 
 
 def test_credit_in_units_of_the_deviation() -> None:
-    # mean 3, squared distances 4 0 4: deviation sqrt(8/3)
-    rows = GRPO(scale_rewards=True).samples(group_of(1.0, 3.0, 5.0))
-    assert advantages(rows) == pytest.approx([-2 / math.sqrt(8 / 3), 0.0, 2 / math.sqrt(8 / 3)])
+    # mean 4, squared distances 9 1 1 9: deviation sqrt(20/3)
+    rows = GRPO(scale_rewards=True).samples(group_of(1.0, 3.0, 5.0, 7.0))
+    assert advantages(rows) == pytest.approx([each / math.sqrt(20 / 3) for each in (-3, -1, 1, 3)])
 
 
 def test_step_rewards_count_and_unscored_episodes_do_not() -> None:
     group = [played(Reward(1.0, [0.5, 0.5])), played(None), played(Reward(0.0, [0.0, 1.0]))]
-    rows = GRPO(scale_rewards=False).samples(group)
+    rows = GRPO(credit="trajectory").samples(group)
     assert advantages(rows) == [0.5, -0.5]
+
+
+def test_rloo_compares_with_the_others() -> None:
+    outcomes = (1.0, 0.0, 0.25, 0.5)
+    rows = GRPO(advantage="rloo").samples(group_of(*outcomes))
+    wanted = [own - (sum(outcomes) - own) / 3 for own in outcomes]
+    assert advantages(rows) == pytest.approx(wanted)
+
+
+def by_turn(rows: list[Sample]) -> list[list[float]]:
+    """The advantage of each turn: those of `played` have two tokens."""
+    return [trained_values(row, "advantages")[::2].tolist() for row in rows]
+
+
+def test_turns_are_credited_with_what_follows() -> None:
+    """Three episodes of 3, 1 and 2 turns; a bonus is taken back on the last turn of the third. By hand: what a turn
+    and those after it earned, less the mean of that over the other two, who earn no more after they stopped."""
+    group = [
+        played(Reward(1.0, [0.5, 0.0, 0.25]), turns=3),
+        played(Reward(0.0, [0.5]), turns=1),
+        played(Reward(0.0, [0.5, -0.5]), turns=2),
+    ]
+    found = by_turn(GRPO(advantage="rloo").samples(group))
+    assert found[0] == pytest.approx([1.75 - (0.5 + 0.0) / 2, 1.25 - (0.0 - 0.5) / 2, 1.25 - (0.0 + 0.0) / 2])
+    assert found[1] == pytest.approx([0.5 - (1.75 + 0.0) / 2])
+    assert found[2] == pytest.approx([0.0 - (1.75 + 0.5) / 2, -0.5 - (1.25 + 0.0) / 2])
+    # with the episode itself in the mean: the same, shorter by (n - 1) / n
+    shorter = by_turn(GRPO(advantage="group").samples(group))
+    assert [each for row in shorter for each in row] == pytest.approx(
+        [each * 2 / 3 for row in found for each in row]
+    )
+
+
+def test_without_step_rewards_turns_and_episodes_get_the_same_credit() -> None:
+    group = [played(Reward(float(turns % 2)), turns=turns) for turns in (1, 2, 3, 4)]
+    assert by_turn(GRPO(credit="turn").samples(group)) == by_turn(GRPO(credit="trajectory").samples(group))
+
+
+def test_equal_totals_can_still_teach_which_turn_was_good() -> None:
+    group = [played(Reward(0.0, [1.0, 0.0])), played(Reward(0.0, [0.0, 1.0]))]
+    assert by_turn(GRPO(credit="turn").samples(group)) == [[0.0, -0.5], [0.0, 0.5]]
+    assert GRPO(credit="trajectory").samples(group) == []
+    assert GRPO(credit="turn", scale_rewards=True).samples(group) == []  # no deviation to divide by
+
+
+def test_reinforce_plus_plus_is_whitened_over_the_step() -> None:
+    """NumPy from the formula, over tokens of several mini-batches and of another process."""
+    algorithm = GRPO(advantage="reinforce++")
+    played_as = [
+        [(1.0, 1), (0.0, 3), (0.5, 2)], [(3.0, 2), (0.0, 1)], [(0.2, 4), (0.0, 1), (0.0, 2)],
+    ]  # fmt: skip
+    groups = [[played(Reward(value), turns=turns) for value, turns in group] for group in played_as]
+    raw = []
+    for group in played_as:
+        mean = np.mean([value for value, _ in group])
+        raw.append(np.concatenate([np.full(2 * turns, value - mean) for value, turns in group]))
+    every = np.concatenate(raw)
+    batches = [make_batch(algorithm.samples(group)) for group in groups]
+    elsewhere = make_batch([])
+    away = {"count": len(raw[2]), "sum": raw[2].sum(), "squares": (raw[2] ** 2).sum()}
+    for batch in (*batches[:2], elsewhere):
+        batch.total = lambda figures: {name: figure + away[name] for name, figure in figures.items()}
+    algorithm.prepare([*batches[:2], elsewhere], 0)
+    wanted = (every - every.mean()) / every.std()
+    own = len(raw[0]) + len(raw[1])
+    found = np.concatenate([pack.advantages for batch in batches[:2] for pack in batch.packs])
+    assert np.sort(found) == pytest.approx(np.sort(wanted[:own]), abs=1e-6)
+    algorithm.prepare([make_batch([])], 0)  # a step without rows
+
+
+def test_overlong_episodes_lose_reward() -> None:
+    """`played` has 2 sampled tokens a turn; the penalty grows from 0 at 4 tokens to 0.5 at 8."""
+    group = [played(Reward(1.0), turns=turns) for turns in (1, 2, 3, 4, 5)]
+    rows = GRPO(overlong_length=8, overlong_buffer=4, overlong_penalty=0.5).samples(group)
+    rewards = [1.0, 1.0, 0.75, 0.5, 0.5]
+    assert advantages(rows) == pytest.approx([each - sum(rewards) / 5 for each in rewards])
+
+
+@pytest.mark.parametrize("credit", ["trajectory", "turn"])
+def test_rewards_that_cancel_are_zero_whatever_rounding_leaves(credit: Any) -> None:
+    """0.1 + 0.2 - 0.3 is 6e-17: no reason to divide by it."""
+    steps = [0.1, 0.2, -0.3]
+    assert sum(steps) != 0
+    group = [played(Reward(0.0, steps), turns=3), played(Reward(0.0), turns=1)]
+    assert GRPO(credit=credit, scale_rewards=True).samples(group) == []
+    assert bool(GRPO(credit=credit).samples(group)) == (credit == "turn")
 
 
 @pytest.mark.parametrize("outcomes", [(1.0, 1.0, 1.0), (0.1 + 0.2, 0.3), (0.0, 0.0), (1.0,), (1.0, None), ()])
@@ -90,10 +182,23 @@ def test_truncated_episodes_are_an_option() -> None:
 
 
 def test_options_are_checked() -> None:
-    for wrong in ({"clip_low": 0.0}, {"clip_low": 1.0}, {"clip_high": 0.0}, {"kl": -0.1}):
-        with pytest.raises(ValueError, match=next(iter(wrong))):
+    every: list[dict[str, Any]] = [
+        {"clip_low": 0.0}, {"clip_low": 1.0}, {"clip_high": 0.0}, {"kl": -0.1}, {"entropy": -1.0}, {"refill": -1},
+        {"constant_length": 0}, {"importance_cap": 0.0}, {"overlong_penalty": -1.0}, {"advantage": "gae"},
+        {"overlong_buffer": 9, "overlong_length": 8}, {"scale_rewards": True, "advantage": "reinforce++"},
+        {"credit": "token"}, {"normalization": "none"}, {"loss_kind": "ppo"}, {"ratio": "turn"},
+        {"kl_estimator": "k4"},
+    ]  # fmt: skip
+    for wrong in every:
+        with pytest.raises(ValueError, match=rf"^grpo\.{next(iter(wrong))} is .*; it must be"):
             GRPO(**wrong)
     assert GRPO().needs == frozenset() and GRPO(kl=0.1).needs == {"reference"}
+    assert GRPO(importance_cap=2.0).needs == {"old"}
+
+
+def test_the_config_has_the_same_options_and_defaults() -> None:
+    assert GRPO(**GRPOSection().model_dump()) == GRPO()
+    assert set(GRPOSection.model_fields) == {field.name for field in fields(GRPO)}
 
 
 def by_hand(now: float, sampled: float, advantage: float, low: float, high: float) -> float:
@@ -176,3 +281,109 @@ def test_gradients_through_the_learner_equal_plain_rows() -> None:
     wanted = row_gradients(model, rows, part)
     found = gradients(make_learner(model), make_batch(rows, 300), GRPO().loss)
     assert far(found, wanted) < 1e-5
+
+
+def test_the_estimators_of_the_distance() -> None:
+    """Over all tokens of a small vocabulary: their means, and the means of their gradients, are exact."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(6, generator=generator, dtype=torch.float64, requires_grad=True)
+    reference = torch.log_softmax(torch.randn(6, generator=generator, dtype=torch.float64), -1)
+
+    def slope(value: torch.Tensor) -> list[float]:
+        return torch.autograd.grad(value, logits, retain_graph=True)[0].tolist()
+
+    logprobs = torch.log_softmax(logits, -1)
+    weights = logprobs.exp().detach()  # how often each token is sampled
+    gap = logprobs - reference
+    onto_reference, from_reference = (logprobs.exp() * gap).sum(), -(reference.exp() * gap).sum()
+    k1, k2, k3 = (kl_terms(logprobs, reference, each) for each in ("k1", "k2", "k3"))
+    assert k1.tolist() == pytest.approx(gap.tolist())
+    assert float((weights * k1).sum().detach()) == pytest.approx(float(onto_reference.detach()))
+    assert float((weights * k3).sum().detach()) == pytest.approx(float(onto_reference.detach()))
+    assert k2.tolist() == pytest.approx((gap**2 / 2).tolist()) and min(k2.tolist() + k3.tolist()) >= 0
+    for each in (k1, k2):
+        assert slope((weights * each).sum()) == pytest.approx(slope(onto_reference))
+    assert slope((weights * k3).sum()) == pytest.approx(slope(from_reference))
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "defaults": {},
+    "gspo": {"ratio": "sequence", "normalization": "sequence", "clip_low": 3e-2, "clip_high": 4e-2},
+    "cispo": {"loss_kind": "cispo", "entropy": 0.01},
+    "dr_grpo": {"normalization": "constant", "constant_length": 64, "kl": 0.1, "kl_estimator": "k2"},
+    "importance": {"importance_cap": 1.1},
+}
+
+
+def annotated_rows(model: Any, seed: int) -> list[Sample]:
+    """Ragged rows, two of each episode, with sampled log-probs near the model's own so that some are clipped."""
+    rows, rng = ragged_rows(seed)[:12], random.Random(seed)
+    for number, row in enumerate(rows):
+        own = iter(row_logprobs(model, row).tolist())
+        row.logprobs = [next(own) + rng.gauss(0, 0.2) if m else 0.0 for m in row.loss_mask]
+        row.episode = row.pair = 1000 + number // 2
+    return rows
+
+
+def step_gradients(rows: list[Sample], options: dict[str, Any], **packing: Any) -> dict[str, torch.Tensor]:
+    algorithm = GRPO(**options)
+    learner = make_learner(tiny(), reference=tiny(seed=1) if "reference" in algorithm.needs else None)
+    batch = learner.annotate(make_batch(rows, **packing), algorithm.needs)
+    algorithm.prepare([batch], 0)
+    return gradients(learner, batch, algorithm.loss)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_how_rows_are_packed_does_not_change_the_gradient(name: str) -> None:
+    rows = annotated_rows(tiny(), 4)
+    wanted = step_gradients(rows, VARIANTS[name], sharing=False)
+    shuffled = random.Random(1).sample(rows, len(rows))
+    assert far(step_gradients(rows, VARIANTS[name]), wanted) < 1e-5
+    assert far(step_gradients(shuffled, VARIANTS[name], token_budget=200), wanted) < 1e-5
+
+
+def test_the_loss_of_an_episode_of_several_rows() -> None:
+    """However the tokens of an episode are spread over rows, it counts once."""
+    generator = torch.Generator().manual_seed(3)
+    whole = trained_tokens(3)
+    for options in VARIANTS.values():
+        algorithm = GRPO(**options)
+        whole.old = whole.sampled + 0.1
+        whole.episode = torch.randint(0, 3, (40,), generator=generator).sort().values
+        whole.labels = torch.zeros(3)
+        wanted, _ = algorithm.loss(whole)
+        order = torch.randperm(40, generator=generator)  # tokens of an episode in any rows, in any order
+        names = ("logprobs", "entropy", "sampled", "advantages", "episode", "reference", "old")
+        found, _ = algorithm.loss(replace(whole, **{name: getattr(whole, name)[order] for name in names}))
+        assert float(found.detach()) == pytest.approx(float(wanted.detach()), rel=1e-5)
+
+
+def test_tokens_of_tools_have_no_part_in_it() -> None:
+    """What stands on tokens that were not sampled changes nothing; and the loss asks the model for nothing there: its
+    output gets a gradient of exactly zero at every place that predicts such a token."""
+    rows = annotated_rows(tiny(), 5)
+    rng = random.Random(0)
+    changed = []
+    for row in rows:
+        noise = [0.0 if trained else rng.gauss(0, 5) for trained in row.loss_mask]
+        changed.append(replace(row, **{
+            name: [value + extra for value, extra in zip(getattr(row, name), noise, strict=True)]
+            for name in ("logprobs", "advantages", "rewards")
+        }))  # fmt: skip
+    for options in VARIANTS.values():
+        before, after = step_gradients(rows, options), step_gradients(changed, options)
+        assert all(torch.equal(before[name], after[name]) for name in before)
+    learner, batch, seen = make_learner(tiny()), make_batch(rows), []
+
+    def states(*given: Any) -> torch.Tensor:
+        seen.append(Learner.states(learner, *given))
+        seen[-1].retain_grad()
+        return seen[-1]
+
+    learner.states = states  # pyright: ignore[reportAttributeAccessIssue]
+    learner.update(batch, GRPO().loss)
+    for pack, output in zip(batch.packs, seen, strict=True):
+        places = np.ones(len(pack.token_ids), bool)
+        places[pack.source] = False
+        assert places.any() and not output.grad[places].any()
+        assert output.grad[~places].any(-1).float().mean() > 0.5

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import importlib.util
 import random
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.algorithm_kit import ALGORITHMS, batch_for, groups_of, learner_for, samples_of
 from tests.engine_kit import tiny
 from tests.learner_kit import (
     batch_gradients,
@@ -26,11 +30,17 @@ from tests.learner_kit import (
     words,
 )
 from TrainingFactory.algorithms.grpo import GRPO
+from TrainingFactory.config import TrainingConfig
 from TrainingFactory.data.packing import make_batch
 from TrainingFactory.learning.learner import Learner
 from TrainingFactory.learning.lora import add_lora
 from TrainingFactory.learning.optim import OptimizerOptions
+from TrainingFactory.models import load_model
 from TrainingFactory.sampling import NativeEngine
+from TrainingFactory.services import assemble
+from TrainingFactory.services.assemble_learner import make_algorithm, make_critic, make_trainable
+from TrainingFactory.services.assemble_learner import make_learner as make_learner_of
+from TrainingFactory.services.checking import check
 from TrainingFactory.types import Sample, SamplingParams
 
 
@@ -42,7 +52,8 @@ def rows_of(count: int = 5) -> list[Sample]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_base_is_bit_identical_after_updates(dtype: torch.dtype) -> None:
-    base = tiny().to(dtype)
+    base: Any = tiny()
+    base.to(dtype)
     before = weights_of(base)
     model = add_lora(base, r=4, alpha=8)
     learner = Learner(model, OptimizerOptions(learning_rate=1e-2))
@@ -122,6 +133,162 @@ def test_kl_against_the_reference(how: str) -> None:
 def test_a_reference_that_is_not_there_is_asked_for() -> None:
     with pytest.raises(ValueError, match="frozen copy"):
         make_learner().annotate(make_batch(rows_of(1)), frozenset({"reference"}))
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_every_algorithm_trains_an_adapter(name: str) -> None:
+    """The base does not move, and with adapters off it is the reference."""
+    algorithm, base = ALGORITHMS[name], tiny()
+    before, frozen = weights_of(base), copy.deepcopy(base).eval()
+    model = add_lora(base, r=4)
+    options = {"critic": make_critic(model)} if "separate" in name or "warmup" in name else {}
+    learner = learner_for(algorithm, model, **options)
+    rows = samples_of(algorithm, groups_of())
+    learner.update(make_batch(rows), weighted)  # away from the reference
+    batch = batch_for(learner, algorithm, rows)
+    if "reference" in algorithm.needs:
+        [pack] = batch.packs
+        assert pack.reference is not None
+        first = row_logprobs(frozen, rows[pack.row[0]]).detach()
+        torch.testing.assert_close(
+            torch.from_numpy(pack.reference[pack.row == pack.row[0]]), first, rtol=1e-5, atol=1e-5
+        )
+    adapters = {n: p.detach().clone() for n, p in model.named_parameters() if "lora_" in n}
+    learner.update(batch, algorithm.loss, algorithm.needs)
+    after = {n.replace(".base_layer", ""): value for n, value in base.state_dict().items()}
+    assert all(torch.equal(before[key], after[key]) for key in before)
+    moved = any(not torch.equal(p, adapters[n]) for n, p in model.named_parameters() if n in adapters)
+    assert moved == (name != "ppo-warmup")  # there the critic's adapter learns
+
+
+@pytest.mark.parametrize("start", ["fresh", "loaded", "whole"])
+def test_the_reference_is_the_model_that_training_starts_with(tmp_path: Path, start: str) -> None:
+    """Under an adapter that was trained before, that is not its base."""
+    model: dict[str, Any] = {"name": "builtin:tiny", "device": "cpu"}
+    if start == "loaded":
+        earlier: Any = add_lora(load_model("builtin:tiny", device="cpu").model, r=2)
+        for name, param in earlier.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(param, std=0.1, generator=torch.Generator().manual_seed(0))
+        earlier.save_pretrained(tmp_path)
+        model["adapter"] = str(tmp_path)
+    lora = {"enabled": start == "fresh"}
+    config = TrainingConfig(model=model, lora=lora, training={"algorithm": "dpo", "learning_rate": 1e-2})
+    loaded = assemble.load(config)
+    make_trainable(config, loaded)
+    learner = make_learner_of(config, loaded, make_algorithm(config), None, 5)
+    assert (learner.reference is None) == (start == "fresh")
+    batch = make_batch(rows_of())
+    with torch.no_grad():
+        before = [learner.logprobs(pack)[0].numpy() for pack in batch.packs]
+    learner.update(batch, weighted)
+    [pack] = learner.annotate(batch, frozenset({"reference"})).packs
+    assert pack.reference is not None and abs(pack.reference - before[0]).max() < 1e-5
+    with torch.no_grad():
+        assert abs(learner.logprobs(pack)[0].numpy() - before[0]).max() > 1e-3
+    if start == "loaded":  # the base is there once
+        ours, theirs = (dict(m.named_parameters()) for m in (learner.model, learner.reference))
+        assert all((ours[name] is theirs[name]) == ("lora_" not in name) for name in ours)
+
+
+@pytest.mark.parametrize("options", [{"dora": True}, {"rslora": True}])
+def test_dora_and_rslora(options: dict[str, bool]) -> None:
+    config = TrainingConfig(
+        lora={"enabled": True, "r": 4, "alpha": 8, "target_modules": ["q_proj"], **options}
+    )
+    loaded = load_model("builtin:tiny", device="cpu")
+    make_trainable(config, loaded)
+    layer: Any = loaded.model.get_base_model().model.layers[0].self_attn.q_proj
+    assert layer.scaling["default"] == (4.0 if "rslora" in options else 2.0)  # 8 / sqrt(4), 8 / 4
+    trained = {n.rpartition("q_proj.")[2] for n, p in loaded.model.named_parameters() if p.requires_grad}
+    magnitude = {"lora_magnitude_vector.default.weight"} if "dora" in options else set()
+    assert trained == {"lora_A.default.weight", "lora_B.default.weight"} | magnitude
+    learner = make_learner(loaded.model)
+    assert learner.sharing
+    rows = rows_of()
+    loaded.model.eval()
+    wanted = row_gradients(loaded.model, rows, weighted_part)
+    assert far(batch_gradients(learner, rows), wanted) < 1e-4
+
+
+# -- few bits
+
+needs_bitsandbytes = pytest.mark.skipif(
+    importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed"
+)
+
+
+@needs_bitsandbytes
+@pytest.mark.parametrize("bits", ["4bit", "8bit"])
+def test_an_adapter_over_weights_in_few_bits(warm: Path, bits: str) -> None:
+    """Sampler and learner see the same model, gradients are those of the same weights in float32 (4bit; 8bit rounds
+    what goes in too), the base stays as it is."""
+    loaded = load_model(str(warm), device="cpu", quantization=bits)
+    layer = loaded.model.model.layers[0].mlp.up_proj
+    assert layer.weight.dtype in (torch.uint8, torch.int8)
+    stored = layer.weight.detach().clone()
+    model: Any = add_lora(loaded.model, r=4, target_modules=["q_proj", "up_proj"])
+    engine = NativeEngine(model, slots=4, max_length=128)
+    learner = Learner(model, OptimizerOptions(learning_rate=1e-3), sampler=engine)
+    assert learner.sharing
+    rng = random.Random(0)
+    prompts = [words(rng, 40) for _ in range(3)]
+    algorithm, figures = GRPO(kl=0.1), dict[str, float]()
+    for step in range(2):
+        rows = asyncio.run(sampled_rows(learner.publish(), prompts, step, 1.0))
+        batch = learner.annotate(make_batch(rows), algorithm.needs)
+        figures = learner.update(batch, algorithm.loss, algorithm.needs)
+        # 8bit treats columns with outliers apart, and which those are depends on all rows of a batch
+        assert figures["sampler_gap"] < (1e-5 if bits == "4bit" else 2e-2)
+        assert figures["grad_norm"] > 0
+    assert torch.equal(layer.weight, stored) and figures["kl"] > 0
+    if bits == "4bit":
+        rows = rows_of(3)
+        found = batch_gradients(learner, rows)
+        assert far(found, row_gradients(whole_again(model), rows, weighted_part)) < 1e-4
+
+
+def whole_again(model: Any) -> Any:
+    """The model with its 4-bit layers as plain ones of the same weights."""
+    from bitsandbytes.functional import dequantize_4bit  # pyright: ignore[reportMissingImports]
+
+    for module in model.modules():
+        for name, layer in list(module.named_children()):
+            if type(layer).__module__.startswith("bitsandbytes"):
+                plain = torch.nn.Linear(layer.in_features, layer.out_features, bias=False)
+                plain.weight.data = dequantize_4bit(layer.weight.data, layer.weight.quant_state).float()
+                setattr(module, name, plain.requires_grad_(False))
+    return model.eval()
+
+
+@pytest.mark.parametrize(
+    ("sections", "text"),
+    [
+        ({"model": {"name": "some/model", "quantization": "4bit"}}, "cannot be trained.*lora.enabled=true"),
+        (
+            {"model": {"name": "some/model", "quantization": "8bit"}, "lora": {"enabled": True}},
+            "pip install bitsandbytes",
+        ),
+        ({"model": {"quantization": "4bit"}, "lora": {"enabled": True}}, "builtin:tiny is read as it is"),
+        ({"training": {"optimizer": "adamw_8bit"}}, "adamw_8bit, which needs bitsandbytes"),
+    ],
+)
+def test_few_bits_are_refused_before_anything_is_loaded(
+    monkeypatch: pytest.MonkeyPatch, sections: dict[str, Any], text: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, package=None: None)
+    with pytest.raises(ValueError, match=text):
+        check(TrainingConfig(environment="search", **sections), recorded=False)
+
+
+def test_8bit_optimiser_states_need_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, package=None: object())
+    config = TrainingConfig(
+        environment="search", training={"optimizer": "adamw_8bit"}, model={"device": "cpu"}
+    )
+    with pytest.raises(ValueError, match="adamw_8bit, which runs on CUDA devices only; use adamw"):
+        check(config, recorded=False)
 
 
 # -- the sampler's log-probs are the learner's

@@ -8,71 +8,32 @@ import random
 import signal
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from statistics import fmean
-
-import pytest
-import torch
 
 from tests.mcp_kit import wait_until
 from tests.run_kit import Quiet
 from tests.servers.homes_server import HOMES
+from tests.warm_kit import Homes
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.data.trajectories import load_trajectories
-from TrainingFactory.envs import ToolEnvironment
-from TrainingFactory.learning.checkpoints import save_checkpoint
-from TrainingFactory.learning.learner import Learner
-from TrainingFactory.models import chat_format, load_model
-from TrainingFactory.models.words import NAMES, PLACES
 from TrainingFactory.services.runs import RunFolder
 from TrainingFactory.services.training import Objects, Training
-from TrainingFactory.services.warm_start import Lessons, WarmStartPlan, demonstrate, teach, word_drill
-from TrainingFactory.tools import MCPTools, mcp_tools
-from TrainingFactory.types import Message, Task, ToolCall, Trajectory
+from TrainingFactory.tools import mcp_tools
+from TrainingFactory.types import Trajectory
 
 ROOT = Path(__file__).resolve().parent.parent
 SERVER = ROOT / "tests" / "servers" / "homes_server.py"
 
 
-class Homes(ToolEnvironment):
-    """It brings no tool of its own."""
+class ServedHomes(Homes):
+    """The places are those that the server knows, and the tool is the server's."""
 
-    system_prompt = "Look up, then answer."
+    lookup = None  # type: ignore[assignment]
 
     @classmethod
-    def tasks(cls, split: str, seed: int, count: int) -> Iterator[Task]:
-        rng = random.Random(f"{split} {seed}")
-        for number in range(count):
-            name = rng.choice(NAMES)
-            yield Task(f"{split}-{number}", f"{name}?", HOMES[name], {"name": name})
-
-    def expert(self) -> Iterator[Message]:
-        yield Message("assistant", tool_calls=[ToolCall("lookup", {"name": self.task.metadata["name"]})])
-        yield Message("assistant", str(self.task.answer))
-
-    def novice(self, rng: random.Random) -> Iterator[Message]:
-        yield Message("assistant", rng.choice(PLACES))
-
-
-@pytest.fixture(scope="module")
-def warm(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model that looks up now and then and guesses more often."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # matrices this small are not worth a second one
-    plan = WarmStartPlan(mistakes=0.6, drill_steps=0, steps=200)
-    rng = random.Random(2)
-    loaded = load_model("builtin:tiny", seed=2)
-    chat = chat_format(loaded.tokenizer, stop_ids=loaded.stop_ids)
-    tasks = list(Homes.tasks("train", 1, 300))
-    with MCPTools.load_from_config(served(tmp_path_factory.mktemp("server"))) as tools:
-        shown = demonstrate(lambda task: Homes(task, [tools]), chat, tasks, plan.mistakes, rng)
-    learner = Learner(loaded.model, plan.optimizer)
-    teach(learner, Lessons(loaded.tokenizer, shown, word_drill, rng), plan)
-    folder = tmp_path_factory.mktemp("warm") / "model"
-    save_checkpoint(folder, learner, loaded.tokenizer, {})
-    torch.set_num_threads(threads)
-    return folder
+    def home(cls, name: str, rng: random.Random) -> str:
+        return HOMES[name]
 
 
 def served(folder: Path) -> Path:
@@ -97,7 +58,7 @@ def training_with(folder: Path, warm: Path, steps: int, watcher: Quiet, evaluate
         sampling={"max_tokens": 24, "deterministic": True},
         logging={"output_dir": str(folder / "runs")},
     )  # fmt: skip
-    return Training(config, name="a", objects=Objects(environment=Homes), watcher=watcher)
+    return Training(config, name="a", objects=Objects(environment=ServedHomes), watcher=watcher)
 
 
 def alive(pid: int) -> bool:

@@ -80,7 +80,7 @@ def test_schedules() -> None:
     ],
 )  # fmt: skip
 def test_options_are_checked(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=next(iter(wrong)) if "name" not in wrong else "adamw or muon"):
+    with pytest.raises(ValueError, match=next(iter(wrong)) if "name" not in wrong else "adamw_8bit or muon"):
         OptimizerOptions(**wrong)
 
 

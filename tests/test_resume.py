@@ -92,7 +92,7 @@ def test_kill_9_at_any_moment(tmp_path: Path, seed: int) -> None:
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "adapter": {"lora": {"enabled": True, "r": 4, "dropout": 0.1}},
     "muon": {"training": {"optimizer": "muon", "schedule": "cosine", "warmup_steps": 2}},
-    "kl": {"training": {"kl": 0.1, "eval_every": 3}, "data": {"heldout_count": 5}},
+    "kl": {"grpo": {"kl": 0.1}, "training": {"eval_every": 3}, "data": {"heldout_count": 5}},
     "sft": {"training": {"algorithm": "sft"}},
 }
 

@@ -103,16 +103,16 @@ def test_a_run_that_cannot_start_leaves_nothing(tmp_path: Path) -> None:
     ("sections", "expected"),
     [
         ({"training": {"group_size": 1}}, "training.group_size is 1.*needs 2 or more"),
-        ({"training": {"algorithm": "ppo"}}, "ppo is not there yet; grpo and sft are"),
+        ({"training": {"algorithm": "dpo"}}, "dpo learns from rows that exist: data.dataset=FILE"),
         ({"sampling": {"temperature": 0.0}}, "sampling.temperature is 0"),
         ({"sampling": {"top_p": 0.9}}, "for evaluation"),
         ({"sampling": {"top_k": 5}}, "for evaluation"),
         ({"sampling": {"min_p": 0.1}}, "for evaluation"),
         ({"logging": {"trackers": ["wandb"]}}, r"pip install 'training-factory\[wandb\]'"),
-        ({"data": {"demonstrations": "x.jsonl"}}, "is for training.algorithm=sft"),
+        ({"data": {"demonstrations": "x.jsonl"}}, "data.dataset is for sft"),
         (
             {"training": {"algorithm": "sft"}, "data": {"demonstrations": "x.jsonl"}},
-            "no file of demonstrations",
+            "no file of data",
         ),
         ({"data": {"tasks": "x.jsonl"}}, "no file of tasks"),
     ],
@@ -281,7 +281,7 @@ def test_sft_from_conversations_and_trajectories(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
-        ('{"text": "x"}', 'line 1 has not what a demonstration needs: "messages".*its keys are: text'),
+        ('{"text": "x"}', 'line 1 has not what sft needs: "messages".*its keys are: text'),
         ("{", "line 1 is not valid JSON"),
         ("[]", "must be an object"),
         ('{"messages": []}', "empty"),
@@ -298,7 +298,7 @@ def test_datasets_that_are_none(tmp_path: Path, line: str, expected: str) -> Non
     with pytest.raises(ValueError, match=expected):
         SFTTrainer(dataset=path, output_dir=str(tmp_path), watcher=Quiet()).train()
     assert [found.name for found in tmp_path.iterdir()] == ["d.jsonl"]
-    with pytest.raises(ValueError, match=r'row 0 of the dataset needs "messages"; its keys are: text'):
+    with pytest.raises(ValueError, match=r"row 0 of the dataset has not what sft needs.*its keys are: text"):
         SFTTrainer(dataset=[{"text": "x"}])
 
 

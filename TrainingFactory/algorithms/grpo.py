@@ -1,77 +1,181 @@
-"""GRPO: a policy gradient whose baseline is the mean reward of the task's other episodes.
+"""GRPO and its relatives: a policy gradient whose baseline is what the task's other episodes earned.
 
-    A_i = r_i - mean(r)          (divided by the group's deviation if `scale_rewards`)
-    L   = -mean over tokens of min(w A, clip(w, 1 - low, 1 + high) A) + kl * KL(now, reference)
+    L = -mean over tokens of v min(w A, clip(w, 1 - low, 1 + high) A)  +  kl * KL(now, reference)  -  entropy * H
 
-where w = p_now / p_sampled for each token, and KL is the estimator e^d - d - 1 with d = log p_ref - log p_now.
-The mean is over all trained tokens of the step. Groups whose episodes all earned the same teach nothing and
-are left out; so are episodes without a reward.
+A is the advantage of the token's turn (`credit.py`); w = p_now / p_sampled, of the token, or with ratio `sequence`
+the geometric mean of those of its episode (GSPO); v is 1. The loss `cispo` has min(w, 1 + high) A log p_now in place of
+the minimum, with no gradient through w. With `importance_cap`, for samplers that compute differently from the learner,
+w = p_now / p_old and v = min(p_old / p_sampled, cap), p_old being the learner's own before the step.
+
+The mean is over all trained tokens of the step (normalization `token`), over its episodes of their means (`sequence`),
+or the sum over (episodes * constant_length) (`constant`). With advantage `reinforce++`, A is that of `group`, less the
+mean and over the deviation of all trained tokens of the step.
+
+Groups whose episodes all earned the same teach nothing and are left out; so are episodes without a reward.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import fmean, pstdev
+from math import sqrt
+from typing import Literal, get_args
 
+import numpy as np
 import torch
 
+from TrainingFactory.algorithms.credit import Credit, advantages, overlong, reward_tables
+from TrainingFactory.algorithms.policy_loss import Estimator, clipped_gain, kl_terms
 from TrainingFactory.algorithms.trained import Trained
 from TrainingFactory.data.packing import Batch
 from TrainingFactory.data.samples import to_samples
 from TrainingFactory.types import Sample, Trajectory
 
+Advantage = Literal["group", "rloo", "reinforce++"]
+Normalization = Literal["token", "sequence", "constant"]
+Loss = Literal["clip", "cispo"]
+Ratio = Literal["token", "sequence"]
+CHOICES = {
+    "advantage": Advantage, "credit": Credit, "normalization": Normalization, "loss_kind": Loss, "ratio": Ratio,
+    "kl_estimator": Estimator,
+}  # fmt: skip
+
 
 @dataclass(slots=True, frozen=True)
 class GRPO:
+    advantage: Advantage = "group"
+    credit: Credit = "turn"
+    scale_rewards: bool = False
+    normalization: Normalization = "token"
+    constant_length: int = 1024
+    loss_kind: Loss = "clip"
+    ratio: Ratio = "token"
     clip_low: float = 0.2
     clip_high: float = 0.28  # above clip_low: unlikely tokens may grow faster (clip-higher)
-    scale_rewards: bool = True
     kl: float = 0.0
+    kl_estimator: Estimator = "k3"
+    entropy: float = 0.0
     train_truncated: bool = True  # whether episodes cut by a length limit are trained on
+    overlong_length: int | None = None
+    overlong_buffer: int = 128
+    overlong_penalty: float = 1.0
+    refill: int = 0  # rounds; whoever samples the episodes does it
+    importance_cap: float | None = None
 
     def __post_init__(self) -> None:
-        if not 0 < self.clip_low < 1 or not self.clip_high > 0:
-            raise ValueError(
-                f"clip_low {self.clip_low} must lie between 0 and 1, clip_high {self.clip_high} over 0"
-            )
-        if self.kl < 0:
-            raise ValueError(f"kl is {self.kl}; it must be 0 or more")
+        for name, choices in CHOICES.items():
+            if getattr(self, name) not in get_args(choices):
+                known = ", ".join(get_args(choices))
+                raise ValueError(f"grpo.{name} is {getattr(self, name)!r}; it must be one of {known}")
+        wanted = {
+            "clip_low": (0 < self.clip_low < 1, "over 0 and under 1"),
+            "clip_high": (self.clip_high > 0, "over 0"),
+            "kl": (self.kl >= 0, "0 or more"),
+            "entropy": (self.entropy >= 0, "0 or more"),
+            "constant_length": (self.constant_length >= 1, "1 or more"),
+            "overlong_penalty": (self.overlong_penalty >= 0, "0 or more"),
+            "overlong_buffer": (
+                1 <= self.overlong_buffer <= (self.overlong_length or self.overlong_buffer),
+                f"1 or more, and at most overlong_length ({self.overlong_length})",
+            ),
+            "refill": (self.refill >= 0, "0 or more"),
+            "importance_cap": (self.importance_cap is None or self.importance_cap > 0, "over 0, or null"),
+            "scale_rewards": (
+                not (self.scale_rewards and self.advantage == "reinforce++"),
+                "false where grpo.advantage is reinforce++, which divides by the deviation of the whole batch",
+            ),
+        }
+        for name, (fine, text) in wanted.items():
+            if not fine:
+                raise ValueError(f"grpo.{name} is {getattr(self, name)}; it must be {text}")
 
     @property
     def needs(self) -> frozenset[str]:
-        return frozenset({"reference"} if self.kl else ())
+        wanted = {"reference": self.kl > 0, "old": self.importance_cap is not None}
+        return frozenset(name for name, needed in wanted.items() if needed)
 
     def samples(self, group: Sequence[Trajectory]) -> list[Sample]:
-        scored = [(t, t.reward.outcome + sum(t.reward.steps)) for t in group if t.reward is not None]
-        rewards = [reward for _, reward in scored]
-        # Equal up to rounding is equal: dividing by such a deviation would make noise as large as a reward.
-        if len(scored) < 2 or max(rewards) - min(rewards) <= 1e-6 * max(map(abs, rewards)):
+        scored = [trajectory for trajectory in group if trajectory.reward is not None and trajectory.turns]
+        if len(scored) < 2:
             return []
-        mean = fmean(rewards)
-        scale = pstdev(rewards) if self.scale_rewards else 1.0
+        outcomes, steps = reward_tables(scored)
+        outcomes -= self._penalties(scored)
+        baseline = "rloo" if self.advantage == "rloo" else "group"
+        table = advantages(outcomes, steps, self.credit, baseline, self.scale_rewards)
+        if not table.any():
+            return []
         rows = []
-        for trajectory, reward in scored:
+        for trajectory, values in zip(scored, table.tolist(), strict=True):
             if trajectory.status != "truncated" or self.train_truncated:
-                rows += to_samples(trajectory, [(reward - mean) / scale] * len(trajectory.turns))
+                rows += to_samples(trajectory, values[: len(trajectory.turns)])
         return rows
 
-    def prepare(self, batches: Sequence[Batch], step: int) -> None: ...
+    def _penalties(self, scored: Sequence[Trajectory]) -> np.ndarray:
+        """What episodes lose that come near the length limit. [n]"""
+        if self.overlong_length is None:
+            return np.zeros(len(scored))
+        lengths = np.array([sum(len(turn.completion.token_ids) for turn in t.turns) for t in scored])
+        return self.overlong_penalty * overlong(lengths, self.overlong_length, self.overlong_buffer)
+
+    def prepare(self, batches: Sequence[Batch], step: int) -> None:
+        if self.advantage != "reinforce++" or not batches:
+            return
+        packs = [pack for batch in batches for pack in batch.packs]
+        every = np.concatenate([np.zeros(0), *(pack.advantages for pack in packs)])  # float64
+        sums = {"count": float(len(every)), "sum": float(every.sum()), "squares": float(every @ every)}
+        sums = batches[0].total(sums)
+        if not sums["count"]:
+            return
+        mean = sums["sum"] / sums["count"]
+        deviation = sqrt(max(sums["squares"] / sums["count"] - mean**2, 0.0))
+        for pack in packs:
+            centred = pack.advantages - mean
+            pack.advantages = (centred / deviation if deviation else centred).astype(np.float32)
 
     def loss(self, trained: Trained) -> tuple[torch.Tensor, dict[str, float]]:
-        gap = trained.logprobs - trained.sampled
+        before = trained.sampled if self.importance_cap is None else trained.old
+        assert before is not None
+        gap = trained.logprobs - before
+        if self.ratio == "sequence":
+            gap = (trained.per_episode(gap) / self._lengths(trained))[trained.episode]
         ratio = gap.exp()
-        clipped = ratio.clamp(1 - self.clip_low, 1 + self.clip_high)
-        gain = torch.minimum(ratio * trained.advantages, clipped * trained.advantages)
-        total = -gain.sum()
+        if self.loss_kind == "cispo":
+            gain = ratio.clamp(max=1 + self.clip_high).detach() * trained.advantages * trained.logprobs
+            stopped = ratio > 1 + self.clip_high
+        else:
+            gain = clipped_gain(ratio, trained.advantages, self.clip_low, self.clip_high)
+            stopped = ratio * trained.advantages > gain
         figures = {
-            "clipped": float((ratio * trained.advantages > gain).sum()) / trained.step_tokens,
-            "sampler_gap": float(gap.detach().abs().sum()) / trained.step_tokens,
+            "clipped": float(stopped.sum()) / trained.step_tokens,
+            "sampler_gap": _mean(trained, (trained.logprobs - trained.sampled).abs()),
         }
+        if self.importance_cap is not None:
+            weight = (before - trained.sampled).exp().clamp(max=self.importance_cap)
+            gain = gain * weight
+            figures["importance_weight"] = _mean(trained, weight)
+        terms = -gain
         if self.kl:
             assert trained.reference is not None
-            distance = trained.reference - trained.logprobs
-            divergence = (distance.exp() - distance - 1).sum()
-            total = total + self.kl * divergence
-            figures["kl"] = float(divergence.detach()) / trained.step_tokens
-        return total / trained.step_tokens, figures
+            distance = kl_terms(trained.logprobs, trained.reference, self.kl_estimator)
+            terms = terms + self.kl * distance
+            figures["kl"] = _mean(trained, distance)
+        if self.entropy:
+            terms = terms - self.entropy * trained.entropy
+        return self._reduced(trained, terms), figures
+
+    def _reduced(self, trained: Trained, terms: torch.Tensor) -> torch.Tensor:
+        """From a term per token to the pack's part of the loss. An episode of several rows counts once."""
+        if self.normalization == "token":
+            return terms.sum() / trained.step_tokens
+        if self.normalization == "constant":
+            return terms.sum() / (trained.step_episodes * self.constant_length)
+        return (trained.per_episode(terms) / self._lengths(trained)).sum() / trained.step_episodes
+
+    def _lengths(self, trained: Trained) -> torch.Tensor:
+        """Trained tokens of each episode. [E]"""
+        return trained.per_episode(torch.ones_like(trained.logprobs))
+
+
+def _mean(trained: Trained, values: torch.Tensor) -> float:
+    """A pack's part of the mean over the step's tokens."""
+    return float(values.detach().sum()) / trained.step_tokens

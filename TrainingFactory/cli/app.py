@@ -10,8 +10,10 @@ from typing import Annotated, Any
 from cyclopts import App, Parameter
 
 from TrainingFactory import __version__
+from TrainingFactory.cli.data import data
 from TrainingFactory.cli.demo import demo
 from TrainingFactory.cli.evaluate import evaluate
+from TrainingFactory.cli.export import export
 from TrainingFactory.cli.listing import envs, models
 from TrainingFactory.cli.new import env
 from TrainingFactory.cli.rollout import rollout
@@ -35,7 +37,9 @@ app.command(demo)
 app.command(train)
 app.command(evaluate, name="eval")
 app.command(runs)
+app.command(export)
 app.command(rollout)
+app.command(data)
 new = App(name="new", help="Write a file to start from.")
 new.command(env)
 app.command(new)

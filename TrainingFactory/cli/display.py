@@ -98,6 +98,7 @@ class Panel(Lines):
             "accuracy": "{:.2f}",
             "tool_success": "{:.0%} of tool calls succeeded",
             "eval/success": "{:.3f} on held-out tasks",
+            "eval/loss": "{:.4f} on held-out rows",
             "tokens_per_second": "{:.0f} sampled a second",
             "tokens_saved": "{:.0%} of the update's tokens saved by shared prefixes",
         }

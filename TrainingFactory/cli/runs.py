@@ -20,6 +20,9 @@ FIGURES = {
     "reward": "{:.3f}",
     "accuracy": "{:.3f}",
     "eval/success": "{:.3f}",
+    "eval/loss": "{:.4f}",
+    "eval/perplexity": "{:.3f}",
+    "eval/accuracy": "{:.3f}",
     "tool_success": "{:.3f}",
     "turns": "{:.2f}",
     "entropy": "{:.3f}",
@@ -32,6 +35,9 @@ FIGURES = {
     "seconds/update": "{:.2f}",
     "episodes/unscored": "{:.0f}",
     "episodes/failed": "{:.0f}",
+    "rows_left_out/bad": "{:.0f}",
+    "rows_left_out/long": "{:.0f}",
+    "rows_left_out/unused": "{:.0f}",
 }
 
 

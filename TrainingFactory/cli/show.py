@@ -89,15 +89,7 @@ def columns(names: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 def episode(trajectory: Trajectory, title: str) -> None:
     """One episode as a conversation, with a line on how it ended."""
     console = _console(stderr=False)
-    console.print(Rule(Text(clean(title)), align="left"))
-    grid = Table.grid(padding=(0, 1))
-    grid.add_column(width=9)
-    grid.add_column(overflow="fold")
-    for message in trajectory.prompt:
-        grid.add_row(*_message(message))
-    if trajectory.tools:
-        listed = ", ".join(_signature(tool) for tool in trajectory.tools)
-        grid.add_row(Text("tools", style="dim"), Text(listed))
+    grid = _opened(console, title, trajectory.prompt, trajectory.tools)
     for turn in trajectory.turns:
         _add_turn(grid, turn)
     console.print(grid)
@@ -105,15 +97,44 @@ def episode(trajectory: Trajectory, title: str) -> None:
     console.print()
 
 
-def _add_turn(grid: Table, turn: Turn) -> None:
-    if turn.message.reasoning:
-        grid.add_row(Text("thinking", style="dim italic"), _body(turn.message.reasoning, "dim"))
-    if turn.message.content or not turn.message.tool_calls:
-        grid.add_row(*_message(turn.message))
-    for call in turn.message.tool_calls:
+def conversation(
+    title: str, prompt: Sequence[Message], tools: Sequence[ToolSpec], said: Sequence[Message]
+) -> None:
+    """A conversation of a dataset."""
+    console = _console(stderr=False)
+    grid = _opened(console, title, prompt, tools)
+    for message in said:
+        _add_message(grid, message)
+    console.print(grid)
+    console.print()
+
+
+def _opened(console: Console, title: str, prompt: Sequence[Message], tools: Sequence[ToolSpec]) -> Table:
+    console.print(Rule(Text(clean(title)), align="left"))
+    grid = Table.grid(padding=(0, 1))
+    grid.add_column(width=9)
+    grid.add_column(overflow="fold")
+    for message in prompt:
+        _add_message(grid, message)
+    if tools:
+        listed = ", ".join(_signature(tool) for tool in tools)
+        grid.add_row(Text("tools", style="dim"), Text(listed))
+    return grid
+
+
+def _add_message(grid: Table, message: Message) -> None:
+    if message.reasoning:
+        grid.add_row(Text("thinking", style="dim italic"), _body(message.reasoning, "dim"))
+    if message.content or not message.tool_calls:
+        grid.add_row(*_message(message))
+    for call in message.tool_calls:
         readable = f"{call.name} {json.dumps(call.arguments, ensure_ascii=False)}"
         text = _body(call.error, "red") if call.error else _body(readable)
         grid.add_row(Text("calls", style="bold yellow"), text)
+
+
+def _add_turn(grid: Table, turn: Turn) -> None:
+    _add_message(grid, turn.message)
     # Replies of the user's side carry no result; those of tools come in the order of their results.
     results = iter(turn.tool_results)
     for reply in turn.replies:

@@ -18,19 +18,21 @@ class SFTSection(Section):
 class GRPOSection(Section):
     advantage: Literal["group", "rloo", "reinforce++"] = "group"
     """What a reward is compared with: the mean of its group, the mean of the others in it (rloo), or the group's mean
-    and then the deviation of the whole batch (reinforce++)."""
-    credit: Literal["trajectory", "turn"] = "trajectory"
-    """Who is credited with step rewards: the whole episode, or each turn with what came after it."""
-    scale_rewards: bool = True
-    """Divide advantages by the deviation of the group's rewards; off is Dr. GRPO."""
+    and then the mean and deviation of the whole batch (reinforce++)."""
+    credit: Literal["trajectory", "turn"] = "turn"
+    """Who is credited with step rewards: each turn with those from it on, or the whole episode with all of them. The
+    same where there are none."""
+    scale_rewards: bool = False
+    """Divide advantages by the deviation of the group's rewards, as GRPO first did; off is Dr. GRPO."""
     normalization: Literal["token", "sequence", "constant"] = "token"
     """Mean over all tokens of the step, over episodes of their token means, or a sum over a constant."""
     constant_length: Count = 1024
     """normalization=constant: each episode's sum is divided by this."""
-    loss: Literal["clip", "cispo"] = "clip"
-    """clip: no gain beyond the bounds of the ratio; cispo: the ratio is a bounded weight of the log-prob."""
+    loss_kind: Literal["clip", "cispo"] = "clip"
+    """clip: no gain beyond the bounds of the ratio; cispo: the ratio is a weight of the log-prob, at most
+    1 + clip_high."""
     ratio: Literal["token", "sequence"] = "token"
-    """Probability ratio of each token, or one for the whole episode (GSPO)."""
+    """Probability ratio of each token, or one for the whole episode (GSPO; with normalization=sequence)."""
     clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
     """A probability ratio counts down to 1 - clip_low."""
     clip_high: Positive = 0.28
@@ -50,7 +52,8 @@ class GRPOSection(Section):
     overlong_penalty: NotNegative = 1.0
     """What an episode loses at overlong_length and beyond."""
     refill: ZeroOrMore = 0
-    """Rounds in which tasks whose episodes all earned the same are replaced by further tasks; 0: never."""
+    """Rounds in which tasks that teach nothing, because their episodes all earned the same, are made up for by further
+    tasks; 0: none."""
     importance_cap: Positive | None = None
     """For a sampler that computes differently from the learner: weight tokens by the ratio of the two, at most this."""
 
@@ -66,10 +69,11 @@ class PPOSection(Section):
     """A probability ratio counts from 1 - clip to 1 + clip."""
     value_clip: Positive | None = 0.2
     """How far a value may move in one step with effect on its loss; null: any distance."""
-    value_weight: NotNegative = 0.5
+    value_weight: Positive = 0.5
     """Weight of the critic's loss."""
     critic_learning_rate: Positive | None = None
-    """Of the critic; null: training.learning_rate."""
+    """Peak learning rate of the critic, or of the head alone where that is the critic; null: ten times
+    training.learning_rate."""
     critic_warmup: ZeroOrMore = 0
     """Steps in which only the critic learns."""
     whiten: bool = True
@@ -87,7 +91,7 @@ class PPOSection(Section):
 
 
 class DPOSection(Section):
-    loss: Literal["sigmoid", "ipo", "hinge", "robust", "orpo", "simpo"] = "sigmoid"
+    loss_kind: Literal["sigmoid", "ipo", "hinge", "robust", "orpo", "simpo"] = "sigmoid"
     """How a pair is judged; orpo and simpo need no reference model."""
     beta: Positive = 0.1
     """How much a distance from the reference weighs (orpo: weight of the odds; simpo: scale of the rewards)."""
@@ -106,6 +110,8 @@ class KTOSection(Section):
     """Of the good examples."""
     undesirable_weight: Positive = 1.0
     """Of the bad ones."""
+    threshold: float = 0.5
+    """Examples with a reward above it are good."""
 
 
 class RFTSection(Section):
@@ -117,6 +123,8 @@ class RFTSection(Section):
     """Episodes of a task that made the same calls and gave the same answer are learned once."""
     balance: bool = True
     """Every task that has something to learn weighs the same, however many of its episodes were kept."""
+    train_truncated: bool = False
+    """Keep episodes that a length limit cut as well."""
 
 
 class RewardModelSection(Section):

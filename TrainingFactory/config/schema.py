@@ -38,7 +38,7 @@ class ModelSection(Section):
     thinking: bool | None = None
     """Reasoning on or off, where the template has a switch for it."""
     quantization: Literal["none", "4bit", "8bit"] = "none"
-    """Number format of frozen weights under a LoRA adapter; 4bit and 8bit need bitsandbytes."""
+    """Number format of the weights under an adapter: none is that of dtype; 4bit and 8bit need bitsandbytes."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model; only for models you trust."""
 
@@ -114,7 +114,9 @@ class RewardSection(Section):
     type: Literal[
         "environment", "rule_based", "process_reward", "model_judge", "tool_verified", "learned"
     ] = "environment"
-    """Who scores an episode; environment: its own reward method."""
+    """Who scores an episode; environment: its own reward method; learned: a reward model."""
+    model: PathText | None = None
+    """learned: a run of training.algorithm=reward_model (name or folder), or a checkpoint of one."""
     outcome_weight: float = 1.0
     """Weight of the outcome beside the step rewards."""
     step_rewards: dict[str, float] = Field(default_factory=dict)
@@ -141,12 +143,12 @@ class DataSection(Section):
     seed: ZeroOrMore = 0
     """Which tasks the environment makes."""
     dataset: PathText | None = None
-    """sft, dpo, kto, reward_model: file (JSONL, JSON, Parquet), saved dataset or hub id, with conversations, pairs,
-    labels or trajectories; null: for sft the environment's own expert plays."""
+    """sft, dpo, kto, reward_model: file (JSONL, JSON, Parquet, CSV), saved dataset, hub id or run folder, with
+    conversations, pairs, labels or trajectories; null: for sft the environment's own expert plays."""
     dataset_split: str = "train"
     """Which split of a dataset of the hub or of a saved one."""
     skip_bad_rows: bool = False
-    """Leave out rows that cannot be used and count them, instead of an error."""
+    """Leave out rows that are wrong and count them, instead of an error; rows over model.max_length always are."""
     heldout: PathText | None = None
     """Tasks for evaluation (a JSONL file), or where data.dataset is given, rows like its; null: the environment's split
     heldout."""
@@ -187,7 +189,7 @@ class LoraSection(Section):
     target_modules: str | list[str] = "all-linear"
     """Which layers get an adapter: all-linear, or endings of their names."""
     dora: bool = False
-    """Learn a magnitude for each column beside the low-rank direction."""
+    """Learn the length of each row of a weight beside its direction (DoRA): slower, better at low ranks."""
     rslora: bool = False
     """Weight the adapter by alpha / sqrt(r), for high ranks."""
 

@@ -1,91 +1,226 @@
-"""Demonstrations from a file: one JSON object a line, a conversation or a trajectory as rollouts save them."""
+"""Conversations as datasets write them: OpenAI-style messages, ShareGPT, or texts; and what is wrong with them.
+
+A ValueError goes on after the name of the row, and names the column.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
-from TrainingFactory.data.lines import read_lines
-from TrainingFactory.data.trajectories import trajectory_from_dict
 from TrainingFactory.openai_form import message_from_dict, spec_from_dict
-from TrainingFactory.types import Message, ToolSpec, Trajectory
+from TrainingFactory.types import Message, Reward, ToolCall, ToolSpec, Trajectory
 
-FORMS = '"messages" (and "tools"), "prompt" and "completion", or a trajectory\'s "task" and "turns"'
+# What is wrong with the arguments of a call, or None; handed in by who knows schemas.
+Fits = Callable[[ToolSpec, dict[str, Any]], str | None]
+
+SHAREGPT_ROLES = {
+    "system": "system",
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "chatgpt": "assistant",
+    "model": "assistant",
+    "function_call": "assistant",
+    "observation": "tool",
+    "tool": "tool",
+    "function": "tool",
+    "function_response": "tool",
+}
 
 
 @dataclass(slots=True)
 class Conversation:
-    """`recorded` is the trajectory it was, where its tokens are known."""
+    """The first `context` messages are not learned, whoever wrote them. `steps` are the parts of the last message,
+    where each of them has a label. `recorded` is the trajectory it was, where its tokens are known."""
 
     id: str
     messages: list[Message]
     tools: list[ToolSpec] = field(default_factory=list)
     recorded: Trajectory | None = None
+    context: int = 0
+    reward: Reward | None = None
+    steps: list[str] = field(default_factory=list)
+
+    @property
+    def start(self) -> int:
+        """Number of the first message that is learned."""
+        roles = (message.role for message in self.messages)
+        return next(n for n, role in enumerate(roles) if role == "assistant" and n >= self.context)
 
 
-def load_conversations(path: str | Path) -> list[Conversation]:
-    stem = Path(path).stem
-    return read_lines(
-        path, "demonstrations", f"with {FORMS}", lambda row, number: _conversation(row, f"{stem}-{number}")
-    )
-
-
-def _conversation(row: dict[str, Any], default_id: str) -> Conversation:
-    if "turns" in row and "task" in row:
-        return _from_trajectory(row)
-    tools = row.get("tools") or []
-    if isinstance(tools, str):  # some datasets keep them as JSON in a text
-        tools = json.loads(tools)
-    specs = [spec_from_dict(tool) for tool in tools]
-    return Conversation(str(row.get("id", default_id)), checked(_messages(row)), specs)
-
-
-def _messages(row: dict[str, Any]) -> list[Message]:
-    if "messages" in row:
-        rows = row["messages"]
-    elif "prompt" in row and "completion" in row:
-        rows = [*_as_rows(row["prompt"], "user"), *_as_rows(row["completion"], "assistant")]
+def conversation_in(columns: Mapping[str, Any], name: str) -> list[Message]:
+    """The whole conversation in "messages" or "conversations"."""
+    rows = as_list(columns[name], name)
+    if not rows:
+        raise ValueError(f'has an empty "{name}"')
+    if all(isinstance(row, Mapping) and "from" in row for row in rows):
+        found = _from_sharegpt(rows, name)
     else:
-        raise ValueError(
-            f"has not what a demonstration needs: {FORMS}; its keys are: {', '.join(row) or 'none'}"
-        )
-    if not isinstance(rows, list) or not rows:
-        raise ValueError('has "messages" that are not a list, or an empty one')
-    try:
-        return [message_from_dict(message) for message in rows]
-    except ValueError as error:
-        raise ValueError(f"has a bad message: {error}") from error
+        found = messages_in(rows, name)
+    return named_replies(_with_system(columns, found))
 
 
-def _as_rows(value: Any, role: str) -> list[Any]:
-    return [{"role": role, "content": value}] if isinstance(value, str) else list(value)
+def text_or_messages(columns: Mapping[str, Any], name: str, role: str) -> list[Message]:
+    """A column that is a text of that role, or messages."""
+    value = columns[name]
+    if isinstance(value, str) and value.lstrip().startswith("[{") and '"role"' in value:
+        value = as_list(value, name)
+    if isinstance(value, str):
+        value = [{"role": role, "content": value}] if value.strip() else []
+    if isinstance(value, Mapping):
+        value = [value]
+    if not isinstance(value, list) or not value:
+        raise ValueError(f'has a "{name}" that must be a text or a list of messages, and not empty')
+    return messages_in(value, name)
 
 
-def checked(messages: Sequence[Message]) -> list[Message]:
+def prompt_in(columns: Mapping[str, Any]) -> list[Message]:
+    return _with_system(columns, text_or_messages(columns, "prompt", "user"))
+
+
+def messages_in(rows: Sequence[Any], name: str) -> list[Message]:
+    found = []
+    for number, row in enumerate(rows):
+        try:
+            message = message_from_dict(row)
+        except ValueError as error:
+            raise ValueError(f'has a bad message {number} in "{name}": {error}') from error
+        _readable(message.tool_calls, number, name)
+        found.append(message)
+    return found
+
+
+def tools_in(columns: Mapping[str, Any]) -> list[ToolSpec]:
+    specs = []
+    for number, row in enumerate(as_list(columns.get("tools") or [], "tools")):
+        try:
+            spec = spec_from_dict(row)
+            if isinstance(spec.parameters, str):  # some datasets keep them as JSON in a text
+                spec.parameters = json.loads(spec.parameters)
+            if not isinstance(spec.parameters, dict):
+                raise ValueError(f"its parameters are {str(spec.parameters)[:40]}, not a JSON schema")
+        except (ValueError, AttributeError) as error:
+            raise ValueError(f'has a bad tool {number} in "tools": {error}') from error
+        specs.append(spec)
+    return specs
+
+
+def as_list(value: Any, name: str) -> list[Any]:
+    """A column that is a list, or JSON of one in a text."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f'has a "{name}" that is a text and not JSON: {error}') from error
+    if not isinstance(value, list | tuple):
+        raise ValueError(f'has a "{name}" that is not a list but {str(value)[:40]}')
+    return list(value)
+
+
+def checked(messages: Sequence[Message], name: str = "messages") -> list[Message]:
     """Up to the last message of the assistant: what follows it teaches nothing."""
     ends = [number for number, message in enumerate(messages) if message.role == "assistant"]
     if not ends:
-        raise ValueError("has no message of the assistant, so there is nothing to learn from")
+        raise ValueError(f'has no message of the assistant in "{name}", so there is nothing to learn from')
     if ends[0] == 0:
-        raise ValueError("begins with the assistant; a conversation begins with the system or the user")
-    if any(later == earlier + 1 for earlier, later in pairwise(ends)):
-        raise ValueError("has two messages of the assistant in a row")
+        raise ValueError(f'has "{name}" that begins with the assistant; first comes the system or the user')
+    if twice := next((later for earlier, later in pairwise(ends) if later == earlier + 1), None):
+        raise ValueError(
+            f'has two messages of the assistant in a row in "{name}", the second is message {twice}'
+        )
+    for number in ends:
+        message = messages[number]
+        if not (message.content or message.tool_calls or message.reasoning):
+            raise ValueError(f'has an empty message {number} of the assistant in "{name}"')
     return list(messages[: ends[-1] + 1])
 
 
-def _from_trajectory(row: dict[str, Any]) -> Conversation:
+def check_calls(conversation: Conversation, name: str, fits: Fits | None) -> None:
+    """The calls that are learned go to tools that are there, with arguments that fit. Where a row lists no tools,
+    nothing is known about them."""
+    specs = {spec.name: spec for spec in conversation.tools}
+    for number, message in enumerate(conversation.messages):
+        for call in message.tool_calls if specs and number >= conversation.start else []:
+            place = f'in message {number} of "{name}"'
+            if call.name not in specs:
+                raise ValueError(f'calls {call.name!r} {place}, which is not in "tools": {", ".join(specs)}')
+            if fits is not None and (problem := fits(specs[call.name], call.arguments)):
+                raise ValueError(f"has a call {place} whose arguments do not fit: {problem}")
+
+
+def named_replies(messages: list[Message]) -> list[Message]:
+    """Some templates print the name of the tool that answers, which a message may give by the id of its call only."""
+    names: dict[str, str] = {}
+    for message in messages:
+        names |= {call.id: call.name for call in message.tool_calls if call.id}
+        if message.role == "tool" and not message.name:
+            message.name = names.get(message.tool_call_id or "")
+    return messages
+
+
+def _with_system(columns: Mapping[str, Any], messages: list[Message]) -> list[Message]:
+    system = columns.get("system")
+    if not isinstance(system, str) or not system.strip() or messages[0].role == "system":
+        return messages
+    return [Message("system", system), *messages]
+
+
+def _readable(calls: Sequence[ToolCall], number: int, name: str) -> None:
+    for call in calls:
+        if not call.name:
+            raise ValueError(f'has a call without a name in message {number} of "{name}"')
+        if call.error is not None:
+            raise ValueError(
+                f'has a broken call of {call.name!r} in message {number} of "{name}": {call.error}'
+            )
+
+
+def _from_sharegpt(rows: Sequence[Mapping[str, Any]], name: str) -> list[Message]:
+    found: list[Message] = []
+    for number, row in enumerate(rows):
+        kind, value = str(row["from"]), row.get("value", "")
+        role = SHAREGPT_ROLES.get(kind)
+        if role is None:
+            raise ValueError(
+                f'has a message {number} in "{name}" from {kind!r}; known are: {", ".join(SHAREGPT_ROLES)}'
+            )
+        if kind == "function_call":
+            calls = _sharegpt_calls(value, number, name)
+            if found and found[-1].role == "assistant":  # what it said first, and then called
+                found[-1].tool_calls += calls
+            else:
+                found.append(Message("assistant", "", calls))
+            continue
+        found.append(message_from_dict({"role": role, "content": value}))
+    return _answered(found)
+
+
+def _sharegpt_calls(value: Any, number: int, name: str) -> list[ToolCall]:
+    place = f'in message {number} of "{name}"'
     try:
-        trajectory = trajectory_from_dict(row)
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"is not a trajectory: {error!r}") from error
-    messages = list(trajectory.prompt)
-    for turn in trajectory.turns:
-        if turn.completion.finish == "stop":  # a turn that was cut is no example of how to end one
-            messages += [turn.message, *turn.replies]
-    return Conversation(
-        trajectory.group or trajectory.task.id, checked(messages), trajectory.tools, trajectory
-    )
+        value = json.loads(value) if isinstance(value, str) else value
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"has a broken call {place}: it is not valid JSON: {error}") from error
+    rows = value if isinstance(value, list) else [value]
+    try:
+        calls = message_from_dict({"role": "assistant", "tool_calls": rows}).tool_calls
+    except ValueError as error:
+        raise ValueError(f"has a broken call {place}: {error}") from error
+    _readable(calls, number, name)
+    return calls
+
+
+def _answered(messages: list[Message]) -> list[Message]:
+    """Answers of tools carry the names of the calls before them, in their order."""
+    waiting: list[ToolCall] = []
+    for message in messages:
+        if message.role == "assistant":
+            waiting = list(message.tool_calls)
+        elif message.role == "tool" and waiting:
+            message.name = waiting.pop(0).name
+    return messages

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from TrainingFactory.data.samples import mismatched as mismatched_rows
 from TrainingFactory.types import Sample
 
 MIN_SAVING = 24  # tokens that a node must save; below that one more level costs more than it gives
@@ -190,6 +191,12 @@ def _pack(samples: Sequence[Sample], ids: list[np.ndarray], batch: list[int], tr
         logprobs.append(np.asarray(sample.logprobs, np.float32)[trained])
         advantages.append(np.asarray(sample.advantages, np.float32)[trained])
         rewards.append(np.asarray(sample.rewards, np.float32)[trained])
+    known = [samples[number].reference for number in batch]
+    reference = None
+    if all(values is not None for values in known):
+        trained = (samples[number].loss_mask for number in batch)
+        kept = [np.asarray(values, np.float32)[mask] for values, mask in zip(known, trained, strict=True)]
+        reference = np.concatenate(kept)
     positions = [np.arange(node.depth, node.depth + node.length) for node in tree.nodes]
     first = {samples[number].episode: samples[number] for number in batch}
     return Pack(
@@ -197,7 +204,7 @@ def _pack(samples: Sequence[Sample], ids: list[np.ndarray], batch: list[int], tr
         np.concatenate(source), np.concatenate(place), np.concatenate(target), np.concatenate(row),
         np.concatenate(episode), np.array([first[number].label for number in episodes], np.float32),
         _pairs(first, episodes), np.concatenate(logprobs), np.concatenate(advantages), np.concatenate(rewards),
-        sum(len(ids[number]) for number in batch),
+        sum(len(ids[number]) for number in batch), reference,
     )  # fmt: skip
 
 
@@ -226,12 +233,18 @@ class Batch:
     pairs: int
     baseline: float = 0.0  # what `prepare` found for the step as a whole
     values_only: bool = False  # the critic learns, the policy stays as it is
+    mismatched: list[Pack] = field(
+        default_factory=list
+    )  # answers after other prompts: annotated, never trained
     # Figures summed up over the processes that train together.
     total: Callable[[dict[str, float]], dict[str, float]] = field(default=dict)
 
 
-def make_batch(samples: Sequence[Sample], token_budget: int = 16_384, sharing: bool = True) -> Batch:
-    """`sharing=False` is for models that cannot share prefixes, see `Learner.sharing`."""
+def make_batch(
+    samples: Sequence[Sample], token_budget: int = 16_384, sharing: bool = True, mismatched: bool = False
+) -> Batch:
+    """`sharing=False` is for models that cannot share prefixes, see `Learner.sharing`; `mismatched` for objectives
+    that need it."""
     packs = pack(samples, token_budget, sharing)
     return Batch(
         packs,
@@ -239,4 +252,5 @@ def make_batch(samples: Sequence[Sample], token_budget: int = 16_384, sharing: b
         sum(len(p.target) for p in packs),
         sum(len(p.labels) for p in packs),
         sum(len(p.pairs) for p in packs),
+        mismatched=pack(mismatched_rows(samples), token_budget, sharing) if mismatched else [],
     )

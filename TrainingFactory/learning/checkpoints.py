@@ -2,8 +2,8 @@
 
     config.json, model.safetensors, ...     the model as `save_pretrained` writes it (an adapter alone with LoRA)
     tokenizer.json, ...                     its tokenizer
-    scalar_head.safetensors                 the head of a critic or reward model, where there is one
-    learner.safetensors                     trained weights in float32, and the state of the optimisers
+    scalar_head.safetensors                 the model's head as a critic or reward model, where it has one
+    learner.safetensors                     trained weights in float32, a critic's too, and the state of the optimisers
     learner.json                            which model this belongs to, and the counts of steps
     state.json                              what the caller wants back
 
@@ -95,7 +95,9 @@ def _write(part: Path, learner: Learner, tokenizer: Any, state: dict[str, Any]) 
     with _no_bars():
         learner.model.save_pretrained(part, **adapter)
     tokenizer.save_pretrained(part)
-    if learner.head is not None:
+    if (
+        learner.head is not None and learner.critic is None
+    ):  # of a separate critic it says nothing about the model
         save_head(part, learner.head)
     weights = learner._weights
     tensors = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,18 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 FILE = "scalar_head.safetensors"
+ABOUT = "reward_model.json"
 
 
 class ScalarHead(nn.Module):
-    """One linear unit in float32 over the model's last hidden states. It starts as zero everywhere."""
+    """One linear unit in float32 over the model's last hidden states. It starts as zero everywhere. `about` says what
+    its numbers mean where they are those of a reward model: what is in reward_model.json beside it."""
 
-    def __init__(self, width: int, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self, width: int, device: torch.device | str = "cpu", about: dict[str, Any] | None = None
+    ) -> None:
         super().__init__()
+        self.about = about
         self.weight = nn.Parameter(torch.zeros(1, width, device=device))
         self.bias = nn.Parameter(torch.zeros(1, device=device))
 
@@ -25,12 +31,14 @@ class ScalarHead(nn.Module):
         return nn.functional.linear(states.float(), self.weight, self.bias)[:, 0]
 
 
-def head_for(causal: Any) -> ScalarHead:
-    return ScalarHead(causal.config.get_text_config().hidden_size, causal.device)
+def head_for(causal: Any, about: dict[str, Any] | None = None) -> ScalarHead:
+    return ScalarHead(causal.config.get_text_config().hidden_size, causal.device, about)
 
 
 def save_head(folder: Path, head: ScalarHead) -> None:
     save_file({name: value.detach().contiguous() for name, value in head.state_dict().items()}, folder / FILE)
+    if head.about is not None:
+        (folder / ABOUT).write_text(json.dumps(head.about, indent=1), encoding="utf-8")
 
 
 def load_head(folder: Path, causal: Any) -> ScalarHead:

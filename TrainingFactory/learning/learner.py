@@ -27,14 +27,14 @@ from TrainingFactory.learning.forward import (
 )
 from TrainingFactory.learning.heads import ScalarHead
 from TrainingFactory.learning.logprobs import token_logprobs
-from TrainingFactory.learning.optim import MixedPrecision, OptimizerOptions, make_optimizers
+from TrainingFactory.learning.optim import CRITIC, MixedPrecision, OptimizerOptions, make_optimizers
 from TrainingFactory.learning.processes import Processes
 from TrainingFactory.protocols import Sampler
 
 log = logging.getLogger(__name__)
 
 # What is counted over the step: its name among the metrics, and in a batch.
-COUNTS = {"trained_tokens": "tokens", "rows": "rows", "episodes": "episodes", "pairs": "pairs"}
+COUNTS = {"trained_tokens": "tokens", "rows": "rows", "trained_episodes": "episodes", "pairs": "pairs"}
 
 
 class Learner:
@@ -69,11 +69,13 @@ class Learner:
         self.steps = 0
         self._sampler = sampler
         self._published = 0
-        if gradient_checkpointing:
-            self.causal.gradient_checkpointing_enable({"use_reentrant": False})
+        for each in self._trained_models() if gradient_checkpointing else ():
+            causal_model(each).gradient_checkpointing_enable({"use_reentrant": False})
         self._processes = Processes(self.causal.device)
         self._weights = MixedPrecision(self._named_parameters())
-        named = zip(self._weights.names, self._weights.masters, strict=True)
+        named = list(zip(self._weights.names, self._weights.masters, strict=True))
+        self._critic_weights = [weight for name, weight in named if name.startswith(CRITIC)]
+        self._policy_weights = [weight for name, weight in named if not name.startswith(CRITIC)]
         self.optimizers = make_optimizers(named, options)
         if not self.optimizers:
             raise ValueError("the model has no weights to train")
@@ -88,6 +90,14 @@ class Learner:
             if part is not None:
                 yield from ((f"{prefix}.{name}", param) for name, param in part.named_parameters())
 
+    def _trained_models(self) -> list[Any]:
+        return [self.model] if self.critic is None else [self.model, self.critic]
+
+    def _set_training(self, training: bool) -> None:
+        """Dropout, and with it gradient checkpointing, on or off."""
+        for each in self._trained_models():
+            each.train(training)
+
     def publish(self) -> Sampler:
         if self._sampler is None:
             raise ValueError("this learner has no sampler to publish its weights to")
@@ -100,14 +110,18 @@ class Learner:
     def annotate(self, batch: Batch, needs: frozenset[str]) -> Batch:
         """What the batch must carry beside its rows, by the models as they are now."""
         batch.total = self._processes.total
-        self.model.eval()
+        self._set_training(False)
         for pack in batch.packs:
-            if "reference" in needs:
+            if (
+                "reference" in needs and pack.reference is None
+            ):  # a batch may bring what was computed beforehand
                 pack.reference = self._reference_logprobs(pack)
             if "old" in needs:
                 pack.old = self.logprobs(pack)[0].cpu().numpy()
             if "values" in needs:
                 pack.values = self._scalars(pack, pack.source).cpu().numpy()
+        for pack in batch.mismatched:
+            pack.reference, pack.old = self._reference_logprobs(pack), self.logprobs(pack)[0].cpu().numpy()
         return batch
 
     def update(self, batch: Batch, loss: Loss, needs: frozenset[str] = frozenset()) -> dict[str, float]:
@@ -120,7 +134,7 @@ class Learner:
         counts = self._processes.total(dict(sums))
         step = dataclasses.replace(batch, **{count: int(counts[name]) for name, count in COUNTS.items()})
         if step.rows:
-            self.model.train()
+            self._set_training(True)
             self._weights.clear_grads()  # of a step that ended in an error
             for pack in step.packs:
                 with self._tree_modes():
@@ -132,11 +146,12 @@ class Learner:
                 sums["entropy"] += float(trained.entropy.detach().sum()) / step.tokens
                 for name, figure in figures.items():
                     sums[name] += figure
-            self._processes.add_gradients(self._weights.masters)
+            # Weights that have no gradient are left alone by the optimiser, by its decay and momentum too.
+            self._processes.add_gradients(self._critic_weights if step.values_only else self._weights.masters)
             sums = defaultdict(float, self._processes.total(dict(sums)))
             sums["grad_norm"] = norm = self._step()
             sums["skipped"] = float(not math.isfinite(norm))
-            self.version += math.isfinite(norm)
+            self.version += math.isfinite(norm) and not step.values_only
         sums["learning_rate"] = self.options.learning_rate * self.options.factor(self.steps)
         self.steps += 1
         return dict(sums)
@@ -144,7 +159,7 @@ class Learner:
     def evaluate(self, batch: Batch, loss: Loss, needs: frozenset[str] = frozenset()) -> dict[str, float]:
         """The loss without a step."""
         sums: dict[str, float] = defaultdict(float)
-        self.model.eval()
+        self._set_training(False)
         with torch.no_grad():
             for pack in batch.packs:
                 value, figures = loss(self._trained(pack, batch, needs))
@@ -228,7 +243,10 @@ class Learner:
             return self.logprobs(pack)[0].cpu().numpy()
 
     def _step(self) -> float:
-        norm = float(torch.nn.utils.clip_grad_norm_(self._weights.masters, self.options.max_grad_norm))
+        # A separate critic has a limit of its own: its errors, which are large at first, must not slow the policy.
+        parts = [self._policy_weights, self._critic_weights] if self.critic else [self._weights.masters]
+        limit = self.options.max_grad_norm
+        norm = math.hypot(*(float(torch.nn.utils.clip_grad_norm_(part, limit)) for part in parts))
         if not math.isfinite(norm):
             log.warning("step %d: the gradient's norm is %s; the weights stay as they are", self.steps, norm)
         factor = self.options.factor(self.steps)

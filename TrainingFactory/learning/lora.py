@@ -16,14 +16,18 @@ def add_lora(
     dropout: float = 0.0,
     target_modules: str | Sequence[str] = "all-linear",
     *,
+    dora: bool = False,
+    rslora: bool = False,
     seed: int = 0,
 ) -> PeftModel:
     """The model with a fresh adapter: its weights are frozen, the adapter's are float32 and start as no change.
-    `target_modules` is all-linear (every linear layer but the head), or the endings of layer names."""
+    `target_modules` is all-linear (every linear layer but the head), or the endings of layer names. `dora` learns the
+    length of each row of a weight beside its direction, `rslora` weighs the adapter by alpha / sqrt(r)."""
     targets = target_modules if isinstance(target_modules, str) else list(target_modules)
     config = LoraConfig(
-        r=r, lora_alpha=alpha, lora_dropout=dropout, target_modules=targets, task_type=TaskType.CAUSAL_LM
-    )
+        r=r, lora_alpha=alpha, lora_dropout=dropout, target_modules=targets, task_type=TaskType.CAUSAL_LM,
+        use_dora=dora, use_rslora=rslora,
+    )  # fmt: skip
     try:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)

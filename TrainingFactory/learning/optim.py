@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -9,6 +10,8 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+
+CRITIC = ("head.", "critic.")  # how the names of a learner's weights begin that are not the policy's
 
 
 @dataclass(slots=True, frozen=True)
@@ -25,8 +28,8 @@ class OptimizerOptions:
     max_grad_norm: float = 1.0  # infinity: no clipping
 
     def __post_init__(self) -> None:
-        if self.name not in ("adamw", "muon"):
-            raise ValueError(f"the optimiser is {self.name!r}; it must be adamw or muon")
+        if self.name not in ("adamw", "adamw_8bit", "muon"):
+            raise ValueError(f"the optimiser is {self.name!r}; it must be adamw, adamw_8bit or muon")
         if self.schedule not in ("constant", "linear", "cosine"):
             raise ValueError(f"the schedule is {self.schedule!r}; it must be constant, linear or cosine")
         for name in ("learning_rate", "matrix_learning_rate", "max_grad_norm"):
@@ -85,30 +88,49 @@ def orthogonal(matrix: torch.Tensor, steps: int = 5) -> torch.Tensor:
 def make_optimizers(
     named: Iterable[tuple[str, nn.Parameter]], options: OptimizerOptions
 ) -> list[torch.optim.Optimizer]:
-    """Norms, biases and embeddings are not decayed. With Muon, inner matrices go by it and the rest by AdamW. The
-    head and the critic of a learner have a learning rate of their own."""
-    matrices, decayed, plain, critic = [], [], [], []
+    """Norms, biases, embeddings and a learner's head are not decayed. With Muon, the policy's inner matrices go by it
+    and the rest by AdamW. The head and the critic have a learning rate of their own."""
+    matrices, decayed, plain, critic_decayed, critic_plain = [], [], [], [], []
     for name, param in named:
-        if name.startswith(("head.", "critic.")):
-            critic.append(param)
-            continue
-        inner = param.dim() == 2 and "embed" not in name and "lm_head" not in name
-        (matrices if inner and options.name == "muon" else decayed if inner else plain).append(param)
+        inner = param.dim() == 2 and "embed" not in name and "head." not in name
+        if name.startswith(CRITIC):
+            (critic_decayed if inner else critic_plain).append(param)
+        else:
+            (matrices if inner and options.name == "muon" else decayed if inner else plain).append(param)
+    critic_rate = options.critic_learning_rate or options.learning_rate
     groups = [
         {"params": decayed, "weight_decay": options.weight_decay},
         {"params": plain, "weight_decay": 0.0},
-        {"params": critic, "weight_decay": 0.0, "lr": options.critic_learning_rate or options.learning_rate},
+        {"params": critic_decayed, "weight_decay": options.weight_decay, "lr": critic_rate},
+        {"params": critic_plain, "weight_decay": 0.0, "lr": critic_rate},
     ]
     groups = [group for group in groups if group["params"]]
     optimizers: list[torch.optim.Optimizer] = []
     if groups:
-        optimizers.append(torch.optim.AdamW(groups, lr=options.learning_rate, betas=options.betas))
+        kind = _adamw_8bit() if options.name == "adamw_8bit" else torch.optim.AdamW
+        optimizers.append(kind(groups, lr=options.learning_rate, betas=options.betas))
     if matrices:
         optimizers.append(Muon(matrices, lr=options.matrix_learning_rate))
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["peak_lr"] = group["lr"]
     return optimizers
+
+
+def check_adamw_8bit(device: str = "auto") -> None:
+    """Whether this machine can do it; before anything is loaded."""
+    wanted = "training.optimizer is adamw_8bit, which"
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise ValueError(f"{wanted} needs bitsandbytes: pip install bitsandbytes, or use adamw")
+    if not torch.cuda.is_available() or device in ("cpu", "mps"):
+        raise ValueError(f"{wanted} runs on CUDA devices only; use adamw")
+
+
+def _adamw_8bit() -> Any:
+    check_adamw_8bit()
+    from bitsandbytes.optim import AdamW8bit  # pyright: ignore[reportMissingImports]
+
+    return AdamW8bit
 
 
 class MixedPrecision:

@@ -9,7 +9,7 @@ from TrainingFactory.models.chat import TemplateChatFormat, chat_format
 from TrainingFactory.models.loading import LoadedModel, load_model
 
 
-class _Face:
+class ModelFace:
     """Loaded on first use, so that naming a model costs nothing."""
 
     family: ClassVar[str | None] = None
@@ -18,6 +18,12 @@ class _Face:
         self.name = name
         self._thinking = thinking
         self._options = options  # as `load_model` takes them
+
+    @property
+    def section(self) -> dict[str, Any]:
+        """As a config names the model."""
+        found = {"name": self.name, "family": self.family, "thinking": self._thinking, **self._options}
+        return {key: value for key, value in found.items() if value is not None}
 
     @cached_property
     def loaded(self) -> LoadedModel:
@@ -38,19 +44,19 @@ class _Face:
         )
 
 
-class Qwen3Model(_Face):
+class Qwen3Model(ModelFace):
     """Qwen3; `thinking=False` has the template close the thought before the model writes."""
 
     family = "qwen3"
 
 
-class DeepSeekModel(_Face):
+class DeepSeekModel(ModelFace):
     """DeepSeek V3 and the R1 distils."""
 
     family = "deepseek"
 
 
-class LlamaModel(_Face):
+class LlamaModel(ModelFace):
     """Llama 3.x."""
 
     family = "llama3"

@@ -6,6 +6,7 @@ import difflib
 import functools
 import gc
 import importlib.util
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ import torch
 from TrainingFactory.models.names import BUILTIN, SUPPORTED_MODELS, resolve
 from TrainingFactory.models.tiny import tiny_model, tiny_tokenizer
 
+CPU = torch.device("cpu")
+QUANTIZATIONS = ("none", "4bit", "8bit")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -41,12 +44,15 @@ def load_model(
     revision: str | None = None,
     seed: int = 0,
     trust_remote_code: bool = False,
+    quantization: str = "none",
 ) -> LoadedModel:
     """`dtype` auto is bfloat16 on a GPU that has it, float32 elsewhere; `device` auto is a GPU if there is one.
 
     `adapter` is a folder with a PEFT adapter, loaded unmerged. `seed` makes the built-in model's weights.
+    `quantization` is none, 4bit or 8bit: the linear layers are kept in so many bits and compute in `dtype`.
     """
     target = resolve(name)
+    check_quantization(quantization, target)
     _freeze_imports()
     place = pick_device(device)
     kind = pick_dtype(dtype, place)
@@ -57,8 +63,10 @@ def load_model(
     else:
         if target.startswith("builtin:"):
             raise ValueError(f"model {name!r}: the only built-in model is {BUILTIN!r}")
-        model, tokenizer = _load_pretrained(name, target, kind, revision, trust_remote_code)
-    model = model.to(device=place, dtype=kind).eval()
+        how = _quantized(quantization, kind, place)
+        model, tokenizer = _load_pretrained(name, target, kind, revision, trust_remote_code, how)
+    # Quantised weights come to their device as they are read, and have no other number format.
+    model = (_trainable_bits(model) if quantization != "none" else model.to(device=place, dtype=kind)).eval()
     if adapter is not None:
         model = _with_adapter(model, adapter)
     return LoadedModel(target, model, tokenizer)
@@ -86,7 +94,7 @@ def pick_device(device: str) -> torch.device:
     return place
 
 
-def pick_dtype(dtype: str, place: torch.device) -> torch.dtype:
+def pick_dtype(dtype: str, place: torch.device = CPU) -> torch.dtype:
     if dtype == "auto":
         return torch.bfloat16 if place.type == "cuda" and torch.cuda.is_bf16_supported() else torch.float32
     if dtype not in DTYPES:
@@ -94,8 +102,73 @@ def pick_dtype(dtype: str, place: torch.device) -> torch.dtype:
     return DTYPES[dtype]
 
 
+def check_quantization(quantization: str, name: str) -> None:
+    """Whether this machine can keep weights in few bits, and the model's can be; before anything is loaded."""
+    if quantization not in QUANTIZATIONS:
+        raise ValueError(f"model.quantization is {quantization!r}; it must be {', '.join(QUANTIZATIONS)}")
+    if quantization == "none":
+        return
+    if name == BUILTIN or name.endswith(".gguf") or name.startswith("package:"):
+        raise ValueError(
+            f"model.quantization is {quantization}, but {name} is read as it is: leave it out, or use a model from "
+            "the hub or a folder"
+        )
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise ValueError(
+            f"model.quantization is {quantization}, which needs bitsandbytes: pip install bitsandbytes, or leave it out"
+        )
+
+
+def _quantized(quantization: str, dtype: torch.dtype, place: torch.device) -> dict[str, Any]:
+    """What transformers is told about it."""
+    if quantization == "none":
+        return {}
+    from transformers import BitsAndBytesConfig
+
+    if quantization == "8bit":
+        # It says at every call that it computes in float16.
+        logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
+        how = BitsAndBytesConfig(load_in_8bit=True)
+    else:
+        how = BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=dtype,
+        )
+    return {"quantization_config": how, "device_map": {"": place}}
+
+
+def _trainable_bits(model: Any) -> Any:
+    """On CPUs with bfloat16 instructions bitsandbytes arranges 4-bit weights anew at the first forward pass without
+    gradient, after which no gradient passes through them. Told that there are no such instructions, it does not."""
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):  # foreign object
+            module.support_avx512bf16_for_cpu = False
+    return model
+
+
+def stored_dtype(name: str, revision: str | None = None, trust_remote_code: bool = False) -> torch.dtype:
+    """The number format of the weights as they are stored; float32 where the config does not say."""
+    from transformers import AutoConfig
+
+    target = resolve(name)
+    if target == BUILTIN:
+        return torch.float32
+    source, options = _locate(name, target)
+    config = AutoConfig.from_pretrained(
+        source, revision=revision, trust_remote_code=trust_remote_code, **options
+    )
+    return getattr(config, "dtype", None) or torch.float32  # foreign object
+
+
 def _load_pretrained(
-    name: str, target: str, dtype: torch.dtype, revision: str | None, trust_remote_code: bool
+    name: str,
+    target: str,
+    dtype: torch.dtype,
+    revision: str | None,
+    trust_remote_code: bool,
+    how: dict[str, Any],
 ) -> tuple[Any, Any]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -109,7 +182,7 @@ def _load_pretrained(
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, **options)
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            source, dtype=dtype, output_loading_info=True, **weights, **options
+            source, dtype=dtype, output_loading_info=True, **weights, **options, **how
         )
         model, report = loaded
     except (OSError, ValueError, ImportError, KeyError) as error:

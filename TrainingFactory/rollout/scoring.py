@@ -45,7 +45,8 @@ async def score(episode: Episode, function: RewardFunction | None) -> Reward:
         # A reward that is not async may block for long or start an event loop of its own: not on ours. The one that
         # environments have by default compares two texts, which is not worth a thread.
         default = getattr(function, "__func__", None) is ToolEnvironment.reward
-        on_loop = default or inspect.iscoroutinefunction(function)
+        called = function if inspect.isroutine(function) else type(function).__call__
+        on_loop = default or inspect.iscoroutinefunction(called)
         value = function(episode) if on_loop else await in_thread(function, episode)
         if inspect.isawaitable(value):
             value = await value

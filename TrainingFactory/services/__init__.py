@@ -5,9 +5,25 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from TrainingFactory.services.trainers import GRPOTrainer, SFTTrainer
+    from TrainingFactory.services.trainers import (
+        DPOTrainer,
+        GRPOTrainer,
+        KTOTrainer,
+        PPOTrainer,
+        RewardModelTrainer,
+        RFTTrainer,
+        SFTTrainer,
+    )
 
-__all__ = ["GRPOTrainer", "SFTTrainer"]
+__all__ = [
+    "DPOTrainer",
+    "GRPOTrainer",
+    "KTOTrainer",
+    "PPOTrainer",
+    "RFTTrainer",
+    "RewardModelTrainer",
+    "SFTTrainer",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -63,7 +63,7 @@ class Evaluation:
 def model_of(name: str, runs: str | Path = "runs") -> dict[str, dict[str, Any]]:
     """The sections of a config for a model, or for what a run has made: of a run's folder or name its last
     checkpoint, with the environment it was trained in."""
-    found = _checkpoint_of(name, runs)
+    found = checkpoint_of(name, runs)
     if found is None:
         return {"model": {"name": name}}
     run, checkpoint = found
@@ -81,14 +81,14 @@ def model_of(name: str, runs: str | Path = "runs") -> dict[str, dict[str, Any]]:
     data = sections["data"]
     data |= {
         "split": "heldout",
-        "tasks": data["heldout"],
+        "tasks": data["heldout"] if data["dataset"] is None else None,
         "count": data["heldout_count"],
         "dataset": None,
     }
     return sections
 
 
-def _checkpoint_of(name: str, runs: str | Path) -> tuple[RunFolder, Path] | None:
+def checkpoint_of(name: str, runs: str | Path) -> tuple[RunFolder, Path] | None:
     """A run and one of its checkpoints, by the name of either; None for what is no run."""
     path = Path(name).expanduser()
     if path.parent.name == "checkpoints" and path.is_dir():

@@ -15,7 +15,14 @@ from TrainingFactory.data.trajectories import save_trajectories
 from TrainingFactory.envs import ToolEnvironment
 from TrainingFactory.protocols import ChatFormat, EnvironmentFactory, Sampler
 from TrainingFactory.rollout import AsyncRolloutEngine, rollout_metrics
-from TrainingFactory.services.assemble import make_environment, make_rollouts, make_sampler, make_tasks
+from TrainingFactory.services.assemble import (
+    make_environment,
+    make_reward,
+    make_rollouts,
+    make_sampler,
+    make_tasks,
+    reward_model_folder,
+)
 from TrainingFactory.services.run_tools import RunTools, recording_beside
 from TrainingFactory.services.user_code import told
 from TrainingFactory.tools.tape import CALLS
@@ -52,6 +59,7 @@ class Rollouts:
         self.group_size = group_size
         self.tools = RunTools(config, tools, replay)
         try:
+            reward_model_folder(config)
             made = make_environment(config, self.tools.wanted)
             self.environment: EnvironmentFactory = self.tools.equip(made)
             self.tasks = make_tasks(config, self.environment)
@@ -78,7 +86,10 @@ class Rollouts:
         started = time.perf_counter()
         try:
             chat, sampler = make_sampler(self.config, self.total)
-            engine = make_rollouts(self.config, self.environment, chat, ended, runtime=self.tools.runtime)
+            reward = make_reward(self.config)
+            engine = make_rollouts(
+                self.config, self.environment, chat, ended, reward, runtime=self.tools.runtime
+            )
             self._record()
             started = time.perf_counter()
             asyncio.run(self._all_episodes(engine, chat, sampler))

@@ -6,10 +6,11 @@
     metrics.jsonl       a line per step
     consumed.jsonl      which tasks each step took
     trajectories.jsonl  every episode of training
+    kept.jsonl          rft: the episodes that were learned from
     tool_calls.jsonl    every tool call, as `--replay` serves it again; tools.json: what the model was told of them
     checkpoints/        step-000025/: the model, its optimiser, and in state.json how long the files above were
 
-The four files only grow. After `kill -9` at any moment a run goes on from its last checkpoint: the files are cut
+The files of lines only grow. After `kill -9` at any moment a run goes on from its last checkpoint: the files are cut
 back to what they were then, and all that follows is a function of the config and the step.
 """
 
@@ -43,8 +44,8 @@ try:
 except ImportError:  # not on Windows: there two processes are not kept apart
     fcntl = None
 
-METRICS, CONSUMED, TRAJECTORIES = "metrics.jsonl", "consumed.jsonl", "trajectories.jsonl"
-GROWING = (METRICS, CONSUMED, TRAJECTORIES, CALLS)
+METRICS, CONSUMED, TRAJECTORIES, KEPT = "metrics.jsonl", "consumed.jsonl", "trajectories.jsonl", "kept.jsonl"
+GROWING = (METRICS, CONSUMED, TRAJECTORIES, KEPT, CALLS)
 PACKAGES = ("torch", "transformers", "accelerate", "peft", "safetensors", "numpy")
 State = Literal["running", "finished", "interrupted", "failed", "killed"]
 
@@ -179,16 +180,17 @@ class RunFolder:
         with (self.path / name).open("a", encoding="utf-8", newline="\n") as file:
             file.write(json.dumps(row) + "\n")
 
-    def append_trajectories(self, trajectories: Iterable[Trajectory]) -> None:
-        save_trajectories(self.path / TRAJECTORIES, trajectories, append=True)
+    def append_trajectories(self, trajectories: Iterable[Trajectory], name: str = TRAJECTORIES) -> None:
+        save_trajectories(self.path / name, trajectories, append=True)
 
-    def checkpoint(self, step: int, seconds: float, learner: Any, tokenizer: Any) -> Path:
-        """The learner after so many steps, with the length of the growing files; old ones make room for it."""
+    def checkpoint(self, step: int, seconds: float, learner: Any, tokenizer: Any, taken: int) -> Path:
+        """The learner after so many steps and tasks, with the length of the growing files."""
         from TrainingFactory.learning.checkpoints import save_checkpoint
 
         offsets = {name: self._synced_size(name) for name in GROWING}
         folder = self.path / "checkpoints" / f"step-{step:06d}"
-        save_checkpoint(folder, learner, tokenizer, {"step": step, "seconds": seconds, "offsets": offsets})
+        state = {"step": step, "taken": taken, "seconds": seconds, "offsets": offsets}
+        save_checkpoint(folder, learner, tokenizer, state)
         return folder
 
     def prune(self, last: int, every: int | None) -> None:

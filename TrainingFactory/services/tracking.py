@@ -140,6 +140,8 @@ SHORT = {
     "accuracy": "accuracy {:.2f}",
     "tool_success": "tools {:.0%}",
     "eval/success": "held-out {:.3f}",
+    "eval/loss": "held-out loss {:.4f}",
+    "eval/accuracy": "held-out accuracy {:.2f}",
     "tokens_per_second": "{:.0f} tokens/s",
     "seconds/step": "{:.1f} s",
 }
@@ -147,9 +149,10 @@ SHORT = {
 
 def in_short(metrics: dict[str, float]) -> str:
     told = [text.format(metrics[name]) for name, text in SHORT.items() if name in metrics]
-    if "reward" not in metrics and metrics.get("episodes"):
+    sampled = "episodes/unscored" in metrics
+    if sampled and "reward" not in metrics:
         told.insert(0, "no episode could be scored")
-    elif metrics.get("episodes") and not metrics.get("rows"):
+    elif sampled and not metrics.get("rows"):
         told.append("all groups equal, nothing to learn")
     if lost := int(metrics.get("episodes/tool_failure", 0)):
         told.append(f"{lost} episodes lost to tools that are down")

@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from TrainingFactory.config import TrainingConfig, notices
-from TrainingFactory.config.names import expand
-from TrainingFactory.data.conversations import Conversation, checked
-from TrainingFactory.openai_form import message_from_dict, spec_from_dict
+from TrainingFactory.config.names import ALIASES, expand
+from TrainingFactory.config.section import Section
 from TrainingFactory.protocols import RewardFunction
+from TrainingFactory.services.gathering import Objects, read_examples
 from TrainingFactory.services.runs import RunFolder
 from TrainingFactory.services.tool_sets import listed
 from TrainingFactory.services.tracking import PlainLines, Watcher
-from TrainingFactory.services.training import Objects, Training, TrainingReport
+from TrainingFactory.services.training import Training, TrainingReport
 from TrainingFactory.tools.adapt import as_tool
 from TrainingFactory.tools.tool_cache import ToolCache
 from TrainingFactory.types import Task
@@ -31,38 +31,40 @@ class _Trainer:
         *,
         tools: Any = (),
         tasks: Sequence[Task] | str | Path | None = None,
-        dataset: Sequence[Mapping[str, Any]] | str | Path | None = None,
+        dataset: Any = None,
         config: TrainingConfig | None = None,
         name: str | None = None,
         resume: bool = False,
         replay: str | Path | None = None,
         watcher: Watcher | None = None,
+        allocation_id: str | None = None,
         **options: Any,
     ) -> None:
-        """`model` is a name or one of `TrainingFactory.models`; `environment` a name, a Python file, a class, or
-        a section of the config. `tools` are added to those of the environment: tools, typed functions, `MCPTools` and
-        other sources, or names; several or one. With `tools` and `tasks` alone there is a plain conversation.
-        `options` are keys of the config in short form (`learning_rate=1e-5`, `use_lora=True`) or sections of it
-        (`sampling={"max_tokens": 64}`); they go before `config`; `tool_cache` may be a `ToolCache` too. `resume=True`
-        goes on with the run `name`; `replay` names a run whose recorded tool calls are served again."""
-        given: dict[str, Any] = dict(options)
+        """`model` is a name or one of `TrainingFactory.models`; `environment` a name, a Python file, a class, or a
+        section of the config, with `tools` in it or not. `tools` are added to those of the environment: tools, typed
+        functions, `MCPTools` and other sources, or names; several or one. With `tools` and `tasks` alone there is a
+        plain conversation. `dataset` is a file, a hub id, or rows as Python objects.
+
+        `options` are keys of the config in short form (`learning_rate=1e-5`, `use_lora=True`, and those of the
+        algorithm: `DPOTrainer(beta=0.2)`) or sections of it (`sampling={"max_tokens": 64}`); they go before `config`;
+        `tool_cache` may be a `ToolCache` too. `resume=True` goes on with the run `name`; `replay` names a run whose
+        recorded tool calls are served again. `allocation_id` is for machines of a ComputeFactory."""
+        given = placed(options, self.algorithm)
         given["training"] = dict(given.get("training", {})) | {"algorithm": self.algorithm}
         given["data"] = dict(given.get("data", {}))
-        objects = Objects(conversations=_conversations(dataset))
+        objects = Objects()
         if isinstance(given.get("tool_cache"), ToolCache):
             objects.cache = given.pop("tool_cache")
         if model is not None:
-            given["model"] = model if isinstance(model, str | Path | Mapping) else model.name
+            given["model"] = model if isinstance(model, str | Path | Mapping) else _section_of(model)
         if callable(reward_function):
             objects.reward = reward_function
         elif reward_function is not None:
             given["reward_function"] = reward_function
-        if isinstance(environment, str | Path):
-            given["environment"] = {"environment_id": environment}
-        elif isinstance(environment, Mapping):
-            given["environment"] = {key: value for key, value in environment.items() if key != "tools"}
-            tools = environment.get("tools", tools)
-        else:
+        given |= _environment_section(environment)
+        if isinstance(environment, Mapping):
+            tools = [*listed(environment.get("tools", ())), *listed(tools)]
+        elif "environment" not in given:
             objects.environment = environment
         if isinstance(tasks, str | Path):
             given["data"]["tasks"] = tasks
@@ -75,12 +77,15 @@ class _Trainer:
             given["tools"] = named
         objects.tools = [as_tool(entry) for entry in tools if not isinstance(entry, str | Mapping)]
         self.config = merged(config, given)
+        if dataset is not None and not isinstance(dataset, str | Path):
+            objects.examples = read_examples(self.config, dataset)
         self.objects = objects
         self._name, self._resume, self._replay = name, resume, replay
         self._watcher = watcher or PlainLines()
+        self.notices = [*notices(self.config), *_about_allocation(allocation_id)]
 
     def train(self) -> TrainingReport:
-        for text in notices(self.config):
+        for text in self.notices:
             self._watcher.say(f"note: {text}")
         run = None
         if self._resume:
@@ -104,11 +109,96 @@ class GRPOTrainer(_Trainer):
     algorithm = "grpo"
 
 
+class PPOTrainer(_Trainer):
+    """Learns from rewards with a critic; one episode of a task is enough: `PPOTrainer(..., group_size=1)`."""
+
+    algorithm = "ppo"
+
+
+class RFTTrainer(_Trainer):
+    """Samples, keeps the episodes that the reward accepts, and learns them as demonstrations."""
+
+    algorithm = "rft"
+
+
 class SFTTrainer(_Trainer):
-    """Learns from demonstrations: those in `dataset` (a JSONL file, or OpenAI-style conversations), or those that
+    """Learns from demonstrations: those in `dataset` (a file, a hub id, or OpenAI-style conversations), or those that
     the environment's own expert plays."""
 
     algorithm = "sft"
+
+
+class DPOTrainer(_Trainer):
+    """Learns from pairs of a better and a worse dialogue: `DPOTrainer(dataset="pairs.jsonl", beta=0.2).train()`."""
+
+    algorithm = "dpo"
+
+
+class KTOTrainer(_Trainer):
+    """Learns from single dialogues in `dataset` that are labelled good or bad."""
+
+    algorithm = "kto"
+
+
+class RewardModelTrainer(_Trainer):
+    """Learns to score dialogues from pairs in `dataset`, or with `kind="process"` their turns from labels."""
+
+    algorithm = "reward_model"
+
+
+def _sections() -> dict[str, set[str]]:
+    """The keys of each section."""
+    fields = {name: field.annotation for name, field in TrainingConfig.model_fields.items()}
+    return {
+        name: set(kind.model_fields)
+        for name, kind in fields.items()
+        if isinstance(kind, type) and issubclass(kind, Section)
+    }
+
+
+def placed(options: Mapping[str, Any], algorithm: str) -> dict[str, Any]:
+    """The options with plain keys moved into their sections: that of the algorithm first, or the one section of the
+    common ones that has the key. What is no key of any section stays, for the config to refuse."""
+    given = {key: dict(value) if isinstance(value, Mapping) else value for key, value in options.items()}
+    others = {kind.algorithm for kind in _Trainer.__subclasses__()} - {algorithm}
+    sections = {name: keys for name, keys in _sections().items() if name not in others}
+    for key in [key for key in given if key not in ALIASES and key not in TrainingConfig.model_fields]:
+        homes = (
+            [algorithm] if key in sections[algorithm] else [n for n, keys in sections.items() if key in keys]
+        )
+        if len(homes) > 1:
+            several = " or ".join(f"{home}={{{key!r}: ...}}" for home in homes)
+            raise ValueError(f"{key} is an option of {' and of '.join(homes)}; write {several}")
+        if homes:
+            section = given.setdefault(homes[0], {})
+            if not isinstance(section, dict) or key in section:
+                raise ValueError(f"{key} is given twice, by itself and in {homes[0]}; leave one of them out")
+            section[key] = given.pop(key)
+    return given
+
+
+def _about_allocation(allocation_id: str | None) -> list[str]:
+    where = "ComputeFactory is not connected yet; training runs on this machine"
+    return [] if allocation_id is None else [f"allocation_id {allocation_id}: {where}"]
+
+
+def _environment_section(environment: Any) -> dict[str, Any]:
+    if isinstance(environment, str | Path):
+        return {"environment": {"environment_id": environment}}
+    if isinstance(environment, Mapping):
+        return {"environment": {key: value for key, value in environment.items() if key != "tools"}}
+    return {}
+
+
+def _section_of(model: Any) -> dict[str, Any]:
+    from TrainingFactory.models.faces import ModelFace  # torch, which whoever has one of these has already
+
+    if not isinstance(model, ModelFace):
+        raise ValueError(
+            f"model is a {type(model).__name__}; give a name, a folder, or one of TrainingFactory.models, such as "
+            'Qwen3Model("qwen3-4b")'
+        )
+    return model.section
 
 
 def merged(config: TrainingConfig | None, options: dict[str, Any]) -> TrainingConfig:
@@ -118,22 +208,3 @@ def merged(config: TrainingConfig | None, options: dict[str, Any]) -> TrainingCo
         together = isinstance(keys, Mapping) and isinstance(full.get(section), Mapping)
         full[section] = full[section] | keys if together else keys
     return TrainingConfig(**full)
-
-
-def _conversations(dataset: Any) -> list[Conversation] | None:
-    if dataset is None or isinstance(dataset, str | Path):
-        return None
-    found = []
-    for number, row in enumerate(dataset):
-        if not isinstance(row, Mapping) or "messages" not in row:
-            keys = ", ".join(map(str, row)) if isinstance(row, Mapping) else type(row).__name__
-            raise ValueError(f'row {number} of the dataset needs "messages"; its keys are: {keys}')
-        try:
-            messages = checked([message_from_dict(message) for message in row["messages"]])
-        except ValueError as error:
-            raise ValueError(f"row {number} of the dataset {error}") from error
-        specs = [spec_from_dict(tool) for tool in row.get("tools") or []]
-        found.append(Conversation(str(row.get("id", number)), messages, specs))
-    if not found:
-        raise ValueError("the dataset is empty")
-    return found

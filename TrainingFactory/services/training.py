@@ -6,57 +6,31 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
-from typing import Any
 
 from TrainingFactory.config import TrainingConfig
-from TrainingFactory.data.conversations import Conversation, load_conversations
+from TrainingFactory.data.examples import Examples
 from TrainingFactory.protocols import EnvironmentFactory, RewardFunction
 from TrainingFactory.rollout import AsyncRolloutEngine
 from TrainingFactory.rollout.seeds import turn_seed
 from TrainingFactory.services import assemble, assemble_learner
 from TrainingFactory.services.checking import check
 from TrainingFactory.services.evaluation import evaluation_metrics
+from TrainingFactory.services.gathering import Objects, gather, told_left_out
 from TrainingFactory.services.interrupts import Interrupts
+from TrainingFactory.services.kept import record_kept
+from TrainingFactory.services.recorded import ExpertEpisodes, RecordedEpisodes, Recordings
 from TrainingFactory.services.rollouts import check_tools
 from TrainingFactory.services.run_tools import RunTools
 from TrainingFactory.services.runs import CONSUMED, METRICS, RunFolder, State, Status, new_name
-from TrainingFactory.services.sources import (
-    ExpertEpisodes,
-    Groups,
-    Order,
-    RecordedEpisodes,
-    RewardClock,
-    SampledEpisodes,
-    Source,
-)
+from TrainingFactory.services.sources import Groups, Order, RewardClock, SampledEpisodes, Source
 from TrainingFactory.services.tracking import PlainLines, Trackers, Watcher
-from TrainingFactory.tools.tool_cache import ToolCache
-from TrainingFactory.types import Task
 
 MAX_UNUSABLE = 3  # steps in a row
 MAX_WITHOUT_TOOLS = 8  # where a server is down, which may come back: after pauses of 1, 2, 4 ... seconds
 LONGEST_PAUSE = 30.0
-
-
-@dataclass(slots=True)
-class Objects:
-    """What a user hands in as Python objects instead of naming it in the config."""
-
-    environment: EnvironmentFactory | None = None
-    reward: RewardFunction | None = None
-    tasks: Sequence[Task] | None = None
-    conversations: Sequence[Conversation] | None = None
-    tools: Sequence[Any] = ()  # tools, sources of them, or what can be made a tool
-    cache: ToolCache | None = None
-
-    @property
-    def given(self) -> list[str]:
-        names = ("environment", "reward", "tasks", "conversations", "tools")
-        return [name for name in names if getattr(self, name)]
 
 
 @dataclass(slots=True)
@@ -94,18 +68,20 @@ class Training:
     ) -> None:
         self.config, self.objects = config, objects or Objects()
         self.watcher: Watcher = watcher or PlainLines()
-        check(config, config.data.dataset is not None or self.objects.conversations is not None)
+        check(config, config.data.dataset is not None or self.objects.examples is not None)
         self.resuming = run is not None
         if run is not None:
             replay = replay or run.about.get("replay")
         self.tools = RunTools(config, self.objects.tools, replay, self.objects.cache)
         try:
-            self._gather()
-            training = config.training
-            size = len(self.tasks) or len(self.conversations)
-            self.order = Order(size, training.batch_size, training.seed)
-            self.total = training.max_steps or training.num_epochs * self.order.steps_per_epoch
-            about = {"objects": self.objects.given, "replay": self.tools.replayed}
+            self.data = gather(config, self.objects, self.tools)
+            self._set_order(self.data.size)
+            if run is not None and (was := run.about.get("size", self.data.size)) != self.data.size:
+                raise ValueError(
+                    f"run {run.name} was started with {was} tasks or rows, and now there are {self.data.size}: "
+                    "it goes on with the same data only"
+                )
+            about = {"objects": self.objects.given, "replay": self.tools.replayed, "size": self.data.size}
             self.run = run or RunFolder.create(config, name or new_name(config), about)
             self.run.lock()
         except BaseException:
@@ -118,34 +94,10 @@ class Training:
         self._interrupts = Interrupts(self.watcher)
         self._rows: list[dict[str, float]] = []
 
-    def _gather(self) -> None:
-        """The environment and the data."""
-        data, objects = self.config.data, self.objects
-        self.tasks: list[Task] = []
-        self.heldout: list[Task] = []
-        self.conversations = list(objects.conversations or [])
-        if data.dataset is not None and not self.conversations:
-            self.conversations = load_conversations(Path(data.dataset).expanduser())[: data.count]
-        self.environment = objects.environment
-        named = self.config.environment.environment_id is not None or self.tools.wanted
-        if self.environment is None and (named or not self.conversations):
-            self.environment = assemble.make_environment(self.config, self.tools.wanted)
-        if self.environment is not None:
-            self.environment = self.tools.equip(self.environment)
-        if self.environment is not None and not self.conversations:
-            self.tasks = list(objects.tasks or []) or assemble.make_tasks(
-                self.config, self.environment, assemble.TRAINING_TASKS
-            )
-            if self.config.training.algorithm == "sft" and not hasattr(self.environment, "expert"):
-                name = assemble.environment_name(self.environment)
-                raise ValueError(
-                    f"sft learns from demonstrations, and {name} has no method `expert` that makes them; write one, "
-                    "or give a file: data.dataset=FILE.jsonl"
-                )
-        if self.config.training.eval_every is not None:
-            if self.environment is None:
-                raise ValueError("training.eval_every needs an environment to evaluate in: environment=NAME")
-            self.heldout = assemble.make_heldout_tasks(self.config, self.environment)
+    def _set_order(self, size: int) -> None:
+        training = self.config.training
+        self.order = Order(size, training.batch_size, training.seed)
+        self.total = training.max_steps or training.num_epochs * self.order.steps_per_epoch
 
     # the run
 
@@ -200,6 +152,7 @@ class Training:
                 epochs=options.update_epochs,
                 minibatches=options.minibatches,
                 seed=self._seed(self.done),
+                references=self.references,
             )
             ended = time.perf_counter()
             metrics = self._metrics(groups, figures, generated - started, ended - generated)
@@ -211,7 +164,8 @@ class Training:
     def _generate(self, step: int) -> Groups:
         self.watcher.phase("generate")
         self.learner.model.eval()
-        self.engine.align()
+        if self.engine is not None:
+            self.engine.align()
         with self._interrupts.at_once():
             groups = self.source.groups(step, self.learner.publish)
         if (problem := self.source.unusable(groups)) is None:
@@ -257,7 +211,8 @@ class Training:
     def _record(self, groups: Groups, metrics: dict[str, float]) -> None:
         self.tools.commit()  # not before: a checkpoint holds the calls of steps that are done
         ids = self.source.ids(self.done)
-        epoch = self.done // self.order.steps_per_epoch
+        epoch = self.order.taken // self.order.size
+        self.order.taken += len(ids)
         self.done += 1
         self.seconds += metrics["seconds/step"]
         every = self.config.training.eval_every
@@ -265,6 +220,7 @@ class Training:
             metrics |= self._evaluate()
         if self.config.logging.save_trajectories and isinstance(self.source, SampledEpisodes):
             self.run.append_trajectories(trajectory for group in groups for trajectory in group)
+        metrics |= record_kept(self.run, self.algorithm, groups)
         self.run.append(CONSUMED, {"step": self.done, "epoch": epoch, "tasks": ids})
         self._log(epoch, metrics)
 
@@ -283,17 +239,35 @@ class Training:
 
     def _evaluate(self) -> dict[str, float]:
         self.watcher.phase("evaluate")
+        started = time.perf_counter()
+        metrics = self._evaluate_tasks() if self.data.heldout else {}
+        if self.heldout_rows is not None:
+            metrics |= self._evaluate_rows(self.heldout_rows)
+        metrics["seconds"] = time.perf_counter() - started
+        return {f"eval/{name}": value for name, value in metrics.items()}
+
+    def _evaluate_tasks(self) -> dict[str, float]:
+        assert self.engine is not None
         self.learner.model.eval()
         self.engine.align()
-        started = time.perf_counter()
         groups = self.evaluation.rollout(
-            self.heldout, self.learner.publish(), recorded_as=f"eval-{self.done}"
+            self.data.heldout, self.learner.publish(), recorded_as=f"eval-{self.done}"
         )
         self.tools.commit()
         metrics = evaluation_metrics([trajectory for group in groups for trajectory in group])
-        metrics |= self.tools.metrics()
-        metrics["seconds"] = time.perf_counter() - started
-        return {f"eval/{name}": value for name, value in metrics.items()}
+        return metrics | self.tools.metrics()
+
+    def _evaluate_rows(self, rows: Recordings) -> dict[str, float]:
+        from TrainingFactory.services.updating import evaluate
+
+        groups, budget = (
+            [rows.group(number) for number in range(len(rows))],
+            self.config.training.token_budget,
+        )
+        metrics = evaluate(
+            self.learner, self.algorithm, groups, self.done, token_budget=budget, references=self.references
+        )
+        return metrics | rows.left_out
 
     def _checkpoint_if_due(self) -> None:
         due = self.done % self.config.logging.checkpoint_every == 0 and not self._unusable
@@ -305,7 +279,7 @@ class Training:
             return
         self.watcher.phase("checkpoint")
         keep = self.config.logging
-        self.run.checkpoint(self.done, self.seconds, self.learner, self.loaded.tokenizer)
+        self.run.checkpoint(self.done, self.seconds, self.learner, self.loaded.tokenizer, self.order.taken)
         self._checkpointed = self.done
         self.run.prune(keep.keep_checkpoints, keep.keep_every)
 
@@ -319,6 +293,7 @@ class Training:
 
     def _load(self) -> None:
         from TrainingFactory.learning.checkpoints import load_checkpoint
+        from TrainingFactory.services.updating import precompute
 
         config, training = self.config, self.config.training
         self.watcher.phase("load")
@@ -326,42 +301,79 @@ class Training:
         assemble_learner.make_trainable(config, self.loaded)
         day = date.fromisoformat(self.run.about["day"])
         self.chat = assemble.make_chat(config, self.loaded, day)
-        self.engine = assemble.make_engine(config, self.loaded, training.batch_size * training.group_size)
+        self.engine = None  # where nothing is sampled
+        if self.data.environment is not None:
+            episodes = training.batch_size * training.group_size
+            self.engine = assemble.make_engine(config, self.loaded, episodes)
         self.algorithm = assemble_learner.make_algorithm(config)
+        recordings = self._recordings()
         self.learner = assemble_learner.make_learner(
             config, self.loaded, self.algorithm, self.engine, self.total
         )
-        self.source = self._make_source()
+        self.source = self._make_source(recordings)
+        self.references = None
+        if assemble_learner.precomputes_reference(config):
+            self.watcher.phase("reference")
+            rows = [each for each in (recordings, self.heldout_rows) if each is not None]
+            self.references = precompute(
+                self.learner, self.algorithm, rows, training.batch_size, training.token_budget, self.watcher.say
+            )
         offsets: dict[str, int] = {}
         if found := self.run.checkpoints():
             state = load_checkpoint(found[-1], self.learner)
             self.done, self.seconds, offsets = state["step"], state["seconds"], state["offsets"]
+            self.order.taken = state.get("taken", self.order.start(self.done))
             self._checkpointed = self.done
         self.run.rewind(offsets)
         if config.logging.record_tools:
             self.tools.record_to(self.run.path)
         self.trackers = Trackers(self.run.path, config)
-        if self.environment is not None:
-            asyncio.run(check_tools(self.environment, (self.tasks or self.heldout)[0], self.chat))
+        if self.data.environment is not None and (tasks := self.data.tasks or self.data.heldout):
+            asyncio.run(check_tools(self.data.environment, tasks[0], self.chat))
 
-    def _make_source(self) -> Source:
-        config = self.config
-        clock = RewardClock(self.objects.reward)
+    def _recordings(self) -> Recordings | None:
+        """The rows in tokens. Those that are too long are known only now, and so is how many steps there are."""
+        data, self.heldout_rows = self.data, None
+        if data.examples is None:
+            return None
+        found = self._in_tokens(data.examples, "")
+        if data.heldout_examples is not None:
+            self.heldout_rows = self._in_tokens(data.heldout_examples, "held-out: ")
+        data.examples = data.heldout_examples = None  # their texts are not needed any more
+        self._set_order(len(found))
+        return found
+
+    def _in_tokens(self, examples: Examples, which: str) -> Recordings:
+        config, say = self.config, self.watcher.say
+        limit = assemble.max_length(config, self.loaded)
+        found = Recordings(examples, self.chat, limit, config.data.skip_bad_rows, say)
+        for text in told_left_out(found.bad, found.long, found.unused):
+            say(f"note: {which}{text}")
+        return found
+
+    def _make_source(self, recordings: Recordings | None) -> Source:
+        config, environment, tasks = self.config, self.data.environment, self.data.tasks
+        reward = self.objects.reward or assemble.make_reward(config)
+        clock = RewardClock(reward)
         limits = {
             "max_reply_tokens": config.sampling.max_reply_tokens,
             "max_length": assemble.max_length(config, self.loaded),
             "timeout": config.environment.episode_timeout,
         }
-        if self.environment is not None:
-            self.evaluation = self._rollouts(self.environment, self.objects.reward)
-        if self.conversations:
-            return RecordedEpisodes(self.conversations, self.order, self.chat, limits)
-        assert self.environment is not None
+        if environment is not None:
+            self.evaluation = self._rollouts(environment, reward)
+        if recordings is not None:
+            return RecordedEpisodes(recordings, self.order)
+        assert environment is not None
         if config.training.algorithm == "sft":
             limits["runtime"] = self.tools.runtime
-            return ExpertEpisodes(self.tasks, self.order, self.environment, self.chat, limits)
-        rollouts = self._rollouts(self.environment, clock.score)
-        return SampledEpisodes(self.tasks, self.order, rollouts, config.training.group_size, clock)
+            return ExpertEpisodes(tasks, self.order, environment, self.chat, limits)
+        rollouts = self._rollouts(environment, clock.score)
+        return SampledEpisodes(
+            tasks, self.order, rollouts, config.training.group_size, clock,
+            teaches=lambda group: bool(self.algorithm.samples(group)),
+            refill=config.grpo.refill if config.training.algorithm == "grpo" else 0,
+        )  # fmt: skip
 
     def _rollouts(self, environment: EnvironmentFactory, reward: RewardFunction | None) -> AsyncRolloutEngine:
         watch, runtime = self.watcher.episode, self.tools.runtime

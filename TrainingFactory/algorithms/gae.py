@@ -1,0 +1,53 @@
+"""Generalised advantage estimation over the tokens that the policy sampled.
+
+    delta_t = r_t + gamma V_{t+1} - V_t
+    A_t     = delta_t + gamma lam A_{t+1}
+
+t counts sampled tokens only. What a tool wrote between two of them is part of the later one's state, so it is stepped
+over: after a turn's last token comes the first token of the next turn. After the last token of all, V and A are 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+Total = Callable[[dict[str, float]], dict[str, float]]  # sums over the processes that train together
+
+
+def gae(rewards: np.ndarray, values: np.ndarray, gamma: float, lam: float) -> np.ndarray:
+    """The advantages of one episode's tokens, in order. [T], [T] -> [T], in float64"""
+    expected = values.astype(np.float64)
+    deltas = rewards + gamma * np.append(expected[1:], 0.0) - expected
+    advantages, later = np.empty(len(deltas)), 0.0
+    for place in range(len(deltas) - 1, -1, -1):
+        later = advantages[place] = deltas[place] + gamma * lam * later
+    return advantages
+
+
+def gae_of_episodes(
+    rewards: np.ndarray, values: np.ndarray, episode: np.ndarray, row: np.ndarray, gamma: float, lam: float
+) -> np.ndarray:
+    """The same for many episodes, each of one or more rows. [M] each; an episode's rows are numbered in the order in
+    which they were played, and a row's tokens stand in order."""
+    advantages = np.zeros(len(rewards))
+    order = np.lexsort((row, episode))  # stable
+    borders = np.flatnonzero(np.diff(episode[order])) + 1
+    for places in np.split(order, borders):
+        advantages[places] = gae(rewards[places], values[places], gamma, lam)
+    return advantages
+
+
+def moments(arrays: Sequence[np.ndarray], total: Total) -> tuple[float, float]:
+    """Mean and deviation of all numbers in the arrays of all processes."""
+    sums = total(
+        {
+            "count": float(sum(len(array) for array in arrays)),
+            "sum": sum(float(array.sum(dtype=np.float64)) for array in arrays),
+        }
+    )
+    count = max(1.0, sums["count"])
+    mean = sums["sum"] / count
+    squares = sum(float(((array.astype(np.float64) - mean) ** 2).sum()) for array in arrays)
+    return mean, (total({"squares": squares})["squares"] / count) ** 0.5

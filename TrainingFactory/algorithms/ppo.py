@@ -1,0 +1,135 @@
+"""PPO: a policy gradient whose baseline is a critic's expectation before each token.
+
+    A, V  advantages by `gae.py`, and the critic's values; A is whitened over the step if asked
+    R     = A + V before whitening and before the step: what the critic should have expected
+    L     = mean over tokens of  -min(w A, clip(w, 1 - clip, 1 + clip) A)
+                                 + value_weight / 2 max((V - R)^2, (V_old + clip(V - V_old, +-value_clip) - R)^2)
+                                 + kl KL(now, reference) - entropy H
+
+where w = p_now / p_sampled for each token, and the mean is over all trained tokens of the step. A turn's step reward
+stands on its last token, the outcome on the last token of the last turn. With `kl_in="reward"` each token's reward
+loses kl (log p_sampled - log p_reference) instead. An episode that a limit cut ends there: nothing is expected after
+it, and its reward is what it earned so far.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from TrainingFactory.algorithms.gae import gae_of_episodes, moments
+from TrainingFactory.algorithms.policy_loss import clipped_gain, kl_terms
+from TrainingFactory.algorithms.trained import Trained
+from TrainingFactory.data.packing import Batch, Pack
+from TrainingFactory.data.samples import to_samples
+from TrainingFactory.types import Sample, Trajectory
+
+SMALLEST = 1e-6  # deviation; numbers that are closer together than that are the same but for rounding
+
+
+@dataclass(slots=True, frozen=True)
+class PPO:
+    critic: Literal["head", "separate"] = "head"  # for whoever makes the learner, like the next
+    critic_learning_rate: float | None = None
+    gamma: float = 1.0
+    lam: float = 0.95
+    clip: float = 0.2
+    value_clip: float | None = 0.2  # None: values may move any distance
+    value_weight: float = 0.5
+    critic_warmup: int = 0  # steps in which the policy stays as it is
+    whiten: bool = True
+    kl: float = 0.0
+    kl_in: Literal["loss", "reward"] = "loss"
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    entropy: float = 0.0
+    train_truncated: bool = True  # whether episodes cut by a length limit are trained on
+
+    def __post_init__(self) -> None:
+        if not 0 < self.clip < 1:
+            raise ValueError(f"ppo.clip is {self.clip}; it must lie between 0 and 1")
+        for name in ("gamma", "lam"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"ppo.{name} is {getattr(self, name)}; it must be from 0 to 1")
+        for name in ("value_clip", "value_weight"):
+            if (value := getattr(self, name)) is not None and not value > 0:
+                raise ValueError(f"ppo.{name} is {value}; it must be over 0")
+        for name in ("critic_warmup", "kl", "entropy"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"ppo.{name} is {getattr(self, name)}; it must be 0 or more")
+
+    @property
+    def needs(self) -> frozenset[str]:
+        return frozenset({"values", "reference"} if self.kl else {"values"})
+
+    def samples(self, group: Sequence[Trajectory]) -> list[Sample]:
+        rows = []
+        for trajectory in group:
+            if trajectory.reward is None or not trajectory.turns:
+                continue
+            if trajectory.status == "truncated" and not self.train_truncated:
+                continue
+            rewards = list(trajectory.reward.steps) or [0.0] * len(trajectory.turns)
+            rewards[-1] += trajectory.reward.outcome
+            rows += to_samples(trajectory, rewards=rewards)
+        return rows
+
+    def prepare(self, batches: Sequence[Batch], step: int) -> None:
+        total = batches[0].total
+        packs = [pack for batch in batches for pack in batch.packs]
+        for pack in packs:
+            self._credit(pack)
+        mean, deviation = moments([pack.advantages for pack in packs], total)
+        _, spread = moments([pack.returns for pack in packs if pack.returns is not None], total)
+        if self.whiten:
+            for pack in packs:
+                pack.advantages = (pack.advantages - mean) / max(deviation, SMALLEST)
+        for pack in packs:
+            pack.advantages = pack.advantages.astype("float32")
+        for batch in batches:
+            batch.baseline = spread**2
+            batch.values_only = step < self.critic_warmup
+
+    def _credit(self, pack: Pack) -> None:
+        """Advantages in float64, and returns."""
+        assert pack.values is not None
+        rewards = pack.rewards.astype("float64")
+        if self.kl and self.kl_in == "reward":
+            assert pack.reference is not None
+            rewards -= self.kl * (pack.logprobs - pack.reference)
+        pack.advantages = gae_of_episodes(rewards, pack.values, pack.episode, pack.row, self.gamma, self.lam)
+        pack.returns = (pack.advantages + pack.values).astype("float32")
+
+    def loss(self, trained: Trained) -> tuple[torch.Tensor, dict[str, float]]:
+        gap = trained.logprobs - trained.sampled
+        ratio = gap.exp()
+        gain = clipped_gain(ratio, trained.advantages, self.clip, self.clip)
+        value_loss = self._value_loss(trained)
+        total = -gain.sum() + self.value_weight * value_loss
+        sums = {
+            "clipped": (ratio * trained.advantages > gain).sum(),
+            "sampler_gap": gap.abs().sum(),
+            "value_loss": value_loss,
+        }
+        if trained.baseline > SMALLEST**2:  # the variance of the returns: the share of it that was foreseen
+            assert trained.returns is not None and trained.old_values is not None
+            sums["explained"] = (1 - (trained.returns - trained.old_values) ** 2 / trained.baseline).sum()
+        if trained.reference is not None:
+            divergence = kl_terms(trained.logprobs, trained.reference, self.kl_estimator).sum()
+            total = total + (self.kl * divergence if self.kl_in == "loss" else 0.0)
+            sums["kl"] = divergence
+        if self.entropy:
+            total = total - self.entropy * trained.entropy.sum()
+        figures = {name: float(value.detach()) / trained.step_tokens for name, value in sums.items()}
+        return total / trained.step_tokens, figures
+
+    def _value_loss(self, trained: Trained) -> torch.Tensor:
+        values, old, returns = trained.values, trained.old_values, trained.returns
+        assert values is not None and old is not None and returns is not None, "`prepare` comes first"
+        error = (values - returns) ** 2
+        if self.value_clip is not None:
+            near = old + (values - old).clamp(-self.value_clip, self.value_clip)
+            error = torch.maximum(error, (near - returns) ** 2)
+        return error.sum() / 2

@@ -1,0 +1,175 @@
+"""`tfactory data`: recorded episodes as datasets, and datasets as they will be read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from cyclopts import App, Parameter, validators
+
+from TrainingFactory.cli import show
+from TrainingFactory.types import Status
+
+if TYPE_CHECKING:
+    from TrainingFactory.data.convert import Filters
+    from TrainingFactory.data.examples import Examples, Form
+
+data = App(name="data", help="Turn recorded episodes into datasets; show and check datasets.")
+Where = Annotated[str, Parameter(name="--runs")]
+Target = Literal["sft", "dpo", "kto", "rm", "prm"]
+Algorithm = Literal["sft", "dpo", "kto", "reward_model", "rm", "prm"]
+SAMPLE = 500  # rows from which is told what a file is good for
+
+
+@Parameter(name="*")
+@dataclass(slots=True)
+class Kept:
+    """Which episodes become rows."""
+
+    min_reward: float | None = None
+    """Least reward, step rewards included."""
+    max_reward: float | None = None
+    """Greatest reward."""
+    status: Annotated[list[Status], Parameter(negative="")] = field(default_factory=list)
+    """How the episode ended: done, max_turns, truncated. May be given several times."""
+    tasks: Annotated[list[str], Parameter(negative="")] = field(default_factory=list)
+    """Ids of tasks, or patterns such as 'search-*'. May be given several times."""
+    max_per_task: Annotated[int | None, Parameter(validator=validators.Number(gte=1))] = None
+    """At most so many rows of a task, chosen at random."""
+    dedupe: Annotated[bool, Parameter(negative="")] = False
+    """Rows that say the same of the same task count once."""
+    min_margin: Annotated[float, Parameter(validator=validators.Number(gte=0))] = 0.0
+    """dpo, rm: by how much the better side of a pair must lead."""
+    threshold: float = 0.5
+    """kto: rewards above it are good."""
+    seed: int = 0
+    """For the choice that --max-per-task makes."""
+
+    def filters(self) -> Filters:
+        from TrainingFactory.data.convert import Filters
+
+        names = (name for name in Filters.__dataclass_fields__)
+        return Filters(**{name: getattr(self, name) for name in names})
+
+
+@data.command
+def convert(
+    source: str,
+    *,
+    to: Target,
+    out: Path,
+    kept: Kept | None = None,
+    force: Annotated[bool, Parameter(negative="")] = False,
+    where: Where = "runs",
+) -> int:
+    """Turn the recorded episodes of a run into rows that sft, dpo, kto or a reward model learns from.
+
+    ```
+    tfactory data convert search-1 --to sft --out good.jsonl --min-reward 1 --dedupe
+    tfactory data convert runs/search-1/trajectories.jsonl --to dpo --out pairs.jsonl
+    ```
+
+    Parameters
+    ----------
+    source
+        A run (name or folder), or a file of trajectories.
+    to
+        What the rows are for: sft, dpo, kto, rm (outcome reward model), prm (process reward model).
+    out
+        JSONL file to write: OpenAI-style messages in the columns that TRL reads, too.
+    force
+        Write over the file if it is there.
+    where
+        The folder of runs.
+    """
+    from TrainingFactory.data.convert import convert as converted
+    from TrainingFactory.data.datasets import read_rows
+    from TrainingFactory.services.datasets import trajectories_of, write_rows
+
+    if out.exists() and not force:
+        raise ValueError(f"{out} is there already; choose another file, or write over it with --force")
+    path = trajectories_of(source, where)
+    done = converted(read_rows(path), to, (kept or Kept()).filters())
+    rows = [("episodes read", f"{done.read} from {path}")]
+    rows += [(f"  {why}", f"{count} left out") for why, count in done.dropped.items() if count]
+    show.table([*rows, ("rows", str(len(done.rows)))])
+    if not done.rows:
+        show.fail(f"no episode is left for {to}; nothing is written")
+        return 1
+    write_rows(out, done.rows)
+    show.note(f"saved {show.count(len(done.rows), 'row')} to {out}; learn from them with data.dataset={out}")
+    return 0
+
+
+@data.command(name="show")
+def show_(
+    source: str,
+    *,
+    rows: Annotated[int, Parameter(validator=validators.Number(gte=0))] = 3,
+    split: str = "train",
+    where: Where = "runs",
+) -> None:
+    """Show rows of a dataset as conversations, and which algorithms it fits.
+
+    Parameters
+    ----------
+    source
+        A file (JSONL, JSON, Parquet, CSV), a saved dataset, a hub id, or a run.
+    rows
+        How many rows to print.
+    split
+        Which split, where there are several.
+    where
+        The folder of runs.
+    """
+    from TrainingFactory.services.datasets import dataset_of, fitting
+
+    found = fitting(dataset_of(source, where), split, SAMPLE)
+    first = next(iter(found.fits.values()), None)
+    for example in first.found[:rows] if first else []:
+        for number, each in enumerate(example.conversations, 1):
+            title = f"{example.where}: {example.id}"
+            if len(example.conversations) > 1:
+                title += f", {number} of {len(example.conversations)}"
+            title += f", reward {each.reward.outcome:g}" if each.reward else ""
+            title += f", steps {each.reward.steps}" if each.reward and each.reward.steps else ""
+            show.conversation(title, each.messages[: each.start], each.tools, each.messages[each.start :])
+    told = [("rows", f"{found.rows} read{' (there are more)' if found.more else ''}")]
+    told.append(("columns", ", ".join(found.columns)))
+    told.append(("fits", ", ".join(found.fits) or "no algorithm"))
+    told += [(f"not {form}", why) for form, why in found.misfits.items()]
+    show.table(told)
+
+
+@data.command
+def check(
+    source: str,
+    *,
+    algorithm: Annotated[Algorithm, Parameter(name="--for")],
+    split: str = "train",
+    where: Where = "runs",
+) -> int:
+    """Check every row of a dataset for an algorithm, and tell all that is wrong. The exit status is 1 if anything is.
+
+    Parameters
+    ----------
+    source
+        A file (JSONL, JSON, Parquet, CSV), a saved dataset, a hub id, or a run.
+    algorithm
+        sft, dpo, kto, reward_model (or rm), prm (a process reward model).
+    split
+        Which split, where there are several.
+    where
+        The folder of runs.
+    """
+    from TrainingFactory.services.datasets import checked, dataset_of
+
+    form: Form = "rm" if algorithm == "reward_model" else algorithm
+    examples: Examples = checked(dataset_of(source, where), form, split)
+    for problem in examples.bad:
+        show.fail(problem)
+    told = [("rows", str(examples.rows)), ("usable", f"{len(examples)} examples for {form}")]
+    told += [(f"  {why}", f"{count} episodes left out") for why, count in examples.unused.items()]
+    show.table([*told, ("bad rows", str(len(examples.bad)))])
+    return 1 if examples.bad else 0

@@ -1,0 +1,186 @@
+"""Rows of a dataset, wherever it is, one at a time. Each says where it came from, for messages about it.
+
+A column that Arrow filled with null (Parquet, saved and hub datasets give every nested object all keys of all rows)
+counts as not there, so that a tool has no parameters of other tools and a call no arguments of other calls.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from TrainingFactory.data.lines import as_object, text_lines
+
+FILES = (".jsonl", ".ndjson", ".json", ".parquet", ".csv")
+KINDS = "a JSONL, JSON, Parquet or CSV file, a folder saved by datasets, or the id of a dataset on the hub"
+WRAPPERS = ("data", "rows", "examples")  # where a JSON file has its list under a name
+MAX_CELL = 2**31 - 1  # characters; a conversation can be long
+
+
+@dataclass(slots=True)
+class Row:
+    """`problem` says why there are no columns; it goes on after `where`."""
+
+    where: str
+    columns: dict[str, Any]
+    problem: str | None = None
+
+
+def read_rows(source: Any, split: str = "train") -> Iterator[Row]:
+    """`source` is a path, a hub id (`name` or `name:configuration`), a `datasets.Dataset` or dicts."""
+    if not isinstance(source, str | Path):
+        return _of_objects(source, split)
+    path = Path(source).expanduser()
+    if path.is_dir():
+        return _of_folder(path, split)
+    if path.is_file():
+        readers = {".json": _of_json, ".parquet": _of_parquet, ".csv": _of_csv}
+        return readers.get(path.suffix.lower(), _of_lines)(path)
+    if path.suffix.lower() in FILES or str(source).startswith((".", "/", "~")):
+        raise ValueError(f"there is no file of data at {path}; a dataset is {KINDS}")
+    return _of_table(_from_hub(str(source), split), str(source))
+
+
+def name_of(source: Any) -> str:
+    """What rows without an id of their own are named after."""
+    return Path(source).stem if isinstance(source, str | Path) else "row"
+
+
+def _of_lines(path: Path) -> Iterator[Row]:
+    for number, line in text_lines(path):
+        where = f"{path}, line {number}"
+        try:
+            yield Row(where, as_object(line, "with the columns of the row"))
+        except ValueError as error:
+            yield Row(where, {}, str(error))
+
+
+def _of_json(path: Path) -> Iterator[Row]:
+    """A list of objects, alone or under a name such as `data`; or one object a line after all."""
+    _, first = next(text_lines(path), (0, ""))
+    if first.lstrip().startswith("{"):
+        try:
+            as_object(first, "")
+            whole = len(list(zip(range(2), text_lines(path), strict=False))) == 1
+        except ValueError:
+            whole = True
+        if not whole:
+            return _of_lines(path)
+    try:
+        value = json.loads(path.read_text(encoding="utf-8-sig", errors="surrogatepass") or "[]")
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from error
+    if isinstance(value, dict):
+        value = next((value[key] for key in WRAPPERS if isinstance(value.get(key), list)), [value])
+    if not isinstance(value, list):
+        raise ValueError(f"{path} must hold a list of objects, not {str(value)[:40]}")
+    return _of_dicts(value, lambda number: f"{path}, row {number}")
+
+
+def _of_csv(path: Path) -> Iterator[Row]:
+    csv.field_size_limit(MAX_CELL)
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        reader = csv.DictReader(file)
+        try:
+            for row in reader:
+                where = f"{path}, line {reader.line_num}"
+                if None in row or None in row.values():
+                    yield Row(
+                        where, {}, f"has not the {len(reader.fieldnames or ())} cells of the first line"
+                    )
+                else:
+                    yield Row(where, {name: cell for name, cell in row.items() if cell != ""})
+        except (csv.Error, UnicodeDecodeError) as error:
+            raise ValueError(f"{path} is not a CSV file: {error}") from error
+
+
+def _of_parquet(path: Path) -> Iterator[Row]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        file = pyarrow.parquet.ParquetFile(path)
+    except pyarrow.ArrowException as error:
+        raise ValueError(f"{path} is not a Parquet file: {error}") from error
+    number = 0
+    for batch in file.iter_batches(batch_size=1024):
+        for row in batch.to_pylist():
+            yield Row(f"{path}, row {number}", _there(row))
+            number += 1
+
+
+def _of_folder(path: Path, split: str) -> Iterator[Row]:
+    if (path / "trajectories.jsonl").is_file():  # a run
+        return _of_lines(path / "trajectories.jsonl")
+    if not any((path / name).is_file() for name in ("dataset_info.json", "dataset_dict.json")):
+        raise ValueError(
+            f"the folder {path} is no dataset: there is no dataset_info.json; a dataset is {KINDS}"
+        )
+    import datasets
+
+    try:
+        return _of_table(_split_of(datasets.load_from_disk(str(path)), str(path), split), str(path))
+    except (OSError, TypeError, KeyError) as error:
+        raise ValueError(f"the dataset in {path} cannot be read: {error}") from error
+
+
+def _from_hub(source: str, split: str) -> Any:
+    import datasets
+
+    name, _, configuration = source.partition(":")
+    try:
+        return datasets.load_dataset(name, configuration or None, split=split)
+    except Exception as error:  # foreign code, at the far end of a network
+        reason = str(error).strip().splitlines()
+        raise ValueError(
+            f"{source} is no file here, and the hub did not give its split {split!r}: "
+            f"{reason[0] if reason else type(error).__name__}. A dataset is {KINDS}; "
+            "without a network, use a file or a saved dataset"
+        ) from error
+
+
+def _split_of(dataset: Any, name: str, split: str) -> Any:
+    if not isinstance(dataset, Mapping):
+        return dataset
+    if split not in dataset:
+        raise ValueError(f"{name} has no split {split!r}; its splits are: {', '.join(map(str, dataset))}")
+    return dataset[split]
+
+
+def _of_objects(source: Any, split: str) -> Iterator[Row]:
+    source = _split_of(source, "the dataset", split)
+    if isinstance(source, Iterable):
+        # a datasets.Dataset, or an IterableDataset, whose rows come from Arrow
+        if type(source).__module__.partition(".")[0] == "datasets":
+            return _of_table(source, None)
+        return _of_dicts(source, lambda number: f"row {number} of the dataset")
+    raise ValueError(f"a dataset is {KINDS}, or a list of dicts, not a {type(source).__name__}")
+
+
+def _of_table(table: Iterable[Mapping[str, Any]], name: str | None) -> Iterator[Row]:
+    for number, row in enumerate(table):
+        where = f"row {number} of the dataset" if name is None else f"{name}, row {number}"
+        yield Row(where, _there(row))
+
+
+def _of_dicts(rows: Iterable[Any], where: Any) -> Iterator[Row]:
+    for number, row in enumerate(rows):
+        if isinstance(row, Row):  # read before
+            yield row
+        elif isinstance(row, Mapping):
+            yield Row(where(number), dict(row))
+        else:
+            yield Row(
+                where(number), {}, f"must be an object with the columns of the row, not {str(row)[:40]}"
+            )
+
+
+def _there(value: Any) -> Any:
+    """Without the keys that are null."""
+    if isinstance(value, Mapping):
+        return {key: _there(item) for key, item in value.items() if item is not None}
+    return [_there(item) for item in value] if isinstance(value, list) else value

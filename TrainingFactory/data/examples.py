@@ -1,0 +1,267 @@
+"""Rows of a dataset as what an algorithm learns from: groups of conversations with rewards.
+
+    sft   a conversation                         no reward
+    dpo   a pair: "chosen" and "rejected"        1 (or the row's "margin") and 0
+    rm    the same, for an outcome reward model
+    kto   a conversation with a "label"          1 or 0
+    prm   a conversation with "labels"           one step reward per turn of the assistant
+
+Recorded trajectories fit every form, with the rewards they have.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from TrainingFactory.data.conversations import (
+    Conversation,
+    Fits,
+    as_list,
+    check_calls,
+    checked,
+    conversation_in,
+    named_replies,
+    prompt_in,
+    text_or_messages,
+    tools_in,
+)
+from TrainingFactory.data.datasets import name_of, read_rows
+from TrainingFactory.data.lines import in_one
+from TrainingFactory.data.recordings import is_recording, recording, recordings_together, useless
+from TrainingFactory.types import Message, Reward
+
+Form = Literal["sft", "dpo", "kto", "rm", "prm"]
+WHOLE = ("messages", "conversations")
+NEEDS: dict[Form, str] = {
+    "sft": '"messages" (and "tools"), "conversations" as ShareGPT has them, or "prompt" and "completion"',
+    "dpo": '"chosen" and "rejected", with "prompt" or as whole conversations that begin alike',
+    "rm": '"chosen" and "rejected", with "prompt" or as whole conversations that begin alike',
+    "kto": '"label" with "prompt" and "completion", or with "messages"',
+    "prm": '"labels" with "messages", or with "prompt" and "completions"',
+}
+TRUE, FALSE = ("true", "1", "1.0", "yes"), ("false", "0", "0.0", "no")  # as CSV has them
+
+
+@dataclass(slots=True)
+class Example:
+    """One conversation, a pair, or the recorded episodes of a task: what becomes one group of trajectories.
+    `where` says which row it came from, for messages."""
+
+    id: str
+    where: str
+    conversations: list[Conversation]
+
+
+@dataclass(slots=True)
+class Examples:
+    """`bad` has a text for each row that was skipped; `unused` counts recorded episodes that teach nothing, by why."""
+
+    form: Form
+    found: list[Example]
+    rows: int = 0
+    bad: list[str] = field(default_factory=list)
+    unused: Counter[str] = field(default_factory=Counter)
+
+    def __len__(self) -> int:
+        return len(self.found)
+
+
+def load_examples(
+    source: Any,
+    form: Form,
+    *,
+    split: str = "train",
+    count: int | None = None,
+    skip_bad_rows: bool = False,
+    fits: Fits | None = None,
+) -> Examples:
+    """`source` is a file (JSONL, JSON, Parquet, CSV), a folder saved by `datasets`, a hub id, a `datasets.Dataset` or
+    a list of dicts; `split` is for datasets that have several. All problems are told at once, by row and column, in
+    one ValueError; with `skip_bad_rows` they are kept in `bad` instead. At most the first `count` examples are kept.
+    `fits` says what is wrong with the arguments of a call."""
+    examples, stem = Examples(form, []), name_of(source)
+    together: dict[str, Example] = {}  # recorded episodes of a group, by its name
+    for row in read_rows(source, split):
+        examples.rows += 1
+        try:
+            if row.problem is not None:
+                raise ValueError(row.problem)
+            name = str(row.columns.get("id", f"{stem}-{examples.rows}"))
+            if is_recording(row.columns):
+                conversation = recording(row.columns, learned_only=form == "sft")
+                if why := useless(conversation, form):
+                    examples.unused[why] += 1
+                    continue
+                key = conversation.recorded.group if conversation.recorded and form in ("dpo", "rm") else ""
+                if key in together:
+                    together[key].conversations.append(conversation)
+                    continue
+                example = Example(conversation.id, row.where, [conversation])
+                if key:
+                    together[key] = example
+            else:
+                example = Example(name, row.where, _conversations(row.columns, form, name, fits))
+        except ValueError as error:
+            examples.bad.append(f"{row.where} {error}")
+            continue
+        examples.found.append(example)
+        if len(examples.found) == count and not together:
+            break
+    if together:
+        examples.unused += recordings_together(together.values())
+        examples.found = [example for example in examples.found if len(example.conversations) > 1]
+    if examples.bad and not skip_bad_rows:
+        raise ValueError(in_one(examples.bad))
+    examples.found = examples.found[:count]
+    if not examples.found:
+        raise ValueError(_why_empty(examples, source))
+    return examples
+
+
+def _why_empty(examples: Examples, source: Any) -> str:
+    named = f"{source}" if isinstance(source, str | Path) else "the dataset"
+    if examples.bad:
+        return f"no row of {named} can be used:\n{in_one(examples.bad)}"
+    if examples.unused:
+        reasons = "; ".join(f"{count} {why}" for why, count in examples.unused.items())
+        return f"nothing in {named} can be used for {examples.form}: {reasons}"
+    return f"{named} is empty: {examples.form} needs rows with {NEEDS[examples.form]}"
+
+
+def _conversations(
+    columns: Mapping[str, Any], form: Form, name: str, fits: Fits | None
+) -> list[Conversation]:
+    if form in ("dpo", "rm"):
+        return _pair(columns, form, name, fits)
+    if form == "prm":
+        return [_labelled_turns(columns, name, fits)]
+    conversation, column = _single(columns, form, name)
+    if form == "kto":
+        if "label" not in columns:
+            raise ValueError(_missing(columns, form))
+        conversation.reward = Reward(float(_label(columns["label"], "label")))
+    if form == "sft" or conversation.reward is None or conversation.reward.outcome > 0:
+        check_calls(conversation, column, fits)  # a bad example may well show a bad call
+    return [conversation]
+
+
+def _single(columns: Mapping[str, Any], form: Form, name: str) -> tuple[Conversation, str]:
+    """The conversation of a row, and the column to blame for its calls."""
+    if (column := next((key for key in WHOLE if key in columns), None)) is not None:
+        messages = checked(conversation_in(columns, column), column)
+        return Conversation(name, messages, tools_in(columns)), column
+    if "prompt" not in columns or "completion" not in columns:
+        raise ValueError(_missing(columns, form))
+    prompt, answer = prompt_in(columns), text_or_messages(columns, "completion", "assistant")
+    messages = _joined(prompt, answer, "completion")
+    return Conversation(name, messages, tools_in(columns), context=len(prompt)), "completion"
+
+
+def _joined(prompt: list[Message], answer: list[Message], column: str) -> list[Message]:
+    if not any(message.role == "assistant" for message in answer):
+        raise ValueError(f'has no message of the assistant in "{column}", so there is nothing to learn from')
+    return checked(named_replies([*prompt, *answer]), f"prompt and {column}")
+
+
+def _pair(columns: Mapping[str, Any], form: Form, name: str, fits: Fits | None) -> list[Conversation]:
+    if "chosen" not in columns or "rejected" not in columns:
+        raise ValueError(_missing(columns, form))
+    tools, prompt = tools_in(columns), prompt_in(columns) if "prompt" in columns else []
+    sides = [_side(columns, side, prompt) for side in ("chosen", "rejected")]
+    common = _common(*sides)
+    given = bool(prompt) and all(side[: len(prompt)] == prompt for side in sides)
+    if sides[0] == sides[1]:
+        raise ValueError('has the same dialogue in "chosen" and in "rejected"')
+    margin = _number(columns.get("margin", 1.0), "margin")
+    if not margin > 0:
+        raise ValueError(f'has a "margin" of {margin:g}; by so much "chosen" is better, so it must be over 0')
+    chosen, rejected = (
+        Conversation(name, messages, tools, context=len(prompt) if given else common, reward=Reward(reward))
+        for messages, reward in zip(sides, (margin, 0.0), strict=True)
+    )
+    check_calls(chosen, "chosen", fits)
+    return [chosen, rejected]
+
+
+def _side(columns: Mapping[str, Any], column: str, prompt: list[Message]) -> list[Message]:
+    """The whole conversation of one side; it may repeat the prompt."""
+    answer = text_or_messages(columns, column, "assistant")
+    if not prompt and answer[0].role == "assistant":
+        raise ValueError(
+            f'has no "prompt", and "{column}" begins with the answer: the two need a common prompt'
+        )
+    asked = [message for message in prompt if message.role == "user"]
+    whole = answer[0].role in ("system", "user") and (
+        answer[: len(prompt)] == prompt or (isinstance(columns.get("prompt"), str) and asked[-1] in answer)
+    )
+    if not prompt or whole:
+        return checked(named_replies(answer), column)
+    return _joined(prompt, answer, column)
+
+
+def _common(chosen: list[Message], rejected: list[Message]) -> int:
+    """How many messages both begin with, before an answer that differs."""
+    same = 0
+    while same < min(len(chosen), len(rejected)) and chosen[same] == rejected[same]:
+        same += 1
+    # Where the answer is the same and what came back differs, that answer is where they part.
+    while same and not all(
+        same < len(side) and side[same].role == "assistant" for side in (chosen, rejected)
+    ):
+        same -= 1
+    if not same:
+        raise ValueError(
+            'has no common prompt: "chosen" and "rejected" must begin with the same messages and differ in an answer'
+        )
+    return same
+
+
+def _labelled_turns(columns: Mapping[str, Any], name: str, fits: Fits | None) -> Conversation:
+    if "labels" not in columns:
+        raise ValueError(_missing(columns, "prm"))
+    labels = [_number(label, "labels") for label in as_list(columns["labels"], "labels")]
+    if "completions" in columns and "prompt" in columns:
+        steps = as_list(columns["completions"], "completions")
+        if not steps or not all(isinstance(step, str) and step.strip() for step in steps):
+            raise ValueError('has "completions" that must be a list of texts, none of them empty')
+        messages = [*prompt_in(columns), Message("assistant", "\n".join(steps))]
+        conversation = Conversation(name, checked(messages), tools_in(columns), steps=steps)
+        count, what = len(steps), '"completions"'
+    else:
+        conversation, column = _single(columns, "prm", name)
+        count = sum(message.role == "assistant" for message in conversation.messages[conversation.start :])
+        what = "turns of the assistant"
+        if all(label > 0 for label in labels):
+            check_calls(conversation, column, fits)
+    if len(labels) != count:
+        raise ValueError(f'has {len(labels)} "labels" for {count} {what}: one each is needed')
+    conversation.reward = Reward(min(labels), labels)
+    return conversation
+
+
+def _missing(columns: Mapping[str, Any], form: Form) -> str:
+    keys = ", ".join(map(str, columns)) or "none"
+    return f"has not what {form} needs: {NEEDS[form]}, or a recorded trajectory; its keys are: {keys}"
+
+
+def _label(value: Any, column: str) -> bool:
+    if str(value).lower() in (*TRUE, *FALSE):
+        return str(value).lower() in TRUE
+    raise ValueError(f'has a "{column}" of {str(value)[:40]!r}; it must be true or false')
+
+
+def _number(value: Any, column: str) -> float:
+    if isinstance(value, str) and value.lower() in (*TRUE, *FALSE):
+        return float(value.lower() in TRUE)
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise ValueError(f'has "{column}" with {str(value)[:40]!r}, which is not a number')
+    return number

@@ -1,0 +1,38 @@
+"""Episodes in the tokens of another model: what was sampled stays where the two write alike, else it is rewritten."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from TrainingFactory.protocols import ChatFormat
+from TrainingFactory.types import Completion, Trajectory, Turn
+
+
+def speaks(chat: ChatFormat, trajectory: Trajectory) -> bool:
+    """Whether the recorded tokens are those of this model's tokenizer and template."""
+    try:
+        rendered = chat.render(trajectory.prompt, trajectory.tools)
+    except ValueError:
+        return False
+    return rendered == trajectory.turns[0].prompt_ids and all(
+        chat.parse(turn.completion.token_ids).content == turn.message.content for turn in trajectory.turns
+    )
+
+
+def written_by(chat: ChatFormat, trajectory: Trajectory) -> Trajectory:
+    """The episode as this model would have written it; the very same where its tokens are this model's. A turn that was
+    cut has no stop token here either."""
+    if speaks(chat, trajectory):
+        return trajectory
+    turns: list[Turn] = []
+    ids = chat.render(trajectory.prompt, trajectory.tools)
+    for number, old in enumerate(trajectory.turns):
+        if number:
+            ids = ids + chat.extend(turns[-1], turns[-1].replies)
+        sampled = chat.write(old.message)
+        if old.completion.finish == "length":
+            sampled = sampled[:-1] or sampled
+        completion = Completion(sampled, [0.0] * len(sampled), old.completion.finish)
+        turns.append(replace(old, prompt_ids=ids, completion=completion))
+        ids = ids + sampled
+    return replace(trajectory, turns=turns)

@@ -1,0 +1,84 @@
+"""What `tfactory data` does with datasets: where they are, what they fit, writing them."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any, get_args
+
+from TrainingFactory.data.datasets import read_rows
+from TrainingFactory.data.examples import Examples, Form, load_examples
+from TrainingFactory.services.gathering import arguments_fit
+from TrainingFactory.services.runs import TRAJECTORIES, RunFolder, is_run
+
+
+@dataclass(slots=True)
+class Fitting:
+    """Of the first rows: the forms they fit, and for the others the first reason why not."""
+
+    rows: int
+    more: bool
+    columns: list[str]
+    fits: dict[Form, Examples] = field(default_factory=dict)
+    misfits: dict[Form, str] = field(default_factory=dict)
+
+
+def trajectories_of(source: str, runs: str | Path = "runs") -> Path:
+    """The trajectories of a run, by its name or folder, or a file of them."""
+    path = Path(source).expanduser()
+    if path.is_file():
+        return path
+    run = RunFolder.find(source, runs)
+    found = run.path / TRAJECTORIES
+    if not found.is_file():
+        raise ValueError(
+            f"run {run.name} has no {TRAJECTORIES}: it sampled no episodes, or logging.save_trajectories is off"
+        )
+    return found
+
+
+def dataset_of(source: str, runs: str | Path = "runs") -> str:
+    """A dataset as `data.dataset` names it; of a run its trajectories."""
+    path = Path(source).expanduser()
+    named = not path.exists() and is_run(Path(runs).expanduser() / source)
+    return str(trajectories_of(source, runs)) if named or is_run(path) else source
+
+
+def fitting(source: str, split: str, count: int) -> Fitting:
+    """Read from the first `count` rows."""
+    rows = list(islice(read_rows(source, split), count + 1))
+    first = rows[:count]
+    if not first:
+        raise ValueError(f"{source} is empty")
+    columns = dict.fromkeys(name for row in first for name in row.columns)
+    found = Fitting(len(first), len(rows) > count, [str(name) for name in columns])
+    for form in get_args(Form):
+        try:
+            examples = load_examples(first, form, fits=arguments_fit)
+        except ValueError as error:
+            found.misfits[form] = str(error).partition("\n")[0]
+        else:
+            found.fits[form] = examples
+    return found
+
+
+def checked(source: str, form: Form, split: str) -> Examples:
+    try:
+        return load_examples(source, form, split=split, skip_bad_rows=True, fits=arguments_fit)
+    except ValueError:
+        # Nothing is usable: told as it would be in training.
+        return load_examples(source, form, split=split, fits=arguments_fit)
+
+
+def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    """One object a line, written aside first: what was there is whole until what comes is."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f".{path.name}.part")
+    with part.open("w", encoding="utf-8", errors="surrogatepass", newline="\n") as file:
+        for row in rows:
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+    os.replace(part, path)

@@ -1,0 +1,152 @@
+"""What a run has made, as a folder that other programs load: without the state of training, an adapter merged on
+request."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from TrainingFactory.models.names import BUILTIN, resolve
+from TrainingFactory.services.evaluation import checkpoint_of
+from TrainingFactory.services.runs import RunFolder
+
+Kind = Literal["model", "adapter", "merged"]
+DTYPES = ("float32", "bfloat16", "float16")
+ADAPTER = "adapter_config.json"
+STATE = (
+    "learner.safetensors",
+    "learner.json",
+    "state.json",
+    "README.md",
+)  # of training, and PEFT's empty page
+HEAD = ("scalar_head.safetensors", "reward_model.json")  # of a reward model
+
+
+@dataclass(slots=True)
+class Exported:
+    path: Path
+    kind: Kind
+    source: Path  # the checkpoint
+    base: str | None = None  # what an adapter needs
+    reward_model: bool = False
+    notes: list[str] = field(default_factory=list)
+
+
+def export(
+    name: str, out: str | Path, merge: bool = False, dtype: str | None = None, runs: str | Path = "runs"
+) -> Exported:
+    """`name` is a run (its last checkpoint is taken) or a checkpoint. `merge` folds an adapter into the model under it;
+    `dtype` is the number format of the weights, by default that of the model. Nothing is overwritten."""
+    run, checkpoint = _found(name, runs)
+    target = Path(out).expanduser()
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ValueError(f"{target} is there already; name a folder that is not")
+    adapter = (checkpoint / ADAPTER).is_file()
+    if merge and not adapter:
+        raise ValueError(f"{checkpoint} holds a whole model, not an adapter: there is nothing to merge")
+    if dtype is not None and dtype not in DTYPES:
+        raise ValueError(f"dtype is {dtype!r}; it must be one of {', '.join(DTYPES)}")
+    if dtype is not None and adapter and not merge:
+        raise ValueError("dtype is for whole models; an adapter is exported as it was trained, or with merge")
+    done = Exported(target, "merged" if merge else "adapter" if adapter else "model", checkpoint)
+    done.reward_model = (checkpoint / HEAD[1]).is_file()
+    if adapter:
+        done.base = _base_of(checkpoint, run)
+        if not merge and resolve(done.base) == BUILTIN:
+            raise ValueError(
+                f"the adapter in {checkpoint} belongs to {BUILTIN}, which other programs cannot load: export it merged"
+            )
+    with _written_aside(target) as part:
+        if merge:
+            _merge(done, run, dtype, part)
+        elif dtype is not None:
+            _cast(checkpoint, dtype, part)
+        else:
+            _copy(done, part)
+        for file in HEAD if done.reward_model else ():
+            shutil.copyfile(checkpoint / file, part / file)
+    return done
+
+
+def _found(name: str, runs: str | Path) -> tuple[RunFolder | None, Path]:
+    if (found := checkpoint_of(name, runs)) is not None:
+        return found
+    path = Path(name).expanduser()
+    if not any((path / file).is_file() for file in ("config.json", ADAPTER)):
+        raise ValueError(f"{name!r} is neither a run in {runs} nor a folder with a model or an adapter")
+    return None, path
+
+
+def _base_of(checkpoint: Path, run: RunFolder | None) -> str:
+    """The model under an adapter."""
+    if run is not None:
+        return run.config.model.name
+    base = json.loads((checkpoint / ADAPTER).read_text(encoding="utf-8")).get("base_model_name_or_path")
+    if not base:
+        raise ValueError(
+            f"{checkpoint / ADAPTER} does not say to which model it belongs: base_model_name_or_path"
+        )
+    return str(base)
+
+
+@contextmanager
+def _written_aside(target: Path) -> Iterator[Path]:
+    """A folder that gets its name when it is whole."""
+    part = target.with_name(f".{target.name}.part")
+    shutil.rmtree(part, ignore_errors=True)  # of an export that was broken off
+    part.mkdir(parents=True)
+    try:
+        yield part
+        if target.is_dir():
+            target.rmdir()  # empty
+        os.rename(part, target)
+    except BaseException:
+        shutil.rmtree(part, ignore_errors=True)
+        raise
+
+
+def _copy(done: Exported, part: Path) -> None:
+    for path in done.source.iterdir():
+        if path.is_file() and path.name not in STATE + HEAD:
+            shutil.copyfile(path, part / path.name)
+    if done.kind == "adapter":
+        about = json.loads((part / ADAPTER).read_text(encoding="utf-8"))
+        about["base_model_name_or_path"] = resolve(str(done.base))
+        (part / ADAPTER).write_text(json.dumps(about, indent=2), encoding="utf-8")
+
+
+def _cast(checkpoint: Path, dtype: str, part: Path) -> None:
+    from TrainingFactory.models import load_model
+
+    loaded = load_model(str(checkpoint), dtype=dtype, device="cpu")
+    _save(loaded.model, loaded.tokenizer, part)
+
+
+def _merge(done: Exported, run: RunFolder | None, dtype: str | None, part: Path) -> None:
+    """In float32, and cast afterwards: a product added up in bfloat16 would lose what was learned."""
+    from TrainingFactory.models import load_model
+    from TrainingFactory.models.loading import pick_dtype, stored_dtype
+
+    model = run.config.model if run is not None else None
+    options: dict[str, Any] = {}
+    if model is not None:
+        options = {"revision": model.revision, "trust_remote_code": model.trust_remote_code}
+        if model.quantization != "none":
+            done.notes.append(
+                f"it was trained over weights in {model.quantization} and is merged into the whole ones: what it says "
+                "differs by their rounding"
+            )
+    loaded = load_model(str(done.base), dtype="float32", device="cpu", adapter=str(done.source), **options)
+    kind = stored_dtype(str(done.base), **options) if dtype is None else pick_dtype(dtype)
+    _save(loaded.model.merge_and_unload().to(kind), loaded.tokenizer, part)
+
+
+def _save(model: Any, tokenizer: Any, part: Path) -> None:
+    model.save_pretrained(part)
+    tokenizer.save_pretrained(part)

@@ -1,0 +1,15 @@
+"""Fixtures for all tests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def warm(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model that does a task with a tool now and then; see `tests/warm_kit.py`."""
+    from tests.warm_kit import warm_folder  # torch takes seconds, and most tests do without
+
+    return warm_folder(tmp_path_factory)

@@ -1,0 +1,88 @@
+"""What the tests of datasets share: tool dialogues as rows, episodes with rewards, the built-in model with its chat."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from TrainingFactory.envs import SearchEnvironment
+from TrainingFactory.models import chat_format, load_model
+from TrainingFactory.rollout import play
+from TrainingFactory.types import Reward, Trajectory
+
+LOOK = {
+    "name": "look",
+    "description": "Looks something up.",
+    "parameters": {"type": "object", "properties": {"what": {"type": "string"}}, "required": ["what"]},
+}
+
+
+@cache
+def loaded() -> tuple[Any, Any, Any]:
+    """The built-in model, its tokenizer, its way to write conversations. Not to be trained: all tests share it."""
+    found = load_model("builtin:tiny")
+    return found.model, found.tokenizer, chat_format(found.tokenizer, stop_ids=found.stop_ids)
+
+
+def call(what: str) -> dict[str, Any]:
+    function = {"name": "look", "arguments": json.dumps({"what": what})}
+    return {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"id": "c", "type": "function", "function": function}],
+    }
+
+
+def tool_dialogues(count: int) -> list[dict[str, Any]]:
+    """Rows with one or two calls and an answer."""
+    rows = []
+    for number in range(count):
+        messages: list[dict[str, Any]] = [{"role": "user", "content": f"Where is town {number}?"}]
+        for step in range(1 + number % 2):
+            messages += [call(f"town {number} {step}"), {"role": "tool", "content": f"near {number * step}"}]
+        messages.append({"role": "assistant", "content": f"It is near {number}."})
+        rows.append({"messages": messages, "tools": [LOOK]})
+    return rows
+
+
+def pairs(count: int) -> list[dict[str, Any]]:
+    """The better answer looks the thing up, the worse one does not."""
+    rows = []
+    for number in range(count):
+        prompt = [{"role": "user", "content": f"Where is town {number}?"}]
+        rows.append(
+            {"prompt": prompt, "chosen": [call(f"town {number}")],
+             "rejected": [{"role": "assistant", "content": f"I do not know {number}."}], "tools": [LOOK]}
+        )  # fmt: skip
+    return rows
+
+
+def played(tasks: int, rewards: Iterable[Reward | None]) -> list[Trajectory]:
+    """Episodes of the search environment by its expert; those of a task differ in their reward, and each odd one in
+    its answer too."""
+    chat = loaded()[2]
+    rewards = list(rewards)
+
+    async def one(task: Any, member: int) -> Trajectory:
+        environment = SearchEnvironment(task)
+        script = list(environment.expert())
+        if member % 2:
+            script[-1].content = f"Somewhere {member}."
+        episode = await play(environment, chat, script)
+        episode.group, episode.member, episode.reward = f"1/{task.id}", member, rewards[member]
+        return episode
+
+    async def every() -> list[Trajectory]:
+        found = SearchEnvironment.tasks("train", 0, tasks)
+        return [await one(task, member) for task in found for member in range(len(rewards))]
+
+    return asyncio.run(every())
+
+
+def write(path: Path, rows: Iterable[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
