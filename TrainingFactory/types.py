@@ -176,7 +176,8 @@ class Sample:
     """One training row; every list has one entry per token. Made from turns in `data/samples.py` only.
 
     Rows of one episode have its number; episodes that are compared with each other have the same `pair`, and are
-    never torn apart. Of two in a pair, the one with the higher `label` is the better."""
+    never torn apart. Of two in a pair, the one with the higher `label` is the better. Those numbers are names: rows
+    that hold the same are equal, whatever theirs are."""
 
     token_ids: list[int]
     loss_mask: list[bool]  # true on sampled tokens only, and on all of them unless an algorithm wants fewer
@@ -184,8 +185,8 @@ class Sample:
     advantages: list[float]
     rewards: list[float]
     policy_version: list[int]
-    episode: int = field(default_factory=_numbers.__next__)
-    pair: int = -1  # -1: the episode's own number, it is compared with no other
+    episode: int = field(default_factory=_numbers.__next__, compare=False)
+    pair: int = field(default=-1, compare=False)  # -1: the episode's own number, it is compared with no other
     label: float = 0.0
     # Log-probs of the reference model where they are known beforehand; 0 where the mask is false.
     reference: list[float] | None = None

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from TrainingFactory.config import ConfigError, TrainingConfig, load_config, notices
 from TrainingFactory.config.names import ALIASES, SHORT
-from TrainingFactory.config.not_yet import NOT_YET
+from TrainingFactory.config.not_yet import NOT_YET, unused
 from TrainingFactory.config.problems import leaves
 
 SEED_CONFIG = Path(__file__).parent.parent / "configs" / "qwen3_grpo.yaml"
@@ -238,6 +239,42 @@ def test_what_is_not_there_yet_is_said() -> None:
     assert not any("async_execution" in line for line in said)  # that is how it works anyway
     assert notices(TrainingConfig()) == []
     assert notices(TrainingConfig(optimization={"async_rollout": False})) == []
+
+
+def test_what_a_run_does_not_use_is_said() -> None:
+    assert unused(TrainingConfig()) == [] and unused(load_config(SEED_CONFIG)) == []
+    config = TrainingConfig(
+        algorithm="dpo",
+        grpo={"kl": 0.1, "refill": 2},
+        ppo={"gamma": 1.0},  # as it is anyway
+        group_size=4,
+        sampling={"max_tokens": 9},
+        data={"heldout": "x.jsonl", "heldout_count": 3},
+        lora_r=4,
+    )
+    wanted = [
+        "grpo.kl, grpo.refill: these are options of grpo, and this run trains by dpo",
+        "training.group_size: dpo samples no groups of episodes",
+        "sampling.max_tokens: dpo samples nothing without an environment and training.eval_every",
+        "data.heldout, data.heldout_count: nothing is evaluated without training.eval_every",
+        "lora.r: there is no adapter without lora.enabled=true",
+    ]
+    assert unused(config) == wanted
+    # The config of a run has every key; it is no different.
+    assert unused(TrainingConfig(**config.model_dump())) == wanted
+    used: dict[str, Any] = {
+        "environment": "search",
+        "sampling": {"max_tokens": 9},
+        "data": {"heldout": "x"},
+        "lora_r": 4,
+    }
+    used |= {"training": {"algorithm": "dpo", "eval_every": 5}, "use_lora": True}
+    assert unused(TrainingConfig(**used)) == []
+    used["training"] = {"algorithm": "ppo", "eval_every": 5, "group_size": 2}
+    assert unused(TrainingConfig(**used, ppo={"gamma": 0.9})) == []
+    assert (
+        unused(TrainingConfig(algorithm="sft", environment="search", sampling={"max_reply_tokens": 9})) == []
+    )
 
 
 def test_a_config_does_not_change() -> None:

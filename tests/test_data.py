@@ -29,6 +29,7 @@ CALL = {
 RESULT = {"role": "tool", "content": "Japan", "tool_call_id": "c1"}
 ANSWER = {"role": "assistant", "content": "In Japan."}
 DIALOGUE = [USER, CALL, RESULT, ANSWER]
+BROKEN = '<tool_call>{"name": "search", "arguments": {]</tool_call>'
 
 
 def calling(name: str, arguments: Any) -> dict[str, Any]:
@@ -119,9 +120,9 @@ def test_labels() -> None:
     for label, wanted in ((True, 1.0), (0, 0.0), ("false", 0.0), ("1", 1.0)):
         assert one({"prompt": "a", "completion": "b", "label": label}, "kto").reward.outcome == wanted
     assert one({"messages": DIALOGUE, "label": True}, "kto").reward.outcome == 1.0
-    assert one({"messages": DIALOGUE, "labels": [True, False]}, "prm").reward.steps == [1.0, 0.0]
+    assert one({"messages": DIALOGUE, "labels": [True, False]}, "prm").reward.steps == [1.0, -1.0]
     found = one({"prompt": "2+2+1?", "completions": ["2+2=4", "so 6"], "labels": [True, False]}, "prm")
-    assert found.steps == ["2+2=4", "so 6"] and found.reward.steps == [1.0, 0.0]
+    assert found.steps == ["2+2=4", "so 6"] and found.reward.steps == [1.0, -1.0]
     assert found.messages[-1].content == "2+2=4\nso 6"
 
 
@@ -134,6 +135,59 @@ def test_a_bad_example_may_show_a_bad_call() -> None:
         one({"messages": wrong, "tools": [SEARCH], "label": True}, "kto")
     with pytest.raises(ValueError, match='"chosen"'):
         one(row | {"chosen": row["rejected"], "rejected": row["chosen"]}, "dpo")
+
+
+def test_calls_that_cannot_be_read_may_be_shown_as_bad_ones() -> None:
+    """As texts, with what was written in them; on the good side they are mistakes."""
+    broken, raw = calling("search", '{"query": '), '"arguments": {"query": }'
+    row = {"prompt": [USER], "chosen": [ANSWER], "rejected": [broken], "tools": [SEARCH]}
+    said = one(row, "dpo")[1].messages[-1]
+    assert raw in said.content and '"name": "search"' in said.content and not said.tool_calls
+    assert one(row | {"rejected": BROKEN}, "rm")[1].messages[-1].content == BROKEN
+    assert raw in one({"messages": [USER, broken], "label": False}, "kto").messages[-1].content
+    with pytest.raises(ValueError, match="broken call of 'search' in message 1"):
+        one({"messages": [USER, broken], "label": True}, "kto")
+    dialogue = [USER, broken, RESULT, ANSWER]
+    found = one({"messages": dialogue, "labels": [0, 1]}, "prm")
+    assert raw in found.messages[1].content and found.bad == {1}
+    with pytest.raises(ValueError, match="broken call in message 1"):
+        one({"messages": dialogue, "labels": [1, 0]}, "prm")
+    turns = [{"from": "human", "value": "Where?"}, {"from": "function_call", "value": "{bad"}]
+    assert "{bad" in one({"conversations": turns, "label": False}, "kto").messages[-1].content
+
+
+def test_the_system_text_is_in_both_sides_of_a_pair() -> None:
+    bad = {"role": "assistant", "content": "In China."}
+    sides = {"system": "Be brief.", "chosen": [USER, ANSWER], "rejected": [USER, bad]}
+    for prompt in ({}, {"prompt": USER["content"]}, {"prompt": [USER]}):
+        for side in one(sides | prompt, "dpo"):
+            assert [message.role for message in side.messages] == ["system", "user", "assistant"], prompt
+            assert side.messages[0].content == "Be brief." and side.start == 2
+    # a prompt without a question, as JSON in a text
+    row = {
+        "prompt": '[{"role": "system", "content": "S"}]',
+        "chosen": [USER, ANSWER],
+        "rejected": [USER, bad],
+    }
+    assert [message.role for message in one(row, "dpo")[0].messages] == ["system", "user", "assistant"]
+
+
+def test_columns_that_are_null_are_not_there(tmp_path: Path) -> None:
+    row = {"id": None, "messages": None, "prompt": "a", "completion": "b", "tools": None, "system": None}
+    pair = {"prompt": "a", "chosen": "b", "rejected": "c", "margin": None}
+    assert one(row).id == "row-1" and one(pair, "rm")[0].reward.outcome == 1.0
+    for name, text in (("a.jsonl", json.dumps(row)), ("a.json", json.dumps([row]))):
+        (tmp_path / name).write_text(text)
+        assert load_examples(tmp_path / name, "sft").found[0].id == "a-1"
+
+
+def test_labels_of_one_class_are_noted() -> None:
+    fine = {"messages": DIALOGUE, "labels": [1, 0]}
+    assert load([fine], "prm").notes == []
+    (note,) = load([fine | {"labels": [1, 1]}] * 2, "prm").notes
+    assert note.startswith("all 4 labels are good where reward_model.threshold is 0")
+    (note,) = load([{"prompt": "a", "completion": "b", "label": 0}], "kto").notes
+    assert note.startswith("all 1 labels are bad where kto.threshold is 0.5")
 
 
 # -- files
@@ -300,7 +354,7 @@ def test_folders_and_names_that_are_none(tmp_path: Path) -> None:
         (
             "kto",
             {"prompt": "a", "completion": "b", "label": "good"},
-            "\"label\" of 'good'; it must be true or false",
+            "\"label\" with 'good'; it must be true or false",
         ),
         ("prm", {"messages": DIALOGUE, "labels": [1]}, 'has 1 "labels" for 2 turns of the assistant'),
         (
@@ -308,7 +362,23 @@ def test_folders_and_names_that_are_none(tmp_path: Path) -> None:
             {"prompt": "a", "completions": ["b"], "labels": [1, 0]},
             'has 2 "labels" for 1 "completions"',
         ),
-        ("prm", {"messages": DIALOGUE, "labels": [1, "x"]}, "\"labels\" with 'x', which is not a number"),
+        (
+            "prm",
+            {"messages": DIALOGUE, "labels": [1, "x"]},
+            "\"labels\" with 'x'; it must be true or false, or 1 or 0",
+        ),
+        (
+            "prm",
+            {"messages": DIALOGUE, "labels": [0.2, 1]},
+            "\"labels\" with '0.2'; it must be true or false",
+        ),
+        ("prm", {"messages": DIALOGUE, "labels": [0, -1]}, "\"labels\" with '-1'; it must be true or false"),
+        (
+            "sft",
+            {"prompt": "a", "completion": "<tool_call>{bad"},
+            'message 1 of "completion".*without </tool_call>',
+        ),
+        ("dpo", {"prompt": "a", "chosen": BROKEN, "rejected": "c"}, 'message 1 of "chosen".*not valid JSON'),
         ("sft", {"task": {}, "turns": []}, "is not a trajectory"),
     ],
 )

@@ -11,6 +11,7 @@ import pytest
 
 from tests.data_kit import loaded, played, tool_dialogues, write
 from tests.test_data_recorded import in_tokens, rows
+from TrainingFactory.algorithms.preferences import best_and_worst
 from TrainingFactory.cli.app import app
 from TrainingFactory.data.convert import Filters, convert
 from TrainingFactory.data.datasets import read_rows
@@ -58,7 +59,7 @@ def test_rows_teach_the_tokens_of_the_episodes(tmp_path: Path, form: Form) -> No
         for one, other in zip(there.group(number), here.group(number), strict=True):
             assert one.reward is not None or form == "sft"
             if form == "prm" and one.reward and other.reward:
-                assert one.reward.steps == [float(step > 0) for step in other.reward.steps]
+                assert one.reward.steps == [1.0 if step > 0 else -1.0 for step in other.reward.steps]
             elif form == "kto" and one.reward and other.reward:
                 assert one.reward.outcome == float(other.reward.outcome > 0.5)
     if form == "dpo":
@@ -106,6 +107,30 @@ def test_filters(tmp_path: Path) -> None:
         for seed in (0, 5, 0)
     )
     assert first == again != second
+
+
+def test_turns_are_good_over_the_threshold(tmp_path: Path) -> None:
+    """Where 0 is fine and penalties are negative, it lies between them."""
+    path = saved(tmp_path, played(1, [Reward(1.0, [0.0, -1.0, 0.0])]))
+    made = convert(read_rows(path), "prm")
+    assert made.rows[0]["labels"] == [False] * 3
+    assert made.note is not None and "all 3 labels are bad where --threshold is 0" in made.note
+    assert "from -1 to 0" in made.note
+    made = convert(read_rows(path), "prm", Filters(threshold=-0.5))
+    assert made.rows[0]["labels"] == [True, False, True] and made.note is None
+    made = convert(read_rows(path), "kto", Filters(threshold=-0.5))  # 0 in all
+    assert made.rows[0]["label"] is True and made.note is not None
+    assert convert(read_rows(path), "kto").rows[0]["label"] is False
+
+
+def test_what_is_a_pair_is_the_same_everywhere(tmp_path: Path) -> None:
+    """Rewards that differ by rounding only are equal: to the filters, to the reader, and to the algorithms."""
+    group = played(1, [Reward(0.1, [0.2]), Reward(0.3)])
+    assert best_and_worst(group) is None
+    path = saved(tmp_path, group)
+    assert convert(read_rows(path), "dpo").dropped == {"pair: nothing better or worse in the group": 1}
+    with pytest.raises(ValueError, match="nothing better or worse"):
+        load_examples(path, "dpo")
 
 
 def test_the_command(tmp_path: Path, tfactory: Run) -> None:

@@ -12,10 +12,13 @@ import pytest
 
 from tests.data_kit import loaded, pairs, played, tool_dialogues, write
 from tests.run_kit import Quiet, assert_same_run
+from tests.tokenizers import QWEN3, from_wheel
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.data.examples import Examples, Form, load_examples
+from TrainingFactory.data.rewriting import Unreadable, written_by
 from TrainingFactory.data.samples import to_samples
 from TrainingFactory.data.trajectories import save_trajectories
+from TrainingFactory.models import chat_format
 from TrainingFactory.openai_form import message_from_dict
 from TrainingFactory.services.recorded import Recordings
 from TrainingFactory.services.runs import RunFolder
@@ -83,7 +86,7 @@ def test_steps_of_one_answer_are_labelled_at_their_ends() -> None:
     steps = ["First 2+2=4.", "Then 4*3=12.", "So 12."]
     row = {"prompt": "(2+2)*3?", "completions": steps, "labels": [True, False, True]}
     (found,) = in_tokens([row], "prm", chat).group(0)
-    assert found.reward is not None and found.reward.steps == [1.0, 0.0, 1.0]
+    assert found.reward is not None and found.reward.steps == [1.0, -1.0, 1.0]
     texts = [chat.decode(turn.completion.token_ids) for turn in found.turns]
     assert [text.strip() for text in texts[:2]] == steps[:2] and texts[2].startswith("So 12.")
     whole = found.turns[0].prompt_ids + chat.write(
@@ -97,11 +100,20 @@ def test_texts_with_tags_become_calls_and_broken_ones_are_told() -> None:
     chat = loaded()[2]
     (found,) = in_tokens([{"prompt": "a", "completion": tagged}], chat=chat).group(0)
     assert found.turns[0].message.tool_calls[0].arguments == {"what": "x"}
-    broken = [{"prompt": "a", "completion": "<tool_call>{</tool_call>"}, {"prompt": "a", "completion": "b"}]
-    with pytest.raises(ValueError, match=r"row 0 of the dataset cannot be written.*broken tool call"):
-        in_tokens(broken, chat=chat)
-    found = in_tokens(broken, chat=chat, skip_bad_rows=True)
-    assert len(found) == 1 and found.left_out == {"rows_left_out/bad": 1.0}
+    # the first is seen before there is a model; what else a model cannot read, its chat layer says
+    for text, said in (("{", "has a broken call in message 1"), ("3", "cannot be written.*broken tool call")):
+        broken = [
+            {"prompt": "a", "completion": f"<tool_call>{text}</tool_call>"},
+            {"prompt": "a", "completion": "b"},
+        ]
+        with pytest.raises(ValueError, match=f"row 0 of the dataset {said}"):
+            in_tokens(broken, chat=chat)
+        found = in_tokens(broken, chat=chat, skip_bad_rows=True)
+        assert len(found) == 1 and found.left_out == {"rows_left_out/bad": 1.0}
+        # as the bad side of a pair it is what it is
+        row = {"prompt": "a", "chosen": "b", "rejected": broken[0]["completion"]}
+        (_, rejected) = in_tokens([row], "dpo", chat).group(0)
+        assert chat.decode(rejected.turns[0].completion.token_ids[:-1]).strip() == row["rejected"]
 
 
 def test_long_rows_are_left_out_whole() -> None:
@@ -129,10 +141,13 @@ def test_recorded_episodes_keep_their_tokens(tmp_path: Path) -> None:
     grouped = in_tokens(tmp_path / "t.jsonl", "dpo")
     assert grouped.unused == 2  # without a reward
     assert [[each.reward.outcome for each in grouped.group(n) if each.reward] for n in range(2)] == [
-        [1.0, 0.0, 0.5],
+        [1.0, 0.0],
         [1.0, 0.0],
     ]
-    assert rows(grouped.group(0)[2:]) == rows([cut])  # what was sampled is judged as it is
+    assert rows(grouped.group(0)) == rows(episodes[:2])
+    cut.reward = Reward(-1.0)
+    save_trajectories(tmp_path / "cut.jsonl", episodes)
+    assert rows(in_tokens(tmp_path / "cut.jsonl", "dpo").group(0)[1:]) == rows([cut])  # judged as it is
     with pytest.raises(ValueError, match=r"cannot be used|can be used for prm: .*no reward for each turn"):
         load_examples(tmp_path / "t.jsonl", "prm")
     save_trajectories(tmp_path / "u.jsonl", played(1, [Reward(1.0), Reward(1.0)]))
@@ -140,6 +155,50 @@ def test_recorded_episodes_keep_their_tokens(tmp_path: Path) -> None:
         ValueError, match="can be used for dpo: 2 are in a group with nothing better or worse"
     ):
         load_examples(tmp_path / "u.jsonl", "dpo")
+
+
+def test_of_a_group_the_best_and_the_worst_that_fit_are_kept(tmp_path: Path) -> None:
+    """One that is too long is replaced by the next, and nobody else is written or kept."""
+    episodes = played(2, [Reward(value) for value in (0.5, 2.0, 0.25, 1.0, 0.0)])
+    long = episodes[1].turns[-1].completion
+    long.token_ids[:0], long.logprobs[:0] = [5] * 4000, [0.0] * 4000
+    episodes[1].turns[-1].message = loaded()[2].parse(long.token_ids)
+    save_trajectories(tmp_path / "t.jsonl", episodes)
+    found = in_tokens(tmp_path / "t.jsonl", "dpo", limit=3000)
+    assert len(found) == 2 and found.left_out == {"rows_left_out/long": 1.0}
+    assert [each.member for each in found.group(0)] == [3, 4] and [
+        each.member for each in found.group(1)
+    ] == [1, 4]
+    assert [found.group(0)[0], found.group(1)[1]] == [episodes[3], episodes[9]]  # with all that was recorded
+    # where nothing else is left, there is no pair
+    save_trajectories(tmp_path / "u.jsonl", [*episodes[1:3], *episodes[5:]])
+    found = in_tokens(tmp_path / "u.jsonl", "dpo", limit=3000)
+    assert len(found) == 1 and found.left_out == {"rows_left_out/long": 1.0, "rows_left_out/unused": 1.0}
+
+
+def test_a_call_that_nobody_could_read_is_not_rewritten(tmp_path: Path) -> None:
+    """Another model's tokens for it are not known; it is not made a call that is fine."""
+    other = chat_format(from_wheel("qwen3", QWEN3))
+    episodes = played(1, [Reward(1.0), Reward(0.5), Reward(0.0)])
+    episodes[2].turns[0].message.tool_calls[0].error = "The tool call could not be read."
+    assert written_by(loaded()[2], episodes[2]) is episodes[2]  # in its own tokens it stays
+    with pytest.raises(Unreadable, match="turn 0 cannot be written in another template: The tool call"):
+        written_by(other, episodes[2])
+    save_trajectories(tmp_path / "t.jsonl", episodes)
+    found = in_tokens(tmp_path / "t.jsonl", "dpo", other, 10_000)
+    assert [each.member for each in found.group(0)] == [0, 1] and found.left_out == {
+        "rows_left_out/unused": 1.0
+    }
+    assert len(in_tokens(tmp_path / "t.jsonl", "kto", other, 10_000)) == 2
+
+
+def test_labels_of_one_class_are_told() -> None:
+    said: list[str] = []
+    row = {"prompt": "a", "completions": ["b", "c"], "labels": [1, 1]}
+    Recordings(load_examples([row], "prm"), loaded()[2], 4096, say=said.append)
+    assert said == [
+        "note: all 2 labels are good where reward_model.threshold is 0, so there is nothing to tell apart"
+    ]
 
 
 # -- runs
@@ -174,8 +233,11 @@ def test_held_out_rows_are_evaluated(tmp_path: Path) -> None:
 
 def test_held_out_rows_beside_an_environment(tmp_path: Path) -> None:
     """With an environment its own held-out tasks are played too."""
-    path = write(tmp_path / "d.jsonl", tool_dialogues(4))
-    data = {"dataset": str(path), "heldout": str(path), "heldout_count": 2}
+    path, held = (
+        write(tmp_path / "d.jsonl", tool_dialogues(4)),
+        write(tmp_path / "h.jsonl", tool_dialogues(2)),
+    )
+    data = {"dataset": str(path), "heldout": str(held), "heldout_count": 2}
     made = config(tmp_path, data, eval_every=1, max_steps=1)
     sections = made.model_dump(exclude_unset=True)
     report = run(TrainingConfig(**sections, environment="calculator", sampling={"max_tokens": 4}))

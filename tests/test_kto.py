@@ -124,7 +124,7 @@ def by_trl(model: Any, frozen: Any, rows: list[Sample]) -> tuple[torch.Tensor, A
 @pytest.mark.parametrize(("seed", "clamped"), [(0, True), (2, False)])
 def test_loss_gradient_and_baseline_are_trls(seed: int, clamped: bool) -> None:
     learner, frozen = moved_learner(seed)
-    rows = rows_of(examples(5))
+    rows = rows_of(examples(4))
     batch = prepared(learner, rows, 150)
     assert len(batch.packs) > 1 and len(batch.mismatched) > 1
     figures = learner.evaluate(batch, ALGORITHM.loss)

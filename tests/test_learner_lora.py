@@ -230,15 +230,16 @@ def test_an_adapter_over_weights_in_few_bits(warm: Path, bits: str) -> None:
     model: Any = add_lora(loaded.model, r=4, target_modules=["q_proj", "up_proj"])
     engine = NativeEngine(model, slots=4, max_length=128)
     learner = Learner(model, OptimizerOptions(learning_rate=1e-3), sampler=engine)
-    assert learner.sharing
+    # 8bit treats columns with outliers apart, and which those are depends on all rows of a batch: the learner may find
+    # that a tree gives something else than rows.
+    assert learner.sharing or bits == "8bit"
     rng = random.Random(0)
     prompts = [words(rng, 40) for _ in range(3)]
     algorithm, figures = GRPO(kl=0.1), dict[str, float]()
     for step in range(2):
         rows = asyncio.run(sampled_rows(learner.publish(), prompts, step, 1.0))
-        batch = learner.annotate(make_batch(rows), algorithm.needs)
+        batch = learner.annotate(make_batch(rows, sharing=learner.sharing), algorithm.needs)
         figures = learner.update(batch, algorithm.loss, algorithm.needs)
-        # 8bit treats columns with outliers apart, and which those are depends on all rows of a batch
         assert figures["sampler_gap"] < (1e-5 if bits == "4bit" else 2e-2)
         assert figures["grad_norm"] > 0
     assert torch.equal(layer.weight, stored) and figures["kl"] > 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 from collections.abc import Sequence
 from dataclasses import replace
@@ -22,6 +23,7 @@ from tests.preference_kit import Group, bare_trainer, dialogue, model_gradients,
 from tests.run_kit import Quiet, small
 from tests.tokenizers import QWEN3, from_wheel
 from TrainingFactory.algorithms.reward_model import RewardModel
+from TrainingFactory.config import TrainingConfig
 from TrainingFactory.data.packing import make_batch
 from TrainingFactory.data.rewriting import written_by
 from TrainingFactory.data.trajectories import load_trajectories, save_trajectories
@@ -31,13 +33,13 @@ from TrainingFactory.learning.heads import head_for
 from TrainingFactory.learning.learner import Learner
 from TrainingFactory.learning.lora import add_lora
 from TrainingFactory.learning.optim import OptimizerOptions
-from TrainingFactory.learning.reward_models import RewardScorer
+from TrainingFactory.learning.reward_models import About, RewardScorer
 from TrainingFactory.models import LoadedModel, chat_format, load_model
 from TrainingFactory.models.words import NAMES, PLACES
 from TrainingFactory.rewards import LearnedReward
 from TrainingFactory.rollout import play
 from TrainingFactory.rollout.scoring import score
-from TrainingFactory.services import assemble
+from TrainingFactory.services import assemble, assemble_learner
 from TrainingFactory.services.training import Training
 from TrainingFactory.services.warm_start import demonstrate
 from TrainingFactory.types import Message, Reward, Sample, Task, ToolCall, Trajectory
@@ -115,7 +117,8 @@ def test_a_process_row_is_labelled_at_the_end_of_each_turn() -> None:
 
 def test_options_are_checked() -> None:
     wrong: list[dict[str, Any]] = [
-        {"center": -1.0}, {"kind": "both"}, {"margin": True, "kind": "process"}, {"center": 0.1, "kind": "process"}
+        {"center": -1.0}, {"kind": "both"}, {"margin": True, "kind": "process"}, {"center": 0.1, "kind": "process"},
+        {"threshold": 0.5}, {"threshold": float("nan"), "kind": "process"},
     ]  # fmt: skip
     for options in wrong:
         with pytest.raises(ValueError, match=next(iter(options))):
@@ -178,26 +181,33 @@ def row_scores(learner: Learner, row: Sample) -> torch.Tensor:
     return learner.head(states[torch.tensor(row.loss_mask)])
 
 
-def test_process_equals_plain_rows() -> None:
-    """TRL has no such trainer: against the formula, a row at a time."""
+@pytest.mark.parametrize(("algorithm", "seed"), [(PROCESS, 4), (RewardModel("process", threshold=-0.5), 5)])
+def test_process_equals_plain_rows(algorithm: RewardModel, seed: int) -> None:
+    """TRL has no such trainer: against the formula, a row at a time. 0 is good where only penalties are bad."""
     learner = headed_learner(1)
-    samples = rows_of(PROCESS, labelled_groups(4))
-    parts, right, whole = [], [], []
+    samples = rows_of(algorithm, labelled_groups(seed))
+    parts, right, whole, labels = [], [], [], []
     for row in samples:
-        good = [reward > 0 for reward, trained in zip(row.rewards, row.loss_mask, strict=True) if trained]
+        good = [
+            reward > algorithm.threshold
+            for reward, trained in zip(row.rewards, row.loss_mask, strict=True)
+            if trained
+        ]
         scores = row_scores(learner, row)
         parts += [-(s if y else -s).sigmoid().log() for s, y in zip(scores.double(), good, strict=True)]
         judged = [(s > 0) == y for s, y in zip(scores.tolist(), good, strict=True)]
         right += judged
+        labels += good
         whole.append(all(judged))
     wanted = torch.stack(parts).mean()
     assert 0 < sum(right) < len(right) and 0 < sum(whole) < len(whole)
     for budget in (10_000, 120):
-        found = learner.evaluate(make_batch(samples, budget), PROCESS.loss, PROCESS.needs)
+        found = learner.evaluate(make_batch(samples, budget), algorithm.loss, algorithm.needs)
         assert found["loss"] == pytest.approx(wanted.item(), rel=1e-5)
+        assert found["good"] == pytest.approx(sum(labels) / len(labels))
         assert found["accuracy"] == pytest.approx(sum(right) / len(right))
         assert found["dialogues_right"] == pytest.approx(sum(whole) / len(whole))
-    ours = gradients(learner, make_batch(samples, 120), PROCESS.loss, PROCESS.needs)
+    ours = gradients(learner, make_batch(samples, 120), algorithm.loss, algorithm.needs)
     assert learner.head is not None
     model = torch.nn.ModuleDict({"m": learner.model, "head": learner.head})
     theirs = {name.removeprefix("m."): value for name, value in model_gradients(model, wanted).items()}
@@ -307,6 +317,27 @@ def saved(folder: Path, kind: Any = "outcome", lora: bool = False) -> Learner:
     return learner
 
 
+def test_a_base_in_a_folder_is_found_from_everywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run may be started with a path relative to where it was; its reward model is loaded from elsewhere."""
+    (tmp_path / "base").mkdir()
+    monkeypatch.chdir(tmp_path)
+    section = {"name": "base", "quantization": "4bit"}
+    config = TrainingConfig(model=section, training={"algorithm": "reward_model"}, lora={"enabled": True})
+    about = assemble_learner.about_reward_model(config)
+    assert about is not None and about["base"] == str(tmp_path / "base")
+    assert About(**about).quantization == "4bit"
+    config = TrainingConfig(model="tiny", training={"algorithm": "reward_model"})
+    assert (assemble_learner.about_reward_model(config) or {})["base"] == "tiny"
+
+
+def test_the_base_is_loaded_as_it_was_trained(tmp_path: Path) -> None:
+    saved(tmp_path / "rm", lora=True)
+    about = json.loads((tmp_path / "rm" / "reward_model.json").read_text())
+    (tmp_path / "rm" / "reward_model.json").write_text(json.dumps(about | {"quantization": "4bit"}))
+    with pytest.raises(ValueError, match="quantization is 4bit, but builtin:tiny is read as it is"):
+        RewardScorer.load(tmp_path / "rm")
+
+
 def cut(trajectory: Trajectory) -> Trajectory:
     """The same episode, as if its last turn had reached the length limit."""
     *before, last = trajectory.turns
@@ -343,8 +374,8 @@ def test_scores_become_rewards(tmp_path: Path) -> None:
         episodes, outcome.score(episodes), process.score(episodes), outcome.scores(episodes),
         process.scores(episodes), strict=True,
     ):  # fmt: skip
-        assert plain == Reward(last) and last == pytest.approx(every[-1], abs=1e-5)
-        chances = [float(torch.tensor(value).sigmoid()) for value in every]
+        assert plain == Reward(round(last, 4)) and last == pytest.approx(every[-1], abs=1e-5)
+        chances = [float(torch.tensor(round(value, 4)).sigmoid()) for value in every]
         least = [min(chances[: number + 1]) for number in range(len(chances))]
         assert judged.outcome == pytest.approx(2 * least[-1] - 1, abs=1e-6)
         assert judged.steps == pytest.approx(
@@ -486,12 +517,14 @@ def test_a_run_is_scored_by_a_reward_model(tmp_path: Path) -> None:
 
 
 def test_a_run_trains_a_reward_model_and_another_uses_it(tmp_path: Path) -> None:
-    data = tmp_path / "episodes.jsonl"
-    save_trajectories(data, (each for group in numbered(good_and_bad("train", 8)) for each in group))
+    data, held = tmp_path / "episodes.jsonl", tmp_path / "heldout.jsonl"
+    groups = numbered(good_and_bad("train", 8))
+    for path in (data, held):
+        save_trajectories(path, (each for group in groups for each in group))
     config = small(
         tmp_path,
         training={"algorithm": "reward_model", "max_steps": 3, "eval_every": 3},
-        data={"dataset": str(data), "heldout": str(data)},
+        data={"dataset": str(data), "heldout": str(held)},
     )
     report = Training(config, name="rm", watcher=Quiet()).train()
     assert report.rows[-1]["eval/loss"] < report.rows[0]["eval/loss"] == pytest.approx(0.693147, rel=1e-5)

@@ -98,21 +98,35 @@ def mean_logprob(model: Any, group: Group) -> torch.Tensor:
 @pytest.mark.parametrize("balance", [True, False])
 @pytest.mark.parametrize("minibatches", [1, 2])
 def test_every_task_weighs_the_same(balance: bool, minibatches: int) -> None:
-    """Against one row at a time: the mean over tasks of the mean over tokens, or the mean over all tokens."""
+    """Against one row at a time, for each mini-batch by itself."""
     algorithm = RFT(balance=balance, dedupe=False)
     groups, model = kept_groups(2), tiny()
-    parts = [mean_logprob(model, group) for group in groups[:3] + groups[4:]]
-    wanted = -torch.stack([part.mean() for part in parts]).mean() if balance else -torch.cat(parts).mean()
     samples = [row for group in groups for row in algorithm.samples(group)]
-    # The weights are those of the step, however it is cut into mini-batches.
-    halves = [samples] if minibatches == 1 else [samples[::2], samples[1::2]]
-    batches = [make_batch(half, 120) for half in halves]
-    algorithm.prepare(batches, 0)
-    learner, tokens = make_learner(model), sum(batch.tokens for batch in batches)
-    losses = [learner.evaluate(batch, algorithm.loss)["loss"] * batch.tokens / tokens for batch in batches]
-    assert sum(losses) == pytest.approx(wanted.item(), rel=1e-5)
-    if minibatches == 1:
-        assert far(gradients(learner, batches[0], algorithm.loss), model_gradients(model, wanted)) < 1e-5
+    weights = [max(row.advantages) for row in samples]
+    assert (len(set(weights)) > 2) is balance
+    for part in range(minibatches):
+        batch = make_batch(samples[part::minibatches], 120)
+        algorithm.prepare([batch], 0)
+        every = list(zip(samples, weights, strict=True))[part::minibatches]
+        logprobs = [weight * row_logprobs(model, row) for row, weight in every]
+        whole = sum(weight * sum(row.loss_mask) for row, weight in every)
+        wanted = -torch.cat(logprobs).sum() / whole
+        learner = make_learner(model)
+        assert learner.evaluate(batch, algorithm.loss)["loss"] == pytest.approx(wanted.item(), rel=1e-5)
+        assert far(gradients(learner, batch, algorithm.loss), model_gradients(model, wanted)) < 1e-5
+
+
+def test_tasks_weigh_the_same_in_the_mean() -> None:
+    """The mean over tasks of the mean over tokens, written down without weights."""
+    groups, model = kept_groups(2), tiny()
+    algorithm = RFT(dedupe=False)
+    parts = [mean_logprob(model, group) for group in groups[:3] + groups[4:]]
+    batch = make_batch([row for group in groups for row in algorithm.samples(group)], 120)
+    algorithm.prepare([batch], 0)
+    wanted = -torch.stack([part.mean() for part in parts]).mean()
+    assert make_learner(model).evaluate(batch, algorithm.loss)["loss"] == pytest.approx(
+        wanted.item(), rel=1e-5
+    )
 
 
 def test_a_step_that_keeps_nothing_changes_nothing() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,12 @@ from tests.run_kit import Parity, Quiet, assert_same_run, go_on, rows, small, tr
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.data.trajectories import load_trajectories
 from TrainingFactory.services import GRPOTrainer, SFTTrainer, tracking
+from TrainingFactory.services.assemble import reward_model_folder
+from TrainingFactory.services.checking import check
 from TrainingFactory.services.evaluation import wilson
 from TrainingFactory.services.runs import RunFolder, list_runs
 from TrainingFactory.services.sources import Order
-from TrainingFactory.services.training import Objects, Training
+from TrainingFactory.services.training import Objects, Training, resume
 from TrainingFactory.tools import tool
 from TrainingFactory.types import Task
 
@@ -104,6 +107,21 @@ def test_a_run_that_cannot_start_leaves_nothing(tmp_path: Path) -> None:
     [
         ({"training": {"group_size": 1}}, "training.group_size is 1.*needs 2 or more"),
         ({"training": {"algorithm": "dpo"}}, "dpo learns from rows that exist: data.dataset=FILE"),
+        ({"training": {"minibatches": 2}}, "training.minibatches is 2, which does not divide.* 3"),
+        (
+            {"training": {"algorithm": "sft", "minibatches": 2}},
+            "training.minibatches is 2, which does not divide",
+        ),
+        ({"training": {"algorithm": "kto", "batch_size": 1}}, "training.batch_size is 1, but kto"),
+        (
+            {"training": {"algorithm": "kto", "batch_size": 4, "minibatches": 4}},
+            "training.batch_size is 4 and training.minibatches 4, but kto",
+        ),
+        (  # 7 tasks in batches of 3: 3 steps
+            {"training": {"algorithm": "ppo", "max_steps": None}, "ppo": {"critic_warmup": 3}},
+            "ppo.critic_warmup is 3 of 3 steps in all epochs",
+        ),
+        ({"model": {"adapter": "x"}, "lora": {"r": 4}}, "lora.r is 4, and the adapter in x has its own"),
         ({"sampling": {"temperature": 0.0}}, "sampling.temperature is 0"),
         ({"sampling": {"top_p": 0.9}}, "for evaluation"),
         ({"sampling": {"top_k": 5}}, "for evaluation"),
@@ -124,6 +142,75 @@ def test_what_a_run_cannot_do_is_said_first(
     with pytest.raises(ValueError, match=expected):
         train(small(tmp_path, **sections), "a")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_options_of_lora_fit_the_adapter_that_is_loaded(tmp_path: Path) -> None:
+    about = {"r": 4, "lora_alpha": 8, "use_dora": False, "target_modules": ["q_proj", "v_proj"]}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(about))
+
+    def made(**lora: Any) -> TrainingConfig:
+        return small(tmp_path, model={"adapter": str(tmp_path)}, lora={"enabled": True, **lora})
+
+    check(made(), recorded=False)
+    check(made(r=4, alpha=8, target_modules=["v_proj", "q_proj"]), recorded=False)
+    with pytest.raises(
+        ValueError, match=r"lora.r is 8, and the adapter in .* was made with 4: .*leave lora.r"
+    ):
+        check(made(r=8), recorded=False)
+    with pytest.raises(ValueError, match=r"lora.dora is True, and the adapter in .* was made with False"):
+        check(made(dora=True), recorded=False)
+
+
+def test_a_run_goes_on_with_the_same_rows_only(tmp_path: Path) -> None:
+    path, lines = tmp_path / "d.jsonl", [json.dumps({"messages": CHAT, "n": n}) for n in range(4)]
+    path.write_text("\n".join(lines))
+    config = small(tmp_path, training={"algorithm": "sft"}, data={"dataset": str(path)})
+    with pytest.raises(RuntimeError):
+        Training(config, name="a", watcher=Quiet(fail_at=3)).train()
+    path.write_text("\n".join([*lines[:3], lines[3].replace("Oslo", "Lima")]))
+    with pytest.raises(ValueError, match=r"the 4 tasks or rows that run a was started with have changed"):
+        resume("a", tmp_path)
+    path.write_text("\n".join(lines[:3]))
+    with pytest.raises(ValueError, match=r"run a was started with 4 tasks or rows, and now there are 3"):
+        resume("a", tmp_path)
+    path.write_text("\n".join(lines))
+    assert resume("a", tmp_path, Quiet()).train().state == "finished"
+
+
+def test_a_run_goes_on_with_the_same_tasks_only(tmp_path: Path) -> None:
+    path, lines = tmp_path / "t.jsonl", [json.dumps({"prompt": f"{n}+1?", "answer": n + 1}) for n in range(3)]
+    path.write_text("\n".join(lines))
+    config = small(tmp_path, environment={"environment_id": "calculator"}, data={"tasks": str(path)})
+    Training(config, name="a", watcher=Quiet()).run.unlock()
+    path.write_text("\n".join([*lines[:2], lines[2].replace("3", "4")]))
+    with pytest.raises(ValueError, match="have changed since then"):
+        resume("a", tmp_path)
+    path.write_text("\n".join(lines))
+    resume("a", tmp_path).run.unlock()
+
+
+def test_a_run_goes_on_with_the_reward_model_it_started_with(tmp_path: Path) -> None:
+    model = RunFolder.create(small(tmp_path), "rm", {})
+    model.unlock()
+    for step in (1, 2):
+        folder = model.path / "checkpoints" / f"step-00000{step}"
+        folder.mkdir(parents=True)
+        (folder / "reward_model.json").write_text(json.dumps({"kind": "outcome", "base": "builtin:tiny"}))
+        (folder / "scalar_head.safetensors").touch()
+        if step == 1:
+            config = small(tmp_path, reward={"type": "learned", "model": str(model.path)})
+            first = Training(config, name="a", objects=Objects(environment=Parity), watcher=Quiet())
+            first.run.unlock()
+    run = RunFolder(tmp_path / "a")
+    again = Training(run.config, run=run, objects=Objects(environment=Parity), watcher=Quiet())
+    again.run.unlock()
+    assert reward_model_folder(run.config) == model.path / "checkpoints" / "step-000002"
+    assert reward_model_folder(again.config) == model.path / "checkpoints" / "step-000001"
+    shutil.rmtree(model.path / "checkpoints" / "step-000001")
+    with pytest.raises(
+        ValueError, match=r"started with the reward model in .*step-000001, which is not there"
+    ):
+        Training(run.config, run=run, objects=Objects(environment=Parity), watcher=Quiet())
 
 
 @pytest.mark.parametrize("rate", [0, 0.0, -1e-6])
@@ -211,7 +298,7 @@ def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
         train(small(tmp_path, training={"max_steps": 8}, logging={"keep_checkpoints": 5}), "whole")
         assert_same_run(tmp_path / "whole", disk / "a")
     finally:
-        subprocess.run(["umount", disk], check=True)
+        subprocess.run(["umount", "--lazy", disk], check=True)  # files of the run may still be held
 
 
 def test_old_checkpoints_make_room(tmp_path: Path) -> None:
@@ -335,8 +422,6 @@ def test_trainers_take_objects(tmp_path: Path) -> None:
 
 
 def test_a_run_from_python_goes_on_in_python(tmp_path: Path) -> None:
-    from TrainingFactory.services.training import resume
-
     config = small(tmp_path)
     options: dict[str, Any] = {"environment": Parity, "config": config, "name": "a"}
     train(config, "whole")

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from TrainingFactory.data.samples import to_samples
+from TrainingFactory.data.samples import mismatched, to_samples
 from TrainingFactory.types import Completion, Message, Sample, Task, Trajectory, Turn
 
 
@@ -29,6 +29,18 @@ def test_turns_merge_into_one_row():
         rewards=[0, 0, 0, 0, 0.25, 0, 0, 2.0],
         policy_version=[1, 1, 1, 1, 1, 2, 2, 2],
     )
+
+
+def test_no_answer_makes_a_row_longer_than_all_others():
+    """A long answer after a long prompt might not fit anywhere."""
+    prompts = [list(range(100, 190)), list(range(10)), list(range(20, 40))]
+    rows = [
+        row
+        for prompt, size in zip(prompts, (10, 90, 30), strict=True)
+        for row in to_samples(trajectory(turn(prompt, [7] * size)))
+    ]
+    # answers move on by one: 90 + 30 and 20 + 90 are over 100, 10 + 10 is not
+    assert [len(row.token_ids) for row in mismatched(rows)] == [20]
 
 
 def test_a_new_row_starts_where_a_prompt_does_not_continue():

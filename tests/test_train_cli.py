@@ -17,6 +17,8 @@ from tests.run_kit import assert_same_run
 from TrainingFactory.cli import main
 from TrainingFactory.cli.display import Panel, curve, duration
 from TrainingFactory.config import load_config, notices
+from TrainingFactory.config.not_yet import ALGORITHMS, unused
+from TrainingFactory.services.checking import check
 from TrainingFactory.services.runs import RunFolder
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -102,7 +104,7 @@ def test_train_show_compare_and_evaluate(tfactory: Run) -> None:
             "training.learning_rate: must be greater than 0",
         ),
         (["train", "small.yaml", "training.group_size=1"], "needs 2 or more"),
-        (["train", "small.yaml", "training.algorithm=dpo"], "dpo is not there yet"),
+        (["train", "small.yaml", "training.algorithm=dpo"], "dpo learns from rows that exist"),
         (["train", "small.yaml", "environment=serch"], "did you mean search?"),
         (["train", "small.yaml", "sampling.top_p=0.9"], "for evaluation"),
         (["train", "small.yaml", "--name", "there"], "run there exists already"),
@@ -210,9 +212,35 @@ def test_the_panel_of_a_terminal() -> None:
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.name)
 def test_the_configs_load(path: Path) -> None:
     config = load_config(path)
-    assert config.training.algorithm in ("grpo", "sft")
+    family, _, algorithm = path.stem.removesuffix("_lora").partition("_")
+    assert config.training.algorithm == algorithm and family in config.model.name.lower()
+    assert unused(config) == []
     if path.name != "qwen3_grpo.yaml":  # that one is the form that other texts print
         assert notices(config) == []
+        check(config, config.data.dataset is not None)
+
+
+def test_there_is_a_config_for_every_algorithm() -> None:
+    names = {path.stem for path in (ROOT / "configs").glob("*.yaml")}
+    assert {f"{family}_{name}" for family in ("tiny", "qwen3") for name in ALGORITHMS} <= names
+
+
+def test_a_reward_model_is_not_sent_to_be_evaluated(tfactory: Run) -> None:
+    said = {"prompt": "Where?", "chosen": "In Oslo.", "rejected": "No idea."}
+    Path("pairs.jsonl").write_text("".join(json.dumps(said | {"id": n}) + "\n" for n in range(2)))
+    rows = [
+        "algorithm=reward_model",
+        "data.dataset=pairs.jsonl",
+        "environment=",
+        "data.count=",
+        "max_steps=1",
+    ]
+    status, _, err = tfactory("train", "small.yaml", "--name", "rm", *rows)
+    told = " ".join(err.split())
+    assert status == 0, err
+    assert "let it score: reward.type=learned reward.model=runs/rm" in told and "tfactory eval" not in told
+    assert "note: training.group_size: reward_model samples no groups" in told
+    assert "note: sampling.max_tokens, sampling.deterministic: reward_model samples nothing" in told
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
@@ -11,6 +12,7 @@ import pytest
 
 import TrainingFactory.services as services
 from tests.run_kit import Parity, Quiet
+from TrainingFactory.config import TrainingConfig
 from TrainingFactory.config.schema import TrainingSection
 from TrainingFactory.models import Qwen3Model
 from TrainingFactory.services import (
@@ -22,6 +24,7 @@ from TrainingFactory.services import (
     RFTTrainer,
     SFTTrainer,
 )
+from TrainingFactory.services.gathering import read_heldout
 from TrainingFactory.types import Trajectory
 
 TOOLS = [{"type": "function", "function": {"name": "lookup", "description": "Where somebody lives.", "parameters": {
@@ -100,6 +103,7 @@ def test_from_rows_that_exist(
     report = made.train()
     assert report.steps == 2 and report.state == "finished" and report.checkpoint is not None
     assert [row["grad_norm"] > 0 for row in report.rows] == [True, True]
+    assert ["entropy" in row for row in report.rows] == [trainer is not RewardModelTrainer] * 2
 
 
 def by_length(episode: Any) -> float:
@@ -166,9 +170,129 @@ def test_plain_keys_find_their_section() -> None:
     assert GRPOTrainer(kl=0.5).config.grpo.kl == 0.5 and PPOTrainer(kl=0.5).config.ppo.kl == 0.5
 
 
+def test_plain_keys_of_model_and_environment_stay_beside_their_names() -> None:
+    made = GRPOTrainer(
+        model="builtin:tiny",
+        environment="search",
+        max_turns=3,
+        max_length=512,
+        dtype="float32",
+        thinking=False,
+    )
+    assert made.config.model.model_dump(exclude_unset=True) == {
+        "name": "builtin:tiny", "max_length": 512, "dtype": "float32", "thinking": False,
+    }  # fmt: skip
+    assert made.config.environment.model_dump(exclude_unset=True) == {
+        "environment_id": "search",
+        "max_turns": 3,
+    }
+    made = GRPOTrainer(
+        model={"name": "a"}, environment={"environment_id": "search"}, max_turns=3, max_length=64
+    )
+    assert (made.config.model.name, made.config.model.max_length) == ("a", 64)
+    assert (made.config.environment.environment_id, made.config.environment.max_turns) == ("search", 3)
+    assert RFTTrainer(reward="learned", outcome_weight=0.5).config.reward.type == "learned"
+
+
+def test_an_environment_object_stays_with_options_beside_it() -> None:
+    made = GRPOTrainer(environment=Parity, max_turns=3, config=TrainingConfig(environment="search"))
+    assert made.objects.environment is Parity
+    assert made.config.environment.max_turns == 3 and made.config.environment.environment_id is None
+
+
+def test_what_the_run_does_not_use_is_said() -> None:
+    def said(trainer: Callable[..., Any], **options: Any) -> list[str]:
+        return trainer(**options).notices
+
+    assert any("grpo.kl: these are options of grpo" in text for text in said(DPOTrainer, grpo={"kl": 0.1}))
+    (text,) = said(SFTTrainer, dataset=ROWS["sft"], group_size=4)
+    assert text == "training.group_size: sft samples no groups of episodes"
+    (text,) = said(SFTTrainer, dataset=ROWS["sft"], max_tokens=9, sampling={"slots": 3})
+    assert text.startswith("sampling.max_tokens, sampling.slots: sft samples nothing")
+    assert said(SFTTrainer, dataset=ROWS["sft"], environment=Parity, max_tokens=9, eval_every=1) == []
+    assert said(GRPOTrainer, environment=Parity, max_tokens=9, group_size=4) == []
+    (text,) = said(DPOTrainer, dataset=ROWS["dpo"], heldout=ROWS["dpo"][:1])
+    assert text == "heldout: nothing is evaluated without training.eval_every"
+
+
+@pytest.mark.parametrize("how", ["objects", "file"])
+def test_held_out_rows(tmp_path: Path, how: str) -> None:
+    heldout: Any = ROWS["dpo"][2:]
+    if how == "file":
+        heldout = tmp_path / "heldout.jsonl"
+        heldout.write_text("".join(json.dumps(row) + "\n" for row in ROWS["dpo"][2:]))
+    options: dict[str, Any] = two_steps(tmp_path) | {"max_steps": 1, "eval_every": 1}
+    made = DPOTrainer(model="builtin:tiny", dataset=ROWS["dpo"][:2], heldout=heldout, **options)
+    report = made.train()
+    assert report.rows[0]["eval/loss"] == pytest.approx(math.log(2), abs=1e-5)
+    assert "eval/accuracy" in report.rows[-1]
+
+
+def test_the_split_of_held_out_rows(tmp_path: Path) -> None:
+    from datasets import Dataset, DatasetDict
+
+    rows = [{"prompt": f"p{n}", "completion": "c"} for n in range(5)]
+    both = DatasetDict({"train": Dataset.from_list(rows[:3]), "test": Dataset.from_list(rows[3:])})
+    both.save_to_disk(str(tmp_path / "both"))
+    both["train"].save_to_disk(str(tmp_path / "one"))
+
+    def ids(examples: Any) -> list[str]:
+        return [example.conversations[0].messages[0].content for example in examples.found]
+
+    made = SFTTrainer(dataset=both, heldout=both)
+    assert made.objects.examples is not None
+    assert (ids(made.objects.examples), ids(made.objects.heldout)) == (["p0", "p1", "p2"], ["p3", "p4"])
+    saved = str(tmp_path / "both")
+    config = SFTTrainer(dataset=saved, heldout=saved, eval_every=1).config
+    assert ids(read_heldout(config, saved, saved)) == ["p3", "p4"]
+    same: list[tuple[Any, dict[str, Any]]] = [
+        (saved, {"heldout_split": "train"}),
+        (str(tmp_path / "one"), {}),
+        (both, {"dataset_split": "test"}),
+        (rows, {}),
+    ]
+    for source, options in same:
+        with pytest.raises(ValueError, match="nothing would be held out"):
+            SFTTrainer(
+                dataset=source, heldout=source, eval_every=1, output_dir=str(tmp_path / "runs"), **options
+            ).train()
+    assert not (tmp_path / "runs").exists()
+
+
+def test_train_takes_a_config_and_the_model_can_be_saved(tmp_path: Path) -> None:
+    trainer = SFTTrainer(model="builtin:tiny", dataset=ROWS["sft"], **two_steps(tmp_path))
+    with pytest.raises(ValueError, match=r"call train\(\) first"):
+        trainer.save_model()
+    with pytest.raises(ValueError, match=r"training.algorithm is grpo, and SFTTrainer trains by sft"):
+        trainer.train(TrainingConfig(algorithm="grpo"))
+    report = trainer.train(TrainingConfig(max_steps=1, data={"count": 3}, sft={"turns": "last"}))
+    assert report.steps == 1 and trainer.config.training.batch_size == 2
+    assert trainer.config.sft.turns == "last" and len(trainer.objects.examples or ()) == 3
+    saved = trainer.save_model()
+    assert saved.path == report.run / "model" and saved.source == report.checkpoint
+    assert (saved.path / "config.json").is_file() and not (saved.path / "learner.json").exists()
+    assert trainer.save_model(tmp_path / "mine").path == tmp_path / "mine"
+    assert trainer.train({"max_steps": 2, "use_lora": True}).steps == 2
+    assert trainer.save_model(tmp_path / "merged", merge=True).kind == "merged"
+
+
 @pytest.mark.parametrize(
     ("trainer", "options", "text"),
     [
+        (GRPOTrainer, {"environment": Parity, "environment_id": "search"}, "environment_id is given twice"),
+        (GRPOTrainer, {"environment": {"max_turns": 2}, "max_turns": 3}, "max_turns is given twice"),
+        (GRPOTrainer, {"model": {"max_length": 64}, "max_length": 64}, "max_length is given twice"),
+        (SFTTrainer, {"model": Qwen3Model("a", thinking=False), "thinking": True}, "thinking is given twice"),
+        (SFTTrainer, {"dataset": "a.jsonl", "data": {"dataset": "b.jsonl"}}, "dataset is given twice"),
+        (
+            SFTTrainer,
+            {"training": {"algorithm": "grpo"}},
+            "training.algorithm is grpo, and SFTTrainer trains by",
+        ),
+        (SFTTrainer, {"algorithm": "dpo"}, "training.algorithm is dpo, and SFTTrainer trains by sft"),
+        (SFTTrainer, {"training": 4}, "training"),
+        (GRPOTrainer, {"environment": "search", "heldout": ROWS["sft"]}, 'heldout="tasks.jsonl"'),
+        (DPOTrainer, {"dataset": ROWS["dpo"], "heldout": [{"text": "x"}]}, "row 0 of the dataset has not"),
         (GRPOTrainer, {"betta": 0.2}, "betta"),
         (GRPOTrainer, {"beta": 0.2}, "beta"),  # of another algorithm
         (DPOTrainer, {"beta": -1.0}, "dpo.beta"),

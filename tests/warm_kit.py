@@ -39,7 +39,7 @@ SECTIONS: dict[str, dict[str, Any]] = {
     "sampling": {"max_tokens": 24, "deterministic": True},
     "environment": {"max_turns": 3},
 }
-PLAN = WarmStartPlan(mistakes=0.6, drill_steps=40, drill_rows=16, steps=140)
+PLAN = WarmStartPlan(mistakes=0.6, drill_steps=40, drill_rows=16, steps=220)
 
 
 class Homes(ToolEnvironment):

@@ -35,10 +35,10 @@ class PPO:
     critic: Literal["head", "separate"] = "head"  # for whoever makes the learner, like the next
     critic_learning_rate: float | None = None
     gamma: float = 1.0
-    lam: float = 0.95
+    lam: float = 1.0
     clip: float = 0.2
     value_clip: float | None = 0.2  # None: values may move any distance
-    value_weight: float = 0.5
+    value_weight: float = 0.1
     critic_warmup: int = 0  # steps in which the policy stays as it is
     whiten: bool = True
     kl: float = 0.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from TrainingFactory.data import ranking
 from TrainingFactory.data.samples import Which, to_samples
 from TrainingFactory.types import Sample, Trajectory
 
@@ -11,18 +12,13 @@ from TrainingFactory.types import Sample, Trajectory
 def total_reward(trajectory: Trajectory) -> float:
     """Outcome and step rewards together; the episode is scored."""
     assert trajectory.reward is not None
-    return trajectory.reward.outcome + sum(trajectory.reward.steps)
+    return ranking.total(trajectory.reward)
 
 
 def best_and_worst(group: Sequence[Trajectory]) -> tuple[Trajectory, Trajectory] | None:
-    """The first of the best and the first of the worst; None where the scored episodes all earned the same (up to
-    rounding) or are fewer than two."""
-    scored = [trajectory for trajectory in group if trajectory.reward is not None]
-    if not scored:
-        return None
-    best, worst = max(scored, key=total_reward), min(scored, key=total_reward)
-    high, low = total_reward(best), total_reward(worst)
-    return None if high - low <= 1e-6 * max(abs(high), abs(low)) else (best, worst)
+    """Of those that are scored; None where all earned the same or fewer than two are."""
+    scored = (trajectory for trajectory in group if trajectory.reward is not None)
+    return ranking.best_and_worst(scored, total_reward)
 
 
 def rows_of_pair(

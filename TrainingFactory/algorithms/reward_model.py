@@ -7,13 +7,15 @@ Outcome (Bradley-Terry), over pairs of dialogues with scores s+ and s- at their 
 where m is the difference of the two rewards if `margin`, else 0. The second term pins what the first leaves open:
 adding a constant to all scores. Of a group the best and the worst episode are a pair.
 
-Process, over turns t with score s_t at the turn's last token and label y_t = 1 if its step reward is over 0, else 0:
+Process, over turns t with score s_t at the turn's last token and label y_t = 1 if its step reward is over
+`threshold`, else 0:
 
     L = mean over turns of -y_t log sigmoid(s_t) - (1 - y_t) log sigmoid(-s_t)
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -35,12 +37,17 @@ class RewardModel:
     kind: Literal["outcome", "process"] = "outcome"
     margin: bool = False  # outcome: the better one must lead by the difference of the rewards
     center: float = 0.0  # outcome: weight of the pull towards scores around 0
+    threshold: float = 0.0  # process: turns with a step reward over it are good
 
     def __post_init__(self) -> None:
         if self.kind not in ("outcome", "process"):
             raise ValueError(f"kind is {self.kind!r}; it must be outcome or process")
         if self.center < 0:
             raise ValueError(f"center is {self.center}; it must be 0 or more")
+        if not math.isfinite(self.threshold):
+            raise ValueError(f"threshold is {self.threshold}; it must be a number")
+        if self.kind == "outcome" and self.threshold:
+            raise ValueError("threshold is for kind=process: an outcome model learns which of two is better")
         if self.kind == "process" and (self.margin or self.center):
             raise ValueError(
                 "margin and center are for kind=outcome: a process model learns labels of turns, not pairs"
@@ -82,11 +89,12 @@ class RewardModel:
         return total / pairs, figures
 
     def _process(self, trained: Trained, scores: torch.Tensor) -> tuple[torch.Tensor, Figures]:
-        good = (trained.rewards > 0).float()
+        good = (trained.rewards > self.threshold).float()
         total = binary_cross_entropy_with_logits(scores, good, reduction="sum")
         wrong = ((scores > 0) != (good > 0)).float()
         figures = {
             "accuracy": float((1 - wrong).sum()) / trained.step_tokens,
+            "good": float(good.sum()) / trained.step_tokens,
             # every turn of the dialogue is judged right, the first bad one among them
             "dialogues_right": float((trained.per_episode(wrong) == 0).sum()) / trained.step_episodes,
         }

@@ -1,7 +1,7 @@
 """Rejection sampling fine-tuning: of the episodes that the model sampled, keep those that the reward accepts, and learn
 them as demonstrations.
 
-    L = - sum of w log p / sum of w        over the sampled tokens of the kept episodes of the step
+    L = - sum of w log p / sum of w        over the sampled tokens of the kept episodes of a mini-batch
 
     w = 1 / n     n: tokens of the kept episodes of the same task      (`balance`: every task weighs the same)
     w = 1                                                              (without: every token does)
@@ -65,16 +65,15 @@ class RFT:
         return [row for each in kept for row in to_samples(each, [weight] * len(each.turns))]
 
     def prepare(self, batches: Sequence[Batch], step: int) -> None:
-        """Advantages are the weights; here they get a mean of 1 over the tokens of the step."""
-        packs = [pack for batch in batches for pack in batch.packs]
-        own = {
-            "tokens": float(sum(len(pack.target) for pack in packs)),
-            "weight": float(sum(pack.advantages.sum(dtype=float) for pack in packs)),
-        }
-        step_wide = batches[0].total(own)
-        if step_wide["weight"]:
-            for pack in packs:
-                pack.advantages *= step_wide["tokens"] / step_wide["weight"]
+        """Advantages are the weights; here they get a mean of 1 over the tokens of each step of the optimiser."""
+        for batch in batches:
+            own = {
+                "tokens": float(sum(len(pack.target) for pack in batch.packs)),
+                "weight": float(sum(pack.advantages.sum(dtype=float) for pack in batch.packs)),
+            }
+            everywhere = batch.total(own)
+            for pack in batch.packs:
+                pack.advantages *= everywhere["tokens"] / everywhere["weight"]
 
     def loss(self, trained: Trained) -> tuple[torch.Tensor, dict[str, float]]:
         return -(trained.advantages * trained.logprobs).sum() / trained.step_tokens, {}

@@ -41,8 +41,8 @@ class Kept:
     """Rows that say the same of the same task count once."""
     min_margin: Annotated[float, Parameter(validator=validators.Number(gte=0))] = 0.0
     """dpo, rm: by how much the better side of a pair must lead."""
-    threshold: float = 0.5
-    """kto: rewards above it are good."""
+    threshold: float | None = None
+    """kto: rewards above it are good (0.5 if not given). prm: turns with step rewards above it are good (0)."""
     seed: int = 0
     """For the choice that --max-per-task makes."""
 
@@ -97,6 +97,8 @@ def convert(
     if not done.rows:
         show.fail(f"no episode is left for {to}; nothing is written")
         return 1
+    if done.note:
+        show.note(f"note: {done.note}")
     write_rows(out, done.rows)
     show.note(f"saved {show.count(len(done.rows), 'row')} to {out}; learn from them with data.dataset={out}")
     return 0
@@ -172,4 +174,6 @@ def check(
     told = [("rows", str(examples.rows)), ("usable", f"{len(examples)} examples for {form}")]
     told += [(f"  {why}", f"{count} episodes left out") for why, count in examples.unused.items()]
     show.table([*told, ("bad rows", str(len(examples.bad)))])
+    for note in examples.notes:
+        show.note(f"note: {note}")
     return 1 if examples.bad else 0

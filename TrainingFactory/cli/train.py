@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from TrainingFactory.cli import show
 from TrainingFactory.config import load_config, notices
+from TrainingFactory.config.not_yet import unused
 
 if TYPE_CHECKING:
     from TrainingFactory.cli.display import Lines
@@ -40,7 +41,7 @@ def train(config: str, /, *overrides: str, name: str | None = None, replay: str 
     from TrainingFactory.cli.display import make_display
     from TrainingFactory.services.training import Training
 
-    for text in notices(options):
+    for text in [*notices(options), *unused(options)]:
         show.note(f"note: {text}")
     display = make_display()
     return follow(Training(options, name=name, watcher=display, replay=replay), display)
@@ -59,5 +60,8 @@ def follow(training: Training, display: Lines) -> int:
         show.note(f"tool calls: {show.tool_text(report.tools)}")
     if report.checkpoint is not None:
         show.note(f"finished; the model is in {report.checkpoint}")
-        show.note(f"look at it: tfactory runs show {run.name}; evaluate it: tfactory eval {run.path}")
+        use = f"evaluate it: tfactory eval {run.path}"
+        if training.config.training.algorithm == "reward_model":
+            use = f"let it score: reward.type=learned reward.model={run.path}"
+        show.note(f"look at it: tfactory runs show {run.name}; {use}")
     return 0

@@ -63,13 +63,13 @@ class PPOSection(Section):
     """What expects the reward: a head on the model itself, or a copy of the model."""
     gamma: Share = 1.0
     """Discount from token to token."""
-    lam: Share = 0.95
+    lam: Share = 1.0
     """How far advantages look beyond the critic: 0 one token, 1 to the end."""
     clip: Annotated[float, Field(gt=0, lt=1)] = 0.2
     """A probability ratio counts from 1 - clip to 1 + clip."""
     value_clip: Positive | None = 0.2
     """How far a value may move in one step with effect on its loss; null: any distance."""
-    value_weight: Positive = 0.5
+    value_weight: Positive = 0.1
     """Weight of the critic's loss."""
     critic_learning_rate: Positive | None = None
     """Peak learning rate of the critic, or of the head alone where that is the critic; null: ten times
@@ -134,3 +134,5 @@ class RewardModelSection(Section):
     """outcome: the better side must lead by as much as the data say."""
     center: NotNegative = 0.0
     """outcome: weight of a pull that keeps the scores of a pair around 0."""
+    threshold: float = 0.0
+    """process: turns with a recorded step reward over it are good; rows with labels have 1 and -1."""

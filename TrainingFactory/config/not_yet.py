@@ -1,10 +1,12 @@
-"""Options whose feature is not there yet. Nothing is ignored in silence: commands print these notices."""
+"""Options without effect: those whose feature is not there yet, and those that a training run does not use. Nothing is
+ignored in silence: commands print these notices."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
-from TrainingFactory.config.schema import TrainingConfig
+from TrainingFactory.config.schema import TrainingConfig, TrainingSection
+from TrainingFactory.config.section import Section
 
 # key -> (the value that says what happens now anyway, or several that work, what to tell a user who set another one)
 NOT_YET: dict[str, tuple[Any, str]] = {
@@ -19,6 +21,8 @@ NOT_YET: dict[str, tuple[Any, str]] = {
     "compute.backend": ("local", "Ray is not connected yet; everything runs on this machine"),
     "compute.num_gpus": (None, "one device is used; choose it with model.device"),
 }
+ALGORITHMS: tuple[str, ...] = get_args(TrainingSection.model_fields["algorithm"].annotation)
+SAMPLED = ("grpo", "ppo", "rft")  # learn from episodes that they sample themselves
 
 
 def notices(config: TrainingConfig) -> list[str]:
@@ -33,3 +37,43 @@ def notices(config: TrainingConfig) -> list[str]:
         if last in holder.model_fields_set and getattr(holder, last) not in fine:
             asked.setdefault(text, []).append(key)
     return [f"{', '.join(keys)}: {text}" for text, keys in asked.items()]
+
+
+def unused(config: TrainingConfig, *, played: bool = False, heldout: bool = False) -> list[str]:
+    """One line for each part of the config that was changed from its default and that training does not look at.
+    `played`: an environment is there beside the config; `heldout`: so are rows to evaluate on."""
+    training, data = config.training, config.data
+    name = training.algorithm
+    lines = [
+        (changed(config, other), f"these are options of {other}, and this run trains by {name}")
+        for other in ALGORITHMS
+        if other != name
+    ]
+    played = played or config.environment.environment_id is not None or bool(config.tools)
+    expert = name == "sft" and data.dataset is None
+    if name not in SAMPLED:
+        grouped = ["training.group_size"] if "group_size" in _changed(training) else []
+        lines.append((grouped, f"{name} samples no groups of episodes"))
+        if not (played and training.eval_every is not None):
+            shown = [
+                key for key in changed(config, "sampling") if not (expert and key.endswith("reply_tokens"))
+            ]
+            lines.append((shown, f"{name} samples nothing without an environment and training.eval_every"))
+    if training.eval_every is None:
+        measured = [f"data.{key}" for key in _changed(data) if key.startswith("heldout")]
+        measured += ["heldout"] if heldout else []
+        lines.append((measured, "nothing is evaluated without training.eval_every"))
+    if not config.lora.enabled and config.model.adapter is None:
+        lines.append((changed(config, "lora"), "there is no adapter without lora.enabled=true"))
+    return [f"{', '.join(keys)}: {text}" for keys, text in lines if keys]
+
+
+def changed(config: TrainingConfig, section: str) -> list[str]:
+    """The keys of a section that are not as they are by default. (That they were written says little: the config of a
+    run has them all.)"""
+    return [f"{section}.{key}" for key in _changed(getattr(config, section))]
+
+
+def _changed(section: Section) -> list[str]:
+    plain = type(section)()
+    return [key for key in type(section).model_fields if getattr(section, key) != getattr(plain, key)]

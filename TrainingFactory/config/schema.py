@@ -73,11 +73,11 @@ class TrainingSection(Section):
     gradient_checkpointing: bool = False
     """Compute activations twice instead of keeping them: slower, in less memory."""
     update_epochs: Count = 1
-    """grpo, ppo, rft: passes over the episodes of a step."""
+    """Passes over the episodes or rows of a step."""
     minibatches: Count = 1
-    """grpo, ppo, rft: steps of the optimiser in each pass; a divisor of batch_size."""
+    """Steps of the optimiser in each pass; a divisor of batch_size (kto: with 2 examples or more in each)."""
     eval_every: Count | None = None
-    """Evaluate on held-out tasks before training, every so many steps, and at the end; null: never."""
+    """Evaluate on held-out tasks or rows before training, every so many steps, and at the end; null: never."""
     seed: ZeroOrMore = 0
     """Where every random number of sampling and training starts from."""
 
@@ -146,12 +146,14 @@ class DataSection(Section):
     """sft, dpo, kto, reward_model: file (JSONL, JSON, Parquet, CSV), saved dataset, hub id or run folder, with
     conversations, pairs, labels or trajectories; null: for sft the environment's own expert plays."""
     dataset_split: str = "train"
-    """Which split of a dataset of the hub or of a saved one."""
+    """Which split of a dataset of the hub or of a saved one; files have none."""
     skip_bad_rows: bool = False
     """Leave out rows that are wrong and count them, instead of an error; rows over model.max_length always are."""
     heldout: PathText | None = None
     """Tasks for evaluation (a JSONL file), or where data.dataset is given, rows like its; null: the environment's split
     heldout."""
+    heldout_split: str = "test"
+    """Which split of data.heldout, where that is a dataset of the hub or a saved one."""
     heldout_count: Count = 64
     """Number of tasks or rows for evaluation during training."""
 

@@ -6,13 +6,15 @@ A ValueError goes on after the name of the row, and names the column.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
+from TrainingFactory.data.trajectories import Kept
 from TrainingFactory.openai_form import message_from_dict, spec_from_dict
-from TrainingFactory.types import Message, Reward, ToolCall, ToolSpec, Trajectory
+from TrainingFactory.types import Message, Reward, ToolCall, ToolSpec
 
 # What is wrong with the arguments of a call, or None; handed in by who knows schemas.
 Fits = Callable[[ToolSpec, dict[str, Any]], str | None]
@@ -36,15 +38,17 @@ SHAREGPT_ROLES = {
 @dataclass(slots=True)
 class Conversation:
     """The first `context` messages are not learned, whoever wrote them. `steps` are the parts of the last message,
-    where each of them has a label. `recorded` is the trajectory it was, where its tokens are known."""
+    where each of them has a label. `recorded` is the trajectory it was, where its tokens are known. `bad` are the
+    numbers of messages that show how it is not done, and so may hold calls that nobody can read."""
 
     id: str
     messages: list[Message]
     tools: list[ToolSpec] = field(default_factory=list)
-    recorded: Trajectory | None = None
+    recorded: Kept | None = None
     context: int = 0
     reward: Reward | None = None
     steps: list[str] = field(default_factory=list)
+    bad: frozenset[int] = frozenset()
 
     @property
     def start(self) -> int:
@@ -53,20 +57,21 @@ class Conversation:
         return next(n for n, role in enumerate(roles) if role == "assistant" and n >= self.context)
 
 
-def conversation_in(columns: Mapping[str, Any], name: str) -> list[Message]:
-    """The whole conversation in "messages" or "conversations"."""
+def conversation_in(columns: Mapping[str, Any], name: str, bad: bool = False) -> list[Message]:
+    """The whole conversation in "messages" or "conversations". `bad`: messages with calls that cannot be read are kept,
+    as texts."""
     rows = as_list(columns[name], name)
     if not rows:
         raise ValueError(f'has an empty "{name}"')
     if all(isinstance(row, Mapping) and "from" in row for row in rows):
-        found = _from_sharegpt(rows, name)
+        found = _from_sharegpt(rows, name, bad)
     else:
-        found = messages_in(rows, name)
-    return named_replies(_with_system(columns, found))
+        found = messages_in(rows, name, bad)
+    return named_replies(with_system(columns, found))
 
 
-def text_or_messages(columns: Mapping[str, Any], name: str, role: str) -> list[Message]:
-    """A column that is a text of that role, or messages."""
+def text_or_messages(columns: Mapping[str, Any], name: str, role: str, bad: bool = False) -> list[Message]:
+    """A column that is a text of that role, or messages; `bad` as in `conversation_in`."""
     value = columns[name]
     if isinstance(value, str) and value.lstrip().startswith("[{") and '"role"' in value:
         value = as_list(value, name)
@@ -76,20 +81,25 @@ def text_or_messages(columns: Mapping[str, Any], name: str, role: str) -> list[M
         value = [value]
     if not isinstance(value, list) or not value:
         raise ValueError(f'has a "{name}" that must be a text or a list of messages, and not empty')
-    return messages_in(value, name)
+    return messages_in(value, name, bad)
 
 
 def prompt_in(columns: Mapping[str, Any]) -> list[Message]:
-    return _with_system(columns, text_or_messages(columns, "prompt", "user"))
+    return with_system(columns, text_or_messages(columns, "prompt", "user"))
 
 
-def messages_in(rows: Sequence[Any], name: str) -> list[Message]:
+def messages_in(rows: Sequence[Any], name: str, bad: bool = False) -> list[Message]:
     found = []
     for number, row in enumerate(rows):
         try:
             message = message_from_dict(row)
         except ValueError as error:
             raise ValueError(f'has a bad message {number} in "{name}": {error}') from error
+        if bad and any(call.error or not call.name for call in message.tool_calls):
+            calls = [_call_text(call.get("function", call)) for call in row["tool_calls"]]
+            message = replace(
+                message, content="\n".join(filter(None, [message.content, *calls])), tool_calls=[]
+            )
         _readable(message.tool_calls, number, name)
         found.append(message)
     return found
@@ -141,12 +151,16 @@ def checked(messages: Sequence[Message], name: str = "messages") -> list[Message
 
 
 def check_calls(conversation: Conversation, name: str, fits: Fits | None) -> None:
-    """The calls that are learned go to tools that are there, with arguments that fit. Where a row lists no tools,
-    nothing is known about them."""
+    """The calls that are learned as good ones can be read and go to tools that are there, with arguments that fit.
+    Where a row lists no tools, nothing is known about them."""
     specs = {spec.name: spec for spec in conversation.tools}
     for number, message in enumerate(conversation.messages):
-        for call in message.tool_calls if specs and number >= conversation.start else []:
-            place = f'in message {number} of "{name}"'
+        place = f'in message {number} of "{name}"'
+        if number < conversation.start or number in conversation.bad or message.role != "assistant":
+            continue
+        if problem := _broken_text(message.content):
+            raise ValueError(f"has a broken call {place}: {problem}")
+        for call in message.tool_calls if specs else []:
             if call.name not in specs:
                 raise ValueError(f'calls {call.name!r} {place}, which is not in "tools": {", ".join(specs)}')
             if fits is not None and (problem := fits(specs[call.name], call.arguments)):
@@ -163,7 +177,8 @@ def named_replies(messages: list[Message]) -> list[Message]:
     return messages
 
 
-def _with_system(columns: Mapping[str, Any], messages: list[Message]) -> list[Message]:
+def with_system(columns: Mapping[str, Any], messages: list[Message]) -> list[Message]:
+    """With the text of the column "system" before them, unless they begin with a system message of their own."""
     system = columns.get("system")
     if not isinstance(system, str) or not system.strip() or messages[0].role == "system":
         return messages
@@ -180,7 +195,26 @@ def _readable(calls: Sequence[ToolCall], number: int, name: str) -> None:
             )
 
 
-def _from_sharegpt(rows: Sequence[Mapping[str, Any]], name: str) -> list[Message]:
+def _broken_text(text: str) -> str | None:
+    """What is wrong with JSON between the tags that most models write calls in; other forms their chat layers know."""
+    for inside, end in re.findall(r"<tool_call>\s*(\{.*?)(</tool_call>|\Z)", text, re.DOTALL):
+        if not end:
+            return "its text has <tool_call> without </tool_call>"
+        try:
+            json.loads(inside, strict=False)
+        except (ValueError, RecursionError) as error:
+            return f"its text is not valid JSON: {error}"
+    return None
+
+
+def _call_text(function: Mapping[str, Any]) -> str:
+    """A call as a model would have written it, whatever its arguments are."""
+    arguments = function.get("arguments")
+    written = arguments if isinstance(arguments, str) else json.dumps(arguments)
+    return f'<tool_call>\n{{"name": {json.dumps(function["name"])}, "arguments": {written}}}\n</tool_call>'
+
+
+def _from_sharegpt(rows: Sequence[Mapping[str, Any]], name: str, bad: bool) -> list[Message]:
     found: list[Message] = []
     for number, row in enumerate(rows):
         kind, value = str(row["from"]), row.get("value", "")
@@ -190,7 +224,17 @@ def _from_sharegpt(rows: Sequence[Mapping[str, Any]], name: str) -> list[Message
                 f'has a message {number} in "{name}" from {kind!r}; known are: {", ".join(SHAREGPT_ROLES)}'
             )
         if kind == "function_call":
-            calls = _sharegpt_calls(value, number, name)
+            try:
+                calls = _sharegpt_calls(value, number, name)
+            except ValueError:
+                if not bad:
+                    raise
+                value = f"<tool_call>\n{value}\n</tool_call>"
+                if found and found[-1].role == "assistant":
+                    found[-1].content += f"\n{value}"
+                else:
+                    found.append(Message("assistant", value))
+                continue
             if found and found[-1].role == "assistant":  # what it said first, and then called
                 found[-1].tool_calls += calls
             else:

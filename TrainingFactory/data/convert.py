@@ -2,7 +2,7 @@
 
     sft   messages, tools                        an episode
     kto   prompt, completion, label, tools       an episode; label: its reward is over the threshold
-    prm   prompt, completion, labels, tools      an episode; labels: each turn's step reward is over 0
+    prm   prompt, completion, labels, tools      an episode; labels: each turn's step reward is over the threshold
     dpo   prompt, chosen, rejected, margin, tools    the best and the worst episode of a group; margin: by how much
     rm    the same
 
@@ -22,18 +22,21 @@ from typing import Any
 
 from TrainingFactory.data.datasets import Row
 from TrainingFactory.data.examples import Form
-from TrainingFactory.data.recordings import LOST, total
+from TrainingFactory.data.ranking import best_and_worst, one_sided, total
+from TrainingFactory.data.recordings import LOST
 from TrainingFactory.data.trajectories import trajectory_from_dict
 from TrainingFactory.openai_form import message_to_dict, spec_to_dict
 from TrainingFactory.types import Message, Trajectory
 
 PAIRS = ("dpo", "rm")
+THRESHOLDS: dict[Form, float] = {"kto": 0.5, "prm": 0.0}
 
 
 @dataclass(slots=True)
 class Filters:
     """What is kept. `tasks` are ids or patterns such as search-*; empty lists keep everything. `max_per_task` rows are
-    chosen at random by `seed`. `threshold` tells good from bad for kto."""
+    chosen at random by `seed`. `threshold` tells good from bad, rewards for kto (0.5 if None) and step rewards for prm
+    (0 if None)."""
 
     min_reward: float | None = None
     max_reward: float | None = None
@@ -42,17 +45,18 @@ class Filters:
     max_per_task: int | None = None
     dedupe: bool = False
     min_margin: float = 0.0
-    threshold: float = 0.5
+    threshold: float | None = None
     seed: int = 0
 
 
 @dataclass(slots=True)
 class Converted:
-    """`dropped` counts episodes, or pairs, by what they were dropped for."""
+    """`dropped` counts episodes, or pairs, by what they were dropped for; `note` is what to know about the labels."""
 
     rows: list[dict[str, Any]] = field(default_factory=list)
     read: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
+    note: str | None = None
 
 
 @dataclass(slots=True)
@@ -80,7 +84,11 @@ def convert(rows: Iterable[Row], to: Form, filters: Filters | None = None) -> Co
             done.dropped[episode] += 1
         else:
             episodes.append(episode)
-    made = _pairs(episodes, filters, done.dropped) if to in PAIRS else _singles(episodes, to, filters)
+    threshold = THRESHOLDS.get(to, 0.0) if filters.threshold is None else filters.threshold
+    made = _pairs(episodes, filters, done.dropped) if to in PAIRS else _singles(episodes, to, threshold)
+    if to in THRESHOLDS:
+        judged = [reward for each in episodes for reward in (each.steps if to == "prm" else [_reward(each)])]
+        done.note = one_sided(judged, threshold, "--threshold")
     if filters.dedupe:
         made = _once(made, done.dropped)
     done.rows = _limited(made, filters, done.dropped)
@@ -140,7 +148,7 @@ def _turns(trajectory: Trajectory, partly: bool) -> list[list[Message]]:
     return [[turn.message, *turn.replies] for turn in whole]
 
 
-def _singles(episodes: list[_Episode], to: Form, filters: Filters) -> list[tuple[str, dict[str, Any]]]:
+def _singles(episodes: list[_Episode], to: Form, threshold: float) -> list[tuple[str, dict[str, Any]]]:
     made = []
     for each in episodes:
         row: dict[str, Any] = {"id": each.id, "task": each.task, "reward": each.reward}
@@ -151,9 +159,9 @@ def _singles(episodes: list[_Episode], to: Form, filters: Filters) -> list[tuple
             row |= {"prompt": each.prompt, "completion": each.said}
         if to == "kto":
             assert each.reward is not None
-            row["label"] = each.reward > filters.threshold
+            row["label"] = each.reward > threshold
         elif to == "prm":
-            row["labels"] = [step > 0 for step in each.steps]
+            row["labels"] = [step > threshold for step in each.steps]
         made.append((each.task, row | _tools(each)))
     return made
 
@@ -167,11 +175,12 @@ def _pairs(
         groups[each.group].append(each)
     made = []
     for name, group in groups.items():
-        best, worst = max(group, key=_reward), min(group, key=_reward)
-        margin = _reward(best) - _reward(worst)
-        if margin <= 0 or best.said == worst.said:
+        pair = best_and_worst(group, _reward)
+        if pair is None or pair[0].said == pair[1].said:
             dropped["pair: nothing better or worse in the group"] += 1
-        elif margin < filters.min_margin:
+            continue
+        best, worst = pair
+        if (margin := _reward(best) - _reward(worst)) < filters.min_margin:
             dropped["pair: --min-margin"] += 1
         else:
             row = {"id": name, "task": best.task, "prompt": best.prompt}

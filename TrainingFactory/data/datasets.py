@@ -1,7 +1,8 @@
 """Rows of a dataset, wherever it is, one at a time. Each says where it came from, for messages about it.
 
-A column that Arrow filled with null (Parquet, saved and hub datasets give every nested object all keys of all rows)
-counts as not there, so that a tool has no parameters of other tools and a call no arguments of other calls.
+A column that is null counts as not there. So does every key that Arrow filled with null (Parquet, saved and hub
+datasets give every nested object all keys of all rows): a tool has no parameters of other tools, a call no arguments of
+other calls.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def _of_lines(path: Path) -> Iterator[Row]:
     for number, line in text_lines(path):
         where = f"{path}, line {number}"
         try:
-            yield Row(where, as_object(line, "with the columns of the row"))
+            yield Row(where, _columns(as_object(line, "with the columns of the row")))
         except ValueError as error:
             yield Row(where, {}, str(error))
 
@@ -172,15 +173,19 @@ def _of_dicts(rows: Iterable[Any], where: Any) -> Iterator[Row]:
         if isinstance(row, Row):  # read before
             yield row
         elif isinstance(row, Mapping):
-            yield Row(where(number), dict(row))
+            yield Row(where(number), _columns(row))
         else:
             yield Row(
                 where(number), {}, f"must be an object with the columns of the row, not {str(row)[:40]}"
             )
 
 
+def _columns(row: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in row.items() if value is not None}
+
+
 def _there(value: Any) -> Any:
-    """Without the keys that are null."""
+    """Without the keys that are null, at any depth."""
     if isinstance(value, Mapping):
         return {key: _there(item) for key, item in value.items() if item is not None}
     return [_there(item) for item in value] if isinstance(value, list) else value

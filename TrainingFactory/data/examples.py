@@ -4,7 +4,7 @@
     dpo   a pair: "chosen" and "rejected"        1 (or the row's "margin") and 0
     rm    the same, for an outcome reward model
     kto   a conversation with a "label"          1 or 0
-    prm   a conversation with "labels"           one step reward per turn of the assistant
+    prm   a conversation with "labels"           1 or -1 as step reward per turn of the assistant
 
 Recorded trajectories fit every form, with the rewards they have.
 """
@@ -29,10 +29,12 @@ from TrainingFactory.data.conversations import (
     prompt_in,
     text_or_messages,
     tools_in,
+    with_system,
 )
 from TrainingFactory.data.datasets import name_of, read_rows
 from TrainingFactory.data.lines import in_one
-from TrainingFactory.data.recordings import is_recording, recording, recordings_together, useless
+from TrainingFactory.data.ranking import one_sided
+from TrainingFactory.data.recordings import is_recording, recording, recordings_together, reward_of, useless
 from TrainingFactory.types import Message, Reward
 
 Form = Literal["sft", "dpo", "kto", "rm", "prm"]
@@ -59,13 +61,15 @@ class Example:
 
 @dataclass(slots=True)
 class Examples:
-    """`bad` has a text for each row that was skipped; `unused` counts recorded episodes that teach nothing, by why."""
+    """`bad` has a text for each row that was skipped; `unused` counts recorded episodes that teach nothing, by why;
+    `notes` are what a user should know."""
 
     form: Form
     found: list[Example]
     rows: int = 0
     bad: list[str] = field(default_factory=list)
     unused: Counter[str] = field(default_factory=Counter)
+    notes: list[str] = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.found)
@@ -97,7 +101,11 @@ def load_examples(
                 if why := useless(conversation, form):
                     examples.unused[why] += 1
                     continue
-                key = conversation.recorded.group if conversation.recorded and form in ("dpo", "rm") else ""
+                key = (
+                    conversation.recorded.head.group
+                    if conversation.recorded and form in ("dpo", "rm")
+                    else ""
+                )
                 if key in together:
                     together[key].conversations.append(conversation)
                     continue
@@ -120,7 +128,20 @@ def load_examples(
     examples.found = examples.found[:count]
     if not examples.found:
         raise ValueError(_why_empty(examples, source))
+    examples.notes += _one_sided(examples)
     return examples
+
+
+def _one_sided(examples: Examples) -> list[str]:
+    """What to say where all labels are the same, by the thresholds that algorithms have unless told otherwise."""
+    scored = [each for example in examples.found for each in example.conversations if each.reward]
+    note = None
+    if examples.form == "prm":
+        steps = [step for each in scored if each.reward for step in each.reward.steps]
+        note = one_sided(steps, 0.0, "reward_model.threshold")
+    elif examples.form == "kto":
+        note = one_sided([reward_of(each) for each in scored], 0.5, "kto.threshold")
+    return [note] if note else []
 
 
 def _why_empty(examples: Examples, source: Any) -> str:
@@ -140,26 +161,31 @@ def _conversations(
         return _pair(columns, form, name, fits)
     if form == "prm":
         return [_labelled_turns(columns, name, fits)]
-    conversation, column = _single(columns, form, name)
+    if form == "kto" and "label" not in columns:
+        raise ValueError(_missing(columns, form))
+    good = form == "sft" or _label(columns["label"], "label")
+    conversation, column = _single(columns, form, name, bad=not good)
     if form == "kto":
-        if "label" not in columns:
-            raise ValueError(_missing(columns, form))
-        conversation.reward = Reward(float(_label(columns["label"], "label")))
-    if form == "sft" or conversation.reward is None or conversation.reward.outcome > 0:
-        check_calls(conversation, column, fits)  # a bad example may well show a bad call
+        conversation.reward = Reward(float(good))
+    check_calls(conversation, column, fits)
     return [conversation]
 
 
-def _single(columns: Mapping[str, Any], form: Form, name: str) -> tuple[Conversation, str]:
-    """The conversation of a row, and the column to blame for its calls."""
+def _single(columns: Mapping[str, Any], form: Form, name: str, bad: bool = False) -> tuple[Conversation, str]:
+    """The conversation of a row, and the column to blame for its calls; a bad example may well show bad calls."""
     if (column := next((key for key in WHOLE if key in columns), None)) is not None:
-        messages = checked(conversation_in(columns, column), column)
-        return Conversation(name, messages, tools_in(columns)), column
+        messages = checked(conversation_in(columns, column, bad), column)
+        return Conversation(name, messages, tools_in(columns), bad=_numbers(messages, bad)), column
     if "prompt" not in columns or "completion" not in columns:
         raise ValueError(_missing(columns, form))
-    prompt, answer = prompt_in(columns), text_or_messages(columns, "completion", "assistant")
+    prompt, answer = prompt_in(columns), text_or_messages(columns, "completion", "assistant", bad)
     messages = _joined(prompt, answer, "completion")
-    return Conversation(name, messages, tools_in(columns), context=len(prompt)), "completion"
+    found = Conversation(name, messages, tools_in(columns), context=len(prompt), bad=_numbers(messages, bad))
+    return found, "completion"
+
+
+def _numbers(messages: list[Message], bad: bool) -> frozenset[int]:
+    return frozenset(range(len(messages) if bad else 0))
 
 
 def _joined(prompt: list[Message], answer: list[Message], column: str) -> list[Message]:
@@ -184,21 +210,23 @@ def _pair(columns: Mapping[str, Any], form: Form, name: str, fits: Fits | None) 
         Conversation(name, messages, tools, context=len(prompt) if given else common, reward=Reward(reward))
         for messages, reward in zip(sides, (margin, 0.0), strict=True)
     )
+    rejected.bad = _numbers(rejected.messages, True)
     check_calls(chosen, "chosen", fits)
     return [chosen, rejected]
 
 
 def _side(columns: Mapping[str, Any], column: str, prompt: list[Message]) -> list[Message]:
     """The whole conversation of one side; it may repeat the prompt."""
-    answer = text_or_messages(columns, column, "assistant")
+    answer = text_or_messages(columns, column, "assistant", bad=column == "rejected")
+    if answer[0].role == "user":
+        answer = with_system(columns, answer)
     if not prompt and answer[0].role == "assistant":
         raise ValueError(
             f'has no "prompt", and "{column}" begins with the answer: the two need a common prompt'
         )
-    asked = [message for message in prompt if message.role == "user"]
-    whole = answer[0].role in ("system", "user") and (
-        answer[: len(prompt)] == prompt or (isinstance(columns.get("prompt"), str) and asked[-1] in answer)
-    )
+    asked = [message for message in prompt if message.role == "user"][-1:]
+    repeats = isinstance(columns.get("prompt"), str) and any(message in asked for message in answer)
+    whole = answer[0].role in ("system", "user") and (repeats or answer[: len(prompt)] == prompt)
     if not prompt or whole:
         return checked(named_replies(answer), column)
     return _joined(prompt, answer, column)
@@ -224,7 +252,7 @@ def _common(chosen: list[Message], rejected: list[Message]) -> int:
 def _labelled_turns(columns: Mapping[str, Any], name: str, fits: Fits | None) -> Conversation:
     if "labels" not in columns:
         raise ValueError(_missing(columns, "prm"))
-    labels = [_number(label, "labels") for label in as_list(columns["labels"], "labels")]
+    labels = [_label(label, "labels") for label in as_list(columns["labels"], "labels")]
     if "completions" in columns and "prompt" in columns:
         steps = as_list(columns["completions"], "completions")
         if not steps or not all(isinstance(step, str) and step.strip() for step in steps):
@@ -233,14 +261,17 @@ def _labelled_turns(columns: Mapping[str, Any], name: str, fits: Fits | None) ->
         conversation = Conversation(name, checked(messages), tools_in(columns), steps=steps)
         count, what = len(steps), '"completions"'
     else:
-        conversation, column = _single(columns, "prm", name)
-        count = sum(message.role == "assistant" for message in conversation.messages[conversation.start :])
-        what = "turns of the assistant"
-        if all(label > 0 for label in labels):
-            check_calls(conversation, column, fits)
+        conversation, column = _single(columns, "prm", name, bad=True)
+        roles = [message.role for message in conversation.messages]
+        turns = [n for n, role in enumerate(roles) if role == "assistant" and n >= conversation.start]
+        count, what = len(turns), "turns of the assistant"
+        # the turns that are labelled bad may show bad calls
+        conversation.bad = frozenset(n for n, good in zip(turns, labels, strict=False) if not good)
+        check_calls(conversation, column, fits)
     if len(labels) != count:
         raise ValueError(f'has {len(labels)} "labels" for {count} {what}: one each is needed')
-    conversation.reward = Reward(min(labels), labels)
+    judged = [1.0 if good else -1.0 for good in labels]
+    conversation.reward = Reward(min(judged), judged)
     return conversation
 
 
@@ -252,7 +283,7 @@ def _missing(columns: Mapping[str, Any], form: Form) -> str:
 def _label(value: Any, column: str) -> bool:
     if str(value).lower() in (*TRUE, *FALSE):
         return str(value).lower() in TRUE
-    raise ValueError(f'has a "{column}" of {str(value)[:40]!r}; it must be true or false')
+    raise ValueError(f'has "{column}" with {str(value)[:40]!r}; it must be true or false, or 1 or 0')
 
 
 def _number(value: Any, column: str) -> float:

@@ -8,8 +8,9 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from TrainingFactory.data.conversations import Conversation
-from TrainingFactory.data.trajectories import trajectory_from_dict
-from TrainingFactory.types import Reward, Trajectory
+from TrainingFactory.data.ranking import best_and_worst, total
+from TrainingFactory.data.trajectories import Kept, trajectory_from_dict
+from TrainingFactory.types import Trajectory
 
 LOST = ("error", "tool_failure")  # ends that say nothing about the model
 
@@ -41,7 +42,7 @@ def from_trajectory(trajectory: Trajectory, learned_only: bool) -> Conversation:
         trajectory.group or trajectory.task.id,
         messages,
         trajectory.tools,
-        trajectory,
+        Kept.of(trajectory),
         context=len(trajectory.prompt),
         reward=trajectory.reward,
     )
@@ -49,15 +50,15 @@ def from_trajectory(trajectory: Trajectory, learned_only: bool) -> Conversation:
 
 def useless(conversation: Conversation, form: str) -> str | None:
     """Why an episode teaches nothing."""
-    trajectory, reward = conversation.recorded, conversation.reward
-    assert trajectory is not None
-    if trajectory.status in LOST:
-        return f"ended as {trajectory.status}"
-    if not trajectory.turns:
+    kept, reward = conversation.recorded, conversation.reward
+    assert kept is not None
+    if kept.head.status in LOST:
+        return f"ended as {kept.head.status}"
+    if not kept.turns:
         return "have no turn that came to its end"
     if form != "sft" and reward is None:
         return "have no reward"
-    if form == "prm" and reward is not None and len(reward.steps) != len(trajectory.turns):
+    if form == "prm" and reward is not None and len(reward.steps) != len(kept.turns):
         return "have no reward for each turn"
     return None
 
@@ -66,12 +67,12 @@ def recordings_together(groups: Iterable[_Group]) -> Counter[str]:
     """Empties the groups in which no episode is better than another; how many episodes those had."""
     unused: Counter[str] = Counter()
     for group in groups:
-        totals = {total(each.reward) for each in group.conversations if each.reward is not None}
-        if len(totals) < 2:
+        if best_and_worst(group.conversations, reward_of) is None:
             unused["are in a group with nothing better or worse in it"] += len(group.conversations)
             group.conversations = []
     return unused
 
 
-def total(reward: Reward) -> float:
-    return reward.outcome + sum(reward.steps)
+def reward_of(conversation: Conversation) -> float:
+    assert conversation.reward is not None
+    return total(conversation.reward)

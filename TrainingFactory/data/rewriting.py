@@ -8,6 +8,10 @@ from TrainingFactory.protocols import ChatFormat
 from TrainingFactory.types import Completion, Trajectory, Turn
 
 
+class Unreadable(ValueError):
+    """A call in the episode could not be read, so that nobody can say how another model would have written it."""
+
+
 def speaks(chat: ChatFormat, trajectory: Trajectory) -> bool:
     """Whether the recorded tokens are those of this model's tokenizer and template."""
     try:
@@ -21,7 +25,7 @@ def speaks(chat: ChatFormat, trajectory: Trajectory) -> bool:
 
 def written_by(chat: ChatFormat, trajectory: Trajectory) -> Trajectory:
     """The episode as this model would have written it; the very same where its tokens are this model's. A turn that was
-    cut has no stop token here either."""
+    cut has no stop token here either. Raises Unreadable where it holds a call that could not be read."""
     if speaks(chat, trajectory):
         return trajectory
     turns: list[Turn] = []
@@ -29,6 +33,8 @@ def written_by(chat: ChatFormat, trajectory: Trajectory) -> Trajectory:
     for number, old in enumerate(trajectory.turns):
         if number:
             ids = ids + chat.extend(turns[-1], turns[-1].replies)
+        if broken := next((call.error for call in old.message.tool_calls if call.error), None):
+            raise Unreadable(f"turn {number} cannot be written in another template: {broken}")
         sampled = chat.write(old.message)
         if old.completion.finish == "length":
             sampled = sampled[:-1] or sampled

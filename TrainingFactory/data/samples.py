@@ -55,7 +55,8 @@ def mismatched(samples: Sequence[Sample]) -> list[Sample]:
     """Each prompt with the answer that another episode gave to another prompt: all that follows the prompt, trained
     where it was sampled. Answers move on by as many places as the most frequent prompt has episodes (one, where all
     prompts differ), counted with equal prompts side by side; an answer that meets its own prompt again, because that
-    is the prompt of more than half of all, is left out. Of an episode in several rows the first one counts."""
+    is the prompt of more than half of all, is left out, and so is a row longer than all that were given, which are
+    known to fit. Of an episode in several rows the first one counts."""
     first: dict[int, Sample] = {}
     for sample in samples:
         if any(sample.loss_mask):
@@ -65,10 +66,11 @@ def mismatched(samples: Sequence[Sample]) -> list[Sample]:
         rows.setdefault(tuple(row.token_ids[: row.loss_mask.index(True)]), []).append(row)
     sides = [(prompt, row) for prompt, same in rows.items() for row in same]
     shift = max((len(same) for same in rows.values()), default=0)
+    longest = max((len(sample.token_ids) for sample in samples), default=0)
     found = []
     for place, (prompt, _) in enumerate(sides):
         own, answer = sides[place - shift]
-        if own == prompt:
+        if own == prompt or len(prompt) + len(answer.token_ids) - len(own) > longest:
             continue
         ids = [*prompt, *answer.token_ids[len(own) :]]
         mask = [False] * len(prompt) + answer.loss_mask[len(own) :]

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from TrainingFactory.openai_form import message_from_dict, message_to_dict, spec_from_dict, spec_to_dict
 from TrainingFactory.types import Completion, Reward, Task, ToolResult, Trajectory, Turn
@@ -81,28 +83,78 @@ def trajectory_from_dict(row: dict[str, Any]) -> Trajectory:
     if not isinstance(prompt, str):
         prompt = [message_from_dict(message) for message in prompt]
     return Trajectory(
-        task=Task(task["id"], prompt, task["answer"], task["metadata"]),
+        task=Task(task["id"], prompt, task.get("answer"), task["metadata"]),
         group=row["group"],
         member=row["member"],
         prompt=[message_from_dict(message) for message in row["prompt"]],
         tools=[spec_from_dict(spec) for spec in row["tools"]],
         turns=turns,
         status=row["status"],
-        reward=None if row["reward"] is None else Reward(**row["reward"]),
-        error=row["error"],
+        reward=None if row.get("reward") is None else Reward(**row["reward"]),
+        error=row.get("error"),  # what is null may be left out
         seconds=row["seconds"],
     )
 
 
-def _turn_to_dict(turn: Turn, before: list[int]) -> dict[str, Any]:
+@dataclass(slots=True, eq=False, repr=False)
+class Kept:
+    """A trajectory in little memory: ids and log-probs are arrays, and of prompts there is only what is new."""
+
+    head: Trajectory  # without its turns
+    turns: list[tuple[bool, np.ndarray, np.ndarray, np.ndarray, Turn]]
+
+    def __repr__(self) -> str:
+        """Quick, and another one where any token is: runs tell by it whether their data are the same."""
+        turns = [(*turn[:1], *(ids.tobytes() for ids in turn[1:3]), turn[4]) for turn in self.turns]
+        return f"Kept({self.head!r}, {turns!r})"
+
+    @classmethod
+    def of(cls, trajectory: Trajectory) -> Kept:
+        turns, before = [], []
+        for turn in trajectory.turns:
+            continues, new_ids = _new_ids(turn, before)
+            sampled = turn.completion
+            before = turn.prompt_ids + sampled.token_ids
+            bare = replace(turn, prompt_ids=[], completion=replace(sampled, token_ids=[], logprobs=[]))
+            ids = np.asarray(sampled.token_ids, np.int32)
+            turns.append((continues, np.asarray(new_ids, np.int32), ids, np.asarray(sampled.logprobs), bare))
+        return cls(replace(trajectory, turns=[]), turns)
+
+    def trajectory(self) -> Trajectory:
+        turns, before = [], []
+        for continues, new_ids, token_ids, logprobs, bare in self.turns:
+            sampled = replace(bare.completion, token_ids=token_ids.tolist(), logprobs=logprobs.tolist())
+            turn = replace(
+                bare, prompt_ids=(before if continues else []) + new_ids.tolist(), completion=sampled
+            )
+            turns.append(turn)
+            before = turn.prompt_ids + sampled.token_ids
+        return replace(self.head, turns=turns)
+
+    @property
+    def length(self) -> int:
+        """Tokens of the longest prompt with its answer."""
+        lengths = [0]
+        for continues, new_ids, token_ids, _, _ in self.turns:
+            lengths.append((lengths[-1] if continues else 0) + len(new_ids) + len(token_ids))
+        return max(lengths)
+
+
+def _new_ids(turn: Turn, before: list[int]) -> tuple[bool, list[int]]:
+    """Whether the turn's prompt continues what came before, and what is new in it."""
     continues = bool(before) and turn.prompt_ids[: len(before)] == before
+    return continues, turn.prompt_ids[len(before) :] if continues else turn.prompt_ids
+
+
+def _turn_to_dict(turn: Turn, before: list[int]) -> dict[str, Any]:
+    continues, new_ids = _new_ids(turn, before)
     return {
         "message": message_to_dict(turn.message),
         "replies": [message_to_dict(reply) for reply in turn.replies],
         "tool_results": [asdict(result) for result in turn.tool_results],
         "signals": turn.signals,
         "continues": continues,
-        "new_ids": turn.prompt_ids[len(before) :] if continues else turn.prompt_ids,
+        "new_ids": new_ids,
         "completion": asdict(turn.completion),
     }
 

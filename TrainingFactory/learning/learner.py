@@ -143,7 +143,8 @@ class Learner:
                     value.backward()
                 self._weights.gather_grads()
                 sums["loss"] += float(value.detach())
-                sums["entropy"] += float(trained.entropy.detach().sum()) / step.tokens
+                if "scores" not in needs:  # a scorer has no distribution
+                    sums["entropy"] += float(trained.entropy.detach().sum()) / step.tokens
                 for name, figure in figures.items():
                     sums[name] += figure
             # Weights that have no gradient are left alone by the optimiser, by its decay and momentum too.

@@ -31,6 +31,7 @@ from TrainingFactory.protocols import ChatFormat
 from TrainingFactory.types import Reward, Sample, Trajectory
 
 Kind = Literal["outcome", "process"]
+DIGITS = 4  # of a score; what follows is rounding
 
 
 @dataclass(slots=True, frozen=True)
@@ -42,6 +43,7 @@ class About:
     revision: str | None = None
     family: str | None = None
     thinking: bool | None = None
+    quantization: str = "none"  # of the base under an adapter
 
 
 def read_about(folder: Path) -> About:
@@ -60,14 +62,23 @@ def read_about(folder: Path) -> About:
 
 class RewardScorer:
     """`chat` is how the reward model writes a conversation: episodes of a model that writes otherwise are rewritten.
-    Threads may share it; one scores at a time."""
+    Threads may share it; one scores at a time. Which episodes are scored together depends on when they end, and
+    rounding on which are: `together=False` scores them one by one, so that an episode always gets the same score, bit
+    for bit."""
 
     def __init__(
-        self, model: Any, head: ScalarHead, chat: ChatFormat, kind: Kind, *, token_budget: int = 16_384
+        self,
+        model: Any,
+        head: ScalarHead,
+        chat: ChatFormat,
+        kind: Kind,
+        *,
+        token_budget: int = 16_384,
+        together: bool = True,
     ) -> None:
         self.kind: Kind = kind
         self._model, self._causal, self._head, self._chat = model.eval(), causal_model(model), head, chat
-        self._token_budget = token_budget
+        self._token_budget, self._together = token_budget, together
         self._sharing = why_not_shared(self._causal) is None
         self._lock = threading.Lock()
 
@@ -79,6 +90,7 @@ class RewardScorer:
         dtype: str = "auto",
         device: str = "auto",
         token_budget: int = 16_384,
+        together: bool = True,
         trust_remote_code: bool = False,
     ) -> RewardScorer:
         """From a checkpoint of a reward model; one that trained an adapter loads the model under it as well."""
@@ -94,15 +106,21 @@ class RewardScorer:
             adapter=adapter,
             revision=about.revision if adapter else None,
             trust_remote_code=trust_remote_code,
+            quantization=about.quantization if adapter else "none",
         )
         chat = chat_format(loaded.tokenizer, about.family, thinking=about.thinking, stop_ids=loaded.stop_ids)
         head = load_head(folder, causal_model(loaded.model))
-        return cls(loaded.model, head, chat, about.kind, token_budget=token_budget)
+        return cls(loaded.model, head, chat, about.kind, token_budget=token_budget, together=together)
 
     def score(self, trajectories: Sequence[Trajectory]) -> list[Reward]:
         """Raises ValueError where an episode cannot be scored: it has no turn, cannot be written in the reward model's
         template, or is longer than the model takes."""
-        found = self.scores(trajectories)
+        if self._together:
+            found = self.scores(trajectories)
+        else:
+            found = [scores for each in trajectories for scores in self.scores([each])]
+        # Equal episodes must be equal, whatever they were computed beside.
+        found = [[round(score, DIGITS) for score in scores] for scores in found]
         if self.kind == "outcome":
             return [Reward(score) for [score] in found]
         return [_process_reward(scores) for scores in found]

@@ -196,6 +196,7 @@ def make_reward(config: TrainingConfig) -> RewardFunction | None:
             dtype=model.dtype,
             device=model.device,
             token_budget=config.training.token_budget,
+            together=not config.sampling.deterministic,
             trust_remote_code=model.trust_remote_code,
         )
     )

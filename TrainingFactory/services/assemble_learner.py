@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from copy import deepcopy
-from dataclasses import fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from TrainingFactory.config import TrainingConfig
+from TrainingFactory.config.not_yet import SAMPLED
 from TrainingFactory.protocols import Algorithm, Sampler
 
 if TYPE_CHECKING:
     from TrainingFactory.learning.learner import Learner
     from TrainingFactory.models import LoadedModel
-
-SAMPLED = ("grpo", "ppo", "rft")  # learn from episodes that they sample themselves
-PAIRED = ("dpo",)
 
 
 def make_trainable(config: TrainingConfig, loaded: LoadedModel) -> None:
@@ -46,10 +44,7 @@ def make_algorithm(config: TrainingConfig) -> Algorithm:
     makers: dict[str, Any] = {
         "sft": SFT, "grpo": GRPO, "ppo": PPO, "rft": RFT, "dpo": DPO, "kto": KTO, "reward_model": RewardModel
     }  # fmt: skip
-    if name not in makers:
-        raise ValueError(f"training.algorithm {name} is not there yet; {', '.join(makers)} are")
-    taken = {field.name for field in fields(makers[name])}
-    return makers[name](**getattr(config, name).model_dump(include=taken))
+    return makers[name](**getattr(config, name).model_dump())
 
 
 def make_learner(
@@ -102,8 +97,10 @@ def about_reward_model(config: TrainingConfig) -> dict[str, Any] | None:
     if config.training.algorithm != "reward_model":
         return None
     model = config.model
-    described = model.model_dump(include={"revision", "family", "thinking"})
-    return {"kind": config.reward_model.kind, "base": model.name} | described
+    described = model.model_dump(include={"revision", "family", "thinking", "quantization"})
+    path = Path(model.name).expanduser()  # it is loaded from elsewhere, too
+    base = str(path.resolve()) if path.exists() else model.name
+    return {"kind": config.reward_model.kind, "base": base} | described
 
 
 def copy_of(model: Any) -> Any:

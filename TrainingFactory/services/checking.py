@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-import math
+import json
 import os
+from pathlib import Path
 
 from TrainingFactory.config import TrainingConfig
+from TrainingFactory.config.not_yet import SAMPLED, changed
 from TrainingFactory.data.examples import NEEDS
 from TrainingFactory.services.assemble import reward_model_folder
-from TrainingFactory.services.assemble_learner import SAMPLED, make_algorithm
+from TrainingFactory.services.assemble_learner import make_algorithm
 from TrainingFactory.services.gathering import form_of
+from TrainingFactory.services.runs import RunFolder
 from TrainingFactory.services.tracking import check_trackers
 from TrainingFactory.types import SamplingParams
+
+# options of lora as PEFT's adapter_config.json names them
+ADAPTER_KEYS = {
+    "r": "r", "alpha": "lora_alpha", "dropout": "lora_dropout", "target_modules": "target_modules",
+    "dora": "use_dora", "rslora": "use_rslora",
+}  # fmt: skip
 
 
 def check(config: TrainingConfig, recorded: bool) -> None:
@@ -26,22 +35,18 @@ def check(config: TrainingConfig, recorded: bool) -> None:
             "training.group_size is 1, but grpo compares the episodes of a group with each other: "
             "it needs 2 or more (8 is usual)"
         )
-    if training.algorithm == "ppo" and config.ppo.critic_warmup >= (training.max_steps or math.inf):
+    if training.batch_size % training.minibatches:
         raise ValueError(
-            f"ppo.critic_warmup is {config.ppo.critic_warmup} of training.max_steps {training.max_steps}: "
-            "the policy would never learn; make the first smaller"
+            f"training.minibatches is {training.minibatches}, which does not divide training.batch_size "
+            f"{training.batch_size}; choose a divisor of it"
         )
-    if training.algorithm == "kto" and training.batch_size < 2:
+    if training.algorithm == "kto" and training.batch_size // training.minibatches < 2:
+        parts = f" and training.minibatches {training.minibatches}" if training.minibatches > 1 else ""
         raise ValueError(
-            "training.batch_size is 1, but kto measures its examples against the others of the batch: it needs 2 or "
-            "more (16 is usual)"
+            f"training.batch_size is {training.batch_size}{parts}, but kto measures its examples against the others of "
+            "the mini-batch: it needs 2 or more in each (16 is usual)"
         )
     if training.algorithm in SAMPLED:
-        if training.batch_size % training.minibatches:
-            raise ValueError(
-                f"training.minibatches is {training.minibatches}, which does not divide training.batch_size "
-                f"{training.batch_size}; choose a divisor of it"
-            )
         if sampling.temperature == 0:
             raise ValueError(
                 "sampling.temperature is 0: all episodes of a task would be the same; train at 1"
@@ -62,9 +67,56 @@ def check(config: TrainingConfig, recorded: bool) -> None:
             f"{NEEDS[form_of(config)]}; or with recorded trajectories"
         )
     _check_precision(config)
+    _check_adapter(config)
     reward_model_folder(config)
     make_algorithm(config)  # its options may contradict each other
     check_trackers(config.logging.trackers)
+
+
+def check_steps(config: TrainingConfig, total: int) -> None:
+    """What can only be said when it is known how many steps there are."""
+    if config.training.algorithm == "ppo" and config.ppo.critic_warmup >= total:
+        steps = f"training.max_steps {total}" if config.training.max_steps else f"{total} steps in all epochs"
+        raise ValueError(
+            f"ppo.critic_warmup is {config.ppo.critic_warmup} of {steps}: the policy would never learn; make it "
+            "smaller, or the run longer"
+        )
+
+
+def as_started(config: TrainingConfig, run: RunFolder | None) -> TrainingConfig:
+    """The config of a run that goes on, with the very reward model that it was started with: where a run is named, its
+    last checkpoint may be another one by now."""
+    folder = run.about.get("reward_model") if run is not None else None
+    if run is None or folder is None:
+        return config
+    if not Path(folder).is_dir():
+        raise ValueError(
+            f"run {run.name} was started with the reward model in {folder}, which is not there any more; put it back, "
+            "or start a new run"
+        )
+    reward = config.reward.model_copy(update={"model": folder})
+    return config.model_copy(update={"reward": reward})
+
+
+def _check_adapter(config: TrainingConfig) -> None:
+    """An adapter that is loaded keeps the form it was made in."""
+    if config.model.adapter is None:
+        return
+    path = Path(config.model.adapter).expanduser() / "adapter_config.json"
+    known = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    for key in changed(config, "lora"):
+        name = key.removeprefix("lora.")
+        if name == "enabled":
+            continue
+        wanted, has = getattr(config.lora, name), known.get(ADAPTER_KEYS[name])
+        if isinstance(wanted, list) and isinstance(has, list):
+            wanted, has = sorted(wanted), sorted(has)
+        if wanted != has:
+            is_so = f"was made with {has}" if path.is_file() else "has its own"
+            raise ValueError(
+                f"{key} is {wanted}, and the adapter in {config.model.adapter} {is_so}: the options of lora are for "
+                f"new adapters; leave {key} out, or model.adapter"
+            )
 
 
 def _check_precision(config: TrainingConfig) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,44 @@ class Gathered:
     def size(self) -> int:
         return len(self.examples) if self.examples is not None else len(self.tasks)
 
+    @property
+    def digest(self) -> str:
+        """Another one where there is something else to learn from. Of a task's answer only what is a plain value
+        counts: objects may look different in another process."""
+        digest = blake2b(digest_size=16)
+        for example in self.examples.found if self.examples is not None else ():
+            digest.update(repr((example.id, example.conversations)).encode(errors="surrogatepass"))
+        for task in self.tasks:
+            answer = task.answer if isinstance(task.answer, str | int | float) else None
+            digest.update(repr((task.id, task.prompt, answer)).encode(errors="surrogatepass"))
+        return digest.hexdigest()
+
+
+def about_start(config: TrainingConfig, objects: Objects, tools: RunTools, found: Gathered) -> dict[str, Any]:
+    """What a run is started with besides its config, and must find again when it goes on."""
+    folder = assemble.reward_model_folder(config)
+    return {
+        "objects": objects.given,
+        "replay": tools.replayed,
+        "size": found.size,
+        "digest": found.digest,
+        "reward_model": None if folder is None else str(folder.resolve()),
+    }
+
+
+def check_same(found: Gathered, about: dict[str, Any], name: str) -> None:
+    """A run goes on with what it was started with. `about` is what was written down then."""
+    if (was := about.get("size", found.size)) != found.size:
+        raise ValueError(
+            f"run {name} was started with {was} tasks or rows, and now there are {found.size}: "
+            "it goes on with the same data only"
+        )
+    if "digest" in about and about["digest"] != found.digest:
+        raise ValueError(
+            f"the {found.size} tasks or rows that run {name} was started with have changed since then: it goes on "
+            "with the same data only. Put them back, or start a new run"
+        )
+
 
 def gather(config: TrainingConfig, objects: Objects, tools: RunTools) -> Gathered:
     data, found = config.data, Gathered(objects.environment, examples=objects.examples)
@@ -71,7 +110,7 @@ def read_examples(config: TrainingConfig, source: Any, heldout: bool = False) ->
     that is wrong with them is told at once, before any model is loaded."""
     data = config.data
     count = data.heldout_count if heldout else data.count
-    split = data.dataset_split
+    split = data.heldout_split if heldout else data.dataset_split
     if isinstance(source, Path):
         source = str(source)
     return load_examples(
@@ -82,6 +121,36 @@ def read_examples(config: TrainingConfig, source: Any, heldout: bool = False) ->
         skip_bad_rows=data.skip_bad_rows,
         fits=arguments_fit,
     )
+
+
+def read_heldout(config: TrainingConfig, source: Any, dataset: Any) -> Examples:
+    """Rows to evaluate on, which may not be those of `dataset`, from which the run learns."""
+    if dataset is None:
+        raise ValueError(
+            "held-out rows go with a dataset to learn from; where episodes are sampled or an expert plays, held-out "
+            'tasks are a file: heldout="tasks.jsonl"'
+        )
+    data = config.data
+    if _same_rows(dataset, source, data.dataset_split == data.heldout_split):
+        raise ValueError(
+            f"data.heldout and data.dataset are the same rows ({_named(source)}), so that nothing would be held out; "
+            "name another file, or for a dataset with several splits another data.heldout_split"
+        )
+    return read_examples(config, source, heldout=True)
+
+
+def _same_rows(dataset: Any, heldout: Any, same_split: bool) -> bool:
+    """A file has no splits, nor has the folder of a run; saved and hub datasets may have them."""
+    if not isinstance(dataset, str | Path) or not isinstance(heldout, str | Path):
+        return dataset is heldout and (same_split or not isinstance(dataset, Mapping))
+    ours, theirs = Path(dataset).expanduser(), Path(heldout).expanduser()
+    if ours.exists() and theirs.exists():
+        return ours.samefile(theirs) and (same_split or not (ours / "dataset_dict.json").is_file())
+    return str(dataset) == str(heldout) and same_split
+
+
+def _named(source: Any) -> str:
+    return str(source) if isinstance(source, str | Path) else "one object"
 
 
 def form_of(config: TrainingConfig) -> Form:
@@ -141,7 +210,8 @@ def _gather_heldout(config: TrainingConfig, objects: Objects, found: Gathered) -
     if rows:
         found.heldout_examples = objects.heldout
         if objects.heldout is None and config.data.heldout is not None:
-            found.heldout_examples = read_examples(config, config.data.heldout, heldout=True)
+            learned = config.data.dataset if objects.examples is None else objects.examples
+            found.heldout_examples = read_heldout(config, config.data.heldout, learned)
     own = config.environment.environment_id is not None or objects.environment is not None
     if found.environment is not None and (own or found.heldout_examples is None):
         path = None if rows else config.data.heldout

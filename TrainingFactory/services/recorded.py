@@ -14,7 +14,10 @@ import numpy as np
 from TrainingFactory.data.conversations import Conversation
 from TrainingFactory.data.examples import Example, Examples
 from TrainingFactory.data.lines import in_one
-from TrainingFactory.data.rewriting import written_by
+from TrainingFactory.data.ranking import best_and_worst
+from TrainingFactory.data.recordings import reward_of
+from TrainingFactory.data.rewriting import Unreadable, written_by
+from TrainingFactory.data.trajectories import Kept
 from TrainingFactory.protocols import ChatFormat, EnvironmentFactory
 from TrainingFactory.rollout import play
 from TrainingFactory.services.sources import Groups, Order, Publish
@@ -90,11 +93,16 @@ class Written:
         prompt = given.messages[: given.start]
         return Trajectory(Task(given.id, ""), group, member, prompt, given.tools, turns, reward=given.reward)
 
+    @property
+    def length(self) -> int:
+        return len(self.token_ids)
+
 
 class Recordings:
     """Examples in tokens, written once by this model's own template; tokens that were sampled stay. Those longer than
     `max_length` are left out, whole, and counted in `long`; what the template cannot write is an error, or with
-    `skip_bad_rows` one more of `bad`."""
+    `skip_bad_rows` one more of `bad`. Of recorded episodes that belong together there are the best and the worst of
+    those that fit."""
 
     def __init__(
         self,
@@ -108,9 +116,11 @@ class Recordings:
         self.bad, self.long = list(examples.bad), list[str]()
         self.unused = sum(examples.unused.values())
         self.ids: list[str] = []
-        self._groups: list[list[Written | Trajectory]] = []
+        self._groups: list[list[Written | Kept]] = []
         problems: list[str] = []
         told = time.monotonic()
+        for note in examples.notes:
+            say(f"note: {note}")
         for number, example in enumerate(examples.found):
             try:
                 self._add(example)
@@ -123,7 +133,8 @@ class Recordings:
         if problems and not skip_bad_rows:
             raise ValueError(in_one(problems))
         if not self.ids:
-            raise ValueError(f"no row can be used:\n{in_one([*self.bad, *self.long])}")
+            unused = [f"{self.unused} recorded episodes teach nothing here"] if self.unused else []
+            raise ValueError(f"no row can be used:\n{in_one([*self.bad, *self.long, *unused])}")
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -131,7 +142,7 @@ class Recordings:
     def group(self, number: int) -> list[Trajectory]:
         name = self.ids[number]
         return [
-            each.trajectory(name, member) if isinstance(each, Written) else each
+            each.trajectory(name, member) if isinstance(each, Written) else each.trajectory()
             for member, each in enumerate(self._groups[number])
         ]
 
@@ -142,19 +153,56 @@ class Recordings:
         return {f"rows_left_out/{why}": float(count) for why, count in counts.items() if count}
 
     def _add(self, example: Example) -> None:
-        group = [self._written(conversation) for conversation in example.conversations]
-        longest = max(map(_length, group))
-        if longest > self.max_length:
-            self.long.append(f"{example.where} has {longest} tokens, over the limit of {self.max_length}")
+        recorded = example.conversations[0].recorded is not None
+        if recorded and len(example.conversations) > 1:
+            group = self._best_and_worst(example)
+        elif recorded:
+            group = self._fitting(example, example.conversations)
         else:
+            group = self._if_it_fits(example, [self._written(each) for each in example.conversations])
+        if group:
             self._groups.append(group)
             self.ids.append(example.id)
 
-    def _written(self, conversation: Conversation) -> Written | Trajectory:
-        if conversation.recorded is not None:
-            return written_by(self.chat, conversation.recorded)
+    def _best_and_worst(self, example: Example) -> list[Written | Kept]:
+        """Where one of the two cannot be used, the next best or the next worst takes its place."""
+        left, found = example.conversations, dict[int, list[Written | Kept]]()
+        while pair := best_and_worst(left, reward_of):
+            for side in pair:
+                if id(side) not in found:
+                    found[id(side)] = self._fitting(example, [side])
+            if all(found[id(side)] for side in pair):
+                return [each for side in pair for each in found[id(side)]]
+            left = [each for each in left if found.get(id(each), True)]
+        self.unused += len(left)
+        return []
+
+    def _fitting(self, example: Example, episode: list[Conversation]) -> list[Written | Kept]:
+        """One recorded episode; nothing where it cannot be used, which is counted."""
+        try:
+            return self._if_it_fits(example, [self._written(each) for each in episode])
+        except Unreadable:
+            self.unused += 1
+            return []
+
+    def _if_it_fits(self, example: Example, group: list[Written | Kept]) -> list[Written | Kept]:
+        """The group, or nothing where it does not fit."""
+        longest = max(each.length for each in group)
+        if longest <= self.max_length:
+            return group
+        self.long.append(f"{example.where} has {longest} tokens, over the limit of {self.max_length}")
+        return []
+
+    def _written(self, conversation: Conversation) -> Written | Kept:
+        if (kept := conversation.recorded) is not None:
+            episode = kept.trajectory()
+            written = written_by(self.chat, episode)
+            return kept if written is episode else Kept.of(written)
         chat, start = self.chat, conversation.start
-        messages = [self._as_sampled(message) for message in conversation.messages]
+        messages = [
+            self._as_sampled(message, number in conversation.bad)
+            for number, message in enumerate(conversation.messages)
+        ]
         ids = chat.render(messages[:start], conversation.tools)
         borders: list[tuple[int, int]] = []
         said: list[Message] = []
@@ -196,22 +244,19 @@ class Recordings:
         written.messages[-1:] = [Message("assistant", step) for step in steps]
         return written
 
-    def _as_sampled(self, message: Message) -> Message:
-        """A text of the assistant is read as the model's own first, so that tags in it become the real tokens."""
+    def _as_sampled(self, message: Message, bad: bool) -> Message:
+        """A text of the assistant is read as the model's own first, so that tags in it become the real tokens. A bad
+        example whose calls cannot be read stays a text."""
         if message.role != "assistant" or message.tool_calls or message.reasoning is not None:
             return message
         read = self.chat.parse_text(message.content)
         if broken := next((call.error for call in read.tool_calls if call.error), None):
+            if bad:
+                return message
             raise ValueError(f"its text has a broken tool call: {broken}")
         # A model that always thinks reads a plain answer as a thought that did not end.
         unended = read.reasoning is not None and not read.content and not read.tool_calls
         return read if (read.tool_calls or read.reasoning is not None) and not unended else message
-
-
-def _length(written: Written | Trajectory) -> int:
-    if isinstance(written, Written):
-        return len(written.token_ids)
-    return max(len(turn.prompt_ids) + len(turn.completion.token_ids) for turn in written.turns)
 
 
 class RecordedEpisodes(_Demonstrations):

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from TrainingFactory.config import TrainingConfig, notices
-from TrainingFactory.config.names import ALIASES, expand
+from TrainingFactory.config.names import ALIASES, SHORT, expand
+from TrainingFactory.config.not_yet import unused
 from TrainingFactory.config.section import Section
 from TrainingFactory.protocols import RewardFunction
-from TrainingFactory.services.gathering import Objects, read_examples
+from TrainingFactory.services.export import Exported, export
+from TrainingFactory.services.gathering import Objects, read_examples, read_heldout
 from TrainingFactory.services.runs import RunFolder
 from TrainingFactory.services.tool_sets import listed
 from TrainingFactory.services.tracking import PlainLines, Watcher
@@ -32,6 +34,7 @@ class _Trainer:
         tools: Any = (),
         tasks: Sequence[Task] | str | Path | None = None,
         dataset: Any = None,
+        heldout: Any = None,
         config: TrainingConfig | None = None,
         name: str | None = None,
         resume: bool = False,
@@ -43,48 +46,59 @@ class _Trainer:
         """`model` is a name or one of `TrainingFactory.models`; `environment` a name, a Python file, a class, or a
         section of the config, with `tools` in it or not. `tools` are added to those of the environment: tools, typed
         functions, `MCPTools` and other sources, or names; several or one. With `tools` and `tasks` alone there is a
-        plain conversation. `dataset` is a file, a hub id, or rows as Python objects.
+        plain conversation. `dataset` is a file, a hub id, or rows as Python objects, and so is `heldout`: with
+        `eval_every=N` it is measured and not learned (for trainers that sample, a file of tasks).
 
         `options` are keys of the config in short form (`learning_rate=1e-5`, `use_lora=True`, and those of the
         algorithm: `DPOTrainer(beta=0.2)`) or sections of it (`sampling={"max_tokens": 64}`); they go before `config`;
         `tool_cache` may be a `ToolCache` too. `resume=True` goes on with the run `name`; `replay` names a run whose
         recorded tool calls are served again. `allocation_id` is for machines of a ComputeFactory."""
-        given = placed(options, self.algorithm)
-        given["training"] = dict(given.get("training", {})) | {"algorithm": self.algorithm}
-        given["data"] = dict(given.get("data", {}))
         objects = Objects()
-        if isinstance(given.get("tool_cache"), ToolCache):
-            objects.cache = given.pop("tool_cache")
+        if isinstance(options.get("tool_cache"), ToolCache):
+            objects.cache = options.pop("tool_cache")
+        given = self._over(options)
+        into(given, "training", {"algorithm": self.algorithm})
         if model is not None:
-            given["model"] = model if isinstance(model, str | Path | Mapping) else _section_of(model)
+            into(given, "model", _model_section(model))
         if callable(reward_function):
             objects.reward = reward_function
         elif reward_function is not None:
             given["reward_function"] = reward_function
-        given |= _environment_section(environment)
-        if isinstance(environment, Mapping):
-            tools = [*listed(environment.get("tools", ())), *listed(tools)]
-        elif "environment" not in given:
-            objects.environment = environment
-        if isinstance(tasks, str | Path):
-            given["data"]["tasks"] = tasks
-        elif tasks is not None:
+        tools = [*_take_environment(environment, given, objects), *listed(tools)]
+        for key, value in {"tasks": tasks, "dataset": dataset, "heldout": heldout}.items():
+            if isinstance(value, str | Path):
+                into(given, "data", {key: value})
+        if tasks is not None and not isinstance(tasks, str | Path):
             objects.tasks = list(tasks)
-        if isinstance(dataset, str | Path):
-            given["data"]["dataset"] = dataset
-        tools = listed(tools)
         if named := [entry for entry in tools if isinstance(entry, str | Mapping)]:
             given["tools"] = named
         objects.tools = [as_tool(entry) for entry in tools if not isinstance(entry, str | Mapping)]
-        self.config = merged(config, given)
-        if dataset is not None and not isinstance(dataset, str | Path):
-            objects.examples = read_examples(self.config, dataset)
         self.objects = objects
+        self._dataset, self._heldout = _rows(dataset), _rows(heldout)
         self._name, self._resume, self._replay = name, resume, replay
         self._watcher = watcher or PlainLines()
-        self.notices = [*notices(self.config), *_about_allocation(allocation_id)]
+        self._allocation_id = allocation_id
+        self._run: Path | None = None
+        self._take(merged(config, given))
 
-    def train(self) -> TrainingReport:
+    def _take(self, config: TrainingConfig) -> None:
+        self.config, objects = config, self.objects
+        if self._dataset is not None:
+            objects.examples = read_examples(config, self._dataset)
+        if self._heldout is not None:
+            learned = config.data.dataset if self._dataset is None else self._dataset
+            objects.heldout = read_heldout(config, self._heldout, learned)
+        played = objects.environment is not None or bool(objects.tools)
+        self.notices = [
+            *notices(config),
+            *unused(config, played=played, heldout=objects.heldout is not None),
+            *_about_allocation(self._allocation_id),
+        ]
+
+    def train(self, config: TrainingConfig | Mapping[str, Any] | None = None) -> TrainingReport:
+        """`config` holds options that go before those of the trainer."""
+        if config is not None:
+            self._take(merged(self.config, self._over(config)))
         for text in self.notices:
             self._watcher.say(f"note: {text}")
         run = None
@@ -92,15 +106,41 @@ class _Trainer:
             if self._name is None:
                 raise ValueError("resume=True goes on with a run, so it needs its name: name=...")
             run = RunFolder.find(self._name, self.config.logging.output_dir)
-        config = run.config if run is not None else self.config
-        if config != self.config:
+        taken = run.config if run is not None else self.config
+        if taken != self.config:
             self._watcher.say(
                 f"note: the options of this trainer are not those of run {self._name}; the run keeps its own"
             )
         training = Training(
-            config, name=self._name, run=run, objects=self.objects, watcher=self._watcher, replay=self._replay
+            taken, name=self._name, run=run, objects=self.objects, watcher=self._watcher, replay=self._replay
         )
-        return training.train()
+        report = training.train()
+        self._run = report.run
+        return report
+
+    def save_model(self, path: str | Path | None = None, *, merge: bool = False) -> Exported:
+        """Writes what was trained, as its last checkpoint has it, into a folder that other programs load: `path`, or
+        `model` in the run's folder. `merge` folds an adapter into the model under it."""
+        if self._run is None:
+            raise ValueError(
+                "there is no model to save yet: call train() first (tfactory export writes that of a run which exists)"
+            )
+        return export(str(self._run), path if path is not None else self._run / "model", merge)
+
+    def _over(self, config: TrainingConfig | Mapping[str, Any]) -> dict[str, Any]:
+        """The options in sections, without the algorithm, which may not be another one."""
+        whole = isinstance(config, TrainingConfig)
+        given = expand(config.model_dump(exclude_unset=True) if whole else placed(config, self.algorithm))
+        training = given.get("training")
+        if (
+            isinstance(training, dict)
+            and (named := training.pop("algorithm", self.algorithm)) != self.algorithm
+        ):
+            raise ValueError(
+                f"training.algorithm is {named}, and {type(self).__name__} trains by {self.algorithm}; leave it out, "
+                "or take the trainer of that algorithm"
+            )
+        return given
 
 
 class GRPOTrainer(_Trainer):
@@ -160,6 +200,7 @@ def placed(options: Mapping[str, Any], algorithm: str) -> dict[str, Any]:
     """The options with plain keys moved into their sections: that of the algorithm first, or the one section of the
     common ones that has the key. What is no key of any section stays, for the config to refuse."""
     given = {key: dict(value) if isinstance(value, Mapping) else value for key, value in options.items()}
+    given |= {key: {SHORT[key]: given[key]} for key in SHORT if isinstance(given.get(key), str | Path)}
     others = {kind.algorithm for kind in _Trainer.__subclasses__()} - {algorithm}
     sections = {name: keys for name, keys in _sections().items() if name not in others}
     for key in [key for key in given if key not in ALIASES and key not in TrainingConfig.model_fields]:
@@ -170,11 +211,27 @@ def placed(options: Mapping[str, Any], algorithm: str) -> dict[str, Any]:
             several = " or ".join(f"{home}={{{key!r}: ...}}" for home in homes)
             raise ValueError(f"{key} is an option of {' and of '.join(homes)}; write {several}")
         if homes:
-            section = given.setdefault(homes[0], {})
-            if not isinstance(section, dict) or key in section:
-                raise ValueError(f"{key} is given twice, by itself and in {homes[0]}; leave one of them out")
-            section[key] = given.pop(key)
+            into(given, homes[0], {key: given.pop(key)})
     return given
+
+
+def into(given: dict[str, Any], section: str, keys: Mapping[str, Any]) -> None:
+    """Adds keys to those of a section that are there already."""
+    there = given.setdefault(section, {})
+    if not isinstance(there, dict):
+        return  # no section, which the config tells better
+    if twice := sorted(there.keys() & keys.keys()):
+        raise ValueError(
+            f"{', '.join(twice)} is given twice, by itself and in {section}; leave one of them out"
+        )
+    there |= keys
+
+
+def _rows(source: Any) -> Any:
+    """Rows that are handed in as objects, and can be read again."""
+    return (
+        None if isinstance(source, str | Path) else list(source) if isinstance(source, Iterator) else source
+    )
 
 
 def _about_allocation(allocation_id: str | None) -> list[str]:
@@ -182,15 +239,24 @@ def _about_allocation(allocation_id: str | None) -> list[str]:
     return [] if allocation_id is None else [f"allocation_id {allocation_id}: {where}"]
 
 
-def _environment_section(environment: Any) -> dict[str, Any]:
-    if isinstance(environment, str | Path):
-        return {"environment": {"environment_id": environment}}
+def _take_environment(environment: Any, given: dict[str, Any], objects: Objects) -> list[Any]:
+    """Puts it among the options, or as an object in the place of whatever a config names; the tools it brings."""
     if isinstance(environment, Mapping):
-        return {"environment": {key: value for key, value in environment.items() if key != "tools"}}
-    return {}
+        into(given, "environment", {key: value for key, value in environment.items() if key != "tools"})
+        return listed(environment.get("tools", ()))
+    if isinstance(environment, str | Path):
+        into(given, "environment", {"environment_id": environment})
+    elif environment is not None:
+        into(given, "environment", {"environment_id": None})
+        objects.environment = environment
+    return []
 
 
-def _section_of(model: Any) -> dict[str, Any]:
+def _model_section(model: Any) -> Mapping[str, Any]:
+    if isinstance(model, Mapping):
+        return model
+    if isinstance(model, str | Path):
+        return {"name": model}
     from TrainingFactory.models.faces import ModelFace  # torch, which whoever has one of these has already
 
     if not isinstance(model, ModelFace):

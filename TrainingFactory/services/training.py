@@ -16,9 +16,9 @@ from TrainingFactory.protocols import EnvironmentFactory, RewardFunction
 from TrainingFactory.rollout import AsyncRolloutEngine
 from TrainingFactory.rollout.seeds import turn_seed
 from TrainingFactory.services import assemble, assemble_learner
-from TrainingFactory.services.checking import check
+from TrainingFactory.services.checking import as_started, check, check_steps
 from TrainingFactory.services.evaluation import evaluation_metrics
-from TrainingFactory.services.gathering import Objects, gather, told_left_out
+from TrainingFactory.services.gathering import Objects, about_start, check_same, gather, told_left_out
 from TrainingFactory.services.interrupts import Interrupts
 from TrainingFactory.services.kept import record_kept
 from TrainingFactory.services.recorded import ExpertEpisodes, RecordedEpisodes, Recordings
@@ -66,6 +66,7 @@ class Training:
         watcher: Watcher | None = None,
         replay: str | Path | None = None,
     ) -> None:
+        config = as_started(config, run)
         self.config, self.objects = config, objects or Objects()
         self.watcher: Watcher = watcher or PlainLines()
         check(config, config.data.dataset is not None or self.objects.examples is not None)
@@ -76,13 +77,13 @@ class Training:
         try:
             self.data = gather(config, self.objects, self.tools)
             self._set_order(self.data.size)
-            if run is not None and (was := run.about.get("size", self.data.size)) != self.data.size:
-                raise ValueError(
-                    f"run {run.name} was started with {was} tasks or rows, and now there are {self.data.size}: "
-                    "it goes on with the same data only"
-                )
-            about = {"objects": self.objects.given, "replay": self.tools.replayed, "size": self.data.size}
-            self.run = run or RunFolder.create(config, name or new_name(config), about)
+            check_steps(config, self.total)
+            if run is None:
+                about = about_start(config, self.objects, self.tools, self.data)
+                run = RunFolder.create(config, name or new_name(config), about)
+            else:
+                check_same(self.data, run.about, run.name)
+            self.run = run
             self.run.lock()
         except BaseException:
             self.tools.close()
@@ -315,9 +316,8 @@ class Training:
         if assemble_learner.precomputes_reference(config):
             self.watcher.phase("reference")
             rows = [each for each in (recordings, self.heldout_rows) if each is not None]
-            self.references = precompute(
-                self.learner, self.algorithm, rows, training.batch_size, training.token_budget, self.watcher.say
-            )
+            sizes = (training.batch_size, training.token_budget)
+            self.references = precompute(self.learner, self.algorithm, rows, *sizes, self.watcher.say)
         offsets: dict[str, int] = {}
         if found := self.run.checkpoints():
             state = load_checkpoint(found[-1], self.learner)
