@@ -128,7 +128,7 @@ def check_adamw_8bit(device: str = "auto") -> None:
 
 def _adamw_8bit() -> Any:
     check_adamw_8bit()
-    from bitsandbytes.optim import AdamW8bit  # pyright: ignore[reportMissingImports]
+    from bitsandbytes.optim.adamw import AdamW8bit  # pyright: ignore[reportMissingImports]
 
     return AdamW8bit
 
