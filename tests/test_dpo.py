@@ -269,9 +269,11 @@ def test_without_a_kept_row_a_dropped_reference_is_missed() -> None:
 
 
 def config_of(folder: Path, reference: str, dataset: Path) -> TrainingConfig:
+    heldout = folder / "heldout.jsonl"
+    heldout.write_bytes(dataset.read_bytes())
     return TrainingConfig(
         training={"algorithm": "dpo", "max_steps": 5, "batch_size": 3, "learning_rate": 1e-3, "eval_every": 3},
-        data={"dataset": str(dataset), "heldout": str(dataset), "heldout_count": 3},
+        data={"dataset": str(dataset), "heldout": str(heldout), "heldout_count": 3},
         dpo={"reference": reference, "beta": 0.5},
         logging={"output_dir": str(folder), "checkpoint_every": 2},
     )  # fmt: skip

@@ -31,7 +31,7 @@ LAYERS = [
 LEVEL = {name: level for level, row in enumerate(LAYERS) for name in row}
 NO_TORCH = ["types", "protocols", "openai_form", "config", "catalog", "tools", "envs", "rewards", "rollout"]
 READS_CONFIG = ["config", "services", "cli", "web"]
-ONE_FILE_EACH = ["ray", "vllm", "mcp", "fastapi"]
+ONE_FILE_EACH = ["ray", "vllm", "mcp", "fastapi", "starlette", "uvicorn"]
 INTERPRETER = PACKAGE / "tools" / "interpreter" / "worker.py"  # runs code by trade, in a locked process
 UNSAFE_MODULES = {"pickle", "cPickle", "dill", "shelve", "marshal"}
 
@@ -155,7 +155,7 @@ def test_config_stays_small() -> None:
     algorithms = {"sft", "grpo", "ppo", "dpo", "kto", "rft", "reward_model"}
     # A run has one algorithm, so nobody has to read the sections of the others.
     common = sum(count for section, count in per_section.items() if section not in algorithms)
-    assert common + max(per_section[section] for section in algorithms) <= 100
+    assert common + max(per_section[section] for section in algorithms) <= 105
     # a mapping such as step_rewards is one level deeper than its key
     assert max(key.count(".") + 1 for key in keys) <= 2
     assert all(field.description for field in keys.values())

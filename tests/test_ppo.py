@@ -363,7 +363,7 @@ def test_gradients_through_the_learner_equal_plain_turns(critic: bool) -> None:
                 float(every[start + n - 1, token]) + 0.2 * ((7 * n) % 3 - 1)
                 for n, token in enumerate(turn.completion.token_ids)
             ]
-    ppo = PPO(value_clip=None, kl=0.1)
+    ppo = PPO(value_clip=None, value_weight=0.5, kl=0.1)
     wanted = plain_gradients(learner, ppo, groups)
     assert set(wanted) > {"head.weight", "model.norm.weight"}
     assert ("critic.model.norm.weight" in wanted) == critic

@@ -39,7 +39,7 @@ from TrainingFactory.models.words import NAMES, PLACES
 from TrainingFactory.rewards import LearnedReward
 from TrainingFactory.rollout import play
 from TrainingFactory.rollout.scoring import score
-from TrainingFactory.services import assemble, assemble_learner
+from TrainingFactory.services import assemble_learner, assemble_rewards
 from TrainingFactory.services.training import Training
 from TrainingFactory.services.warm_start import demonstrate
 from TrainingFactory.types import Message, Reward, Sample, Task, ToolCall, Trajectory
@@ -364,6 +364,17 @@ def test_what_was_saved_scores_as_what_was_trained(tmp_path: Path, lora: bool) -
     assert [len(scores) for scores in found] == [len(each.turns) for each in episodes]
 
 
+def test_one_by_one_an_episode_always_gets_the_same_score(tmp_path: Path) -> None:
+    saved(tmp_path / "rm", "process")
+    episodes = [each for [each] in one_bad_turn("train", 4)]
+    alone = RewardScorer.load(tmp_path / "rm", together=False)
+    together = RewardScorer.load(tmp_path / "rm", token_budget=100_000)
+    rewards = alone.score(episodes)
+    assert rewards == [alone.score([each])[0] for each in reversed(episodes)][::-1]
+    # Rounding depends on what is computed beside it; a reward has no digits that show it.
+    assert rewards == together.score(episodes) == [together.score([each])[0] for each in episodes]
+
+
 def test_scores_become_rewards(tmp_path: Path) -> None:
     learner = saved(tmp_path / "rm")
     assert learner.head is not None
@@ -532,8 +543,8 @@ def test_a_run_trains_a_reward_model_and_another_uses_it(tmp_path: Path) -> None
     scored = small(
         tmp_path, reward={"type": "learned", "model": "rm"}, environment={"environment_id": "search"}
     )
-    assert assemble.reward_model_folder(scored) == report.checkpoint
-    reward = assemble.make_reward(scored)
+    assert assemble_rewards.checkpoint_of(scored.reward, "reward", str(tmp_path)) == report.checkpoint
+    reward = assemble_rewards.make_reward(scored)
     assert isinstance(reward, LearnedReward) and isinstance(reward.scorer, RewardScorer)
     assert reward.scorer.kind == "outcome"
 

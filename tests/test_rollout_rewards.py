@@ -53,7 +53,11 @@ def test_rewards_of_every_kind():
         (float("inf"), "must be finite"),
         (Reward(0.0, [0.0, 0.0, float("nan")]), "must be finite"),
         (Reward(0.0, [1.0]), "1 step rewards for 3 turns"),
-        (None, "TypeError"),
+        (None, "it gave None"),
+        ("0.5", "gave '0.5' (str)"),
+        ([0.5], "gave [0.5] (list)"),
+        (Reward("1"), "gave '1' (str)"),  # type: ignore[arg-type]
+        (Reward(1.0, parts={"a": float("nan")}), "must be finite"),
         (ZeroDivisionError("x"), "ZeroDivisionError: x"),
         (SystemExit(), "tried to end the program"),
         (ToolFailure("gone"), "ToolFailure: gone"),

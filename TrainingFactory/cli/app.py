@@ -14,10 +14,12 @@ from TrainingFactory.cli.data import data
 from TrainingFactory.cli.demo import demo
 from TrainingFactory.cli.evaluate import evaluate
 from TrainingFactory.cli.export import export
+from TrainingFactory.cli.judge import judge
 from TrainingFactory.cli.listing import envs, models
 from TrainingFactory.cli.new import env
 from TrainingFactory.cli.rollout import rollout
 from TrainingFactory.cli.runs import runs
+from TrainingFactory.cli.serve import serve
 from TrainingFactory.cli.show import fail
 from TrainingFactory.cli.tools import tools
 from TrainingFactory.cli.train import train
@@ -40,10 +42,12 @@ app.command(runs)
 app.command(export)
 app.command(rollout)
 app.command(data)
+app.command(serve)
 new = App(name="new", help="Write a file to start from.")
 new.command(env)
 app.command(new)
 app.command(tools)
+app.command(judge)
 app.command(envs)
 app.command(models)
 

@@ -125,7 +125,7 @@ def bench_tool(
         given = _read_arguments(_spec(loaded.specs, name, config), arguments)
         rows = []
         for width in dict.fromkeys((1, min(concurrency, calls))):
-            with _progress(f"{width} at a time", calls) as advance:
+            with progress(f"{width} at a time", calls) as advance:
                 measured = asyncio.run(_measure(loaded, name, given, calls, width, advance))
             if measured.failed == calls:
                 show.fail(f"every call of {name} failed: {measured.problem}")
@@ -201,11 +201,11 @@ async def _call(loaded: Any, name: str, arguments: dict[str, Any]) -> tuple[Tool
 
 
 @contextmanager
-def _progress(text: str, total: int) -> Iterator[Callable[[], None]]:
+def progress(text: str, total: int, thing: str = "call") -> Iterator[Callable[[], None]]:
     """A bar on a terminal, one line elsewhere."""
     console = Console(stderr=True)
     if not console.is_terminal:
-        show.note(f"{text}: {show.count(total, 'call')} ...")
+        show.note(f"{text}: {show.count(total, thing)} ...")
         yield lambda: None
         return
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())

@@ -12,9 +12,6 @@ from TrainingFactory.config.section import Section
 NOT_YET: dict[str, tuple[Any, str]] = {
     "environment.async_execution": (True, "tools always run while other episodes are sampled"),
     "environment.num_workers": (None, "there are always as many tool workers as episodes"),
-    "reward.type": (("environment", "learned"), "episodes are scored by the environment's own reward"),
-    "reward.outcome_weight": (1.0, "rewards count as they are, with no weights"),
-    "reward.step_rewards": ({}, "rewards count as they are, with no weights"),
     "optimization.async_rollout": (False, "training and sampling do not overlap yet"),
     "optimization.distributed_reward": (False, "rewards are computed in this process"),
     "sampling.engine": ("native", "vLLM is not connected yet; the native engine samples"),

@@ -17,7 +17,7 @@ from TrainingFactory.config.algorithms import (
 )
 from TrainingFactory.config.names import expand
 from TrainingFactory.config.problems import ConfigError, explain
-from TrainingFactory.config.section import Count, PathText, Positive, Section, ZeroOrMore
+from TrainingFactory.config.section import Count, PathText, Positive, Section, Share, ZeroOrMore
 
 
 class ModelSection(Section):
@@ -110,17 +110,37 @@ class ToolEntry(Section):
     """Answer repeated calls from the cache; says that equal arguments give equal results."""
 
 
-class RewardSection(Section):
+class OneReward(Section):
     type: Literal[
         "environment", "rule_based", "process_reward", "model_judge", "tool_verified", "learned"
     ] = "environment"
     """Who scores an episode; environment: its own reward method; learned: a reward model."""
     model: PathText | None = None
-    """learned: a run of training.algorithm=reward_model (name or folder), or a checkpoint of one."""
+    """learned: a run of training.algorithm=reward_model (name or folder), or a checkpoint of one. model_judge: the
+    judge's name at its endpoint."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Of the type: {rule: numeric} for rule_based, {verify: sql_execution} for tool_verified, {pay: per_turn, cap: 1.0,
+    claw_back: true, outcome: {rule: f1}} for process_reward, {base_url: ...} for model_judge."""
     outcome_weight: float = 1.0
-    """Weight of the outcome beside the step rewards."""
+    """process_reward: weight of the outcome beside the step rewards."""
     step_rewards: dict[str, float] = Field(default_factory=dict)
-    """What each kind of good step earns."""
+    """process_reward: what each kind of good step earns; empty: correct_tool 0.5, clear_reasoning 0.3,
+    efficient_path 0.2."""
+
+
+class RewardPart(OneReward):
+    weight: float = 1.0
+    """What the part's outcome and steps are multiplied by."""
+
+
+class RewardSection(OneReward):
+    parts: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    """Several rewards, added up, instead of one: {answer: {type: rule_based, weight: 1.0, options: {rule: numeric}},
+    steps: {type: process_reward, weight: 0.3}}."""
+    max_unscored: Share = 0.5
+    """Share of a step's episodes that may be unscored; after three steps with more in a row the run stops."""
+    max_equal_steps: Count | None = None
+    """Stop when all rewards of a step were equal for so many steps in a row; null: go on."""
 
 
 class OptimizationSection(Section):

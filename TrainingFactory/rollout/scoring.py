@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import inspect
-import math
 from dataclasses import dataclass
 from typing import Any
 
 from TrainingFactory.envs import ToolEnvironment
 from TrainingFactory.protocols import Environment, RewardFunction
+from TrainingFactory.rewards.adapt import checked
 from TrainingFactory.tools import AsyncToolExecutor
 from TrainingFactory.tools.threads import in_thread
 from TrainingFactory.types import Reward, Task, ToolCall, ToolFailure, ToolResult, Trajectory
@@ -52,14 +52,5 @@ async def score(episode: Episode, function: RewardFunction | None) -> Reward:
             value = await value
     except SystemExit as error:
         raise RuntimeError("it tried to end the program") from error
-    return _checked(value, len(episode.trajectory.turns))
-
-
-def _checked(value: Any, turns: int) -> Reward:
-    if not isinstance(value, Reward):
-        value = Reward(float(value))
-    if not all(math.isfinite(number) for number in (value.outcome, *value.steps)):
-        raise ValueError(f"a reward must be finite, not {value}")
-    if value.steps and len(value.steps) != turns:
-        raise ValueError(f"{len(value.steps)} step rewards for {turns} turns")
-    return value
+    name = getattr(function, "__name__", type(function).__name__)
+    return checked(value, len(episode.trajectory.turns), str(name))

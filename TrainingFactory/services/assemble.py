@@ -22,9 +22,7 @@ from TrainingFactory.protocols import (
     Sampler,
     ToolSource,
 )
-from TrainingFactory.rewards import LearnedReward
 from TrainingFactory.rollout import AsyncRolloutEngine
-from TrainingFactory.services.runs import RunFolder, is_run
 from TrainingFactory.services.tool_sets import (
     Chosen,
     Handed,
@@ -181,52 +179,6 @@ def own_tasks(environment: EnvironmentFactory, name: str, split: str, seed: int,
     if twice := sorted(task_id for task_id, count in seen.items() if count > 1):
         raise ValueError(f"environment {name} gave several tasks the same id: {', '.join(twice[:5])}")
     return tasks
-
-
-def make_reward(config: TrainingConfig) -> RewardFunction | None:
-    """Who scores the episodes; None: the environment's own reward."""
-    if (folder := reward_model_folder(config)) is None:
-        return None
-    from TrainingFactory.learning.reward_models import RewardScorer
-
-    model = config.model
-    return LearnedReward(
-        RewardScorer.load(
-            folder,
-            dtype=model.dtype,
-            device=model.device,
-            token_budget=config.training.token_budget,
-            together=not config.sampling.deterministic,
-            trust_remote_code=model.trust_remote_code,
-        )
-    )
-
-
-def reward_model_folder(config: TrainingConfig) -> Path | None:
-    """The checkpoint of the reward model that scores, if one does: the last one of a run, or a folder."""
-    reward = config.reward
-    if reward.type != "learned":
-        if reward.model is not None:
-            raise ValueError(f"reward.model is for reward.type=learned; reward.type is {reward.type}")
-        return None
-    wanted = "a run of training.algorithm=reward_model (its name or folder), or a checkpoint of one"
-    if reward.model is None:
-        raise ValueError(f"reward.type=learned needs a trained reward model: reward.model={wanted}")
-    from TrainingFactory.learning.reward_models import read_about
-
-    folder = Path(reward.model).expanduser()
-    runs = [path for path in (folder, Path(config.logging.output_dir).expanduser() / folder) if is_run(path)]
-    if runs:
-        found = RunFolder(runs[0]).checkpoints()
-        if not found:
-            raise ValueError(f"reward.model: run {runs[0]} has no checkpoint yet")
-        folder = found[-1]
-    elif not folder.is_dir():
-        raise ValueError(
-            f"reward.model: there is no {reward.model!r}; it is {wanted}. Names in a registry are not there yet"
-        )
-    read_about(folder)
-    return folder
 
 
 def environment_name(environment: EnvironmentFactory) -> str:

@@ -9,8 +9,8 @@ from pathlib import Path
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.config.not_yet import SAMPLED, changed
 from TrainingFactory.data.examples import NEEDS
-from TrainingFactory.services.assemble import reward_model_folder
 from TrainingFactory.services.assemble_learner import make_algorithm
+from TrainingFactory.services.assemble_rewards import check_reward
 from TrainingFactory.services.gathering import form_of
 from TrainingFactory.services.runs import RunFolder
 from TrainingFactory.services.tracking import check_trackers
@@ -68,7 +68,7 @@ def check(config: TrainingConfig, recorded: bool) -> None:
         )
     _check_precision(config)
     _check_adapter(config)
-    reward_model_folder(config)
+    check_reward(config)
     make_algorithm(config)  # its options may contradict each other
     check_trackers(config.logging.trackers)
 

@@ -11,7 +11,7 @@ from typing import Any
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.data.examples import Examples, Form, load_examples
 from TrainingFactory.protocols import EnvironmentFactory, RewardFunction
-from TrainingFactory.services import assemble
+from TrainingFactory.services import assemble, assemble_rewards
 from TrainingFactory.services.run_tools import RunTools
 from TrainingFactory.tools.schema import check_schema, schema_problems, validator_of
 from TrainingFactory.tools.tool_cache import ToolCache
@@ -65,7 +65,7 @@ class Gathered:
 
 def about_start(config: TrainingConfig, objects: Objects, tools: RunTools, found: Gathered) -> dict[str, Any]:
     """What a run is started with besides its config, and must find again when it goes on."""
-    folder = assemble.reward_model_folder(config)
+    folder = assemble_rewards.reward_model_folder(config)
     return {
         "objects": objects.given,
         "replay": tools.replayed,

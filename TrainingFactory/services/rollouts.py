@@ -6,6 +6,7 @@ import asyncio
 import os
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,11 @@ from TrainingFactory.protocols import ChatFormat, EnvironmentFactory, Sampler
 from TrainingFactory.rollout import AsyncRolloutEngine, rollout_metrics
 from TrainingFactory.services.assemble import (
     make_environment,
-    make_reward,
     make_rollouts,
     make_sampler,
     make_tasks,
-    reward_model_folder,
 )
+from TrainingFactory.services.assemble_rewards import check_reward, make_reward
 from TrainingFactory.services.run_tools import RunTools, recording_beside
 from TrainingFactory.services.user_code import told
 from TrainingFactory.tools.tape import CALLS
@@ -59,7 +59,7 @@ class Rollouts:
         self.group_size = group_size
         self.tools = RunTools(config, tools, replay)
         try:
-            reward_model_folder(config)
+            check_reward(config)
             made = make_environment(config, self.tools.wanted)
             self.environment: EnvironmentFactory = self.tools.equip(made)
             self.tasks = make_tasks(config, self.environment)
@@ -82,11 +82,11 @@ class Rollouts:
             save_trajectories(self._part, [trajectory], append=True)
             on_episode(trajectory)
 
-        interrupted = False
+        interrupted, held = False, ExitStack()
         started = time.perf_counter()
         try:
             chat, sampler = make_sampler(self.config, self.total)
-            reward = make_reward(self.config)
+            reward = make_reward(self.config, held)
             engine = make_rollouts(
                 self.config, self.environment, chat, ended, reward, runtime=self.tools.runtime
             )
@@ -97,6 +97,7 @@ class Rollouts:
             interrupted = True
         finally:
             seconds = time.perf_counter() - started
+            held.close()
             self.tools.commit()
             self.tools.close()
             self._finish()

@@ -13,6 +13,7 @@ from TrainingFactory.protocols import Episode, RewardFunction, Sampler
 from TrainingFactory.rollout import AsyncRolloutEngine, rollout_metrics
 from TrainingFactory.rollout.scoring import score
 from TrainingFactory.rollout.seeds import turn_seed
+from TrainingFactory.services.assemble_rewards import judge_figures
 from TrainingFactory.types import Reward, Task, Trajectory
 
 Groups = list[list[Trajectory]]
@@ -65,7 +66,7 @@ class Source(Protocol):
         ...
 
     def unusable(self, groups: Groups) -> str | None:
-        """Why nothing at all can be learned from these episodes, or None."""
+        """Why too little can be learned from these episodes, or None."""
         ...
 
 
@@ -73,13 +74,13 @@ class RewardClock:
     """The reward, timed. Seconds add up over episodes that run side by side."""
 
     def __init__(self, reward: RewardFunction | None) -> None:
-        self._reward = reward
+        self.reward = reward
         self.seconds = 0.0
 
     async def score(self, episode: Episode) -> Reward:
         started = time.perf_counter()
         try:
-            return await score(episode, self._reward)  # type: ignore[arg-type]
+            return await score(episode, self.reward)  # type: ignore[arg-type]
         finally:
             self.seconds += time.perf_counter() - started
 
@@ -87,7 +88,7 @@ class RewardClock:
 class SampledEpisodes:
     """`group_size` episodes of each task of the step, by the newest weights. With `refill`, tasks that teach nothing
     are made up for by the next ones of the order, in so many rounds at most; no step goes beyond the end of an epoch,
-    so that none has a task twice."""
+    so that none has a task twice. Where more than the share `max_unscored` has no reward, the step is unusable."""
 
     def __init__(
         self,
@@ -98,10 +99,11 @@ class SampledEpisodes:
         clock: RewardClock,
         teaches: Callable[[Sequence[Trajectory]], bool] = bool,
         refill: int = 0,
+        max_unscored: float = 1.0,
     ) -> None:
         self.tasks, self.order, self.rollouts, self.group_size = tasks, order, rollouts, group_size
         self.clock = clock  # the one that the rollouts score by
-        self.teaches, self.refill = teaches, refill
+        self.teaches, self.refill, self.max_unscored = teaches, refill, max_unscored
         self._ids: list[str] = []  # of the tasks of the latest step
         self._first = 0  # how many of them are its first batch
         self._dropped = 0  # how many taught nothing
@@ -133,7 +135,8 @@ class SampledEpisodes:
     def metrics(self, groups: Groups, seconds: float) -> dict[str, float]:
         """`accuracy` is the share of scored episodes whose outcome is over 0. `tools` and `reward` seconds add up
         over episodes that run side by side; `tools_share` is the part of the episodes' time that tools took.
-        `groups/dropped` taught nothing, `groups/refilled` were sampled to make up for such."""
+        `groups/dropped` taught nothing, `groups/refilled` were sampled to make up for such. `judge/...` count
+        from the start of the process."""
         episodes = [trajectory for group in groups for trajectory in group]
         metrics = rollout_metrics(episodes)
         outcomes = [trajectory.reward.outcome for trajectory in episodes if trajectory.reward is not None]
@@ -149,11 +152,19 @@ class SampledEpisodes:
             "seconds/reward": self.clock.seconds,
             "tools_share": tools / spent if spent else 0.0,
             "tokens_per_second": metrics["sampled_tokens"] / seconds,
+            **judge_figures(self.clock.reward),
         }
 
     def unusable(self, groups: Groups) -> str | None:
         episodes = [trajectory for group in groups for trajectory in group]
-        if any(trajectory.reward is not None for trajectory in episodes):
+        unscored = [trajectory for trajectory in episodes if trajectory.reward is None]
+        if len(unscored) < len(episodes) and len(unscored) <= self.max_unscored * len(episodes):
             return None
-        reasons = Counter(trajectory.error or "no reason given" for trajectory in episodes)
-        return f"none of {len(episodes)} episodes could be scored, mostly: {reasons.most_common(1)[0][0]}"
+        reasons = Counter(trajectory.error or "no reason given" for trajectory in unscored)
+        reason = reasons.most_common(1)[0][0]
+        if len(unscored) == len(episodes):
+            return f"none of {len(episodes)} episodes could be scored, mostly: {reason}"
+        return (
+            f"{len(unscored)} of {len(episodes)} episodes could not be scored, and reward.max_unscored is "
+            f"{self.max_unscored:g}; mostly: {reason}"
+        )

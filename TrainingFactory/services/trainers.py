@@ -11,6 +11,7 @@ from TrainingFactory.config.names import ALIASES, SHORT, expand
 from TrainingFactory.config.not_yet import unused
 from TrainingFactory.config.section import Section
 from TrainingFactory.protocols import RewardFunction
+from TrainingFactory.rewards.adapt import as_reward
 from TrainingFactory.services.export import Exported, export
 from TrainingFactory.services.gathering import Objects, read_examples, read_heldout
 from TrainingFactory.services.runs import RunFolder
@@ -61,7 +62,7 @@ class _Trainer:
         if model is not None:
             into(given, "model", _model_section(model))
         if callable(reward_function):
-            objects.reward = reward_function
+            objects.reward = as_reward(reward_function)
         elif reward_function is not None:
             given["reward_function"] = reward_function
         tools = [*_take_environment(environment, given, objects), *listed(tools)]

@@ -15,8 +15,9 @@ from TrainingFactory.data.examples import Examples
 from TrainingFactory.protocols import EnvironmentFactory, RewardFunction
 from TrainingFactory.rollout import AsyncRolloutEngine
 from TrainingFactory.rollout.seeds import turn_seed
-from TrainingFactory.services import assemble, assemble_learner
+from TrainingFactory.services import assemble, assemble_learner, assemble_rewards
 from TrainingFactory.services.checking import as_started, check, check_steps
+from TrainingFactory.services.equal_rewards import EqualRewards
 from TrainingFactory.services.evaluation import evaluation_metrics
 from TrainingFactory.services.gathering import Objects, about_start, check_same, gather, told_left_out
 from TrainingFactory.services.interrupts import Interrupts
@@ -92,6 +93,8 @@ class Training:
         self.seconds = 0.0  # spent so far, in earlier processes too
         self._checkpointed = -1
         self._unusable = 0
+        self._equal = EqualRewards(config.reward.max_equal_steps)
+        self._held = contextlib.ExitStack()  # what the reward keeps open
         self._interrupts = Interrupts(self.watcher)
         self._rows: list[dict[str, float]] = []
 
@@ -111,6 +114,7 @@ class Training:
             if not self.resuming:
                 self.run.discard()
             self.run.unlock()
+            self._held.close()
             self.tools.close()
             raise
         try:
@@ -131,6 +135,7 @@ class Training:
             raise
         finally:
             self.trackers.close()
+            self._held.close()
             self.tools.close()
             self.run.unlock()
             self.seconds += time.perf_counter() - started
@@ -171,6 +176,10 @@ class Training:
             groups = self.source.groups(step, self.learner.publish)
         if (problem := self.source.unusable(groups)) is None:
             self._unusable = 0
+            sampled = isinstance(self.source, SampledEpisodes)
+            if sampled and (problem := self._equal.problem(groups)) is not None:
+                self._checkpoint()
+                raise ValueError(f"{problem}. Mend it, then go on with: {self.run.resume_command}")
             return groups
         self._unusable += 1
         if self._unusable == 1:
@@ -179,7 +188,7 @@ class Training:
         down = any(trajectory.status == "tool_failure" for group in groups for trajectory in group)
         if self._unusable >= (MAX_WITHOUT_TOOLS if down else MAX_UNUSABLE):
             raise ValueError(
-                f"stopped after {self._unusable} steps from which nothing can be learned: {problem}. "
+                f"stopped after {self._unusable} steps that cannot be used: {problem}. "
                 f"Mend it, then go on with: {self.run.resume_command}"
             )
         if down and not self.tools.replayed:
@@ -261,10 +270,8 @@ class Training:
     def _evaluate_rows(self, rows: Recordings) -> dict[str, float]:
         from TrainingFactory.services.updating import evaluate
 
-        groups, budget = (
-            [rows.group(number) for number in range(len(rows))],
-            self.config.training.token_budget,
-        )
+        groups = [rows.group(number) for number in range(len(rows))]
+        budget = self.config.training.token_budget
         metrics = evaluate(
             self.learner, self.algorithm, groups, self.done, token_budget=budget, references=self.references
         )
@@ -353,7 +360,7 @@ class Training:
 
     def _make_source(self, recordings: Recordings | None) -> Source:
         config, environment, tasks = self.config, self.data.environment, self.data.tasks
-        reward = self.objects.reward or assemble.make_reward(config)
+        reward = self.objects.reward or assemble_rewards.make_reward(config, self._held)
         clock = RewardClock(reward)
         limits = {
             "max_reply_tokens": config.sampling.max_reply_tokens,
@@ -373,6 +380,7 @@ class Training:
             tasks, self.order, rollouts, config.training.group_size, clock,
             teaches=lambda group: bool(self.algorithm.samples(group)),
             refill=config.grpo.refill if config.training.algorithm == "grpo" else 0,
+            max_unscored=config.reward.max_unscored,
         )  # fmt: skip
 
     def _rollouts(self, environment: EnvironmentFactory, reward: RewardFunction | None) -> AsyncRolloutEngine:

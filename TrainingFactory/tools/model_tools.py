@@ -6,10 +6,10 @@ import asyncio
 import json
 import os
 import ssl
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from itertools import count
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 from urllib.parse import urlsplit
 
 import httpx
@@ -24,6 +24,7 @@ from TrainingFactory.tools.options import ToolOptions
 from TrainingFactory.tools.runtime import ToolRuntime
 from TrainingFactory.types import Message, SamplingParams, ToolFailure, ToolResult, ToolSpec
 
+T = TypeVar("T")
 MAX_SAID_CHARS = 200  # of what an endpoint says about an error
 MAX_BODY_BYTES = 20_000_000
 
@@ -48,6 +49,8 @@ class Endpoint:
     `api_key_env` at every call and kept nowhere; None: the endpoint needs none. `options` go into the request as
     they are (temperature, max_tokens, ...)."""
 
+    PATH = "/chat/completions"
+
     def __init__(
         self,
         base_url: str,
@@ -64,7 +67,7 @@ class Endpoint:
             raise ValueError("base_url must hold no password; put the key into an environment variable")
         if timeout <= 0:
             raise ValueError(f"timeout is in seconds and over 0, not {timeout}")
-        self.url = base_url.rstrip("/").removesuffix("/chat/completions") + "/chat/completions"
+        self.url = base_url.rstrip("/").removesuffix(self.PATH) + self.PATH
         self.host = parts.netloc
         self.model, self.api_key_env, self.timeout = model, api_key_env, timeout
         self.options = dict(options or {})
@@ -73,9 +76,13 @@ class Endpoint:
         body: dict[str, Any] = {"model": self.model, "messages": [_wire(message) for message in messages]}
         if tools:
             body["tools"] = [spec_to_dict(spec) for spec in tools]
+        return self.read(await self.exchange(body | self.options), first_message)
+
+    async def exchange(self, body: dict[str, Any]) -> bytes:
+        """What the endpoint answers to a request; ModelError if that is no success."""
         key = self._key()
         try:
-            status, data = await self._post(body | self.options, key)
+            status, data = await self._post(body, key)
         except (httpx.TimeoutException, TimeoutError):
             raise ModelError(
                 f"{self.host} did not answer within {self.timeout:g} s", temporary=True
@@ -83,7 +90,25 @@ class Endpoint:
         except httpx.HTTPError as error:
             what = type(error).__name__
             raise ModelError(f"{self.host} could not be reached ({what})", temporary=True) from None
-        return self._message(status, data, key)
+        if status != 200:
+            said = data.decode("utf-8", errors="replace")
+            said = " ".join((said.replace(key, "***") if key else said).split())[:MAX_SAID_CHARS]
+            temporary = status in (408, 409, 425, 429) or status >= 500
+            raise ModelError(f"{self.host} answered with status {status}: {said}", temporary)
+        return data
+
+    def read(self, data: bytes, take: Callable[[Any], T]) -> T:
+        """What `take` finds in the answer; ModelError where that is not there."""
+        try:
+            return take(json.loads(data))
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+            why = f"{type(error).__name__}: {error}"[:100]
+            raise ModelError(
+                f"{self.host} answered with something that is no chat completion ({why})"
+            ) from None
+
+    def headers(self, key: str | None) -> dict[str, str]:
+        return {"Authorization": f"Bearer {key}"} if key else {}
 
     def _key(self) -> str | None:
         if self.api_key_env is None:
@@ -96,11 +121,10 @@ class Endpoint:
 
     async def _post(self, body: dict[str, Any], key: str | None) -> tuple[int, bytes]:
         # A client per call: it belongs to the event loop it is used on, and every batch has a loop of its own.
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
         limit = httpx.Timeout(self.timeout)
         async with (
             asyncio.timeout(self.timeout),  # httpx's limits are between bytes
-            httpx.AsyncClient(verify=_certificates(), timeout=limit, headers=headers) as client,
+            httpx.AsyncClient(verify=_certificates(), timeout=limit, headers=self.headers(key)) as client,
             client.stream(
                 "POST", self.url, json=body
             ) as response,  # redirects are not followed: they take the key
@@ -112,19 +136,9 @@ class Endpoint:
                     raise ModelError(f"{self.host} sent more than {MAX_BODY_BYTES} bytes")
             return response.status_code, bytes(data)
 
-    def _message(self, status: int, data: bytes, key: str | None) -> Message:
-        if status != 200:
-            said = data.decode("utf-8", errors="replace")
-            said = " ".join((said.replace(key, "***") if key else said).split())[:MAX_SAID_CHARS]
-            temporary = status in (408, 409, 425, 429) or status >= 500
-            raise ModelError(f"{self.host} answered with status {status}: {said}", temporary)
-        try:
-            return message_from_dict({"role": "assistant"} | json.loads(data)["choices"][0]["message"])
-        except (ValueError, LookupError, TypeError, RecursionError) as error:
-            why = f"{type(error).__name__}: {error}"[:100]
-            raise ModelError(
-                f"{self.host} answered with something that is no chat completion ({why})"
-            ) from None
+
+def first_message(answer: Any) -> Message:
+    return message_from_dict({"role": "assistant"} | answer["choices"][0]["message"])
 
 
 def _wire(message: Message) -> dict[str, Any]:

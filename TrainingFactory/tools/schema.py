@@ -150,8 +150,13 @@ def _schema_fault(schema: Any) -> str | None:
         return f"{_short(place)} is no JSON schema ({_short(error.message, 120)})"
     except RecursionError:
         return "its parameters are nested too deeply"
-    unknown = next((ref for ref in _references(schema) if not _resolves(schema, ref)), None)
+    unknown = unknown_reference(schema)
     return f"its parameters refer to {_short(unknown)}, which is not in them" if unknown else None
+
+
+def unknown_reference(schema: dict[str, Any]) -> str | None:
+    """The first $ref that leads nowhere within the schema, if there is one."""
+    return next((ref for ref in _references(schema) if not _resolves(schema, ref)), None)
 
 
 def _references(schema: Any) -> Iterator[str]:

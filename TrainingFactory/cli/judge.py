@@ -1,0 +1,108 @@
+"""`tfactory judge`: how far a judge can be trusted."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import yaml
+from cyclopts import App, Parameter, validators
+
+from TrainingFactory.cli import show
+from TrainingFactory.cli.tools import progress
+
+Count = Annotated[int, Parameter(validator=validators.Number(gte=1))]
+NO_VERDICT = 1
+TEXTS = ("base_url", "model", "rubric", "template")  # taken as they are; other values are read as YAML
+
+judge = App(name="judge", help="Look at model judges before their verdicts are trained on.")
+
+
+@judge.command(name="audit")
+def audit_judge(
+    *options: str,
+    gold: Path,
+    judge: Path | None = None,
+    repeats: Count = 2,
+    out: Path = Path("judge-audit.html"),
+    as_json: Annotated[bool, Parameter(name="--json", negative="")] = False,
+) -> int:
+    """Compare a judge with gold labels: agreement, biases, consistency, injections, cost.
+
+    ```
+    tfactory judge audit --gold gold.jsonl base_url=http://localhost:8000/v1 model=QwQ-32B api_key_env=null
+    tfactory judge audit --gold gold.jsonl --judge judge.yaml samples=3 vote=majority
+    ```
+
+    Parameters
+    ----------
+    options
+        Options of the judge as key=value; nested ones as budget.input_price=0.2
+    gold
+        JSONL: prompt and response (or conversation), with label, score, or pair and better.
+    judge
+        YAML file with options of the judge: base_url, model, api, rubric, template, verdict, samples, cache, ...
+    repeats
+        How often every item is judged, to see whether the judge agrees with itself.
+    out
+        The page with the picture.
+    as_json
+        Print the figures as one JSON object.
+    """
+    # Imported here, so that help and a wrong flag do not wait for it.
+    from TrainingFactory.rewards.model_judge import ModelJudge, model_judge
+    from TrainingFactory.services.judge_audit import audit, load_gold, plan, verdict_of
+    from TrainingFactory.services.judge_page import audit_page, audit_rows
+    from TrainingFactory.tools.making import call_with
+
+    settings = _settings(judge, options)
+    made = call_with(model_judge, settings, "the judge")
+    try:
+        if not isinstance(made, ModelJudge):
+            raise ValueError(f"verdict is {settings['verdict']}; an audit needs score, yes_no or json")
+        items = load_gold(gold, made)
+        with progress("judging", plan(items, repeats), "judgement") as advance:
+            found = asyncio.run(audit(made, items, repeats=repeats, on_judged=advance))
+    finally:
+        made.close()
+    named = f"{settings['model']} at {settings.get('base_url', 'this process')}"
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(audit_page(found, named), encoding="utf-8")
+    if as_json:
+        print(json.dumps(found.as_json(), indent=2))
+    else:
+        show.columns(("figure", "value", "what it means"), audit_rows(found))
+        show.table([("verdict", verdict_of(found))])
+    show.note(f"the page: {out}")
+    return 0 if found.judgements else NO_VERDICT
+
+
+def _settings(path: Path | None, options: tuple[str, ...]) -> dict[str, Any]:
+    settings: dict[str, Any] = {}
+    if path is not None:
+        if not path.is_file():
+            raise ValueError(f"there is no judge file at {path}")
+        settings = _yaml(path.read_text(encoding="utf-8"), str(path))
+        if not isinstance(settings, dict):
+            raise ValueError(f"{path} must hold options of a judge such as base_url and model")
+    for text in options:
+        key, equals, value = text.partition("=")
+        if not equals or not key:
+            raise ValueError(f"{text!r} is not key=value, such as model=QwQ-32B")
+        *sections, last = key.split(".")
+        place = settings
+        for section in sections:
+            place = place.setdefault(section, {})
+            if not isinstance(place, dict):
+                raise ValueError(f"{key}: {section} is a value, not a section")
+        place[last] = value if key in TEXTS else _yaml(value, key)
+    return settings
+
+
+def _yaml(text: str, where: str) -> Any:
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(f"{where} is not YAML: {str(error).splitlines()[0]}") from None

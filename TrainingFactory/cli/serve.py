@@ -1,0 +1,70 @@
+"""`tfactory serve`: a model behind an OpenAI-compatible address."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Annotated
+
+from cyclopts import Parameter, validators
+
+from TrainingFactory.cli import show
+from TrainingFactory.config import load_config
+from TrainingFactory.config.loading import key_value
+
+
+def serve(
+    model: Annotated[str, Parameter(name="model-or-run")],
+    /,
+    *overrides: str,
+    host: str = "127.0.0.1",
+    port: Annotated[int, Parameter(validator=validators.Number(gte=0, lte=65535))] = 8000,
+    name: str | None = None,
+    queue: Annotated[int, Parameter(validator=validators.Number(gte=0))] = 256,
+    api_key_env: str | None = None,
+) -> int:
+    """Serve a model, or what a run has made, to any OpenAI client: chat completions with tools and streaming.
+
+    ```
+    tfactory serve runs/grpo-search-1
+    tfactory serve qwen3-4b --port 9000 sampling.slots=16 model.max_length=8192
+    MY_KEY=... tfactory serve qwen3-4b --host 0.0.0.0 --api-key-env MY_KEY
+    ```
+
+    Parameters
+    ----------
+    model
+        A run (its name or folder; its last checkpoint is taken), a checkpoint, the folder of an adapter, or a model.
+    overrides
+        Options of the config, as key=value: model.dtype=bfloat16
+    host
+        The address to serve at; by default programs on this machine only can connect.
+    port
+        0 picks a free one.
+    name
+        What clients call the model; by default what it is called here.
+    queue
+        Answers that may wait while all slots are in use; more are refused with status 429.
+    api_key_env
+        Environment variable with a key that clients must send as `authorization: Bearer KEY`.
+    """
+    # Imported here: starlette, uvicorn, torch and transformers take seconds, and help should not wait for them.
+    from TrainingFactory.services import serving_http
+    from TrainingFactory.services.serving import make_server, served_sections
+
+    sections = served_sections(model)
+    given = [key_value(f"{s}.{key}", value) for s, keys in sections.items() for key, value in keys.items()]
+    config = load_config(None, [*given, *overrides])
+    key = serving_http.key_from(api_key_env)
+    local = serving_http.is_loopback(host)
+    if not local:
+        warning = f"warning: --host {host} lets other machines use this model, without encryption"
+        show.note(warning if key else f"{warning} and without a key; --api-key-env NAME asks for one")
+    with serving_http.bind(host, port) as bound:
+        server = make_server(config, name or model, queue)
+        app = serving_http.make_app(server, key, local)
+        bound.listen(1024)  # from here on clients can connect
+        print(f"serving {server.name} at {serving_http.address_of(bound)}/v1 (Ctrl-C stops)", flush=True)
+        with contextlib.suppress(KeyboardInterrupt), contextlib.closing(server):
+            serving_http.run(app, bound)
+    show.note("stopped")
+    return 0

@@ -1,0 +1,163 @@
+"""Questions about a small SQLite database made for each task; the answer is a query.
+
+    Which customers have no orders at all? Give their names.
+        sql("SELECT name FROM customers WHERE id NOT IN (SELECT customer_id FROM orders)") -> Anna ...
+        SELECT name FROM customers WHERE id NOT IN (SELECT customer_id FROM orders)
+
+What is paid is the query's rows: they must be those of the right query on the database that the model sees and on
+hidden ones with the same words and other rows. A query that writes down what it has seen is right on the first only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import re
+import sqlite3
+import tempfile
+from collections.abc import Iterator
+from itertools import count as endlessly
+from pathlib import Path
+
+from TrainingFactory.envs.base import ToolEnvironment
+from TrainingFactory.envs.splits import belongs
+from TrainingFactory.envs.text2sql_data import DOMAINS, QUESTIONS, script_of, values_of
+from TrainingFactory.protocols import Episode
+from TrainingFactory.tools import tool
+from TrainingFactory.tools.sql import SqlSession, SqlTool
+from TrainingFactory.tools.sql_rows import same_result
+from TrainingFactory.tools.threads import in_thread
+from TrainingFactory.types import Message, Reward, Task, ToolCall, ToolResult
+
+HIDDEN = 2  # databases that the model does not see
+QUERY_SECONDS = 2.0
+SHOWN_ROWS, COMPARED_ROWS = 20, 1000
+_FENCE = re.compile(r"```[\w+-]*[ \t]*\n(.*)```", re.S)
+
+
+class Text2SqlEnvironment(ToolEnvironment):
+    system_prompt = (
+        "Write a SQLite query that answers the question. Try it with the tool sql, which can only read. "
+        "Then answer with the query alone."
+    )
+
+    _folder: tempfile.TemporaryDirectory[str] | None = None
+    _shown: SqlSession | None = None
+
+    @classmethod
+    def tasks(cls, split: str, seed: int, count: int) -> Iterator[Task]:
+        rng = random.Random(f"text2sql {seed}")
+        made = 0
+        for number in endlessly():
+            if made == count:
+                return
+            task = _task(f"text2sql-{seed}-{number}", rng)
+            assert isinstance(task.prompt, str)
+            if belongs(task.prompt, split) and _worth_asking(task):
+                made += 1
+                yield task
+
+    async def reset(self) -> list[Message]:
+        self._folder = tempfile.TemporaryDirectory(prefix="tf-text2sql-", ignore_cleanup_errors=True)
+        self._shown = await self._opened(0, "table", SHOWN_ROWS)
+        return await super().reset()
+
+    @tool(stateful=True)
+    async def sql(self, query: str) -> ToolResult:
+        """Run one SQLite query (read-only)."""
+        assert self._shown is not None, "reset comes first"
+        return await self._shown.run({"query": query})
+
+    async def reward(self, episode: Episode) -> Reward:
+        """1 if the answer gives the right rows on all databases. `shown`: on the one that the model sees."""
+        query = _query_in(episode.trajectory.answer)
+        shown = bool(query) and await self._same(query, 0)
+        right = shown
+        for variant in range(1, HIDDEN + 1):
+            right = right and await self._same(query, variant)
+        return Reward(float(right), parts={"right": float(right), "shown": float(shown)})
+
+    async def close(self) -> None:
+        if self._shown is not None:
+            await self._shown.close()
+        if self._folder is not None:
+            await in_thread(self._folder.cleanup)
+
+    def expert(self) -> Iterator[Message]:
+        """What somebody would write who does it right."""
+        yield _try(str(self.task.answer))
+        yield Message("assistant", str(self.task.answer))
+
+    def novice(self, rng: random.Random) -> Iterator[Message]:
+        """One of the usual mistakes: warm starts that contain some leave something to learn."""
+        mistake = rng.choice(("answers in words", "forgets the condition", "asks and repeats a number"))
+        words = DOMAINS[self.task.metadata["domain"]]
+        if mistake == "answers in words":
+            yield Message("assistant", f"The {words.people} are in the table.")
+            return
+        everything = f"SELECT * FROM {rng.choice((words.people, words.things, words.links))}"
+        yield _try(everything)
+        yield Message(
+            "assistant", everything if mistake == "forgets the condition" else f"SELECT {rng.randint(1, 9)}"
+        )
+
+    async def _same(self, query: str, variant: int) -> bool:
+        session = await self._opened(variant, "json", COMPARED_ROWS)
+        try:
+            return await same_result(lambda text: session.run({"query": text}), query, str(self.task.answer))
+        finally:
+            await session.close()
+
+    async def _opened(self, variant: int, how: str, max_rows: int) -> SqlSession:
+        def make() -> SqlTool:
+            assert self._folder is not None, "reset comes first"
+            path = Path(self._folder.name, f"{variant}.db")
+            if not path.exists():
+                _build(path, self.task, variant)
+            form = "json" if how == "json" else "table"
+            return SqlTool(path, timeout=QUERY_SECONDS, max_rows=max_rows, format=form)
+
+        return (await in_thread(make)).session()
+
+
+def _try(query: str) -> Message:
+    return Message("assistant", tool_calls=[ToolCall("sql", {"query": query})])
+
+
+def _query_in(answer: str) -> str:
+    """The answer, without the fence that many models put around code."""
+    match = _FENCE.fullmatch(answer.strip())
+    return (match.group(1) if match else answer).strip()
+
+
+def _task(task_id: str, rng: random.Random) -> Task:
+    domain, kind = rng.choice(list(DOMAINS)), rng.choice(list(QUESTIONS))
+    database = f"{rng.getrandbits(48):012x}"
+    words = DOMAINS[domain]
+    question, query = QUESTIONS[kind](words, values_of(domain, database), rng)
+    metadata = {"domain": domain, "database_seed": database, "kind": kind}
+    return Task(task_id, f"{'; '.join(words.schema)}\n\n{question}", query, metadata)
+
+
+def _worth_asking(task: Task) -> bool:
+    """Whether the right query finds something on the database that the model sees: many queries find nothing."""
+    with contextlib.closing(sqlite3.connect(":memory:")) as connection:
+        connection.executescript(_script(task, 0))
+        rows = connection.execute(task.answer).fetchall()
+    return bool(rows) and rows not in ([(None,)], [(0,)])
+
+
+def _build(path: Path, task: Task, variant: int) -> None:
+    with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as connection:
+        connection.execute("PRAGMA synchronous = OFF")  # thrown away after the episode
+        connection.execute("PRAGMA journal_mode = OFF")
+        connection.executescript(f"BEGIN;{_script(task, variant)}COMMIT;")
+
+
+def _script(task: Task, variant: int) -> str:
+    data = task.metadata
+    if data.get("domain") not in DOMAINS or "database_seed" not in data:
+        raise ValueError(
+            f"task {task.id} has no domain and database_seed in its metadata, so there is no database to ask"
+        )
+    return script_of(data["domain"], data["database_seed"], variant)

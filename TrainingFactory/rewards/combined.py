@@ -1,0 +1,76 @@
+"""Several rewards as weighted parts of one."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from TrainingFactory.protocols import Episode
+from TrainingFactory.rewards.adapt import Adapted, Unscored, as_reward, environment_reward
+from TrainingFactory.rewards.checks import check_number
+from TrainingFactory.tools.texts import describe
+from TrainingFactory.types import Reward
+
+ENVIRONMENT = "environment"  # stands for the environment's own reward
+
+
+class Combined:
+    """`Combined({"right": (1.0, numeric), "polite": (0.2, judge), "own": (1.0, "environment")})`
+
+    Outcomes and steps are weighted sums; `parts` hold what each part gave in all, unweighted, under its name, and below
+    it (`right/...`) what it was made of, where that is several figures. All parts are asked at the same time, `timeout`
+    seconds each. If one cannot score, the whole is unscored: half a reward would be a wrong one.
+    """
+
+    def __init__(self, parts: Mapping[str, tuple[float, Any]], *, timeout: float | None = 60.0) -> None:
+        if not isinstance(parts, Mapping) or not parts:
+            raise ValueError(
+                f'a combined reward needs parts such as {{"right": (1.0, reward)}}, not {parts!r:.100}'
+            )
+        self.weights: dict[str, float] = {}
+        self.rewards: dict[str, Adapted] = {}
+        for name, part in parts.items():
+            if not isinstance(name, str) or not name or "/" in name:
+                raise ValueError(f"{name!r} cannot be the name of a part; it must be a text without /")
+            if not isinstance(part, tuple | list) or len(part) != 2:
+                raise ValueError(f"part {name} must be a pair (weight, reward), not {part!r:.100}")
+            weight, reward = part
+            check_number(f"the weight of part {name}", weight, low=-math.inf)
+            self.weights[name] = float(weight)
+            self.rewards[name] = as_reward(
+                environment_reward if reward == ENVIRONMENT else reward, name, timeout
+            )
+
+    async def __call__(self, episode: Episode) -> Reward:
+        found = await asyncio.gather(
+            *(reward(episode) for reward in self.rewards.values()), return_exceptions=True
+        )
+        named = dict(zip(self.rewards, found, strict=True))
+        failed = {name: error for name, error in named.items() if isinstance(error, BaseException)}
+        if failed:
+            told = "; ".join(f"part {name}: {describe(error)}" for name, error in failed.items())
+            raise Unscored(told) from next(iter(failed.values()))
+        return weighted(
+            {name: reward for name, reward in named.items() if isinstance(reward, Reward)}, self.weights
+        )
+
+
+def weighted(rewards: Mapping[str, Reward], weights: Mapping[str, float]) -> Reward:
+    """The sum of rewards of one episode. Steps must be of one length; a part without any has zeros."""
+    sizes = {name: len(reward.steps) for name, reward in rewards.items() if reward.steps}
+    if len(set(sizes.values())) > 1:
+        told = ", ".join(f"{name} {size}" for name, size in sizes.items())
+        raise Unscored(f"parts of one reward have different numbers of step rewards: {told}")
+    steps = [0.0] * max(sizes.values(), default=0)
+    outcome, parts = 0.0, {}
+    for name, reward in rewards.items():
+        weight = weights[name]
+        outcome += weight * reward.outcome
+        for turn, paid in enumerate(reward.steps):
+            steps[turn] += weight * paid
+        parts[name] = reward.outcome + sum(reward.steps)
+        if len(reward.parts) > 1:
+            parts |= {f"{name}/{inner}": value for inner, value in reward.parts.items()}
+    return Reward(outcome, steps, parts)

@@ -1,0 +1,140 @@
+"""One spelling for what has many: signs, digits of other scripts, LaTeX and markdown, names of units."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from fractions import Fraction
+
+MAX_CHARS = 10_000  # of a text in which numbers are looked for; the end of a longer one is kept
+
+
+def plain(text: str) -> str:
+    """The text with numbers in the notation that `numbers` reads. What stands for no number is kept as it is, as far
+    as possible; lines stay lines."""
+    text = text[-MAX_CHARS:]
+    if not text.isascii():
+        text = _FRACTION_SIGN.sub(_fraction_sign, text)
+        text = _RAISED.sub(lambda match: "^" + match.group().translate(_LOWERED), text)
+        text = _FOREIGN.sub(lambda match: _ascii(match.group()), text)
+    if "\\" in text or "{" in text:
+        text = _without_latex(text)
+    text = _MATHS.sub(r" \1 ", text)
+    for written, meant in _ARROWS.items():
+        text = text.replace(written, meant)
+    text = _MINUS_WORD.sub("-", text)
+    text = _POWER_STARS.sub("^", text).replace("**", "")
+    text = _EMPHASIS.sub("", text)
+    return re.sub(r"[ \t\f\v]+", " ", text)
+
+
+def _without_latex(text: str) -> str:
+    for pattern, replacement in _LATEX:
+        text = pattern.sub(replacement, text)
+    return text
+
+
+def _fraction_sign(match: re.Match[str]) -> str:
+    above, below = unicodedata.normalize("NFKC", match.group(2)).split("\u2044")
+    return f"{match.group(1)} {above}/{below}" if match.group(1) else f"{above}/{below}"
+
+
+def _ascii(character: str) -> str:
+    if character in _SIGNS:
+        return _SIGNS[character]
+    digit = unicodedata.decimal(character, None)  # also of Arabic, Devanagari and full-width digits
+    if digit is not None:
+        return str(digit)
+    if "\uff01" <= character <= "\uff5e":  # full-width forms of ASCII
+        return chr(ord(character) - 0xFEE0)
+    return " " if unicodedata.category(character) == "Zs" else character
+
+
+_FOREIGN = re.compile(r"[^\x00-\x7f]")
+_FRACTION_SIGN = re.compile("(\\d?)([\u00bc-\u00be\u2150-\u215e\u2189])")
+_RAISED = re.compile("[\u2070\u00b9\u00b2\u00b3\u2074-\u2079\u207a\u207b]+")
+_LOWERED = str.maketrans(
+    "\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079\u207a\u207b", "0123456789+-"
+)
+_SIGNS = dict.fromkeys("\u2212\u2010\u2011\u2012\u2013\u2014\ufe63", "-")  # minus and dashes
+_SIGNS |= dict.fromkeys("\u00d7\u00b7\u22c5\u2217", "*") | dict.fromkeys("\u2044\u2215\u00f7", "/")
+_SIGNS |= dict.fromkeys("\u2018\u2019\u02bc", "'") | {
+    "\u2248": "≈",
+    "\u2243": "≈",
+    "\u2060": "",
+    "\u200b": "",
+}
+_SIGNS |= {"\u3002": ". ", "\u3001": ", ", "\uff0c": ",", "\u066b": ".", "\u066c": ",", "\ufeff": ""}
+
+_MATHS = re.compile(r"\$([^$\n]{1,200})\$(?![\d.])")  # $5$, not the prices in: from $5 to $7
+_ARROWS = {"=>": ": ", "->": ": ", ">=": "≥", "<=": "≤", "!=": "≠"}  # no equals signs, and no minus
+_MINUS_WORD = re.compile(r"\b(?:minus|negative) (?=[\d.$])", re.I)
+_POWER_STARS = re.compile(r"(?<=\d)\*\*(?=[-+]?\d)")
+_EMPHASIS = re.compile(r"`|(?<![\d\s)])\*|\*(?![\d\s(.])|(?<!\w)_+|_+(?!\w)")
+_LATEX = [
+    (re.compile(pattern), replacement)
+    for pattern, replacement in [
+        (r"\\[\[\]()]|\\(?:left|right|displaystyle)(?![A-Za-z])|\\!", ""),
+        (r"\{,\}", ","),
+        (r"\\[,;: ]|\\q?quad(?![A-Za-z])|~", " "),
+        (r"\\([%$#&_{}])", r"\1"),
+        (r"\\(?:text|mathrm|textbf|mathbf|mbox|operatorname)\s?\{([^{}]{0,100})\}", r" \1 "),
+        (r"\^\s?\{?\s?\\circ\s?\}?|\\(?:degree|circ)(?![A-Za-z])", "°"),
+        (r"\\(?:times|cdot)(?![A-Za-z])", "*"),
+        (r"\\div(?![A-Za-z])", "/"),
+        (r"\\approx(?![A-Za-z])", "≈"),
+        (r"\\pm(?![A-Za-z])", "±"),
+        (r"\\pi(?![A-Za-z])", "π"),
+        (r"\\neq?(?![A-Za-z])", "≠"),
+        (r"\^\s?\{\s?([-+]?\d{1,9})\s?\}", r"^\1"),
+        (r"(?<=\d)\s?(?=\\[dt]?frac)", " "),  # 2\frac12 is a mixed number
+        (r"\\[dt]?frac\s?\{([^{}]{0,100})\}\s?\{([^{}]{0,100})\}", r"\1/\2"),
+        (r"\\[dt]?frac\s?(\d)\s?(\d)", r"\1/\2"),
+    ]
+]
+
+# Names -> (what it measures, how much of it). Values with different first parts never match.
+UNITS: dict[str, tuple[str, Fraction]] = {}
+for _kind, _names in {
+    "length": {
+        "mm millimeter millimetre": "1/1000",
+        "cm centimeter centimetre": "1/100",
+        "m meter metre": "1",
+        "km kilometer kilometre": "1000",
+        "inch": "0.0254",
+        "ft foot feet": "0.3048",
+        "yd yard": "0.9144",
+        "mi mile": "1609.344",
+    },
+    "mass": {
+        "mg milligram": "1/1000000",
+        "g gram": "1/1000",
+        "kg kilogram": "1",
+        "ton tonne": "1000",
+        "oz ounce": "0.028349523125",
+        "lb lbs pound": "0.45359237",
+    },
+    "time": {
+        "ms millisecond": "1/1000",
+        "s sec second": "1",
+        "min minute": "60",
+        "h hr hour": "3600",
+        "day": "86400",
+        "week": "604800",
+    },
+    "volume": {"ml mL milliliter millilitre": "1/1000", "l L liter litre": "1"},
+    "speed": {"m/s": "1", "km/h kph": "5/18", "mph": "0.44704"},
+    "area": {"cm^2": "1/10000", "m^2": "1", "km^2": "1000000"},
+    "cubes": {"cm^3": "1/1000000", "m^3": "1"},
+    "dollars": {"$ US$ USD usd dollar": "1", "cent": "1/100"},
+    "euros": {"€ EUR eur euro": "1"},
+    "pounds": {"£ GBP gbp": "1"},
+    "yen": {"¥ JPY jpy yen": "1"},
+    "rupees": {"₹ INR inr rupee": "1"},
+    "yuan": {"CNY cny yuan": "1"},
+    "celsius": {"°C": "1"},
+    "fahrenheit": {"°F": "1"},
+    "angle": {"° degree deg": "1"},
+}.items():
+    for _spellings, _factor in _names.items():
+        UNITS |= {_spelling: (_kind, Fraction(_factor)) for _spelling in _spellings.split()}

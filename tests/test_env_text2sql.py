@@ -1,0 +1,156 @@
+from __future__ import annotations
+
+import asyncio
+import random
+import sqlite3
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.rollout_kit import FakeChat
+from TrainingFactory.envs.text2sql import Text2SqlEnvironment
+from TrainingFactory.envs.text2sql_data import DOMAINS, QUESTIONS, script_of
+from TrainingFactory.rewards.tool_verified import make_verifier
+from TrainingFactory.rollout.scripted import play
+from TrainingFactory.types import Message, Task, ToolCall, Trajectory
+
+
+@pytest.fixture(autouse=True)
+def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    folder = tmp_path / "scratch"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    yield folder
+    assert list(folder.iterdir()) == []  # every episode has taken its databases away
+
+
+def some_tasks(count: int, split: str = "train", seed: int = 1) -> list[Task]:
+    return list(Text2SqlEnvironment.tasks(split, seed, count))
+
+
+def rows(task: Task, query: str, variant: int = 0) -> list[Any]:
+    connection = sqlite3.connect(":memory:")
+    try:
+        connection.executescript(script_of(task.metadata["domain"], task.metadata["database_seed"], variant))
+        return connection.execute(query).fetchall()
+    finally:
+        connection.close()
+
+
+def played(task: Task, *texts: str | Message, reward: Any = None) -> Trajectory:
+    script = [Message("assistant", text) if isinstance(text, str) else text for text in texts]
+    return asyncio.run(play(Text2SqlEnvironment(task), FakeChat(), script, reward=reward))
+
+
+def ask(query: str) -> Message:
+    return Message("assistant", tool_calls=[ToolCall("sql", {"query": query})])
+
+
+def worth(task: Task, *texts: str | Message) -> tuple[float, float]:
+    """The reward, and whether it was right on the database that the model sees."""
+    reward = played(task, *texts).reward
+    assert reward is not None
+    return reward.outcome, reward.parts["shown"]
+
+
+def one_task(wanted: Callable[[Task], bool]) -> Task:
+    return next(task for task in Text2SqlEnvironment.tasks("train", 3, 10_000) if wanted(task))
+
+
+def test_tasks_are_seeded_disjoint_and_of_all_kinds():
+    train, heldout = some_tasks(400), some_tasks(100, "heldout")
+    assert train == some_tasks(400) and train[:50] == some_tasks(50) and train != some_tasks(400, seed=2)
+    assert not {str(task.prompt) for task in train} & {str(task.prompt) for task in heldout}
+    assert {task.metadata["kind"] for task in train} == set(QUESTIONS)
+    assert {task.metadata["domain"] for task in train} == set(DOMAINS)
+    assert len({task.id for task in train}) == 400
+    assert max(Counter(str(task.prompt) for task in train).values()) < 40
+    with pytest.raises(ValueError, match="no split 'test'"):
+        next(iter(Text2SqlEnvironment.tasks("test", 0, 1)))
+
+
+def test_every_right_query_finds_something():
+    for task in some_tasks(150):
+        found = rows(task, task.answer)
+        assert found and found not in ([(0,)], [(None,)]), task
+    same = sum(
+        rows(task, task.answer) == rows(task, task.answer, 1) == rows(task, task.answer, 2)
+        for task in some_tasks(150)
+    )
+    assert same < 15  # else the hidden databases would catch nobody
+
+
+def test_the_expert_is_right_and_the_novice_is_not():
+    for task in some_tasks(40):
+        expert = list(Text2SqlEnvironment(task).expert())
+        trajectory = played(task, *expert)
+        assert trajectory.status == "done" and len(trajectory.turns) == 2
+        assert trajectory.turns[0].tool_results[0].ok
+        assert trajectory.reward is not None and trajectory.reward.outcome == 1.0
+        novice = list(Text2SqlEnvironment(task).novice(random.Random(task.id)))
+        assert worth(task, *novice)[0] == 0.0
+
+
+def test_the_model_sees_rows_of_its_database_and_no_other():
+    task = one_task(lambda task: task.metadata["kind"] == "count")
+    table = DOMAINS[task.metadata["domain"]].people
+    query = f"SELECT name FROM {table} ORDER BY id"
+    trajectory = played(task, ask(query), ask("SELECT * FROM missing"), ask("PRAGMA database_list"), "no")
+    shown = trajectory.turns[0].replies[0].content.splitlines()
+    assert shown == ["name", *(name for (name,) in rows(task, query)), "(10 rows)"]
+    assert "no such table" in trajectory.turns[1].replies[0].content
+    assert not trajectory.turns[2].tool_results[0].ok  # not even where the file is
+    assert table in str(trajectory.prompt[1].content) and trajectory.tools[0].name == "sql"
+
+
+def test_other_queries_with_the_same_rows_are_right():
+    task = one_task(lambda task: task.metadata["kind"] == "count")
+    table, city = DOMAINS[task.metadata["domain"]].people, task.answer.split("'")[1]
+    assert worth(task, f"```sql\nSELECT SUM(city = '{city}') FROM {table};\n```") == (1.0, 1.0)
+    assert worth(task, f"SELECT COUNT(DISTINCT id) AS n FROM {table} WHERE city LIKE '{city}'") == (1.0, 1.0)
+    assert worth(task, f"It is: SELECT COUNT(*) FROM {table} WHERE city = '{city}'") == (0.0, 0.0)
+    listed = one_task(lambda task: task.metadata["kind"] == "list" and len(rows(task, task.answer)) > 1)
+    assert worth(listed, f"{listed.answer} DESC") == (0.0, 0.0)
+
+
+def test_writing_down_what_was_seen_pays_nothing():
+    task = one_task(lambda task: task.metadata["kind"] == "never")
+    seen = rows(task, task.answer)
+    copied = " UNION ALL ".join(f"SELECT '{name}'" for (name,) in seen)
+    assert worth(task, ask(task.answer), copied) == (0.0, 1.0)
+    by_own_database = make_verifier("sql_execution")  # through the tool, it sees what the model sees
+    reward = played(task, copied, reward=by_own_database).reward
+    assert reward is not None and reward.outcome == 1.0
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "",
+        "DROP TABLE customers",
+        "ATTACH ':memory:' AS x",
+        "SELECT 1; SELECT 2",
+        "WITH RECURSIVE r(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM r) SELECT n FROM r",
+        "SELECT x'00'",
+    ],
+)
+def test_hostile_answers_are_worth_nothing(said: str):
+    assert worth(some_tasks(1)[0], said) == (0.0, 0.0)
+
+
+def test_a_bomb_is_stopped(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("TrainingFactory.envs.text2sql.QUERY_SECONDS", 0.2)
+    task = one_task(lambda task: task.metadata["domain"] == "shop")
+    bomb = "SELECT COUNT(*) FROM " + ", ".join(f"orders o{number}" for number in range(8))
+    assert worth(task, ask(bomb), bomb) == (0.0, 0.0)
+
+
+def test_tasks_of_others_are_told_apart():
+    trajectory = played(Task("mine", "How many?", "SELECT 1"), "SELECT 1")
+    assert trajectory.status == "error" and "task mine has no domain and database_seed" in str(
+        trajectory.error
+    )
