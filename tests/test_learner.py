@@ -350,3 +350,30 @@ def test_bfloat16_gradients_are_added_up_in_float32() -> None:
         torch.testing.assert_close(
             value, torch.stack([part[name] for part in parts]).sum(0), rtol=1e-5, atol=1e-5
         )
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("elements", [2**24, 150])
+def test_gradients_of_log_probs_and_entropies_are_those_of_the_formulas(
+    monkeypatch: pytest.MonkeyPatch, temperature: float, elements: int
+) -> None:
+    monkeypatch.setattr(chunking, "CHUNK_ELEMENTS", elements)
+    torch.manual_seed(3)
+    hidden, weight = torch.randn(40, 8, requires_grad=True), torch.randn(50, 8, requires_grad=True)
+    source, target = torch.randint(0, 40, (30,)), torch.randint(0, 50, (30,))
+    first, second = torch.randn(30), torch.randn(30)
+
+    def slopes(logprobs: torch.Tensor, entropies: torch.Tensor, which: str) -> tuple[torch.Tensor, ...]:
+        parts = {"log-probs": first * logprobs, "entropies": second * entropies}
+        total = sum(part.sum() for name, part in parts.items() if which in (name, "both"))
+        assert isinstance(total, torch.Tensor)
+        return torch.autograd.grad(total, (hidden, weight))
+
+    for which in ("log-probs", "entropies", "both"):
+        every = torch.log_softmax(hidden[source] @ weight.T / temperature, -1)
+        plain = (every.gather(1, target[:, None])[:, 0], -(every.exp() * every).sum(-1))
+        ours = token_logprobs(hidden, lambda rows: rows @ weight.T, source, target, 50, temperature)
+        for found, wanted in zip(
+            (*ours, *slopes(*ours, which)), (*plain, *slopes(*plain, which)), strict=True
+        ):
+            assert torch.allclose(found, wanted, atol=1e-5), which

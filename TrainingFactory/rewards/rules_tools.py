@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import re
-import secrets
-from collections import Counter
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from TrainingFactory.protocols import Episode
 from TrainingFactory.rewards.answers import Extraction, references
 from TrainingFactory.rewards.checks import check_flag
 from TrainingFactory.rewards.rules_base import paid
 from TrainingFactory.rewards.rules_form import last_fenced
+from TrainingFactory.tools.history import digest
+from TrainingFactory.tools.sql_rows import same_result
 from TrainingFactory.types import Reward, ToolFailure, ToolResult
 
 
@@ -51,8 +49,9 @@ class CodeTests(ToolRule):
         return paid(self.rule, sum(passed) / len(passed) if self.partial else float(all(passed)))
 
     async def _passes(self, episode: Episode, code: str, test: str) -> bool:
-        # A word that the code cannot know shows that the end was reached: leaving early is not passing.
-        word = secrets.token_hex(16)
+        # A word that the code cannot know shows that the end was reached: leaving early is not passing. The same code
+        # gets the same word again, so that a recorded call is found.
+        word = digest(code, test)
         script = f"{code}\n\n{test}\nprint({word!r})\n"
         result = _asked(await episode.call(self.tool, code=script), self.tool)
         return result.ok and word in result.content
@@ -71,39 +70,17 @@ class SqlResult(ToolRule):
         query = self.code_of(episode)
         if not query:
             return paid(self.rule, 0.0)
-        name = f"task {episode.task.id}"
-        # The right one first: the other may change the data.
-        wanted = _asked(await episode.call(self.tool, query=str(right)), self.tool)
-        if not wanted.ok:
-            raise ValueError(f"{name}: its answer is a query that fails: {wanted.content[:200]}")
-        given = _asked(await episode.call(self.tool, query=query), self.tool)
-        if not given.ok:
-            return paid(self.rule, 0.0)
-        rows, right_rows = _rows(given.content, name), _rows(wanted.content, name)
-        if re.search(r"\border\s+by\b", str(right), re.I):
-            return paid(self.rule, float(rows == right_rows))
-        return paid(self.rule, float(Counter(rows) == Counter(right_rows)))
+
+        async def ask(sql: str) -> ToolResult:
+            return _asked(await episode.call(self.tool, query=sql), self.tool)
+
+        try:
+            return paid(self.rule, float(await same_result(ask, query, str(right))))
+        except ValueError as error:
+            raise ValueError(f"task {episode.task.id}: {error}") from error
 
 
 def _asked(result: ToolResult, tool: str) -> ToolResult:
     if result.error == "unknown":
         raise ToolFailure(f"the environment has no tool {tool!r}, which the reward needs")
     return result
-
-
-def _rows(content: str, name: str) -> list[str]:
-    """The rows of a table as `SqlTool` shows it, as text or as JSON, without the names of its columns."""
-    try:
-        table: Any = json.loads(content)
-    except ValueError:
-        table = None
-    if isinstance(table, dict):
-        more, rows = table.get("more"), [json.dumps(row) for row in table.get("rows", [])]
-    else:
-        lines = content.splitlines()
-        more, rows = bool(lines) and lines[-1].endswith("there are more)"), lines[1:-1]
-    if more:
-        raise ValueError(
-            f"{name}: more rows than the tool shows, so results cannot be compared; raise its max_rows"
-        )
-    return rows
