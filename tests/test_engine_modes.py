@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,
@@ -28,6 +29,7 @@ from transformers import (
 from tests.engine_kit import VOCABULARY, Turns, episode, grouped_prompts, play, tiny, words, worst
 from TrainingFactory.sampling import NativeEngine
 from TrainingFactory.sampling.native import NativeSession
+from TrainingFactory.sampling.view import OneCallNorm, fuses, shared_view
 from TrainingFactory.types import Completion, SamplingParams
 
 
@@ -312,3 +314,30 @@ def test_grows_with_the_sequences() -> None:
     (turns,) = [asyncio.run(episode(engine, prompt, 3, turns=6))]
     assert worst(model, turns) < 1e-4
     assert engine._runner.cache is not None and engine._runner.cache.capacity == 1024
+
+
+class Shifted(nn.Module):
+    """As Gemma's: its weight counts from one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((8,), 0.5))
+        self.variance_epsilon = 1e-6
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        return nn.functional.rms_norm(states, (8,), 1 + self.weight, self.variance_epsilon)
+
+
+def test_norms_are_one_call_where_that_gives_the_same() -> None:
+    model = tiny("gqa_tied")
+    view = shared_view(model, "eager")
+    ids = torch.arange(12)[None]
+    kinds = {type(module).__name__ for module in view.modules()}
+    assert "OneCallNorm" in kinds and "Qwen3RMSNorm" not in kinds
+    with torch.no_grad():
+        torch.testing.assert_close(view(ids).logits, model.eval()(ids).logits, rtol=1e-5, atol=1e-5)
+    assert not any(isinstance(module, OneCallNorm) for module in model.modules())
+    half = shared_view(tiny("gqa_tied").bfloat16(), "eager")
+    assert not any(isinstance(module, OneCallNorm) for module in half.modules())
+    Shifted.__name__ = "ShiftedRMSNorm"
+    assert not fuses(Shifted())

@@ -83,6 +83,19 @@ def test_gradients_equal_plain_rows(kind: str, seed: int) -> None:
     assert far(batch_gradients(make_learner(model), rows[1:]), wanted) > 1e-3
 
 
+def test_rows_that_went_the_same_way_share_the_head() -> None:
+    once = ragged_rows(2)[:6]
+    model, asked = two_layers("gqa_tied"), []
+    learner = make_learner(model)
+    output: Any = model.get_output_embeddings()
+    hook = output.register_forward_hook(lambda module, states, logits: asked.append(len(states[0])))
+    batch_gradients(learner, once)
+    found = batch_gradients(learner, once + once[:4] * 2)
+    hook.remove()
+    assert asked[1] == asked[0] <= sum(sum(row.loss_mask) for row in once)
+    assert far(found, plain_gradients(model, once + once[:4] * 2)) < CLOSE
+
+
 def test_gradients_of_a_single_row() -> None:
     model, rows = two_layers("gqa_tied"), [sample(random.Random(0), words(random.Random(0), 50), 10)]
     assert far(batch_gradients(make_learner(model), rows), plain_gradients(model, rows)) < CLOSE

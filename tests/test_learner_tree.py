@@ -8,8 +8,9 @@ import torch
 from torch.nn.attention.flex_attention import flex_attention
 
 from tests.learner_kit import ragged_rows
-from TrainingFactory.data.packing import Pack, pack
+from TrainingFactory.data.packing import Node, Pack, pack
 from TrainingFactory.learning import tree, tree_flex
+from TrainingFactory.learning.tree_parts import plan_parts
 
 
 def seen(packed: Pack) -> np.ndarray:
@@ -61,3 +62,14 @@ def test_flex_attention_equals_levels() -> None:
     found = flex_attention(query, key, value, block_mask=mask, enable_gqa=True)
     assert isinstance(found, torch.Tensor)
     torch.testing.assert_close(found.transpose(1, 2), wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_nodes_of_like_length_go_together_whatever_their_level() -> None:
+    nodes = [Node(0, 155, 0, -1, 0)]
+    for number, length in enumerate([40, 31, 29, 4, 25, 5, 3, 4, 17, 2]):
+        start = nodes[-1].start + nodes[-1].length
+        nodes.append(Node(start, length, 155, 0, 1) if number % 2 else Node(start, length, 155, 0, 2))
+    own = [part for part in plan_parts(nodes, torch.device("cpu")) if part.own]
+    assert [part.queries.rows for part in own] == [3, 8]  # a part for each level would be 3
+    far_apart = [Node(0, 4000, 0, -1, 0), *(Node(4000 + 9 * n, 9, 4000, 0, 1) for n in range(200))]
+    assert [part.queries.rows for part in plan_parts(far_apart, torch.device("cpu")) if part.own] == [1, 200]

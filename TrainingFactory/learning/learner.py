@@ -178,12 +178,15 @@ class Learner:
     def logprobs(
         self, pack: Pack, model: PreTrainedModel | None = None, states: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probs and entropies of the trained tokens of a pack."""
+        """Log-probs and entropies of the trained tokens of a pack. Rows that went the same way have the same token
+        after the same place of the tree: the head runs once for all of them."""
         causal = model or self.causal
         hidden = self.states(pack, causal) if states is None else states
-        source, target = self._on_device(pack.source, pack.target)
         vocabulary = causal.config.get_text_config().vocab_size
-        return token_logprobs(hidden, head_of(causal), source, target, vocabulary, self.temperature)
+        kept, again = np.unique(pack.source * vocabulary + pack.target, return_inverse=True)
+        source, target, every = self._on_device(kept // vocabulary, kept % vocabulary, again)
+        found = token_logprobs(hidden, head_of(causal), source, target, vocabulary, self.temperature)
+        return found[0].index_select(0, every), found[1].index_select(0, every)
 
     def _scalars(self, pack: Pack, places: np.ndarray, states: torch.Tensor | None = None) -> torch.Tensor:
         """What the head says at these places of the tree. `states` are the model's, where it is known."""

@@ -20,6 +20,8 @@ from torch.nn.functional import pad
 
 from TrainingFactory.data.packing import Node
 
+FREE_PADDING = 256  # tokens; to compute so many more costs no more than one more part
+
 
 @dataclass(slots=True)
 class Side:
@@ -79,14 +81,14 @@ class Part:
 
 
 def plan_parts(nodes: list[Node], device: torch.device) -> list[Part]:
-    """First the nodes of each level against themselves, so that every token has a first part; then, level by
-    level, what lies below the nodes that have anything below them."""
+    """First the nodes against themselves, those of like length together, so that every token has a first part; then,
+    level by level, what lies below the nodes that have anything below them."""
     below = _below(nodes)
     levels: list[list[int]] = [[] for _ in range(1 + max(node.level for node in nodes))]
     for number, node in enumerate(nodes):
         levels[node.level].append(number)
     parts = []
-    for numbers in levels:
+    for numbers in _alike(nodes):
         side, _ = _side([_own(nodes[number]) for number in numbers], device)
         length = max(nodes[number].length for number in numbers)
         later = torch.full((length, length), -torch.inf).triu(1)[None, None].to(device)
@@ -99,6 +101,20 @@ def plan_parts(nodes: list[Node], device: torch.device) -> list[Part]:
             hidden = torch.where(torch.from_numpy(real), 0.0, -torch.inf)[:, None, None].to(device)
             parts.append(Part(queries, keys, False, None if keys.places is None else hidden))
     return parts
+
+
+def _alike(nodes: list[Node]) -> list[list[int]]:
+    """Nodes of like length together: every part costs some time, and so does padding."""
+    found: list[list[int]] = []
+    longest = real = padding = 0
+    for number in sorted(range(len(nodes)), key=lambda number: -nodes[number].length):
+        length = nodes[number].length
+        if not found or padding + longest - length > max(FREE_PADDING, real // 2):
+            found.append([])
+            longest, real, padding = length, 0, 0
+        found[-1].append(number)
+        real, padding = real + length, padding + longest - length
+    return found
 
 
 def _own(node: Node) -> range:
