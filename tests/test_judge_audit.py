@@ -249,7 +249,9 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
         figures = json.loads(capsys.readouterr().out)
         assert figures["kappa"] == 1 and figures["verdict"].startswith("Can be trusted")
     html = page.read_text(encoding="utf-8")
-    assert html.count("<circle") == 20 and "&lt;b&gt;big" in html and "<b>big" not in html
+    # Of 10 items 6 are right and judged 0.9, 4 are wrong and judged 0.1: two dots in each picture.
+    assert html.count("<circle") == 4 and "gold 1, judge 0.9: 6<" in html and "gold 0, judge 0.1: 4<" in html
+    assert "&lt;b&gt;big" in html and "<b>big" not in html
     assert (
         "http" not in re.sub(re.escape(server.url), "", html) and KEY not in html
     )  # it needs nothing beside it

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from cyclopts import App, Parameter
+from cyclopts import App, Parameter, validators
 
 from TrainingFactory.cli import show
 
 if TYPE_CHECKING:
+    from TrainingFactory.services.credit_view import GroupCredit
     from TrainingFactory.services.runs import RunFolder
 
 runs = App(name="runs", help="List, show, compare and resume training runs.")
 Where = Annotated[str, Parameter(name="--runs")]
+Count = Annotated[int, Parameter(validator=validators.Number(gte=1))]
 # What is shown of a run's metrics, where it has them: key -> format
 FIGURES = {
     "loss": "{:.4f}",
@@ -137,6 +141,65 @@ def compare(*names: str, where: Where = "runs") -> None:
 
 
 @runs.command
+def episodes(
+    name: str,
+    *,
+    step: int | None = None,
+    task: str | None = None,
+    best: Count | None = None,
+    worst: Count | None = None,
+    show_tasks: Annotated[Count | None, Parameter(name="--show")] = None,
+    html: Path | None = None,
+    where: Where = "runs",
+) -> None:
+    """Show the episodes of a step with every token coloured by its advantage: what was paid, and what was blamed.
+
+    ```
+    tfactory runs episodes search
+    tfactory runs episodes search --step 12 --task search-7-1212 --best 1 --worst 1
+    tfactory runs episodes search --step 12 --html credit.html
+    ```
+
+    Parameters
+    ----------
+    name
+        The run's name or folder.
+    step
+        Which step, from 1; the last if none is named, or the last that took the task.
+    task
+        Only the episodes of this task.
+    best
+        Of each task only so many episodes with the highest rewards.
+    worst
+        Of each task only so many with the lowest rewards; with --best both.
+    show_tasks
+        How many tasks, those with the largest advantages first; one on a terminal, all on a page.
+    html
+        Write a page with everything to this file, instead of printing it.
+    where
+        The folder of runs.
+    """
+    from TrainingFactory.cli import credit as printing
+    from TrainingFactory.services.credit_page import credit_page
+    from TrainingFactory.services.run_credit import credit_title, run_credit
+    from TrainingFactory.services.runs import RunFolder
+
+    run = RunFolder.find(name, where)
+    step, credit = run_credit(run, step, task)
+    found = [group for group in credit.groups if task is None or group.task == task]
+    limit = show_tasks or (1 if html is None and task is None else len(found))
+    shown = [_chosen(group, best, worst) for group in found[:limit]]
+    title = credit_title(run, step)
+    if html is not None:
+        _write(html, credit_page(replace(credit, groups=shown), title))
+        show.note(f"the page: {html}")
+        return
+    printing.groups(credit, shown, found)
+    for text in (title, *credit.notes):
+        show.note(text)
+
+
+@runs.command
 def resume(name: str, *, where: Where = "runs") -> int:
     """Go on with a run from its last checkpoint, exactly as if it had not stopped.
 
@@ -157,6 +220,24 @@ def resume(name: str, *, where: Where = "runs") -> int:
         return 0
     display = make_display()
     return follow(resume_run(name, where, display), display)
+
+
+def _chosen(group: GroupCredit, best: int | None, worst: int | None) -> GroupCredit:
+    """With the best and the worst episodes only, in their order; all if neither is asked for."""
+    if best is None and worst is None:
+        return group
+    scored = [episode for episode in group.episodes if episode.total is not None]
+    ranked = sorted(scored, key=lambda episode: episode.total or 0.0, reverse=True)
+    kept = {id(episode) for episode in ranked[: best or 0] + ranked[max(0, len(ranked) - (worst or 0)) :]}
+    return replace(group, episodes=[episode for episode in group.episodes if id(episode) in kept])
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"--html {path} cannot be written: {error.strerror}") from error
 
 
 def _latest(run: RunFolder) -> dict[str, Any]:

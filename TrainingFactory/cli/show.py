@@ -13,7 +13,7 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from TrainingFactory.services.texts import clean
+from TrainingFactory.services.texts import clean, reward_text
 from TrainingFactory.types import Message, ToolResult, ToolSpec, Trajectory, Turn
 
 MAX_CHARS = 1500  # of one text; the saved file has it whole
@@ -22,7 +22,8 @@ STATUS_STYLES = {"done": "green", "max_turns": "yellow", "truncated": "yellow"}
 ROLE_STYLES = {"system": "dim", "user": "cyan", "assistant": "bold", "tool": "magenta"}
 
 
-def _console(stderr: bool) -> Console:
+def console(stderr: bool) -> Console:
+    """Colours only on a terminal, and none where NO_COLOR is set."""
     stream = sys.stderr if stderr else sys.stdout
     return Console(stderr=stderr, highlight=False, width=None if stream.isatty() else PLAIN_WIDTH)
 
@@ -33,18 +34,18 @@ def count(number: int, thing: str) -> str:
 
 def note(text: str) -> None:
     """A line beside the results: what is going on, where a file is."""
-    _console(stderr=True).print(Text(clean(text)), soft_wrap=True)
+    console(stderr=True).print(Text(clean(text)), soft_wrap=True)
 
 
 def fail(text: str) -> None:
-    _console(stderr=True).print(Text.assemble(("error: ", "bold red"), clean(text)), soft_wrap=True)
+    console(stderr=True).print(Text.assemble(("error: ", "bold red"), clean(text)), soft_wrap=True)
 
 
 def table(rows: list[tuple[str, str]]) -> None:
     grid = Table.grid(padding=(0, 2))
     for name, value in rows:
         grid.add_row(Text(name, style="bold"), Text(clean(value)))
-    _console(stderr=False).print(grid)
+    console(stderr=False).print(grid)
 
 
 def tool_rows(metrics: dict[str, float]) -> list[tuple[str, str]]:
@@ -83,34 +84,34 @@ def columns(names: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         grid.add_column(Text(clean(name)), overflow="fold")
     for row in rows:
         grid.add_row(*(Text(clean(value)) for value in row))
-    _console(stderr=False).print(grid)
+    console(stderr=False).print(grid)
 
 
 def episode(trajectory: Trajectory, title: str) -> None:
     """One episode as a conversation, with a line on how it ended."""
-    console = _console(stderr=False)
-    grid = _opened(console, title, trajectory.prompt, trajectory.tools)
+    screen = console(stderr=False)
+    grid = _opened(screen, title, trajectory.prompt, trajectory.tools)
     for turn in trajectory.turns:
         _add_turn(grid, turn)
-    console.print(grid)
-    console.print(_ending(trajectory))
-    console.print()
+    screen.print(grid)
+    screen.print(_ending(trajectory))
+    screen.print()
 
 
 def conversation(
     title: str, prompt: Sequence[Message], tools: Sequence[ToolSpec], said: Sequence[Message]
 ) -> None:
     """A conversation of a dataset."""
-    console = _console(stderr=False)
-    grid = _opened(console, title, prompt, tools)
+    screen = console(stderr=False)
+    grid = _opened(screen, title, prompt, tools)
     for message in said:
         _add_message(grid, message)
-    console.print(grid)
-    console.print()
+    screen.print(grid)
+    screen.print()
 
 
-def _opened(console: Console, title: str, prompt: Sequence[Message], tools: Sequence[ToolSpec]) -> Table:
-    console.print(Rule(Text(clean(title)), align="left"))
+def _opened(screen: Console, title: str, prompt: Sequence[Message], tools: Sequence[ToolSpec]) -> Table:
+    screen.print(Rule(Text(clean(title)), align="left"))
     grid = Table.grid(padding=(0, 1))
     grid.add_column(width=9)
     grid.add_column(overflow="fold")
@@ -124,12 +125,12 @@ def _opened(console: Console, title: str, prompt: Sequence[Message], tools: Sequ
 
 def _add_message(grid: Table, message: Message) -> None:
     if message.reasoning:
-        grid.add_row(Text("thinking", style="dim italic"), _body(message.reasoning, "dim"))
+        grid.add_row(Text("thinking", style="dim italic"), body(message.reasoning, "dim"))
     if message.content or not message.tool_calls:
         grid.add_row(*_message(message))
     for call in message.tool_calls:
         readable = f"{call.name} {json.dumps(call.arguments, ensure_ascii=False)}"
-        text = _body(call.error, "red") if call.error else _body(readable)
+        text = body(call.error, "red") if call.error else body(readable)
         grid.add_row(Text("calls", style="bold yellow"), text)
 
 
@@ -145,10 +146,11 @@ def _add_turn(grid: Table, turn: Turn) -> None:
 def _message(message: Message, result: ToolResult | None = None) -> tuple[Text, Text]:
     failed = result is not None and not result.ok
     label = Text(message.role, style=ROLE_STYLES[message.role])
-    return label, _body(message.content or "(no text)", "red" if failed else "")
+    return label, body(message.content or "(no text)", "red" if failed else "")
 
 
-def _body(text: str, style: str = "") -> Text:
+def body(text: str, style: str = "") -> Text:
+    """A text of anybody, cut if it is very long."""
     cut = f" [... {len(text) - MAX_CHARS} more characters]" if len(text) > MAX_CHARS else ""
     return Text(clean(text[:MAX_CHARS] + cut), style=style)
 
@@ -160,9 +162,7 @@ def _signature(tool: ToolSpec) -> str:
 
 def _ending(trajectory: Trajectory) -> Text:
     tokens = sum(len(turn.completion.token_ids) for turn in trajectory.turns)
-    reward = trajectory.reward
-    parts = "".join(f", {name} {value:g}" for name, value in (reward.parts if reward else {}).items())
-    scored = f"reward {reward.outcome:g}{parts}" if reward else "not scored"
+    scored = clean(reward_text(trajectory.reward))
     line = Text.assemble(
         (trajectory.status, STATUS_STYLES.get(trajectory.status, "red")),
         f" | {scored} | {count(len(trajectory.turns), 'turn')}, {tokens} tokens, {trajectory.seconds:.1f} s",

@@ -28,12 +28,17 @@ def save_trajectories(path: str | Path, trajectories: Iterable[Trajectory], appe
             file.write(_line(trajectory))
 
 
-def load_trajectories(path: str | Path) -> Iterator[Trajectory]:
-    """One at a time, so that a long run's file need not fit into memory."""
+def load_trajectories(path: str | Path, groups: str = "", growing: bool = False) -> Iterator[Trajectory]:
+    """One at a time, so that a long run's file need not fit into memory; only those whose group's name begins with
+    `groups`. Of a file that is still `growing` the last line may not be whole yet, and then it is left out."""
     with Path(path).open(encoding="utf-8", errors=KEEP_ALL) as file:
         for number, line in enumerate(file, 1):
+            if growing and not line.endswith("\n"):
+                return
             try:
-                yield trajectory_from_dict(json.loads(line))
+                row = json.loads(line)
+                if str(row["group"]).startswith(groups):
+                    yield trajectory_from_dict(row)
             except (ValueError, KeyError, TypeError) as error:
                 raise ValueError(f"{path}, line {number} is not a trajectory: {error!r}") from error
 

@@ -72,6 +72,25 @@ def load_model(
     return LoadedModel(target, model, tokenizer)
 
 
+def load_tokenizer(name: str, revision: str | None = None, trust_remote_code: bool = False) -> Any:
+    """The tokenizer alone: of a model as `load_model` names it, or of any folder that has one (a checkpoint of an
+    adapter). ValueError if it cannot be loaded."""
+    target = resolve(name)
+    if target == BUILTIN:
+        return tiny_tokenizer()
+    from transformers import AutoTokenizer
+
+    path = Path(target).expanduser()
+    alone = (path / "tokenizer_config.json").is_file()
+    source, options = (str(path), {}) if alone else _locate(name, target)
+    if revision is not None:
+        options["revision"] = revision
+    try:
+        return AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code, **options)
+    except (OSError, ValueError, ImportError, KeyError) as error:
+        raise ValueError(f"the tokenizer of {name!r} could not be loaded: {_first_line(error)}") from error
+
+
 @functools.cache
 def _freeze_imports() -> None:
     """Once, before the first model: torch and transformers bring half a million objects that never die, and
@@ -186,9 +205,8 @@ def _load_pretrained(
         )
         model, report = loaded
     except (OSError, ValueError, ImportError, KeyError) as error:
-        first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ValueError(
-            f"model {name!r} could not be loaded from {source!r}: {first_line}{_near(name)}"
+            f"model {name!r} could not be loaded from {source!r}: {_first_line(error)}{_near(name)}"
         ) from error
     missing = sorted(report["missing_keys"])
     if missing:  # transformers fills them with random numbers and goes on
@@ -246,8 +264,11 @@ def _with_adapter(model: Any, adapter: str) -> Any:
     try:
         return PeftModel.from_pretrained(model, str(folder)).eval()
     except (ValueError, RuntimeError, KeyError) as error:
-        first_line = str(error).strip().splitlines()[0]
-        raise ValueError(f"model.adapter {adapter!r} does not fit the model: {first_line}") from error
+        raise ValueError(f"model.adapter {adapter!r} does not fit the model: {_first_line(error)}") from error
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
 
 
 def _near(name: str) -> str:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
-from html import escape
+from math import sqrt
 
 from TrainingFactory.services.judge_audit import PASSES, Audit, verdict_of
-from TrainingFactory.services.report import STYLE
-from TrainingFactory.services.texts import clean
+from TrainingFactory.services.pages import page
+from TrainingFactory.services.pages import text as _t
 
-SIZE, EDGE = 320, 40  # pixels
+SIZE, EDGE = 340, 56  # pixels; the edge is around the places of points
+MARGIN = 14  # between the frame and the places of points
+SMALLEST, LARGEST = 4.0, 13.0  # radius of a dot
 
 
 def audit_rows(found: Audit) -> list[tuple[str, str, str]]:
@@ -57,18 +60,16 @@ def audit_page(found: Audit, judge: str) -> str:
 <table>{rows}</table>
 <div class="sides">
 <div><h3>Judge and gold</h3>{scatter([(right, given) for right, given, _ in found.points], "gold", "judge", (0, 1))}
-<p class="small">On the line they agree. From {PASSES:g} on a value counts as yes.</p></div>
+<p class="small">On the line they agree; a larger dot is more items. From {PASSES:g} on a value counts as yes.</p></div>
 <div><h3>Error by length</h3>{scatter(errors, "characters", "judge minus gold", (-1, 1))}
 <p class="small">A slope means that length is paid for.</p></div>
 </div>"""
-    return (
-        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"/><title>Audit of a judge</title>'
-        f"<style>{STYLE}</style></head><body>{body}\n</body></html>\n"
-    )
+    return page("Audit of a judge", body)
 
 
 def scatter(points: Sequence[tuple[float, float]], across: str, up: str, span: tuple[float, float]) -> str:
-    """`span` is that of the vertical axis; the horizontal one is the same, or as wide as the points need."""
+    """`span` is that of the vertical axis; the horizontal one is the same, or as wide as the points need. Points in the
+    same place are one dot, the larger the more they are."""
     low, high = span
     right = 1.0 if span == (0, 1) else max((x for x, _ in points), default=1.0) or 1.0
 
@@ -76,28 +77,29 @@ def scatter(points: Sequence[tuple[float, float]], across: str, up: str, span: t
         inner = SIZE - 2 * EDGE
         return EDGE + x / right * inner, SIZE - EDGE - (y - low) / (high - low) * inner
 
-    dots = "".join('<circle cx="{:.1f}" cy="{:.1f}" r="4"/>'.format(*place(x, y)) for x, y in points)
+    dots = ""
+    for (x, y), count in Counter(points).items():
+        at = 'cx="{:.1f}" cy="{:.1f}"'.format(*place(x, y))
+        dots += f'<circle {at} r="{min(LARGEST, SMALLEST * sqrt(count)):.1f}">'
+        dots += f"<title>{_t(across)} {x:g}, {_t(up)} {y:g}: {count}</title></circle>"
     start, end = (place(0, 0), place(1, 1)) if span == (0, 1) else (place(0, 0), place(right, 0))
-    line = '<line x1="{:.1f}" y1="{:.1f}" x2="{:.1f}" y2="{:.1f}"/>'.format(*start, *end)
+    box, size = EDGE - MARGIN, SIZE - 2 * (EDGE - MARGIN)
+    frame = f'<rect x="{box}" y="{box}" width="{size}" height="{size}"/>'
+    frame += '<line x1="{:.1f}" y1="{:.1f}" x2="{:.1f}" y2="{:.1f}"/>'.format(*start, *end)
     labels = ""
     for value in (low, (low + high) / 2, high):
-        x, y = place(0, value)
-        labels += f'<text x="{x - 6:.1f}" y="{y + 4:.1f}" text-anchor="end">{value:g}</text>'
+        y = place(0, value)[1]
+        labels += f'<text x="{box - 6}" y="{y + 4:.1f}" text-anchor="end">{value:g}</text>'
     for value in (0.0, right):
-        x, y = place(value, low)
-        labels += f'<text x="{x:.1f}" y="{y + 16:.1f}" text-anchor="middle">{value:g}</text>'
-    labels += f'<text x="{SIZE / 2}" y="{SIZE - 6}" text-anchor="middle">{_t(across)}</text>'
-    labels += f'<text x="{EDGE}" y="{EDGE - 14}">{_t(up)}</text>'
-    box = f'<svg viewBox="0 0 {SIZE} {SIZE}" role="img" aria-label="{_t(up)} by {_t(across)}">'
-    return f"{box}{line}{labels}{dots}</svg>"
+        x = place(value, low)[0]
+        labels += f'<text x="{x:.1f}" y="{box + size + 16}" text-anchor="middle">{value:g}</text>'
+    labels += f'<text x="{SIZE / 2}" y="{SIZE - 4}" text-anchor="middle">{_t(across)}</text>'
+    labels += f'<text x="{box}" y="{box - 8}">{_t(up)}</text>'
+    opened = f'<svg viewBox="0 0 {SIZE} {SIZE}" role="img" aria-label="{_t(up)} by {_t(across)}">'
+    return f"{opened}{frame}{labels}{dots}</svg>"
 
 
 def _figure(value: float | None, form: str = "") -> str:
     if value is None:
         return ""
     return {"%": f"{value:.0%}", "+": f"{value:+.2f}", "0": f"{value:.0f}"}.get(form, f"{value:.3g}")
-
-
-def _t(text: object) -> str:
-    """Text of anybody as text of a page."""
-    return escape(clean(str(text)))

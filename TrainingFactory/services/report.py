@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from html import escape
 from typing import Any
 
-from TrainingFactory.services.texts import clean
+from TrainingFactory.services.pages import page
+from TrainingFactory.services.pages import text as _t
 from TrainingFactory.types import Message, Trajectory
 
 WIDTH, HEIGHT, EDGE = 640, 240, 36  # of the curve, in pixels
@@ -96,12 +96,13 @@ def conversation(episode: Trajectory) -> list[tuple[str, str]]:
     """(who, what) for each message after the system's."""
     lines = [(message.role, message.content) for message in episode.prompt if message.role != "system"]
     for turn in episode.turns:
-        lines += _said(turn.message)
+        lines += said(turn.message)
         lines += [(reply.role, reply.content) for reply in turn.replies]
     return lines
 
 
-def _said(message: Message) -> list[tuple[str, str]]:
+def said(message: Message) -> list[tuple[str, str]]:
+    """(who, what) for a message of the model: its text, then its calls."""
     lines = [("assistant", message.content)] if message.content or not message.tool_calls else []
     for call in message.tool_calls:
         arguments = json.dumps(call.arguments, ensure_ascii=False)
@@ -169,11 +170,7 @@ Seconds: {_t(_named(report.phases))}.</p>
 <h2>What to type next</h2>
 <ul>{commands}</ul>
 <p class="small">{_t(_named(versions))}</p>"""
-    title = f"TrainingFactory demo: {_t(report.environment)}, seed {report.seed}"
-    return (
-        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"/><title>{title}</title>'
-        f"<style>{STYLE}</style></head><body>{body}\n</body></html>\n"
-    )
+    return page(f"TrainingFactory demo: {report.environment}, seed {report.seed}", body)
 
 
 def curve_svg(values: Sequence[float]) -> str:
@@ -243,28 +240,3 @@ def _named(values: dict[str, Any]) -> str:
         f"{name} {value:.0f}" if isinstance(value, float) else f"{name} {value}"
         for name, value in values.items()
     )
-
-
-def _t(text: object) -> str:
-    """Text of anybody as text of a page: no markup, no characters that a page may not hold."""
-    return escape(clean(str(text)))
-
-
-STYLE = """
-:root { color-scheme: light dark; }
-body { font: 16px/1.5 system-ui, sans-serif; max-width: 860px; margin: 2rem auto; padding: 0 1rem; }
-h1 { font-size: 1.6rem; } h2 { font-size: 1.2rem; margin-top: 2rem; } h3 { margin: 0 0 .5rem; }
-table { border-collapse: collapse; } th, td { padding: .3rem .9rem; text-align: left; }
-tr { border-bottom: 1px solid #8884; } td { font-variant-numeric: tabular-nums; }
-.small { font-size: .85rem; opacity: .75; }
-.sides { display: grid; grid-template-columns: repeat(auto-fit, minmax(280px, 1fr)); gap: 1rem; }
-.sides > div { border: 1px solid #8886; border-radius: 8px; padding: .8rem 1rem; }
-.sides p { margin: .25rem 0; white-space: pre-wrap; overflow-wrap: anywhere; }
-.sides b { display: inline-block; min-width: 5.2em; font-weight: 600; }
-.calls { color: #b58100; } .tool { color: #a347ba; } .end { font-weight: 600; border-top: 1px solid #8884; }
-.bar { display: inline-block; height: .8em; background: #3b82c4; }
-svg { width: 100%; max-width: 640px; } svg text { font-size: 12px; fill: currentColor; }
-svg line { stroke: #8886; } svg polyline { fill: none; stroke: #3b82c4; stroke-width: 2.5; }
-svg circle { fill: #3b82c4; opacity: .45; }
-code { background: #8882; padding: .1em .35em; border-radius: 4px; }
-"""

@@ -158,8 +158,16 @@ class RunFolder:
         return "killed" if status == "running" and not self._held() else status
 
     def metrics(self) -> list[dict[str, Any]]:
-        """One row per step; half a line at the end, from a process that was killed, is left out."""
-        path = self.path / METRICS
+        """One row per step."""
+        return self._rows(METRICS)
+
+    def consumed(self) -> dict[int, list[str]]:
+        """Ids of the tasks that each step took."""
+        return {row["step"]: row["tasks"] for row in self._rows(CONSUMED)}
+
+    def _rows(self, name: str) -> list[dict[str, Any]]:
+        """Half a line at the end, from a process that was killed, is left out."""
+        path = self.path / name
         lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
         rows = []
         for line in lines:
