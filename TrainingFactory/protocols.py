@@ -137,7 +137,27 @@ class Episode(Protocol):
 
 # A float means Reward(outcome). Raising means "could not be scored": the trajectory is dropped and counted.
 RewardFunction = Callable[[Episode], Reward | float | Awaitable[Reward | float]]
-GroupReward = Callable[[Sequence[Episode]], Awaitable[Sequence[Reward]]]
+AnyReward = Callable[..., Any]  # in any of the shapes that `rewards.adapt.as_reward` knows
+
+
+@runtime_checkable
+class GroupReward(Protocol):
+    """A reward that can score the episodes of one task in one call. `as_reward` makes one of a function that takes
+    `episodes`, `trajectories` or `completions`."""
+
+    @property
+    def grouped(self) -> bool:
+        """Whether it wants a whole group; else it scores each episode by itself."""
+        ...
+
+    @property
+    def compares(self) -> bool:
+        """Whether it pays by comparison: then one episode alone, or the mean over many, says nothing."""
+        ...
+
+    async def group(self, episodes: Sequence[Episode]) -> Sequence[Reward | Exception]:
+        """One entry per episode, in order: its reward, or why there is none. Raises where no episode has one."""
+        ...
 
 
 class Scorer(Protocol):

@@ -117,8 +117,7 @@ def test_trl_shape():
     assert first == Reward(1.0)
     assert isinstance(second, Unscored) and "could not score" in str(second)
     assert isinstance(third, Unscored) and "finite" in str(third)
-    with pytest.raises(ValueError, match="one episode at a time"):
-        asyncio.run(as_reward(on_loop).group([episode()]))
+    assert asyncio.run(as_reward(on_loop).group([episode(), episode()])) == [Reward(0.5)] * 2
 
 
 @pytest.mark.parametrize(
@@ -257,6 +256,7 @@ def test_the_page_about_rewards_runs_as_printed(tmp_path: Path):
     blocks = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     assert len(blocks) >= 5 and len(blocks[0].strip().splitlines()) < 10
     code = "\n".join(blocks)
+    (tmp_path / "rewards.py").write_text("def right(completions, answer):\n    return []\n")
     done = subprocess.run(
         [sys.executable, "-c", code],
         cwd=tmp_path,

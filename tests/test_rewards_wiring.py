@@ -163,7 +163,7 @@ def test_step_rewards_reach_single_turns():
         ({"type": "environment", "options": {"rule": "f1"}}, "reward.options is for reward.type=rule_based"),
         ({"type": "rule_based", "step_rewards": {"correct_tool": 1.0}}, "reward.step_rewards is for reward.type=pro"),
         ({"type": "model_judge", "options": {"api_key_env": None}}, "reward.options: .*model"),
-        ({"type": "model_judge", "model": "m", "options": {"verdict": "ranking"}}, "reward.options.verdict is 'rank"),
+        ({"type": "model_judge", "model": "m", "options": {"verdict": "rank"}}, "reward.options.verdict.*mean ranking"),
         ({"type": "rule_based", "parts": {"a": {}}}, "reward.parts.*reward.type is set as well"),
         ({"parts": {"a": {"typ": "rule_based"}}}, "reward.parts.a.typ: unknown key; did you mean type"),
         ({"parts": {"a": {"type": "rule"}}}, "reward.parts.a.type: must be one of.*did you mean rule_based"),
@@ -244,7 +244,7 @@ def test_a_callable_that_cannot_be_a_reward_is_told_at_once():
         def wrong(a: Any, b: Any) -> float:
             return 0.0
 
-        GRPOTrainer(environment=Parity, reward_function=wrong)  # type: ignore[arg-type]
+        GRPOTrainer(environment=Parity, reward_function=wrong)
 
 
 class Unreliable(Parity):
@@ -304,7 +304,9 @@ def test_a_run_with_a_judge_counts_what_it_asks(tmp_path: Path):
     assert len(lost) == 6 and all("part judged" in str(each.error) for each in lost)
 
 
-def test_the_configs_in_the_text():
+def test_the_configs_in_the_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rewards.py").write_text("def right(completions, answer, **columns):\n    return []\n")
     text = (SEED_CONFIG.parent.parent / "docs" / "REWARDS.md").read_text(encoding="utf-8")
     blocks = [block.partition("```")[0] for block in text.split("```yaml\n")[1:]]
     assert len(blocks) >= 3

@@ -21,6 +21,7 @@ ALIASES = {
     "learning_rate": "training.learning_rate",
     "async_rollout": "optimization.async_rollout",
     "distributed_reward": "optimization.distributed_reward",
+    "reward_workers": "optimization.reward_workers",
     "tool_cache": "optimization.tool_cache",
     "async_tools": "environment.async_execution",
     "optimization.async_tools": "environment.async_execution",

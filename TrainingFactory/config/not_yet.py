@@ -13,12 +13,18 @@ NOT_YET: dict[str, tuple[Any, str]] = {
     "environment.async_execution": (True, "tools always run while other episodes are sampled"),
     "environment.num_workers": (None, "there are always as many tool workers as episodes"),
     "optimization.async_rollout": (False, "training and sampling do not overlap yet"),
-    "optimization.distributed_reward": (False, "rewards are computed in this process"),
     "sampling.engine": ("native", "vLLM is not connected yet; the native engine samples"),
     "compute.backend": ("local", "Ray is not connected yet; everything runs on this machine"),
     "compute.num_gpus": (None, "one device is used; choose it with model.device"),
 }
 ALGORITHMS: tuple[str, ...] = get_args(TrainingSection.model_fields["algorithm"].annotation)
+HERE = (
+    "environment",
+    "process_reward",
+    "tool_verified",
+    "learned",
+)  # rewards that need what is in this process
+TOOL_RULES = ("code_tests", "sql_result")  # so do these rules
 SAMPLED = ("grpo", "ppo", "rft")  # learn from episodes that they sample themselves
 
 
@@ -33,7 +39,27 @@ def notices(config: TrainingConfig) -> list[str]:
         fine = now if isinstance(now, tuple) else (now,)
         if last in holder.model_fields_set and getattr(holder, last) not in fine:
             asked.setdefault(text, []).append(key)
-    return [f"{', '.join(keys)}: {text}" for text, keys in asked.items()]
+    return [*(f"{', '.join(keys)}: {text}" for text, keys in asked.items()), *_about_workers(config)]
+
+
+def _about_workers(config: TrainingConfig) -> list[str]:
+    """What cannot be scored on other workers, though that was asked for."""
+    asked = config.optimization
+    if not asked.distributed_reward:
+        unread = "optimization.reward_workers: it is for optimization.distributed_reward=true"
+        return [unread] if asked.reward_workers is not None else []
+    rewards = [config.reward.model_dump(), *config.reward.parts.values()][bool(config.reward.parts) :]
+    stay = [
+        kind
+        for kind, options in ((each.get("type", "environment"), each.get("options")) for each in rewards)
+        if kind in HERE or (isinstance(options, dict) and options.get("rule") in TOOL_RULES)
+    ]
+    if not stay:
+        return []
+    return [
+        f"optimization.distributed_reward: rewards of the type {', '.join(dict.fromkeys(stay))} need tools or models "
+        "of this process and are computed in it"
+    ]
 
 
 def unused(config: TrainingConfig, *, played: bool = False, heldout: bool = False) -> list[str]:

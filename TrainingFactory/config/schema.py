@@ -112,15 +112,16 @@ class ToolEntry(Section):
 
 class OneReward(Section):
     type: Literal[
-        "environment", "rule_based", "process_reward", "model_judge", "tool_verified", "learned"
+        "environment", "rule_based", "process_reward", "model_judge", "tool_verified", "learned", "function"
     ] = "environment"
-    """Who scores an episode; environment: its own reward method; learned: a reward model."""
+    """Who scores an episode; environment: its own reward method; learned: a reward model; function: one of yours."""
     model: PathText | None = None
     """learned: a run of training.algorithm=reward_model (name or folder), or a checkpoint of one. model_judge: the
     judge's name at its endpoint."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Of the type: {rule: numeric} for rule_based, {verify: sql_execution} for tool_verified, {pay: per_turn, cap: 1.0,
-    claw_back: true, outcome: {rule: f1}} for process_reward, {base_url: ...} for model_judge."""
+    claw_back: true, outcome: {rule: f1}} for process_reward, {base_url: ...} (one address, or a list of them) for
+    model_judge, {function: rewards.py:score, timeout: 5, processes: 2} for function."""
     outcome_weight: float = 1.0
     """process_reward: weight of the outcome beside the step rewards."""
     step_rewards: dict[str, float] = Field(default_factory=dict)
@@ -147,7 +148,10 @@ class OptimizationSection(Section):
     async_rollout: bool = False
     """Sample the next steps while the model is being updated."""
     distributed_reward: bool = False
-    """Score episodes on workers of their own."""
+    """Run rewards of the types rule_based and function in processes of their own, where they need no tools. Judges
+    answer at their endpoints anyway."""
+    reward_workers: Count | None = None
+    """Processes for each such reward; null: as many as there are cores, at most 4."""
     tool_cache: bool | str = False
     """Answer repeated calls of all tools that are marked pure or stateful: true for tool_cache.sqlite in output_dir, or
     another file, or redis://HOST:PORT/0."""

@@ -1,34 +1,48 @@
-"""Any callable as a reward: sync or async, on an episode, on a trajectory, or in TRL's shape.
+"""Any callable as a reward: sync or async, on an episode, on a trajectory, on a group of them, or in TRL's shape.
 
     def short(trajectory): return float(len(trajectory.answer) < 80)
     async def judged(episode): return Reward(await ask(episode.trajectory.answer))
+    def shortest(trajectories): return [-len(each.answer) for each in trajectories]
     def right(completions, answer, **columns): return [float(c == a) for c, a in zip(completions, answer)]
 
-What comes back is checked: a number, a `Reward`, or None for "cannot score", which raises `Unscored`. Nothing that went
-wrong ever counts as zero.
+The last two get all episodes of a group in one call. What comes back is checked: a number, a `Reward`, or None for
+"cannot score", which raises `Unscored`. Nothing that went wrong ever counts as zero.
 """
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import math
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, SupportsFloat
+from typing import Any, Literal, SupportsFloat, get_args
 
 from TrainingFactory.openai_form import message_to_dict
-from TrainingFactory.protocols import Episode
+from TrainingFactory.protocols import Episode, GroupReward
 from TrainingFactory.tools.texts import describe
 from TrainingFactory.tools.threads import in_thread
-from TrainingFactory.tools.waiting import OutOfTime, SelfCancelled, within
+from TrainingFactory.tools.waiting import OutOfTime, within
 from TrainingFactory.types import Message, Reward, Task, Trajectory
 
-Shape = Literal["episode", "trajectory", "completions"]
-_TRAJECTORY_NAMES = ("trajectory", "traj")
+# What one call is given. "whole" is a reward that knows itself how to score a group.
+Shape = Literal["episode", "trajectory", "episodes", "trajectories", "completions", "whole"]
+SINGLE = ("episode", "trajectory")
+_NAMES: dict[str, Shape] = {"traj": "trajectory", "trajs": "trajectories"}
+_NAMES |= {name: name for name in get_args(Shape) if name != "whole"}
+_HINTS: dict[str, tuple[Shape, Shape]] = {
+    "Trajectory": ("trajectory", "trajectories"),
+    "Episode": ("episode", "episodes"),
+}
 
 
 class Unscored(ValueError):
     """What an episode is worth is not known; the text says why."""
+
+
+class BrokeOff(Unscored):
+    """The reward did not come to its end: it cancelled itself, or tried to end the program."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -40,77 +54,155 @@ class Adapted:
     shape: Shape
     timeout: float | None = None  # seconds for one call
 
+    @property
+    def grouped(self) -> bool:
+        return self.shape not in SINGLE
+
+    @property
+    def compares(self) -> bool:
+        """A list of completions is scored one by one, as TRL does it; whoever takes episodes may compare them."""
+        if self.shape == "whole":
+            return self._own.compares
+        return self.shape in ("episodes", "trajectories")
+
+    @property
+    def _own(self) -> GroupReward:
+        assert isinstance(self.function, GroupReward)
+        return self.function
+
     async def __call__(self, episode: Episode) -> Reward:
-        if self.shape == "completions":
-            [found] = await self.group([episode])
-            if isinstance(found, Unscored):
-                raise found
-            return found
+        if self.grouped:
+            return await alone(self, episode)
         subject = episode.trajectory if self.shape == "trajectory" else episode
-        value = await self._limited(subject)
+        value = await self._limited(called(self.function, subject))
         return checked(value, len(episode.trajectory.turns), self.name)
 
-    async def group(self, episodes: Sequence[Episode]) -> list[Reward | Unscored]:
-        """Several episodes in one call, as TRL does it; only in its shape. For one that could not be scored there is
-        the reason in its place."""
-        if self.shape != "completions":
-            raise ValueError(f"the reward {self.name} takes one {self.shape} at a time, not a group")
-        trajectories = [episode.trajectory for episode in episodes]
-        values = await self._limited(**_columns(self.function, trajectories, self.name))
+    async def group(self, episodes: Sequence[Episode]) -> list[Reward | Exception]:
+        """All of them in one call, or where the reward takes one at a time, all at the same time. For one that could
+        not be scored there is the reason in its place."""
+        if not self.grouped:
+            return await one_by_one(self, episodes)
+        values = await self._limited(self._together(episodes))
         if isinstance(values, str) or not isinstance(values, Sequence):
             raise Unscored(
-                f"the reward {self.name} takes completions, so it must give a list with one number for each, "
+                f"the reward {self.name} takes {self._takes}, so it must give a list with one number for each, "
                 f"not {_shown(values)}"
             )
         if len(values) != len(episodes):
             raise Unscored(
-                f"the reward {self.name} gave {len(values)} values for {len(episodes)} completions"
+                f"the reward {self.name} gave {len(values)} values for {len(episodes)} {self._takes}"
             )
         return [
-            self._one_of_many(value, len(trajectory.turns))
-            for value, trajectory in zip(values, trajectories, strict=True)
+            self._one_of_many(value, len(episode.trajectory.turns))
+            for value, episode in zip(values, episodes, strict=True)
         ]
 
-    def _one_of_many(self, value: Any, turns: int) -> Reward | Unscored:
+    @property
+    def _takes(self) -> str:
+        return "episodes" if self.shape == "whole" else self.shape
+
+    async def _together(self, episodes: Sequence[Episode]) -> Any:
+        if self.shape == "whole":
+            return await self._own.group(episodes)
+        if self.shape == "episodes":
+            return await called(self.function, list(episodes))
+        trajectories = [episode.trajectory for episode in episodes]
+        if self.shape == "trajectories":
+            return await called(self.function, trajectories)
+        return await called(self.function, **_columns(self.function, trajectories, self.name))
+
+    def _one_of_many(self, value: Any, turns: int) -> Reward | Exception:
+        if isinstance(value, Exception):
+            return value
         try:
             return checked(value, turns, self.name)
         except Unscored as error:
             return error
 
-    async def _limited(self, *args: Any, **columns: Any) -> Any:
+    async def _limited(self, call: Coroutine[Any, Any, Any]) -> Any:
+        if self.timeout is None:
+            return await self._staying(call)
         try:
-            return await within(self.timeout, self._called(*args, **columns))
+            return await within(self.timeout, self._staying(call))
         except OutOfTime:
             raise Unscored(f"the reward {self.name} took longer than {self.timeout:g} s") from None
-        except SelfCancelled as error:
-            raise Unscored(f"the reward {self.name} cancelled itself") from error
 
-    async def _called(self, *args: Any, **columns: Any) -> Any:
+    async def _staying(self, call: Coroutine[Any, Any, Any]) -> Any:
         try:
-            # One that is not async may block for long: not on the event loop.
-            if inspect.iscoroutinefunction(self.function):
-                return await self.function(*args, **columns)
-            value = await in_thread(self.function, *args, **columns)
-            return await value if inspect.isawaitable(value) else value
+            return await call
+        except asyncio.CancelledError as error:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            raise BrokeOff(f"the reward {self.name} cancelled itself") from error
         except SystemExit as error:  # in a task it would end the loop, and with it all other episodes
-            raise Unscored(f"the reward {self.name} tried to end the program") from error
+            raise BrokeOff(f"the reward {self.name} tried to end the program") from error
+
+
+async def called(function: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
+    """One that is not async may block for long, or start an event loop of its own: not on ours."""
+    code = function if inspect.isroutine(function) else type(function).__call__
+    if inspect.iscoroutinefunction(code):
+        return await function(*args, **keywords)
+    value = await in_thread(function, *args, **keywords)
+    return await value if inspect.isawaitable(value) else value
+
+
+async def alone(reward: GroupReward, episode: Episode) -> Reward:
+    """A group of one."""
+    if reward.compares:
+        raise Unscored(
+            "this reward compares the episodes of a group, and here it is asked about one of them; it can stand alone, "
+            "or among the parts of a Combined"
+        )
+    [found] = await reward.group([episode])
+    if isinstance(found, Exception):
+        raise found
+    return found
+
+
+async def one_by_one(
+    reward: Callable[[Episode], Any], episodes: Sequence[Episode]
+) -> list[Reward | Exception]:
+    """A group by a reward that takes one episode: all at the same time, each for itself."""
+    found: list[Any] = await asyncio.gather(*map(reward, episodes), return_exceptions=True)
+    for each in found:
+        if isinstance(each, BaseException) and not isinstance(each, Exception):
+            raise each
+    return found
 
 
 def as_reward(function: Any, name: str | None = None, timeout: float | None = None) -> Adapted:
     """The callable as a reward; ValueError if it cannot be one. What it is given goes by its parameters: `completions`
-    means TRL's shape, `trajectory` (or a type hint that says so) the trajectory, anything else the episode."""
+    means TRL's shape, `trajectory` (or a type hint that says so) the trajectory, `episodes` or `trajectories` (or a
+    hint such as list[Trajectory]) a whole group, anything else the episode."""
     if isinstance(function, Adapted) and name is None and timeout is None:
         return function
+    own_name = function.name if isinstance(function, Adapted) else getattr(function, "__name__", None)
+    known_as = name or own_name or type(function).__name__
+    if timeout is not None and not timeout > 0:
+        raise ValueError(f"the time-out of reward {known_as} is {timeout!r}; it must be over 0, or None")
     if isinstance(function, Adapted):
-        return Adapted(function.function, name or function.name, function.shape, timeout or function.timeout)
-    known_as = name or getattr(function, "__name__", type(function).__name__)
+        return Adapted(function.function, known_as, function.shape, timeout or function.timeout)
     if isinstance(function, type) or not callable(function):
         raise ValueError(
             f"the reward {known_as} is {_shown(function)}; it must be a function or callable object"
         )
-    if timeout is not None and not timeout > 0:
-        raise ValueError(f"the time-out of reward {known_as} is {timeout!r}; it must be over 0, or None")
     return Adapted(function, known_as, _shape(function, known_as), timeout)
+
+
+def group_reward(reward: Any) -> GroupReward | None:
+    """The reward as one that scores whole groups, if it is made for that."""
+    if reward is None:
+        return None
+    made = reward if isinstance(reward, GroupReward) else as_reward(reward)
+    return made if made.grouped else None
+
+
+def compares(reward: Any) -> bool:
+    """Whether the reward pays by comparing the episodes of a group."""
+    group = group_reward(reward)
+    return group is not None and group.compares
 
 
 async def environment_reward(episode: Episode) -> Reward:
@@ -155,6 +247,8 @@ def as_float(value: Any, who: str) -> float:
 
 
 def _shape(function: Callable[..., Any], name: str) -> Shape:
+    if isinstance(function, GroupReward):
+        return "whole" if function.grouped else "episode"
     try:
         parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):  # written in C: it does not say what it takes
@@ -178,12 +272,16 @@ def _shape(function: Callable[..., Any], name: str) -> Shape:
         listed = ", ".join(str(parameter) for parameter in parameters) or "nothing"
         raise ValueError(
             f"the reward {name} takes {listed}; it must take one episode, one trajectory, "
-            "or (completions, **columns)"
+            "episodes or trajectories (a list of them), or (completions, **columns)"
         )
-    hint = positional[0].annotation
-    hinted = hint if isinstance(hint, str) else getattr(hint, "__name__", "")
-    by_hint = hinted.rpartition(".")[2] == Trajectory.__name__
-    return "trajectory" if by_hint or positional[0].name in _TRAJECTORY_NAMES else "episode"
+    return _by_hint(positional[0].annotation) or _NAMES.get(positional[0].name, "episode")
+
+
+def _by_hint(hint: Any) -> Shape | None:
+    """From Trajectory, "Trajectory", list[types.Trajectory] and the like."""
+    text = hint.__qualname__ if isinstance(hint, type) and not get_args(hint) else str(hint)
+    found = re.fullmatch(r"(?:[\w.]+(\[))?(?:\w+\.)*(Trajectory|Episode)\]?", text)
+    return _HINTS[found[2]][found[1] is not None] if found else None
 
 
 def _columns(function: Callable[..., Any], trajectories: Sequence[Trajectory], name: str) -> dict[str, Any]:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from TrainingFactory.protocols import Episode
-from TrainingFactory.rewards.adapt import Adapted, Unscored, as_reward, environment_reward
+from TrainingFactory.rewards.adapt import Adapted, Unscored, alone, as_reward, environment_reward
 from TrainingFactory.rewards.checks import check_number
 from TrainingFactory.tools.texts import describe
 from TrainingFactory.types import Reward
@@ -21,7 +21,8 @@ class Combined:
 
     Outcomes and steps are weighted sums; `parts` hold what each part gave in all, unweighted, under its name, and below
     it (`right/...`) what it was made of, where that is several figures. All parts are asked at the same time, `timeout`
-    seconds each. If one cannot score, the whole is unscored: half a reward would be a wrong one.
+    seconds each. If one cannot score, the whole is unscored: half a reward would be a wrong one. With a part that
+    scores whole groups, all of it does; the other parts still look at each episode by itself.
     """
 
     def __init__(self, parts: Mapping[str, tuple[float, Any]], *, timeout: float | None = 60.0) -> None:
@@ -43,18 +44,44 @@ class Combined:
                 environment_reward if reward == ENVIRONMENT else reward, name, timeout
             )
 
+    @property
+    def grouped(self) -> bool:
+        return any(part.grouped for part in self.rewards.values())
+
+    @property
+    def compares(self) -> bool:
+        return any(part.compares for part in self.rewards.values())
+
+    def without_comparisons(self) -> Combined | None:
+        """The parts that say something about one episode alone, if there are any."""
+        parts = {name: (self.weights[name], part) for name, part in self.rewards.items() if not part.compares}
+        return Combined(parts, timeout=None) if parts else None
+
     async def __call__(self, episode: Episode) -> Reward:
-        found = await asyncio.gather(
-            *(reward(episode) for reward in self.rewards.values()), return_exceptions=True
-        )
-        named = dict(zip(self.rewards, found, strict=True))
-        failed = {name: error for name, error in named.items() if isinstance(error, BaseException)}
+        return await alone(self, episode)
+
+    async def group(self, episodes: Sequence[Episode]) -> list[Reward | Exception]:
+        async def part(reward: Adapted) -> list[Reward | Exception]:
+            try:
+                return await reward.group(episodes)
+            except Exception as error:  # of all of them
+                return [error] * len(episodes)
+
+        columns = await asyncio.gather(*map(part, self.rewards.values()))
+        return [self._sum(dict(zip(self.rewards, row, strict=True))) for row in zip(*columns, strict=True)]
+
+    def _sum(self, found: Mapping[str, Reward | Exception]) -> Reward | Exception:
+        failed = {name: error for name, error in found.items() if isinstance(error, Exception)}
         if failed:
             told = "; ".join(f"part {name}: {describe(error)}" for name, error in failed.items())
-            raise Unscored(told) from next(iter(failed.values()))
-        return weighted(
-            {name: reward for name, reward in named.items() if isinstance(reward, Reward)}, self.weights
-        )
+            unscored = Unscored(told)
+            unscored.__cause__ = next(iter(failed.values()))
+            return unscored
+        rewards = {name: reward for name, reward in found.items() if isinstance(reward, Reward)}
+        try:
+            return weighted(rewards, self.weights)
+        except Unscored as error:
+            return error
 
 
 def weighted(rewards: Mapping[str, Reward], weights: Mapping[str, float]) -> Reward:

@@ -1,7 +1,9 @@
 """Rewards from a pool of workers: judges, reward models, or any callable.
 
 ```python
-pool = DistributedRewardModel(model=[judge_on_host_a, judge_on_host_b], num_workers=2)
+pool = DistributedRewardModel(model="Qwen/QwQ-32B", base_url=["http://a:8000/v1", "http://b:8000/v1"], api_key_env=None)
+pool = DistributedRewardModel(model="rewards.py:score", num_workers=4)  # in processes
+pool = DistributedRewardModel(model=[judge_on_host_a, judge_on_host_b])
 rewards = await pool.compute_rewards(trajectories)  # None where there is no reward; pool.dropped says why
 ```
 """
@@ -9,22 +11,25 @@ rewards = await pool.compute_rewards(trajectories)  # None where there is no rew
 from __future__ import annotations
 
 import asyncio
-import inspect
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from TrainingFactory.protocols import Episode
+from TrainingFactory.rewards.adapt import Adapted, BrokeOff, as_reward, one_by_one
 from TrainingFactory.rewards.judge_endpoints import JudgeFailure
-from TrainingFactory.rewards.processes import FinishedEpisode, ProcessReward, checked_reward
+from TrainingFactory.rewards.pool_judges import judges_at
+from TrainingFactory.rewards.processes import FinishedEpisode, RewardProcess
+from TrainingFactory.rewards.targets import load_target
 from TrainingFactory.tools.limits import CircuitBreaker
 from TrainingFactory.tools.texts import describe
-from TrainingFactory.tools.threads import in_thread
 from TrainingFactory.tools.waiting import OutOfTime, SelfCancelled, within
 from TrainingFactory.types import Reward, ToolFailure, Trajectory
 
+T = TypeVar("T")
 MAX_REASONS = 100  # told apart
 LOOK_AGAIN = 0.1  # seconds between looks at workers that are down
 DOWN = ("unavailable", "budget")  # failures of a judge that are the worker's; a row's own are the others
@@ -44,7 +49,8 @@ class WorkersDown(Exception):
 @dataclass(slots=True, eq=False)
 class Worker:
     number: int
-    model: Callable[[Episode], Any]
+    model: Any  # as it was handed in
+    reward: Adapted
     breaker: CircuitBreaker = field(default_factory=lambda: CircuitBreaker(failures=2, pause=0.5))
     suspect: bool = False  # its last call failed
     running: int = 0
@@ -53,74 +59,142 @@ class Worker:
 
 
 class DistributedRewardModel:
-    """`model`: one reward for all workers, or a list with one for each (several endpoints). What is not async runs in
-    threads. A text such as `package.module:function` runs in a process for each worker, one row at a time.
+    """`model`: one reward for all workers, or a list with one for each. What is not async runs in threads. A text such
+    as `rewards.py:score` or `package.module:function` runs in a process for each worker, one call at a time, and a call
+    that takes longer than `timeout` ends its process. With `base_url`, one address or several, the text is the name of
+    a model that judges there; `judge_options` are those of `model_judge`, and a budget among them is for all together.
 
     Every row goes to the worker with the fewest under way, at most `per_worker` each; what a worker fails at goes to
     another, and one that fails twice running is left alone until a check, or a row, succeeds there. A row whose own
-    content is the trouble (an unreadable verdict, a ValueError) is not tried again.
+    content is the trouble (an unreadable verdict, a ValueError) is not tried again. Rewards of whole groups (rankings)
+    take a group for a row.
 
     `timeout` is for one attempt; a row waits at most `patience` seconds while all workers are down."""
 
     def __init__(
         self,
-        model: str | Callable[[Episode], Any] | Sequence[str | Callable[[Episode], Any]],
+        model: str | Callable[..., Any] | Sequence[str | Callable[..., Any]],
         num_workers: int | None = None,
         *,
+        base_url: str | Sequence[str] | None = None,
         per_worker: int | None = None,  # 8, or 1 for processes
         timeout: float = 300.0,
         patience: float = 10.0,
+        **judge_options: Any,
     ) -> None:
-        given = list(model) if isinstance(model, Sequence) and not isinstance(model, str) else [model]
-        count = num_workers if num_workers is not None else len(given)
-        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        if num_workers is not None and (
+            isinstance(num_workers, bool) or not isinstance(num_workers, int) or num_workers < 1
+        ):
             raise ValueError(f"num_workers is {num_workers!r}; it must be a whole number, 1 or more")
-        if not given or not all(isinstance(each, str) or callable(each) for each in given):
-            raise ValueError("model must be a reward (a callable that takes an episode), or a list of such")
-        if len(given) not in (1, count):
-            raise ValueError(
-                f"num_workers is {count}, but there are {len(given)} models: give one, or one for each"
-            )
-        if per_worker is None:
-            per_worker = 1 if isinstance(given[0], str) else 8
         for name, value in (("per_worker", per_worker), ("timeout", timeout)):
-            if value <= 0:
+            if value is not None and value <= 0:
                 raise ValueError(f"{name} is {value!r}; it must be over 0")
-        each = given * count if len(given) == 1 else given
-        self.workers = [
-            Worker(number, ProcessReward(one, timeout) if isinstance(one, str) else one)
-            for number, one in enumerate(each)
-        ]
-        self.per_worker, self.timeout, self.patience = per_worker, timeout, patience
+        if judge_options and base_url is None:
+            raise ValueError(
+                f"{', '.join(judge_options)}: these are options of a model that judges, which needs base_url"
+            )
+        self._held = ExitStack()  # what was opened here
+        try:
+            models = self._models(model, num_workers, base_url, timeout, judge_options)
+            self.workers = [
+                Worker(number, one, one.like if isinstance(one, RewardProcess) else as_reward(one))
+                for number, one in enumerate(models)
+            ]
+        except BaseException:
+            self._held.close()
+            raise
+        in_processes = isinstance(models[0], RewardProcess)
+        self.grouped, self.compares = self.workers[0].reward.grouped, self.workers[0].reward.compares
+        if any(worker.reward.grouped != self.grouped for worker in self.workers):
+            raise ValueError("some of the models score whole groups and some single episodes; give one kind")
+        self.per_worker, self.timeout, self.patience = (
+            per_worker or (1 if in_processes else 8),
+            timeout,
+            patience,
+        )
         self.dropped: Counter[str] = Counter()  # reasons, since the beginning
         self.moved = 0  # rows that another worker had to take
         self._waiting: deque[asyncio.Future[None]] = deque()
 
+    def _models(
+        self,
+        model: Any,
+        num_workers: int | None,
+        base_url: str | Sequence[str] | None,
+        timeout: float,
+        judge_options: dict[str, Any],
+    ) -> list[Any]:
+        """One for each worker."""
+        if base_url is not None:
+            return list(judges_at(base_url, {"model": model} | judge_options, self._held, num_workers))
+        given = list(model) if isinstance(model, Sequence) and not isinstance(model, str) else [model]
+        count = num_workers if num_workers is not None else len(given)
+        if not given or not all(isinstance(each, str) or callable(each) for each in given):
+            raise ValueError(
+                f"model must be a reward (a callable that takes an episode, or a text that names one), or a list of "
+                f"such, not {model!r:.60}; num_workers is their number"
+            )
+        if len(given) not in (1, count):
+            raise ValueError(
+                f"num_workers is {count}, but there are {len(given)} models: give one, or one for each"
+            )
+        known = {each: load_target(each) for each in given if isinstance(each, str)}
+        made: list[Any] = []
+        for one in given * count if len(given) == 1 else given:
+            if isinstance(one, str):
+                one = RewardProcess(one, timeout, like=known[one])
+                self._held.callback(one.close)
+            made.append(one)
+        return made
+
     async def compute_rewards(self, trajectories: Sequence[Trajectory]) -> list[Reward | None]:
-        """In order. None: could not be scored, which is counted in `dropped`."""
+        """In order. None: could not be scored, which is counted in `dropped`. Where whole groups are scored, those with
+        the same `group` belong together."""
+        together: dict[Any, list[int]] = {}
+        for number, trajectory in enumerate(trajectories):
+            together.setdefault(trajectory.group if self.grouped else number, []).append(number)
+        found: list[Reward | None] = [None] * len(trajectories)
 
-        async def one(trajectory: Trajectory) -> Reward | None:
+        async def one(numbers: list[int]) -> None:
+            episodes = [FinishedEpisode(trajectories[number]) for number in numbers]
             try:
-                return await self(FinishedEpisode(trajectory))
+                rewards = await self.group(episodes) if self.grouped else [await self(episodes[0])]
             except Exception:  # rewards are foreign code; counted where it came up
-                return None
+                return
+            for number, reward in zip(numbers, rewards, strict=True):
+                found[number] = reward if isinstance(reward, Reward) else None
 
-        return list(await asyncio.gather(*(one(each) for each in trajectories)))
+        await asyncio.gather(*map(one, together.values()))
+        return found
 
     async def __call__(self, episode: Episode) -> Reward:
         """As a reward of its own: raises where there is none."""
         try:
-            return await self._scored(episode)
+            return await self._scored(lambda worker: _model(worker)(episode))
         except Exception as error:
-            reason = f"judge: {error.kind}" if isinstance(error, JudgeFailure) else describe(error)
-            self.dropped[reason if len(self.dropped) < MAX_REASONS else "other"] += 1
+            self._drop(error)
             raise
 
+    async def group(self, episodes: Sequence[Episode]) -> list[Reward | Exception]:
+        if not self.grouped:
+            return await one_by_one(self, episodes)
+        try:
+            found = await self._scored(lambda worker: _model(worker).group(episodes))
+        except Exception as error:
+            self._drop(error, len(episodes))
+            raise
+        for each in found:
+            if isinstance(each, Exception):
+                self._drop(each)
+        return found
+
+    def _drop(self, error: Exception, rows: int = 1) -> None:
+        reason = f"judge: {error.kind}" if isinstance(error, JudgeFailure) else describe(error)
+        self.dropped[reason if len(self.dropped) < MAX_REASONS else "other"] += rows
+
     def close(self) -> None:
-        """Ends the processes that it has started. What was handed in stays open."""
-        for worker in self.workers:
-            if isinstance(worker.model, ProcessReward):
-                worker.model.close()
+        """Ends what it has started itself: processes, judges. What was handed in stays open."""
+        self._held.close()
 
     async def health(self) -> list[bool]:
         """Which workers answer now. Those whose model has a `check` are asked; of others the last calls speak."""
@@ -132,13 +206,16 @@ class DistributedRewardModel:
         found |= {f"pool/worker_{each.number}_failed": float(each.failed) for each in self.workers}
         return found | {"pool/moved": float(self.moved), "pool/dropped": float(self.dropped.total())}
 
-    async def _scored(self, episode: Episode) -> Reward:
+    async def _scored(self, score: Callable[[Worker], Awaitable[T]]) -> T:
         tried: dict[Worker, Exception] = {}
         while True:
             worker, ticket = await self._place(tried)
             answered: bool | None = True
             try:
-                reward = await self._run(worker, episode)
+                reward = await self._run(worker, score)
+            except BrokeOff as error:
+                answered = False
+                tried[worker] = error
             except (ValueError, TypeError, ToolFailure):
                 raise
             except JudgeFailure as failure:
@@ -200,11 +277,17 @@ class DistributedRewardModel:
                 waiter.set_result(None)
                 return
 
-    async def _run(self, worker: Worker, episode: Episode) -> Reward:
+    async def _run(self, worker: Worker, score: Callable[[Worker], Awaitable[T]]) -> T:
+        # A process has a limit of its own, which starts when it is ready.
+        limit = None if isinstance(worker.model, RewardProcess) else self.timeout
+
+        async def run() -> T:
+            return await score(worker)
+
         try:
             if worker.suspect and (check := _check_of(worker)) is not None:
                 await within(self.timeout, check())
-            return await within(self.timeout, _called(worker.model, episode))
+            return await within(limit, run())
         except OutOfTime:
             raise TimeoutError(f"worker {worker.number} did not answer within {self.timeout:g} s") from None
         except SelfCancelled:
@@ -225,13 +308,5 @@ def _check_of(worker: Worker) -> Callable[[], Coroutine[Any, Any, None]] | None:
     return model.check if isinstance(model, Checked) else None
 
 
-async def _called(model: Callable[[Episode], Any], episode: Episode) -> Reward:
-    function = model if inspect.isroutine(model) else type(model).__call__
-    try:
-        on_loop = inspect.iscoroutinefunction(function)
-        value = model(episode) if on_loop else await in_thread(model, episode)
-        if inspect.isawaitable(value):
-            value = await value
-    except SystemExit as error:
-        raise RuntimeError("it tried to end the program") from error
-    return checked_reward(value)
+def _model(worker: Worker) -> Adapted | RewardProcess:
+    return worker.model if isinstance(worker.model, RewardProcess) else worker.reward

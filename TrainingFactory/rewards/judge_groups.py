@@ -1,4 +1,4 @@
-"""Judges of a whole group: two at a time, or all at once. Both are a `GroupReward`."""
+"""Judges of a whole group: two at a time, or all at once. One episode alone cannot be compared, and is not scored."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 from TrainingFactory.protocols import Episode
 from TrainingFactory.rewards.judge_base import Judge, Judgement, more_than_half, most_of
 from TrainingFactory.rewards.judge_client import JudgeClient
+from TrainingFactory.rewards.judge_endpoints import JudgeFailure
 from TrainingFactory.rewards.judge_prompts import GROUP, PAIR, JudgePrompt, trajectory_text
 from TrainingFactory.rewards.judge_verdicts import MAX_CANDIDATES, Pairwise, Ranking, voted
 from TrainingFactory.types import Reward, Trajectory
@@ -51,9 +52,10 @@ class PairJudge(Judge):
         one, other = await asyncio.gather(self.ordered(first, second), self.ordered(second, first))
         return (one.value + 1 - other.value) / 2
 
-    async def __call__(self, episodes: Sequence[Episode]) -> list[Reward]:
-        """A comparison without a verdict is left out; an episode needs more than half of its own."""
-        trajectories = [episode.trajectory for episode in episodes]
+    async def __call__(self, episodes: Sequence[Episode]) -> list[Reward | Exception]:
+        """A comparison without a verdict is left out; an episode needs more than half of its own, and one that has not
+        is told why. Where no episode has, that is raised."""
+        trajectories = _several(episodes)
         failed = [self.failed(each) for each in trajectories]
         count = len(trajectories)
         reach = min(self.opponents or count, count - 1)
@@ -75,7 +77,16 @@ class PairJudge(Judge):
         for (first, second), found in zip(pairs, shares, strict=True):
             won[first].append(found)
             won[second].append(found if isinstance(found, BaseException) else 1 - found)
-        return [self._paid(_mean_of_most(each)) for each in won]
+        found = [self._share(each) for each in won]
+        if all(isinstance(each, Exception) for each in found):
+            _mean_of_most(won[0])
+        return found
+
+    def _share(self, won: Sequence[float | BaseException]) -> Reward | Exception:
+        try:
+            return self._paid(_mean_of_most(won))
+        except JudgeFailure as failure:
+            return failure
 
 
 class RankingJudge(Judge):
@@ -85,7 +96,7 @@ class RankingJudge(Judge):
     kind = GROUP
 
     async def __call__(self, episodes: Sequence[Episode]) -> list[Reward]:
-        trajectories = [episode.trajectory for episode in episodes]
+        trajectories = _several(episodes)
         failed = [self.failed(each) for each in trajectories]
         shown = [each for each, lost in zip(trajectories, failed, strict=True) if not lost]
         scores = iter(await self.rank(shown))
@@ -116,6 +127,13 @@ class RankingJudge(Judge):
 
 
 def _mean_of_most(found: Sequence[float | BaseException]) -> float:
-    """0.5 for who stands alone."""
     had = more_than_half(found)
-    return sum(had) / len(had) if had else 0.5
+    return sum(had) / len(had)
+
+
+def _several(episodes: Sequence[Episode]) -> list[Trajectory]:
+    if len(episodes) < 2:
+        raise ValueError(
+            "the judge compares the episodes of a group, and there is no other one to compare it with"
+        )
+    return [episode.trajectory for episode in episodes]

@@ -8,8 +8,10 @@ import functools
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from TrainingFactory.protocols import ChatFormat, Environment, RewardFunction, Sampler
+from TrainingFactory.protocols import AnyReward, ChatFormat, Environment, Sampler
+from TrainingFactory.rewards.adapt import group_reward
 from TrainingFactory.rollout.episode import EpisodeRules, EpisodeRun
+from TrainingFactory.rollout.group_scoring import GroupRun, all_of
 from TrainingFactory.rollout.seeds import turn_seed
 from TrainingFactory.tools.runtime import ToolRuntime
 from TrainingFactory.tools.tape import EpisodeKey
@@ -19,7 +21,9 @@ from TrainingFactory.types import SamplingParams, Task, Trajectory
 class AsyncRolloutEngine:
     """`environment` makes an environment for a task; an environment class is such a thing.
 
-    Without `reward` the environment's own is used. `on_episode` is told of every episode as it ends.
+    Without `reward` the environment's own is used. One that scores whole groups (`protocols.GroupReward`, or a function
+    that takes `episodes`, `trajectories` or `completions`) is called once for each group, when its last episode has
+    ended. `on_episode` is told of every episode when its reward is known.
     `max_concurrency` episodes run at a time; an episode's clock (`episode_timeout`) starts when it is let in,
     so with more episodes than the sampler has slots, set it to the number of slots. `runtime` is what the tools of
     all episodes share: limits, a cache, a recording, figures.
@@ -31,7 +35,7 @@ class AsyncRolloutEngine:
         chat: ChatFormat,
         params: SamplingParams,
         *,
-        reward: RewardFunction | None = None,
+        reward: AnyReward | None = None,
         max_turns: int = 8,
         episode_timeout: float = 300.0,
         max_reply_tokens: int = 1024,
@@ -45,8 +49,10 @@ class AsyncRolloutEngine:
                 f"max_concurrency is {max_concurrency}; it must be 1 or more, or None for no limit"
             )
         params = dataclasses.replace(params, stop_ids=params.stop_ids or chat.stop_ids)
+        self.group_reward = group_reward(reward)
+        single = reward if self.group_reward is None else None
         self.rules = EpisodeRules(
-            environment, chat, params, reward, max_turns, episode_timeout, max_reply_tokens, runtime
+            environment, chat, params, single, max_turns, episode_timeout, max_reply_tokens, runtime
         )
         self.max_concurrency = max_concurrency
         self.seed = seed
@@ -67,19 +73,17 @@ class AsyncRolloutEngine:
         if group_size < 1:
             raise ValueError(f"group_size is {group_size}; it must be 1 or more")
         runs = self._open(tasks, sampler, group_size, step, step if recorded_as is None else recorded_as)
+        groups = [runs[start : start + group_size] for start in range(0, len(runs), group_size)]
         gate = asyncio.Semaphore(self.max_concurrency or len(runs) or 1)
-        episodes = [asyncio.create_task(self._run(run, gate)) for run in runs]
-        for run, episode in zip(runs, episodes, strict=True):
-            # A callback, because a task that is cancelled before it starts runs no `finally`.
-            episode.add_done_callback(functools.partial(_close_session, run))
         try:
-            trajectories = await asyncio.gather(*episodes)
-        except BaseException:
-            for episode in episodes:
-                episode.cancel()
-            await asyncio.gather(*episodes, return_exceptions=True)
-            raise
-        return [trajectories[start : start + group_size] for start in range(0, len(trajectories), group_size)]
+            if self.group_reward is None:
+                await all_of([self._run(run, gate) for run in runs])
+            else:
+                await all_of([self._run_group(GroupRun(group, self.group_reward), gate) for group in groups])
+        finally:  # also of those that were cancelled before they started
+            for run in runs:
+                run.leave()
+        return [[run.trajectory for run in group] for group in groups]
 
     def rollout(
         self,
@@ -99,14 +103,24 @@ class AsyncRolloutEngine:
         asyncio.run(fill())
         return groups
 
-    async def _run(self, run: EpisodeRun, gate: asyncio.Semaphore) -> Trajectory:
-        async with gate:
-            trajectory = await run.run()
+    async def _run(self, run: EpisodeRun, gate: asyncio.Semaphore) -> None:
+        try:
+            async with gate:
+                await run.run()
+        finally:
+            run.leave()
+        self._tell(run)
+
+    async def _run_group(self, group: GroupRun, gate: asyncio.Semaphore) -> None:
+        await group.run(gate)
+        for run in group.runs:
+            self._tell(run)
+
+    def _tell(self, run: EpisodeRun) -> None:
         if self.rules.runtime is not None and self.rules.runtime.tape is not None:
             self.rules.runtime.tape.check()  # a replay that has left its recording ends all episodes
         if self.on_episode is not None:
-            self.on_episode(trajectory)
-        return trajectory
+            self.on_episode(run.trajectory)
 
     def _open(
         self, tasks: Sequence[Task], sampler: Sampler, group_size: int, step: int, recorded_as: int | str
@@ -131,10 +145,6 @@ class AsyncRolloutEngine:
                     )
         except BaseException:
             for run in runs:
-                run.session.close()
+                run.leave()
             raise
         return runs
-
-
-def _close_session(run: EpisodeRun, _: asyncio.Task[Trajectory]) -> None:
-    run.session.close()

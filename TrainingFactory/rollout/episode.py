@@ -95,23 +95,48 @@ class EpisodeRun:
         self.max_length = max_length
         self.seed_of = seed_of
         self.key = key or EpisodeKey(0, trajectory.task.id, trajectory.member)
+        self.environment: Environment | None = None  # open from `play` to `close`
         self._ended = False
+        self._left = False
 
     async def run(self) -> Trajectory:
         started = time.perf_counter()
         try:
+            await self.play()
+            await self._score()
+        finally:
+            await self.close()
+        self.trajectory.seconds = time.perf_counter() - started
+        return self.trajectory
+
+    async def play(self) -> None:
+        """All turns. The environment stays open for the reward."""
+        started = time.perf_counter()
+        try:
             with _foreign("making the environment"):
-                environment = self.rules.environment(self.trajectory.task)
+                self.environment = self.rules.environment(self.trajectory.task)
         except _Over as over:
             self._end(over.status, over.error)
         else:
-            try:
-                await self._play(environment)
-                await self._score(environment)
-            finally:
-                await self._close(environment)
+            await self._play(self.environment)
         self.trajectory.seconds = time.perf_counter() - started
-        return self.trajectory
+
+    def leave(self) -> None:
+        """Gives the sampler its place back; again does nothing."""
+        if not self._left:
+            self._left = True
+            self.session.close()
+
+    def episode(self) -> Episode | None:
+        """What a reward sees; None if the episode failed, so that nothing is known of what it is worth."""
+        trajectory, environment = self.trajectory, self.environment
+        if environment is None or trajectory.status in ("error", "tool_failure") or not trajectory.turns:
+            return None
+        if isinstance(environment, ToolEnvironment):
+            return Episode(trajectory, environment, environment.executor)
+        # It runs its calls in a way of its own; those of the reward go by ours.
+        executor = self._attached(AsyncToolExecutor(environment.tools), environment)
+        return Episode(trajectory, environment, executor)
 
     async def _play(self, environment: Environment) -> None:
         try:
@@ -189,17 +214,13 @@ class EpisodeRun:
         with _foreign("the chat template", ValueError):
             return turn.prompt_ids + turn.completion.token_ids + chat.extend(turn, turn.replies)
 
-    async def _score(self, environment: Environment) -> None:
+    async def _score(self) -> None:
         trajectory = self.trajectory
-        if trajectory.status in ("error", "tool_failure") or not trajectory.turns:
-            return
         try:
-            if isinstance(environment, ToolEnvironment):
-                executor = environment.executor
-            else:  # it runs its calls in a way of its own; those of the reward go by ours
-                executor = self._attached(AsyncToolExecutor(environment.tools), environment)
-            with executor.part("reward"):
-                scoring = score(Episode(trajectory, environment, executor), self.rules.reward)
+            if (episode := self.episode()) is None:
+                return
+            with episode.executor.part("reward"):
+                scoring = score(episode, self.rules.reward)
                 trajectory.reward = await within(self.rules.timeout, scoring)
         except OutOfTime:
             trajectory.error = f"scoring took longer than {self.rules.timeout:g} s"
@@ -207,7 +228,12 @@ class EpisodeRun:
             log.info("scoring task %s failed", trajectory.task.id, exc_info=True)
             trajectory.error = f"scoring failed: {describe(error)}"
 
-    async def _close(self, environment: Environment) -> None:
+    async def close(self) -> None:
+        """Closes the environment; again does nothing."""
+        environment, self.environment = self.environment, None
+        if environment is None:
+            return
+
         async def close() -> None:
             with _foreign("the environment's close"):
                 await environment.close()

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import dataclass
 from typing import Any
 
 from TrainingFactory.envs import ToolEnvironment
 from TrainingFactory.protocols import Environment, RewardFunction
-from TrainingFactory.rewards.adapt import checked
+from TrainingFactory.rewards.adapt import called, checked
 from TrainingFactory.tools import AsyncToolExecutor
-from TrainingFactory.tools.threads import in_thread
 from TrainingFactory.types import Reward, Task, ToolCall, ToolFailure, ToolResult, Trajectory
 
 
@@ -42,14 +40,9 @@ async def score(episode: Episode, function: RewardFunction | None) -> Reward:
     if function is None:
         raise ValueError("the environment has no reward method, and no reward function was given")
     try:
-        # A reward that is not async may block for long or start an event loop of its own: not on ours. The one that
-        # environments have by default compares two texts, which is not worth a thread.
+        # The one that environments have by default compares two texts, which is not worth a thread.
         default = getattr(function, "__func__", None) is ToolEnvironment.reward
-        called = function if inspect.isroutine(function) else type(function).__call__
-        on_loop = default or inspect.iscoroutinefunction(called)
-        value = function(episode) if on_loop else await in_thread(function, episode)
-        if inspect.isawaitable(value):
-            value = await value
+        value = function(episode) if default else await called(function, episode)
     except SystemExit as error:
         raise RuntimeError("it tried to end the program") from error
     name = getattr(function, "__name__", type(function).__name__)

@@ -6,8 +6,10 @@ They go through the very same code as sampled ones, so that they have the same l
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
-from TrainingFactory.protocols import ChatFormat, Environment, RewardFunction
+from TrainingFactory.protocols import AnyReward, ChatFormat, Environment
+from TrainingFactory.rewards.adapt import group_reward
 from TrainingFactory.rollout.episode import EpisodeRules, EpisodeRun
 from TrainingFactory.tools.runtime import ToolRuntime
 from TrainingFactory.tools.tape import EpisodeKey
@@ -37,7 +39,7 @@ async def play(
     chat: ChatFormat,
     script: Iterable[Message],
     *,
-    reward: RewardFunction | None = None,
+    reward: AnyReward | None = None,
     max_turns: int = 64,
     timeout: float = 300.0,
     max_reply_tokens: int = 1024,
@@ -47,8 +49,9 @@ async def play(
 ) -> Trajectory:
     """The episode that the script makes of the environment, scored and closed; log-probs are 0."""
     params = SamplingParams(stop_ids=chat.stop_ids)
+    group: Any = group_reward(reward)  # of one episode, here
     rules = EpisodeRules(
-        lambda _: environment, chat, params, reward, max_turns, timeout, max_reply_tokens, runtime
+        lambda _: environment, chat, params, group or reward, max_turns, timeout, max_reply_tokens, runtime
     )
     trajectory = Trajectory(environment.task, group=f"script/{environment.task.id}")
     return await EpisodeRun(rules, trajectory, _Script(script, chat), max_length, seed_of=int, key=key).run()

@@ -32,9 +32,10 @@ from TrainingFactory.services.tool_sets import (
     filled_in,
     own_tools,
 )
-from TrainingFactory.services.user_code import environment_from_file, is_file_name, told, tools_from_file
+from TrainingFactory.services.user_code import environment_from_file, tools_from_file
 from TrainingFactory.tools.adapt import as_tool
 from TrainingFactory.tools.making import make_tool
+from TrainingFactory.tools.python_files import is_file_name, told
 from TrainingFactory.tools.runtime import ToolRuntime
 from TrainingFactory.tools.tool_cache import ToolCache
 from TrainingFactory.types import SamplingParams, Task, Trajectory

@@ -68,7 +68,7 @@ def check(config: TrainingConfig, recorded: bool) -> None:
         )
     _check_precision(config)
     _check_adapter(config)
-    check_reward(config)
+    check_reward(config, training.group_size if training.algorithm in SAMPLED else None)
     make_algorithm(config)  # its options may contradict each other
     check_trackers(config.logging.trackers)
 

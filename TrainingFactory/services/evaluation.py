@@ -9,7 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from TrainingFactory.config import TrainingConfig
+from TrainingFactory.protocols import RewardFunction
+from TrainingFactory.rewards.adapt import Adapted, compares
+from TrainingFactory.rewards.combined import Combined
 from TrainingFactory.rollout import rollout_metrics
+from TrainingFactory.services.assemble_rewards import check_reward
 from TrainingFactory.services.rollouts import Report, Rollouts
 from TrainingFactory.services.runs import RunFolder, is_run, list_runs
 from TrainingFactory.types import Trajectory
@@ -44,12 +48,34 @@ def wilson(won: int, tried: int) -> tuple[float, float]:
     return max(0.0, middle - half), min(1.0, middle + half)
 
 
+def evaluation_reward(
+    reward: RewardFunction | None, config: TrainingConfig, say: Callable[[str], None]
+) -> RewardFunction | None:
+    """By what a run measures itself. Comparisons within a group have the same mean however good the model is, so they
+    are left out: the other parts of the reward measure, or where there are none, the environment's own reward."""
+    if not compares(reward):
+        return reward
+    inner: Any = reward.function if isinstance(reward, Adapted) else reward
+    rest = inner.without_comparisons() if isinstance(inner, Combined) else None
+    if config.training.eval_every is not None:
+        by = "the environment's own reward" if rest is None else f"the parts {', '.join(rest.rewards)}"
+        say(
+            f"note: the reward compares the episodes of a group, which cannot measure progress; evaluation goes by {by}"
+        )
+    return rest
+
+
 class Evaluation:
     """A model in an environment, on tasks it has not been trained on. Names and files are checked when it is made."""
 
     def __init__(
         self, config: TrainingConfig, out: Path | None = None, replay: str | Path | None = None
     ) -> None:
+        if compares(check_reward(config)):
+            raise ValueError(
+                "this reward compares the episodes of a group with each other, which says who was best and not how "
+                "good the model is; evaluate with reward.type=environment, or with a judge whose verdict is score"
+            )
         group = config.training.group_size if "group_size" in config.training.model_fields_set else 1
         self._rollouts = Rollouts(config, out, group, replay=replay)
         self.total = self._rollouts.total

@@ -24,7 +24,7 @@ from TrainingFactory.services.assemble import (
 )
 from TrainingFactory.services.assemble_rewards import check_reward, make_reward
 from TrainingFactory.services.run_tools import RunTools, recording_beside
-from TrainingFactory.services.user_code import told
+from TrainingFactory.tools.python_files import told
 from TrainingFactory.tools.tape import CALLS
 from TrainingFactory.types import Message, Task, Trajectory
 
@@ -59,7 +59,7 @@ class Rollouts:
         self.group_size = group_size
         self.tools = RunTools(config, tools, replay)
         try:
-            check_reward(config)
+            check_reward(config, group_size)
             made = make_environment(config, self.tools.wanted)
             self.environment: EnvironmentFactory = self.tools.equip(made)
             self.tasks = make_tasks(config, self.environment)

@@ -6,10 +6,12 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 
 from TrainingFactory.protocols import Episode, RewardFunction, Sampler
+from TrainingFactory.rewards.adapt import group_reward
 from TrainingFactory.rollout import AsyncRolloutEngine, rollout_metrics
 from TrainingFactory.rollout.scoring import score
 from TrainingFactory.rollout.seeds import turn_seed
@@ -71,16 +73,28 @@ class Source(Protocol):
 
 
 class RewardClock:
-    """The reward, timed. Seconds add up over episodes that run side by side."""
+    """The reward, timed. Seconds add up over episodes and groups that are scored side by side."""
 
     def __init__(self, reward: RewardFunction | None) -> None:
-        self.reward = reward
+        self.reward, self._group = reward, group_reward(reward)
+        self.grouped = self._group is not None
+        self.compares = self._group is not None and self._group.compares
         self.seconds = 0.0
 
-    async def score(self, episode: Episode) -> Reward:
+    async def __call__(self, episode: Episode) -> Reward:
+        with self._timed():
+            return await score(episode, self.reward)  # type: ignore[arg-type]
+
+    async def group(self, episodes: Sequence[Episode]) -> Sequence[Reward | Exception]:
+        assert self._group is not None
+        with self._timed():
+            return await self._group.group(episodes)
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
         started = time.perf_counter()
         try:
-            return await score(episode, self.reward)  # type: ignore[arg-type]
+            yield
         finally:
             self.seconds += time.perf_counter() - started
 

@@ -8,10 +8,11 @@ from typing import Any
 
 from TrainingFactory.config import TrainingConfig, notices
 from TrainingFactory.config.names import ALIASES, SHORT, expand
-from TrainingFactory.config.not_yet import unused
+from TrainingFactory.config.not_yet import SAMPLED, unused
 from TrainingFactory.config.section import Section
-from TrainingFactory.protocols import RewardFunction
+from TrainingFactory.protocols import AnyReward
 from TrainingFactory.rewards.adapt import as_reward
+from TrainingFactory.services.assemble_rewards import check_group
 from TrainingFactory.services.export import Exported, export
 from TrainingFactory.services.gathering import Objects, read_examples, read_heldout
 from TrainingFactory.services.runs import RunFolder
@@ -30,7 +31,7 @@ class _Trainer:
         self,
         model: Any = None,
         environment: Any = None,
-        reward_function: RewardFunction | str | None = None,
+        reward_function: AnyReward | str | None = None,
         *,
         tools: Any = (),
         tasks: Sequence[Task] | str | Path | None = None,
@@ -89,10 +90,13 @@ class _Trainer:
         if self._heldout is not None:
             learned = config.data.dataset if self._dataset is None else self._dataset
             objects.heldout = read_heldout(config, self._heldout, learned)
+        if config.training.algorithm in SAMPLED:
+            check_group(objects.reward, config.training.group_size)
         played = objects.environment is not None or bool(objects.tools)
         self.notices = [
             *notices(config),
             *unused(config, played=played, heldout=objects.heldout is not None),
+            *_about_workers(config, objects),
             *_about_allocation(self._allocation_id),
         ]
 
@@ -233,6 +237,12 @@ def _rows(source: Any) -> Any:
     return (
         None if isinstance(source, str | Path) else list(source) if isinstance(source, Iterator) else source
     )
+
+
+def _about_workers(config: TrainingConfig, objects: Objects) -> list[str]:
+    here = "a reward that is a Python object runs in this process; to run it elsewhere, name it: reward.type=function"
+    asked = config.optimization.distributed_reward and objects.reward is not None
+    return [f"optimization.distributed_reward: {here}"] if asked else []
 
 
 def _about_allocation(allocation_id: str | None) -> list[str]:

@@ -18,7 +18,7 @@ from TrainingFactory.rollout.seeds import turn_seed
 from TrainingFactory.services import assemble, assemble_learner, assemble_rewards
 from TrainingFactory.services.checking import as_started, check, check_steps
 from TrainingFactory.services.equal_rewards import EqualRewards
-from TrainingFactory.services.evaluation import evaluation_metrics
+from TrainingFactory.services.evaluation import evaluation_metrics, evaluation_reward
 from TrainingFactory.services.gathering import Objects, about_start, check_same, gather, told_left_out
 from TrainingFactory.services.interrupts import Interrupts
 from TrainingFactory.services.kept import record_kept
@@ -368,14 +368,14 @@ class Training:
             "timeout": config.environment.episode_timeout,
         }
         if environment is not None:
-            self.evaluation = self._rollouts(environment, reward)
+            self.evaluation = self._rollouts(environment, evaluation_reward(reward, config, self.watcher.say))
         if recordings is not None:
             return RecordedEpisodes(recordings, self.order)
         assert environment is not None
         if config.training.algorithm == "sft":
             limits["runtime"] = self.tools.runtime
             return ExpertEpisodes(tasks, self.order, environment, self.chat, limits)
-        rollouts = self._rollouts(environment, clock.score)
+        rollouts = self._rollouts(environment, clock)
         return SampledEpisodes(
             tasks, self.order, rollouts, config.training.group_size, clock,
             teaches=lambda group: bool(self.algorithm.samples(group)),

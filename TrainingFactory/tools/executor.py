@@ -31,8 +31,8 @@ MAX_NAMES = 10
 DEFAULT_OPTIONS = ToolOptions()
 _VALIDATORS: dict[int, Validator] = {}
 _closing: set[asyncio.Task[None]] = set()  # the loop itself keeps only weak references
-_part: ContextVar[tuple[AsyncToolExecutor, str] | None] = ContextVar(
-    "who makes calls, if no turn", default=None
+_parts: ContextVar[tuple[tuple[AsyncToolExecutor, str], ...]] = ContextVar(
+    "who makes calls of which executor, if no turn", default=()
 )
 
 
@@ -105,11 +105,11 @@ class AsyncToolExecutor:
     def part(self, name: str) -> Iterator[None]:
         """Calls made inside are no turn of the model. They may come in any order, so the tape knows them by this name,
         the tool and its arguments."""
-        token = _part.set((self, name))
+        token = _parts.set((*_parts.get(), (self, name)))
         try:
             yield
         finally:
-            _part.reset(token)
+            _parts.reset(token)
 
     async def batch_execute(self, calls: Sequence[ToolCall]) -> list[ToolResult]:
         places = self._places(calls)
@@ -127,8 +127,8 @@ class AsyncToolExecutor:
         return finished
 
     def _places(self, calls: Sequence[ToolCall]) -> list[Place]:
-        executor, part = _part.get() or (None, "")
-        if executor is not self:
+        part = next((name for executor, name in reversed(_parts.get()) if executor is self), None)
+        if part is None:
             self._batches += 1
             return [Place(self._key, self._batches - 1, index) for index in range(len(calls))]
         places = []

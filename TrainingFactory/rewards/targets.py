@@ -1,0 +1,76 @@
+"""Rewards by the place where they are written: `rewards.py:score`, or `package.module:function`."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Mapping
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from TrainingFactory.rewards.adapt import Adapted, as_reward
+from TrainingFactory.tools.python_files import defined, is_file_name, opened, told
+
+KIND = "reward"
+
+
+def load_target(target: Any, options: Mapping[str, Any] | None = None) -> Adapted:
+    """The reward that is named. With `options` what is named makes it of them. ValueError if there is no such thing."""
+    found = _found(target)
+    if options is None:
+        return as_reward(found)
+    return as_reward(found(options))
+
+
+def whole_path(target: str) -> str:
+    """For another process: the same, wherever that works."""
+    if not is_file_name(target):
+        return target
+    file, _, name = target.rpartition(":") if ".py:" in target else (target, "", "")
+    path = Path(file).expanduser().resolve()
+    return f"{path}:{name}" if name else str(path)
+
+
+def _found(target: Any) -> Any:
+    if not isinstance(target, str):
+        raise ValueError(f"{target!r:.60} names no reward; write rewards.py:score or package.module:function")
+    if is_file_name(target):
+        module, path, name = opened(KIND, target)
+        return _named(module, str(path), name) if name else _only(module, path)
+    place, colon, name = target.partition(":")
+    if not colon or not place or not name.isidentifier():
+        raise ValueError(
+            f"{target!r} names no reward; write rewards.py:score or package.module:function (for a model that judges: "
+            "its name with base_url, the address of an endpoint that has it)"
+        )
+    try:
+        module = import_module(place)
+    except ModuleNotFoundError as error:
+        raise ValueError(f"{KIND} {target!r}: {error}; for a file write its name with .py") from error
+    except (Exception, SystemExit) as error:  # foreign code
+        raise told(error) from error
+    return _named(module, place, name)
+
+
+def _named(module: ModuleType, where: str, name: str) -> Any:
+    found = vars(module)
+    if name in found:
+        return found[name]
+    near = difflib.get_close_matches(name, _functions(module) or found, n=1)
+    has = f"; did you mean {near[0]}?" if near else f"; it has {', '.join(_functions(module)) or 'none'}"
+    raise ValueError(f"{where} has no function {name!r}{has}")
+
+
+def _only(module: ModuleType, path: Path) -> Any:
+    names = _functions(module)
+    if len(names) != 1:
+        which = f"say which: {', '.join(f'{path}:{name}' for name in names)}" if names else "it defines none"
+        raise ValueError(f"{path}: a reward is one function; {which}")
+    return vars(module)[names[0]]
+
+
+def _functions(module: ModuleType) -> list[str]:
+    found = [value for value in defined(module) if inspect.isroutine(value)]
+    return [value.__name__ for value in found if not value.__name__.startswith("_")]

@@ -1,0 +1,107 @@
+"""Episodes that are scored together, when the last of their group has ended."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Coroutine, Sequence
+from typing import Any, TypeVar
+
+from TrainingFactory.protocols import GroupReward
+from TrainingFactory.rollout.episode import EpisodeRun
+from TrainingFactory.rollout.scoring import Episode
+from TrainingFactory.tools.texts import describe
+from TrainingFactory.tools.waiting import OutOfTime, SelfCancelled, within
+from TrainingFactory.types import Reward
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class GroupRun:
+    """The episodes of one task. An episode that has ended gives back its place at the gate and in the sampler, which
+    its siblings may need; its environment stays open until the group is scored, so there may be more environments
+    than the gate lets in."""
+
+    def __init__(self, runs: Sequence[EpisodeRun], reward: GroupReward) -> None:
+        self.runs, self.reward = runs, reward
+
+    async def run(self, gate: asyncio.Semaphore) -> None:
+        try:
+            await all_of([self._play(run, gate) for run in self.runs])
+            await self._score()
+        finally:
+            await asyncio.gather(*(run.close() for run in self.runs))
+
+    async def _play(self, run: EpisodeRun, gate: asyncio.Semaphore) -> None:
+        try:
+            async with gate:
+                await run.play()
+        finally:
+            run.leave()
+
+    async def _score(self) -> None:
+        """Those that failed are not shown to the reward; one that is left alone still is."""
+        started = time.perf_counter()
+        episodes = [episode for run in self.runs if (episode := self._episode(run)) is not None]
+        if not episodes:
+            return
+        found = await self._rewards(episodes)
+        seconds = time.perf_counter() - started
+        for episode, reward in zip(episodes, found, strict=True):
+            trajectory = episode.trajectory
+            trajectory.seconds += seconds
+            if isinstance(reward, Reward):
+                trajectory.reward = reward
+            else:
+                trajectory.error = reward
+
+    def _episode(self, run: EpisodeRun) -> Episode | None:
+        try:
+            return run.episode()
+        except Exception as error:  # the environment's tools are foreign code
+            run.trajectory.error = _failed(error)
+            return None
+
+    async def _rewards(self, episodes: Sequence[Episode]) -> list[Reward | str]:
+        """A reward for each, or why there is none."""
+        timeout = self.runs[0].rules.timeout
+        try:
+            with contextlib.ExitStack() as parts:
+                for episode in episodes:
+                    parts.enter_context(episode.executor.part("reward"))
+                found = await within(timeout, _grouped(self.reward, episodes))
+        except OutOfTime:
+            return [f"scoring the group took longer than {timeout:g} s"] * len(episodes)
+        except (Exception, SelfCancelled) as error:  # rewards are foreign code
+            log.info("scoring the group of task %s failed", episodes[0].task.id, exc_info=True)
+            return [_failed(error)] * len(episodes)
+        return [_failed(each) if isinstance(each, Exception) else each for each in found]
+
+
+async def _grouped(reward: GroupReward, episodes: Sequence[Episode]) -> list[Reward | Exception]:
+    try:
+        found = list(await reward.group(episodes))
+    except SystemExit as error:  # in a task it would end the loop
+        raise RuntimeError("it tried to end the program") from error
+    if len(found) != len(episodes):
+        raise ValueError(f"it gave {len(found)} rewards for {len(episodes)} episodes")
+    return found
+
+
+def _failed(error: BaseException) -> str:
+    return f"scoring failed: {describe(error)}"
+
+
+async def all_of(running: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """All results; if one fails, or the caller is cancelled, the others are cancelled and waited for."""
+    tasks = [asyncio.ensure_future(each) for each in running]
+    try:
+        return list(await asyncio.gather(*tasks))
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise
