@@ -238,8 +238,10 @@ class EpisodeRun:
             with _foreign("the environment's close"):
                 await environment.close()
 
+        inherited = isinstance(environment, ToolEnvironment) and type(environment).close is ToolEnvironment.close
         try:
-            await within(self.rules.timeout, close())
+            if not inherited:  # that one does nothing
+                await within(self.rules.timeout, close())
         except (_Over, OutOfTime, SelfCancelled) as error:  # too late to spoil the episode
             log.warning("task %s: the environment did not close: %r", self.trajectory.task.id, error)
         finally:  # whatever the environment does, its sessions are given back
