@@ -327,3 +327,14 @@ def test_one_kind_of_workers(file: Path):
     finally:
         pool.close()
     assert [reward and reward.outcome for reward in found] == [1.0, 0.0, 0.0]
+
+
+def test_rows_that_a_reward_stumbles_over_are_not_the_worker_s_fault():
+    def even(trajectory: Trajectory) -> float:
+        return {"even": 1.0}[trajectory.answer]
+
+    rows = [finished(answer) for answer in ["odd"] * 6 + ["even"] * 6]
+    pool = DistributedRewardModel(even, num_workers=1, per_worker=1, patience=0.01)
+    found = asyncio.run(pool.compute_rewards(rows))
+    assert [reward is not None for reward in found] == [False] * 6 + [True] * 6
+    assert pool.dropped == {"KeyError: 'odd'": 6}

@@ -32,6 +32,8 @@ from TrainingFactory.types import Reward, ToolFailure, Trajectory
 T = TypeVar("T")
 MAX_REASONS = 100  # told apart
 LOOK_AGAIN = 0.1  # seconds between looks at workers that are down
+# What a reward raises at a row that it does not understand; anything else may be the worker's.
+ROWS_OWN = (ValueError, TypeError, LookupError, ArithmeticError, AttributeError, AssertionError, ToolFailure)
 DOWN = ("unavailable", "budget")  # failures of a judge that are the worker's; a row's own are the others
 
 
@@ -216,7 +218,7 @@ class DistributedRewardModel:
             except BrokeOff as error:
                 answered = False
                 tried[worker] = error
-            except (ValueError, TypeError, ToolFailure):
+            except ROWS_OWN:
                 raise
             except JudgeFailure as failure:
                 answered = failure.kind not in DOWN
