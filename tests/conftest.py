@@ -13,3 +13,13 @@ def warm(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tests.warm_kit import warm_folder  # torch takes seconds, and most tests do without
 
     return warm_folder(tmp_path_factory)
+
+
+@pytest.fixture
+def judge_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A key for judges in the environment, and no proxy between them and the loopback."""
+    from tests.judge_kit import KEY
+
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)

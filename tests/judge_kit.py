@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import socket
@@ -13,11 +14,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from TrainingFactory.rewards.judge_prompts import CLOSE, OPEN
+from TrainingFactory.rewards.model_judge import model_judge
 from TrainingFactory.rewards.processes import FinishedEpisode
 from TrainingFactory.types import Completion, Message, Status, Task, ToolCall, Trajectory, Turn
 
 KEY = "sk-judge-9876"
-Said = str | int | bytes | None  # a text, a status, a raw body, or the connection cut
+Said = str | int | bytes | tuple[int, bytes] | None  # a text, a status, a body, both, or the connection cut
 
 
 @dataclass
@@ -34,6 +36,8 @@ class Judge:
     hang: threading.Event = field(default_factory=threading.Event)
     most: int = 0  # requests at the same time
     delay: float = 0.0
+    port: int = 0
+    sends: dict[str, str] = field(default_factory=dict[str, str])  # headers of what is no success
 
     def __post_init__(self) -> None:
         self.hang.set()
@@ -51,7 +55,7 @@ class Judge:
         class Server(ThreadingHTTPServer):
             request_queue_size = 128  # of the usual 5 a burst loses some, which are sent again after a second
 
-        self.http = Server(("127.0.0.1", 0), Handler)
+        self.http = Server(("127.0.0.1", self.port), Handler)
         self.url = f"http://127.0.0.1:{self.http.server_port}/v1"
         self.thread = threading.Thread(target=self.http.serve_forever, args=(0.01,))
         self.thread.start()
@@ -73,10 +77,13 @@ class Judge:
         if said is None:  # dies before it has answered
             request.connection.shutdown(socket.SHUT_RDWR)
             return
-        status = said if isinstance(said, int) else 200
-        data = said if isinstance(said, bytes) else json.dumps(self._answer(request.path, said)).encode()
+        status = said[0] if isinstance(said, tuple) else said if isinstance(said, int) else 200
+        data = said[1] if isinstance(said, tuple) else said
+        data = data if isinstance(data, bytes) else json.dumps(self._answer(request.path, data)).encode()
         request.send_response(status)
         request.send_header("Content-Length", str(len(data)))
+        for name, value in self.sends.items() if status != 200 else ():
+            request.send_header(name, value)
         request.end_headers()
         request.wfile.write(data)
 
@@ -145,3 +152,17 @@ def finished(
 
 def episode(text: str = "It is 4.", **more: Any) -> FinishedEpisode:
     return FinishedEpisode(finished(text, **more))
+
+
+def judge_at(url: str, **options: Any) -> Any:
+    return model_judge(**{"base_url": url, "model": "big", "retries": 0, "pause": 0.001} | options)
+
+
+def scored(judge: Any, *trajectories: Trajectory) -> list[Any]:
+    """Rewards, or what was raised."""
+
+    async def all_of_them() -> list[Any]:
+        asked = (judge(FinishedEpisode(each)) for each in trajectories)
+        return await asyncio.gather(*asked, return_exceptions=True)
+
+    return asyncio.run(all_of_them())

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
+from typing import Any
 
 import httpx
 
@@ -14,11 +17,16 @@ from TrainingFactory.models import TemplateChatFormat, chat_format
 from TrainingFactory.models.tiny import tiny_tokenizer
 from TrainingFactory.services import serving_http
 from TrainingFactory.services.serving import ChatServer
-from TrainingFactory.types import Completion, Message, SamplingParams
+from TrainingFactory.types import Completion, Message, SamplingParams, ToolCall
 
 HANG = 60  # seconds after which a test has hung
 Said = Message | str | list[int] | Exception
 
+
+CHAT = "/v1/chat/completions"
+WEATHER = {"type": "function", "function": {"name": "weather", "description": "Of a city.", "parameters": {
+    "type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}}}  # fmt: skip
+CALL = Message("assistant", "Let me see.", [ToolCall("weather", {"city": "Rome", "days": [1, 2]})])
 
 _tokenizer = cache(tiny_tokenizer)
 
@@ -114,3 +122,46 @@ class ScriptSession:
 
     def close(self) -> None:
         self.script.closed += 1
+
+
+def user(text: str = "Where is the tower?", **fields: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": text}], **fields}
+
+
+def post(client: httpx.Client, body: dict[str, Any]) -> dict[str, Any]:
+    answer = client.post(CHAT, json=body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def events(client: httpx.Client, body: dict[str, Any]) -> list[dict[str, Any]]:
+    with client.stream("POST", CHAT, json=body | {"stream": True}) as answer:
+        assert answer.status_code == 200
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        lines = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
+
+
+def joined(chunks: list[dict[str, Any]], index: int = 0) -> dict[str, Any]:
+    """One choice of a stream, put together as clients do."""
+    whole: dict[str, Any] = {"content": "", "reasoning_content": "", "tool_calls": [], "logprobs": []}
+    for choice in (choice for chunk in chunks for choice in chunk["choices"] if choice["index"] == index):
+        delta = choice["delta"]
+        for key in ("content", "reasoning_content"):
+            whole[key] += delta.get(key) or ""
+        whole["tool_calls"] += delta.get("tool_calls", [])
+        whole["logprobs"] += (choice["logprobs"] or {"content": []})["content"]
+        whole["finish_reason"] = choice["finish_reason"]
+    return whole
+
+
+def until(holds: Callable[[], bool]) -> None:
+    end = time.monotonic() + HANG
+    while not holds():
+        assert time.monotonic() < end, "it never came"
+        time.sleep(0.01)
+
+
+def script(said: Said) -> Script:
+    return Script(lambda prompt: said)

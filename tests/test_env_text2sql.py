@@ -12,11 +12,18 @@ from typing import Any
 import pytest
 
 from tests.rollout_kit import FakeChat
+from tests.run_kit import Quiet
+from TrainingFactory.config import load_config, notices
+from TrainingFactory.data.trajectories import load_trajectories
 from TrainingFactory.envs.text2sql import Text2SqlEnvironment
 from TrainingFactory.envs.text2sql_data import DOMAINS, QUESTIONS, script_of
 from TrainingFactory.rewards.tool_verified import make_verifier
 from TrainingFactory.rollout.scripted import play
+from TrainingFactory.services.assemble_rewards import check_reward
+from TrainingFactory.services.training import Training
 from TrainingFactory.types import Message, Task, ToolCall, Trajectory
+
+CONFIG = Path(__file__).parent.parent / "configs" / "tiny_text2sql.yaml"
 
 
 @pytest.fixture(autouse=True)
@@ -25,7 +32,7 @@ def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     folder.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
     yield folder
-    assert list(folder.iterdir()) == []  # every episode has taken its databases away
+    assert not list(folder.glob("tf-text2sql-*"))  # every episode has taken its databases away
 
 
 def some_tasks(count: int, split: str = "train", seed: int = 1) -> list[Task]:
@@ -154,3 +161,23 @@ def test_tasks_of_others_are_told_apart():
     assert trajectory.status == "error" and "task mine has no domain and database_seed" in str(
         trajectory.error
     )
+
+
+def test_the_config_that_trains_on_it(tmp_path: Path):
+    """As it stands in the repository, but small."""
+    keys = ["training.max_steps=2", "training.batch_size=2", "training.group_size=3", "training.eval_every=2"]
+    keys += ["data.count=4", "data.heldout_count=2", "sampling.max_tokens=12", "sampling.deterministic=true"]
+    config = load_config(CONFIG, [*keys, f"logging.output_dir={tmp_path}"])
+    check_reward(config)
+    assert config.environment.environment_id == "text2sql" and notices(config) == []
+    report = Training(config, name="run", watcher=Quiet()).train()
+    assert report.state == "finished" and report.steps == 2
+    last = report.metrics
+    assert last["episodes/unscored"] == last["episodes/failed"] == 0 and last["sampled_tokens"] > 0
+    assert (last["reward/right"], last["reward/shown"], last["eval/reward"]) == (
+        0.0,
+        0.0,
+        0.0,
+    )  # it cannot yet
+    kept = list(load_trajectories(tmp_path / "run" / "trajectories.jsonl"))
+    assert len(kept) == 12 and {each.task.id for each in kept} <= {task.id for task in some_tasks(4, seed=7)}

@@ -269,6 +269,22 @@ def test_the_outcome_is_any_reward_and_its_steps_count():
         calculate_process_reward(played(says(), status="tool_failure"))
 
 
+def test_an_outcome_that_counts_for_nothing_is_not_asked():
+    """It may cost, and where it fails the episode would be lost for it."""
+    asked: list[Any] = []
+
+    def outcome(one: Any) -> float:
+        asked.append(one)
+        raise ConnectionError("the judge is away")
+
+    [[result]] = rollout(reward=ProcessReward(0.0, {"correct_tool": 0.5}, outcome))
+    assert result.reward is not None, result.error
+    assert not asked and result.reward.outcome == 0.0 and result.reward.steps == [0.5, 0.0, 0.0]
+    assert result.reward.parts == {"correct_tool": 0.5} | NOTHING
+    [[lost]] = rollout(reward=ProcessReward(0.1, {"correct_tool": 0.5}, outcome))
+    assert lost.reward is None and "the judge is away" in str(lost.error) and len(asked) == 1
+
+
 @pytest.mark.parametrize(
     ("options", "told"),
     [

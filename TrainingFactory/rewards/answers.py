@@ -14,11 +14,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from TrainingFactory.rewards.checks import check_choice, check_flag
+from TrainingFactory.rewards.notation import lowered
 from TrainingFactory.rewards.numbers import last_number_text
 from TrainingFactory.types import Task, Trajectory
 
 EXTRACTIONS = ("auto", "whole", "marker", "boxed", "tag", "last_line", "last_number")
 MAX_BOXES, MAX_BOX_CHARS = 50, 2000  # looked at from the end
+MAX_TAGS = 200  # characters of closing tags after an answer
 OPENING, CLOSING = "<think>", "</think>"
 
 
@@ -116,28 +118,37 @@ def last_line(text: str) -> str | None:
 
 _ITEM = re.compile(r"^(?:[-*•>]|#+)\s+(?=\S)")
 _END_TAG = re.compile(r"(?:</[A-Za-z][\w-]{0,30}>\s?)+$")
+# Runs of spaces have a limit: without one a text of nothing else would take for ever.
 _PHRASE = re.compile(
-    r"####(?=[^\n]*\s*\Z)"  # in its last line; elsewhere it is a heading
-    r"|\b(?:final\s+)?answer(?:\s+is)?\s*(?:\*\*|__)?\s*[:=]\s*(?:\*\*|__)?"
-    r"|\banswer\s+is\b"
-    r"|答案(?:是\s*[::]?|\s*[::])".replace("::", ":\uff1a"),
+    r"\b(?:final\s{1,20})?answer(?:\s{1,20}is)?\s{0,20}(?:\*\*|__)?\s{0,20}[:=]\s{0,20}(?:\*\*|__)?"
+    r"|\banswer\s{1,20}is\b"
+    r"|答案(?:是\s{0,20}[::]?|\s{0,20}[::])".replace("::", ":\uff1a"),
     re.I,
 )
+_HEADING = "####"
 
 
 def _after_phrase(text: str) -> tuple[int, str] | None:
-    for last in list(_PHRASE.finditer(text))[-1:]:
-        if answer := _line_after(text, last.end()):
-            return last.start(), answer
+    found = [(each.start(), each.end()) for each in _PHRASE.finditer(text)][-1:]
+    told = text.rstrip()
+    heading = told.rfind(
+        _HEADING, told.rfind("\n") + 1
+    )  # in the last line; elsewhere it is what it looks like
+    if heading >= 0:
+        found.append((heading, heading + len(_HEADING)))
+    if found:
+        start, end = max(found)
+        if answer := _line_after(text, end):
+            return start, answer
     return None
 
 
 def _after_last(text: str, markers: Sequence[str]) -> str | None:
-    lowered = text.lower()  # some letters change their number in lower case; then letter case counts
-    same_size = len(lowered) == len(text)
+    small = text.lower()  # some letters change their number in lower case; then letter case counts
+    same_size = len(small) == len(text)
     ends = []
     for marker in markers:
-        where = lowered.rfind(marker.lower()) if same_size else text.rfind(marker)
+        where = small.rfind(marker.lower()) if same_size else text.rfind(marker)
         ends += [where + len(marker)] if where >= 0 else []
     return _line_after(text, max(ends)) if ends else None
 
@@ -146,17 +157,18 @@ def _line_after(text: str, position: int) -> str | None:
     """The rest of the line, or the next one if that is empty."""
     for line in text[position:].splitlines():
         if re.search(r"\w", line):
-            return _END_TAG.sub("", line.strip())
+            line = line.strip()
+            return line[:-MAX_TAGS] + _END_TAG.sub("", line[-MAX_TAGS:])
     return None
 
 
 def _tagged(text: str, tag: str) -> tuple[int, str] | None:
     """What stands in the last pair of tags."""
-    lowered = text.lower()
-    if len(lowered) != len(text):
-        lowered = text
-    end = lowered.rfind(f"</{tag.lower()}>")
-    start = lowered.rfind(f"<{tag.lower()}>", 0, max(end, 0))
+    small = text.lower()
+    if len(small) != len(text):
+        small = text
+    end = small.rfind(f"</{tag.lower()}>")
+    start = small.rfind(f"<{tag.lower()}>", 0, max(end, 0))
     if end < 0 or start < 0:
         return None
     inside = text[start + len(tag) + 2 : end].strip()
@@ -194,20 +206,27 @@ def references(task: Task, rule: str) -> list[Any]:
 
 def normalised(text: str) -> str:
     """Letter case, Unicode forms, runs of spaces, emphasis, and quotes and full stops around it do not matter."""
-    text = unicodedata.normalize("NFKC", text).casefold().translate(_QUOTES)
+    text = unicodedata.normalize("NFKC", lowered(text)).casefold().translate(_QUOTES)
     text = re.sub(r"\\(?:text|mathrm|textbf|mathbf)\s?\{([^{}]{0,200})\}", r"\1", text)
     text = " ".join(text.replace("**", "").split())
-    return text.strip(" \"'`*_.,;:!?()[]$") or text
+    bare = text.strip(_AROUND)
+    if bare[:1].isdigit() and text[: -len(text.lstrip(_AROUND))].endswith("."):
+        bare = f".{bare}"  # .5 is not 5
+    return bare or text
 
 
+_AROUND = " \"'`*_.,;:!?()[]$"
 _QUOTES = str.maketrans("\u2018\u2019\u201c\u201d\u2013\u2014\u2212", "''\"\"---")
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation + "\u2018\u2019\u201c\u201d")
+# Without these 1.5 would be 15, 1/2 would be 12, and -7 would be 7. They are put where no punctuation is.
+_IN_NUMBER = re.compile(r"(?<=\d)[./^](?=\d)|(?<![\w)])[-\u2212](?=\.?\d)|(?<!\w)\.(?=\d)")
+_KEPT = str.maketrans("./^-\u2212", "\ue000\ue001\ue002\ue003\ue003")
 
 
 def squad_words(text: str) -> list[str]:
     """The words as SQuAD compares them: lower case, without punctuation and articles. A text of nothing else keeps
-    them: `The` and `A` are different answers."""
-    lowered = unicodedata.normalize("NFKC", text).lower()
-    bare = lowered.translate(_PUNCTUATION)
-    return _ARTICLES.sub(" ", bare).split() or bare.split() or lowered.split()
+    them: `The` and `A` are different answers. So does a number: 1.5 and 15 are too."""
+    small = unicodedata.normalize("NFKC", lowered(text)).lower()
+    bare = _IN_NUMBER.sub(lambda mark: mark.group().translate(_KEPT), small).translate(_PUNCTUATION)
+    return _ARTICLES.sub(" ", bare).split() or bare.split() or small.split()

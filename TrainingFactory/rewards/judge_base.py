@@ -89,7 +89,8 @@ class Judge:
         return await self.client.ask(known, messages, number, read)
 
     def _boundary(self, known: Sequence[str], number: int) -> str:
-        """Random, or made from the whole prompt: no text can hold a digest of itself."""
+        """Random, or a digest of the seed and the whole prompt: another one for every text that is judged, so that
+        there is none to learn, and none that a text could hold, since it would have to hold a digest of itself."""
         if self.fence_seed is None:
             return new_boundary()
         return digest("fence", f"{self.fence_seed}", f"{number}", *known)[: len(new_boundary())]

@@ -23,6 +23,7 @@ from TrainingFactory.types import Message, ToolResult
 T = TypeVar("T")
 Messages = Callable[[], Sequence[Message]]
 LONGEST_PAUSE = 30.0
+LONGEST_WAIT = 120.0  # where an endpoint says itself how long
 FAULTS = {
     "refused": "the judge refused to answer",
     "cut": "the judge's answer was cut off; give it more max_tokens",
@@ -79,7 +80,8 @@ class Usage:
 
 class JudgeClient:
     """`concurrency` requests at a time, at most `rate` a second. Where the endpoint is busy, fails or does not answer
-    in time, a request is made again up to `retries` times, after `pause` seconds and then twice as many each time.
+    in time, a request is made again up to `retries` times, after `pause` seconds and then twice as many each time, or
+    when the endpoint's Retry-After says, which is waited for two minutes at most.
 
     `cache`: an SQLite file for the replies (or `redis://...`, or a `ToolCache`), known by the endpoint, the model, its
     parameters, the prompt and the number of the sample. Only replies that could be read are kept."""
@@ -151,7 +153,8 @@ class JudgeClient:
                 if attempt == self.retries:
                     tried = f" ({attempt + 1} attempts)" if attempt else ""
                     raise JudgeFailure(f"{error}{tried}", "unavailable") from error
-            pause = min(self.pause * 2**attempt, LONGEST_PAUSE) * _chance.uniform(0.5, 1)
+                wait = min(error.wait or 0.0, LONGEST_WAIT)
+            pause = max(min(self.pause * 2**attempt, LONGEST_PAUSE) * _chance.uniform(0.5, 1), wait)
             attempt += 1
             self.usage.retries += 1
             await asyncio.sleep(pause)

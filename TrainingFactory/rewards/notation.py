@@ -15,7 +15,7 @@ def plain(text: str) -> str:
     text = text[-MAX_CHARS:]
     if not text.isascii():
         text = _FRACTION_SIGN.sub(_fraction_sign, text)
-        text = _RAISED.sub(lambda match: "^" + match.group().translate(_LOWERED), text)
+        text = lowered(text)
         text = _FOREIGN.sub(lambda match: _ascii(match.group()), text)
     if "\\" in text or "{" in text:
         text = _without_latex(text)
@@ -26,6 +26,11 @@ def plain(text: str) -> str:
     text = _POWER_STARS.sub("^", text).replace("**", "")
     text = _EMPHASIS.sub("", text)
     return re.sub(r"[ \t\f\v]+", " ", text)
+
+
+def lowered(text: str) -> str:
+    """Raised figures in a line with the others: 2\u2078 is 2^8, and not 28."""
+    return _RAISED.sub(lambda match: "^" + match.group().translate(_LOWERED), text)
 
 
 def _without_latex(text: str) -> str:

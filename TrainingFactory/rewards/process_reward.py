@@ -33,7 +33,8 @@ class ProcessReward:
     """`ProcessReward(outcome_weight=1.0, step_rewards={"correct_tool": 0.5, "efficient_path": 0.2})`
 
     `step_rewards` are names of rules (process_rules.py, `register_rule`, or functions in `rules`) and what each pays.
-    `outcome` is the reward of the whole episode: any callable, or None for the environment's own.
+    `outcome` is the reward of the whole episode: any callable, or None for the environment's own. With an
+    `outcome_weight` of 0 it is not asked.
     `pay`: "once" pays a rule when it first holds (of a graded one, what is better than before), "per_turn" every time.
     `cap` limits what all rules together have paid at any time; None: as much as each of them once.
     `claw_back`: an episode that does not come to its own end gives back on its last turn what it was paid.
@@ -58,9 +59,10 @@ class ProcessReward:
 
     async def __call__(self, episode: Episode) -> Reward:
         shortest = _expert_turns(episode.environment) if "efficient_path" in self.plan.rules else None
-        outcome, process = await asyncio.gather(
-            self.outcome(episode), in_thread(self.plan.pay_turns, episode.trajectory, shortest)
-        )
+        turns = in_thread(self.plan.pay_turns, episode.trajectory, shortest)
+        if not self.outcome_weight:  # what counts for nothing must not cost anything, nor fail
+            return await turns
+        outcome, process = await asyncio.gather(self.outcome(episode), turns)
         return _together(self.outcome_weight, outcome, process)
 
 

@@ -135,9 +135,14 @@ class Contains(AnswerRule):
         return paid(self.rule, min(self.score(answer, str(one)) for one in right) if answer else 0.0)
 
     def score(self, answer: str, reference: Any) -> float:
-        # Not \b: it would find 72 in 7.72 and in 72,000.
-        wanted = re.escape(normalised(reference))
-        return float(bool(re.search(rf"(?<!\w)(?<!\d[.,]){wanted}(?!\w)(?![.,]\d)", normalised(answer))))
+        # Not \b: it would find 72 in 7.72, in 72,000, in 1/72 and in -72.
+        right = normalised(reference)
+        signs = r"(?<!^-)(?<![\s(=:]-)(?<!\d/)(?<!\^)(?<!^\.)(?<!\s\.)" if right[:1].isdigit() else ""
+        ends = r"(?![/^]\d)" if right[-1:].isdigit() else ""
+        found = re.search(
+            rf"(?<!\w)(?<!\d[.,]){signs}{re.escape(right)}(?!\w)(?![.,]\d){ends}", normalised(answer)
+        )
+        return float(found is not None)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,10 +8,11 @@ from typing import ClassVar
 from TrainingFactory.protocols import Episode
 from TrainingFactory.rewards.answers import Extraction, references
 from TrainingFactory.rewards.checks import check_flag
+from TrainingFactory.rewards.code_asserts import read_asserts
 from TrainingFactory.rewards.rules_base import paid
 from TrainingFactory.rewards.rules_form import last_fenced
 from TrainingFactory.tools.history import digest
-from TrainingFactory.tools.sql_rows import same_result
+from TrainingFactory.tools.sql_rows import Ask, same_result
 from TrainingFactory.types import Reward, ToolFailure, ToolResult
 
 
@@ -29,15 +30,21 @@ class ToolRule(Extraction):
 @dataclass(frozen=True, kw_only=True)
 class CodeTests(ToolRule):
     """The tests that the code passes, by the environment's `tool`. Tests are the task's metadata `tests`, else its
-    answer: one Python text, or a list of them, each run by itself after the code. `partial`: the share that passes."""
+    answer: one Python text, or a list of them, each run by itself after the code. `partial`: the share that passes.
+
+    Of `assert double(2) == 4` only the left side is sent to the tool, and its value is compared here (code_asserts.py).
+    Tests of other forms, such as those of unittest, run beside the code, which can make them say what it likes: they
+    leave the episode unscored, unless `trusting` says that this code is not out to do so."""
 
     rule: ClassVar[str] = "code_tests"
     tool: str = "python"
     partial: bool = False
+    trusting: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_flag("partial", self.partial)
+        check_flag("trusting", self.trusting)
 
     async def __call__(self, episode: Episode) -> Reward:
         tests = episode.task.metadata.get("tests") or references(episode.task, self.rule)
@@ -49,12 +56,20 @@ class CodeTests(ToolRule):
         return paid(self.rule, sum(passed) / len(passed) if self.partial else float(all(passed)))
 
     async def _passes(self, episode: Episode, code: str, test: str) -> bool:
-        # A word that the code cannot know shows that the end was reached: leaving early is not passing. The same code
-        # gets the same word again, so that a recorded call is found.
-        word = digest(code, test)
-        script = f"{code}\n\n{test}\nprint({word!r})\n"
-        result = _asked(await episode.call(self.tool, code=script), self.tool)
-        return result.ok and word in result.content
+        try:
+            asserts = read_asserts(test)
+        except ValueError as error:
+            raise ValueError(f"task {episode.task.id}: {error}") from error
+        ask = through(episode, self.tool, "code")
+        if asserts is not None:
+            said = await value_after(ask, f"{code}\n\n{asserts.script}", "'[' + ', '.join(_found) + ']'")
+            return said is not None and asserts.hold(said)
+        if not self.trusting:
+            raise ValueError(
+                f"task {episode.task.id}: the code could cheat the test {test.strip()[:60]!r}, which is not of the "
+                "form assert f(2) == 4; write it so, use tool_verified with code_cases, or set trusting: true"
+            )
+        return await value_after(ask, f"{code}\n\n{test}", "''") is not None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,16 +86,30 @@ class SqlResult(ToolRule):
         if not query:
             return paid(self.rule, 0.0)
 
-        async def ask(sql: str) -> ToolResult:
-            return _asked(await episode.call(self.tool, query=sql), self.tool)
-
+        ask = through(episode, self.tool, "query")
         try:
             return paid(self.rule, float(await same_result(ask, query, str(right))))
         except ValueError as error:
             raise ValueError(f"task {episode.task.id}: {error}") from error
 
 
-def _asked(result: ToolResult, tool: str) -> ToolResult:
-    if result.error == "unknown":
-        raise ToolFailure(f"the environment has no tool {tool!r}, which the reward needs")
-    return result
+def through(episode: Episode, tool: str, argument: str) -> Ask:
+    """The environment's tool, called by the reward. One that is not there is no fault of the model's."""
+
+    async def ask(text: str) -> ToolResult:
+        result = await episode.call(tool, **{argument: text})
+        if result.error == "unknown":
+            raise ToolFailure(f"the environment has no tool {tool!r}, which the reward needs")
+        return result
+
+    return ask
+
+
+async def value_after(ask: Ask, code: str, shown: str) -> str | None:
+    """The text that the expression `shown` gives after the code; None where that does not come to its end."""
+    # Tells it from what the code prints itself: leaving early is not passing. The same code gets the same word again,
+    # so that a recorded call is found; who finds it out gains nothing.
+    word = digest(code)
+    result = await ask(f"{code}\nprint('\\n' + {word!r} + {shown})\n")
+    found = [line for line in result.content.splitlines() if line.startswith(word)]
+    return found[0].removeprefix(word) if result.ok and len(found) == 1 else None

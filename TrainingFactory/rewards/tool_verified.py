@@ -21,17 +21,16 @@ from typing import Any, ClassVar
 from TrainingFactory.protocols import Episode, RewardFunction
 from TrainingFactory.rewards.answers import references
 from TrainingFactory.rewards.checks import check_choice, check_flag, check_number
-from TrainingFactory.rewards.numbers import Number
+from TrainingFactory.rewards.numbers import MAX_DIGITS, Number
 from TrainingFactory.rewards.rules_base import paid
 from TrainingFactory.rewards.rules_text import Numeric
-from TrainingFactory.rewards.rules_tools import CodeTests, ToolRule
+from TrainingFactory.rewards.rules_tools import CodeTests, ToolRule, through, value_after
 from TrainingFactory.tools.calculator import calculate
-from TrainingFactory.tools.history import digest
 from TrainingFactory.tools.making import call_with
 from TrainingFactory.tools.sql import SqlTool
 from TrainingFactory.tools.sql_rows import Ask, same_result
 from TrainingFactory.tools.threads import in_thread
-from TrainingFactory.types import Reward, Task, ToolFailure, ToolResult
+from TrainingFactory.types import Reward, Task
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +62,7 @@ class SqlExecution(ToolRule):
             return paid(self.rule, 0.0)
         try:
             if (files := task.metadata.get(self.database)) is None:
-                same = await same_result(_through(episode, self.tool, "query"), query, str(right))
+                same = await same_result(through(episode, self.tool, "query"), query, str(right))
             else:
                 listed = [files] if isinstance(files, str) else list(files)
                 results = [await self._same_on(path, query, str(right)) for path in listed]
@@ -116,7 +115,7 @@ class CodeCases(ToolRule):
         code = self.code_of(episode)
         if not code:
             return paid(self.rule, 0.0)
-        ask = _through(episode, self.tool, "code")
+        ask = through(episode, self.tool, "code")
         passed: list[bool] = []
         if not self.partial:  # code that never ends is stopped once, not once for every case
             first, *cases = cases
@@ -127,17 +126,11 @@ class CodeCases(ToolRule):
 
     async def _passes(self, ask: Ask, code: str, entry: str, args: list[Any], expected: Any) -> bool:
         sent = json.dumps(json.dumps(args))
-        # Tells the result from what the code prints itself. The same for the same code, so that recordings have it; who
-        # finds it out gains nothing.
-        word = digest(code, entry, sent)
-        lines = ["import json as _json", f"print({word!r} + _json.dumps({entry}(*_json.loads({sent}))))"]
-        result = await ask("\n".join([code, "", *lines, ""]))
-        found = [line for line in result.content.splitlines() if line.startswith(word)]
-        if not result.ok or len(found) != 1:
-            return False
+        shown = f"_json.dumps({entry}(*_json.loads({sent})))"
+        said = await value_after(ask, f"{code}\n\nimport json as _json", shown)
         try:
-            return _equal(json.loads(found[0].removeprefix(word)), expected)
-        except (ValueError, RecursionError):
+            return said is not None and _equal(json.loads(said), expected)
+        except (ValueError, RecursionError, OverflowError):  # a number that is too large to be compared
             return False
 
 
@@ -222,20 +215,11 @@ def _made_of(answer: str, numbers: Any) -> bool:
     """Whether the expression (of an equation its left side) uses no other numbers, and none twice."""
     if not isinstance(numbers, list | tuple):
         raise ValueError(f"the task's metadata numbers is {numbers!r:.60}; it must be a list of numbers")
-    used = Counter(Fraction(text) for text in re.findall(r"\d+(?:\.\d+)?", answer.partition("=")[0]))
+    texts = re.findall(r"\d+(?:\.\d+)?", answer.partition("=")[0])
+    if any(len(text) > MAX_DIGITS for text in texts):
+        return False
+    used = Counter(Fraction(text) for text in texts)
     return bool(used) and used <= Counter(Fraction(str(number)) for number in numbers)
-
-
-def _through(episode: Episode, tool: str, argument: str) -> Ask:
-    """The environment's tool, called by the reward. One that is not there is no fault of the model's."""
-
-    async def ask(text: str) -> ToolResult:
-        result = await episode.call(tool, **{argument: text})
-        if result.error == "unknown":
-            raise ToolFailure(f"the environment has no tool {tool!r}, which the reward needs")
-        return result
-
-    return ask
 
 
 VERIFIERS: dict[str, Any] = {kind.rule: kind for kind in (SqlExecution, CodeCases, CodeTests, Calculated)}

@@ -182,7 +182,7 @@ class _Making:
         return DistributedRewardModel(workers)
 
     def _judge(self, reward: OneReward, where: str) -> RewardFunction:
-        options = dict(reward.options)
+        options = {"fence_seed": self.config.training.seed} | reward.options  # the same requests in every run
         check_choice(f"{where}.options.verdict", options.get("verdict", "score"), VERDICTS)
         if reward.model is not None:
             options["model"] = reward.model

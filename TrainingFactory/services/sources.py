@@ -4,6 +4,7 @@ happened."""
 
 from __future__ import annotations
 
+import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -174,11 +175,15 @@ class SampledEpisodes:
         unscored = [trajectory for trajectory in episodes if trajectory.reward is None]
         if len(unscored) < len(episodes) and len(unscored) <= self.max_unscored * len(episodes):
             return None
-        reasons = Counter(trajectory.error or "no reason given" for trajectory in unscored)
-        reason = reasons.most_common(1)[0][0]
+        reason = _most_frequent([trajectory.error or "no reason given" for trajectory in unscored])
+        what = f"{len(unscored)} of {len(episodes)} episodes could not be scored"
         if len(unscored) == len(episodes):
-            return f"none of {len(episodes)} episodes could be scored, mostly: {reason}"
-        return (
-            f"{len(unscored)} of {len(episodes)} episodes could not be scored, and reward.max_unscored is "
-            f"{self.max_unscored:g}; mostly: {reason}"
-        )
+            what = f"none of {len(episodes)} episodes could be scored"
+        return f"{what}, and reward.max_unscored is {self.max_unscored:g}; mostly: {reason}"
+
+
+def _most_frequent(reasons: Sequence[str]) -> str:
+    """One of the most frequent kind: those that differ in numbers or in what they quote are alike."""
+    kinds = [re.sub(r"\d+|'[^']*'|\"[^\"]*\"", "", reason) for reason in reasons]
+    [(most, _)] = Counter(kinds).most_common(1)
+    return reasons[kinds.index(most)]

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
+import re
 import ssl
 from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
 from functools import cache
 from itertools import count
 from typing import Any, Protocol, TypeVar, runtime_checkable
-from urllib.parse import urlsplit
+from urllib.parse import quote, quote_plus, urlsplit
 
 import httpx
 
@@ -27,14 +31,16 @@ from TrainingFactory.types import Message, SamplingParams, ToolFailure, ToolResu
 T = TypeVar("T")
 MAX_SAID_CHARS = 200  # of what an endpoint says about an error
 MAX_BODY_BYTES = 20_000_000
+SECRETS = ("api_key", "apikey", "api-key", "key", "token", "authorization", "password", "secret")
 
 
 class ModelError(Exception):
-    """No answer. `temporary`: the endpoint was busy or out of reach, so that another attempt may help."""
+    """No answer. `temporary`: the endpoint was busy or out of reach, so that another attempt may help, after
+    `wait` seconds if the endpoint has named a time."""
 
-    def __init__(self, text: str, temporary: bool = False) -> None:
+    def __init__(self, text: str, temporary: bool = False, wait: float | None = None) -> None:
         super().__init__(text)
-        self.temporary = temporary
+        self.temporary, self.wait = temporary, wait
 
 
 @runtime_checkable
@@ -60,17 +66,22 @@ class Endpoint:
         timeout: float = 60.0,
         options: Mapping[str, Any] | None = None,
     ) -> None:
-        parts = urlsplit(base_url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError(f"base_url is an address such as https://host/v1, not {base_url!r}")
-        if parts.username or parts.password:
-            raise ValueError("base_url must hold no password; put the key into an environment variable")
+        check_address(base_url)
+        if api_key_env is not None and not _is_variable(api_key_env):
+            raise ValueError(
+                "api_key_env is the name of the environment variable that holds the key, such as OPENAI_API_KEY, not "
+                "the key itself"
+            )
         if timeout <= 0:
             raise ValueError(f"timeout is in seconds and over 0, not {timeout}")
         self.url = base_url.rstrip("/").removesuffix(self.PATH) + self.PATH
-        self.host = parts.netloc
+        self.host = urlsplit(base_url).netloc
         self.model, self.api_key_env, self.timeout = model, api_key_env, timeout
         self.options = dict(options or {})
+        if secret := [name for name in self.options if str(name).lower() in SECRETS]:
+            raise ValueError(
+                f"options.{secret[0]} would stand in every log; api_key_env names what holds the key"
+            )
 
     async def complete(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> Message:
         body: dict[str, Any] = {"model": self.model, "messages": [_wire(message) for message in messages]}
@@ -82,7 +93,7 @@ class Endpoint:
         """What the endpoint answers to a request; ModelError if that is no success."""
         key = self._key()
         try:
-            status, data = await self._post(body, key)
+            status, headers, data = await self._post(body, key)
         except (httpx.TimeoutException, TimeoutError):
             raise ModelError(
                 f"{self.host} did not answer within {self.timeout:g} s", temporary=True
@@ -90,11 +101,13 @@ class Endpoint:
         except httpx.HTTPError as error:
             what = type(error).__name__
             raise ModelError(f"{self.host} could not be reached ({what})", temporary=True) from None
+        # A server may repeat the key, in an error or in an answer: it goes into no text of ours.
+        data = data if key is None else _without(data, key)
         if status != 200:
-            said = data.decode("utf-8", errors="replace")
-            said = " ".join((said.replace(key, "***") if key else said).split())[:MAX_SAID_CHARS]
+            said = " ".join(data.decode("utf-8", errors="replace").split())[:MAX_SAID_CHARS]
             temporary = status in (408, 409, 425, 429) or status >= 500
-            raise ModelError(f"{self.host} answered with status {status}: {said}", temporary)
+            wait = seconds_of(headers.get("retry-after"))
+            raise ModelError(f"{self.host} answered with status {status}: {said}", temporary, wait)
         return data
 
     def read(self, data: bytes, take: Callable[[Any], T]) -> T:
@@ -119,7 +132,7 @@ class Endpoint:
             )
         return key
 
-    async def _post(self, body: dict[str, Any], key: str | None) -> tuple[int, bytes]:
+    async def _post(self, body: dict[str, Any], key: str | None) -> tuple[int, httpx.Headers, bytes]:
         # A client per call: it belongs to the event loop it is used on, and every batch has a loop of its own.
         limit = httpx.Timeout(self.timeout)
         async with (
@@ -134,7 +147,53 @@ class Endpoint:
                 data += chunk
                 if len(data) > MAX_BODY_BYTES:
                     raise ModelError(f"{self.host} sent more than {MAX_BODY_BYTES} bytes")
-            return response.status_code, bytes(data)
+            return response.status_code, response.headers, bytes(data)
+
+
+def check_address(base_url: Any) -> None:
+    """ValueError for what is no address, and for one with a key in it, which every log would show."""
+    try:
+        parts = urlsplit(base_url)
+        known = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or True)
+    except (ValueError, TypeError, AttributeError):
+        raise ValueError("base_url is no address; it looks like https://host/v1") from None
+    if parts.query or parts.fragment or "@" in base_url:
+        raise ValueError(
+            "base_url must hold no password and nothing after a ? or #; put the key into an environment variable, "
+            "which api_key_env names"
+        )
+    if not known:
+        raise ValueError(f"base_url is an address such as https://host/v1, not {base_url!r:.100}")
+
+
+def seconds_of(retry_after: str | None) -> float | None:
+    """What a Retry-After header asks for: seconds, or a date."""
+    if retry_after is None:
+        return None
+    try:
+        seconds = float(retry_after)
+    except ValueError:
+        try:
+            until = parsedate_to_datetime(retry_after)
+        except (ValueError, TypeError, OverflowError):
+            return None
+        until = until if until.tzinfo else until.replace(tzinfo=UTC)
+        seconds = (until - datetime.now(UTC)).total_seconds()
+    return max(seconds, 0.0) if math.isfinite(seconds) else None
+
+
+def _is_variable(name: Any) -> bool:
+    """Not for what looks like a key: long, in small letters, with digits."""
+    if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
+        return False
+    return len(name) < 20 or not (re.search(r"\d", name) and re.search(r"[a-z]", name))
+
+
+def _without(data: bytes, key: str) -> bytes:
+    """Also where the key stands in JSON or in an address."""
+    for written in (key, json.dumps(key)[1:-1], quote(key), quote_plus(key)):
+        data = data.replace(written.encode(), b"***")
+    return data
 
 
 def first_message(answer: Any) -> Message:
