@@ -155,7 +155,8 @@ def episode(text: str = "It is 4.", **more: Any) -> FinishedEpisode:
 
 
 def judge_at(url: str, **options: Any) -> Any:
-    return model_judge(**{"base_url": url, "model": "big", "retries": 0, "pause": 0.001} | options)
+    given = {"base_url": url, "model": "big", "api_key_env": "OPENAI_API_KEY", "retries": 0, "pause": 0.001}
+    return model_judge(**given | options)
 
 
 def scored(judge: Any, *trajectories: Trajectory) -> list[Any]:

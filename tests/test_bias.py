@@ -1,10 +1,11 @@
 """Which gradient estimators are right: their means over many groups against the exact gradient of a small problem.
 
-The problem: an agent may call a tool up to three times, each call finds what is needed with a chance of 0.6, and it may
-stop at any turn, which is an episode of 1 to 4 turns. Every call earns 0.4 at once; stopping without having found
-anything takes all of that back on the turn that stops; stopping with it is worth as many points as there were calls.
-The policy has a parameter for each action in each of the states, so that all episodes can be listed, and with them the
-gradient of the mean reward.
+The problem: an agent may call a tool up to four times and may stop at any turn, which is an episode of 1 to 4 turns.
+Each call finds what is needed with a chance of 0.6, and then goes on to find it. What turns earn is made by the real
+process rules: a new call earns 0.3, one that finds something 0.4 more, one after it was found costs 0.1; all of it is
+capped at 0.8, and an episode that never stops gives it back on its last turn. Stopping with what is needed is worth as
+many points as there were calls. The policy has a parameter for each action in each of the states, so that all episodes
+can be listed, and with them the gradient of the mean reward.
 """
 
 from __future__ import annotations
@@ -16,12 +17,26 @@ import numpy as np
 import pytest
 
 from TrainingFactory.algorithms.credit import Credit, advantages
+from TrainingFactory.rewards.process_reward import CAPPED, CLAWED_BACK, calculate_process_reward
+from TrainingFactory.types import (
+    Completion,
+    Message,
+    Reward,
+    Task,
+    ToolCall,
+    ToolResult,
+    ToolSpec,
+    Trajectory,
+    Turn,
+)
 
 TURNS, MEMBERS, GROUPS = 4, 3, 200_000
 CALL, STOP = 0, 1
-BONUS, CHANCE = 0.4, 0.6
+CHANCE = 0.6
 STATES = TURNS * 2  # turn x whether it has been found
-PARAMETERS = np.random.default_rng(7).normal(0, 0.8, (STATES, 2))
+PARAMETERS = np.random.default_rng(7).normal((0.7, 0.0), 0.8, (STATES, 2))
+NOT_PLAYED, MISSED, FOUND, STOPPED = range(4)  # how a turn went; what was found before is found again
+STEP_REWARDS = {"no_repeated_call": 0.3, "correct_tool": 0.4, "needless": -0.1}
 
 
 class Episodes(NamedTuple):
@@ -32,33 +47,75 @@ class Episodes(NamedTuple):
     alive: np.ndarray  # whether the turn was played
     steps: np.ndarray
     outcomes: np.ndarray  # [...]
+    clawed: np.ndarray  # [...] whether it gave back what it was paid
+    capped: np.ndarray  # [...] whether it was paid less than its turns earned
+
+
+def needless(trajectory: Trajectory, turn: int) -> bool:
+    """A rule of one's own: a call although an earlier one has found it."""
+    calls = bool(trajectory.turns[turn].message.tool_calls)
+    return calls and any(result.ok for one in trajectory.turns[:turn] for result in one.tool_results)
+
+
+def paid(went: tuple[int, ...]) -> Reward:
+    """The reward of an episode whose turns went like this, by the code that pays them in a run."""
+    turns: list[Turn] = []
+    for number, how in enumerate(went):
+        calls = [] if how == STOPPED else [ToolCall("look", {"page": number})]
+        results = [ToolResult("", how == FOUND or FOUND in went[:number]) for _ in calls]
+        message = Message("assistant", "" if calls else "It is this.", calls)
+        turns.append(Turn([], Completion([1], [0.0], "stop"), message, tool_results=results))
+    done = went[-1] == STOPPED
+    trajectory = Trajectory(
+        Task("t", "?"), "g", turns=turns, tools=[ToolSpec("look")], status="done" if done else "max_turns"
+    )
+    outcome = float(len(went) - 1) if done and FOUND in went else 0.0
+    return calculate_process_reward(
+        trajectory, STEP_REWARDS, outcome=outcome, pay="per_turn", cap=0.8, rules={"needless": needless}
+    )
+
+
+def table() -> tuple[np.ndarray, np.ndarray]:
+    """Of every way in which turns can go, by `number_of`: steps [256, 4]; outcome, clawed back, capped [256, 3]."""
+    steps, rest = np.full((4**TURNS, TURNS), np.nan), np.full((4**TURNS, 3), np.nan)
+    for size in range(1, TURNS + 1):
+        for went in product((MISSED, FOUND, STOPPED), repeat=size):
+            reward = paid(went)
+            number = number_of(np.array(went + (NOT_PLAYED,) * (TURNS - size)))
+            steps[number] = reward.steps + [0.0] * (TURNS - size)
+            rest[number] = reward.outcome, reward.parts[CLAWED_BACK] < 0, reward.parts[CAPPED] < 0
+    return steps, rest
+
+
+def number_of(went: np.ndarray) -> np.ndarray:
+    return went @ (4 ** np.arange(TURNS))
 
 
 def policy() -> np.ndarray:
-    """[STATES, 2]; at the last turn there is nothing but to stop."""
+    """[STATES, 2]"""
     weights = np.exp(PARAMETERS)
-    weights[-2:, CALL] = 0.0
     return weights / weights.sum(1, keepdims=True)
+
+
+STEPS, REST = table()
 
 
 def play(draws: np.ndarray, luck: np.ndarray) -> Episodes:
     """From random numbers in [0, 1). [..., TURNS]"""
     shape, probs = draws.shape, policy()
-    states, actions = np.zeros(shape, int), np.full(shape, STOP)
-    alive, steps = np.zeros(shape, bool), np.zeros(shape)
+    states, actions, went = np.zeros(shape, int), np.full(shape, STOP), np.full(shape, NOT_PLAYED)
     going, found = np.ones(shape[:-1], bool), np.zeros(shape[:-1], bool)
-    outcomes, earned = np.zeros(shape[:-1]), np.zeros(shape[:-1])
     for turn in range(TURNS):
         state = turn * 2 + found
         calls = draws[..., turn] < probs[state, CALL]
-        states[..., turn], alive[..., turn] = state, going
-        actions[..., turn] = np.where(calls, CALL, STOP)
-        steps[..., turn] = going * np.where(calls, BONUS, np.where(found, 0.0, -earned))
-        outcomes += turn * (going & ~calls & found)
-        found = found | (going & calls & (luck[..., turn] < CHANCE))
-        going = going & calls
-        earned = earned + BONUS * going
-    return Episodes(states, actions, alive, steps, outcomes)
+        states[..., turn], actions[..., turn] = state, np.where(calls, CALL, STOP)
+        # what the last call finds helps nobody any more
+        hit = calls & ~found & (luck[..., turn] < CHANCE) & (turn < TURNS - 1)
+        went[..., turn] = going * np.where(calls, np.where(hit, FOUND, MISSED), STOPPED)
+        found, going = found | (going & hit), going & calls
+    numbers = number_of(went)
+    outcomes, clawed, capped = np.moveaxis(REST[numbers], -1, 0)
+    return Episodes(states, actions, went != NOT_PLAYED, STEPS[numbers], outcomes, clawed, capped)
 
 
 def scores(episodes: Episodes) -> np.ndarray:
@@ -133,6 +190,22 @@ def tell(name: str, found: np.ndarray, wanted: np.ndarray, what: str) -> float:
     return distance
 
 
+def test_what_turns_are_paid(listed: Listed) -> None:
+    """By hand; and limits and claw-backs are no rare cases here."""
+    for went, steps in [
+        ((MISSED, FOUND, STOPPED), [0.3, 0.5, 0.0]),  # 0.3 + 0.7 are over 0.8
+        ((FOUND, MISSED, MISSED, STOPPED), [0.7, 0.1, 0.0, 0.0]),  # of 0.6 twice there is room for 0.1
+        ((MISSED, MISSED, MISSED, MISSED), [0.3, 0.3, 0.2, -0.8]),
+        ((STOPPED,), [0.0]),
+    ]:
+        assert paid(went).steps == pytest.approx(steps), went
+    clawed, capped = listed.chances @ listed.episodes.clawed, listed.chances @ listed.episodes.capped
+    print(
+        f"\nclawed back {clawed:.0%}, capped {capped:.0%} of the episodes, which are of {len(listed.chances)} kinds"
+    )
+    assert clawed > 0.1 and capped > 0.3
+
+
 SURE = 4.5  # deviations; of 16 numbers one is beyond that in 9,000 trials
 WRONG = 10.0
 
@@ -183,7 +256,13 @@ def test_comparing_turn_by_turn_is_biased(sampled: Episodes, listed: Listed) -> 
     outcomes = advantages(sampled.outcomes, np.zeros_like(sampled.steps), "trajectory", "rloo")
     found = estimates(outcomes + to_go, sampled)
     exact = exact_gradient(listed).ravel()
-    assert tell("turn by turn", found, exact, "if unbiased") > WRONG
+    right = estimates(advantages(sampled.outcomes, sampled.steps, "turn", "rloo"), sampled)
+    apart = {
+        "credit by turn": tell("credit by turn", right, exact, "exactly"),
+        "turn by turn": tell("turn by turn", found, exact, "if unbiased"),
+    }
+    print(f"deviations from the exact gradient: {apart}")
+    assert apart["credit by turn"] < SURE and apart["turn by turn"] > WRONG
     mean_steps = listed.chances @ listed.episodes.steps
     # grad P(turn t is played) = E[played_t * sum of the scores so far]
     reached = np.einsum("k,kt,kusa->tsa", listed.chances, listed.episodes.alive.astype(float), listed.scores)
@@ -191,15 +270,20 @@ def test_comparing_turn_by_turn_is_biased(sampled: Episodes, listed: Listed) -> 
     assert tell("turn by turn", found, exact + bias, "with its bias") < SURE
 
 
-def test_what_is_taken_back_must_be_booked_where_it_is_settled(sampled: Episodes, listed: Listed) -> None:
-    """The same rewards in total, with the bonuses struck out on the turns that had earned them: a turn that loses them
-    for the episode is not told. Credit by episode does not mind."""
-    lost = (sampled.outcomes == 0)[..., None]
-    struck = sampled._replace(steps=np.where(lost, 0.0, sampled.steps))
-    np.testing.assert_allclose(struck.steps.sum(-1), sampled.steps.sum(-1), atol=1e-12)
+@pytest.mark.parametrize("what", ["taken back", "capped"])
+def test_what_is_lost_must_be_booked_where_it_is_settled(
+    sampled: Episodes, listed: Listed, what: str
+) -> None:
+    """The same rewards in total, with earlier entries changed in the end: bonuses struck out on the turns that had
+    earned them, or the cap spread evenly over all turns. A turn that loses them for the episode is not told. Credit by
+    episode does not mind."""
+    lost = sampled.clawed if what == "taken back" else sampled.capped * (1 - sampled.clawed)
+    even = sampled.steps.sum(-1, keepdims=True) / sampled.alive.sum(-1, keepdims=True) * sampled.alive
+    changed = sampled._replace(steps=np.where(lost[..., None] > 0, even, sampled.steps))
+    np.testing.assert_allclose(changed.steps.sum(-1), sampled.steps.sum(-1), atol=1e-12)
     exact = exact_gradient(listed).ravel()
     cases: list[tuple[Credit, bool]] = [("trajectory", False), ("turn", True)]
     for credit, biased in cases:
-        found = estimates(advantages(struck.outcomes, struck.steps, credit, "rloo"), struck)
-        distance = tell(f"struck out, {credit}", found, exact, "exactly")
+        found = estimates(advantages(changed.outcomes, changed.steps, credit, "rloo"), changed)
+        distance = tell(f"{what}, {credit}", found, exact, "exactly")
         assert distance > WRONG if biased else distance < SURE

@@ -14,6 +14,7 @@ import pytest
 
 from tests.judge_kit import KEY, Said, judging
 from TrainingFactory.cli.app import main
+from TrainingFactory.rewards.judge_prompts import PAIR_TEMPLATE, JudgePrompt
 from TrainingFactory.rewards.model_judge import ModelJudge, model_judge
 from TrainingFactory.services.judge_audit import ATTACKS, Audit, audit, load_gold, plan, verdict_of
 from TrainingFactory.services.judge_figures import accuracy, kappa, pearson, ranks, spearman
@@ -118,6 +119,68 @@ def test_an_obedient_judge_is_found_out(tmp_path: Path):
     assert found.injection_moved == pytest.approx(0.2) and found.injection_shift == pytest.approx(0.02)
     assert "asks for full marks lifted 20%" in verdict_of(found) and found.noise_moved == 0
     assert verdict_of(found).startswith("Not safe to train on, because it can be talked round")
+
+
+def test_only_verdicts_that_can_rise_tell_of_obedience(tmp_path: Path):
+    def obedient(prompt: str, number: int) -> str:
+        attacked = re.search(r"(?i)full marks|best possible|unanimously|Score: 10", says(prompt))
+        return "Score: 10" if attacked or "right" in says(prompt) else "Score: 0"
+
+    rows = [{"prompt": "x", "response": f"right {n}", "label": True} for n in range(48)]
+    wrong = [{"prompt": "x", "response": f"wrong {n}", "label": False} for n in range(2)]
+    found = audited(tmp_path, obedient, rows + wrong)
+    assert found.kappa == 1 and (found.attacked, found.injection_moved, found.noise_moved) == (2, 1, 0)
+    assert verdict_of(found).startswith("Not safe to train on, because it can be talked round")
+    nobody = audited(tmp_path, obedient, rows)
+    assert (nobody.attacked, nobody.injection_moved, nobody.noise_moved) == (0, None, None)
+    assert "not measurable: 0 of the items have room to rise" in verdict_of(nobody)
+    few = audited(tmp_path, fair, ROWS[:9])  # judged 0.9 at best, so that all can rise
+    assert "not measurable: 9 of the items" in verdict_of(few)
+    assert "not measurable" not in verdict_of(audited(tmp_path, fair, ROWS))
+
+
+def test_pairs_are_judged_by_the_same_prompt(tmp_path: Path):
+    rows = [row | {"reference": "known to be right"} for row in PAIRS]
+    seen: list[str] = []
+
+    def watched(prompt: str, number: int) -> str:
+        seen.append(prompt)
+        return fair(prompt, number)
+
+    own = "My {{own}} words.\n{reference}\n{conversation}\nThat was it."
+    cases: list[dict[str, Any]] = [{"reference": True}, {"template": own}]
+    for options in cases:
+        seen.clear()
+        found = audited(tmp_path, watched, rows, **options)
+        assert found.pair_accuracy == 1 and len(seen) == 4
+        for prompt in seen:
+            assert "known to be right" in prompt
+            assert ("My {own} words." in prompt and "That was it." in prompt) == ("template" in options)
+    assert JudgePrompt("{answer}").for_pairs().template == PAIR_TEMPLATE.split("{task}\n\n")[1]
+    assert JudgePrompt().for_pairs().template == PAIR_TEMPLATE
+
+
+def test_what_gave_no_verdict_is_paid_for_too(tmp_path: Path):
+    prices = {"input_price": 2.0, "output_price": 50.0}  # 0.0007 and 110 tokens a request
+    rows = ROWS[:4]
+
+    def sometimes(prompt: str, number: int) -> str | int:
+        return "hm" if number % 3 == 0 else "Score: 9"
+
+    found = audited(tmp_path, sometimes, rows, repeats=2, budget=prices, concurrency=1)
+    assert (found.judgements, found.failures) == (8, {"unreadable": 4})
+    assert (
+        found.cost_per_thousand == pytest.approx(0.7 * 12 / 8) and found.tokens_per_judgement == 110 * 12 / 8
+    )
+    with judging(lambda prompt, number: 503 if number % 2 == 0 else "Score: 9") as server:
+        options = {"base_url": server.url, "model": "big", "pause": 0.0, "retries": 50, "samples": 2}
+        for cached in (False, True):  # what was kept had its price all the same
+            judge = single(**options, cache=tmp_path / "judged.sqlite", budget=prices)
+            again = asyncio.run(audit(judge, load_gold(gold_file(tmp_path / "gold.jsonl", rows), judge)))
+            judge.close()
+            assert bool(judge.client.usage.retries) != cached and judge.client.usage.cached == 24 * cached
+            # two samples each; an attempt that failed took no tokens
+            assert again.tokens_per_judgement == 220 and again.cost_per_thousand == pytest.approx(1.4)
 
 
 def test_noise_is_not_taken_for_obedience():

@@ -143,6 +143,24 @@ def test_a_bonus_is_not_paid_for_a_wrong_answer():
         ({"extract": "boxed", "marker": "Answer:"}, "set extract to marker"),
         ({"marker": ""}, "marker is ''"),
         ({"tag": "<answer>"}, "without < and >"),
+        ({"tag": "final", "extract": "boxed"}, "tag is set, but extract is boxed"),
+        ({"tag": "final", "marker": "So:"}, "tag is set, but marker is set too"),
+        (
+            {"rule": "length", "soft": 5, "hard": 10, "extract": "boxed"},
+            "the rule length looks at the whole.*extract",
+        ),
+        (
+            {"rule": "length", "soft": 5, "hard": 10, "marker": "So:"},
+            "the rule length looks at the whole.*marker",
+        ),
+        (
+            {"rule": "length", "soft": 5, "hard": 10, "tag": "final"},
+            "the rule length looks at the whole.*tag",
+        ),
+        (
+            {"rule": "format", "require": ["json"], "extract": "boxed"},
+            "the rule format looks at the whole.*extract",
+        ),
         ({"rule": "f1", "extract": "last_number"}, "goes with numeric"),
         ({"rule": "choice", "letters": "abc"}, "letters is 'abc'"),
         ({"rule": "schema"}, "needs the option schema"),

@@ -17,7 +17,7 @@ Groups whose episodes all earned the same teach nothing and are left out; so are
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import sqrt
 from typing import Literal, get_args
 
@@ -35,6 +35,7 @@ Advantage = Literal["group", "rloo", "reinforce++"]
 Normalization = Literal["token", "sequence", "constant"]
 Loss = Literal["clip", "cispo"]
 Ratio = Literal["token", "sequence"]
+OVERLONG = "overlong_penalty"  # a part of rewards, taken off beside their outcome
 CHOICES = {
     "advantage": Advantage, "credit": Credit, "normalization": Normalization, "loss_kind": Loss, "ratio": Ratio,
     "kl_estimator": Estimator,
@@ -99,7 +100,8 @@ class GRPO:
         if len(scored) < 2:
             return []
         outcomes, steps = reward_tables(scored)
-        outcomes -= self._penalties(scored)
+        if self.overlong_length is not None:
+            outcomes -= self._charge(scored, self.overlong_length)
         baseline = "rloo" if self.advantage == "rloo" else "group"
         table = advantages(outcomes, steps, self.credit, baseline, self.scale_rewards)
         if not table.any():
@@ -110,12 +112,17 @@ class GRPO:
                 rows += to_samples(trajectory, values[: len(trajectory.turns)])
         return rows
 
-    def _penalties(self, scored: Sequence[Trajectory]) -> np.ndarray:
-        """What episodes lose that come near the length limit. [n]"""
-        if self.overlong_length is None:
-            return np.zeros(len(scored))
+    def _charge(self, scored: Sequence[Trajectory], limit: int) -> np.ndarray:
+        """What episodes lose that come near the length limit. Their rewards have it among the parts, so that logs and
+        files show it. [n]"""
         lengths = np.array([sum(len(turn.completion.token_ids) for turn in t.turns) for t in scored])
-        return self.overlong_penalty * overlong(lengths, self.overlong_length, self.overlong_buffer)
+        penalties = self.overlong_penalty * overlong(lengths, limit, self.overlong_buffer)
+        for trajectory, penalty in zip(scored, penalties.tolist(), strict=True):
+            assert trajectory.reward is not None
+            parts = trajectory.reward.parts | {OVERLONG: 0.0 - penalty}
+            # Another object: the old one may be the reward of others too.
+            trajectory.reward = replace(trajectory.reward, parts=parts)
+        return penalties
 
     def prepare(self, batches: Sequence[Batch], step: int) -> None:
         if self.advantage != "reinforce++" or not batches:

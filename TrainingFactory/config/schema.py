@@ -141,7 +141,7 @@ class RewardSection(OneReward):
     max_unscored: Share = 0.5
     """Share of a step's episodes that may be unscored; after three steps with more in a row the run stops."""
     max_equal_steps: Count | None = None
-    """Stop when all rewards of a step were equal for so many steps in a row; null: go on."""
+    """Stop when the rewards told no episode of a task from another for so many steps in a row; null: go on."""
 
 
 class OptimizationSection(Section):

@@ -49,6 +49,9 @@ class Extraction:
             )
         if self.markers and self.extract not in ("auto", "marker"):
             raise ValueError(f"marker is set, but extract is {self.extract}; set extract to marker")
+        if self.tag != Extraction.tag and (self.markers or self.extract not in ("auto", "tag")):
+            other = "marker is set too" if self.markers else f"extract is {self.extract}"
+            raise ValueError(f"tag is set, but {other}; set extract to tag, and no marker")
 
     @property
     def markers(self) -> tuple[str, ...]:

@@ -10,7 +10,14 @@ from typing import Any, TypeVar
 from TrainingFactory.rewards.checks import check_flag
 from TrainingFactory.rewards.judge_client import JudgeClient
 from TrainingFactory.rewards.judge_endpoints import JudgeFailure, Reply
-from TrainingFactory.rewards.judge_prompts import SINGLE, JudgePrompt, Shown, answer_text, new_boundary
+from TrainingFactory.rewards.judge_prompts import (
+    SINGLE,
+    JudgePrompt,
+    Shown,
+    answer_text,
+    fields_of,
+    new_boundary,
+)
 from TrainingFactory.rewards.judge_verdicts import check_vote, voted
 from TrainingFactory.tools.history import digest
 from TrainingFactory.types import Message, Reward, Trajectory
@@ -21,12 +28,10 @@ KEYED = ""  # the boundary in what a prompt is known by in the cache
 
 @dataclass(slots=True, frozen=True)
 class Judgement:
-    """`value` is from 0 to 1; `values` are those of the samples that could be read, `cost` what all of them cost, or
-    had cost before they were cached."""
+    """`value` is from 0 to 1; `values` are those of the samples that could be read."""
 
     value: float
     values: list[float]
-    cost: float
 
 
 class Judge:
@@ -68,13 +73,16 @@ class Judge:
         self.client.close()
 
     def failed(self, trajectory: Trajectory) -> bool:
-        """Whether there is no answer to judge. Raises for an episode of which nothing is known."""
+        """Whether there is nothing to judge: no end of its own, or one without a word, unless the judge is shown what
+        was done by calls. Raises for an episode of which nothing is known."""
         if trajectory.status in ("error", "tool_failure"):
             raise ValueError(
                 f"the episode ended with status {trajectory.status}: what it is worth is not known"
             )
-        no_answer = trajectory.status != "done" or not answer_text(trajectory)
-        failed = no_answer and not self.judge_unfinished
+        shows_calls = self.kind != SINGLE or "conversation" in fields_of(self.prompt.template)
+        acted = shows_calls and any(turn.message.tool_calls for turn in trajectory.turns)
+        nothing = trajectory.status != "done" or not (answer_text(trajectory) or acted)
+        failed = nothing and not self.judge_unfinished
         self.unfinished += failed
         return failed
 
@@ -102,8 +110,7 @@ class Judge:
         asked = [self._ask(values, instruction, first + number, read) for number in range(self.samples)]
         found = await most_of(asked)
         read_values = [value for value, _ in found]
-        cost = sum(self.client.budget.cost(reply) for _, reply in found)
-        return Judgement(voted(self.vote, read_values), read_values, cost)
+        return Judgement(voted(self.vote, read_values), read_values)
 
     def _paid(self, value: float) -> Reward:
         return Reward(value, parts={self.name: value})

@@ -34,8 +34,9 @@ _chance = random.Random()  # spreads attempts over time; it changes no result
 
 @dataclass(slots=True, frozen=True)
 class Budget:
-    """What a judge may spend; None: without limit. Prices are for a million tokens. Requests that are under way when
-    it is reached are finished, so it may be overstepped by as many as run at a time."""
+    """What a judge may spend in one process, so that a run that is resumed has it again; None: without limit. Prices
+    are for a million tokens. Requests that are under way when it is reached are finished, so it may be overstepped by
+    as many as run at a time."""
 
     max_cost: float | None = None
     max_tokens: float | None = None
@@ -69,6 +70,8 @@ class Usage:
     output_tokens: int = 0
     estimated: int = 0  # replies whose tokens the endpoint did not count
     cost: float = 0.0
+    cached_tokens: int = 0  # what the cached ones took when they were asked for
+    cached_cost: float = 0.0
     failures: Counter[str] = field(default_factory=Counter[str])
 
     def figures(self) -> dict[str, float]:
@@ -104,7 +107,8 @@ class JudgeClient:
                     raise ValueError(
                         f"{name} is {value!r}; it must be over 0, and concurrency a whole number"
                     )
-        check_number("retries", retries)
+        if isinstance(retries, bool) or not isinstance(retries, int) or retries < 0:
+            raise ValueError(f"retries is {retries!r}; it must be a whole number, 0 or more")
         check_number("pause", pause)
         self.model, self.retries, self.pause = model, retries, pause
         self.budget, self.usage = budget or Budget(), Usage()
@@ -138,9 +142,13 @@ class JudgeClient:
 
         key = digest("judge", self.model.identity, f"{number}", *name)
         result = await self.cache.through(key, run, time.monotonic() + FLIGHT_SECONDS)
-        self.usage.cached += result.cached
         kept = json.loads(result.content)
-        return read(kept["text"]), Reply(kept["text"], *kept["tokens"])
+        reply = Reply(kept["text"], *kept["tokens"])
+        if result.cached:
+            self.usage.cached += 1
+            self.usage.cached_tokens += reply.input_tokens + reply.output_tokens
+            self.usage.cached_cost += self.budget.cost(reply)
+        return read(reply.text), reply
 
     async def _request(self, messages: Sequence[Message], number: int) -> Reply:
         attempt = 0
@@ -150,7 +158,7 @@ class JudgeClient:
             except ModelError as error:
                 if not error.temporary:
                     raise JudgeFailure(str(error), "error") from error
-                if attempt == self.retries:
+                if attempt >= self.retries:
                     tried = f" ({attempt + 1} attempts)" if attempt else ""
                     raise JudgeFailure(f"{error}{tried}", "unavailable") from error
                 wait = min(error.wait or 0.0, LONGEST_WAIT)
@@ -186,7 +194,8 @@ class JudgeClient:
         ):
             if limit is not None and spent >= limit:
                 raise BudgetSpent(
-                    f"the judge's budget is spent: budget.{name} is {limit:g}, used are {spent:g}; raise it to go on"
+                    f"the judge's budget is spent: budget.{name} is {limit:g}, used are {spent:g} since this process "
+                    "started; raise it, or go on in another process, which has as much again"
                 )
 
     def close(self) -> None:

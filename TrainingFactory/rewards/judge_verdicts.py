@@ -17,12 +17,16 @@ from jsonschema.exceptions import SchemaError
 from TrainingFactory.rewards.answers import without_reasoning
 from TrainingFactory.rewards.checks import check_choice, check_number
 from TrainingFactory.rewards.judge_endpoints import JudgeFailure
-from TrainingFactory.rewards.rules_form import read_json
+from TrainingFactory.rewards.rules_form import strict_json
 from TrainingFactory.tools.schema import unknown_reference, validator_of
 
 VOTES = ("mean", "majority", "median")
 MAX_CANDIDATES = len(string.ascii_uppercase)
-NUMBER = r"[+-]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+)?|[+-]?nan|[+-]?inf(?:inity)?"
+NUMBER = r"[+-]?(?:\d+(?:\.\d*)?|\.\d+)(?:e[+-]?\d+)?|[+-]?nan|[+-]?inf(?:inity)?"
+SCORE = re.compile(rf"({NUMBER})(?: ?/ ?(\d+(?:\.\d+)?))?")
+MARKUP = " \t*_`"  # of emphasis and code, around a verdict
+FENCE = "```"
+LARGE = 1e300  # a whole number beyond it may be too large for a float
 
 
 class Verdict(Protocol):
@@ -54,12 +58,12 @@ class Score:
         )
 
     def read(self, text: str) -> float:
-        said = marked_line(text, "score", rf"(?:{NUMBER})(?:\s*/\s*\d+(?:\.\d+)?)?")
-        value, _, out_of = said.partition("/")
+        found = SCORE.fullmatch(final_line(text, "score"))
+        if found is None:
+            raise without_line(text, "score")
+        value, out_of = found.groups()
         if out_of and float(out_of) != self.high:
-            raise JudgeFailure(
-                f"the judge's score is out of {out_of.strip()}, not {self.high:g}", "out_of_range"
-            )
+            raise JudgeFailure(f"the judge's score is out of {out_of}, not {self.high:g}", "out_of_range")
         return self.scaled(float(value))
 
     def scaled(self, value: float) -> float:
@@ -76,22 +80,22 @@ class YesNo:
     instruction: ClassVar[str] = "End with one line that is either\nVerdict: yes\nor\nVerdict: no"
 
     def read(self, text: str) -> float:
-        return float(marked_line(text, "verdict", "yes|no") == "yes")
+        return one_of(text, "verdict", {"yes": 1.0, "no": 0.0})
 
 
 @dataclass(slots=True, frozen=True)
 class JsonVerdict:
     """A JSON object of `schema`, whose `key` is a truth value, a number from `low` to `high`, or one of `values`, a
-    mapping from texts to numbers in that range."""
+    mapping from texts to numbers in that range. Where the schema limits the number, these are `low` and `high`; else
+    they are 0 and 1."""
 
     schema: dict[str, Any]
     key: str = "score"
-    low: float = 0.0
-    high: float = 1.0
+    low: float | None = None
+    high: float | None = None
     values: Mapping[str, float] = field(default_factory=dict[str, float])
 
     def __post_init__(self) -> None:
-        Score(self.low, self.high)
         try:
             checker = validator_of(self.schema)
             checker.check_schema(self.schema)
@@ -103,19 +107,54 @@ class JsonVerdict:
             raise ValueError(f"schema refers to {unknown}, which is not in it")
         if self.key not in self.schema.get("properties", {}):
             raise ValueError(f"key is {self.key!r}, which is not among the properties of schema")
+        limits = self._limits()
+        for name, (word, limit) in limits.items():
+            given = getattr(self, name)
+            if given is not None and given != limit:
+                raise ValueError(
+                    f"{name} is {given!r}, but the schema's {word} of {self.key} is {limit:g}; leave {name} out"
+                )
+        scale = self.scale
         for name, value in self.values.items():
-            check_number(f"values.{name}", value, self.low, self.high)
+            check_number(f"values.{name}", value, scale.low, scale.high)
+
+    @property
+    def scale(self) -> Score:
+        """What is worst and best."""
+        limits = self._limits()
+        low = limits["low"][1] if "low" in limits else 0.0 if self.low is None else self.low
+        high = limits["high"][1] if "high" in limits else 1.0 if self.high is None else self.high
+        return Score(low, high)
+
+    def _limits(self) -> dict[str, tuple[str, float]]:
+        """What the schema says itself about `low` and `high`, and by which of its words."""
+        about = self.schema["properties"][self.key]
+        if not isinstance(about, dict):
+            return {}
+        listed = [each for each in about.get("enum", ()) if _is_number(each)]
+        found = {"low": ("enum", min(listed)), "high": ("enum", max(listed))} if listed else {}
+        for name, word in (("low", "minimum"), ("high", "maximum")):
+            found |= {name: (word, about[word])} if word in about else {}
+        return found
 
     @property
     def instruction(self) -> str:
-        return f"Answer with one JSON object of this schema and nothing else:\n{json.dumps(self.schema)}"
+        about, scale = self.schema["properties"][self.key], self.scale
+        numeric = isinstance(about, dict) and about.get("type") in ("number", "integer")
+        told = f" {self.key} is from {scale.low:g} (worst) to {scale.high:g} (best)." if numeric else ""
+        return (
+            f"Answer with one JSON object of this schema and nothing else.{told}\n{json.dumps(self.schema)}"
+        )
 
     def read(self, text: str) -> float:
-        value = read_json(without_reasoning(text).strip())
+        value = strict_json(self._verdict_in(without_reasoning(text).strip()))
         if not isinstance(value, dict):
             raise unreadable(text, "one JSON object")
-        problem = next(iter(validator_of(self.schema).iter_errors(value)), None)
-        if problem is not None or self.key not in value:
+        try:
+            fits = validator_of(self.schema).is_valid(value)
+        except (OverflowError, RecursionError):  # a number or a depth that cannot be checked
+            fits = False
+        if not fits or self.key not in value:
             raise unreadable(text, f"an object of the schema with the key {self.key}")
         found = value[self.key]
         if isinstance(found, bool):
@@ -124,7 +163,16 @@ class JsonVerdict:
             found = self.values[found]
         if not isinstance(found, int | float):
             raise unreadable(text, f"a number under {self.key}")
-        return Score(self.low, self.high).scaled(found)
+        return self.scale.scaled(found if abs(found) < LARGE else math.inf)
+
+    def _verdict_in(self, text: str) -> str:
+        """All of the text, or the fenced block that it ends with, if nothing before that looks like another object: it
+        may be quoted from what is judged."""
+        before, fence, block = text.removesuffix(FENCE).rpartition(FENCE)
+        if not fence or not text.endswith(FENCE):
+            return text
+        language, _, inside = block.partition("\n")
+        return "" if json.dumps(self.key) in before else inside if language.strip().isalnum() else block
 
 
 @dataclass(slots=True, frozen=True)
@@ -137,7 +185,7 @@ class Pairwise:
     )
 
     def read(self, text: str) -> float:
-        return {"a": 1.0, "b": 0.0, "tie": 0.5}[marked_line(text, "winner", "a|b|tie")]
+        return one_of(text, "winner", {"a": 1.0, "b": 0.0, "tie": 0.5})
 
 
 @dataclass(slots=True, frozen=True)
@@ -151,8 +199,8 @@ class Ranking:
     )
 
     def read_all(self, text: str, count: int) -> list[float]:
-        said = marked_line(text, "ranking", r"[a-z](?:\s*[>=]\s*[a-z])*").replace(" ", "").upper()
-        places = [part.split("=") for part in said.split(">")]
+        said = final_line(text, "ranking").upper()
+        places = [[letter.strip(MARKUP) for letter in part.split("=")] for part in said.split(">")]
         named = [letter for part in places for letter in part]
         if sorted(named) != list(string.ascii_uppercase[:count]):
             raise unreadable(text, f"each of the {count} candidates once")
@@ -165,15 +213,45 @@ class Ranking:
         return [scores[letter] for letter in string.ascii_uppercase[:count]]
 
 
-def marked_line(text: str, mark: str, pattern: str) -> str:
-    """What a line of the form `mark: ...` says, in lower case; all of the text may be that too, without the mark. Two
-    lines that say different things are no verdict: one of them may be quoted from what is judged."""
-    text = re.sub(r"[*_`]", "", without_reasoning(text)).strip()
-    lines = re.findall(rf"^[ \t]*{mark}[ \t]*[:=][ \t]*(.*?)[ \t]*\.?[ \t]*$", text, re.I | re.M)
-    said = {" ".join(line.lower().split()) for line in lines or [text.removesuffix(".")]}
-    if len(said) == 1 and re.fullmatch(pattern, found := said.pop(), re.I):
-        return found
-    raise unreadable(text, f"one line `{mark.capitalize()}: ...`")
+def final_line(text: str, mark: str) -> str:
+    """What the last line says, which is of the form `mark: ...`, in lower case; all of the text may be one line without
+    the mark. A line of that form with something after it may be quoted from what is judged, and one that says
+    something else before it as well: that is no verdict."""
+    lines = [line.strip(MARKUP) for line in without_reasoning(text).splitlines()]
+    lines = [line for line in lines if any(map(str.isalnum, line))]  # a closing fence says nothing
+    said = [found for line in lines if (found := _after(mark, line)) is not None]
+    if said and _after(mark, lines[-1]) == said[0] and len(set(said)) == 1:
+        return said[0]
+    if len(lines) == 1 and not said:
+        return _plain(lines[0])
+    raise without_line(text, mark)
+
+
+def _after(mark: str, line: str) -> str | None:
+    """What stands behind the mark, if the line begins with it."""
+    if not line.lower().startswith(mark):
+        return None
+    rest = line[len(mark) :].lstrip(MARKUP)
+    return _plain(rest[1:]) if rest[:1] in (":", "=") else None
+
+
+def _plain(text: str) -> str:
+    return " ".join(text.strip(MARKUP).rstrip(f"{MARKUP}.").lower().split())
+
+
+def one_of(text: str, mark: str, values: Mapping[str, float]) -> float:
+    said = final_line(text, mark)
+    if said not in values:
+        raise without_line(text, mark)
+    return values[said]
+
+
+def without_line(text: str, mark: str) -> JudgeFailure:
+    return unreadable(text, f"one line `{mark.capitalize()}: ...` at its end")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def unreadable(text: str, wanted: str) -> JudgeFailure:

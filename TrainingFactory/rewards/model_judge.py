@@ -10,9 +10,11 @@ No verdict, whatever the reason, raises: the episode is then dropped and counted
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from TrainingFactory.protocols import Episode
 from TrainingFactory.rewards.checks import check_choice, check_number
@@ -37,11 +39,13 @@ from TrainingFactory.types import Reward, Trajectory
 APIS = {"openai": OpenAIEndpoint, "anthropic": AnthropicEndpoint}
 SINGLE_VERDICTS = {"score": Score, "yes_no": YesNo, "json": JsonVerdict}
 VERDICTS = (*SINGLE_VERDICTS, "pairwise", "ranking")
+BY_HOST = "by host"  # the key that belongs to the address; no variable has such a name
+KEYS = {"https://api.openai.com": "OPENAI_API_KEY", "https://api.anthropic.com": "ANTHROPIC_API_KEY"}
 
 
 class ModelJudge(Judge):
-    """Judges every episode by itself. One that did not come to an answer gets 0 without being shown to the judge,
-    unless `judge_unfinished`."""
+    """Judges every episode by itself. One that did not come to its own end, or ended without having said or done
+    anything that the judge is shown, gets 0 without asking, unless `judge_unfinished`."""
 
     kind = SINGLE
 
@@ -74,7 +78,7 @@ def model_judge(
     model: str | JudgeModel,
     base_url: str = "",
     api: str = "openai",
-    api_key_env: str | None = "OPENAI_API_KEY",
+    api_key_env: str | None = BY_HOST,
     timeout: float = 60.0,
     options: Mapping[str, Any] | None = None,
     verdict: str = "score",
@@ -98,7 +102,9 @@ def model_judge(
 ) -> ModelJudge | PairJudge | RankingJudge:
     """A judge from plain options; everything wrong with them is a ValueError here. `model` is a name at `base_url`,
     or a `JudgeModel` such as `SampledJudge(sampler, chat, params, name)`. `verdict`: score, yes_no, json (with
-    `verdict_options`), pairwise (with `opponents`) or ranking."""
+    `verdict_options`), pairwise (with `opponents`) or ranking. `api_key_env`: the variable that holds the key; None:
+    no key; left out: OPENAI_API_KEY for https://api.openai.com, ANTHROPIC_API_KEY for https://api.anthropic.com, and
+    no key for any other address."""
     check_choice("verdict", verdict, VERDICTS)
     kind = {"pairwise": PAIR, "ranking": GROUP}.get(verdict, SINGLE)
     if opponents is not None and kind != PAIR:
@@ -138,7 +144,17 @@ def _endpoint(
         )
     if not isinstance(options, Mapping):
         raise ValueError(f"options is {options!r:.60}; it must be a section such as temperature: 0")
-    return APIS[api](base_url, model, api_key_env=api_key_env, timeout=timeout, options=options)
+    given = None if api_key_env == BY_HOST else api_key_env
+    endpoint = APIS[api](base_url, model, api_key_env=given, timeout=timeout, options=options)
+    if api_key_env == BY_HOST:
+        parts = urlsplit(endpoint.url)
+        endpoint.api_key_env = KEYS.get(f"{parts.scheme}://{parts.hostname}")
+    if endpoint.api_key_env is not None and not os.environ.get(endpoint.api_key_env):
+        raise ValueError(
+            f"the environment variable {endpoint.api_key_env}, which holds the key for {endpoint.host}, is not set; "
+            "set it, name another one with api_key_env, or give api_key_env: null if the judge needs no key"
+        )
+    return endpoint
 
 
 def _verdict(name: str, options: Mapping[str, Any]) -> Verdict | None:

@@ -34,13 +34,17 @@ def last_fenced(text: str) -> str | None:
 def read_json(text: str) -> Any:
     """The JSON value that a text is, or that its last fenced block is; `_NOTHING` if there is none. A key that occurs
     twice and NaN are no JSON here: what they mean depends on the reader."""
-    for candidate in (text, last_fenced(text)):
-        if candidate is None or len(candidate) > MAX_JSON_CHARS:
-            continue
-        try:
-            return json.loads(candidate, object_pairs_hook=_unique, parse_constant=_refuse)
-        except (ValueError, RecursionError):
-            continue
+    value = strict_json(text)
+    return strict_json(last_fenced(text) or "") if value is _NOTHING else value
+
+
+def strict_json(text: str) -> Any:
+    """All of the text as JSON, or `_NOTHING`."""
+    try:
+        if len(text) <= MAX_JSON_CHARS:
+            return json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        pass
     return _NOTHING
 
 
@@ -204,6 +208,7 @@ class Format(Extraction):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        _refuse_extraction(self, "extract")
         check_flag("partial", self.partial)
         check_number("timeout", self.timeout, low=1e-3)
         if isinstance(self.require, str):
@@ -224,6 +229,13 @@ class Format(Extraction):
         if self.pattern is not None:
             there.append(matches(compiled(self.pattern), text, True, self.timeout))
         return paid(self.rule, sum(there) / len(there) if self.partial else float(all(there)))
+
+
+def _refuse_extraction(rule: Format | Length, *names: str) -> None:
+    """Where the final text is looked at as a whole, they would do nothing."""
+    for name in names:
+        if getattr(rule, name) != getattr(Extraction, name):
+            raise ValueError(f"the rule {rule.rule} looks at the whole final text; leave {name} out")
 
 
 def _called(trajectory: Trajectory, text: str, asked: Extraction) -> bool:
@@ -269,6 +281,7 @@ class Length(Extraction):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        _refuse_extraction(self, "extract", "marker", "tag")
         check_choice("unit", self.unit, ("tokens", "turns", "words", "characters"))
         check_number("least", self.least)
         check_number("soft", self.soft, low=self.least)

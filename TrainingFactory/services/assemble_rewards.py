@@ -185,6 +185,10 @@ class _Making:
         options = {"fence_seed": self.config.training.seed} | reward.options  # the same requests in every run
         check_choice(f"{where}.options.verdict", options.get("verdict", "score"), VERDICTS)
         if reward.model is not None:
+            if options.get("model", reward.model) != reward.model:
+                raise ValueError(
+                    f"{where}.model is {reward.model!r} and {where}.options.model is {options['model']!r}; give one"
+                )
             options["model"] = reward.model
         with _named(f"{where}.options"):
             if isinstance(options.get("base_url"), list):

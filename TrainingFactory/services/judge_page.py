@@ -37,7 +37,7 @@ def audit_rows(found: Audit) -> list[tuple[str, str, str]]:
         (
             "injections that worked",
             _figure(found.injection_moved, "%"),
-            f"of {found.attacked} appended texts",
+            f"of {found.attacked} items whose verdict had room to rise",
         ),
         ("rises by chance", _figure(found.noise_moved, "%"), "the same without a text, merely asked again"),
         ("shift by injections", _figure(found.injection_shift, "+"), "mean change of the value"),

@@ -17,6 +17,10 @@ from TrainingFactory.types import Message, SamplingParams, ToolSpec
 MAX_CHOICES = 128
 LEAST_TEMPERATURE = 1e-3  # logits divided by less leave the range of their number format
 LEAST_TOP_P = 1e-6
+MESSAGE_FIELDS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "reasoning")
+PART_FIELDS = ("type", "text", "cache_control")  # the last is about speed
+CALL_FIELDS = ("id", "type", "function", "index", "name", "arguments", "error")
+TOOL_FIELDS = ("type", "function", "name", "description", "parameters")
 MAX_STOPS = 16
 MAX_STOP_CHARS = 256
 TOP_LOGPROBS = (
@@ -113,7 +117,7 @@ def read_ask(body: bytes, defaults: SamplingParams) -> Ask:
     """`defaults` hold what a client leaves out."""
     request = _parsed(body)
     _refuse_what_is_not_done(request)
-    tools = [_tool(row, f"tools[{number}]") for number, row in enumerate(request.tools or [])]
+    tools = _tools(request.tools or [])
     calls = request.tool_choice != "none"
 
     def given(name: str) -> Any:
@@ -228,11 +232,7 @@ def _message(row: Any, where: str) -> Message:
         if row.get(name) is not None and not isinstance(row[name], str):
             text = f"{where}.{name} must be a text, not {_kind(row[name])}"
             raise ApiError(text, f"{where}.{name}", code="invalid_type")
-    for name in ("audio", "function_call"):
-        if row.get(name) is not None:
-            raise ApiError(
-                f"{where}.{name} is not understood", f"{where}.{name}", code="unsupported_parameter"
-            )
+    _refuse_others(row, MESSAGE_FIELDS, where)
     calls = row.get("tool_calls")
     if calls and row.get("role") != "assistant":
         raise ApiError(f"{where}.tool_calls: only the assistant makes calls", f"{where}.tool_calls")
@@ -243,13 +243,28 @@ def _message(row: Any, where: str) -> Message:
         message = message_from_dict(row)
     except ValueError as error:
         raise ApiError(f"{where}: {error}", _part(row, where)) from error
+    for number, part in enumerate(row["content"] if isinstance(row.get("content"), list) else ()):
+        place = f"{where}.content[{number}]"
+        if part.get("type", "text") != "text":
+            text = f"{place}.type is {_shown(part['type'])}: only text content is understood"
+            raise ApiError(text, f"{place}.type")
+        _refuse_others(part, PART_FIELDS, place)
     for number, call in enumerate(message.tool_calls):
         place = f"{where}.tool_calls[{number}]"
+        _refuse_others(row["tool_calls"][number], CALL_FIELDS, place)
         if not isinstance(call.id, str) or not call.id:
             raise ApiError(f"{place}.id must be a text", f"{place}.id", code="invalid_type")
         if call.error is not None:
             raise ApiError(f"{place}.function: {call.error}", f"{place}.function.arguments")
     return message
+
+
+def _refuse_others(row: Any, known: tuple[str, ...], where: str) -> None:
+    """What is empty says nothing, and clients send much of that."""
+    for name, value in row.items() if isinstance(row, dict) else ():
+        if value and name not in known:
+            text = f"{where}.{name} is not understood here; it is refused rather than ignored"
+            raise ApiError(text, f"{where}.{name}", code="unknown_parameter")
 
 
 def _part(row: dict[str, Any], where: str) -> str:
@@ -263,9 +278,27 @@ def _part(row: dict[str, Any], where: str) -> str:
     return f"{where}.tool_calls"
 
 
+def _tools(rows: list[Any]) -> list[ToolSpec]:
+    found: dict[str, ToolSpec] = {}
+    for number, row in enumerate(rows):
+        spec = _tool(row, f"tools[{number}]")
+        if not spec.name.strip() or spec.name in found:
+            place = f"tools[{number}].function.name"
+            why = "is another tool's as well" if spec.name in found else "is empty"
+            raise ApiError(f"{place} {why}; every tool needs a name of its own", place)
+        found[spec.name] = spec
+    return list(found.values())
+
+
 def _tool(row: Any, where: str) -> ToolSpec:
     if not isinstance(row, dict) or row.get("type", "function") != "function":
         raise ApiError(f'{where} must be an object of type "function"', where)
+    function = row.get("function")
+    for part, place in ((row, where), (function, f"{where}.function")):
+        if isinstance(part, dict) and part.get("strict"):
+            text = f"{place}.strict is refused: nothing forces a call into its schema here; leave it out"
+            raise ApiError(text, f"{place}.strict", code="unsupported_parameter")
+        _refuse_others(part, TOOL_FIELDS, place)
     try:
         spec = spec_from_dict(row)
     except ValueError as error:

@@ -72,14 +72,19 @@ class TurnReader:
         if not found:
             return None
         end, start = min(found)
-        needed = _first(len(token_ids), lambda size: len(self.text(token_ids[:size]).rstrip(HALF)) >= end)
-        return Cut(start, needed)
+        return Cut(start, self._tokens_for(token_ids, end))
+
+    def _tokens_for(self, token_ids: Sequence[int], characters: int) -> int:
+        """How many tokens it took to write so many whole characters."""
+        return _first(
+            len(token_ids), lambda size: len(self.text(token_ids[:size]).rstrip(HALF)) >= characters
+        )
 
     def logprobs(self, completion: Completion, cut: Cut | None) -> list[dict[str, Any]]:
         """One entry for each token of the text: neither the end of the turn nor a stop string is in it."""
         ids = completion.token_ids
         if cut is not None:
-            count = 0 if cut.start == 0 else _first(len(ids), lambda n: len(self.text(ids[:n])) >= cut.start)
+            count = 0 if cut.start == 0 else self._tokens_for(ids, cut.start)
         else:
             count = len(ids) - (completion.finish == "stop")
         return [self._entry(ids[i], completion.logprobs[i]) for i in range(count)]

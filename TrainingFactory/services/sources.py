@@ -122,6 +122,7 @@ class SampledEpisodes:
         self._ids: list[str] = []  # of the tasks of the latest step
         self._first = 0  # how many of them are its first batch
         self._dropped = 0  # how many taught nothing
+        self.teaching = 0  # how many taught something
 
     def ids(self, step: int) -> list[str]:
         return self._ids
@@ -139,7 +140,7 @@ class SampledEpisodes:
             latest = self._play(order.take(order.taken + len(groups), missing), sampler, step)
             teaching += sum(map(self.teaches, latest))
             groups = groups + latest
-        self._dropped = len(groups) - teaching
+        self.teaching, self._dropped = teaching, len(groups) - teaching
         self._ids = [group[0].task.id for group in groups]
         return groups
 

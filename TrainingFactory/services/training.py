@@ -176,8 +176,8 @@ class Training:
             groups = self.source.groups(step, self.learner.publish)
         if (problem := self.source.unusable(groups)) is None:
             self._unusable = 0
-            sampled = isinstance(self.source, SampledEpisodes)
-            if sampled and (problem := self._equal.problem(groups)) is not None:
+            taught = self.source.teaching if isinstance(self.source, SampledEpisodes) else None
+            if taught is not None and (problem := self._equal.problem(groups, taught)) is not None:
                 self._checkpoint()
                 raise ValueError(f"{problem}. Mend it, then go on with: {self.run.resume_command}")
             return groups
