@@ -57,8 +57,7 @@ def test_messages_that_say_more_than_is_understood(client: httpx.Client, message
 @pytest.mark.parametrize(
     ("tools", "param"),
     [
-        ([{"type": "function", "function": STRICT}], "tools[0].function.strict"),
-        ([{"type": "function"} | STRICT], "tools[0].strict"),
+        ([{"type": "function", "function": STRICT | {"stric": 1}}], "tools[0].function.stric"),
         (
             [{"function": {"name": "g"}}, {"function": {"name": "f", "timeout": 3}}],
             "tools[1].function.timeout",
@@ -84,7 +83,7 @@ def test_what_clients_send_without_meaning_anything_is_accepted(client: httpx.Cl
     empty: dict[str, Any] = {"refusal": None, "annotations": [], "audio": None, "function_call": None}
     empty |= {"images": [], "prefix": False}
     text = {"type": "text", "text": "hi", "annotations": [], "cache_control": {"type": "ephemeral"}}
-    tool = {"name": "f", "description": None, "parameters": None, "strict": False}
+    tool = {"name": "f", "description": None, "parameters": None, "strict": True}
     messages = [
         {"role": "user", "content": [text], "name": "me"} | empty,
         {"role": "assistant", "content": None, "tool_calls": [CALL | {"index": 0, "custom": None}]} | empty,

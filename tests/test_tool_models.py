@@ -97,7 +97,8 @@ def called(*calls: tuple[str, Any], **more: Any) -> dict[str, Any]:
 
 
 def expert(server: Server, **options: Any) -> ModelTool:
-    return ModelTool("expert", "Knows.", server.url, "big-model", **{"retries": 0} | options)
+    given = {"retries": 0, "api_key_env": "OPENAI_API_KEY"}
+    return ModelTool("expert", "Knows.", server.url, "big-model", **given | options)
 
 
 def test_a_model_answers_under_its_own_prompt(server: Server):
@@ -187,6 +188,18 @@ def test_the_key_is_read_at_the_call_and_kept_nowhere(
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
     assert one(asking, {"prompt": "x"}).content == "pong"
     assert KEY not in caplog.text and KEY not in repr(vars(asking)) + repr(vars(asking.endpoint))
+
+
+def test_a_key_that_happens_to_be_there_goes_to_its_own_host_only(server: Server):
+    asking = ModelTool("expert", "Knows.", server.url, "big-model")
+    assert one(asking, {"prompt": "x"}).content == "pong" and "Authorization" not in server.headers[0]
+    for host, variable in [
+        ("https://api.openai.com/v1", "OPENAI_API_KEY"),
+        ("https://api.anthropic.com/v1", "ANTHROPIC_API_KEY"),
+        ("http://api.openai.com/v1", None),
+        ("https://api.openai.com.example.org/v1", None),
+    ]:
+        assert Endpoint(host, "m").api_key_env == variable
 
 
 @pytest.mark.parametrize("url", ["localhost:80", "ftp://host", "", "https://user:pass@host/v1"])

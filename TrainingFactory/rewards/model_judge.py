@@ -14,7 +14,6 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from TrainingFactory.protocols import Episode
 from TrainingFactory.rewards.checks import check_choice, check_number
@@ -33,14 +32,13 @@ from TrainingFactory.rewards.judge_prompts import (
 )
 from TrainingFactory.rewards.judge_verdicts import JsonVerdict, Score, Verdict, YesNo, check_vote
 from TrainingFactory.tools.making import call_with
+from TrainingFactory.tools.model_tools import BY_HOST
 from TrainingFactory.tools.tool_cache import ToolCache
 from TrainingFactory.types import Reward, Trajectory
 
 APIS = {"openai": OpenAIEndpoint, "anthropic": AnthropicEndpoint}
 SINGLE_VERDICTS = {"score": Score, "yes_no": YesNo, "json": JsonVerdict}
 VERDICTS = (*SINGLE_VERDICTS, "pairwise", "ranking")
-BY_HOST = "by host"  # the key that belongs to the address; no variable has such a name
-KEYS = {"https://api.openai.com": "OPENAI_API_KEY", "https://api.anthropic.com": "ANTHROPIC_API_KEY"}
 
 
 class ModelJudge(Judge):
@@ -144,11 +142,7 @@ def _endpoint(
         )
     if not isinstance(options, Mapping):
         raise ValueError(f"options is {options!r:.60}; it must be a section such as temperature: 0")
-    given = None if api_key_env == BY_HOST else api_key_env
-    endpoint = APIS[api](base_url, model, api_key_env=given, timeout=timeout, options=options)
-    if api_key_env == BY_HOST:
-        parts = urlsplit(endpoint.url)
-        endpoint.api_key_env = KEYS.get(f"{parts.scheme}://{parts.hostname}")
+    endpoint = APIS[api](base_url, model, api_key_env=api_key_env, timeout=timeout, options=options)
     if endpoint.api_key_env is not None and not os.environ.get(endpoint.api_key_env):
         raise ValueError(
             f"the environment variable {endpoint.api_key_env}, which holds the key for {endpoint.host}, is not set; "

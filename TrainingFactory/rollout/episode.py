@@ -238,7 +238,9 @@ class EpisodeRun:
             with _foreign("the environment's close"):
                 await environment.close()
 
-        inherited = isinstance(environment, ToolEnvironment) and type(environment).close is ToolEnvironment.close
+        inherited = (
+            isinstance(environment, ToolEnvironment) and type(environment).close is ToolEnvironment.close
+        )
         try:
             if not inherited:  # that one does nothing
                 await within(self.rules.timeout, close())

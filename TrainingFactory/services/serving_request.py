@@ -20,7 +20,7 @@ LEAST_TOP_P = 1e-6
 MESSAGE_FIELDS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "reasoning")
 PART_FIELDS = ("type", "text", "cache_control")  # the last is about speed
 CALL_FIELDS = ("id", "type", "function", "index", "name", "arguments", "error")
-TOOL_FIELDS = ("type", "function", "name", "description", "parameters")
+TOOL_FIELDS = ("type", "function", "name", "description", "parameters", "strict")
 MAX_STOPS = 16
 MAX_STOP_CHARS = 256
 TOP_LOGPROBS = (
@@ -295,9 +295,6 @@ def _tool(row: Any, where: str) -> ToolSpec:
         raise ApiError(f'{where} must be an object of type "function"', where)
     function = row.get("function")
     for part, place in ((row, where), (function, f"{where}.function")):
-        if isinstance(part, dict) and part.get("strict"):
-            text = f"{place}.strict is refused: nothing forces a call into its schema here; leave it out"
-            raise ApiError(text, f"{place}.strict", code="unsupported_parameter")
         _refuse_others(part, TOOL_FIELDS, place)
     try:
         spec = spec_from_dict(row)

@@ -32,6 +32,8 @@ T = TypeVar("T")
 MAX_SAID_CHARS = 200  # of what an endpoint says about an error
 MAX_BODY_BYTES = 20_000_000
 SECRETS = ("api_key", "apikey", "api-key", "key", "token", "authorization", "password", "secret")
+BY_HOST = "by host"  # the key that belongs to the address; no variable has such a name
+KEYS = {"https://api.openai.com": "OPENAI_API_KEY", "https://api.anthropic.com": "ANTHROPIC_API_KEY"}
 
 
 class ModelError(Exception):
@@ -52,7 +54,8 @@ class ChatModel(Protocol):
 
 class Endpoint:
     """A model behind any OpenAI-compatible `/chat/completions`. The key is read from the environment variable
-    `api_key_env` at every call and kept nowhere; None: the endpoint needs none. `options` go into the request as
+    `api_key_env` at every call and kept nowhere; None: the endpoint needs none. Left out, only the hosts in `KEYS` get
+    a key: one must not go to a stranger because it happens to be there. `options` go into the request as
     they are (temperature, max_tokens, ...)."""
 
     PATH = "/chat/completions"
@@ -62,11 +65,14 @@ class Endpoint:
         base_url: str,
         model: str,
         *,
-        api_key_env: str | None = "OPENAI_API_KEY",
+        api_key_env: str | None = BY_HOST,
         timeout: float = 60.0,
         options: Mapping[str, Any] | None = None,
     ) -> None:
         check_address(base_url)
+        address = urlsplit(base_url)
+        if api_key_env == BY_HOST:
+            api_key_env = KEYS.get(f"{address.scheme}://{address.hostname}")
         if api_key_env is not None and not _is_variable(api_key_env):
             raise ValueError(
                 "api_key_env is the name of the environment variable that holds the key, such as OPENAI_API_KEY, not "
@@ -75,7 +81,7 @@ class Endpoint:
         if timeout <= 0:
             raise ValueError(f"timeout is in seconds and over 0, not {timeout}")
         self.url = base_url.rstrip("/").removesuffix(self.PATH) + self.PATH
-        self.host = urlsplit(base_url).netloc
+        self.host = address.netloc
         self.model, self.api_key_env, self.timeout = model, api_key_env, timeout
         self.options = dict(options or {})
         if secret := [name for name in self.options if str(name).lower() in SECRETS]:
@@ -238,7 +244,7 @@ class ModelTool:
         model: str,
         *,
         system_prompt: str = "",
-        api_key_env: str | None = "OPENAI_API_KEY",
+        api_key_env: str | None = BY_HOST,
         timeout: float = 60.0,
         options: Mapping[str, Any] | None = None,
         retries: int = 2,
