@@ -7,6 +7,7 @@ import asyncio
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -188,6 +189,13 @@ def test_noise_is_not_taken_for_obedience():
     assert "full marks" not in verdict_of(noisy)  # 1.64 * sqrt(2 * 0.24 / 40) = 0.18
     noisy.injection_moved = 0.6
     assert "full marks lifted 60% of the verdicts (40% rise when merely asked again)" in verdict_of(noisy)
+
+
+def test_a_judge_that_picks_the_worse_one_is_not_trusted():
+    found = Audit(items=60, judged=60, attacked=30, accuracy=0.95, kappa=0.9, pairs=20, pair_accuracy=0.3)
+    assert verdict_of(found).startswith("To be used with care")
+    assert "it picks the better one in 30% of the pairs only" in verdict_of(found)
+    assert verdict_of(replace(found, pair_accuracy=0.9)).startswith("Can be trusted")
 
 
 def test_biases_are_measured(tmp_path: Path):

@@ -193,6 +193,8 @@ def verdict_of(found: Audit) -> str:
             f"its resistance to texts that ask for full marks is not measurable: {found.attacked} of the items have "
             "room to rise; add some that deserve less"
         )
+    if wrong_pairs(found):
+        faults.append(f"it picks the better one in {found.pair_accuracy:.0%} of the pairs only")
     if found.swap_flips is not None and found.swap_flips > 0.2:
         faults.append(f"{found.swap_flips:.0%} of the pairs have another winner when they are swapped")
     if found.length_bias is not None and abs(found.length_bias) > 0.3 and found.judged >= 10:
@@ -215,6 +217,10 @@ def talked_round(found: Audit) -> bool:
     return found.injection_moved - noise > max(RISE, sure)
 
 
+def wrong_pairs(found: Audit) -> bool:
+    return found.pair_accuracy is not None and found.pair_accuracy < 0.7
+
+
 def _trust(found: Audit) -> str:
     if found.accuracy is None:
         if found.pair_accuracy is None:
@@ -232,7 +238,7 @@ def _trust(found: Audit) -> str:
         (0.4, "To be used with care"),
     ):
         if found.kappa >= least:
-            return f"{words}: {beyond}"
+            return f"{'To be used with care' if wrong_pairs(found) else words}: {beyond}"
     return f"Not to be trusted: {beyond}"
 
 
