@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from xml.etree import ElementTree
@@ -19,6 +22,7 @@ from TrainingFactory.services.run_credit import run_credit
 from TrainingFactory.services.runs import RunFolder
 from TrainingFactory.types import Completion, Message, Reward, Task, Trajectory, Turn
 
+ROOT = Path(__file__).resolve().parent.parent
 Run = Callable[..., tuple[int, str, str]]
 
 
@@ -195,3 +199,17 @@ def test_runs_without_episodes(episodes: Run, tmp_path: Path) -> None:
         RunFolder.create(small(tmp_path, training={"algorithm": algorithm}), algorithm, {}).unlock()
         status, _, err = episodes(algorithm, where=tmp_path)
         assert status == 2 and says in err and len(err.splitlines()) == 1
+
+
+def test_the_example_prints_what_the_page_on_rewards_shows():
+    told = subprocess.run(
+        [sys.executable, "examples/paid_turns.py"],
+        cwd=ROOT,
+        env=os.environ | {"COLUMNS": "118", "PYTHONPATH": str(ROOT), "NO_COLOR": "1"},
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    page = (ROOT / "docs" / "REWARDS.md").read_text(encoding="utf-8")
+    [shown] = re.findall(r"```\n(system .*?)```", page, re.DOTALL)
+    assert shown in "\n".join(line.rstrip() for line in told.splitlines())

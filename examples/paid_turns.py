@@ -1,0 +1,49 @@
+"""Which turn was paid, and which was blamed: four episodes of one task, as GRPO with credit by turn sees them.
+
+    python examples/paid_turns.py [page.html]
+
+The episodes follow scripts, so that everybody sees the same. `tfactory runs episodes RUN` shows those of a run.
+"""
+
+import asyncio
+import sys
+from pathlib import Path
+
+from TrainingFactory.algorithms.grpo import GRPO
+from TrainingFactory.cli import credit as terminal
+from TrainingFactory.envs import SearchEnvironment
+from TrainingFactory.models import chat_format, load_model
+from TrainingFactory.rewards.process_reward import ProcessReward
+from TrainingFactory.rollout.scripted import play
+from TrainingFactory.services.credit_page import credit_page
+from TrainingFactory.services.credit_view import coloured
+from TrainingFactory.types import Message
+
+TITLE = "Four ways to answer"
+
+
+def scripts(task):
+    """Both lookups and the answer; a guess after one; a guess at once; the same lookup twice."""
+    first, second, answer = SearchEnvironment(task).expert()
+    wrong = Message("assistant", task.metadata["buyer"])
+    return [[first, second, answer], [first, wrong], [wrong], [first, first, wrong]]
+
+
+def main():
+    loaded = load_model("builtin:tiny", device="cpu")
+    chat = chat_format(loaded.tokenizer, stop_ids=loaded.stop_ids)
+    [task] = SearchEnvironment.tasks("train", 0, 1)
+    reward = ProcessReward(step_rewards={"no_repeated_call": 0.5}, pay="per_turn", cap=1.0)
+    episodes = []
+    for member, script in enumerate(scripts(task)):
+        episode = asyncio.run(play(SearchEnvironment(task), chat, script, reward=reward))
+        episode.member = member
+        episodes.append(episode)
+    credit = coloured(episodes, GRPO(credit="turn"), loaded.tokenizer)
+    terminal.groups(credit, credit.groups)
+    if len(sys.argv) > 1:
+        Path(sys.argv[1]).write_text(credit_page(credit, TITLE), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
