@@ -15,7 +15,7 @@ from tests.rollout_kit import FakeChat
 from tests.run_kit import Quiet
 from TrainingFactory.config import load_config, notices
 from TrainingFactory.data.trajectories import load_trajectories
-from TrainingFactory.envs.text2sql import Text2SqlEnvironment
+from TrainingFactory.envs.text2sql import Text2SqlEnvironment, hidden_variants
 from TrainingFactory.envs.text2sql_data import DOMAINS, QUESTIONS, script_of
 from TrainingFactory.rewards.tool_verified import make_verifier
 from TrainingFactory.rollout.scripted import play
@@ -84,11 +84,27 @@ def test_every_right_query_finds_something():
     for task in some_tasks(150):
         found = rows(task, task.answer)
         assert found and found not in ([(0,)], [(None,)]), task
-    same = sum(
-        rows(task, task.answer) == rows(task, task.answer, 1) == rows(task, task.answer, 2)
-        for task in some_tasks(150)
-    )
-    assert same < 15  # else the hidden databases would catch nobody
+
+
+def test_no_hidden_database_has_the_result_that_is_shown():
+    for task in some_tasks(150):
+        hidden = hidden_variants(task)
+        assert len(set(hidden)) == 2 and 0 not in hidden
+        for variant in hidden:
+            found = rows(task, task.answer, variant)
+            assert found not in ([], [(0,)], [(None,)]) and Counter(found) != Counter(rows(task, task.answer))
+    constant = Task("mine", "?", "SELECT 1", some_tasks(1)[0].metadata)  # the same everywhere
+    assert len(hidden_variants(constant)) == 2
+
+
+def test_a_copied_number_pays_nothing_and_a_zero_for_nothing_does_no_harm():
+    numbers = [task for task in some_tasks(60) if task.metadata["kind"] in ("count", "sum", "aggregate")]
+    assert len(numbers) > 10
+    for task in numbers:
+        [[value]] = rows(task, task.answer)
+        assert worth(task, f"SELECT {value}") == (0.0, 1.0)
+        what, _, rest = task.answer.removeprefix("SELECT ").partition(" FROM ")
+        assert worth(task, f"SELECT COALESCE({what}, 0) FROM {rest}") == (1.0, 1.0)
 
 
 def test_the_expert_is_right_and_the_novice_is_not():
@@ -129,7 +145,7 @@ def test_writing_down_what_was_seen_pays_nothing():
     seen = rows(task, task.answer)
     copied = " UNION ALL ".join(f"SELECT '{name}'" for (name,) in seen)
     assert worth(task, ask(task.answer), copied) == (0.0, 1.0)
-    by_own_database = make_verifier("sql_execution")  # through the tool, it sees what the model sees
+    by_own_database = make_verifier("sql_execution")  # it sees what the model sees
     reward = played(task, copied, reward=by_own_database).reward
     assert reward is not None and reward.outcome == 1.0
 

@@ -93,6 +93,16 @@ def value(text: str) -> Fraction | None:
         ("add\n5 more", "5"),
         ("minus 5", "-5"),
         ("3 hundred", "300"),
+        ("he got 72 questions wrong", "72"),
+        ("it adds up to 72", "72"),
+        ("he tried 72 times", "72"),
+        ("7 dozen eggs", "7"),
+        ("a total of 72", "72"),
+        ("the price rose by $72", "72"),
+        ("72 to the nearest dollar", "72"),
+        ("he has no more money; 72 is left", "72"),
+        ("(72)", "72"),
+        ("(-72)", "-72"),
     ],
 )
 def test_numbers_in_every_notation(text: str, meant: str | None):
@@ -120,6 +130,37 @@ def test_numbers_in_every_notation(text: str, meant: str | None):
             "twice 5",
             "10 minus 3",
         ),
+        *(
+            "-(72)",
+            "−(72)",
+            "-{72}",
+            "$-\\left(72\\right)$",
+            "-|72|",
+            "x = -(72)",
+            "- (72)",
+            "(72)^2",
+            "{72}^2",
+        ),
+        *("less than 72", "no more than $72", "at most 72", "at least 72", "72 at least", "72+", "72 and up"),
+        *(
+            "up to 72",
+            "it is over 72",
+            "72 squared",
+            "72 cubed",
+            "72 to the third power",
+            "72 factorial",
+            "5M",
+        ),
+        *("a third of 72", "the square of 72", "twice the 72", "two times 72", "72 times two", "72 plus tax"),
+        *(
+            "one in 72",
+            "72 divided by two",
+            "72 and a half",
+            "72 hundredths",
+            "72 is wrong",
+            "72 is a wrong answer",
+        ),
+        *("72? No.", "wrong: 72", "72 (incorrect)"),
         *("< 5", ">= 5", "≤ 5", "\\leq 5", "!= 5", "not 5", "it isn't 5", "不是5", "\\neq 5"),
         *(
             "5 or 7",
@@ -145,12 +186,20 @@ def test_the_last_number_of_a_text():
     assert read("she has 3 apples and 4 pears, total 7.") == "7"
     assert read("It isn't 5, it's -$7.50") == "-$7.50"
     assert read("The total is 1,234") == "1,234"
-    for text in ("5 or 7", "The answer is not 7", "it is 10-3", "", "version 1.2.3"):
+    for text in (
+        "5 or 7",
+        "The answer is not 7",
+        "it is 10-3",
+        "",
+        "version 1.2.3",
+        "72 is wrong",
+        "less than 7",
+    ):
         assert read(text) is None, text
 
 
 def test_which_references_are_numbers():
-    for text in ("72", "$5", "-1/2", "50%", "5 km", "1,234.", "3.5e2"):
+    for text in ("72", "$5", "-1/2", "50%", "5 km", "1,234.", "3.5e2", "5 miles per hour", "5 sq. km", "5 degrees C"):
         assert is_number(text), text
     for text in ("12 Angry Men", "Paris", "Route 66", "5 or 7", "10-3", "", "B2"):
         assert not is_number(text), text
@@ -182,7 +231,57 @@ def test_units():
     assert not same("5 miles", "5 km") and not same("5 kg", "5 km") and not same("€5", "$5")
     assert same("72 clips", "72") and same("5 km", "5") and same("5", "5 km")
     assert same("5 kg", "5 km", units=False)
-    assert all(factor > 0 for _, factor in UNITS.values())
+    assert all(unit.factor > 0 for units in UNITS.values() for unit in units)
+
+
+@pytest.mark.parametrize(
+    ("answer", "reference"),
+    [
+        ("72 miles per hour", "72 mph"),
+        ("72 miles an hour", "72 mi/h"),
+        ("72 km per hour", "72 km/h"),
+        ("36 km/h", "10 meters per second"),
+        ("25 degrees Celsius", "25°C"),
+        ("25 degrees C", "25 °C"),
+        ("25 degrees", "25°C"),
+        ("25℃", "25 degrees"),
+        ("5 pounds", "£5"),
+        ("5 pounds", "5 lb"),
+        ("72 square meters", "72 m^2"),
+        ("72 sq. km", "72 km²"),
+        ("1000 liters", "1 cubic meter"),
+        ("9.8 m/s²", "9.8 meters per second^2"),
+        ("$5 per hour", "5 dollars"),
+        ("5 dollars an hour", "$5/hour"),
+        ("$2.5M", "2.5 million dollars"),
+        ("$72K", "$72,000"),
+        ("5 hundred thousand", "500000"),
+        ("72 millions", "72000000"),
+        ("5千万", "50000000"),
+    ],
+)
+def test_the_same_in_other_units(answer: str, reference: str):
+    assert same(answer, reference) and same(reference, answer)
+
+
+@pytest.mark.parametrize(
+    ("answer", "reference"),
+    [
+        ("72 miles per hour", "72 miles"),
+        ("72 square meters", "72 m"),
+        ("72 cubic meters", "72 m"),
+        ("72 sq km", "72 km"),
+        ("72 m/s^2", "72 m/s"),
+        ("72 m^3", "72 m^2"),
+        ("25°C", "25°F"),
+        ("25 degrees Celsius", "25 degrees Fahrenheit"),
+        ("£5", "5 kg"),
+        ("72 millions", "72"),
+        ("72 mn", "72"),
+    ],
+)
+def test_not_the_same_unit(answer: str, reference: str):
+    assert not same(answer, reference) and not same(reference, answer)
 
 
 @settings(deadline=None, max_examples=80)

@@ -239,9 +239,8 @@ def test_sql_results(tmp_path: Path):
     assert worth("SELECT n FROM t ORDER BY n DESC", "SELECT n FROM t ORDER BY n")[0] == 0.0
     assert worth("DROP TABLE t")[0] == 0.0 and worth("SELECT m FROM t")[0] == 0.0 and worth("1 2 2")[0] == 0.0
     assert worth("SELECT n FROM t", "SELECT nothing")[0] is None
-    lost, why = worth("SELECT n FROM t", max_rows=2)
-    assert lost is None and "raise its max_rows" in why
-    # A query that shows more than can be compared is the model's own fault, and worth nothing.
+    # What is compared is not what the model sees of it.
+    assert worth("SELECT n FROM t", max_rows=2)[0] == 1.0
     assert worth("SELECT a.n FROM t a, t b, t c", "SELECT DISTINCT s FROM t", max_rows=2)[0] == 0.0
     # An ORDER BY inside orders nothing.
     assert worth("SELECT 2", "SELECT max(n) FROM (SELECT n FROM t ORDER BY n)")[0] == 1.0

@@ -13,7 +13,7 @@ from TrainingFactory.rewards.tool_verified import make_verifier
 from TrainingFactory.rollout.scoring import Episode
 from TrainingFactory.tools import tool
 from TrainingFactory.tools.custom_tools import PythonTool, SqlTool
-from TrainingFactory.tools.sql_rows import orders_rows, read_rows
+from TrainingFactory.tools.sql_rows import orders_rows
 from TrainingFactory.types import Completion, Message, Status, Task, ToolFailure, Trajectory, Turn
 
 SCHEMA = "CREATE TABLE t (n INTEGER, s TEXT, x REAL);"
@@ -122,7 +122,7 @@ def test_what_cannot_be_verified_is_not_zero(shown: Path):
     reward = make_verifier("sql_execution")
     with pytest.raises(ValueError, match="task t1: the right query fails: SQL error: no such table"):
         worth(reward, RIGHT, "SELECT n FROM gone", database=str(shown))
-    with pytest.raises(ValueError, match="task t1: the right query gives more rows"):
+    with pytest.raises(ValueError, match="task t1: the right query gives more than"):
         worth(make_verifier("sql_execution", max_rows=2), RIGHT, RIGHT, database=str(shown))
     with pytest.raises(ValueError, match="there is no SQLite file"):
         worth(reward, RIGHT, RIGHT, database=str(shown) + ".gone")
@@ -157,7 +157,6 @@ def test_which_queries_order_their_rows():
         "SELECT '(' FROM (SELECT 1 ORDER BY 1)",
     ):
         assert not orders_rows(query)
-    assert read_rows("n | s\n1 | a\n(the first 1 rows; there are more)").more
 
 
 @pytest.fixture(scope="module")
@@ -287,18 +286,41 @@ def test_answers_by_the_calculator(text: str, data: dict[str, Any], expected: fl
         ("3+5*4", 0),
         ("(3+5)/0", 0),
         ("__import__('os')", 0),
+        ("Answer: (3+5)×4", 1),
+        ("Answer: $(3+5)\\times 4$", 1),
+        ("32 = (3+5)*4", 1),
+        ("(3+5)*4 = 8*4 = 32", 1),
+        ("32 = 32", 0),
+        ("4*8 = 32", 0),
     ],
 )
 def test_answers_that_are_expressions(text: str, expected: float):
     assert worth(make_verifier("calculated", expressions=True), text, 32, numbers=[3, 4, 5]) == expected
 
 
+@pytest.mark.parametrize(
+    ("text", "numbers", "answer"),
+    [
+        ("8 thousand", [8], 8000),
+        ("50%", [50], 0.5),
+        ("5 万", [5], 50000),
+        ("6½", [6], 6.5),
+        ("1.5e3", [1.5, 3], 1500),
+        ("10*.5", [10, 5], 5),
+        ("3 kg", [3], 3),
+    ],
+)
+def test_numbers_that_were_not_given_are_found_in_every_notation(text: str, numbers: list[Any], answer: Any):
+    assert worth(make_verifier("calculated", expressions=True), text, answer, numbers=numbers) == 0
+
+
 def test_what_cannot_be_calculated():
     for expression in ("1/0", "two", "(" * 150):
         with pytest.raises(ValueError, match="task t1"):
             worth(make_verifier("calculated"), "2", expression=expression)
-    with pytest.raises(ValueError, match="numbers is 3"):
-        worth(make_verifier("calculated", expressions=True), "2", 2, numbers=3)
+    for numbers in (3, [None], ["two"]):
+        with pytest.raises(ValueError, match="task t1"):
+            worth(make_verifier("calculated", expressions=True), "2", 2, numbers=numbers)
 
 
 def test_bad_options():
@@ -307,6 +329,9 @@ def test_bad_options():
         ({"verify": "sql_execution", "tols": "x"}, "no option 'tols'; did you mean tool"),
         ({"verify": "sql_execution", "timeout": "1"}, "timeout is '1'"),
         ({"verify": "sql_execution", "max_rows": 0}, "max_rows is 0"),
+        ({"verify": "sql_execution", "database": 5}, "database is 5"),
+        ({"verify": "sql_execution", "tool": None}, "tool is None"),
+        ({"verify": "calculated", "expression": 5}, "expression is 5"),
         ({"verify": "code_cases", "partial": 1}, "partial is 1"),
         ({"verify": "calculated", "expressions": "no"}, "expressions is 'no'"),
     ):

@@ -203,5 +203,5 @@ def test_files_that_are_none(tmp_path: Path):
     (tmp_path / "text.db").write_text("this is no database, however long it may become " * 50)
     with pytest.raises(ValueError, match=r"text\.db cannot be read as a SQLite file"):
         SqlTool(tmp_path / "text.db")
-    with pytest.raises(ValueError, match="format is table or json"):
+    with pytest.raises(ValueError, match="format is table, json or exact"):
         SqlTool(tmp_path / "gone.db", format="xml")  # type: ignore[arg-type]

@@ -5,7 +5,8 @@
         SELECT name FROM customers WHERE id NOT IN (SELECT customer_id FROM orders)
 
 What is paid is the query's rows: they must be those of the right query on the database that the model sees and on
-hidden ones with the same words and other rows. A query that writes down what it has seen is right on the first only.
+hidden ones with the same words, other rows and another result. A query that writes down what it has seen is right on
+the first only.
 """
 
 from __future__ import annotations
@@ -15,9 +16,12 @@ import random
 import re
 import sqlite3
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
+from itertools import chain, islice
 from itertools import count as endlessly
 from pathlib import Path
+from typing import Any, Literal
 
 from TrainingFactory.envs.base import ToolEnvironment
 from TrainingFactory.envs.splits import belongs
@@ -30,6 +34,7 @@ from TrainingFactory.tools.threads import in_thread
 from TrainingFactory.types import Message, Reward, Task, ToolCall, ToolResult
 
 HIDDEN = 2  # databases that the model does not see
+MAX_VARIANTS = 60  # that are looked through for them
 QUERY_SECONDS = 2.0
 SHOWN_ROWS, COMPARED_ROWS = 20, 1000
 _FENCE = re.compile(r"```[\w+-]*[ \t]*\n(.*)```", re.S)
@@ -68,12 +73,18 @@ class Text2SqlEnvironment(ToolEnvironment):
         assert self._shown is not None, "reset comes first"
         return await self._shown.run({"query": query})
 
+    @property
+    def database(self) -> SqlTool:
+        """What the model sees, for rewards that run its query."""
+        assert self._shown is not None, "reset comes first"
+        return self._shown.source
+
     async def reward(self, episode: Episode) -> Reward:
         """1 if the answer gives the right rows on all databases. `shown`: on the one that the model sees."""
         query = _query_in(episode.trajectory.answer)
         shown = bool(query) and await self._same(query, 0)
         right = shown
-        for variant in range(1, HIDDEN + 1):
+        for variant in await in_thread(hidden_variants, self.task) if shown else ():
             right = right and await self._same(query, variant)
         return Reward(float(right), parts={"right": float(right), "shown": float(shown)})
 
@@ -102,19 +113,18 @@ class Text2SqlEnvironment(ToolEnvironment):
         )
 
     async def _same(self, query: str, variant: int) -> bool:
-        session = await self._opened(variant, "json", COMPARED_ROWS)
+        session = await self._opened(variant, "exact", COMPARED_ROWS)
         try:
             return await same_result(lambda text: session.run({"query": text}), query, str(self.task.answer))
         finally:
             await session.close()
 
-    async def _opened(self, variant: int, how: str, max_rows: int) -> SqlSession:
+    async def _opened(self, variant: int, form: Literal["table", "exact"], max_rows: int) -> SqlSession:
         def make() -> SqlTool:
             assert self._folder is not None, "reset comes first"
             path = Path(self._folder.name, f"{variant}.db")
             if not path.exists():
                 _build(path, self.task, variant)
-            form = "json" if how == "json" else "table"
             return SqlTool(path, timeout=QUERY_SECONDS, max_rows=max_rows, format=form)
 
         return (await in_thread(make)).session()
@@ -141,10 +151,30 @@ def _task(task_id: str, rng: random.Random) -> Task:
 
 def _worth_asking(task: Task) -> bool:
     """Whether the right query finds something on the database that the model sees: many queries find nothing."""
-    with contextlib.closing(sqlite3.connect(":memory:")) as connection:
-        connection.executescript(_script(task, 0))
-        rows = connection.execute(task.answer).fetchall()
+    return _finds_something(_right_rows(task, 0))
+
+
+def hidden_variants(task: Task) -> list[int]:
+    """The first databases on which the right query finds something else than on the one that is shown: there constants
+    are wrong, and it does not matter whether a query gives NULL or 0 for nothing. Queries of other people's tasks may
+    find the same everywhere; then any database will do."""
+    shown = Counter(_right_rows(task, 0))
+    good = (
+        variant
+        for variant in range(1, MAX_VARIANTS)
+        if _finds_something(rows := _right_rows(task, variant)) and Counter(rows) != shown
+    )
+    return list(islice(chain(good, endlessly(MAX_VARIANTS)), HIDDEN))
+
+
+def _finds_something(rows: list[Any]) -> bool:
     return bool(rows) and rows not in ([(None,)], [(0,)])
+
+
+def _right_rows(task: Task, variant: int) -> list[Any]:
+    with contextlib.closing(sqlite3.connect(":memory:")) as connection:
+        connection.executescript(_script(task, variant))
+        return connection.execute(task.answer).fetchall()
 
 
 def _build(path: Path, task: Task, variant: int) -> None:

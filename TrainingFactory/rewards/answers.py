@@ -93,9 +93,12 @@ class Extraction:
                 return _after_last(text, self.markers)
             pair = _after_phrase(text)
         else:
-            other = {"last_line": last_line, "last_number": last_number_text}.get(self.extract)
+            other = {"last_line": last_line, "last_number": self.last_number}.get(self.extract)
             return other(text) if other else text
         return pair[1] if pair else None
+
+    def last_number(self, text: str) -> str | None:
+        return last_number_text(text)
 
 
 def without_reasoning(text: str) -> str:
@@ -179,12 +182,19 @@ def _tagged(text: str, tag: str) -> tuple[int, str] | None:
 
 
 def _boxed(text: str) -> tuple[int, str] | None:
-    """What stands in the last \\boxed{...} with balanced braces."""
+    """What stands in the last \\boxed{...} with balanced braces, and a minus before it."""
     for match in reversed(list(re.finditer(r"\\f?box(?:ed)?\s?\{", text))[-MAX_BOXES:]):
         end = _closing_brace(text, match.end())
         if end is not None and (inside := text[match.end() : end].strip()):
-            return match.start(), inside
+            minus = _MINUS_BEFORE.search(text[max(0, match.start() - 24) : match.start()])
+            return match.start(), f"-{inside}" if minus else inside
     return None
+
+
+# -\boxed{5} and = - \boxed{5}; not x-\boxed{5}, and not the mark of a list or a dash: the sum - \boxed{5}
+_MINUS_BEFORE = re.compile(
+    r"(?:(?<![\w)\]}])[-\u2212\u2013]|[=:({$\[\u2248]\s*[-\u2212\u2013]\s+)(?:\\left|\\[,;:!]|[$({\[])*\Z"
+)
 
 
 def _closing_brace(text: str, start: int) -> int | None:
@@ -212,13 +222,16 @@ def normalised(text: str) -> str:
     text = unicodedata.normalize("NFKC", lowered(text)).casefold().translate(_QUOTES)
     text = re.sub(r"\\(?:text|mathrm|textbf|mathbf)\s?\{([^{}]{0,200})\}", r"\1", text)
     text = " ".join(text.replace("**", "").split())
-    bare = text.strip(_AROUND)
-    if bare[:1].isdigit() and text[: -len(text.lstrip(_AROUND))].endswith("."):
-        bare = f".{bare}"  # .5 is not 5
-    return bare or text
+    inside = text.lstrip(_AROUND)
+    if inside[:1].isdigit() and _POINT.search(text[: len(text) - len(inside)]):
+        inside = text[len(text) - len(inside) - 1 :]  # .5 is not 5
+    return inside.rstrip(_AROUND) or text
 
 
 _AROUND = " \"'`*_.,;:!?()[]$"
+_POINT = re.compile(r"(?<![.,])[.,]\Z")
+
+
 _QUOTES = str.maketrans("\u2018\u2019\u201c\u201d\u2013\u2014\u2212", "''\"\"---")
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation + "\u2018\u2019\u201c\u201d")

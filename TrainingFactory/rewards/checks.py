@@ -29,3 +29,8 @@ def check_number(name: str, value: Any, low: float = 0.0, high: float = math.inf
 def check_flag(name: str, value: Any) -> None:
     if not isinstance(value, bool):
         raise ValueError(f"{name} is {value!r}; it must be true or false")
+
+
+def check_text(name: str, value: Any) -> None:
+    if not isinstance(value, str) or not value.strip():
+        raise ValueError(f"{name} is {value!r}; it must be a text")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import unicodedata
 from fractions import Fraction
+from typing import NamedTuple
 
 MAX_CHARS = 10_000  # of a text in which numbers are looked for; the end of a longer one is kept
 
@@ -70,12 +71,13 @@ _SIGNS |= dict.fromkeys("\u2018\u2019\u02bc", "'") | {
     "\u200b": "",
 }
 _SIGNS |= {"\u3002": ". ", "\u3001": ", ", "\uff0c": ",", "\u066b": ".", "\u066c": ",", "\ufeff": ""}
+_SIGNS |= {"\u2103": "°C", "\u2109": "°F"}
 
 _MATHS = re.compile(r"\$([^$\n]{1,200})\$(?![\d.])")  # $5$, not the prices in: from $5 to $7
 _ARROWS = {"=>": ": ", "->": ": ", ">=": "≥", "<=": "≤", "!=": "≠"}  # no equals signs, and no minus
 _MINUS_WORD = re.compile(r"\b(?:minus|negative) (?=[\d.$])", re.I)
 _POWER_STARS = re.compile(r"(?<=\d)\*\*(?=[-+]?\d)")
-_EMPHASIS = re.compile(r"`|(?<![\d\s)])\*|\*(?![\d\s(.])|(?<!\w)_+|_+(?!\w)")
+_EMPHASIS = re.compile(r"`|(?<![\d\s)])\*|\*(?![\d\s(.])|(?<!\w)_++|(?<!_)_++(?!\w)")
 _LATEX = [
     (re.compile(pattern), replacement)
     for pattern, replacement in [
@@ -98,8 +100,59 @@ _LATEX = [
     ]
 ]
 
-# Names -> (what it measures, how much of it). Values with different first parts never match.
-UNITS: dict[str, tuple[str, Fraction]] = {}
+
+class Unit(NamedTuple):
+    """What is measured, and how much of it. Values with different kinds never match."""
+
+    kind: str
+    factor: Fraction
+
+
+def units_of(text: str) -> tuple[tuple[Unit, ...], int]:
+    """What the unit at the start of a text may mean, and where it ends: km, sq km, m/s^2, miles per hour. Nothing for
+    other words: clips say nothing about a number."""
+    match = _UNIT.match(text)
+    units = _named(match["name"]) if match else ()
+    if match is None or not units:
+        return (), 0
+    power = int(match["power"] or 0) or {"sq": 2, "cu": 3}.get((match["shape"] or "")[:2].lower(), 1)
+    units, end = (
+        tuple(_raised(unit, power) for unit in units),
+        match.end("power" if match["power"] else "name"),
+    )
+    if match["per"] and (below := _named(match["per"])):
+        lower = [_raised(unit, int(match["per_power"] or 1)) for unit in below]
+        units, end = tuple(_over(unit, other) for unit in units for other in lower), match.end()
+    return units, end
+
+
+def _over(unit: Unit, other: Unit) -> Unit:
+    """A price is often given with what it is for, and often without."""
+    return unit if unit.kind in MONEY else Unit(f"{unit.kind}/{other.kind}", unit.factor / other.factor)
+
+
+def _raised(unit: Unit, power: int) -> Unit:
+    return unit if power == 1 else Unit(f"{unit.kind}^{power}", unit.factor**power)
+
+
+def _named(name: str) -> tuple[Unit, ...]:
+    """kg and Kilograms are known."""
+    if temperature := _TEMPERATURE.fullmatch(name):
+        name = f"°{temperature[1].upper()}"
+    lower = name.lower()
+    spellings = (name, lower, lower.removesuffix("s"), lower.removesuffix("es"))
+    return next((UNITS[spelling] for spelling in spellings if spelling in UNITS), ())
+
+
+_UNIT = re.compile(
+    r" ?(?:(?P<shape>square|sq\.?|cubic|cu\.?) )?"
+    r"(?P<name>(?:° ?|deg(?:rees?|\.)? )(?:[CF]\b|celsius\b|fahrenheit\b)|°|[$€£¥₹]|[A-Za-zµΩ]+)(?:\^(?P<power>[23]))?"
+    r"(?:(?: ?/ ?| per | an (?=hour))(?P<per>[A-Za-z]+)(?:\^(?P<per_power>[23]))?)?",
+    re.I,
+)
+_TEMPERATURE = re.compile(r"(?:°|deg).*? ?([cf])(?:elsius|ahrenheit)?", re.I)
+MONEY = ("dollars", "euros", "pounds", "yen", "rupees", "yuan")
+UNITS: dict[str, tuple[Unit, ...]] = {}
 for _kind, _names in {
     "length": {
         "mm millimeter millimetre": "1/1000",
@@ -127,19 +180,18 @@ for _kind, _names in {
         "day": "86400",
         "week": "604800",
     },
-    "volume": {"ml mL milliliter millilitre": "1/1000", "l L liter litre": "1"},
-    "speed": {"m/s": "1", "km/h kph": "5/18", "mph": "0.44704"},
-    "area": {"cm^2": "1/10000", "m^2": "1", "km^2": "1000000"},
-    "cubes": {"cm^3": "1/1000000", "m^3": "1"},
+    "length^3": {"ml mL milliliter millilitre": "1/1000000", "l L liter litre": "1/1000"},
+    "length/time": {"kph kmh kmph": "5/18", "mph": "0.44704"},
     "dollars": {"$ US$ USD usd dollar": "1", "cent": "1/100"},
     "euros": {"€ EUR eur euro": "1"},
-    "pounds": {"£ GBP gbp": "1"},
+    "pounds": {"£ GBP gbp pound": "1"},
     "yen": {"¥ JPY jpy yen": "1"},
     "rupees": {"₹ INR inr rupee": "1"},
-    "yuan": {"CNY cny yuan": "1"},
-    "celsius": {"°C": "1"},
-    "fahrenheit": {"°F": "1"},
+    "yuan": {"¥ CNY cny yuan": "1"},
+    "celsius": {"°C celsius ° degree deg": "1"},
+    "fahrenheit": {"°F fahrenheit ° degree deg": "1"},
     "angle": {"° degree deg": "1"},
 }.items():
     for _spellings, _factor in _names.items():
-        UNITS |= {_spelling: (_kind, Fraction(_factor)) for _spelling in _spellings.split()}
+        for _spelling in _spellings.split():
+            UNITS[_spelling] = (*UNITS.get(_spelling, ()), Unit(_kind, Fraction(_factor)))

@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 from fractions import Fraction
 
-from TrainingFactory.rewards.notation import MAX_CHARS, UNITS, plain
+from TrainingFactory.rewards.notation import MAX_CHARS, UNITS, Unit, plain, units_of
 
 MAX_DIGITS = 1000  # in one number; what is longer is no answer
 MAX_EXPONENT = 400  # a little over what a float can hold
@@ -18,12 +18,12 @@ MAX_EXPONENT = 400  # a little over what a float can hold
 
 @dataclass(slots=True, frozen=True)
 class Number:
-    """A number that was read. A percentage has its value (50% is 1/2) and says that it was one; `unit` is a key of
-    UNITS, or nothing: other words (72 clips) say nothing about the number."""
+    """A number that was read. A percentage has its value (50% is 1/2) and says that it was one. `units` is what its
+    unit may mean (5 pounds: weight or money), or nothing: other words (72 clips) say nothing about the number."""
 
     value: Fraction
     percent: bool = False
-    unit: str = ""
+    units: tuple[Unit, ...] = ()
 
 
 @dataclass(slots=True, frozen=True)
@@ -66,29 +66,30 @@ def only_number(text: str, decimal_comma: bool = False) -> Number | None:
     first = found[0] if found else None
     if first is None or any(number is None or number.value != first.value for number in found):
         return None
-    if _DENIAL.search(stated) or (len(found) == 1 and _CHOICE.search(stated)):
+    if _DENIAL.search(stated) or _REFUSAL.search(stated) or (len(found) == 1 and _CHOICE.search(stated)):
         return None
     return first
 
 
-def last_number_text(text: str) -> str | None:
+def last_number_text(text: str, decimal_comma: bool = False) -> str | None:
     """The last number of the text as it is written, with its sign and unit; None if it is denied (not 7), one of a
     choice (5 or 7), or no number after all (10-3)."""
     text = plain(text)
-    found = figures(text)
+    found = figures(text, decimal_comma)
     if not found or found[-1].number is None:
         return None
     since = found[-2].end if len(found) > 1 else 0
     between = text[since : found[-1].start].rpartition("\n")[2]
-    denied = _DENIAL.search(between) or _CHOICE.search(between)
+    after = text[found[-1].end :].partition("\n")[0]
+    denied = _DENIAL.search(between) or _CHOICE.search(between) or _REFUSAL.search(between + "5" + after)
     return None if denied else text[found[-1].start : found[-1].end]
 
 
-def is_number(text: str) -> bool:
+def is_number(text: str, decimal_comma: bool = False) -> bool:
     """Whether the text is one number with at most a sign, a currency, a percent sign or a common unit: `72`, `$5`,
     `5 km`; not `12 Angry Men`."""
     clean = plain(text).strip().removesuffix(".")
-    found = figures(clean)
+    found = figures(clean, decimal_comma)
     return (
         len(found) == 1 and found[0].number is not None and (found[0].start, found[0].end) == (0, len(clean))
     )
@@ -106,11 +107,11 @@ def same_number(
     reference's size. Known units are converted, and two of different kinds never match. A percentage matches its
     value, and its bare figure (50% and 50) where that is 1 or more, unless `strict_percent`."""
     left, right = answer.value, reference.value
-    if units and answer.unit in UNITS and reference.unit in UNITS:
-        (kind, factor), (other, scale) = UNITS[answer.unit], UNITS[reference.unit]
-        if kind != other:
-            return False
-        left, right = left * factor, right * scale
+    if units and answer.units and reference.units:
+        pairs = [(one, other) for one in answer.units for other in reference.units if one.kind == other.kind]
+        return any(
+            _close(left * one.factor, right * other.factor, tolerance, relative) for one, other in pairs
+        )
     if _close(left, right, tolerance, relative):
         return True
     if strict_percent or answer.percent == reference.percent:
@@ -132,7 +133,7 @@ def _close(answer: Fraction, reference: Fraction, tolerance: float | None, relat
 def _figure(text: str, start: int, end: int, decimal_comma: bool) -> Figure:
     """The run at start:end with what belongs to it on both sides: sign, currency, percent, scale and unit."""
     value = _value(text[start:end], decimal_comma)
-    window = text[max(0, start - 16) : start]
+    window = text[max(0, start - 24) : start]
     lead = _LEAD.search(window)
     assert lead is not None  # it matches the empty end as well
     before = window[: lead.start()]
@@ -140,27 +141,26 @@ def _figure(text: str, start: int, end: int, decimal_comma: bool) -> Figure:
     after = text[end : end + 40]
     if value is None or _SPOILT_BEFORE.search(before) or _SPOILT_AFTER.match(after):
         return Figure(start, end, None)
+    if before[:-1].rpartition(" ")[2].lower() in _LAST_WORDS and _WORDS_BEFORE.search(before):
+        return Figure(start, end, None)
+    if not lead["money"] and _MEGA.match(after):  # 5M: millions, metres, molar?
+        return Figure(start, end, None)
     signs = (lead["sign"] or "") + (lead["inner"] or "")
     if len(signs.replace(" ", "")) > 1 or (lead["sign"] and _MINUS_IS_A_DASH.search(before + lead["sign"])):
         return Figure(start, end, None)
     value = -value if "-" in signs else value
-    unit, percent = (lead["money"] or "").strip(), False
-    if scale := _SCALE.match(after):
-        value *= _SCALES[scale.group(1).lower()]
-        end, after = end + scale.end(), after[scale.end() :]
+    money = (lead["money"] or "").strip()
+    units, percent = UNITS.get(money, ()), False
+    for scale in (_MONEY_SCALE if money else _SCALE, _SCALE, _SCALE):  # 5 hundred thousand
+        if found := scale.match(after):
+            value *= _SCALES[found.group(1).lower().removesuffix("s")]
+            end, after = end + found.end(), after[found.end() :]
     if mark := _PERCENT.match(after):
         value, percent, end = value / 100, True, end + mark.end()
-    elif (tail := _UNIT.match(after)) and not unit and (unit := _known_unit(tail.group(1))):
-        end += tail.end()
-    return Figure(start, end, Number(value, percent, unit))
-
-
-def _known_unit(unit: str) -> str:
-    """The spelling that UNITS has, else nothing: kg and Kilograms are known, clips are not."""
-    for spelling in (unit, unit.lower(), unit.lower().removesuffix("s"), unit.lower().removesuffix("es")):
-        if spelling in UNITS:
-            return spelling
-    return ""
+    elif not money:
+        units, length = units_of(after)
+        end += length
+    return Figure(start, end, Number(value, percent, units))
 
 
 def _value(run: str, decimal_comma: bool) -> Fraction | None:
@@ -230,24 +230,74 @@ _MINUS_IS_A_DASH = re.compile(r"[A-Za-z)\]}][-+] ?\Z|[A-Za-z)\]}] [-+] \Z")  # x
 # Before and after a number these make it a part of something larger, or no plain number.
 _SPOILT_BEFORE = re.compile(
     r"(?:[/^*√±<>≤≥≠]|[A-Za-z]\(|\b(?:sin|cos|tan|log|ln|exp|sqrt)[ ({]?|\\[A-Za-z]+[ ({]?)[ ({]?\Z"
-    r"|\b(?:half|twice|double|triple|root) (?:of )?\Z",
+    r"|[-+] ?[({\[|\"'<]+ ?\Z",  # -(5), -{5}
     re.I,
 )
+_WORDS_BEFORE = re.compile(
+    r"\b(?:than|at most|at least|under|over|above|below|exceed(?:s|ing)?|plus|times|out of|one in"
+    r"|(?:divided|multiplied|divisible) by) \Z|(?:\A|[:=,(] ?|\b(?:is|are|was|be) )up to \Z"
+    r"|\b(?:half|third|quarter|(?:four|fif|six|seven|eigh|nin|ten)th|percent|multiple|factor|power|square|cube|root"
+    r"|twice|double|triple) (?:of )?(?:the )?\Z",
+    re.I,
+)
+_LAST_WORDS = {
+    "than",
+    "most",
+    "least",
+    "under",
+    "over",
+    "above",
+    "below",
+    "exceed",
+    "exceeds",
+    "exceeding",
+    "plus",
+}
+_LAST_WORDS |= {
+    "times",
+    "of",
+    "in",
+    "by",
+    "to",
+    "the",
+    "half",
+    "third",
+    "quarter",
+    "percent",
+    "multiple",
+    "factor",
+}
+_LAST_WORDS |= {"power", "square", "cube", "root", "twice", "double", "triple"}
+_FEW = r"(?:one|two|three|four|five|six|seven|eight|nine|ten|twelve|twenty|a hundred|itself|[xyzn]\b)"
 _SPOILT_AFTER = re.compile(
-    r" ?(?:π|√|±|\\|pi\b|[*^+] ?[A-Za-z(]|[/-] ?[xyzn(](?![a-z]))|[xyznie](?![A-Za-z])|\([\dxyzn]|[A-Za-z]+\d"
+    r" ?(?:π|√|±|\\|pi\b|\+|[*^] ?[A-Za-z(]|[/-] ?[xyzn(](?![a-z]))|[xyznie](?![A-Za-z])|\([\dxyzn]|[A-Za-z]+\d"
+    r"|[)\]}|]+ ?\^"
+    r"|[ -](?:(?:squared|cubed|factorial|plus|minus|multiplied|divided|modulo|mod|choose|to the (?:\w+ )?power)\b"
+    r"|at (?:most|least|best)\b|and[ -](?:up|above|over|below|under|more)\b"
+    r"|and[ -](?:a|one|two|three)[ -](?:half|third|quarter)"
+    rf"|(?:third|(?:fif|six|seven|eigh|nin|ten|hundred|thousand|million)th)s\b|times {_FEW})",
 )
 _PERCENT = re.compile(r" ?(?:%|(?:percent|per cent|pct)\b)", re.I)
-_SCALES = {
-    "hundred": 100,
-    "thousand": 10**3,
-    "k": 10**3,
-    "million": 10**6,
+_SCALES = {"hundred": 100, "thousand": 10**3, "lakh": 10**5, "million": 10**6, "crore": 10**7}
+_SCALES |= {
     "billion": 10**9,
-    "bn": 10**9,
     "trillion": 10**12,
+    "k": 10**3,
+    "mn": 10**6,
+    "mio": 10**6,
+    "bn": 10**9,
+    "tn": 10**12,
 }
-_SCALES |= {"万": 10**4, "亿": 10**8}
-_SCALE = re.compile(r" ?((?i:hundred|thousand|million|billion|trillion)\b|k\b|bn\b|万|亿)")
-_UNIT = re.compile(r" ?(°[CF]?\b|°|[$€£¥₹]|[A-Za-zµΩ]+(?:\^[23])?(?:/[A-Za-z]+)?)")
+_SCALES |= {"m": 10**6, "b": 10**9}
+_SCALES |= {"百": 100, "千": 10**3, "万": 10**4, "萬": 10**4, "亿": 10**8, "億": 10**8}
+_SCALE = re.compile(
+    r" ?((?i:(?:hundred|thousand|lakh|million|crore|billion|trillion)s?)\b|(?:k|mn|mio|bn|tn)\b|[百千万萬亿億])"
+)
+_MONEY_SCALE, _MEGA = re.compile(r"([KMB])\b"), re.compile(r"[MB]\b")
 _DENIAL = re.compile(r"\b(?:not|neither|nor|never|cannot)\b|n't\b|≠|不是|并非", re.I)
+_REFUSAL = re.compile(  # 72 is wrong; 72? No; wrong: 72. Not: he got 72 wrong
+    r"\b(?:is|are|was|be|seems|looks) (?:an? |the )?(?:wrong|incorrect|false|untrue|mistaken|impossible)\b"
+    r"|[?(] ?(?:no|nope|wrong|incorrect|false)\b|\b(?:wrong|incorrect|false) ?:",
+    re.I,
+)
 _CHOICE = re.compile(r"\bor\b(?! so\b)", re.I)

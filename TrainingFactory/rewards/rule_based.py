@@ -9,6 +9,7 @@ from TrainingFactory.protocols import RewardFunction
 from TrainingFactory.rewards.checks import check_choice
 from TrainingFactory.rewards.rules_base import OnlyIf
 from TrainingFactory.rewards.rules_form import Format, JsonMatch, Length, Pattern, SchemaMatch
+from TrainingFactory.rewards.rules_sql import SqlResult
 from TrainingFactory.rewards.rules_text import (
     F1,
     Auto,
@@ -20,7 +21,7 @@ from TrainingFactory.rewards.rules_text import (
     Normalised,
     Numeric,
 )
-from TrainingFactory.rewards.rules_tools import CodeTests, SqlResult
+from TrainingFactory.rewards.rules_tools import CodeTests
 from TrainingFactory.tools.making import call_with
 
 RULES: dict[str, Any] = {

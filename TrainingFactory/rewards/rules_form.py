@@ -102,7 +102,10 @@ class JsonMatch(AnswerRule):
         if isinstance(given, int | float) and isinstance(right, int | float):
             if isinstance(given, int) and isinstance(right, int):
                 return given == right
-            return math.isclose(given, right, rel_tol=self.tolerance, abs_tol=self.tolerance)
+            try:
+                return math.isclose(given, right, rel_tol=self.tolerance, abs_tol=self.tolerance)
+            except OverflowError:  # a whole number that no float can hold
+                return False
         if isinstance(given, dict) and isinstance(right, dict):
             keys = right.keys() <= given.keys() if self.extra_keys else right.keys() == given.keys()
             return keys and all(self._same(given[key], value) for key, value in right.items())
@@ -144,7 +147,10 @@ class SchemaMatch(Extraction):
         text = self.text_of(episode.trajectory)
         answer = self.answer_in(text) if text is not None else None
         given = read_json(answer) if answer else _NOTHING
-        return paid(self.rule, float(given is not _NOTHING and validator_of(self.schema).is_valid(given)))
+        try:
+            return paid(self.rule, float(given is not _NOTHING and validator_of(self.schema).is_valid(given)))
+        except (OverflowError, RecursionError):  # a number or a depth that cannot be checked
+            return paid(self.rule, 0.0)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from decimal import Decimal
 from fractions import Fraction
@@ -14,8 +15,9 @@ from typing import Any, ClassVar
 from TrainingFactory.protocols import Episode
 from TrainingFactory.rewards.answers import normalised, references, squad_words
 from TrainingFactory.rewards.checks import check_choice, check_flag, check_number
+from TrainingFactory.rewards.formulas import endless
 from TrainingFactory.rewards.notation import plain
-from TrainingFactory.rewards.numbers import Number, is_number, only_number, same_number
+from TrainingFactory.rewards.numbers import Number, is_number, last_number_text, only_number, same_number
 from TrainingFactory.rewards.rules_base import AnswerRule, paid
 from TrainingFactory.types import Reward
 
@@ -48,7 +50,7 @@ class Numeric(AnswerRule):
 
     `tolerance` is absolute, `relative` a share of the right one; the larger counts. Without them whole numbers must
     be equal, others within 1e-6. `percent: strict` takes 50% as 0.5 only, not as 50. `units: false` ignores units.
-    `decimal_comma` reads 1.234,5 and 3,14 as in most of Europe.
+    `decimal_comma` reads 1.234,5 and 3,14 as in most of Europe, also in right answers that are texts.
     """
 
     rule: ClassVar[str] = "numeric"
@@ -68,8 +70,11 @@ class Numeric(AnswerRule):
         check_flag("units", self.units)
         check_flag("decimal_comma", self.decimal_comma)
 
+    def last_number(self, text: str) -> str | None:
+        return last_number_text(text, self.decimal_comma)
+
     def read_reference(self, reference: Any) -> Number:
-        number = as_number(reference)
+        number = as_number(reference, self.decimal_comma)
         if number is None:
             raise ValueError(
                 f"its answer {str(reference)[:60]!r} is not one number, so numeric cannot compare with it"
@@ -85,33 +90,46 @@ class Numeric(AnswerRule):
         )
 
 
-def as_number(reference: Any) -> Number | None:
-    """A right answer as a number: a number, a text that states one, or a worked solution that ends in `#### 72`."""
+def as_number(reference: Any, decimal_comma: bool = False) -> Number | None:
+    """A right answer as a number: a number, a text that states one, or a worked solution that ends in `#### 72`. With
+    `decimal_comma` 1.234 is 1234, and 3.14, which cannot be read so, is what it is elsewhere."""
     if isinstance(reference, int | Fraction | Decimal | float) and not isinstance(reference, bool):
-        if not math.isfinite(reference):
+        if isinstance(reference, Decimal | float) and not math.isfinite(reference):
             raise ValueError(f"its answer is {reference}, which nothing can be compared with")
         return Number(Fraction(str(reference)))
-    return only_number(reference.rpartition("####")[2]) if isinstance(reference, str) else None
+    if not isinstance(reference, str):
+        return None
+    text = reference.rpartition("####")[2]
+    return (only_number(text, True) if decimal_comma else None) or only_number(text)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Auto(Numeric):
-    """numeric where the right answer is a number, else normalised."""
+    """numeric where the right answer is a number, else normalised. A right answer with zeros in front (02139) is no
+    number: it must be given with them."""
 
     rule: ClassVar[str] = "auto"
 
     def read_reference(self, reference: Any) -> Any:
         text = reference.rpartition("####")[2].strip() if isinstance(reference, str) else ""
-        if text and not is_number(text):
+        if text and (_ZEROS_IN_FRONT.fullmatch(text) or not self._is_number(text)):
             return text
         if isinstance(reference, bool | dict):
             return str(reference)
         return super().read_reference(reference)
 
+    def _is_number(self, text: str) -> bool:
+        return is_number(text) or (self.decimal_comma and is_number(text, True))
+
     def score(self, answer: str, reference: Any) -> float:
-        if isinstance(reference, str):
-            return float(normalised(answer) == normalised(reference))
-        return super().score(answer, reference)
+        if not isinstance(reference, str):
+            return super().score(answer, reference)
+        if _ZEROS_IN_FRONT.fullmatch(reference) and (number := only_number(answer)):
+            return float(number.value == int(reference) and holds(answer, reference))
+        return float(normalised(answer) == normalised(reference))
+
+
+_ZEROS_IN_FRONT = re.compile(r"0\d{1,99}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,14 +153,23 @@ class Contains(AnswerRule):
         return paid(self.rule, min(self.score(answer, str(one)) for one in right) if answer else 0.0)
 
     def score(self, answer: str, reference: Any) -> float:
-        # Not \b: it would find 72 in 7.72, in 72,000, in 1/72 and in -72.
-        right = normalised(reference)
-        signs = r"(?<!^-)(?<![\s(=:]-)(?<!\d/)(?<!\^)(?<!^\.)(?<!\s\.)" if right[:1].isdigit() else ""
-        ends = r"(?![/^]\d)" if right[-1:].isdigit() else ""
-        found = re.search(
-            rf"(?<!\w)(?<!\d[.,]){signs}{re.escape(right)}(?!\w)(?![.,]\d){ends}", normalised(answer)
-        )
-        return float(found is not None)
+        return float(holds(answer, reference))
+
+
+def holds(answer: str, reference: str) -> bool:
+    """Whether the reference occurs in the answer as whole words, and a number as a whole number: there is no 72 in
+    7.72, -72, 1/72, x^72 and 72,000. A dash between numbers (1939-1945) is no minus."""
+    wanted = normalised(reference)
+    before, after = r"(?<!\w)(?<!\d[.,])", r"(?!\w)(?![.,]\d)"
+    if wanted[:1].isdigit():
+        before += r"(?<![.,/^\\])(?<!\d')(?<![\s(\[=:$]-)(?<!\A-)"
+    if wanted[-1:].isdigit():
+        after += r"(?!'\d)(?! ?[/^] ?\w)"
+        after += r"(?! \d{3}(?!\d))" if _SHORT.fullmatch(wanted) else ""
+    return re.search(f"{before}{re.escape(wanted)}{after}", normalised(answer)) is not None
+
+
+_SHORT = re.compile(r"\d{1,3}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -230,17 +257,37 @@ class Choice(AnswerRule):
         if rest in known:  # the letter of one choice with the text of another is none
             place = self.letters.index(letter)
             return letter if place < len(known) and known[place] == rest else None
-        return None if _OTHER_LETTER.search(match["rest"]) else letter
+        if _DENIED.match(match["rest"]):
+            return None
+        others = self.letters.replace(letter, "")
+        return None if any(other in others for other in _letters_in(match["rest"])) else letter
 
 
-_LETTER = re.compile(
-    r"(?:(?:the )?(?:correct )?(?:option|choice|answer) (?:is )?)?"
-    r"[(\[]?(?P<letter>[A-Z])(?:[)\].:,]+ ?| - |$)(?P<rest>.*)",
+def _letters_in(text: str) -> Iterator[str]:
+    """The letters that stand for choices: alone after a mark or a word such as `or`, or before a mark. Not those
+    of: a city, I think, Vitamin A."""
+    for found in _LONE.finditer(text):
+        before, after = text[max(0, found.start() - 10) : found.start()], text[found.end() : found.end() + 10]
+        word = found.group() in "aAiI" and _WORD.match(after) and not _JOINED.match(after)
+        if not word and (_MARK_BEFORE.search(before) or _MARK_AFTER.match(after)):
+            yield found.group().upper()
+
+
+_LONE = re.compile(r"(?<![\w'])[A-Za-z](?![\w'])(?! ?[=+*^<>]|\()")  # no letters of formulas
+_WORD, _JOINED = re.compile(r" [a-z]{2}"), re.compile(r" (?:or|and|nor|is)\b")
+_MARK_BEFORE = re.compile(
+    r"(?:\A|[^\w\s'=+*^<>] ?|\b(?:or|and|nor|not|no|but|is|option|choice|answer|maybe|perhaps|than|either) )\Z",
     re.I,
 )
-_OTHER_LETTER = re.compile(
-    r"^(?:(?:or|and|&|/|\+) ?)?(?:option )?[(\[]?[A-J](?:[)\].,:/]|$| (?:or|and)\b)|[(\[][A-J][)\]]"
-    r"|\b(?:or|and) (?:option )?[(\[]?[A-J][)\].]?$"
+_MARK_AFTER = re.compile(r"[)\]:/]|[.;] \S| (?:or|and|nor) ")
+_LETTER = re.compile(
+    r"(?:(?:the )?(?:correct )?(?:option|choice|answer) (?:is )?)?"
+    r"[(\[]?(?P<letter>[A-Z])(?:[)\].:,;]+ ?| - | ?\(| (?=(?:is|because|since|as)\b)|$)(?P<rest>.*)",
+    re.I,
+)
+_DENIED = re.compile(
+    r"(?:(?:is|was|can|seems|would be) )?(?:an? |the )?(?:(?:no|not|never|wrong|incorrect|false)\b(?!-)|isn't|can't)",
+    re.I,
 )
 
 
@@ -271,7 +318,7 @@ class Maths(AnswerRule):
             return float(same_number(given, right))
         if normalised(answer) == normalised(reference):
             return 1.0
-        if len(answer) > MAX_FORMULA or _ENDLESS.search(answer):
+        if endless(answer):
             return 0.0
         maths = import_module("math_verify")
         # Only LaTeX: the reader of plain expressions hands its text to Python. No time-outs: theirs are signals, which
@@ -284,7 +331,3 @@ class Maths(AnswerRule):
         if not sides[0]:
             raise ValueError(f"math-verify cannot read the right answer {reference[:60]!r}")
         return float(bool(sides[1]) and maths.verify(*sides, timeout_seconds=None))
-
-
-MAX_FORMULA = 300  # characters
-_ENDLESS = re.compile(r"\d{4,}\s*!|\^\s*\{?[^}]*\^|\^\s*\{?\s*\d{4,}|\d{40,}|\\(?:prod|sum|int)\b")

@@ -1,4 +1,4 @@
-"""Rules that ask a tool of the environment: code by its tests, a query by its rows."""
+"""Rules that ask a tool of the environment: code by its tests."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from TrainingFactory.rewards.code_asserts import read_asserts
 from TrainingFactory.rewards.rules_base import paid
 from TrainingFactory.rewards.rules_form import last_fenced
 from TrainingFactory.tools.history import digest
-from TrainingFactory.tools.sql_rows import Ask, same_result
+from TrainingFactory.tools.sql_rows import Ask
 from TrainingFactory.types import Reward, ToolFailure, ToolResult
 
 
@@ -70,27 +70,6 @@ class CodeTests(ToolRule):
                 "form assert f(2) == 4; write it so, use tool_verified with code_cases, or set trusting: true"
             )
         return await value_after(ask, f"{code}\n\n{test}", "''") is not None
-
-
-@dataclass(frozen=True, kw_only=True)
-class SqlResult(ToolRule):
-    """The query gives the rows that the right one gives, by the environment's `tool`. Their order counts if the right
-    query orders them; names of columns never do."""
-
-    rule: ClassVar[str] = "sql_result"
-    tool: str = "sql"
-
-    async def __call__(self, episode: Episode) -> Reward:
-        [right] = references(episode.task, self.rule)[:1]
-        query = self.code_of(episode)
-        if not query:
-            return paid(self.rule, 0.0)
-
-        ask = through(episode, self.tool, "query")
-        try:
-            return paid(self.rule, float(await same_result(ask, query, str(right))))
-        except ValueError as error:
-            raise ValueError(f"task {episode.task.id}: {error}") from error
 
 
 def through(episode: Episode, tool: str, argument: str) -> Ask:

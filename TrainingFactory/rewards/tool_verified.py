@@ -7,83 +7,28 @@ among the rules are the short forms.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import math
 import re
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
-from pathlib import Path
 from typing import Any, ClassVar
 
 from TrainingFactory.protocols import Episode, RewardFunction
 from TrainingFactory.rewards.answers import references
-from TrainingFactory.rewards.checks import check_choice, check_flag, check_number
-from TrainingFactory.rewards.numbers import MAX_DIGITS, Number
+from TrainingFactory.rewards.checks import check_choice, check_flag, check_text
+from TrainingFactory.rewards.notation import plain
+from TrainingFactory.rewards.numbers import Number
 from TrainingFactory.rewards.rules_base import paid
+from TrainingFactory.rewards.rules_sql import SqlExecution
 from TrainingFactory.rewards.rules_text import Numeric
 from TrainingFactory.rewards.rules_tools import CodeTests, ToolRule, through, value_after
-from TrainingFactory.tools.calculator import calculate
+from TrainingFactory.tools.calculator import calculate, tokens
 from TrainingFactory.tools.making import call_with
-from TrainingFactory.tools.sql import SqlTool
-from TrainingFactory.tools.sql_rows import Ask, same_result
-from TrainingFactory.tools.threads import in_thread
+from TrainingFactory.tools.sql_rows import Ask
 from TrainingFactory.types import Reward, Task
-
-
-@dataclass(frozen=True, kw_only=True)
-class SqlExecution(ToolRule):
-    """1 if the model's query gives the rows of the right one (the task's answer).
-
-    Where the task's metadata has `database`, a SQLite file or several, both queries run on a read-only connection to
-    each: a query that is right by chance on one file, or that writes the result down as constants, is not right on all.
-    Else they go through the environment's `tool`, which must not let the model change the data. Writing, several
-    statements, endless and huge queries are wrong.
-    """
-
-    rule: ClassVar[str] = "sql_execution"
-    tool: str = "sql"
-    database: str = "database"  # key in the task's metadata
-    timeout: float = 5.0  # seconds for a query on a database
-    max_rows: int = 10_000
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_number("timeout", self.timeout, low=0.001)
-        check_number("max_rows", self.max_rows, low=1)
-
-    async def __call__(self, episode: Episode) -> Reward:
-        task = episode.task
-        [right] = references(task, self.rule)[:1]
-        query = self.code_of(episode)
-        if not query:
-            return paid(self.rule, 0.0)
-        try:
-            if (files := task.metadata.get(self.database)) is None:
-                same = await same_result(through(episode, self.tool, "query"), query, str(right))
-            else:
-                listed = [files] if isinstance(files, str) else list(files)
-                results = [await self._same_on(path, query, str(right)) for path in listed]
-                same = bool(results) and all(results)
-        except ValueError as error:
-            raise ValueError(f"task {task.id}: {error}") from error
-        return paid(self.rule, float(same))
-
-    async def _same_on(self, path: str, query: str, right: str) -> bool:
-        async with _opened(Path(path), self.timeout, int(self.max_rows)) as ask:
-            return await same_result(ask, query, right)
-
-
-@contextlib.asynccontextmanager
-async def _opened(path: Path, timeout: float, max_rows: int) -> AsyncIterator[Ask]:
-    tool = await in_thread(SqlTool, path, timeout=timeout, max_rows=max_rows, format="json")
-    session = tool.session()
-    try:
-        yield lambda query: session.run({"query": query})
-    finally:
-        await session.close()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,7 +113,8 @@ def _equal(given: Any, expected: Any) -> bool:
 class Calculated(Numeric):
     """1 if the answer is the number that the calculator gives for the task's metadata `expression`; a task without one
     has its number as answer. With `expressions` the model may answer with an expression, such as (3+5)*4 for 32; the
-    task's metadata `numbers`, if there are any, are then all that may stand in it, each once."""
+    task's metadata `numbers`, if there are any, are then all that may stand in it, each once; of an
+    equation in one side."""
 
     rule: ClassVar[str] = "calculated"
     expression: str = "expression"  # key in the task's metadata
@@ -176,17 +122,18 @@ class Calculated(Numeric):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_text("expression", self.expression)
         check_flag("expressions", self.expressions)
 
     def __call__(self, episode: Episode) -> Reward:
         task = episode.task
         try:
             right = self._right(task)
+            numbers = _numbers(task) if self.expressions else None
         except (ValueError, ZeroDivisionError, RecursionError) as error:
             raise ValueError(f"task {task.id}: {error}") from error
         text = self.text_of(episode.trajectory)
         answers = self.answers_in(text) if text is not None else []
-        numbers = task.metadata.get("numbers") if self.expressions else None
         if numbers is not None:
             answers = [answer for answer in answers if _made_of(answer, numbers)]
         return paid(
@@ -199,28 +146,37 @@ class Calculated(Numeric):
         return [self.read_reference(reference) for reference in references(task, self.rule)]
 
     def score(self, answer: str, reference: Number) -> float:
-        values = _calculated(answer) if self.expressions else None
-        return super().score(answer, reference) if values is None else float(values == {reference.value})
+        values = _calculated(answer) if self.expressions else {}
+        return (
+            float(set(values.values()) == {reference.value}) if values else super().score(answer, reference)
+        )
 
 
-def _calculated(answer: str) -> set[Fraction] | None:
-    """The values of both sides of an answer that is an equation, or of the only one; None for other texts."""
+def _calculated(answer: str) -> dict[str, Fraction]:
+    """The value of each side of an answer that is an equation, or of the only one; nothing for other texts."""
     try:
-        return {calculate(side) for side in answer.strip().strip("`$.").split("=")}
+        return {side: calculate(side) for side in plain(answer).strip(" .").split("=")}
     except (ValueError, ZeroDivisionError, RecursionError):
+        return {}
+
+
+def _numbers(task: Task) -> Counter[Fraction] | None:
+    """What may stand in an expression; None: anything."""
+    listed = task.metadata.get("numbers")
+    if listed is None:
         return None
+    if not isinstance(listed, list | tuple) or not all(isinstance(one, int | float | str) for one in listed):
+        raise ValueError(f"its metadata numbers is {listed!r:.60}; it must be a list of numbers")
+    return Counter(Fraction(str(number)) for number in listed)
 
 
-def _made_of(answer: str, numbers: Any) -> bool:
-    """Whether the expression (of an equation its left side) uses no other numbers, and none twice."""
-    if not isinstance(numbers, list | tuple):
-        raise ValueError(f"the task's metadata numbers is {numbers!r:.60}; it must be a list of numbers")
-    texts = re.findall(r"\d+(?:\.\d+)?", answer.partition("=")[0])
-    if any(len(text) > MAX_DIGITS for text in texts):
-        return False
-    used = Counter(Fraction(text) for text in texts)
-    return bool(used) and used <= Counter(Fraction(str(number)) for number in numbers)
+def _made_of(answer: str, numbers: Counter[Fraction]) -> bool:
+    """Whether the answer is an expression (of an equation one side) with no other numbers, and none twice."""
+    used = [Counter(map(Fraction, filter(_DIGIT.search, tokens(side)))) for side in _calculated(answer)]
+    return any(side and side <= numbers for side in used)
 
+
+_DIGIT = re.compile(r"\d")
 
 VERIFIERS: dict[str, Any] = {kind.rule: kind for kind in (SqlExecution, CodeCases, CodeTests, Calculated)}
 

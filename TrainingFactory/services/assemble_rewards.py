@@ -182,7 +182,8 @@ class _Making:
         return DistributedRewardModel(workers)
 
     def _judge(self, reward: OneReward, where: str) -> RewardFunction:
-        options = {"fence_seed": self.config.training.seed} | reward.options  # the same requests in every run
+        # A fence that follows from the seed: the same requests in every run.
+        options: dict[str, Any] = {"fence_seed": self.config.training.seed} | reward.options
         check_choice(f"{where}.options.verdict", options.get("verdict", "score"), VERDICTS)
         if reward.model is not None:
             if options.get("model", reward.model) != reward.model:

@@ -23,23 +23,24 @@ def calculate(expression: str) -> Fraction:
     """The value of an arithmetic expression, exact (0.1 + 0.2 is 0.3)."""
     if len(expression) > MAX_CHARS:
         raise ValueError(f"the expression has {len(expression)} characters, at most {MAX_CHARS} are allowed")
-    parser = _Parser(_tokens(expression))
+    parser = _Parser(tokens(expression))
     value = parser.sum()
     if parser.tokens:
         raise ValueError(f"unexpected {parser.tokens[0]!r}")
     return value
 
 
-def _tokens(expression: str) -> list[str]:
-    tokens, position = [], 0
+def tokens(expression: str) -> list[str]:
+    """The numbers, signs and parentheses of an expression, as they are written."""
+    found, position = [], 0
     while position < len(expression):
         match = _TOKEN.match(expression, position)
         if match is None:
             rest = expression[position:].strip()[:10]
             raise ValueError(f"cannot read {rest!r}: only numbers, + - * / and parentheses")
-        tokens.append(match.group(1))
+        found.append(match.group(1))
         position = match.end()
-    return tokens
+    return found
 
 
 class _Parser:

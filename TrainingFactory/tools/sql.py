@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import re
 import sqlite3
 import tempfile
 import threading
@@ -23,6 +24,7 @@ MAX_CELL_CHARS = 500
 MAX_VALUE_BYTES = 10_000_000  # no value that SQLite makes may be larger
 MAX_SQL_CHARS = 50_000
 GROWTH_PAGES = 25_000  # what a writable copy may grow by: 100 MB at the usual page size
+CUT_VALUE = re.compile(r"\A<\d+ bytes>\Z|\[\.\.\. \d+ characters cut\]\Z")  # as `_shown` writes it
 STEPS = 1000  # of SQLite's machine between two looks at the clock
 
 READING = {sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION, sqlite3.SQLITE_RECURSIVE}
@@ -37,6 +39,7 @@ class SqlTool:
     Read-only, which nothing in the statement can change, and then `pure`. With `write` every episode works on
     a private copy made at its first call, and the file itself stays as it is. Statements are stopped after
     `timeout` seconds; at most `max_rows` rows are shown. The description lists tables and columns.
+    `format`: a table, JSON, or "exact", which is JSON for comparing: long texts and blobs are shown by their digest.
     """
 
     def __init__(
@@ -48,13 +51,13 @@ class SqlTool:
         description: str | None = None,
         timeout: float = 5.0,
         max_rows: int = 50,
-        format: Literal["table", "json"] = "table",
+        format: Literal["table", "json", "exact"] = "table",
         schema_chars: int = 2000,
     ) -> None:
         if timeout <= 0 or max_rows < 1:
             raise ValueError(f"tool {name}: timeout ({timeout}) and max_rows ({max_rows}) must be over 0")
-        if format not in ("table", "json"):
-            raise ValueError(f"tool {name}: format is table or json, not {format!r}")
+        if format not in ("table", "json", "exact"):
+            raise ValueError(f"tool {name}: format is table, json or exact, not {format!r}")
         self.path = Path(path).resolve()
         self.write, self.timeout, self.max_rows, self.format = write, timeout, max_rows, format
         tables = described(self.path, name, schema_chars)
@@ -105,7 +108,8 @@ class SqlSession:
                 deadline = time.monotonic() + self.source.timeout
                 connection.set_progress_handler(lambda: time.monotonic() > deadline, STEPS)
                 cursor = connection.execute(query)
-                rows = [[_shown(value) for value in row] for row in islice(cursor, self.source.max_rows + 1)]
+                shown = _digested if self.source.format == "exact" else _shown
+                rows = [[shown(value) for value in row] for row in islice(cursor, self.source.max_rows + 1)]
                 names = [column[0] for column in cursor.description or ()]
                 changed = cursor.rowcount
                 cursor.close()
@@ -115,7 +119,7 @@ class SqlSession:
             text = f"done, {changed} row{'' if changed == 1 else 's'} changed" if changed >= 0 else "done"
             return ToolResult(text)
         more = len(rows) > self.source.max_rows
-        show = as_json if self.source.format == "json" else as_table
+        show = as_table if self.source.format == "table" else as_json
         return ToolResult(show(names, rows[: self.source.max_rows], more))
 
     def _failed(self, error: BaseException, late: bool) -> ToolResult:
@@ -245,6 +249,16 @@ def _shown(value: Any) -> Any:
     if not isinstance(value, str) or len(value) <= MAX_CELL_CHARS:
         return value
     return f"{value[:MAX_CELL_CHARS]}[... {len(value) - MAX_CELL_CHARS} characters cut]"
+
+
+def _digested(value: Any) -> Any:
+    """A large value in a form that no other one has."""
+    if isinstance(value, str) and len(value) <= MAX_CELL_CHARS and not CUT_VALUE.search(value):
+        return value
+    if not isinstance(value, str | bytes):
+        return value
+    data = value.encode() if isinstance(value, str) else value
+    return [type(value).__name__, hashlib.sha256(data).hexdigest()]
 
 
 def _cell(value: Any) -> str:
