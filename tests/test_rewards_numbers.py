@@ -199,7 +199,18 @@ def test_the_last_number_of_a_text():
 
 
 def test_which_references_are_numbers():
-    for text in ("72", "$5", "-1/2", "50%", "5 km", "1,234.", "3.5e2", "5 miles per hour", "5 sq. km", "5 degrees C"):
+    for text in (
+        "72",
+        "$5",
+        "-1/2",
+        "50%",
+        "5 km",
+        "1,234.",
+        "3.5e2",
+        "5 miles per hour",
+        "5 sq. km",
+        "5 degrees C",
+    ):
         assert is_number(text), text
     for text in ("12 Angry Men", "Paris", "Route 66", "5 or 7", "10-3", "", "B2"):
         assert not is_number(text), text
