@@ -239,8 +239,8 @@ class NativeEngine:
         """Make steps until nothing runs and nothing can be admitted."""
         while True:
             with self._lock:
-                news, held = list(self._inbox), self._held
-                self._inbox.clear()
+                # One by one: a session that is collected meanwhile, in this very thread, puts itself into the inbox.
+                news, held = [self._inbox.popleft() for _ in range(len(self._inbox))], self._held
             try:
                 self._take_in(news)
                 if held is None:
