@@ -17,9 +17,10 @@ from tests.judge_kit import KEY, Said, judging
 from TrainingFactory.cli.app import main
 from TrainingFactory.rewards.judge_prompts import PAIR_TEMPLATE, JudgePrompt
 from TrainingFactory.rewards.model_judge import ModelJudge, model_judge
-from TrainingFactory.services.judge_audit import ATTACKS, Audit, audit, load_gold, plan, verdict_of
+from TrainingFactory.services.judge_audit import ATTACKS, audit, load_gold, plan
 from TrainingFactory.services.judge_figures import accuracy, kappa, pearson, ranks, spearman
 from TrainingFactory.services.judge_page import audit_page, audit_rows
+from TrainingFactory.services.judge_report import Audit, verdict_of
 
 
 @pytest.fixture(autouse=True)
@@ -105,7 +106,9 @@ def test_a_fair_judge(tmp_path: Path):
     assert found.judgements == 34 and found.failures == {}
     assert found.cost_per_thousand == pytest.approx(0.7)  # 100 * 2 + 10 * 50 = 700 millionths each
     assert found.tokens_per_judgement == 110
-    assert verdict_of(found).startswith("Can be trusted: it agrees with the gold labels on 100%")
+    assert verdict_of(found).startswith(
+        "To be used with care: it agrees with the gold labels on 100% of 10 items"
+    )
     assert "10 items are few" in verdict_of(found)
 
 
@@ -248,6 +251,9 @@ def test_what_gives_no_verdict_is_counted(tmp_path: Path):
     ("row", "says"),
     [
         ({"prompt": "x", "label": True}, 'no "response"'),
+        ({"prompt": 3, "response": "y", "label": True}, 'has the "prompt" 3; it must be a text'),
+        ({"prompt": "x", "response": ["y"], "label": True}, "has the \"response\" ['y']; it must be a text"),
+        ({"prompt": "x", "response": "y", "pair": "z", "better": ["first"]}, "first, second or tie"),
         ({"prompt": "x", "response": "y"}, 'neither a "label" nor a "score"'),
         ({"prompt": "x", "response": "y", "label": "perhaps"}, "'perhaps'; it must be true or false"),
         ({"prompt": "x", "response": "y", "score": 11}, "range is 0 to 10"),
@@ -315,10 +321,10 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
         )
         assert command(*given) == 0
         shown = capsys.readouterr().out
-        assert "kappa" in shown and "Can be trusted" in shown and "cost per thousand" in shown
+        assert "kappa" in shown and "To be used with care" in shown and "cost per thousand" in shown
         assert command(*given, "--json") == 0
         figures = json.loads(capsys.readouterr().out)
-        assert figures["kappa"] == 1 and figures["verdict"].startswith("Can be trusted")
+        assert figures["kappa"] == 1 and figures["verdict"].startswith("To be used with care")
     html = page.read_text(encoding="utf-8")
     # Of 10 items 6 are right and judged 0.9, 4 are wrong and judged 0.1: two dots in each picture.
     assert html.count("<circle") == 4 and "gold 1, judge 0.9: 6<" in html and "gold 0, judge 0.1: 4<" in html

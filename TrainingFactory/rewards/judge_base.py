@@ -7,7 +7,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from TrainingFactory.rewards.checks import check_flag
+from TrainingFactory.rewards.checks import check_flag, check_text
 from TrainingFactory.rewards.judge_client import JudgeClient
 from TrainingFactory.rewards.judge_endpoints import JudgeFailure, Reply
 from TrainingFactory.rewards.judge_prompts import (
@@ -52,7 +52,10 @@ class Judge:
         fence_seed: int | None = None,
     ) -> None:
         check_vote(vote, samples)
+        check_text("name", name)
         check_flag("judge_unfinished", judge_unfinished)
+        if fence_seed is not None and (isinstance(fence_seed, bool) or not isinstance(fence_seed, int)):
+            raise ValueError(f"fence_seed is {fence_seed!r}; it must be a whole number, or null")
         self.client, self.prompt = client, prompt or JudgePrompt(kind=self.kind)
         if self.prompt.kind != self.kind:
             raise ValueError(f"{type(self).__name__} needs a prompt with the fields {', '.join(self.kind)}")

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from TrainingFactory.rewards.checks import check_number
+from TrainingFactory.rewards.judge_checks import check_over_zero, check_whole, open_cache
 from TrainingFactory.rewards.judge_endpoints import BudgetSpent, JudgeFailure, JudgeModel, Reply
 from TrainingFactory.tools.history import digest
 from TrainingFactory.tools.limits import Limits
@@ -100,21 +101,22 @@ class JudgeClient:
         cache: ToolCache | str | Path | None = None,
         budget: Budget | None = None,
     ) -> None:
-        for name, value in (("concurrency", concurrency), ("rate", rate)):
-            if value is not None:
-                check_number(name, value)
-                if not value or (name == "concurrency" and value != int(value)):
-                    raise ValueError(
-                        f"{name} is {value!r}; it must be over 0, and concurrency a whole number"
-                    )
-        if isinstance(retries, bool) or not isinstance(retries, int) or retries < 0:
-            raise ValueError(f"retries is {retries!r}; it must be a whole number, 0 or more")
+        if concurrency is not None:
+            check_whole("concurrency", concurrency, 1)
+        if rate is not None:
+            check_over_zero("rate", rate)
+        check_whole("retries", retries, 0)
         check_number("pause", pause)
         self.model, self.retries, self.pause = model, retries, pause
         self.budget, self.usage = budget or Budget(), Usage()
         self._limits = Limits(concurrency, rate)
+        self.cache: ToolCache | None = None
+        self._own_cache = False
+        self.keep_in(cache)
+
+    def keep_in(self, cache: ToolCache | str | Path | None) -> None:
         self._own_cache = cache is not None and not isinstance(cache, ToolCache)
-        self.cache = cache if cache is None or isinstance(cache, ToolCache) else ToolCache(cache)
+        self.cache = open_cache(cache)
 
     async def ask(
         self, name: Sequence[str], messages: Messages, number: int, read: Callable[[str], T]

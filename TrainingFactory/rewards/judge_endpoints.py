@@ -7,7 +7,7 @@ import dataclasses
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 from urllib.parse import urlsplit
 
 from TrainingFactory.protocols import ChatFormat, Sampler
@@ -49,6 +49,7 @@ class Reply:
     fault: Kind | None = None
 
 
+@runtime_checkable
 class JudgeModel(Protocol):
     @property
     def identity(self) -> str:

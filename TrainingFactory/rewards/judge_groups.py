@@ -8,6 +8,7 @@ from typing import Any
 
 from TrainingFactory.protocols import Episode
 from TrainingFactory.rewards.judge_base import Judge, Judgement, more_than_half, most_of
+from TrainingFactory.rewards.judge_checks import check_whole
 from TrainingFactory.rewards.judge_client import JudgeClient
 from TrainingFactory.rewards.judge_endpoints import JudgeFailure
 from TrainingFactory.rewards.judge_prompts import GROUP, PAIR, JudgePrompt, trajectory_text
@@ -31,10 +32,8 @@ class PairJudge(Judge):
         **options: Any,
     ) -> None:
         super().__init__(client, prompt, **options)
-        if opponents is not None and (not isinstance(opponents, int) or opponents < 1):
-            raise ValueError(
-                f"opponents is {opponents!r}; it must be a whole number, 1 or more, or None for all"
-            )
+        if opponents is not None:
+            check_whole("opponents", opponents, 1)
         self.opponents = opponents
 
     async def ordered(self, first: Trajectory, second: Trajectory, repeat: int = 0) -> Judgement:

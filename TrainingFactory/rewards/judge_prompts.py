@@ -15,7 +15,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from TrainingFactory.rewards.answers import without_reasoning
-from TrainingFactory.rewards.checks import check_flag, check_number
+from TrainingFactory.rewards.checks import check_flag
+from TrainingFactory.rewards.judge_checks import check_whole
 from TrainingFactory.tools.texts import bounded
 from TrainingFactory.types import Message, Task, Trajectory
 
@@ -76,7 +77,7 @@ class JudgePrompt:
         if not self.template:
             made = TEMPLATES[self.kind] + (REFERENCE if self.reference else "")
             object.__setattr__(self, "template", made)
-        check_number("max_chars", self.max_chars, low=100)
+        check_whole("max_chars", self.max_chars, 100)
         check_flag("reference", self.reference)
         check_flag("reasoning", self.reasoning)
         used = fields_of(self.template)
@@ -84,11 +85,9 @@ class JudgePrompt:
         for name in used:
             if name not in known:
                 near = difflib.get_close_matches(name, known, n=1)
-                hint = f"; did you mean {{{near[0]}}}?" if near else ""
+                hint = f"did you mean {{{near[0]}}}? It knows" if near else "it knows"
                 listed = ", ".join(f"{{{each}}}" for each in known)
-                raise ValueError(
-                    f"the judge's template has the unknown field {{{name}}}{hint} It knows {listed}"
-                )
+                raise ValueError(f"the judge's template has the unknown field {{{name}}}; {hint} {listed}")
         needed = NEEDED[self.kind]
         missing = not used & set(needed) if self.kind == SINGLE else not set(needed) <= used
         if missing:

@@ -15,7 +15,8 @@ from typing import Any, ClassVar, Protocol
 from jsonschema.exceptions import SchemaError
 
 from TrainingFactory.rewards.answers import without_reasoning
-from TrainingFactory.rewards.checks import check_choice, check_number
+from TrainingFactory.rewards.checks import check_choice, check_number, check_text
+from TrainingFactory.rewards.judge_checks import check_section, check_whole
 from TrainingFactory.rewards.judge_endpoints import JudgeFailure
 from TrainingFactory.rewards.rules_form import strict_json
 from TrainingFactory.tools.schema import unknown_reference, validator_of
@@ -96,6 +97,9 @@ class JsonVerdict:
     values: Mapping[str, float] = field(default_factory=dict[str, float])
 
     def __post_init__(self) -> None:
+        check_section("schema", self.schema, "type: object, properties: {score: {type: number}}")
+        check_text("key", self.key)
+        check_section("values", self.values, "good: 1, bad: 0")
         try:
             checker = validator_of(self.schema)
             checker.check_schema(self.schema)
@@ -261,8 +265,7 @@ def unreadable(text: str, wanted: str) -> JudgeFailure:
 
 def check_vote(vote: str, samples: int) -> None:
     check_choice("vote", vote, VOTES)
-    if isinstance(samples, bool) or not isinstance(samples, int) or samples < 1:
-        raise ValueError(f"samples is {samples!r}; it must be a whole number, 1 or more")
+    check_whole("samples", samples, 1)
 
 
 def voted(vote: str, values: Sequence[float]) -> float:

@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from TrainingFactory.protocols import Episode
-from TrainingFactory.rewards.checks import check_choice, check_number
+from TrainingFactory.rewards.checks import check_choice
 from TrainingFactory.rewards.judge_base import Judge, Judgement
+from TrainingFactory.rewards.judge_checks import check_over_zero, check_request, check_section
 from TrainingFactory.rewards.judge_client import Budget, JudgeClient
 from TrainingFactory.rewards.judge_endpoints import AnthropicEndpoint, JudgeModel, OpenAIEndpoint
 from TrainingFactory.rewards.judge_groups import PairJudge, RankingJudge
@@ -30,7 +31,7 @@ from TrainingFactory.rewards.judge_prompts import (
     answer_text,
     trajectory_text,
 )
-from TrainingFactory.rewards.judge_verdicts import JsonVerdict, Score, Verdict, YesNo, check_vote
+from TrainingFactory.rewards.judge_verdicts import JsonVerdict, Score, Verdict, YesNo
 from TrainingFactory.tools.making import call_with
 from TrainingFactory.tools.model_tools import BY_HOST
 from TrainingFactory.tools.tool_cache import ToolCache
@@ -103,45 +104,56 @@ def model_judge(
     `verdict_options`), pairwise (with `opponents`) or ranking. `api_key_env`: the variable that holds the key; None:
     no key; left out: OPENAI_API_KEY for https://api.openai.com, ANTHROPIC_API_KEY for https://api.anthropic.com, and
     no key for any other address."""
+    for name_of, value, example in (
+        ("options", options, "temperature: 0"),
+        ("verdict_options", verdict_options, "low: 1, high: 5"),
+    ):
+        if value is not None:
+            check_section(name_of, value, example)
     check_choice("verdict", verdict, VERDICTS)
     kind = {"pairwise": PAIR, "ranking": GROUP}.get(verdict, SINGLE)
     if opponents is not None and kind != PAIR:
         raise ValueError(f"opponents is for the verdict pairwise, not for {verdict}")
-    named = isinstance(model, str)
-    asked = _endpoint(api, base_url, model, api_key_env, timeout, options or {}) if named else model
+    here = isinstance(model, JudgeModel)
+    asked = model if here else _endpoint(api, base_url, model, api_key_env, timeout, options or {})
     prompt = JudgePrompt(template, rubric, kind, reference, reasoning)
     read = _verdict(verdict, verdict_options or {})
-    spending = call_with(Budget, budget, "the judge's budget") if isinstance(budget, Mapping) else budget
     shared: dict[str, Any] = {"samples": samples, "vote": vote, "name": name}
     shared |= {"judge_unfinished": judge_unfinished, "fence_seed": fence_seed}
-    check_vote(vote, samples)  # before the cache is opened
-    client = JudgeClient(
-        asked,
-        concurrency=concurrency,
-        rate=rate,
-        retries=retries,
-        pause=pause,
-        cache=cache,
-        budget=spending,
-    )
+    limits: dict[str, Any] = {"concurrency": concurrency, "rate": rate, "retries": retries, "pause": pause}
+    client = JudgeClient(asked, **limits, budget=_budget(budget))
+    made: ModelJudge | PairJudge | RankingJudge
     if kind == PAIR:
-        return PairJudge(client, prompt, opponents=opponents, **shared)
-    return (
-        RankingJudge(client, prompt, **shared) if read is None else ModelJudge(client, prompt, read, **shared)
-    )
+        made = PairJudge(client, prompt, opponents=opponents, **shared)
+    elif read is None:
+        made = RankingJudge(client, prompt, **shared)
+    else:
+        made = ModelJudge(client, prompt, read, **shared)
+    client.keep_in(cache)  # a file is opened when nothing else can be wrong
+    return made
+
+
+def _budget(budget: Any) -> Budget | None:
+    if budget is None or isinstance(budget, Budget):
+        return budget
+    if type(budget) in (int, float):
+        raise ValueError(f"budget is {budget!r}; write budget: {{max_requests: {budget!r}}}")
+    check_section("budget", budget, "max_requests: 1000")
+    return call_with(Budget, budget, "the judge's budget")
 
 
 def _endpoint(
-    api: str, base_url: Any, model: str, api_key_env: str | None, timeout: float, options: Any
+    api: str, base_url: Any, model: Any, api_key_env: str | None, timeout: float, options: Mapping[str, Any]
 ) -> JudgeModel:
     check_choice("api", api, APIS)
-    check_number("timeout", timeout)
-    if not model or not base_url or not isinstance(base_url, str):
-        raise ValueError(
-            "a judge needs base_url and model, for instance http://localhost:8000/v1 and its name"
-        )
-    if not isinstance(options, Mapping):
-        raise ValueError(f"options is {options!r:.60}; it must be a section such as temperature: 0")
+    check_over_zero("timeout", timeout)
+    if base_url == "":
+        raise ValueError("a judge needs base_url, the address of its endpoint: http://localhost:8000/v1")
+    if not isinstance(base_url, str):
+        raise ValueError(f"base_url is {base_url!r:.100}; it must be one address: http://localhost:8000/v1")
+    if not isinstance(model, str) or not model.strip():
+        raise ValueError(f"model is {model!r:.60}; it must be the name that the judge has at {base_url}")
+    check_request(options)
     endpoint = APIS[api](base_url, model, api_key_env=api_key_env, timeout=timeout, options=options)
     if endpoint.api_key_env is not None and not os.environ.get(endpoint.api_key_env):
         raise ValueError(

@@ -8,10 +8,10 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from TrainingFactory.rewards.judge_checks import open_cache
 from TrainingFactory.rewards.judge_client import Budget
 from TrainingFactory.rewards.model_judge import model_judge
 from TrainingFactory.tools.making import call_with
-from TrainingFactory.tools.tool_cache import ToolCache
 
 
 def judges_at(
@@ -32,8 +32,9 @@ def judges_at(
         call_with(
             model_judge, options | {"base_url": urls[0], "cache": None}, "a model judge"
         )  # is all right?
-        options["cache"] = ToolCache(cache)
-        held.callback(options["cache"].close)
+        options["cache"] = opened = open_cache(cache)
+        assert opened is not None
+        held.callback(opened.close)
     judges: list[Any] = []
     for url in urls:
         judges.append(call_with(model_judge, options | {"base_url": url}, "a model judge"))

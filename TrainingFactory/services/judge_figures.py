@@ -17,11 +17,19 @@ def kappa(given: Sequence[Hashable], right: Sequence[Hashable]) -> float | None:
     same thing, where chance explains everything."""
     if not given:
         return None
-    habits, truths, count = Counter(given), Counter(right), len(given)
-    chance = sum(habits[label] * truths[label] for label in habits) / count**2
     agreed = accuracy(given, right)
     assert agreed is not None
-    return None if chance == 1 else (agreed - chance) / (1 - chance)
+    return beyond(agreed, chance(given, right))
+
+
+def chance(given: Sequence[Hashable], right: Sequence[Hashable]) -> float:
+    """The agreement of two raters with these habits who do not look."""
+    habits, truths = Counter(given), Counter(right)
+    return sum(habits[label] * truths[label] for label in habits) / len(given) ** 2
+
+
+def beyond(agreed: float, by_chance: float) -> float | None:
+    return None if by_chance == 1 else (agreed - by_chance) / (1 - by_chance)
 
 
 def pearson(xs: Sequence[float], ys: Sequence[float]) -> float | None:
@@ -31,6 +39,21 @@ def pearson(xs: Sequence[float], ys: Sequence[float]) -> float | None:
     across = sum((x - mean_x) * (y - mean_y) for x, y in zip(xs, ys, strict=True))
     spread = math.sqrt(sum((x - mean_x) ** 2 for x in xs) * sum((y - mean_y) ** 2 for y in ys))
     return across / spread if spread > 1e-12 else None
+
+
+def partial(xs: Sequence[float], ys: Sequence[float], given: Sequence[float]) -> float | None:
+    """The correlation of xs and ys that is left when what a straight line in `given` explains is taken off both."""
+    return pearson(_rest(xs, given), _rest(ys, given))
+
+
+def _rest(values: Sequence[float], given: Sequence[float]) -> list[float]:
+    if not values:
+        return []
+    mean_v, mean_g = mean(values), mean(given)
+    spread = sum((g - mean_g) ** 2 for g in given)
+    across = sum((v - mean_v) * (g - mean_g) for v, g in zip(values, given, strict=True))
+    slope = across / spread if spread > 1e-12 else 0.0
+    return [v - mean_v - slope * (g - mean_g) for v, g in zip(values, given, strict=True)]
 
 
 def spearman(xs: Sequence[float], ys: Sequence[float]) -> float | None:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from math import sqrt
 
-from TrainingFactory.services.judge_audit import PASSES, Audit, verdict_of
+from TrainingFactory.services.judge_report import PASSES, Audit, verdict_of
 from TrainingFactory.services.pages import page
 from TrainingFactory.services.pages import text as _t
 
@@ -19,15 +19,16 @@ def audit_rows(found: Audit) -> list[tuple[str, str, str]]:
     """Name, figure, what it means."""
     low, high = _figure(found.accuracy_low, "%"), _figure(found.accuracy_high, "%")
     between = f", 95 % between {low} and {high}" if found.accuracy is not None else ""
+    kappa_low = f"; {found.kappa_low:.2f} at the lower end" if found.kappa_low is not None else ""
     rows = [
         ("accuracy", _figure(found.accuracy, "%"), f"same yes or no as the gold labels{between}"),
-        ("kappa", _figure(found.kappa), "agreement beyond chance; over 0.6 is good"),
+        ("kappa", _figure(found.kappa), f"agreement beyond chance; over 0.6 is good{kappa_low}"),
         ("Pearson", _figure(found.pearson), "correlation with the gold scores"),
         ("Spearman", _figure(found.spearman), "the same for their order"),
         (
             "length bias",
             _figure(found.length_bias, "+"),
-            "correlation of its error with the length; 0 is fair",
+            "correlation with the length among equally good answers; 0 is fair",
         ),
         ("consistency", _figure(found.consistency, "%"), f"same yes or no in {found.repeats} repeats"),
         ("spread", _figure(found.spread), "standard deviation over repeats, from 0 to 1"),
@@ -62,7 +63,7 @@ def audit_page(found: Audit, judge: str) -> str:
 <div><h3>Judge and gold</h3>{scatter([(right, given) for right, given, _ in found.points], "gold", "judge", (0, 1))}
 <p class="small">On the line they agree; a larger dot is more items. From {PASSES:g} on a value counts as yes.</p></div>
 <div><h3>Error by length</h3>{scatter(errors, "characters", "judge minus gold", (-1, 1))}
-<p class="small">A slope means that length is paid for.</p></div>
+<p class="small">A slope among items of equal gold means that length is paid for.</p></div>
 </div>"""
     return page("Audit of a judge", body)
 

@@ -17,6 +17,7 @@ from TrainingFactory.rollout import AsyncRolloutEngine, rollout_metrics
 from TrainingFactory.rollout.scoring import score
 from TrainingFactory.rollout.seeds import turn_seed
 from TrainingFactory.services.assemble_rewards import judge_figures
+from TrainingFactory.services.waiting import RewardsAwaited
 from TrainingFactory.types import Reward, Task, Trajectory
 
 Groups = list[list[Trajectory]]
@@ -76,19 +77,20 @@ class Source(Protocol):
 class RewardClock:
     """The reward, timed. Seconds add up over episodes and groups that are scored side by side."""
 
-    def __init__(self, reward: RewardFunction | None) -> None:
+    def __init__(self, reward: RewardFunction | None, say: Callable[[str], None] = lambda _: None) -> None:
         self.reward, self._group = reward, group_reward(reward)
+        self._awaited = RewardsAwaited(say)
         self.grouped = self._group is not None
         self.compares = self._group is not None and self._group.compares
         self.seconds = 0.0
 
     async def __call__(self, episode: Episode) -> Reward:
-        with self._timed():
+        with self._timed(), self._awaited.one(1):
             return await score(episode, self.reward)  # type: ignore[arg-type]
 
     async def group(self, episodes: Sequence[Episode]) -> Sequence[Reward | Exception]:
         assert self._group is not None
-        with self._timed():
+        with self._timed(), self._awaited.one(len(episodes)):
             return await self._group.group(episodes)
 
     @contextmanager

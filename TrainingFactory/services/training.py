@@ -361,14 +361,15 @@ class Training:
     def _make_source(self, recordings: Recordings | None) -> Source:
         config, environment, tasks = self.config, self.data.environment, self.data.tasks
         reward = self.objects.reward or assemble_rewards.make_reward(config, self._held)
-        clock = RewardClock(reward)
+        clock, say = RewardClock(reward, self.watcher.say), self.watcher.say
         limits = {
             "max_reply_tokens": config.sampling.max_reply_tokens,
             "max_length": assemble.max_length(config, self.loaded),
             "timeout": config.environment.episode_timeout,
         }
         if environment is not None:
-            self.evaluation = self._rollouts(environment, evaluation_reward(reward, config, self.watcher.say))
+            measure = RewardClock(evaluation_reward(reward, config, say), say)
+            self.evaluation = self._rollouts(environment, measure)
         if recordings is not None:
             return RecordedEpisodes(recordings, self.order)
         assert environment is not None

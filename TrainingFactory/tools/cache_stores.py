@@ -18,6 +18,7 @@ FORMAT = 1
 BUSY_SECONDS = 5.0  # a writer waits so long for other processes; readers never wait for writers
 REST = 0.9  # eviction goes down to this part of the limit, so that it does not come at every write
 BATCH = 500
+IN_REDIS = re.compile(r"rediss?://|unix://")
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS entries (
     key TEXT PRIMARY KEY, value TEXT NOT NULL, size INTEGER NOT NULL, made REAL NOT NULL, used REAL NOT NULL);
@@ -52,7 +53,7 @@ class Store(Protocol):
 
 
 def open_store(target: str | Path, ttl: float | None, max_bytes: int) -> Store:
-    if isinstance(target, str) and re.match(r"rediss?://|unix://", target):
+    if isinstance(target, str) and IN_REDIS.match(target):
         return RedisStore(target, ttl)
     return SQLiteStore(Path(target), ttl, max_bytes)
 
@@ -78,7 +79,7 @@ class SQLiteStore:
                 self._open()
         except (OSError, sqlite3.Error) as error:
             raise ValueError(
-                f"the tool cache {path} cannot be opened: {describe(error)}; check the folder and its free space, or "
+                f"the cache {path} cannot be opened: {describe(error)}; check the folder and its free space, or "
                 "give another path"
             ) from error
 
@@ -229,7 +230,7 @@ def _check_owner(path: Path) -> None:
             header = file.read(100)
         if header[:16] == b"SQLite format 3\0" and header[68:72] == APPLICATION_ID.to_bytes(4, "big"):
             return
-    raise ValueError(f"the tool cache cannot use {path}: it is {what}; give another path")
+    raise ValueError(f"the cache cannot use {path}: it is {what}; give another path")
 
 
 class RedisStore:
@@ -244,7 +245,7 @@ class RedisStore:
             import redis
         except ImportError as error:
             raise ValueError(
-                "a tool cache in Redis needs the package redis: pip install 'training-factory[redis]'"
+                "a cache in Redis needs the package redis: pip install 'training-factory[redis]'"
             ) from error
         self._errors = (redis.RedisError, OSError)
         self._ttl = None if ttl is None else max(1, int(ttl * 1000))
@@ -256,9 +257,7 @@ class RedisStore:
         except (ValueError, *self._errors) as error:
             shown = re.sub(r"//[^@/]*@", "//***@", url)  # without a password
             kind = type(error).__name__
-            raise ValueError(
-                f"the tool cache cannot reach Redis at {shown} ({kind}); is it running?"
-            ) from error
+            raise ValueError(f"the cache cannot reach Redis at {shown} ({kind}); is it running?") from error
 
     def get(self, key: str) -> tuple[str, float] | None:
         try:

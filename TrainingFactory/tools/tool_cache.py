@@ -70,7 +70,7 @@ class ToolCache:
         self.failures = 0
         damage = getattr(self._store, "damage", None)
         if damage is not None:
-            log.warning("the tool cache %s was damaged: %s", target, damage)
+            log.warning("the cache %s was damaged: %s", target, damage)
         self.executor = AsyncToolExecutor(tools)
         self.executor.attach(ToolRuntime(cache=self), "")
 
