@@ -39,6 +39,31 @@ def test_one_dead_worker_loses_nothing():
         assert len(bad.asked) < 12  # it is left alone, not asked for every row
 
 
+def test_an_address_that_is_down_is_named_once(caplog: pytest.LogCaptureFixture):
+    down = {"now": True}
+
+    def flaky(prompt: str, number: int) -> Said:
+        return None if down["now"] else "Score: 5"
+
+    with judging("Score: 5") as good, judging(flaky) as bad:
+        pool = DistributedRewardModel(model=[judge_at(bad.url), judge_at(good.url)], per_worker=1)
+
+        async def play() -> None:
+            await pool.compute_rewards([finished(f"quality {number}") for number in range(12)])
+            while not pool.workers[0].down:
+                await pool.compute_rewards([finished("again")] * 4)
+            await pool.compute_rewards([finished("more")] * 8)
+            down["now"] = False
+            while pool.workers[0].down:
+                await asyncio.sleep(0.05)
+                await pool.compute_rewards([finished("and more")] * 4)
+
+        asyncio.run(asyncio.wait_for(play(), 60))
+        said = [record.getMessage() for record in caplog.records]
+        assert len(said) == 2 and all(f"worker 0 at {bad.url}" in text for text in said)
+        assert "is down" in said[0] and "is back" in said[1] and good.url not in " ".join(said)
+
+
 def test_a_worker_that_is_back_is_used_again():
     down = {"now": True}
     calls = {"first": 0, "second": 0, "checked": 0}

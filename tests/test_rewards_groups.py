@@ -25,7 +25,7 @@ from TrainingFactory.rewards.process_reward import ProcessReward
 from TrainingFactory.rollout import AsyncRolloutEngine, play
 from TrainingFactory.services import GRPOTrainer, PPOTrainer
 from TrainingFactory.services.assemble_rewards import check_reward, make_reward
-from TrainingFactory.services.evaluation import Evaluation, evaluation_reward
+from TrainingFactory.services.evaluation import OWN, Evaluation, evaluation_reward
 from TrainingFactory.services.rollouts import Rollouts
 from TrainingFactory.tools.runtime import ToolRuntime
 from TrainingFactory.tools.tape import CALLS, SPECS, Tape
@@ -352,14 +352,13 @@ def test_groups_of_the_wrong_size_are_refused_at_the_start(tmp_path: Path):
         plain = TrainingConfig(environment_id="calculator", output_dir=str(tmp_path), reward=section)
         with pytest.raises(ValueError, match="group_size is 1"):
             Rollouts(plain)
-        with pytest.raises(ValueError, match=r"not how good the model is.*reward\.type=environment"):
-            Evaluation(plain)
+        assert Evaluation(plain).scored_by == ("the parts b" if "parts" in section else OWN)
     with pytest.raises(ValueError, match="group_size is 1, but the reward compares"):
         PPOTrainer(environment=Parity, reward_function=by_rank, group_size=1)
     PPOTrainer(environment=Parity, reward_function=in_trl, group_size=1)
     check_reward(TrainingConfig(reward=ranking), 2)
     said: list[str] = []
-    assert evaluation_reward(as_reward(by_rank), small(tmp_path), said.append) is None and not said
+    assert evaluation_reward(as_reward(by_rank), said.append) is None and len(said) == 1
     with ExitStack() as held:
         single = make_reward(TrainingConfig(reward="rule_based"), held)
-        assert evaluation_reward(single, small(tmp_path), said.append) is single
+        assert evaluation_reward(single, said.append) is single and len(said) == 1

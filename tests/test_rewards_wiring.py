@@ -295,7 +295,7 @@ def test_a_run_with_a_judge_counts_what_it_asks(tmp_path: Path):
         options = {"base_url": judge.url, "api_key_env": None, "judge_unfinished": True, "retries": 0}
         section = {"parts": {"judged": {"type": "model_judge", "model": "m", "options": options}}}
         report = train(small(tmp_path, training={"max_steps": 2}, reward=section), "run")
-    assert [row["judge/requests"] for row in report.rows] == [12, 24] and len(judge.asked) == 24
+    assert [row["judge/requests"] for row in report.rows] == [12, 12] and len(judge.asked) == 24
     assert [row["episodes/unscored"] for row in report.rows] == [3, 3]
     assert all(0 < row["reward/judged"] < 1 for row in report.rows)
     lost = [

@@ -19,7 +19,7 @@ from TrainingFactory.data.trajectories import load_trajectories
 from TrainingFactory.services import GRPOTrainer, SFTTrainer, tracking
 from TrainingFactory.services.assemble_rewards import reward_model_folder
 from TrainingFactory.services.checking import check
-from TrainingFactory.services.evaluation import wilson
+from TrainingFactory.services.evaluation import reward_of, wilson
 from TrainingFactory.services.runs import RunFolder, list_runs
 from TrainingFactory.services.sources import Order
 from TrainingFactory.services.training import Objects, Training, resume
@@ -206,6 +206,8 @@ def test_a_run_goes_on_with_the_reward_model_it_started_with(tmp_path: Path) -> 
     again.run.unlock()
     assert reward_model_folder(run.config) == model.path / "checkpoints" / "step-000002"
     assert reward_model_folder(again.config) == model.path / "checkpoints" / "step-000001"
+    scores = reward_of(run)  # an evaluation of the run
+    assert scores is not None and scores.model == str(model.path / "checkpoints" / "step-000001")
     shutil.rmtree(model.path / "checkpoints" / "step-000001")
     with pytest.raises(
         ValueError, match=r"started with the reward model in .*step-000001, which is not there"

@@ -96,6 +96,7 @@ class Panel(Lines):
             grid.add_row(Text(name, "bold"), Text(f"{figures.get(name, 0):.3f}  {curve(self._curve)}"))
         rows = {
             "accuracy": "{:.2f}",
+            "episodes/unscored": "{:.0f} could not be scored",
             "tool_success": "{:.0%} of tool calls succeeded",
             "eval/success": "{:.3f} on held-out tasks",
             "eval/loss": "{:.4f} on held-out rows",
@@ -103,7 +104,7 @@ class Panel(Lines):
             "tokens_saved": "{:.0%} of the update's tokens saved by shared prefixes",
         }
         for key, text in rows.items():
-            if key in figures:
+            if key in figures and (figures[key] or key != "episodes/unscored"):
                 grid.add_row(Text(key.replace("_", " "), "bold"), Text(text.format(figures[key])))
         if "seconds/step" in figures:
             grid.add_row(Text("time", "bold"), Text(phases(figures)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
@@ -14,8 +14,14 @@ from TrainingFactory.cli.progress import Progress
 from TrainingFactory.cli.rollout import Flags
 from TrainingFactory.config import TrainingConfig, load_config
 from TrainingFactory.config.loading import key_value
+from TrainingFactory.config.names import full_key
+
+if TYPE_CHECKING:
+    from TrainingFactory.services.evaluation import Evaluation, EvaluationReport
 
 INTERRUPTED = 130
+UNSCORED = 1  # there is no figure
+OTHER_REWARD = ("reward.type", "reward.parts")  # who names one of these wants another reward than the run's
 
 
 def evaluate(
@@ -28,10 +34,12 @@ def evaluate(
     as_json: Annotated[bool, Parameter(name="--json", negative="")] = False,
     replay: str | None = None,
 ) -> int:
-    """Evaluate a model, or what a run has made, on held-out tasks.
+    """Evaluate a model, or what a run has made, on held-out tasks. A run is scored by its own reward, as in its
+    evaluations on the way; reward.type=environment asks for that of the environment.
 
     ```
     tfactory eval runs/grpo-search-1
+    tfactory eval runs/grpo-search-1 reward.type=environment
     tfactory eval qwen3-4b --env search --tasks 200
     tfactory eval runs/warm/checkpoints/step-000160 --env calculator --temperature 0 --json
     ```
@@ -57,22 +65,58 @@ def evaluate(
     if flags.model is not None:
         raise ValueError("the model is named twice: give it once, without --model")
     sections = {"data": {"split": "heldout", "count": 64}} | model_of(model)
+    other = any(full_key(each.partition("=")[0].strip()) in OTHER_REWARD for each in overrides)
+    sections |= _reward(model, other)
     given = [key_value(f"{s}.{key}", value) for s, keys in sections.items() for key, value in keys.items()]
     if env is not None:
         given.append(key_value("environment.environment_id", env))
     config = load_config(None, [*given, *overrides, *flags.overrides()])
-    evaluation = Evaluation(config, out, replay)
+    evaluation = Evaluation(config, out, replay, show.note)
     with Progress(evaluation.total) as progress:
         result = evaluation.run(progress.episode)
+    return _report(config, evaluation, result, as_json)
+
+
+def _report(config: TrainingConfig, evaluation: Evaluation, result: EvaluationReport, as_json: bool) -> int:
+    """Prints what came of it; the exit status."""
+    from TrainingFactory.services.sources import most_frequent
+
     if as_json:
         about = {"model": config.model.adapter or config.model.name, "environment": _environment(config)}
-        print(json.dumps(about | result.metrics))
+        print(json.dumps(about | {"scored_by": evaluation.scored_by} | result.metrics))
     else:
         statuses = Counter(trajectory.status for trajectory in result.report.trajectories)
-        show.table(_summary(result.metrics, statuses))
-    if result.report.trajectories:
-        show.note(f"saved {show.count(len(result.report.trajectories), 'episode')} to {result.path}")
-    return INTERRUPTED if result.report.interrupted else 0
+        show.table([*_summary(result.metrics, statuses), ("scored by", evaluation.scored_by)])
+    played = result.report.trajectories
+    if played:
+        show.note(f"saved {show.count(len(played), 'episode')} to {result.path}")
+    if result.report.interrupted:
+        return INTERRUPTED
+    if "success" not in result.metrics:
+        show.note(f"no episode could be scored; mostly: {most_frequent(played)}")
+        return UNSCORED
+    return 0
+
+
+def _reward(model: str, other: bool) -> dict[str, dict[str, Any]]:
+    """The reward section of the run, if the model is one of a run and no other reward is asked for."""
+    from TrainingFactory.services.evaluation import checkpoint_of, reward_of
+    from TrainingFactory.services.named_files import changed_files
+
+    if (found := checkpoint_of(model)) is None:
+        return {}
+    run, _ = found
+    for name in changed_files(run.about):
+        show.note(f"note: {name} has changed since run {run.name} was started")
+    if other:
+        return {}
+    if (reward := reward_of(run)) is None:
+        show.note(
+            f"note: run {run.name} was started from Python with a reward of its own, which cannot be restored here; "
+            "the environment's own reward scores instead"
+        )
+        return {}
+    return {"reward": reward.model_dump()}
 
 
 def _environment(config: TrainingConfig) -> str | None:

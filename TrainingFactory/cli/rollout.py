@@ -11,7 +11,7 @@ from cyclopts import Parameter, validators
 
 from TrainingFactory.cli import show
 from TrainingFactory.cli.progress import Progress
-from TrainingFactory.config import TrainingConfig, load_config, notices
+from TrainingFactory.config import TrainingConfig, notices
 from TrainingFactory.config.loading import key_value
 from TrainingFactory.types import Trajectory
 
@@ -88,6 +88,8 @@ def rollout(
         A recording whose tool calls are served again: a run, or a file of episodes that was made with
         logging.record_tools=true.
     """
+    from TrainingFactory.services.named_files import read_config
+
     given = [*overrides, *(flags or Flags()).overrides()]
     path = None
     if source is not None and source.endswith((".yaml", ".yml")):
@@ -95,7 +97,7 @@ def rollout(
     elif source is not None:
         named = "=" in source and not Path(source).exists()  # an override, with nothing before it
         given.insert(0, source if named else key_value("environment.environment_id", source))
-    config = load_config(path, given)
+    config = read_config(path, given)
     group = config.training.group_size if "group_size" in config.training.model_fields_set else 1
     return run(config, out, show_episodes, group, replay)
 

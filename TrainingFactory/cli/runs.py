@@ -43,6 +43,8 @@ FIGURES = {
     "rows_left_out/long": "{:.0f}",
     "rows_left_out/unused": "{:.0f}",
 }
+PARTED = {"reward": "reward", "eval/success": "eval/reward"}  # parts of the reward go after these
+ASKED = ("judge/", "pool/")
 
 
 @runs.command(name="list")
@@ -100,19 +102,20 @@ def show_(name: str, *, where: Where = "runs") -> None:
     show.table(rows)
     metrics = run.metrics()
     table = []
-    for key, form in FIGURES.items():
+    for key, form in _figures(metrics).items():
         values = [row[key] for row in metrics if key in row]
         if values:
             figures = [form.format(value) for value in (values[0], values[-1], min(values), max(values))]
             table.append((key, *figures, curve(values[-40:])))
     show.columns(["figure", "first", "last", "least", "most", "curve"], table)
+    show.table(_asked(metrics))
     if run.state in ("interrupted", "failed", "killed"):
         show.note(f"go on with: {run.resume_command}")
 
 
 @runs.command
 def compare(*names: str, where: Where = "runs") -> None:
-    """Compare runs: the options in which they differ, and their last figures.
+    """Compare runs: the options in which they differ, their last figures, and what judges have been asked in all.
 
     Parameters
     ----------
@@ -133,8 +136,10 @@ def compare(*names: str, where: Where = "runs") -> None:
         if any(value != values[0] for value in values):
             rows.append((key, *map(str, values)))
     rows.append(("steps", *(str(run.status.step) for run in found)))
-    last = [_latest(run) for run in found]
-    for key, form in FIGURES.items():
+    metrics = [run.metrics() for run in found]
+    last = [_latest(each) | _totals(each) for each in metrics]
+    asked = dict.fromkeys((key for each in metrics for key in _totals(each)), "{:.6g}")
+    for key, form in (_figures([row for each in metrics for row in each]) | asked).items():
         if any(key in figures for figures in last):
             rows.append((key, *(form.format(f[key]) if key in f else "" for f in last)))
     show.columns(["", *(run.name for run in found)], rows)
@@ -201,7 +206,10 @@ def episodes(
 
 @runs.command
 def resume(name: str, *, where: Where = "runs") -> int:
-    """Go on with a run from its last checkpoint, exactly as if it had not stopped.
+    """Go on with a run from its last checkpoint, exactly as if it had not stopped. Its options are those in its
+    config.yaml. What does not change what is learned may be edited there before: addresses, budgets and time-outs in
+    reward.options, reward.max_unscored, reward.max_equal_steps, environment.episode_timeout, logging.checkpoint_every.
+    Other changes belong into a new run.
 
     Parameters
     ----------
@@ -240,16 +248,51 @@ def _write(path: Path, text: str) -> None:
         raise ValueError(f"--html {path} cannot be written: {error.strerror}") from error
 
 
-def _latest(run: RunFolder) -> dict[str, Any]:
+def _figures(metrics: Sequence[dict[str, Any]]) -> dict[str, str]:
+    """What is shown of these metrics, with its format: FIGURES, and the parts of the reward after it."""
+    names = dict.fromkeys(key for row in metrics for key in row)
+    found: dict[str, str] = {}
+    for key, form in FIGURES.items():
+        found[key] = form
+        if key in PARTED:
+            found |= {part: form for part in names if part.startswith(f"{PARTED[key]}/")}
+    return found
+
+
+def _totals(metrics: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """What judges and pools were asked and have spent in all steps together, evaluations included."""
+    total: dict[str, float] = {}
+    for row in metrics:
+        for key, value in row.items():
+            if (name := key.removeprefix("eval/")).startswith(ASKED):
+                total[name] = total.get(name, 0.0) + value
+    return total
+
+
+def _asked(metrics: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
+    """Those in words, a row for judges and one for pools, without what is 0."""
+    total, lines = _totals(metrics), []
+    for prefix in ASKED:
+        told = [
+            f"{key.removeprefix(prefix).replace('_', ' ')} {value:.6g}"
+            for key, value in total.items()
+            if key.startswith(prefix) and value
+        ]
+        if told:
+            lines.append((prefix.removesuffix("/"), f"in all: {', '.join(told)}"))
+    return lines
+
+
+def _latest(metrics: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The last value of each figure; not every step has all."""
     latest: dict[str, Any] = {}
-    for row in run.metrics():
+    for row in metrics:
         latest |= row
     return latest
 
 
 def _last(run: RunFolder) -> str:
-    latest = _latest(run)
+    latest = _latest(run.metrics())
     keys: Sequence[str] = ("eval/success", "reward", "loss")
     key = next((key for key in keys if key in latest), None)
     return f"{key} {latest[key]:.3f}" if key else ""

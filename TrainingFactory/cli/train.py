@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from TrainingFactory.cli import show
-from TrainingFactory.config import load_config, notices
+from TrainingFactory.config import notices
 from TrainingFactory.config.not_yet import unused
 
 if TYPE_CHECKING:
@@ -36,7 +36,9 @@ def train(config: str, /, *overrides: str, name: str | None = None, replay: str 
     replay
         A run whose recorded tool calls are served again, with no tool called and no server started.
     """
-    options = load_config(config, overrides)
+    from TrainingFactory.services.named_files import read_config
+
+    options = read_config(config, overrides)
     # Imported here, so that help and a wrong config do not wait for it.
     from TrainingFactory.cli.display import make_display
     from TrainingFactory.services.training import Training
@@ -60,8 +62,8 @@ def follow(training: Training, display: Lines) -> int:
         show.note(f"tool calls: {show.tool_text(report.tools)}")
     if report.checkpoint is not None:
         show.note(f"finished; the model is in {report.checkpoint}")
-        use = f"evaluate it: tfactory eval {run.path}"
+        use = f"evaluate it: tfactory eval {run.shown}"
         if training.config.training.algorithm == "reward_model":
             use = f"let it score: reward.type=learned reward.model={run.path}"
-        show.note(f"look at it: tfactory runs show {run.name}; {use}")
+        show.note(f"look at it: tfactory runs show {run.shown}; {use}")
     return 0

@@ -11,6 +11,7 @@ rewards = await pool.compute_rewards(trajectories)  # None where there is no rew
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
@@ -20,16 +21,19 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from TrainingFactory.protocols import Episode
 from TrainingFactory.rewards.adapt import Adapted, BrokeOff, as_reward, one_by_one
+from TrainingFactory.rewards.judge_base import Judge
 from TrainingFactory.rewards.judge_endpoints import JudgeFailure
 from TrainingFactory.rewards.pool_judges import judges_at
 from TrainingFactory.rewards.processes import FinishedEpisode, RewardProcess
 from TrainingFactory.rewards.targets import load_target
 from TrainingFactory.tools.limits import CircuitBreaker
+from TrainingFactory.tools.model_tools import Endpoint
 from TrainingFactory.tools.texts import describe
 from TrainingFactory.tools.waiting import OutOfTime, SelfCancelled, within
 from TrainingFactory.types import Reward, ToolFailure, Trajectory
 
 T = TypeVar("T")
+log = logging.getLogger(__name__)
 MAX_REASONS = 100  # told apart
 LOOK_AGAIN = 0.1  # seconds between looks at workers that are down
 # What a reward raises at a row that it does not understand; anything else may be the worker's.
@@ -55,9 +59,16 @@ class Worker:
     reward: Adapted
     breaker: CircuitBreaker = field(default_factory=lambda: CircuitBreaker(failures=2, pause=0.5))
     suspect: bool = False  # its last call failed
+    down: bool = False  # and a user knows it
     running: int = 0
     done: int = 0
     failed: int = 0
+
+    @property
+    def name(self) -> str:
+        """With the address of a judge: that is what a user can look after."""
+        model = self.model.client.model if isinstance(self.model, Judge) else None
+        return f"worker {self.number}" + (f" at {model.url}" if isinstance(model, Endpoint) else "")
 
 
 class DistributedRewardModel:
@@ -240,7 +251,19 @@ class DistributedRewardModel:
                 worker.failed += answered is False
                 worker.suspect = worker.suspect if answered is None else not answered
                 worker.running -= 1
+                self._tell(worker, answered, tried.get(worker))
                 self._wake()
+
+    def _tell(self, worker: Worker, answered: bool | None, error: Exception | None) -> None:
+        """Says once that a worker is down, and once that it is back."""
+        if worker.down and answered:
+            worker.down = False
+            log.warning("%s of the reward is back", worker.name)
+        elif not worker.down and answered is False and worker.breaker.is_open and error is not None:
+            worker.down = True
+            log.warning(
+                "%s of the reward is down, and left alone until it is back: %s", worker.name, describe(error)
+            )
 
     async def _place(self, tried: dict[Worker, Exception]) -> tuple[Worker, int]:
         """The free worker with the fewest rows under way, among those that have not failed at this one."""

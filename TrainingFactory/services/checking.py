@@ -12,6 +12,7 @@ from TrainingFactory.data.examples import NEEDS
 from TrainingFactory.services.assemble_learner import make_algorithm
 from TrainingFactory.services.assemble_rewards import check_reward
 from TrainingFactory.services.gathering import form_of
+from TrainingFactory.services.named_files import as_then
 from TrainingFactory.services.runs import RunFolder
 from TrainingFactory.services.tracking import check_trackers
 from TrainingFactory.types import SamplingParams
@@ -84,10 +85,12 @@ def check_steps(config: TrainingConfig, total: int) -> None:
 
 
 def as_started(config: TrainingConfig, run: RunFolder | None) -> TrainingConfig:
-    """The config of a run that goes on, with the very reward model that it was started with: where a run is named, its
-    last checkpoint may be another one by now."""
-    folder = run.about.get("reward_model") if run is not None else None
-    if run is None or folder is None:
+    """The config of a run that goes on, with its files where they were and the very reward model that it was started
+    with: where a run is named, its last checkpoint may be another one by now."""
+    if run is None:
+        return config
+    config, folder = as_then(config, run.about), run.about.get("reward_model")
+    if folder is None:
         return config
     if not Path(folder).is_dir():
         raise ValueError(

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from TrainingFactory.config import TrainingConfig
+from TrainingFactory.config.schema import RewardSection
 from TrainingFactory.protocols import RewardFunction
 from TrainingFactory.rewards.adapt import Adapted, compares
 from TrainingFactory.rewards.combined import Combined
 from TrainingFactory.rollout import rollout_metrics
-from TrainingFactory.services.assemble_rewards import check_reward
+from TrainingFactory.services import assemble_rewards
+from TrainingFactory.services.checking import as_started
+from TrainingFactory.services.named_files import as_then
 from TrainingFactory.services.rollouts import Report, Rollouts
 from TrainingFactory.services.runs import RunFolder, is_run, list_runs
 from TrainingFactory.types import Trajectory
 
 Z95 = 1.959964  # a normal variable is within so many deviations with 95 % probability
+OWN = "the environment's own reward"
+# reward.type -> the option that tells one of this type from another
+TOLD_BY = {"function": "function", "rule_based": "rule", "tool_verified": "verify"}
 
 
 @dataclass(slots=True)
@@ -49,35 +55,52 @@ def wilson(won: int, tried: int) -> tuple[float, float]:
 
 
 def evaluation_reward(
-    reward: RewardFunction | None, config: TrainingConfig, say: Callable[[str], None]
+    reward: RewardFunction | None, say: Callable[[str], None] = lambda _: None
 ) -> RewardFunction | None:
-    """By what a run measures itself. Comparisons within a group have the same mean however good the model is, so they
-    are left out: the other parts of the reward measure, or where there are none, the environment's own reward."""
+    """By what a model is measured, in a run and after it. Comparisons within a group have the same mean however good
+    the model is, so they are left out: the other parts of the reward measure, or where there are none, the
+    environment's own reward."""
     if not compares(reward):
         return reward
     inner: Any = reward.function if isinstance(reward, Adapted) else reward
     rest = inner.without_comparisons() if isinstance(inner, Combined) else None
-    if config.training.eval_every is not None:
-        by = "the environment's own reward" if rest is None else f"the parts {', '.join(rest.rewards)}"
-        say(
-            f"note: the reward compares the episodes of a group, which cannot measure progress; evaluation goes by {by}"
-        )
+    by = OWN if rest is None else _parts(rest.rewards)
+    say(
+        f"note: the reward compares the episodes of a group, which cannot measure progress; evaluation goes by {by}"
+    )
     return rest
 
 
+def scored_by(config: TrainingConfig, measuring: RewardFunction | None) -> str:
+    """Whose reward that is, in words; `measuring` is what `evaluation_reward` made of the config's."""
+    reward = config.reward
+    if isinstance(measuring, Combined):
+        return _parts(measuring.rewards)
+    if reward.type == "environment" or (measuring is None and reward.type != "learned"):
+        return OWN
+    name = reward.options.get(TOLD_BY.get(reward.type, "")) or reward.model
+    return f"reward.type={reward.type}" + (f" ({name})" if name else "")
+
+
+def _parts(names: Iterable[str]) -> str:
+    return f"the parts {', '.join(names)}"
+
+
 class Evaluation:
-    """A model in an environment, on tasks it has not been trained on. Names and files are checked when it is made."""
+    """A model in an environment, on tasks it has not been trained on, scored as a run scores its evaluations. Names and
+    files are checked when it is made."""
 
     def __init__(
-        self, config: TrainingConfig, out: Path | None = None, replay: str | Path | None = None
+        self,
+        config: TrainingConfig,
+        out: Path | None = None,
+        replay: str | Path | None = None,
+        say: Callable[[str], None] = lambda _: None,
     ) -> None:
-        if compares(check_reward(config)):
-            raise ValueError(
-                "this reward compares the episodes of a group with each other, which says who was best and not how "
-                "good the model is; evaluate with reward.type=environment, or with a judge whose verdict is score"
-            )
+        measuring = evaluation_reward(assemble_rewards.check_reward(config), say)
+        self.scored_by = scored_by(config, measuring)
         group = config.training.group_size if "group_size" in config.training.model_fields_set else 1
-        self._rollouts = Rollouts(config, out, group, replay=replay)
+        self._rollouts = Rollouts(config, out, group, replay=replay, choose=evaluation_reward)
         self.total = self._rollouts.total
 
     def run(self, on_episode: Callable[[Trajectory], None] = lambda _: None) -> EvaluationReport:
@@ -93,7 +116,7 @@ def model_of(name: str, runs: str | Path = "runs") -> dict[str, dict[str, Any]]:
     if found is None:
         return {"model": {"name": name}}
     run, checkpoint = found
-    trained = run.config
+    trained = as_then(run.config, run.about)
     model = trained.model.model_dump(exclude_unset=True)
     if (checkpoint / "adapter_config.json").is_file():
         model["adapter"] = str(checkpoint)
@@ -114,7 +137,28 @@ def model_of(name: str, runs: str | Path = "runs") -> dict[str, dict[str, Any]]:
     return sections
 
 
-def checkpoint_of(name: str, runs: str | Path) -> tuple[RunFolder, Path] | None:
+def reward_of(run: RunFolder) -> RewardSection | None:
+    """The reward of a run as another command can make it, wherever it is started; None where it was a Python object."""
+    if "reward" in run.about.get("objects", []):
+        return None
+    config = as_started(run.config, run)
+    reward = config.reward
+
+    def found(model: Any, where: str) -> str:  # the model may be named by its run, in the folder of runs
+        named = reward.model_copy(update={"model": model})
+        return str(assemble_rewards.checkpoint_of(named, where, config.logging.output_dir))
+
+    if reward.type == "learned" and not reward.parts:
+        return reward.model_copy(update={"model": found(reward.model, "reward")})
+    learned = {
+        name: part | {"model": found(part.get("model"), f"reward.parts.{name}")}
+        for name, part in reward.parts.items()
+        if part.get("type") == "learned"
+    }
+    return reward.model_copy(update={"parts": reward.parts | learned})
+
+
+def checkpoint_of(name: str, runs: str | Path = "runs") -> tuple[RunFolder, Path] | None:
     """A run and one of its checkpoints, by the name of either; None for what is no run."""
     path = Path(name).expanduser()
     if path.parent.name == "checkpoints" and path.is_dir():

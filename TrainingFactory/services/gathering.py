@@ -12,6 +12,7 @@ from TrainingFactory.config import TrainingConfig
 from TrainingFactory.data.examples import Examples, Form, load_examples
 from TrainingFactory.protocols import EnvironmentFactory, RewardFunction
 from TrainingFactory.services import assemble, assemble_rewards
+from TrainingFactory.services.named_files import ABOUT, about_files
 from TrainingFactory.services.run_tools import RunTools
 from TrainingFactory.tools.schema import check_schema, schema_problems, validator_of
 from TrainingFactory.tools.tool_cache import ToolCache
@@ -72,6 +73,7 @@ def about_start(config: TrainingConfig, objects: Objects, tools: RunTools, found
         "size": found.size,
         "digest": found.digest,
         "reward_model": None if folder is None else str(folder.resolve()),
+        ABOUT: about_files(config),
     }
 
 

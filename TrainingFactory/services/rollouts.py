@@ -14,7 +14,7 @@ from typing import Any
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.data.trajectories import save_trajectories
 from TrainingFactory.envs import ToolEnvironment
-from TrainingFactory.protocols import ChatFormat, EnvironmentFactory, Sampler
+from TrainingFactory.protocols import ChatFormat, EnvironmentFactory, RewardFunction, Sampler
 from TrainingFactory.rollout import AsyncRolloutEngine, rollout_metrics
 from TrainingFactory.services.assemble import (
     make_environment,
@@ -22,7 +22,7 @@ from TrainingFactory.services.assemble import (
     make_sampler,
     make_tasks,
 )
-from TrainingFactory.services.assemble_rewards import check_reward, make_reward
+from TrainingFactory.services.assemble_rewards import check_group, check_reward, make_reward
 from TrainingFactory.services.run_tools import RunTools, recording_beside
 from TrainingFactory.tools.python_files import told
 from TrainingFactory.tools.tape import CALLS
@@ -44,7 +44,7 @@ class Rollouts:
 
     `out` is the JSONL file for the episodes; by default a new one in `rollouts` under logging.output_dir. With
     logging.record_tools set to true the tool calls are in a folder beside it, which `replay` can name. `tools` are
-    tools as Python objects.
+    tools as Python objects. `choose` says what of the config's reward scores them.
     """
 
     def __init__(
@@ -54,12 +54,13 @@ class Rollouts:
         group_size: int = 1,
         tools: Sequence[Any] = (),
         replay: str | Path | None = None,
+        choose: Callable[[RewardFunction | None], RewardFunction | None] = lambda reward: reward,
     ) -> None:
-        self.config = config
+        self.config, self._choose = config, choose
         self.group_size = group_size
         self.tools = RunTools(config, tools, replay)
         try:
-            check_reward(config, group_size)
+            check_group(choose(check_reward(config)), group_size)
             made = make_environment(config, self.tools.wanted)
             self.environment: EnvironmentFactory = self.tools.equip(made)
             self.tasks = make_tasks(config, self.environment)
@@ -86,7 +87,7 @@ class Rollouts:
         started = time.perf_counter()
         try:
             chat, sampler = make_sampler(self.config, self.total)
-            reward = make_reward(self.config, held)
+            reward = self._choose(make_reward(self.config, held))
             engine = make_rollouts(
                 self.config, self.environment, chat, ended, reward, runtime=self.tools.runtime
             )

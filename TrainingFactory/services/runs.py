@@ -21,11 +21,12 @@ import json
 import os
 import platform
 import re
+import shlex
 import shutil
 import subprocess
 import time
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import date
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -47,6 +48,7 @@ except ImportError:  # not on Windows: there two processes are not kept apart
 METRICS, CONSUMED, TRAJECTORIES, KEPT = "metrics.jsonl", "consumed.jsonl", "trajectories.jsonl", "kept.jsonl"
 GROWING = (METRICS, CONSUMED, TRAJECTORIES, KEPT, CALLS)
 PACKAGES = ("torch", "transformers", "accelerate", "peft", "safetensors", "numpy")
+CONFIG = "config.yaml"
 State = Literal["running", "finished", "interrupted", "failed", "killed"]
 
 
@@ -71,9 +73,18 @@ class RunFolder:
         return self.path.name
 
     @property
+    def shown(self) -> str:
+        """What commands find it by: its name alone only in the usual folder."""
+        return shlex.quote(self.name if self.path.parent == Path("runs") else str(self.path))
+
+    @property
     def resume_command(self) -> str:
-        shown = self.name if self.path.parent == Path("runs") else str(self.path)
-        return f"tfactory runs resume {shown}"
+        return f"tfactory runs resume {self.shown}"
+
+    @property
+    def mend(self) -> str:
+        """What to do about a run that has stopped."""
+        return f"Mend it (options are in {self.path / CONFIG}), then go on with: {self.resume_command}"
 
     # making and opening
 
@@ -87,7 +98,7 @@ class RunFolder:
             run.path.parent.mkdir(parents=True, exist_ok=True)
             run.path.mkdir()
             run.lock()
-            _write_aside(run.path / "config.yaml", yaml.safe_dump(config.model_dump(), sort_keys=False))
+            _write_aside(run.path / CONFIG, yaml.safe_dump(config.model_dump(), sort_keys=False))
             _write_aside(run.path / "environment.json", json.dumps(fingerprint() | about, indent=1))
         except FileExistsError:
             if not run.path.is_dir():
@@ -141,7 +152,7 @@ class RunFolder:
 
     @property
     def config(self) -> TrainingConfig:
-        return load_config(self.path / "config.yaml")
+        return load_config(self.path / CONFIG)
 
     @property
     def about(self) -> dict[str, Any]:
@@ -247,16 +258,32 @@ class RunFolder:
             os.close(descriptor)
 
 
+@dataclass(slots=True)
+class TrainingReport:
+    """`metrics` are those of the last step; `rows` has those of all; `tools` has those of all tool calls together,
+    since the start or the last resume."""
+
+    run: Path
+    steps: int
+    state: State
+    metrics: dict[str, float] = field(default_factory=dict)
+    rows: list[dict[str, float]] = field(default_factory=list)
+    tools: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def checkpoint(self) -> Path | None:
+        found = RunFolder(self.run).checkpoints()
+        return found[-1] if found else None
+
+
 def is_run(path: Path) -> bool:
-    return (path / "config.yaml").is_file() and (path / "environment.json").is_file()
+    return (path / CONFIG).is_file() and (path / "environment.json").is_file()
 
 
 def list_runs(runs: str | Path = "runs") -> list[RunFolder]:
     """The oldest first."""
     found = [path for path in Path(runs).expanduser().glob("*/") if is_run(path)]
-    return [
-        RunFolder(path) for path in sorted(found, key=lambda path: (path / "config.yaml").stat().st_mtime)
-    ]
+    return [RunFolder(path) for path in sorted(found, key=lambda path: (path / CONFIG).stat().st_mtime)]
 
 
 def new_name(config: TrainingConfig) -> str:

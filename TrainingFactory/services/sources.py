@@ -75,7 +75,7 @@ class Source(Protocol):
 
 
 class RewardClock:
-    """The reward, timed. Seconds add up over episodes and groups that are scored side by side."""
+    """The reward, timed, with what it spends. Seconds add up over episodes and groups that are scored side by side."""
 
     def __init__(self, reward: RewardFunction | None, say: Callable[[str], None] = lambda _: None) -> None:
         self.reward, self._group = reward, group_reward(reward)
@@ -83,6 +83,12 @@ class RewardClock:
         self.grouped = self._group is not None
         self.compares = self._group is not None and self._group.compares
         self.seconds = 0.0
+        self._spent = judge_figures(reward)  # by judges, when it was asked last
+
+    def spent(self) -> dict[str, float]:
+        """What judges and pools in the reward have asked, done and spent since the last time."""
+        before, self._spent = self._spent, judge_figures(self.reward)
+        return {name: value - before.get(name, 0.0) for name, value in self._spent.items()}
 
     async def __call__(self, episode: Episode) -> Reward:
         with self._timed(), self._awaited.one(1):
@@ -153,8 +159,8 @@ class SampledEpisodes:
     def metrics(self, groups: Groups, seconds: float) -> dict[str, float]:
         """`accuracy` is the share of scored episodes whose outcome is over 0. `tools` and `reward` seconds add up
         over episodes that run side by side; `tools_share` is the part of the episodes' time that tools took.
-        `groups/dropped` taught nothing, `groups/refilled` were sampled to make up for such. `judge/...` count
-        from the start of the process."""
+        `groups/dropped` taught nothing, `groups/refilled` were sampled to make up for such. To be called once a
+        step: `judge/...` and `pool/...` are what was asked and spent since the last time."""
         episodes = [trajectory for group in groups for trajectory in group]
         metrics = rollout_metrics(episodes)
         outcomes = [trajectory.reward.outcome for trajectory in episodes if trajectory.reward is not None]
@@ -170,7 +176,7 @@ class SampledEpisodes:
             "seconds/reward": self.clock.seconds,
             "tools_share": tools / spent if spent else 0.0,
             "tokens_per_second": metrics["sampled_tokens"] / seconds,
-            **judge_figures(self.clock.reward),
+            **self.clock.spent(),
         }
 
     def unusable(self, groups: Groups) -> str | None:
@@ -178,15 +184,17 @@ class SampledEpisodes:
         unscored = [trajectory for trajectory in episodes if trajectory.reward is None]
         if len(unscored) < len(episodes) and len(unscored) <= self.max_unscored * len(episodes):
             return None
-        reason = _most_frequent([trajectory.error or "no reason given" for trajectory in unscored])
+        reason = most_frequent(unscored)
         what = f"{len(unscored)} of {len(episodes)} episodes could not be scored"
         if len(unscored) == len(episodes):
             what = f"none of {len(episodes)} episodes could be scored"
         return f"{what}, and reward.max_unscored is {self.max_unscored:g}; mostly: {reason}"
 
 
-def _most_frequent(reasons: Sequence[str]) -> str:
-    """One of the most frequent kind: those that differ in numbers or in what they quote are alike."""
+def most_frequent(unscored: Sequence[Trajectory]) -> str:
+    """Why they have no reward: one reason of the most frequent kind. Those that differ in numbers or in what they
+    quote are alike."""
+    reasons = [trajectory.error or "no reason given" for trajectory in unscored]
     kinds = [re.sub(r"\d+|'[^']*'|\"[^\"]*\"", "", reason) for reason in reasons]
     [(most, _)] = Counter(kinds).most_common(1)
     return reasons[kinds.index(most)]

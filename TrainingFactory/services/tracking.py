@@ -152,8 +152,13 @@ def in_short(metrics: dict[str, float]) -> str:
     sampled = "episodes/unscored" in metrics
     if sampled and "reward" not in metrics:
         told.insert(0, "no episode could be scored")
-    elif sampled and not metrics.get("rows"):
-        told.append("all groups equal, nothing to learn")
+    elif sampled:
+        unscored = int(metrics["episodes/unscored"])
+        if unscored:
+            told.append(f"{unscored} of {int(metrics['episodes'])} unscored")
+        if not metrics.get("rows"):
+            equal = "no two scored ones of a task differ" if unscored else "all groups equal"
+            told.append(f"{equal}, nothing to learn")
     if lost := int(metrics.get("episodes/tool_failure", 0)):
         told.append(f"{lost} episodes lost to tools that are down")
     return "  ".join(told)

@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
 
@@ -22,34 +21,22 @@ from TrainingFactory.services.evaluation import evaluation_metrics, evaluation_r
 from TrainingFactory.services.gathering import Objects, about_start, check_same, gather, told_left_out
 from TrainingFactory.services.interrupts import Interrupts
 from TrainingFactory.services.kept import record_kept
+from TrainingFactory.services.named_files import changed_files
 from TrainingFactory.services.recorded import ExpertEpisodes, RecordedEpisodes, Recordings
 from TrainingFactory.services.rollouts import check_tools
 from TrainingFactory.services.run_tools import RunTools
-from TrainingFactory.services.runs import CONSUMED, METRICS, RunFolder, State, Status, new_name
+from TrainingFactory.services.runs import (
+    CONSUMED,
+    METRICS,
+    RunFolder,
+    State,
+    Status,
+    TrainingReport,
+    new_name,
+)
 from TrainingFactory.services.sources import Groups, Order, RewardClock, SampledEpisodes, Source
 from TrainingFactory.services.tracking import PlainLines, Trackers, Watcher
-
-MAX_UNUSABLE = 3  # steps in a row
-MAX_WITHOUT_TOOLS = 8  # where a server is down, which may come back: after pauses of 1, 2, 4 ... seconds
-LONGEST_PAUSE = 30.0
-
-
-@dataclass(slots=True)
-class TrainingReport:
-    """`metrics` are those of the last step; `rows` has those of all; `tools` has those of all tool calls together,
-    since the start or the last resume."""
-
-    run: Path
-    steps: int
-    state: State
-    metrics: dict[str, float] = field(default_factory=dict)
-    rows: list[dict[str, float]] = field(default_factory=list)
-    tools: dict[str, float] = field(default_factory=dict)
-
-    @property
-    def checkpoint(self) -> Path | None:
-        found = RunFolder(self.run).checkpoints()
-        return found[-1] if found else None
+from TrainingFactory.services.unusable import Unusable, without_tools
 
 
 class Training:
@@ -84,6 +71,10 @@ class Training:
                 run = RunFolder.create(config, name or new_name(config), about)
             else:
                 check_same(self.data, run.about, run.name)
+                for file in changed_files(run.about):
+                    self.watcher.say(
+                        f"note: {file} has changed since run {run.name} was started; it goes on with what is there now"
+                    )
             self.run = run
             self.run.lock()
         except BaseException:
@@ -92,11 +83,13 @@ class Training:
         self.done = 0  # steps
         self.seconds = 0.0  # spent so far, in earlier processes too
         self._checkpointed = -1
-        self._unusable = 0
+        self._unusable = Unusable(run)
         self._equal = EqualRewards(config.reward.max_equal_steps)
         self._held = contextlib.ExitStack()  # what the reward keeps open
         self._interrupts = Interrupts(self.watcher)
         self._rows: list[dict[str, float]] = []
+        if not self.resuming:
+            self._write_status("running")
 
     def _set_order(self, size: int) -> None:
         training = self.config.training
@@ -118,6 +111,7 @@ class Training:
             self.tools.close()
             raise
         try:
+            self._write_status("running")
             with self._interrupts:
                 self._evaluate_before()
                 self._steps()
@@ -175,24 +169,20 @@ class Training:
         with self._interrupts.at_once():
             groups = self.source.groups(step, self.learner.publish)
         if (problem := self.source.unusable(groups)) is None:
-            self._unusable = 0
+            self._unusable.steps = 0
             taught = self.source.teaching if isinstance(self.source, SampledEpisodes) else None
             if taught is not None and (problem := self._equal.problem(groups, taught)) is not None:
                 self._checkpoint()
-                raise ValueError(f"{problem}. Mend it, then go on with: {self.run.resume_command}")
+                raise ValueError(f"{problem}. {self.run.mend}")
             return groups
-        self._unusable += 1
-        if self._unusable == 1:
+        self._unusable.steps += 1
+        if self._unusable.steps == 1:
             self._checkpoint()  # if it does not get better, the run can go on from here
         self.watcher.say(f"WARNING step {step + 1}: {problem}")
-        down = any(trajectory.status == "tool_failure" for group in groups for trajectory in group)
-        if self._unusable >= (MAX_WITHOUT_TOOLS if down else MAX_UNUSABLE):
-            raise ValueError(
-                f"stopped after {self._unusable} steps that cannot be used: {problem}. "
-                f"Mend it, then go on with: {self.run.resume_command}"
-            )
-        if down and not self.tools.replayed:
-            self._interrupts.pause(min(2.0 ** (self._unusable - 1), LONGEST_PAUSE))
+        if (reason := self._unusable.stops(groups, problem, last=step + 1 == self.total)) is not None:
+            raise ValueError(f"{reason}. {self.run.mend}")
+        if without_tools(groups) and not self.tools.replayed:
+            self._interrupts.pause(self._unusable.pause)
         return groups
 
     def _seed(self, step: int) -> int:
@@ -236,7 +226,7 @@ class Training:
 
     def _log(self, epoch: int, metrics: dict[str, float]) -> None:
         self.run.append(METRICS, {"step": self.done, "epoch": epoch, "time": time.time()} | metrics)
-        self.run.write_status(Status("running", self.done, self.total, None, self.seconds))
+        self._write_status("running")
         self.trackers.log(self.done, metrics)
         self._rows.append({"step": self.done} | metrics)
         self.watcher.step(self.done, self.total, metrics)
@@ -265,7 +255,7 @@ class Training:
         )
         self.tools.commit()
         metrics = evaluation_metrics([trajectory for group in groups for trajectory in group])
-        return metrics | self.tools.metrics()
+        return metrics | self.tools.metrics() | self.clock.spent()
 
     def _evaluate_rows(self, rows: Recordings) -> dict[str, float]:
         from TrainingFactory.services.updating import evaluate
@@ -278,7 +268,7 @@ class Training:
         return metrics | rows.left_out
 
     def _checkpoint_if_due(self) -> None:
-        due = self.done % self.config.logging.checkpoint_every == 0 and not self._unusable
+        due = self.done % self.config.logging.checkpoint_every == 0 and not self._unusable.steps
         if due or self.done == self.total:
             self._checkpoint()
 
@@ -293,9 +283,12 @@ class Training:
 
     def _finish(self, state: State, reason: str | None = None) -> TrainingReport:
         with contextlib.suppress(OSError):  # a full disk may have brought us here
-            self.run.write_status(Status(state, self.done, self.total, reason, self.seconds))
+            self._write_status(state, reason)
         last = self._rows[-1] if self._rows else {}
         return TrainingReport(self.run.path, self.done, state, last, self._rows, self.tools.totals())
+
+    def _write_status(self, state: State, reason: str | None = None) -> None:
+        self.run.write_status(Status(state, self.done, self.total, reason, self.seconds))
 
     # set-up
 
@@ -361,14 +354,15 @@ class Training:
     def _make_source(self, recordings: Recordings | None) -> Source:
         config, environment, tasks = self.config, self.data.environment, self.data.tasks
         reward = self.objects.reward or assemble_rewards.make_reward(config, self._held)
-        clock, say = RewardClock(reward, self.watcher.say), self.watcher.say
+        clock = self.clock = RewardClock(reward, self.watcher.say)
         limits = {
             "max_reply_tokens": config.sampling.max_reply_tokens,
             "max_length": assemble.max_length(config, self.loaded),
             "timeout": config.environment.episode_timeout,
         }
         if environment is not None:
-            measure = RewardClock(evaluation_reward(reward, config, say), say)
+            say = self.watcher.say if config.training.eval_every is not None else lambda _: None
+            measure = RewardClock(evaluation_reward(reward, say), say)
             self.evaluation = self._rollouts(environment, measure)
         if recordings is not None:
             return RecordedEpisodes(recordings, self.order)

@@ -19,12 +19,19 @@ def is_file_name(name: str) -> bool:
     return name.partition(".py:")[0].endswith(".py") or ".py:" in name
 
 
+def split_name(name: str) -> tuple[str, str]:
+    """The file of `file.py` or `file.py:wanted`, and what is wanted of it ("": not said)."""
+    file, _, wanted = name.rpartition(":") if ".py:" in name else (name, "", "")
+    return file, wanted
+
+
 def opened(kind: str, name: str) -> tuple[ModuleType, Path, str]:
     """The module of `file.py` or `file.py:wanted`, its path, and what is wanted of it ("": not said)."""
-    file, _, wanted = name.rpartition(":") if ".py:" in name else (name, "", "")
+    file, wanted = split_name(name)
     path = Path(file).expanduser()
     if not path.is_file():
-        raise ValueError(f"{kind} {name!r}: there is no file {path}")
+        where = "" if path.is_absolute() else f" in {Path.cwd()}, nor beside the config if one names it"
+        raise ValueError(f"{kind} {name!r}: there is no file {path}{where}")
     return _imported(path), path, wanted
 
 

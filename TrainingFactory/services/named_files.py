@@ -1,0 +1,123 @@
+"""Files that a config names: its Python files and its data. They are looked for in the current folder and beside the
+config, and a run that goes on finds them where they were, wherever it is resumed from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+from TrainingFactory.config import TrainingConfig, load_config
+from TrainingFactory.config.schema import RewardSection
+from TrainingFactory.tools.python_files import is_file_name, split_name
+
+Move = Callable[[str], str]  # from the name of a file to the one that is meant
+DATA = ("tasks", "dataset", "heldout")
+ABOUT = "files"  # where a run remembers them
+
+
+def read_config(path: str | Path | None, overrides: Sequence[str] = ()) -> TrainingConfig:
+    """`load_config`, with files that are not in the current folder but beside the config found there."""
+    config = load_config(path, overrides)
+    if path is None:
+        return config
+    folder = Path(path).parent
+
+    def move(name: str) -> str:
+        beside = folder / Path(name).expanduser()
+        return str(beside) if not _exists(name) and beside.exists() else name
+
+    return moved(config, move)
+
+
+def moved(config: TrainingConfig, move: Move) -> TrainingConfig:
+    """The config with every file that it names moved."""
+
+    def named(name: str) -> str:
+        if not is_file_name(name):
+            return name
+        file, wanted = split_name(name)
+        return f"{move(file)}:{wanted}" if wanted else move(file)
+
+    updates: dict[str, Any] = {}
+    if (name := config.environment.environment_id) is not None and named(name) != name:
+        updates["environment"] = config.environment.model_copy(update={"environment_id": named(name)})
+    data = {key: move(name) for key in DATA if (name := getattr(config.data, key)) is not None}
+    if any(getattr(config.data, key) != name for key, name in data.items()):
+        updates["data"] = config.data.model_copy(update=data)
+    tools = [
+        entry.model_copy(
+            update={"name": named(entry.name)} if entry.config is None else {"config": move(entry.config)}
+        )
+        for entry in config.tools
+    ]
+    if tools != config.tools:
+        updates["tools"] = tools
+    if (reward := _reward(config.reward, named)) != config.reward:
+        updates["reward"] = reward
+    return config.model_copy(update=updates) if updates else config
+
+
+def _reward(reward: RewardSection, named: Move) -> RewardSection:
+    parts = {
+        name: part | {"options": _options(part["options"], named)}
+        for name, part in reward.parts.items()
+        if isinstance(part.get("options"), Mapping)
+    }
+    update = {"options": _options(reward.options, named), "parts": reward.parts | parts}
+    return reward.model_copy(update=update)
+
+
+def _options(options: Mapping[str, Any], named: Move) -> dict[str, Any]:
+    function = options.get("function")
+    return dict(options) | ({"function": named(function)} if isinstance(function, str) else {})
+
+
+def about_files(config: TrainingConfig) -> dict[str, dict[str, str | None]]:
+    """What a run remembers: where the files are that its config names, and of Python files what is in them. Whether
+    the data are the same is looked at row by row."""
+    found: dict[str, dict[str, str | None]] = {}
+
+    def note(name: str) -> str:
+        if _exists(name):
+            path = Path(name).expanduser().resolve()
+            found[name] = {"path": str(path), "digest": _digest(path) if name.endswith(".py") else None}
+        return name
+
+    moved(config, note)
+    return found
+
+
+def as_then(config: TrainingConfig, about: Mapping[str, Any]) -> TrainingConfig:
+    """The config of a run, with the files where they were when it started."""
+    places = dict(_places(about))
+    return moved(config, lambda name: places.get(name, name))
+
+
+def changed_files(about: Mapping[str, Any]) -> list[str]:
+    """The Python files that are not any more what they were when the run started."""
+    remembered = about.get(ABOUT, {})
+    return [
+        name
+        for name, place in _places(about)
+        if (was := remembered[name]["digest"]) is not None and _exists(place) and was != _digest(Path(place))
+    ]
+
+
+def _places(about: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Where each file is now: where it was, or where that is gone, in the current folder."""
+    for name, known in about.get(ABOUT, {}).items():
+        same = Path(name).expanduser().resolve() == Path(known["path"])
+        yield name, name if same or not _exists(known["path"]) else known["path"]
+
+
+def _exists(name: str) -> bool:
+    try:
+        return Path(name).expanduser().exists()
+    except (OSError, RuntimeError):  # no name of a file
+        return False
+
+
+def _digest(path: Path) -> str:
+    return blake2b(path.expanduser().read_bytes(), digest_size=16).hexdigest()
