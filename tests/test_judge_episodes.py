@@ -106,7 +106,8 @@ def test_a_failing_judge_drops_rows_and_never_pays_zero():
         assert paid == [0.9] * 3, name
         lost = [each for each in played if each.reward is None]
         assert len(lost) == 3 and all(
-            "scoring failed: JudgeFailure" in (each.error or "") for each in lost
+            (each.error or "").startswith("scoring failed: ") and "Failure" not in (each.error or "")
+            for each in lost
         ), name
         assert sum(judge.client.usage.failures.values()) == 3, name
 

@@ -79,7 +79,7 @@ def test_a_key_that_is_not_set_is_told_at_the_start(monkeypatch: pytest.MonkeyPa
 def test_two_models_are_not_taken_for_one():
     options = {"base_url": "http://host/v1", "model": "small"}
     section = {"type": "model_judge", "model": "big", "options": options}
-    with pytest.raises(ValueError, match=r"reward\.model is 'big' and reward\.options\.model is 'small'"):
+    with pytest.raises(ValueError, match=r"reward\.model: is 'big' and reward\.options\.model is 'small'"):
         check_reward(TrainingConfig.model_validate({"reward": section}))
     check_reward(TrainingConfig.model_validate({"reward": section | {"model": "small"}}))
     check_reward(TrainingConfig.model_validate({"reward": section | {"model": None}}))

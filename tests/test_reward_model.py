@@ -551,10 +551,10 @@ def test_a_run_trains_a_reward_model_and_another_uses_it(tmp_path: Path) -> None
 
 @pytest.mark.parametrize(
     ("section", "wrong"),
-    [({"type": "learned"}, "needs a trained reward model: reward.model="),
+    [({"type": "learned"}, "reward.model: is missing; .*needs a trained reward model"),
      ({"type": "learned", "model": "nowhere"}, "there is no 'nowhere'.*registry are not there yet"),
      ({"type": "learned", "model": "."}, "holds no reward model"),
-     ({"model": "nowhere"}, "reward.model is for reward.type=learned")],
+     ({"model": "nowhere"}, "reward.model: is for reward.type=learned")],
 )  # fmt: skip
 def test_a_wrong_reward_model_is_told_before_anything_is_loaded(
     tmp_path: Path, section: dict[str, Any], wrong: str

@@ -70,7 +70,7 @@ def test_the_right_tool():
     assert said("correct_tool", both) == [0]  # the second has no result
     both.tool_results.append(ToolResult("5"))
     assert said("correct_tool", both) == [1] and said("correct_tool", both, correct_tool="add") == [0]
-    with pytest.raises(Unscored, match=r"rule correct_tool failed at turn 0: .*correct_tool is 3"):
+    with pytest.raises(Unscored, match=r"rule correct_tool at turn 0: .*correct_tool is 3"):
         said("correct_tool", call(), correct_tool=3)
 
 
@@ -247,9 +247,9 @@ def test_rules_of_ones_own():
     finally:
         PROCESS_RULES.pop("polite", None)
     for value, told in ((None, "gave None"), ("1", "gave '1'"), (math.nan, "gave nan")):
-        with pytest.raises(Unscored, match=f"the rule mine at turn 0 {told}"):
+        with pytest.raises(Unscored, match=f"the rule mine {told} .*at turn 0; "):
             calculate_process_reward(played(says()), {"mine": 1.0}, rules={"mine": lambda *_, v=value: v})
-    with pytest.raises(Unscored, match="rule mine failed at turn 0: ZeroDivisionError"):
+    with pytest.raises(Unscored, match=r"rule mine at turn 0 .* raised ZeroDivisionError"):
         calculate_process_reward(played(says()), {"mine": 1.0}, rules={"mine": lambda t, n: 1 / 0})
 
 

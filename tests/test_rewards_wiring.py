@@ -101,7 +101,7 @@ def test_several_rewards_as_parts():
     section = {
         "parts": {
             "answer": {"type": "rule_based", "weight": 2.0, "options": {"rule": "contains"}},
-            "own": {"weight": 0.25},
+            "own": {"type": "environment", "weight": 0.25},
             "steps": {
                 "type": "process_reward", "weight": 0.5, "outcome_weight": 0.0, "step_rewards": {"correct_tool": 1.0}
             },
@@ -151,25 +151,25 @@ def test_step_rewards_reach_single_turns():
 @pytest.mark.parametrize(
     ("section", "says"),
     [
-        ({"type": "rule_based", "options": {"rule": "numerc"}}, "reward.options.rule is 'numerc'.*mean numeric"),
-        ({"type": "rule_based", "options": {"rule": "numeric", "tolerence": 1}}, "reward.options: .*mean tolerance"),
-        ({"type": "tool_verified"}, "reward.options.verify is None; it must be one of sql_execution"),
+        ({"type": "rule_based", "options": {"rule": "numerc"}}, "reward.options.rule: must be.*mean numeric"),
+        ({"type": "rule_based", "options": {"rule": "numeric", "tolerence": 1}}, "options.tolerence: .*mean tolerance"),
+        ({"type": "tool_verified"}, "reward.options.verify: is missing; it must be one of sql_execution"),
         ({"type": "tool_verified", "options": {"verify": "sql_exec"}}, "reward.options.verify.*mean sql_execution"),
         ({"type": "process_reward", "step_rewards": {"corect_tool": 1.0}}, "reward.step_rewards.*mean correct_tool"),
-        ({"type": "process_reward", "options": {"clawback": True}}, "reward.options: .*mean claw_back"),
-        ({"type": "process_reward", "options": {"pay": "often"}}, "reward.options: pay is 'often'"),
+        ({"type": "process_reward", "options": {"clawback": True}}, "reward.options.clawback: .*mean claw_back"),
+        ({"type": "process_reward", "options": {"pay": "often"}}, "reward.options.pay: must be one of once, per_turn"),
         ({"type": "process_reward", "options": {"outcome": {"rule": "f2"}}}, "reward.options.outcome.rule.*mean f1"),
         ({"type": "process_reward", "options": {"outcome": 3}}, "reward.options.outcome: a rule is its name"),
-        ({"type": "environment", "options": {"rule": "f1"}}, "reward.options is for reward.type=rule_based"),
-        ({"type": "rule_based", "step_rewards": {"correct_tool": 1.0}}, "reward.step_rewards is for reward.type=pro"),
-        ({"type": "model_judge", "options": {"api_key_env": None}}, "reward.options: .*model"),
+        ({"type": "environment", "options": {"rule": "f1"}}, "reward.options: is for reward.type=rule_based"),
+        ({"type": "rule_based", "step_rewards": {"correct_tool": 1.0}}, "reward.step_rewards: is for reward.type=pro"),
+        ({"type": "model_judge", "options": {"api_key_env": None}}, "reward.options.model: is missing"),
         ({"type": "model_judge", "model": "m", "options": {"verdict": "rank"}}, "reward.options.verdict.*mean ranking"),
-        ({"type": "rule_based", "parts": {"a": {}}}, "reward.parts.*reward.type is set as well"),
+        ({"type": "rule_based", "parts": {"a": {"type": "environment"}}}, "reward.type: reward.parts has"),
         ({"parts": {"a": {"typ": "rule_based"}}}, "reward.parts.a.typ: unknown key; did you mean type"),
         ({"parts": {"a": {"type": "rule"}}}, "reward.parts.a.type: must be one of.*did you mean rule_based"),
         ({"parts": {"a": {"weight": "1"}}}, "reward.parts.a.weight: must be a valid number"),
-        ({"parts": {"a": {"type": "rule_based", "options": {"rule": "x"}}}}, "reward.parts.a.options.rule is 'x'"),
-        ({"parts": {"a/b": {}}}, "reward.parts: 'a/b' cannot be the name of a part"),
+        ({"parts": {"a": {"type": "rule_based", "options": {"rule": "x"}}}}, "reward.parts.a.options.rule: must be"),
+        ({"parts": {"a/b": {"type": "environment"}}}, "reward.parts: 'a/b' cannot be the name of a part"),
         ({"max_unscored": 2.0}, "reward.max_unscored"),
     ],
 )  # fmt: skip
@@ -307,6 +307,7 @@ def test_a_run_with_a_judge_counts_what_it_asks(tmp_path: Path):
 def test_the_configs_in_the_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "rewards.py").write_text("def right(completions, answer, **columns):\n    return []\n")
+    (tmp_path / "rules.py").write_text("def asks_first(trajectory, turn):\n    return turn == 0\n")
     text = (SEED_CONFIG.parent.parent / "docs" / "REWARDS.md").read_text(encoding="utf-8")
     blocks = [block.partition("```")[0] for block in text.split("```yaml\n")[1:]]
     assert len(blocks) >= 3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import threading
 import time
 from collections.abc import Sequence
@@ -90,9 +91,15 @@ def test_no_failing_episode_touches_another():
         assert [t.status for t in by_name[name]] == ["tool_failure" if name == "gone" else "error"] * 2
         assert all(t.reward is None for t in by_name[name])
     errors = {name: str(by_name[name][0].error) for name in BROKEN}
-    assert errors["init"] == "making the environment raised RuntimeError: no room"
+    assert re.fullmatch(
+        r"making the environment \(test_rollout_failures.py:\d+\) raised RuntimeError: no room",
+        errors["init"],
+    )
     assert "KeyError" in errors["reset"] and "list of Message" in errors["reset_type"]
-    assert errors["step"] == "the environment's step raised RuntimeError: step broke"
+    assert re.fullmatch(
+        r"the environment's step \(test_rollout_failures.py:\d+\) raised RuntimeError: step broke",
+        errors["step"],
+    )
     assert "SystemExit" in errors["step_exit"] and "must return a Step" in errors["step_type"]
     assert "cancelled its own episode" in errors["cancelled"]
     assert "the server died" in errors["gone"]

@@ -60,7 +60,7 @@ def test_rewards_of_every_kind():
         (Reward(1.0, parts={"a": float("nan")}), "must be finite"),
         (ZeroDivisionError("x"), "ZeroDivisionError: x"),
         (SystemExit(), "tried to end the program"),
-        (ToolFailure("gone"), "ToolFailure: gone"),
+        (ToolFailure("gone"), "test_rollout_rewards.py:70): gone"),
         (asyncio.CancelledError(), "cancelled itself"),
     ],
 )

@@ -112,6 +112,28 @@ def test_turns_that_were_paid_differently(episodes: Run, tmp_path: Path) -> None
     assert shown(episodes("made", where=tmp_path)[1]) == [(0, 0.75), (0, 0.75), (1, -0.75), (1, -0.75)]
 
 
+def test_a_task_without_a_scored_episode(episodes: Run, tmp_path: Path) -> None:
+    """There is no best one, and why nothing was scored is what one came for."""
+    turn = Turn([5, 6], Completion([7, 8], [-1.0, -1.0], "stop"), Message("assistant", "a"))
+    lost = [
+        Trajectory(Task("t", "?"), "0/t", number, turns=[turn], error=f"scoring failed: reason {number}")
+        for number in range(2)
+    ]
+    run = RunFolder.create(small(tmp_path), "lost", {})
+    run.append_trajectories(lost)
+    run.append("consumed.jsonl", {"step": 1, "epoch": 0, "tasks": ["t"]})
+    run.unlock()
+    for asked in (("--best", "1"), ("--worst", "1"), ("--best", "1", "--worst", "2")):
+        status, out, err = episodes("lost", *asked, where=tmp_path)
+        assert status == 0, err
+        assert "reason 0" in out and "reason 1" in out
+        assert "1 of 1 tasks have no scored episode" in " ".join(err.split())
+        page = tmp_path / "paid.html"
+        assert episodes("lost", *asked, "--html", str(page), where=tmp_path)[0] == 0
+        text = page.read_text(encoding="utf-8")
+        assert "reason 0" in text and "reason 1" in text and "no scored episode" in text
+
+
 def test_which_are_shown(runs: Path, episodes: Run) -> None:
     folder = RunFolder(runs / "a")
     taken, (step, credit) = folder.consumed(), run_credit(folder)
@@ -124,7 +146,9 @@ def test_which_are_shown(runs: Path, episodes: Run) -> None:
     best = max(credit.groups[0].totals)
     out = episodes("a", "--best", "1", "--worst", "1")[1]
     assert len(re.findall(r"^member", out, re.M)) == 2 and f"reward {best:g}" in out
-    assert len(re.findall(r"^member", episodes("a", "--worst", "4")[1], re.M)) == 3  # of the scored
+    _, out, err = episodes("a", "--worst", "4")
+    assert len(re.findall(r"^member", out, re.M)) == 3  # of the scored
+    assert "1 that could not be scored are not shown" in " ".join(err.split())
     only = next(task for task in taken[1] if task not in taken[2])
     assert f"task {only}" in episodes("a", "--task", only)[1]  # in the step that took it
 

@@ -12,7 +12,6 @@ from cyclopts import App, Parameter, validators
 from TrainingFactory.cli import show
 
 if TYPE_CHECKING:
-    from TrainingFactory.services.credit_view import GroupCredit
     from TrainingFactory.services.runs import RunFolder
 
 runs = App(name="runs", help="List, show, compare and resume training runs.")
@@ -186,14 +185,14 @@ def episodes(
     """
     from TrainingFactory.cli import credit as printing
     from TrainingFactory.services.credit_page import credit_page
-    from TrainingFactory.services.run_credit import credit_title, run_credit
+    from TrainingFactory.services.run_credit import choose, credit_title, run_credit
     from TrainingFactory.services.runs import RunFolder
 
     run = RunFolder.find(name, where)
     step, credit = run_credit(run, step, task)
     found = [group for group in credit.groups if task is None or group.task == task]
     limit = show_tasks or (1 if html is None and task is None else len(found))
-    shown = [_chosen(group, best, worst) for group in found[:limit]]
+    shown = choose(credit, found[:limit], best, worst)
     title = credit_title(run, step)
     if html is not None:
         _write(html, credit_page(replace(credit, groups=shown), title))
@@ -228,16 +227,6 @@ def resume(name: str, *, where: Where = "runs") -> int:
         return 0
     display = make_display()
     return follow(resume_run(name, where, display), display)
-
-
-def _chosen(group: GroupCredit, best: int | None, worst: int | None) -> GroupCredit:
-    """With the best and the worst episodes only, in their order; all if neither is asked for."""
-    if best is None and worst is None:
-        return group
-    scored = [episode for episode in group.episodes if episode.total is not None]
-    ranked = sorted(scored, key=lambda episode: episode.total or 0.0, reverse=True)
-    kept = {id(episode) for episode in ranked[: best or 0] + ranked[max(0, len(ranked) - (worst or 0)) :]}
-    return replace(group, episodes=[episode for episode in group.episodes if id(episode) in kept])
 
 
 def _write(path: Path, text: str) -> None:

@@ -11,11 +11,10 @@ from typing import Any
 import yaml
 
 from TrainingFactory.config.names import ALIASES, expand, full_key
-from TrainingFactory.config.problems import ConfigError, Problem, nearest
+from TrainingFactory.config.problems import COMMAND_LINE, ConfigError, Places, Problem, nearest
 from TrainingFactory.config.schema import TrainingConfig
 
 Key = tuple[str | int, ...]
-COMMAND_LINE = "command line"
 
 
 class _Loader(yaml.SafeLoader):
@@ -33,34 +32,24 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Train
     """Reads a config file (None: the defaults) and applies overrides such as `training.batch_size=4` or
     `tools.0.name=search`. Raises ConfigError, whose text names every problem at once."""
     problems: list[Problem] = []
-    places: dict[Key, str] = {}
-    data = expand(_read(Path(path), places, problems)) if path is not None else {}
+    written: dict[Key, str] = {}
+    data = expand(_read(Path(path), written, problems)) if path is not None else {}
     for override in overrides:
-        _apply(override, data, places, problems)
+        _apply(override, data, written, problems)
+    places = Places(written, str(path) if path is not None else "")
     try:
         config = TrainingConfig(**data)
         if not problems:
+            config._places = places
             return config
     except ConfigError as error:
-        for problem in error.problems:
-            problem.where = _place(problem.key, places) or (str(path) if path is not None else "")
         problems += error.problems
-    raise ConfigError(sorted(problems, key=_reading_order)) from None
+    raise places.error(problems) from None
 
 
 def key_value(key: str, value: Any) -> str:
     """An override for `load_config`."""
     return f"{key}={json.dumps(value)}"  # JSON is YAML that can be read in one way only
-
-
-def _reading_order(problem: Problem) -> tuple[bool, int]:
-    line = problem.where.rpartition(":")[2]
-    return problem.where == COMMAND_LINE, int(line) if line.isdecimal() else 0
-
-
-def _place(key: Key, places: dict[Key, str]) -> str | None:
-    """Where a key, or the nearest section around it, was written."""
-    return next((places[key[:end]] for end in range(len(key), 0, -1) if key[:end] in places), None)
 
 
 def _read(path: Path, places: dict[Key, str], problems: list[Problem]) -> dict[Any, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import json
 import re
@@ -14,6 +15,7 @@ from pydantic_core import ErrorDetails
 
 from TrainingFactory.config.names import ALIASES
 
+COMMAND_LINE = "command line"
 # What such keys hold, and what looks like this, is never shown. "max_tokens" is a count, not a secret.
 _SECRET_KEY = re.compile(r"(?i)(api_?key|secret|passw|credential|(^|_)(token|auth|key)$)")
 _SECRET_VALUE = re.compile(r"\b(hf_|sk-|ghp_|github_pat_|xox[a-z]-)[\w-]{8,}|://[^/\s]*:[^/\s]*@")
@@ -32,6 +34,29 @@ class Problem:
         key = dotted(self.key)
         got = "" if self.value is ... else f" (got {show(key, self.value)})"
         return ": ".join(part for part in (self.where, key, self.text + got) if part)
+
+
+@dataclass(slots=True)
+class Places:
+    """Where each key was written. No part of what a config says: two that say the same are equal."""
+
+    found: dict[tuple[str | int, ...], str] = dataclasses.field(default_factory=dict, compare=False)
+    otherwise: str = dataclasses.field(default="", compare=False)
+
+    def of(self, key: tuple[str | int, ...]) -> str:
+        """The place of a key, or of the nearest section around it."""
+        written = (self.found[key[:end]] for end in range(len(key), 0, -1) if key[:end] in self.found)
+        return next(written, self.otherwise)
+
+    def error(self, problems: Iterable[Problem]) -> ConfigError:
+        """The problems in reading order, each with its place."""
+        located = [dataclasses.replace(each, where=each.where or self.of(each.key)) for each in problems]
+        return ConfigError(sorted(located, key=_reading_order))
+
+
+def _reading_order(problem: Problem) -> tuple[bool, int]:
+    line = problem.where.rpartition(":")[2]
+    return problem.where == COMMAND_LINE, int(line) if line.isdecimal() else 0
 
 
 class ConfigError(ValueError):
@@ -125,7 +150,9 @@ def _right_key(key: tuple[str | int, ...], root: type[BaseModel]) -> str | None:
     """First a sibling that is spelled like it, then the same name in another section."""
     *parents, last = key
     siblings = _section_at(tuple(parents), root).model_fields
-    if found := nearest(str(last), siblings):
+    split = (alias.rpartition(".") for alias in ALIASES)
+    aliases = [name for section, _, name in split if section == dotted(parents)]
+    if found := nearest(str(last), [*siblings, *aliases]):
         return dotted([*parents, found])
     by_last = {full.rsplit(".", 1)[-1]: full for full in leaves(root)}
     found = nearest(str(last), by_last, cutoff=0.8)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field, PrivateAttr, ValidationError
 
 from TrainingFactory.config.algorithms import (
     DPOSection,
@@ -16,7 +17,7 @@ from TrainingFactory.config.algorithms import (
     SFTSection,
 )
 from TrainingFactory.config.names import expand
-from TrainingFactory.config.problems import ConfigError, explain
+from TrainingFactory.config.problems import ConfigError, Places, Problem, explain
 from TrainingFactory.config.section import Count, PathText, Positive, Section, Share, ZeroOrMore
 
 
@@ -120,8 +121,9 @@ class OneReward(Section):
     judge's name at its endpoint."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Of the type: {rule: numeric} for rule_based, {verify: sql_execution} for tool_verified, {pay: per_turn, cap: 1.0,
-    claw_back: true, outcome: {rule: f1}} for process_reward, {base_url: ...} (one address, or a list of them) for
-    model_judge, {function: rewards.py:score, timeout: 5, processes: 2} for function."""
+    claw_back: true, outcome: {rule: f1}, rules: {mine: rules.py:mine}} for process_reward,
+    {base_url: ...} (one address, or a list of them) for model_judge, {function: rewards.py:score, timeout: 5,
+    processes: 2} for function."""
     outcome_weight: float = 1.0
     """process_reward: weight of the outcome beside the step rewards."""
     step_rewards: dict[str, float] = Field(default_factory=dict)
@@ -136,8 +138,8 @@ class RewardPart(OneReward):
 
 class RewardSection(OneReward):
     parts: dict[str, dict[str, Any]] = Field(default_factory=dict)
-    """Several rewards, added up, instead of one: {answer: {type: rule_based, weight: 1.0, options: {rule: numeric}},
-    steps: {type: process_reward, weight: 0.3}}."""
+    """Several rewards, each with its type, added up, instead of one:
+    {answer: {type: rule_based, weight: 1.0, options: {rule: numeric}}, steps: {type: process_reward, weight: 0.3}}."""
     max_unscored: Share = 0.5
     """Share of a step's episodes that may be unscored; after three steps with more in a row the run stops."""
     max_equal_steps: Count | None = None
@@ -267,6 +269,12 @@ class TrainingConfig(Section):
     kto: KTOSection = Field(default_factory=KTOSection)
     rft: RFTSection = Field(default_factory=RFTSection)
     reward_model: RewardModelSection = Field(default_factory=RewardModelSection)
+
+    _places: Places = PrivateAttr(default_factory=Places)
+
+    def wrong(self, problems: Iterable[Problem]) -> ConfigError:
+        """What was found later to be wrong, with the places where it was written."""
+        return self._places.error(problems)
 
     def __init__(self, **data: Any) -> None:
         try:

@@ -21,6 +21,8 @@ from typing import Any, Literal, SupportsFloat, get_args
 
 from TrainingFactory.openai_form import message_to_dict
 from TrainingFactory.protocols import Episode, GroupReward
+from TrainingFactory.rewards.checks import check_seconds
+from TrainingFactory.tools.python_files import place_of
 from TrainingFactory.tools.texts import describe
 from TrainingFactory.tools.threads import in_thread
 from TrainingFactory.tools.waiting import OutOfTime, within
@@ -29,6 +31,7 @@ from TrainingFactory.types import Message, Reward, Task, Trajectory
 # What one call is given. "whole" is a reward that knows itself how to score a group.
 Shape = Literal["episode", "trajectory", "episodes", "trajectories", "completions", "whole"]
 SINGLE = ("episode", "trajectory")
+WHOLE = "a number, a Reward, or None for 'cannot score'"
 _NAMES: dict[str, Shape] = {"traj": "trajectory", "trajs": "trajectories"}
 _NAMES |= {name: name for name in get_args(Shape) if name != "whole"}
 _HINTS: dict[str, tuple[Shape, Shape]] = {
@@ -97,6 +100,11 @@ class Adapted:
             for value, episode in zip(values, episodes, strict=True)
         ]
 
+    def check_tasks(self, tasks: Sequence[Task]) -> None:
+        """ValueError if it takes columns that none of the tasks has."""
+        if self.shape == "completions" and tasks:
+            _columns(self.function, [Trajectory(task, group="") for task in tasks], self.name)
+
     @property
     def _takes(self) -> str:
         return "episodes" if self.shape == "whole" else self.shape
@@ -134,9 +142,9 @@ class Adapted:
             task = asyncio.current_task()
             if task is None or task.cancelling():
                 raise
-            raise BrokeOff(f"the reward {self.name} cancelled itself") from error
+            raise BrokeOff(f"the reward {self.name}{place_of(error)} cancelled itself") from error
         except SystemExit as error:  # in a task it would end the loop, and with it all other episodes
-            raise BrokeOff(f"the reward {self.name} tried to end the program") from error
+            raise BrokeOff(f"the reward {self.name}{place_of(error)} tried to end the program") from error
 
 
 async def called(function: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
@@ -180,8 +188,8 @@ def as_reward(function: Any, name: str | None = None, timeout: float | None = No
         return function
     own_name = function.name if isinstance(function, Adapted) else getattr(function, "__name__", None)
     known_as = name or own_name or type(function).__name__
-    if timeout is not None and not timeout > 0:
-        raise ValueError(f"the time-out of reward {known_as} is {timeout!r}; it must be over 0, or None")
+    if timeout is not None:
+        check_seconds(f"the timeout of reward {known_as}", timeout)
     if isinstance(function, Adapted):
         return Adapted(function.function, known_as, function.shape, timeout or function.timeout)
     if isinstance(function, type) or not callable(function):
@@ -223,26 +231,26 @@ def checked(value: Any, turns: int, name: str) -> Reward:
     if value.steps and len(value.steps) != turns:
         raise Unscored(f"{who} gave {len(value.steps)} step rewards for {turns} turns")
     return Reward(
-        as_float(value.outcome, who),
-        [as_float(paid, who) for paid in value.steps],
-        {part: as_float(figure, who) for part, figure in value.parts.items()},
+        as_float(value.outcome, who, "as its outcome"),
+        [as_float(paid, who, f"for turn {turn}") for turn, paid in enumerate(value.steps)],
+        {part: as_float(figure, who, f"as its part {part}") for part, figure in value.parts.items()},
     )
 
 
-def as_float(value: Any, who: str) -> float:
-    """A finite number, whichever library it is of. A text is none, also if it looks like one."""
+def as_float(value: Any, who: str, what: str = "") -> float:
+    """A finite number, whichever library it is of. A text is none, also if it looks like one. `what` is said of a
+    number that is not the whole reward."""
     if type(value) is float and math.isfinite(value):
         return value
+    shown = f"{_shown(value)} {what}".rstrip()
     if isinstance(value, str | bytes | list | tuple | dict) or not isinstance(value, SupportsFloat):
-        raise Unscored(
-            f"{who} gave {_shown(value)}; it must give a number, a Reward, or None for 'cannot score'"
-        )
+        raise Unscored(f"{who} gave {shown}; it must give {'a number' if what else WHOLE}")
     try:
         number = float(value)
     except (TypeError, ValueError, RuntimeError) as error:  # an array of several numbers
-        raise Unscored(f"{who} gave {_shown(value)}, which is not one number: {describe(error)}") from error
+        raise Unscored(f"{who} gave {shown}, which is not one number: {describe(error)}") from error
     if not math.isfinite(number):
-        raise Unscored(f"{who} gave {number}; a reward must be finite")
+        raise Unscored(f"{who} gave {shown}; a reward must be finite")
     return number
 
 

@@ -7,30 +7,46 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
+from TrainingFactory.tools.making import OptionError, Wrong
+
 
 def check_choice(name: str, value: Any, choices: Iterable[str]) -> None:
-    """ValueError with the nearest choice if the value is none of them."""
+    """OptionError with the nearest choice if the value is none of them."""
     known = list(choices)
-    if value not in known:
-        near = difflib.get_close_matches(str(value).lower(), known, n=1, cutoff=0.5)
+    if not isinstance(value, str) or value not in known:
+        near = (
+            difflib.get_close_matches(value.lower(), known, n=1, cutoff=0.5) if isinstance(value, str) else []
+        )
         hint = f"; did you mean {near[0]}?" if near else ""
-        raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(known)}{hint}")
+        raise _wrong(name, value, f"must be one of {', '.join(known)}{hint}")
 
 
 def check_number(name: str, value: Any, low: float = 0.0, high: float = math.inf) -> None:
-    """ValueError unless the value is a number from low to high. A truth value is none."""
+    """OptionError unless the value is a finite number from low to high. A truth value is none."""
+    wanted = "a number"
+    if low > -math.inf:
+        wanted += f", {low:g} or more" if high == math.inf else f", between {low:g} and {high:g}"
     if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
-        wanted = f"{low:g} or more" if high == math.inf else f"between {low:g} and {high:g}"
-        raise ValueError(f"{name} is {value!r}; it must be a number, {wanted}")
+        raise _wrong(name, value, f"must be {wanted}")
     if not math.isfinite(value):
-        raise ValueError(f"{name} is {value!r}; it must be finite")
+        raise _wrong(name, value, "must be finite")
+
+
+def check_seconds(name: str, value: Any) -> None:
+    """Of a time-out; infinite ones are said by None where that is possible."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise _wrong(name, value, "must be a number of seconds, over 0")
 
 
 def check_flag(name: str, value: Any) -> None:
     if not isinstance(value, bool):
-        raise ValueError(f"{name} is {value!r}; it must be true or false")
+        raise _wrong(name, value, "must be true or false")
 
 
 def check_text(name: str, value: Any) -> None:
     if not isinstance(value, str) or not value.strip():
-        raise ValueError(f"{name} is {value!r}; it must be a text")
+        raise _wrong(name, value, "must be a text")
+
+
+def _wrong(name: str, value: Any, text: str) -> OptionError:
+    return OptionError(f"{name} is {value!r}; it {text}", Wrong(name, text, value))

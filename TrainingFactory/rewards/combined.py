@@ -10,7 +10,7 @@ from typing import Any
 from TrainingFactory.protocols import Episode
 from TrainingFactory.rewards.adapt import Adapted, Unscored, alone, as_reward, environment_reward
 from TrainingFactory.rewards.checks import check_number
-from TrainingFactory.tools.texts import describe
+from TrainingFactory.tools.python_files import failure
 from TrainingFactory.types import Reward
 
 ENVIRONMENT = "environment"  # stands for the environment's own reward
@@ -73,7 +73,7 @@ class Combined:
     def _sum(self, found: Mapping[str, Reward | Exception]) -> Reward | Exception:
         failed = {name: error for name, error in found.items() if isinstance(error, Exception)}
         if failed:
-            told = "; ".join(f"part {name}: {describe(error)}" for name, error in failed.items())
+            told = "; ".join(f"part {name}: {failure(error)}" for name, error in failed.items())
             unscored = Unscored(told)
             unscored.__cause__ = next(iter(failed.values()))
             return unscored

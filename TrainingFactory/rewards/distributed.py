@@ -28,7 +28,7 @@ from TrainingFactory.rewards.processes import FinishedEpisode, RewardProcess
 from TrainingFactory.rewards.targets import load_target
 from TrainingFactory.tools.limits import CircuitBreaker
 from TrainingFactory.tools.model_tools import Endpoint
-from TrainingFactory.tools.texts import describe
+from TrainingFactory.tools.python_files import failure
 from TrainingFactory.tools.waiting import OutOfTime, SelfCancelled, within
 from TrainingFactory.types import Reward, ToolFailure, Trajectory
 
@@ -202,7 +202,7 @@ class DistributedRewardModel:
         return found
 
     def _drop(self, error: Exception, rows: int = 1) -> None:
-        reason = f"judge: {error.kind}" if isinstance(error, JudgeFailure) else describe(error)
+        reason = f"judge: {error.kind}" if isinstance(error, JudgeFailure) else failure(error)
         self.dropped[reason if len(self.dropped) < MAX_REASONS else "other"] += rows
 
     def close(self) -> None:
@@ -262,7 +262,7 @@ class DistributedRewardModel:
         elif not worker.down and answered is False and worker.breaker.is_open and error is not None:
             worker.down = True
             log.warning(
-                "%s of the reward is down, and left alone until it is back: %s", worker.name, describe(error)
+                "%s of the reward is down, and left alone until it is back: %s", worker.name, failure(error)
             )
 
     async def _place(self, tried: dict[Worker, Exception]) -> tuple[Worker, int]:
@@ -272,7 +272,7 @@ class DistributedRewardModel:
             left = [worker for worker in self.workers if worker not in tried]
             if not left:
                 last = next(reversed(tried.values()))
-                raise WorkersDown(f"none of {len(tried)} workers could score it; the last: {describe(last)}")
+                raise WorkersDown(f"none of {len(tried)} workers could score it; the last: {failure(last)}")
             up = [worker for worker in left if not worker.breaker.is_open]
             free = [worker for worker in up if worker.running < self.per_worker]
             if free:

@@ -19,7 +19,7 @@ from TrainingFactory.rewards.adapt import Unscored, as_float, as_reward, environ
 from TrainingFactory.rewards.checks import check_choice, check_flag, check_number
 from TrainingFactory.rewards.combined import weighted
 from TrainingFactory.rewards.process_rules import PROCESS_RULES, StepRule
-from TrainingFactory.tools.texts import describe
+from TrainingFactory.tools.python_files import failure
 from TrainingFactory.tools.threads import in_thread
 from TrainingFactory.types import Reward, Trajectory
 
@@ -184,8 +184,8 @@ def _value(name: str, rule: StepRule, view: Trajectory, turn: int) -> float:
     try:
         value = rule(view, turn)
     except (Exception, SystemExit) as error:  # rules are foreign code
-        raise Unscored(f"the rule {name} failed at turn {turn}: {describe(error)}") from error
-    return as_float(value, f"the rule {name} at turn {turn}")
+        raise Unscored(failure(error, f"the rule {name} at turn {turn}")) from error
+    return as_float(value, f"the rule {name}", f"at turn {turn}")
 
 
 def _with_shortest(trajectory: Trajectory, shortest: int | None) -> Trajectory:

@@ -23,7 +23,7 @@ from TrainingFactory.data.trajectories import trajectory_from_dict, trajectory_t
 from TrainingFactory.protocols import Environment, Episode
 from TrainingFactory.rewards.adapt import Adapted, Unscored, alone
 from TrainingFactory.rewards.targets import load_target, whole_path
-from TrainingFactory.tools.texts import describe
+from TrainingFactory.tools.python_files import failure
 from TrainingFactory.tools.threads import in_thread
 from TrainingFactory.types import Reward, Task, ToolFailure, ToolResult, Trajectory
 
@@ -199,7 +199,7 @@ def main() -> None:
     try:
         reward = load_target(first["target"], first["options"])
     except Exception as error:  # a file of a user
-        answer({"error": describe(error)})
+        answer({"error": failure(error)})
         return
     answer({"grouped": reward.grouped})
     with asyncio.Runner() as loop:  # one for all calls: an async reward may keep a connection
@@ -214,10 +214,10 @@ async def _scored(reward: Adapted, line: str) -> dict[str, Any]:
         episodes = [FinishedEpisode(trajectory_from_dict(row)) for row in json.loads(line)]
         found = await reward.group(episodes)
     except Exception as error:  # rewards are foreign code
-        return {"error": describe(error)}
+        return {"error": failure(error)}
     return {
         "rewards": [
-            {"error": describe(each)} if isinstance(each, Exception) else asdict(each) for each in found
+            {"error": failure(each)} if isinstance(each, Exception) else asdict(each) for each in found
         ]
     }
 

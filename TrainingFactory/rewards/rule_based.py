@@ -22,7 +22,7 @@ from TrainingFactory.rewards.rules_text import (
     Numeric,
 )
 from TrainingFactory.rewards.rules_tools import CodeTests
-from TrainingFactory.tools.making import call_with
+from TrainingFactory.tools.making import OptionError, call_with
 
 RULES: dict[str, Any] = {
     kind.rule: kind
@@ -56,7 +56,10 @@ def make_rule(rule: str = "auto", **options: Any) -> RewardFunction:
     made = call_with(RULES[rule], options, f"rule {rule}")
     if condition is None:
         return made
-    return OnlyIf(made, rule_from_options(condition))
+    try:
+        return OnlyIf(made, rule_from_options(condition))
+    except OptionError as error:
+        raise error.within("only_if") from error
 
 
 def rule_from_options(options: Mapping[str, Any] | str) -> RewardFunction:

@@ -16,7 +16,7 @@ from TrainingFactory.rewards.rules_tools import ToolRule, through
 from TrainingFactory.tools.sql import SqlSession, SqlTool
 from TrainingFactory.tools.sql_rows import Ask, same_result
 from TrainingFactory.tools.threads import in_thread
-from TrainingFactory.types import Reward
+from TrainingFactory.types import Reward, Task
 
 MAX_ROWS = 10_000  # that are compared
 
@@ -33,9 +33,9 @@ class SqlResult(ToolRule):
     rule: ClassVar[str] = "sql_result"
     tool: str = "sql"
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_text("tool", self.tool)
+    def check_environment(self, environment: Environment, task: Task) -> None:
+        if _source(environment, self.tool) is None:
+            super().check_environment(environment, task)
 
     async def __call__(self, episode: Episode) -> Reward:
         [right] = references(episode.task, self.rule)[:1]
@@ -71,6 +71,10 @@ class SqlExecution(SqlResult):
         check_text("database", self.database)
         check_number("timeout", self.timeout, low=0.001)
         check_number("max_rows", self.max_rows, low=1)
+
+    def check_environment(self, environment: Environment, task: Task) -> None:
+        if self.database not in task.metadata:
+            super().check_environment(environment, task)
 
     async def same(self, episode: Episode, query: str, right: str) -> bool:
         if (named := episode.task.metadata.get(self.database)) is None:

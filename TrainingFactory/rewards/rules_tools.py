@@ -5,22 +5,37 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from TrainingFactory.protocols import Episode
+from TrainingFactory.protocols import Environment, Episode
 from TrainingFactory.rewards.answers import Extraction, references
-from TrainingFactory.rewards.checks import check_flag
+from TrainingFactory.rewards.checks import check_flag, check_text
 from TrainingFactory.rewards.code_asserts import read_asserts
 from TrainingFactory.rewards.rules_base import paid
 from TrainingFactory.rewards.rules_form import last_fenced
 from TrainingFactory.tools.history import digest
 from TrainingFactory.tools.sql_rows import Ask
-from TrainingFactory.types import Reward, ToolFailure, ToolResult
+from TrainingFactory.types import Reward, Task, ToolFailure, ToolResult
 
 
 @dataclass(frozen=True, kw_only=True)
 class ToolRule(Extraction):
-    """The final text's last fenced block, or all of it, is what the tool gets."""
+    """The final text's last fenced block, or all of it, is what the environment's `tool` gets."""
 
+    rule: ClassVar[str]
     extract: str = "whole"
+    tool: str = "python"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_text("tool", self.tool)
+
+    def check_environment(self, environment: Environment, task: Task) -> None:
+        """ValueError if the tool is needed and not there."""
+        has = [tool.spec.name for tool in environment.tools]
+        if self.tool not in has:
+            raise ValueError(
+                f"the reward {self.rule} needs the tool {self.tool!r}, and {type(environment).__name__} has "
+                f"{', '.join(has) or 'none'}; add it under tools, or name another one by the option tool"
+            )
 
     def code_of(self, episode: Episode) -> str | None:
         text = self.text_of(episode.trajectory)
@@ -37,7 +52,6 @@ class CodeTests(ToolRule):
     leave the episode unscored, unless `trusting` says that this code is not out to do so."""
 
     rule: ClassVar[str] = "code_tests"
-    tool: str = "python"
     partial: bool = False
     trusting: bool = False
 

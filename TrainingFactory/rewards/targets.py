@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -18,10 +18,18 @@ KIND = "reward"
 
 def load_target(target: Any, options: Mapping[str, Any] | None = None) -> Adapted:
     """The reward that is named. With `options` what is named makes it of them. ValueError if there is no such thing."""
-    found = _found(target)
+    found = find_callable(target)
     if options is None:
         return as_reward(found)
     return as_reward(found(options))
+
+
+def find_callable(target: Any) -> Callable[..., Any]:
+    """What is named, which must be something to call."""
+    found = _found(target)
+    if not callable(found):
+        raise ValueError(f"{target} is {found!r:.60} ({type(found).__name__}); it must be a function")
+    return found
 
 
 def whole_path(target: str) -> str:

@@ -41,7 +41,6 @@ class CodeCases(ToolRule):
     """
 
     rule: ClassVar[str] = "code_cases"
-    tool: str = "python"
     entry: str = ""
     partial: bool = False
 

@@ -17,6 +17,7 @@ from TrainingFactory.protocols import ChatFormat, Environment, RewardFunction, S
 from TrainingFactory.rollout.scoring import Episode, score
 from TrainingFactory.tools import AsyncToolExecutor
 from TrainingFactory.tools.history import digest
+from TrainingFactory.tools.python_files import failure, place_of
 from TrainingFactory.tools.runtime import ToolRuntime
 from TrainingFactory.tools.tape import EpisodeKey
 from TrainingFactory.tools.texts import describe, valid_text
@@ -73,7 +74,7 @@ def _foreign(what: str, caught: type[Exception] = Exception) -> Iterator[None]:
         raise _Over("tool_failure", f"{what}: {error}") from error
     except (caught, SystemExit) as error:
         log.info("%s failed", what, exc_info=True)
-        raise _Over("error", f"{what} raised {describe(error)}") from error
+        raise _Over("error", f"{what}{place_of(error)} raised {describe(error)}") from error
 
 
 class EpisodeRun:
@@ -226,7 +227,7 @@ class EpisodeRun:
             trajectory.error = f"scoring took longer than {self.rules.timeout:g} s"
         except Exception as error:  # rewards are foreign code
             log.info("scoring task %s failed", trajectory.task.id, exc_info=True)
-            trajectory.error = f"scoring failed: {describe(error)}"
+            trajectory.error = f"scoring failed: {failure(error)}"
 
     async def close(self) -> None:
         """Closes the environment; again does nothing."""

@@ -10,9 +10,10 @@ from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
 
 from TrainingFactory.protocols import GroupReward
+from TrainingFactory.rewards.adapt import Unscored
 from TrainingFactory.rollout.episode import EpisodeRun
 from TrainingFactory.rollout.scoring import Episode
-from TrainingFactory.tools.texts import describe
+from TrainingFactory.tools.python_files import failure, place_of
 from TrainingFactory.tools.waiting import OutOfTime, SelfCancelled, within
 from TrainingFactory.types import Reward
 
@@ -85,14 +86,14 @@ async def _grouped(reward: GroupReward, episodes: Sequence[Episode]) -> list[Rew
     try:
         found = list(await reward.group(episodes))
     except SystemExit as error:  # in a task it would end the loop
-        raise RuntimeError("it tried to end the program") from error
+        raise Unscored(f"the reward{place_of(error)} tried to end the program") from error
     if len(found) != len(episodes):
-        raise ValueError(f"it gave {len(found)} rewards for {len(episodes)} episodes")
+        raise Unscored(f"the reward gave {len(found)} rewards for {len(episodes)} episodes")
     return found
 
 
 def _failed(error: BaseException) -> str:
-    return f"scoring failed: {describe(error)}"
+    return f"scoring failed: {failure(error)}"
 
 
 async def all_of(running: Sequence[Coroutine[Any, Any, T]]) -> list[T]:

@@ -7,8 +7,9 @@ from typing import Any
 
 from TrainingFactory.envs import ToolEnvironment
 from TrainingFactory.protocols import Environment, RewardFunction
-from TrainingFactory.rewards.adapt import called, checked
+from TrainingFactory.rewards.adapt import Unscored, called, checked
 from TrainingFactory.tools import AsyncToolExecutor
+from TrainingFactory.tools.python_files import place_of
 from TrainingFactory.types import Reward, Task, ToolCall, ToolFailure, ToolResult, Trajectory
 
 
@@ -39,11 +40,11 @@ async def score(episode: Episode, function: RewardFunction | None) -> Reward:
     function = function or getattr(episode.environment, "reward", None)
     if function is None:
         raise ValueError("the environment has no reward method, and no reward function was given")
+    name = getattr(function, "__name__", type(function).__name__)
     try:
         # The one that environments have by default compares two texts, which is not worth a thread.
         default = getattr(function, "__func__", None) is ToolEnvironment.reward
         value = function(episode) if default else await called(function, episode)
     except SystemExit as error:
-        raise RuntimeError("it tried to end the program") from error
-    name = getattr(function, "__name__", type(function).__name__)
+        raise Unscored(f"the reward {name}{place_of(error)} tried to end the program") from error
     return checked(value, len(episode.trajectory.turns), str(name))

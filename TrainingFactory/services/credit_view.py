@@ -104,6 +104,16 @@ class GroupCredit:
     def trained(self) -> int:
         return sum(episode.left_out is None for episode in self.episodes)
 
+    def chosen(self, best: int | None, worst: int | None) -> GroupCredit:
+        """With the best and the worst of the scored episodes only, in their order; all if neither is asked for, or if
+        none is scored: then why is what there is to see."""
+        if (best is None and worst is None) or not self.totals:
+            return self
+        scored = [episode for episode in self.episodes if episode.total is not None]
+        ranked = sorted(scored, key=lambda episode: episode.total or 0.0, reverse=True)
+        kept = {id(each) for each in ranked[: best or 0] + ranked[max(0, len(ranked) - (worst or 0)) :]}
+        return replace(self, episodes=[episode for episode in self.episodes if id(episode) in kept])
+
 
 @dataclass(slots=True, frozen=True)
 class Credit:

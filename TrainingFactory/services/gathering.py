@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from TrainingFactory.config import TrainingConfig
+from TrainingFactory.config.not_yet import SAMPLED
 from TrainingFactory.data.examples import Examples, Form, load_examples
 from TrainingFactory.protocols import EnvironmentFactory, RewardFunction
 from TrainingFactory.services import assemble, assemble_rewards
@@ -104,6 +105,8 @@ def gather(config: TrainingConfig, objects: Objects, tools: RunTools) -> Gathere
             found.tasks = _tasks(config, environment, objects.tasks)
     if config.training.eval_every is not None:
         _gather_heldout(config, objects, found)
+    scored = [*(found.tasks if config.training.algorithm in SAMPLED else ()), *found.heldout]
+    assemble_rewards.check_tasks(objects.reward or assemble_rewards.check_reward(config), scored)
     return found
 
 

@@ -70,8 +70,12 @@ def _reward(reward: RewardSection, named: Move) -> RewardSection:
 
 
 def _options(options: Mapping[str, Any], named: Move) -> dict[str, Any]:
-    function = options.get("function")
-    return dict(options) | ({"function": named(function)} if isinstance(function, str) else {})
+    found = dict(options)
+    if isinstance(function := options.get("function"), str):
+        found["function"] = named(function)
+    if isinstance(rules := options.get("rules"), Mapping):
+        found["rules"] = {name: named(rule) if isinstance(rule, str) else rule for name, rule in rules.items()}
+    return found
 
 
 def about_files(config: TrainingConfig) -> dict[str, dict[str, str | None]]:

@@ -16,6 +16,7 @@ from TrainingFactory.data.trajectories import save_trajectories
 from TrainingFactory.envs import ToolEnvironment
 from TrainingFactory.protocols import ChatFormat, EnvironmentFactory, RewardFunction, Sampler
 from TrainingFactory.rollout import AsyncRolloutEngine, rollout_metrics
+from TrainingFactory.services import assemble_rewards
 from TrainingFactory.services.assemble import (
     make_environment,
     make_rollouts,
@@ -64,6 +65,7 @@ class Rollouts:
             made = make_environment(config, self.tools.wanted)
             self.environment: EnvironmentFactory = self.tools.equip(made)
             self.tasks = make_tasks(config, self.environment)
+            assemble_rewards.check_tasks(check_reward(config), self.tasks)
             save_trajectories(os.devnull, (Trajectory(task, group="") for task in self.tasks))  # can they be?
             self.total = len(self.tasks) * group_size
             self.path = out.expanduser() if out is not None else _new_file(config)
@@ -126,7 +128,7 @@ class Rollouts:
             self.tools.record_to(self._recording)
 
     async def _all_episodes(self, engine: AsyncRolloutEngine, chat: ChatFormat, sampler: Sampler) -> None:
-        await check_tools(self.environment, self.tasks[0], chat)
+        await check_tools(self.environment, self.tasks[0], chat, engine.rules.reward)
         await engine.rollout_batch(self.tasks, sampler, self.group_size)
 
     def _finish(self) -> None:
@@ -167,13 +169,16 @@ def _new_file(config: TrainingConfig) -> Path:
     return path
 
 
-async def check_tools(factory: EnvironmentFactory, task: Task, chat: ChatFormat) -> None:
-    """Whether the environment can be made and the model's template can show its tools: once, with a clear
-    text, instead of one failed episode after another."""
+async def check_tools(
+    factory: EnvironmentFactory, task: Task, chat: ChatFormat, reward: RewardFunction | None = None
+) -> None:
+    """Whether the environment can be made, has what the reward calls, and the model's template can show its tools:
+    once, with a clear text, instead of one failed episode after another."""
     try:
         environment = factory(task)
         try:
             specs = [tool.spec for tool in environment.tools]
+            assemble_rewards.check_environment(reward, environment, task)
         finally:
             try:
                 await environment.close()

@@ -8,7 +8,7 @@ from typing import Any
 from TrainingFactory.config.not_yet import SAMPLED
 from TrainingFactory.config.problems import nearest
 from TrainingFactory.data.trajectories import load_trajectories
-from TrainingFactory.services.credit_view import Credit, coloured
+from TrainingFactory.services.credit_view import Credit, GroupCredit, coloured
 from TrainingFactory.services.runs import TRAJECTORIES, RunFolder
 
 
@@ -27,6 +27,25 @@ def run_credit(run: RunFolder, step: int | None = None, task: str | None = None)
     if problem:
         credit.notes.append(problem)
     return step, credit
+
+
+def choose(
+    credit: Credit, groups: Sequence[GroupCredit], best: int | None, worst: int | None
+) -> list[GroupCredit]:
+    """These groups of it with their best and worst episodes only. What cannot be seen there becomes a note."""
+    if best is None and worst is None:
+        return list(groups)
+    without = sum(not group.totals for group in groups)
+    if without:
+        credit.notes.append(
+            f"{without} of {len(groups)} tasks have no scored episode, so that none is best or worst: all are shown"
+        )
+    left = sum(len(group.episodes) - len(group.totals) for group in groups if group.totals)
+    if left:
+        credit.notes.append(
+            f"best and worst are among scored episodes; {left} that could not be scored are not shown"
+        )
+    return [group.chosen(best, worst) for group in groups]
 
 
 def credit_title(run: RunFolder, step: int) -> str:

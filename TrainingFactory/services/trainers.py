@@ -62,10 +62,7 @@ class _Trainer:
         into(given, "training", {"algorithm": self.algorithm})
         if model is not None:
             into(given, "model", _model_section(model))
-        if callable(reward_function):
-            objects.reward = as_reward(reward_function)
-        elif reward_function is not None:
-            given["reward_function"] = reward_function
+        _take_reward(reward_function, given, objects)
         tools = [*_take_environment(environment, given, objects), *listed(tools)]
         for key, value in {"tasks": tasks, "dataset": dataset, "heldout": heldout}.items():
             if isinstance(value, str | Path):
@@ -248,6 +245,20 @@ def _about_workers(config: TrainingConfig, objects: Objects) -> list[str]:
 def _about_allocation(allocation_id: str | None) -> list[str]:
     where = "ComputeFactory is not connected yet; training runs on this machine"
     return [] if allocation_id is None else [f"allocation_id {allocation_id}: {where}"]
+
+
+def _take_reward(reward: Any, given: dict[str, Any], objects: Objects) -> None:
+    """Puts its type among the options, or the callable among the objects."""
+    if callable(reward):
+        objects.reward = as_reward(reward)
+    elif isinstance(reward, str):
+        given["reward_function"] = reward
+    elif reward is not None:
+        raise ValueError(
+            f"reward_function is {reward!r:.60}; it takes one callable, or the name of a reward type such as "
+            "rule_based. Several become one by Combined({name: (weight, reward)}) of "
+            "TrainingFactory.rewards.combined, or in a config by reward.parts"
+        )
 
 
 def _take_environment(environment: Any, given: dict[str, Any], objects: Objects) -> list[Any]:

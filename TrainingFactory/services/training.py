@@ -329,7 +329,8 @@ class Training:
             self.tools.record_to(self.run.path)
         self.trackers = Trackers(self.run.path, config)
         if self.data.environment is not None and (tasks := self.data.tasks or self.data.heldout):
-            asyncio.run(check_tools(self.data.environment, tasks[0], self.chat))
+            reward = self.objects.reward or assemble_rewards.check_reward(config)
+            asyncio.run(check_tools(self.data.environment, tasks[0], self.chat, reward))
 
     def _recordings(self) -> Recordings | None:
         """The rows in tokens. Those that are too long are known only now, and so is how many steps there are."""

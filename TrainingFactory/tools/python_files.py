@@ -6,9 +6,12 @@ import importlib.util
 import sys
 import sysconfig
 import traceback
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+from TrainingFactory.tools.texts import describe, message_of
 
 PACKAGE = Path(__file__).resolve().parent.parent
 INSTALLED = tuple(sysconfig.get_paths()[kind] for kind in ("stdlib", "purelib", "platlib"))
@@ -60,10 +63,49 @@ def _imported(path: Path) -> ModuleType:
 
 def told(error: BaseException) -> ValueError:
     """What a user's code raised, as one line with the place; a ValueError of ours as it is."""
-    frames = traceback.extract_tb(error.__traceback__)
-    if isinstance(error, ValueError) and Path(frames[-1].filename).is_relative_to(PACKAGE):
+    if isinstance(error, ValueError) and is_plain(error):
         return error
-    # The last frame that is neither ours nor inside an installed package is what the user can mend.
-    own = [frame for frame in frames if not frame.filename.startswith((str(PACKAGE), "<", *INSTALLED))]
-    place = f"{own[-1].filename}:{own[-1].lineno}: " if own else ""
+    own = own_frames(error)
+    place = f"{own[-1].file}:{own[-1].line}: " if own else ""
     return ValueError(f"{place}{type(error).__name__}: {error}")
+
+
+@dataclass(slots=True, frozen=True)
+class Frame:
+    file: str
+    line: int
+    function: str  # with its class
+
+
+def own_frames(error: BaseException) -> list[Frame]:
+    """Those in a user's code, the innermost last: neither ours nor in an installed package."""
+    return [
+        Frame(frame.f_code.co_filename, line, frame.f_code.co_qualname.rpartition("<locals>.")[2])
+        for frame, line in traceback.walk_tb(error.__traceback__)
+        if not frame.f_code.co_filename.startswith((str(PACKAGE), "<", *INSTALLED))
+    ]
+
+
+def place_of(error: BaseException) -> str:
+    """` (rewards.py:12)`, the innermost place in a user's code; nothing where there is none."""
+    own = own_frames(error)
+    return f" ({Path(own[-1].file).name}:{own[-1].line})" if own else ""
+
+
+def failure(error: BaseException, who: str = "") -> str:
+    """Who failed, where and of what, in one line. `who`: a name for it, else the function of the user's that we called.
+    Exceptions of ours are told by their text alone."""
+    own, plain = own_frames(error), is_plain(error)
+    if not own and not who:
+        return (message_of(error) if plain else "") or describe(error)
+    told_as = f": {message_of(error)}" if plain else f" raised {describe(error)}"
+    return f"{who or f'the reward {own[0].function}'}{place_of(error)}{told_as}"
+
+
+def is_plain(error: BaseException) -> bool:
+    """Whether the text says everything: an exception of ours, or a ValueError that our code raised."""
+    if type(error).__module__.partition(".")[0] == PACKAGE.name:
+        return True
+    frames = list(traceback.walk_tb(error.__traceback__))
+    last = frames[-1][0].f_code.co_filename if frames else ""
+    return isinstance(error, ValueError) and Path(last).is_relative_to(PACKAGE)

@@ -22,9 +22,14 @@ def bounded(text: str, limit: int) -> str:
 
 def describe(error: BaseException) -> str:
     """An exception in one short line."""
+    text = message_of(error)
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def message_of(error: BaseException) -> str:
+    """What an exception says, in one short line."""
     try:
         text = str(error)
     except Exception:  # the exception's own code is foreign too
         text = ""
-    text = " ".join(text.split())[:MAX_ERROR_CHARS]
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+    return " ".join(text.split())[:MAX_ERROR_CHARS]
