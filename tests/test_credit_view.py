@@ -85,7 +85,7 @@ def test_the_values_are_those_of_the_training_rows(name: str) -> None:
         assert found == pytest.approx(wanted, rel=1e-6)
         compared += len(found)
         for each, trajectory in zip(seen[group[0].group].episodes, group, strict=True):
-            assert each.trajectory is trajectory
+            assert each.trajectory == trajectory
             for turn in each.turns:  # nothing but what was sampled, all of it
                 assert [n for piece in turn.pieces for n in piece.token_ids] == turn.turn.completion.token_ids
     assert compared > 100
@@ -107,6 +107,15 @@ def test_credit_by_turn_and_by_trajectory() -> None:
     whole = members(coloured(group, GRPO(credit="trajectory"), TOKENIZER))
     assert [turn.values[0] for turn in whole[0].turns] == [0.75, 0.75]
     assert group[0].turns[0].completion.policy_version == 7  # as they were
+
+
+def test_what_length_costs_is_in_the_total() -> None:
+    group = [episode(0, ["ask"], 0.0), episode(1, ["ask " * 12], 0.0)]
+    costly = GRPO(overlong_length=10, overlong_buffer=5, overlong_penalty=2.0)
+    short, long = members(coloured(group, costly, TOKENIZER))
+    assert short.total == 0.0 and long.total == -2.0
+    assert short.turns[0].values[0] == 1.0 and long.turns[0].values[0] == -1.0
+    assert group[1].reward == Reward(0.0)  # as it was
 
 
 def test_what_takes_all_groups_of_a_step() -> None:

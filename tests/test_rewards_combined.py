@@ -203,6 +203,34 @@ def test_parts_run_at_the_same_time():
     assert score(combined).outcome == 3.0
 
 
+def test_a_part_keeps_a_limit_of_its_own():
+    assert Combined(
+        {"a": (1, as_reward(lambda e: 1.0, "a", 0.1)), "b": (1, lambda e: 1.0)}, timeout=9
+    ).rewards["a"].timeout == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize(
+    ("hint", "shape"),
+    [
+        ("Trajectory", "trajectory"),
+        ("Trajectory | None", "trajectory"),
+        ("Optional[Trajectory]", "trajectory"),
+        ("typing.Optional[types.Episode]", "episode"),
+        ("list[Trajectory]", "trajectories"),
+        ("Sequence[Episode]", "episodes"),
+        ("tuple[Trajectory, ...]", "trajectories"),
+        ("collections.abc.Iterable[types.Trajectory] | None", "trajectories"),
+        ("Wrapper[Trajectory]", "episode"),
+    ],
+)
+def test_hints_say_what_a_reward_takes(hint: str, shape: str):
+    def reward(it: Any) -> float:
+        return 1.0
+
+    reward.__annotations__["it"] = hint
+    assert as_reward(reward).shape == shape
+
+
 def test_a_part_that_cannot_score_leaves_the_whole_unscored():
     asked = threading.Event()
 

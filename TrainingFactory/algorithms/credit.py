@@ -26,6 +26,7 @@ from TrainingFactory.types import Trajectory
 Baseline = Literal["group", "rloo"]
 Credit = Literal["trajectory", "turn"]
 
+OVERLONG = "overlong_penalty"  # a part of rewards, taken off beside their outcome
 TOLERANCE = 1e-6  # of the largest reward: what differs by less is equal
 
 

@@ -24,7 +24,7 @@ from typing import Literal, get_args
 import numpy as np
 import torch
 
-from TrainingFactory.algorithms.credit import Credit, advantages, overlong, reward_tables
+from TrainingFactory.algorithms.credit import OVERLONG, Credit, advantages, overlong, reward_tables
 from TrainingFactory.algorithms.policy_loss import Estimator, clipped_gain, kl_terms
 from TrainingFactory.algorithms.trained import Trained
 from TrainingFactory.data.packing import Batch
@@ -35,7 +35,6 @@ Advantage = Literal["group", "rloo", "reinforce++"]
 Normalization = Literal["token", "sequence", "constant"]
 Loss = Literal["clip", "cispo"]
 Ratio = Literal["token", "sequence"]
-OVERLONG = "overlong_penalty"  # a part of rewards, taken off beside their outcome
 CHOICES = {
     "advantage": Advantage, "credit": Credit, "normalization": Normalization, "loss_kind": Loss, "ratio": Ratio,
     "kl_estimator": Estimator,

@@ -286,9 +286,11 @@ def _shape(function: Callable[..., Any], name: str) -> Shape:
 
 
 def _by_hint(hint: Any) -> Shape | None:
-    """From Trajectory, "Trajectory", list[types.Trajectory] and the like."""
+    """From Trajectory, "Trajectory | None", list[types.Trajectory] and the like."""
     text = hint.__qualname__ if isinstance(hint, type) and not get_args(hint) else str(hint)
-    found = re.fullmatch(r"(?:[\w.]+(\[))?(?:\w+\.)*(Trajectory|Episode)\]?", text)
+    text = re.sub(r"^(?:\w+\.)*Optional\[(.*)\]$", r"\1", text.removesuffix("| None").strip())
+    several = r"(?:(?:\w+\.)*(?:list|tuple|sequence|iterable|collection)(\[))?"
+    found = re.fullmatch(several + r"(?:\w+\.)*(Trajectory|Episode)(?:, \.\.\.)?\]?", text, re.IGNORECASE)
     return _HINTS[found[2]][found[1] is not None] if found else None
 
 

@@ -40,8 +40,11 @@ class Combined:
             weight, reward = part
             check_number(f"the weight of part {name}", weight, low=-math.inf)
             self.weights[name] = float(weight)
+            own = (
+                reward.timeout if isinstance(reward, Adapted) else None
+            )  # a part may have a limit of its own
             self.rewards[name] = as_reward(
-                environment_reward if reward == ENVIRONMENT else reward, name, timeout
+                environment_reward if reward == ENVIRONMENT else reward, name, own or timeout
             )
 
     @property

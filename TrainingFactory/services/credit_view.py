@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from TrainingFactory.algorithms.credit import OVERLONG
 from TrainingFactory.protocols import Algorithm
 from TrainingFactory.services.report import said
 from TrainingFactory.services.serving_text import HALF
@@ -77,8 +78,11 @@ class EpisodeCredit:
 
     @property
     def total(self) -> float | None:
+        """What the episode was worth to the algorithm."""
         reward = self.trajectory.reward
-        return None if reward is None else reward.outcome + sum(reward.steps)
+        return (
+            None if reward is None else reward.outcome + sum(reward.steps) + reward.parts.get(OVERLONG, 0.0)
+        )
 
 
 @dataclass(slots=True, frozen=True)
@@ -138,7 +142,10 @@ def coloured(trajectories: Sequence[Trajectory], algorithm: Algorithm, tokenizer
     rows: list[Sample] = []
     for name, group in groups.items():
         if _has_tokens(group):
-            rows += algorithm.samples([_numbered(trajectory, numbers) for trajectory in group])
+            copies = [_numbered(trajectory, numbers) for trajectory in group]
+            rows += algorithm.samples(copies)
+            # What the algorithm has charged is among the rewards' parts now.
+            groups[name] = [replace(t, reward=copy.reward) for t, copy in zip(group, copies, strict=True)]
         else:
             notes.append(f"group {name} has a turn without token ids, so that only rewards can be shown")
     values = _values(rows, algorithm, measure)

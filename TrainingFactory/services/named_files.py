@@ -74,7 +74,9 @@ def _options(options: Mapping[str, Any], named: Move) -> dict[str, Any]:
     if isinstance(function := options.get("function"), str):
         found["function"] = named(function)
     if isinstance(rules := options.get("rules"), Mapping):
-        found["rules"] = {name: named(rule) if isinstance(rule, str) else rule for name, rule in rules.items()}
+        found["rules"] = {
+            name: named(rule) if isinstance(rule, str) else rule for name, rule in rules.items()
+        }
     return found
 
 
