@@ -341,3 +341,31 @@ def test_norms_are_one_call_where_that_gives_the_same() -> None:
     assert not any(isinstance(module, OneCallNorm) for module in half.modules())
     Shifted.__name__ = "ShiftedRMSNorm"
     assert not fuses(Shifted())
+
+
+class SometimesRMSNorm(nn.Module):
+    """Its instances differ."""
+
+    def __init__(self, epsilon: float = 1e-6, wrong: bool = False, weight: float = 1.0) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((8,), weight))
+        self.variance_epsilon = 1e-6
+        self.epsilon, self.wrong = epsilon, wrong
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        if self.wrong:
+            raise RuntimeError("not yet")
+        return nn.functional.rms_norm(states, (8,), self.weight, self.epsilon)
+
+
+def test_every_norm_is_tried_for_itself() -> None:
+    assert fuses(SometimesRMSNorm())
+    for epsilon, wrong, weight in ((1e-5, False, 1.0), (1e-6, True, 1.0), (1e-5, False, 0.0)):
+        assert not fuses(SometimesRMSNorm(epsilon, wrong, weight))
+    assert fuses(SometimesRMSNorm(weight=0.0))
+    before, after, wrapped, replaced = (SometimesRMSNorm() for _ in range(4))
+    before.register_forward_pre_hook(lambda module, args: None)
+    after.register_forward_hook(lambda module, args, out: None)
+    wrapped.inner = nn.Linear(8, 8)
+    replaced.forward = lambda states: states
+    assert not any(fuses(each) for each in (before, after, wrapped, replaced))

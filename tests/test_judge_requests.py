@@ -234,6 +234,14 @@ def test_a_key_that_the_server_repeats_goes_nowhere(
     assert "***" in str(found[0])
 
 
+@pytest.mark.parametrize("key", ["0", "x", "Score", "choices"])
+def test_a_key_that_is_none_changes_no_answer(monkeypatch: pytest.MonkeyPatch, key: str):
+    """Servers that need no key are given any: such a text stands in what they say, too."""
+    monkeypatch.setenv("OPENAI_API_KEY", key)
+    with judging("Score: 10") as server:
+        assert [each.outcome for each in scored(judge_at(server.url), finished())] == [1.0]
+
+
 def test_what_the_endpoint_says_about_waiting_is_heeded(monkeypatch: pytest.MonkeyPatch):
     arrived: list[float] = []
 

@@ -96,6 +96,14 @@ def test_rows_that_went_the_same_way_share_the_head() -> None:
     assert far(found, plain_gradients(model, once + once[:4] * 2)) < CLOSE
 
 
+def test_a_token_that_the_model_does_not_have_is_not_taken_for_another() -> None:
+    learner = make_learner(two_layers("gqa_tied"))
+    (packed,) = pack(ragged_rows(2)[:2], 100_000)
+    packed.target[0] += learner.causal.config.get_text_config().vocab_size
+    with pytest.raises(AssertionError, match="does not have"):
+        learner.logprobs(packed)
+
+
 def test_gradients_of_a_single_row() -> None:
     model, rows = two_layers("gqa_tied"), [sample(random.Random(0), words(random.Random(0), 50), 10)]
     assert far(batch_gradients(make_learner(model), rows), plain_gradients(model, rows)) < CLOSE

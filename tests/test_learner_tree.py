@@ -10,7 +10,7 @@ from torch.nn.attention.flex_attention import flex_attention
 from tests.learner_kit import ragged_rows
 from TrainingFactory.data.packing import Node, Pack, pack
 from TrainingFactory.learning import tree, tree_flex
-from TrainingFactory.learning.tree_parts import plan_parts
+from TrainingFactory.learning.tree_parts import _alike, plan_parts
 
 
 def seen(packed: Pack) -> np.ndarray:
@@ -73,3 +73,14 @@ def test_nodes_of_like_length_go_together_whatever_their_level() -> None:
     assert [part.queries.rows for part in own] == [3, 8]  # a part for each level would be 3
     far_apart = [Node(0, 4000, 0, -1, 0), *(Node(4000 + 9 * n, 9, 4000, 0, 1) for n in range(200))]
     assert [part.queries.rows for part in plan_parts(far_apart, torch.device("cpu")) if part.own] == [1, 200]
+
+
+def test_long_nodes_are_padded_by_little() -> None:
+    """Attention of a node takes its length squared: with padding at most 16 / 9 of that."""
+    lengths = [2000, 1500, 1499, 1000, 999, 700, 300, 299, 200, 100, 100]
+    starts = np.cumsum([0, *lengths])
+    nodes = [Node(int(start), length, 0, -1, 0) for start, length in zip(starts, lengths, strict=False)]
+    rows = [[nodes[number].length for number in part] for part in _alike(nodes)]
+    assert sorted(length for row in rows for length in row) == sorted(lengths)
+    assert rows[0] == [2000, 1500] and all(min(row) >= 3 / 4 * max(row) for row in rows if max(row) > 256)
+    assert rows[-1] == [200, 100, 100]  # short ones may be

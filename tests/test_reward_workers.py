@@ -64,6 +64,28 @@ def test_an_address_that_is_down_is_named_once(caplog: pytest.LogCaptureFixture)
         assert "is down" in said[0] and "is back" in said[1] and good.url not in " ".join(said)
 
 
+def test_a_budget_is_for_all_addresses_together():
+    """Also what one that is down cannot spend."""
+    with judging("Score: 5") as one, judging("Score: 5") as two, judging(lambda *_: None) as dead:
+        pool = DistributedRewardModel(
+            "m",
+            base_url=[dead.url, one.url, two.url],
+            api_key_env=None,
+            retries=0,
+            budget={"max_requests": 30},
+            per_worker=1,
+        )
+        try:
+            rewards = asyncio.run(pool.compute_rewards([finished(f"answer {n}") for n in range(40)]))
+        finally:
+            pool.close()
+    asked = len(one.asked + two.asked)
+    assert asked + len(dead.asked) == 30 and asked > 20
+    assert sum(reward is not None for reward in rewards) == asked
+    assert pool.dropped.total() == 40 - asked
+    assert all("budget.max_requests is 30, used are 30" in reason for reason in pool.dropped)
+
+
 def test_a_worker_that_is_back_is_used_again():
     down = {"now": True}
     calls = {"first": 0, "second": 0, "checked": 0}

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from TrainingFactory.protocols import Episode
 from TrainingFactory.rewards.adapt import as_reward, compares
 from TrainingFactory.rewards.combined import Combined
 from TrainingFactory.rewards.process_reward import ProcessReward
-from TrainingFactory.rollout import AsyncRolloutEngine, play
+from TrainingFactory.rollout import AsyncRolloutEngine, group_scoring, play
 from TrainingFactory.services import GRPOTrainer, PPOTrainer
 from TrainingFactory.services.assemble_rewards import check_reward, make_reward
 from TrainingFactory.services.evaluation import OWN, Evaluation, evaluation_reward
@@ -367,3 +368,11 @@ def test_groups_of_the_wrong_size_are_refused_at_the_start(tmp_path: Path):
     with ExitStack() as held:
         single = make_reward(TrainingConfig(reward="rule_based"), held)
         assert evaluation_reward(single, said.append) is single and len(said) == 1
+
+
+def test_the_time_of_scoring_a_group_counts_once(monkeypatch: pytest.MonkeyPatch):
+    clock = iter([0.0, 1200.0])
+    monkeypatch.setattr(group_scoring, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    [group] = rollout(reward=lambda trajectories: [1.0] * len(trajectories), group_size=4)
+    assert [each.reward for each in group] == [Reward(1.0)] * 4
+    assert 1200 <= sum(each.seconds for each in group) < 2400

@@ -49,17 +49,34 @@ def _about_workers(config: TrainingConfig) -> list[str]:
         unread = "optimization.reward_workers: it is for optimization.distributed_reward=true"
         return [unread] if asked.reward_workers is not None else []
     rewards = [config.reward.model_dump(), *config.reward.parts.values()][bool(config.reward.parts) :]
-    stay = [
-        kind
-        for kind, options in ((each.get("type", "environment"), each.get("options")) for each in rewards)
-        if kind in HERE or (isinstance(options, dict) and options.get("rule") in TOOL_RULES)
-    ]
-    if not stay:
-        return []
-    return [
-        f"optimization.distributed_reward: rewards of the type {', '.join(dict.fromkeys(stay))} need tools or models "
-        "of this process and are computed in it"
-    ]
+    kinds = [(each.get("type", "environment"), each.get("options")) for each in rewards]
+    stay = [kind for kind, options in kinds if kind in HERE or _needs_tools(options)]
+    lines = []
+    if stay:
+        lines.append(
+            f"optimization.distributed_reward: rewards of the type {', '.join(dict.fromkeys(stay))} need tools or "
+            "models of this process and are computed in it"
+        )
+    if any(kind == "model_judge" for kind, _ in kinds):
+        lines.append(
+            "optimization.distributed_reward: a model_judge is asked over the network and needs no workers; its "
+            "options base_url (several addresses) and concurrency say how much at a time"
+        )
+    own = [kind == "function" and (options or {}).get("processes") is not None for kind, options in kinds]
+    if all(own):
+        lines.append(
+            "optimization.distributed_reward: the rewards have processes of their own, which are used"
+        )
+    return lines
+
+
+def _needs_tools(options: Any) -> bool:
+    """Whether a rule, or one that it depends on, calls tools."""
+    while isinstance(options, dict):
+        if options.get("rule") in TOOL_RULES:
+            return True
+        options = options.get("only_if")
+    return options in TOOL_RULES  # a rule by its name alone
 
 
 def unused(config: TrainingConfig, *, played: bool = False, heldout: bool = False) -> list[str]:

@@ -183,6 +183,7 @@ class Learner:
         causal = model or self.causal
         hidden = self.states(pack, causal) if states is None else states
         vocabulary = causal.config.get_text_config().vocab_size
+        assert (pack.target < vocabulary).all(), "a token that the model does not have"
         kept, again = np.unique(pack.source * vocabulary + pack.target, return_inverse=True)
         source, target, every = self._on_device(kept // vocabulary, kept % vocabulary, again)
         found = token_logprobs(hidden, head_of(causal), source, target, vocabulary, self.temperature)

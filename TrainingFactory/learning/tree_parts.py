@@ -104,12 +104,13 @@ def plan_parts(nodes: list[Node], device: torch.device) -> list[Part]:
 
 
 def _alike(nodes: list[Node]) -> list[list[int]]:
-    """Nodes of like length together: every part costs some time, and so does padding."""
+    """Nodes of like length together: every part costs some time, and so does padding, for long ones by its square."""
     found: list[list[int]] = []
     longest = real = padding = 0
     for number in sorted(range(len(nodes)), key=lambda number: -nodes[number].length):
         length = nodes[number].length
-        if not found or padding + longest - length > max(FREE_PADDING, real // 2):
+        unlike = longest > FREE_PADDING and length < 3 / 4 * longest
+        if not found or unlike or padding + longest - length > max(FREE_PADDING, real // 2):
             found.append([])
             longest, real, padding = length, 0, 0
         found[-1].append(number)

@@ -24,21 +24,18 @@ from TrainingFactory.rewards.adapt import Adapted, BrokeOff, as_reward, one_by_o
 from TrainingFactory.rewards.judge_base import Judge
 from TrainingFactory.rewards.judge_endpoints import JudgeFailure
 from TrainingFactory.rewards.pool_judges import judges_at
-from TrainingFactory.rewards.processes import FinishedEpisode, RewardProcess
+from TrainingFactory.rewards.processes import ROWS_OWN, FinishedEpisode, RewardProcess
 from TrainingFactory.rewards.targets import load_target
 from TrainingFactory.tools.limits import CircuitBreaker
 from TrainingFactory.tools.model_tools import Endpoint
 from TrainingFactory.tools.python_files import failure
 from TrainingFactory.tools.waiting import OutOfTime, SelfCancelled, within
-from TrainingFactory.types import Reward, ToolFailure, Trajectory
+from TrainingFactory.types import Reward, Trajectory
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 MAX_REASONS = 100  # told apart
 LOOK_AGAIN = 0.1  # seconds between looks at workers that are down
-# What a reward raises at a row that it does not understand; anything else may be the worker's.
-ROWS_OWN = (ValueError, TypeError, LookupError, ArithmeticError, AttributeError, AssertionError, ToolFailure)
-DOWN = ("unavailable", "budget")  # failures of a judge that are the worker's; a row's own are the others
 
 
 @runtime_checkable
@@ -232,8 +229,10 @@ class DistributedRewardModel:
             except ROWS_OWN:
                 raise
             except JudgeFailure as failure:
-                answered = failure.kind not in DOWN
-                if answered and failure.kind != "error":  # an endpoint that refuses a request is not down
+                # A budget that is spent says nothing about the endpoint, and what is in the cache is still answered;
+                # one that refuses a request is not down either.
+                answered = None if failure.kind == "budget" else failure.kind != "unavailable"
+                if answered and failure.kind != "error":
                     raise
                 tried[worker] = failure
             except asyncio.CancelledError:

@@ -109,6 +109,7 @@ class JudgeClient:
         check_number("pause", pause)
         self.model, self.retries, self.pause = model, retries, pause
         self.budget, self.usage = budget or Budget(), Usage()
+        self.spent = [self.usage]  # what the budget is for: also that of other clients, where they share it
         self._limits = Limits(concurrency, rate)
         self.cache: ToolCache | None = None
         self._own_cache = False
@@ -187,12 +188,15 @@ class JudgeClient:
         return reply
 
     def _check_budget(self) -> None:
-        budget, usage = self.budget, self.usage
-        tokens = usage.input_tokens + usage.output_tokens
+        budget = self.budget
         for name, spent, limit in (
-            ("max_cost", usage.cost, budget.max_cost),
-            ("max_tokens", tokens, budget.max_tokens),
-            ("max_requests", usage.requests, budget.max_requests),
+            ("max_cost", sum(each.cost for each in self.spent), budget.max_cost),
+            (
+                "max_tokens",
+                sum(each.input_tokens + each.output_tokens for each in self.spent),
+                budget.max_tokens,
+            ),
+            ("max_requests", sum(each.requests for each in self.spent), budget.max_requests),
         ):
             if limit is not None and spent >= limit:
                 raise BudgetSpent(

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from TrainingFactory.rewards.judge_checks import open_cache
-from TrainingFactory.rewards.judge_client import Budget
 from TrainingFactory.rewards.model_judge import model_judge
 from TrainingFactory.tools.making import call_with
 
@@ -27,7 +25,6 @@ def judges_at(
         raise ValueError(f"num_workers is {count}, but base_url has {len(urls)} addresses")
     options = dict(options)
     options.setdefault("concurrency", 8 * -(-count // len(urls)))  # of a judge that several workers share
-    options["budget"] = _share(options.get("budget"), len(urls))
     if isinstance(cache := options.get("cache"), str | Path):
         call_with(
             model_judge, options | {"base_url": urls[0], "cache": None}, "a model judge"
@@ -39,15 +36,7 @@ def judges_at(
     for url in urls:
         judges.append(call_with(model_judge, options | {"base_url": url}, "a model judge"))
         held.callback(judges[-1].close)
+    spent = [judge.client.usage for judge in judges]
+    for judge in judges:
+        judge.client.spent = spent
     return [judges[number % len(urls)] for number in range(count)]
-
-
-def _share(budget: Any, endpoints: int) -> Any:
-    if isinstance(budget, Mapping):
-        budget = call_with(Budget, budget, "the judge's budget")
-    if not isinstance(budget, Budget):
-        return budget
-    limits = {name: getattr(budget, name) for name in ("max_cost", "max_tokens", "max_requests")}
-    return dataclasses.replace(
-        budget, **{name: limit / endpoints for name, limit in limits.items() if limit is not None}
-    )

@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import Any
 
 from TrainingFactory.rewards.adapt import Adapted, as_reward
-from TrainingFactory.tools.python_files import defined, is_file_name, opened, told
+from TrainingFactory.tools.python_files import defined, is_file_name, opened, split_name, told
 
 KIND = "reward"
 
@@ -36,7 +36,7 @@ def whole_path(target: str) -> str:
     """For another process: the same, wherever that works."""
     if not is_file_name(target):
         return target
-    file, _, name = target.rpartition(":") if ".py:" in target else (target, "", "")
+    file, name = split_name(target)
     path = Path(file).expanduser().resolve()
     return f"{path}:{name}" if name else str(path)
 

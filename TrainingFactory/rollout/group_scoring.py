@@ -50,7 +50,7 @@ class GroupRun:
         if not episodes:
             return
         found = await self._rewards(episodes)
-        seconds = time.perf_counter() - started
+        seconds = (time.perf_counter() - started) / len(episodes)  # added up, what it took
         for episode, reward in zip(episodes, found, strict=True):
             trajectory = episode.trajectory
             trajectory.seconds += seconds

@@ -49,22 +49,29 @@ class OneCallNorm(nn.Module):
         return rms_norm(states, self.weight.shape, self.weight, self.variance_epsilon)
 
 
-_norms: dict[type, bool] = {}  # whether they compute what OneCallNorm does
-
-
 @torch.no_grad()
 def fuses(module: nn.Module) -> bool:
-    """Only where it gives the same numbers, which is tried once for each class; in bfloat16 it rounds otherwise."""
+    """Only where it gives the same numbers, which is tried for each; in bfloat16 it rounds otherwise. One that has been
+    changed (hooks, a forward of its own, modules inside) is left alone."""
     weight, kind = module._parameters.get("weight"), type(module)
     if not hasattr(module, "variance_epsilon") or weight is None or weight.dim() != 1:
         return False
-    if weight.dtype != torch.float32 or weight.device.type != "cpu" or module._forward_hooks:
+    if weight.dtype != torch.float32 or weight.device.type != "cpu" or not kind.__name__.endswith("RMSNorm"):
         return False
-    if kind not in _norms:
-        states = torch.linspace(-3, 3, 2 * len(weight)).view(2, -1)
-        ours = rms_norm(states, weight.shape, weight, float(module.variance_epsilon))  # pyright: ignore[reportArgumentType]
-        _norms[kind] = kind.__name__.endswith("RMSNorm") and torch.allclose(module(states), ours, 1e-6, 1e-6)
-    return _norms[kind]
+    if module._forward_hooks or module._forward_pre_hooks or module._modules or "forward" in module.__dict__:
+        return False
+    size, twin = len(weight), kind.__new__(kind)
+    # With weights that hide nothing, and small numbers, in which the epsilon shows.
+    twin.__dict__.update(
+        module.__dict__, _parameters={"weight": nn.Parameter(torch.linspace(0.5, 1.5, size))}
+    )
+    states = torch.linspace(-3, 3, 2 * size).view(2, -1)
+    states = torch.cat([states, states * 1e-3])
+    try:
+        ours = rms_norm(states, (size,), twin.weight, float(twin.variance_epsilon))  # pyright: ignore
+        return torch.allclose(twin(states), ours, 1e-6, 1e-6)
+    except Exception:  # a class that we do not know
+        return False
 
 
 def shared_view(model: PreTrainedModel, attention: str) -> PreTrainedModel:

@@ -31,6 +31,7 @@ from TrainingFactory.types import Message, SamplingParams, ToolFailure, ToolResu
 T = TypeVar("T")
 MAX_SAID_CHARS = 200  # of what an endpoint says about an error
 MAX_BODY_BYTES = 20_000_000
+MIN_SECRET_CHARS = 8  # servers that need no key are given 0, x or none
 SECRETS = ("api_key", "apikey", "api-key", "key", "token", "authorization", "password", "secret")
 BY_HOST = "by host"  # the key that belongs to the address; no variable has such a name
 KEYS = {"https://api.openai.com": "OPENAI_API_KEY", "https://api.anthropic.com": "ANTHROPIC_API_KEY"}
@@ -107,10 +108,8 @@ class Endpoint:
         except httpx.HTTPError as error:
             what = type(error).__name__
             raise ModelError(f"{self.host} could not be reached ({what})", temporary=True) from None
-        # A server may repeat the key, in an error or in an answer: it goes into no text of ours.
-        data = data if key is None else _without(data, key)
         if status != 200:
-            said = " ".join(data.decode("utf-8", errors="replace").split())[:MAX_SAID_CHARS]
+            said = _without(" ".join(data.decode("utf-8", errors="replace").split()), key)[:MAX_SAID_CHARS]
             temporary = status in (408, 409, 425, 429) or status >= 500
             wait = seconds_of(headers.get("retry-after"))
             raise ModelError(f"{self.host} answered with status {status}: {said}", temporary, wait)
@@ -119,7 +118,8 @@ class Endpoint:
     def read(self, data: bytes, take: Callable[[Any], T]) -> T:
         """What `take` finds in the answer; ModelError where that is not there."""
         try:
-            return take(json.loads(data))
+            key = os.environ.get(self.api_key_env) if self.api_key_env else None
+            return take(_without(json.loads(data), key))
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             why = f"{type(error).__name__}: {error}"[:100]
             raise ModelError(
@@ -195,11 +195,19 @@ def _is_variable(name: Any) -> bool:
     return len(name) < 20 or not (re.search(r"\d", name) and re.search(r"[a-z]", name))
 
 
-def _without(data: bytes, key: str) -> bytes:
-    """Also where the key stands in JSON or in an address."""
-    for written in (key, json.dumps(key)[1:-1], quote(key), quote_plus(key)):
-        data = data.replace(written.encode(), b"***")
-    return data
+def _without(said: Any, key: str | None) -> Any:
+    """A server may repeat the key, in an error or in an answer: it goes into no text of ours, also where it stands in
+    JSON or in an address. What is shorter is no secret, and stands in any text."""
+    if key is None or len(key) < MIN_SECRET_CHARS:
+        return said
+    if isinstance(said, dict):
+        return {name: _without(value, key) for name, value in said.items()}
+    if isinstance(said, list):
+        return [_without(value, key) for value in said]
+    if isinstance(said, str):
+        for written in (key, json.dumps(key)[1:-1], quote(key), quote_plus(key)):
+            said = said.replace(written, "***")
+    return said
 
 
 def first_message(answer: Any) -> Message:

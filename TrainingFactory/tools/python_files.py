@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import ast
+import hashlib
 import importlib.util
 import sys
 import sysconfig
+import threading
 import traceback
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,6 +21,10 @@ from TrainingFactory.tools.texts import describe, message_of
 
 PACKAGE = Path(__file__).resolve().parent.parent
 INSTALLED = tuple(sysconfig.get_paths()[kind] for kind in ("stdlib", "purelib", "platlib"))
+_loading = threading.RLock()  # a file may load another one
+_loaded: dict[Path, tuple[tuple[int, int], ModuleType]] = {}  # with when it was written, and its length
+_beside: dict[Path, dict[str, ModuleType]] = {}  # modules of a folder whose names are taken
+_late: dict[str, Path] = {}  # names that a file will import later, and its folder
 
 
 def is_file_name(name: str) -> bool:
@@ -35,7 +45,8 @@ def opened(kind: str, name: str) -> tuple[ModuleType, Path, str]:
     if not path.is_file():
         where = "" if path.is_absolute() else f" in {Path.cwd()}, nor beside the config if one names it"
         raise ValueError(f"{kind} {name!r}: there is no file {path}{where}")
-    return _imported(path), path, wanted
+    with _loading:
+        return _imported(path), path, wanted
 
 
 def defined(module: ModuleType) -> list[Any]:
@@ -44,21 +55,101 @@ def defined(module: ModuleType) -> list[Any]:
 
 
 def _imported(path: Path) -> ModuleType:
+    """Once in a process, so that what it defines is the same for all who ask; again when it was changed."""
     path = path.resolve()
-    if str(path.parent) not in sys.path:
-        # A user's file may import what lies beside it; last, so that a json.py there replaces nothing.
-        sys.path.append(str(path.parent))
-    spec = importlib.util.spec_from_file_location(f"tfactory_file_{path.stem}", path)
+    state = path.stat()
+    stamp = (state.st_mtime_ns, state.st_size)
+    if path in _loaded and _loaded[path][0] == stamp:
+        return _loaded[path][1]
+    # Files of one name in several folders are several modules.
+    name = f"tfactory_file_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # before it runs: dataclasses and type hints look themselves up there
+    sys.modules[name] = module  # before it runs: dataclasses and type hints look themselves up there
     try:
-        spec.loader.exec_module(module)
+        with _siblings(path):
+            spec.loader.exec_module(module)
     except SyntaxError as error:
         raise ValueError(f"{error.filename}:{error.lineno}: {error.msg}") from error
     except (Exception, SystemExit) as error:  # foreign code
         raise told(error) from error
+    _loaded[path] = (stamp, module)
     return module
+
+
+class _Beside:
+    """Finds what lies in a folder, before what has the same name in the folder of another file. What is installed comes
+    first: a json.py there replaces nothing."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        if path is not None or name in sys.stdlib_module_names or name == PACKAGE.name:
+            return None
+        found, usual = PathFinder.find_spec(name, [str(self.folder)]), PathFinder.find_spec(name)
+        if usual is not None and (usual.origin or "").startswith(INSTALLED):
+            return None
+        return found if found is not None and found.origin else None
+
+
+@contextmanager
+def _siblings(path: Path) -> Iterator[None]:
+    """A user's file may import what lies beside it. Modules of these names that came from elsewhere are not seen
+    meanwhile, and are there again afterwards."""
+    folder, finder = path.parent, _Beside(path.parent)
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))  # for imports inside functions
+    late = _imported_late(path)
+    known = {each.stem for each in folder.iterdir()} & (sys.modules.keys() | _late.keys() | late.keys())
+    here = {name: found for name in known if (found := finder.find_spec(name)) is not None}
+    taken = {name: str(place / name) for name, place in _late.items() if name in here and place != folder}
+    for name in here.keys() & sys.modules.keys():
+        other = getattr(sys.modules[name], "__file__", None)
+        if other != here[name].origin:
+            taken[name] = str(other)
+    for name, line in late.items():
+        if name in taken:
+            # It runs when the other module is there again, and would get that one.
+            raise ValueError(
+                f"{path}:{line}: {name} is also the name of {taken[name]}, which is in use already; import it at the "
+                "top of the file, or rename it"
+            )
+        if name in here:
+            _late[name] = folder
+    aside = _take(taken)
+    sys.modules.update(_beside.get(folder, {}))
+    sys.meta_path.insert(0, finder)
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(finder)
+        _beside.setdefault(folder, {}).update(_take(taken))
+        sys.modules.update(aside)
+
+
+def _take(names: Collection[str]) -> dict[str, ModuleType]:
+    """Out of the modules that are loaded, with those inside them."""
+    found = [name for name in sys.modules if name.partition(".")[0] in names]
+    return {name: sys.modules.pop(name) for name in found}
+
+
+def _imported_late(path: Path) -> dict[str, int]:
+    """The names of modules that are imported inside functions, and the lines."""
+    found: dict[str, int] = {}
+    functions = (ast.FunctionDef, ast.AsyncFunctionDef)
+    bodies = [
+        node for node in ast.walk(ast.parse(path.read_bytes(), str(path))) if isinstance(node, functions)
+    ]
+    for node in (node for body in bodies for node in ast.walk(body)):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [each.name for each in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names = [node.module]
+        found |= {name.partition(".")[0]: getattr(node, "lineno", 0) for name in names}
+    return found
 
 
 def told(error: BaseException) -> ValueError:
