@@ -23,6 +23,7 @@ METADATA = {"author": "x"}
 def check(candidate):
     '''All of it.'''
     limit = 1e-6
+    assert True, "it runs"
     assert candidate(2) == 4, "two"
     assert abs(candidate(0.5) - 1) < limit
 
@@ -169,6 +170,21 @@ OTHER = [
     "assert double(2) == len('four')",
     "def check(f):\n    assert f(2) == 4\n    return True\ncheck(double)",
     "double(2)",
+    "def ok(x):\n    return double(x) == 2 * x\nassert ok(3)",
+    "def ok(x):\n    return double(x) == 2 * x\nassert ok(3) == True",
+    "ok = double(3) == 6\nassert ok == True",
+    "good = 0\nfor x, y in [(1, 2), (2, 4)]:\n    good += double(x) == y\nassert good == 2",
+    "rest = double(3) - 6\nassert rest == 0",
+    "from operator import eq\ndef ok(x): return eq(double(x), 6)\nassert ok(3) == True",
+    "match double(3):\n    case 6: ok = 1\nassert ok == 1",
+    "def check(f, n=2):\n    assert f(n) == 4\ncheck(double)\nassert double(2) == 4",
+    "def check(f):\n    assert f(2) == 4\nfor one in [double]:\n    check(one)\nassert double(2) == 4",
+    "def check(f):\n    f = f or 1\n    assert f(2) == 4\ncheck(double)",
+    # What is expected is made in several steps, or changed by the code.
+    "expected = {}\nexpected['a'] = 4\nassert {'a': double(2)} == expected",
+    "want = []\nfor i in range(3):\n    want.append(2 * i)\nassert [double(0), double(1), double(2)] == want",
+    "x = [3, 1]\nassert double(x) == x + x and double(x) != x",
+    "a = []\nb = a\nb.append(4)\nassert [double(2)] == a",
 ]
 
 
@@ -176,6 +192,35 @@ def test_tests_that_run_beside_the_code_need_trust(coder: PythonTool):
     for test in OTHER:
         assert "trusting: true" in str(worth(coder, RIGHT, test)), test
     assert worth(coder, RIGHT, OTHER, trusting=True) == 1.0
+
+
+def test_what_the_code_changes_is_seen(coder: PythonTool):
+    code = "def add(d): d['k'] = 1\ndef same(x): return x"
+    tests = [
+        "d = {}\nadd(d)\nassert {'k': 1} == d",
+        "d = {}\nadd(d)\nassert d == {'k': 1}",
+        "n = 5\nassert same(n) == n",
+        "want = {'k': 1}\nassert same({'k': 1}) == want",
+    ]
+    assert all(map(read_asserts, tests)) and worth(coder, code, tests, partial=True) == 1.0
+    assert worth(coder, "def add(d): pass\ndef same(x): return 6", tests, partial=True) == 0.0
+
+
+def test_names_within_a_check_do_not_replace_those_of_the_code(coder: PythonTool):
+    code = f"{RIGHT}\ndef data(x): return double(x)\nclass Twice:\n    def of(self, n): return data(n)"
+    check = "def check(candidate):\n    data = [2]\n    assert candidate(*data) == 4\n    assert candidate(3) == 6\n"
+    assert "trusting: true" in str(worth(coder, code, f"{check}check(data)"))  # which one is meant?
+    assert worth(coder, code, f"{check}check(Twice().of)") == 1.0
+    assert worth(coder, code, "t = Twice()\nassert t.of(2)\nassert t.of(2) == 4") == 1.0
+
+
+def test_a_value_that_the_tool_cuts_leaves_the_episode_unscored(coder: PythonTool):
+    code = "def f(n): return list(range(n))"
+    long = f"assert f(4000) == {list(range(4000))}"
+    assert "max_output_chars" in str(worth(coder, code, long))
+    assert worth(coder, "def f(n): return 1", long) == 0.0  # came whole
+    assert worth(coder, "def f(n): return 'x' * 20_000", "assert f(2) == [0, 1]") == 0.0
+    assert worth(coder, code, f"assert f(1000) == {list(range(1000))}") == 1.0
 
 
 def test_tests_that_are_wrong_leave_the_episode_unscored(coder: PythonTool):

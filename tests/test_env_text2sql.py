@@ -97,6 +97,20 @@ def test_no_hidden_database_has_the_result_that_is_shown():
     assert len(hidden_variants(constant)) == 2
 
 
+def test_a_slip_in_the_query_shows_on_some_database():
+    slips = Counter()
+    for task in some_tasks(300):
+        for slip, other in (("DISTINCT ", ""), (">=", ">"), ("> (", ">= (")):
+            if slip in task.answer:
+                query = task.answer.replace(slip, other)
+                slips[slip] += 1
+                assert any(
+                    Counter(rows(task, query, variant)) != Counter(rows(task, task.answer, variant))
+                    for variant in (0, *hidden_variants(task))
+                ), query
+    assert min(slips.values()) > 10 and len(slips) == 3
+
+
 def test_a_copied_number_pays_nothing_and_a_zero_for_nothing_does_no_harm():
     numbers = [task for task in some_tasks(60) if task.metadata["kind"] in ("count", "sum", "aggregate")]
     assert len(numbers) > 10

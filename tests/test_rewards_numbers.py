@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from TrainingFactory.rewards.notation import UNITS
 from TrainingFactory.rewards.numbers import Number, is_number, last_number_text, only_number, same_number
 
 GSM8K = next(
@@ -103,6 +102,17 @@ def value(text: str) -> Fraction | None:
         ("he has no more money; 72 is left", "72"),
         ("(72)", "72"),
         ("(-72)", "-72"),
+        ("|72|", "72"),
+        ("x = 12*6 = 72", "72"),
+        ("x = 72, x = 72", "72"),
+        ("Since he pays no tax and does not tip, 12*6 = 72", "72"),
+        ("The melons that were not ready are 84-12 = 72", "72"),
+        ("He runs at 6 mph, or 12*6 = 72 miles", "72"),
+        ("If x = 6, then 12*x = 72", "72"),
+        ("C = 1.2 hours = 72 minutes", "72"),
+        ("72 <end>", "72"),
+        ("72<br/>", "72"),
+        ("The maximum is 72", "72"),
     ],
 )
 def test_numbers_in_every_notation(text: str, meant: str | None):
@@ -173,6 +183,26 @@ def test_numbers_in_every_notation(text: str, meant: str | None):
             "72\n71.9 ≈ 48",
             "add 3\n5 more",
         ),
+        *(
+            "not x = 72",
+            "It is not = 72",
+            "not 12*6 = 72",
+            "wrong: x = 72",
+            "5 < x = 72",
+            "either 5 or x = 72",
+        ),
+        *("either a = 1 or a = 72", "x = 71, x = 72 or x = 73", "n = 5, n = 72", "if x = 1 then y = 72"),
+        *(
+            "72 < x",
+            "72 > x",
+            "72 ≤ x",
+            "72 halves",
+            "72 billionths",
+            "72 doubled",
+            "log_2 72",
+            "\\log_{2} 72",
+        ),
+        *("max 72", "min. 72", "one of 72", "72₂", "|-72|", "\\left|-72\\right|"),
         *("", "none", "1/0", "1e999", "1e99999", "9" * 2000, "inf", "nan", "--", "1/2/3", "/5", "5/x", "x/2"),
     ],
 )
@@ -194,6 +224,7 @@ def test_the_last_number_of_a_text():
         "version 1.2.3",
         "72 is wrong",
         "less than 7",
+        "x < y = 7",
     ):
         assert read(text) is None, text
 
@@ -235,64 +266,6 @@ def test_percentages():
     assert same("50%", "0.5") and same("50%", "50") and same("50", "50%") and same("0.5", "50%")
     assert not same("0.5%", "0.5") and not same("50%", "5") and not same("5000%", "0.5")
     assert not same("50%", "50", strict_percent=True) and same("50%", "0.5", strict_percent=True)
-
-
-def test_units():
-    assert same("1500 m", "1.5 km") and same("5 kilometres", "5 km") and same("50 cents", "$0.50")
-    assert not same("5 miles", "5 km") and not same("5 kg", "5 km") and not same("€5", "$5")
-    assert same("72 clips", "72") and same("5 km", "5") and same("5", "5 km")
-    assert same("5 kg", "5 km", units=False)
-    assert all(unit.factor > 0 for units in UNITS.values() for unit in units)
-
-
-@pytest.mark.parametrize(
-    ("answer", "reference"),
-    [
-        ("72 miles per hour", "72 mph"),
-        ("72 miles an hour", "72 mi/h"),
-        ("72 km per hour", "72 km/h"),
-        ("36 km/h", "10 meters per second"),
-        ("25 degrees Celsius", "25°C"),
-        ("25 degrees C", "25 °C"),
-        ("25 degrees", "25°C"),
-        ("25℃", "25 degrees"),
-        ("5 pounds", "£5"),
-        ("5 pounds", "5 lb"),
-        ("72 square meters", "72 m^2"),
-        ("72 sq. km", "72 km²"),
-        ("1000 liters", "1 cubic meter"),
-        ("9.8 m/s²", "9.8 meters per second^2"),
-        ("$5 per hour", "5 dollars"),
-        ("5 dollars an hour", "$5/hour"),
-        ("$2.5M", "2.5 million dollars"),
-        ("$72K", "$72,000"),
-        ("5 hundred thousand", "500000"),
-        ("72 millions", "72000000"),
-        ("5千万", "50000000"),
-    ],
-)
-def test_the_same_in_other_units(answer: str, reference: str):
-    assert same(answer, reference) and same(reference, answer)
-
-
-@pytest.mark.parametrize(
-    ("answer", "reference"),
-    [
-        ("72 miles per hour", "72 miles"),
-        ("72 square meters", "72 m"),
-        ("72 cubic meters", "72 m"),
-        ("72 sq km", "72 km"),
-        ("72 m/s^2", "72 m/s"),
-        ("72 m^3", "72 m^2"),
-        ("25°C", "25°F"),
-        ("25 degrees Celsius", "25 degrees Fahrenheit"),
-        ("£5", "5 kg"),
-        ("72 millions", "72"),
-        ("72 mn", "72"),
-    ],
-)
-def test_not_the_same_unit(answer: str, reference: str):
-    assert not same(answer, reference) and not same(reference, answer)
 
 
 @settings(deadline=None, max_examples=80)
@@ -346,7 +319,26 @@ def test_junk_never_raises(text: str):
 
 
 @pytest.mark.parametrize(
-    "piece", ["9", "1,", "1 ", "-", "1/", "\\frac{", "$1", "**", "1e", "^{2", "½", "<", "5 or "]
+    "piece",
+    [
+        "x = 1, ",
+        "a",
+        "a ",
+        "not ",
+        "9",
+        "1,",
+        "1 ",
+        "-",
+        "1/",
+        "\\frac{",
+        "$1",
+        "**",
+        "1e",
+        "^{2",
+        "½",
+        "<",
+        "5 or ",
+    ],
 )
 def test_long_hostile_texts_are_read_at_once(piece: str):
     text = piece * (200_000 // len(piece))

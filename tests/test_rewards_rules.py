@@ -219,6 +219,7 @@ def test_numeric_options():
         "I weighed them.\nB",
         "Answer: B - Rome",
         "B, of course",
+        *("B (not A)", "B, not A", "B is right, A is wrong", "B. A is not right", "Answer: B\nA is wrong."),
     ],
 )
 def test_choices(text: str):
@@ -242,10 +243,30 @@ def test_choices(text: str):
         "A. or C",
         "A and B",
         *("A: Rome", "A. Rome or B.", "A B C D", "", "Answer:", "E", "1", "A) x (B) y"),
+        *(
+            "Answer: A\nor B",
+            "Answer: A\n\n**or** B",
+            "A, not B but C",
+            "A, not B or C",
+            "A is wrong, B is right",
+        ),
     ],
 )
 def test_no_choice(text: str):
     assert scored({"rule": "choice", "letters": "ABCD"}, text, "A", choices=["A dog", "Rome"]) == 0.0
+
+
+@pytest.mark.parametrize(
+    "marked", ["\\boxed{%s}", "Answer: %s", "<answer>%s</answer>", "The answer is $\\boxed{%s}$"]
+)
+def test_of_two_marked_answers_the_last_counts_unless_they_are_a_choice(marked: str):
+    first, last = marked % 71, marked % 72
+    assert scored("auto", f"{first}. No,\n{last}") == scored("auto", f"It is 144/2 or {last}") == 1.0
+    assert scored("auto", f"The answer is 144/2 or \\boxed{{{72}}}") == 1.0
+    assert scored("auto", f"For the answer we add or subtract. {last}") == 1.0
+    for text in (f"{first} or {last}", f"{first},\nor {last}"):
+        assert scored("auto", text) == scored("numeric", text) == 0.0, text
+    assert scored("choice", marked % "A" + " or " + marked % "B", "B") == 0.0
 
 
 def test_a_choice_needs_a_letter_as_reference():
@@ -269,6 +290,16 @@ def test_squad_scores():
     assert scored("em", "The Eiffel Tower!", "eiffel tower") == 1.0
     assert scored("em", "Eiffel", "eiffel tower") == 0.0
     assert scored("em", "The", "A") == 0.0 and scored("em", "...", "!") == 0.0
+    for said, right in (("3-4", 34), ("1:30", 130), ("5e-3", "5e3"), ("1,5", 15), ("3+4", 34), ("2(3)", 23)):
+        assert scored("em", said, str(right)) == scored("f1", said, str(right)) == 0.0, said
+    for said, right in (
+        ("1,000,000", "1000000"),
+        ("1'000", "1000"),
+        ("1939–1945", "1939-1945"),
+        ("7, 8", "7 8"),
+    ):
+        assert scored("em", said, right) == 1.0, said
+    assert scored("em", "0,125", "0125") == scored("em", "1,2,3", "123") == 0.0
     assert scored("f1", "the big Eiffel Tower", "Eiffel Tower") == pytest.approx(
         0.8
     )  # 2 of 3 and 2 of 2 words

@@ -62,6 +62,8 @@ REWARDS = [make_rule("sql_result"), make_verifier("sql_execution")]
         ("SELECT 0.1 + 0.2 + 0.3", "SELECT 0.3 + 0.2 + 0.1", 1),
         ("SELECT " + " + ".join(["0.1"] * 10), "SELECT 1", 1),
         ("SELECT 0.1 + 0.2 - 0.3", "SELECT 0", 1),
+        ("SELECT 123456789.12", "SELECT 123456789.14", 0),
+        ("SELECT 123456789.1 + 0.2", "SELECT 123456789.2 + 0.1", 1),
         ("SELECT 1e-9", "SELECT 0", 0),
         ("SELECT 1234567890.4", "SELECT 1234567890", 0),
         ("SELECT 9e999", "SELECT 9e999", 1),

@@ -220,6 +220,16 @@ def test_code_with_values_of_all_kinds(python: PythonTool):
             worth(make_verifier("code_cases"), code, tools=(python,), **data)
 
 
+def test_a_result_that_the_tool_cuts_leaves_the_episode_unscored(python: PythonTool):
+    reward = make_verifier("code_cases", entry="f")
+    cases = [{"args": [12_000], "expected": "a" * 12_000}]
+    with pytest.raises(ValueError, match="max_output_chars"):
+        worth(reward, "def f(n): return 'a' * n", tools=(python,), cases=cases)
+    assert worth(reward, "def f(n): return 'a'", tools=(python,), cases=cases) == 0
+    short = [{"args": [12_000], "expected": "a"}]
+    assert worth(reward, "def f(n): return 'a' * n", tools=(python,), cases=short) == 0
+
+
 def test_cases_run_side_by_side():
     """Where the tool can: here it answers nobody before all have asked."""
     asked = asyncio.Semaphore(0)

@@ -156,15 +156,50 @@ def _worth_asking(task: Task) -> bool:
 
 def hidden_variants(task: Task) -> list[int]:
     """The first databases on which the right query finds something else than on the one that is shown: there constants
-    are wrong, and it does not matter whether a query gives NULL or 0 for nothing. Queries of other people's tasks may
-    find the same everywhere; then any database will do."""
+    are wrong, and it does not matter whether a query gives NULL or 0 for nothing. Those on which near misses find
+    something else than the right query come first. Queries of other people's tasks may find the same everywhere; then
+    any database will do."""
     shown = Counter(_right_rows(task, 0))
     good = (
         variant
         for variant in range(1, MAX_VARIANTS)
         if _finds_something(rows := _right_rows(task, variant)) and Counter(rows) != shown
     )
-    return list(islice(chain(good, endlessly(MAX_VARIANTS)), HIDDEN))
+    unseen = _as_right(task, 0, _near_misses(str(task.answer)))
+    chosen: list[int] = []
+    passed_over: list[int] = []
+    for variant in good:
+        left = _as_right(task, variant, unseen)
+        if len(left) < len(unseen) or len(chosen) + bool(unseen) < HIDDEN:
+            chosen.append(variant)
+            unseen = left
+        else:
+            passed_over.append(variant)
+        if len(chosen) == HIDDEN:
+            break
+    return list(islice(chain(chosen, passed_over, endlessly(MAX_VARIANTS)), HIDDEN))
+
+
+def _near_misses(query: str) -> list[str]:
+    """The query with one slip: a DISTINCT forgotten, > for >= or the other way round."""
+    slips = ((r"\bDISTINCT ", ""), (">=", ">"), (">(?!=)", ">="), ("<=", "<"), ("<(?![=>])", "<="))
+    return [miss for slip, other in slips if (miss := re.sub(slip, other, query, count=1)) != query]
+
+
+def _as_right(task: Task, variant: int, queries: list[str]) -> list[str]:
+    """Those of the queries that give the rows of the right one."""
+    if not queries:
+        return []
+    with _database(task, variant) as connection:
+        right = Counter(connection.execute(str(task.answer)))
+        return [query for query in queries if _found(connection, query) == right]
+
+
+def _found(connection: sqlite3.Connection, query: str) -> Counter[Any] | None:
+    try:
+        return Counter(connection.execute(query))
+    except sqlite3.Error:  # a slip may leave no query
+        return None
 
 
 def _finds_something(rows: list[Any]) -> bool:
@@ -172,9 +207,15 @@ def _finds_something(rows: list[Any]) -> bool:
 
 
 def _right_rows(task: Task, variant: int) -> list[Any]:
+    with _database(task, variant) as connection:
+        return connection.execute(str(task.answer)).fetchall()
+
+
+@contextlib.contextmanager
+def _database(task: Task, variant: int) -> Iterator[sqlite3.Connection]:
     with contextlib.closing(sqlite3.connect(":memory:")) as connection:
         connection.executescript(_script(task, variant))
-        return connection.execute(task.answer).fetchall()
+        yield connection
 
 
 def _build(path: Path, task: Task, variant: int) -> None:

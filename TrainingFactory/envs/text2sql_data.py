@@ -90,11 +90,11 @@ def values_of(domain: str, seed: str) -> Values:
 
 def script_of(domain: str, seed: str, variant: int) -> str:
     """The SQL that makes the database: for each variant other rows of the same values. Names, titles and the values of
-    things are unique, so that orders by them are."""
+    things are unique, so that orders by them are. In hidden variants (from 1) one of the values is the average."""
     words, values = DOMAINS[domain], values_of(domain, seed)
     rng = random.Random(f"text2sql rows {domain} {seed} {variant}")
     names, titles = rng.sample(values.names, PEOPLE), rng.sample(values.titles, TITLES)
-    numbers = rng.sample(range(5, 100), TITLES)
+    numbers = _with_average(rng) if variant else rng.sample(range(5, 100), TITLES)
     rows = [
         (words.people, number, name, rng.choice(values.cities)) for number, name in enumerate(names, 1)
     ] + [
@@ -115,6 +115,15 @@ def script_of(domain: str, seed: str, variant: int) -> str:
     ]
     inserts = [f"INSERT INTO {table} VALUES ({', '.join(map(_literal, row))})" for table, *row in rows]
     return ";\n".join([*words.schema, *inserts]) + ";"
+
+
+def _with_average(rng: random.Random) -> list[int]:
+    """Different numbers of which one is the average of all: there `>` and `>=` do not give the same."""
+    while True:
+        others = rng.sample(range(5, 100), TITLES - 1)
+        average, rest = divmod(sum(others), TITLES - 1)
+        if rest == 0 and average not in others:
+            return rng.sample([*others, average], TITLES)
 
 
 def _literal(value: str | int) -> str:

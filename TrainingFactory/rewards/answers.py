@@ -81,7 +81,7 @@ class Extraction:
         if self.markers:
             return _after_last(text, self.markers)
         found = [_boxed(text), _tagged(text, self.tag), _after_phrase(text)]
-        return max((pair for pair in found if pair is not None), default=(0, None))[1]
+        return _only_one(text, max((pair for pair in found if pair is not None), default=None))
 
     def _asked(self, text: str) -> str | None:
         if self.extract == "boxed":
@@ -95,7 +95,7 @@ class Extraction:
         else:
             other = {"last_line": last_line, "last_number": self.last_number}.get(self.extract)
             return other(text) if other else text
-        return pair[1] if pair else None
+        return _only_one(text, pair)
 
     def last_number(self, text: str) -> str | None:
         return last_number_text(text)
@@ -132,6 +132,7 @@ _PHRASE = re.compile(
     re.I,
 )
 _HEADING = "####"
+_GOES_ON = re.compile(r"\W{0,5}or\b", re.I)
 
 
 def _after_phrase(text: str) -> tuple[int, str] | None:
@@ -160,12 +161,12 @@ def _after_last(text: str, markers: Sequence[str]) -> str | None:
 
 
 def _line_after(text: str, position: int) -> str | None:
-    """The rest of the line, or the next one if that is empty."""
-    for line in text[position:].splitlines():
-        if re.search(r"\w", line):
-            line = line.strip()
-            return line[:-MAX_TAGS] + _END_TAG.sub("", line[-MAX_TAGS:])
-    return None
+    """The rest of the line, or the next one if that is empty; with the line after it if that goes on with `or`."""
+    lines = [line.strip() for line in text[position:].splitlines() if re.search(r"\w", line)][:2]
+    if not lines:
+        return None
+    line = " ".join(lines) if _GOES_ON.match(lines[-1]) else lines[0]
+    return line[:-MAX_TAGS] + _END_TAG.sub("", line[-MAX_TAGS:])
 
 
 def _tagged(text: str, tag: str) -> tuple[int, str] | None:
@@ -195,6 +196,23 @@ def _boxed(text: str) -> tuple[int, str] | None:
 _MINUS_BEFORE = re.compile(
     r"(?:(?<![\w)\]}])[-\u2212\u2013]|[=:({$\[\u2248]\s*[-\u2212\u2013]\s+)(?:\\left|\\[,;:!]|[$({\[])*\Z"
 )
+
+
+def _only_one(text: str, marked: tuple[int, str] | None) -> str | None:
+    """What is marked at a place in the text, unless it is one of a choice: Answer: 5 or Answer: 7."""
+    if marked is None:
+        return None
+    start, answer = marked
+    before = _MARKED_OR.get(text[start], _MARKED_OR["A"])
+    return None if before.search(text[max(0, start - 150) : start]) else answer
+
+
+_BETWEEN = r"[\s$.,;)*]{0,6}\bor\b[^\n<\\{}\d]{0,30}\Z"
+_MARKED_OR = {  # by the first character of \boxed, <answer> and Answer:
+    "\\": re.compile(r"\\f?box(?:ed)?\s?\{[^{}]{0,60}\}" + _BETWEEN, re.I),
+    "<": re.compile(r"</[\w-]{1,30}>" + _BETWEEN, re.I),
+    "A": re.compile(r"\banswer\b[^\n<\\]{1,60}\s?\bor\b\W{0,6}(?:(?:the|my|final|correct) ){0,4}\Z", re.I),
+}
 
 
 def _closing_brace(text: str, start: int) -> int | None:
@@ -235,14 +253,25 @@ _POINT = re.compile(r"(?<![.,])[.,]\Z")
 _QUOTES = str.maketrans("\u2018\u2019\u201c\u201d\u2013\u2014\u2212", "''\"\"---")
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation + "\u2018\u2019\u201c\u201d")
-# Without these 1.5 would be 15, 1/2 would be 12, and -7 would be 7. They are put where no punctuation is.
-_IN_NUMBER = re.compile(r"(?<=\d)[./^](?=\d)|(?<![\w)])[-\u2212](?=\.?\d)|(?<!\w)\.(?=\d)")
-_KEPT = str.maketrans("./^-\u2212", "\ue000\ue001\ue002\ue003\ue003")
+# Without these 1.5 would be 15, 3-4 would be 34, 5e-3 would be 5e3, and -7 would be 7. They are put where no
+# punctuation is; only thousands are written with and without their marks.
+_DASHES = "\u2212\u2013"
+_MARK = f"[{re.escape(string.punctuation)}{_DASHES}]"
+_IN_NUMBER = re.compile(
+    r"(?<=\d)(?:(?<!\d{4})(?<!(?<!\d)0)[,'_](?=\d{3}(?!\d))(?P<thousands>)|" + _MARK + r"+(?=\d))"
+    r"|(?<=\de)[-\u2212](?=\d)|(?<![\w)])[-\u2212](?=\.?\d)|(?<!\w)\.(?=\d)"
+)
+_KEPT = {ord(mark): 0xE000 + ord(mark) for mark in string.punctuation}
+_KEPT |= {ord(dash): _KEPT[ord("-")] for dash in _DASHES}
 
 
 def squad_words(text: str) -> list[str]:
     """The words as SQuAD compares them: lower case, without punctuation and articles. A text of nothing else keeps
     them: `The` and `A` are different answers. So does a number: 1.5 and 15 are too."""
     small = unicodedata.normalize("NFKC", lowered(text)).lower()
-    bare = _IN_NUMBER.sub(lambda mark: mark.group().translate(_KEPT), small).translate(_PUNCTUATION)
+    bare = _IN_NUMBER.sub(_kept, small).translate(_PUNCTUATION)
     return _ARTICLES.sub(" ", bare).split() or bare.split() or small.split()
+
+
+def _kept(mark: re.Match[str]) -> str:
+    return "" if mark["thousands"] is not None else mark.group().translate(_KEPT)

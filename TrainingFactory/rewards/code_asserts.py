@@ -26,6 +26,8 @@ FOLDED: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Pow: operator.pow
 }  # fmt: skip
 MAX_POWER, MAX_BASE = 200, 10**6
+_COMPARING = ast.Compare | ast.Sub | ast.Match  # what an object that equals everything can answer as it likes
+_LEAVING = ast.Return | ast.Yield | ast.YieldFrom | ast.Global | ast.Nonlocal
 # Runs in the sandbox: a value as Python writes it. What is no plain data has no text, and then the test fails.
 SHOWING = """
 def _shown(value):
@@ -55,10 +57,12 @@ _found = []
 
 @dataclass(slots=True, frozen=True)
 class Asserts:
-    """`script` computes the values, one for each of `wanted`, and leaves what `_shown` writes of them in `_found`."""
+    """`script` computes the values, one for each of `wanted`, and leaves what `_shown` writes of them in `_found`.
+    `size`: how many characters of the test are not in the script; what is expected has no more."""
 
     script: str
     wanted: Sequence[Holds]
+    size: int = 0
 
     def hold(self, shown: str) -> bool:
         """Whether these are the values that are wanted, written as a list."""
@@ -77,23 +81,26 @@ def read_asserts(test: str) -> Asserts | None:
         tree = ast.parse(test)
     except (SyntaxError, ValueError, RecursionError) as error:
         raise ValueError(f"a test is not Python ({error})") from error
-    statements = list(_statements(tree))
-    reading = _Reading(statements)
     lines: list[str] = []
     wanted: list[Holds] = []
     try:
-        for statement in statements:
-            if not isinstance(statement, ast.Assert):
-                if any(map(_asserts, ast.walk(statement))):
-                    return None
-                lines += [] if reading.only_expected(statement) else [ast.unparse(statement)]
-                continue
-            for expression, holds in reading.conditions(statement.test):
-                lines.append(f"_found.append(_shown({ast.unparse(expression)}))")
-                wanted.append(holds)
+        blocks = list(_blocks(tree))
+        reading = _Reading([statement for block in blocks for statement in block.statements])
+        for block in blocks:
+            sent = [each for statement in block.statements for each in reading.sent(statement, wanted)]
+            lines += _called_once(sent) if block.is_function else map(ast.unparse, sent)
     except _Other:
         return None
-    return Asserts("\n".join([SHOWING, *lines]), wanted) if wanted else None
+    size = max(0, len(test) - sum(map(len, lines)))
+    return Asserts("\n".join([SHOWING, *lines]), wanted, size) if wanted else None
+
+
+@dataclass(slots=True, frozen=True)
+class _Block:
+    """Statements of a test; those of a function have names of their own, which must not replace names of the code."""
+
+    statements: list[ast.stmt]
+    is_function: bool = False
 
 
 class _Other(Exception):
@@ -102,27 +109,33 @@ class _Other(Exception):
 
 class _Reading:
     def __init__(self, statements: Sequence[ast.stmt]) -> None:
-        nodes = [node for statement in statements for node in ast.walk(statement)]
-        stored = Counter(
-            node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
-        )
-        self.imported = {
-            (alias.asname or alias.name).partition(".")[0]
-            for node in nodes
-            if isinstance(node, ast.Import | ast.ImportFrom)
-            for alias in node.names
-        }
+        given = [pair for pair in map(_assigned, statements) if pair]
+        bound = Counter(_bound(statements))
+        # Names that the test gives, apart from objects of the code: what they say about the code can be guessed.
+        self.own = set(bound)
+        self.own -= {name for name, value in given if bound[name] == 1 and self._is_of_code(value)}
         self.known: dict[str, Any] = {}  # names of values that stand in the test
-        for statement in statements:
-            if (
-                (given := _assigned(statement))
-                and stored[given[0]] == 1
-                and (found := self.literal(given[1]))
-            ):
-                self.known[given[0]] = found[0]
+        for name, value in given:
+            if bound[name] == 1 and (found := self.literal(value)):
+                self.known[name] = found[0]
         self.needed = self._sent_names(statements)
+        # What is sent may be changed there: a list is what is written down only if nothing else sees it.
+        while changing := {name for name in self.needed & self.known.keys() if not _fixed(self.known[name])}:
+            self.known = {name: value for name, value in self.known.items() if name not in changing}
+            self.needed = self._sent_names(statements)
 
-    def only_expected(self, statement: ast.stmt) -> bool:
+    def sent(self, statement: ast.stmt, wanted: list[Holds]) -> Iterator[ast.stmt]:
+        """What the sandbox gets in its place; what must hold for the values goes to `wanted`."""
+        if isinstance(statement, ast.Assert):
+            for expression, holds in self.conditions(statement.test):
+                wanted.append(holds)
+                yield ast.parse(f"_found.append(_shown({ast.unparse(expression)}))").body[0]
+        elif not self._only_expected(statement):
+            if any(_asserts(node) or isinstance(node, _COMPARING) for node in ast.walk(statement)):
+                raise _Other
+            yield statement
+
+    def _only_expected(self, statement: ast.stmt) -> bool:
         """Whether it gives a name to what is expected, which the code must not see."""
         given = _assigned(statement)
         return given is not None and given[0] in self.known and given[0] not in self.needed
@@ -138,7 +151,7 @@ class _Reading:
             yield self._comparison(test.left, type(test.ops[0]), test.comparators[0])
         elif close := self._isclose(test):
             yield close
-        else:
+        elif not (isinstance(test, ast.Constant) and test.value):  # assert True says nothing
             yield self._call(test), bool
 
     def literal(self, node: ast.expr) -> tuple[Any] | None:
@@ -165,7 +178,8 @@ class _Reading:
             computed, reference = near
             return computed, lambda given: OPERATORS[kind](abs(given - reference), value)
         compare = OPERATORS[kind]
-        computed = self._computed(left) if kind is ast.Eq else self._call(left)
+        guessed = kind is not ast.Eq or (isinstance(value, bool) and self._uses_own(left))
+        computed = self._call(left) if guessed else self._computed(left)
         return computed, lambda given: bool(compare(given, value))
 
     def _distance(self, node: ast.expr) -> tuple[ast.expr, Any] | None:
@@ -195,20 +209,28 @@ class _Reading:
     def _computed(self, node: ast.expr) -> ast.expr:
         """An expression whose value cannot be had without knowing what is expected: in it nothing is compared with, or
         taken off, something that is written beside it."""
-        if any(
-            isinstance(each, ast.Compare | ast.BoolOp | ast.Sub | ast.NamedExpr) for each in ast.walk(node)
-        ):
+        if any(isinstance(each, _COMPARING | ast.BoolOp | ast.NamedExpr) for each in ast.walk(node)):
             raise _Other
         return node
 
     def _call(self, node: ast.expr) -> ast.expr:
         """A call of the code itself with plain arguments: what a value that can be guessed may be taken from."""
-        name = _called(node) or ""
-        first = name.partition(".")[0]
         inner = [each for child in ast.iter_child_nodes(node) for each in ast.walk(child)]
-        if not name or hasattr(builtins, first) or first in self.imported or any(map(_calls_itself, inner)):
+        if not self._is_of_code(node) or any(map(_calls_itself, inner)):
             raise _Other
         return self._computed(node)
+
+    def _is_of_code(self, node: ast.expr) -> bool:
+        """Whether it calls what is neither Python's nor the test's."""
+        first = (_called(node) or "").partition(".")[0]
+        return bool(first) and not hasattr(builtins, first) and first not in self.own
+
+    def _uses_own(self, node: ast.expr) -> bool:
+        """Whether it calls something of the test's."""
+        return any(
+            isinstance(each, ast.Call) and self.own & {name.id for name in _names(each.func)}
+            for each in ast.walk(node)
+        )
 
     def _sent_names(self, statements: Sequence[ast.stmt]) -> set[str]:
         """Names that stand in what the sandbox gets."""
@@ -221,33 +243,52 @@ class _Reading:
                     return set(self.known)
             elif not (given := _assigned(statement)) or given[0] not in self.known:
                 sent.append(statement)
-        return {node.id for root in sent for node in ast.walk(root) if isinstance(node, ast.Name)}
+        return {name.id for root in sent for name in _names(root)}
 
 
-def _statements(tree: ast.Module) -> Iterator[ast.stmt]:
-    """Those of a test, in order. Of `def check(candidate): ...` and `check(double)` its body stands for the call."""
+def _blocks(tree: ast.Module) -> Iterator[_Block]:
+    """The statements of a test, in order. Of `def check(candidate): ...` and `check(double)` its body stands for the
+    call."""
     checks = {
         each.name: each
         for each in tree.body
         if isinstance(each, ast.FunctionDef)
         and any(isinstance(one, ast.Assert) for one in each.body)
-        and not any(isinstance(one, ast.Return | ast.Global | ast.Nonlocal) for one in ast.walk(each))
+        and not any(isinstance(one, _LEAVING) for one in ast.walk(each))
     }
     for statement in tree.body:
         if isinstance(statement, ast.FunctionDef) and statement.name in checks:
             continue
-        if not isinstance(statement, ast.Expr) or (name := _called(statement.value)) not in checks:
-            yield statement
-            continue
-        check, call = checks[name], statement.value
-        assert isinstance(call, ast.Call)
-        names = [each.arg for each in check.args.args]
-        if len(names) != len(call.args) or call.keywords:
-            yield statement
-            continue
-        replacing = _Replacing(dict(zip(names, call.args, strict=True)))
-        for each in copy.deepcopy(check.body):
-            yield replacing.visit(each)
+        if isinstance(statement, ast.Expr) and (name := _called(statement.value)) in checks:
+            assert isinstance(statement.value, ast.Call)
+            yield _Block(_body(checks[name], statement.value), is_function=True)
+        elif any(name.id in checks for name in _names(statement)):
+            raise _Other
+        else:
+            yield _Block([statement])
+
+
+def _body(check: ast.FunctionDef, call: ast.Call) -> list[ast.stmt]:
+    """The statements of the function with what it is given in place of its parameters."""
+    names = [each.arg for each in check.args.args]
+    given = {name.id for value in call.args for name in _names(value)}
+    if (
+        len(names) != len(call.args)
+        or call.keywords
+        or any(isinstance(each, ast.Starred) for each in call.args)
+    ):
+        raise _Other
+    if {*names, *given} & set(_bound(check.body)) or check.decorator_list:
+        raise _Other
+    replacing = _Replacing(dict(zip(names, call.args, strict=True)))
+    return [replacing.visit(each) for each in copy.deepcopy(check.body)]
+
+
+def _called_once(statements: list[ast.stmt]) -> list[str]:
+    [function] = ast.parse("def _run_here(): pass").body
+    assert isinstance(function, ast.FunctionDef)
+    function.body = statements or function.body
+    return [ast.unparse(ast.fix_missing_locations(function)), "_run_here()"]
 
 
 class _Replacing(ast.NodeTransformer):
@@ -264,6 +305,30 @@ def _assigned(statement: ast.stmt) -> tuple[str, ast.expr] | None:
         target = statement.targets[0]
         return (target.id, statement.value) if isinstance(target, ast.Name) else None
     return None
+
+
+def _bound(statements: Sequence[ast.stmt]) -> Iterator[str]:
+    """The names that are given to something, each as often as that is done."""
+    for node in (node for statement in statements for node in ast.walk(statement)):
+        if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
+            yield node.id
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.alias):
+            yield (node.asname or node.name).partition(".")[0]
+        elif isinstance(node, ast.arg):
+            yield node.arg
+        elif isinstance(node, ast.ExceptHandler) and node.name:
+            yield node.name
+
+
+def _names(root: ast.AST) -> Iterator[ast.Name]:
+    return (node for node in ast.walk(root) if isinstance(node, ast.Name))
+
+
+def _fixed(value: Any) -> bool:
+    """Whether nothing can change it."""
+    return all(map(_fixed, value)) if isinstance(value, tuple) else not isinstance(value, list | dict | set)
 
 
 def _called(node: ast.AST) -> str | None:

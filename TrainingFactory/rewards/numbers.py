@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import pairwise
 
 from TrainingFactory.rewards.notation import MAX_CHARS, UNITS, Unit, plain, units_of
 
@@ -19,11 +20,13 @@ MAX_EXPONENT = 400  # a little over what a float can hold
 @dataclass(slots=True, frozen=True)
 class Number:
     """A number that was read. A percentage has its value (50% is 1/2) and says that it was one. `units` is what its
-    unit may mean (5 pounds: weight or money), or nothing: other words (72 clips) say nothing about the number."""
+    unit may mean (5 pounds: weight or money), or nothing: other words (72 clips) say nothing about the number. `word`
+    is such a word if it looks like a unit: 72 clips are not 72 miles."""
 
     value: Fraction
     percent: bool = False
     units: tuple[Unit, ...] = ()
+    word: str = ""
 
 
 @dataclass(slots=True, frozen=True)
@@ -61,14 +64,29 @@ def only_number(text: str, decimal_comma: bool = False) -> Number | None:
     if "≈" in text and "\n" in text:
         return None  # whose approximation the last line is cannot be known
     stated = next((part for part in text.split("≈") if _RUN.search(part)), "")
-    stated = stated.rpartition("=")[2]
+    equation, _, stated = stated.rpartition("=")
     found = [figure.number for figure in figures(stated, decimal_comma)]
     first = found[0] if found else None
     if first is None or any(number is None or number.value != first.value for number in found):
         return None
     if _DENIAL.search(stated) or _REFUSAL.search(stated) or (len(found) == 1 and _CHOICE.search(stated)):
         return None
-    return first
+    return None if equation and _is_unclear(equation, stated, decimal_comma) else first
+
+
+def _is_unclear(equation: str, stated: str, decimal_comma: bool) -> bool:
+    """Whether what stands before the last = of a line takes it back, or gives other values: not x = 72,
+    x = 5 or x = 72, 5 < x = 72."""
+    line = equation.rpartition("\n")[2]
+    left = _CLAUSE.split(line)[-1].rpartition("=")[2]
+    if _REFUSED_LINE.search(line) or _TAKEN_BACK.search(left):
+        return True
+    if not _DIGIT.search(left) and (_DENIAL.search(left) or _CHOICE.search(left)):
+        return True
+    sides = f"{line}={stated}".split("=")
+    named = [_NEXT.split(right)[0] for left, right in pairwise(sides) if _NAME.search(left)]
+    values = [each for each in (figures(side, decimal_comma) for side in named) if len(each) == 1]
+    return len({figure.number.value for [figure] in values if figure.number}) > 1
 
 
 def last_number_text(text: str, decimal_comma: bool = False) -> str | None:
@@ -82,6 +100,7 @@ def last_number_text(text: str, decimal_comma: bool = False) -> str | None:
     between = text[since : found[-1].start].rpartition("\n")[2]
     after = text[found[-1].end :].partition("\n")[0]
     denied = _DENIAL.search(between) or _CHOICE.search(between) or _REFUSAL.search(between + "5" + after)
+    denied = denied or _TAKEN_BACK.search(between.rpartition("=")[0])
     return None if denied else text[found[-1].start : found[-1].end]
 
 
@@ -112,6 +131,8 @@ def same_number(
         return any(
             _close(left * one.factor, right * other.factor, tolerance, relative) for one, other in pairs
         )
+    if units and ((answer.units and reference.word) or (answer.word and reference.units)):
+        return False
     if _close(left, right, tolerance, relative):
         return True
     if strict_percent or answer.percent == reference.percent:
@@ -148,9 +169,11 @@ def _figure(text: str, start: int, end: int, decimal_comma: bool) -> Figure:
     signs = (lead["sign"] or "") + (lead["inner"] or "")
     if len(signs.replace(" ", "")) > 1 or (lead["sign"] and _MINUS_IS_A_DASH.search(before + lead["sign"])):
         return Figure(start, end, None)
+    if "-" in signs and before.endswith("|") and after.startswith("|"):  # |-5|
+        return Figure(start, end, None)
     value = -value if "-" in signs else value
     money = (lead["money"] or "").strip()
-    units, percent = UNITS.get(money, ()), False
+    units, percent, word = UNITS.get(money, ()), False, None
     for scale in (_MONEY_SCALE if money else _SCALE, _SCALE, _SCALE):  # 5 hundred thousand
         if found := scale.match(after):
             value *= _SCALES[found.group(1).lower().removesuffix("s")]
@@ -160,7 +183,8 @@ def _figure(text: str, start: int, end: int, decimal_comma: bool) -> Figure:
     elif not money:
         units, length = units_of(after)
         end += length
-    return Figure(start, end, Number(value, percent, units))
+        word = None if units else _OTHER_UNIT.match(after)
+    return Figure(start, end, Number(value, percent, units, word[1] if word else ""))
 
 
 def _value(run: str, decimal_comma: bool) -> Fraction | None:
@@ -229,12 +253,14 @@ _LEAD = re.compile(
 _MINUS_IS_A_DASH = re.compile(r"[A-Za-z)\]}][-+] ?\Z|[A-Za-z)\]}] [-+] \Z")  # x-5, x - 5
 # Before and after a number these make it a part of something larger, or no plain number.
 _SPOILT_BEFORE = re.compile(
-    r"(?:[/^*√±<>≤≥≠]|[A-Za-z]\(|\b(?:sin|cos|tan|log|ln|exp|sqrt)[ ({]?|\\[A-Za-z]+[ ({]?)[ ({]?\Z"
+    r"(?:[/^*√±<>≤≥≠]|[A-Za-z]\(|\b(?:(?:sin|cos|tan|log|ln|exp|sqrt)(?:_\w{1,3})?|(?:max|min)\.?)[ ({]?"
+    r"|\\[A-Za-z]+(?:_\{?\w{1,3}\}?)?[ ({]?)[ ({]?\Z"
     r"|[-+] ?[({\[|\"'<]+ ?\Z",  # -(5), -{5}
     re.I,
 )
 _WORDS_BEFORE = re.compile(
-    r"\b(?:than|at most|at least|under|over|above|below|exceed(?:s|ing)?|plus|times|out of|one in"
+    r"\b(?:than|at most|at least|under|over|above|below|exceed(?:s|ing)?|plus|times"
+    r"|out of|one in|(?:one|each|some|any) of"
     r"|(?:divided|multiplied|divisible) by) \Z|(?:\A|[:=,(] ?|\b(?:is|are|was|be) )up to \Z"
     r"|\b(?:half|third|quarter|(?:four|fif|six|seven|eigh|nin|ten)th|percent|multiple|factor|power|square|cube|root"
     r"|twice|double|triple) (?:of )?(?:the )?\Z",
@@ -271,11 +297,12 @@ _LAST_WORDS |= {"power", "square", "cube", "root", "twice", "double", "triple"}
 _FEW = r"(?:one|two|three|four|five|six|seven|eight|nine|ten|twelve|twenty|a hundred|itself|[xyzn]\b)"
 _SPOILT_AFTER = re.compile(
     r" ?(?:π|√|±|\\|pi\b|\+|[*^] ?[A-Za-z(]|[/-] ?[xyzn(](?![a-z]))|[xyznie](?![A-Za-z])|\([\dxyzn]|[A-Za-z]+\d"
-    r"|[)\]}|]+ ?\^"
-    r"|[ -](?:(?:squared|cubed|factorial|plus|minus|multiplied|divided|modulo|mod|choose|to the (?:\w+ )?power)\b"
+    r"|[)\]}|]+ ?\^|[₀-₉]| ?[≤≥≠]| ?> ?[\w-]| ?<(?!\w+ ?/?>) ?[\w-]"
+    r"|[ -](?:(?:halves|halved|doubled|tripled|quadrupled)\b"
+    r"|(?:squared|cubed|factorial|plus|minus|multiplied|divided|modulo|mod|choose|to the (?:\w+ )?power)\b"
     r"|at (?:most|least|best)\b|and[ -](?:up|above|over|below|under|more)\b"
     r"|and[ -](?:a|one|two|three)[ -](?:half|third|quarter)"
-    rf"|(?:third|(?:fif|six|seven|eigh|nin|ten|hundred|thousand|million)th)s\b|times {_FEW})",
+    rf"|(?:third|(?:fif|six|seven|eigh|nin|ten|hundred|thousand|(?:m|b|tr)illion)th)s\b|times {_FEW})",
 )
 _PERCENT = re.compile(r" ?(?:%|(?:percent|per cent|pct)\b)", re.I)
 _SCALES = {"hundred": 100, "thousand": 10**3, "lakh": 10**5, "million": 10**6, "crore": 10**7}
@@ -301,3 +328,18 @@ _REFUSAL = re.compile(  # 72 is wrong; 72? No; wrong: 72. Not: he got 72 wrong
     re.I,
 )
 _CHOICE = re.compile(r"\bor\b(?! so\b)", re.I)
+_OTHER_UNIT = re.compile(
+    r" ?([A-Za-z]{2,20}[a-rt-z]s|[a-zµ]?[A-Z]{1,2}[a-z]?)(?=[\s.,;!)]*\Z)"
+)  # 5 clips, 5 kΩ
+_DIGIT = re.compile(r"\d")
+_CLAUSE = re.compile(r"[,;.:] ")
+_REFUSED_LINE = re.compile(r"\b(?:wrong|incorrect|false) ?:", re.I)
+_TAKEN_BACK = re.compile(  # not 12*6 = 72, 5 or x = 72, 5 < x = 72
+    r"(?:\b(?:not|never)|n't) [-+*/x^()$.\d ]+\Z|\d or (?:[A-Za-z]\w*|[-+*/x^()$.\d ]+) ?\Z|[<>≤≥≠] ?[\w.]+ ?\Z",
+    re.I,
+)
+_NEXT = re.compile(r"[,;:] |\. |\b(?:or|and|then|so|but)\b", re.I)
+_NAME = re.compile(  # of what is said to be equal: x, then the total
+    r"(?:\A|[,;:.] ?|\b(?:or|and|then|so|but|if|let|are|either) )(?:\b[A-Za-z_]\w*+(?:\([A-Za-z]\))? ?){1,4}\Z",
+    re.I,
+)

@@ -257,10 +257,11 @@ class Choice(AnswerRule):
         if rest in known:  # the letter of one choice with the text of another is none
             place = self.letters.index(letter)
             return letter if place < len(known) and known[place] == rest else None
-        if _DENIED.match(match["rest"]):
-            return None
         others = self.letters.replace(letter, "")
-        return None if any(other in others for other in _letters_in(match["rest"])) else letter
+        left = re.sub(_REFUSED.format(others), "", match["rest"])  # of: A (not B); A is right, B is wrong
+        if _DENIED.match(left) or any(other in others for other in _letters_in(left)):
+            return None
+        return letter
 
 
 def _letters_in(text: str) -> Iterator[str]:
@@ -284,6 +285,10 @@ _LETTER = re.compile(
     r"(?:(?:the )?(?:correct )?(?:option|choice|answer) (?:is )?)?"
     r"[(\[]?(?P<letter>[A-Z])(?:[)\].:,;]+ ?| - | ?\(| (?=(?:is|because|since|as)\b)|$)(?P<rest>.*)",
     re.I,
+)
+_REFUSED = (
+    r"\b(?:not|rather than|instead of) [(\[]?[{0}]\b[)\]]?(?! ?[/,] ?[A-Z]\b)"
+    r"|(?<![\w'])[(\[]?[{0}][)\]]? (?:is|was) (?:wrong|incorrect|false|not)\b"
 )
 _DENIED = re.compile(
     r"(?:(?:is|was|can|seems|would be) )?(?:an? |the )?(?:(?:no|not|never|wrong|incorrect|false)\b(?!-)|isn't|can't)",

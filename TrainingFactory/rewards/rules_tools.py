@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -76,7 +77,8 @@ class CodeTests(ToolRule):
             raise ValueError(f"task {episode.task.id}: {error}") from error
         ask = through(episode, self.tool, "code")
         if asserts is not None:
-            said = await value_after(ask, f"{code}\n\n{asserts.script}", "'[' + ', '.join(_found) + ']'")
+            shown = "'[' + ', '.join(_found) + ']'"
+            said = await value_after(ask, f"{code}\n\n{asserts.script}", shown, expected=asserts.size)
             return said is not None and asserts.hold(said)
         if not self.trusting:
             raise ValueError(
@@ -98,11 +100,20 @@ def through(episode: Episode, tool: str, argument: str) -> Ask:
     return ask
 
 
-async def value_after(ask: Ask, code: str, shown: str) -> str | None:
-    """The text that the expression `shown` gives after the code; None where that does not come to its end."""
+async def value_after(ask: Ask, code: str, shown: str, expected: int = 0) -> str | None:
+    """The text that the expression `shown` gives after the code; None where that does not come to its end. ValueError
+    where the tool has cut a text that may have been the right one, which has up to `expected` characters."""
     # Tells it from what the code prints itself: leaving early is not passing. The same code gets the same word again,
     # so that a recorded call is found; who finds it out gains nothing.
     word = digest(code)
     result = await ask(f"{code}\nprint('\\n' + {word!r} + {shown})\n")
+    if _CUT.search(result.content) and expected * 2 > len(result.content):
+        raise ValueError(
+            "the tool has cut what the code gives, and the right value is too long as well, so they cannot be "
+            "compared; raise the tool's max_output_chars, or ask for less"
+        )
     found = [line for line in result.content.splitlines() if line.startswith(word)]
     return found[0].removeprefix(word) if result.ok and len(found) == 1 else None
+
+
+_CUT = re.compile(r"\[\.\.\. \d+ (?:bytes|characters) cut \.\.\.\]")

@@ -71,7 +71,8 @@ class CodeCases(ToolRule):
     async def _passes(self, ask: Ask, code: str, entry: str, args: list[Any], expected: Any) -> bool:
         sent = json.dumps(json.dumps(args))
         shown = f"_json.dumps({entry}(*_json.loads({sent})))"
-        said = await value_after(ask, f"{code}\n\nimport json as _json", shown)
+        size = len(json.dumps(expected))
+        said = await value_after(ask, f"{code}\n\nimport json as _json", shown, expected=size)
         try:
             return said is not None and _equal(json.loads(said), expected)
         except (ValueError, RecursionError, OverflowError):  # a number that is too large to be compared

@@ -91,5 +91,5 @@ def _comparable(value: Any) -> Any:
             whole = round(value)
             if math.isclose(value, whole, rel_tol=1e-12, abs_tol=1e-15):
                 return whole
-        return ("float", f"{value:.9g}")
+        return ("float", f"{value:.12g}")
     return value if value is None or type(value) is int else (type(value).__name__, json.dumps(value))
