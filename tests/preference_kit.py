@@ -13,7 +13,7 @@ import torch
 
 from tests.engine_kit import tiny
 from tests.learner_kit import Gradients, make_learner, words
-from tests.warm_kit import Homes
+from tests.warm_kit import Homes, lift
 from TrainingFactory.data.trajectories import save_trajectories
 from TrainingFactory.learning.learner import Learner
 from TrainingFactory.models import chat_format, load_model
@@ -140,3 +140,20 @@ def write_episodes(path: Path, split: str, count: int) -> Path:
 
     save_trajectories(path, asyncio.run(play_all()))
     return path
+
+
+def lift_by_episodes(
+    warm: Path, folder: Path, **training: Any
+) -> tuple[float, dict[str, float], dict[str, float]]:
+    """Learns from recorded lookups and guesses; by how much success on held-out tasks rose, and the first and the last
+    evaluation on held-out episodes."""
+    before, after, report = lift(
+        warm, folder,
+        training={"learning_rate": 3e-4, "warmup_steps": 0} | training,
+        data={
+            "dataset": str(write_episodes(folder / "train.jsonl", "train", 128)),
+            "heldout": str(write_episodes(folder / "heldout.jsonl", "heldout", 32)),
+        },
+    )  # fmt: skip
+    start, *_, end = [row for row in report.rows if "eval/accuracy" in row]
+    return after - before, start, end

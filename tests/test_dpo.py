@@ -18,6 +18,7 @@ from tests.preference_kit import (
     Group,
     bare_trainer,
     dialogue,
+    lift_by_episodes,
     model_gradients,
     moved_learner,
     padded,
@@ -25,7 +26,6 @@ from tests.preference_kit import (
     write_episodes,
 )
 from tests.run_kit import Quiet, assert_same_run
-from tests.warm_kit import lift
 from TrainingFactory.algorithms.dpo import DPO
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.data.packing import make_batch
@@ -300,15 +300,7 @@ def test_a_run_with_a_precomputed_reference_and_its_resume(tmp_path: Path) -> No
 
 def test_it_learns_from_recorded_episodes(warm: Path, tmp_path: Path) -> None:
     """From pairs of a lookup and a guess the model learns to look up, in tasks it has not seen."""
-    before, after, report = lift(
-        warm, tmp_path,
-        training={"algorithm": "dpo", "max_steps": 8, "batch_size": 16, "learning_rate": 3e-4, "warmup_steps": 0},
-        data={
-            "dataset": str(write_episodes(tmp_path / "train.jsonl", "train", 128)),
-            "heldout": str(write_episodes(tmp_path / "heldout.jsonl", "heldout", 32)),
-        },
-    )  # fmt: skip
-    start, *_, end = [row for row in report.rows if "eval/accuracy" in row]
+    gain, start, end = lift_by_episodes(warm, tmp_path, algorithm="dpo", max_steps=8, batch_size=16)
     assert start["eval/loss"] == pytest.approx(math.log(2)) and start["eval/accuracy"] == 0
     assert end["eval/accuracy"] > 0.9 and end["eval/rewards/margin"] > 0.2
-    assert after > before + 0.1
+    assert gain > 0.1

@@ -16,13 +16,12 @@ from tests.preference_kit import (
     Group,
     bare_trainer,
     dialogue,
+    lift_by_episodes,
     model_gradients,
     moved_learner,
     padded,
     random_prompt,
-    write_episodes,
 )
-from tests.warm_kit import lift
 from TrainingFactory.algorithms.kto import KTO
 from TrainingFactory.data.packing import Batch, make_batch
 from TrainingFactory.data.samples import mismatched
@@ -162,15 +161,7 @@ def test_one_example_has_no_baseline() -> None:
 
 def test_it_learns_from_recorded_episodes(warm: Path, tmp_path: Path) -> None:
     """From episodes that are called good or bad, one by one, the model learns to look up instead of guessing."""
-    before, after, report = lift(
-        warm, tmp_path,
-        training={"algorithm": "kto", "max_steps": 7, "batch_size": 24, "learning_rate": 3e-4, "warmup_steps": 0},
-        data={
-            "dataset": str(write_episodes(tmp_path / "train.jsonl", "train", 128)),
-            "heldout": str(write_episodes(tmp_path / "heldout.jsonl", "heldout", 32)),
-        },
-    )  # fmt: skip
-    start, *_, end = [row for row in report.rows if "eval/accuracy" in row]
+    gain, start, end = lift_by_episodes(warm, tmp_path, algorithm="kto", max_steps=7, batch_size=24)
     assert start["eval/rewards/margin"] == 0 and start["eval/desirable"] == pytest.approx(0.5, abs=0.05)
     assert end["eval/accuracy"] > 0.9 and end["eval/rewards/margin"] > 0.1
-    assert after > before + 0.1
+    assert gain > 0.1

@@ -14,10 +14,10 @@ from itertools import pairwise
 
 from TrainingFactory.envs import ToolEnvironment
 from TrainingFactory.protocols import ChatFormat, Environment, RewardFunction, SamplingSession
-from TrainingFactory.rollout.scoring import Episode, score
+from TrainingFactory.rollout.scoring import Episode, score, scoring_failed
 from TrainingFactory.tools import AsyncToolExecutor
 from TrainingFactory.tools.history import digest
-from TrainingFactory.tools.python_files import failure, place_of
+from TrainingFactory.tools.python_files import place_of
 from TrainingFactory.tools.runtime import ToolRuntime
 from TrainingFactory.tools.tape import EpisodeKey
 from TrainingFactory.tools.texts import describe, valid_text
@@ -227,7 +227,7 @@ class EpisodeRun:
             trajectory.error = f"scoring took longer than {self.rules.timeout:g} s"
         except Exception as error:  # rewards are foreign code
             log.info("scoring task %s failed", trajectory.task.id, exc_info=True)
-            trajectory.error = f"scoring failed: {failure(error)}"
+            trajectory.error = scoring_failed(error)
 
     async def close(self) -> None:
         """Closes the environment; again does nothing."""

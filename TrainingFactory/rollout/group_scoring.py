@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 from TrainingFactory.protocols import GroupReward
 from TrainingFactory.rewards.adapt import Unscored
 from TrainingFactory.rollout.episode import EpisodeRun
-from TrainingFactory.rollout.scoring import Episode
-from TrainingFactory.tools.python_files import failure, place_of
+from TrainingFactory.rollout.scoring import Episode, scoring_failed
+from TrainingFactory.tools.python_files import place_of
 from TrainingFactory.tools.waiting import OutOfTime, SelfCancelled, within
 from TrainingFactory.types import Reward
 
@@ -63,7 +63,7 @@ class GroupRun:
         try:
             return run.episode()
         except Exception as error:  # the environment's tools are foreign code
-            run.trajectory.error = _failed(error)
+            run.trajectory.error = scoring_failed(error)
             return None
 
     async def _rewards(self, episodes: Sequence[Episode]) -> list[Reward | str]:
@@ -78,8 +78,8 @@ class GroupRun:
             return [f"scoring the group took longer than {timeout:g} s"] * len(episodes)
         except (Exception, SelfCancelled) as error:  # rewards are foreign code
             log.info("scoring the group of task %s failed", episodes[0].task.id, exc_info=True)
-            return [_failed(error)] * len(episodes)
-        return [_failed(each) if isinstance(each, Exception) else each for each in found]
+            return [scoring_failed(error)] * len(episodes)
+        return [scoring_failed(each) if isinstance(each, Exception) else each for each in found]
 
 
 async def _grouped(reward: GroupReward, episodes: Sequence[Episode]) -> list[Reward | Exception]:
@@ -90,10 +90,6 @@ async def _grouped(reward: GroupReward, episodes: Sequence[Episode]) -> list[Rew
     if len(found) != len(episodes):
         raise Unscored(f"the reward gave {len(found)} rewards for {len(episodes)} episodes")
     return found
-
-
-def _failed(error: BaseException) -> str:
-    return f"scoring failed: {failure(error)}"
 
 
 async def all_of(running: Sequence[Coroutine[Any, Any, T]]) -> list[T]:

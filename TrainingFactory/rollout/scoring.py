@@ -9,7 +9,7 @@ from TrainingFactory.envs import ToolEnvironment
 from TrainingFactory.protocols import Environment, RewardFunction
 from TrainingFactory.rewards.adapt import Unscored, called, checked
 from TrainingFactory.tools import AsyncToolExecutor
-from TrainingFactory.tools.python_files import place_of
+from TrainingFactory.tools.python_files import failure, place_of
 from TrainingFactory.types import Reward, Task, ToolCall, ToolFailure, ToolResult, Trajectory
 
 
@@ -48,3 +48,8 @@ async def score(episode: Episode, function: RewardFunction | None) -> Reward:
     except SystemExit as error:
         raise Unscored(f"the reward {name}{place_of(error)} tried to end the program") from error
     return checked(value, len(episode.trajectory.turns), str(name))
+
+
+def scoring_failed(error: BaseException) -> str:
+    """What an episode's `error` says then."""
+    return f"scoring failed: {failure(error)}"

@@ -281,7 +281,7 @@ class _Making:
         return as_reward(judge) if compares(judge) else judge
 
     def _learned(self, reward: OneReward, key: Key) -> RewardFunction | None:
-        folder = checkpoint_of(reward, dotted(key), self.config.logging.output_dir)
+        folder = reward_checkpoint(reward, dotted(key), self.config.logging.output_dir)
         if not self.load:
             return None
         from TrainingFactory.learning.reward_models import RewardScorer
@@ -340,7 +340,7 @@ def _function_options(
     return {"function": function, "timeout": timeout, "processes": processes}
 
 
-def checkpoint_of(reward: OneReward, where: str, runs_folder: str) -> Path:
+def reward_checkpoint(reward: OneReward, where: str, runs_folder: str) -> Path:
     """The checkpoint of the reward model that is named: the last one of a run, or a folder."""
     named = (*where.split("."), "model")
     wanted = "a run of training.algorithm=reward_model (its name or folder), or a checkpoint of one"
@@ -367,7 +367,7 @@ def reward_model_folder(config: TrainingConfig) -> Path | None:
     """The checkpoint of the reward model that scores alone, if one does."""
     if config.reward.type != "learned" or config.reward.parts:
         return None
-    return checkpoint_of(config.reward, "reward", config.logging.output_dir)
+    return reward_checkpoint(config.reward, "reward", config.logging.output_dir)
 
 
 def _default(key: str) -> Any:

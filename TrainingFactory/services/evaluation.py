@@ -146,7 +146,7 @@ def reward_of(run: RunFolder) -> RewardSection | None:
 
     def found(model: Any, where: str) -> str:  # the model may be named by its run, in the folder of runs
         named = reward.model_copy(update={"model": model})
-        return str(assemble_rewards.checkpoint_of(named, where, config.logging.output_dir))
+        return str(assemble_rewards.reward_checkpoint(named, where, config.logging.output_dir))
 
     if reward.type == "learned" and not reward.parts:
         return reward.model_copy(update={"model": found(reward.model, "reward")})

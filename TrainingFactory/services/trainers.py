@@ -93,7 +93,7 @@ class _Trainer:
         self.notices = [
             *notices(config),
             *unused(config, played=played, heldout=objects.heldout is not None),
-            *_about_workers(config, objects),
+            *_about_objects(config, objects),
             *_about_allocation(self._allocation_id),
         ]
 
@@ -236,7 +236,7 @@ def _rows(source: Any) -> Any:
     )
 
 
-def _about_workers(config: TrainingConfig, objects: Objects) -> list[str]:
+def _about_objects(config: TrainingConfig, objects: Objects) -> list[str]:
     here = "a reward that is a Python object runs in this process; to run it elsewhere, name it: reward.type=function"
     asked = config.optimization.distributed_reward and objects.reward is not None
     return [f"optimization.distributed_reward: {here}"] if asked else []
