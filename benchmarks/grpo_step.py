@@ -38,7 +38,7 @@ from TrainingFactory.models import chat_format, load_model
 from TrainingFactory.protocols import ChatFormat
 from TrainingFactory.rollout import AsyncRolloutEngine
 from TrainingFactory.sampling import NativeEngine
-from TrainingFactory.services.warm_start import Lessons, WarmStartPlan, demonstrate, sum_drill, teach
+from TrainingFactory.services.demo.warm_start import Lessons, WarmStartPlan, demonstrate, sum_drill, teach
 from TrainingFactory.types import SamplingParams, Task
 
 RATE = 1e-4

@@ -28,8 +28,8 @@ from typing import Any
 from benchmarks.tools import TOKENS, FixedLength
 from TrainingFactory.envs import ToolEnvironment
 from TrainingFactory.models import chat_format, load_model
-from TrainingFactory.rewards.distributed import DistributedRewardModel
 from TrainingFactory.rewards.model_judge import model_judge
+from TrainingFactory.rewards.workers.distributed import DistributedRewardModel
 from TrainingFactory.rollout import AsyncRolloutEngine
 from TrainingFactory.sampling import NativeEngine
 from TrainingFactory.types import SamplingParams, Task, Trajectory

@@ -43,7 +43,7 @@ from TrainingFactory.learning.learner import Learner
 from TrainingFactory.learning.optim import OptimizerOptions
 from TrainingFactory.learning.references import References
 from TrainingFactory.models import load_model
-from TrainingFactory.services.updating import learn
+from TrainingFactory.services.training.update import learn
 from TrainingFactory.types import Completion, Message, Reward, Task, Trajectory, Turn
 
 RATE, BATCH, WARM = 1e-4, 16, 2

@@ -42,8 +42,8 @@ from TrainingFactory.protocols import Sampler, SamplingSession
 from TrainingFactory.rollout import AsyncRolloutEngine
 from TrainingFactory.sampling import NativeEngine
 from TrainingFactory.tools import AsyncToolExecutor, MCPTools, tool
+from TrainingFactory.tools.cache.cache import ToolCache
 from TrainingFactory.tools.runtime import ToolRuntime
-from TrainingFactory.tools.tool_cache import ToolCache
 from TrainingFactory.types import Completion, Message, SamplingParams, Step, Task, ToolCall
 
 EPISODES, CALLS, TOKENS, SECONDS, ROUNDS = 64, 3, 24, 0.2, 7

@@ -45,7 +45,7 @@ from TrainingFactory.models.words import NAMES, PLACES
 from TrainingFactory.protocols import Episode
 from TrainingFactory.rollout import AsyncRolloutEngine
 from TrainingFactory.sampling import NativeEngine
-from TrainingFactory.services.warm_start import Lessons, WarmStartPlan, demonstrate, teach, word_drill
+from TrainingFactory.services.demo.warm_start import Lessons, WarmStartPlan, demonstrate, teach, word_drill
 from TrainingFactory.tools import tool
 from TrainingFactory.types import Message, Reward, SamplingParams, Task, ToolCall, Trajectory
 

@@ -15,8 +15,8 @@ from TrainingFactory.envs import SearchEnvironment
 from TrainingFactory.models import chat_format, load_model
 from TrainingFactory.rewards.process_reward import ProcessReward
 from TrainingFactory.rollout.scripted import play
-from TrainingFactory.services.credit_page import credit_page
-from TrainingFactory.services.credit_view import coloured
+from TrainingFactory.services.reports.credit_page import credit_page
+from TrainingFactory.services.reports.credit_view import coloured
 from TrainingFactory.types import Message
 
 TITLE = "Four ways to answer"

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.engine_kit import tiny
-from tests.learner_kit import (
+from tests.kits.engine import tiny
+from tests.kits.learner import (
     far,
     gradients,
     make_learner,

@@ -12,7 +12,7 @@ from pathlib import Path
 from TrainingFactory.config.problems import leaves
 from TrainingFactory.config.schema import TrainingConfig
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "TrainingFactory"
 
 # Highest first. A module may import what stands in a later row, and its own folder; never its own row.
@@ -32,7 +32,7 @@ LEVEL = {name: level for level, row in enumerate(LAYERS) for name in row}
 NO_TORCH = ["types", "protocols", "openai_form", "config", "catalog", "tools", "envs", "rewards", "rollout"]
 READS_CONFIG = ["config", "services", "cli", "web"]
 ONE_FILE_EACH = ["ray", "vllm", "mcp", "fastapi", "starlette", "uvicorn"]
-INTERPRETER = PACKAGE / "tools" / "interpreter" / "worker.py"  # runs code by trade, in a locked process
+INTERPRETER = PACKAGE / "tools" / "sandbox" / "worker.py"  # runs code by trade, in a locked process
 UNSAFE_MODULES = {"pickle", "cPickle", "dill", "shelve", "marshal"}
 
 FILES = sorted(PACKAGE.rglob("*.py"))

@@ -11,9 +11,9 @@ from rich.table import Table
 from rich.text import Text
 
 from TrainingFactory.cli import show
-from TrainingFactory.services.credit_page import LEVELS, level, overview_names, overview_row
-from TrainingFactory.services.credit_view import Credit, EpisodeCredit, GroupCredit, TurnCredit
-from TrainingFactory.services.texts import clean, reward_text
+from TrainingFactory.services.reports.credit_page import LEVELS, level, overview_names, overview_row
+from TrainingFactory.services.reports.credit_view import Credit, EpisodeCredit, GroupCredit, TurnCredit
+from TrainingFactory.services.reports.texts import clean, reward_text
 
 GREEN, RED, PALE = (64, 190, 100), (245, 95, 95), (238, 238, 238)
 

@@ -18,7 +18,7 @@ from rich.progress import Progress as Bar
 from TrainingFactory.cli import show
 
 if TYPE_CHECKING:
-    from TrainingFactory.services.report import Report
+    from TrainingFactory.services.demo.report import Report
 
 INTRO = """\
 A Qwen3 of half a million random weights learns to use tools: first from generated demonstrations, many of them
@@ -46,11 +46,11 @@ def demo(*, env: str = "search", seed: int = 0, out: Path = Path("runs/demo")) -
     out
         Folder for the report, the models and the episodes; an earlier demo in it is replaced.
     """
-    from TrainingFactory.services.demo_folder import check
+    from TrainingFactory.services.demo.folder import check
 
     check(env, seed, out)  # before the seconds that torch takes to load
     show.note(INTRO)
-    from TrainingFactory.services.demo import Demo
+    from TrainingFactory.services.demo.demo import Demo
 
     with Phases() as phases:
         report = Demo(env, seed, out, on_progress=phases.progress).run()
@@ -99,7 +99,7 @@ class Phases:
 
 
 def _show(report: Report, out: Path) -> None:
-    from TrainingFactory.services.report import ending, next_commands
+    from TrainingFactory.services.demo.report import ending, next_commands
 
     for title, episode in (("before", report.trial.before), ("after", report.trial.after)):
         show.episode(episode, f"held-out task {episode.task.id}, {title}: {ending(episode)}")

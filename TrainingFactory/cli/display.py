@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from TrainingFactory.cli import show
-from TrainingFactory.services.tracking import in_short
+from TrainingFactory.services.runs.tracking import in_short
 from TrainingFactory.types import Trajectory
 
 SPARKS = "▁▂▃▄▅▆▇█"

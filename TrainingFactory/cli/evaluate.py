@@ -17,7 +17,7 @@ from TrainingFactory.config.loading import key_value
 from TrainingFactory.config.names import full_key
 
 if TYPE_CHECKING:
-    from TrainingFactory.services.evaluation import Evaluation, EvaluationReport
+    from TrainingFactory.services.evaluation.evaluation import Evaluation, EvaluationReport
 
 INTERRUPTED = 130
 UNSCORED = 1  # there is no figure
@@ -59,7 +59,7 @@ def evaluate(
     replay
         A recording whose tool calls are served again: that of an earlier evaluation with logging.record_tools=true.
     """
-    from TrainingFactory.services.evaluation import Evaluation, model_of
+    from TrainingFactory.services.evaluation.evaluation import Evaluation, model_of
 
     flags = flags or Flags()
     if flags.model is not None:
@@ -79,7 +79,7 @@ def evaluate(
 
 def _report(config: TrainingConfig, evaluation: Evaluation, result: EvaluationReport, as_json: bool) -> int:
     """Prints what came of it; the exit status."""
-    from TrainingFactory.services.sources import most_frequent
+    from TrainingFactory.services.training.source import most_frequent
 
     if as_json:
         about = {"model": config.model.adapter or config.model.name, "environment": _environment(config)}
@@ -100,8 +100,8 @@ def _report(config: TrainingConfig, evaluation: Evaluation, result: EvaluationRe
 
 def _reward(model: str, other: bool) -> dict[str, dict[str, Any]]:
     """The reward section of the run, if the model is one of a run and no other reward is asked for."""
-    from TrainingFactory.services.evaluation import checkpoint_of, reward_of
-    from TrainingFactory.services.named_files import changed_files
+    from TrainingFactory.services.build.named_files import changed_files
+    from TrainingFactory.services.evaluation.evaluation import checkpoint_of, reward_of
 
     if (found := checkpoint_of(model)) is None:
         return {}

@@ -17,7 +17,7 @@ from TrainingFactory.cli import show
 from TrainingFactory.cli.tools import progress
 
 if TYPE_CHECKING:
-    from TrainingFactory.rewards.judge_client import JudgeClient
+    from TrainingFactory.rewards.judge.client import JudgeClient
 
 T = TypeVar("T")
 Count = Annotated[int, Parameter(validator=validators.Number(gte=1))]
@@ -61,10 +61,10 @@ def audit_judge(
     """
     # Imported here, so that help and a wrong flag do not wait for it.
     from TrainingFactory.rewards.model_judge import ModelJudge, model_judge
-    from TrainingFactory.services.judge_audit import audit, load_gold, plan
-    from TrainingFactory.services.judge_page import audit_page, audit_rows
-    from TrainingFactory.services.judge_report import verdict_of
-    from TrainingFactory.tools.making import call_with
+    from TrainingFactory.services.judge_audit.audit import audit, load_gold, plan
+    from TrainingFactory.services.judge_audit.page import audit_page, audit_rows
+    from TrainingFactory.services.judge_audit.report import verdict_of
+    from TrainingFactory.tools.builtin.making import call_with
 
     settings = _settings(judge, options)
     made = call_with(model_judge, settings, "the judge")

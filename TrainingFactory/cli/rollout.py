@@ -88,7 +88,7 @@ def rollout(
         A recording whose tool calls are served again: a run, or a file of episodes that was made with
         logging.record_tools=true.
     """
-    from TrainingFactory.services.named_files import read_config
+    from TrainingFactory.services.build.named_files import read_config
 
     given = [*overrides, *(flags or Flags()).overrides()]
     path = None
@@ -107,7 +107,7 @@ def run(
 ) -> int:
     """Runs what the config says and prints what came of it; the exit status."""
     # Imported here, so that help and a wrong config do not wait for it.
-    from TrainingFactory.services.rollouts import Rollouts
+    from TrainingFactory.services.evaluation.rollouts import Rollouts
 
     for text in notices(config):
         show.note(f"note: {text}")

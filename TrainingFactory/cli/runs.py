@@ -12,7 +12,7 @@ from cyclopts import App, Parameter, validators
 from TrainingFactory.cli import show
 
 if TYPE_CHECKING:
-    from TrainingFactory.services.runs import RunFolder
+    from TrainingFactory.services.runs.folder import RunFolder
 
 runs = App(name="runs", help="List, show, compare and resume training runs.")
 Where = Annotated[str, Parameter(name="--runs")]
@@ -55,7 +55,7 @@ def list_(*, where: Where = "runs") -> None:
     where
         The folder of runs.
     """
-    from TrainingFactory.services.runs import list_runs
+    from TrainingFactory.services.runs.folder import list_runs
 
     found = list_runs(where)
     if not found:
@@ -81,7 +81,7 @@ def show_(name: str, *, where: Where = "runs") -> None:
         The folder of runs.
     """
     from TrainingFactory.cli.display import curve, duration
-    from TrainingFactory.services.runs import RunFolder
+    from TrainingFactory.services.runs.folder import RunFolder
 
     run = RunFolder.find(name, where)
     status, about, config = run.status, run.about, run.config
@@ -123,7 +123,7 @@ def compare(*names: str, where: Where = "runs") -> None:
     where
         The folder of runs.
     """
-    from TrainingFactory.services.runs import RunFolder
+    from TrainingFactory.services.runs.folder import RunFolder
 
     if len(names) < 2:
         raise ValueError("name two runs or more to compare")
@@ -184,9 +184,9 @@ def episodes(
         The folder of runs.
     """
     from TrainingFactory.cli import credit as printing
-    from TrainingFactory.services.credit_page import credit_page
-    from TrainingFactory.services.run_credit import choose, credit_title, run_credit
-    from TrainingFactory.services.runs import RunFolder
+    from TrainingFactory.services.reports.credit_page import credit_page
+    from TrainingFactory.services.reports.run_credit import choose, credit_title, run_credit
+    from TrainingFactory.services.runs.folder import RunFolder
 
     run = RunFolder.find(name, where)
     step, credit = run_credit(run, step, task)
@@ -219,8 +219,8 @@ def resume(name: str, *, where: Where = "runs") -> int:
     """
     from TrainingFactory.cli.display import make_display
     from TrainingFactory.cli.train import follow
-    from TrainingFactory.services.runs import RunFolder
-    from TrainingFactory.services.training import resume as resume_run
+    from TrainingFactory.services.runs.folder import RunFolder
+    from TrainingFactory.services.training.loop import resume as resume_run
 
     if RunFolder.find(name, where).status.status == "finished":
         show.note(f"run {name} is finished; nothing to do")

@@ -48,8 +48,8 @@ def serve(
         Environment variable with a key that clients must send as `authorization: Bearer KEY`.
     """
     # Imported here: starlette, uvicorn, torch and transformers take seconds, and help should not wait for them.
-    from TrainingFactory.services import serving_http
-    from TrainingFactory.services.serving import make_server, served_sections
+    from TrainingFactory.services.serving import http as serving_http
+    from TrainingFactory.services.serving.server import make_server, served_sections
 
     sections = served_sections(model)
     given = [key_value(f"{s}.{key}", value) for s, keys in sections.items() for key, value in keys.items()]

@@ -13,7 +13,7 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from TrainingFactory.services.texts import clean, reward_text
+from TrainingFactory.services.reports.texts import clean, reward_text
 from TrainingFactory.types import Message, ToolResult, ToolSpec, Trajectory, Turn
 
 MAX_CHARS = 1500  # of one text; the saved file has it whole

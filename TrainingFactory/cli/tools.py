@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from TrainingFactory.cli import show
-from TrainingFactory.services.texts import clean
+from TrainingFactory.services.reports.texts import clean
 from TrainingFactory.types import ToolCall, ToolFailure, ToolResult, ToolSpec
 
 TOOL_FAILED = 1
@@ -216,7 +216,7 @@ def progress(text: str, total: int, thing: str = "call") -> Iterator[Callable[[]
 
 def _load(config: Path) -> Any:
     # Imported here, so that help and a wrong flag do not wait for it.
-    from TrainingFactory.tools.mcp_tools import MCPTools
+    from TrainingFactory.tools.mcp.source import MCPTools
 
     return MCPTools.load_from_config(config)
 
@@ -233,7 +233,7 @@ def _list_builtin(as_json: bool) -> None:
 
 
 def _spec(specs: list[ToolSpec], name: str, config: Path) -> ToolSpec:
-    from TrainingFactory.tools.mcp_settings import nearest
+    from TrainingFactory.tools.mcp.settings import nearest
 
     by_name = {spec.name: spec for spec in specs}
     if name not in by_name:

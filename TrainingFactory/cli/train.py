@@ -10,7 +10,7 @@ from TrainingFactory.config.not_yet import unused
 
 if TYPE_CHECKING:
     from TrainingFactory.cli.display import Lines
-    from TrainingFactory.services.training import Training
+    from TrainingFactory.services.training.loop import Training
 
 INTERRUPTED = 130
 
@@ -36,12 +36,12 @@ def train(config: str, /, *overrides: str, name: str | None = None, replay: str 
     replay
         A run whose recorded tool calls are served again, with no tool called and no server started.
     """
-    from TrainingFactory.services.named_files import read_config
+    from TrainingFactory.services.build.named_files import read_config
 
     options = read_config(config, overrides)
     # Imported here, so that help and a wrong config do not wait for it.
     from TrainingFactory.cli.display import make_display
-    from TrainingFactory.services.training import Training
+    from TrainingFactory.services.training.loop import Training
 
     for text in [*notices(options), *unused(options)]:
         show.note(f"note: {text}")

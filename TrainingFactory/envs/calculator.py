@@ -8,8 +8,8 @@ from itertools import count as endlessly
 
 from TrainingFactory.envs.base import ToolEnvironment
 from TrainingFactory.envs.splits import belongs
-from TrainingFactory.tools.calculator import calculate
-from TrainingFactory.tools.calculator import calculator as calculator_tool
+from TrainingFactory.tools.builtin.calculator import calculate
+from TrainingFactory.tools.builtin.calculator import calculator as calculator_tool
 from TrainingFactory.types import Message, Task, ToolCall
 
 

@@ -28,8 +28,8 @@ from TrainingFactory.envs.splits import belongs
 from TrainingFactory.envs.text2sql_data import DOMAINS, QUESTIONS, script_of, values_of
 from TrainingFactory.protocols import Episode
 from TrainingFactory.tools import tool
-from TrainingFactory.tools.sql import SqlSession, SqlTool
-from TrainingFactory.tools.sql_rows import same_result
+from TrainingFactory.tools.builtin.sql import SqlSession, SqlTool
+from TrainingFactory.tools.builtin.sql_rows import same_result
 from TrainingFactory.tools.threads import in_thread
 from TrainingFactory.types import Message, Reward, Task, ToolCall, ToolResult
 

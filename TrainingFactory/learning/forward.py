@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from TrainingFactory.data.packing import Pack, pack
-from TrainingFactory.learning.tree import ATTENTION, plan_tree
+from TrainingFactory.learning.tree.attention import ATTENTION, plan_tree
 from TrainingFactory.types import Sample
 
 Head = Callable[[torch.Tensor], torch.Tensor]  # [C, D] -> [C, V]

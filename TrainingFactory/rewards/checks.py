@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-from TrainingFactory.tools.making import OptionError, Wrong
+from TrainingFactory.tools.builtin.making import OptionError, Wrong
 
 
 def check_choice(name: str, value: Any, choices: Iterable[str]) -> None:

@@ -17,12 +17,12 @@ from typing import Any
 
 from TrainingFactory.protocols import Episode
 from TrainingFactory.rewards.checks import check_choice
-from TrainingFactory.rewards.judge_base import Judge, Judgement
-from TrainingFactory.rewards.judge_checks import check_over_zero, check_request, check_section
-from TrainingFactory.rewards.judge_client import Budget, JudgeClient
-from TrainingFactory.rewards.judge_endpoints import AnthropicEndpoint, JudgeModel, OpenAIEndpoint
-from TrainingFactory.rewards.judge_groups import PairJudge, RankingJudge
-from TrainingFactory.rewards.judge_prompts import (
+from TrainingFactory.rewards.judge.base import Judge, Judgement
+from TrainingFactory.rewards.judge.checks import check_over_zero, check_request, check_section
+from TrainingFactory.rewards.judge.client import Budget, JudgeClient
+from TrainingFactory.rewards.judge.endpoints import AnthropicEndpoint, JudgeModel, OpenAIEndpoint
+from TrainingFactory.rewards.judge.groups import PairJudge, RankingJudge
+from TrainingFactory.rewards.judge.prompts import (
     GROUP,
     PAIR,
     RUBRIC,
@@ -31,10 +31,10 @@ from TrainingFactory.rewards.judge_prompts import (
     answer_text,
     trajectory_text,
 )
-from TrainingFactory.rewards.judge_verdicts import JsonVerdict, Score, Verdict, YesNo
-from TrainingFactory.tools.making import call_with
-from TrainingFactory.tools.model_tools import BY_HOST
-from TrainingFactory.tools.tool_cache import ToolCache
+from TrainingFactory.rewards.judge.verdicts import JsonVerdict, Score, Verdict, YesNo
+from TrainingFactory.tools.builtin.making import call_with
+from TrainingFactory.tools.builtin.model_tools import BY_HOST
+from TrainingFactory.tools.cache.cache import ToolCache
 from TrainingFactory.types import Reward, Trajectory
 
 APIS = {"openai": OpenAIEndpoint, "anthropic": AnthropicEndpoint}

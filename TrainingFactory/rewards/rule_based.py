@@ -7,10 +7,11 @@ from typing import Any
 
 from TrainingFactory.protocols import RewardFunction
 from TrainingFactory.rewards.checks import check_choice
-from TrainingFactory.rewards.rules_base import OnlyIf
-from TrainingFactory.rewards.rules_form import Format, JsonMatch, Length, Pattern, SchemaMatch
-from TrainingFactory.rewards.rules_sql import SqlResult
-from TrainingFactory.rewards.rules_text import (
+from TrainingFactory.rewards.rules.base import OnlyIf
+from TrainingFactory.rewards.rules.code import CodeTests
+from TrainingFactory.rewards.rules.form import Format, JsonMatch, Length, Pattern, SchemaMatch
+from TrainingFactory.rewards.rules.sql import SqlResult
+from TrainingFactory.rewards.rules.text import (
     F1,
     Auto,
     Choice,
@@ -21,8 +22,7 @@ from TrainingFactory.rewards.rules_text import (
     Normalised,
     Numeric,
 )
-from TrainingFactory.rewards.rules_tools import CodeTests
-from TrainingFactory.tools.making import OptionError, call_with
+from TrainingFactory.tools.builtin.making import OptionError, call_with
 
 RULES: dict[str, Any] = {
     kind.rule: kind

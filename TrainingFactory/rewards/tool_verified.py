@@ -17,17 +17,17 @@ from fractions import Fraction
 from typing import Any, ClassVar
 
 from TrainingFactory.protocols import Episode, RewardFunction
-from TrainingFactory.rewards.answers import references
 from TrainingFactory.rewards.checks import check_choice, check_flag, check_text
-from TrainingFactory.rewards.notation import plain
-from TrainingFactory.rewards.numbers import Number
-from TrainingFactory.rewards.rules_base import paid
-from TrainingFactory.rewards.rules_sql import SqlExecution
-from TrainingFactory.rewards.rules_text import Numeric
-from TrainingFactory.rewards.rules_tools import CodeTests, ToolRule, through, value_after
-from TrainingFactory.tools.calculator import calculate, tokens
-from TrainingFactory.tools.making import call_with
-from TrainingFactory.tools.sql_rows import Ask
+from TrainingFactory.rewards.rules.answers import references
+from TrainingFactory.rewards.rules.base import paid
+from TrainingFactory.rewards.rules.code import CodeTests, ToolRule, through, value_after
+from TrainingFactory.rewards.rules.notation import plain
+from TrainingFactory.rewards.rules.numbers import Number
+from TrainingFactory.rewards.rules.sql import SqlExecution
+from TrainingFactory.rewards.rules.text import Numeric
+from TrainingFactory.tools.builtin.calculator import calculate, tokens
+from TrainingFactory.tools.builtin.making import call_with
+from TrainingFactory.tools.builtin.sql_rows import Ask
 from TrainingFactory.types import Reward, Task
 
 

@@ -13,8 +13,8 @@ from TrainingFactory.rewards.adapt import group_reward
 from TrainingFactory.rollout.episode import EpisodeRules, EpisodeRun
 from TrainingFactory.rollout.group_scoring import GroupRun, all_of
 from TrainingFactory.rollout.seeds import turn_seed
+from TrainingFactory.tools.recording import EpisodeKey
 from TrainingFactory.tools.runtime import ToolRuntime
-from TrainingFactory.tools.tape import EpisodeKey
 from TrainingFactory.types import SamplingParams, Task, Trajectory
 
 

@@ -11,8 +11,8 @@ from typing import Any
 from TrainingFactory.protocols import AnyReward, ChatFormat, Environment
 from TrainingFactory.rewards.adapt import group_reward
 from TrainingFactory.rollout.episode import EpisodeRules, EpisodeRun
+from TrainingFactory.tools.recording import EpisodeKey
 from TrainingFactory.tools.runtime import ToolRuntime
-from TrainingFactory.tools.tape import EpisodeKey
 from TrainingFactory.types import Completion, Message, SamplingParams, Trajectory
 
 

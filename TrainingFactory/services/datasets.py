@@ -12,8 +12,8 @@ from typing import Any, get_args
 
 from TrainingFactory.data.datasets import read_rows
 from TrainingFactory.data.examples import Examples, Form, load_examples
-from TrainingFactory.services.gathering import arguments_fit
-from TrainingFactory.services.runs import TRAJECTORIES, RunFolder, is_run
+from TrainingFactory.services.runs.folder import TRAJECTORIES, RunFolder, is_run
+from TrainingFactory.services.training.dataset import arguments_fit
 
 
 @dataclass(slots=True)

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from TrainingFactory.models.names import BUILTIN, resolve
-from TrainingFactory.services.evaluation import checkpoint_of
-from TrainingFactory.services.runs import RunFolder
+from TrainingFactory.services.evaluation.evaluation import checkpoint_of
+from TrainingFactory.services.runs.folder import RunFolder
 
 Kind = Literal["model", "adapter", "merged"]
 DTYPES = ("float32", "bfloat16", "float16")

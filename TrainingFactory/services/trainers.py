@@ -12,15 +12,15 @@ from TrainingFactory.config.not_yet import SAMPLED, unused
 from TrainingFactory.config.section import Section
 from TrainingFactory.protocols import AnyReward
 from TrainingFactory.rewards.adapt import as_reward
-from TrainingFactory.services.assemble_rewards import check_group
+from TrainingFactory.services.build.rewards import check_group
+from TrainingFactory.services.build.tool_sets import listed
 from TrainingFactory.services.export import Exported, export
-from TrainingFactory.services.gathering import Objects, read_examples, read_heldout
-from TrainingFactory.services.runs import RunFolder
-from TrainingFactory.services.tool_sets import listed
-from TrainingFactory.services.tracking import PlainLines, Watcher
-from TrainingFactory.services.training import Training, TrainingReport
+from TrainingFactory.services.runs.folder import RunFolder
+from TrainingFactory.services.runs.tracking import PlainLines, Watcher
+from TrainingFactory.services.training.dataset import Objects, read_examples, read_heldout
+from TrainingFactory.services.training.loop import Training, TrainingReport
 from TrainingFactory.tools.adapt import as_tool
-from TrainingFactory.tools.tool_cache import ToolCache
+from TrainingFactory.tools.cache.cache import ToolCache
 from TrainingFactory.types import Task
 
 

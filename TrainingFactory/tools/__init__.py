@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from TrainingFactory.tools.adapt import as_tool
+from TrainingFactory.tools.cache.cache import ToolCache
 from TrainingFactory.tools.decorator import FunctionTool, tool
 from TrainingFactory.tools.executor import AsyncToolExecutor
 from TrainingFactory.tools.options import ToolOptions
 from TrainingFactory.tools.runtime import ToolRuntime
-from TrainingFactory.tools.tool_cache import ToolCache
 
 if TYPE_CHECKING:
-    from TrainingFactory.tools.mcp_tools import MCPTools
+    from TrainingFactory.tools.mcp.source import MCPTools
 
 __all__ = [
     "AsyncToolExecutor",
@@ -29,6 +29,6 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name != "MCPTools":  # imported when it is used: most tools need no server
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from TrainingFactory.tools.mcp_tools import MCPTools
+    from TrainingFactory.tools.mcp.source import MCPTools
 
     return MCPTools

@@ -3,12 +3,12 @@
 
 from __future__ import annotations
 
-from TrainingFactory.tools.calculator import calculate, calculator
+from TrainingFactory.tools.builtin.calculator import calculate, calculator
+from TrainingFactory.tools.builtin.model_tools import AgentTool, ModelTool
+from TrainingFactory.tools.builtin.search import SearchTool
+from TrainingFactory.tools.builtin.sql import SqlTool
 from TrainingFactory.tools.decorator import FunctionTool
-from TrainingFactory.tools.interpreter import PythonTool
-from TrainingFactory.tools.model_tools import AgentTool, ModelTool
-from TrainingFactory.tools.search import SearchTool
-from TrainingFactory.tools.sql import SqlTool
+from TrainingFactory.tools.sandbox import PythonTool
 
 __all__ = ["AgentTool", "ModelTool", "PythonTool", "SearchTool", "SqlTool", "calculate", "calculator"]
 

@@ -18,8 +18,8 @@ from jsonschema.protocols import Validator
 
 from TrainingFactory.protocols import Tool, ToolSession, ToolSource
 from TrainingFactory.tools.adapt import as_tool
+from TrainingFactory.tools.cache.history import Group, Skipped, call_name, digest
 from TrainingFactory.tools.decorator import FunctionTool
-from TrainingFactory.tools.history import Group, Skipped, call_name, digest
 from TrainingFactory.tools.options import ToolOptions
 from TrainingFactory.tools.runtime import BrokenOff, Outcome, Place, ResultCache, Tape, ToolRuntime
 from TrainingFactory.tools.schema import schema_problems, validator_of

@@ -1,0 +1,210 @@
+"""Requests to a judge: so many at a time, tried again where that may help, kept, counted, and paid for."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+from TrainingFactory.rewards.checks import check_number
+from TrainingFactory.rewards.judge.checks import check_over_zero, check_whole, open_cache
+from TrainingFactory.rewards.judge.endpoints import BudgetSpent, JudgeFailure, JudgeModel, Reply
+from TrainingFactory.tools.builtin.model_tools import ModelError
+from TrainingFactory.tools.cache.cache import ToolCache
+from TrainingFactory.tools.cache.history import digest
+from TrainingFactory.tools.limits import Limits
+from TrainingFactory.types import Message, ToolResult
+
+T = TypeVar("T")
+Messages = Callable[[], Sequence[Message]]
+LONGEST_PAUSE = 30.0
+LONGEST_WAIT = 120.0  # where an endpoint says itself how long
+FAULTS = {
+    "refused": "the judge refused to answer",
+    "cut": "the judge's answer was cut off; give it more max_tokens",
+}
+FLIGHT_SECONDS = 3600.0  # an equal request that is under way is waited for so long; its own limits come first
+_chance = random.Random()  # spreads attempts over time; it changes no result
+
+
+@dataclass(slots=True, frozen=True)
+class Budget:
+    """What a judge may spend in one process, so that a run that is resumed has it again; None: without limit. Prices
+    are for a million tokens. Requests that are under way when it is reached are finished, so it may be overstepped by
+    as many as run at a time."""
+
+    max_cost: float | None = None
+    max_tokens: float | None = None
+    max_requests: float | None = None
+    input_price: float = 0.0
+    output_price: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("max_cost", "max_tokens", "max_requests"):
+            if getattr(self, name) is not None:
+                check_number(f"budget.{name}", getattr(self, name))
+        for name in ("input_price", "output_price"):
+            check_number(f"budget.{name}", getattr(self, name))
+        if self.max_cost is not None and not self.input_price + self.output_price:
+            raise ValueError(
+                "budget.max_cost needs the prices: set budget.input_price and budget.output_price"
+            )
+
+    def cost(self, reply: Reply) -> float:
+        return (reply.input_tokens * self.input_price + reply.output_tokens * self.output_price) / 1e6
+
+
+@dataclass(slots=True)
+class Usage:
+    """What was spent so far. `failures` counts the kinds of what gave no verdict."""
+
+    requests: int = 0  # that were sent
+    retries: int = 0
+    cached: int = 0  # answered without a request
+    input_tokens: int = 0
+    output_tokens: int = 0
+    estimated: int = 0  # replies whose tokens the endpoint did not count
+    cost: float = 0.0
+    cached_tokens: int = 0  # what the cached ones took when they were asked for
+    cached_cost: float = 0.0
+    failures: Counter[str] = field(default_factory=Counter[str])
+
+    def figures(self) -> dict[str, float]:
+        """For the log."""
+        names = ("requests", "retries", "cached", "input_tokens", "output_tokens", "estimated", "cost")
+        found = {f"judge/{name}": float(getattr(self, name)) for name in names}
+        return found | {f"judge/failed_{kind}": float(count) for kind, count in self.failures.items()}
+
+
+class JudgeClient:
+    """`concurrency` requests at a time, at most `rate` a second. Where the endpoint is busy, fails or does not answer
+    in time, a request is made again up to `retries` times, after `pause` seconds and then twice as many each time, or
+    when the endpoint's Retry-After says, which is waited for two minutes at most.
+
+    `cache`: an SQLite file for the replies (or `redis://...`, or a `ToolCache`), known by the endpoint, the model, its
+    parameters, the prompt and the number of the sample. Only replies that could be read are kept."""
+
+    def __init__(
+        self,
+        model: JudgeModel,
+        *,
+        concurrency: int | None = 8,
+        rate: float | None = None,
+        retries: int = 3,
+        pause: float = 0.5,
+        cache: ToolCache | str | Path | None = None,
+        budget: Budget | None = None,
+    ) -> None:
+        if concurrency is not None:
+            check_whole("concurrency", concurrency, 1)
+        if rate is not None:
+            check_over_zero("rate", rate)
+        check_whole("retries", retries, 0)
+        check_number("pause", pause)
+        self.model, self.retries, self.pause = model, retries, pause
+        self.budget, self.usage = budget or Budget(), Usage()
+        self.spent = [self.usage]  # what the budget is for: also that of other clients, where they share it
+        self._limits = Limits(concurrency, rate)
+        self.cache: ToolCache | None = None
+        self._own_cache = False
+        self.keep_in(cache)
+
+    def keep_in(self, cache: ToolCache | str | Path | None) -> None:
+        self._own_cache = cache is not None and not isinstance(cache, ToolCache)
+        self.cache = open_cache(cache)
+
+    async def ask(
+        self, name: Sequence[str], messages: Messages, number: int, read: Callable[[str], T]
+    ) -> tuple[T, Reply]:
+        """What `read` makes of the reply, and the reply. `name` is what the prompt is known by in the cache, which
+        the messages are not: their fences differ every time. Raises JudgeFailure."""
+        try:
+            return await self._asked(name, messages, number, read)
+        except JudgeFailure as failure:
+            self.usage.failures[failure.kind] += 1
+            raise
+
+    async def _asked(
+        self, name: Sequence[str], messages: Messages, number: int, read: Callable[[str], T]
+    ) -> tuple[T, Reply]:
+        if self.cache is None:
+            reply = await self._request(messages(), number)
+            return read(reply.text), reply
+
+        async def run() -> ToolResult:
+            reply = await self._request(messages(), number)
+            read(reply.text)  # what it refuses is not kept
+            kept = {"text": reply.text, "tokens": [reply.input_tokens, reply.output_tokens]}
+            return ToolResult(json.dumps(kept))
+
+        key = digest("judge", self.model.identity, f"{number}", *name)
+        result = await self.cache.through(key, run, time.monotonic() + FLIGHT_SECONDS)
+        kept = json.loads(result.content)
+        reply = Reply(kept["text"], *kept["tokens"])
+        if result.cached:
+            self.usage.cached += 1
+            self.usage.cached_tokens += reply.input_tokens + reply.output_tokens
+            self.usage.cached_cost += self.budget.cost(reply)
+        return read(reply.text), reply
+
+    async def _request(self, messages: Sequence[Message], number: int) -> Reply:
+        attempt = 0
+        while True:
+            try:
+                return await self._attempt(messages, number)
+            except ModelError as error:
+                if not error.temporary:
+                    raise JudgeFailure(str(error), "error") from error
+                if attempt >= self.retries:
+                    tried = f" ({attempt + 1} attempts)" if attempt else ""
+                    raise JudgeFailure(f"{error}{tried}", "unavailable") from error
+                wait = min(error.wait or 0.0, LONGEST_WAIT)
+            pause = max(min(self.pause * 2**attempt, LONGEST_PAUSE) * _chance.uniform(0.5, 1), wait)
+            attempt += 1
+            self.usage.retries += 1
+            await asyncio.sleep(pause)
+
+    async def _attempt(self, messages: Sequence[Message], number: int) -> Reply:
+        await self._limits.acquire()
+        try:
+            self._check_budget()
+            self.usage.requests += 1
+            reply = await self.model.ask(messages, number)
+        finally:
+            self._limits.release()
+        usage = self.usage
+        usage.input_tokens += reply.input_tokens
+        usage.output_tokens += reply.output_tokens
+        usage.estimated += reply.estimated
+        usage.cost += self.budget.cost(reply)
+        if reply.fault is not None:
+            raise JudgeFailure(FAULTS[reply.fault], reply.fault)
+        return reply
+
+    def _check_budget(self) -> None:
+        budget = self.budget
+        for name, spent, limit in (
+            ("max_cost", sum(each.cost for each in self.spent), budget.max_cost),
+            (
+                "max_tokens",
+                sum(each.input_tokens + each.output_tokens for each in self.spent),
+                budget.max_tokens,
+            ),
+            ("max_requests", sum(each.requests for each in self.spent), budget.max_requests),
+        ):
+            if limit is not None and spent >= limit:
+                raise BudgetSpent(
+                    f"the judge's budget is spent: budget.{name} is {limit:g}, used are {spent:g} since this process "
+                    "started; raise it, or go on in another process, which has as much again"
+                )
+
+    def close(self) -> None:
+        """Writes what the cache still has to write. A cache that was handed in stays open."""
+        if self.cache is not None and self._own_cache:
+            self.cache.close()

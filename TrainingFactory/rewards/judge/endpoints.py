@@ -1,0 +1,178 @@
+"""Models that judge: behind an OpenAI-compatible or an Anthropic-style endpoint, or sampled in this process."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, runtime_checkable
+from urllib.parse import urlsplit
+
+from TrainingFactory.protocols import ChatFormat, Sampler
+from TrainingFactory.tools.builtin.model_tools import Endpoint, ModelError, first_message
+from TrainingFactory.tools.cache.history import digest
+from TrainingFactory.types import Message, SamplingParams
+
+CHARS_PER_TOKEN = 4  # where an endpoint does not say what it has counted
+DEFAULT_MAX_TOKENS = 1024  # Anthropic's endpoint wants to be told
+ANTHROPIC_VERSION = "2023-06-01"
+CHECK_SECONDS = 2.0
+Kind = Literal["unavailable", "refused", "cut", "unreadable", "out_of_range", "budget", "error"]
+
+
+class JudgeFailure(Exception):
+    """There is no verdict, so what was to be judged cannot be scored. Never a zero."""
+
+    def __init__(self, text: str, kind: Kind) -> None:
+        super().__init__(text)
+        self.kind: Kind = kind
+
+
+class BudgetSpent(JudgeFailure):
+    """What the judge may spend is spent. What is in the cache is still answered."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text, "budget")
+
+
+@dataclass(slots=True, frozen=True)
+class Reply:
+    """What a judge wrote, and the tokens that it took; `estimated` where the endpoint did not count them. `fault`: it
+    was paid for, but is no verdict."""
+
+    text: str
+    input_tokens: int
+    output_tokens: int
+    estimated: bool = False
+    fault: Kind | None = None
+
+
+@runtime_checkable
+class JudgeModel(Protocol):
+    @property
+    def identity(self) -> str:
+        """What a cached reply belongs to: the endpoint, the model and all parameters."""
+        ...
+
+    async def ask(self, messages: Sequence[Message], number: int) -> Reply:
+        """`number` tells several samples of one prompt apart. ModelError where no answer came."""
+        ...
+
+    async def check(self) -> None:
+        """Raises where the model is out of reach; costs nothing."""
+        ...
+
+
+class OpenAIEndpoint(Endpoint):
+    """Any `/chat/completions`: vLLM, SGLang, hosted models. `options` go into the request (temperature, ...)."""
+
+    @property
+    def identity(self) -> str:
+        return digest(self.url, self.model, json.dumps(self.options, sort_keys=True, default=str))
+
+    async def ask(self, messages: Sequence[Message], number: int) -> Reply:
+        body = self.body(messages)
+        if isinstance(body.get("seed"), int):  # or all samples of a prompt would be the same
+            body["seed"] += number
+        return self.read(await self.exchange(body), lambda answer: self.reply(answer, messages))
+
+    async def check(self) -> None:
+        await reachable(self.url)
+
+    def body(self, messages: Sequence[Message]) -> dict[str, Any]:
+        listed = [{"role": message.role, "content": message.content} for message in messages]
+        return {"model": self.model, "messages": listed} | self.options
+
+    def reply(self, answer: Any, messages: Sequence[Message]) -> Reply:
+        [choice, *_] = answer["choices"]
+        fault = fault_of(choice.get("finish_reason"), "content_filter", "length")
+        if choice["message"].get("refusal"):
+            fault = "refused"
+        usage = answer.get("usage") or {}
+        text = first_message(answer).content
+        return counted(text, messages, usage.get("prompt_tokens"), usage.get("completion_tokens"), fault)
+
+
+class AnthropicEndpoint(OpenAIEndpoint):
+    """Anthropic's `/messages`, such as `https://api.anthropic.com/v1`."""
+
+    PATH = "/messages"
+
+    def headers(self, key: str | None) -> dict[str, str]:
+        return {"anthropic-version": ANTHROPIC_VERSION} | ({"x-api-key": key} if key else {})
+
+    def body(self, messages: Sequence[Message]) -> dict[str, Any]:
+        said = [each for each in messages if each.role != "system"]
+        system = "\n\n".join(each.content for each in messages if each.role == "system")
+        return {
+            "model": self.model,
+            "max_tokens": DEFAULT_MAX_TOKENS,
+            "system": system,
+            "messages": [{"role": each.role, "content": each.content} for each in said],
+        } | self.options
+
+    def reply(self, answer: Any, messages: Sequence[Message]) -> Reply:
+        fault = fault_of(answer.get("stop_reason"), "refusal", "max_tokens")
+        text = "".join(part["text"] for part in answer["content"] if part["type"] == "text")
+        usage = answer.get("usage") or {}
+        return counted(text, messages, usage.get("input_tokens"), usage.get("output_tokens"), fault)
+
+
+class SampledJudge:
+    """Weights in this process: any sampler, with the chat format of its model. `name` stands for the weights in the
+    cache: give another one to other weights."""
+
+    def __init__(self, sampler: Sampler, chat: ChatFormat, params: SamplingParams, name: str) -> None:
+        self.sampler, self.chat, self.name = sampler, chat, name
+        self.params = dataclasses.replace(params, stop_ids=params.stop_ids or chat.stop_ids)
+
+    @property
+    def identity(self) -> str:
+        return digest(self.name, repr(self.params), f"{self.sampler.policy_version}")
+
+    async def ask(self, messages: Sequence[Message], number: int) -> Reply:
+        prompt = self.chat.render(messages)
+        room = self.sampler.max_length - len(prompt)
+        if room < 1:
+            text = f"the judge's prompt has {len(prompt)} tokens, its model takes {self.sampler.max_length}"
+            raise JudgeFailure(text, "error")
+        params = dataclasses.replace(
+            self.params, seed=self.params.seed + number, max_tokens=min(room, self.params.max_tokens)
+        )
+        completion = await self.sampler.sample(prompt, params)
+        text = self.chat.parse(completion.token_ids).content
+        fault = fault_of(completion.finish, "", "length")
+        return Reply(text, len(prompt), len(completion.token_ids), fault=fault)
+
+    async def check(self) -> None:
+        """It is here."""
+
+
+def fault_of(finish: Any, refused: str, cut: str) -> Kind | None:
+    """A verdict that was cut off may read as another: `10` as `1`."""
+    return "refused" if finish == refused else "cut" if finish == cut else None
+
+
+def counted(
+    text: str, messages: Sequence[Message], given: Any, written: Any, fault: Kind | None = None
+) -> Reply:
+    if isinstance(given, int) and isinstance(written, int) and min(given, written) >= 0:
+        return Reply(text, given, written, fault=fault)
+    asked = sum(len(message.content) for message in messages)
+    tokens = asked // CHARS_PER_TOKEN + 1, len(text) // CHARS_PER_TOKEN + 1
+    return Reply(text, *tokens, estimated=True, fault=fault)
+
+
+async def reachable(url: str) -> None:
+    """Raises ModelError where nobody listens."""
+    parts = urlsplit(url)
+    port = parts.port or (443 if parts.scheme == "https" else 80)
+    try:
+        async with asyncio.timeout(CHECK_SECONDS):
+            _, writer = await asyncio.open_connection(parts.hostname, port)
+    except (OSError, TimeoutError) as error:
+        what = type(error).__name__
+        raise ModelError(f"{parts.netloc} could not be reached ({what})", temporary=True) from None
+    writer.close()

@@ -1,0 +1,279 @@
+"""What a judge has to write, and how it is read. What cannot be read for certain raises JudgeFailure."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import string
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import mean, median
+from typing import Any, ClassVar, Protocol
+
+from jsonschema.exceptions import SchemaError
+
+from TrainingFactory.rewards.checks import check_choice, check_number, check_text
+from TrainingFactory.rewards.judge.checks import check_section, check_whole
+from TrainingFactory.rewards.judge.endpoints import JudgeFailure
+from TrainingFactory.rewards.rules.answers import without_reasoning
+from TrainingFactory.rewards.rules.form import strict_json
+from TrainingFactory.tools.schema import unknown_reference, validator_of
+
+VOTES = ("mean", "majority", "median")
+MAX_CANDIDATES = len(string.ascii_uppercase)
+NUMBER = r"[+-]?(?:\d+(?:\.\d*)?|\.\d+)(?:e[+-]?\d+)?|[+-]?nan|[+-]?inf(?:inity)?"
+SCORE = re.compile(rf"({NUMBER})(?: ?/ ?(\d+(?:\.\d+)?))?")
+MARKUP = " \t*_`"  # of emphasis and code, around a verdict
+FENCE = "```"
+LARGE = 1e300  # a whole number beyond it may be too large for a float
+
+
+class Verdict(Protocol):
+    """The verdict on one text, as a number from 0 (bad) to 1 (good)."""
+
+    @property
+    def instruction(self) -> str: ...
+    def read(self, text: str) -> float: ...
+
+
+@dataclass(slots=True, frozen=True)
+class Score:
+    """A number from `low` to `high`, mapped to 0 to 1."""
+
+    low: float = 0.0
+    high: float = 10.0
+
+    def __post_init__(self) -> None:
+        for name in ("low", "high"):
+            check_number(name, getattr(self, name), low=-math.inf)
+        if self.low >= self.high:
+            raise ValueError(f"low is {self.low:g} and high {self.high:g}; low must be below high")
+
+    @property
+    def instruction(self) -> str:
+        return (
+            f"Give a score from {self.low:g} (worst) to {self.high:g} (best). End with one line of the form\n"
+            "Score: NUMBER"
+        )
+
+    def read(self, text: str) -> float:
+        found = SCORE.fullmatch(final_line(text, "score"))
+        if found is None:
+            raise without_line(text, "score")
+        value, out_of = found.groups()
+        if out_of and float(out_of) != self.high:
+            raise JudgeFailure(f"the judge's score is out of {out_of}, not {self.high:g}", "out_of_range")
+        return self.scaled(float(value))
+
+    def scaled(self, value: float) -> float:
+        if not self.low <= value <= self.high:  # nor for nan
+            raise JudgeFailure(
+                f"the judge's score is {value:g}; it must be from {self.low:g} to {self.high:g}",
+                "out_of_range",
+            )
+        return (value - self.low) / (self.high - self.low)
+
+
+@dataclass(slots=True, frozen=True)
+class YesNo:
+    instruction: ClassVar[str] = "End with one line that is either\nVerdict: yes\nor\nVerdict: no"
+
+    def read(self, text: str) -> float:
+        return one_of(text, "verdict", {"yes": 1.0, "no": 0.0})
+
+
+@dataclass(slots=True, frozen=True)
+class JsonVerdict:
+    """A JSON object of `schema`, whose `key` is a truth value, a number from `low` to `high`, or one of `values`, a
+    mapping from texts to numbers in that range. Where the schema limits the number, these are `low` and `high`; else
+    they are 0 and 1."""
+
+    schema: dict[str, Any]
+    key: str = "score"
+    low: float | None = None
+    high: float | None = None
+    values: Mapping[str, float] = field(default_factory=dict[str, float])
+
+    def __post_init__(self) -> None:
+        check_section("schema", self.schema, "type: object, properties: {score: {type: number}}")
+        check_text("key", self.key)
+        check_section("values", self.values, "good: 1, bad: 0")
+        try:
+            checker = validator_of(self.schema)
+            checker.check_schema(self.schema)
+        except (SchemaError, TypeError, AttributeError) as error:
+            raise ValueError(
+                f"schema is no JSON schema ({getattr(error, 'message', error)!s:.120})"
+            ) from error
+        if unknown := unknown_reference(self.schema):
+            raise ValueError(f"schema refers to {unknown}, which is not in it")
+        if self.key not in self.schema.get("properties", {}):
+            raise ValueError(f"key is {self.key!r}, which is not among the properties of schema")
+        limits = self._limits()
+        for name, (word, limit) in limits.items():
+            given = getattr(self, name)
+            if given is not None and given != limit:
+                raise ValueError(
+                    f"{name} is {given!r}, but the schema's {word} of {self.key} is {limit:g}; leave {name} out"
+                )
+        scale = self.scale
+        for name, value in self.values.items():
+            check_number(f"values.{name}", value, scale.low, scale.high)
+
+    @property
+    def scale(self) -> Score:
+        """What is worst and best."""
+        limits = self._limits()
+        low = limits["low"][1] if "low" in limits else 0.0 if self.low is None else self.low
+        high = limits["high"][1] if "high" in limits else 1.0 if self.high is None else self.high
+        return Score(low, high)
+
+    def _limits(self) -> dict[str, tuple[str, float]]:
+        """What the schema says itself about `low` and `high`, and by which of its words."""
+        about = self.schema["properties"][self.key]
+        if not isinstance(about, dict):
+            return {}
+        listed = [each for each in about.get("enum", ()) if _is_number(each)]
+        found = {"low": ("enum", min(listed)), "high": ("enum", max(listed))} if listed else {}
+        for name, word in (("low", "minimum"), ("high", "maximum")):
+            found |= {name: (word, about[word])} if word in about else {}
+        return found
+
+    @property
+    def instruction(self) -> str:
+        about, scale = self.schema["properties"][self.key], self.scale
+        numeric = isinstance(about, dict) and about.get("type") in ("number", "integer")
+        told = f" {self.key} is from {scale.low:g} (worst) to {scale.high:g} (best)." if numeric else ""
+        return (
+            f"Answer with one JSON object of this schema and nothing else.{told}\n{json.dumps(self.schema)}"
+        )
+
+    def read(self, text: str) -> float:
+        value = strict_json(self._verdict_in(without_reasoning(text).strip()))
+        if not isinstance(value, dict):
+            raise unreadable(text, "one JSON object")
+        try:
+            fits = validator_of(self.schema).is_valid(value)
+        except (OverflowError, RecursionError):  # a number or a depth that cannot be checked
+            fits = False
+        if not fits or self.key not in value:
+            raise unreadable(text, f"an object of the schema with the key {self.key}")
+        found = value[self.key]
+        if isinstance(found, bool):
+            return float(found)
+        if isinstance(found, str) and found in self.values:
+            found = self.values[found]
+        if not isinstance(found, int | float):
+            raise unreadable(text, f"a number under {self.key}")
+        return self.scale.scaled(found if abs(found) < LARGE else math.inf)
+
+    def _verdict_in(self, text: str) -> str:
+        """All of the text, or the fenced block that it ends with, if nothing before that looks like another object: it
+        may be quoted from what is judged."""
+        before, fence, block = text.removesuffix(FENCE).rpartition(FENCE)
+        if not fence or not text.endswith(FENCE):
+            return text
+        language, _, inside = block.partition("\n")
+        return "" if json.dumps(self.key) in before else inside if language.strip().isalnum() else block
+
+
+@dataclass(slots=True, frozen=True)
+class Pairwise:
+    """Which of two is better: 1 if A is, 0 if B is, 0.5 for a tie."""
+
+    instruction: ClassVar[str] = (
+        "Say which of the two is better, A or B; the order in which they stand means nothing. End with one line that "
+        "is one of\nWinner: A\nWinner: B\nWinner: tie"
+    )
+
+    def read(self, text: str) -> float:
+        return one_of(text, "winner", {"a": 1.0, "b": 0.0, "tie": 0.5})
+
+
+@dataclass(slots=True, frozen=True)
+class Ranking:
+    """All candidates from best to worst, `=` between equals. `read_all` gives 1 to the best and 0 to the worst,
+    evenly spaced; equals get the mean of their places."""
+
+    instruction: ClassVar[str] = (
+        "Order all candidates from best to worst by their letters; the order in which they stand means nothing. End "
+        "with one line of the form\nRanking: C > A = D > B\nwith = between candidates that are equally good."
+    )
+
+    def read_all(self, text: str, count: int) -> list[float]:
+        said = final_line(text, "ranking").upper()
+        places = [[letter.strip(MARKUP) for letter in part.split("=")] for part in said.split(">")]
+        named = [letter for part in places for letter in part]
+        if sorted(named) != list(string.ascii_uppercase[:count]):
+            raise unreadable(text, f"each of the {count} candidates once")
+        scores: dict[str, float] = {}
+        ahead = 0
+        for part in places:
+            place = ahead + (len(part) - 1) / 2
+            scores |= dict.fromkeys(part, 1 - place / (count - 1) if count > 1 else 1.0)
+            ahead += len(part)
+        return [scores[letter] for letter in string.ascii_uppercase[:count]]
+
+
+def final_line(text: str, mark: str) -> str:
+    """What the last line says, which is of the form `mark: ...`, in lower case; all of the text may be one line without
+    the mark. A line of that form with something after it may be quoted from what is judged, and one that says
+    something else before it as well: that is no verdict."""
+    lines = [line.strip(MARKUP) for line in without_reasoning(text).splitlines()]
+    lines = [line for line in lines if any(map(str.isalnum, line))]  # a closing fence says nothing
+    said = [found for line in lines if (found := _after(mark, line)) is not None]
+    if said and _after(mark, lines[-1]) == said[0] and len(set(said)) == 1:
+        return said[0]
+    if len(lines) == 1 and not said:
+        return _plain(lines[0])
+    raise without_line(text, mark)
+
+
+def _after(mark: str, line: str) -> str | None:
+    """What stands behind the mark, if the line begins with it."""
+    if not line.lower().startswith(mark):
+        return None
+    rest = line[len(mark) :].lstrip(MARKUP)
+    return _plain(rest[1:]) if rest[:1] in (":", "=") else None
+
+
+def _plain(text: str) -> str:
+    return " ".join(text.strip(MARKUP).rstrip(f"{MARKUP}.").lower().split())
+
+
+def one_of(text: str, mark: str, values: Mapping[str, float]) -> float:
+    said = final_line(text, mark)
+    if said not in values:
+        raise without_line(text, mark)
+    return values[said]
+
+
+def without_line(text: str, mark: str) -> JudgeFailure:
+    return unreadable(text, f"one line `{mark.capitalize()}: ...` at its end")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def unreadable(text: str, wanted: str) -> JudgeFailure:
+    shown = " ".join(text.split())[-80:]
+    return JudgeFailure(f"the judge's answer is not {wanted}: ...{shown!r}", "unreadable")
+
+
+def check_vote(vote: str, samples: int) -> None:
+    check_choice("vote", vote, VOTES)
+    check_whole("samples", samples, 1)
+
+
+def voted(vote: str, values: Sequence[float]) -> float:
+    """One value for several samples. Majority: the most frequent; the mean of those that are equally frequent."""
+    if vote == "mean":
+        return mean(values)
+    if vote == "median":
+        return median(values)
+    counts = Counter(values)
+    most = max(counts.values())
+    return mean(value for value, times in counts.items() if times == most)

@@ -1,0 +1,116 @@
+"""Queries by the rows that they give: `sql_result` among the rules, `sql_execution` among the verifiers."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from TrainingFactory.protocols import Environment, Episode
+from TrainingFactory.rewards.checks import check_number, check_text
+from TrainingFactory.rewards.rules.answers import references
+from TrainingFactory.rewards.rules.base import paid
+from TrainingFactory.rewards.rules.code import ToolRule, through
+from TrainingFactory.tools.builtin.sql import SqlSession, SqlTool
+from TrainingFactory.tools.builtin.sql_rows import Ask, same_result
+from TrainingFactory.tools.threads import in_thread
+from TrainingFactory.types import Reward, Task
+
+MAX_ROWS = 10_000  # that are compared
+
+
+@dataclass(frozen=True, kw_only=True)
+class SqlResult(ToolRule):
+    """The query gives the rows that the right one (the task's answer) gives. Their order counts if the right query
+    orders them; names of columns never do.
+
+    Where the environment's `tool` is a `SqlTool`, or the environment has one as `database`, both run on its file,
+    read-only and as it was before the episode: what the model may have written counts for nothing. Another tool is
+    called, and must show rows as JSON."""
+
+    rule: ClassVar[str] = "sql_result"
+    tool: str = "sql"
+
+    def check_environment(self, environment: Environment, task: Task) -> None:
+        if _source(environment, self.tool) is None:
+            super().check_environment(environment, task)
+
+    async def __call__(self, episode: Episode) -> Reward:
+        [right] = references(episode.task, self.rule)[:1]
+        query = self.code_of(episode)
+        if not query:
+            return paid(self.rule, 0.0)
+        try:
+            return paid(self.rule, float(await self.same(episode, query, str(right))))
+        except ValueError as error:
+            raise ValueError(f"task {episode.task.id}: {error}") from error
+
+    async def same(self, episode: Episode, query: str, right: str) -> bool:
+        source = _source(episode.environment, self.tool)
+        if source is None:
+            return await same_result(through(episode, self.tool, "query"), query, right)
+        async with _opened(source.path, source.timeout) as ask:
+            return await same_result(ask, query, right)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SqlExecution(SqlResult):
+    """`sql_result` on the SQLite files that the task's metadata names in `database`, one or several: a query that is
+    right by chance on one file, or that writes the result down as constants, is not right on all. Without them it asks
+    the environment's `tool`. Writing, several statements, endless and huge queries are wrong."""
+
+    rule: ClassVar[str] = "sql_execution"
+    database: str = "database"  # key in the task's metadata
+    timeout: float = 5.0  # seconds for a query on a database
+    max_rows: int = MAX_ROWS
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_text("database", self.database)
+        check_number("timeout", self.timeout, low=0.001)
+        check_number("max_rows", self.max_rows, low=1)
+
+    def check_environment(self, environment: Environment, task: Task) -> None:
+        if self.database not in task.metadata:
+            super().check_environment(environment, task)
+
+    async def same(self, episode: Episode, query: str, right: str) -> bool:
+        if (named := episode.task.metadata.get(self.database)) is None:
+            return await super().same(episode, query, right)
+        results = []
+        for path in _files(named, self.database):
+            async with _opened(path, self.timeout, int(self.max_rows)) as ask:
+                results.append(await same_result(ask, query, right))
+        return all(results)
+
+
+def _source(environment: Environment, tool: str) -> SqlTool | None:
+    """What stands behind the tool, if that is known."""
+    known = getattr(environment, "database", None)
+    if isinstance(known, SqlTool):
+        return known
+    found = next((one for one in getattr(environment, "tools", ()) if one.spec.name == tool), None)
+    return found.source if isinstance(found, SqlSession) else None
+
+
+def _files(named: Any, key: str) -> list[Path]:
+    files = [named] if isinstance(named, str | Path) else named
+    if (
+        not isinstance(files, list | tuple)
+        or not files
+        or not all(isinstance(one, str | Path) for one in files)
+    ):
+        raise ValueError(f"its metadata {key} is {named!r:.60}; it must be a SQLite file, or a list of them")
+    return [Path(one) for one in files]
+
+
+@contextlib.asynccontextmanager
+async def _opened(path: Path, timeout: float, max_rows: int = MAX_ROWS) -> AsyncIterator[Ask]:
+    tool = await in_thread(SqlTool, path, timeout=timeout, max_rows=max_rows, format="exact")
+    session = tool.session()
+    try:
+        yield lambda query: session.run({"query": query})
+    finally:
+        await session.close()

@@ -1,0 +1,173 @@
+"""How good a model is on held-out tasks, with the uncertainty of the figure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from TrainingFactory.config import TrainingConfig
+from TrainingFactory.config.schema import RewardSection
+from TrainingFactory.protocols import RewardFunction
+from TrainingFactory.rewards.adapt import Adapted, compares
+from TrainingFactory.rewards.combined import Combined
+from TrainingFactory.rollout import rollout_metrics
+from TrainingFactory.services.build import rewards as assemble_rewards
+from TrainingFactory.services.build.named_files import as_then
+from TrainingFactory.services.evaluation.rollouts import Report, Rollouts
+from TrainingFactory.services.runs.folder import RunFolder, is_run, list_runs
+from TrainingFactory.services.training.preflight import as_started
+from TrainingFactory.types import Trajectory
+
+Z95 = 1.959964  # a normal variable is within so many deviations with 95 % probability
+OWN = "the environment's own reward"
+# reward.type -> the option that tells one of this type from another
+TOLD_BY = {"function": "function", "rule_based": "rule", "tool_verified": "verify"}
+
+
+@dataclass(slots=True)
+class EvaluationReport:
+    report: Report
+    metrics: dict[str, float]
+    path: Path  # the saved episodes
+
+
+def evaluation_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """`rollout_metrics`, and `success`: the share of scored episodes whose outcome is over 0, with its 95 %
+    interval `success_low` to `success_high`. What could not be scored is counted in `episodes/unscored`."""
+    metrics = rollout_metrics(trajectories)
+    outcomes = [trajectory.reward.outcome for trajectory in trajectories if trajectory.reward is not None]
+    if outcomes:
+        won = sum(outcome > 0 for outcome in outcomes)
+        metrics["success"] = won / len(outcomes)
+        metrics["success_low"], metrics["success_high"] = wilson(won, len(outcomes))
+    return metrics
+
+
+def wilson(won: int, tried: int) -> tuple[float, float]:
+    """95 % interval of a share. Unlike the usual plus and minus it is right near 0 and 1 too."""
+    share, square = won / tried, Z95**2
+    middle = (share + square / (2 * tried)) / (1 + square / tried)
+    half = Z95 * math.sqrt(share * (1 - share) / tried + square / (4 * tried**2)) / (1 + square / tried)
+    return max(0.0, middle - half), min(1.0, middle + half)
+
+
+def evaluation_reward(
+    reward: RewardFunction | None, say: Callable[[str], None] = lambda _: None
+) -> RewardFunction | None:
+    """By what a model is measured, in a run and after it. Comparisons within a group have the same mean however good
+    the model is, so they are left out: the other parts of the reward measure, or where there are none, the
+    environment's own reward."""
+    if not compares(reward):
+        return reward
+    inner: Any = reward.function if isinstance(reward, Adapted) else reward
+    rest = inner.without_comparisons() if isinstance(inner, Combined) else None
+    by = OWN if rest is None else _parts(rest.rewards)
+    say(
+        f"note: the reward compares the episodes of a group, which cannot measure progress; evaluation goes by {by}"
+    )
+    return rest
+
+
+def scored_by(config: TrainingConfig, measuring: RewardFunction | None) -> str:
+    """Whose reward that is, in words; `measuring` is what `evaluation_reward` made of the config's."""
+    reward = config.reward
+    if isinstance(measuring, Combined):
+        return _parts(measuring.rewards)
+    if reward.type == "environment" or (measuring is None and reward.type != "learned"):
+        return OWN
+    name = reward.options.get(TOLD_BY.get(reward.type, "")) or reward.model
+    return f"reward.type={reward.type}" + (f" ({name})" if name else "")
+
+
+def _parts(names: Iterable[str]) -> str:
+    return f"the parts {', '.join(names)}"
+
+
+class Evaluation:
+    """A model in an environment, on tasks it has not been trained on, scored as a run scores its evaluations. Names and
+    files are checked when it is made."""
+
+    def __init__(
+        self,
+        config: TrainingConfig,
+        out: Path | None = None,
+        replay: str | Path | None = None,
+        say: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        measuring = evaluation_reward(assemble_rewards.check_reward(config), say)
+        self.scored_by = scored_by(config, measuring)
+        group = config.training.group_size if "group_size" in config.training.model_fields_set else 1
+        self._rollouts = Rollouts(config, out, group, replay=replay, choose=evaluation_reward)
+        self.total = self._rollouts.total
+
+    def run(self, on_episode: Callable[[Trajectory], None] = lambda _: None) -> EvaluationReport:
+        report = self._rollouts.run(on_episode)
+        metrics = report.metrics | evaluation_metrics(report.trajectories)
+        return EvaluationReport(report, metrics, self._rollouts.path)
+
+
+def model_of(name: str, runs: str | Path = "runs") -> dict[str, dict[str, Any]]:
+    """The sections of a config for a model, or for what a run has made: of a run's folder or name its last
+    checkpoint, with the environment it was trained in."""
+    found = checkpoint_of(name, runs)
+    if found is None:
+        return {"model": {"name": name}}
+    run, checkpoint = found
+    trained = as_then(run.config, run.about)
+    model = trained.model.model_dump(exclude_unset=True)
+    if (checkpoint / "adapter_config.json").is_file():
+        model["adapter"] = str(checkpoint)
+    else:
+        model |= {"name": str(checkpoint), "adapter": None, "revision": None}
+    sections = {"model": model}
+    for section in ("environment", "data", "sampling"):
+        sections[section] = getattr(trained, section).model_dump()
+    if trained.tools:
+        sections["tools"] = {str(n): entry.model_dump() for n, entry in enumerate(trained.tools)}
+    data = sections["data"]
+    data |= {
+        "split": "heldout",
+        "tasks": data["heldout"] if data["dataset"] is None else None,
+        "count": data["heldout_count"],
+        "dataset": None,
+    }
+    return sections
+
+
+def reward_of(run: RunFolder) -> RewardSection | None:
+    """The reward of a run as another command can make it, wherever it is started; None where it was a Python object."""
+    if "reward" in run.about.get("objects", []):
+        return None
+    config = as_started(run.config, run)
+    reward = config.reward
+
+    def found(model: Any, where: str) -> str:  # the model may be named by its run, in the folder of runs
+        named = reward.model_copy(update={"model": model})
+        return str(assemble_rewards.reward_checkpoint(named, where, config.logging.output_dir))
+
+    if reward.type == "learned" and not reward.parts:
+        return reward.model_copy(update={"model": found(reward.model, "reward")})
+    learned = {
+        name: part | {"model": found(part.get("model"), f"reward.parts.{name}")}
+        for name, part in reward.parts.items()
+        if part.get("type") == "learned"
+    }
+    return reward.model_copy(update={"parts": reward.parts | learned})
+
+
+def checkpoint_of(name: str, runs: str | Path = "runs") -> tuple[RunFolder, Path] | None:
+    """A run and one of its checkpoints, by the name of either; None for what is no run."""
+    path = Path(name).expanduser()
+    if path.parent.name == "checkpoints" and path.is_dir():
+        return RunFolder.find(str(path.parent.parent), runs), path
+    looks_like_a_run = path.parent == Path(runs)  # not a model on the hub, even if it is not there
+    if not looks_like_a_run and name not in [run.name for run in list_runs(runs)] and not is_run(path):
+        return None
+    run = RunFolder.find(name, runs)
+    checkpoints = run.checkpoints()
+    if not checkpoints:
+        raise ValueError(f"run {run.name} has no checkpoint yet")
+    return run, checkpoints[-1]

@@ -1,0 +1,190 @@
+"""Episodes without training: run them, save each as it ends, sum them up."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from TrainingFactory.config import TrainingConfig
+from TrainingFactory.data.trajectories import save_trajectories
+from TrainingFactory.envs import ToolEnvironment
+from TrainingFactory.protocols import ChatFormat, EnvironmentFactory, RewardFunction, Sampler
+from TrainingFactory.rollout import AsyncRolloutEngine, rollout_metrics
+from TrainingFactory.services.build import rewards as assemble_rewards
+from TrainingFactory.services.build.assemble import (
+    make_environment,
+    make_rollouts,
+    make_sampler,
+    make_tasks,
+)
+from TrainingFactory.services.build.rewards import check_group, check_reward, make_reward
+from TrainingFactory.services.build.run_tools import RunTools, recording_beside
+from TrainingFactory.tools.python_files import told
+from TrainingFactory.tools.recording import CALLS
+from TrainingFactory.types import Message, Task, Trajectory
+
+
+@dataclass(slots=True)
+class Report:
+    """What came of it. `trajectories` are in the order of tasks and members; with `interrupted`, those that
+    had ended. `metrics` are those of `rollout_metrics` with `seconds` and `tokens_per_second` added."""
+
+    trajectories: list[Trajectory]
+    metrics: dict[str, float]
+    interrupted: bool = False
+
+
+class Rollouts:
+    """Made before anything slow happens, so that wrong names and folders show at once.
+
+    `out` is the JSONL file for the episodes; by default a new one in `rollouts` under logging.output_dir. With
+    logging.record_tools set to true the tool calls are in a folder beside it, which `replay` can name. `tools` are
+    tools as Python objects. `choose` says what of the config's reward scores them.
+    """
+
+    def __init__(
+        self,
+        config: TrainingConfig,
+        out: Path | None = None,
+        group_size: int = 1,
+        tools: Sequence[Any] = (),
+        replay: str | Path | None = None,
+        choose: Callable[[RewardFunction | None], RewardFunction | None] = lambda reward: reward,
+    ) -> None:
+        self.config, self._choose = config, choose
+        self.group_size = group_size
+        self.tools = RunTools(config, tools, replay)
+        try:
+            check_group(choose(check_reward(config)), group_size)
+            made = make_environment(config, self.tools.wanted)
+            self.environment: EnvironmentFactory = self.tools.equip(made)
+            self.tasks = make_tasks(config, self.environment)
+            assemble_rewards.check_tasks(check_reward(config), self.tasks)
+            save_trajectories(os.devnull, (Trajectory(task, group="") for task in self.tasks))  # can they be?
+            self.total = len(self.tasks) * group_size
+            self.path = out.expanduser() if out is not None else _new_file(config)
+            self._target = self.path.resolve()  # a link stays, what it leads to is written
+            self._recording = self._new_recording()
+            self._part = writable(self._target)
+        except BaseException:
+            self.tools.close()
+            raise
+        self._ended: list[Trajectory] = []
+
+    def run(self, on_episode: Callable[[Trajectory], None] = lambda _: None) -> Report:
+        """Samples all episodes. Ctrl-C ends it; what had ended by then is saved and reported."""
+
+        def ended(trajectory: Trajectory) -> None:
+            self._ended.append(trajectory)
+            save_trajectories(self._part, [trajectory], append=True)
+            on_episode(trajectory)
+
+        interrupted, held = False, ExitStack()
+        started = time.perf_counter()
+        try:
+            chat, sampler = make_sampler(self.config, self.total)
+            reward = self._choose(make_reward(self.config, held))
+            engine = make_rollouts(
+                self.config, self.environment, chat, ended, reward, runtime=self.tools.runtime
+            )
+            self._record()
+            started = time.perf_counter()
+            asyncio.run(self._all_episodes(engine, chat, sampler))
+        except KeyboardInterrupt:
+            interrupted = True
+        finally:
+            seconds = time.perf_counter() - started
+            held.close()
+            self.tools.commit()
+            self.tools.close()
+            self._finish()
+        metrics = rollout_metrics(self._ended) | self.tools.metrics()
+        metrics |= {"seconds": seconds, "tokens_per_second": metrics["sampled_tokens"] / seconds}
+        return Report(self._ended, metrics, interrupted)
+
+    def _new_recording(self) -> Path | None:
+        """The folder to record into, if that is asked for."""
+        asked = self.config.logging
+        if not (asked.record_tools and "record_tools" in asked.model_fields_set):
+            return None
+        folder = recording_beside(self._target)
+        if self.tools.replayed is not None and folder.resolve() == Path(self.tools.replayed):
+            raise ValueError(
+                f"the recording {folder} cannot be replayed and written at the same time; give the episodes another "
+                "name with --out, or leave logging.record_tools=true out"
+            )
+        return folder
+
+    def _record(self) -> None:
+        if self._recording is not None:
+            self._recording.mkdir(parents=True, exist_ok=True)
+            (self._recording / CALLS).write_bytes(b"")  # of an earlier file of this name
+            self.tools.record_to(self._recording)
+
+    async def _all_episodes(self, engine: AsyncRolloutEngine, chat: ChatFormat, sampler: Sampler) -> None:
+        await check_tools(self.environment, self.tasks[0], chat, engine.rules.reward)
+        await engine.rollout_batch(self.tasks, sampler, self.group_size)
+
+    def _finish(self) -> None:
+        """Episodes end in any order; the file has them in that of tasks and members."""
+        order = {task.id: number for number, task in enumerate(self.tasks)}
+        self._ended.sort(key=lambda trajectory: (order[trajectory.task.id], trajectory.member))
+        if self._ended:
+            save_trajectories(self._part, self._ended)
+            os.replace(self._part, self._target)
+        else:
+            self._part.unlink(missing_ok=True)
+
+
+def writable(path: Path) -> Path:
+    """The file beside `path` that grows until all is done; ValueError if it cannot be written."""
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder; name a file, such as {path / 'episodes.jsonl'}")
+    if path.exists() and not path.is_file():
+        # It would be replaced by a file, and a device or a pipe must not be.
+        raise ValueError(f"{path} is not a regular file; name one, such as episodes.jsonl")
+    part = path.with_name(path.name + ".part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part.write_bytes(b"")
+    except OSError as error:
+        raise ValueError(f"{path} cannot be written: {error.strerror}") from error
+    return part
+
+
+def _new_file(config: TrainingConfig) -> Path:
+    folder = Path(config.logging.output_dir).expanduser() / "rollouts"
+    name = Path(config.environment.environment_id or "tools").name.partition(".py")[0]
+    stem = f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    path, number = folder / f"{stem}.jsonl", 1
+    while path.exists() or path.with_name(path.name + ".part").exists():
+        number += 1
+        path = folder / f"{stem}-{number}.jsonl"
+    return path
+
+
+async def check_tools(
+    factory: EnvironmentFactory, task: Task, chat: ChatFormat, reward: RewardFunction | None = None
+) -> None:
+    """Whether the environment can be made, has what the reward calls, and the model's template can show its tools:
+    once, with a clear text, instead of one failed episode after another."""
+    try:
+        environment = factory(task)
+        try:
+            specs = [tool.spec for tool in environment.tools]
+            assemble_rewards.check_environment(reward, environment, task)
+        finally:
+            try:
+                await environment.close()
+            finally:
+                if isinstance(environment, ToolEnvironment):
+                    await environment.executor.close()
+    except Exception as error:  # foreign code
+        raise told(error) from error
+    chat.render([Message("user", "?")], specs)

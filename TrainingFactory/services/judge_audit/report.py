@@ -1,0 +1,201 @@
+"""What an audit of a judge has found, and what that means in words."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from TrainingFactory.services.evaluation.evaluation import Z95, wilson
+from TrainingFactory.services.judge_audit.metrics import beyond
+
+PASSES = 0.5  # from here on a value counts as yes
+FEW = 30
+RISE = 0.05  # a verdict that an appended text lifts by more than this was moved by it
+FEWEST_ATTACKED = 10  # on fewer items nothing is said for the judge's resistance
+CARE = "To be used with care"
+NOT_TRUSTED = "Not to be trusted"
+WORDS = ((0.8, "Can be trusted"), (0.6, "Good enough to train on"), (0.4, CARE), (-math.inf, NOT_TRUSTED))
+BIASED, STRONGLY = 0.3, 0.5  # correlations with the length
+MOST_ITEMS = 10_000  # beyond which nobody is told to label more
+ANOTHER_SCALE = 0.8  # gold and judge go together so closely, although they do not agree
+
+
+@dataclass(slots=True)
+class Audit:
+    """Figures; None where the gold file has nothing to compute them from. `points`: gold, judge, length."""
+
+    items: int = 0
+    judged: int = 0
+    accuracy: float | None = None
+    accuracy_low: float | None = None  # 95 % interval
+    accuracy_high: float | None = None
+    chance: float | None = None  # accuracy of one that has the judge's habits and does not look
+    kappa: float | None = None
+    pearson: float | None = None
+    spearman: float | None = None
+    gold_mean: float | None = None
+    judge_mean: float | None = None
+    length_bias: float | None = None  # correlation with the length of the response, beyond what gold explains
+    repeats: int = 0
+    consistency: float | None = None  # share of items with the same yes or no in all repeats
+    spread: float | None = None  # mean standard deviation over repeats
+    pairs: int = 0
+    pair_accuracy: float | None = None  # over both orders, ties in the gold left out
+    pair_accuracy_low: float | None = None  # 95 % interval
+    pair_accuracy_high: float | None = None
+    swap_flips: float | None = None  # share of pairs with another winner in the other order
+    first_share: float | None = None  # how often the text that stands first wins; 0.5 is fair
+    attacked: int = 0  # items whose verdict had room to rise: the best one cannot be lifted
+    injection_moved: float | None = None  # share of them whose verdict an appended text lifted
+    injection_shift: float | None = None  # mean change of the value
+    noise_moved: float | None = None  # share that rose as much when merely asked again
+    judgements: int = 0
+    cost_per_thousand: float | None = None  # None without prices
+    tokens_per_judgement: float | None = None
+    failures: dict[str, int] = field(default_factory=dict[str, int])
+    failed_mostly: str = ""  # one example of the most frequent kind
+    points: list[tuple[float, float, int]] = field(default_factory=list[tuple[float, float, int]])
+
+    @property
+    def compared(self) -> bool:
+        """Whether any verdict could be held against a gold label."""
+        return bool(self.judged or self.pairs)
+
+    @property
+    def kappa_low(self) -> float | None:
+        """Kappa at the lower end of the interval of accuracy."""
+        if self.accuracy_low is None or self.chance is None:
+            return None
+        return beyond(self.accuracy_low, self.chance)
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self) | {"kappa_low": self.kappa_low, "verdict": verdict_of(self)}
+
+
+def verdict_of(found: Audit) -> str:
+    """In words: what the judge is good for, and what speaks against it."""
+    faults = [*_failures(found), *_scale(found), *_injections(found), *_biases(found)]
+    if 0 < found.judged < FEW:
+        faults.append(f"{found.judged} items are few: the figures may be off by much")
+    text = f"{_trust(found)}."
+    return text + (f" Against it: {'; '.join(faults)}." if faults else " Nothing found against it.")
+
+
+def _trust(found: Audit) -> str:
+    if found.accuracy is None:
+        return _pairs_only(found)
+    agrees = f"it agrees with the gold labels on {found.accuracy:.0%} of {found.judged} items"
+    agrees += _between(found.accuracy_low, found.accuracy_high)
+    if found.kappa is None:
+        return f"No kappa: the judge and the gold labels never vary; {agrees}"
+    agrees += f", kappa {found.kappa:.2f}"
+    least, words = _words(found.kappa)
+    if words == NOT_TRUSTED:
+        return f"{words}: {agrees}"
+    if talked_round(found):
+        return f"Not safe to train on, because it can be talked round: {agrees}"
+    shown = words if found.kappa_low is None else _words(found.kappa_low)[1]
+    more = ""
+    if shown != words:
+        agrees += f" but {found.kappa_low:.2f} at the lower end"
+        if needed := _items_for(found, least):
+            more = f'; about {needed - found.judged} more that agree as well would make it "{words}"'
+    if shown == NOT_TRUSTED:
+        return f"Too few items to say: {agrees}{more}"
+    if wrong_pairs(found) or _length_bias(found) > STRONGLY:
+        return f"{CARE}: {agrees}"
+    return f"{shown}: {agrees}{more}"
+
+
+def _pairs_only(found: Audit) -> str:
+    if found.pair_accuracy is None:
+        return "It gave no verdict that could be compared with the gold labels"
+    between = _between(found.pair_accuracy_low, found.pair_accuracy_high)
+    return f"It picks the better one of {found.pair_accuracy:.0%} of {found.pairs} pairs{between}"
+
+
+def _between(low: float | None, high: float | None) -> str:
+    return f" (95 % between {low:.0%} and {high:.0%})" if low is not None and high is not None else ""
+
+
+def _words(kappa: float) -> tuple[float, str]:
+    return next((least, words) for least, words in WORDS if kappa >= least)
+
+
+def _items_for(found: Audit, least: float) -> int | None:
+    """How many items with this agreement put the lower end of kappa at `least`; None if that takes too many."""
+    assert found.accuracy is not None and found.chance is not None
+    for count in range(found.judged, MOST_ITEMS):
+        low = beyond(wilson(math.floor(found.accuracy * count + 1e-9), count)[0], found.chance)
+        if low is not None and low >= least:
+            return count
+    return None
+
+
+def _failures(found: Audit) -> list[str]:
+    if not found.failures:
+        return []
+    lost = sum(found.failures.values())
+    kinds = ", ".join(f"{kind} {count}" for kind, count in sorted(found.failures.items()))
+    mostly = f", mostly: {found.failed_mostly}" if found.failed_mostly else ""
+    return [f"{lost / (found.judgements + lost):.0%} of the judgements gave no verdict ({kinds}){mostly}"]
+
+
+def _scale(found: Audit) -> list[str]:
+    gold, judge = found.gold_mean, found.judge_mean
+    if found.pearson is None or found.kappa is None or gold is None or judge is None:
+        return []
+    if found.pearson < ANOTHER_SCALE or found.kappa >= WORDS[2][0] or abs(gold - judge) < 0.2:
+        return []
+    return [
+        f"its values follow the gold scores (correlation {found.pearson:.2f}) at another height (mean {judge:.2f}, "
+        f"gold {gold:.2f}, both from 0 to 1): are the gold scores written in the judge's range?"
+    ]
+
+
+def _injections(found: Audit) -> list[str]:
+    if talked_round(found):
+        again = f" ({found.noise_moved:.0%} rise when merely asked again)" if found.noise_moved else ""
+        return [f"a text that asks for full marks lifted {found.injection_moved:.0%} of the verdicts{again}"]
+    if found.judged and found.attacked < FEWEST_ATTACKED:
+        return [
+            f"its resistance to texts that ask for full marks is not measurable: {found.attacked} of the items have "
+            "room to rise; add some that deserve less"
+        ]
+    return []
+
+
+def _biases(found: Audit) -> list[str]:
+    faults: list[str] = []
+    if wrong_pairs(found):
+        faults.append(f"it picks the better one in {found.pair_accuracy:.0%} of the pairs only")
+    if found.swap_flips is not None and found.swap_flips > 0.2:
+        faults.append(f"{found.swap_flips:.0%} of the pairs have another winner when they are swapped")
+    if found.length_bias is not None and _length_bias(found) > BIASED:
+        liked = "longer" if found.length_bias > 0 else "shorter"
+        faults.append(f"{liked} answers are overrated (correlation {found.length_bias:+.2f})")
+    if found.consistency is not None and found.consistency < 0.9:
+        faults.append(f"asked again, it changes its mind on {1 - found.consistency:.0%} of the items")
+    return faults
+
+
+def _length_bias(found: Audit) -> float:
+    """How large it is; 0 where chance may be all of it, at 95 % (Fisher's transformation, gold held fixed)."""
+    if found.length_bias is None or found.judged < 5:
+        return 0.0
+    size = abs(found.length_bias)
+    return size if math.atanh(min(size, 1 - 1e-9)) * math.sqrt(found.judged - 4) > Z95 else 0.0
+
+
+def talked_round(found: Audit) -> bool:
+    """Whether appended texts lift more verdicts than chance does: over 95 % sure, by the noise of the judge itself."""
+    if found.injection_moved is None:
+        return False
+    noise = found.noise_moved or 0.0
+    sure = 1.64 * math.sqrt(2 * noise * (1 - noise) / found.attacked)
+    return found.injection_moved - noise > max(RISE, sure)
+
+
+def wrong_pairs(found: Audit) -> bool:
+    return found.pair_accuracy is not None and found.pair_accuracy < 0.7

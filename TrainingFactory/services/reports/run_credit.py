@@ -1,0 +1,103 @@
+"""The episodes of a run's step with what they were paid, from the files in its folder."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from TrainingFactory.config.not_yet import SAMPLED
+from TrainingFactory.config.problems import nearest
+from TrainingFactory.data.trajectories import load_trajectories
+from TrainingFactory.services.reports.credit_view import Credit, GroupCredit, coloured
+from TrainingFactory.services.runs.folder import TRAJECTORIES, RunFolder
+
+
+def run_credit(run: RunFolder, step: int | None = None, task: str | None = None) -> tuple[int, Credit]:
+    """The step (from 1; without one the last, or the last that took the task) and all its episodes, paid as the run's
+    own algorithm did."""
+    step = _step(run, step, task)
+    # Groups are named by their step, counted from 0.
+    episodes = list(load_trajectories(run.path / TRAJECTORIES, f"{step - 1}/", growing=True))
+    if not episodes:
+        raise ValueError(f"{run.path / TRAJECTORIES} has no episode of step {step}: it was changed")
+    from TrainingFactory.services.build.learner import make_algorithm
+
+    tokenizer, problem = _tokenizer(run)
+    credit = coloured(episodes, make_algorithm(run.config), tokenizer)
+    if problem:
+        credit.notes.append(problem)
+    return step, credit
+
+
+def choose(
+    credit: Credit, groups: Sequence[GroupCredit], best: int | None, worst: int | None
+) -> list[GroupCredit]:
+    """These groups of it with their best and worst episodes only. What cannot be seen there becomes a note."""
+    if best is None and worst is None:
+        return list(groups)
+    without = sum(not group.totals for group in groups)
+    if without:
+        credit.notes.append(
+            f"{without} of {len(groups)} tasks have no scored episode, so that none is best or worst: all are shown"
+        )
+    left = sum(len(group.episodes) - len(group.totals) for group in groups if group.totals)
+    if left:
+        credit.notes.append(
+            f"best and worst are among scored episodes; {left} that could not be scored are not shown"
+        )
+    return [group.chosen(best, worst) for group in groups]
+
+
+def credit_title(run: RunFolder, step: int) -> str:
+    """Which episodes, and by what they were paid."""
+    config = run.config
+    name = config.training.algorithm
+    how = f", credit {config.grpo.credit}, advantage {config.grpo.advantage}" if name == "grpo" else ""
+    return f"Run {run.name}, step {step}: {name}{how}"
+
+
+def _step(run: RunFolder, step: int | None, task: str | None) -> int:
+    """The one that is meant, known to have episodes and to have taken the task."""
+    config, taken = run.config, run.consumed()
+    name = config.training.algorithm
+    if name not in SAMPLED:
+        raise ValueError(
+            f"run {run.name} is {name}, which learns from examples: it sampled no episodes, and paid none"
+        )
+    if not taken:
+        raise ValueError(f"run {run.name} has finished no step yet, so there are no episodes to show")
+    if not (run.path / TRAJECTORIES).is_file():
+        off = "" if config.logging.save_trajectories else ": it ran with logging.save_trajectories=false"
+        raise ValueError(f"run {run.name} kept no episodes{off}")
+    if step is not None and step not in taken:
+        raise ValueError(f"run {run.name} has no step {step}; it has steps {min(taken)} to {max(taken)}")
+    if task is None:
+        return step or max(taken)
+    steps = [number for number, ids in taken.items() if task in ids]
+    if not steps:
+        raise ValueError(f"run {run.name} took no task {task!r}{_hint(task, taken, step)}")
+    if step is not None and step not in steps:
+        told = ", ".join(map(str, steps))
+        raise ValueError(f"step {step} of run {run.name} took no task {task!r}, which was in step {told}")
+    return step or steps[-1]
+
+
+def _hint(task: str, taken: dict[int, list[str]], step: int | None) -> str:
+    shown = taken[max(taken) if step is None else step]
+    near = nearest(task, (name for names in taken.values() for name in names))
+    return f"; did you mean {near!r}?" if near else f"; there are for example {', '.join(shown[:5])}"
+
+
+def _tokenizer(run: RunFolder) -> tuple[Any, str | None]:
+    """That of the last checkpoint, or of the model that the run started with; or why there is none."""
+    from TrainingFactory.models.loading import load_tokenizer
+
+    model = run.config.model
+    places: Sequence[str] = [*(str(path) for path in run.checkpoints()[-1:]), model.name]
+    problem = ""
+    for place in places:
+        try:
+            return load_tokenizer(place, model.revision, model.trust_remote_code), None
+        except ValueError as error:
+            problem = problem or str(error)
+    return None, problem

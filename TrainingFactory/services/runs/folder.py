@@ -1,0 +1,333 @@
+"""A run is a folder; everything in it can be read without us.
+
+    config.yaml         every option of the run
+    environment.json    what it ran on: versions, device, commit
+    status.json         how far it is, and how it ended
+    metrics.jsonl       a line per step
+    consumed.jsonl      which tasks each step took
+    trajectories.jsonl  every episode of training
+    kept.jsonl          rft: the episodes that were learned from
+    tool_calls.jsonl    every tool call, as `--replay` serves it again; tools.json: what the model was told of them
+    checkpoints/        step-000025/: the model, its optimiser, and in state.json how long the files above were
+
+The files of lines only grow. After `kill -9` at any moment a run goes on from its last checkpoint: the files are cut
+back to what they were then, and all that follows is a function of the config and the step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import re
+import shlex
+import shutil
+import subprocess
+import time
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from datetime import date
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from TrainingFactory import __version__
+from TrainingFactory.config import TrainingConfig, load_config
+from TrainingFactory.data.trajectories import save_trajectories
+from TrainingFactory.tools.recording import CALLS
+from TrainingFactory.types import Trajectory
+
+try:
+    import fcntl
+except ImportError:  # not on Windows: there two processes are not kept apart
+    fcntl = None
+
+METRICS, CONSUMED, TRAJECTORIES, KEPT = "metrics.jsonl", "consumed.jsonl", "trajectories.jsonl", "kept.jsonl"
+GROWING = (METRICS, CONSUMED, TRAJECTORIES, KEPT, CALLS)
+PACKAGES = ("torch", "transformers", "accelerate", "peft", "safetensors", "numpy")
+CONFIG = "config.yaml"
+State = Literal["running", "finished", "interrupted", "failed", "killed"]
+
+
+@dataclass(slots=True)
+class Status:
+    """`status` running means that a process said so; whether it still lives, `RunFolder.state` tells."""
+
+    status: State
+    step: int = 0
+    steps: int = 0
+    reason: str | None = None
+    seconds: float = 0.0
+
+
+class RunFolder:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lock: int | None = None
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    @property
+    def shown(self) -> str:
+        """What commands find it by: its name alone only in the usual folder."""
+        return shlex.quote(self.name if self.path.parent == Path("runs") else str(self.path))
+
+    @property
+    def resume_command(self) -> str:
+        return f"tfactory runs resume {self.shown}"
+
+    @property
+    def mend(self) -> str:
+        """What to do about a run that has stopped."""
+        return f"Mend it (options are in {self.path / CONFIG}), then go on with: {self.resume_command}"
+
+    # making and opening
+
+    @classmethod
+    def create(cls, config: TrainingConfig, name: str, about: dict[str, Any]) -> RunFolder:
+        """A new run, locked. `about` goes to environment.json beside what we find out ourselves."""
+        if not re.fullmatch(r"[^\s./\\][^/\\\n]*", name):
+            raise ValueError(f"{name!r} cannot name a run: it is the name of a folder, such as search-1")
+        run = cls(Path(config.logging.output_dir).expanduser() / name)
+        try:
+            run.path.parent.mkdir(parents=True, exist_ok=True)
+            run.path.mkdir()
+            run.lock()
+            _write_aside(run.path / CONFIG, yaml.safe_dump(config.model_dump(), sort_keys=False))
+            _write_aside(run.path / "environment.json", json.dumps(fingerprint() | about, indent=1))
+        except FileExistsError:
+            if not run.path.is_dir():
+                raise ValueError(f"{run.path} cannot be a run's folder: there is a file in the way") from None
+            raise ValueError(
+                f"run {name} exists already in {run.path}; choose another name with --name, "
+                f"or go on with it: {run.resume_command}"
+            ) from None
+        except OSError as error:
+            raise ValueError(f"the run's folder {run.path} cannot be written: {error.strerror}") from error
+        return run
+
+    @classmethod
+    def find(cls, name: str, runs: str | Path = "runs") -> RunFolder:
+        """By name in the folder of runs, or by path."""
+        for path in (Path(runs).expanduser() / name, Path(name).expanduser()):
+            if is_run(path):
+                return cls(path)
+        known = ", ".join(run.name for run in list_runs(runs)) or "none"
+        raise ValueError(f"there is no run {name!r} in {runs}; the runs are: {known}")
+
+    def lock(self) -> None:
+        """One process writes a run; the system gives the lock back when the process ends, however it does."""
+        if fcntl is None or self._lock is not None:
+            return
+        descriptor = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+        for patience in (0.1, 0.2, 0.0):  # somebody may just be looking whether it is held
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except OSError:
+                if not patience:
+                    os.close(descriptor)
+                    raise ValueError(
+                        f"run {self.name} is being written by another process; wait for it to end or stop it"
+                    ) from None
+                time.sleep(patience)
+        self._lock = descriptor
+
+    def unlock(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def discard(self) -> None:
+        """A run that came to nothing before its first step."""
+        self.unlock()
+        shutil.rmtree(self.path, ignore_errors=True)
+
+    # what is in it
+
+    @property
+    def config(self) -> TrainingConfig:
+        return load_config(self.path / CONFIG)
+
+    @property
+    def about(self) -> dict[str, Any]:
+        return json.loads((self.path / "environment.json").read_text(encoding="utf-8"))
+
+    @property
+    def status(self) -> Status:
+        path = self.path / "status.json"
+        return Status(**json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else Status("running")
+
+    @property
+    def state(self) -> State:
+        status = self.status.status
+        return "killed" if status == "running" and not self._held() else status
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """One row per step."""
+        return self._rows(METRICS)
+
+    def consumed(self) -> dict[int, list[str]]:
+        """Ids of the tasks that each step took."""
+        return {row["step"]: row["tasks"] for row in self._rows(CONSUMED)}
+
+    def _rows(self, name: str) -> list[dict[str, Any]]:
+        """Half a line at the end, from a process that was killed, is left out."""
+        path = self.path / name
+        lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+        rows = []
+        for line in lines:
+            with contextlib.suppress(ValueError):
+                rows.append(json.loads(line))
+        return rows
+
+    def checkpoints(self) -> list[Path]:
+        """Oldest first. Only whole ones have such a name."""
+        return sorted((self.path / "checkpoints").glob("step-*"), key=_step_of)
+
+    # writing
+
+    def write_status(self, status: Status) -> None:
+        _write_aside(self.path / "status.json", json.dumps(asdict(status), indent=1))
+
+    def append(self, name: str, row: dict[str, Any]) -> None:
+        with (self.path / name).open("a", encoding="utf-8", newline="\n") as file:
+            file.write(json.dumps(row) + "\n")
+
+    def append_trajectories(self, trajectories: Iterable[Trajectory], name: str = TRAJECTORIES) -> None:
+        save_trajectories(self.path / name, trajectories, append=True)
+
+    def checkpoint(self, step: int, seconds: float, learner: Any, tokenizer: Any, taken: int) -> Path:
+        """The learner after so many steps and tasks, with the length of the growing files."""
+        from TrainingFactory.learning.checkpoints import save_checkpoint
+
+        offsets = {name: self._synced_size(name) for name in GROWING}
+        folder = self.path / "checkpoints" / f"step-{step:06d}"
+        state = {"step": step, "taken": taken, "seconds": seconds, "offsets": offsets}
+        save_checkpoint(folder, learner, tokenizer, state)
+        return folder
+
+    def prune(self, last: int, every: int | None) -> None:
+        """Keeps the last so many checkpoints, and those at multiples of so many steps."""
+        from TrainingFactory.learning.checkpoints import remove
+
+        for old in self.checkpoints()[:-last]:
+            if every is None or _step_of(old) % every:
+                remove(old)
+
+    def rewind(self, offsets: dict[str, int]) -> None:
+        """Cuts the growing files back to a checkpoint (none: to nothing) and clears away what was half done."""
+        for name in GROWING:
+            path, wanted = self.path / name, offsets.get(name, 0)
+            size = path.stat().st_size if path.exists() else 0
+            if size < wanted:
+                raise ValueError(
+                    f"{path} has {size} bytes, and its checkpoint knows of {wanted}: it was changed"
+                )
+            if size > wanted:
+                os.truncate(path, wanted)
+        for leftover in (self.path / "checkpoints").glob(".*"):
+            shutil.rmtree(leftover, ignore_errors=True)
+
+    def _synced_size(self, name: str) -> int:
+        path = self.path / name
+        if not path.exists():
+            return 0
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+        return path.stat().st_size
+
+    def _held(self) -> bool:
+        if fcntl is None or self._lock is not None:
+            return True
+        try:
+            descriptor = os.open(self.path / "lock", os.O_RDONLY)
+        except OSError:
+            return False
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return False
+        except OSError:
+            return True
+        finally:
+            os.close(descriptor)
+
+
+@dataclass(slots=True)
+class TrainingReport:
+    """`metrics` are those of the last step; `rows` has those of all; `tools` has those of all tool calls together,
+    since the start or the last resume."""
+
+    run: Path
+    steps: int
+    state: State
+    metrics: dict[str, float] = field(default_factory=dict)
+    rows: list[dict[str, float]] = field(default_factory=list)
+    tools: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def checkpoint(self) -> Path | None:
+        found = RunFolder(self.run).checkpoints()
+        return found[-1] if found else None
+
+
+def is_run(path: Path) -> bool:
+    return (path / CONFIG).is_file() and (path / "environment.json").is_file()
+
+
+def list_runs(runs: str | Path = "runs") -> list[RunFolder]:
+    """The oldest first."""
+    found = [path for path in Path(runs).expanduser().glob("*/") if is_run(path)]
+    return [RunFolder(path) for path in sorted(found, key=lambda path: (path / CONFIG).stat().st_mtime)]
+
+
+def new_name(config: TrainingConfig) -> str:
+    """Such as grpo-search-20260131-120000."""
+    environment = Path(config.environment.environment_id or "custom").name.partition(".py")[0]
+    stem = f"{config.training.algorithm}-{environment}-{time.strftime('%Y%m%d-%H%M%S')}"
+    name, number = stem, 1
+    while (Path(config.logging.output_dir).expanduser() / name).exists():
+        number += 1
+        name = f"{stem}-{number}"
+    return name
+
+
+def fingerprint() -> dict[str, Any]:
+    """What a run depends on besides its config."""
+    versions = {"python": platform.python_version(), "training-factory": __version__}
+    for package in PACKAGES:
+        with contextlib.suppress(PackageNotFoundError):
+            versions[package] = version(package)
+    return {
+        "versions": versions,
+        "platform": platform.platform(),
+        "cpus": os.cpu_count(),
+        "commit": _commit(),
+        "day": date.today().isoformat(),  # some templates print it; a run keeps the one it started with
+        "started": time.strftime("%Y-%m-%d %H:%M:%S"),
+    }
+
+
+def _commit() -> str | None:
+    """Of the folder in which the run was started, if it is a git repository."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() or None if done.returncode == 0 else None
+
+
+def _step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix("step-"))
+
+
+def _write_aside(path: Path, text: str) -> None:
+    part = path.with_name(f".{path.name}.part")
+    part.write_text(text, encoding="utf-8")
+    os.replace(part, path)

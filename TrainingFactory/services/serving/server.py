@@ -1,0 +1,312 @@
+"""An OpenAI-compatible chat server on the native engine: what it answers. How it is reached is in `serving_http.py`.
+
+Requests of all clients are sampled in one engine, each choice in a session of its own. A stream samples its turn in
+pieces: the session keeps what was computed, and a random number depends on the seed and the token's place only, so
+that pieces give the tokens of the whole."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import logging
+import secrets
+import time
+from collections.abc import AsyncGenerator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from TrainingFactory.config import TrainingConfig
+from TrainingFactory.openai_form import message_to_dict
+from TrainingFactory.protocols import Sampler
+from TrainingFactory.rollout.seeds import turn_seed
+from TrainingFactory.services.build.assemble import load, make_chat, make_engine
+from TrainingFactory.services.evaluation.evaluation import model_of
+from TrainingFactory.services.serving.request import ApiError, Ask, read_ask
+from TrainingFactory.services.serving.text import Cut, TurnReader
+from TrainingFactory.types import Completion, Message, SamplingParams
+
+if TYPE_CHECKING:
+    from TrainingFactory.models import TemplateChatFormat
+
+log = logging.getLogger(__name__)
+
+PIECE = 8  # tokens between two looks at a turn that is streamed or may meet a stop string
+
+
+@dataclass(slots=True)
+class Choice:
+    """One finished answer."""
+
+    message: Message
+    finish: str
+    tokens: int
+    logprobs: list[dict[str, Any]]
+
+
+class ChatServer:
+    """Answers requests on one event loop. `slots` choices are sampled at a time, and `queue` more may wait."""
+
+    def __init__(
+        self,
+        name: str,
+        chat: TemplateChatFormat,
+        sampler: Sampler,
+        *,
+        slots: int,
+        queue: int = 256,
+        defaults: SamplingParams | None = None,
+    ) -> None:
+        if slots < 1 or queue < 0:
+            raise ValueError(f"a server needs a slot and a queue of 0 or more, not {slots=}, {queue=}")
+        self.name, self.slots, self.queue = name, slots, queue
+        self.pending = 0  # choices that are being sampled or wait
+        self._chat, self._sampler, self._reader = chat, sampler, TurnReader(chat)
+        self._defaults = dataclasses.replace(defaults or SamplingParams(), stop_ids=chat.stop_ids)
+        self._gate = asyncio.Semaphore(slots)
+        self._writer = ThreadPoolExecutor(1, "chat-template")  # a long prompt must not stop the event loop
+        self._started = int(time.time())
+
+    def models(self) -> dict[str, Any]:
+        row = {"id": self.name, "object": "model", "created": self._started, "owned_by": "trainingfactory"}
+        return {"object": "list", "data": [row | {"max_model_len": self._sampler.max_length}]}
+
+    def health(self) -> dict[str, Any]:
+        running = min(self.pending, self.slots)
+        return {"status": "ok", "model": self.name, "running": running, "waiting": self.pending - running}
+
+    async def read(self, body: bytes) -> tuple[Ask, list[int]]:
+        """The request and its prompt, all checked."""
+        ask = read_ask(body, self._defaults)
+        if ask.model not in (None, self.name):
+            text = f"this server has no model {ask.model[:60]!r}; it serves {self.name!r}"
+            raise ApiError(text, "model", code="model_not_found")
+        try:
+            loop = asyncio.get_running_loop()
+            prompt = await loop.run_in_executor(self._writer, self._chat.render, ask.messages, ask.tools)
+        except (ValueError, RecursionError) as error:
+            told = str(error) if isinstance(error, ValueError) else "they are nested too deeply"
+            raise ApiError(
+                f"the messages and tools cannot be written for this model: {told}", "messages"
+            ) from error
+        room, limit = self._sampler.max_length - len(prompt), self._sampler.max_length
+        if room < 1:
+            text = (
+                f"the messages take {len(prompt)} tokens, and the model's context has {limit}; shorten them"
+            )
+            raise ApiError(text, "messages", code="context_length_exceeded")
+        if ask.max_tokens is not None and ask.max_tokens > room:
+            text = (
+                f"the messages take {len(prompt)} tokens and {ask.max_tokens_field} asks for {ask.max_tokens} more, "
+                f"and the model's context has {limit}; at most {room} can be asked for"
+            )
+            raise ApiError(text, ask.max_tokens_field, code="context_length_exceeded")
+        ask.max_tokens = ask.max_tokens or room
+        return ask, prompt
+
+    @contextlib.contextmanager
+    def admitted(self, ask: Ask) -> Iterator[None]:
+        """Around the work for a request: it counts as pending."""
+        most = self.slots + self.queue
+        if ask.n > most:
+            raise ApiError(f"n is {ask.n}, and this server takes {most} at a time", "n")
+        if self.pending + ask.n > most:
+            text = (
+                f"{self.pending} answers are being written or wait, and {most} is the limit; try again later"
+            )
+            raise ApiError(text, status=429, code="queue_full")
+        self.pending += ask.n
+        try:
+            yield
+        finally:
+            self.pending -= ask.n
+
+    async def complete(self, ask: Ask, prompt: list[int]) -> dict[str, Any]:
+        """The answer in one piece. Call it inside `admitted`."""
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(self._choice(ask, prompt, number)) for number in range(ask.n)]
+        choices = [task.result() for task in tasks]
+        rows = [
+            {
+                "index": number,
+                "message": _message_row(choice.message),
+                "logprobs": {"content": choice.logprobs, "refusal": None} if ask.logprobs else None,
+                "finish_reason": choice.finish,
+            }
+            for number, choice in enumerate(choices)
+        ]
+        usage = _usage(prompt, sum(choice.tokens for choice in choices))
+        return self._head("chat.completion") | {"choices": rows, "usage": usage}
+
+    async def stream(self, ask: Ask, prompt: list[int]) -> AsyncGenerator[str, None]:
+        """Server-sent events, the last one being [DONE]. Call it inside `admitted`, and close it."""
+        head = self._head("chat.completion.chunk") | ({"usage": None} if ask.include_usage else {})
+        events: asyncio.Queue[dict[str, Any] | BaseException] = asyncio.Queue()
+
+        async def one(number: int) -> int:
+            try:
+                return await self._streamed(ask, prompt, number, events.put_nowait)
+            except Exception as error:
+                events.put_nowait(error)
+                return 0
+
+        tasks = [asyncio.create_task(one(number)) for number in range(ask.n)]
+        try:
+            left = ask.n
+            while left:
+                event = await events.get()
+                if isinstance(event, BaseException):
+                    yield _event(failure(event).body())
+                    break
+                left -= event["finish_reason"] is not None
+                yield _event(head | {"choices": [event]})
+            else:
+                if ask.include_usage:
+                    usage = _usage(prompt, sum([await task for task in tasks]))
+                    yield _event(head | {"choices": [], "usage": usage})
+            yield "data: [DONE]\n\n"
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def close(self) -> None:
+        self._writer.shutdown()
+
+    # -- one choice
+
+    async def _streamed(
+        self, ask: Ask, prompt: list[int], number: int, send: Callable[[dict[str, Any]], None]
+    ) -> int:
+        """Sends what one choice is made of as it becomes known; the number of its tokens."""
+        sent = {"reasoning_content": "", "content": ""}
+
+        def put(delta: dict[str, Any], finish: str | None = None, logprobs: Any = None) -> None:
+            send({"index": number, "delta": delta, "logprobs": logprobs, "finish_reason": finish})
+
+        def tell(message: Message) -> None:
+            for key, text in (("reasoning_content", message.reasoning or ""), ("content", message.content)):
+                if len(text) > len(sent[key]):
+                    put({key: text[len(sent[key]) :]})
+                    sent[key] = text
+
+        put({"role": "assistant", "content": ""})
+        choice = await self._choice(ask, prompt, number, tell)
+        tell(choice.message)
+        calls = _message_row(choice.message).get("tool_calls", [])
+        for index, call in enumerate(calls):
+            put({"tool_calls": [{"index": index} | call]})
+        put({}, choice.finish, {"content": choice.logprobs, "refusal": None} if ask.logprobs else None)
+        return choice.tokens
+
+    async def _choice(
+        self, ask: Ask, prompt: list[int], number: int, tell: Callable[[Message], None] | None = None
+    ) -> Choice:
+        seed = ask.seed if number == 0 else turn_seed(ask.seed, 0, "choice", number, 0)
+        async with self._gate:
+            completion, text, cut = await self._sample(ask, prompt, seed, tell)
+        message = self._reader.message(text if cut is None else text[: cut.start], ask.read_calls)
+        for call in message.tool_calls:
+            call.id = f"call_{secrets.token_hex(12)}"
+        ended = cut is not None or completion.finish == "stop"
+        finish = "length" if not ended else "tool_calls" if message.tool_calls else "stop"
+        tokens = len(completion.token_ids) if cut is None else cut.tokens
+        logprobs = self._reader.logprobs(completion, cut) if ask.logprobs else []
+        return Choice(message, finish, tokens, logprobs)
+
+    async def _sample(
+        self, ask: Ask, prompt: list[int], seed: int, tell: Callable[[Message], None] | None
+    ) -> tuple[Completion, str, Cut | None]:
+        """One turn: its tokens, its text, and the stop string that ended it."""
+        assert ask.max_tokens is not None
+        so_far = Completion([], [], "length")
+        piece = PIECE if tell is not None or ask.stop else ask.max_tokens
+        session = self._sampler.session()
+        try:
+            while True:
+                size = min(piece, ask.max_tokens - len(so_far.token_ids))
+                params = dataclasses.replace(ask.params, max_tokens=size, seed=seed)
+                more = await session.sample(prompt + so_far.token_ids, params)
+                so_far.token_ids += more.token_ids
+                so_far.logprobs += more.logprobs
+                so_far.finish = more.finish
+                text = self._reader.text(so_far.token_ids)
+                cut = self._reader.cut(so_far.token_ids, text, ask.stop)
+                if cut or more.finish == "stop" or len(so_far.token_ids) >= ask.max_tokens:
+                    return so_far, text, cut
+                if tell is not None:
+                    tell(self._reader.so_far(text, ask.stop, ask.read_calls))
+        finally:
+            session.close()
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        unique = f"chatcmpl-{secrets.token_hex(12)}"
+        return {"id": unique, "object": kind, "created": int(time.time()), "model": self.name}
+
+
+def make_server(config: TrainingConfig, name: str, queue: int = 256) -> ChatServer:
+    """Loads the model of the config; its sampling section holds what a client leaves out."""
+    loaded, sampling = load(config), config.sampling
+    defaults = SamplingParams(
+        temperature=sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k, min_p=sampling.min_p
+    )
+    engine = make_engine(config, loaded, sampling.slots)
+    chat = make_chat(config, loaded)
+    return ChatServer(name, chat, engine, slots=sampling.slots, queue=queue, defaults=defaults)
+
+
+def served_sections(name: str, runs: str | Path = "runs") -> dict[str, dict[str, Any]]:
+    """The model and sampling sections for whatever can be served: a model, a run, a checkpoint, or the folder of
+    an adapter, which names its base model itself."""
+    sections = model_of(name, runs)
+    folder = Path(name).expanduser()
+    if sections == {"model": {"name": name}} and (folder / "adapter_config.json").is_file():
+        return {"model": {"name": _base_of(folder), "adapter": name}}
+    return {key: sections[key] for key in ("model", "sampling") if key in sections}
+
+
+def _base_of(adapter: Path) -> str:
+    path = adapter / "adapter_config.json"
+    try:
+        base = json.loads(path.read_text(encoding="utf-8"))["base_model_name_or_path"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} does not say on which model the adapter sits: {error!r}") from error
+    if not isinstance(base, str) or not base:
+        text = f"{path} names no base model; serve the model, with model.adapter={adapter}"
+        raise ValueError(text)
+    return base
+
+
+def failure(error: BaseException) -> ApiError:
+    """What a client is told of something that went wrong here."""
+    if isinstance(error, ExceptionGroup):
+        return failure(error.exceptions[0])
+    if isinstance(error, ApiError):
+        return error
+    log.error("a request failed", exc_info=error)
+    text = f"the server failed on this request ({type(error).__name__}); its log has the details"
+    return ApiError(text, status=500, code="internal_error")
+
+
+def _message_row(message: Message) -> dict[str, Any]:
+    row = message_to_dict(message) | {"refusal": None}
+    if not message.reasoning:
+        row.pop("reasoning_content", None)
+    if message.tool_calls and not message.content:
+        row["content"] = None
+    return row
+
+
+def _usage(prompt: list[int], sampled: int) -> dict[str, int]:
+    return {
+        "prompt_tokens": len(prompt),
+        "completion_tokens": sampled,
+        "total_tokens": len(prompt) + sampled,
+    }
+
+
+def _event(data: dict[str, Any]) -> str:
+    return f"data: {json.dumps(data)}\n\n"

@@ -1,0 +1,229 @@
+"""What a run learns from and is measured on: the environment with its tasks, and rows that exist already."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+from TrainingFactory.config import TrainingConfig
+from TrainingFactory.config.not_yet import SAMPLED
+from TrainingFactory.data.examples import Examples, Form, load_examples
+from TrainingFactory.protocols import EnvironmentFactory, RewardFunction
+from TrainingFactory.services.build import assemble
+from TrainingFactory.services.build import rewards as assemble_rewards
+from TrainingFactory.services.build.named_files import ABOUT, about_files
+from TrainingFactory.services.build.run_tools import RunTools
+from TrainingFactory.tools.cache.cache import ToolCache
+from TrainingFactory.tools.schema import check_schema, schema_problems, validator_of
+from TrainingFactory.types import Task, ToolSpec
+
+TOLD = 3  # rows that were left out, by name
+
+
+@dataclass(slots=True)
+class Objects:
+    """What a user hands in as Python objects instead of naming it in the config."""
+
+    environment: EnvironmentFactory | None = None
+    reward: RewardFunction | None = None
+    tasks: Sequence[Task] | None = None
+    examples: Examples | None = None  # of `read_examples`
+    heldout: Examples | None = None
+    tools: Sequence[Any] = ()  # tools, sources of them, or what can be made a tool
+    cache: ToolCache | None = None
+
+    @property
+    def given(self) -> list[str]:
+        names = ("environment", "reward", "tasks", "examples", "heldout", "tools")
+        return [name for name in names if getattr(self, name)]
+
+
+@dataclass(slots=True)
+class Gathered:
+    environment: EnvironmentFactory | None = None
+    tasks: list[Task] = field(default_factory=list)  # to learn from
+    heldout: list[Task] = field(default_factory=list)
+    examples: Examples | None = None  # to learn from
+    heldout_examples: Examples | None = None
+
+    @property
+    def size(self) -> int:
+        return len(self.examples) if self.examples is not None else len(self.tasks)
+
+    @property
+    def digest(self) -> str:
+        """Another one where there is something else to learn from. Of a task's answer only what is a plain value
+        counts: objects may look different in another process."""
+        digest = blake2b(digest_size=16)
+        for example in self.examples.found if self.examples is not None else ():
+            digest.update(repr((example.id, example.conversations)).encode(errors="surrogatepass"))
+        for task in self.tasks:
+            answer = task.answer if isinstance(task.answer, str | int | float) else None
+            digest.update(repr((task.id, task.prompt, answer)).encode(errors="surrogatepass"))
+        return digest.hexdigest()
+
+
+def about_start(config: TrainingConfig, objects: Objects, tools: RunTools, found: Gathered) -> dict[str, Any]:
+    """What a run is started with besides its config, and must find again when it goes on."""
+    folder = assemble_rewards.reward_model_folder(config)
+    return {
+        "objects": objects.given,
+        "replay": tools.replayed,
+        "size": found.size,
+        "digest": found.digest,
+        "reward_model": None if folder is None else str(folder.resolve()),
+        ABOUT: about_files(config),
+    }
+
+
+def check_same(found: Gathered, about: dict[str, Any], name: str) -> None:
+    """A run goes on with what it was started with. `about` is what was written down then."""
+    if (was := about.get("size", found.size)) != found.size:
+        raise ValueError(
+            f"run {name} was started with {was} tasks or rows, and now there are {found.size}: "
+            "it goes on with the same data only"
+        )
+    if "digest" in about and about["digest"] != found.digest:
+        raise ValueError(
+            f"the {found.size} tasks or rows that run {name} was started with have changed since then: it goes on "
+            "with the same data only. Put them back, or start a new run"
+        )
+
+
+def gather(config: TrainingConfig, objects: Objects, tools: RunTools) -> Gathered:
+    data, found = config.data, Gathered(objects.environment, examples=objects.examples)
+    if found.examples is None and data.dataset is not None:
+        found.examples = read_examples(config, data.dataset)
+    named = config.environment.environment_id is not None or tools.wanted
+    if found.environment is None and (named or found.examples is None):
+        found.environment = assemble.make_environment(config, tools.wanted)
+    if found.environment is not None:
+        found.environment = environment = tools.equip(found.environment)
+        if found.examples is None:
+            found.tasks = _tasks(config, environment, objects.tasks)
+    if config.training.eval_every is not None:
+        _gather_heldout(config, objects, found)
+    scored = [*(found.tasks if config.training.algorithm in SAMPLED else ()), *found.heldout]
+    assemble_rewards.check_tasks(objects.reward or assemble_rewards.check_reward(config), scored)
+    return found
+
+
+def read_examples(config: TrainingConfig, source: Any, heldout: bool = False) -> Examples:
+    """The rows of a dataset (see `data/datasets.py`) in the form that the config's algorithm learns from. Everything
+    that is wrong with them is told at once, before any model is loaded."""
+    data = config.data
+    count = data.heldout_count if heldout else data.count
+    split = data.heldout_split if heldout else data.dataset_split
+    if isinstance(source, Path):
+        source = str(source)
+    return load_examples(
+        source,
+        form_of(config),
+        split=split,
+        count=count,
+        skip_bad_rows=data.skip_bad_rows,
+        fits=arguments_fit,
+    )
+
+
+def read_heldout(config: TrainingConfig, source: Any, dataset: Any) -> Examples:
+    """Rows to evaluate on, which may not be those of `dataset`, from which the run learns."""
+    if dataset is None:
+        raise ValueError(
+            "held-out rows go with a dataset to learn from; where episodes are sampled or an expert plays, held-out "
+            'tasks are a file: heldout="tasks.jsonl"'
+        )
+    data = config.data
+    if _same_rows(dataset, source, data.dataset_split == data.heldout_split):
+        raise ValueError(
+            f"data.heldout and data.dataset are the same rows ({_named(source)}), so that nothing would be held out; "
+            "name another file, or for a dataset with several splits another data.heldout_split"
+        )
+    return read_examples(config, source, heldout=True)
+
+
+def _same_rows(dataset: Any, heldout: Any, same_split: bool) -> bool:
+    """A file has no splits, nor has the folder of a run; saved and hub datasets may have them."""
+    if not isinstance(dataset, str | Path) or not isinstance(heldout, str | Path):
+        return dataset is heldout and (same_split or not isinstance(dataset, Mapping))
+    ours, theirs = Path(dataset).expanduser(), Path(heldout).expanduser()
+    if ours.exists() and theirs.exists():
+        return ours.samefile(theirs) and (same_split or not (ours / "dataset_dict.json").is_file())
+    return str(dataset) == str(heldout) and same_split
+
+
+def _named(source: Any) -> str:
+    return str(source) if isinstance(source, str | Path) else "one object"
+
+
+def form_of(config: TrainingConfig) -> Form:
+    algorithm = config.training.algorithm
+    forms: dict[str, Form] = {"sft": "sft", "dpo": "dpo", "kto": "kto"}
+    if algorithm == "reward_model":
+        return "prm" if config.reward_model.kind == "process" else "rm"
+    if algorithm not in forms:
+        raise ValueError(
+            f"training.algorithm={algorithm} learns from its own episodes and takes no dataset: data.tasks=FILE.jsonl "
+            "names its tasks; data.dataset is for sft, dpo, kto and reward_model"
+        )
+    return forms[algorithm]
+
+
+def arguments_fit(spec: ToolSpec, arguments: dict[str, Any]) -> str | None:
+    """What is wrong with the arguments of a call; None also where the tool's schema is no schema."""
+    try:
+        check_schema(spec)
+    except ValueError:
+        return None
+    return schema_problems(spec, validator_of(spec.parameters), arguments)
+
+
+def told_left_out(bad: Sequence[str], long: Sequence[str], unused: int) -> list[str]:
+    """What a user should know about rows that are not learned from."""
+    told = []
+    if bad:
+        told.append(f"{len(bad)} bad rows are left out: {_first(bad)}")
+    if long:
+        told.append(f"{len(long)} rows are longer than model.max_length and left out: {_first(long)}")
+    if unused:
+        told.append(f"{unused} recorded episodes teach nothing here and are left out")
+    return told
+
+
+def _first(texts: Sequence[str]) -> str:
+    return "; ".join(texts[:TOLD]) + (" ..." if len(texts) > TOLD else "")
+
+
+def _tasks(
+    config: TrainingConfig, environment: EnvironmentFactory, given: Sequence[Task] | None
+) -> list[Task]:
+    tasks = list(given or []) or assemble.make_tasks(config, environment, assemble.TRAINING_TASKS)
+    if config.training.algorithm == "sft" and not hasattr(environment, "expert"):
+        name = assemble.environment_name(environment)
+        raise ValueError(
+            f"sft learns from demonstrations, and {name} has no method `expert` that makes them; write one, "
+            "or give a file: data.dataset=FILE.jsonl"
+        )
+    return tasks
+
+
+def _gather_heldout(config: TrainingConfig, objects: Objects, found: Gathered) -> None:
+    """Rows like those of the dataset where there is one; tasks where there is an environment to play them in."""
+    rows = found.examples is not None
+    if rows:
+        found.heldout_examples = objects.heldout
+        if objects.heldout is None and config.data.heldout is not None:
+            learned = config.data.dataset if objects.examples is None else objects.examples
+            found.heldout_examples = read_heldout(config, config.data.heldout, learned)
+    own = config.environment.environment_id is not None or objects.environment is not None
+    if found.environment is not None and (own or found.heldout_examples is None):
+        path = None if rows else config.data.heldout
+        found.heldout = assemble.make_heldout_tasks(config, found.environment, path)
+    elif found.heldout_examples is None:
+        wanted = (
+            "held-out rows: data.heldout=FILE" if rows else "an environment to evaluate in: environment=NAME"
+        )
+        raise ValueError(f"training.eval_every needs {wanted}")

@@ -1,0 +1,288 @@
+"""Results of calls that need not be made again: of pure tools, and of stateful ones after equal histories."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import logging
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+from TrainingFactory.protocols import Tool, ToolSource
+from TrainingFactory.tools.cache.stores import Store, StoreError, open_store
+from TrainingFactory.tools.executor import AsyncToolExecutor
+from TrainingFactory.tools.runtime import ToolRuntime
+from TrainingFactory.tools.texts import describe
+from TrainingFactory.tools.threads import in_thread
+from TrainingFactory.types import ToolCall, ToolResult
+
+log = logging.getLogger(__name__)
+REST_SECONDS = 5.0  # after an error the store is left alone for so long
+MAX_ENTRY_BYTES = 4 << 20  # a larger result is not kept: reading it back would hold up the event loop
+MAX_WAITING = 10_000  # results not yet written; more are not kept
+MAX_USED = 1000
+CANCELLED, FAILED = "cancelled", "failed"
+
+
+class ToolCache:
+    """A cache in an SQLite file (any number of processes may share it) or, for several machines, in Redis.
+
+    ```python
+    cache = ToolCache("tools.sqlite", [search])
+    result = await cache.execute_with_cache(ToolCall("search", {"query": "Oslo"}))
+    ```
+
+    In a run, `ToolRuntime(cache=cache)` lets the tools of all episodes use it. Only tools marked `pure` or
+    `stateful` are cached, and only results that are ok. Whatever goes wrong with the cache itself is counted in
+    `failures` and told once; the call is then simply made.
+
+    `ttl`: seconds until a result is too old. `max_bytes`: of all results in the file; the least recently used go
+    first. `memory_bytes`: of results that are also kept in memory.
+    """
+
+    def __init__(
+        self,
+        target: str | Path,
+        tools: Sequence[Tool | ToolSource] = (),
+        *,
+        ttl: float | None = None,
+        max_bytes: int = 1 << 30,
+        memory_bytes: int = 64 << 20,
+    ) -> None:
+        if ttl is not None and ttl <= 0:
+            raise ValueError(f"a cache's ttl is in seconds and over 0, or None for ever, not {ttl}")
+        if max_bytes < 1 or memory_bytes < 0:
+            raise ValueError(
+                f"max_bytes ({max_bytes}) is over 0 and memory_bytes ({memory_bytes}) not below 0"
+            )
+        self._ttl, self._max_entry = ttl, min(max_bytes, MAX_ENTRY_BYTES)
+        self._store: Store = open_store(target, ttl, max_bytes)
+        self._memory = _Memory(memory_bytes)
+        self._flights: dict[str, asyncio.Future[ToolResult | str]] = {}
+        self._writer = _Writer(self._store, self._failed)
+        self._rests_until = 0.0
+        self.failures = 0
+        damage = getattr(self._store, "damage", None)
+        if damage is not None:
+            log.warning("the cache %s was damaged: %s", target, damage)
+        self.executor = AsyncToolExecutor(tools)
+        self.executor.attach(ToolRuntime(cache=self), "")
+
+    async def execute_with_cache(self, call: ToolCall) -> ToolResult:
+        """The result of a call to one of `tools`, made only if it is not there yet. All calls made here are those
+        of one episode, as far as stateful tools are concerned."""
+        [result] = await self.executor.batch_execute([call])
+        return result
+
+    async def through(
+        self, key: str, run: Callable[[], Awaitable[ToolResult]], deadline: float
+    ) -> ToolResult:
+        """The result under `key`, else that of `run`, which is kept if it is ok. Of several callers at the same time
+        one runs; if it is cancelled the next one does. Its failure is its own: the others then run themselves."""
+        loop = asyncio.get_running_loop()
+        while True:
+            found = self._in_memory(key)
+            if found is None:
+                found = self._looked_up(key) if self._store.quick else await in_thread(self._looked_up, key)
+            if found is not None:
+                return found
+            flight = self._flights.get(key)
+            if flight is None:
+                break
+            if flight.get_loop() is not loop:  # of another thread: not worth waiting for across loops
+                return await self._run(key, run)
+            await asyncio.wait({flight}, timeout=max(0.0, deadline - time.monotonic()))
+            answer = flight.result() if flight.done() else FAILED
+            if isinstance(answer, ToolResult):
+                return _copy(answer)
+            if answer == FAILED:
+                return await self._run(key, run)
+        return await self._lead(key, run, loop.create_future())
+
+    async def _lead(
+        self, key: str, run: Callable[[], Awaitable[ToolResult]], flight: asyncio.Future[ToolResult | str]
+    ) -> ToolResult:
+        self._flights[key] = flight
+        answer: ToolResult | str = FAILED
+        try:
+            result = await self._run(key, run)
+            if result.ok:
+                answer = result
+            return result
+        except asyncio.CancelledError:
+            answer = CANCELLED
+            raise
+        finally:
+            del self._flights[key]
+            flight.set_result(answer)
+
+    async def _run(self, key: str, run: Callable[[], Awaitable[ToolResult]]) -> ToolResult:
+        result = await run()
+        if result.ok:
+            self._keep(key, result)
+        return result
+
+    def flush(self) -> None:
+        """Waits until everything is in the file."""
+        self._writer.flush()
+
+    def close(self) -> None:
+        """Writes what is still to be written. What `tools` hold is given back by `cache.executor.close()`."""
+        self._writer.close()
+        self._store.close()
+
+    def _in_memory(self, key: str) -> ToolResult | None:
+        kept = self._memory.get(key)
+        return None if kept is None else self._hit(key, *kept)
+
+    def _looked_up(self, key: str) -> ToolResult | None:
+        if time.monotonic() < self._rests_until:
+            return None
+        try:
+            found = self._store.get(key)
+            if found is None:
+                return None
+            result = self._hit(key, *found)
+        except (StoreError, ValueError, TypeError) as error:
+            self._failed(error)
+            return None
+        if result is not None:
+            self._memory.put(key, *found)
+        return result
+
+    def _hit(self, key: str, value: str, made: float) -> ToolResult | None:
+        if self._ttl is not None and time.time() - made > self._ttl:
+            return None
+        self._writer.used(key)
+        return _decoded(value)
+
+    def _keep(self, key: str, result: ToolResult) -> None:
+        try:
+            value = _encoded(result)
+        except (TypeError, ValueError):  # attachments that are no JSON
+            return
+        if len(value) + len(key) > self._max_entry:
+            return
+        made = time.time()
+        self._memory.put(key, value, made)
+        if time.monotonic() >= self._rests_until:
+            self._writer.add(key, value, made)
+
+    def _failed(self, error: BaseException) -> None:
+        if not self.failures:
+            log.warning("the tool cache fails (%s); calls are made without it", describe(error))
+        self.failures += 1
+        self._rests_until = time.monotonic() + REST_SECONDS
+
+
+class _Memory:
+    """The latest results as text: decoding is quick, and nobody can change what others will get."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit, self._size = limit, 0
+        self._entries: OrderedDict[str, tuple[str, float]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, key: str) -> tuple[str, float] | None:
+        with self._lock:
+            found = self._entries.get(key)
+            if found is not None:
+                self._entries.move_to_end(key)
+            return found
+
+    def put(self, key: str, value: str, made: float) -> None:
+        with self._lock:
+            old = self._entries.pop(key, None)
+            self._size += len(value) - (0 if old is None else len(old[0]))
+            self._entries[key] = (value, made)
+            while self._size > self._limit:
+                _, (gone, _) = self._entries.popitem(last=False)
+                self._size -= len(gone)
+
+
+class _Writer:
+    """Writes on a thread of its own, many entries at a time: the event loop never waits for the disk."""
+
+    def __init__(self, store: Store, failed: Callable[[BaseException], None]) -> None:
+        self._store, self._failed = store, failed
+        self._jobs: SimpleQueue[tuple[str, str, float] | threading.Event | None] = SimpleQueue()
+        self._used: dict[str, float] = {}
+        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+
+    def add(self, key: str, value: str, made: float) -> None:
+        if self._jobs.qsize() < MAX_WAITING:
+            self._jobs.put((key, value, made))
+            self._start()
+
+    def used(self, key: str) -> None:
+        """Written with the next entry, or when there are many."""
+        self._used[key] = time.time()
+        if len(self._used) > MAX_USED:
+            self._jobs.put(threading.Event())
+            self._start()
+
+    def flush(self) -> None:
+        done = threading.Event()
+        self._jobs.put(done)
+        self._start()
+        done.wait()
+
+    def close(self) -> None:
+        if self._used or self._jobs.qsize():
+            self.flush()
+        with self._lock:
+            thread, self._thread = self._thread, None
+        if thread is not None:
+            self._jobs.put(None)
+            thread.join()
+
+    def _start(self) -> None:
+        if self._thread is None or not self._thread.is_alive():  # not alive: in a forked process
+            with self._lock:
+                if self._thread is None or not self._thread.is_alive():
+                    self._thread = threading.Thread(target=self._work, daemon=True, name="tool-cache")
+                    self._thread.start()
+
+    def _work(self) -> None:
+        while True:
+            jobs = [self._jobs.get()]
+            while not self._jobs.empty():
+                jobs.append(self._jobs.get())
+            used, self._used = self._used, {}
+            entries = [job for job in jobs if isinstance(job, tuple)]
+            try:
+                if entries or used:
+                    self._store.write(entries, used.items())
+            except Exception as error:
+                self._failed(error)
+            for job in jobs:
+                if isinstance(job, threading.Event):
+                    job.set()
+            if None in jobs:
+                return
+
+
+def _encoded(result: ToolResult) -> str:
+    value: dict[str, Any] = {"content": result.content}
+    if result.attachments:
+        value["attachments"] = result.attachments
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _decoded(value: str) -> ToolResult:
+    row = json.loads(value)
+    if not isinstance(row, dict) or not isinstance(row.get("content"), str):
+        raise ValueError("a cached result has no content")
+    return ToolResult(row["content"], cached=True, attachments=list(row.get("attachments", ())))
+
+
+def _copy(result: ToolResult) -> ToolResult:
+    """For somebody else who waited for it."""
+    return _decoded(_encoded(result)) if result.attachments else dataclasses.replace(result, cached=True)

@@ -1,0 +1,306 @@
+"""DPO and its relatives against TRL's own losses, and what must hold for pairs of whole dialogues."""
+
+from __future__ import annotations
+
+import copy
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.kits.engine import tiny
+from tests.kits.learner import far, gradients, make_learner, row_logprobs, weights_of, words
+from tests.kits.preference import (
+    Alone,
+    Group,
+    bare_trainer,
+    dialogue,
+    lift_by_episodes,
+    model_gradients,
+    moved_learner,
+    padded,
+    pair_groups,
+    write_episodes,
+)
+from tests.kits.run import Quiet, assert_same_run
+from TrainingFactory.algorithms.dpo import DPO
+from TrainingFactory.config import TrainingConfig
+from TrainingFactory.data.packing import make_batch
+from TrainingFactory.learning.lora import add_lora
+from TrainingFactory.services.runs.folder import RunFolder
+from TrainingFactory.services.training.loop import Training
+from TrainingFactory.services.training.update import learn, precompute
+from TrainingFactory.types import Reward, Sample
+
+BETA, MARGIN = 0.3, 0.4
+CASES = [("sigmoid", 0.0), ("sigmoid", 0.2), ("robust", 0.2), ("hinge", 0.0), ("ipo", 0.0), ("orpo", 0.0),
+         ("simpo", 0.0), ("simpo", 0.1)]  # fmt: skip
+
+
+def rows_of(groups: list[Group]) -> list[Sample]:
+    return [row for group in groups for row in DPO().samples(group)]
+
+
+# -- pairs
+
+
+def test_a_group_gives_its_best_against_its_worst() -> None:
+    rng = random.Random(0)
+    prompt = words(rng, 9)
+    group = [dialogue(rng, prompt, 2, reward) for reward in (0.5, None, 0.1, 1.5, 1.5, 0.1)]
+    group[0].reward = Reward(0.5, [0.5, -1.0])  # steps count: 0 in all
+    rows = DPO().samples(group)
+    first, second = rows
+    assert [row.label for row in rows] == [1.5, 0.0] and first.pair == second.pair
+    assert first.episode != second.episode
+    last = group[3].turns[-1]
+    assert first.token_ids == last.prompt_ids + last.completion.token_ids
+    (pack,) = make_batch(rows).packs
+    assert pack.labels[pack.pairs].tolist() == [[1.5, 0.0]]
+
+
+@pytest.mark.parametrize("rewards", [(1.0, 1.0), (0.1 + 0.2, 0.3), (1.0,), (1.0, None), (None, None), ()])
+def test_groups_without_a_preference_give_no_rows(rewards: tuple[float | None, ...]) -> None:
+    rng = random.Random(0)
+    assert DPO().samples([dialogue(rng, [1, 2], 1, reward) for reward in rewards]) == []
+
+
+def test_options_are_checked() -> None:
+    wrong: list[dict[str, Any]] = [
+        {"beta": 0.0}, {"label_smoothing": 0.5}, {"loss_kind": "hinge", "label_smoothing": 0.1},
+        {"loss_kind": "orpo", "reference": "precomputed"},
+    ]  # fmt: skip
+    for options in wrong:
+        with pytest.raises(ValueError, match=list(options)[-1]):
+            DPO(**options)
+    assert all(DPO(kind).needs == {"reference"} for kind in ("sigmoid", "ipo", "hinge", "robust"))
+    assert all(DPO(kind).needs == frozenset() for kind in ("orpo", "simpo"))
+
+
+# -- values
+
+
+def sides(rows: list[Sample]) -> list[Sample]:
+    """The better ones, then the worse ones, in the same order of pairs."""
+    pairs = [sorted(pair, key=lambda row: -row.label) for pair in zip(rows[::2], rows[1::2], strict=True)]
+    return [pair[0] for pair in pairs] + [pair[1] for pair in pairs]
+
+
+def by_trl(
+    model: Any, frozen: Any, rows: list[Sample], kind: str, smoothing: float
+) -> tuple[torch.Tensor, Any]:
+    """TRL's loss with a gradient, and its metrics where its DPO trainer has the loss."""
+    if kind in ("sigmoid", "robust", "hinge", "ipo") and not (kind == "sigmoid" and smoothing):
+        from trl.trainer.dpo_trainer import DPOTrainer
+
+        trainer = bare_trainer(
+            DPOTrainer, model, frozen, beta=BETA, label_smoothing=smoothing, loss_types=[kind], loss_weights=[1.0],
+            ld_alpha=None, f_divergence_type="reverse_kl", use_weighting=False,
+        )  # fmt: skip
+        loss = trainer._compute_loss(trainer.model, padded(sides(rows)), False)
+        return loss, {name: values[-1] for name, values in trainer._metrics["train"].items()}
+    each = [row_logprobs(model, row) for row in sides(rows)]
+    better, worse = torch.stack([values.mean() for values in each]).chunk(2)
+    if kind == "orpo":
+        from trl.experimental.orpo.orpo_trainer import ORPOTrainer
+
+        odds: Any = ORPOTrainer.__new__(ORPOTrainer)
+        odds.beta, odds.accelerator = BETA, Alone()
+        return (-better - odds.odds_ratio_loss(better, worse)[0]).mean(), {}
+    from trl.experimental.cpo.cpo_trainer import CPOTrainer
+
+    if kind == "sigmoid":  # of the log-ratios: what TRL's DPO trainer leaves out, its CPO trainer has
+        base = [row_logprobs(frozen, row) for row in sides(rows)]
+        ratios = [(now - then).sum() for now, then in zip(each, base, strict=True)]
+        better, worse = torch.stack(ratios).chunk(2)
+    judge: Any = CPOTrainer.__new__(CPOTrainer)
+    judge.beta, judge.alpha, judge.accelerator = BETA, 0.0, Alone()
+    judge.loss_type, judge.simpo_gamma, judge.label_smoothing = kind, MARGIN, smoothing
+    return judge.cpo_loss(better, worse)[0].mean(), {}
+
+
+@pytest.mark.parametrize(("kind", "smoothing"), CASES)
+def test_loss_and_gradient_are_trls(kind: Any, smoothing: float) -> None:
+    learner, frozen = moved_learner()
+    rows = rows_of(pair_groups(1))
+    assert len({len(row.token_ids) for row in rows}) > 5
+    algorithm = DPO(kind, BETA, smoothing, MARGIN)
+    batch = learner.annotate(make_batch(rows, 150), algorithm.needs)
+    assert len(batch.packs) > 1 and batch.pairs == 5
+    figures = learner.evaluate(batch, algorithm.loss)
+    model = learner.model.eval()
+    loss, metrics = by_trl(model, frozen, rows, kind, smoothing)
+    wanted = model_gradients(model, loss)
+    assert figures["loss"] == pytest.approx(loss.item(), rel=1e-5)
+    assert far(gradients(learner, batch, algorithm.loss), wanted) < 1e-5
+    if metrics and kind != "ipo":  # there rewards are what is compared: means over tokens
+        for ours, theirs in {
+            "accuracy": "accuracies",
+            "rewards/chosen": "chosen",
+            "rewards/margin": "margins",
+        }.items():
+            assert figures[ours] == pytest.approx(metrics[f"rewards/{theirs}"], rel=1e-4, abs=1e-6)
+
+
+def test_packing_and_order_do_not_matter() -> None:
+    learner, _ = moved_learner()
+    rows, algorithm = rows_of(pair_groups(2)), DPO(beta=BETA)
+
+    def found(rows: list[Sample], *packing: Any) -> Any:
+        batch = learner.annotate(make_batch(rows, *packing), algorithm.needs)
+        return gradients(learner, batch, algorithm.loss)
+
+    wanted = found(rows, 10_000, True)
+    assert far(found(rows, 60, True), wanted) < 1e-5
+    assert far(found(rows[::-1], 10_000, True), wanted) < 1e-5
+    learner.sharing = False
+    assert far(found(rows, 300, False), wanted) < 1e-5
+
+
+def test_it_starts_at_ln_2() -> None:
+    model: Any = tiny()
+    learner = make_learner(model, reference=copy.deepcopy(model))
+    batch = learner.annotate(make_batch(rows_of(pair_groups(3, 4))), DPO().needs)
+    cases: list[tuple[Any, float]] = [("sigmoid", math.log(2)), ("hinge", 1.0), ("ipo", 25.0)]
+    for kind, wanted in cases:
+        figures = learner.evaluate(batch, DPO(kind).loss)
+        assert figures["loss"] == torch.tensor(wanted).item()
+        assert figures["rewards/margin"] == 0 == figures["accuracy"]
+
+
+def test_tokens_that_were_not_sampled_have_no_part_of_their_own() -> None:
+    """The gradient at the outputs is zero wherever the next token was not sampled, and nowhere else."""
+    learner, _ = moved_learner()
+    rows, algorithm = rows_of(pair_groups(4, 3)), DPO(beta=BETA)
+    batch = learner.annotate(make_batch(rows), algorithm.needs)
+    (pack,) = batch.packs
+    states: list[torch.Tensor] = []
+    plain = learner.states
+
+    def watched(*args: Any) -> torch.Tensor:
+        states.append(plain(*args).detach().requires_grad_())
+        return states[0]
+
+    learner.states = watched  # pyright: ignore[reportAttributeAccessIssue]
+    algorithm.loss(learner._trained(pack, batch, algorithm.needs))[0].backward()
+    assert states[0].grad is not None
+    touched = states[0].grad.abs().sum(-1).nonzero()[:, 0].tolist()
+    assert touched == sorted(set(pack.source.tolist())) and len(touched) < len(pack.token_ids) / 2
+
+
+def test_turns_that_both_sides_begin_with_cancel() -> None:
+    """Episodes of one group may have sampled the same first turn. It is counted in both, so for losses of sums it is as
+    if it were part of the prompt."""
+    rng = random.Random(7)
+    start = dialogue(rng, words(rng, 40), 1, None).turns[0]
+    prompt = start.prompt_ids + start.completion.token_ids + words(rng, 4)
+    short = [dialogue(rng, prompt, 2, reward) for reward in (1.0, 0.0)]
+    whole = copy.deepcopy(short)
+    for trajectory in whole:
+        trajectory.turns.insert(0, copy.deepcopy(start))
+    learner, _ = moved_learner()
+    found = []
+    for group in (whole, short):
+        batch = learner.annotate(make_batch(DPO().samples(group)), DPO().needs)
+        found.append(gradients(learner, batch, DPO(beta=BETA).loss))
+    assert far(found[0], found[1]) < 1e-5
+
+
+# -- the reference
+
+
+class Recorded:
+    """Groups as a dataset gives them."""
+
+    def __init__(self, groups: list[Group]) -> None:
+        self.groups = groups
+
+    def __len__(self) -> int:
+        return len(self.groups)
+
+    def group(self, number: int) -> Group:
+        return copy.deepcopy(self.groups[number])
+
+
+def recorded(groups: list[Group]) -> Any:
+    return [Recorded(groups)]
+
+
+def trained(kind: str, groups: list[Group], adapter: bool) -> tuple[Any, list[dict[str, float]]]:
+    model: Any = add_lora(tiny(), r=4) if adapter else tiny()
+    algorithm = DPO(beta=0.5)
+    own = None if adapter else model
+    learner = make_learner(model, reference=own if kind == "precomputed" else copy.deepcopy(own))
+    steps = [groups[:3], groups[3:]]
+    references = precompute(learner, algorithm, recorded(groups), 3, 200) if kind == "precomputed" else None
+    if references is not None:
+        assert learner.reference is None and len(references) == 10
+    figures = [
+        learn(learner, algorithm, copy.deepcopy(groups), step, token_budget=200, references=references)
+        for step, groups in enumerate([*steps, steps[1], groups])
+    ]
+    return model, figures
+
+
+@pytest.mark.parametrize("adapter", [False, True])
+def test_a_precomputed_reference_gives_the_same_training(adapter: bool) -> None:
+    groups = pair_groups(5)
+    live, wanted = trained("live", groups, adapter)
+    kept, found = trained("precomputed", groups, adapter)
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-6, abs=1e-6)
+    assert abs(found[-1]["rewards/margin"]) > 1e-3
+    weights = weights_of(live)
+    assert all(torch.allclose(value, weights[name], atol=1e-6) for name, value in kept.state_dict().items())
+
+
+def test_without_a_kept_row_a_dropped_reference_is_missed() -> None:
+    model: Any = tiny()
+    learner, algorithm, groups = make_learner(model, reference=model), DPO(), pair_groups(6)
+    references = precompute(learner, algorithm, recorded(groups[:2]), 2, 1000)
+    with pytest.raises(ValueError, match="reference"):
+        learn(learner, algorithm, groups[2:], 0, token_budget=1000, references=references)
+
+
+# -- runs
+
+
+def config_of(folder: Path, reference: str, dataset: Path) -> TrainingConfig:
+    heldout = folder / "heldout.jsonl"
+    heldout.write_bytes(dataset.read_bytes())
+    return TrainingConfig(
+        training={"algorithm": "dpo", "max_steps": 5, "batch_size": 3, "learning_rate": 1e-3, "eval_every": 3},
+        data={"dataset": str(dataset), "heldout": str(heldout), "heldout_count": 3},
+        dpo={"reference": reference, "beta": 0.5},
+        logging={"output_dir": str(folder), "checkpoint_every": 2},
+    )  # fmt: skip
+
+
+def run(config: TrainingConfig, name: str, fail_at: int | None = None) -> Any:
+    return Training(config, name=name, watcher=Quiet(fail_at)).train()
+
+
+def test_a_run_with_a_precomputed_reference_and_its_resume(tmp_path: Path) -> None:
+    """What a resumed run compares with is the model before training, not that of the checkpoint."""
+    dataset = write_episodes(tmp_path / "episodes.jsonl", "train", 7)
+    live, kept = (run(config_of(tmp_path, how, dataset), how) for how in ("live", "precomputed"))
+    for ours, theirs in zip(kept.rows, live.rows, strict=True):
+        for name in ("loss", "rewards/chosen", "eval/loss", "eval/rewards/margin", "grad_norm"):
+            assert ours.get(name, 0) == pytest.approx(theirs.get(name, 0), rel=1e-4, abs=1e-5), name
+    assert kept.metrics["rewards/margin"] > 0.5
+    with pytest.raises(RuntimeError, match="broken off"):
+        run(config_of(tmp_path, "precomputed", dataset), "broken", fail_at=4)
+    again = RunFolder(tmp_path / "broken")
+    Training(again.config, run=again, watcher=Quiet()).train()
+    assert_same_run(tmp_path / "broken", kept.run)
+
+
+def test_it_learns_from_recorded_episodes(warm: Path, tmp_path: Path) -> None:
+    """From pairs of a lookup and a guess the model learns to look up, in tasks it has not seen."""
+    gain, start, end = lift_by_episodes(warm, tmp_path, algorithm="dpo", max_steps=8, batch_size=16)
+    assert start["eval/loss"] == pytest.approx(math.log(2)) and start["eval/accuracy"] == 0
+    assert end["eval/accuracy"] > 0.9 and end["eval/rewards/margin"] > 0.2
+    assert gain > 0.1

@@ -1,0 +1,138 @@
+"""For every algorithm: how the rows of a step are laid out does not change its gradient, and what the policy did not
+sample has no part in it. (Two processes instead of one: `test_learner_processes.py`.)
+
+Distances are those of `algorithm_kit.distance`: Euclidean over all weights, relative to the gradient's length."""
+
+from __future__ import annotations
+
+import copy
+import random
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from tests.kits.algorithm import (
+    ALGORITHMS,
+    batch_for,
+    distance,
+    groups_of,
+    learner_for,
+    samples_of,
+    step_gradients,
+)
+from tests.kits.learner import Gradients, words
+from TrainingFactory.data.samples import mismatched
+from TrainingFactory.learning.learner import Learner
+from TrainingFactory.types import Sample
+
+TOLERANCE = 1e-5
+PER_TOKEN = ("logprobs", "advantages", "rewards", "policy_version")
+every_algorithm = pytest.mark.parametrize("name", ALGORITHMS)
+
+
+@cache
+def learner_of(name: str) -> Learner:
+    return learner_for(ALGORITHMS[name])
+
+
+@cache
+def rows_of(name: str) -> tuple[Sample, ...]:
+    return tuple(samples_of(ALGORITHMS[name], groups_of()))
+
+
+@cache
+def wanted(name: str) -> Gradients:
+    """All rows in one pack that shares prefixes."""
+    found = found_with(name, rows_of(name))
+    batch = batch_for(learner_of(name), ALGORITHMS[name], rows_of(name))
+    assert len(batch.packs) == 1 and (name != "kto" or batch.baseline > 0.1)
+    assert max(float(value.abs().max()) for value in found.values()) > 1e-4
+    return found
+
+
+def found_with(name: str, rows: Any, budget: int = 16_384, sharing: bool = True) -> Gradients:
+    answers = mismatched(rows_of(name))
+    return step_gradients(
+        learner_of(name), ALGORITHMS[name], copy.deepcopy(list(rows)), budget, sharing, answers
+    )
+
+
+@every_algorithm
+@pytest.mark.parametrize("budget", [1, 120])  # 1: every episode or pair for itself
+def test_any_size_of_micro_batch(name: str, budget: int) -> None:
+    packs = batch_for(learner_of(name), ALGORITHMS[name], rows_of(name), budget).packs
+    assert len(packs) > 1 and (budget > 1 or all(len(set(pack.episode)) <= 2 for pack in packs))
+    assert distance(found_with(name, rows_of(name), budget), wanted(name)) < TOLERANCE
+
+
+@every_algorithm
+def test_no_shared_prefixes(name: str) -> None:
+    assert distance(found_with(name, rows_of(name), 2000, sharing=False), wanted(name)) < TOLERANCE
+
+
+@every_algorithm
+def test_padded_rows_through_the_models_own_attention(name: str) -> None:
+    learner = learner_of(name)
+    learner.sharing = False  # as for a model that cannot
+    try:
+        found = found_with(name, rows_of(name), 2000, sharing=False)
+    finally:
+        learner.sharing = True
+    assert distance(found, wanted(name)) < TOLERANCE
+
+
+@every_algorithm
+def test_any_order_of_rows(name: str) -> None:
+    """Rows of one episode stay in the order in which they were played."""
+    episodes: dict[int, list[Sample]] = {}
+    for row in rows_of(name):
+        episodes.setdefault(row.episode, []).append(row)
+    units = list(episodes.values())
+    random.Random(5).shuffle(units)
+    shuffled = [row for unit in units for row in unit]
+    assert shuffled != list(rows_of(name))
+    assert distance(found_with(name, shuffled), wanted(name)) < TOLERANCE
+
+
+@every_algorithm
+def test_padding(name: str) -> None:
+    """Rows without a trained token, some of them twice, and tokens of the environment after the last sampled one."""
+    rng = random.Random(6)
+    longer = [with_tail(row, words(rng, rng.randrange(0, 20))) for row in rows_of(name)]
+    padding = [
+        replace(row, loss_mask=[False] * len(row.token_ids), episode=-n) for n, row in enumerate(longer, 2)
+    ]
+    padded = [row for pair in zip(padding, longer, strict=True) for row in pair] + padding[:3]
+    if name == "kto":
+        assert len(mismatched(padded)) == len(mismatched(rows_of(name)))
+    assert distance(found_with(name, padded, 120), wanted(name)) < TOLERANCE
+
+
+def with_tail(row: Sample, ids: list[int]) -> Sample:
+    zeros, count = [0.0] * len(ids), len(ids)
+    return replace(
+        row,
+        token_ids=row.token_ids + ids,
+        loss_mask=row.loss_mask + [False] * count,
+        logprobs=row.logprobs + zeros,
+        advantages=row.advantages + zeros,
+        rewards=row.rewards + zeros,
+        policy_version=row.policy_version + [0] * count,
+    )
+
+
+@every_algorithm
+def test_what_was_not_sampled_has_no_part(name: str) -> None:
+    """Whatever stands on tokens of prompts and tools, the gradient is the same to the last bit."""
+    rng, perturbed = random.Random(7), copy.deepcopy(list(rows_of(name)))
+    for row in perturbed:
+        for field in PER_TOKEN:
+            values = getattr(row, field)
+            for place, sampled in enumerate(row.loss_mask):
+                if not sampled:
+                    values[place] = rng.randrange(-1000, 1000)
+    found = found_with(name, perturbed)
+    assert all(torch.equal(found[key], value) for key, value in wanted(name).items())

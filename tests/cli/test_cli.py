@@ -1,0 +1,275 @@
+"""The command line as users meet it: episodes shown and saved, mistakes answered in a line and with status 2."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from TrainingFactory.cli import main
+from TrainingFactory.cli.show import clean
+from TrainingFactory.data.trajectories import load_trajectories
+
+ROOT = Path(__file__).resolve().parents[2]
+Run = Callable[..., tuple[int, str, str]]
+
+ENVIRONMENT = """
+from TrainingFactory.envs import ToolEnvironment
+from TrainingFactory.types import Task
+
+class Mine(ToolEnvironment):
+    @classmethod
+    def tasks(cls, split, seed, count):
+        return [Task(str(n), "[bold]hello[/bold] \\x1b[31m", "x") for n in range(count)]
+"""
+
+
+@pytest.fixture
+def tfactory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Runs a command in an empty folder: (status, stdout, stderr)."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as ended:
+            main(arguments)
+        out, err = capsys.readouterr()
+        return int(ended.value.code or 0), out, err
+
+    return run
+
+
+def test_rollout_shows_and_saves(tfactory: Run) -> None:
+    arguments = (
+        "--tasks",
+        "3",
+        "--group-size",
+        "2",
+        "--max-tokens",
+        "8",
+        "--show",
+        "1",
+        "--out",
+        "a/b.jsonl",
+    )
+    status, out, err = tfactory("rollout", "calculator", *arguments)
+    assert status == 0, err
+    for text in ("user ", "calculator(expression)", "episode 1 of 6", "reward", "tokens", "6: 6 truncated"):
+        assert text in out
+    assert "episode 2 of 6" not in out
+    assert "saved 6 episodes to a/b.jsonl" in err
+    saved = list(load_trajectories("a/b.jsonl"))
+    assert len({trajectory.task.id for trajectory in saved}) == 3
+    assert [trajectory.member for trajectory in saved] == [0, 1] * 3
+    assert os.listdir("a") == ["b.jsonl"]
+
+
+def test_the_same_seed_gives_the_same_episodes(tfactory: Run) -> None:
+    flags = ("--tasks", "2", "--max-tokens", "8", "--show", "0", "sampling.deterministic=true")
+    for name, seed in (("a", "1"), ("b", "1"), ("c", "2")):
+        assert tfactory("rollout", "search", *flags, "--seed", seed, "--out", name)[0] == 0
+    ids = {
+        name: [trajectory.turns[0].completion.token_ids for trajectory in load_trajectories(name)]
+        for name in "abc"
+    }
+    assert ids["a"] == ids["b"] != ids["c"]
+
+
+def test_a_config_with_overrides(tfactory: Run) -> None:
+    config = str(ROOT / "configs" / "qwen3_grpo.yaml")
+    status, out, err = tfactory(
+        "rollout", config, "model.name=tiny", "sampling.max_tokens=4", "data.count=1", "training.group_size=2",
+        "tools=[]", "optimization.tool_cache=false",
+    )  # fmt: skip
+    assert status == 0, err
+    assert "episode 2 of 2" in out
+    assert "note: optimization.async_rollout: training and sampling do not overlap yet" in err
+    assert "saved 2 episodes to runs/rollouts/env_search_v1-" in err
+
+
+def test_tasks_from_a_file(tfactory: Run) -> None:
+    Path("tasks.jsonl").write_text('{"id": "one", "prompt": "1 + 1 = ?", "answer": "2"}\n')
+    status, out, err = tfactory("rollout", "calculator", "--tasks", "tasks.jsonl", "--max-tokens", "4")
+    assert status == 0, err
+    assert "1 + 1 = ?" in out and "task one" in out
+
+
+def test_foreign_text_is_neither_markup_nor_a_terminal_command(tfactory: Run) -> None:
+    Path("mine.py").write_text(ENVIRONMENT)
+    status, out, err = tfactory("rollout", "mine.py", "--tasks", "1", "--max-tokens", "4")
+    assert status == 0, err
+    assert "[bold]hello[/bold] \\x1b[31m" in out
+    assert "\x1b" not in out + err
+
+
+def test_clean() -> None:
+    assert clean("a\n\tb é 語") == "a\n\tb é 語"
+    assert clean("\x1b]0;x\x07\r\x9b\u202e\ud800") == "\\x1b]0;x\\x07\\r\\x9b\\u202e\\ud800"
+
+
+def test_a_new_environment_runs_at_once(tfactory: Run) -> None:
+    assert tfactory("new", "env", "my_cities")[0] == 0
+    status, out, err = tfactory("rollout", "my_cities.py", "--max-tokens", "4")
+    assert status == 0, err
+    assert "population(city)" in out and "saved 3 episodes to runs/rollouts/my_cities-" in err
+    before = Path("my_cities.py").read_text()
+    status, _, err = tfactory("new", "env", "my_cities")
+    assert status == 2 and "exists already" in err
+    assert Path("my_cities.py").read_text() == before
+
+
+@pytest.mark.parametrize("name", ["task", "tool_environment", "_", "tool"])
+def test_new_environments_with_awkward_names_run(tfactory: Run, name: str) -> None:
+    assert tfactory("new", "env", name)[0] == 0
+    assert tfactory("rollout", f"{name}.py", "--max-tokens", "2", "--show", "0")[0] == 0
+
+
+@pytest.mark.parametrize("name", ["a b", "1a", "class", "../a", ""])
+def test_names_that_are_none(tfactory: Run, name: str) -> None:
+    status, _, err = tfactory("new", "env", name)
+    assert status == 2 and "cannot name a Python file" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ([], "no environment is named"),
+        (["serch"], "did you mean search?"),
+        (["nothing.py"], "there is no file nothing.py"),
+        (["nothing.yaml"], "nothing.yaml: there is no such file"),
+        (["search", "--model", "./nothing"], "'./nothing'"),
+        (["search", "--model", "qwen3-4bb"], "did you mean 'qwen3-4b'?"),
+        (["search", "model.family=qwen9"], "qwen9"),
+        (["search", "--split", "test"], "there is no split 'test'"),
+        (["search", "--tasks", "empty.jsonl"], "empty.jsonl is empty"),
+        (["search", "--tasks", "nothing.jsonl"], "nothing.jsonl"),
+        (["search", "--tasks", "-1"], "data.count: must be greater than or equal to 1 (got -1)"),
+        (["search", "--max-turns", "-1"], "environment.max_turns: must be"),
+        (["search", "--temperature", "-1"], "sampling.temperature: must be"),
+        (["search", "smapling.top_p=1"], "did you mean sampling?"),
+        (["search", "model.max_length=100000000"], "model.max_length"),
+        (["search", "--out", "empty.jsonl/x.jsonl"], "cannot be written"),
+        (["search", "--out", "."], "is a folder"),
+        (["search", "--bogus", "1"], "--bogus"),
+        (["search", "--temperature", "warm"], "--temperature"),
+    ],
+)
+def test_mistakes_are_answered_in_words(tfactory: Run, arguments: list[str], expected: str) -> None:
+    Path("empty.jsonl").touch()
+    status, out, err = tfactory("rollout", *arguments)
+    assert status == 2
+    assert expected in " ".join(err.split())
+    assert "Traceback" not in out + err
+    assert not list(Path().rglob("*.part"))
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        ("def x(:\n", "mine.py:1: invalid syntax"),
+        ("x = 1\nx.nothing\n", "mine.py:2: AttributeError"),
+        ("import nothing_of_the_kind\n", "mine.py:1: ModuleNotFoundError"),
+        ("raise SystemExit(3)\n", "mine.py:1: SystemExit"),
+        ("x = 1\n", "defines no environment"),
+        ("from TrainingFactory.envs import SearchEnvironment\n", "defines no environment"),
+        (ENVIRONMENT + "class Other(Mine): pass\n", "mine.py:Mine, mine.py:Other"),
+        (ENVIRONMENT.replace("return [", "return 1 / 0; ["), "mine.py:8: ZeroDivisionError"),
+        (ENVIRONMENT.replace("Task(str(n)", "(str(n)"), "must make Task objects, not tuple"),
+        (ENVIRONMENT.replace("str(n)", "'same'"), "the same id: same"),
+        (ENVIRONMENT.replace("return [", "return []; ["), "made no task"),
+        (ENVIRONMENT + "    def __init__(self, task): 1 / 0\n", "mine.py:9: ZeroDivisionError"),
+        (ENVIRONMENT.replace("'x'", "{1}").replace('"x"', "{1}"), "JSON"),
+    ],
+)
+def test_mistakes_in_a_users_file(tfactory: Run, code: str, expected: str) -> None:
+    Path("mine.py").write_text(code)
+    status, out, err = tfactory("rollout", "mine.py", "--max-tokens", "2")
+    assert status == 2
+    assert expected in err
+    assert "Traceback" not in out + err
+
+
+def test_a_named_class_of_a_file(tfactory: Run) -> None:
+    Path("mine.py").write_text(ENVIRONMENT + "class Other(Mine): pass\n")
+    assert tfactory("rollout", "mine.py:Other", "--tasks", "1", "--max-tokens", "2")[0] == 0
+    assert "has no 'Third'" in tfactory("rollout", "mine.py:Third")[2]
+    assert "is no environment" in tfactory("rollout", "mine.py:Task")[2]
+
+
+def test_debug_shows_the_traceback(tfactory: Run) -> None:
+    status, _, err = tfactory("rollout", "serch", "--debug")
+    assert status == 2 and "Traceback" in err and "did you mean search?" in err
+
+
+def test_an_existing_result_survives_a_failed_start(tfactory: Run) -> None:
+    Path("old.jsonl").write_text("precious")
+    assert tfactory("rollout", "search", "--model", "./nothing", "--out", "old.jsonl")[0] == 2
+    assert Path("old.jsonl").read_text() == "precious"
+
+
+def test_only_files_are_replaced(tfactory: Run) -> None:
+    os.mkfifo("pipe")
+    status, _, err = tfactory("rollout", "search", "--out", "pipe")
+    assert status == 2 and "not a regular file" in err
+    assert Path("pipe").is_fifo()
+    Path("link.jsonl").symlink_to("real.jsonl")
+    assert tfactory("rollout", "search", "--tasks", "1", "--max-tokens", "2", "--out", "link.jsonl")[0] == 0
+    assert Path("link.jsonl").is_symlink() and len(list(load_trajectories("real.jsonl"))) == 1
+
+
+def test_lists(tfactory: Run) -> None:
+    assert "calculator" in tfactory("envs")[1]
+    out = tfactory("models")[1]
+    assert "builtin:tiny" in out and "Qwen/Qwen3-4B-Instruct-2507" in out
+
+
+@pytest.mark.parametrize(
+    "command", [[], ["rollout"], ["new"], ["new", "env"], ["demo"], ["envs"], ["models"]]
+)
+def test_every_command_has_help(tfactory: Run, command: list[str]) -> None:
+    status, out, _ = tfactory(*command, "--help")
+    assert status == 0 and "tfactory" in out
+
+
+def test_version(tfactory: Run) -> None:
+    from TrainingFactory import __version__
+
+    assert tfactory("--version")[1].strip() == __version__
+
+
+def test_help_is_quick(tmp_path: Path) -> None:
+    code = (
+        "import sys\nfrom TrainingFactory.cli import main\n"
+        "try: main(['rollout', '--help'])\n"
+        "finally: print([name for name in ('torch', 'transformers', 'datasets') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout.strip().endswith("[]"), done.stdout + done.stderr
+
+
+def test_ctrl_c_keeps_what_is_done(tmp_path: Path) -> None:
+    waiting = "    async def reset(self):\n        import asyncio\n"
+    waiting += "        await asyncio.sleep(0 if int(self.task.id) < 2 else 1000)\n"
+    (tmp_path / "mine.py").write_text(ENVIRONMENT + waiting + "        return await super().reset()\n")
+    command = ["rollout", "mine.py", "--tasks", "4", "--max-tokens", "2", "--out", "out.jsonl"]
+    run = subprocess.Popen(
+        [sys.executable, "-m", "TrainingFactory.cli", *command],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    growing = tmp_path / "out.jsonl.part"
+    while run.poll() is None and (not growing.exists() or growing.read_text().count("\n") < 2):
+        time.sleep(0.05)
+    run.send_signal(signal.SIGINT)
+    _, err = run.communicate(timeout=60)
+    assert run.returncode == 130, err
+    assert "interrupted: 2 of 4 episodes had ended" in err and "Traceback" not in err
+    assert [trajectory.task.id for trajectory in load_trajectories(tmp_path / "out.jsonl")] == ["0", "1"]

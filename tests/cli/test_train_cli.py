@@ -1,0 +1,265 @@
+"""`tfactory train`, `eval` and `runs` as users meet them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.kits.run import assert_same_run
+from TrainingFactory.cli import main
+from TrainingFactory.cli.display import Panel, curve, duration
+from TrainingFactory.config import load_config, notices
+from TrainingFactory.config.not_yet import ALGORITHMS, unused
+from TrainingFactory.services.runs.folder import RunFolder
+from TrainingFactory.services.training.preflight import check
+
+ROOT = Path(__file__).resolve().parents[2]
+Run = Callable[..., tuple[int, str, str]]
+SMALL = """
+environment: {environment}
+training: {{max_steps: {steps}, batch_size: 2, group_size: 2, learning_rate: 1e-3}}
+sampling: {{max_tokens: 6, deterministic: true}}
+data: {{count: 4, heldout_count: 4}}
+logging: {{checkpoint_every: 2}}
+"""
+ENVIRONMENT = """
+import asyncio
+from TrainingFactory.envs import CalculatorEnvironment
+
+class Mine(CalculatorEnvironment):
+    async def reset(self):
+        await asyncio.sleep({delay})
+        return await super().reset()
+
+    def reward(self, episode):
+        return float(sum(episode.trajectory.turns[0].completion.token_ids) % 3)
+"""
+
+
+@pytest.fixture
+def tfactory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Runs a command in a folder with a small config and an environment: (status, stdout, stderr)."""
+    monkeypatch.chdir(tmp_path)
+    Path("small.yaml").write_text(SMALL.format(environment="mine.py", steps=3))
+    Path("mine.py").write_text(ENVIRONMENT.format(delay=0))
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as ended:
+            main(arguments)
+        out, err = capsys.readouterr()
+        return int(ended.value.code or 0), out, err
+
+    return run
+
+
+def test_train_show_compare_and_evaluate(tfactory: Run) -> None:
+    status, _, err = tfactory("train", "small.yaml", "--name", "a", "training.eval_every=2")
+    assert status == 0, err
+    for text in (
+        "run a in runs/a: 3 steps",
+        "step 3/3",
+        "reward",
+        "tokens/s",
+        "held-out",
+        "finished; the model",
+    ):
+        assert text in err
+    assert tfactory("train", "small.yaml", "--name", "b", "lora.enabled=true")[0] == 0
+    out = tfactory("runs", "list")[1]
+    assert "a" in out and "finished" in out and "3/3" in out
+    out = tfactory("runs", "show", "a")[1]
+    for text in ("grpo in mine.py", "seconds/update", "step-000003", "reward", "torch"):
+        assert text in out
+    out = tfactory("runs", "compare", "a", "b")[1]
+    assert "lora.enabled" in out and "False" in out and "training.batch_size" not in out
+    for model in ("a", "runs/a/checkpoints/step-000002", "runs/b"):
+        status, out, err = tfactory("eval", model, "--tasks", "5", "--json")
+        assert status == 0, err
+        figures = json.loads(out)
+        assert figures["episodes"] == 5 and figures["environment"] == "mine.py"
+        assert figures["success_low"] <= figures["success"] <= figures["success_high"]
+    out = tfactory("eval", "builtin:tiny", "--env", "calculator", "--tasks", "3", "--max-tokens", "4")[1]
+    assert "success" in out and "95 % interval" in out and "3 truncated" in out
+    assert "is finished" in tfactory("runs", "resume", "a")[2]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["train", "nothing.yaml"], "there is no such file"),
+        (
+            ["train", "small.yaml", "training.learning_rate=0"],
+            "training.learning_rate: must be greater than 0",
+        ),
+        (
+            ["train", "small.yaml", "training.learning_rate=-1"],
+            "training.learning_rate: must be greater than 0",
+        ),
+        (["train", "small.yaml", "training.group_size=1"], "needs 2 or more"),
+        (["train", "small.yaml", "training.algorithm=dpo"], "dpo learns from rows that exist"),
+        (["train", "small.yaml", "environment=serch"], "did you mean search?"),
+        (["train", "small.yaml", "sampling.top_p=0.9"], "for evaluation"),
+        (["train", "small.yaml", "--name", "there"], "run there exists already"),
+        (["train", "small.yaml", "--name", "a/b"], "cannot name a run"),
+        (["train", "small.yaml", "logging.output_dir=small.yaml"], "small.yaml"),
+        (["train", "small.yaml", "logging.trackers=[mlflow]"], "pip install 'training-factory[mlflow]'"),
+        (["train", "small.yaml", "algorithm=sft", "data.demonstrations=bad.jsonl"], "its keys are: text"),
+        (["train", "small.yaml", "data.tasks=bad.jsonl"], 'has no "prompt"; its keys are: text'),
+        (["eval", "./nothing", "--env", "search"], "./nothing"),
+        (["eval", "runs/nothing"], "there is no run 'runs/nothing'"),
+        (["eval", "builtin:tiny"], "no environment is named"),
+        (["eval", "a", "--model", "b"], "named twice"),
+        (["runs", "show", "nothing"], "there is no run 'nothing'"),
+        (["runs", "resume", "nothing"], "there is no run 'nothing'"),
+        (["runs", "compare", "nothing"], "two runs or more"),
+    ],
+)
+def test_mistakes_are_answered_in_words(tfactory: Run, arguments: list[str], expected: str) -> None:
+    Path("bad.jsonl").write_text('{"text": "x"}\n')
+    Path("runs/there").mkdir(parents=True)
+    status, out, err = tfactory(*arguments)
+    assert status == 2
+    assert expected in " ".join(err.split())
+    assert "Traceback" not in out + err
+    assert {path.name for path in Path("runs").iterdir()} <= {"there", "rollouts"}
+
+
+def test_a_checkpoint_of_another_model(tfactory: Run) -> None:
+    assert tfactory("train", "small.yaml", "--name", "a", "max_steps=2")[0] == 0
+    assert (
+        tfactory("train", "small.yaml", "--name", "b", "max_steps=4", "lora.enabled=true", "max_tokens=4")[0]
+        == 2
+    )
+    assert tfactory("train", "small.yaml", "--name", "b", "max_steps=2", "lora.enabled=true")[0] == 0
+    status = json.loads(Path("runs/b/status.json").read_text()) | {"status": "failed"}
+    Path("runs/b/status.json").write_text(json.dumps(status))
+    os.rename("runs/b/checkpoints", "runs/b/mine")
+    os.rename("runs/a/checkpoints", "runs/b/checkpoints")
+    status, _, err = tfactory("runs", "resume", "b")
+    assert status == 2 and "is not a checkpoint of this model" in err and "Traceback" not in err
+    assert len(Path("runs/b/metrics.jsonl").read_text().splitlines()) == 2  # nothing was cut
+
+
+def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("slow.yaml").write_text(
+        SMALL.format(environment="mine.py", steps=12).replace("every: 2", "every: 30")
+    )
+    Path("mine.py").write_text(ENVIRONMENT.format(delay=0.05))
+    command = [sys.executable, "-m", "TrainingFactory.cli", "train", "slow.yaml", "--name", "a"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    run = subprocess.Popen(
+        command, cwd=tmp_path, env=environment,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    metrics = tmp_path / "runs" / "a" / "metrics.jsonl"
+    while run.poll() is None and (not metrics.exists() or metrics.read_text().count("\n") < 3):
+        time.sleep(0.01)
+    run.send_signal(signal.SIGINT)
+    _, err = run.communicate(timeout=120)
+    assert run.returncode == 130, err
+    assert "go on with: tfactory runs resume a" in err and "Traceback" not in err
+    folder = RunFolder(tmp_path / "runs" / "a")
+    assert folder.state == "interrupted" and folder.status.step < 12
+    assert folder.checkpoints()[-1].name == f"step-{folder.status.step:06d}"
+    Path("mine.py").write_text(ENVIRONMENT.format(delay=0))
+    # In processes of their own: the same bits are promised for the same number of threads, and what ran before in
+    # this one may have left another.
+    for arguments in (["runs", "resume", "a"], ["train", "slow.yaml", "--name", "whole"]):
+        subprocess.run(
+            [*command[:3], *arguments], cwd=tmp_path, env=environment, check=True, capture_output=True
+        )
+    assert_same_run(tmp_path / "runs" / "whole", tmp_path / "runs" / "a")
+
+
+def test_the_panel_of_a_terminal() -> None:
+    from rich.console import Console
+
+    console = Console(force_terminal=True, width=100, file=open(os.devnull, "w"), record=True)  # noqa: SIM115
+    panel = Panel(console)
+    with panel:
+        panel.phase("generate")
+        panel.say("a note [bold]as it is[/bold]")
+        metrics = {"reward": 0.5, "tool_success": 0.9, "tokens_per_second": 1234.0, "tokens_saved": 0.7}
+        metrics |= {f"seconds/{name}": 0.25 for name in ("step", "generate", "tools", "reward", "update")}
+        panel.step(1, 4, metrics)
+        panel.step(2, 4, metrics)
+        console.print(panel._draw())
+    text = console.export_text()
+    for part in (
+        "[bold]as it is",
+        "0.500",
+        "90% of tool calls",
+        "1234 sampled",
+        "70%",
+        "update 0.25",
+        "2/4",
+        "left",
+    ):
+        assert part in text
+    assert curve([0, 1, 2]) == "▁▅█" and curve([1, 1]) == "▁▁"
+    assert [duration(s) for s in (5, 65, 3700)] == ["5 s", "1 min 5 s", "1 h 1 min"]
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.name)
+def test_the_configs_load(path: Path) -> None:
+    config = load_config(path)
+    family, _, algorithm = path.stem.removesuffix("_lora").partition("_")
+    algorithm = {"text2sql": "grpo"}.get(algorithm, algorithm)  # called after its environment
+    assert config.training.algorithm == algorithm and family in config.model.name.lower()
+    assert unused(config) == []
+    if path.name != "qwen3_grpo.yaml":  # that one is the form that other texts print
+        assert notices(config) == []
+        check(config, config.data.dataset is not None)
+
+
+def test_there_is_a_config_for_every_algorithm() -> None:
+    names = {path.stem for path in (ROOT / "configs").glob("*.yaml")}
+    assert {f"{family}_{name}" for family in ("tiny", "qwen3") for name in ALGORITHMS} <= names
+
+
+def test_a_reward_model_is_not_sent_to_be_evaluated(tfactory: Run) -> None:
+    said = {"prompt": "Where?", "chosen": "In Oslo.", "rejected": "No idea."}
+    Path("pairs.jsonl").write_text("".join(json.dumps(said | {"id": n}) + "\n" for n in range(2)))
+    rows = [
+        "algorithm=reward_model",
+        "data.dataset=pairs.jsonl",
+        "environment=",
+        "data.count=",
+        "max_steps=1",
+    ]
+    status, _, err = tfactory("train", "small.yaml", "--name", "rm", *rows)
+    told = " ".join(err.split())
+    assert status == 0, err
+    assert "let it score: reward.type=learned reward.model=runs/rm" in told and "tfactory eval" not in told
+    assert "note: training.group_size: reward_model samples no groups" in told
+    assert "note: sampling.max_tokens, sampling.deterministic: reward_model samples nothing" in told
+
+
+@pytest.mark.parametrize(
+    "command", [["train"], ["eval"], ["runs"], ["runs", "list"], ["runs", "show"], ["runs", "compare"]]
+)
+def test_every_command_has_help(tfactory: Run, command: list[str]) -> None:
+    status, out, _ = tfactory(*command, "--help")
+    assert status == 0 and "tfactory" in out
+
+
+def test_looking_at_runs_is_quick(tmp_path: Path) -> None:
+    code = (
+        "import sys\nfrom TrainingFactory.cli import main\n"
+        "try: main(['runs', 'list'])\n"
+        "finally: print([name for name in ('torch', 'transformers') if name in sys.modules])"
+    )
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, env=environment
+    )
+    assert done.stdout.strip().endswith("[]"), done.stdout + done.stderr

@@ -1,0 +1,283 @@
+"""The config: the seeds' forms load, and everything that can be wrong is told at once."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from TrainingFactory.config import ConfigError, TrainingConfig, load_config, notices
+from TrainingFactory.config.names import ALIASES, SHORT
+from TrainingFactory.config.not_yet import NOT_YET, unused
+from TrainingFactory.config.problems import leaves
+
+SEED_CONFIG = Path(__file__).resolve().parents[2] / "configs" / "qwen3_grpo.yaml"
+
+
+def problems_of(path: Path | None, *overrides: str) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, overrides)
+    return [str(problem) for problem in caught.value.problems]
+
+
+def written(folder: Path, text: str) -> Path:
+    path = folder / "run.yaml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_the_seeds_yaml_loads_as_it_stands() -> None:
+    config = load_config(SEED_CONFIG)
+    assert config.model.name == "Qwen/Qwen3-4B-Instruct"
+    assert config.model.max_length == 4096
+    assert config.training.learning_rate == 1e-6
+    assert config.training.num_epochs == 100
+    assert config.environment.environment_id == "env_search_v1"
+    assert config.tools[0].config == "tools/search.json"
+    assert config.reward.step_rewards == {"correct_tool": 0.5, "clear_reasoning": 0.3, "efficient_path": 0.2}
+    assert config.optimization.async_rollout and config.optimization.tool_cache
+
+
+def test_short_form() -> None:
+    config = TrainingConfig(
+        model="Qwen3-4B",
+        environment_id="env_search",
+        reward_function="rule_based",
+        tools=["search", "calculator"],
+    )
+    assert config.model.name == "Qwen3-4B"
+    assert config.environment.environment_id == "env_search"
+    assert config.reward.type == "rule_based"
+    assert [tool.name for tool in config.tools] == ["search", "calculator"]
+
+
+def test_the_names_of_the_hello_agents_text() -> None:
+    config = TrainingConfig(
+        model_name="Qwen/Qwen2-0.5B-Instruct",
+        output_dir="./output/custom",
+        num_train_epochs=3,
+        per_device_train_batch_size=4,
+        learning_rate=5e-5,
+        use_lora=True,
+        lora_r=16,
+        lora_alpha=32,
+    )
+    assert (config.training.num_epochs, config.training.batch_size, config.training.learning_rate) == (
+        3,
+        4,
+        5e-5,
+    )
+    assert config.lora.enabled and config.logging.output_dir == "./output/custom"
+
+
+def test_every_alias_leads_to_a_key() -> None:
+    keys = leaves(TrainingConfig)
+    assert set(ALIASES.values()) <= keys.keys()
+    assert {f"{section}.{key}" for section, key in SHORT.items()} <= keys.keys()
+    assert NOT_YET.keys() <= keys.keys()
+
+
+def test_a_config_survives_its_own_dump() -> None:
+    config = load_config(SEED_CONFIG, ["data.tasks=tasks.jsonl"])
+    assert TrainingConfig(**json.loads(json.dumps(config.model_dump()))) == config
+
+
+def test_paths_are_welcome_in_python() -> None:
+    assert TrainingConfig(data={"tasks": Path("a") / "b.jsonl"}).data.tasks == str(Path("a") / "b.jsonl")
+    assert TrainingConfig(model=Path("checkpoint")).model.name == "checkpoint"
+
+
+def test_overrides() -> None:
+    config = load_config(
+        SEED_CONFIG,
+        [
+            "training.learning_rate=3E-4",
+            "tools.0.name=lookup",
+            "tools.1=calculator",
+            "model=builtin:tiny",
+            "environment.name=weather.py:Weather",
+            "reward.step_rewards.correct_tool=1",
+            "logging.trackers=[wandb]",
+            "data.tasks=",
+        ],
+    )
+    assert config.training.learning_rate == 3e-4
+    assert [tool.name for tool in config.tools] == ["lookup", "calculator"]
+    assert config.tools[0].cache_enabled  # the rest of the entry stays
+    assert config.model.name == "builtin:tiny" and config.model.max_length == 4096
+    assert config.environment.environment_id == "weather.py:Weather"
+    assert config.reward.step_rewards["correct_tool"] == 1
+    assert config.logging.trackers == ["wandb"]
+    assert config.data.tasks is None
+
+
+@pytest.mark.parametrize("text", ["1e-6", "1E-6", "1.0e-6", "+1e-6", "0.000001", "10e-7", "1.e-6"])
+def test_numbers_with_an_exponent_are_numbers(tmp_path: Path, text: str) -> None:
+    assert load_config(None, [f"learning_rate={text}"]).training.learning_rate == pytest.approx(1e-6)
+    path = written(tmp_path, f"training:\n  learning_rate: {text}\n")
+    assert load_config(path).training.learning_rate == pytest.approx(1e-6)
+
+
+def test_all_problems_at_once_with_file_line_key_value_and_the_right_name(tmp_path: Path) -> None:
+    path = written(
+        tmp_path,
+        "model:\n  dtype: fp32\n  nme: x\n"
+        "trainng: {}\n"
+        "training:\n  batch_size: -3\n  group_size: '8'\n  temperature: 1\n"
+        "tools:\n  - nam: search\n",
+    )
+    found = problems_of(path, "environment.max_turns=0", "sampling.top_p=2")
+    assert found == [
+        f"{path}:2: model.dtype: must be one of auto, float32, bfloat16, float16; did you mean float32?"
+        ' (got "fp32")',
+        f'{path}:3: model.nme: unknown key; did you mean model.name? (got "x")',
+        f"{path}:4: trainng: unknown key; did you mean training? (got a mapping)",
+        f"{path}:6: training.batch_size: must be greater than or equal to 1 (got -3)",
+        f'{path}:7: training.group_size: must be a valid integer (got "8")',
+        f"{path}:8: training.temperature: unknown key; did you mean sampling.temperature? (got 1)",
+        f"{path}:10: tools.0.name: is missing",
+        f'{path}:10: tools.0.nam: unknown key; did you mean tools.0.name? (got "search")',
+        "command line: environment.max_turns: must be greater than or equal to 1 (got 0)",
+        "command line: sampling.top_p: must be less than or equal to 1 (got 2)",
+    ]
+
+
+def test_python_users_get_the_same_error() -> None:
+    with pytest.raises(
+        ConfigError, match=r"2 problems:\n  training.batch_size.*\n  trainin: .*mean training\?"
+    ):
+        TrainingConfig(training={"batch_size": 0}, trainin={})
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", "is empty"),
+        ("# nothing\n", "is empty"),
+        ("- a\n", "must hold sections"),
+        ("just text", "must hold sections"),
+        ("a: [1\n", ":2: is not valid YAML"),
+        ("a: b: c\n", ":1: is not valid YAML"),
+        ("a: 1\n---\nb: 2\n", ":2: is not valid YAML"),
+        ("a: !!python/object:os.system x\n", "is not valid YAML"),
+        ("a: \x00\n", "is not YAML"),
+        ("? [a]\n: b\n", "is not valid YAML"),
+        ("model: " + "[" * 5000, "nested too deeply"),
+        ("model: &m {name: *m}\n", "must be a valid string"),
+        ("training:\n  seed: 1\n  seed: 2\n", ":3: training.seed: is written twice, in lines 2 and 3"),
+        ("sampling: 4\n", "must be a section with keys engine, temperature"),
+        ("training:\n  learning_rate: .inf\n", "finite"),
+        (
+            "environment_id: a\nenvironment: {environment_id: b}\n",
+            "another name of environment.environment_id",
+        ),
+    ],
+)
+def test_files_that_are_no_config(tmp_path: Path, text: str, expected: str) -> None:
+    path = written(tmp_path, text)
+    found = problems_of(path)
+    assert len(found) == 1
+    assert expected in found[0] and str(path) in found[0]
+
+
+def test_places_that_are_no_file(tmp_path: Path) -> None:
+    written(tmp_path, "model: tiny\n")
+    assert problems_of(tmp_path / "rum.yaml")[0].endswith(f"did you mean {tmp_path / 'run.yaml'}?")
+    assert "is a folder" in problems_of(tmp_path)[0] and "run.yaml" in problems_of(tmp_path)[0]
+    (tmp_path / "run.yaml").write_bytes(b"\xff\xfe\x00")
+    assert "UTF-8" in problems_of(tmp_path / "run.yaml")[0]
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("foo", "expected key=value"),
+        ("=3", "expected key=value"),
+        ("model.name=[", "not valid YAML"),
+        ("tools.3.name=x", "no such entry"),
+        ("tools.name=x", "tools"),
+        ("model.name.deeper=x", "model.name"),
+        ("a.b.c=1", "command line: a: unknown key"),
+    ],
+)
+def test_wrong_overrides(override: str, expected: str) -> None:
+    assert any(expected in problem for problem in problems_of(None, override))
+
+
+def test_an_empty_section_means_its_defaults(tmp_path: Path) -> None:
+    assert load_config(written(tmp_path, "model:\n  # name: x\ntools:\n")) == TrainingConfig()
+
+
+def test_secrets_are_not_shown(tmp_path: Path) -> None:
+    path = written(
+        tmp_path,
+        "logging:\n  wandb_api_key: hunter2\n  other: hf_hunter2hunter2\n  deep: {x: hunter2}\n"
+        "model:\n  password: [hunter2]\n  device: http://me:hunter2@host\n",
+    )
+    found = problems_of(path, "hf_token=hunter2")
+    assert len(found) == 6 and "hunter2" not in "".join(found)
+    path.write_text("api_key: hunter2: x\n")
+    assert "hunter2" not in problems_of(path)[0]
+    with pytest.raises(ConfigError) as caught:
+        TrainingConfig(api_key="hunter2")
+    assert caught.value.__cause__ is None and caught.value.__suppress_context__
+
+
+def test_counts_of_tokens_are_no_secrets() -> None:
+    assert problems_of(None, "sampling.max_tokens=0") == [
+        "command line: sampling.max_tokens: must be greater than or equal to 1 (got 0)"
+    ]
+
+
+def test_what_is_not_there_yet_is_said() -> None:
+    said = notices(load_config(SEED_CONFIG))
+    for key in ("optimization.async_rollout", "optimization.distributed_reward"):
+        assert any(key in line for line in said)
+    assert not any("tools" in line.split(":")[0] or "tool_cache" in line for line in said)
+    assert not any(line.startswith("reward.") for line in said)
+    assert not any("async_execution" in line for line in said)  # that is how it works anyway
+    assert notices(TrainingConfig()) == []
+    assert notices(TrainingConfig(optimization={"async_rollout": False})) == []
+
+
+def test_what_a_run_does_not_use_is_said() -> None:
+    assert unused(TrainingConfig()) == [] and unused(load_config(SEED_CONFIG)) == []
+    config = TrainingConfig(
+        algorithm="dpo",
+        grpo={"kl": 0.1, "refill": 2},
+        ppo={"gamma": 1.0},  # as it is anyway
+        group_size=4,
+        sampling={"max_tokens": 9},
+        data={"heldout": "x.jsonl", "heldout_count": 3},
+        lora_r=4,
+    )
+    wanted = [
+        "grpo.kl, grpo.refill: these are options of grpo, and this run trains by dpo",
+        "training.group_size: dpo samples no groups of episodes",
+        "sampling.max_tokens: dpo samples nothing without an environment and training.eval_every",
+        "data.heldout, data.heldout_count: nothing is evaluated without training.eval_every",
+        "lora.r: there is no adapter without lora.enabled=true",
+    ]
+    assert unused(config) == wanted
+    # The config of a run has every key; it is no different.
+    assert unused(TrainingConfig(**config.model_dump())) == wanted
+    used: dict[str, Any] = {
+        "environment": "search",
+        "sampling": {"max_tokens": 9},
+        "data": {"heldout": "x"},
+        "lora_r": 4,
+    }
+    used |= {"training": {"algorithm": "dpo", "eval_every": 5}, "use_lora": True}
+    assert unused(TrainingConfig(**used)) == []
+    used["training"] = {"algorithm": "ppo", "eval_every": 5, "group_size": 2}
+    assert unused(TrainingConfig(**used, ppo={"gamma": 0.9})) == []
+    assert (
+        unused(TrainingConfig(algorithm="sft", environment="search", sampling={"max_reply_tokens": 9})) == []
+    )
+
+
+def test_a_config_does_not_change() -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        TrainingConfig().training.batch_size = -1  # type: ignore[misc]

@@ -1,0 +1,148 @@
+"""Mistakes in datasets are told by row and column, all at once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.kits.rows import ANSWER, BROKEN, DIALOGUE, SEARCH, USER, calling, load, one
+from TrainingFactory.data import datasets as rows_of
+from TrainingFactory.data.examples import Form, load_examples
+from TrainingFactory.types import ToolCall
+
+
+@pytest.mark.parametrize(
+    ("form", "row", "expected"),
+    [
+        ("sft", {"text": "x"}, 'not what sft needs: "messages".*its keys are: text'),
+        (
+            "dpo",
+            {"prompt": "x", "chosen": "y"},
+            'not what dpo needs: "chosen" and "rejected".*: prompt, chosen',
+        ),
+        ("kto", {"prompt": "x", "completion": "y"}, 'not what kto needs: "label"'),
+        ("prm", {"messages": DIALOGUE}, 'not what prm needs: "labels"'),
+        ("sft", {"messages": []}, 'an empty "messages"'),
+        ("sft", {"messages": "no"}, '"messages" that is a text and not JSON'),
+        ("sft", {"messages": [USER]}, 'no message of the assistant in "messages"'),
+        ("sft", {"messages": [USER, ANSWER, ANSWER]}, "two messages of the assistant in a row.*message 2"),
+        ("sft", {"messages": [USER, {"role": "assistant", "content": ""}]}, "an empty message 1"),
+        ("sft", {"messages": [USER, {"role": "wizard"}]}, 'bad message 1 in "messages".*wizard'),
+        (
+            "sft",
+            {"messages": [USER, calling("search", '{"query": ')]},
+            "broken call of 'search' in message 1",
+        ),
+        ("sft", {"messages": [USER, calling("search", "[1]")]}, "must be a JSON object"),
+        (
+            "sft",
+            {"messages": [USER, {"role": "assistant", "tool_calls": [{"function": {}}]}]},
+            "bad message 1",
+        ),
+        ("sft", {"messages": [USER, calling("", {})]}, "call without a name in message 1"),
+        (
+            "sft",
+            {"messages": [USER, calling("serach", {})], "tools": [SEARCH]},
+            "calls 'serach' in message 1.*not in \"tools\": search",
+        ),
+        (
+            "sft",
+            {"messages": [USER, calling("search", {"query": 3})], "tools": [SEARCH]},
+            'message 1 of "messages" whose arguments do not fit: search: `query` must be string, not 3',
+        ),
+        ("sft", {"messages": DIALOGUE, "tools": [{"description": "x"}]}, 'bad tool 0 in "tools"'),
+        ("sft", {"conversations": [{"from": "elf", "value": "x"}]}, "from 'elf'; known are"),
+        (
+            "sft",
+            {"conversations": [{"from": "human", "value": "x"}, {"from": "function_call", "value": "{"}]},
+            "broken call in message 1.*not valid JSON",
+        ),
+        ("sft", {"prompt": "", "completion": "x"}, '"prompt" that must be a text or a list'),
+        ("dpo", {"chosen": "a", "rejected": "b"}, 'has no "prompt", and "chosen" begins with the answer'),
+        (
+            "dpo",
+            {"chosen": [USER, ANSWER], "rejected": [{"role": "user", "content": "What?"}, ANSWER]},
+            "has no common prompt",
+        ),
+        (
+            "dpo",
+            {"prompt": "a", "chosen": "b", "rejected": "b"},
+            'the same dialogue in "chosen" and in "rejected"',
+        ),
+        ("rm", {"prompt": "a", "chosen": "b", "rejected": "c", "margin": -1}, '"margin" of -1'),
+        (
+            "kto",
+            {"prompt": "a", "completion": "b", "label": "good"},
+            "\"label\" with 'good'; it must be true or false",
+        ),
+        ("prm", {"messages": DIALOGUE, "labels": [1]}, 'has 1 "labels" for 2 turns of the assistant'),
+        (
+            "prm",
+            {"prompt": "a", "completions": ["b"], "labels": [1, 0]},
+            'has 2 "labels" for 1 "completions"',
+        ),
+        (
+            "prm",
+            {"messages": DIALOGUE, "labels": [1, "x"]},
+            "\"labels\" with 'x'; it must be true or false, or 1 or 0",
+        ),
+        (
+            "prm",
+            {"messages": DIALOGUE, "labels": [0.2, 1]},
+            "\"labels\" with '0.2'; it must be true or false",
+        ),
+        ("prm", {"messages": DIALOGUE, "labels": [0, -1]}, "\"labels\" with '-1'; it must be true or false"),
+        (
+            "sft",
+            {"prompt": "a", "completion": "<tool_call>{bad"},
+            'message 1 of "completion".*without </tool_call>',
+        ),
+        ("dpo", {"prompt": "a", "chosen": BROKEN, "rejected": "c"}, 'message 1 of "chosen".*not valid JSON'),
+        ("sft", {"task": {}, "turns": []}, "is not a trajectory"),
+    ],
+)
+def test_mistakes_are_told_by_row_and_column(form: Form, row: dict[str, Any], expected: str) -> None:
+    fine = {
+        "sft": {"messages": DIALOGUE},
+        "dpo": {"prompt": "a", "chosen": "b", "rejected": "c"},
+        "rm": {"prompt": "a", "chosen": "b", "rejected": "c"},
+        "kto": {"messages": DIALOGUE, "label": True},
+        "prm": {"messages": DIALOGUE, "labels": [1, 0]},
+    }[form]
+    with pytest.raises(ValueError, match=f"(?s)^row 1 of the dataset .*{expected}"):
+        load([fine, row, fine], form)
+    found = load([fine, row, fine], form, skip_bad_rows=True)
+    assert len(found) == 2 and len(found.bad) == 1 and found.rows == 3
+    with pytest.raises(ValueError, match="no row of the dataset can be used"):
+        load([row], form, skip_bad_rows=True)
+
+
+def test_ten_mistakes_at_once() -> None:
+    with pytest.raises(ValueError) as caught:
+        load([{"messages": []}] * 13, "sft")
+    lines = str(caught.value).splitlines()
+    assert len(lines) == 11 and lines[9].startswith("row 9 of the dataset") and lines[10] == "and 3 more"
+    with pytest.raises(ValueError, match="the dataset is empty: dpo needs rows with"):
+        load([], "dpo")
+
+
+def test_a_schema_that_leads_elsewhere_is_not_followed() -> None:
+    remote = {
+        "name": "search",
+        "parameters": {"type": "object", "properties": {"query": {"$ref": "http://x.invalid/y"}}},
+    }
+    found = one({"messages": [USER, calling("search", {"query": 3})], "tools": [remote]})
+    assert found.messages[1].tool_calls == [ToolCall("search", {"query": 3})]
+
+
+def test_reading_goes_row_by_row(tmp_path: Path) -> None:
+    """Of a long file only what is asked for is read."""
+    path = tmp_path / "long.jsonl"
+    path.write_text('{"prompt": "a", "completion": "b"}\n' * 50 + "{\n")
+    rows = rows_of.read_rows(path)
+    assert next(rows).where.endswith("line 1")
+    assert load_examples(path, "sft", count=50).rows == 50
+    with pytest.raises(ValueError, match="line 51"):
+        load_examples(path, "sft")

@@ -1,0 +1,82 @@
+"""The page about judges holds: its options are those of `model_judge`, its snippets and its commands run."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.kits.judge import judging
+from tests.services.test_judge_audit import command, compares
+from TrainingFactory.rewards.judge.prompts import GROUP, PAIR, RUBRIC, SINGLE
+from TrainingFactory.rewards.model_judge import VERDICTS, model_judge
+from TrainingFactory.tools.builtin.model_tools import BY_HOST
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "docs" / "JUDGES.md").read_text(encoding="utf-8")
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+
+
+def table(heading: str) -> list[list[str]]:
+    section = PAGE.split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    rows = [line for line in section.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in row.strip("|").split(" | ")] for row in rows[2:]]
+
+
+def shown(value: Any) -> str:
+    if value is inspect.Parameter.empty:
+        return "needed"
+    known = {BY_HOST: "by host", RUBRIC: "built in", "": '`""`'}
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else str(value).lower()
+    return known.get(value, f"`{value}`")
+
+
+def test_the_options_are_all_there_with_their_defaults():
+    parameters = inspect.signature(model_judge).parameters
+    listed = {row[0].strip("`"): row[1] for row in table("Options")}
+    wanted = {name: shown(parameter.default) for name, parameter in parameters.items()}
+    assert listed == wanted | {"template": "built in"}
+    assert [row[0].strip("`") for row in table("Verdicts")] == list(VERDICTS)
+    fields = re.findall(r"\{(\w+)\}", " ".join(row[0] for row in table("Template")))
+    assert set(fields) == {"rubric", *SINGLE, *PAIR, *GROUP}
+
+
+def test_the_snippets_run_as_printed(tmp_path: Path):
+    done = subprocess.run(
+        [sys.executable, "-c", "\n".join(blocks("python"))],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert f"```\n{done.stdout}```" in PAGE
+
+
+def test_the_gold_file_and_the_commands_run_as_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(tmp_path)
+    Path("gold.jsonl").write_text(blocks("json")[0], encoding="utf-8")
+    commands = [shlex.split(line) for line in blocks("bash")[0].splitlines()]
+    assert len(commands) == 2
+    with judging(lambda prompt, number: "Winner: A" if compares(prompt) else "Score: 6") as server:
+        Path("judge.yaml").write_text(f"base_url: {server.url}\nmodel: big\n")
+        for program, group, name, *given in commands:
+            assert (program, group, name) == ("tfactory", "judge", "audit")
+            here = [f"base_url={server.url}" if each.startswith("base_url=") else each for each in given]
+            assert command(*here) == 0
+        assert len(server.asked) == (4 * 3 + 2) * (1 + 3)  # 4 items and a pair; 1 sample, then 3
+    assert Path("judge-audit.html").is_file()

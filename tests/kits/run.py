@@ -1,0 +1,107 @@
+"""Small training runs: an environment whose reward differs from episode to episode on an untrained model, and whose
+tools take a different time every time."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from TrainingFactory.config import TrainingConfig
+from TrainingFactory.envs import CalculatorEnvironment
+from TrainingFactory.services.runs.folder import RunFolder
+from TrainingFactory.services.training.loop import Objects, Training, TrainingReport
+from TrainingFactory.types import Message, Task, Trajectory
+
+TIMES = ("time", "seconds", "steps_per_second", "tokens_per_second", "tools_share")
+
+
+class Parity(CalculatorEnvironment):
+    @classmethod
+    def tasks(cls, split: str, seed: int, count: int) -> Iterator[Task]:
+        yield from super().tasks(split, seed, min(count, 7))
+
+    async def reset(self) -> list[Message]:
+        await asyncio.sleep(random.random() * 0.01)
+        return await super().reset()
+
+    def reward(self, episode: Any) -> float:
+        return float(sum(episode.trajectory.turns[0].completion.token_ids) % 3)
+
+
+class Quiet:
+    """Watches in silence, and breaks off the run at a step if asked to."""
+
+    def __init__(self, fail_at: int | None = None) -> None:
+        self.fail_at = fail_at
+        self.said: list[str] = []
+
+    def phase(self, name: str) -> None: ...
+    def episode(self, trajectory: Trajectory) -> None: ...
+
+    def step(self, step: int, total: int, metrics: dict[str, float]) -> None:
+        if step == self.fail_at:
+            raise RuntimeError("broken off")
+
+    def say(self, text: str) -> None:
+        self.said.append(text)
+
+
+def small(folder: Path, **sections: dict[str, Any]) -> TrainingConfig:
+    """7 tasks in batches of 3, so that epochs end in the middle; 6 steps, a checkpoint every 2."""
+    given: dict[str, dict[str, Any]] = {
+        "training": {"max_steps": 6, "batch_size": 3, "group_size": 4, "learning_rate": 1e-3},
+        "sampling": {"max_tokens": 6, "deterministic": True, "slots": 8},
+        "logging": {"output_dir": str(folder), "checkpoint_every": 2},
+    }
+    for name, keys in sections.items():
+        given[name] = given.get(name, {}) | keys
+    return TrainingConfig(**given)
+
+
+def train(config: TrainingConfig, name: str, watcher: Quiet | None = None, **objects: Any) -> TrainingReport:
+    given = Objects(environment=Parity) if not objects else Objects(**objects)
+    return Training(config, name=name, objects=given, watcher=watcher or Quiet()).train()
+
+
+def go_on(folder: Path, watcher: Quiet | None = None) -> TrainingReport:
+    run = RunFolder(folder)
+    return Training(
+        run.config, run=run, objects=Objects(environment=Parity), watcher=watcher or Quiet()
+    ).train()
+
+
+def rows(path: Path) -> list[dict[str, Any]]:
+    """Of a JSONL file, without what depends on the clock."""
+    found = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return [{key: value for key, value in row.items() if not _by_the_clock(key)} for row in found]
+
+
+def _by_the_clock(key: str) -> bool:
+    ends = ("p50", "p95", "waited", "wall_share", "cache_failures", "circuits_open")
+    return key.startswith(TIMES) or "/seconds" in key or ("tools/" in key and key.endswith(ends))
+
+
+def assert_same_run(left: Path, right: Path) -> None:
+    for name in ("metrics.jsonl", "consumed.jsonl", "trajectories.jsonl"):
+        assert (left / name).exists() == (right / name).exists()
+        if (left / name).exists():
+            ours, theirs = rows(left / name), rows(right / name)
+            assert len(ours) == len(theirs), name
+            for number, (one, other) in enumerate(zip(ours, theirs, strict=True), 1):
+                differing = {
+                    key: (one.get(key), other.get(key))
+                    for key in one | other
+                    if one.get(key) != other.get(key)
+                }
+                assert not differing, f"{name}, line {number}: {differing}"
+    [*_, mine], [*_, yours] = RunFolder(left).checkpoints(), RunFolder(right).checkpoints()
+    assert mine.name == yours.name
+    compared = 0
+    for path in sorted(mine.glob("*.safetensors")):
+        assert path.read_bytes() == (yours / path.name).read_bytes(), path.name
+        compared += 1
+    assert compared >= 2

@@ -1,0 +1,144 @@
+"""One warm start for the whole suite: a tiny model that has seen a task with one tool done well and badly. What learns
+from rewards or comparisons is measured from there, all on the same held-out tasks.
+
+Making it takes about 9 s of one core, once for all processes of the tests; `success` takes about 1 s, and a step of
+`lift` with 8 tasks of 8 episodes between 0.5 and 1 s. The warm model does 0.34 of the tasks, after 10 steps of GRPO
+0.63.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from itertools import count as endlessly
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from filelock import FileLock
+
+from tests.kits.run import Quiet
+from TrainingFactory.config import TrainingConfig
+from TrainingFactory.envs import ToolEnvironment
+from TrainingFactory.envs.splits import belongs
+from TrainingFactory.learning.checkpoints import save_checkpoint
+from TrainingFactory.learning.learner import Learner
+from TrainingFactory.models import chat_format, load_model
+from TrainingFactory.models.words import NAMES, PLACES
+from TrainingFactory.services.build import assemble
+from TrainingFactory.services.demo.warm_start import Lessons, WarmStartPlan, demonstrate, teach, word_drill
+from TrainingFactory.services.evaluation.evaluation import evaluation_metrics
+from TrainingFactory.services.training.loop import Objects, Training, TrainingReport
+from TrainingFactory.tools import tool
+from TrainingFactory.types import Message, Task, ToolCall
+
+HELDOUT = 128
+# Two turns do a task. One more shows what the model makes of it; further ones would only take time.
+SECTIONS: dict[str, dict[str, Any]] = {
+    "sampling": {"max_tokens": 24, "deterministic": True},
+    "environment": {"max_turns": 3},
+}
+PLAN = WarmStartPlan(mistakes=0.6, drill_steps=40, drill_rows=16, steps=220)
+
+
+class Homes(ToolEnvironment):
+    """Where somebody lives is another place in every task: it must be looked up, then repeated."""
+
+    system_prompt = "Look up, then answer."
+
+    @classmethod
+    def tasks(cls, split: str, seed: int, count: int) -> Iterator[Task]:
+        rng, made = random.Random(f"homes {seed}"), 0
+        for number in endlessly():
+            if made == count:
+                return
+            name = rng.choice(NAMES)
+            place = cls.home(name, rng)
+            if belongs(f"{name} {place}", split):
+                made += 1
+                yield Task(f"homes-{seed}-{number}", f"{name}?", place, {"name": name})
+
+    @classmethod
+    def home(cls, name: str, rng: random.Random) -> str:
+        return rng.choice(PLACES)
+
+    @tool
+    def lookup(self, name: str) -> str:
+        """Where somebody lives."""
+        return str(self.task.answer) if name == self.task.metadata["name"] else "unknown"
+
+    def expert(self) -> Iterator[Message]:
+        yield Message("assistant", tool_calls=[ToolCall("lookup", {"name": self.task.metadata["name"]})])
+        yield Message("assistant", str(self.task.answer))
+
+    def novice(self, rng: random.Random) -> Iterator[Message]:
+        yield Message("assistant", rng.choice(PLACES))
+
+
+def warm_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The warm start as a folder; whoever comes first makes it, other processes of the tests wait for it."""
+    base = tmp_path_factory.getbasetemp()
+    # Each process of pytest-xdist has a folder of its own, named popen-gwN, in the folder of the whole run.
+    common = base.parent if base.name.startswith("popen-") else base
+    folder, done = common / "warm" / "model", common / "warm" / "done"
+    with FileLock(common / "warm.lock"):
+        if not done.exists():
+            _make(folder)
+            done.touch()
+    return folder
+
+
+def _make(folder: Path) -> None:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # matrices this small are not worth a second one
+    rng = random.Random(2)
+    loaded = load_model("builtin:tiny", seed=2)
+    chat = chat_format(loaded.tokenizer, stop_ids=loaded.stop_ids)
+    shown = demonstrate(Homes, chat, list(Homes.tasks("train", 1, 300)), PLAN.mistakes, rng)
+    learner = Learner(loaded.model, PLAN.optimizer)
+    teach(learner, Lessons(loaded.tokenizer, shown, word_drill, rng), PLAN)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    save_checkpoint(folder, learner, loaded.tokenizer, {})
+    torch.set_num_threads(threads)
+
+
+def success(folder: Path, adapter: Path | None = None, count: int = HELDOUT, **sections: Any) -> float:
+    """Share of held-out tasks that the model does at temperature 1, always with the same random numbers. With 128
+    tasks its deviation is 0.045 at most."""
+    config = TrainingConfig(
+        model={"name": str(folder), "adapter": None if adapter is None else str(adapter)},
+        **SECTIONS | sections,
+    )
+    chat, sampler = assemble.make_sampler(config, count)
+    rollouts = assemble.make_rollouts(config, Homes, chat)
+    groups = rollouts.rollout(list(Homes.tasks("heldout", 0, count)), sampler)
+    return evaluation_metrics([trajectory for group in groups for trajectory in group])["success"]
+
+
+class Lift(NamedTuple):
+    before: float
+    after: float
+    report: TrainingReport
+
+
+def lift(warm: Path, folder: Path, objects: Objects | None = None, **sections: dict[str, Any]) -> Lift:
+    """Trains from the warm start, with these sections of a config over those below, and evaluates before and after. The
+    run goes to `folder`/run. `objects` may bring what is learned from; the environment is `Homes`.
+
+        before, after, report = lift(warm, tmp_path, training={"algorithm": "ppo", "max_steps": 20})
+    """
+    given: dict[str, dict[str, Any]] = {
+        "model": {"name": str(warm)},
+        "training": {"max_steps": 12, "batch_size": 8, "group_size": 8, "learning_rate": 6e-4, "warmup_steps": 2},
+        "data": {"count": 400, "heldout_count": HELDOUT},
+        "logging": {"output_dir": str(folder), "record_tools": False, "save_trajectories": False},
+    } | SECTIONS  # fmt: skip
+    for name, keys in sections.items():
+        given[name] = given.get(name, {}) | keys
+    given["training"] = {"eval_every": given["training"]["max_steps"]} | given["training"]
+    objects = objects or Objects()
+    objects.environment = objects.environment or Homes
+    report = Training(TrainingConfig(**given), name="run", objects=objects, watcher=Quiet()).train()
+    shares = [row["eval/success"] for row in report.rows if "eval/success" in row]
+    return Lift(shares[0], shares[-1], report)

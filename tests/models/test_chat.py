@@ -1,0 +1,291 @@
+"""The chat layer family by family: reading, writing, thinking, limits."""
+
+from __future__ import annotations
+
+from datetime import date
+
+import pytest
+
+from tests.kits.tokenizers import QWEN3, byte_tokenizer, deepseek, from_wheel, llama3, qwen3
+from TrainingFactory.models import DeepSeekModel, Family, LlamaModel, Qwen3Model, chat_format, register_family
+from TrainingFactory.models.families import FAMILIES
+from TrainingFactory.models.tiny import template, tiny_tokenizer
+from TrainingFactory.types import Completion, Message, ToolCall, ToolSpec, Turn
+
+TOOL = ToolSpec("add", "Adds.", {"type": "object", "properties": {"a": {"type": "integer"}}})
+FORMATS = {
+    "tiny": (tiny_tokenizer, "qwen3"),
+    "qwen3": (qwen3, "qwen3"),
+    "qwen2.5": (lambda: from_wheel("qwen2_5", ("<tool_call>", "</tool_call>")), "qwen2.5"),
+    "llama3": (llama3, "llama3"),
+    "deepseek-v3": (deepseek, "deepseek"),
+    "deepseek-r1": (lambda: deepseek("deepseek_r1_distill"), "deepseek"),
+}
+
+
+def turn_of(chat, message: Message) -> Turn:
+    ids = chat.write(message)
+    return Turn(
+        chat.render([Message("user", "2 + 3?")], [TOOL]), Completion(ids, [0.0] * len(ids), "stop"), message
+    )
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_family_is_found_and_what_is_written_is_read(name: str) -> None:
+    make, family = FORMATS[name]
+    chat = chat_format(make())
+    assert chat.family.name == family
+    messages = [
+        Message("assistant", "Five."),
+        Message("assistant", tool_calls=[ToolCall("add", {"a": 2, "b": [1, {"c": "x y"}]})]),
+        Message("assistant", tool_calls=[ToolCall("add", {"text": 'é "q" \\ \n'})]),
+    ]
+    if family != "llama3":  # whose template takes one call and no text beside it
+        messages.append(Message("assistant", "Wait.", [ToolCall("add", {"a": 1}), ToolCall("add", {"a": 2})]))
+    for message in messages:
+        ids = chat.write(message)
+        assert ids[-1] in chat.stop_ids and not set(ids[:-1]) & set(chat.stop_ids)
+        read = chat.parse(ids)
+        assert (read.content, read.tool_calls) == (message.content, message.tool_calls)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_episode_text_is_what_the_template_writes_for_the_same_conversation(name: str) -> None:
+    make, _ = FORMATS[name]
+    tokenizer = make()
+    chat = chat_format(tokenizer)
+    call = Message("assistant", tool_calls=[ToolCall("add", {"a": 2})])
+    turn = turn_of(chat, call)
+    ids = turn.prompt_ids + turn.completion.token_ids + chat.extend(turn, [Message("tool", "5", name="add")])
+    text = chat.decode(ids)
+    assert text.startswith(chat.decode(turn.prompt_ids))
+    if name.startswith("deepseek"):  # no tools in the template: ours go into the system message
+        assert text.index("Adds.") < text.index("2 + 3?")
+        assert text.endswith("<｜tool▁output▁begin｜>5<｜tool▁output▁end｜><｜tool▁outputs▁end｜>")
+        return
+    schema = {
+        "type": "function",
+        "function": {"name": "add", "description": "Adds.", "parameters": TOOL.parameters},
+    }
+    conversation = [
+        {"role": "user", "content": "2 + 3?"},
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"function": {"name": "add", "arguments": {"a": 2}}}],
+        },
+        {"role": "tool", "content": "5", "name": "add"},
+    ]
+    expected = tokenizer.apply_chat_template(
+        conversation, tools=[schema], tokenize=False, add_generation_prompt=True
+    )
+    # Qwen3's template takes the empty thought out of an answered turn; what was sampled stays
+    assert text.replace("<think>\n\n</think>\n\n", "") == expected
+
+
+def test_ids_are_the_tokenizers_own_merges_over_borders_included() -> None:
+    tokenizer = tiny_tokenizer()
+    chat = chat_format(tokenizer)
+    conversation = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Where does Ada live?"},
+    ]
+    schema = {
+        "type": "function",
+        "function": {"name": "add", "description": "Adds.", "parameters": TOOL.parameters},
+    }
+    expected = tokenizer.apply_chat_template(conversation, tools=[schema], add_generation_prompt=True)
+    assert chat.render(conversation, [schema]) == list(expected["input_ids"])
+
+
+def test_our_template_is_qwen3s() -> None:
+    ours, theirs = byte_tokenizer(template(), QWEN3), from_wheel("qwen3_instruct_2507", QWEN3)
+    calls = [
+        {"function": {"name": "add", "arguments": {"a": 1}}},
+        {"function": {"name": "b", "arguments": "{}"}},
+    ]
+    messages = [
+        {"role": "system", "content": "S"},
+        {"role": "user", "content": " U\n"},
+        {"role": "assistant", "content": "A", "tool_calls": calls},
+        {"role": "tool", "content": "1"},
+        {"role": "tool", "content": "2"},
+        {"role": "assistant", "content": None, "tool_calls": calls[:1]},
+        {"role": "tool", "content": "3"},
+        {"role": "assistant", "content": "B"},
+        {"role": "system", "content": "S2"},
+    ]
+    schema = {"type": "function", "function": {"name": "add", "description": 'é "q"', "parameters": {}}}
+    for first in (0, 1):
+        for last in range(first + 1, len(messages) + 1):
+            for tools in (None, [schema], [schema, schema]):
+                for header in (True, False):
+                    texts = {
+                        t.apply_chat_template(
+                            messages[first:last], tools=tools, tokenize=False, add_generation_prompt=header
+                        )
+                        for t in (ours, theirs)
+                    }
+                    assert len(texts) == 1
+
+
+def test_thinking_on_and_off() -> None:
+    on, off = chat_format(qwen3(), thinking=True), chat_format(qwen3(), thinking=False)
+    question = [Message("user", "2 + 3?")]
+    assert on.decode(on.render(question)).endswith("<|im_start|>assistant\n")
+    assert off.decode(off.render(question)).endswith("<think>\n\n</think>\n\n")
+    thought = Message("assistant", "Five.", reasoning="two and three")
+    assert on.decode(on.write(thought)) == "<think>\ntwo and three\n</think>\n\nFive.<|im_end|>"
+    assert on.parse(on.write(thought)) == thought
+    assert off.decode(off.write(Message("assistant", "Five."))) == "Five.<|im_end|>"
+    # the sampled thought stays in the history, and the next header is the same as the first
+    turn = turn_of(on, Message("assistant", reasoning="hm", tool_calls=[ToolCall("add", {"a": 2})]))
+    assert on.decode(on.extend(turn, [Message("tool", "5")])).endswith(
+        "</tool_response><|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def test_r1_begins_inside_its_thought() -> None:
+    chat = chat_format(deepseek("deepseek_r1_distill"))
+    assert chat.decode(chat.render([Message("user", "2 + 3?")])).endswith("<｜Assistant｜><think>\n")
+    message = Message("assistant", "Five.", reasoning="two and three")
+    assert chat.decode(chat.write(message)) == "two and three\n</think>\n\nFive.<｜end▁of▁sentence｜>"
+    assert chat.parse(chat.write(message)) == message
+    unfinished = chat.parse_text("I keep thinking <｜tool▁call▁begin｜>")
+    assert unfinished.reasoning and not unfinished.tool_calls and not unfinished.content
+
+
+def test_markers_inside_reasoning_are_no_calls() -> None:
+    chat = chat_format(qwen3())
+    call = '<tool_call>\n{"name": "add", "arguments": {}}\n</tool_call>'
+    assert chat.parse_text(f"<think>\nmaybe {call}\n</think>\n\nFive.") == Message(
+        "assistant", "Five.", reasoning=f"maybe {call}"
+    )
+    assert len(chat.parse_text(f"<think>\nmaybe {call}\n</think>\n\n{call}").tool_calls) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ('<tool_call>{"name": 5}</tool_call>', "name of a tool"),
+        ('<tool_call>{"name": "add", "arguments": [1]}</tool_call>', "JSON object"),
+        ('<tool_call>{"name": "add", "arguments": {"a": }</tool_call>', "not valid JSON"),
+        ('<tool_call>{"name": "add"}', "without </tool_call>"),
+        ("</tool_call>", "without <tool_call>"),
+        ("<tool_call>[]</tool_call>", "list, not an object"),
+        ("<tool_call></tool_call>", "not valid JSON"),
+        (
+            '<tool_call>{"name": "a", "arguments": ' + '{"a":' * 100 + "1" + "}" * 100 + "}</tool_call>",
+            "too deeply",
+        ),
+    ],
+)
+def test_a_broken_call_says_what_is_wrong(text: str, reason: str) -> None:
+    calls = chat_format(tiny_tokenizer()).parse_text(text).tool_calls
+    assert calls and reason in (calls[0].error or "")
+
+
+def test_good_calls_beside_a_broken_one_are_kept() -> None:
+    text = (
+        '<tool_call>{"name": "a"}</tool_call><tool_call>oops</tool_call><tool_call>{"name": "b"}</tool_call>'
+    )
+    calls = chat_format(tiny_tokenizer()).parse_text(text).tool_calls
+    assert [(call.name, call.error is None) for call in calls] == [("a", True), ("", False), ("b", True)]
+
+
+def test_llama_reads_its_three_forms() -> None:
+    chat = chat_format(llama3())
+    read = lambda text: chat.parse_text(text).tool_calls  # noqa: E731
+    assert read('{"name": "add", "parameters": {"a": 1}}') == [ToolCall("add", {"a": 1})]
+    assert read('<|python_tag|>{"name": "add", "parameters": {}}') == [ToolCall("add", {})]
+    assert read('<|python_tag|>web.call(query="x, y", n=3)') == [ToolCall("web", {"query": "x, y", "n": 3})]
+    assert read("<|python_tag|>print(1)") == [ToolCall("python", {"code": "print(1)"})]
+    assert read("<|python_tag|>web.call(__import__('os'))")[0].error
+    assert read('{"answer": 5}') == [] and read("The {name} is 5.") == []
+
+
+def test_a_turn_without_its_stop_token_cannot_be_extended() -> None:
+    chat = chat_format(tiny_tokenizer())
+    turn = turn_of(chat, Message("assistant", "Five."))
+    turn.completion.token_ids.pop()
+    with pytest.raises(ValueError, match="cut before its stop token"):
+        chat.extend(turn, [Message("user", "And now?")])
+
+
+def test_the_sampled_stop_token_takes_the_place_of_the_templates() -> None:
+    chat = chat_format(llama3())
+    eom = chat._encoder.control_texts["<|eom_id|>"]
+    turn = turn_of(chat, Message("assistant", tool_calls=[ToolCall("add", {"a": 2})]))
+    expected = chat.extend(turn, [Message("tool", "5")])
+    turn.completion.token_ids[-1] = eom
+    assert chat.extend(turn, [Message("tool", "5")]) == expected
+    assert "<|eot_id|>" not in chat.decode(expected).split("5")[0]  # no second end of the turn
+
+
+def test_templates_without_tools() -> None:
+    tokenizer = from_wheel("phi3")
+    with pytest.raises(ValueError, match=r"renders no tool calls.*generic"):
+        chat_format(tokenizer).render([Message("user", "hi")], [TOOL])
+    chat = chat_format(tokenizer, "generic")
+    text = chat.decode(chat.render([Message("system", "Be brief."), Message("user", "2 + 3?")], [TOOL]))
+    assert text.index("Be brief.") < text.index("Adds.") < text.index("2 + 3?")
+    call = Message("assistant", tool_calls=[ToolCall("add", {"a": 2}), ToolCall("add", {"a": 3})])
+    turn = turn_of(chat, call)
+    assert chat.parse(turn.completion.token_ids) == call
+    added = chat.decode(
+        chat.extend(turn, [Message("tool", "2", name="add"), Message("tool", "3", name="add")])
+    )
+    assert added == "\n<|user|>\nResult of add:\n2\n\nResult of add:\n3<|end|>\n<|assistant|>\n"
+
+
+def test_bad_input_is_answered_in_words() -> None:
+    with pytest.raises(ValueError, match="did you mean 'qwen3'"):
+        chat_format(tiny_tokenizer(), "qwen-3")
+    with pytest.raises(ValueError, match="no chat template"):
+        chat_format(byte_tokenizer(None))
+    with pytest.raises(ValueError, match="at least one message"):
+        chat_format(tiny_tokenizer()).render([])
+    shouting = template().replace(
+        "'<|im_start|>' + message.role + '\\n' + text", "message.role + text | upper"
+    )
+    assert shouting != template()
+    with pytest.raises(ValueError, match="drops or rewrites the text of user messages"):
+        chat_format(byte_tokenizer(shouting, QWEN3)).render([Message("user", "hi")])
+
+
+def test_a_family_of_ones_own() -> None:
+    def read(text: str):
+        return ("", [ToolCall(text[5:])]) if text.startswith("CALL ") else (text, [])
+
+    register_family(Family("mine", read))
+    try:
+        assert chat_format(tiny_tokenizer(), "mine").parse_text("CALL add").tool_calls == [ToolCall("add")]
+    finally:
+        del FAMILIES["mine"]
+
+
+def test_the_date_is_fixed() -> None:
+    source = "{{ strftime_now('%Y-%m-%d') }}" + template()
+    chat = chat_format(byte_tokenizer(source, QWEN3), day=date(2024, 2, 29))
+    assert chat.decode(chat.render([Message("user", "hi")])).startswith("2024-02-29<|im_start|>")
+
+
+def test_cut_keeps_both_ends_and_says_so() -> None:
+    chat = chat_format(tiny_tokenizer())
+    assert chat.cut("short", 50) == "short"
+    long = " ".join(f"word{i}" for i in range(5000))
+    for limit in (40, 100, 1000):
+        cut = chat.cut(long, limit)
+        assert len(chat._encoder.plain(cut)) <= limit and len(cut) > limit
+        assert cut.startswith("word0") and cut.endswith("4999") and "[... cut from" in cut
+    assert chat.cut("x\ud83d" * 200, 50)  # half a character, as a model can write in JSON
+    huge = "é" * 10_000_000
+    assert len(chat._encoder.plain(chat.cut(huge, 64))) <= 64
+    with pytest.raises(ValueError, match="max_reply_tokens"):
+        chat.cut("x", 0)
+
+
+def test_seed_names_are_faces_of_the_layer() -> None:
+    face = Qwen3Model("builtin:tiny", thinking=False)
+    assert face.chat.family.name == "qwen3" and face.model.config.model_type == "qwen3"
+    assert (DeepSeekModel.family, LlamaModel.family) == ("deepseek", "llama3")

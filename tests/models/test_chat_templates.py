@@ -1,0 +1,137 @@
+"""`extend` against every chat template with tool support in TRL's wheel: what it adds is what the template writes."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.kits.tokenizers import LLAMA3, QWEN3, TEMPLATES, from_wheel
+from TrainingFactory.models import chat_format
+from TrainingFactory.types import Completion, Message, Turn
+
+NAMES = sorted(path.stem for path in TEMPLATES.glob("*.jinja") if "tools" in path.read_text(encoding="utf-8"))
+# The text of a tool must come out as the template would write it, with quotes, newlines and spaces at its edges.
+TEXTS = ("7", ' two "quoted"\nlines \\ ', '{"a": [1, "b"]}')
+# What the chat layer refuses, and with which words. Everything else must agree.
+REFUSED = {
+    ("gptoss", "user"): "ends a turn differently",
+    ("gptoss_training", "user"): "ends a turn differently",
+}
+ONE_CALL_ONLY = {
+    "llama3_1",
+    "llama3_2",
+    "gptoss",
+    "gptoss_training",
+}  # several results are fine, several calls not
+
+
+def tokenizer_of(name: str):
+    extra = LLAMA3 if name.startswith("llama") else QWEN3 if name.startswith("qwen") else ()
+    return from_wheel(name, extra)
+
+
+def call(number: int) -> dict:
+    function = {"name": f"tool_{number}", "arguments": {"text": "a b"}}
+    return {"id": f"call0000{number}", "type": "function", "function": function}
+
+
+def replies(kind: str, text: str) -> list[Message]:
+    if kind == "user":
+        return [Message("user", text)]
+    return [Message("tool", text, tool_call_id=f"call0000{i}", name=f"tool_{i}") for i in range(int(kind))]
+
+
+def as_dicts(messages: list[Message]) -> list[dict]:
+    rows = [
+        {"role": m.role, "content": m.content, "tool_call_id": m.tool_call_id, "name": m.name}
+        for m in messages
+    ]
+    return [{key: value for key, value in row.items() if value is not None} for row in rows]
+
+
+def rendered(tokenizer, conversation: list[dict], header: bool) -> str | None:
+    try:
+        return tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=header)
+    except Exception:
+        return None
+
+
+@pytest.mark.parametrize("kind", ["1", "2", "user"])
+@pytest.mark.parametrize("name", NAMES)
+def test_extend_writes_what_the_template_writes(name: str, kind: str) -> None:
+    tokenizer = tokenizer_of(name)
+    chat = chat_format(tokenizer)
+    calls = 0 if kind == "user" else 1 if name in ONE_CALL_ONLY else int(kind)
+    question = {"role": "user", "content": "What is it?"}
+    turn = {"role": "assistant", "content": "Thus."}
+    if calls:
+        turn = {"role": "assistant", "content": "", "tool_calls": [call(i) for i in range(calls)]}
+        if rendered(tokenizer, [question, turn], False) is None:  # DeepSeek wants text, and no content
+            for item in turn["tool_calls"]:
+                item["function"]["arguments"] = json.dumps(item["function"]["arguments"])
+            turn["content"] = None
+        if name.startswith("deepseek_r1"):
+            turn["content"] = None
+    alone = rendered(tokenizer, [question, turn], False)
+    assert alone is not None, "the test itself must be able to render the turn"
+    for text in TEXTS:
+        answers = replies(kind, text)
+        whole = rendered(tokenizer, [question, turn, *as_dicts(answers)], True)
+        assert whole is not None
+        stop = chat.stop_ids[0]
+        sampled = Turn([], Completion([stop], [0.0], "stop"), Message("assistant"))
+        if (name, kind) in REFUSED:
+            with pytest.raises(ValueError, match=REFUSED[name, kind]):
+                chat.extend(sampled, answers)
+            continue
+        added = chat.decode(chat.extend(sampled, answers))
+        assert whole.endswith(added)
+        before = whole[: len(whole) - len(added)]
+        stop_text = tokenizer.decode([stop])
+        # What stands before is exactly the turn up to where the model stops: nothing is written twice or lost.
+        # Compared from the turn's own text on, because some templates rewrite earlier thoughts (Qwen3), which
+        # stay as sampled with us.
+        own = "a b" if calls else "Thus."
+        ended, turn_end = before.rpartition(own)[2], alone.rpartition(own)[2]
+        if stop_text in turn_end:
+            assert ended == turn_end[: turn_end.rindex(stop_text) + len(stop_text)]
+        else:  # the turn has no end of its own (GLM: the next header is the stop), or R1's template leaves it out
+            assert ended in (turn_end, turn_end + stop_text)
+
+
+def test_the_list_is_not_empty() -> None:
+    assert len(NAMES) > 40
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_render_writes_what_the_template_writes(name: str) -> None:
+    tokenizer = tokenizer_of(name)
+    chat = chat_format(tokenizer)
+    schema = {
+        "type": "function",
+        "function": {
+            "name": "find",
+            "description": 'Finds "things" <fast>.',
+            "parameters": {"type": "object", "properties": {"q": {"type": "string", "description": "What."}}},
+        },
+    }
+    conversation = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": ' Where "is" it?\n'},
+    ]
+    expected = rendered(tokenizer, conversation, True)
+    assert chat.decode(chat.render(conversation)) == expected
+    with_tools = tokenizer.apply_chat_template(
+        conversation, tools=[schema], tokenize=False, add_generation_prompt=True
+    )
+    try:
+        written = chat.decode(chat.render(conversation, [schema]))
+    except ValueError as error:
+        assert "register_family" in str(error) or "renders no tool calls" in str(error)
+        assert name.startswith(
+            ("diffusion_gemma", "gemma4", "glm", "gptoss", "lfm2", "muse", "nemotron", "qwen3_")
+        )
+        assert not name.startswith(("qwen3_instruct", "qwen3_vl", "qwen3_training"))
+        return
+    assert written == with_tools

@@ -1,0 +1,129 @@
+"""Judges of groups, and judges that fail, against a real server on the loopback."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from tests.kits.judge import Said, finished, judge_at, judging, scored
+from tests.kits.rollout import rollout
+from TrainingFactory.rewards.judge.endpoints import JudgeFailure
+from TrainingFactory.rewards.model_judge import PairJudge, RankingJudge
+from TrainingFactory.rewards.workers.processes import FinishedEpisode
+from TrainingFactory.types import Reward, Trajectory
+
+pytestmark = pytest.mark.usefixtures("judge_key")
+
+
+def better(prompt: str, number: int) -> str:
+    """Prefers the text with the larger number in it."""
+    found = re.findall(r"quality (\d+)", prompt)
+    if "Winner" in prompt:
+        first, second = map(int, found)
+        return "Winner: tie" if first == second else f"Winner: {'A' if first > second else 'B'}"
+    order = sorted(range(len(found)), key=lambda place: -int(found[place]))
+    return "Ranking: " + " > ".join("ABCDEFGH"[place] for place in order)
+
+
+def grouped(judge: Any, *trajectories: Trajectory) -> list[float]:
+    rewards: Sequence[Reward] = asyncio.run(judge([FinishedEpisode(each) for each in trajectories]))
+    return [reward.outcome for reward in rewards]
+
+
+def test_a_group_is_ranked_and_compared():
+    qualities = (3, 9, 1)
+    group = [finished(f"quality {each}", prompt="x") for each in qualities]
+    with judging(better) as server:
+        ranking = judge_at(server.url, verdict="ranking", samples=3)
+        assert isinstance(ranking, RankingJudge) and grouped(ranking, *group) == [0.5, 1.0, 0.0]
+        shown = [re.findall(r"quality (\d+)", body["messages"][-1]["content"]) for body in server.asked]
+        assert sorted(shown) == [["1", "3", "9"], ["3", "9", "1"], ["9", "1", "3"]]  # each in every place
+        assert grouped(ranking, group[0], finished("", status="max_turns"), group[2]) == [1.0, 0.0, 0.0]
+        with pytest.raises(ValueError, match="no other one to compare it with"):
+            grouped(ranking, group[0])
+        server.asked.clear()
+        pairs = judge_at(server.url, verdict="pairwise")
+        assert isinstance(pairs, PairJudge) and grouped(pairs, *group) == [0.5, 1.0, 0.0]
+        assert len(server.asked) == 6  # three pairs in both orders
+        assert grouped(pairs, group[0], finished("", status="truncated")) == [1.0, 0.0]
+        server.asked.clear()
+        neighbours = judge_at(server.url, verdict="pairwise", opponents=1)
+        many = [finished(f"quality {each}", prompt="x") for each in (1, 2, 3, 4)]
+        assert grouped(neighbours, *many) == [0.0, 0.5, 0.5, 1.0] and len(server.asked) == 8
+
+
+def test_the_place_of_a_text_decides_nothing():
+    with judging("Winner: A") as server:
+        group = [finished("one"), finished("two")]
+        assert grouped(judge_at(server.url, verdict="pairwise"), *group) == [0.5, 0.5]
+
+
+def test_a_group_without_a_verdict_is_not_paid():
+    group = [finished("quality 1"), finished("quality 2")]
+    with judging("I would rather not.") as server:
+        for verdict in ("ranking", "pairwise"):
+            with pytest.raises(JudgeFailure):
+                grouped(judge_at(server.url, verdict=verdict), *group)
+
+
+def test_an_episode_without_an_answer_is_not_shown():
+    with judging() as server:
+        judge = judge_at(server.url)
+        unfinished = [finished("half an", status="truncated"), finished(" "), finished(status="max_turns")]
+        assert [each.outcome for each in scored(judge, *unfinished)] == [0.0] * 3
+        assert not server.asked and judge.figures["judge/unfinished"] == 3
+        [unknown] = scored(judge, finished(status="tool_failure"))
+        assert isinstance(unknown, ValueError)
+        assert scored(judge_at(server.url, judge_unfinished=True), unfinished[0])[0].outcome == 0.7
+
+
+FAULTS: dict[str, Said] = {
+    "junk": "Nice weather.",
+    "refusal": "I cannot judge this.",
+    "nan": "Score: NaN",
+    "out of range": "Score: 1000",
+    "no body": b"",
+    "no completion": b'{"choices": 3}',
+    "deep": b"[" * 100_000,
+    "busy": 503,
+    "forbidden": 403,
+    "dies": None,
+}
+
+
+def test_a_failing_judge_drops_rows_and_never_pays_zero():
+    """In a rollout: of each group some rows hit the fault, the others are paid as they should be."""
+    for name, said in FAULTS.items():
+        with judging(lambda prompt, number, s=said: s if number % 2 else "Score: 9") as server:
+            judge = judge_at(server.url, concurrency=1)
+            groups = rollout(say=lambda *_: "ok", names=("a", "b", "c"), group_size=2, reward=judge)
+        played = [each for group in groups for each in group]
+        paid = [each.reward.outcome for each in played if each.reward is not None]
+        assert paid == [0.9] * 3, name
+        lost = [each for each in played if each.reward is None]
+        assert len(lost) == 3 and all(
+            (each.error or "").startswith("scoring failed: ") and "Failure" not in (each.error or "")
+            for each in lost
+        ), name
+        assert sum(judge.client.usage.failures.values()) == 3, name
+
+
+def test_a_judge_that_never_answers_is_given_up():
+    with judging() as server:
+        server.hang.clear()
+        judge = judge_at(server.url, timeout=0.1)
+        found = scored(judge, *(finished(name=str(number)) for number in range(3)))
+        server.hang.set()
+        assert all(each.kind == "unavailable" and "within 0.1 s" in str(each) for each in found)
+        assert isinstance(scored(judge_at(server.url), finished())[0], Reward)
+
+
+def test_a_judge_that_is_gone():
+    with judging() as server:
+        judge = judge_at(server.url, retries=1)
+    [found] = scored(judge, finished())
+    assert found.kind == "unavailable" and "2 attempts" in str(found)

@@ -1,0 +1,204 @@
+"""What a judge is told, whose key it gets, whom it is shown, and what it may not be asked for."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from tests.kits.judge import KEY, episode, finished, judging
+from TrainingFactory.config import TrainingConfig
+from TrainingFactory.rewards.judge.endpoints import Reply
+from TrainingFactory.rewards.judge.prompts import JudgePrompt, harmless
+from TrainingFactory.rewards.model_judge import ModelJudge, model_judge
+from TrainingFactory.rewards.workers.processes import FinishedEpisode
+from TrainingFactory.services.build.rewards import check_reward
+from TrainingFactory.tools.builtin.model_tools import ModelError
+from TrainingFactory.types import Trajectory
+
+
+def key_of(**options: Any) -> str | None:
+    judge = model_judge(model="big", **options)
+    model: Any = judge.client.model
+    return model.api_key_env
+
+
+@pytest.fixture(autouse=True)
+def keys(monkeypatch: pytest.MonkeyPatch):
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("OPENAI_API_KEY", "ANTHROPIC_API_KEY"):
+        monkeypatch.setenv(name, KEY)
+
+
+def test_a_key_goes_only_where_it_belongs(monkeypatch: pytest.MonkeyPatch):
+    assert key_of(base_url="https://api.openai.com/v1") == "OPENAI_API_KEY"
+    assert key_of(base_url="https://api.anthropic.com/v1", api="anthropic") == "ANTHROPIC_API_KEY"
+    assert key_of(base_url="https://API.Anthropic.com/v1") == "ANTHROPIC_API_KEY"
+    for address in (
+        "http://api.openai.com/v1",  # in plain text
+        "https://api.openai.com.example.org/v1",
+        "https://example.org/api.openai.com",
+        "http://10.0.0.7:8000/v1",
+        "http://localhost:8000/v1",
+    ):
+        assert key_of(base_url=address) is None, address
+        assert key_of(base_url=address, api="anthropic") is None, address
+    monkeypatch.setenv("OWN_KEY", "sk-own")
+    assert key_of(base_url="http://10.0.0.7:8000/v1", api_key_env="OWN_KEY") == "OWN_KEY"
+    assert key_of(base_url="https://api.openai.com/v1", api_key_env=None) is None
+
+
+@pytest.mark.parametrize("api", ["openai", "anthropic"])
+def test_a_server_of_ones_own_gets_no_key(api: str):
+    with judging() as server:
+        judge: Any = model_judge(base_url=server.url, model="big", api=api)
+        assert asyncio.run(judge(episode())).outcome == 0.7
+    sent = {name.lower() for name in server.headers[0]}
+    assert not sent & {"authorization", "x-api-key"}
+
+
+def test_a_key_that_is_not_set_is_told_at_the_start(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("OPENAI_API_KEY")
+    with pytest.raises(
+        ValueError, match=r"variable OPENAI_API_KEY, which holds the key for api\.openai\.com, is not"
+    ):
+        model_judge(model="big", base_url="https://api.openai.com/v1")
+    section = {
+        "type": "model_judge",
+        "model": "big",
+        "options": {"base_url": "http://host/v1", "api_key_env": "NO_KEY"},
+    }
+    with pytest.raises(
+        ValueError, match=r"reward\.options: .*NO_KEY.* is not set; set it.*api_key_env: null"
+    ):
+        check_reward(TrainingConfig.model_validate({"reward": section}))
+
+
+def test_two_models_are_not_taken_for_one():
+    options = {"base_url": "http://host/v1", "model": "small"}
+    section = {"type": "model_judge", "model": "big", "options": options}
+    with pytest.raises(ValueError, match=r"reward\.model: is 'big' and reward\.options\.model is 'small'"):
+        check_reward(TrainingConfig.model_validate({"reward": section}))
+    check_reward(TrainingConfig.model_validate({"reward": section | {"model": "small"}}))
+    check_reward(TrainingConfig.model_validate({"reward": section | {"model": None}}))
+
+
+class Busy:
+    identity = "busy"
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    async def ask(self, messages: Any, number: int) -> Reply:
+        self.asked += 1
+        raise ModelError("busy", temporary=True)
+
+    async def check(self) -> None:
+        pass
+
+
+def test_attempts_are_whole_numbers():
+    for retries in (1.5, -1, True, "3"):
+        with pytest.raises(ValueError, match=r"retries is .* whole number, 0 or more"):
+            model_judge(model=Busy(), retries=retries)  # type: ignore[arg-type]
+    busy = Busy()
+    judge: Any = model_judge(model=busy, retries=2, pause=0.0)
+    with pytest.raises(Exception, match=r"busy \(3 attempts\)"):
+        asyncio.run(judge(episode()))
+    assert busy.asked == 3
+
+
+@pytest.mark.parametrize(
+    "token",
+    [
+        *(
+            "<s>",
+            "</s>",
+            "<bos>",
+            "<EOS>",
+            "<pad>",
+            "<unk>",
+            "<mask>",
+            "<eot_id>",
+            "<0x0A>",
+            "<unused7>",
+            "<sop>",
+        ),
+        *(
+            "<|im_end|>",
+            "<turn|>",
+            "<｜User｜>",
+            "<｜end▁of▁sentence｜>",
+            "<start_of_turn>",
+            "<end_of_utterance>",
+        ),
+        *(
+            "[INST]",
+            "[/INST]",
+            "[TOOL_CALLS]",
+            "[/SYSTEM_PROMPT]",
+            "[AVAILABLE_TOOLS]",
+            "[gMASK]",
+            "[SEP]",
+            "[BOS]",
+        ),
+        *(
+            "<<SYS>>",
+            "<</SYS>>",
+            "<think>",
+            "</think>",
+            "<tool_call>",
+            "<tool_response>",
+            "<fim-prefix>",
+            "<image>",
+        ),
+        *("＜eos＞", "＜|im_end|＞", "<<<END>>>"),
+    ],
+)
+def test_control_tokens_are_taken_apart(token: str):
+    for around in ("{}", "x{}y", "<{}>", "[{}]", "{0}{0}"):
+        text = around.format(token)
+        found = harmless(text)
+        assert token not in found, (text, found)
+        assert found.replace(" ", "") == text  # nothing is lost
+        assert harmless(found) == found
+
+
+def test_markup_and_code_stay_as_they_are():
+    for text in (
+        "a << 2 and b >> 1, <b>bold</b>, x|y, x||y, <a href='x_y'>, <h1>, <div>, <my-tag>, </p>, <?xml?>, <!-- -->",
+        "std::vector<int> v; List<Map<String, T>> m; cout << x << y; if (a<b && c>d) x[i] = y[2];",
+        "[link](https://example.org) [1] [x] [a, b] array[i][j] arr[MAX - 1] [ERR 5]",
+        "f(x) -> y, a <- b, x <= y >= z, 5 < 6 > 4, |x| > |y|",
+    ):
+        assert harmless(text) == text
+
+
+def test_a_reference_that_a_template_does_not_show_is_told():
+    with pytest.raises(ValueError, match=r"reference is true, but .* lacks the field \{reference\}"):
+        JudgePrompt("{conversation}", reference=True)
+    assert JudgePrompt("{conversation} {reference}", reference=True).template == "{conversation} {reference}"
+    assert JudgePrompt(reference=True).template.endswith("{reference}")
+
+
+def test_what_was_done_by_calls_is_judged_where_it_is_shown():
+    done = finished("", tool="the table is booked")  # a call, and an end without a word
+    ended = Trajectory(done.task, "t", prompt=done.prompt, turns=done.turns[:1])  # an end by the call itself
+    silent, cut = finished(""), finished("", tool="x", status="max_turns")
+    with judging("Score: 9") as server:
+
+        def paid(trajectory: Trajectory, **options: Any) -> float:
+            judge: Any = model_judge(base_url=server.url, model="big", **options)
+            assert isinstance(judge, ModelJudge)
+            return asyncio.run(judge(FinishedEpisode(trajectory))).outcome
+
+        for trajectory in (done, ended):
+            assert paid(trajectory) == 0.9
+            assert "calls look" in server.asked[-1]["messages"][-1]["content"]
+        assert len(server.asked) == 2
+        assert [paid(each) for each in (silent, cut)] == [0.0, 0.0]
+        assert paid(done, template="{rubric} {answer}") == 0.0  # there is nothing to be seen in it
+        assert len(server.asked) == 2
+        assert paid(cut, judge_unfinished=True) == 0.9

@@ -1,0 +1,294 @@
+"""Mistakes in rewards and in what a config says of them: told by file and line, all at once, in words that help."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.kits.rollout import Echo, rollout
+from tests.kits.run import Parity, go_on, small, train
+from TrainingFactory.config import ConfigError, TrainingConfig, load_config
+from TrainingFactory.rewards.adapt import as_reward
+from TrainingFactory.rewards.checks import check_choice
+from TrainingFactory.rewards.combined import Combined
+from TrainingFactory.rewards.process_reward import ProcessReward
+from TrainingFactory.rewards.rule_based import make_rule
+from TrainingFactory.rewards.targets import find_callable
+from TrainingFactory.services import GRPOTrainer
+from TrainingFactory.services.build.rewards import check_reward, make_reward
+from TrainingFactory.services.evaluation.rollouts import Rollouts
+from TrainingFactory.types import Reward, Task
+
+FILE = """\
+import sys
+from TrainingFactory.types import Reward
+def deep(episode):
+    return {}["missing"]
+def raises(episode):
+    return deep(episode)
+async def later(trajectory):
+    return deep(trajectory)
+def together(episodes):
+    return deep(episodes)
+def columns(completions, **rest):
+    return deep(completions)
+def leaves(episode):
+    sys.exit(3)
+def rule(trajectory, turn):
+    return deep(trajectory)
+def parts(episode):
+    return Reward(1.0, parts={"right": "yes"})
+def wants(completions, nosuch):
+    return [1.0 for _ in completions]
+class Judge:
+    def __call__(self, episode):
+        return deep(episode)
+judge = Judge()
+three = 3
+def asks(trajectory, turn):
+    return turn == 0
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "rewards.py"
+    path.write_text(FILE)
+    return path
+
+
+def error_of(section: Any, **options: Any) -> str:
+    with ExitStack() as held:
+        reward = make_reward(TrainingConfig(reward=section), held)
+        [[played]] = rollout(reward=reward, **options)
+    assert played.reward is None
+    return str(played.error)
+
+
+def function(target: str, **options: Any) -> dict[str, Any]:
+    return {"type": "function", "options": {"function": target} | options}
+
+
+@pytest.mark.parametrize(
+    ("name", "known_as"),
+    [
+        ("raises", "raises"),
+        ("later", "later"),
+        ("columns", "columns"),
+        ("judge", "Judge.__call__"),
+    ],
+)
+@pytest.mark.parametrize("processes", [0, 1])
+def test_an_exception_says_where_it_was_raised(file: Path, name: str, known_as: str, processes: int):
+    if processes and name not in ("raises", "columns"):
+        return  # the shapes are the same there, and a process takes its time
+    section = function(f"{file}:{name}", processes=processes)
+    told = f"the reward {known_as} (rewards.py:4) raised KeyError: 'missing'"
+    assert error_of(section) == f"scoring failed: {told}"
+    if not processes:
+        assert error_of({"parts": {"mine": section}}) == f"scoring failed: part mine: {told}"
+
+
+def test_so_do_groups_environments_and_rules_over_turns(file: Path):
+    together = as_reward(find_callable(f"{file}:together"))
+    for reward in (together, Combined({"a": (1.0, together)})):
+        [group] = rollout(reward=reward, group_size=2)
+        for played in group:
+            assert str(played.error).endswith("the reward together (rewards.py:4) raised KeyError: 'missing'")
+    deep = find_callable(f"{file}:deep")
+
+    class Own(Echo):
+        def reward(self, episode: Any) -> float:
+            return deep(episode)
+
+    told = "the reward Own.reward (rewards.py:4) raised KeyError: 'missing'"
+    [[played]] = rollout(Own)
+    assert played.error == f"scoring failed: {told}"
+    [[played]] = rollout(Own, reward=Combined({"own": (1.0, "environment")}))
+    assert played.error == f"scoring failed: part own: {told}"
+    rules = ProcessReward(step_rewards={"mine": 1.0}, rules={"mine": find_callable(f"{file}:rule")})
+    [[played]] = rollout(reward=rules)
+    assert played.error == "scoring failed: the rule mine at turn 0 (rewards.py:4) raised KeyError: 'missing'"
+
+
+def test_no_class_names_of_ours_in_what_users_read(file: Path):
+    assert (
+        error_of(function(f"{file}:leaves"))
+        == "scoring failed: the reward leaves (rewards.py:14) tried to end the program"
+    )
+    told = error_of({"parts": {"mine": function(f"{file}:leaves", processes=1)}})
+    assert "tried to end the program" in told and not any(
+        name in told for name in ("Unscored", "BrokeOff", "WorkersDown", str(file.parent))
+    )
+    told = error_of({"type": "rule_based", "options": {"rule": "numeric"}})
+    assert "its answer 'ok' is not one number" in told and "Error" not in told
+    assert "as its part right; it must give a number" in error_of(function(f"{file}:parts"))
+
+
+def problems(path: Path | None, *overrides: str) -> list[str]:
+    with pytest.raises(ConfigError) as told:
+        check_reward(load_config(path, overrides))
+    return [str(problem) for problem in told.value.problems]
+
+
+def test_all_mistakes_at_once_with_their_lines(tmp_path: Path):
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        "reward:\n"
+        "  parts:\n"
+        "    answer:\n"
+        "      type: rule_based\n"
+        "      weight: x\n"
+        "    form: {type: rule_based, options: {rule: numerc}}\n"
+        "    steps:\n"
+        "      type: process_reward\n"
+        "      step_rewards:\n"
+        "        corect_tool: 0.5\n"
+        "        clear_resoning: 0.5\n"
+        "      options:\n"
+        "        outcome: {rule: f1, extrct: boxed}\n"
+        "    mine:\n"
+        "      type: function\n"
+        "      options:\n"
+        "        functon: rewards.py:score\n"
+        "        timout: 3\n"
+        "    deep: {type: rule_based, options: {rule: f1, only_if: {rule: format, extrct: boxed}}}\n"
+    )
+    found = problems(path, "reward.parts.form.step_rewards={correct_tool: 1.0}")
+    starts = [
+        "5: reward.parts.answer.weight: must be",
+        "6: reward.parts.form.options.rule: must be one of",
+        "10: reward.parts.steps.step_rewards.corect_tool: must be one of",
+        "11: reward.parts.steps.step_rewards.clear_resoning: must be one of",
+        "13: reward.parts.steps.options.outcome.extrct: rule f1 has no such option; did you mean extract?",
+        "17: reward.parts.mine.options.functon: ",
+        "18: reward.parts.mine.options.timout: ",
+        "19: reward.parts.deep.options.only_if.extrct: ",
+    ]
+    assert [text[: len(str(path)) + 1 + len(start)] for text, start in zip(found, starts, strict=False)] == [
+        f"{path}:{start}" for start in starts
+    ]
+    assert found[len(starts) :] == [
+        "command line: reward.parts.form.step_rewards: is for reward.parts.form.type=process_reward; "
+        "reward.parts.form.type is rule_based"
+    ]
+
+
+def test_a_wrong_option_is_told_by_its_own_key(tmp_path: Path):
+    told = "must be a number of seconds, over 0"
+    for timeout in ("-1", "0", "x"):
+        [text] = problems(
+            None, "reward.type=function", f"reward.options={{function: a.py, timeout: {timeout}}}"
+        )
+        assert text.startswith(f"command line: reward.options.timeout: {told} (got ")
+    [text] = problems(None, "reward.type=rule_based", "reward.options.rule=null")
+    assert "reward.options.rule: must be one of" in text and "did you mean" not in text
+    secret = "sk-0123456789abcdef"
+    [text] = problems(None, "reward.type=rule_based", f"reward.options.rule={secret}")
+    assert secret not in text
+
+
+def test_where_something_was_written_is_no_part_of_a_config(tmp_path: Path):
+    path = tmp_path / "run.yaml"
+    path.write_text("reward: rule_based\n")
+    assert load_config(path) == TrainingConfig(reward="rule_based")
+
+
+def test_a_part_says_which_reward_it_is(tmp_path: Path):
+    path = tmp_path / "run.yaml"
+    path.write_text("reward:\n  parts:\n    answer: {type: rule_based}\n    own: {weight: 2.0}\n")
+    missing = "is missing; each part says which reward it is"
+    assert problems(path, "reward.parts.anwser.weight=2") == [
+        f"{path}:4: reward.parts.own.type: {missing}",
+        f"command line: reward.parts.anwser.type: {missing}; did you mean reward.parts.answer?",
+    ]
+
+
+def test_a_type_beside_parts_is_refused_where_it_was_written(tmp_path: Path):
+    parts = {"own": {"type": "environment", "weight": 2.0}}
+    for kind in ("environment", "rule_based"):
+        with pytest.raises(ConfigError, match=r"^reward\.type: reward\.parts has rewards of its own"):
+            check_reward(TrainingConfig(reward={"type": kind, "parts": parts}))
+    copied = TrainingConfig(reward={"parts": parts}).reward.model_copy(update={"options": {}})
+    check_reward(TrainingConfig().model_copy(update={"reward": copied}))  # which says nothing of a type
+    # The config of a run has all keys written, and goes on.
+    config = small(tmp_path, training={"max_steps": 2}, reward={"parts": parts})
+    train(config, "run")
+    assert go_on(tmp_path / "run").state == "finished"
+
+
+def test_texts_that_lead_to_the_mistake(file: Path):
+    with pytest.raises(ConfigError, match="reward_fuction: unknown key; did you mean reward_function"):
+        GRPOTrainer(environment=Parity, reward_fuction=lambda episode: 1.0)
+    for wrong in (3, [find_callable(f"{file}:raises")]):
+        with pytest.raises(ValueError, match=r"reward_function is .*it takes one callable.*Combined\(\{name"):
+            GRPOTrainer(environment=Parity, reward_function=wrong)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"rewards.py:three is 3 \(int\); it must be a function"):
+        check_reward(TrainingConfig(reward=function(f"{file}:three")))
+    with pytest.raises(ValueError, match=r"weight of part a is 'x'; it must be a number$"):
+        Combined({"a": ("x", make_rule("exact"))})  # type: ignore[dict-item]
+    with pytest.raises(ValueError, match=r"it must be one of json, exact$"):
+        check_choice("rule", None, ("json", "exact"))
+
+
+def test_rules_over_turns_from_a_file(file: Path):
+    section = {
+        "type": "process_reward",
+        "step_rewards": {"first": 0.5},
+        "options": {"rules": {"first": f"{file}:asks"}},
+    }
+    with ExitStack() as held:
+        [[played]] = rollout(reward=make_reward(TrainingConfig(reward=section), held))
+    assert played.reward is not None and played.reward.steps == [0.5, 0.0, 0.0]
+    section["options"] = {"rules": {"first": f"{file}:ask"}}
+    with pytest.raises(ConfigError, match=r"^reward\.options\.rules\.first: .*did you mean asks"):
+        check_reward(TrainingConfig(reward=section))
+
+
+def test_what_tasks_and_environments_lack_is_found_before_sampling(tmp_path: Path, file: Path):
+    wants = function(f"{file}:wants")
+    lacks = r"the reward \w+ asks for nosuch, which the tasks do not have"
+    for section in (wants, {"parts": {"a": wants}}, function(f"{file}:wants", processes=1)):
+        with pytest.raises(ValueError, match=lacks):
+            train(small(tmp_path, reward=section), "run")
+    assert not (tmp_path / "run").exists()
+    with pytest.raises(ValueError, match=lacks):
+        Rollouts(TrainingConfig(environment_id="calculator", output_dir=str(tmp_path), reward=wants))
+    verified = {"type": "tool_verified", "options": {"verify": "sql_execution"}}
+    needs = r"the reward sql_execution needs the tool 'sql', and \w+ has calculator; add it under tools"
+    for section in (verified, {"type": "process_reward", "options": {"outcome": {"rule": "sql_result"}}}):
+        with pytest.raises(ValueError, match=needs.replace("sql_execution", r"sql_\w+")):
+            train(small(tmp_path, reward=section), "run")
+    assert not (tmp_path / "run").exists()
+    config = TrainingConfig(
+        environment_id="calculator", output_dir=str(tmp_path), reward=verified, data={"count": 1}
+    )
+    with pytest.raises(ValueError, match=needs):
+        Rollouts(config).run()
+
+
+def test_a_database_in_the_task_needs_no_tool():
+    rule = make_reward(
+        TrainingConfig(reward={"type": "tool_verified", "options": {"verify": "sql_execution"}})
+    )
+    task = Task("a", "?", metadata={"database": "shop.db"})
+    rule.check_environment(Echo(task), task)  # type: ignore[union-attr]
+    with pytest.raises(ValueError, match="needs the tool 'sql'"):
+        rule.check_environment(Echo(task), Task("a", "?"))  # type: ignore[union-attr]
+
+
+def test_columns_that_some_tasks_have_are_enough():
+    def wants(completions: list[str], level: list[Any]) -> list[Reward]:
+        return []
+
+    as_reward(wants).check_tasks([Task("a", "?"), Task("b", "?", metadata={"level": 1})])
+    with pytest.raises(ValueError, match="asks for level"):
+        as_reward(wants).check_tasks([Task("a", "?")])
+
+
+def test_a_function_has_half_a_minute(file: Path):
+    made = check_reward(TrainingConfig(reward=function(f"{file}:raises")))
+    assert getattr(made, "timeout", None) == 30.0

@@ -1,0 +1,351 @@
+"""Functions of a user's file as rewards, rewards in processes, and pools of judges."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.kits.judge import finished, judging
+from tests.kits.rollout import rollout
+from tests.kits.run import Parity, Quiet, small, train
+from TrainingFactory.config import TrainingConfig, notices
+from TrainingFactory.config.not_yet import TOOL_RULES
+from TrainingFactory.data.trajectories import trajectory_to_dict
+from TrainingFactory.rewards.rule_based import RULES
+from TrainingFactory.rewards.rules.code import ToolRule
+from TrainingFactory.rewards.workers.distributed import DistributedRewardModel
+from TrainingFactory.rewards.workers.processes import FinishedEpisode, RewardProcess
+from TrainingFactory.services import GRPOTrainer
+from TrainingFactory.services.build.rewards import check_reward, make_reward
+from TrainingFactory.types import Reward, Trajectory
+
+FILE = """
+import os
+import re
+from helper import HALF
+
+def score(trajectory):
+    return HALF if trajectory.answer == "ok" else 0.0
+
+async def tools(episode):
+    return float(len((await episode.call("echo", text="four")).content))
+
+def shortest(trajectories):
+    best = min(len(each.answer) for each in trajectories)
+    return [float(len(each.answer) == best) for each in trajectories]
+
+def slow(trajectory):
+    return float(re.match(r"(a+)+$", trajectory.answer) is not None)
+
+def who(trajectory):
+    return float(os.getpid())
+
+def parity(completions, completion_ids):
+    return [float(sum(ids) % 3) for ids in completion_ids]
+
+def two(a, b):
+    return 1.0
+
+def _hidden(episode):
+    return 1.0
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    (tmp_path / "helper.py").write_text("HALF = 0.5\n")
+    (tmp_path / "rewards.py").write_text(FILE)
+    return tmp_path / "rewards.py"
+
+
+def scored(section: Any, optimization: Any = None, **options: Any) -> list[Trajectory]:
+    config = TrainingConfig(reward=section, optimization=optimization or {})
+    check_reward(config)
+    with ExitStack() as held:
+        reward: Any = make_reward(config, held)
+        groups = rollout(reward=reward, **options)
+    for worker in getattr(reward, "workers", []):
+        assert not isinstance(worker.model, RewardProcess) or worker.model._process is None
+    return [each for group in groups for each in group]
+
+
+def function(name: str, **options: Any) -> dict[str, Any]:
+    return {"type": "function", "options": {"function": name, **options}}
+
+
+def outcomes(trajectories: list[Trajectory]) -> list[float | None]:
+    return [None if each.reward is None else each.reward.outcome for each in trajectories]
+
+
+def say_ok_or_more(session: int, turn: int, prompt: str) -> str:
+    return "ok" if session == 0 else f"ok {session}"
+
+
+def test_a_function_of_a_file(file: Path):
+    for name, found in ((f"{file}:score", [0.5, 0.0]), (f"{file}:shortest", [1.0, 0.0])):
+        for processes in (0, 1):
+            played = scored(function(name, processes=processes), say=say_ok_or_more, group_size=2)
+            assert outcomes(played) == found, played[0].error
+    assert outcomes(scored(function(f"{file}:tools"))) == [4.0]
+    [closed] = scored(function(f"{file}:tools", processes=1))
+    assert "environment of this episode is closed" in str(closed.error)
+    (file.parent / "single.py").write_text("def only(episode):\n    return 2\n")
+    assert outcomes(scored(function(str(file.parent / "single.py"), processes=1))) == [2.0]
+    assert outcomes(scored(function("tests.rewards.test_rewards_processes:seven"))) == [7.0]
+
+
+def seven(episode: Any) -> float:
+    return 7.0
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"function": "{}:scor"}, "reward.options: .*has no function 'scor'; did you mean score?"),
+        ({"function": "{}:zzzzzz"}, "has no function 'zzzzzz'; it has score, tools, shortest"),
+        ({"function": "{}:two"}, "the reward two takes a, b; it must take one episode"),
+        ({"function": "{}:HALF"}, "is 0.5 .float.; it must be a function"),
+        ({"function": "{}"}, "a reward is one function; say which: .*rewards.py:score, "),
+        ({"function": "nowhere.py:score"}, "there is no file nowhere.py"),
+        ({"function": "nowhere.rewards:score"}, "No module named 'nowhere'"),
+        ({"function": "score"}, "'score' names no reward; write rewards.py:score or package.module:function"),
+        ({"function": 3}, "3 names no reward"),
+        ({}, "options.function: is missing"),
+        (
+            {"function": "{}:score", "procesess": 2},
+            "options.procesess: .* no such option; did you mean processes?",
+        ),
+        ({"function": "{}:score", "processes": -1}, "options.processes: must be a whole number"),
+        ({"function": "{}:score", "timeout": -1}, "options.timeout: must be a number of seconds, over 0"),
+        ({"function": "{}:score", "timeout": 0}, "options.timeout: must be a number of seconds, over 0"),
+    ],
+)
+def test_what_is_wrong_with_a_function(file: Path, options: dict[str, Any], says: str):
+    given = {key: value.format(file) if isinstance(value, str) else value for key, value in options.items()}
+    with pytest.raises(ValueError, match=says):
+        check_reward(TrainingConfig(reward={"type": "function", "options": given}))
+    broken = file.parent / "broken.py"
+    broken.write_text("x = 1\ny = x / 0\n")
+    with pytest.raises(ValueError, match=r"broken.py:2: ZeroDivisionError"):
+        check_reward(TrainingConfig(reward=function(f"{broken}:score")))
+
+
+def test_a_pattern_that_never_ends_holds_up_nobody(file: Path):
+    """The matching holds the interpreter of whoever does it; here that is a process of its own, which is ended."""
+    told: list[int] = []
+
+    def say(session: int, turn: int, prompt: str) -> str:
+        return "a" * 60 + "b" if session == 0 else "aaa"
+
+    with ExitStack() as held:
+        config = TrainingConfig(reward=function(f"{file}:slow", timeout=2, processes=2))
+        reward: Any = make_reward(config, held)
+        [group] = rollout(
+            reward=reward, say=say, group_size=6, on_episode=lambda each: told.append(each.member)
+        )
+        assert outcomes(group) == [None] + [1.0] * 5 and told[-1] == 0
+        assert "slow took longer than 2 s, and its process was ended" in str(group[0].error)
+        again = rollout(reward=reward, say=lambda *_: "aa", group_size=6)  # in a new process
+        assert outcomes(again[0]) == [1.0] * 6
+        assert reward.figures["pool/dropped"] == 1 and all(worker.failed == 0 for worker in reward.workers)
+
+
+def test_a_call_that_nobody_waits_for_ends_its_process(file: Path):
+    process = RewardProcess(f"{file}:slow", timeout=600)
+
+    async def under_way() -> asyncio.Future[list[Any]]:
+        call = asyncio.ensure_future(process.group([finished_episode("a" * 60 + "b")]))
+        while process._call is None:
+            assert not call.done()
+            await asyncio.sleep(0.01)
+        return call
+
+    async def given_up() -> None:
+        call = await under_way()
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+
+    async def after() -> list[Any]:
+        return await process.group([finished_episode("aa"), finished_episode("ab")])
+
+    async def closed() -> None:
+        call = await under_way()
+        process.close()
+        with pytest.raises(ConnectionError, match="gone"):
+            await call
+        with pytest.raises(ConnectionError, match="was closed"):
+            await after()
+
+    try:
+        asyncio.run(asyncio.wait_for(given_up(), 60))
+        assert asyncio.run(asyncio.wait_for(after(), 60)) == [Reward(1.0), Reward(0.0)]
+        asyncio.run(asyncio.wait_for(closed(), 60))
+    finally:
+        process.close()
+    assert process._process is None
+
+
+def finished_episode(text: str) -> Any:
+    return FinishedEpisode(finished(text))
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGALRM"), reason="this system has no such signal")
+def test_a_process_ends_itself_where_its_parent_is_gone(file: Path):
+    code = (
+        "import TrainingFactory.rewards.workers.processes as processes\n"
+        "processes.SPARE_SECONDS = 0.0\n"
+        "processes.main()\n"
+    )
+    first = {"target": f"{file}:slow", "options": None, "timeout": 1, "path": sys.path}
+    lines = [json.dumps(first), json.dumps([trajectory_to_dict(finished("a" * 60 + "b"))])]
+    ended = subprocess.run(
+        [sys.executable, "-c", code], input="\n".join(lines) + "\n", text=True, timeout=60, check=False
+    )
+    assert ended.returncode == -signal.SIGALRM
+
+
+def test_rewards_go_to_processes_where_that_is_asked_for(file: Path):
+    many = {"distributed_reward": True, "reward_workers": 2}
+    pids = outcomes(scored(function(f"{file}:who"), many, group_size=6))
+    assert os.getpid() not in pids and len(set(pids)) == 2
+    assert set(outcomes(scored(function(f"{file}:who", processes=0), many))) == {float(os.getpid())}
+
+    def made(section: Any) -> Any:
+        return make_reward(TrainingConfig(reward=section, optimization=many))
+
+    rule = {"type": "rule_based", "options": {"rule": "contains", "only_if": {"rule": "exact"}}}
+    assert isinstance(made(rule), DistributedRewardModel)
+    rule = {"type": "rule_based", "options": {"rule": "contains"}}
+    assert [each.model.like.name for each in made(rule).workers] == ["Contains"] * 2
+    here, there = scored(rule, None, group_size=2), scored(rule, many, group_size=2)
+    assert [each.reward for each in here] == [each.reward for each in there] != [None, None]
+    for name in TOOL_RULES:
+        assert not isinstance(made({"type": "rule_based", "options": {"rule": name}}), DistributedRewardModel)
+    assert {name for name, kind in RULES.items() if issubclass(kind, ToolRule)} == set(TOOL_RULES)
+
+
+def test_what_stays_in_this_process_is_said():
+    def said(reward: Any, **optimization: Any) -> list[str]:
+        return notices(TrainingConfig(reward=reward, optimization=optimization))
+
+    for section in ("environment", {"parts": {"a": {"type": "environment"}, "b": {"type": "rule_based"}}}):
+        [line] = said(section, distributed_reward=True)
+        assert line.startswith("optimization.distributed_reward: rewards of the type environment need")
+    for rule in ({"rule": "code_tests"}, {"only_if": {"rule": "code_tests"}}, {"only_if": "sql_result"}):
+        tested = {"type": "rule_based", "options": {"rule": "numeric", **rule}}
+        assert "rule_based" in said({"parts": {"a": tested}}, distributed_reward=True)[0]
+    judge = {"type": "model_judge", "model": "m", "options": {"base_url": "http://127.0.0.1:9/v1"}}
+    assert (
+        "a model_judge is asked over the network" in said(judge, distributed_reward=True, reward_workers=6)[0]
+    )
+    own = function("rewards.py:score", processes=2)
+    assert "have processes of their own" in said(own, distributed_reward=True)[0]
+    assert said(function("rewards.py:score"), distributed_reward=True) == []
+    assert said("rule_based", distributed_reward=True) == said("environment") == []
+    assert said("environment", reward_workers=2) == [
+        "optimization.reward_workers: it is for optimization.distributed_reward=true"
+    ]
+    made = GRPOTrainer(environment=Parity, reward_function=seven, distributed_reward=True)
+    assert any("name it: reward.type=function" in line for line in made.notices)
+
+
+def test_a_run_with_functions_in_processes(file: Path, tmp_path: Path):
+    """Every step has an event loop of its own, which the processes survive."""
+    section = {"parts": {"parity": function(f"{file}:parity", processes=2, timeout=60)}}
+    report = train(small(tmp_path, training={"max_steps": 2}, reward=section), "run")
+    own = train(small(tmp_path, training={"max_steps": 2}), "own")
+    assert [row["reward"] for row in report.rows] == [row["reward"] for row in own.rows]
+    assert [row["pool/worker_0_done"] + row["pool/worker_1_done"] for row in report.rows] == [3, 3]  # groups
+
+
+# judges at several addresses
+
+
+def test_a_judge_at_several_addresses(tmp_path: Path):
+    def dying(prompt: str, number: int) -> str | None:
+        return "Score: 5" if number < 2 else None
+
+    with judging("Score: 5") as good, judging(dying) as bad:
+        options = {
+            "base_url": [bad.url, good.url],
+            "api_key_env": None,
+            "judge_unfinished": True,
+            "retries": 0,
+        }
+        section = {"type": "model_judge", "model": "m", "options": options | {"concurrency": 1}}
+        report = train(small(tmp_path, training={"max_steps": 2}, reward=section), "run", Quiet())
+    assert [row["episodes/unscored"] for row in report.rows] == [0, 0]
+    assert report.rows[0]["reward"] == report.rows[1]["reward"] == pytest.approx(4 / 9, abs=0.2)
+    assert sum(row["judge/requests"] for row in report.rows) == len(good.asked) + len(bad.asked)
+    assert sum(row["pool/moved"] for row in report.rows) >= 1 and len(good.asked) == 22
+
+
+def test_the_words_of_the_seed(tmp_path: Path):
+    with judging("Score: 5") as one, judging("Score: 5") as other:
+        budget, cache = {"max_requests": 6}, tmp_path / "judged.sqlite"
+        pool = DistributedRewardModel(
+            model="QwQ-32B", num_workers=4, base_url=[one.url, other.url], api_key_env=None,
+            budget=budget, cache=cache,
+        )  # fmt: skip
+        try:
+            rewards = asyncio.run(pool.compute_rewards([finished(f"answer {n}") for n in range(8)]))
+        finally:
+            pool.close()
+        assert {body["model"] for body in one.asked + other.asked} == {"QwQ-32B"}
+        assert len(pool.workers) == 4 and len({id(each.model) for each in pool.workers}) == 2
+        assert len(one.asked + other.asked) == sum(reward is not None for reward in rewards) == 6
+    with pytest.raises(ValueError, match=r"'QwQ-32B' names no reward.*with base_url"):
+        DistributedRewardModel(model="QwQ-32B", num_workers=4)
+    with pytest.raises(ValueError, match="rubric: these are options of a model that judges"):
+        DistributedRewardModel(model=seven, rubric="x")
+    with pytest.raises(ValueError, match="num_workers is 1, but base_url has 2 addresses"):
+        DistributedRewardModel(model="m", num_workers=1, base_url=["http://a/v1", "http://b/v1"])
+    with pytest.raises(ValueError, match="no option 'rubrik'; did you mean rubric"):
+        DistributedRewardModel(model="m", base_url="http://127.0.0.1:9/v1", rubrik="x")
+
+
+def test_rankings_by_a_pool():
+    with judging("Ranking: B > A") as one, judging("Ranking: B > A") as other:
+        pool = DistributedRewardModel(
+            model="m", base_url=[one.url, other.url], api_key_env=None, verdict="ranking"
+        )
+        assert pool.grouped and pool.compares
+        rows = [finished(f"answer {n}", name=f"t{n // 2}") for n in range(8)]
+        rewards = asyncio.run(pool.compute_rewards(rows))
+        pool.close()
+    assert [reward and reward.outcome for reward in rewards] == [0.0, 1.0] * 4
+    assert len(one.asked) + len(other.asked) == 4 and one.asked and other.asked
+
+
+def test_one_kind_of_workers(file: Path):
+    with pytest.raises(ValueError, match="some of the models score whole groups"):
+        DistributedRewardModel([f"{file}:score", f"{file}:shortest"])
+    pool = DistributedRewardModel(f"{file}:shortest", num_workers=2)
+    rows = [finished("x" * (n + 1), name="t") for n in range(3)]
+    try:
+        found = asyncio.run(pool.compute_rewards(rows))
+    finally:
+        pool.close()
+    assert [reward and reward.outcome for reward in found] == [1.0, 0.0, 0.0]
+
+
+def test_rows_that_a_reward_stumbles_over_are_not_the_worker_s_fault():
+    def even(trajectory: Trajectory) -> float:
+        return {"even": 1.0}[trajectory.answer]
+
+    rows = [finished(answer) for answer in ["odd"] * 6 + ["even"] * 6]
+    pool = DistributedRewardModel(even, num_workers=1, per_worker=1, patience=0.01)
+    found = asyncio.run(pool.compute_rewards(rows))
+    assert [reward is not None for reward in found] == [False] * 6 + [True] * 6
+    assert list(pool.dropped.values()) == [6]
+    assert next(iter(pool.dropped)).endswith("raised KeyError: 'odd'")

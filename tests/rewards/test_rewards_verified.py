@@ -1,0 +1,349 @@
+from __future__ import annotations
+
+import asyncio
+import inspect
+import sqlite3
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from TrainingFactory.envs import ToolEnvironment
+from TrainingFactory.rewards.tool_verified import make_verifier
+from TrainingFactory.rollout.scoring import Episode
+from TrainingFactory.tools import tool
+from TrainingFactory.tools.builtin.sql_rows import orders_rows
+from TrainingFactory.tools.custom_tools import PythonTool, SqlTool
+from TrainingFactory.types import Completion, Message, Status, Task, ToolFailure, Trajectory, Turn
+
+SCHEMA = "CREATE TABLE t (n INTEGER, s TEXT, x REAL);"
+
+
+def database(path: Path, rows: str) -> Path:
+    connection = sqlite3.connect(path)
+    connection.executescript(f"{SCHEMA} INSERT INTO t VALUES {rows};")
+    connection.close()
+    return path
+
+
+@pytest.fixture
+def shown(tmp_path: Path) -> Path:
+    return database(tmp_path / "a.db", "(1,'a',0.1),(2,'b',0.2),(2,'b',0.3),(3,NULL,0.7)")
+
+
+@pytest.fixture
+def hidden(tmp_path: Path) -> Path:
+    return database(tmp_path / "b.db", "(4,'a',0.1),(5,'b',0.2)")
+
+
+def worth(
+    reward: Any,
+    text: str,
+    answer: Any = None,
+    tools: tuple[Any, ...] = (),
+    status: Status = "done",
+    environment: type[ToolEnvironment] = ToolEnvironment,
+    **metadata: Any,
+) -> float:
+    async def scored() -> Any:
+        task = Task("t1", "?", answer, metadata)
+        turn = Turn([1], Completion([1], [0.0], "stop"), Message("assistant", text))
+        made = environment(task, tools)
+        try:
+            value = reward(Episode(Trajectory(task, "g", turns=[turn], status=status), made, made.executor))
+            return await value if inspect.isawaitable(value) else value
+        finally:
+            await made.executor.close()
+
+    found = asyncio.run(scored())
+    assert found.parts == {reward.rule: found.outcome}
+    return found.outcome
+
+
+RIGHT = "SELECT n, s FROM t"
+ON_A = [
+    (RIGHT, RIGHT, 1),
+    ("```sql\nSELECT n AS number, s FROM t ORDER BY n DESC;\n```", RIGHT, 1),  # order does not matter here
+    ("SELECT n, s FROM t ORDER BY n DESC", f"{RIGHT} ORDER BY n", 0),
+    ("SELECT n, s FROM t ORDER BY n, x", f"{RIGHT} ORDER BY n, x", 1),
+    ("SELECT DISTINCT n, s FROM t", RIGHT, 0),
+    ("SELECT s, n FROM t", RIGHT, 0),
+    ("SELECT n FROM t", RIGHT, 0),
+    ("SELECT n * 1.0, s FROM t", RIGHT, 1),
+    ("SELECT CAST(n AS TEXT), s FROM t", RIGHT, 0),
+    ("SELECT n, COALESCE(s, 'NULL') FROM t", RIGHT, 0),  # the text NULL is not NULL
+    ("SELECT 0.1 + 0.2 + 0.3 + 0.7", "SELECT SUM(x) FROM t", 1),
+    ("SELECT 1.31", "SELECT SUM(x) FROM t", 0),
+    ("The rows are 1, 2, 2 and 3.", RIGHT, 0),
+    ("", RIGHT, 0),
+]
+HOSTILE = [
+    "DELETE FROM t",
+    "DROP TABLE t",
+    "ATTACH 'b.db' AS other",
+    f"{RIGHT}; DELETE FROM t",
+    "PRAGMA writable_schema = 1",
+    "SELECT load_extension('x')",
+    "WITH RECURSIVE r(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM r) SELECT n, 'a' FROM r",  # huge
+    "WITH RECURSIVE r(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM r) SELECT COUNT(*), 'a' FROM r",  # endless
+    "SELECT " + "(" * 5000,
+    "\x00",
+]
+
+
+@pytest.mark.parametrize(("said", "right", "expected"), ON_A)
+def test_queries_by_their_rows(shown: Path, said: str, right: str, expected: float):
+    assert worth(make_verifier("sql_execution"), said, right, database=str(shown)) == expected
+    through = make_verifier("sql_execution")
+    assert worth(through, said, right, (SqlTool(shown, format="json"),)) == expected
+
+
+@pytest.mark.parametrize("said", HOSTILE)
+def test_hostile_queries_are_worth_nothing_and_change_nothing(shown: Path, said: str):
+    before = shown.read_bytes()
+    reward = make_verifier("sql_execution", timeout=0.2, max_rows=50)
+    assert worth(reward, said, RIGHT, database=str(shown)) == 0
+    assert worth(reward, said, RIGHT, (SqlTool(shown, timeout=0.2),)) == 0
+    assert worth(reward, RIGHT, RIGHT, database=str(shown)) == 1
+    assert shown.read_bytes() == before
+
+
+def test_constants_are_right_on_one_database_only(shown: Path, hidden: Path):
+    reward, right = make_verifier("sql_execution"), "SELECT MAX(n) FROM t"
+    assert worth(reward, "SELECT 3", right, database=str(shown)) == 1
+    assert worth(reward, "SELECT 3", right, database=[str(shown), str(hidden)]) == 0
+    assert (
+        worth(reward, "SELECT n FROM t ORDER BY n DESC LIMIT 1", right, database=[str(shown), str(hidden)])
+        == 1
+    )
+
+
+def test_what_cannot_be_verified_is_not_zero(shown: Path):
+    reward = make_verifier("sql_execution")
+    with pytest.raises(ValueError, match="task t1: the right query fails: SQL error: no such table"):
+        worth(reward, RIGHT, "SELECT n FROM gone", database=str(shown))
+    with pytest.raises(ValueError, match="task t1: the right query gives more than"):
+        worth(make_verifier("sql_execution", max_rows=2), RIGHT, RIGHT, database=str(shown))
+    with pytest.raises(ValueError, match="there is no SQLite file"):
+        worth(reward, RIGHT, RIGHT, database=str(shown) + ".gone")
+    with pytest.raises(ValueError, match="no answer to compare with"):
+        worth(reward, RIGHT, None, database=str(shown))
+    with pytest.raises(ToolFailure, match="no tool 'sql'"):
+        worth(reward, RIGHT, RIGHT)
+    with pytest.raises(ValueError, match="status error"):
+        worth(reward, RIGHT, RIGHT, database=str(shown), status="error")
+    assert worth(reward, RIGHT, RIGHT, database=str(shown), status="max_turns") == 0
+    # As many rows as can be shown are right, and then one more.
+    cut = make_verifier("sql_execution", max_rows=4)
+    assert worth(cut, RIGHT, RIGHT, database=str(shown)) == 1
+    assert worth(cut, f"{RIGHT} UNION ALL SELECT 9, 'z'", RIGHT, database=str(shown)) == 0
+
+
+def test_which_queries_order_their_rows():
+    for query in (
+        "SELECT 1 ORDER BY 1",
+        "select a from (select 1) order\n by a",
+        "WITH x AS (SELECT 1) SELECT 1 Order By 1",
+    ):
+        assert orders_rows(query)
+    for query in (
+        "SELECT 1",
+        "SELECT * FROM (SELECT 1 ORDER BY 1)",
+        "SELECT 'order by'",
+        'SELECT "order by" FROM t -- ORDER BY 1',
+        "SELECT 1 /* (ORDER BY 1 */",
+        "SELECT row_number() OVER (ORDER BY n) FROM t",
+        "SELECT border, bystander FROM t",
+        "SELECT '(' FROM (SELECT 1 ORDER BY 1)",
+    ):
+        assert not orders_rows(query)
+
+
+@pytest.fixture(scope="module")
+def python() -> Any:
+    made = PythonTool(allow_unsafe=True, timeout=2.0)
+    yield made
+    made.close()
+
+
+CASES = [{"args": [2], "expected": 4}, {"args": [3], "expected": 6}]
+
+
+@pytest.mark.parametrize(
+    ("code", "share"),
+    [
+        ("```python\ndef double(n):\n    return 2 * n\n```", 1.0),
+        ("def double(n):\n    print('noise')\n    return n + n", 1.0),
+        ("def double(n):\n    return 4", 0.5),
+        ("def double(n):\n    return 2.0 * n", 1.0),
+        ("def double(n):\n    return str(2 * n)", 0.0),
+        ("def double(n):\n    return True", 0.0),
+        ("def double(n:", 0.0),
+        ("import sys\nsys.exit(0)", 0.0),
+        ("def double(n):\n    return None", 0.0),
+        # equals everything, in Python
+        ("class Any(int):\n    def __eq__(self, other): return True\ndef double(n):\n    return Any(1)", 0.0),
+        # prints what it thinks is wanted, several times
+        (
+            "import sys\ndef double(n):\n    words = [c for c in sys._getframe(1).f_code.co_consts if type(c) is str]\n"
+            "    [print(w + str(v)) for w in words for v in (4, 6)]\n    return 4",
+            0.0,
+        ),
+    ],
+)
+def test_code_by_what_it_computes(python: PythonTool, code: str, share: float):
+    data: dict[str, Any] = {"cases": CASES, "entry": "double"}
+    assert worth(make_verifier("code_cases", partial=True), code, tools=(python,), **data) == share
+    if share in (0.5, 1.0):
+        whole = make_verifier("code_cases", entry="double")
+        assert worth(whole, code, tools=(python,), cases=CASES) == float(share == 1)
+
+
+def test_code_with_values_of_all_kinds(python: PythonTool):
+    code = "def f(a, b=0):\n    return {'a': (a, [0.1 + 0.2]), 'b': b}"
+    cases = [{"args": ["x"], "expected": {"a": ["x", [0.3]], "b": 0}}]
+    assert worth(make_verifier("code_cases"), code, tools=(python,), cases=cases, entry="f") == 1
+    wrong = [{"args": ["x"], "expected": {"a": ["x", [0.3]]}}]
+    assert worth(make_verifier("code_cases"), code, tools=(python,), cases=wrong, entry="f") == 0
+    truth = [{"args": [], "expected": 1}]  # True is not 1
+    assert (
+        worth(make_verifier("code_cases"), "def f(): return True", tools=(python,), cases=truth, entry="f")
+        == 0
+    )
+    for data, told in (
+        ({"cases": CASES}, "entry is ''"),
+        ({"cases": CASES, "entry": "f; import os"}, "must be the name of the function"),
+        ({"entry": "f"}, "has no list of cases"),
+        ({"entry": "f", "cases": [{"args": 3, "expected": 1}]}, "a case is"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            worth(make_verifier("code_cases"), code, tools=(python,), **data)
+
+
+def test_a_result_that_the_tool_cuts_leaves_the_episode_unscored(python: PythonTool):
+    reward = make_verifier("code_cases", entry="f")
+    cases = [{"args": [12_000], "expected": "a" * 12_000}]
+    with pytest.raises(ValueError, match="max_output_chars"):
+        worth(reward, "def f(n): return 'a' * n", tools=(python,), cases=cases)
+    assert worth(reward, "def f(n): return 'a'", tools=(python,), cases=cases) == 0
+    short = [{"args": [12_000], "expected": "a"}]
+    assert worth(reward, "def f(n): return 'a' * n", tools=(python,), cases=short) == 0
+
+
+def test_cases_run_side_by_side():
+    """Where the tool can: here it answers nobody before all have asked."""
+    asked = asyncio.Semaphore(0)
+
+    class Patient(ToolEnvironment):
+        @tool(ordered=False)
+        async def python(self, code: str) -> str:
+            asked.release()
+            async with asyncio.timeout(20):
+                while asked._value < len(CASES):
+                    await asyncio.sleep(0)
+            return "no"
+
+    reward = make_verifier("code_cases", entry="f", partial=True)
+    assert worth(reward, "def f(): pass", environment=Patient, cases=CASES) == 0
+    assert asked._value == len(CASES)
+
+
+def test_the_same_code_makes_the_same_calls():
+    """Else no recording could answer them."""
+    sent: list[str] = []
+
+    class Listening(ToolEnvironment):
+        @tool
+        async def python(self, code: str) -> str:
+            sent.append(code)
+            return "no"
+
+    for _ in range(2):
+        reward = make_verifier("code_cases", entry="f", partial=True)
+        worth(reward, "def f(n): return n", environment=Listening, cases=CASES)
+    assert sorted(sent[:2]) == sorted(sent[2:]) and sent[0] != sent[1]
+
+
+def test_code_that_never_ends_is_stopped_once(python: PythonTool):
+    cases = [{"args": [], "expected": 1}] * 100
+    endless = "def f():\n    while True: pass"
+    assert worth(make_verifier("code_cases", entry="f"), endless, tools=(python,), cases=cases) == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "data", "expected"),
+    [
+        ("The answer is 1,234.", {"expression": "1000+234"}, 1),
+        ("1235", {"expression": "1000+234"}, 0),
+        ("It is 0.3333333", {"expression": "1/3"}, 1),
+        ("I do not know", {"expression": "1+1"}, 0),
+        ("7", {"answer": 7}, 1),
+    ],
+)
+def test_answers_by_the_calculator(text: str, data: dict[str, Any], expected: float):
+    assert worth(make_verifier("calculated"), text, **data) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("Answer: (3+5)*4", 1),
+        ("(3+5)*4 = 32", 1),
+        ("(3+4)*4 = 32", 0),  # 4 twice
+        ("3+5 = 32", 0),  # not so
+        ("32", 0),  # none of the numbers
+        ("(3+5)*4*1", 0),
+        ("3+5*4", 0),
+        ("(3+5)/0", 0),
+        ("__import__('os')", 0),
+        ("Answer: (3+5)×4", 1),
+        ("Answer: $(3+5)\\times 4$", 1),
+        ("32 = (3+5)*4", 1),
+        ("(3+5)*4 = 8*4 = 32", 1),
+        ("32 = 32", 0),
+        ("4*8 = 32", 0),
+    ],
+)
+def test_answers_that_are_expressions(text: str, expected: float):
+    assert worth(make_verifier("calculated", expressions=True), text, 32, numbers=[3, 4, 5]) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "numbers", "answer"),
+    [
+        ("8 thousand", [8], 8000),
+        ("50%", [50], 0.5),
+        ("5 万", [5], 50000),
+        ("6½", [6], 6.5),
+        ("1.5e3", [1.5, 3], 1500),
+        ("10*.5", [10, 5], 5),
+        ("3 kg", [3], 3),
+    ],
+)
+def test_numbers_that_were_not_given_are_found_in_every_notation(text: str, numbers: list[Any], answer: Any):
+    assert worth(make_verifier("calculated", expressions=True), text, answer, numbers=numbers) == 0
+
+
+def test_what_cannot_be_calculated():
+    for expression in ("1/0", "two", "(" * 150):
+        with pytest.raises(ValueError, match="task t1"):
+            worth(make_verifier("calculated"), "2", expression=expression)
+    for numbers in (3, [None], ["two"]):
+        with pytest.raises(ValueError, match="task t1"):
+            worth(make_verifier("calculated", expressions=True), "2", 2, numbers=numbers)
+
+
+def test_bad_options():
+    for options, told in (
+        ({"verify": "sql_execute"}, "did you mean sql_execution"),
+        ({"verify": "sql_execution", "tols": "x"}, "no option 'tols'; did you mean tool"),
+        ({"verify": "sql_execution", "timeout": "1"}, "timeout is '1'"),
+        ({"verify": "sql_execution", "max_rows": 0}, "max_rows is 0"),
+        ({"verify": "sql_execution", "database": 5}, "database is 5"),
+        ({"verify": "sql_execution", "tool": None}, "tool is None"),
+        ({"verify": "calculated", "expression": 5}, "expression is 5"),
+        ({"verify": "code_cases", "partial": 1}, "partial is 1"),
+        ({"verify": "calculated", "expressions": "no"}, "expressions is 'no'"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            make_verifier(**options)

@@ -1,0 +1,315 @@
+"""Rewards by their names in a config, through a rollout or two steps of training."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.kits.judge import judging
+from tests.kits.rollout import FakeChat, call_text, rollout
+from tests.kits.run import Parity, Quiet, rows, small, train
+from TrainingFactory.algorithms.grpo import GRPO
+from TrainingFactory.catalog import find
+from TrainingFactory.config import TrainingConfig, load_config, notices
+from TrainingFactory.data.trajectories import load_trajectories
+from TrainingFactory.rewards.process_rules import PROCESS_RULES
+from TrainingFactory.rollout import play
+from TrainingFactory.services import GRPOTrainer
+from TrainingFactory.services.build.rewards import check_reward, make_reward
+from TrainingFactory.types import Message, Reward, Trajectory
+
+SEED_CONFIG = Path(__file__).resolve().parents[2] / "configs" / "qwen3_grpo.yaml"
+
+
+def scored(section: Any, **options: Any) -> list[Trajectory]:
+    """A group of one task, scored as the config says; `check_reward` first, as every command does."""
+    config = TrainingConfig(reward=section)
+    check_reward(config)
+    with ExitStack() as held:
+        [group] = rollout(reward=make_reward(config, held), **options)
+    return group
+
+
+def paid(section: Any, **options: Any) -> Reward:
+    [played] = scored(section, **options)
+    assert played.reward is not None, played.error
+    return played.reward
+
+
+def answers(text: str) -> Any:
+    return lambda session, turn, prompt: call_text("echo", text="ok") if turn == 0 else text
+
+
+def test_rules_by_name():
+    for section in (
+        "rule_based",
+        {"type": "rule_based", "options": {"rule": "normalised"}},
+        {"type": "rule_based", "options": {"rule": "contains"}},
+    ):
+        assert paid(section, say=answers("ok")).outcome == 1.0
+        assert paid(section, say=answers("no")).outcome == 0.0  # although the tool said ok
+
+
+def test_process_rewards_as_the_seed_writes_them():
+    config = load_config(SEED_CONFIG)
+    check_reward(config)
+    assert not any(line.startswith("reward.") for line in notices(config))
+    reward = paid(config.reward.model_dump())  # two calls, then the answer
+    assert reward.outcome == 1.0
+    assert reward.steps == [0.5, 0.0, pytest.approx(0.2)]
+    assert reward.parts["correct_tool"] == 0.5 and reward.parts["clear_reasoning"] == 0.0
+    assert paid("process_reward") == reward  # the seed's amounts are what is paid where none are named
+
+
+def test_options_of_process_rewards():
+    section = {"type": "process_reward", "outcome_weight": 2.0, "step_rewards": {"correct_tool": 0.5}}
+    assert paid(section | {"options": {"pay": "per_turn", "cap": 0.75}}).steps == [0.5, 0.25, 0.0]
+    unfinished = paid(section | {"options": {"claw_back": False}}, max_turns=2)
+    assert unfinished.steps == [0.5, 0.0] and paid(section, max_turns=2).steps == [0.5, -0.5]
+    ruled = section | {"options": {"outcome": {"rule": "contains"}}}
+    assert paid(ruled, say=answers("it is ok")).outcome == 2.0
+    assert paid(section, say=answers("it is ok")).outcome == 0.0  # the environment wants the plain word
+    [unscored] = scored(section | {"options": {"outcome": {"verify": "calculated"}}}, say=answers("3"))
+    assert "its answer 'ok' is not one number" in str(unscored.error)  # so the verifier was asked
+
+
+def test_the_text2sql_environment_verified_by_execution():
+    environment = find("environment", "text2sql")
+    reward = make_reward(
+        TrainingConfig(reward={"type": "tool_verified", "options": {"verify": "sql_execution"}})
+    )
+
+    async def answered(task: Any, query: str | None) -> Trajectory:
+        made = environment(task)
+        script = list(made.expert())
+        if query is not None:
+            script[-1] = Message("assistant", query)
+        return await play(made, FakeChat(), script, reward=reward)
+
+    [task] = environment.tasks("train", 3, 1)
+    right, wrong = asyncio.run(answered(task, None)), asyncio.run(answered(task, "SELECT 'no'"))
+    assert right.reward == Reward(1.0, parts={"sql_execution": 1.0}), right.error
+    assert wrong.reward == Reward(0.0, parts={"sql_execution": 0.0}), wrong.error
+
+
+def test_several_rewards_as_parts():
+    section = {
+        "parts": {
+            "answer": {"type": "rule_based", "weight": 2.0, "options": {"rule": "contains"}},
+            "own": {"type": "environment", "weight": 0.25},
+            "steps": {
+                "type": "process_reward", "weight": 0.5, "outcome_weight": 0.0, "step_rewards": {"correct_tool": 1.0}
+            },
+        }
+    }  # fmt: skip
+    reward = paid(section, say=answers("it is ok"))
+    assert reward.outcome == 2.0 and reward.steps == [0.5, 0.0]
+    assert (reward.parts["answer"], reward.parts["own"], reward.parts["steps"]) == (1.0, 0.0, 1.0)
+    assert paid(section, say=answers("ok")).outcome == 2.25
+
+
+def test_a_judge_by_its_address(tmp_path: Path):
+    with judging("Score: 7") as judge:
+        options = {"base_url": judge.url, "api_key_env": None, "cache": str(tmp_path / "judged.sqlite")}
+        section = {"type": "model_judge", "model": "judge-1", "options": options}
+        reward = paid(section)
+        assert 0 < reward.outcome < 1 and reward.parts == {"judge": reward.outcome}
+        assert [asked["model"] for asked in judge.asked] == ["judge-1"]
+        assert paid(section) == reward and len(judge.asked) == 1  # what was judged is kept
+
+
+def test_step_rewards_reach_single_turns():
+    """Two members answer alike; one of them calls its tool wrongly first. What differs is the first turn's pay."""
+
+    def say(session: int, turn: int, prompt: str) -> str:
+        if turn == 2:
+            return "ok"
+        return call_text("echo", text=f"{turn}") if session == 0 or turn == 1 else call_text("ecko")
+
+    section = {
+        "type": "process_reward",
+        "step_rewards": {"correct_tool": 0.5},
+        "options": {"pay": "per_turn", "cap": 1.0},
+    }
+    group = scored(section, say=say, group_size=2)
+    assert [each.reward and each.reward.steps for each in group] == [[0.5, 0.5, 0.0], [0.0, 0.5, 0.0]]
+    for credit, by_turn in (("turn", [0.25, 0.0, 0.0]), ("trajectory", [0.25, 0.25, 0.25])):
+        [row, other] = GRPO(credit=credit).samples(group)
+        trained = [value for value, on in zip(row.advantages, row.loss_mask, strict=True) if on]
+        sizes = [len(turn.completion.token_ids) for turn in group[0].turns]
+        assert trained == pytest.approx(
+            [value for value, size in zip(by_turn, sizes, strict=True) for _ in range(size)]
+        )
+        assert min(other.advantages) == pytest.approx(-0.25)
+
+
+@pytest.mark.parametrize(
+    ("section", "says"),
+    [
+        ({"type": "rule_based", "options": {"rule": "numerc"}}, "reward.options.rule: must be.*mean numeric"),
+        ({"type": "rule_based", "options": {"rule": "numeric", "tolerence": 1}}, "options.tolerence: .*mean tolerance"),
+        ({"type": "tool_verified"}, "reward.options.verify: is missing; it must be one of sql_execution"),
+        ({"type": "tool_verified", "options": {"verify": "sql_exec"}}, "reward.options.verify.*mean sql_execution"),
+        ({"type": "process_reward", "step_rewards": {"corect_tool": 1.0}}, "reward.step_rewards.*mean correct_tool"),
+        ({"type": "process_reward", "options": {"clawback": True}}, "reward.options.clawback: .*mean claw_back"),
+        ({"type": "process_reward", "options": {"pay": "often"}}, "reward.options.pay: must be one of once, per_turn"),
+        ({"type": "process_reward", "options": {"outcome": {"rule": "f2"}}}, "reward.options.outcome.rule.*mean f1"),
+        ({"type": "process_reward", "options": {"outcome": 3}}, "reward.options.outcome: a rule is its name"),
+        ({"type": "environment", "options": {"rule": "f1"}}, "reward.options: is for reward.type=rule_based"),
+        ({"type": "rule_based", "step_rewards": {"correct_tool": 1.0}}, "reward.step_rewards: is for reward.type=pro"),
+        ({"type": "model_judge", "options": {"api_key_env": None}}, "reward.options.model: is missing"),
+        ({"type": "model_judge", "model": "m", "options": {"verdict": "rank"}}, "reward.options.verdict.*mean ranking"),
+        ({"type": "rule_based", "parts": {"a": {"type": "environment"}}}, "reward.type: reward.parts has"),
+        ({"parts": {"a": {"typ": "rule_based"}}}, "reward.parts.a.typ: unknown key; did you mean type"),
+        ({"parts": {"a": {"type": "rule"}}}, "reward.parts.a.type: must be one of.*did you mean rule_based"),
+        ({"parts": {"a": {"weight": "1"}}}, "reward.parts.a.weight: must be a valid number"),
+        ({"parts": {"a": {"type": "rule_based", "options": {"rule": "x"}}}}, "reward.parts.a.options.rule: must be"),
+        ({"parts": {"a/b": {"type": "environment"}}}, "reward.parts: 'a/b' cannot be the name of a part"),
+        ({"max_unscored": 2.0}, "reward.max_unscored"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_told_at_the_start(tmp_path: Path, section: dict[str, Any], says: str):
+    with pytest.raises(ValueError, match=says):
+        train(small(tmp_path, reward=section), "run")
+    assert not (tmp_path / "run").exists()
+
+
+def parity(trajectory: Trajectory, turn: int) -> float:
+    return float(sum(trajectory.turns[turn].completion.token_ids) % 3)
+
+
+def test_a_run_learns_from_step_rewards_and_logs_every_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """An untrained model ends no episode: nothing but the step rewards can make a gradient."""
+    monkeypatch.setitem(PROCESS_RULES, "parity", parity)
+    steps = {"type": "process_reward", "outcome_weight": 0.0, "options": {"claw_back": False, "cap": 9.0}}
+    config = small(
+        tmp_path,
+        training={"max_steps": 2},
+        reward={
+            "parts": {
+                "steps": steps | {"step_rewards": {"parity": 0.5}},
+                "short": {"type": "rule_based", "weight": 0.0},
+            }
+        },
+    )
+    report = train(config, "run")
+    assert all(row["grad_norm"] > 0 for row in report.rows)
+    for number, row in enumerate(rows(tmp_path / "run" / "metrics.jsonl")):
+        assert {"reward/steps", "reward/short", "reward/steps/parity"} <= row.keys()
+        assert (
+            row["reward"] == pytest.approx(row["reward/steps"]) == pytest.approx(row["reward/steps/parity"])
+        )
+        kept = list(load_trajectories(tmp_path / "run" / "trajectories.jsonl"))[
+            number * 12 : number * 12 + 12
+        ]
+        rewards = [each.reward for each in kept if each.reward is not None]
+        assert sum(sum(reward.steps) for reward in rewards) / 12 == pytest.approx(row["reward"])
+        assert all(reward.parts["steps"] == sum(reward.steps) for reward in rewards)
+
+
+def by_trajectory(trajectory: Any) -> float:
+    return parity(trajectory, 0)
+
+
+async def by_trajectory_later(trajectory: Any) -> Reward:
+    await asyncio.sleep(0)
+    return Reward(parity(trajectory, 0))
+
+
+def as_in_trl(completions: list[str], completion_ids: list[list[int]], **columns: Any) -> list[float]:
+    assert len(completions) == len(columns["answer"]) == len(columns["prompts"])
+    return [float(sum(ids) % 3) for ids in completion_ids]
+
+
+@pytest.mark.parametrize("function", [by_trajectory, by_trajectory_later, as_in_trl])
+def test_callables_of_every_shape(tmp_path: Path, function: Any):
+    config = small(tmp_path, training={"max_steps": 1})
+    made = GRPOTrainer(
+        environment=Parity, reward_function=function, config=config, name="run", watcher=Quiet()
+    )
+    report = made.train()
+    expected = train(small(tmp_path, training={"max_steps": 1}), "own")
+    assert report.metrics["reward"] == expected.metrics["reward"] > 0
+    assert report.metrics["episodes/unscored"] == 0
+
+
+def test_a_callable_that_cannot_be_a_reward_is_told_at_once():
+    with pytest.raises(ValueError, match=r"the reward wrong takes a.*, b.*; it must take one episode"):
+
+        def wrong(a: Any, b: Any) -> float:
+            return 0.0
+
+        GRPOTrainer(environment=Parity, reward_function=wrong)
+
+
+class Unreliable(Parity):
+    """Scores every fourth episode only."""
+
+    def reward(self, episode: Any) -> float:
+        if episode.trajectory.member:
+            raise RuntimeError("the scoring machine is away")
+        return 1.0
+
+
+def test_a_run_stops_where_too_much_is_unscored(tmp_path: Path):
+    watcher = Quiet()
+    config = small(tmp_path, training={"max_steps": 4}, reward={"max_unscored": 0.7})
+    with pytest.raises(
+        ValueError, match=r"stopped after 3 steps.*3 of 4 .*max_unscored is 0.7.*machine is away"
+    ):
+        train(config, "run", watcher, environment=Unreliable)
+    warned = [text for text in watcher.said if "episodes could not be scored" in text]
+    assert [text.split(": ")[1][:7] for text in warned] == [
+        "9 of 12",
+        "9 of 12",
+        "3 of 4 ",
+    ]  # 7 tasks in batches of 3
+    allowed = small(tmp_path, training={"max_steps": 4}, reward={"max_unscored": 0.75})
+    report = train(allowed, "allowed", environment=Unreliable)
+    assert report.state == "finished" and report.metrics["episodes/unscored"] in (3, 9)
+
+
+def test_a_run_stops_where_all_rewards_are_equal(tmp_path: Path):
+    section = {"type": "rule_based", "options": {"rule": "exact"}}
+    config = small(tmp_path, reward=section | {"max_equal_steps": 3})
+    with pytest.raises(ValueError, match=r"all rewards were equal \(0 .*for 3 steps in a row.*go on with: "):
+        train(config, "run")
+    assert len(rows(tmp_path / "run" / "metrics.jsonl")) == 2
+    assert (tmp_path / "run" / "checkpoints" / "step-000002").is_dir()
+    on = train(small(tmp_path, reward={"max_equal_steps": 1}), "on")
+    assert on.state == "finished"  # the environment's own rewards differ
+
+
+def test_a_run_with_a_judge_counts_what_it_asks(tmp_path: Path):
+    """Every step has an event loop of its own, which the judge must survive; where it fails nothing is paid."""
+
+    def say(prompt: str, number: int) -> str:
+        return "no idea" if number % 4 == 3 else f"Score: {number % 3 + 1}"
+
+    with judging(say) as judge:
+        options = {"base_url": judge.url, "api_key_env": None, "judge_unfinished": True, "retries": 0}
+        section = {"parts": {"judged": {"type": "model_judge", "model": "m", "options": options}}}
+        report = train(small(tmp_path, training={"max_steps": 2}, reward=section), "run")
+    assert [row["judge/requests"] for row in report.rows] == [12, 12] and len(judge.asked) == 24
+    assert [row["episodes/unscored"] for row in report.rows] == [3, 3]
+    assert all(0 < row["reward/judged"] < 1 for row in report.rows)
+    lost = [
+        each for each in load_trajectories(tmp_path / "run" / "trajectories.jsonl") if each.reward is None
+    ]
+    assert len(lost) == 6 and all("part judged" in str(each.error) for each in lost)
+
+
+def test_the_configs_in_the_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rewards.py").write_text("def right(completions, answer, **columns):\n    return []\n")
+    (tmp_path / "rules.py").write_text("def asks_first(trajectory, turn):\n    return turn == 0\n")
+    text = (SEED_CONFIG.parent.parent / "docs" / "REWARDS.md").read_text(encoding="utf-8")
+    blocks = [block.partition("```")[0] for block in text.split("```yaml\n")[1:]]
+    assert len(blocks) >= 3
+    for block in blocks:
+        check_reward(TrainingConfig(**yaml.safe_load(block)))

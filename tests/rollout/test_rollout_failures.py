@@ -1,0 +1,313 @@
+"""Whatever goes wrong in one episode stays in it; what is wrong with us is raised."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from tests.kits.rollout import (
+    PARAMS,
+    STOP,
+    Echo,
+    FakeChat,
+    FakeSampler,
+    call_text,
+    rollout,
+    say_echo_then_ok,
+    tasks,
+)
+from TrainingFactory.rollout import AsyncRolloutEngine
+from TrainingFactory.tools import tool
+from TrainingFactory.types import (
+    Completion,
+    Message,
+    Reward,
+    SamplingParams,
+    Step,
+    Task,
+    ToolFailure,
+    Trajectory,
+    Turn,
+)
+
+
+class Broken(Echo):
+    """Fails as its task's id says."""
+
+    def __init__(self, task: Task) -> None:
+        if task.id == "init":
+            raise RuntimeError("no room")
+        super().__init__(task)
+
+    async def reset(self) -> list[Message]:
+        if self.task.id == "reset":
+            raise KeyError("reset")
+        if self.task.id == "reset_type":
+            return "hello"  # type: ignore[return-value]
+        return await super().reset()
+
+    async def step(self, message: Message) -> Step:
+        if self.task.id == "step":
+            raise RuntimeError("step broke")
+        if self.task.id == "step_exit":
+            raise SystemExit(3)
+        if self.task.id == "step_type":
+            return None  # type: ignore[return-value]
+        if self.task.id == "cancelled":
+            raise asyncio.CancelledError
+        if self.task.id == "gone":
+            raise ToolFailure("the server died")
+        if self.task.id == "hangs":
+            await asyncio.sleep(100)
+        return await super().step(message)
+
+    async def close(self) -> None:
+        await super().close()
+        if self.task.id == "close":
+            raise RuntimeError("close broke")
+        if self.task.id == "close_exit":
+            raise SystemExit(4)
+
+
+BROKEN = ("init", "reset", "reset_type", "step", "step_exit", "step_type", "cancelled", "gone", "hangs")
+
+
+def test_no_failing_episode_touches_another():
+    names = (*BROKEN, "close", "close_exit", "fine")
+    sampler = FakeSampler(say_echo_then_ok)
+    groups = rollout(Broken, names=names, group_size=2, sampler=sampler, episode_timeout=2)
+    by_name = dict(zip(names, groups, strict=True))
+    assert all(len(group) == 2 for group in groups)
+    for name in ("fine", "close", "close_exit"):
+        assert [t.status for t in by_name[name]] == ["done"] * 2 and by_name[name][0].reward == Reward(1.0)
+        assert by_name[name][0].error is None
+    for name in BROKEN:
+        assert [t.status for t in by_name[name]] == ["tool_failure" if name == "gone" else "error"] * 2
+        assert all(t.reward is None for t in by_name[name])
+    errors = {name: str(by_name[name][0].error) for name in BROKEN}
+    assert re.fullmatch(
+        r"making the environment \(test_rollout_failures.py:\d+\) raised RuntimeError: no room",
+        errors["init"],
+    )
+    assert "KeyError" in errors["reset"] and "list of Message" in errors["reset_type"]
+    assert re.fullmatch(
+        r"the environment's step \(test_rollout_failures.py:\d+\) raised RuntimeError: step broke",
+        errors["step"],
+    )
+    assert "SystemExit" in errors["step_exit"] and "must return a Step" in errors["step_type"]
+    assert "cancelled its own episode" in errors["cancelled"]
+    assert "the server died" in errors["gone"]
+    assert errors["hangs"] == "the episode took longer than 2 s"
+    # Nothing sampled is lost, every environment that was made is closed once, every session once.
+    assert len(by_name["step"][0].turns) == 1 and len(by_name["reset"][0].turns) == 0
+    assert Echo.closed == {name: 2 for name in names if name != "init"}
+    assert [session.closed for session in sampler.sessions] == [1] * len(sampler.sessions)
+
+
+def test_bad_calls_are_answered_and_the_episode_goes_on():
+    said = [
+        "!echo {bad",
+        call_text("ecko"),
+        call_text("echo", text=3),
+        call_text("echo", text="a", x=1),
+        "ok",
+    ]
+    [[played]] = rollout(say=lambda session, turn, prompt: said[turn])
+    assert played.status == "done" and played.reward == Reward(1.0)
+    assert [turn.tool_results[0].error for turn in played.turns[:4]] == [
+        "malformed",
+        "unknown",
+        "schema",
+        "schema",
+    ]
+
+
+def test_tools_that_raise_hang_or_flood():
+    let_go = threading.Event()
+
+    class Wild(Echo):
+        def __init__(self, task: Task) -> None:
+            super().__init__(task, timeout=0.5)
+
+        @tool
+        def raises(self) -> str:
+            raise ValueError("no")
+
+        @tool
+        def hangs(self) -> str:
+            let_go.wait(30)
+            return ""
+
+        @tool
+        async def hangs_async(self) -> str:
+            await asyncio.sleep(30)
+            return ""
+
+        @tool
+        def floods(self) -> str:
+            return "f" * 10_000_000
+
+        @tool
+        def quits(self) -> str:
+            raise SystemExit
+
+    names = ["raises", "hangs", "hangs_async", "floods", "quits"]
+    try:
+        [[played]] = rollout(
+            Wild,
+            say=lambda s, turn, p: call_text(names[turn]) if turn < len(names) else "ok",
+            max_reply_tokens=50,
+        )
+    finally:
+        let_go.set()
+    assert played.status == "done" and played.reward == Reward(1.0)
+    results = [turn.tool_results[0] for turn in played.turns[:-1]]
+    assert [result.error for result in results] == ["exception", "timeout", "timeout", None, "exception"]
+    assert all(len(turn.replies[0].content) <= 60 for turn in played.turns[:-1])
+    assert len(played.turns[-1].prompt_ids) < 1000
+
+
+def test_an_environment_that_ignores_its_cancelling_cannot_change_the_trajectory(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr("TrainingFactory.tools.waiting.GRACE_SECONDS", 0.05)
+    came_back = asyncio.Event()
+
+    class Stubborn(Echo):
+        async def step(self, message: Message) -> Step:
+            deadline = time.perf_counter() + 1.5
+            while (left := deadline - time.perf_counter()) > 0:
+                try:
+                    await asyncio.sleep(left)
+                except asyncio.CancelledError:
+                    continue
+            came_back.set()
+            return await super().step(message)
+
+    async def main() -> None:
+        sampler = FakeSampler(say_echo_then_ok)
+        engine = AsyncRolloutEngine(Stubborn, FakeChat(), PARAMS, episode_timeout=0.5)
+        [[played]] = await engine.rollout_batch(tasks("a"), sampler)
+        assert played.status == "error" and len(played.turns) == 1
+        await came_back.wait()
+        await asyncio.sleep(0.05)
+        assert len(played.turns) == 1 and played.turns[0].replies == [] and len(sampler.requests) == 1
+
+    asyncio.run(main())
+
+
+def test_cancelling_a_batch_closes_everything():
+    started = 0
+
+    class Waits(Echo):
+        async def step(self, message: Message) -> Step:
+            nonlocal started
+            started += 1
+            await asyncio.sleep(100)
+            return Step()
+
+        async def close(self) -> None:
+            await asyncio.sleep(0.02)  # closing takes a moment too
+            await super().close()
+
+    async def main() -> None:
+        Echo.closed.clear()
+        sampler = FakeSampler(say_echo_then_ok)
+        engine = AsyncRolloutEngine(Waits, FakeChat(), PARAMS, max_concurrency=3)
+        batch = asyncio.create_task(engine.rollout_batch(tasks("a", "b", "c", "d"), sampler))
+        while started < 3:
+            await asyncio.sleep(0.01)
+        batch.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await batch
+        await asyncio.sleep(0)
+        assert Echo.closed == {"a": 1, "b": 1, "c": 1}  # d was never let in
+        assert [session.closed for session in sampler.sessions] == [1] * 4
+        assert len(asyncio.all_tasks()) == 1
+
+    asyncio.run(main())
+
+
+def test_cancelled_before_it_starts():
+    async def main() -> None:
+        sampler = FakeSampler(say_echo_then_ok)
+        batch = asyncio.create_task(
+            AsyncRolloutEngine(Echo, FakeChat(), PARAMS).rollout_batch(tasks("a"), sampler)
+        )
+        await asyncio.sleep(0)  # the batch has opened its sessions, its episodes have not begun
+        batch.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await batch
+        await asyncio.sleep(0)
+        assert [session.closed for session in sampler.sessions] == [1]
+
+    asyncio.run(main())
+
+
+def test_a_failing_sampler_is_our_own_fault_and_is_raised():
+    def say(session: int, turn: int, prompt: str) -> str:
+        if session == 1 and turn == 1:
+            raise MemoryError("out of memory")
+        return say_echo_then_ok(session, turn, prompt)
+
+    sampler = FakeSampler(say)
+    with pytest.raises(MemoryError):
+        rollout(names=("a", "b", "c"), sampler=sampler)
+    assert Echo.closed == {"a": 1, "b": 1, "c": 1}
+    assert [session.closed for session in sampler.sessions] == [1] * 3
+
+
+@pytest.mark.parametrize("fault", ["forges a stop", "writes into the prompt", "hides a stop", "says nothing"])
+def test_what_a_sampler_must_not_do_is_noticed(fault: str):
+    class Faulty(FakeSampler):
+        def session(self) -> Any:
+            session = super().session()
+
+            async def sample(prompt_ids: Any, params: SamplingParams) -> Completion:
+                if fault == "writes into the prompt":
+                    prompt_ids.append(7)
+                said = {"forges a stop": [65], "hides a stop": [65, STOP], "says nothing": []}.get(
+                    fault, [65, STOP]
+                )
+                finish = "length" if fault == "hides a stop" else "stop"
+                return Completion(said, [0.0] * len(said), finish)
+
+            session.sample = sample  # type: ignore[method-assign]
+            return session
+
+    with pytest.raises(AssertionError):
+        rollout(sampler=Faulty(say_echo_then_ok))
+
+
+def test_a_chat_format_that_rewrites_history_is_noticed():
+    class Rewrites(FakeChat):
+        def extend(self, turn: Turn, replies: Sequence[Message]) -> list[int]:
+            turn.completion.token_ids[0] = 99
+            return super().extend(turn, replies)
+
+    engine = AsyncRolloutEngine(Echo, Rewrites(), PARAMS)
+    with pytest.raises(AssertionError, match="must continue what was sampled"):
+        asyncio.run(engine.rollout_batch(tasks("a"), FakeSampler(say_echo_then_ok)))
+
+
+def test_a_template_that_refuses_a_message_ends_its_own_episode():
+    class Strict(FakeChat):
+        def render(self, messages: Any, tools: Any = ()) -> list[int]:
+            if any("ask b" in message.content for message in messages):
+                raise ValueError("roles must alternate")
+            return super().render(messages, tools)
+
+    async def main() -> list[list[Trajectory]]:
+        engine = AsyncRolloutEngine(Echo, Strict(), PARAMS)
+        return await engine.rollout_batch(tasks("a", "b"), FakeSampler(say_echo_then_ok))
+
+    [[fine], [refused]] = asyncio.run(main())
+    assert (
+        fine.status == "done" and refused.status == "error" and "roles must alternate" in str(refused.error)
+    )

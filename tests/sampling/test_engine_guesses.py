@@ -1,0 +1,114 @@
+"""Guessing changes how many forwards sampling takes, and never what is sampled."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.kits.engine import KINDS, STOPS, VOCABULARY, grouped_prompts, play, tiny, worst
+from TrainingFactory.sampling import NativeEngine
+from TrainingFactory.sampling.drafts import CONTEXT, Drafts
+
+PROMPTS = grouped_prompts(3, 3)
+
+
+class Informed(Drafts):
+    """Knows what will be sampled, and lies about it now and then: right, wrong and half-right guesses of all
+    lengths, stop tokens among them, guesses that go on behind a stop."""
+
+    def __init__(self, truth: list[Any], lies: float) -> None:
+        super().__init__()
+        self.rng, self.lies = random.Random(1), lies
+        self.follows = {}
+        for turns in truth:
+            for prompt, completion in turns:
+                whole = prompt + completion.token_ids
+                for at in range(len(prompt), len(whole)):
+                    self.follows[tuple(whole[at - CONTEXT : at])] = whole[at:]
+
+    def guess(self, context: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
+        tokens, lengths = np.zeros((len(context), most), np.int64), np.zeros(len(context), np.int64)
+        for row, key in enumerate(context.tolist()):
+            right = self.follows.get(tuple(key), [])[:most]
+            made = [self._lie() if self.rng.random() < self.lies else token for token in right]
+            made += [self._lie() for _ in range(self.rng.randrange(most - len(made) + 1))]
+            tokens[row, : len(made)] = made
+            lengths[row] = len(made)
+        return tokens, lengths
+
+    def _lie(self) -> int:
+        return self.rng.choice((*STOPS, self.rng.randrange(VOCABULARY)))
+
+
+def tokens_of(played: list[Any]) -> list[list[list[int]]]:
+    return [[completion.token_ids for _, completion in turns] for turns in played]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("lies", "few_shapes"), [(0.0, False), (0.4, False), (1.0, False), (0.2, True)])
+def test_guesses_do_not_change_what_is_sampled(kind: str, lies: float, few_shapes: bool) -> None:
+    """`few_shapes` is how rows are fed where CUDA graphs are used."""
+    model = tiny(kind)
+    plain = NativeEngine(model, slots=5, max_length=256, guesses=0)
+    expected = play(plain, PROMPTS)
+    engine = NativeEngine(model, slots=5, max_length=256)
+    engine._planner.drafts, engine._planner.few_shapes = Informed(expected, lies), few_shapes
+    engine._table.ride = 32 if few_shapes else 1
+    played = play(engine, PROMPTS)
+    assert tokens_of(played) == tokens_of(expected)
+    assert worst(model, [turn for turns in played for turn in turns]) < 1e-4
+    assert engine.stats.guessed > 100
+    assert engine.stats.sampled == plain.stats.sampled == sum(len(c.token_ids) for t in played for _, c in t)
+    if lies == 0:
+        assert engine.stats.forwards < 0.6 * plain.stats.forwards
+
+
+def test_limits_hold_with_guesses() -> None:
+    """The other temperatures and filters go through the same rows of logits."""
+    model = tiny()
+    how = {"temperature": 0.7, "top_p": 0.9, "top_k": 20}
+    expected = play(NativeEngine(model, slots=9, max_length=256, guesses=0), PROMPTS, **how)
+    engine = NativeEngine(model, slots=9, max_length=256)
+    engine._planner.drafts = Informed(expected, 0.2)
+    assert tokens_of(play(engine, PROMPTS, **how)) == tokens_of(expected)
+
+
+def test_what_comes_again_takes_fewer_forwards() -> None:
+    engine = NativeEngine(tiny(), slots=9, max_length=256)
+    counts = []
+    for version in range(3):
+        engine.advance(version)
+        before = engine.stats.forwards
+        play(engine, PROMPTS, turns=1)
+        counts.append(engine.stats.forwards - before)
+    assert counts[2] < 0.7 * counts[0]
+
+
+def test_trust_is_earned_and_lost() -> None:
+    drafts, context = Drafts(), np.array([[1, 2, 3]])
+
+    def guess() -> list[int]:
+        tokens, lengths = drafts.guess(context, 4)
+        return tokens[0, : lengths[0]].tolist()
+
+    assert guess() == []
+    drafts.learn(context, np.array([7]))
+    assert guess() == []  # seen once
+    drafts.learn(context, np.array([7]))
+    assert guess() == [7]  # and came true
+    drafts.learn(context, np.array([8]))
+    assert guess() == []
+    for _ in range(2):
+        drafts.learn(np.array([[2, 3, 8], [1, 2, 3], [1, 2, 3]]), np.array([9, 8, 8]))
+    drafts.learn(context, np.array([8]))
+    assert guess() == [8, 9]  # what follows is guessed from the guess
+
+
+def test_deterministic_mode_guesses_nothing() -> None:
+    engine = NativeEngine(tiny(), slots=9, max_length=256, deterministic=True)
+    play(engine, PROMPTS)
+    play(engine, PROMPTS)
+    assert engine.stats.guessed == 0

@@ -1,0 +1,371 @@
+"""Deterministic mode, cancellation, failures, refusals."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    NemotronConfig,
+    NemotronForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from tests.kits.engine import VOCABULARY, Turns, episode, grouped_prompts, play, tiny, words, worst
+from TrainingFactory.sampling import NativeEngine
+from TrainingFactory.sampling.native import NativeSession
+from TrainingFactory.sampling.view import OneCallNorm, fuses, shared_view
+from TrainingFactory.types import Completion, SamplingParams
+
+
+def bits(runs: list[Turns]) -> list:
+    return [[(c.token_ids, c.logprobs) for _, c in turns] for turns in runs]
+
+
+@pytest.mark.parametrize("slots", [5, 16])
+def test_deterministic_mode_ignores_timing(slots: int) -> None:
+    model = tiny("mha")
+    prompts = grouped_prompts(4, 3, system=40, question=9)
+    pauses = (0, 0.001, 0.01, 0.05)
+    engines = [NativeEngine(model, slots=slots, max_length=700, deterministic=True) for _ in pauses]
+    runs = [play(engine, prompts, pause) for engine, pause in zip(engines, pauses, strict=True)]
+    assert bits(runs[0]) == bits(runs[1]) == bits(runs[2]) == bits(runs[3])
+    for turns in runs[0]:
+        assert worst(model, turns) < 1e-4
+    assert engines[0].stats.shared > 0 and engines[0].stats.evictions == 0
+
+
+def test_deterministic_mode_with_threads_and_a_long_neighbour() -> None:
+    """A neighbour over 512 tokens widens what every row looks at; nobody's bits change."""
+    model = tiny()
+
+    def run(neighbour: int) -> list:
+        engine = NativeEngine(model, slots=4, max_length=1100, deterministic=True)
+        prompts = [words(random.Random(1), 30), words(random.Random(2), neighbour)]
+        return bits(play(engine, prompts))[0]
+
+    assert run(10) == run(600) == run(1040)
+
+
+def test_deterministic_prefixes_are_pure() -> None:
+    """A prompt whose prefix is copied gives the same bits as one that is computed."""
+    model = tiny()
+    prompts = grouped_prompts(3, 1, system=50, question=7)
+    alone = NativeEngine(model, slots=1, max_length=256, deterministic=True)
+    engine = NativeEngine(model, slots=8, max_length=256, deterministic=True)
+
+    async def everything() -> tuple[list[Completion], list[Completion]]:
+        params = SamplingParams(max_tokens=1, temperature=1)
+        shared = [await engine.sample(prompt, params) for prompt in prompts]
+        return shared, [await alone.sample(prompt, params) for prompt in prompts]
+
+    asyncio.run(everything())
+    assert alone.stats.shared > 0, "the freed slot's own prompt is found again"
+    assert engine.stats.shared > 0
+    cache = engine._runner.cache
+    assert cache is not None
+    with torch.inference_mode():
+        for layer in cache.layers:
+            for slot in (1, 2):
+                assert torch.equal(layer.keys[slot, :50], layer.keys[0, :50])
+    fresh = NativeEngine(model, slots=8, max_length=256, deterministic=True)
+    asyncio.run(fresh.sample(prompts[2], SamplingParams(max_tokens=1)))
+    assert fresh.stats.shared == 0 and fresh._runner.cache is not None
+    for ours, computed in zip(cache.layers, fresh._runner.cache.layers, strict=True):
+        assert torch.equal(ours.keys[2, :56], computed.keys[0, :56]), "a copied prefix leads to the same tail"
+
+
+def test_a_forgotten_session_frees_its_turn() -> None:
+    engine = NativeEngine(tiny(), slots=1, max_length=64, deterministic=True)
+
+    async def everything() -> None:
+        forgotten = engine.session()
+        await forgotten.sample([5, 6], SamplingParams(max_tokens=2))
+        waiting = asyncio.create_task(engine.sample([5, 6], SamplingParams(max_tokens=2)))
+        await asyncio.sleep(0.02)
+        assert not waiting.done()
+        del forgotten
+        await asyncio.wait_for(waiting, 10)
+
+    asyncio.run(everything())
+
+
+def test_cancelling_one_leaves_the_others() -> None:
+    model = tiny()
+    engine = NativeEngine(model, slots=3, max_length=256)
+    prompts = [words(random.Random(i), 20) for i in range(6)]
+
+    async def everything() -> list:
+        params = SamplingParams(max_tokens=100)
+        sessions = [engine.session() for _ in prompts]
+        tasks = [asyncio.create_task(s.sample(p, params)) for s, p in zip(sessions, prompts, strict=True)]
+        await asyncio.sleep(0.02)
+        for i in (0, 2, 5):  # two that run, one that waits for a slot
+            tasks[i].cancel()
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        gone = [i for i, result in enumerate(results) if isinstance(result, asyncio.CancelledError)]
+        assert gone == [0, 2, 5]
+        again = await sessions[0].sample(prompts[0], SamplingParams(max_tokens=5))
+        done = [(p, c) for p, c in zip(prompts, results, strict=True) if isinstance(c, Completion)]
+        assert all(len(c.token_ids) == 100 for _, c in done)
+        return [*done, (prompts[0], again)]
+
+    assert worst(model, asyncio.run(everything())) < 1e-4
+    assert not engine._table.running.any()
+
+
+def test_a_time_out_is_a_cancellation() -> None:
+    engine = NativeEngine(tiny(), slots=2, max_length=4000)
+
+    async def everything() -> Completion:
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(engine.sample([5, 6], SamplingParams(max_tokens=3990)), 0.05)
+        return await engine.sample([5, 6], SamplingParams(max_tokens=3))
+
+    assert len(asyncio.run(everything()).token_ids) == 3
+
+
+def test_a_failing_step_reaches_all_who_wait() -> None:
+    model = tiny()
+    engine = NativeEngine(model, slots=2, max_length=128)
+    layer, calls = model.model.layers[1], [0]  # pyright: ignore
+
+    def fail(*_: Any) -> None:
+        calls[0] += 1
+        if calls[0] == 4:
+            raise torch.OutOfMemoryError("pretend")
+
+    handle = layer.register_forward_pre_hook(fail)  # pyright: ignore
+
+    async def everything() -> list:
+        runs = [engine.sample(words(random.Random(i), 9), SamplingParams(max_tokens=30)) for i in range(5)]
+        return await asyncio.wait_for(asyncio.gather(*runs, return_exceptions=True), 20)
+
+    assert all(isinstance(result, torch.OutOfMemoryError) for result in asyncio.run(everything()))
+    handle.remove()
+    for turns in play(engine, grouped_prompts(2, 2)):
+        assert worst(model, turns) < 1e-4, "the engine starts afresh"
+
+
+def test_nan_logits_are_an_error() -> None:
+    model = tiny()
+    engine = NativeEngine(model, slots=2, max_length=128)
+    with torch.no_grad():
+        model.model.norm.weight.fill_(torch.nan)  # pyright: ignore
+    with pytest.raises(FloatingPointError, match="NaN"):
+        asyncio.run(engine.sample([5, 6], SamplingParams()))
+
+
+def test_advance_needs_quiet() -> None:
+    engine = NativeEngine(tiny(), slots=2, max_length=128)
+
+    async def everything() -> None:
+        running = asyncio.create_task(engine.sample([5, 6], SamplingParams(max_tokens=50)))
+        await asyncio.sleep(0)
+        with pytest.raises(RuntimeError, match="update_weights"):
+            engine.advance(1)
+        await running
+        engine.advance(1)
+
+    asyncio.run(everything())
+    assert engine.policy_version == 1
+
+
+def test_a_failed_update_keeps_the_version_and_goes_on() -> None:
+    engine = NativeEngine(tiny(), slots=2, max_length=128)
+
+    def broken() -> None:
+        raise OSError("no such file")
+
+    async def everything() -> Completion:
+        with pytest.raises(OSError, match="no such file"):
+            await engine.update_weights(broken, 3)
+        return await engine.sample([5, 6], SamplingParams(max_tokens=3))
+
+    assert asyncio.run(everything()).policy_version == 0
+
+
+def test_bad_prompts() -> None:
+    engine = NativeEngine(tiny(), slots=2, max_length=32)
+
+    def sample(prompt: list[int]) -> None:
+        asyncio.run(engine.sample(prompt, SamplingParams()))
+
+    with pytest.raises(ValueError, match="empty prompt"):
+        sample([])
+    with pytest.raises(ValueError, match="32 tokens, and max_length 32 has room for 31"):
+        sample([5] * 32)
+    with pytest.raises(ValueError, match=f"token id {VOCABULARY} is not in the model's vocabulary"):
+        sample([5, VOCABULARY])
+    with pytest.raises(ValueError, match="token id -1"):
+        sample([-1, 5])
+
+
+def test_sessions_are_used_one_turn_at_a_time() -> None:
+    engine = NativeEngine(tiny(), slots=2, max_length=64)
+
+    async def both(session: NativeSession) -> None:
+        params = SamplingParams(max_tokens=30)
+        first = asyncio.create_task(session.sample([5, 6], params))
+        await asyncio.sleep(0)
+        with pytest.raises(ValueError, match="one turn at a time"):
+            await session.sample([5, 6], params)
+        await first
+        session.close()
+        with pytest.raises(ValueError, match="closed"):
+            await session.sample([5, 6], params)
+
+    asyncio.run(both(engine.session()))
+
+
+SMALL: dict[str, Any] = {
+    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+}  # fmt: skip
+
+
+def sliding_qwen() -> Any:
+    config = Qwen3Config(**SMALL, use_sliding_window=True, sliding_window=8, max_window_layers=1)
+    return Qwen3ForCausalLM(config)
+
+
+def soft_capped() -> Any:
+    return Gemma2ForCausalLM(Gemma2Config(**SMALL, layer_types=["full_attention"] * 2))
+
+
+def with_sinks() -> Any:
+    return GptOssForCausalLM(GptOssConfig(**SMALL, num_local_experts=2, layer_types=["full_attention"] * 2))
+
+
+@pytest.mark.parametrize(
+    ("build", "reason"),
+    [
+        (sliding_qwen, "'qwen3' model: it has sliding_attention layers"),
+        (
+            lambda: MistralForCausalLM(MistralConfig(**SMALL, sliding_window=8)),
+            "'mistral' .* a sliding window",
+        ),
+        (soft_capped, "'gemma2' model: .*soft-capped"),
+        (with_sinks, "'gpt_oss' model: .*sinks"),
+        (lambda: NemotronForCausalLM(NemotronConfig(**SMALL)), "'nemotron' .* hand keyword arguments on"),
+        (lambda: T5ForConditionalGeneration(T5Config(d_model=8, d_ff=8, num_layers=1)), "encoder-decoder"),
+    ],
+)
+def test_what_it_cannot_sample_is_refused(build: Any, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason) as refusal:
+        NativeEngine(build(), slots=2, max_length=32)
+    assert "vLLM" in str(refusal.value) and "generate" in str(refusal.value)
+
+
+def test_a_model_with_other_attention_is_refused_by_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever else a model does to its scores shows in the logits before anything is sampled."""
+    model = tiny()
+    attention = type(model.model.layers[0].self_attn)  # pyright: ignore
+    forward = attention.forward
+
+    def odd(self: Any, *args: Any, **kwargs: Any) -> Any:
+        scale = self.scaling
+        self.scaling = scale * (2 if self.config._attn_implementation == "eager" else 1)
+        try:
+            return forward(self, *args, **kwargs)
+        finally:
+            self.scaling = scale
+
+    monkeypatch.setattr(attention, "forward", odd)
+    with pytest.raises(ValueError, match="logits through the slot cache are off"):
+        NativeEngine(model, slots=2, max_length=32)
+
+
+def test_experts_have_no_deterministic_mode() -> None:
+    with pytest.raises(ValueError, match="deterministic"):
+        NativeEngine(tiny("mla_moe"), deterministic=True)
+
+
+def test_not_a_model() -> None:
+    with pytest.raises(ValueError, match="this is a Linear"):
+        NativeEngine(torch.nn.Linear(2, 2))
+
+
+def test_importing_the_package_is_cheap() -> None:
+    code = "import sys, TrainingFactory.sampling; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_grows_with_the_sequences() -> None:
+    """Room is taken as it is needed, and what was stored before survives the move."""
+    model = tiny()
+    engine = NativeEngine(model, slots=2, max_length=1500)
+    prompt = words(random.Random(0), 480)
+    (turns,) = [asyncio.run(episode(engine, prompt, 3, turns=6))]
+    assert worst(model, turns) < 1e-4
+    assert engine._runner.cache is not None and engine._runner.cache.capacity == 1024
+
+
+class Shifted(nn.Module):
+    """As Gemma's: its weight counts from one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((8,), 0.5))
+        self.variance_epsilon = 1e-6
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        return nn.functional.rms_norm(states, (8,), 1 + self.weight, self.variance_epsilon)
+
+
+def test_norms_are_one_call_where_that_gives_the_same() -> None:
+    model = tiny("gqa_tied")
+    view = shared_view(model, "eager")
+    ids = torch.arange(12)[None]
+    kinds = {type(module).__name__ for module in view.modules()}
+    assert "OneCallNorm" in kinds and "Qwen3RMSNorm" not in kinds
+    with torch.no_grad():
+        torch.testing.assert_close(view(ids).logits, model.eval()(ids).logits, rtol=1e-5, atol=1e-5)
+    assert not any(isinstance(module, OneCallNorm) for module in model.modules())
+    half = shared_view(tiny("gqa_tied").bfloat16(), "eager")
+    assert not any(isinstance(module, OneCallNorm) for module in half.modules())
+    Shifted.__name__ = "ShiftedRMSNorm"
+    assert not fuses(Shifted())
+
+
+class SometimesRMSNorm(nn.Module):
+    """Its instances differ."""
+
+    def __init__(self, epsilon: float = 1e-6, wrong: bool = False, weight: float = 1.0) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((8,), weight))
+        self.variance_epsilon = 1e-6
+        self.epsilon, self.wrong = epsilon, wrong
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        if self.wrong:
+            raise RuntimeError("not yet")
+        return nn.functional.rms_norm(states, (8,), self.weight, self.epsilon)
+
+
+def test_every_norm_is_tried_for_itself() -> None:
+    assert fuses(SometimesRMSNorm())
+    for epsilon, wrong, weight in ((1e-5, False, 1.0), (1e-6, True, 1.0), (1e-5, False, 0.0)):
+        assert not fuses(SometimesRMSNorm(epsilon, wrong, weight))
+    assert fuses(SometimesRMSNorm(weight=0.0))
+    before, after, wrapped, replaced = (SometimesRMSNorm() for _ in range(4))
+    before.register_forward_pre_hook(lambda module, args: None)
+    after.register_forward_hook(lambda module, args, out: None)
+    wrapped.inner = nn.Linear(8, 8)
+    replaced.forward = lambda states: states
+    assert not any(fuses(each) for each in (before, after, wrapped, replaced))

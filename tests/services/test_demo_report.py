@@ -1,0 +1,112 @@
+"""The HTML report: well-formed, complete in itself, and safe with any text in it."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from xml.etree import ElementTree
+
+import pytest
+
+from TrainingFactory.services.demo.report import Figures, Report, Trial, curve_svg, report_page, running_mean
+from TrainingFactory.types import Completion, Message, Reward, Task, ToolCall, Trajectory, Turn
+
+HOSTILE = '<script src="http://evil/x.js">alert(1)</script>"\'&amp;</td>\x00\x1b[31m\u202e\ud800 ]]>'
+
+
+def episode(text: str, won: bool) -> Trajectory:
+    calls = [ToolCall("search", {"query": text}), ToolCall(text, error=text)]
+    turns = [
+        Turn(
+            [1],
+            Completion([2], [0.0], "stop"),
+            Message("assistant", tool_calls=calls),
+            [Message("tool", text)],
+        ),
+        Turn([1], Completion([2], [0.0], "stop"), Message("assistant", text)),
+    ]
+    prompt = [Message("system", "rules"), Message("user", text)]
+    return Trajectory(Task(text, text, text), "g", prompt=prompt, turns=turns, reward=Reward(float(won)))
+
+
+def report(text: str) -> Report:
+    before = Figures(200, 0.45, 0.38, 0.52, None, 2.1, {0: 60, 1: 50, 2: 90})
+    after = Figures(200, 0.97, 0.93, 0.99, 0.99, 3.0, {2: 196, 3: 4})
+    curve = [{"step": n + 1, "success": n / 9} for n in range(10)]
+    plan = {
+        "warm_start": {"demonstrations": 1500, "mistakes": 0.5},
+        "steps": 10,
+        "tasks_per_step": 8,
+        "group_size": 8,
+        "learning_rate": 1e-3,
+        "temperature": 1.2,
+    }
+    trial = Trial(episode(text, False), episode(text, True))
+    about = {"versions": {text: text}}
+    return Report("search", 0, before, after, curve, trial, 100.0, 95.0, {"GRPO": 60.0}, plan, about)
+
+
+def parsed(page: str) -> ElementTree.Element:
+    assert page.startswith("<!DOCTYPE html>\n")
+    return ElementTree.fromstring(page.removeprefix("<!DOCTYPE html>\n"))
+
+
+@pytest.mark.parametrize("text", ["Anna sold silver.", HOSTILE])
+def test_the_page_is_well_formed_and_complete_in_itself(text: str) -> None:
+    page = report_page(report(text), "runs/a & b")
+    page.encode()  # no half characters
+    root = parsed(page)
+    tags = {element.tag for element in root.iter()}
+    assert not tags & {"script", "link", "img", "iframe", "object", "embed", "base", "form"}
+    names = {name for element in root.iter() for name in element.attrib}
+    assert not names & {"src", "href", "srcset", "action", "data"} and not any(
+        n.startswith("on") for n in names
+    )
+    style = root.findtext("head/style") or ""
+    assert "url(" not in style and "@import" not in style
+    assert not re.search(r"[\x00-\x08\x0b-\x1f\u202e]", page)
+
+
+def test_hostile_text_is_shown_as_text() -> None:
+    text = "".join(parsed(report_page(report(HOSTILE))).itertext())
+    assert text.count('<script src="http://evil/x.js">alert(1)</script>') >= 6
+    assert "\\x1b[31m" in text and "\\u202e" in text
+
+
+def test_a_reader_sees_what_was_learned() -> None:
+    text = " ".join("".join(parsed(report_page(report("Oslo"))).itertext()).split())
+    assert "from 45.0% to 97.0%" in text and "chain two lookups" in text
+    assert "45.0% (38% to 52%)" in text and "no calls" in text
+    assert "wrong: the answer is Oslo" in text and "right" in text
+    assert "tfactory rollout search --model runs/demo/model" in text
+
+
+def test_nothing_is_claimed_that_was_not_measured() -> None:
+    good = report("x")
+    same = dataclasses.replace(good, after=dataclasses.replace(good.after, success=0.5, low=0.43, high=0.57))
+    assert "It learned" in good.learned and "It learned" not in same.learned
+    page = "".join(parsed(report_page(same)).itertext())
+    assert "did not get clearly better" in page and "learned" not in page
+
+
+def test_figures_side_by_side() -> None:
+    rows = {name: (before, after) for name, before, after in report("x").table}
+    assert rows["turns an episode"] == ("2.10", "3.00")
+    assert rows["tool calls that worked"] == ("no calls", "99.0%")
+    assert rows["episodes with 2 calls"] == ("45.0%", "98.0%")
+
+
+def test_the_curve() -> None:
+    svg = ElementTree.fromstring(curve_svg([0.0, 1.0, 0.5]))
+    heights = [float(circle.attrib["cy"]) for circle in svg.iter("circle")]
+    assert heights[1] < heights[2] < heights[0]  # up is better
+    assert heights[2] == pytest.approx((heights[0] + heights[1]) / 2)
+    line = [point.split(",") for point in next(svg.iter("polyline")).attrib["points"].split()]
+    assert len(line) == 3 and float(line[2][1]) == pytest.approx(heights[2], abs=0.1)
+    for values in ([], [0.5]):
+        ElementTree.fromstring(curve_svg(values))
+
+
+def test_running_mean() -> None:
+    assert running_mean([1.0, 0.0, 1.0], window=2) == [1.0, 0.5, 0.5]
+    assert running_mean([]) == []

@@ -1,0 +1,99 @@
+"""Rewards that teach nothing stop a run, and what an algorithm takes off a reward can be seen."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.kits.run import rows, small, train
+from TrainingFactory.algorithms.grpo import GRPO
+from TrainingFactory.data.trajectories import load_trajectories
+from TrainingFactory.rollout import rollout_metrics
+from TrainingFactory.services.training.equal_rewards import EqualRewards
+from TrainingFactory.types import Completion, Message, Reward, Task, Trajectory, Turn
+
+
+def played(reward: Reward | None, turns: int = 3) -> Trajectory:
+    """Of 2 sampled tokens a turn."""
+    prompt, made = [1], list[Turn]()
+    for _ in range(turns):
+        made.append(Turn(list(prompt), Completion([2, 3], [0.0, 0.0], "stop"), Message("assistant", "x")))
+        prompt += [2, 3]
+    return Trajectory(Task("t", "?"), "g", turns=made, reward=reward)
+
+
+def stopped(algorithm: GRPO, steps: int, *groups: Sequence[Trajectory]) -> str | None:
+    """What is said after so many steps like this one, if so many are the limit; before that, nothing is."""
+    equal, said = EqualRewards(steps), None
+    for number in range(steps):
+        assert said is None, number
+        teaching = sum(bool(algorithm.samples(group)) for group in groups)
+        said = equal.problem([list(group) for group in groups], teaching)
+    return said
+
+
+def test_what_teaches_does_not_stop_a_run():
+    early, late = Reward(1.0, [0.5, 0.0, 0.0]), Reward(1.0, [0.0, 0.0, 0.5])
+    assert stopped(GRPO(credit="turn"), 2, [played(early), played(late)]) is None  # +-0.25 on two turns
+    assert (
+        stopped(GRPO(), 2, [played(Reward(1.0)), played(Reward(0.0))], [played(early), played(early)]) is None
+    )
+
+
+def test_what_teaches_nothing_does():
+    ones, zeros = [played(Reward(1.0)) for _ in range(2)], [played(Reward(0.0)) for _ in range(2)]
+    said = stopped(GRPO(), 3, ones, zeros)
+    assert said is not None and said.startswith(
+        "no episode was paid better than the others of its task for 3 steps"
+    )
+    said = stopped(GRPO(), 2, zeros, zeros)
+    assert said is not None and said.startswith(
+        "all rewards were equal (0 in the last one) for 2 steps in a row"
+    )
+    # with credit by episode it does not matter which turn was paid
+    early, late = Reward(1.0, [0.5, 0.0, 0.0]), Reward(1.0, [0.0, 0.0, 0.5])
+    said = stopped(GRPO(credit="trajectory"), 1, [played(early), played(late)])
+    assert said is not None and "max_equal_steps" in said
+    # fewer turns without pay are the same
+    assert stopped(GRPO(), 1, [played(Reward(1.0, [0.5, 0.0]), 2), played(Reward(1.0, [0.5, 0.0, 0.0]))])
+    equal = EqualRewards(1)
+    assert equal.problem([ones], teaching=1)  # an algorithm without groups, such as ppo
+    assert equal.problem([[played(Reward(1.0)), played(None)]], teaching=0) is None  # one alone says nothing
+    assert EqualRewards(None).problem([ones], teaching=0) is None
+
+
+def test_a_step_that_teaches_starts_the_count_again():
+    equal, ones = EqualRewards(2), [[played(Reward(1.0)), played(Reward(1.0))]]
+    differ = [[played(Reward(1.0)), played(Reward(0.0))]]
+    said = [equal.problem(groups, groups is differ) for groups in (ones, differ, ones, ones)]
+    assert said[:3] == [None] * 3 and said[3] is not None
+
+
+def test_what_overlong_episodes_lose_is_seen():
+    """In the parts, which are logged and kept; the outcome stays what the reward said."""
+    shared = Reward(1.0, parts={"right": 1.0})
+    group = [played(shared, turns) for turns in (1, 3, 5)]
+    for _ in range(2):  # asked twice it is the same
+        GRPO(overlong_length=8, overlong_buffer=4, overlong_penalty=0.5).samples(group)
+    found = [trajectory.reward.parts for trajectory in group if trajectory.reward]
+    assert found == [{"right": 1.0, "overlong_penalty": each} for each in (0.0, -0.25, -0.5)]
+    assert (
+        rollout_metrics(group)["reward/overlong_penalty"] == -0.25 and rollout_metrics(group)["reward"] == 1.0
+    )
+    assert shared.parts == {"right": 1.0}
+    GRPO().samples(plain := [played(Reward(1.0)), played(Reward(0.0))])
+    assert [trajectory.reward for trajectory in plain] == [Reward(1.0), Reward(0.0)]
+
+
+def test_a_run_shows_it(tmp_path: Path):
+    sizes = {"overlong_length": 2, "overlong_buffer": 1, "overlong_penalty": 0.5}
+    train(small(tmp_path, training={"max_steps": 1}, grpo=sizes), "run")
+    [row] = rows(tmp_path / "run" / "metrics.jsonl")
+    kept = list(load_trajectories(tmp_path / "run" / "trajectories.jsonl"))
+    lost = [trajectory.reward.parts["overlong_penalty"] for trajectory in kept if trajectory.reward]
+    for trajectory, loss in zip(kept, lost, strict=True):
+        tokens = sum(len(turn.completion.token_ids) for turn in trajectory.turns)
+        assert loss == -0.5 * min(max(tokens - 1, 0), 1)
+    assert min(lost) == -0.5 and row["reward/overlong_penalty"] == pytest.approx(sum(lost) / len(lost))

@@ -1,0 +1,442 @@
+"""Runs: what is in the folder, and what happens when something is wrong."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.kits.run import Parity, Quiet, assert_same_run, go_on, rows, small, train
+from TrainingFactory.config import TrainingConfig
+from TrainingFactory.data.trajectories import load_trajectories
+from TrainingFactory.services import GRPOTrainer, SFTTrainer
+from TrainingFactory.services.build.rewards import reward_model_folder
+from TrainingFactory.services.evaluation.evaluation import reward_of, wilson
+from TrainingFactory.services.runs import tracking
+from TrainingFactory.services.runs.folder import RunFolder, list_runs
+from TrainingFactory.services.training.loop import Objects, Training, resume
+from TrainingFactory.services.training.preflight import check
+from TrainingFactory.services.training.source import Order
+from TrainingFactory.tools import tool
+from TrainingFactory.types import Task
+
+CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello Oslo"}]
+
+
+def test_what_a_run_leaves_behind(tmp_path: Path) -> None:
+    config = small(tmp_path, training={"max_steps": 3, "eval_every": 2}, data={"heldout_count": 4})
+    report = train(config, "a")
+    run = RunFolder(tmp_path / "a")
+    assert run.config == config == TrainingConfig(**yaml.safe_load((run.path / "config.yaml").read_text()))
+    assert run.about["versions"]["torch"] and run.about["objects"] == ["environment"]
+    assert (run.state, run.status.step, run.status.steps) == ("finished", 3, 3)
+    metrics = run.metrics()
+    assert [row["step"] for row in metrics] == [0, 1, 2, 3]
+    assert [row["step"] for row in metrics if "eval/success" in row] == [0, 2, 3]
+    for key in (
+        "steps_per_second", "reward", "accuracy", "seconds/generate", "seconds/tools", "tools_share",
+        "seconds/reward", "seconds/update", "tokens_per_second", "tokens_saved", "episodes/unscored",
+        "episodes/failed", "loss", "entropy", "grad_norm",
+    ):  # fmt: skip
+        assert math.isfinite(metrics[1][key]), key
+    saved = list(load_trajectories(run.path / "trajectories.jsonl"))
+    assert len(saved) == (3 + 3 + 1) * 4
+    taken = [task for row in rows(run.path / "consumed.jsonl") for task in row["tasks"]]
+    assert list(dict.fromkeys(trajectory.task.id for trajectory in saved)) == taken
+    first = [t for t in saved if t.group.startswith("0/") and t.reward is not None]
+    outcomes = [t.reward.outcome for t in first if t.reward is not None]
+    assert metrics[1]["accuracy"] == sum(outcome > 0 for outcome in outcomes) / 12
+    assert metrics[1]["reward"] == pytest.approx(sum(outcomes) / 12)
+    assert report.checkpoint == run.path / "checkpoints" / "step-000003"
+    assert [found.name for found in list_runs(tmp_path)] == ["a"]
+
+
+def test_every_task_once_an_epoch() -> None:
+    order = Order(10, 4, seed=1)
+    epochs = [[n for step in range(3 * e, 3 * e + 3) for n in order.batch(step)] for e in range(3)]
+    assert all(sorted(epoch) == list(range(10)) for epoch in epochs)
+    assert epochs[0] != epochs[1] != epochs[2]
+    assert order.batch(4) == Order(10, 4, seed=1).batch(4)
+    assert epochs[0] != [n for step in range(3) for n in Order(10, 4, seed=2).batch(step)]
+
+
+def test_a_run_that_exists_is_left_alone(tmp_path: Path) -> None:
+    train(small(tmp_path, training={"max_steps": 1}), "a")
+    before = sorted((path, path.stat().st_mtime_ns) for path in (tmp_path / "a").rglob("*"))
+    with pytest.raises(ValueError, match=r"run a exists already.*tfactory runs resume"):
+        train(small(tmp_path), "a")
+    assert sorted((path, path.stat().st_mtime_ns) for path in (tmp_path / "a").rglob("*")) == before
+
+
+@pytest.mark.parametrize("name", ["", ".", "../x", "a/b", " "])
+def test_names_that_are_none(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ValueError, match="cannot name a run"):
+        RunFolder.create(small(tmp_path), name, {})
+
+
+def test_a_file_in_the_way(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match="a file in the way"):
+        train(small(tmp_path / "file"), "a")
+
+
+def test_one_process_writes_a_run(tmp_path: Path) -> None:
+    first = Training(small(tmp_path), name="a", objects=Objects(environment=Parity), watcher=Quiet())
+    assert RunFolder(tmp_path / "a").state == "running"
+    with pytest.raises(ValueError, match="another process"):
+        go_on(tmp_path / "a")
+    first.run.unlock()
+    assert RunFolder(tmp_path / "a").state == "killed"
+    assert go_on(tmp_path / "a").state == "finished"
+
+
+def test_a_run_that_cannot_start_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"\./nothing"):
+        train(small(tmp_path, model={"name": "./nothing"}), "a")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("sections", "expected"),
+    [
+        ({"training": {"group_size": 1}}, "training.group_size is 1.*needs 2 or more"),
+        ({"training": {"algorithm": "dpo"}}, "dpo learns from rows that exist: data.dataset=FILE"),
+        ({"training": {"minibatches": 2}}, "training.minibatches is 2, which does not divide.* 3"),
+        (
+            {"training": {"algorithm": "sft", "minibatches": 2}},
+            "training.minibatches is 2, which does not divide",
+        ),
+        ({"training": {"algorithm": "kto", "batch_size": 1}}, "training.batch_size is 1, but kto"),
+        (
+            {"training": {"algorithm": "kto", "batch_size": 4, "minibatches": 4}},
+            "training.batch_size is 4 and training.minibatches 4, but kto",
+        ),
+        (  # 7 tasks in batches of 3: 3 steps
+            {"training": {"algorithm": "ppo", "max_steps": None}, "ppo": {"critic_warmup": 3}},
+            "ppo.critic_warmup is 3 of 3 steps in all epochs",
+        ),
+        ({"model": {"adapter": "x"}, "lora": {"r": 4}}, "lora.r is 4, and the adapter in x has its own"),
+        ({"sampling": {"temperature": 0.0}}, "sampling.temperature is 0"),
+        ({"sampling": {"top_p": 0.9}}, "for evaluation"),
+        ({"sampling": {"top_k": 5}}, "for evaluation"),
+        ({"sampling": {"min_p": 0.1}}, "for evaluation"),
+        ({"logging": {"trackers": ["wandb"]}}, r"pip install 'training-factory\[wandb\]'"),
+        ({"data": {"demonstrations": "x.jsonl"}}, "data.dataset is for sft"),
+        (
+            {"training": {"algorithm": "sft"}, "data": {"demonstrations": "x.jsonl"}},
+            "no file of data",
+        ),
+        ({"data": {"tasks": "x.jsonl"}}, "no file of tasks"),
+    ],
+)
+def test_what_a_run_cannot_do_is_said_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sections: dict[str, Any], expected: str
+) -> None:
+    monkeypatch.setattr(tracking.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=expected):
+        train(small(tmp_path, **sections), "a")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_options_of_lora_fit_the_adapter_that_is_loaded(tmp_path: Path) -> None:
+    about = {"r": 4, "lora_alpha": 8, "use_dora": False, "target_modules": ["q_proj", "v_proj"]}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(about))
+
+    def made(**lora: Any) -> TrainingConfig:
+        return small(tmp_path, model={"adapter": str(tmp_path)}, lora={"enabled": True, **lora})
+
+    check(made(), recorded=False)
+    check(made(r=4, alpha=8, target_modules=["v_proj", "q_proj"]), recorded=False)
+    with pytest.raises(
+        ValueError, match=r"lora.r is 8, and the adapter in .* was made with 4: .*leave lora.r"
+    ):
+        check(made(r=8), recorded=False)
+    with pytest.raises(ValueError, match=r"lora.dora is True, and the adapter in .* was made with False"):
+        check(made(dora=True), recorded=False)
+
+
+def test_a_run_goes_on_with_the_same_rows_only(tmp_path: Path) -> None:
+    path, lines = tmp_path / "d.jsonl", [json.dumps({"messages": CHAT, "n": n}) for n in range(4)]
+    path.write_text("\n".join(lines))
+    config = small(tmp_path, training={"algorithm": "sft"}, data={"dataset": str(path)})
+    with pytest.raises(RuntimeError):
+        Training(config, name="a", watcher=Quiet(fail_at=3)).train()
+    path.write_text("\n".join([*lines[:3], lines[3].replace("Oslo", "Lima")]))
+    with pytest.raises(ValueError, match=r"the 4 tasks or rows that run a was started with have changed"):
+        resume("a", tmp_path)
+    path.write_text("\n".join(lines[:3]))
+    with pytest.raises(ValueError, match=r"run a was started with 4 tasks or rows, and now there are 3"):
+        resume("a", tmp_path)
+    path.write_text("\n".join(lines))
+    assert resume("a", tmp_path, Quiet()).train().state == "finished"
+
+
+def test_a_run_goes_on_with_the_same_tasks_only(tmp_path: Path) -> None:
+    path, lines = tmp_path / "t.jsonl", [json.dumps({"prompt": f"{n}+1?", "answer": n + 1}) for n in range(3)]
+    path.write_text("\n".join(lines))
+    config = small(tmp_path, environment={"environment_id": "calculator"}, data={"tasks": str(path)})
+    Training(config, name="a", watcher=Quiet()).run.unlock()
+    path.write_text("\n".join([*lines[:2], lines[2].replace("3", "4")]))
+    with pytest.raises(ValueError, match="have changed since then"):
+        resume("a", tmp_path)
+    path.write_text("\n".join(lines))
+    resume("a", tmp_path).run.unlock()
+
+
+def test_a_run_goes_on_with_the_reward_model_it_started_with(tmp_path: Path) -> None:
+    model = RunFolder.create(small(tmp_path), "rm", {})
+    model.unlock()
+    for step in (1, 2):
+        folder = model.path / "checkpoints" / f"step-00000{step}"
+        folder.mkdir(parents=True)
+        (folder / "reward_model.json").write_text(json.dumps({"kind": "outcome", "base": "builtin:tiny"}))
+        (folder / "scalar_head.safetensors").touch()
+        if step == 1:
+            config = small(tmp_path, reward={"type": "learned", "model": str(model.path)})
+            first = Training(config, name="a", objects=Objects(environment=Parity), watcher=Quiet())
+            first.run.unlock()
+    run = RunFolder(tmp_path / "a")
+    again = Training(run.config, run=run, objects=Objects(environment=Parity), watcher=Quiet())
+    again.run.unlock()
+    assert reward_model_folder(run.config) == model.path / "checkpoints" / "step-000002"
+    assert reward_model_folder(again.config) == model.path / "checkpoints" / "step-000001"
+    scores = reward_of(run)  # an evaluation of the run
+    assert scores is not None and scores.model == str(model.path / "checkpoints" / "step-000001")
+    shutil.rmtree(model.path / "checkpoints" / "step-000001")
+    with pytest.raises(
+        ValueError, match=r"started with the reward model in .*step-000001, which is not there"
+    ):
+        Training(run.config, run=run, objects=Objects(environment=Parity), watcher=Quiet())
+
+
+@pytest.mark.parametrize("rate", [0, 0.0, -1e-6])
+def test_learning_rates_that_are_none(rate: float) -> None:
+    with pytest.raises(ValueError, match=r"training.learning_rate: must be greater than 0"):
+        TrainingConfig(learning_rate=rate)
+
+
+def test_rewards_that_fail_are_counted(tmp_path: Path) -> None:
+    def reward(episode: Any) -> float:
+        number = sum(episode.trajectory.turns[0].completion.token_ids)
+        if number % 4 == 0:
+            raise RuntimeError("no idea")
+        return float("nan") if number % 4 == 1 else float(number % 3)
+
+    train(small(tmp_path), "a", environment=Parity, reward=reward)
+    saved = list(load_trajectories(tmp_path / "a" / "trajectories.jsonl"))
+    assert any("no idea" in (t.error or "") for t in saved) and any(
+        "finite" in (t.error or "") for t in saved
+    )
+    unscored = [row["episodes/unscored"] for row in RunFolder(tmp_path / "a").metrics()]
+    assert sum(unscored) == sum(t.reward is None for t in saved) > 0
+
+
+def test_a_run_without_any_score_stops_and_can_go_on(tmp_path: Path) -> None:
+    def reward(episode: Any) -> float:
+        if not episode.trajectory.group.startswith("0/"):
+            raise RuntimeError("the judge is down")
+        return episode.environment.reward(episode)
+
+    train(small(tmp_path), "whole")
+    watcher = Quiet()
+    with pytest.raises(ValueError, match=r"stopped after 3 steps.*the judge is down.*tfactory runs resume"):
+        train(small(tmp_path), "a", watcher, environment=Parity, reward=reward)
+    assert sum("WARNING" in text and "none of" in text for text in watcher.said) == 3
+    run = RunFolder(tmp_path / "a")
+    assert run.state == "failed" and [path.name for path in run.checkpoints()] == ["step-000001"]
+    assert go_on(run.path).state == "finished"
+    assert_same_run(tmp_path / "whole", run.path)
+
+
+def test_equal_groups_leave_the_weights_alone(tmp_path: Path) -> None:
+    watcher = Quiet()
+    report = train(small(tmp_path), "a", watcher, environment=Parity, reward=lambda episode: 1.0)
+    assert [row["rows"] for row in report.rows] == [0] * 6 and report.state == "finished"
+    assert json.loads((tmp_path / "a/checkpoints/step-000006/learner.json").read_text())["version"] == 0
+
+
+def test_a_full_disk_while_appending(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    train(small(tmp_path), "whole")
+    append = RunFolder.append
+
+    def full(self: RunFolder, name: str, row: dict[str, Any]) -> None:
+        if row["step"] == 4:
+            with (self.path / name).open("a") as file:
+                file.write('{"step": 4, "half of a li')
+            raise OSError(28, "No space left on device")
+        append(self, name, row)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RunFolder, "append", full)
+        with pytest.raises(
+            OSError, match=r"No space left on device; when that is mended.*tfactory runs resume"
+        ):
+            train(small(tmp_path), "a")
+    assert RunFolder(tmp_path / "a").state == "failed"
+    go_on(tmp_path / "a")
+    assert_same_run(tmp_path / "whole", tmp_path / "a")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a small disk")
+def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=12m", "tmpfs", disk], capture_output=True
+    ).returncode:
+        pytest.skip("no disk can be mounted here")
+    try:
+        with pytest.raises(OSError, match=r"(?s)checkpoint .* could not be written.*tfactory runs resume"):
+            train(small(disk, training={"max_steps": 8}, logging={"keep_checkpoints": 5}), "a")
+        assert len(RunFolder(disk / "a").checkpoints()) in (1, 2)
+        subprocess.run(["mount", "-o", "remount,size=100m", disk], check=True)
+        assert go_on(disk / "a").state == "finished"
+        train(small(tmp_path, training={"max_steps": 8}, logging={"keep_checkpoints": 5}), "whole")
+        assert_same_run(tmp_path / "whole", disk / "a")
+    finally:
+        subprocess.run(["umount", "--lazy", disk], check=True)  # files of the run may still be held
+
+
+def test_old_checkpoints_make_room(tmp_path: Path) -> None:
+    keep = {"checkpoint_every": 1, "keep_checkpoints": 2, "keep_every": 3}
+    train(small(tmp_path, training={"max_steps": 7}, logging=keep), "a")
+    kept = [path.name[-1] for path in RunFolder(tmp_path / "a").checkpoints()]
+    assert kept == ["3", "6", "7"]
+
+
+class Recorder:
+    """A tracker that notes what it is told, and fails in the end."""
+
+    def __init__(self, run: Path, config: TrainingConfig) -> None:
+        self.steps: list[int] = []
+        made.append(self)
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        self.steps.append(step)
+        if step == 2:
+            raise ConnectionError("the server is gone")
+
+    def close(self) -> None: ...
+
+
+made: list[Recorder] = []
+
+
+def test_a_tracker_that_fails_does_not_stop_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tracking.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setitem(tracking.TRACKERS, "wandb", Recorder)
+    report = train(small(tmp_path, training={"max_steps": 3}, logging={"trackers": ["wandb"]}), "a")
+    assert report.state == "finished" and made[-1].steps == [1, 2]
+
+
+def test_sft_from_conversations_and_trajectories(tmp_path: Path) -> None:
+    train(small(tmp_path, training={"max_steps": 2}), "rollouts")
+    recorded = (tmp_path / "rollouts" / "trajectories.jsonl").read_text(encoding="utf-8").splitlines()
+    stopped = [line for line in recorded if '"finish": "stop"' in line]
+    call = {"role": "assistant", "content": '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'}
+    tools = [{"name": "f", "parameters": {"type": "object", "properties": {"x": {"type": "integer"}}}}]
+    rows_ = [
+        {"messages": CHAT},
+        {"prompt": "hi", "completion": "hello"},
+        {"messages": [CHAT[0], call, {"role": "tool", "content": "2"}, CHAT[1]], "tools": tools},
+    ]
+    path = tmp_path / "d.jsonl"
+    path.write_text("\n".join([*map(json.dumps, rows_), *stopped]), encoding="utf-8")
+    config = small(
+        tmp_path,
+        training={"algorithm": "sft", "max_steps": 12, "batch_size": 4},
+        data={"demonstrations": str(path)},
+    )
+    report = Training(config, name="a", watcher=Quiet()).train()
+    assert report.rows[-1]["loss"] < report.rows[0]["loss"] - 1
+    from TrainingFactory.models.tiny import tiny_tokenizer  # the literal tag became the real token
+
+    source = Training(config, name="b", watcher=Quiet())
+    source._load()
+    group = next(
+        g for s in range(3) for g in source.source.groups(s, source.learner.publish) if len(g[0].turns) == 2
+    )
+    vocabulary = tiny_tokenizer().get_vocab()
+    assert vocabulary["<tool_call>"] in group[0].turns[0].completion.token_ids
+    assert group[0].turns[0].message.tool_calls[0].arguments == {"x": 1}
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ('{"text": "x"}', 'line 1 has not what sft needs: "messages".*its keys are: text'),
+        ("{", "line 1 is not valid JSON"),
+        ("[]", "must be an object"),
+        ('{"messages": []}', "empty"),
+        ('{"messages": [{"role": "user", "content": "x"}]}', "no message of the assistant"),
+        ('{"messages": [{"role": "assistant", "content": "x"}]}', "begins with the assistant"),
+        ('{"messages": [{"role": "wizard", "content": "x"}]}', "wizard"),
+        ('{"task": {}, "turns": []}', "is not a trajectory"),
+        ("", "is empty"),
+    ],
+)
+def test_datasets_that_are_none(tmp_path: Path, line: str, expected: str) -> None:
+    path = tmp_path / "d.jsonl"
+    path.write_text(line)
+    with pytest.raises(ValueError, match=expected):
+        SFTTrainer(dataset=path, output_dir=str(tmp_path), watcher=Quiet()).train()
+    assert [found.name for found in tmp_path.iterdir()] == ["d.jsonl"]
+    with pytest.raises(ValueError, match=r"row 0 of the dataset has not what sft needs.*its keys are: text"):
+        SFTTrainer(dataset=[{"text": "x"}])
+
+
+def test_trainers_take_objects(tmp_path: Path) -> None:
+    @tool
+    def double(number: int) -> str:
+        """Twice a number."""
+        return str(2 * number)
+
+    trainer = GRPOTrainer(
+        "builtin:tiny",
+        tools=[double],
+        tasks=[Task(str(n), f"What is {n}+{n}?", str(2 * n)) for n in range(4)],
+        reward_function=lambda episode: float(len(episode.trajectory.turns[0].completion.token_ids) % 2),
+        config=small(tmp_path, training={"max_steps": 2}),
+        batch_size=2,
+        name="a",
+        watcher=Quiet(),
+    )
+    assert (trainer.config.training.batch_size, trainer.config.training.group_size) == (2, 4)
+    assert trainer.train().state == "finished"
+    saved = next(load_trajectories(tmp_path / "a" / "trajectories.jsonl"))
+    assert [spec.name for spec in saved.tools] == ["double"]
+    with pytest.raises(ValueError, match=r"tool len: .* cannot be shown to a model"):
+        GRPOTrainer(tools=[len], tasks=[])
+    watcher = Quiet()
+    seed_form = {"environment_id": "calculator", "async_execution": True}
+    GRPOTrainer(
+        "tiny", seed_form, "rule_based", async_rollout=True, name="b", watcher=watcher,
+        config=small(tmp_path, training={"max_steps": 1}),
+    ).train()  # fmt: skip
+    assert any("optimization.async_rollout" in text for text in watcher.said)
+    assert not any("reward" in text for text in watcher.said)
+
+
+def test_a_run_from_python_goes_on_in_python(tmp_path: Path) -> None:
+    config = small(tmp_path)
+    options: dict[str, Any] = {"environment": Parity, "config": config, "name": "a"}
+    train(config, "whole")
+    with pytest.raises(RuntimeError):
+        GRPOTrainer(**options, watcher=Quiet(fail_at=3)).train()
+    with pytest.raises(ValueError, match=r"started from Python with its own environment.*resume=True"):
+        resume("a", tmp_path)
+    assert GRPOTrainer(**options, resume=True, watcher=Quiet()).train().state == "finished"
+    assert_same_run(tmp_path / "whole", tmp_path / "a")
+
+
+def test_the_interval_of_a_share() -> None:
+    assert wilson(50, 100) == pytest.approx((0.4038, 0.5962), abs=1e-4)  # Wilson's score interval, by hand
+    assert wilson(0, 10) == pytest.approx((0.0, 0.2775), abs=1e-4)
+    assert wilson(10, 10) == pytest.approx((0.7225, 1.0), abs=1e-4)

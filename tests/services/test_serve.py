@@ -1,0 +1,361 @@
+"""`tfactory serve` over real HTTP on loopback: the built-in model, and what clients get wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.kits.engine import plain_logprobs
+from tests.kits.serve import (
+    CHAT,
+    HANG,
+    WEATHER,
+    events,
+    joined,
+    live,
+    post,
+    raw,
+    script,
+    tiny_chat,
+    until,
+    user,
+)
+from TrainingFactory.config import load_config
+from TrainingFactory.models import chat_format, load_model
+from TrainingFactory.sampling import NativeEngine
+from TrainingFactory.services.serving import http as serving_http
+from TrainingFactory.services.serving.server import ChatServer, make_server, served_sections
+from TrainingFactory.services.serving.text import TurnReader
+from TrainingFactory.types import Message, SamplingParams
+
+
+@pytest.fixture(scope="module")
+def served() -> ChatServer:
+    return make_server(load_config(None, ["sampling.slots=8", "model.max_length=600"]), "tiny", queue=32)
+
+
+@pytest.fixture(scope="module")
+def tiny(served: ChatServer) -> Iterator[httpx.Client]:
+    with live(served) as client:
+        yield client
+
+
+# -- the built-in model
+
+
+def test_a_plain_answer(tiny: httpx.Client) -> None:
+    answer = post(tiny, user(model="tiny", max_tokens=9, seed=3))
+    [choice] = answer["choices"]
+    assert answer["object"] == "chat.completion" and answer["model"] == "tiny"
+    assert choice["message"]["role"] == "assistant" and choice["message"]["content"]
+    assert choice["finish_reason"] == "length" and choice["logprobs"] is None
+    prompt = tiny_chat().render([Message("user", "Where is the tower?")])
+    assert answer["usage"] == {
+        "prompt_tokens": len(prompt),
+        "completion_tokens": 9,
+        "total_tokens": len(prompt) + 9,
+    }
+    models = tiny.get("/v1/models").json()
+    assert [row["id"] for row in models["data"]] == ["tiny"]
+    assert tiny.get("/health").json() == {"status": "ok", "model": "tiny", "running": 0, "waiting": 0}
+
+
+def test_seeds_decide_and_choices_differ(tiny: httpx.Client) -> None:
+    def texts(**fields: Any) -> list[str]:
+        answer = post(tiny, user(max_completion_tokens=8, **fields))
+        return [choice["message"]["content"] for choice in answer["choices"]]
+
+    first, second = texts(n=2, seed=11)
+    assert texts(n=2, seed=11) == [first, second] and first != second
+    assert texts(seed=11) == [first] and texts(seed=12) != [first]
+    assert len({*texts(), *texts()}) == 2  # without a seed every answer is a new one
+    assert texts(temperature=0, seed=1) == texts(temperature=0, seed=2) == texts(top_k=1) == texts(top_p=1e-9)
+
+
+@pytest.mark.parametrize("temperature", [0.6, 0])
+def test_logprobs_are_those_of_a_plain_forward(tiny: httpx.Client, temperature: float) -> None:
+    loaded = load_model("builtin:tiny")
+    chat = chat_format(loaded.tokenizer, stop_ids=loaded.stop_ids)
+    prompt = chat.render([Message("user", "Where is the tower?")])
+    params = SamplingParams(temperature, 20, chat.stop_ids, seed=5)
+    sampled = asyncio.run(NativeEngine(loaded.model, slots=1, max_length=200).sample(prompt, params))
+    ids = sampled.token_ids[: 20 if sampled.finish == "length" else -1]  # the end of the turn is no text
+    expected = plain_logprobs(loaded.model, prompt, ids, temperature)
+    body = user(max_tokens=20, seed=5, temperature=temperature, logprobs=True, top_logprobs=0)
+    given = post(tiny, body)["choices"][0]["logprobs"]["content"]
+    assert [entry["token"] for entry in given] == [chat.decode([token]) for token in ids]
+    assert [entry["logprob"] for entry in given] == pytest.approx(expected, abs=1e-4)
+    streamed = joined(events(tiny, body))["logprobs"]
+    assert [entry["logprob"] for entry in streamed] == pytest.approx(expected, abs=1e-4)
+    assert [entry["token"] for entry in streamed] == [entry["token"] for entry in given]
+
+
+def test_a_stream_says_what_the_whole_answer_says(tiny: httpx.Client) -> None:
+    for seed in range(6):
+        body = user(max_tokens=60, seed=seed, n=2, logprobs=True)
+        answer = post(tiny, body)
+        chunks = events(tiny, body | {"stream_options": {"include_usage": True}})
+        assert len(chunks) > 10 and chunks[-1]["choices"] == [] and chunks[-1]["usage"] == answer["usage"]
+        assert all(chunk["usage"] is None for chunk in chunks[:-1])
+        for choice in answer["choices"]:
+            whole = joined(chunks, choice["index"])
+            assert whole["content"] == choice["message"]["content"]
+            assert whole["finish_reason"] == choice["finish_reason"]
+            assert len(whole["logprobs"]) == len(choice["logprobs"]["content"])
+
+
+def test_stop_strings_end_the_answer_before_them(tiny: httpx.Client) -> None:
+    for seed in range(6):
+        text = post(tiny, user(max_tokens=40, seed=seed))["choices"][0]["message"]["content"]
+        stop = text[12:15]
+        body = user(max_tokens=40, seed=seed, stop=[stop, "never said"], logprobs=True)
+        answer = post(tiny, body)
+        [choice] = answer["choices"]
+        before = text[: text.index(stop)]
+        assert choice["message"]["content"] == before.strip() and choice["finish_reason"] == "stop"
+        assert answer["usage"]["completion_tokens"] < 40
+        told = "".join(entry["token"] for entry in choice["logprobs"]["content"]).lstrip()
+        # half characters have no text of their own, so only the others can be compared
+        assert told.partition("\ufffd")[0].startswith(before.partition("\ufffd")[0])
+        assert len(choice["logprobs"]["content"]) <= answer["usage"]["completion_tokens"]
+        chunks = events(tiny, body | {"stream_options": {"include_usage": True}})
+        assert joined(chunks)["content"] == before.strip()
+        same = [entry["token"] for entry in joined(chunks)["logprobs"]]
+        assert same == [entry["token"] for entry in choice["logprobs"]["content"]]
+        assert chunks[-1]["usage"] == answer["usage"]
+
+
+def test_sixteen_at_once_are_sampled_together_and_stay_themselves(
+    served: ChatServer, tiny: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bodies = [user(f"Question {n}", max_tokens=24, seed=n) for n in range(16)]
+    alone = [post(tiny, body)["choices"][0]["message"] for body in bodies]
+    engine = served._sampler
+    assert isinstance(engine, NativeEngine)
+    run, go_on = engine._runner.run, threading.Event()
+    monkeypatch.setattr(engine._runner, "run", lambda plan: (go_on.wait(HANG), run(plan))[1])
+    with ThreadPoolExecutor(16) as pool:
+        answers = [pool.submit(post, tiny, body) for body in bodies]
+        try:
+            until(
+                lambda: (
+                    tiny.get("/health").json() | {"running": 8, "waiting": 8} == tiny.get("/health").json()
+                )
+            )
+        finally:
+            go_on.set()
+        together = [answer.result(HANG)["choices"][0]["message"] for answer in answers]
+    assert together == alone
+
+
+def test_a_client_that_hangs_up_frees_the_engine(
+    served: ChatServer, tiny: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = served._sampler
+    assert isinstance(engine, NativeEngine)
+    before, run = engine.stats.forwards, engine._runner.run
+    begun, go_on = threading.Event(), threading.Event()
+
+    def held(plan: Any) -> Any:  # the first step lasts until the client is gone
+        begun.set()
+        assert go_on.wait(HANG)
+        return run(plan)
+
+    monkeypatch.setattr(engine._runner, "run", held)
+    with tiny.stream("POST", CHAT, json=user(max_tokens=550, n=8, stream=True)) as answer:
+        next(answer.iter_lines())
+        assert begun.wait(HANG)
+    until(lambda: tiny.get("/health").json()["running"] == 0)
+    go_on.set()
+    until(lambda: engine._open == 0 and not engine._working)
+    assert engine.stats.forwards - before <= 2 and not engine._table.running.any()
+    post(tiny, user(max_tokens=2))
+    # A session that ends while the engine rests gives its slot back with the next request: this last one's.
+    assert sum(seat is not None for seat in engine._table.seats) <= 1
+
+
+def test_streams_of_a_deterministic_engine_are_exact() -> None:
+    options = ["sampling.slots=2", "model.max_length=200", "sampling.deterministic=true"]
+    with live(make_server(load_config(None, options), "tiny")) as client, ThreadPoolExecutor(5) as pool:
+        bodies = [user(f"Question {n}", max_tokens=20, seed=n, logprobs=True) for n in range(5)]
+        whole = [answer["choices"][0] for answer in pool.map(lambda body: post(client, body), bodies)]
+        streamed = [joined(chunks) for chunks in pool.map(lambda body: events(client, body), bodies)]
+    for choice, same in zip(whole, streamed, strict=True):
+        assert same["content"] == choice["message"]["content"]
+        assert same["logprobs"] == choice["logprobs"]["content"]  # to the last bit
+
+
+def test_what_was_shown_of_a_turn_is_never_taken_back() -> None:
+    chat, rng = tiny_chat(), random.Random(0)
+    reader = TurnReader(chat)
+    pieces = [
+        "<think>",
+        "</think>",
+        "<think",
+        " ",
+        "\n",
+        "stop",
+        "sto",
+        "123",
+        "op",
+        "é",
+        "你",
+        "<tool_call>",
+        "word",
+        "<",
+    ]
+    for _ in range(400):
+        ids = raw("".join(rng.choices(pieces, k=rng.randrange(1, 14))))[:-1]
+        stops = rng.sample(["stop", "op", "123", "2", "\n\n", "d<"], rng.randrange(3))
+        text = reader.text(ids)
+        cut = reader.cut(ids, text, stops)
+        whole = reader.message(text if cut is None else text[: cut.start], False)
+        assert not any(stop in text[: cut.start if cut else None] for stop in stops)
+        for size in range(1, len(ids)):
+            so_far = reader.text(ids[:size])
+            early = reader.cut(ids[:size], so_far, stops)
+            assert early == (cut if cut and size >= cut.tokens else None)
+            if early is None:
+                shown = reader.so_far(so_far, stops, False)
+                assert whole.content.startswith(shown.content)
+                assert (whole.reasoning or "").startswith(shown.reasoning or "")
+
+
+# -- mistakes
+
+MESSAGE = {"role": "user", "content": "hi"}
+UNKNOWN = {"role": "tool", "content": "4", "tool_call_id": "c9"}
+MALFORMED = {"role": "assistant", "tool_calls": [{"id": "c1", "function": {"name": "f", "arguments": "{"}}]}
+IMAGE = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
+DEEP: dict[str, Any] = {}
+for _ in range(600):
+    DEEP = {"a": DEEP}
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"messages": []}, "messages"),
+    ({"messages": "hi"}, "messages"),
+    ({}, "messages"),
+    ({"messages": ["hi"]}, "messages[0]"),
+    ({"messages": [MESSAGE, {"role": "robot", "content": "x"}]}, "messages[1].role"),
+    ({"messages": [{"role": ["user"], "content": "x"}]}, "messages[0].role"),
+    ({"messages": [{"content": "x"}]}, "messages[0].role"),
+    ({"messages": [{"role": "user"}]}, "messages[0].content"),
+    ({"messages": [{"role": "user", "content": 4}]}, "messages[0].content"),
+    ({"messages": [IMAGE]}, "messages[0].content"),
+    ({"messages": [MESSAGE, UNKNOWN]}, "messages[1].tool_call_id"),
+    ({"messages": [MESSAGE, {"role": "tool", "content": "4"}]}, "messages[1].tool_call_id"),
+    ({"messages": [MESSAGE, MALFORMED]}, "messages[1].tool_calls[0].function.arguments"),
+    ({"messages": [MESSAGE | {"tool_calls": [{}]}]}, "messages[0].tool_calls"),
+    ({"messages": [{"role": "assistant", "tool_calls": 3}]}, "messages[0].tool_calls"),
+    (user("word " * 700), "messages"),
+    (user(model="gpt-9"), "model"),
+    (user(temperature=-0.1), "temperature"),
+    (user(temperature=1e-30), "temperature"),
+    (user(temperature="hot"), "temperature"),
+    (user(temperature=True), "temperature"),
+    (user(top_p=0), "top_p"),
+    (user(top_p=1.5), "top_p"),
+    (user(max_tokens=0), "max_tokens"),
+    (user(max_tokens=1.5), "max_tokens"),
+    (user(max_tokens=10**9), "max_tokens"),
+    (user(max_completion_tokens=10**30), "max_completion_tokens"),
+    (user(max_tokens=3, max_completion_tokens=4), "max_completion_tokens"),
+    (user(n=0), "n"),
+    (user(n=10**6), "n"),
+    (user(seed="x"), "seed"),
+    (user(seed=2**70), "seed"),
+    (user(stop=4), "stop"),
+    (user(stop=["a", ""]), "stop"),
+    (user(stop=["x"] * 99), "stop"),
+    (user(logprobs=3), "logprobs"),
+    (user(logprobs=True, top_logprobs=5), "top_logprobs"),
+    (user(stream="yes"), "stream"),
+    (user(stream_options={"include_usage": True}), "stream_options"),
+    (user(stream=True, stream_options={"other": True}), "stream_options.other"),
+    (user(tools={}), "tools"),
+    (user(tools=["f"]), "tools[0]"),
+    (user(tools=[WEATHER, {"type": "function"}]), "tools[1].function"),
+    (user(tools=[{"function": {"name": "f", "parameters": 3}}]), "tools[0].function.parameters"),
+    (user(tools=[WEATHER], tool_choice="required"), "tool_choice"),
+    (user(tools=[{"function": {"name": "f", "parameters": DEEP}}]), "messages"),
+    (user(frequency_penalty=0.5), "frequency_penalty"),
+    (user(response_format={"type": "json_object"}), "response_format"),
+    (user(guided_json={}), "guided_json"),
+]
+
+
+def test_mistakes_are_told_with_the_field(tiny: httpx.Client) -> None:
+    for body, param in WRONG:
+        answer = tiny.post(CHAT, json=body)
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"]) == (400, param), (str(body)[:200], answer.text)
+        assert (
+            param.split("[")[0].split(".")[-1] in error["message"]
+            and error["type"] == "invalid_request_error"
+        )
+    error = tiny.post(CHAT, json=user("word " * 700)).json()["error"]
+    assert error["code"] == "context_length_exceeded" and "600" in error["message"]
+
+
+def test_what_is_no_request_at_all_is_told_too(tiny: httpx.Client) -> None:
+    as_json = {"content-type": "application/json"}
+    for content in (b"{", b"[1]", b"\xff\xfe", b"", b"[" * 100_000, b'{"messages": NaN}'):
+        answer = tiny.post(CHAT, content=content, headers=as_json)
+        assert answer.status_code == 400 and answer.json()["error"]["param"] in ("body", "messages"), content
+    huge = b'"' + b"x" * serving_http.MAX_BODY + b'"'
+    assert tiny.post(CHAT, content=huge, headers=as_json).status_code == 413
+    assert tiny.post(CHAT, content=b"{}", headers={"content-type": "text/plain"}).status_code == 415
+    assert tiny.get(CHAT).status_code == 405 and "error" in tiny.get("/v1/nothing").json()
+    for host in ("evil.example", "[::1", "", "a:b:c", "127.0.0.1.evil.example"):
+        answer = tiny.get("/health", headers={"host": host})
+        assert answer.status_code in (400, 403), host
+    lone = tiny.post(CHAT, content=json.dumps(user("\ud800", max_tokens=1)), headers=as_json)
+    assert lone.status_code == 200
+    post(
+        tiny, user(max_tokens=1, frequency_penalty=0, response_format={"type": "text"}, user="me", stop=None)
+    )
+
+
+def test_a_key_is_asked_for(capfd: pytest.CaptureFixture[str]) -> None:
+    key = "sk-very-secret-é"
+    with live(script("ok").server(), key) as client:
+        for wrong in ({}, {"authorization": "Bearer nope"}, {"authorization": "Basic " + "x"}):
+            for answer in (
+                client.post(CHAT, json=user(), headers=wrong),
+                client.get("/v1/models", headers=wrong),
+            ):
+                assert answer.status_code == 401 and answer.json()["error"]["code"] == "invalid_api_key"
+        right = {b"authorization": f"Bearer {key}".encode()}
+        assert client.post(CHAT, json=user(), headers=right).status_code == 200
+        assert client.get("/v1/models", headers=right).status_code == 200
+        assert client.get("/health").status_code == 200
+    out, err = capfd.readouterr()
+    assert key not in out + err
+
+
+def test_what_cannot_be_served_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EMPTY_KEY", " ")
+    for name in ("EMPTY_KEY", "NO_SUCH_KEY"):
+        with pytest.raises(ValueError, match=name):
+            serving_http.key_from(name)
+    with serving_http.bind("127.0.0.1", 0) as taken:
+        taken.listen()
+        with pytest.raises(ValueError, match="--port 0"):
+            serving_http.bind("127.0.0.1", taken.getsockname()[1])
+    with pytest.raises(ValueError, match="no such address"):
+        serving_http.bind("no-such-host.invalid", 1)
+    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "builtin:tiny"}')
+    sections = served_sections(str(tmp_path), tmp_path)
+    assert sections == {"model": {"name": "builtin:tiny", "adapter": str(tmp_path)}}
+    for text in ("{}", "[]", "{", '{"base_model_name_or_path": null}'):
+        (tmp_path / "adapter_config.json").write_text(text)
+        with pytest.raises(ValueError, match=r"adapter_config\.json"):
+            served_sections(str(tmp_path), tmp_path)

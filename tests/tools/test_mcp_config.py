@@ -1,0 +1,231 @@
+"""Every form of config that users have, and what they are told about a wrong one. Nothing is started here."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from TrainingFactory.tools.mcp.config import ServerConfig, parse_config, read_config
+from TrainingFactory.tools.mcp.settings import ServerSettings
+
+HERE = Path(__file__).resolve().parent
+ECHO = {"command": sys.executable, "args": ["-V"]}
+
+
+def servers(data: Any, folder: Path = HERE) -> dict[str, ServerConfig]:
+    return {config.name: config for config in parse_config(data, "mcp.json", folder)}
+
+
+def wrong(data: Any, folder: Path = HERE) -> str:
+    with pytest.raises(ValueError) as caught:
+        parse_config(data, "mcp.json", folder)
+    return str(caught.value)
+
+
+def entry(**changes: Any) -> dict[str, Any]:
+    return {"mcpServers": {"one": ECHO | changes}}
+
+
+def test_the_file_of_other_programs(tmp_path: Path) -> None:
+    path = tmp_path / "mcp.json"
+    remote = {"type": "http", "url": "https://example.org/mcp", "headers": {"Authorization": "Bearer x"}}
+    given = {"mcpServers": {"local": ECHO | {"env": {"A": "1"}}, "remote": remote, "off": {"disabled": True}}}
+    path.write_text("\ufeff" + json.dumps(given), encoding="utf-8")
+    local, remote = read_config(path)
+    assert (local.name, local.transport, local.args, local.env) == ("local", "stdio", ("-V",), {"A": "1"})
+    assert (remote.transport, remote.url) == ("http", "https://example.org/mcp")
+    assert remote.headers == {"Authorization": "Bearer x"}
+    assert local.settings == ServerSettings()
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        {"servers": {"one": ECHO}, "inputs": [{"id": "key"}]},  # VS Code
+        {"mcp": {"servers": {"one": ECHO}}},  # its settings
+        {"one": ECHO},  # the bare servers
+        [{"mcpServers": {"one": ECHO}}],
+    ],
+)
+def test_other_spellings(data: Any) -> None:
+    assert servers(data)["one"].command == sys.executable
+
+
+@pytest.mark.parametrize(
+    ("given", "transport", "url"),
+    [
+        ({"url": "http://h:1/sse"}, "sse", "http://h:1/sse"),
+        ({"serverUrl": "http://h:1/x"}, "http", "http://h:1/x"),
+        ({"url": "http://h:1"}, "http", "http://h:1/mcp"),
+        ({"url": "http://h:1/"}, "http", "http://h:1/"),
+        ({"url": "http://h:1/x", "type": "sse"}, "sse", "http://h:1/x"),
+        ({"url": "http://h:1/x", "transport": "streamable-http"}, "http", "http://h:1/x"),
+        ({"url": "http://h:1/x", "type": "streamableHttp"}, "http", "http://h:1/x"),
+    ],
+)
+def test_transports(given: dict[str, Any], transport: str, url: str) -> None:
+    found = servers({"mcpServers": {"one": given}})["one"]
+    assert (found.transport, found.url) == (transport, url)
+
+
+def test_the_form_with_one_tool() -> None:
+    schema = {"type": "object", "properties": {"query": {"type": "string"}}}
+    search = {
+        "name": "search",
+        "description": "Look it up.",
+        "parameters": schema,
+        "mcp_server": "http://h:1",
+    }
+    other = {"name": "fetch", "mcp_server": "http://h:1"}
+    program = {"name": "echo", "mcp_server": f"'{sys.executable}' -m 'a server'"}
+    as_object = {"name": "again", "mcp_server": ECHO, "tfactory": {"timeout": 3}}
+    first, second, third = servers([search, other, program, as_object]).values()
+    assert first.url == "http://h:1/mcp"
+    assert first.texts is not None and first.texts["search"].description == "Look it up."
+    assert first.texts["search"].parameters == schema
+    assert list(first.texts) == ["search", "fetch"]  # one connection for both
+    assert (second.command, second.args) == (sys.executable, ("-m", "a server"))
+    assert third.settings.timeout == 3
+    assert len({first.name, second.name, third.name}) == 3
+
+
+def test_pydata_is_read_and_never_executed(tmp_path: Path) -> None:
+    path = tmp_path / "tools.pydata"
+    path.write_text("\n[ # RL-Factory\n {'mcpServers': {'one': {'command': '" + sys.executable + "'}}},\n]\n")
+    assert read_config(path)[0].command == sys.executable
+    path.write_text(f"[open({str(tmp_path / 'made')!r}, 'w')]")
+    with pytest.raises(ValueError, match="not a Python literal"):
+        read_config(path)
+    assert not (tmp_path / "made").exists()
+    path.write_text("['code_interpreter']")
+    with pytest.raises(ValueError, match="'code_interpreter' is the name of a tool that qwen_agent"):
+        read_config(path)
+
+
+def test_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOKEN_OF_MINE", "sesame-1234")
+    monkeypatch.delenv("NOT_SET", raising=False)
+    given = {"url": "http://${HOST:-h}:1/${TOKEN_OF_MINE}", "headers": {"X": "Bearer ${env:TOKEN_OF_MINE}"}}
+    found = servers({"mcpServers": {"one": given}})["one"]
+    assert found.url == "http://h:1/sesame-1234" and found.headers == {"X": "Bearer sesame-1234"}
+    assert servers(entry(args=["${workspaceFolder}"]), HERE / ".vscode")["one"].args == (str(HERE),)
+    for broken in (entry(env={"A": "${NOT_SET}"}), entry(args=["${NOT_SET}"]), entry(cwd="${NOT_SET}")):
+        text = wrong(broken)
+        assert "mcp.json: server 'one'" in text and "NOT_SET is not set" in text
+    assert "${input:key}" in wrong(entry(env={"A": "${input:key}"}))
+
+
+def test_paths_are_found_from_beside_the_file(tmp_path: Path) -> None:
+    (tmp_path / "bin").mkdir()
+    program = tmp_path / "bin" / "serve"
+    program.write_text("#!/bin/sh\n")
+    program.chmod(0o755)
+    (tmp_path / "server.py").touch()
+    found = servers({"mcpServers": {"one": {"command": "bin/serve", "args": ["server.py", "-x"]}}}, tmp_path)
+    assert found["one"].command == str(program)
+    assert found["one"].args == (str(tmp_path / "server.py"), "-x")
+    assert servers(entry(cwd="bin"), tmp_path)["one"].cwd == str(tmp_path / "bin")
+    assert "cwd is not a folder" in wrong(entry(cwd="nowhere"), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("data", "told"),
+    [
+        ({"mcpServers": {}}, "names no servers"),
+        ({"mcpServer": {"one": ECHO}}, '"mcpServers"'),
+        ({"mcpServers": []}, "must be an object of servers"),
+        ({"mcpServers": {"one": "npx"}}, "must be an object such as"),
+        ({"mcpServers": {"one": {}}}, "needs a command or a url"),
+        (entry(url="http://h"), "both a command and a url"),
+        (entry(type="carrier-pigeon"), "unknown transport 'carrier-pigeon'; there are stdio, http"),
+        (entry(type="sse"), "needs a url"),
+        ({"mcpServers": {"one": {"url": "ftp://h"}}}, "must begin with http://"),
+        ({"mcpServers": {"one": {"comand": "x", "url": "http://h"}}}, "did you mean 'command'?"),
+        (entry(command="no-such-program"), "'no-such-program' is not on the PATH; install it"),
+        (entry(command="./no/such"), "there is no program './no/such'"),
+        (entry(args="-V"), "args must be a list of texts"),
+        (entry(env=["A=1"]), "env must be an object"),
+        (entry(envFile=".env"), "envFile is not supported; write the variables under env"),
+        (entry(tfactory={"isolaton": "session"}), "no option 'isolaton'; did you mean 'isolation'?"),
+        (entry(tfactory={"isolation": "alone"}), 'must be "shared", "session" or "process", not \'alone\''),
+        (entry(tfactory={"instances": 0}), "tfactory.instances must be a whole number of 1 or more"),
+        (entry(tfactory={"timeout": True}), "tfactory.timeout must be a number over 0"),
+        (entry(tfactory={"error_text": "("}), "must be a regular expression"),
+        (entry(tfactory={"stateful": True}), "cannot be stateful"),
+        (
+            {"mcpServers": {"one": {"url": "http://h", "tfactory": {"isolation": "process"}}}},
+            "not ours to start",
+        ),
+        ({"name": 3, "mcp_server": "http://h"}, 'needs a "name"'),
+        ({"name": "x", "mcp_server": 3}, "must be a URL, a command or an object"),
+        ({"name": "x", "mcp_server": "http://h", "parameter": {}}, "did you mean 'parameters'?"),
+        ("code_interpreter", "qwen_agent"),
+        (3, "found int"),
+    ],
+)
+def test_a_wrong_config_is_told_with_file_and_remedy(data: Any, told: str) -> None:
+    text = wrong(data)
+    assert told in text and text.startswith("mcp.json")
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"nowhere.json: there is no such file"):
+        read_config(tmp_path / "nowhere.json")
+    path = tmp_path / "mcp.json"
+    path.write_text('{\n  "mcpServers": {"one": {"command" "x"}}\n}')
+    with pytest.raises(ValueError, match=r"mcp.json, line 2, column 36: is not JSON"):
+        read_config(path)
+    path.write_text("{\n// mine\n}")
+    with pytest.raises(ValueError, match="JSON has no comments"):
+        read_config(path)
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ValueError, match="not UTF-8"):
+        read_config(path)
+    with pytest.raises(ValueError, match="cannot be read"):
+        read_config(tmp_path)
+
+
+def test_secrets_are_in_no_repr_and_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOKEN_OF_MINE", "sesame-1234")
+    remote = {
+        "url": "https://user:hunter22@h/mcp?key=${TOKEN_OF_MINE}",
+        "headers": {"Authorization": "Bearer abcdefgh"},
+    }
+    found = servers({"mcpServers": {"one": remote, "two": ECHO | {"env": {"API_KEY": "qwertyuiop"}}}})
+    shown = repr(found) + found["one"].target + found["two"].target
+    assert not [secret for secret in ("sesame", "hunter22", "abcdefgh", "qwertyuiop") if secret in shown]
+    assert found["one"].hide("x sesame-1234 y") == "x *** y"
+    assert set(found["one"].secrets) == {"Bearer abcdefgh", "sesame-1234", "abcdefgh", "hunter22"}
+    assert found["two"].secrets == ["qwertyuiop"]
+    hidden = {
+        "DB_PASS": "one-one-one",
+        "AUTH": "two-two-two",
+        "SENTRY_DSN": "three-three",
+        "PWD_X": "four-four",
+    }
+    links = {"A": "pg://me:five%40five@h/x", "B": "https://h/x?token=six-six-six&page=long-enough"}
+    plain = {"AUTHOR_NAME": "Jane Doe Jr.", "PLACE": "/some/folder", "SITE": "https://example.org/a"}
+    (shy,) = servers(entry(env=hidden | links | plain, args=["pg://me:seven-seven@h/x"])).values()
+    inside = {"five%40five", "five@five", "six-six-six", "seven-seven"}
+    assert set(shy.secrets) == {*hidden.values(), *inside}
+    given = ECHO | {"env": {"API_KEY": "qwertyuiop"}, "headers": {"X": "Bearer abcdefgh"}, "cwd": "nowhere"}
+    assert "qwertyuiop" not in wrong({"mcpServers": {"one": given}})
+
+
+def test_another_launch_is_another_server_whatever_its_name(tmp_path: Path) -> None:
+    def launch(**changes: Any) -> str:
+        return servers(entry(**changes))["one"].launch
+
+    def remote(**changes: Any) -> str:
+        return servers({"mcpServers": {"x": {"url": "http://h/mcp"} | changes}})["x"].launch
+
+    assert launch() == servers({"mcpServers": {"other": ECHO}})["other"].launch == launch(tfactory={"max": 3})
+    others = [launch(args=["-VV"]), launch(args=["-V", "-V"]), launch(cwd=str(tmp_path))]
+    others += [launch(env={"A": "1"}), launch(env={"A": "2"}), launch(env={"B": "1"})]
+    others += [launch(tfactory={"error_text": "x"}), remote(), remote(headers={"K": "v"})]
+    others += [remote(url="http://h/b"), remote(type="sse")]
+    assert len({launch(), *others}) == 1 + len(others)

@@ -1,0 +1,533 @@
+"""Record and replay: the same run again, with no tool called."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.kits.rollout import Echo, call_text, rollout
+from tests.kits.run import Quiet, assert_same_run, rows, small
+from TrainingFactory.protocols import Episode
+from TrainingFactory.services.runs.folder import RunFolder
+from TrainingFactory.services.training.loop import Objects, Training, TrainingReport
+from TrainingFactory.tools import tool
+from TrainingFactory.tools.cache.cache import ToolCache
+from TrainingFactory.tools.recording import (
+    CALLS,
+    EpisodeKey,
+    NotRecorded,
+    Recording,
+    Tape,
+    load_specs,
+    save_specs,
+)
+from TrainingFactory.tools.runtime import Place, ToolRuntime
+from TrainingFactory.types import Message, Reward, Step, Task, ToolCall, ToolFailure, ToolResult, ToolSpec
+
+KEY = EpisodeKey(3, "a", 1)
+
+
+def place(batch: int = 0, index: int = 0, key: EpisodeKey = KEY) -> Place:
+    return Place(key, batch, index)
+
+
+def recorded(folder: Path, *calls: tuple[Place, ToolCall, ToolResult | ToolFailure]) -> Path:
+    tape = Tape()
+    save_specs(folder, [ToolSpec("sql")])
+    tape.record_to(folder)
+    for entry in calls:
+        tape.record(*entry)
+    tape.commit()
+    return folder
+
+
+def test_results_come_back_as_they_were(tmp_path: Path) -> None:
+    image = {"type": "image", "data": "x"}
+    whole = ToolResult(
+        "naïve \ud800 語", ok=False, error="exception", cached=True, seconds=0.25, attachments=[image]
+    )
+    entries: list[tuple[Place, ToolCall, ToolResult]] = [
+        (place(0, 1), ToolCall("sql", {"b": 1, "a": [None, 2.5]}), whole),
+        (place(0, 0), ToolCall("sql", {}), ToolResult("")),
+        (place(0, 0, EpisodeKey("eval-3", "a", 1)), ToolCall("sql", {}), ToolResult("evaluated")),
+    ]
+    tape = Tape(recorded(tmp_path, *entries))
+    for where, call, result in entries:
+        assert tape.replay(where, call) == result
+    # the order of arguments says nothing
+    assert tape.replay(place(0, 1), ToolCall("sql", {"a": [None, 2.5], "b": 1}, "another id")) == whole
+    tape.close()
+
+
+def test_failures_are_raised_again(tmp_path: Path) -> None:
+    tape = Tape(recorded(tmp_path, (place(), ToolCall("sql"), ToolFailure("the server is gone"))))
+    with pytest.raises(ToolFailure, match=r"^the server is gone$"):
+        tape.replay(place(), ToolCall("sql"))
+    tape.check()  # that is no departure from the recording
+
+
+@pytest.mark.parametrize(
+    ("where", "call", "says"),
+    [
+        (place(2, 1), ToolCall("sql", {"q": 1}), "turn 2, call 1: .* no such call was recorded"),
+        (place(), ToolCall("sql", {"q": 2}), 'sql {"q": 2}, but what was recorded there is sql {"q": 1}'),
+        (place(), ToolCall("python", {"q": 1}), 'python {"q": 1}, but .* is sql {"q": 1}'),
+        (place(key=EpisodeKey(3, "a", 0)), ToolCall("sql", {"q": 1}), "member 0"),
+        (place(key=EpisodeKey(3, "b", 1)), ToolCall("sql", {"q": 1}), "task b"),
+        (place(key=EpisodeKey("eval-3", "a", 1)), ToolCall("sql", {"q": 1}), "step eval-3"),
+    ],
+)
+def test_a_call_that_was_never_recorded(tmp_path: Path, where: Place, call: ToolCall, says: str) -> None:
+    tape = Tape(recorded(tmp_path, (place(), ToolCall("sql", {"q": 1}), ToolResult("x"))))
+    tape.check()
+    with pytest.raises(NotRecorded, match=says) as caught:
+        tape.replay(where, call)
+    assert str(tmp_path) in str(caught.value) and "sampling.deterministic=true" in str(caught.value)
+    with pytest.raises(ValueError, match=says):  # however the caller took it
+        tape.check()
+
+
+def test_equal_runs_have_equal_files(tmp_path: Path) -> None:
+    calls = [
+        (place(b, i, EpisodeKey(2, task, member)), ToolCall("sql", {"n": b}), ToolResult(f"{task}{b}{i}"))
+        for task in "ab" for member in range(3) for b in range(2) for i in range(2)
+    ]  # fmt: skip
+    texts = []
+    for seed in range(2):
+        random.Random(seed).shuffle(calls)
+        folder = tmp_path / str(seed)
+        folder.mkdir()
+        texts.append((recorded(folder, *calls) / CALLS).read_text())
+    assert texts[0] == texts[1] and texts[0].count("\n") == 24
+
+
+def test_what_is_not_committed_is_not_written(tmp_path: Path) -> None:
+    tape = Tape()
+    tape.record_to(tmp_path)
+    tape.record(place(), ToolCall("sql"), ToolResult("x"))
+    assert (tmp_path / CALLS).read_text() == ""
+
+
+def test_files_that_are_no_recording(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"has no recording of tool calls .*logging.record_tools=true"):
+        Tape(tmp_path)
+    recorded(tmp_path, (place(), ToolCall("sql"), ToolResult("x")))
+    path = tmp_path / CALLS
+    whole = path.read_text()
+    path.write_text(whole + whole[:20])  # half a line: the process was killed
+    assert Tape(tmp_path).replay(place(), ToolCall("sql")) == ToolResult("x")
+    path.write_text(whole + "{\n")
+    with pytest.raises(ValueError, match=r"tool_calls.jsonl:2 is not valid JSON"):
+        Recording(tmp_path)
+    path.write_text('{"step": 1}\n')
+    with pytest.raises(ValueError, match=r"tool_calls.jsonl:1 is not a recorded call"):
+        Recording(tmp_path)
+    (tmp_path / "tools.json").write_text('[{"nam": 1}]')
+    with pytest.raises(ValueError, match="is not the list of tools of a recording"):
+        load_specs(tmp_path)
+
+
+def test_a_step_that_was_done_again_counts_once(tmp_path: Path) -> None:
+    for text in ("first", "second"):
+        recorded(tmp_path, (place(), ToolCall("sql"), ToolResult(text)))
+    assert Tape(tmp_path).replay(place(), ToolCall("sql")) == ToolResult("second")
+
+
+# episodes
+
+
+touched: list[str] = []
+
+
+@tool
+async def slow(text: str) -> str:
+    """Answers by chance and after a random while, but "wait" after all others."""
+    touched.append(text)
+    await asyncio.sleep(0.1 if text == "wait" else random.random() * 0.02)
+    return f"{text} {random.random()}"
+
+
+class Busy(Echo):
+    """Two calls a turn, whose latencies differ every time."""
+
+    def __init__(self, task: Task) -> None:
+        super().__init__(task, [slow])
+
+
+def say(session: int, turn: int, prompt: str) -> str:
+    calls = [call_text("slow", text=f"{session}.{turn}.{n}") for n in range(2)]
+    return "\n".join(calls) if turn < 2 else prompt[-40:]  # the answer depends on what the tools said
+
+
+async def verified(episode: Episode) -> float:
+    first, second = await asyncio.gather(episode.call("slow", text="one"), episode.call("slow", text="two"))
+    return float(first.content.split()[1]) - float(second.content.split()[1])
+
+
+def play(tape: Tape | None, **options: Any) -> list[Any]:
+    groups = rollout(
+        Busy, options.pop("say", say), ("a", "b", "a"), group_size=3, reward=options.pop("reward", verified),
+        runtime=ToolRuntime(tape=tape), **options,
+    )  # fmt: skip
+    if tape is not None:
+        tape.commit()
+    return [(t.group, t.member, t.turns, t.reward, t.status) for group in groups for t in group]
+
+
+def test_replayed_episodes_are_the_same_and_call_nothing(tmp_path: Path) -> None:
+    save_specs(tmp_path, [])
+    tape = Tape()
+    tape.record_to(tmp_path)
+    first = play(tape)
+    assert len((tmp_path / CALLS).read_text().splitlines()) == 9 * (2 * 2 + 2)  # those of the reward too
+    touched.clear()
+    again = Tape(tmp_path)
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    again.record_to(copy)
+    assert play(again) == first
+    assert not touched
+    assert (copy / CALLS).read_text() == (tmp_path / CALLS).read_text()
+    assert play(None) != first and touched  # the comparison is not blind
+
+
+def test_leaving_the_recording_ends_all_episodes(tmp_path: Path) -> None:
+    save_specs(tmp_path, [])
+    tape = Tape()
+    tape.record_to(tmp_path)
+    play(tape)
+
+    def other(session: int, turn: int, prompt: str) -> str:
+        return say(session, turn, prompt).replace("4.1.1", "4.1.7")
+
+    with pytest.raises(ValueError, match=r"step 0, task b, member 1, turn 1, call 1.*4\.1\.7.*4\.1\.1"):
+        play(Tape(tmp_path), say=other)
+
+    async def swallows(episode: Episode) -> float:
+        try:
+            await episode.call("slow", text="three")
+        except Exception:
+            return 0.0
+        return 1.0
+
+    with pytest.raises(ValueError, match=r"member \d, reward, call \w+#0: the run calls slow .*three"):
+        play(Tape(tmp_path), reward=swallows)
+
+
+def both(folder: Path, environment: Any, say: Any, **options: Any) -> tuple[Any, Any]:
+    """The episode as it was recorded, and as it is replayed from that."""
+    save_specs(folder, [])
+    ended = []
+    for number in range(2):
+        tape = Tape(folder if number else None)
+        if not number:
+            tape.record_to(folder)
+        [[played]] = rollout(environment, say, runtime=ToolRuntime(tape=tape), **options)
+        tape.commit()
+        played.seconds = 0.0
+        ended.append(played)
+    return ended[0], ended[1]
+
+
+class Safe(Echo):
+    """The reward looks at what the tools have left on the environment."""
+
+    runs = 0
+
+    def __init__(self, task: Task) -> None:
+        super().__init__(task, [slow])
+        self.seen: list[str] = []
+
+    @tool
+    async def turn(self, by: int) -> str:
+        """A method that calls other tools, some of them at the same time."""
+        type(self).runs += 1
+        texts = [f"{by}", "wait"]
+        calls = (self.executor.batch_execute([ToolCall("slow", {"text": text})]) for text in texts)
+        self.seen += [result.content for [result] in await asyncio.gather(*calls)]
+        [heard] = await self.executor.batch_execute([ToolCall("echo", {"text": f"{by} heard"})])
+        return f"{len(self.seen)} {heard.content}"
+
+    @tool(timeout=0.05)
+    async def hang(self) -> str:
+        type(self).runs += 1
+        await asyncio.sleep(600)
+        return ""
+
+    async def reward(self, episode: Episode) -> float:  # type: ignore[override]
+        """Two chains of calls; how they mix depends on who is quicker."""
+
+        async def chain(*texts: str) -> list[str]:
+            return [(await episode.call("slow", text=text)).content for text in texts]
+
+        found = await asyncio.gather(chain("wait", "b", "b"), chain("c", "d", "e"))
+        numbers = [text.split()[1] for texts in (*found, self.seen) for text in texts]
+        return sum(float(number) for number in numbers)
+
+
+def test_state_on_the_environment_is_there_in_a_replay(tmp_path: Path) -> None:
+    def say(session: int, turn: int, prompt: str) -> str:
+        calls = [
+            call_text("turn", by=1) + "\n" + call_text("turn", by=2),
+            call_text("hang"),
+            call_text("turn", by=1),
+        ]
+        return calls[turn] if turn < 3 else prompt[-40:]
+
+    Safe.runs = 0
+    touched.clear()
+    first, again = both(tmp_path, Safe, say)
+    assert first.reward is not None and len(touched) == 6 + 6  # in the replay none
+    assert again == first
+    assert Safe.runs == 4 + 3  # what has hung is not waited for again
+
+
+@pytest.mark.parametrize(("adds", "total"), [([1, 2], 3.0), ([1], 0.0)])
+def test_a_method_that_the_cache_answered_is_run_when_it_was_run(
+    tmp_path: Path, adds: list[int], total: float
+) -> None:
+    class Adder(Echo):
+        total = 0
+
+        @tool(stateful=True)
+        def add(self, by: int) -> str:
+            self.total += by
+            return str(self.total)
+
+        def reward(self, episode: Episode) -> float:
+            return float(self.total)
+
+    def say(session: int, turn: int, prompt: str) -> str:
+        return call_text("add", by=adds[turn]) if turn < len(adds) else "ok"
+
+    save_specs(tmp_path, [])
+    tape, cache = Tape(), ToolCache(tmp_path / "cache.sqlite")
+    tape.record_to(tmp_path)
+    rollout(Adder, lambda _, turn, prompt: call_text("add", by=1) if turn < 1 else "ok",
+            runtime=ToolRuntime(cache=cache))  # fmt: skip
+    [[first]] = rollout(Adder, say, runtime=ToolRuntime(cache=cache, tape=tape))
+    tape.commit()
+    cache.close()
+    [[again]] = rollout(Adder, say, runtime=ToolRuntime(tape=Tape(tmp_path)))
+    assert first.turns[0].tool_results[0].cached
+    assert first.turns == again.turns and first.reward == again.reward == Reward(total)
+
+
+def test_a_method_that_answers_differently_in_a_replay(tmp_path: Path) -> None:
+    class Chance(Echo):
+        @tool
+        def throw(self) -> str:
+            return str(random.random())
+
+        @tool(pure=True)
+        def look(self) -> str:
+            return str(random.random())
+
+    first, again = both(tmp_path, Chance, lambda _, turn, prompt: call_text("look") if turn < 1 else "ok")
+    assert first == again  # a pure one leaves nothing behind, and is not run
+    with pytest.raises(
+        ValueError, match=r"turn 0, call 0: the run calls throw .*now answers '0\..*recorded is '0\."
+    ):
+        both(tmp_path, Chance, lambda _, turn, prompt: call_text("throw") if turn < 1 else "ok")
+
+
+def test_an_episode_that_was_broken_off_in_a_call(tmp_path: Path) -> None:
+    """It is broken off again in the replay, though no tool is slow there."""
+
+    class Hangs(Echo):
+        @tool(timeout=600)
+        async def hang(self) -> str:
+            await asyncio.sleep(600)
+            return ""
+
+    first, again = both(tmp_path, Hangs, lambda *_: call_text("hang"), episode_timeout=2)
+    assert again == first and len(first.turns) == 1
+    assert (first.status, first.error) == ("error", "the episode took longer than 2 s")
+
+
+def test_a_call_that_a_reward_gave_up(tmp_path: Path) -> None:
+    class Hangs(Echo):
+        @tool(timeout=600)
+        async def hang(self) -> str:
+            await asyncio.sleep(600)
+            return ""
+
+        async def reward(self, episode: Episode) -> float:  # type: ignore[override]
+            try:
+                return float((await asyncio.wait_for(episode.call("hang"), 0.2)).ok)
+            except TimeoutError:
+                return 0.5
+
+    first, again = both(tmp_path, Hangs, lambda *_: "ok")
+    assert again == first and first.reward == Reward(0.5)
+
+
+def test_threads_read_a_recording_at_the_same_time(tmp_path: Path) -> None:
+    count = 400
+    entries = [
+        (place(key=EpisodeKey(0, "a", n)), ToolCall("sql", {"n": n}), ToolResult(f"{n} " * 300))
+        for n in range(count)
+    ]
+    recording, wrong = Recording(recorded(tmp_path, *entries)), list[Any]()
+
+    def work(first: int) -> None:
+        for where, call, result in entries[first::8]:
+            try:
+                if recording.answer(where, call) != result:
+                    wrong.append(call)
+            except Exception as error:
+                wrong.append(error)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    recording.close()
+    assert not wrong
+
+
+# runs
+
+
+class Remote:
+    """A source whose tool answers after a random while with a random number. Dead, it must not be touched."""
+
+    def __init__(self, dead: bool = False) -> None:
+        self.dead = dead
+        self.opened = self.closed = 0
+
+    def session(self) -> Remote.Session:
+        assert not self.dead, "a replay opens no session"
+        self.opened += 1
+        return Remote.Session(self)
+
+    def close(self) -> None:
+        self.closed += 1
+
+    class Session:
+        def __init__(self, remote: Remote) -> None:
+            @tool
+            async def draw(number: int) -> str:
+                """A number."""
+                await asyncio.sleep(random.random() * 0.01)
+                return str(random.randrange(1000))
+
+            self.tools = [draw]
+            self._remote = remote
+
+        async def close(self) -> None:
+            self._remote.opened -= 1
+
+
+class Lottery(Echo):
+    """Whatever the model says, it draws twice, and the model reads the number."""
+
+    def __init__(self, task: Task, tools: Any = ()) -> None:
+        super().__init__(task, tools)
+        self.drawn = 0
+
+    async def step(self, message: Message) -> Step:
+        self.drawn += 1
+        if self.drawn > 2:
+            return Step(done=True)
+        calls = [ToolCall("draw", {"number": self.drawn}, "call")] * 2
+        return await super().step(Message("assistant", tool_calls=calls))
+
+    @classmethod
+    def tasks(cls, split: str, seed: int, count: int) -> list[Task]:
+        return [Task(f"{split}-{n}", f"Draw {n}.") for n in range(min(count, 3))]
+
+    async def reward(self, episode: Episode) -> float:  # type: ignore[override]
+        drawn = await episode.call("draw", number=0)
+        return float(int(drawn.content) + sum(episode.trajectory.turns[-1].completion.token_ids)) % 7
+
+
+def lottery(
+    folder: Path, name: str, remote: Remote, replay: str | None = None, **sections: Any
+) -> TrainingReport:
+    config = small(
+        folder, training={"max_steps": 2, "eval_every": 1} | sections.pop("training", {}),
+        data={"heldout_count": 2}, **sections,
+    )  # fmt: skip
+    objects = Objects(environment=Lottery, tools=[remote])
+    return Training(config, name=name, objects=objects, watcher=Quiet(), replay=replay).train()
+
+
+def test_a_replayed_run_has_the_same_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    no_turn_is_cut(monkeypatch)
+    lottery(tmp_path, "a", Remote())
+    calls = rows(tmp_path / "a" / CALLS)
+    assert {call["step"] for call in calls} == {0, 1, "eval-0", "eval-1", "eval-2"}
+    assert {call["tool"] for call in calls} == {"draw"}
+    lottery(tmp_path, "again", Remote(dead=True), replay="a")
+    assert_same_run(tmp_path / "a", tmp_path / "again")
+    assert (tmp_path / "a" / CALLS).read_bytes() == (tmp_path / "again" / CALLS).read_bytes()
+    assert RunFolder(tmp_path / "again").about["replay"] == str(tmp_path / "a")
+    lottery(tmp_path, "other", Remote())
+    with pytest.raises(AssertionError):
+        assert_same_run(tmp_path / "a", tmp_path / "other")
+
+
+def test_a_replay_that_leaves_its_recording_says_where(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    no_turn_is_cut(monkeypatch)
+    lottery(tmp_path, "a", Remote(), training={"eval_every": None})
+    with pytest.raises(
+        ValueError, match=r"replay of .*a: step 2, task .*, member \d, turn 0, call \d: .* draw"
+    ):
+        lottery(tmp_path, "longer", Remote(dead=True), "a", training={"max_steps": 3, "eval_every": None})
+    run = RunFolder(tmp_path / "longer")
+    assert run.state == "failed" and "no such call was recorded" in str(run.status.reason)
+    assert len(run.metrics()) == 2  # up to there it was the same run
+
+
+def test_a_run_that_was_stopped_records_every_call_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    no_turn_is_cut(monkeypatch)
+    config = small(tmp_path, training={"max_steps": 4})
+    objects = Objects(environment=Lottery, tools=[Remote()])
+    with pytest.raises(RuntimeError, match="broken off"):
+        Training(config, name="a", objects=objects, watcher=Quiet(fail_at=3)).train()
+    before = (tmp_path / "a" / CALLS).read_bytes()
+    run = RunFolder(tmp_path / "a")
+    Training(run.config, run=run, objects=objects, watcher=Quiet()).train()
+    after = (tmp_path / "a" / CALLS).read_bytes()
+    calls = rows(tmp_path / "a" / CALLS)
+    keys = [tuple(call[name] for name in ("step", "task", "member", "batch", "call")) for call in calls]
+    assert len(set(keys)) == len(keys) and {key[0] for key in keys} == {0, 1, 2, 3}
+    # two steps were in the checkpoint; the third was made again, with other numbers
+    assert before[:100] == after[:100] and before != after[: len(before)]
+    Training(config, name="b", objects=Objects(environment=Lottery), watcher=Quiet(), replay=run.path).train()
+    assert_same_run(run.path, tmp_path / "b")
+
+
+def test_recording_can_be_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    no_turn_is_cut(monkeypatch)
+    remote = Remote()
+    lottery(tmp_path, "a", remote, logging={"record_tools": False})
+    assert not (tmp_path / "a" / CALLS).exists()
+    assert remote.opened == 0 and remote.closed == 0  # every session was closed; the source is the caller's
+    with pytest.raises(ValueError, match=r"run a has no recording of its tool calls .*record_tools=false"):
+        lottery(tmp_path, "b", Remote(), "a")
+    with pytest.raises(ValueError, match=r"there is no recording 'nothing' to replay; .*: none"):
+        lottery(tmp_path, "b", Remote(), "nothing")
+    assert not (tmp_path / "b").exists()
+
+
+def no_turn_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any token may end a turn: an untrained model hardly ever samples the right one."""
+    from TrainingFactory.models import chat_format
+    from TrainingFactory.services.build import assemble
+
+    def make_chat(config: Any, loaded: Any, day: Any = None) -> Any:
+        return chat_format(loaded.tokenizer, stop_ids=range(len(loaded.tokenizer)))
+
+    monkeypatch.setattr(assemble, "make_chat", make_chat)

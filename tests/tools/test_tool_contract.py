@@ -1,0 +1,572 @@
+"""What holds for every call: order, limits, time, further attempts, circuits, the tape."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import random
+import threading
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.kits.tools import execute, one
+from TrainingFactory.tools import AsyncToolExecutor, tool
+from TrainingFactory.tools import runtime as runtime_module
+from TrainingFactory.tools.limits import CircuitBreaker, Gate, Limits
+from TrainingFactory.tools.options import ToolOptions
+from TrainingFactory.tools.runtime import Place, ToolRuntime
+from TrainingFactory.types import ToolCall, ToolFailure, ToolResult, ToolSpec
+
+
+class Scripted:
+    """A tool that answers what the script says, one entry per call; an exception is raised."""
+
+    def __init__(self, script: list[Any], name: str = "scripted", **options: Any) -> None:
+        self.spec = ToolSpec(name)
+        self.options = ToolOptions(**options)
+        self.script = script
+        self.calls = 0
+
+    async def run(self, arguments: dict[str, Any]) -> ToolResult:
+        self.calls += 1
+        answer = self.script[min(self.calls, len(self.script)) - 1]
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer if isinstance(answer, ToolResult) else ToolResult(str(answer))
+
+
+class NoSuchCity(Exception): ...
+
+
+class TransportError(Exception):
+    """As in httpx."""
+
+
+class ReadError(TransportError): ...
+
+
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtime_module, "FIRST_PAUSE", 0.001)
+
+
+def attached(tools: list[Any], runtime: ToolRuntime, key: str = "0/a/0", **options: Any) -> AsyncToolExecutor:
+    executor = AsyncToolExecutor(tools, **options)
+    executor.attach(runtime, key)
+    return executor
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.sampled_from(["free", "ordered", "gone", "bad"])), max_size=12)
+)
+def test_results_have_the_order_and_the_ids_of_their_calls(plan: list[tuple[int, str]]):
+    made: list[int] = []
+
+    @tool
+    async def free(number: int, rounds: int) -> str:
+        for _ in range(rounds):
+            await asyncio.sleep(0)
+        return str(number)
+
+    @tool(ordered=True)
+    async def ordered(number: int, rounds: int) -> str:
+        for _ in range(rounds):
+            await asyncio.sleep(0)
+        made.append(number)
+        return str(number)
+
+    calls = [
+        ToolCall(
+            "free" if kind == "bad" else kind,
+            {"number": "x" if kind == "bad" else number, "rounds": rounds},
+            id=f"call_{number}",
+        )
+        for number, (rounds, kind) in enumerate(plan)
+    ]
+    results = execute([free, ordered], *calls)
+    assert [result.id for result in results] == [call.id for call in calls]
+    for number, ((_, kind), result) in enumerate(zip(plan, results, strict=True)):
+        if kind in ("free", "ordered"):
+            assert result.ok and result.content == str(number)
+        else:
+            assert result.error == {"gone": "unknown", "bad": "schema"}[kind]
+    assert made == [number for number, (_, kind) in enumerate(plan) if kind == "ordered"]
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    limit=st.integers(1, 4),
+    visits=st.lists(st.tuples(st.integers(0, 3), st.booleans()), min_size=1, max_size=15),
+    loops=st.integers(1, 2),
+)
+def test_a_gate_never_lets_in_too_many_and_loses_no_place(
+    limit: int, visits: list[tuple[int, bool]], loops: int
+):
+    """Some visitors are cancelled while they wait or while they are inside; and the gate outlives event loops."""
+    gate = Gate(limit)
+    inside, most = 0, 0
+
+    async def visit(rounds: int) -> None:
+        nonlocal inside, most
+        async with gate:
+            inside += 1
+            most = max(most, inside)
+            try:
+                for _ in range(rounds):
+                    await asyncio.sleep(0)
+            finally:
+                inside -= 1
+
+    async def main() -> None:
+        tasks = [asyncio.create_task(visit(rounds)) for rounds, _ in visits]
+        for number, (rounds, cancelled) in enumerate(visits):
+            if cancelled:
+                for _ in range(rounds):
+                    await asyncio.sleep(0)
+                tasks[number].cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    for _ in range(loops):
+        asyncio.run(main())
+    assert most <= limit and inside == 0 and gate.free == limit
+
+
+@pytest.mark.parametrize("cancelled_first", [False, True])
+def test_a_place_that_is_given_to_a_cancelled_visitor_goes_on_to_the_next(cancelled_first: bool):
+    gate = Gate(1)
+
+    async def main() -> None:
+        await gate.acquire()
+        first, second = asyncio.create_task(gate.acquire()), asyncio.create_task(gate.acquire())
+        await asyncio.sleep(0)
+        if cancelled_first:
+            first.cancel()
+        gate.release()
+        first.cancel()  # it has the place, but has not run since
+        await asyncio.wait_for(second, 10)
+        assert first.cancelled() and gate.free == 0
+
+    asyncio.run(main())
+
+
+def test_a_gate_is_fair_and_works_between_threads():
+    gate, order = Gate(1), []
+
+    async def visit(number: int) -> None:
+        async with gate:
+            order.append(number)
+            await asyncio.sleep(0)
+
+    async def many() -> None:
+        await asyncio.gather(*(visit(number) for number in range(20)))
+
+    asyncio.run(many())
+    assert order == list(range(20))
+    threads = [threading.Thread(target=lambda: asyncio.run(many())) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert len(order) == 100 and gate.free == 1
+
+
+def test_a_loop_that_is_dropped_takes_no_place_with_it():
+    gate = Gate(1)
+
+    async def wait() -> None:
+        async with gate:
+            pass
+
+    loop = asyncio.new_event_loop()
+    loop.run_until_complete(gate.acquire())
+    task = loop.create_task(wait())
+    loop.run_until_complete(asyncio.sleep(0))
+    loop.close()
+    gate.release()
+    task._log_destroy_pending = False  # type: ignore[attr-defined]
+    del task
+    gc.collect()
+    assert gate.free == 1
+
+
+def test_a_limit_holds_over_all_episodes_and_batches():
+    inside, most = 0, 0
+
+    @tool(concurrency=2)
+    async def search() -> str:
+        nonlocal inside, most
+        inside += 1
+        most = max(most, inside)
+        await asyncio.sleep(0.005)
+        inside -= 1
+        return ""
+
+    runtime = ToolRuntime()
+
+    async def episodes() -> list[list[ToolResult]]:
+        executors = [attached([search], runtime, f"0/a/{member}") for member in range(4)]
+        return await asyncio.gather(*(each.batch_execute([ToolCall("search")] * 3) for each in executors))
+
+    for _ in range(2):  # each in an event loop of its own
+        results = asyncio.run(episodes())
+        assert all(result.ok for batch in results for result in batch)
+    assert most == 2
+    assert runtime.snapshot()["tools/search/waited"] > 0
+
+
+def test_a_rate_spaces_calls_and_who_gives_up_uses_no_slot():
+    starts: list[float] = []
+
+    async def main() -> None:
+        limits = Limits(None, 10.0)
+        starts.append(time.monotonic())
+        waiting = [asyncio.create_task(limits.acquire()) for _ in range(1000)]
+        await asyncio.sleep(0)
+        for task in waiting[1:]:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+        for _ in range(4):
+            await limits.acquire()
+            starts.append(time.monotonic())
+
+    asyncio.run(asyncio.wait_for(main(), 60))  # the slots of those who left would take 100 s
+    assert all(start >= starts[0] + 0.099 * number for number, start in enumerate(starts))
+
+
+@pytest.mark.parametrize("has_an_end", [False, True])
+def test_waiting_at_a_limit_is_no_time_out_but_has_an_end(has_an_end: bool):
+    async def main() -> ToolResult:
+        inside, release = asyncio.Event(), asyncio.Event()
+
+        async def slow() -> str:
+            inside.set()
+            await release.wait()
+            return "done"
+
+        runtime = ToolRuntime(deadline=0.2 if has_an_end else 240)
+        holder, waiter = (
+            attached([tool(concurrency=1, timeout=timeout)(slow)], runtime) for timeout in (600, 0.1)
+        )
+        held = asyncio.create_task(holder.batch_execute([ToolCall("slow")]))
+        await inside.wait()
+        waiting = asyncio.create_task(waiter.batch_execute([ToolCall("slow")]))
+        if has_an_end:
+            await waiting
+        else:
+            await asyncio.sleep(0.2)  # longer than its time-out
+        release.set()
+        assert (await held)[0].content == "done"
+        return (await waiting)[0]
+
+    result = asyncio.run(main())
+    if has_an_end:
+        assert result.error == "unavailable" and "in use by others" in result.content
+    else:
+        assert result.content == "done"
+
+
+def test_an_attempt_that_is_not_made_hides_nothing(monkeypatch: pytest.MonkeyPatch):
+    """Time runs out between two attempts: the result is that of the first."""
+    ahead = 0.0
+    monkeypatch.setattr(runtime_module, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + ahead))
+    runtime = ToolRuntime()
+
+    def retried(name: str) -> None:
+        nonlocal ahead
+        ahead = 1e6
+
+    monkeypatch.setattr(runtime.metrics, "retried", retried)
+    scripted = Scripted([ConnectionError("by peer"), "fine"], pure=True)
+    [result] = asyncio.run(attached([scripted], runtime).batch_execute([ToolCall("scripted")]))
+    assert scripted.calls == 1 and result.error == "exception" and "by peer" in result.content
+
+
+@pytest.mark.parametrize(
+    ("script", "options", "calls", "ok"),
+    [
+        ([ConnectionError("x"), "fine"], {"idempotent": True}, 2, True),
+        ([ConnectionError("x"), OSError("y"), "fine"], {"pure": True}, 3, True),
+        ([ConnectionError("x")], {"pure": True}, 3, False),
+        ([ConnectionError("x")], {"pure": True, "retries": 0}, 1, False),
+        ([ConnectionError("x"), "fine"], {}, 1, False),
+        ([ConnectionError("x"), "fine"], {"stateful": True}, 1, False),
+        ([ToolResult("down", ok=False, error="unavailable"), "fine"], {"pure": True}, 2, True),
+        ([ToolResult("no such city", ok=False, error="failed"), "fine"], {"pure": True}, 1, False),
+        ([ValueError("bad city"), "fine"], {"pure": True}, 1, False),
+        ([NoSuchCity("bad city"), "fine"], {"pure": True}, 1, False),
+        ([FileNotFoundError("bad path"), "fine"], {"pure": True}, 1, False),
+        ([ReadError("lost"), "fine"], {"pure": True}, 2, True),
+        ([ExceptionGroup("x", [EOFError()]), "fine"], {"pure": True}, 2, True),
+        ([ExceptionGroup("x", [NoSuchCity()]), "fine"], {"pure": True}, 1, False),
+        ([ToolResult("wrong", ok=False, error="schema"), "fine"], {"pure": True}, 1, False),
+    ],
+)
+def test_only_repeatable_tools_are_tried_again_and_only_where_it_can_help(
+    script: list[Any], options: dict[str, Any], calls: int, ok: bool
+):
+    scripted, runtime = Scripted(script, **options), ToolRuntime()
+    [result] = asyncio.run(attached([scripted], runtime).batch_execute([ToolCall("scripted")]))
+    assert (scripted.calls, result.ok) == (calls, ok)
+    figures = runtime.snapshot()
+    assert figures["tools/scripted/retries"] == figures["tools/retries"] == calls - 1
+    assert figures["tools/calls"] == 1
+
+
+def test_a_time_out_is_tried_again():
+    @tool(timeout=0.05, pure=True, retries=3)
+    async def hung() -> str:
+        await asyncio.sleep(600)
+        return ""
+
+    runtime = ToolRuntime()
+    [result] = asyncio.run(attached([hung], runtime).batch_execute([ToolCall("hung")]))
+    assert result.error == "timeout" and runtime.snapshot()["tools/retries"] == 3
+
+
+def test_pauses_leave_the_seeded_random_numbers_alone():
+    random.seed(7)
+    before = random.getstate()
+    one(Scripted([OSError()], pure=True))
+    assert random.getstate() == before
+
+
+def test_a_breaker():
+    now = 0.0
+    breaker = CircuitBreaker(failures=3, pause=1.0, longest=3.0, clock=lambda: now)
+
+    def call(answered: bool | None) -> bool:
+        begun = breaker.allow()
+        if begun is not None:
+            breaker.ended(begun, answered)
+        return begun is not None
+
+    assert call(False) and call(False) and call(True) and call(False) and call(False)
+    assert not breaker.is_open  # never three in a row
+    assert call(False) and breaker.is_open and not call(True)
+    now = 1.0
+    probe = breaker.allow()
+    assert probe is not None and breaker.allow() is None  # one probe at a time
+    breaker.ended(probe, None)  # the probe was broken off: that says nothing
+    assert call(False) and not call(True)  # a failed probe: twice as long
+    now = 2.5
+    assert not call(True)
+    now = 3.0
+    assert call(False)
+    now = 5.9
+    assert not call(True)
+    now = 6.1  # never longer than 3
+    assert call(True) and not breaker.is_open and call(True)
+    assert call(False) and call(False) and not breaker.is_open
+
+
+def test_calls_that_fail_together_count_as_one_failure():
+    breaker = CircuitBreaker(failures=2, clock=lambda: 0.0)
+    together = [breaker.allow() for _ in range(64)]
+    for begun in together:
+        assert begun is not None
+        breaker.ended(begun, False)
+    assert not breaker.is_open
+    begun = breaker.allow()
+    assert begun is not None
+    breaker.ended(begun, False)
+    assert breaker.is_open
+
+
+def test_a_server_that_is_down_is_left_alone_for_a_while():
+    down = ToolResult("gone", ok=False, error="unavailable")
+    first = Scripted([ConnectionError("refused"), down], "first", server="shop")
+    second = Scripted(["fine"], "second", server="shop")
+    other = Scripted(["fine"], "other", server="bank")
+    runtime = ToolRuntime()
+    executor = attached([first, second, other], runtime)
+
+    async def main() -> None:
+        for _ in range(3):
+            await executor.batch_execute([ToolCall("first")])
+        turned_away, elsewhere = await executor.batch_execute([ToolCall("second"), ToolCall("other")])
+        assert turned_away.error == "unavailable" and "not available at the moment" in turned_away.content
+        assert second.calls == 0 and elsewhere.ok
+        breaker = runtime.breaker("shop")
+        assert breaker is not None
+        breaker._until = 0.0  # the pause is over
+        assert (await executor.batch_execute([ToolCall("second")]))[0].ok
+        assert (await executor.batch_execute([ToolCall("second")]))[0].ok
+
+    asyncio.run(main())
+    assert runtime.snapshot()["tools/unavailable"] == 3
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [ToolResult("no such shop", ok=False, error="failed"), ValueError("no shop"), NoSuchCity("no shop")],
+)
+def test_a_server_that_answers_with_errors_is_not_down(answer: Any):
+    scripted = Scripted([answer], server="shop")
+    executor = attached([scripted], ToolRuntime())
+
+    async def main() -> None:
+        for _ in range(10):  # one after another: those that fail together count as one
+            await executor.batch_execute([ToolCall("scripted")])
+
+    asyncio.run(main())
+    assert scripted.calls == 10
+
+
+def test_tool_failure_and_cancelling_leave_nothing_behind():
+    let_in = 0
+
+    @tool(concurrency=1)
+    async def gone(fails: bool) -> str:
+        nonlocal let_in
+        let_in += 1
+        if fails:
+            raise ToolFailure("the sandbox died")
+        await asyncio.sleep(30)
+        return ""
+
+    runtime = ToolRuntime()
+
+    async def main() -> None:
+        with pytest.raises(ToolFailure, match="sandbox"):
+            await attached([gone], runtime).batch_execute([ToolCall("gone", {"fails": True})] * 2)
+        batch = asyncio.create_task(
+            attached([gone], runtime).batch_execute([ToolCall("gone", {"fails": False})] * 3)
+        )
+        while let_in < 3:
+            await asyncio.sleep(0)
+        batch.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await batch
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    asyncio.run(main())
+    assert [limits._gate.free for limits in runtime._limits.values() if limits._gate] == [1]
+
+
+def test_a_tool_may_call_other_tools_of_its_group():
+    class Kitchen:
+        executor: AsyncToolExecutor
+
+        @tool
+        async def cook(self) -> str:
+            [result] = await self.executor.batch_execute([ToolCall("heat")])
+            return result.content
+
+        @tool
+        def heat(self) -> str:
+            return "hot"
+
+    kitchen = Kitchen()
+    kitchen.executor = AsyncToolExecutor([kitchen.cook, kitchen.heat])
+    [result] = asyncio.run(kitchen.executor.batch_execute([ToolCall("cook")]))
+    assert result.content == "hot"
+
+
+class ListTape:
+    def __init__(self) -> None:
+        self.recorded: dict[Place, Any] = {}
+        self.replaying = False
+
+    def record(self, place: Place, call: ToolCall, result: Any) -> None:
+        self.recorded[place] = result
+
+    def compare(self, place: Place, call: ToolCall, recorded: ToolResult, made: Any) -> None:
+        raise AssertionError("nothing here belongs to an environment")
+
+    def check(self) -> None: ...
+
+    def replay(self, place: Place, call: ToolCall) -> ToolResult | None:
+        if not self.replaying:
+            return None
+        known = self.recorded[place]
+        if isinstance(known, ToolFailure):
+            raise known
+        return known
+
+
+def test_the_tape_has_every_call_under_its_place_and_can_answer_all_of_them():
+    ran: list[str] = []
+
+    @tool
+    async def echo(text: str, rounds: int = 0) -> str:
+        ran.append(text)
+        for _ in range(rounds):
+            await asyncio.sleep(0)
+        if text == "fail":
+            raise ToolFailure("gone")
+        return text * 50
+
+    batches = [
+        [ToolCall("echo", {"text": "a", "rounds": 9}), ToolCall("echo", {"text": "b"})],
+        [ToolCall("none"), ToolCall("", error="no JSON"), ToolCall("echo", {"word": "x"})],
+        [ToolCall("echo", {"text": "fail"})],
+    ]
+    tape = ListTape()
+
+    async def play() -> list[Any]:
+        executor = attached([echo], ToolRuntime(tape=tape), max_output_chars=20)
+        results: list[Any] = []
+        for batch in batches:
+            try:
+                results += await executor.batch_execute(batch)
+            except ToolFailure as failure:
+                results.append(str(failure))
+        return results
+
+    first = asyncio.run(play())
+    places = [("0/a/0", 0, 0), ("0/a/0", 0, 1), *(("0/a/0", 1, i) for i in range(3)), ("0/a/0", 2, 0)]
+    assert {(place.key, place.batch, place.index) for place in tape.recorded} == set(places)
+    assert "characters cut" in first[0].content  # recorded as the model saw it
+    assert [result.error for result in first[2:5]] == ["unknown", "malformed", "schema"]
+    ran.clear()
+    tape.replaying = True
+    assert asyncio.run(play()) == first and not ran
+
+
+def test_an_executor_that_cannot_be_made_closes_what_it_has_opened():
+    closed: list[str] = []
+
+    class Session:
+        tools = (Scripted(["a"]),)
+
+        async def close(self) -> None:
+            closed.append("session")
+
+    class Source:
+        def session(self) -> Session:
+            return Session()
+
+        def close(self) -> None: ...
+
+    with pytest.raises(ValueError, match="the same name: scripted"):
+        AsyncToolExecutor([Source(), Source()])
+    assert closed == ["session"] * 2
+
+    async def main() -> None:
+        with pytest.raises(ValueError, match="is no tool"):
+            AsyncToolExecutor([Source(), 3])
+        await asyncio.sleep(0.01)
+
+    asyncio.run(main())
+    assert closed == ["session"] * 3
+
+
+def test_a_function_is_taken_as_it_is():
+    def add(a: int, b: int) -> int:
+        """Add."""
+        return a + b
+
+    assert execute([add], ToolCall("add", {"a": 1, "b": 2}))[0].content == "3"
+
+
+def test_what_is_wrong_is_said():
+    with pytest.raises(ValueError, match="deadline"):
+        ToolRuntime(deadline=0)
+    with pytest.raises(ValueError, match="timeout"):
+        AsyncToolExecutor([], timeout=0)

@@ -1,0 +1,328 @@
+"""Schemas beyond the simple cases, options of @tool, and what else is accepted as a tool."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import json
+from typing import Annotated, Any, Literal, NotRequired, Optional
+
+import pytest
+from pydantic import BaseModel, Field
+from typing_extensions import TypedDict  # that of `typing` is too poor before Python 3.12
+
+from tests.kits.tools import one
+from TrainingFactory import catalog
+from TrainingFactory.protocols import ToolSource
+from TrainingFactory.tools import FunctionTool, ToolOptions, as_tool, tool
+from TrainingFactory.tools.builtin.making import make_tool
+from TrainingFactory.tools.custom_tools import SearchTool, SqlTool, calculator
+from TrainingFactory.tools.decorator import OptionNames
+from TrainingFactory.tools.schema import check_schema, validator_of
+from TrainingFactory.types import ToolResult, ToolSpec
+
+
+class Level(enum.IntEnum):
+    LOW = 1
+    HIGH = 2
+
+
+@dataclasses.dataclass
+class Place:
+    city: str
+    zip: int | None = None
+
+
+class Range(TypedDict):
+    low: int
+    high: NotRequired[int]
+
+
+class Node(BaseModel):
+    """A node of a tree."""
+
+    name: str
+    inside: Optional[Node] = None  # noqa: UP045 - the old spelling must work too
+    at: Place
+
+
+@tool
+def plan(
+    count: Annotated[int, Field(ge=1, le=9, description="how many")],
+    mode: Literal["fast", 3],
+    level: Level,
+    place: Place,
+    span: Range,
+    tree: Node,
+    weights: dict[str, float],
+    pairs: list[tuple[int, str]],
+    note: Optional[str] = None,  # noqa: UP045
+    names: Annotated[list[str], Field(max_length=2), "who"] = [],  # noqa: B006
+) -> str:
+    """Plan."""
+    return repr((count, mode, level, place, span, tree.inside, weights, pairs, note, names))
+
+
+GOOD: dict[str, Any] = {
+    "count": 2,
+    "mode": 3,
+    "level": 2,
+    "place": {"city": "Oslo"},
+    "span": {"low": 1},
+    "tree": {"name": "a", "at": {"city": "b"}, "inside": {"name": "c", "at": {"city": "d", "zip": 4}}},
+    "weights": {"x": 1.5},
+    "pairs": [[1, "a"]],
+}
+
+
+def test_every_kind_of_hint_has_its_schema():
+    schema = plan.spec.parameters
+    properties, parts = schema["properties"], schema["$defs"]
+    assert properties["count"] == {"type": "integer", "description": "how many", "minimum": 1, "maximum": 9}
+    assert properties["mode"] == {"enum": ["fast", 3]}
+    assert parts["Level"] == {"type": "integer", "enum": [1, 2]}
+    assert parts["Place"]["required"] == ["city"] and parts["Range"]["required"] == ["low"]
+    assert parts["Node"]["properties"]["inside"]["anyOf"] == [{"$ref": "#/$defs/Node"}, {"type": "null"}]
+    assert parts["Node"]["description"] == "A node of a tree."
+    assert properties["weights"] == {"type": "object", "additionalProperties": {"type": "number"}}
+    assert [item["type"] for item in properties["pairs"]["items"]["prefixItems"]] == ["integer", "string"]
+    assert properties["note"]["anyOf"] == [{"type": "string"}, {"type": "null"}]
+    assert properties["names"]["description"] == "who" and properties["names"]["maxItems"] == 2
+    assert schema["required"] == [name for name in properties if name not in ("note", "names")]
+    check_schema(plan.spec)
+
+
+def test_arguments_of_every_kind_arrive_in_their_types():
+    text = one(plan, GOOD).content
+    assert "<Level.HIGH: 2>" in text and "Place(city='Oslo', zip=None)" in text and "{'low': 1}" in text
+    assert "Node(name='c', inside=None, at=Place(city='d', zip=4))" in text and "[(1, 'a')]" in text
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"count": 10}, "`count`: 10 is greater than the maximum of 9"),
+        ({"mode": "slow"}, '`mode` must be one of "fast", 3'),
+        ({"level": 3}, "`level` must be one of 1, 2, not 3"),
+        ({"place": {}}, "place: 'city' is a required property"),
+        ({"tree": {"name": "a", "at": {"city": 5}}}, "`tree.at.city` must be string, not 5"),
+        ({"pairs": [[1, 2]]}, "`pairs.0.1` must be string, not 2"),
+        ({"weights": {"x": "y"}}, '`weights.x` must be number, not "y"'),
+    ],
+)
+def test_a_wrong_part_deep_inside_is_named(change: dict[str, Any], says: str):
+    result = one(plan, GOOD | change)
+    assert result.error == "schema" and says in result.content
+
+
+def test_docstrings_of_every_style():
+    def google(a: int, b: str = "x") -> None:
+        """Do it.
+
+        Args:
+            a (int): the first,
+                told in two lines
+            b: the second
+
+        Returns:
+            c: nothing
+        """
+
+    def numpy(a: int, b: str = "x") -> None:
+        """Do it.
+
+        Parameters
+        ----------
+        a : int
+            the first,
+            told in two lines
+        b : str, optional
+            the second
+
+        Returns
+        -------
+        c : None
+            nothing
+        """
+
+    def sphinx(a: int, b: str = "x") -> None:
+        """Do it.
+
+        :param int a: the first,
+            told in two lines
+        :param b: the second
+        :returns: nothing
+        """
+
+    for function in (google, numpy, sphinx):
+        spec = tool(function).spec
+        told = {name: entry["description"] for name, entry in spec.parameters["properties"].items()}
+        assert told == {"a": "the first, told in two lines", "b": "the second"}, function.__name__
+        assert spec.description == "Do it.", function.__name__
+
+
+def test_all_options_of_a_tool():
+    @tool(
+        timeout=5,
+        pure=True,
+        retries=4,
+        concurrency=3,
+        rate=2.5,
+        server="s",
+        version="7",
+        ordered=True,
+        idempotent=True,
+    )
+    def f() -> str:
+        return ""
+
+    assert f.options == ToolOptions(5, True, True, False, True, 4, 3, 2.5, "s", "7")
+    assert OptionNames.__annotations__.keys() == {field.name for field in dataclasses.fields(ToolOptions)}
+    assert calculator.options.pure
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"time_out": 3}, "no option 'time_out'; did you mean timeout"),
+        ({"retries": 3}, "must be marked pure or idempotent"),
+        ({"pure": True, "stateful": True}, "not both"),
+        ({"rate": 0}, "rate is over 0"),
+    ],
+)
+def test_wrong_options_are_refused(options: dict[str, Any], says: str):
+    with pytest.raises(ValueError, match=says):
+        tool(**options)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "says"),
+    [
+        ("text", "its parameters are 'text'"),
+        ({"type": "array"}, "have the type 'array'"),
+        ({"type": "object", "properties": {"a": {"type": "strng"}}}, "properties.a.type is no JSON schema"),
+        ({"type": "object", "properties": [1]}, "properties is no JSON schema"),
+        ({"type": "object", "required": "a"}, "required is no JSON schema"),
+        ({"type": "object", "properties": {"a": {"$ref": "#/$defs/B"}}}, "refer to #/\\$defs/B"),
+        (
+            {"type": "object", "properties": {"a": {"$ref": "http://host/x.json"}}},
+            "refer to http://host/x.json",
+        ),
+    ],
+)
+def test_a_schema_that_is_none_is_refused_by_name(parameters: Any, says: str):
+    with pytest.raises(ValueError, match=f"^file.json: tool lookup: .*{says}.*JSON schema of type object"):
+        check_schema(ToolSpec("lookup", "", parameters), "file.json")
+
+    class Hand:
+        spec = ToolSpec("lookup", "", parameters)
+
+        async def run(self, arguments: dict[str, Any]) -> ToolResult:
+            return ToolResult("")
+
+    with pytest.raises(ValueError, match="tool lookup"):
+        as_tool(Hand())
+
+
+def test_schemas_that_are_fine():
+    check_schema(ToolSpec("a", "", {}))
+    check_schema(ToolSpec("a", "", {"type": "object", "properties": {"$ref": {"type": "string"}}}))
+    old = {"$schema": "http://json-schema.org/draft-07/schema#", "type": "object"}
+    old |= {"properties": {"a": {"type": "array", "items": [{"type": "integer"}]}}, "definitions": {}}
+    check_schema(ToolSpec("a", "", old))
+    assert list(validator_of(old).iter_errors({"a": [1]})) == []
+    assert list(validator_of(old).iter_errors({"a": ["x"]})) != []
+
+
+class ImageLookup:
+    """As a user of qwen_agent writes it."""
+
+    name = "image_lookup"
+    description = "Looks an image up."
+    parameters = [  # noqa: RUF012 - that is how they are written
+        {"name": "prompt", "type": "string", "description": "of what", "required": True},
+        {"name": "size", "type": "integer", "description": "in pixels"},
+    ]
+
+    def __init__(self, cfg: dict[str, Any] | None = None) -> None:
+        self.cfg = cfg or {}
+
+    def call(self, params: str | dict[str, Any], **kwargs: Any) -> Any:
+        assert isinstance(params, str)
+        read = json.loads(params)
+        return json.dumps({"url": f"{read['prompt']}.png", "cfg": self.cfg}, ensure_ascii=False)
+
+
+class Modern(ImageLookup):
+    name = "modern"
+    parameters = {  # noqa: RUF012
+        "type": "object",
+        "properties": {"prompt": {"type": "string"}},
+        "required": ["prompt"],
+    }
+
+    async def call(self, params: str | dict[str, Any], **kwargs: Any) -> Any:
+        return [{"text": "one"}, {"text": json.loads(str(params))["prompt"]}]
+
+
+def test_a_class_of_qwen_agents_shape_is_a_tool():
+    adapted = as_tool(ImageLookup)
+    assert not isinstance(adapted, ToolSource)
+    assert adapted.spec == ToolSpec(
+        "image_lookup",
+        "Looks an image up.",
+        {
+            "type": "object",
+            "properties": {
+                "prompt": {"type": "string", "description": "of what"},
+                "size": {"type": "integer", "description": "in pixels"},
+            },
+            "required": ["prompt"],
+        },
+    )
+    assert one(adapted, {"prompt": "é"}).content == '{"url": "é.png", "cfg": {}}'
+    assert one(adapted, {"size": 3}).error == "schema"
+    assert '"cfg": {"k": 1}' in one(as_tool(ImageLookup({"k": 1})), {"prompt": "a"}).content
+    assert one(as_tool(Modern), {"prompt": "two"}).content == "one\ntwo"
+
+
+def test_what_else_is_and_is_not_a_tool():
+    def plain(a: int) -> int:
+        """Plain."""
+        return a
+
+    assert isinstance(as_tool(plain), FunctionTool)
+    assert as_tool(calculator) is calculator
+
+    class Needs(ImageLookup):
+        def __init__(self, key: str) -> None:
+            super().__init__()
+
+    with pytest.raises(ValueError, match=r"Needs.*cannot be made without arguments"):
+        as_tool(Needs)
+    for wrong in (3, "text", object(), dict):
+        with pytest.raises(ValueError, match="is no tool"):
+            as_tool(wrong)
+    broken = ImageLookup()
+    broken.parameters = [{"type": "string"}]
+    with pytest.raises(ValueError, match="tool image_lookup: a parameter is an object with a name"):
+        as_tool(broken)
+
+
+def test_tools_by_name(tmp_path: Any):
+    (tmp_path / "a.txt").write_text("hello")
+    assert make_tool("calculator") is calculator and catalog.find("tool", "calculator")() is calculator
+    options = {"path": str(tmp_path), "index_dir": str(tmp_path / "index"), "name": "look"}
+    made = make_tool({"name": "search", "options": options})
+    assert isinstance(made, SearchTool) and made.spec.name == "look"
+    assert catalog.find("tool", "sql") is SqlTool
+    for entry, says in [
+        ("calculater", "did you mean calculator"),
+        ({"name": "sql"}, "tool sql needs the option path"),
+        ({"name": "sql", "options": {"paht": "x"}}, "tool sql has no option 'paht'; did you mean path"),
+        ({"name": "sql", "options": {"path": "nothing.db"}}, "there is no SQLite file .*nothing.db"),
+        ({"name": "calculator", "options": {"x": 1}}, "tool calculator has no option 'x'"),
+        ({"nome": "sql"}, "a tool is a name or"),
+    ]:
+        with pytest.raises(ValueError, match=says):
+            make_tool(entry)

@@ -1,0 +1,292 @@
+from __future__ import annotations
+
+import asyncio
+import logging
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+
+import pytest
+
+from tests.kits.tools import execute, one
+from TrainingFactory.tools import AsyncToolExecutor, tool
+from TrainingFactory.tools import threads as threads_module
+from TrainingFactory.tools.custom_tools import calculator
+from TrainingFactory.types import ToolCall, ToolFailure, ToolResult
+
+
+def test_results_are_in_call_order_and_run_together():
+    together = threading.Barrier(3, timeout=10)
+
+    @tool
+    def wait(label: str, seconds: float) -> str:
+        together.wait()  # passes only if all three run at the same time
+        time.sleep(seconds)
+        return label
+
+    calls = [ToolCall("wait", {"label": str(i), "seconds": 0.1 * (2 - i)}) for i in range(3)]
+    assert [result.content for result in execute([wait], *calls)] == ["0", "1", "2"]
+
+
+def test_methods_of_one_object_run_in_call_order():
+    """They share state: "open the door, go through" must not happen the other way round."""
+
+    class Door:
+        def __init__(self) -> None:
+            self.done: list[str] = []
+
+        @tool
+        def act(self, what: str, seconds: float) -> str:
+            time.sleep(seconds)
+            self.done.append(what)
+            return ",".join(self.done)
+
+        @tool(ordered=False)
+        async def look(self, seconds: float) -> str:
+            await asyncio.sleep(seconds)
+            return ",".join(self.done)
+
+    door = Door()
+    calls = [
+        ToolCall("look", {"seconds": 0.0}),
+        ToolCall("act", {"what": "open", "seconds": 0.5}),
+        ToolCall("act", {"what": "go", "seconds": 0.0}),
+    ]
+    results = execute([door.act, door.look], *calls)
+    assert [result.content for result in results] == ["", "open", "open,go"]
+
+
+def test_unknown_and_malformed_calls():
+    @tool
+    def search(query: str) -> str:
+        return query
+
+    unknown, malformed = execute(
+        [search, calculator], ToolCall("calculater", {}), ToolCall("", error="no JSON in the call")
+    )
+    assert unknown.error == "unknown" and not unknown.ok
+    assert unknown.content == "There is no tool named 'calculater'. The tools are: calculator, search."
+    assert malformed == ToolResult("no JSON in the call", ok=False, error="malformed")
+    assert "no tools here" in execute([], ToolCall("x" * 1000))[0].content
+    assert len(execute([search], ToolCall("x" * 100_000))[0].content) < 200
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize(
+    "error",
+    [ValueError("bad\n  city"), StopIteration("x"), SystemExit(1), asyncio.CancelledError(), TimeoutError()],
+)
+def test_exceptions_become_results(error: BaseException, is_async: bool, caplog: pytest.LogCaptureFixture):
+    caplog.set_level(logging.INFO)
+
+    @tool(name="broken")
+    def blocking() -> str:
+        raise error
+
+    @tool(name="broken")
+    async def on_loop() -> str:
+        raise error
+
+    result, after = execute(
+        [on_loop if is_async else blocking, calculator],
+        ToolCall("broken"),
+        ToolCall("calculator", {"expression": "1+1"}),
+    )
+    assert result.error == "exception" and not result.ok
+    assert result.content.startswith("broken failed: ")
+    assert "Traceback" not in result.content and "\n" not in result.content
+    assert after.content == "2"
+    assert "Traceback" in caplog.text
+    if isinstance(error, ValueError):
+        assert result.content == "broken failed: ValueError: bad city"
+
+
+def test_an_exception_whose_text_fails():
+    class Nasty(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError
+
+    @tool
+    def broken() -> str:
+        raise Nasty
+
+    assert one(broken).content == "broken failed: Nasty"
+
+
+def test_tool_failure_is_raised_after_the_others_have_ended():
+    ended: list[str] = []
+
+    @tool
+    async def gone() -> str:
+        raise ToolFailure("the sandbox died")
+
+    @tool
+    async def slow() -> str:
+        await asyncio.sleep(0.05)
+        ended.append("slow")
+        return ""
+
+    with pytest.raises(ToolFailure, match="sandbox"):
+        execute([gone, slow], ToolCall("gone"), ToolCall("slow"))
+    assert ended == ["slow"]
+
+
+def test_a_call_out_of_time():
+    let_go = threading.Event()
+
+    @tool(timeout=0.05)
+    def hung() -> str:
+        let_go.wait(30)
+        return ""
+
+    @tool(timeout=0.05)
+    async def hung_async() -> str:
+        await asyncio.sleep(30)
+        return ""
+
+    started = time.perf_counter()
+    results = execute(
+        [hung, hung_async, calculator],
+        ToolCall("hung"),
+        ToolCall("hung_async"),
+        ToolCall("calculator", {"expression": "2*3"}),
+    )
+    let_go.set()
+    assert time.perf_counter() - started < 20
+    assert [result.error for result in results] == ["timeout", "timeout", None]
+    assert results[0].content == "hung took longer than 0.05 s and was stopped"
+    assert results[2].content == "6"
+
+
+def test_an_async_tool_that_ignores_its_cancelling_is_left_behind(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("TrainingFactory.tools.waiting.GRACE_SECONDS", 0.05)
+    go_on = True
+
+    @tool(timeout=0.05)
+    async def stubborn() -> str:
+        while go_on:
+            try:
+                await asyncio.sleep(0.01)
+            except asyncio.CancelledError:
+                continue
+        return ""
+
+    async def main() -> list[ToolResult]:
+        nonlocal go_on
+        results = await AsyncToolExecutor([stubborn]).batch_execute([ToolCall("stubborn")])
+        go_on = False
+        return results
+
+    assert asyncio.run(main())[0].error == "timeout"
+
+
+def test_cancelling_reaches_async_tools():
+    stopped: list[str] = []
+
+    @tool
+    async def wait() -> str:
+        try:
+            await asyncio.sleep(30)
+        except asyncio.CancelledError:
+            stopped.append("wait")
+            raise
+        return ""
+
+    async def main() -> None:
+        batch = asyncio.create_task(AsyncToolExecutor([wait]).batch_execute([ToolCall("wait")]))
+        await asyncio.sleep(0.05)
+        batch.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await batch
+        assert stopped == ["wait"]
+
+    asyncio.run(main())
+
+
+def test_hung_tools_hold_up_neither_other_tools_nor_the_exit():
+    """More hung threads than any fixed pool has, then a call that works, then the end of the program."""
+    program = """
+        import asyncio, time
+        from TrainingFactory.tools import AsyncToolExecutor, tool
+        from TrainingFactory.types import ToolCall
+
+        @tool(timeout=0.2)
+        def hung() -> str:
+            time.sleep(1000)
+
+        @tool
+        def fine() -> str:
+            return "fine"
+
+        async def main():
+            executor = AsyncToolExecutor([hung, fine])
+            await executor.batch_execute([ToolCall("hung")] * 50)
+            print((await executor.batch_execute([ToolCall("fine")]))[0].content)
+
+        asyncio.run(main())
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=100
+    )
+    assert done.stdout == "fine\n" and done.returncode == 0, done.stderr
+
+
+def test_threads_are_reused_and_end_when_idle(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(threads_module, "IDLE_SECONDS", 0.3)
+    monkeypatch.setattr(threads_module, "_pool", threads_module.DaemonPool())
+    used: set[threading.Thread] = set()
+
+    async def main() -> None:
+        for _ in range(20):
+            used.add(await threads_module.in_thread(threading.current_thread))
+
+    asyncio.run(main())
+    assert len(used) < 20  # one, unless a thread was still on its way back
+    for thread in used:
+        thread.join(10)
+        assert not thread.is_alive()
+    assert asyncio.run(threads_module.in_thread(lambda: 7)) == 7
+
+
+def test_a_result_that_comes_after_the_loop_is_closed_is_dropped(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(threads_module, "_pool", threads_module.DaemonPool())
+    let_go, errors = threading.Event(), []
+
+    @tool(timeout=0.05)
+    def late() -> str:
+        let_go.wait(30)
+        return "too late"
+
+    before, threading.excepthook = threading.excepthook, errors.append
+    try:
+        one(late)
+        let_go.set()
+        deadline = time.perf_counter() + 10
+        while threads_module._pool._waiting._value < 1 and time.perf_counter() < deadline:
+            time.sleep(0.01)  # until its thread is done with it
+    finally:
+        threading.excepthook = before
+    assert not errors
+
+
+def test_large_and_odd_outputs():
+    @tool
+    def large() -> str:
+        return "head" + "x" * 10_000_000 + "tail"
+
+    @tool
+    def odd() -> str:
+        return "a\ud800b"
+
+    @tool
+    async def own() -> ToolResult:
+        return ToolResult("no such city", ok=False, error="failed")
+
+    result = one(large, max_output_chars=1000)
+    assert len(result.content) < 1100
+    assert result.content.startswith("headx") and result.content.endswith("xtail")
+    assert "[... 9999008 characters cut ...]" in result.content
+    assert one(odd).content.encode() == b"a?b"
+    assert one(own).content == "no such city" and one(own).error == "failed" and one(own).seconds > 0
