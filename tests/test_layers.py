@@ -25,7 +25,7 @@ LAYERS = [
     ["envs", "rewards", "algorithms"],
     ["tools", "models", "data"],
     ["catalog", "config"],
-    ["protocols", "openai_form"],
+    ["protocols", "openai_form", "running", "seeds"],
     ["types"],
 ]
 LEVEL = {name: level for level, row in enumerate(LAYERS) for name in row}
