@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.kits.algorithm import made
 from tests.kits.engine import tiny
 from tests.kits.learner import far, gradients, make_learner, row_logprobs, weights_of, words
 from tests.kits.preference import (
@@ -75,7 +76,7 @@ def test_options_are_checked() -> None:
     ]  # fmt: skip
     for options in wrong:
         with pytest.raises(ValueError, match=list(options)[-1]):
-            DPO(**options)
+            made("dpo", **options)
     assert all(DPO(kind).needs == {"reference"} for kind in ("sigmoid", "ipo", "hinge", "robust"))
     assert all(DPO(kind).needs == frozenset() for kind in ("orpo", "simpo"))
 
