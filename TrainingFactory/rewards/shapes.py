@@ -75,9 +75,7 @@ def columns_for(
     }
     parameters = inspect.signature(function).parameters.values()
     named = {each.name: each for each in parameters if each.kind != each.VAR_KEYWORD}
-    missing = sorted(
-        key for key, each in named.items() if each.default is each.empty and key not in columns
-    )
+    missing = sorted(key for key, each in named.items() if each.default is each.empty and key not in columns)
     if missing:
         raise Unscored(
             f"the reward {name} asks for {', '.join(missing)}, which the tasks do not have; "

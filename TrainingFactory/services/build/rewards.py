@@ -35,7 +35,9 @@ from TrainingFactory.rewards.rules.code import ToolRule
 from TrainingFactory.rewards.targets import find_callable, load_target
 from TrainingFactory.rewards.tool_verified import VERIFIERS, make_verifier
 from TrainingFactory.services.runs.folder import RunFolder, is_run
-from TrainingFactory.tools.builtin.making import OptionError, Wrong, call_with
+from TrainingFactory.options import OptionError
+from TrainingFactory.tools.builtin.making import OptionError as ToolOptionError
+from TrainingFactory.tools.builtin.making import Wrong, call_with
 from TrainingFactory.types import Task
 
 Key = tuple[str | int, ...]
@@ -204,7 +206,7 @@ class _Making:
             yield
         except ConfigError as error:
             self.problems.extend(error.problems)
-        except OptionError as error:
+        except (OptionError, ToolOptionError) as error:
             self.problems.extend(_problem(key, wrong, options or {}) for wrong in error.wrong)
         except (ValueError, TypeError) as error:
             self.problems.append(Problem(key, str(error)))
