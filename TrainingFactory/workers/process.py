@@ -1,5 +1,5 @@
-"""A function in a process of its own, asked over pipes: what never ends there, or brings the process down, is over after
-a time limit and harms nobody else.
+"""A function in a process of its own, asked over pipes: what never ends there, or brings the process down, is over
+after a time limit and harms nobody else.
 
     worker = Worker("package.module:function")  # takes JSON, returns JSON
     answer = await worker.ask({"text": "x"}, seconds=5)
