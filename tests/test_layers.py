@@ -26,11 +26,12 @@ LAYERS = [
     ["tools", "models", "data"],
     ["catalog", "config"],
     ["protocols", "openai_form", "options"],
-    ["types"],
+    ["types", "workers"],
 ]
 LEVEL = {name: level for level, row in enumerate(LAYERS) for name in row}
 NO_TORCH = [
     "types",
+    "workers",
     "protocols",
     "openai_form",
     "options",
@@ -43,7 +44,7 @@ NO_TORCH = [
 ]
 READS_CONFIG = ["config", "services", "cli", "web"]
 ONE_FILE_EACH = ["ray", "vllm", "mcp", "fastapi", "starlette", "uvicorn"]
-INTERPRETER = PACKAGE / "tools" / "sandbox" / "worker.py"  # runs code by trade, in a locked process
+INTERPRETER = PACKAGE / "tools" / "sandbox" / "interpreter.py"  # runs code by trade, in a locked process
 UNSAFE_MODULES = {"pickle", "cPickle", "dill", "shelve", "marshal"}
 
 FILES = sorted(PACKAGE.rglob("*.py"))
