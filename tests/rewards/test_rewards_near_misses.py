@@ -10,7 +10,6 @@ import pytest
 
 from TrainingFactory.rewards.rule_based import rule_from_options
 from TrainingFactory.rewards.rules.wording import normalised
-from TrainingFactory.rewards.rules.formulas import endless
 from TrainingFactory.rewards.workers.processes import FinishedEpisode
 from TrainingFactory.types import Completion, Message, Reward, Task, Trajectory, Turn
 

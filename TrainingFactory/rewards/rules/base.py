@@ -16,31 +16,26 @@ from TrainingFactory.types import Reward
 
 
 @dataclass(config=STRICT, frozen=True, kw_only=True)
-class AnswerRule(Extraction):
-    """An episode that did not come to its own end, or gives no answer, has failed: 0. A task without a right answer
-    cannot be scored: ValueError."""
+class ReferenceRule(Extraction):
+    """A rule that needs the task's right answers: one without any cannot be scored."""
 
     # Where nothing is marked, the answer may be the last line or all of the text: right is whichever is.
     whole_too: ClassVar[bool] = True
 
-    def __call__(self, episode: Episode) -> Reward:
-        right = self.right_answers(episode)
-        return self.rewarded(
-            max(
-                (self.score(answer, one) for answer in self.answers_of(episode) for one in right), default=0.0
-            )
-        )
-
     def right_answers(self, episode: Episode) -> list[Any]:
-        """Return what `score` compares with; ValueError that names the task if there is none."""
-        task = episode.task
-        right = references(task, self.rule)
+        """Return the right answers as `read_reference` gives them; ValueError that names the task if there is none."""
+        right = references(episode.task, self.rule)
         try:
             return [self.read_reference(reference) for reference in right]
         except (ValueError, TypeError) as error:
-            raise ValueError(f"task {task.id}: {error}") from error
+            raise ValueError(f"task {episode.task.id}: {error}") from error
+
+    def read_reference(self, reference: Any) -> Any:
+        """Return a right answer in the form that is compared; ValueError if this rule cannot compare with it."""
+        return str(reference)
 
     def answers_of(self, episode: Episode) -> Sequence[str]:
+        """Return the texts that may be the answer: none for an episode that did not come to its own end."""
         text = self.text_of(episode.trajectory)
         if text is None:
             return []
@@ -49,9 +44,14 @@ class AnswerRule(Extraction):
             answers.append(text)
         return [answer for answer in answers if answer]
 
-    def read_reference(self, reference: Any) -> Any:
-        """Return the right answer in the form that `score` takes; ValueError if this rule cannot compare with it."""
-        return str(reference)
+
+class AnswerRule(ReferenceRule):
+    """A rule that compares one answer with one right answer; the best pair counts, and no answer is worth 0."""
+
+    def __call__(self, episode: Episode) -> Reward:
+        right = self.right_answers(episode)
+        scores = [self.score(answer, one) for answer in self.answers_of(episode) for one in right]
+        return self.rewarded(max(scores, default=0.0))
 
     def score(self, answer: str, reference: Any) -> float:
         raise NotImplementedError

@@ -11,7 +11,7 @@ from pydantic.dataclasses import dataclass
 
 from TrainingFactory.options import STRICT
 from TrainingFactory.protocols import Episode
-from TrainingFactory.rewards.rules.base import AnswerRule
+from TrainingFactory.rewards.rules.base import ReferenceRule
 from TrainingFactory.rewards.rules.numbers import plain
 from TrainingFactory.rewards.rules.wording import normalised
 from TrainingFactory.types import Reward
@@ -24,7 +24,7 @@ def _letters(letters: str) -> str:
 
 
 @dataclass(config=STRICT, frozen=True, kw_only=True)
-class Choice(AnswerRule):
+class Choice(ReferenceRule):
     """Multiple choice: the letter of the right choice, as `B`, `(B)`, `B. Paris` or `option B`. The right one is a
     letter, or a number that counts from 0. With the choices in the task's metadata (`choices`, a list) the text of
     the right one counts too."""

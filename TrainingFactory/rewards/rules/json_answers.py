@@ -30,14 +30,19 @@ def last_fenced(text: str) -> str | None:
 
 
 def read_json(text: str) -> Any:
-    """Return the JSON value that a text is, or that its last fenced block is; NOTHING if there is none. A key that
-    occurs twice and NaN are no JSON here: what they mean depends on the reader."""
-    for candidate in (text, last_fenced(text) or ""):
-        try:
-            if len(candidate) <= MAX_JSON_CHARS:
-                return json.loads(candidate, object_pairs_hook=_unique, parse_constant=_refuse)
-        except (ValueError, RecursionError):
-            continue
+    """Return the JSON value that a text is, or that its last fenced block is; NOTHING if there is none."""
+    value = strict_json(text)
+    return strict_json(last_fenced(text) or "") if value is NOTHING else value
+
+
+def strict_json(text: str) -> Any:
+    """Read all of the text as JSON; NOTHING if it is none. A key that occurs twice and NaN are no JSON here: what they
+    mean depends on the reader."""
+    try:
+        if len(text) <= MAX_JSON_CHARS:
+            return json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        pass
     return NOTHING
 
 

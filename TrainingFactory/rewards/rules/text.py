@@ -10,7 +10,7 @@ from pydantic.dataclasses import dataclass
 from TrainingFactory.options import STRICT
 from TrainingFactory.protocols import Episode
 from TrainingFactory.rewards.rules.answers import Extract
-from TrainingFactory.rewards.rules.base import AnswerRule
+from TrainingFactory.rewards.rules.base import AnswerRule, ReferenceRule
 from TrainingFactory.rewards.rules.wording import holds, normalised, squad_words
 from TrainingFactory.types import Reward
 
@@ -38,7 +38,7 @@ class Normalised(AnswerRule):
 
 
 @dataclass(config=STRICT, frozen=True, kw_only=True)
-class Contains(AnswerRule):
+class Contains(ReferenceRule):
     """The right answer occurs in the given one, as whole words. `every`: of several right ones all must."""
 
     rule: ClassVar[str] = "contains"
