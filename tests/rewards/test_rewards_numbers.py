@@ -3,24 +3,14 @@ from __future__ import annotations
 import json
 import math
 from fractions import Fraction
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.kits.rules import GSM8K
 from TrainingFactory.rewards.rules.numbers import Number, is_number, same_number
 from TrainingFactory.rewards.rules.statements import last_number_text, only_number
-
-GSM8K = next(
-    (
-        path
-        for root in Path(__file__).resolve().parents
-        for path in [root / "shared/data/gsm8k"]
-        if path.is_dir()
-    ),
-    None,
-)
 
 
 def value(text: str) -> Fraction | None:
