@@ -221,7 +221,7 @@ def test_a_single_part_that_breaks_off_costs_its_own_episode_only():
 
 
 def test_a_comparison_needs_others():
-    """One episode by itself, or a reward inside of a reward of single episodes: no reward is given, and that is said."""
+    """One episode alone, or a reward inside of a reward of single episodes: there is no reward, and that is said."""
     played = asyncio.run(
         play(Echo(Task("t", "x", "ok")), FakeChat(), [Message("assistant", "1")], reward=by_rank)
     )

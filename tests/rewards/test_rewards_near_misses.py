@@ -12,11 +12,7 @@ from TrainingFactory.rewards.rules.wording import normalised
 from TrainingFactory.workers import Worker
 
 SIGNS_BEFORE = [
-    "\\boxed{-(72)}",
-    "$-\\boxed{72}$",
-    "It is -\\boxed{72}.",
-    "x = - \\boxed{72}",
-    "−\\boxed{72}",
+    *("\\boxed{-(72)}", "$-\\boxed{72}$", "It is -\\boxed{72}.", "x = - \\boxed{72}", "−\\boxed{72}"),
 ]
 WORDS_AROUND = ["\\boxed{less than 72}", "\\boxed{72 \\text{ millions}}"]
 
@@ -68,29 +64,14 @@ def test_normalised_keeps_a_decimal_point():
 
 
 CHOSEN = [
-    *(
-        "B (Rome)",
-        "B is correct",
-        "B because it is",
-        "The answer is B since it is a city",
-        "B, I think",
-        "b.",
-    ),
-    *("B; Rome", "B. Rome, a city", "B is right, as I said", "B. Vitamin A", "B) is a no-brainer"),
+    *("B (Rome)", "B is correct", "B because it is", "The answer is B since it is a city", "B, I think"),
+    *("b.", "B; Rome", "B. Rome, a city", "B is right, as I said", "B. Vitamin A", "B) is a no-brainer"),
     *("B. f(x) = e^x", "B. x = a + c"),
 ]
 NOT_CHOSEN = [
-    *(
-        "b, a",
-        "b) a) c)",
-        "B: wrong. A: right",
-        "B. No, A.",
-        "B is wrong",
-        "B is not right",
-        "B, not",
-        "B; C",
-    ),
-    *("B, c or d", "B. The answer is C", "B (or C)", "b: a", "B. Or is it (C)?", "B - A", "B, maybe a"),
+    *("b, a", "b) a) c)", "B: wrong. A: right", "B. No, A.", "B is wrong", "B is not right", "B, not"),
+    *("B; C", "B, c or d", "B. The answer is C", "B (or C)", "b: a", "B. Or is it (C)?", "B - A"),
+    "B, maybe a",
 ]
 
 
@@ -114,44 +95,16 @@ def test_numbers_without_end_are_wrong_and_not_unscored():
     assert scored({"rule": "schema", "schema": deep}, "[" * 900 + "]" * 900, None) in (0.0, 1.0)
 
 
-ENDLESS = [  # those that reach the time limit, and some of which it is known at once
-    *("9^{9^{9}}", "123456789!", "(x+y+z)^{60}", "\\binom{9999999}{4999999}"),
-    *(
-        "(((9^{9})^{9})^{9})^{9}",
-        "{{9^{99}}^{99}}^{99}",
-        "9^9^9^9",
-        "9^{9*9*9*9*9}",
-        "9^{99999}",
-        "(999!)!",
-        "5!!!!",
-    ),
-    *("(99\\cdot 99)!", "((9)(9)(9))!", "\\sum_{n=1}^9 n", "9" * 40),
+ENDLESS = [
+    *("9^{9^{9}}", "123456789!", "(x+y+z)^{60}", "\\binom{9999999}{4999999}", "(((9^{9})^{9})^{9})^{9}"),
+    *("{{9^{99}}^{99}}^{99}", "9^9^9^9", "9^{9*9*9*9*9}", "9^{99999}", "(999!)!", "5!!!!", "(99\\cdot 99)!"),
+    *("((9)(9)(9))!", "\\sum_{n=1}^9 n", "9" * 40),
 ]
 FINITE = [
-    *(
-        "x^2+y^2",
-        "(x+1)^2",
-        "e^{-x^2}",
-        "x^{10}+x^9+x^8+x^7+x^6+x^5+x^4+x^3+x^2+x+1",
-        "(x-1)^2(x-2)^3(x-3)^4",
-    ),
-    *(
-        "n!",
-        "(n-1)!",
-        "5!",
-        "2^{10}",
-        "3^{100}",
-        "10^{-19}",
-        "\\left(\\frac{3}{4}\\right)^{10}",
-        "\\binom{10}{3}",
-    ),
-    *(
-        "\\frac{n(n+1)(2n+1)}{6}",
-        "\\{1,2\\}",
-        "(1+\\frac{1}{n})^n",
-        "\\sin^2(x)+\\cos^2(x)",
-        "{x}^{2}+{y}^{2}",
-    ),
+    *("x^2+y^2", "(x+1)^2", "e^{-x^2}", "x^{10}+x^9+x^8+x^7+x^6+x^5+x^4+x^3+x^2+x+1"),
+    *("(x-1)^2(x-2)^3(x-3)^4", "n!", "(n-1)!", "5!", "2^{10}", "3^{100}", "10^{-19}"),
+    *("\\left(\\frac{3}{4}\\right)^{10}", "\\binom{10}{3}", "\\frac{n(n+1)(2n+1)}{6}", "\\{1,2\\}"),
+    *("(1+\\frac{1}{n})^n", "\\sin^2(x)+\\cos^2(x)", "{x}^{2}+{y}^{2}"),
 ]
 
 

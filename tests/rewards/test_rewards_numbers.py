@@ -90,67 +90,22 @@ def test_numbers_in_every_notation(text: str, meant: str):
 
 NOT_READ = [
     *("10-3", "48+24", "3 x 4", "3 * 4", "2^10", "5²", "10--3", "x - 5", "5 + x", "3(x+1)", "72 = 48+24"),
-    *("1.2.3", "12:30", "2021-05-03", "555-1234", "0x1F", "5-7", "±2", "5 ± 1", "1\u202f234,5"),
-    *(
-        "3,14",
-        "1,2,3",
-        "0,123",
-        "1,23",
-        "12,3456",
-        "2π",
-        "2\\pi",
-        "π/2",
-        "\\sqrt{2}",
-        "√2",
-        "sin 30",
-        "\\log 5",
-    ),
-    *(
-        "2x",
-        "5i",
-        "f(5)",
-        "half of 5",
-        "twice 5",
-        "10 minus 3",
-        "-(72)",
-        "−(72)",
-        "-{72}",
-        "-|72|",
-        "x = -(72)",
-    ),
-    *("$-\\left(72\\right)$", "- (72)", "(72)^2", "{72}^2", "less than 72", "no more than $72", "at most 72"),
-    *(
-        "at least 72",
-        "72 at least",
-        "72+",
-        "72 and up",
-        "up to 72",
-        "it is over 72",
-        "72 squared",
-        "72 cubed",
-    ),
-    *("72 to the third power", "72 factorial", "5M", "a third of 72", "the square of 72", "twice the 72"),
-    *("two times 72", "72 times two", "72 plus tax", "one in 72", "72 divided by two", "72 and a half"),
-    *("72 hundredths", "72 is wrong", "72 is a wrong answer", "72? No.", "wrong: 72", "72 (incorrect)"),
-    *(
-        "< 5",
-        ">= 5",
-        "≤ 5",
-        "\\leq 5",
-        "!= 5",
-        "not 5",
-        "it isn't 5",
-        "不是5",
-        "\\neq 5",
-        "5 or 7",
-        "5 or seven",
-    ),
-    *("5 to 7", "5, 7", "3 apples and 4 pears", "24 of 36", "5 = ", "72\n71.9 ≈ 48", "add 3\n5 more"),
-    *("not x = 72", "It is not = 72", "not 12*6 = 72", "wrong: x = 72", "5 < x = 72", "either 5 or x = 72"),
-    *("either a = 1 or a = 72", "x = 71, x = 72 or x = 73", "n = 5, n = 72", "if x = 1 then y = 72"),
-    *("72 < x", "72 > x", "72 ≤ x", "72 halves", "72 billionths", "72 doubled", "log_2 72", "\\log_{2} 72"),
-    *("max 72", "min. 72", "one of 72", "72₂", "|-72|", "\\left|-72\\right|", "\\boxed{twice 5}"),
-    *("", "none", "1/0", "1e999", "1e99999", "9" * 2000, "inf", "nan", "--", "1/2/3", "/5", "5/x", "x/2"),
+    *("1.2.3", "12:30", "2021-05-03", "555-1234", "0x1F", "5-7", "±2", "5 ± 1", "1\u202f234,5", "3,14"),
+    *("1,2,3", "0,123", "1,23", "12,3456", "2π", "2\\pi", "π/2", "\\sqrt{2}", "√2", "sin 30", "\\log 5"),
+    *("2x", "5i", "f(5)", "half of 5", "twice 5", "10 minus 3", "-(72)", "−(72)", "-{72}", "-|72|"),
+    *("x = -(72)", "$-\\left(72\\right)$", "- (72)", "(72)^2", "{72}^2", "less than 72", "no more than $72"),
+    *("at most 72", "at least 72", "72 at least", "72+", "72 and up", "up to 72", "it is over 72"),
+    *("72 squared", "72 cubed", "72 to the third power", "72 factorial", "5M", "a third of 72"),
+    *("the square of 72", "twice the 72", "two times 72", "72 times two", "72 plus tax", "one in 72"),
+    *("72 divided by two", "72 and a half", "72 hundredths", "72 is wrong", "72 is a wrong answer"),
+    *("72? No.", "wrong: 72", "72 (incorrect)", "< 5", ">= 5", "≤ 5", "\\leq 5", "!= 5", "not 5"),
+    *("it isn't 5", "不是5", "\\neq 5", "5 or 7", "5 or seven", "5 to 7", "5, 7", "3 apples and 4 pears"),
+    *("24 of 36", "5 = ", "72\n71.9 ≈ 48", "add 3\n5 more", "not x = 72", "It is not = 72", "not 12*6 = 72"),
+    *("wrong: x = 72", "5 < x = 72", "either 5 or x = 72", "either a = 1 or a = 72"),
+    *("x = 71, x = 72 or x = 73", "n = 5, n = 72", "if x = 1 then y = 72", "72 < x", "72 > x", "72 ≤ x"),
+    *("72 halves", "72 billionths", "72 doubled", "log_2 72", "\\log_{2} 72", "max 72", "min. 72"),
+    *("one of 72", "72₂", "|-72|", "\\left|-72\\right|", "\\boxed{twice 5}", "", "none", "1/0", "1e999"),
+    *("1e99999", "9" * 2000, "inf", "nan", "--", "1/2/3", "/5", "5/x", "x/2"),
 ]
 
 
@@ -236,7 +191,9 @@ def test_junk_never_raises(text: str):
     assert last is None or isinstance(last, str)
 
 
-PIECES = ["x = 1, ", "a", "a ", "not ", "9", "1,", "1 ", "-", "1/", "\\frac{", "$1", "**", "1e", "^{2", "½"]
+PIECES = [
+    *("x = 1, ", "a", "a ", "not ", "9", "1,", "1 ", "-", "1/", "\\frac{", "$1", "**", "1e", "^{2", "½"),
+]
 
 
 @pytest.mark.parametrize("piece", [*PIECES, "<", "5 or "])

@@ -181,55 +181,16 @@ def test_numeric_options():
 
 
 CHOSEN = [
-    *(
-        "B",
-        "(B)",
-        "b",
-        "B.",
-        "**B**",
-        "Answer: B",
-        "The answer is (B).",
-        "\\boxed{B}",
-        "\\boxed{\\text{B}}",
-        "option B",
-    ),
-    *(
-        "B) Rome",
-        "B. Rome",
-        "B: Rome",
-        "(B) Rome",
-        "Rome",
-        "I weighed them.\nB",
-        "Answer: B - Rome",
-        "B, of course",
-    ),
-    *("B (not A)", "B, not A", "B is right, A is wrong", "B. A is not right", "Answer: B\nA is wrong."),
+    *("B", "(B)", "b", "B.", "**B**", "Answer: B", "The answer is (B).", "\\boxed{B}", "\\boxed{\\text{B}}"),
+    *("option B", "B) Rome", "B. Rome", "B: Rome", "(B) Rome", "Rome", "I weighed them.\nB"),
+    *("Answer: B - Rome", "B, of course", "B (not A)", "B, not A", "B is right, A is wrong"),
+    *("B. A is not right", "Answer: B\nA is wrong."),
 ]
 NOT_CHOSEN = [
-    *(
-        "A dog is best",
-        "A, B",
-        "A or B",
-        "A/B/C/D",
-        "(A)(B)(C)(D)",
-        "AB",
-        "not A",
-        "Answer: A or B",
-        "A. or C",
-    ),
-    *(
-        "A and B",
-        "A: Rome",
-        "A. Rome or B.",
-        "A B C D",
-        "",
-        "Answer:",
-        "E",
-        "1",
-        "A) x (B) y",
-        "Answer: A\nor B",
-    ),
-    *("Answer: A\n\n**or** B", "A, not B but C", "A, not B or C", "A is wrong, B is right"),
+    *("A dog is best", "A, B", "A or B", "A/B/C/D", "(A)(B)(C)(D)", "AB", "not A", "Answer: A or B"),
+    *("A. or C", "A and B", "A: Rome", "A. Rome or B.", "A B C D", "", "Answer:", "E", "1", "A) x (B) y"),
+    *("Answer: A\nor B", "Answer: A\n\n**or** B", "A, not B but C", "A, not B or C"),
+    "A is wrong, B is right",
 ]
 
 
