@@ -188,7 +188,9 @@ def test_math():
         ("\\boxed{2\\pi}", "2"),
     ]:
         assert scored("math", text, answer) == 0.0, text
-    [[played]] = rollout(say=lambda *_: "ok", reward=make_rule("math"))  # on a thread
+    with pytest.raises(ValueError, match=r"math-verify cannot read the right answer"):
+        scored({"rule": "math", "timeout": 1}, "\\sqrt{3}", "\\binom{9999999}{4999999}")
+    [[played]] = rollout(say=lambda *_: "ok", reward=make_rule("math"))
     assert played.reward == Reward(1.0, [], {"math": 1.0})
 
 
