@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.kits.algorithm import made
 from tests.kits.engine import tiny
 from tests.kits.learner import (
     far,
@@ -190,8 +191,8 @@ def test_options_are_checked() -> None:
         {"kl_estimator": "k4"},
     ]  # fmt: skip
     for wrong in every:
-        with pytest.raises(ValueError, match=rf"^grpo\.{next(iter(wrong))} is .*; it must be"):
-            GRPO(**wrong)
+        with pytest.raises(ValueError, match=rf"grpo\.{next(iter(wrong))}"):
+            made("grpo", **wrong)
     assert GRPO().needs == frozenset() and GRPO(kl=0.1).needs == {"reference"}
     assert GRPO(importance_cap=2.0).needs == {"old"}
 
