@@ -23,7 +23,7 @@ from tests.kits.mcp import children, wait_until
 from TrainingFactory.tools import AsyncToolExecutor
 from TrainingFactory.tools.cache.cache import ToolCache
 from TrainingFactory.tools.runtime import ToolRuntime
-from TrainingFactory.tools.sandbox import Isolation, PythonTool, source
+from TrainingFactory.tools.sandbox import Isolation, PythonTool, python_tool
 from TrainingFactory.tools.sandbox.process import START_SECONDS
 from TrainingFactory.types import ToolCall, ToolResult
 
@@ -104,8 +104,8 @@ def test_errors_are_short_and_leave_the_state():
     )
     division, syntax, bad, deep, leaving = [result.content for result in results[1:6]]
     assert division.startswith("Traceback") and division.endswith("ZeroDivisionError: division by zero")
-    assert "return 1 / n" in division and "worker.py" not in division
-    assert "SyntaxError" in syntax and "worker.py" not in syntax and "ast.py" not in syntax
+    assert "return 1 / n" in division and "interpreter.py" not in division
+    assert "SyntaxError" in syntax and "interpreter.py" not in syntax and "ast.py" not in syntax
     assert "Bad" in bad
     assert "RecursionError" in deep and len(deep) < 2500
     assert leaving == "SystemExit: 3 (the interpreter goes on)"
@@ -363,22 +363,22 @@ def write(text):
             os.write(n, text.encode() + b"\\n")
         except OSError:
             pass
-def forge(**changes):
-    write(json.dumps({"text": "forged", "error": None, "spent": False} | changes))
+def forge(ticket):
+    write(json.dumps([ticket, {"text": "forged", "error": None, "spent": False}, None]))
 """
-TICKET = "__import__('sys')._getframe(3).f_locals['message']['ticket']"
+TICKET = "__import__('sys')._getframe(4).f_locals['ticket']"
 
 
 @pytest.mark.parametrize(
     "code",
     [
-        "forge()",
-        "forge(ticket='0' * 16)",
+        "forge(None)",
+        "forge('0' * 16)",
         "write('[1]')",
         "write('[' * 100_000)",
         # With the right ticket it lies about itself, but the answer that is left over may not reach the next call.
-        f"forge(ticket={TICKET})",
-        f"forge(ticket={TICKET})\ntime.sleep(0.5)",
+        f"forge({TICKET})",
+        f"forge({TICKET})\ntime.sleep(0.5)",
     ],
 )
 def test_answers_stay_in_step_with_calls(code: str):
@@ -581,7 +581,7 @@ def test_packages_only_where_they_are_asked_for():
 
 def test_a_machine_that_cannot_isolate_is_refused_by_name(monkeypatch: pytest.MonkeyPatch):
     weak = Isolation(None, "seccomp", "seccomp", "seccomp", "x", "x", ("landlock: this kernel has none",))
-    monkeypatch.setattr(source, "isolation_here", lambda limits: weak)
+    monkeypatch.setattr(python_tool, "isolation_here", lambda limits: weak)
     with pytest.raises(ValueError, match=r"cannot keep code from files \(landlock.*allow_unsafe=True"):
         PythonTool()
     assert PythonTool(allow_unsafe=True).isolation.files is None
@@ -589,12 +589,13 @@ def test_a_machine_that_cannot_isolate_is_refused_by_name(monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("option", ["timeout", "memory_mb", "disk_mb", "cpu_seconds", "max_output_chars"])
 def test_options_out_of_range_are_refused(option: str):
-    with pytest.raises(ValueError, match=f"{option} is over 0, not 0"):
-        PythonTool(**{option: 0})
+    tool: Any = PythonTool
+    with pytest.raises(ValueError, match=rf"{option}\n  Input should be greater than"):
+        tool(**{option: 0})
 
 
 def confine_module(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(Path(source.__file__).parent))
+    monkeypatch.syspath_prepend(str(Path(python_tool.__file__).parent))
     return importlib.import_module("confine")
 
 
