@@ -217,7 +217,7 @@ def resume(name: str, *, where: Where = "runs") -> int:
     where
         The folder of runs.
     """
-    from TrainingFactory.cli.display import make_display
+    from TrainingFactory.cli.display import Display
     from TrainingFactory.cli.train import follow
     from TrainingFactory.services.runs.folder import RunFolder
     from TrainingFactory.services.training.loop import resume as resume_run
@@ -225,7 +225,7 @@ def resume(name: str, *, where: Where = "runs") -> int:
     if RunFolder.find(name, where).status.status == "finished":
         show.note(f"run {name} is finished; nothing to do")
         return 0
-    display = make_display()
+    display = Display()
     return follow(resume_run(name, where, display), display)
 
 

@@ -18,6 +18,7 @@ from TrainingFactory.types import Message, ToolResult, ToolSpec, Trajectory, Tur
 
 MAX_CHARS = 1500  # of one text; the saved file has it whole
 PLAIN_WIDTH = 120  # columns where there is no terminal to ask
+INTERRUPTED = 130  # exit status
 STATUS_STYLES = {"done": "green", "max_turns": "yellow", "truncated": "yellow"}
 ROLE_STYLES = {"system": "dim", "user": "cyan", "assistant": "bold", "tool": "magenta"}
 
@@ -32,9 +33,9 @@ def count(number: int, thing: str) -> str:
     return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
 
 
-def note(text: str) -> None:
-    """A line beside the results: what is going on, where a file is."""
-    console(stderr=True).print(Text(clean(text)), soft_wrap=True)
+def note(text: str, screen: Console | None = None) -> None:
+    """Print a line beside the results: what is going on, where a file is."""
+    (screen or console(stderr=True)).print(Text(clean(text)), soft_wrap=True)
 
 
 def fail(text: str) -> None:
