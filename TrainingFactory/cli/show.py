@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from rich.console import Console
 from rich.rule import Rule
@@ -44,6 +45,16 @@ def note(text: str, screen: Console | None = None) -> None:
 
 def fail(text: str) -> None:
     console(stderr=True).print(Text.assemble(("error: ", "bold red"), clean(text)), soft_wrap=True)
+
+
+def write_page(path: Path, page: str, option: str) -> None:
+    """Write a page to the file that `option` named, and say where it is."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"{option} {path} cannot be written: {error.strerror}") from error
+    note(f"the page: {path}")
 
 
 def table(rows: list[tuple[str, str]]) -> None:

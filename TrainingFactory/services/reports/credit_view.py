@@ -130,16 +130,6 @@ class GroupCredit:
         trained = sum(episode.left_out is None for episode in self.episodes)
         return [self.task, f"{len(self.episodes)}", f"{trained}", rewards, f"{self.largest:.2f}"]
 
-    def chosen(self, best: int | None, worst: int | None) -> GroupCredit:
-        """Keep the best and the worst of the scored episodes, in their order; all if neither is asked for, or if none
-        is scored: then why is what there is to see."""
-        if (best is None and worst is None) or not self.totals:
-            return self
-        scored = [episode for episode in self.episodes if episode.total is not None]
-        ranked = sorted(scored, key=lambda episode: episode.total or 0.0, reverse=True)
-        kept = {id(each) for each in ranked[: best or 0] + ranked[max(0, len(ranked) - (worst or 0)) :]}
-        return replace(self, episodes=[episode for episode in self.episodes if id(episode) in kept])
-
 
 @dataclass(slots=True, frozen=True)
 class Credit:
