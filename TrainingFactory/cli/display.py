@@ -1,32 +1,22 @@
 """How far work is: bars and metrics drawn live on a terminal, plain lines elsewhere.
 
-with Display() as display:
-    Training(config, watcher=display).train()
+A display is the watcher of a run, counts the episodes of a rollout or an evaluation, and whatever else there is:
 
-with Display(episodes=64) as display:
-    rollouts.run(display.episode)
-
-with Display() as display:
-    for row in rows:
-        display.advance("rows", len(rows))
+    with Display() as display:
+        for row in display.counted(rows, "rows", len(rows)):
+            ...
 """
 
 from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterable, Iterator
+from typing import TypeVar
 
+from rich import progress
 from rich.console import Console, Group
 from rich.live import Live
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TaskID,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
 from rich.table import Table
 from rich.text import Text
 
@@ -34,6 +24,7 @@ from TrainingFactory.cli import show
 from TrainingFactory.services.runs.tracking import in_short
 from TrainingFactory.types import Trajectory
 
+T = TypeVar("T")
 SPARKS = "▁▂▃▄▅▆▇█"
 CURVE = 40  # steps shown
 LINE_EVERY = 5.0  # seconds between lines of one bar
@@ -51,18 +42,22 @@ SHOWN = {
 
 
 class Display:
-    """Is the watcher of a run, and counts anything else by `advance`. With `episodes`, so many are expected, and
-    each that ends moves a bar. Steps go under the name of `task`."""
+    """With `episodes`, so many are expected, and each that ends moves a bar. Steps are shown under the name `task`."""
 
     def __init__(self, episodes: int | None = None, console: Console | None = None) -> None:
         self.task = "steps"
         self._console = console or Console(stderr=True)
-        columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-        self._bars = Progress(
-            TextColumn("{task.description}"), *columns, TextColumn("{task.fields[note]}"),
-            console=self._console, speed_estimate_period=HOUR,
-        )  # fmt: skip
-        self._rows: dict[str, TaskID] = {}
+        self._bars = progress.Progress(
+            progress.TextColumn("{task.description}"),
+            progress.BarColumn(),
+            progress.MofNCompleteColumn(),
+            progress.TimeElapsedColumn(),
+            progress.TimeRemainingColumn(),
+            progress.TextColumn("{task.fields[note]}"),
+            console=self._console,
+            speed_estimate_period=HOUR,
+        )
+        self._rows: dict[str, progress.TaskID] = {}
         self._last_line = time.monotonic()
         self._phase = ""
         self._expected, self._ended, self._rewards = episodes, 0, list[float]()
@@ -118,8 +113,14 @@ class Display:
 
     # what else is counted
 
-    def advance(self, name: str, total: int, note: str = "") -> None:
-        """Count one more of `total` things under `name`."""
+    def counted(self, items: Iterable[T], name: str, total: int | None = None) -> Iterator[T]:
+        """Yield the items, each counted when it was dealt with."""
+        for item in items:
+            yield item
+            self.advance(name, total)
+
+    def advance(self, name: str, total: int | None, note: str = "") -> None:
+        """Count one more of `total` things (None: nobody knows how many) under `name`."""
         row = self._row(name, total)
         self._bars.update(row, advance=1, note=note)
         done, now = int(self._bars.tasks[row].completed), time.monotonic()
@@ -127,9 +128,10 @@ class Display:
             self._start()
         elif done == total or now - self._last_line > LINE_EVERY:
             self._last_line = now
-            self.say(f"{name}: {done} of {total}" + (f", {note}" if note else ""))
+            told = f"{name}: {done}" if total is None else f"{name}: {done} of {total}"
+            self.say(f"{told}, {note}" if note else told)
 
-    def _row(self, name: str, total: int) -> TaskID:
+    def _row(self, name: str, total: int | None) -> progress.TaskID:
         if name not in self._rows:
             self._rows[name] = self._bars.add_task(name, total=total, note="")
         return self._rows[name]

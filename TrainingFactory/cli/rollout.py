@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -11,7 +12,7 @@ from cyclopts import Parameter, validators
 
 from TrainingFactory.cli import show
 from TrainingFactory.cli.display import Display
-from TrainingFactory.config import TrainingConfig, notices
+from TrainingFactory.config import notices
 from TrainingFactory.config.loading import key_value
 from TrainingFactory.types import Trajectory
 
@@ -96,35 +97,35 @@ def rollout(
         named = "=" in source and not Path(source).exists()  # an override, with nothing before it
         given.insert(0, source if named else key_value("environment.environment_id", source))
     config = read_config(path, given)
-    group = config.training.group_size if "group_size" in config.training.model_fields_set else 1
-    return run(config, out, show_episodes, group, replay)
-
-
-def run(
-    config: TrainingConfig, out: Path | None, shown: int, group_size: int = 1, replay: str | None = None
-) -> int:
-    """Runs what the config says and prints what came of it; the exit status."""
     # Imported here, so that help and a wrong config do not wait for it.
     from TrainingFactory.services.evaluation.rollouts import Rollouts
 
     for text in notices(config):
         show.note(f"note: {text}")
-    rollouts = Rollouts(config, out, group_size, replay=replay)
+    group = config.training.group_size if "group_size" in config.training.model_fields_set else 1
+    rollouts = Rollouts(config, out, group, replay=replay)
     with Display(rollouts.total) as display:
         report = rollouts.run(display.episode)
     count = len(report.trajectories)
-    for number, trajectory in enumerate(report.trajectories[:shown], start=1):
+    for number, trajectory in enumerate(report.trajectories[:show_episodes], start=1):
         title = f"episode {number} of {count}: task {trajectory.task.id}, member {trajectory.member}"
         show.episode(trajectory, title)
     if report.interrupted:
         show.note(f"interrupted: {count} of {rollouts.total} episodes had ended")
     if count:
-        show.table(_summary(report.metrics, report.trajectories))
+        show.table(summary(report.metrics, report.trajectories))
         show.note(f"saved {show.count(count, 'episode')} to {rollouts.path}")
     return show.INTERRUPTED if report.interrupted else 0
 
 
-def _summary(metrics: dict[str, float], trajectories: list[Trajectory]) -> list[tuple[str, str]]:
+def why_unscored(trajectories: Sequence[Trajectory]) -> str:
+    """Return the most frequent reason."""
+    reasons = Counter(trajectory.error for trajectory in trajectories if trajectory.reward is None)
+    return str(reasons.most_common(1)[0][0])
+
+
+def summary(metrics: dict[str, float], trajectories: Sequence[Trajectory]) -> list[tuple[str, str]]:
+    """Sum up episodes, one thing a row."""
     rewards = [trajectory.reward.outcome for trajectory in trajectories if trajectory.reward]
     statuses = Counter(trajectory.status for trajectory in trajectories).most_common()
     rows = [("episodes", f"{len(trajectories)}: " + ", ".join(f"{count} {name}" for name, count in statuses))]
@@ -134,10 +135,10 @@ def _summary(metrics: dict[str, float], trajectories: list[Trajectory]) -> list[
     for name in sorted(name for name in metrics if name.startswith("reward/")):
         rows.append((name, f"{metrics[name]:.3f}"))
     if unscored := int(metrics["episodes/unscored"]):
-        reasons = Counter(trajectory.error for trajectory in trajectories if trajectory.reward is None)
-        rows.append(("not scored", f"{unscored}, mostly: {reasons.most_common(1)[0][0]}"))
+        rows.append(("not scored", f"{unscored}, mostly: {why_unscored(trajectories)}"))
     rows += show.tool_rows(metrics)
-    rows.append(("turns", f"{metrics['turns']:.1f} an episode"))
+    if "turns" in metrics:
+        rows.append(("turns", f"{metrics['turns']:.1f} an episode"))
     tokens, speed = int(metrics["sampled_tokens"]), metrics["tokens_per_second"]
     rows.append(("tokens", f"{tokens} sampled in {metrics['seconds']:.1f} s, {speed:.0f} a second"))
     return rows
