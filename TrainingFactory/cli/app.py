@@ -33,6 +33,7 @@ app = App(
     version=__version__,
     help_format="markdown",
     result_action="return_value",
+    default_parameter=Parameter(negative=""),  # a flag is given or not; there is no --no-flag
 )
 app.command(demo)
 app.command(train)

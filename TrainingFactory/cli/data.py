@@ -10,6 +10,7 @@ from cyclopts import App, Parameter, validators
 
 from TrainingFactory.cli import show
 from TrainingFactory.cli.display import Display
+from TrainingFactory.cli.options import Count, Where
 from TrainingFactory.types import Status
 
 data = App(name="data", help="Turn recorded episodes into datasets; show and check datasets.")
@@ -17,7 +18,6 @@ Dataset = Annotated[
     str, Parameter(help="A file (JSONL, JSON, Parquet, CSV), a saved dataset, a hub id, or a run.")
 ]
 Split = Annotated[str, Parameter(help="Which split, where there are several.")]
-Where = Annotated[str, Parameter(name="--runs", help="The folder of runs.")]
 Target = Literal["sft", "dpo", "kto", "rm", "prm"]
 Algorithm = Literal["sft", "dpo", "kto", "reward_model", "rm", "prm"]
 SAMPLE = 500  # rows from which is told what a file is good for
@@ -32,13 +32,13 @@ class Kept:
     """Least reward, step rewards included."""
     max_reward: float | None = None
     """Greatest reward."""
-    status: Annotated[list[Status], Parameter(negative="")] = field(default_factory=list)
+    status: list[Status] = field(default_factory=list)
     """How the episode ended: done, max_turns, truncated. May be given several times."""
-    tasks: Annotated[list[str], Parameter(negative="")] = field(default_factory=list)
+    tasks: list[str] = field(default_factory=list)
     """Ids of tasks, or patterns such as 'search-*'. May be given several times."""
-    max_per_task: Annotated[int | None, Parameter(validator=validators.Number(gte=1))] = None
+    max_per_task: Count | None = None
     """At most so many rows of a task, chosen at random."""
-    dedupe: Annotated[bool, Parameter(negative="")] = False
+    dedupe: bool = False
     """Rows that say the same of the same task count once."""
     min_margin: Annotated[float, Parameter(validator=validators.Number(gte=0))] = 0.0
     """dpo, rm: by how much the better side of a pair must lead."""
@@ -55,7 +55,7 @@ def convert(
     to: Target,
     out: Path,
     kept: Kept | None = None,
-    force: Annotated[bool, Parameter(negative="")] = False,
+    force: bool = False,
     where: Where = "runs",
 ) -> int:
     """Turn the recorded episodes of a run into rows that sft, dpo, kto or a reward model learns from.

@@ -10,7 +10,8 @@ from cyclopts import Parameter
 
 from TrainingFactory.cli import show
 from TrainingFactory.cli.display import Display
-from TrainingFactory.cli.rollout import Flags, summary, why_unscored
+from TrainingFactory.cli.options import Flags, Json, Overrides
+from TrainingFactory.cli.rollout import summary, why_unscored
 from TrainingFactory.config import load_config
 from TrainingFactory.config.loading import key_value
 from TrainingFactory.config.names import full_key
@@ -22,11 +23,11 @@ OTHER_REWARD = ("reward.type", "reward.parts")  # who names one of these wants a
 def evaluate(
     model: Annotated[str, Parameter(name="model-or-run")],
     /,
-    *overrides: str,
+    *overrides: Overrides,
     env: str | None = None,
     flags: Flags | None = None,
     out: Path | None = None,
-    as_json: Annotated[bool, Parameter(name="--json", negative="")] = False,
+    as_json: Json = False,
     replay: str | None = None,
 ) -> int:
     """Evaluate a model, or what a run has made, on held-out tasks. A run is scored by its own reward, as in its
@@ -43,14 +44,10 @@ def evaluate(
     ----------
     model
         A run (its name or folder; its last checkpoint is taken), a checkpoint, or a model.
-    overrides
-        Options of the config, as key=value: sampling.top_p=0.9
     env
         The environment; that of the run if none is named.
     out
         JSONL file for the episodes; one in the runs folder if none is named.
-    as_json
-        Print the metrics as one JSON object.
     replay
         A recording whose tool calls are served again: that of an earlier evaluation with logging.record_tools=true.
     """

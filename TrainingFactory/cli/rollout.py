@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -12,53 +11,16 @@ from cyclopts import Parameter, validators
 
 from TrainingFactory.cli import show
 from TrainingFactory.cli.display import Display
+from TrainingFactory.cli.options import Flags, Overrides
 from TrainingFactory.config import notices
 from TrainingFactory.config.loading import key_value
 from TrainingFactory.types import Trajectory
 
 
-@Parameter(name="*")
-@dataclass(slots=True)
-class Flags:
-    """What is set most often; each stands for a key of the config."""
-
-    model: str | None = None
-    """Short name, hub id, local folder, GGUF file, or builtin:tiny."""
-    tasks: str | None = None
-    """A JSONL file of tasks, or a number: so many of the environment's own."""
-    split: str | None = None
-    """Which of the environment's tasks: train or heldout."""
-    group_size: int | None = None
-    """Episodes per task; 1 if the config does not say."""
-    max_turns: int | None = None
-    """Turns after which an episode ends."""
-    temperature: float | None = None
-    """0 is greedy."""
-    max_tokens: int | None = None
-    """Longest turn, in tokens."""
-    seed: int | None = None
-    """For the random numbers of sampling; data.seed=N makes other tasks."""
-
-    def overrides(self) -> list[str]:
-        count = self.tasks is not None and self.tasks.removeprefix("-").isdecimal()
-        values = {
-            "model.name": self.model,
-            "data.count": int(self.tasks) if self.tasks and count else None,
-            "data.tasks": None if count else self.tasks,
-            "data.split": self.split,
-            "training.group_size": self.group_size,
-            "environment.max_turns": self.max_turns,
-            "sampling.temperature": self.temperature,
-            "sampling.max_tokens": self.max_tokens,
-            "training.seed": self.seed,
-        }
-        return [key_value(key, value) for key, value in values.items() if value is not None]
-
-
 def rollout(
     source: Annotated[str | None, Parameter(name="env-or-config")] = None,
     /,
-    *overrides: str,
+    *overrides: Overrides,
     flags: Flags | None = None,
     out: Path | None = None,
     show_episodes: Annotated[int, Parameter(name="--show", validator=validators.Number(gte=0))] = 2,
@@ -77,8 +39,6 @@ def rollout(
     source
         An environment (a name, or a Python file such as weather.py or weather.py:Weather), or a config
         that names one (a YAML file).
-    overrides
-        Options of the config, as key=value: sampling.top_p=0.9
     out
         JSONL file for the episodes; one in the runs folder if none is named.
     show_episodes

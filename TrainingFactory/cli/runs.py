@@ -6,17 +6,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
-from cyclopts import App, Parameter, validators
+from cyclopts import App, Parameter
 
 from TrainingFactory.cli import show
 from TrainingFactory.cli.display import CURVE, Display, curve, duration
+from TrainingFactory.cli.options import Count, Run, Where
 from TrainingFactory.services.reports import run_tables
 from TrainingFactory.services.runs.folder import RunFolder
 
 runs = App(name="runs", help="List, show, compare and resume training runs.")
-Name = Annotated[str, Parameter(help="The run's name or folder.")]
-Where = Annotated[str, Parameter(name="--runs", help="The folder of runs.")]
-Count = Annotated[int, Parameter(validator=validators.Number(gte=1))]
 
 
 @runs.command(name="list")
@@ -35,7 +33,7 @@ def list_(*, where: Where = "runs") -> None:
 
 
 @runs.command(name="show")
-def show_(name: Name, *, where: Where = "runs") -> None:
+def show_(name: Run, *, where: Where = "runs") -> None:
     """Show how a run went: its state, its metrics over time, its checkpoints.
 
     ```
@@ -70,7 +68,7 @@ def show_(name: Name, *, where: Where = "runs") -> None:
 
 
 @runs.command
-def compare(*names: Name, where: Where = "runs") -> None:
+def compare(*names: Run, where: Where = "runs") -> None:
     """Compare runs: the options in which they differ, their last metrics, and what judges have been asked in all.
 
     ```
@@ -96,7 +94,7 @@ def compare(*names: Name, where: Where = "runs") -> None:
 
 @runs.command
 def episodes(
-    name: Name,
+    name: Run,
     *,
     step: int | None = None,
     task: str | None = None,
@@ -148,7 +146,7 @@ def episodes(
 
 
 @runs.command
-def resume(name: Name, *, where: Where = "runs") -> int:
+def resume(name: Run, *, where: Where = "runs") -> int:
     """Go on with a run from its last checkpoint, exactly as if it had not stopped. Its options are those in its
     config.yaml. What does not change what is learned may be edited there before: addresses, budgets and time-outs in
     reward.options, reward.max_unscored, reward.max_equal_steps, environment.episode_timeout, logging.checkpoint_every.

@@ -5,15 +5,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from TrainingFactory.cli import show
+from TrainingFactory.cli.display import Display
+from TrainingFactory.cli.options import Overrides
 from TrainingFactory.config import notices
 from TrainingFactory.config.not_yet import unused
 
 if TYPE_CHECKING:
-    from TrainingFactory.cli.display import Display
     from TrainingFactory.services.training.loop import Training
 
 
-def train(config: str, /, *overrides: str, name: str | None = None, replay: str | None = None) -> int:
+def train(config: str, /, *overrides: Overrides, name: str | None = None, replay: str | None = None) -> int:
     """Train a model as a config says; Ctrl-C saves a checkpoint and says how to go on.
 
     ```
@@ -27,8 +28,6 @@ def train(config: str, /, *overrides: str, name: str | None = None, replay: str 
     ----------
     config
         A config (a YAML file).
-    overrides
-        Options of the config, as key=value: training.batch_size=4
     name
         Name of the run, a folder under logging.output_dir; made from algorithm, environment and time if not given.
     replay
@@ -38,7 +37,6 @@ def train(config: str, /, *overrides: str, name: str | None = None, replay: str 
 
     options = read_config(config, overrides)
     # Imported here, so that help and a wrong config do not wait for it.
-    from TrainingFactory.cli.display import Display
     from TrainingFactory.services.training.loop import Training
 
     for text in [*notices(options), *unused(options)]:
