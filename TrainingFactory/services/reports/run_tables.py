@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from TrainingFactory.services.runs.folder import CONFIG, RunFolder, is_run
+from TrainingFactory.services.runs.folder import CONFIG, METRICS, RunFolder, is_run
 
 # Metrics that are shown where a run has them -> format
 FORMATS = {
@@ -49,18 +49,22 @@ def list_rows(runs: str | Path) -> list[tuple[str, ...]]:
 
 
 def _row(folder: Path) -> tuple[str, ...]:
+    run, file = RunFolder(folder), CONFIG
     try:
         if not is_run(folder):
             raise ValueError(f"it is half written: it needs {CONFIG} and environment.json")
-        run = RunFolder(folder)
-        status, config, last = run.status, run.config, latest(run.metrics())
+        config = run.config
+        file = "status.json"
+        status, state = run.status, run.state
+        file = METRICS
+        last = latest(run.metrics())
         key = next((key for key in ("eval/success", "reward", "loss") if key in last), None)
         value = f"{key} {last[key]:.3f}" if key else ""
-        what = f"{config.training.algorithm} {config.environment.environment_id or ''} {config.model.name}"
-        return run.name, run.state, f"{status.step}/{status.steps}", value, what
     except Exception as error:  # files that anybody may have changed
         reason = " ".join(str(error).split())
-        return folder.name, "unreadable", "", "", reason
+        return run.name, "unreadable", "", "", reason if file in reason else f"{file}: {reason}"
+    what = f"{config.training.algorithm} {config.environment.environment_id or ''} {config.model.name}"
+    return run.name, state, f"{status.step}/{status.steps}", value, what
 
 
 def latest(metrics: Rows) -> dict[str, Any]:
