@@ -157,7 +157,7 @@ def resume(name: Run, *, where: Where = "runs") -> int:
     ```
     """
     from TrainingFactory.cli.train import follow
-    from TrainingFactory.services.training.loop import resume as resume_run
+    from TrainingFactory.services.build.training import resume as resume_run
 
     if RunFolder.find(name, where).status.status == "finished":
         show.note(f"run {name} is finished; nothing to do")

@@ -11,7 +11,7 @@ from TrainingFactory.config import notices
 from TrainingFactory.config.not_yet import unused
 
 if TYPE_CHECKING:
-    from TrainingFactory.services.training.loop import Training
+    from TrainingFactory.services.build.training import Training
 
 
 def train(config: str, /, *overrides: Overrides, name: str | None = None, replay: str | None = None) -> int:
@@ -37,7 +37,7 @@ def train(config: str, /, *overrides: Overrides, name: str | None = None, replay
 
     options = read_config(config, overrides)
     # Imported here, so that help and a wrong config do not wait for it.
-    from TrainingFactory.services.training.loop import Training
+    from TrainingFactory.services.build.training import Training
 
     for text in [*notices(options), *unused(options)]:
         show.note(f"note: {text}")
