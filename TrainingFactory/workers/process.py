@@ -82,6 +82,8 @@ class Worker:
                 first = {"target": self.target, "settings": self.settings, "path": path}
                 try:
                     await self._answer(first | {"life": self._child.life}, self.start_seconds)
+                except WorkerTooSlow:
+                    raise WorkerDied(f"did not start within {self.start_seconds:g} s") from None
                 except WorkerError:
                     self.kill()
                     raise

@@ -11,7 +11,7 @@ import pytest
 from TrainingFactory.rewards.rule_based import rule_from_options
 from TrainingFactory.rewards.rules.answers import normalised
 from TrainingFactory.rewards.rules.formulas import endless
-from TrainingFactory.rewards.workers.processes import FinishedEpisode
+from TrainingFactory.rewards.workers.finished_episode import FinishedEpisode
 from TrainingFactory.types import Completion, Message, Reward, Task, Trajectory, Turn
 
 

@@ -28,11 +28,11 @@ from TrainingFactory.rewards.model_judge import VERDICTS, model_judge
 from TrainingFactory.rewards.judge.pool import judges_at
 from TrainingFactory.rewards.process_reward import ProcessReward
 from TrainingFactory.rewards.process_rules import PROCESS_RULES
-from TrainingFactory.rewards.workers.processes import RewardProcess
+from TrainingFactory.rewards.workers.process import RewardProcess
 from TrainingFactory.rewards.rule_based import rule_from_options
 from TrainingFactory.rewards.rules.base import OnlyIf
 from TrainingFactory.rewards.rules.code import ToolRule
-from TrainingFactory.rewards.targets import find_callable, load_target
+from TrainingFactory.rewards.loading import find_callable, load_reward
 from TrainingFactory.rewards.tool_verified import VERIFIERS, make_verifier
 from TrainingFactory.services.runs.folder import RunFolder, is_run
 from TrainingFactory.tools.builtin.making import OptionError, Wrong, call_with
@@ -222,7 +222,7 @@ class _Making:
         processes = chosen["processes"]
         if processes is None:
             processes = self._workers if self.config.optimization.distributed_reward else 0
-        made = as_reward(load_target(chosen["function"]), timeout=chosen["timeout"])
+        made = as_reward(load_reward(chosen["function"]), timeout=chosen["timeout"])
         if not processes:
             return made
         return self._processes(chosen["function"], made, processes, chosen["timeout"], None)
@@ -256,7 +256,7 @@ class _Making:
         timeout = timeout or self.config.environment.episode_timeout
         workers = [RewardProcess(target, timeout, options, like) for _ in range(count)]
         for worker in workers:
-            self.held.callback(worker.close)
+            self.held.callback(worker.kill)
         return DistributedRewardModel(workers)
 
     def _judge(self, reward: OneReward, key: Key) -> RewardFunction:
@@ -271,7 +271,9 @@ class _Making:
                 raise ConfigError([Problem((*key, "model"), text)])
             options["model"] = reward.model
         if isinstance(options.get("base_url"), list):
-            judges = judges_at(options.pop("base_url"), options, self.held)
+            judges = judges_at(options.pop("base_url"), options)
+            for judge in dict.fromkeys(judges):
+                self.held.callback(judge.close)
             limit = options.get("concurrency", 8) or MANY
             return DistributedRewardModel(
                 judges, per_worker=limit, timeout=self.config.environment.episode_timeout
