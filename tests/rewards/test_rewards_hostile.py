@@ -11,7 +11,7 @@ import pytest
 
 from tests.kits.judge import episode
 from TrainingFactory.rewards.rule_based import make_rule
-from TrainingFactory.rewards.rules.answers import squad_words
+from TrainingFactory.rewards.rules.wording import squad_words
 from TrainingFactory.rewards.tool_verified import make_verifier
 from TrainingFactory.types import Reward
 

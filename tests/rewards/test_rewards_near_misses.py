@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from TrainingFactory.rewards.rule_based import rule_from_options
-from TrainingFactory.rewards.rules.answers import normalised
-from TrainingFactory.rewards.rules.formulas import endless
+from TrainingFactory.rewards.rules.wording import normalised
 from TrainingFactory.rewards.workers.finished_episode import FinishedEpisode
 from TrainingFactory.types import Completion, Message, Reward, Task, Trajectory, Turn
 

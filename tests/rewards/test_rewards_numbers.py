@@ -9,13 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from TrainingFactory.rewards.rules.numbers import (
-    Number,
-    is_number,
-    last_number_text,
-    only_number,
-    same_number,
-)
+from TrainingFactory.rewards.rules.numbers import Number, is_number, same_number
+from TrainingFactory.rewards.rules.statements import last_number_text, only_number
 
 GSM8K = next(
     (

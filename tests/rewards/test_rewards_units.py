@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from tests.rewards.test_rewards_numbers import same
-from TrainingFactory.rewards.rules.notation import UNITS
+from TrainingFactory.rewards.rules.units import UNITS
 
 
 def test_units():

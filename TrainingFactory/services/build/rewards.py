@@ -35,7 +35,9 @@ from TrainingFactory.rewards.rules.code import ToolRule
 from TrainingFactory.rewards.loading import find_callable, load_reward
 from TrainingFactory.rewards.tool_verified import VERIFIERS, make_verifier
 from TrainingFactory.services.runs.folder import RunFolder, is_run
-from TrainingFactory.tools.builtin.making import OptionError, Wrong, call_with
+from TrainingFactory.options import OptionError, Wrong, make_from
+from TrainingFactory.tools.builtin.making import OptionError as ToolOptionError
+from TrainingFactory.tools.builtin.making import call_with
 from TrainingFactory.types import Task
 
 Key = tuple[str | int, ...]
@@ -204,7 +206,7 @@ class _Making:
             yield
         except ConfigError as error:
             self.problems.extend(error.problems)
-        except OptionError as error:
+        except (OptionError, ToolOptionError) as error:
             self.problems.extend(_problem(key, wrong, options or {}) for wrong in error.wrong)
         except (ValueError, TypeError) as error:
             self.problems.append(Problem(key, str(error)))
@@ -242,9 +244,9 @@ class _Making:
                 outcome = _verifier(inner) if "verify" in inner else rule_from_options(outcome)
         if len(self.problems) > before:
             return None
-        return ProcessReward(
-            reward.outcome_weight, reward.step_rewards or None, outcome, timeout=None, **chosen
-        )
+        chosen |= {"outcome_weight": reward.outcome_weight, "outcome": outcome, "timeout": None}
+        chosen["step_rewards"] = reward.step_rewards or None
+        return make_from(ProcessReward, chosen, "process_reward")
 
     @property
     def _workers(self) -> int:
@@ -326,7 +328,7 @@ def _process_options(
     """Those of ProcessReward that can be written in a config."""
     if rules is not None and not isinstance(rules, Mapping):
         text = "must be names with their functions, such as {asks_first: rules.py:asks_first}"
-        raise OptionError(f"rules {text}", Wrong("rules", text, rules))
+        raise OptionError(Wrong("rules", text, rules))
     return {"pay": pay, "cap": cap, "claw_back": claw_back, "outcome": outcome, "rules": dict(rules or {})}
 
 
@@ -338,7 +340,7 @@ def _function_options(
         isinstance(processes, bool) or not isinstance(processes, int) or processes < 0
     ):
         text = "must be a whole number: 0 for none, or so many at a time"
-        raise OptionError(f"processes {text}", Wrong("processes", text, processes))
+        raise OptionError(Wrong("processes", text, processes))
     return {"function": function, "timeout": timeout, "processes": processes}
 
 
