@@ -25,7 +25,7 @@ LAYERS = [
     ["envs", "rewards", "algorithms"],
     ["tools", "models", "data"],
     ["catalog", "config"],
-    ["protocols", "openai_form", "options"],
+    ["protocols", "openai_form", "options", "running", "seeds"],
     ["types", "workers"],
 ]
 LEVEL = {name: level for level, row in enumerate(LAYERS) for name in row}

@@ -10,7 +10,6 @@ import sys
 import sysconfig
 import weakref
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,6 +17,7 @@ from pydantic import Field, validate_call
 
 from TrainingFactory.options import STRICT, Count, Positive
 from TrainingFactory.protocols import Tool
+from TrainingFactory.running import run
 from TrainingFactory.tools.cache.history import digest
 from TrainingFactory.tools.options import ToolOptions
 from TrainingFactory.tools.sandbox.process import START_SECONDS, Isolation, Limits, SandboxProcess
@@ -190,8 +190,7 @@ def isolation_here(limits: Limits) -> Isolation:
             await process.close()
 
     try:
-        with ThreadPoolExecutor(1) as thread:  # there may be a running loop here
-            return thread.submit(asyncio.run, probe()).result()
+        return run(probe)
     except NOT_STARTED as error:
         raise ValueError(_not_started(error)) from error
 
