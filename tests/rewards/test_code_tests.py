@@ -225,5 +225,5 @@ def test_a_value_that_the_tool_cuts_leaves_the_episode_unscored(coder: PythonToo
 
 def test_tests_that_are_wrong_leave_the_episode_unscored(coder: PythonTool):
     assert "task a: a test is not Python" in str(worth(coder, RIGHT, "assert double(2) = 4"))
-    with pytest.raises(ValueError, match="trusting is 1; it must be true or false"):
+    with pytest.raises(ValueError, match=r"trusting must be true or false \(got 1\)"):
         make_rule("code_tests", trusting=1)

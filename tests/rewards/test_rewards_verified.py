@@ -336,14 +336,14 @@ def test_what_cannot_be_calculated():
 def test_bad_options():
     for options, told in (
         ({"verify": "sql_execute"}, "did you mean sql_execution"),
-        ({"verify": "sql_execution", "tols": "x"}, "no option 'tols'; did you mean tool"),
-        ({"verify": "sql_execution", "timeout": "1"}, "timeout is '1'"),
-        ({"verify": "sql_execution", "max_rows": 0}, "max_rows is 0"),
-        ({"verify": "sql_execution", "database": 5}, "database is 5"),
-        ({"verify": "sql_execution", "tool": None}, "tool is None"),
-        ({"verify": "calculated", "expression": 5}, "expression is 5"),
-        ({"verify": "code_cases", "partial": 1}, "partial is 1"),
-        ({"verify": "calculated", "expressions": "no"}, "expressions is 'no'"),
+        ({"verify": "sql_execution", "tols": "x"}, "tols is no option of verifier sql_execution; did you mean tool"),
+        ({"verify": "sql_execution", "timeout": "1"}, "timeout must be a valid number"),
+        ({"verify": "sql_execution", "max_rows": 0}, "max_rows must be greater than or equal to 1"),
+        ({"verify": "sql_execution", "database": 5}, "database must be a valid string"),
+        ({"verify": "sql_execution", "tool": None}, "tool must be a valid string"),
+        ({"verify": "calculated", "expression": 5}, "expression must be a valid string"),
+        ({"verify": "code_cases", "partial": 1}, "partial must be true or false"),
+        ({"verify": "calculated", "expressions": "no"}, "expressions must be true or false"),
     ):
         with pytest.raises(ValueError, match=told):
             make_verifier(**options)
