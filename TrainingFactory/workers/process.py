@@ -158,14 +158,13 @@ class _Child:
         line = json.dumps([ticket, message]).encode() + b"\n"
         self._in_use = True
         try:
-            if not self._more_to_read():
-                await self._send(memoryview(line))
-                found = json.loads(await self._read_line())
-                if isinstance(found, list) and found[:1] == [ticket] and not self._more_to_read():
-                    return found[1], found[2]
+            await self._send(memoryview(line))
+            match json.loads(await self._read_line()):
+                case [str(found), answer, problem] if found == ticket:
+                    return answer, problem
         except BrokenPipeError:
             raise WorkerDied(await self._epitaph()) from None
-        except (ValueError, RecursionError, IndexError):  # no JSON
+        except (ValueError, RecursionError):  # no JSON
             pass
         finally:
             self._in_use = False
@@ -192,11 +191,6 @@ class _Child:
         line, _, rest = bytes(self._buffer).partition(b"\n")
         self._buffer = bytearray(rest)
         return line
-
-    def _more_to_read(self) -> bool:
-        with suppress(BlockingIOError):
-            self._buffer += os.read(self.answers, 65536)
-        return bool(self._buffer)
 
     async def _ready(self, pipe: int, writing: bool = False) -> None:
         loop = asyncio.get_running_loop()

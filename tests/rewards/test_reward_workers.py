@@ -35,7 +35,7 @@ def test_one_dead_worker_loses_nothing():
         ]
         first, second = pool.workers
         assert first.done == 3 and first.failed >= 1 and second.done == 21 and not pool.dropped
-        assert pool.figures["pool/moved"] == pool.moved >= 1
+        assert pool.metrics["pool/moved"] == pool.moved >= 1
         assert len(bad.asked) < 12  # it is left alone, not asked for every row
 
 

@@ -152,7 +152,7 @@ def test_a_pattern_that_never_ends_holds_up_nobody(file: Path):
         assert "slow took longer than 2 s, and its process was ended" in str(group[0].error)
         again = rollout(reward=reward, say=lambda *_: "aa", group_size=6)  # in a new process
         assert outcomes(again[0]) == [1.0] * 6
-        assert reward.figures["pool/dropped"] == 1 and all(worker.failed == 0 for worker in reward.workers)
+        assert reward.metrics["pool/dropped"] == 1 and all(worker.failed == 0 for worker in reward.workers)
 
 
 def test_a_call_that_nobody_waits_for_ends_its_process(file: Path):

@@ -213,8 +213,8 @@ def test_code_with_values_of_all_kinds(python: PythonTool):
     for data, told in (
         ({"cases": CASES}, "entry is ''"),
         ({"cases": CASES, "entry": "f; import os"}, "must be the name of the function"),
-        ({"entry": "f"}, "has no list of cases"),
-        ({"entry": "f", "cases": [{"args": 3, "expected": 1}]}, "a case is"),
+        ({"entry": "f"}, "cases in its metadata must be a list such as"),
+        ({"entry": "f", "cases": [{"args": 3, "expected": 1}]}, "cases in its metadata must be a list such as"),
     ):
         with pytest.raises(ValueError, match=told):
             worth(make_verifier("code_cases"), code, tools=(python,), **data)

@@ -462,10 +462,10 @@ def test_nothing_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         await executor.close()
 
     asyncio.run(cancelled())
-    lost = tool.session()  # an episode that nobody closes ends with the run
+    lost = tool.session()  # an episode that nobody closes ends with its object
     asyncio.run(lost.run({"code": "1"}))
     assert children() - processes
-    tool.close()
+    del lost
     wait_until(lambda: not children() - processes and open_files() <= files and not any(tmp_path.iterdir()))
 
 

@@ -11,11 +11,11 @@ rewards = await pool.compute_rewards(trajectories)  # None where there is no rew
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Coroutine, Sequence
-from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -91,11 +91,10 @@ class DistributedRewardModel:
         **judge_options: Any,
     ) -> None:
         self.timeout, self.patience = timeout, patience
-        self._held = AsyncExitStack()  # what was opened here
+        self._opened: list[Any] = []  # to be closed with the pool
         if base_url is not None:
             models = judges_at(base_url, {"model": model} | judge_options, num_workers)
-            for judge in dict.fromkeys(models):
-                self._held.callback(judge.close)
+            self._opened += dict.fromkeys(models)
         elif judge_options:
             raise ValueError(
                 f"{', '.join(judge_options)}: these are options of a model that judges, which needs base_url"
@@ -132,7 +131,7 @@ class DistributedRewardModel:
         for one in given * count if len(given) == 1 else given:
             if isinstance(one, str):
                 one = RewardProcess(one, self.timeout, like=known[one])
-                self._held.push_async_callback(one.close)
+                self._opened.append(one)
             made.append(one)
         return made
 
@@ -183,10 +182,13 @@ class DistributedRewardModel:
 
     async def close(self) -> None:
         """End what it has started itself: processes, judges. What was handed in stays open."""
-        await self._held.aclose()
+        for each in self._opened:
+            closing = each.close()
+            if inspect.isawaitable(closing):
+                await closing
 
     @property
-    def figures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         found = {f"pool/worker_{each.number}_done": float(each.done) for each in self.workers}
         found |= {f"pool/worker_{each.number}_failed": float(each.failed) for each in self.workers}
         return found | {"pool/moved": float(self.moved), "pool/dropped": float(self.dropped.total())}

@@ -111,7 +111,8 @@ def judge_figures(reward: Any) -> dict[str, float]:
     total: dict[str, float] = {}
     for each in {id(found): found for found in _inside(reward)}.values():  # workers may share one
         if isinstance(each, Judge | DistributedRewardModel):
-            total |= {name: total.get(name, 0.0) + value for name, value in each.figures.items()}
+            found = each.figures if isinstance(each, Judge) else each.metrics
+            total |= {name: total.get(name, 0.0) + value for name, value in found.items()}
     return total
 
 

@@ -8,7 +8,6 @@ import logging
 import os
 import sys
 import sysconfig
-import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -74,17 +73,12 @@ class PythonTool:
         self.isolation = isolation_here(self.limits)
         if not allow_unsafe:
             _demand(name, self.isolation)
-        self._sessions: weakref.WeakSet[PythonSession] = weakref.WeakSet()
 
     def session(self) -> PythonSession:
-        session = PythonSession(self)
-        self._sessions.add(session)
-        return session
+        return PythonSession(self)
 
     def close(self) -> None:
-        """End what episodes left open."""
-        for session in list(self._sessions):
-            session.kill()
+        """Do nothing: every process belongs to a session, and ends with it."""
 
 
 class PythonSession:
@@ -150,11 +144,6 @@ class PythonSession:
         failed = bool(answer.get("error"))
         return ToolResult(text, ok=not failed, error="exception" if failed else None)
 
-    def kill(self) -> None:
-        self._closed = True
-        if self._process is not None:
-            self._process.kill()
-
     async def close(self) -> None:
         self._closed = True
         if self._process is not None:
@@ -179,8 +168,6 @@ def _description(timeout: float) -> str:
 @functools.cache
 def isolation_here(limits: Limits) -> Isolation:
     """Return what a process with these limits enforces on this machine, found out by starting one."""
-    if os.name != "posix":
-        raise ValueError("the python tool needs Linux (or, without isolation, macOS)")
 
     async def probe() -> Isolation:
         process = SandboxProcess(limits)
