@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -146,7 +147,10 @@ def test_what_no_worker_can_score_is_dropped_and_counted():
         "exits": SystemExit(3),
     }
 
+    asked: Counter[str] = Counter()
+
     def reward(episode: Any) -> Any:
+        asked[episode.task.id] += 1
         answer = answers[episode.task.id]
         if isinstance(answer, BaseException):
             raise answer
@@ -157,6 +161,7 @@ def test_what_no_worker_can_score_is_dropped_and_counted():
     assert dict(zip(answers, rewards, strict=True)) == dict.fromkeys(answers) | {"fine": Reward(0.5)}
     assert pool.dropped.total() == 6 and any("must be finite" in reason for reason in pool.dropped)
     assert any("none of 3 workers" in reason for reason in pool.dropped)
+    assert asked == dict.fromkeys(answers, 1) | {"exits": 3}  # what is the row's own is not tried again
 
 
 def test_all_workers_down():
