@@ -93,7 +93,7 @@ def _cases(task: Task) -> list[tuple[list[Any], Any]]:
 
 
 def _equal(given: Any, expected: Any) -> bool:
-    """The same JSON value; of numbers that are not whole, up to rounding. True is not 1."""
+    """Return whether it is the same JSON value; of numbers that are not whole, up to rounding. True is not 1."""
     if isinstance(given, bool) or isinstance(expected, bool):
         return given is expected
     if isinstance(given, int | float) and isinstance(expected, int | float):
@@ -144,7 +144,7 @@ class Calculated(Numeric):
 
 
 def _calculated(answer: str) -> dict[str, Fraction]:
-    """The value of each side of an answer that is an equation, or of the only one; nothing for other texts."""
+    """Return the value of each side of an equation, or of the only side; nothing for other texts."""
     try:
         return {side: calculate(side) for side in plain(answer).strip(" .").split("=")}
     except (ValueError, ZeroDivisionError, RecursionError):
@@ -152,7 +152,7 @@ def _calculated(answer: str) -> dict[str, Fraction]:
 
 
 def _numbers(task: Task) -> Counter[Fraction] | None:
-    """What may stand in an expression; None: anything."""
+    """Return what may stand in an expression; None: anything."""
     listed = task.metadata.get("numbers")
     if listed is None:
         return None
@@ -162,7 +162,7 @@ def _numbers(task: Task) -> Counter[Fraction] | None:
 
 
 def _made_of(answer: str, numbers: Counter[Fraction]) -> bool:
-    """Whether the answer is an expression (of an equation one side) with no other numbers, and none twice."""
+    """Return whether the answer, or a side of it, is an expression with no other numbers, and none twice."""
     used = [Counter(map(Fraction, filter(_DIGIT.search, tokens(side)))) for side in _calculated(answer)]
     return any(side and side <= numbers for side in used)
 
@@ -173,5 +173,5 @@ VERIFIERS: dict[str, Any] = {kind.rule: kind for kind in (SqlExecution, CodeCase
 
 
 def make_verifier(verify: str, **options: Any) -> RewardFunction:
-    """A reward by its name in VERIFIERS and the options of its class; ValueError for one that is not there."""
+    """Make a reward by its name in VERIFIERS and the options of its class; ValueError for one that is not there."""
     return make_named(VERIFIERS, {"verify": verify, **options}, "verify", "verifier")
