@@ -32,18 +32,18 @@ def as_reward(function: Any, name: str | None = None, timeout: float | None = No
     say what it is given: `completions` means TRL's shape, `trajectory` (or a type hint that says so) the trajectory,
     `episodes` or `trajectories` (or a hint such as list[Trajectory]) a whole group, anything else the episode."""
     own_name = function.name if isinstance(function, Adapted) else getattr(function, "__name__", None)
-    name = name or own_name or type(function).__name__
-    if timeout is not None and not (
-        isinstance(timeout, int | float) and timeout is not True and 0 < timeout < math.inf
-    ):
+    known_as = name or own_name or type(function).__name__
+    if timeout is not None and (type(timeout) not in (int, float) or not 0 < timeout < math.inf):
         raise ValueError(
-            f"the timeout of reward {name} is {timeout!r}; it must be a number of seconds, over 0"
+            f"the timeout of reward {known_as} is {timeout!r}; it must be a number of seconds, over 0"
         )
     if isinstance(function, Adapted):
-        return replace(function, name=name, timeout=timeout or function.timeout)
+        return replace(function, name=known_as, timeout=timeout or function.timeout)
     if isinstance(function, type) or not callable(function):
-        raise ValueError(f"the reward {name} is {shown(function)}; it must be a function or callable object")
-    return Adapted(function, name, shape_of(function, name), timeout)
+        raise ValueError(
+            f"the reward {known_as} is {shown(function)}; it must be a function or callable object"
+        )
+    return Adapted(function, known_as, shape_of(function, known_as), timeout)
 
 
 @dataclass(slots=True, frozen=True)

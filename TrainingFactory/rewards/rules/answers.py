@@ -60,7 +60,7 @@ class Marks(FinalText):
     """How an answer may be marked: by the user's `marker`, one text or several, or in <answer></answer>, where `tag` is
     another name; without a marker also by `Answer:`, `The answer is`, `####` and \\boxed{}."""
 
-    marker: Text | Sequence[Text] = ()
+    marker: Text | list[Text] | tuple[Text, ...] = ()
     tag: Annotated[str, AfterValidator(_tag)] = "answer"
 
     def __post_init__(self) -> None:

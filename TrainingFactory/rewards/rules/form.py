@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 import regex
@@ -20,7 +19,7 @@ def compiled(pattern: str, ignore_case: bool = False) -> Any:
     try:
         return regex.compile(pattern, regex.DOTALL | (regex.IGNORECASE if ignore_case else 0))
     except regex.error as error:
-        raise ValueError(f"pattern {pattern[:80]!r} is no regular expression: {error}") from error
+        raise ValueError(f"{pattern[:80]!r} is no regular expression: {error}") from error
 
 
 def _readable(pattern: str) -> str:
@@ -75,7 +74,7 @@ class Format(Marks):
 
     rule: ClassVar[str] = "format"
     pattern: PatternText | None = None
-    require: Sequence[Part] = ()
+    require: list[Part] | tuple[Part, ...] = ()
     partial: bool = False
     timeout: Seconds = 1.0
 

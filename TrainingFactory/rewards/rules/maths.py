@@ -41,6 +41,11 @@ class Maths(ReferenceRule):
     def _worker(self) -> Worker:
         return Worker(f"{__package__}.formulas:comparing", self.timeout)
 
+    async def close(self) -> None:
+        """End the process; the next question starts another."""
+        if (worker := self.__dict__.pop("_worker", None)) is not None:
+            await worker.close()
+
     async def __call__(self, episode: Episode) -> Reward:
         right = self.right_answers(episode)
         for answer in self.answers_of(episode):

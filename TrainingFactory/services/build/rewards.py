@@ -309,11 +309,11 @@ def _verifier(options: Mapping[str, Any]) -> RewardFunction:
     return make_verifier(**options)
 
 
-def _problem(key: Key, wrong: Wrong, options: Mapping[str, Any]) -> Problem:
+def _problem(key: Key, wrong: Any, options: Mapping[str, Any]) -> Problem:
     """By the option's own key, where it is one of the options or should be; else its name is part of the text."""
     inner = wrong.option.split(".")
     if not inner[0].isidentifier():
-        return Problem(key, f"{wrong.option} {wrong.text}", wrong.value)
+        return Problem(key, f"{wrong.option} {wrong.text}".strip(), wrong.value)
     if wrong.value is ... or inner[0] in options:
         return Problem((*key, *inner), wrong.text, wrong.value)
     return Problem((*key, *inner), f"is missing; it {wrong.text}")
