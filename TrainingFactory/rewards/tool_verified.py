@@ -11,10 +11,10 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping
 from fractions import Fraction
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
+from pydantic import Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
 from TrainingFactory.options import STRICT, Text, make_named
@@ -27,6 +27,15 @@ from TrainingFactory.rewards.rules.sql import SqlExecution
 from TrainingFactory.tools.builtin.calculator import calculate, tokens
 from TrainingFactory.tools.builtin.sql_rows import Ask
 from TrainingFactory.types import Reward, Task
+
+
+@dataclass(frozen=True)
+class Case:
+    args: list[Any]
+    expected: Any
+
+
+CASES = TypeAdapter(Annotated[list[Case], Field(min_length=1)])
 
 
 @dataclass(config=STRICT, frozen=True, kw_only=True)
@@ -49,7 +58,7 @@ class CodeCases(ToolRule):
             raise ValueError(
                 f"task {task.id}: entry is {entry!r}; it must be the name of the function to call"
             )
-        cases = [_case(case, task.id) for case in _all_cases(task.metadata.get("cases"), task.id)]
+        cases = _cases(task)
         code = self.code_of(episode)
         if not code:
             return self.rewarded(0.0)
@@ -73,24 +82,18 @@ class CodeCases(ToolRule):
             return False
 
 
-def _all_cases(cases: Any, task: str) -> list[Any]:
-    if not isinstance(cases, list) or not cases:
-        raise ValueError(
-            f'task {task} has no list of cases such as [{{"args": [2], "expected": 4}}] in its metadata'
-        )
-    return cases
-
-
-def _case(case: Any, task: str) -> tuple[list[Any], Any]:
-    if not isinstance(case, Mapping) or not isinstance(case.get("args"), list) or "expected" not in case:
-        raise ValueError(f'task {task}: a case is {{"args": [...], "expected": ...}}, not {str(case)[:60]}')
-    return case["args"], json.loads(
-        json.dumps(case["expected"])
-    )  # tuples as the lists that JSON makes of them
+def _cases(task: Task) -> list[tuple[list[Any], Any]]:
+    """Return the arguments and the expected result of each case, with lists for tuples as JSON has it."""
+    try:
+        cases = CASES.validate_python(task.metadata.get("cases"))
+    except ValidationError as error:
+        like = '[{"args": [2], "expected": 4}, ...]'
+        raise ValueError(f"task {task.id}: cases in its metadata must be a list such as {like}") from error
+    return [(case.args, json.loads(json.dumps(case.expected))) for case in cases]
 
 
 def _equal(given: Any, expected: Any) -> bool:
-    """The same JSON value; of numbers that are not whole, up to rounding. True is not 1."""
+    """Return whether it is the same JSON value; of numbers that are not whole, up to rounding. True is not 1."""
     if isinstance(given, bool) or isinstance(expected, bool):
         return given is expected
     if isinstance(given, int | float) and isinstance(expected, int | float):
@@ -141,7 +144,7 @@ class Calculated(Numeric):
 
 
 def _calculated(answer: str) -> dict[str, Fraction]:
-    """The value of each side of an answer that is an equation, or of the only one; nothing for other texts."""
+    """Return the value of each side of an equation, or of the only side; nothing for other texts."""
     try:
         return {side: calculate(side) for side in plain(answer).strip(" .").split("=")}
     except (ValueError, ZeroDivisionError, RecursionError):
@@ -149,7 +152,7 @@ def _calculated(answer: str) -> dict[str, Fraction]:
 
 
 def _numbers(task: Task) -> Counter[Fraction] | None:
-    """What may stand in an expression; None: anything."""
+    """Return what may stand in an expression; None: anything."""
     listed = task.metadata.get("numbers")
     if listed is None:
         return None
@@ -159,7 +162,7 @@ def _numbers(task: Task) -> Counter[Fraction] | None:
 
 
 def _made_of(answer: str, numbers: Counter[Fraction]) -> bool:
-    """Whether the answer is an expression (of an equation one side) with no other numbers, and none twice."""
+    """Return whether the answer, or a side of it, is an expression with no other numbers, and none twice."""
     used = [Counter(map(Fraction, filter(_DIGIT.search, tokens(side)))) for side in _calculated(answer)]
     return any(side and side <= numbers for side in used)
 
@@ -170,5 +173,5 @@ VERIFIERS: dict[str, Any] = {kind.rule: kind for kind in (SqlExecution, CodeCase
 
 
 def make_verifier(verify: str, **options: Any) -> RewardFunction:
-    """A reward by its name in VERIFIERS and the options of its class; ValueError for one that is not there."""
+    """Make a reward by its name in VERIFIERS and the options of its class; ValueError for one that is not there."""
     return make_named(VERIFIERS, {"verify": verify, **options}, "verify", "verifier")

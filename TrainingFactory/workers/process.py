@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -58,7 +58,7 @@ class Worker:
         self.target, self.settings, self.start_seconds = target, settings, start_seconds
         self._path, self._flags, self._launch = path, flags, launch
         self._child: _Child | None = None
-        self._end: weakref.finalize[Any, Worker] | None = None
+        self._end: Callable[[], Any] = lambda: None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._turn = asyncio.Lock()
         self._closed = False
@@ -82,43 +82,48 @@ class Worker:
                 first = {"target": self.target, "settings": self.settings, "path": path}
                 try:
                     await self._answer(first | {"life": self._child.life}, self.start_seconds)
+                except WorkerTooSlow:
+                    raise WorkerDied(f"did not start within {self.start_seconds:g} s") from None
                 except WorkerError:
-                    self.kill()
+                    self._drop()
                     raise
             return await self._answer(message, seconds)
 
     async def _answer(self, message: Any, seconds: float) -> Any:
-        child = self._child
-        assert child is not None
+        assert self._child is not None
         try:
             async with asyncio.timeout(seconds):
-                answer, problem = await child.exchange(message)
+                answer, problem = await self._child.exchange(message)
         except TimeoutError:
-            self.kill()
+            self._drop()
             raise WorkerTooSlow(f"did not answer within {seconds:g} s") from None
         except BaseException:
-            self.kill()
+            self._drop()
             raise
         if problem is not None:
             raise WorkerError(problem)
         return answer
 
+    def _drop(self) -> None:
+        self._child = None
+        self._end()
+
     def kill(self) -> None:
         """End the process, and what it has started, at once. A call under way raises WorkerDied."""
-        self._child = None
-        if self._end is not None:
-            self._end()
+        if self._turn.locked() and self._child is not None:
+            self._child.signal()  # the call notices, and drops it
+        else:
+            self._drop()
 
     async def close(self) -> None:
         """End the process for good."""
         self._closed = True
-        if (child := self._child) is None:
-            return
-        child.signal()
-        try:
-            await asyncio.to_thread(child.process.wait)  # the kernel may need a while to free its memory
-        finally:
-            self.kill()
+        if (child := self._child) is not None:
+            child.signal()
+            try:
+                await asyncio.to_thread(child.process.wait)  # the kernel may need a while to free its memory
+            finally:
+                self.kill()
 
 
 class _Child:
@@ -146,35 +151,27 @@ class _Child:
         os.set_blocking(self.commands, False)
         os.set_blocking(self.answers, False)
         self._buffer = bytearray()
-        self._waiting: asyncio.Future[None] | None = None
-        self._in_use = self._ended = False
 
     async def exchange(self, message: Any) -> tuple[Any, str | None]:
         """Send the message and return the answer and the problem. The answer carries the ticket of its message: code
         can find the pipe and write to it; one answer too many, and every later one would be that of the call before."""
         ticket = secrets.token_hex(8)
-        line = json.dumps([ticket, message]).encode() + b"\n"
-        self._in_use = True
         try:
-            if not self._more_to_read():
-                await self._send(memoryview(line))
-                found = json.loads(await self._read_line())
-                if isinstance(found, list) and found[:1] == [ticket] and not self._more_to_read():
-                    return found[1], found[2]
+            await self._send(json.dumps([ticket, message]).encode() + b"\n")
+            match json.loads(await self._read_line()):
+                case [str(found), answer, problem] if found == ticket:
+                    return answer, problem
         except BrokenPipeError:
             raise WorkerDied(await self._epitaph()) from None
-        except (ValueError, RecursionError, IndexError):  # no JSON
+        except (ValueError, RecursionError):  # no JSON
             pass
-        finally:
-            self._in_use = False
-            if self._ended:
-                self._close_pipes()
         raise WorkerDied("was stopped, because code wrote into the pipe for its answers")
 
-    async def _send(self, line: memoryview) -> None:
-        while line:
+    async def _send(self, line: bytes) -> None:
+        rest = memoryview(line)
+        while rest:
             try:
-                line = line[os.write(self.commands, line) :]
+                rest = rest[os.write(self.commands, rest) :]
             except BlockingIOError:
                 await self._ready(self.commands, writing=True)
 
@@ -191,22 +188,14 @@ class _Child:
         self._buffer = bytearray(rest)
         return line
 
-    def _more_to_read(self) -> bool:
-        with suppress(BlockingIOError):
-            self._buffer += os.read(self.answers, 65536)
-        return bool(self._buffer)
-
     async def _ready(self, pipe: int, writing: bool = False) -> None:
         loop = asyncio.get_running_loop()
-        self._waiting = loop.create_future()
-        (loop.add_writer if writing else loop.add_reader)(pipe, _wake, self._waiting)
+        ready = asyncio.Event()
+        (loop.add_writer if writing else loop.add_reader)(pipe, ready.set)
         try:
-            await self._waiting
+            await ready.wait()
         finally:
             (loop.remove_writer if writing else loop.remove_reader)(pipe)
-            self._waiting = None
-        if self._ended:
-            raise BrokenPipeError
 
     async def _epitaph(self) -> str:
         with suppress(subprocess.TimeoutExpired):
@@ -223,20 +212,10 @@ class _Child:
             os.killpg(self.process.pid, signal.SIGKILL)
 
     def end(self) -> None:
-        """Kill the process and close the pipes, those of a call under way when it has let go of them."""
         self.signal()
         self.process.wait()
-        self._ended = True
-        if self._waiting is not None:
-            _wake(self._waiting)
-        if not self._in_use:
-            self._close_pipes()
+        self._close_pipes()
 
     def _close_pipes(self) -> None:
         for pipe in (self.commands, self.answers, self._alive):
             os.close(pipe)
-
-
-def _wake(waiting: asyncio.Future[None]) -> None:
-    if not waiting.done():
-        waiting.set_result(None)

@@ -14,9 +14,9 @@ from TrainingFactory.config import ConfigError, TrainingConfig, load_config
 from TrainingFactory.rewards.adapt import as_reward
 from TrainingFactory.rewards.checks import check_choice
 from TrainingFactory.rewards.combined import Combined
+from TrainingFactory.rewards.loading import find_callable
 from TrainingFactory.rewards.process_reward import ProcessReward
 from TrainingFactory.rewards.rule_based import make_rule
-from TrainingFactory.rewards.targets import find_callable
 from TrainingFactory.services import GRPOTrainer
 from TrainingFactory.services.build.rewards import check_reward, make_reward
 from TrainingFactory.services.evaluation.rollouts import Rollouts

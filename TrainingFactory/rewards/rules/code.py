@@ -25,7 +25,7 @@ class ToolRule(Extraction):
     tool: Text = "python"
 
     def check_environment(self, environment: Environment, task: Task) -> None:
-        """ValueError if the tool is needed and not there."""
+        """Raise ValueError if the tool is needed and not there."""
         has = [tool.spec.name for tool in environment.tools]
         if self.tool not in has:
             raise ValueError(
@@ -79,7 +79,7 @@ class CodeTests(ToolRule):
 
 
 def through(episode: Episode, tool: str, argument: str) -> Ask:
-    """The environment's tool, called by the reward. One that is not there is no fault of the model's."""
+    """Return what calls the environment's tool. One that is not there is no fault of the model's."""
 
     async def ask(text: str) -> ToolResult:
         result = await episode.call(tool, **{argument: text})
@@ -91,8 +91,8 @@ def through(episode: Episode, tool: str, argument: str) -> Ask:
 
 
 async def value_after(ask: Ask, code: str, shown: str, expected: int = 0) -> str | None:
-    """The text that the expression `shown` gives after the code; None where that does not come to its end. ValueError
-    where the tool has cut a text that may have been the right one, which has up to `expected` characters."""
+    """Return the text that the expression `shown` gives after the code; None if that does not come to its end.
+    ValueError where the tool has cut a text that may have been the right one, of up to `expected` characters."""
     # Tells it from what the code prints itself: leaving early is not passing. The same code gets the same word again,
     # so that a recorded call is found; who finds it out gains nothing.
     word = digest(code)

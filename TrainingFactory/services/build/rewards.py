@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.config.problems import ConfigError, Problem, dotted, explain, nearest
 from TrainingFactory.config.schema import OneReward, RewardPart, RewardSection
+from TrainingFactory.options import OptionError, Wrong, make_from
 from TrainingFactory.protocols import Environment, RewardFunction
 from TrainingFactory.rewards import LearnedReward
 from TrainingFactory.rewards.adapt import Adapted, as_reward, compares
@@ -24,18 +25,17 @@ from TrainingFactory.rewards.judge.base import Judge
 from TrainingFactory.rewards.judge.groups import RankingJudge
 from TrainingFactory.rewards.judge.pool import judges_at
 from TrainingFactory.rewards.judge.verdicts import MAX_CANDIDATES
+from TrainingFactory.rewards.loading import find_callable, load_reward
 from TrainingFactory.rewards.model_judge import VERDICTS, model_judge
 from TrainingFactory.rewards.process_reward import ProcessReward
 from TrainingFactory.rewards.process_rules import PROCESS_RULES
 from TrainingFactory.rewards.rule_based import rule_from_options
 from TrainingFactory.rewards.rules.base import OnlyIf
 from TrainingFactory.rewards.rules.code import ToolRule
-from TrainingFactory.rewards.targets import find_callable, load_target
 from TrainingFactory.rewards.tool_verified import VERIFIERS, make_verifier
 from TrainingFactory.rewards.workers.distributed import DistributedRewardModel
-from TrainingFactory.rewards.workers.processes import RewardProcess
+from TrainingFactory.rewards.workers.process import RewardProcess
 from TrainingFactory.services.runs.folder import RunFolder, is_run
-from TrainingFactory.options import OptionError, Wrong, make_from
 from TrainingFactory.tools.builtin.making import OptionError as ToolOptionError
 from TrainingFactory.tools.builtin.making import call_with
 from TrainingFactory.types import Task
@@ -111,7 +111,8 @@ def judge_figures(reward: Any) -> dict[str, float]:
     total: dict[str, float] = {}
     for each in {id(found): found for found in _inside(reward)}.values():  # workers may share one
         if isinstance(each, Judge | DistributedRewardModel):
-            total |= {name: total.get(name, 0.0) + value for name, value in each.figures.items()}
+            found = each.figures if isinstance(each, Judge) else each.metrics
+            total |= {name: total.get(name, 0.0) + value for name, value in found.items()}
     return total
 
 
@@ -224,7 +225,7 @@ class _Making:
         processes = chosen["processes"]
         if processes is None:
             processes = self._workers if self.config.optimization.distributed_reward else 0
-        made = as_reward(load_target(chosen["function"]), timeout=chosen["timeout"])
+        made = as_reward(load_reward(chosen["function"]), timeout=chosen["timeout"])
         if not processes:
             return made
         return self._processes(chosen["function"], made, processes, chosen["timeout"], None)
@@ -258,7 +259,7 @@ class _Making:
         timeout = timeout or self.config.environment.episode_timeout
         workers = [RewardProcess(target, timeout, options, like) for _ in range(count)]
         for worker in workers:
-            self.held.callback(worker.close)
+            self.held.callback(worker.kill)
         return DistributedRewardModel(workers)
 
     def _judge(self, reward: OneReward, key: Key) -> RewardFunction:
@@ -273,7 +274,9 @@ class _Making:
                 raise ConfigError([Problem((*key, "model"), text)])
             options["model"] = reward.model
         if isinstance(options.get("base_url"), list):
-            judges = judges_at(options.pop("base_url"), options, self.held)
+            judges = judges_at(options.pop("base_url"), options)
+            for judge in dict.fromkeys(judges):
+                self.held.callback(judge.close)
             limit = options.get("concurrency", 8) or MANY
             return DistributedRewardModel(
                 judges, per_worker=limit, timeout=self.config.environment.episode_timeout

@@ -8,9 +8,7 @@ import logging
 import os
 import sys
 import sysconfig
-import weakref
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,6 +16,7 @@ from pydantic import Field, validate_call
 
 from TrainingFactory.options import STRICT, Count, Positive
 from TrainingFactory.protocols import Tool
+from TrainingFactory.running import run
 from TrainingFactory.tools.cache.history import digest
 from TrainingFactory.tools.options import ToolOptions
 from TrainingFactory.tools.sandbox.process import START_SECONDS, Isolation, Limits, SandboxProcess
@@ -74,17 +73,12 @@ class PythonTool:
         self.isolation = isolation_here(self.limits)
         if not allow_unsafe:
             _demand(name, self.isolation)
-        self._sessions: weakref.WeakSet[PythonSession] = weakref.WeakSet()
 
     def session(self) -> PythonSession:
-        session = PythonSession(self)
-        self._sessions.add(session)
-        return session
+        return PythonSession(self)
 
     def close(self) -> None:
-        """End what episodes left open."""
-        for session in list(self._sessions):
-            session.kill()
+        """Do nothing: every process belongs to a session, and ends with it."""
 
 
 class PythonSession:
@@ -150,11 +144,6 @@ class PythonSession:
         failed = bool(answer.get("error"))
         return ToolResult(text, ok=not failed, error="exception" if failed else None)
 
-    def kill(self) -> None:
-        self._closed = True
-        if self._process is not None:
-            self._process.kill()
-
     async def close(self) -> None:
         self._closed = True
         if self._process is not None:
@@ -179,8 +168,6 @@ def _description(timeout: float) -> str:
 @functools.cache
 def isolation_here(limits: Limits) -> Isolation:
     """Return what a process with these limits enforces on this machine, found out by starting one."""
-    if os.name != "posix":
-        raise ValueError("the python tool needs Linux (or, without isolation, macOS)")
 
     async def probe() -> Isolation:
         process = SandboxProcess(limits)
@@ -190,8 +177,7 @@ def isolation_here(limits: Limits) -> Isolation:
             await process.close()
 
     try:
-        with ThreadPoolExecutor(1) as thread:  # there may be a running loop here
-            return thread.submit(asyncio.run, probe()).result()
+        return run(probe)
     except NOT_STARTED as error:
         raise ValueError(_not_started(error)) from error
 
