@@ -18,12 +18,13 @@ from jsonschema.protocols import Validator
 
 from TrainingFactory.protocols import Tool, ToolSession, ToolSource
 from TrainingFactory.tools.adapt import as_tool
-from TrainingFactory.tools.cache.history import Group, Skipped, call_name, digest
+from TrainingFactory.tools.cache.history import Group, Skipped
+from TrainingFactory.tools.fingerprint import call_name, digest
 from TrainingFactory.tools.decorator import FunctionTool
 from TrainingFactory.tools.options import ToolOptions
 from TrainingFactory.tools.runtime import BrokenOff, Outcome, Place, ResultCache, Tape, ToolRuntime
 from TrainingFactory.tools.schema import schema_problems, validator_of
-from TrainingFactory.tools.texts import bounded, describe
+from TrainingFactory.texts import bounded, describe
 from TrainingFactory.types import ToolCall, ToolFailure, ToolResult, ToolSpec
 
 log = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ from TrainingFactory.tools.decorator import as_result
 from TrainingFactory.tools.limits import CircuitBreaker, Limits
 from TrainingFactory.tools.metrics import ToolMetrics
 from TrainingFactory.tools.options import ToolOptions
-from TrainingFactory.tools.texts import describe
+from TrainingFactory.texts import describe
 from TrainingFactory.tools.waiting import OutOfTime, SelfCancelled, within
 from TrainingFactory.types import ToolCall, ToolFailure, ToolResult
 

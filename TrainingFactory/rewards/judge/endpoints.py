@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 from TrainingFactory.protocols import ChatFormat, Sampler
 from TrainingFactory.tools.builtin.model_tools import Endpoint, ModelError, first_message
-from TrainingFactory.tools.cache.history import digest
+from TrainingFactory.tools.fingerprint import digest
 from TrainingFactory.types import Message, SamplingParams
 
 CHARS_PER_TOKEN = 4  # where an endpoint does not say what it has counted

@@ -28,7 +28,7 @@ from TrainingFactory.rewards.targets import load_target
 from TrainingFactory.rewards.workers.processes import ROWS_OWN, FinishedEpisode, RewardProcess
 from TrainingFactory.tools.builtin.model_tools import Endpoint
 from TrainingFactory.tools.limits import CircuitBreaker
-from TrainingFactory.tools.python_files import failure
+from TrainingFactory.user_code import failure
 from TrainingFactory.tools.waiting import OutOfTime, SelfCancelled, within
 from TrainingFactory.types import Reward, Trajectory
 

@@ -22,7 +22,7 @@ from TrainingFactory.openai_form import message_from_dict, message_to_dict, spec
 from TrainingFactory.protocols import ChatFormat, Sampler, Tool, ToolSource
 from TrainingFactory.tools.adapt import as_tool
 from TrainingFactory.tools.builtin.making import call_with, make_tool
-from TrainingFactory.tools.cache.history import call_name, definition, digest
+from TrainingFactory.tools.fingerprint import call_name, definition, digest
 from TrainingFactory.tools.executor import AsyncToolExecutor
 from TrainingFactory.tools.options import ToolOptions
 from TrainingFactory.tools.runtime import ToolRuntime

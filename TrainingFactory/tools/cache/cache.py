@@ -18,7 +18,7 @@ from TrainingFactory.protocols import Tool, ToolSource
 from TrainingFactory.tools.cache.stores import Store, StoreError, open_store
 from TrainingFactory.tools.executor import AsyncToolExecutor
 from TrainingFactory.tools.runtime import ToolRuntime
-from TrainingFactory.tools.texts import describe
+from TrainingFactory.texts import describe
 from TrainingFactory.tools.threads import in_thread
 from TrainingFactory.types import ToolCall, ToolResult
 

@@ -2,82 +2,19 @@
 
 from __future__ import annotations
 
-import hashlib
-import inspect
-import json
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from contextvars import ContextVar
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from TrainingFactory.protocols import Tool
+from TrainingFactory.tools.fingerprint import digest
 from TrainingFactory.tools.limits import Gate
-from TrainingFactory.tools.options import ToolOptions
 from TrainingFactory.tools.runtime import Outcome
 from TrainingFactory.types import ToolFailure
 
 log = logging.getLogger(__name__)
-_FORMAT = "1"  # of the keys; a new one makes all that is cached old
-_texts: dict[int, tuple[Any, str]] = {}
 _inside: ContextVar[tuple[Group, ...]] = ContextVar("groups whose turn the running code has", default=())
-
-
-def call_name(tool: Tool, options: ToolOptions, arguments: dict[str, Any]) -> str | None:
-    """A call, whoever makes it: server, tool, version, schema and arguments. The order of keys does not matter;
-    1, 1.0 and true differ, and so do a default that is written out and one that is not. None for arguments that
-    are no JSON, which only Python code can make."""
-    try:
-        text = json.dumps(arguments, sort_keys=True, separators=(",", ":"))
-    except (TypeError, ValueError, RecursionError):
-        return None
-    schema = _text_of(tool.spec.parameters, lambda schema: json.dumps(schema, sort_keys=True, default=str))
-    answering: Any = inspect.unwrap(tool)  # type: ignore[arg-type]  # a function, or an object with `run`
-    code = _text_of(_code_of(answering) or _code_of(getattr(answering, "run", None)), _source)
-    return digest(options.server, tool.spec.name, options.version, schema, code, text)
-
-
-def definition(thing: Any) -> str:
-    """For `version`: an object by the text of its methods and by its plain attributes; of others the type counts."""
-    cls, attributes = type(thing), dict[str, Any]()
-    for base in reversed(cls.__mro__):
-        attributes |= {name: value for name, value in vars(base).items() if name != "__dict__"}
-    methods = {name: _source(_code_of(value)) for name, value in attributes.items() if _code_of(value)}
-    attributes |= getattr(thing, "__dict__", {})
-    plain = {name: value for name, value in attributes.items() if not name.startswith("__")} | methods
-    try:
-        text = json.dumps(plain, sort_keys=True, default=lambda value: type(value).__qualname__)
-    except (TypeError, ValueError, RecursionError):
-        text = ""
-    return digest(cls.__module__, cls.__qualname__, text)
-
-
-def digest(*parts: str) -> str:
-    """One name for several texts; no two lists of texts share one."""
-    return hashlib.blake2b(json.dumps([_FORMAT, *parts]).encode(), digest_size=20).hexdigest()
-
-
-def _text_of(thing: Any, make: Callable[[Any], str]) -> str:
-    """Kept by identity: every episode has the same schemas and functions."""
-    known = _texts.get(id(thing))
-    if known is None or known[0] is not thing:  # an id may be used again
-        if len(_texts) > 1000:
-            _texts.clear()
-        known = _texts[id(thing)] = (thing, make(thing))
-    return known[1]
-
-
-def _code_of(function: Any) -> Any:
-    return getattr(function, "__code__", None)
-
-
-def _source(code: Any) -> str:
-    """The text of a function: who changes it does not want the old results. What it calls is not seen; that is
-    what `version` is for. Always by its code: Python would parse the whole file for a class."""
-    try:
-        return "" if code is None else inspect.getsource(code)
-    except (OSError, TypeError):
-        return ""
 
 
 class Skipped(NamedTuple):
