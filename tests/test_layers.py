@@ -24,7 +24,7 @@ LAYERS = [
     ["rollout", "sampling", "learning"],
     ["envs", "rewards", "algorithms"],
     ["tools", "models", "data"],
-    ["catalog", "config", "user_code"],
+    ["catalog", "config", "user_code", "sql", "arithmetic"],
     ["protocols", "openai_form", "texts"],
     ["types"],
 ]

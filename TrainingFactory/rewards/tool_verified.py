@@ -25,9 +25,9 @@ from TrainingFactory.rewards.rules.notation import plain
 from TrainingFactory.rewards.rules.numbers import Number
 from TrainingFactory.rewards.rules.sql import SqlExecution
 from TrainingFactory.rewards.rules.text import Numeric
-from TrainingFactory.tools.builtin.calculator import calculate, tokens
+from TrainingFactory.arithmetic import calculate, tokens
 from TrainingFactory.tools.builtin.making import call_with
-from TrainingFactory.tools.builtin.sql_rows import Ask
+from TrainingFactory.sql.compare import Ask
 from TrainingFactory.types import Reward, Task
 
 
