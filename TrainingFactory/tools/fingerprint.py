@@ -5,14 +5,13 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
-from collections.abc import Callable
 from typing import Any
 
 from TrainingFactory.protocols import Tool
+from TrainingFactory.tools.by_identity import ByIdentity
 from TrainingFactory.tools.options import ToolOptions
 
 _FORMAT = "1"  # of the names; a new one makes all that is cached old
-_texts: dict[int, tuple[Any, str]] = {}
 
 
 def call_name(tool: Tool, options: ToolOptions, arguments: dict[str, Any]) -> str | None:
@@ -23,9 +22,9 @@ def call_name(tool: Tool, options: ToolOptions, arguments: dict[str, Any]) -> st
         text = json.dumps(arguments, sort_keys=True, separators=(",", ":"))
     except (TypeError, ValueError, RecursionError):
         return None
-    schema = _text_of(tool.spec.parameters, lambda schema: json.dumps(schema, sort_keys=True, default=str))
     answering: Any = inspect.unwrap(tool)  # type: ignore[arg-type]  # a function, or an object with `run`
-    code = _text_of(_code_of(answering) or _code_of(getattr(answering, "run", None)), _source)
+    code = _source(_code_of(answering) or _code_of(getattr(answering, "run", None)))
+    schema = _schema_text(tool.spec.parameters)
     return digest(options.server, tool.spec.name, options.version, schema, code, text)
 
 
@@ -50,20 +49,11 @@ def digest(*parts: str) -> str:
     return hashlib.blake2b(json.dumps([_FORMAT, *parts]).encode(), digest_size=20).hexdigest()
 
 
-def _text_of(thing: Any, make: Callable[[Any], str]) -> str:
-    """Make a text once for each object: every episode has the same schemas and functions."""
-    known = _texts.get(id(thing))
-    if known is None or known[0] is not thing:  # an id may be used again
-        if len(_texts) > 1000:
-            _texts.clear()
-        known = _texts[id(thing)] = (thing, make(thing))
-    return known[1]
-
-
 def _code_of(function: Any) -> Any:
     return getattr(function, "__code__", None)
 
 
+@ByIdentity
 def _source(code: Any) -> str:
     """Return the text of a function: who changes it does not want the old results. What it calls is not seen; that
     is what `version` is for. Always by its code: Python would parse the whole file for a class."""
@@ -71,3 +61,8 @@ def _source(code: Any) -> str:
         return "" if code is None else inspect.getsource(code)
     except (OSError, TypeError):
         return ""
+
+
+@ByIdentity
+def _schema_text(schema: dict[str, Any]) -> str:
+    return json.dumps(schema, sort_keys=True, default=str)

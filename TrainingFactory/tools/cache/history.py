@@ -1,93 +1,105 @@
-"""What the cache knows a call by, and what one episode has done to a server whose answers depend on it."""
+"""The cache in one episode: pure calls by their arguments, stateful ones by the calls before them as well."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
-from contextvars import ContextVar
-from typing import NamedTuple
+import time
+from collections.abc import Awaitable, Callable
+from typing import Protocol
 
-from TrainingFactory.tools.fingerprint import digest
-from TrainingFactory.tools.limits import Gate
-from TrainingFactory.tools.runtime import Outcome
-from TrainingFactory.types import ToolFailure
-
-log = logging.getLogger(__name__)
-_inside: ContextVar[tuple[Group, ...]] = ContextVar("groups whose turn the running code has", default=())
+from TrainingFactory.tools.fingerprint import call_name, digest
+from TrainingFactory.tools.protocols import PendingCall, SharedState
+from TrainingFactory.types import ToolResult
 
 
-class Skipped(NamedTuple):
-    """A call that was answered from the cache, so that the server of this episode has not seen it."""
+class Results(Protocol):
+    """Results by key; see `ToolCache`."""
 
-    tool: str
-    content: str
-    make: Callable[[], Awaitable[Outcome]]
+    async def through(
+        self, key: str, run: Callable[[], Awaitable[ToolResult]], deadline: float
+    ) -> ToolResult: ...
 
 
-class Group:
-    """Tools of one executor that share state: those of a server, or those of this process that say so. Their calls
-    run one after another, as the model wrote them.
+class History:
+    """A digest of the calls that a server has had in this episode, in order. Two episodes with equal histories share
+    cached results."""
 
-    The history is a digest of the calls so far, in order. Two episodes with equal histories share cached results.
-    """
-
-    def __init__(self, server: str) -> None:
-        self.server = server
-        self.stateful = False  # whether any of its tools is
-        self._turn = Gate(1)
-        self._history: str | None = digest("start", server)  # None: lost
-        self._skipped: list[Skipped] = []
-
-    def start(self, scope: str) -> None:
-        """`scope` is what the state begins with. Servers begin alike for all; objects of this process, such as an
-        environment, may have been made from a task."""
-        self._history = digest("start", self.server, "" if self.server else scope)
-
-    @asynccontextmanager
-    async def turn(self) -> AsyncIterator[None]:
-        """First come, first served. A tool that calls tools of its own group does not wait for itself."""
-        outer = _inside.get()
-        if self in outer:
-            self.lose()
-            yield
-            return
-        async with self._turn:
-            token = _inside.set((*outer, self))
-            try:
-                yield
-            finally:
-                _inside.reset(token)
+    def __init__(self, server: str, scope: str) -> None:
+        # Servers begin alike for all; objects of this process, such as an environment, may be made from a task.
+        self._digest: str | None = digest("start", server, "" if server else scope)  # None: lost
+        self.busy = False  # a call is under way; another one now comes from inside it
 
     def key(self, name: str | None) -> str | None:
-        """The key of a call that comes next; None where it must not be cached."""
-        return None if name is None or self._history is None else digest(self._history, name)
+        """Return the key of a call that comes next; None where it must not be cached."""
+        return None if name is None or self._digest is None else digest(self._digest, name)
 
     def add(self, name: str | None) -> None:
-        """The call was made, or answered from the cache."""
-        self._history = self.key(name)
-
-    def skip(self, call: Skipped) -> None:
-        self._skipped.append(call)
+        """Note that the call was made, or answered from the cache."""
+        self._digest = self.key(name)
 
     def lose(self) -> None:
-        """Nobody knows what the server has done, so nothing is shared from here on."""
-        self._history = None
+        """Share nothing from here on: nobody knows what the server has done."""
+        self._digest = None
 
-    async def catch_up(self) -> None:
-        """Make the calls that the cache has answered, in order, so that the server is where the model thinks."""
-        while self._skipped:
-            call = self._skipped[0]
-            outcome = await call.make()
-            if outcome.lost or outcome.result.error == "unavailable":
-                raise ToolFailure(
-                    f"{call.tool} was answered from the cache, and {self.server or 'its tool'} cannot be brought to "
-                    f"that state: {outcome.result.content}"
-                )
-            del self._skipped[0]
-            if outcome.result.content != call.content:
-                log.warning(
-                    "%s is marked stateful, but after equal calls it answered differently; the cache and training "
-                    "on it are not reliable",
-                    call.tool,
-                )
+
+class EpisodeHistory:
+    """Answers the calls of one episode from the cache, or makes them."""
+
+    def __init__(self, results: Results, scope: str, max_output_chars: int) -> None:
+        self._results, self._scope, self._size = results, scope, str(max_output_chars)
+        self._histories: dict[str, History] = {}
+
+    async def obtain(self, call: PendingCall) -> ToolResult:
+        deadline = time.monotonic() + call.seconds
+        if call.options.pure:
+            name = call_name(call.tool, call.options, call.arguments)
+
+            async def make() -> ToolResult:
+                return (await call.make(deadline)).result
+
+            return await make() if name is None else await self._through(name, make, deadline)
+        if call.state is None or not call.state.stateful:
+            return (await call.make(deadline)).result
+        history = self._histories.get(call.state.server)
+        if history is None:
+            history = self._histories[call.state.server] = History(call.state.server, self._scope)
+        outer, history.busy = history.busy, True
+        if outer:
+            history.lose()
+        try:
+            return await self._after(history, call, call.state, deadline)
+        except BaseException:
+            history.lose()
+            raise
+        finally:
+            history.busy = outer
+
+    async def _after(
+        self, history: History, call: PendingCall, state: SharedState, deadline: float
+    ) -> ToolResult:
+        """Answer a call that depends on the calls before it, or that changes the answers after it."""
+        name = call_name(call.tool, call.options, call.arguments)
+        key = history.key(name) if call.options.stateful else None
+        lost = False
+
+        async def make() -> ToolResult:
+            nonlocal lost
+            await state.catch_up()
+            outcome = await call.make(deadline)
+            lost = outcome.lost
+            return outcome.result
+
+        result = await make() if key is None else await self._through(key, make, deadline)
+        if result.cached:
+            state.skip(call, result.content)
+        if lost:
+            history.lose()
+        elif result.error not in ("schema", "unavailable"):  # else the call never reached the tool
+            # A failure may have reasons of its own, such as time: it is shared with those who failed alike.
+            history.add(name if name is None or result.ok else digest(name, result.content))
+        return result
+
+    async def _through(
+        self, key: str, make: Callable[[], Awaitable[ToolResult]], deadline: float
+    ) -> ToolResult:
+        """The same call cut to another size is another entry of the cache."""
+        return await self._results.through(digest(key, self._size), make, deadline)
