@@ -24,7 +24,7 @@ LAYERS = [
     ["rollout", "sampling", "learning"],
     ["envs", "rewards", "algorithms"],
     ["tools", "models", "data"],
-    ["catalog", "config", "user_code", "sql", "arithmetic"],
+    ["catalog", "config", "user_code", "sql", "arithmetic", "endpoint"],
     ["protocols", "openai_form", "options", "texts"],
     ["types"],
 ]

@@ -33,7 +33,7 @@ from TrainingFactory.rewards.judge.prompts import (
 )
 from TrainingFactory.rewards.judge.verdicts import JsonVerdict, Score, Verdict, YesNo
 from TrainingFactory.tools.builtin.making import call_with
-from TrainingFactory.tools.builtin.model_tools import BY_HOST
+from TrainingFactory.endpoint import BY_HOST
 from TrainingFactory.tools.cache.cache import ToolCache
 from TrainingFactory.types import Reward, Trajectory
 

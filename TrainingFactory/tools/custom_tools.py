@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
+from TrainingFactory.tools.builtin.agent import AgentTool
 from TrainingFactory.tools.builtin.calculator import calculator, make_calculator
-from TrainingFactory.tools.builtin.model_tools import AgentTool, ModelTool
+from TrainingFactory.tools.builtin.model import ModelTool
 from TrainingFactory.tools.builtin.search import SearchTool
 from TrainingFactory.tools.builtin.sql import SqlTool
 from TrainingFactory.tools.sandbox import PythonTool

@@ -24,7 +24,7 @@ from TrainingFactory.rewards.judge.endpoints import BudgetSpent, JudgeFailure, R
 from TrainingFactory.rewards.model_judge import model_judge
 from TrainingFactory.rewards.workers.processes import FinishedEpisode
 from TrainingFactory.tools.builtin.making import call_with
-from TrainingFactory.tools.builtin.model_tools import seconds_of
+from TrainingFactory.endpoint import seconds_of
 from TrainingFactory.types import Message, Reward, SamplingParams
 
 pytestmark = pytest.mark.usefixtures("judge_key")

@@ -11,7 +11,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 from urllib.parse import urlsplit
 
 from TrainingFactory.protocols import ChatFormat, Sampler
-from TrainingFactory.tools.builtin.model_tools import Endpoint, ModelError, first_message
+from TrainingFactory.endpoint import Endpoint, ModelError, first_message
 from TrainingFactory.tools.fingerprint import digest
 from TrainingFactory.types import Message, SamplingParams
 

@@ -26,7 +26,7 @@ from TrainingFactory.rewards.judge.endpoints import JudgeFailure
 from TrainingFactory.rewards.judge.pool import judges_at
 from TrainingFactory.rewards.targets import load_target
 from TrainingFactory.rewards.workers.processes import ROWS_OWN, FinishedEpisode, RewardProcess
-from TrainingFactory.tools.builtin.model_tools import Endpoint
+from TrainingFactory.endpoint import Endpoint
 from TrainingFactory.tools.limits import CircuitBreaker
 from TrainingFactory.user_code import failure
 from TrainingFactory.tools.waiting import OutOfTime, SelfCancelled, within

@@ -8,6 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from pydantic import validate_call
+
+from TrainingFactory.options import STRICT, Count, Positive, Text, ZeroOrMore
 from TrainingFactory.protocols import Tool
 from TrainingFactory.sql.database import Database, Format
 from TrainingFactory.tools.options import ToolOptions
@@ -28,17 +31,18 @@ class SqlTool:
     itself stays as it is. The description lists tables and columns, in `schema_chars` characters.
     """
 
+    @validate_call(config=STRICT)
     def __init__(
         self,
         path: str | Path,
         *,
         write: bool = False,
-        name: str = "sql",
+        name: Text = "sql",
         description: str | None = None,
-        timeout: float = 5.0,
-        max_rows: int = 50,
+        timeout: Positive = 5.0,
+        max_rows: Count = 50,
         format: Format = "table",
-        schema_chars: int = 2000,
+        schema_chars: ZeroOrMore = 2000,
     ) -> None:
         self.path = Path(path).resolve()
         self.write, self.timeout, self.max_rows, self.format = write, timeout, max_rows, format
@@ -59,8 +63,11 @@ class SqlTool:
     def session(self) -> SqlSession:
         return SqlSession(self)
 
-    def close(self) -> None:
-        """Sessions hold what there is to close."""
+    async def open(self) -> None:
+        """Do nothing: a session opens its own connection."""
+
+    async def close(self) -> None:
+        """Do nothing: a session closes its own connection."""
 
 
 class SqlSession:
