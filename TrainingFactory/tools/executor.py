@@ -95,6 +95,7 @@ class AsyncToolExecutor:
         if runtime.cache is not None:
             scope = f"episode {key}" if task is None else f"task {task}"
             self._cache = runtime.cache.episode(scope, self.max_output_chars)
+
     @property
     def holds_sessions(self) -> bool:
         return bool(self._sessions)
