@@ -80,7 +80,7 @@ class Text2SqlEnvironment(ToolEnvironment):
         return self._shown
 
     async def reward(self, episode: Episode) -> Reward:
-        """1 if the answer gives the right rows on all databases. `shown`: on the one that the model sees."""
+        """Return 1 if the answer gives the right rows on all databases. `shown`: on the one that the model sees."""
         query = _query_in(episode.trajectory.answer)
         shown = bool(query) and await self._same(query, 0)
         right = shown

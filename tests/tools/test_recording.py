@@ -20,12 +20,12 @@ from TrainingFactory.tools.recording import (
     CALLS,
     EpisodeKey,
     NotRecorded,
-    Recording,
+    Place,
     Recorder,
+    Recording,
     load_specs,
     save_specs,
 )
-from TrainingFactory.tools.protocols import Place
 from TrainingFactory.tools.runtime import ToolRuntime
 from TrainingFactory.types import Message, Reward, Step, Task, ToolCall, ToolFailure, ToolResult, ToolSpec
 

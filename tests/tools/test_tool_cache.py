@@ -14,16 +14,16 @@ from typing import Any
 import pytest
 
 from tests.kits.rollout import FakeChat
+from TrainingFactory.endpoint import Endpoint
 from TrainingFactory.envs import ToolEnvironment
 from TrainingFactory.rollout.scripted import play
 from TrainingFactory.services.build.tool_sets import cacheable
 from TrainingFactory.tools import AsyncToolExecutor, tool
 from TrainingFactory.tools.adapt import as_tool
-from TrainingFactory.endpoint import Endpoint
 from TrainingFactory.tools.cache import cache as cache_module
 from TrainingFactory.tools.cache.cache import ToolCache
-from TrainingFactory.tools.fingerprint import call_name
 from TrainingFactory.tools.custom_tools import AgentTool, ModelTool, calculator
+from TrainingFactory.tools.fingerprint import call_name
 from TrainingFactory.tools.options import ToolOptions
 from TrainingFactory.tools.runtime import ToolRuntime
 from TrainingFactory.types import Message, Task, ToolCall, ToolFailure, ToolResult, ToolSpec

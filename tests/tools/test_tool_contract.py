@@ -19,7 +19,7 @@ from TrainingFactory.tools import AsyncToolExecutor, tool
 from TrainingFactory.tools import runtime as runtime_module
 from TrainingFactory.tools.limits import CircuitBreaker, Gate, Limits
 from TrainingFactory.tools.options import ToolOptions
-from TrainingFactory.tools.protocols import Place
+from TrainingFactory.tools.recording import Place
 from TrainingFactory.tools.runtime import ToolRuntime
 from TrainingFactory.types import ToolCall, ToolFailure, ToolResult, ToolSpec
 

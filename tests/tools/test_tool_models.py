@@ -18,10 +18,10 @@ from typing import Any
 import pytest
 
 from tests.kits.tools import one
-from TrainingFactory.tools import AsyncToolExecutor, tool
-from TrainingFactory.tools.builtin.making import make_tool
 from TrainingFactory.endpoint import Endpoint
+from TrainingFactory.tools import AsyncToolExecutor, tool
 from TrainingFactory.tools.builtin.agent import SampledModel
+from TrainingFactory.tools.builtin.making import make_tool
 from TrainingFactory.tools.custom_tools import AgentTool, ModelTool, calculator
 from TrainingFactory.types import (
     Completion,

@@ -78,9 +78,9 @@ class ToolCache:
         [result] = await self.executor.batch_execute([call])
         return result
 
-    def episode(self, scope: str, max_output_chars: int) -> EpisodeHistory:
+    def episode(self, scope: str) -> EpisodeHistory:
         """Open the cache for one episode."""
-        return EpisodeHistory(self, scope, max_output_chars)
+        return EpisodeHistory(self, scope)
 
     async def through(
         self, key: str, run: Callable[[], Awaitable[ToolResult]], deadline: float
