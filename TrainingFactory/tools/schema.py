@@ -7,7 +7,6 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
-from urllib.parse import unquote
 
 from jsonschema import Draft202012Validator
 from jsonschema.exceptions import SchemaError as InvalidSchema
@@ -17,6 +16,9 @@ from jsonschema.validators import validator_for
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from pydantic.errors import PydanticUserError
 from pydantic.fields import FieldInfo
+from referencing import Registry
+from referencing.exceptions import Unresolvable
+from referencing.jsonschema import DRAFT202012
 
 from TrainingFactory.tools.by_identity import ByIdentity
 from TrainingFactory.types import ToolSpec
@@ -147,12 +149,18 @@ def _schema_fault(schema: Any) -> str | None:
 
 
 def unknown_reference(schema: dict[str, Any]) -> str | None:
-    """Return the first $ref that leads nowhere within the schema, if there is one."""
-    return next((ref for ref in _references(schema) if not _resolves(schema, ref)), None)
+    """Return the first $ref that leads nowhere within the schema, if there is one: such a one would be fetched over the
+    network when arguments are checked."""
+    resolver = Registry().with_resource("", DRAFT202012.create_resource(schema)).resolver()
+    for reference in _references(schema):
+        try:
+            resolver.lookup(reference)
+        except (Unresolvable, ValueError):
+            return reference
+    return None
 
 
 def _references(schema: Any) -> Iterator[str]:
-    """Find every $ref; one that leads outside would be fetched over the network when arguments are checked."""
     if isinstance(schema, dict):
         if isinstance(schema.get("$ref"), str):
             yield schema["$ref"]
@@ -162,23 +170,6 @@ def _references(schema: Any) -> Iterator[str]:
     elif isinstance(schema, list):
         for item in schema:
             yield from _references(item)
-
-
-def _resolves(schema: Any, reference: str) -> bool:
-    if not reference.startswith("#/"):
-        return reference == "#" or (
-            reference.startswith("#") and '"$anchor"' in json.dumps(schema, default=str)
-        )
-    place = schema
-    for part in unquote(reference[2:]).split("/"):
-        part = part.replace("~1", "/").replace("~0", "~")
-        if isinstance(place, list) and part.isdigit() and int(part) < len(place):
-            place = place[int(part)]
-        elif isinstance(place, dict) and part in place:
-            place = place[part]
-        else:
-            return False
-    return True
 
 
 def schema_problems(spec: ToolSpec, validator: Validator, arguments: Any) -> str | None:

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from TrainingFactory.services.build.training import Training
 
 from tests.kits.rollout import Echo, call_text, rollout
 from tests.kits.run import Quiet, assert_same_run, rows, small
 from TrainingFactory.protocols import Episode
+from TrainingFactory.services.build.training import Training
 from TrainingFactory.services.runs.folder import RunFolder, TrainingReport
 from TrainingFactory.services.training.dataset import Objects
 from TrainingFactory.tools import tool
@@ -323,33 +323,27 @@ def test_a_method_that_answers_differently_in_a_replay(tmp_path: Path) -> None:
         both(tmp_path, Chance, lambda _, turn, prompt: call_text("throw") if turn < 1 else "ok")
 
 
+class Hangs(Echo):
+    @tool(timeout=600)
+    async def hang(self) -> str:
+        await asyncio.sleep(600)
+        return ""
+
+    async def reward(self, episode: Episode) -> float:  # type: ignore[override]
+        try:
+            return float((await asyncio.wait_for(episode.call("hang"), 0.2)).ok)
+        except TimeoutError:
+            return 0.5
+
+
 def test_an_episode_that_was_broken_off_in_a_call(tmp_path: Path) -> None:
     """It is broken off again in the replay, though no tool is slow there."""
-
-    class Hangs(Echo):
-        @tool(timeout=600)
-        async def hang(self) -> str:
-            await asyncio.sleep(600)
-            return ""
-
     first, again = both(tmp_path, Hangs, lambda *_: call_text("hang"), episode_timeout=2)
     assert again == first and len(first.turns) == 1
     assert (first.status, first.error) == ("error", "the episode took longer than 2 s")
 
 
 def test_a_call_that_a_reward_gave_up(tmp_path: Path) -> None:
-    class Hangs(Echo):
-        @tool(timeout=600)
-        async def hang(self) -> str:
-            await asyncio.sleep(600)
-            return ""
-
-        async def reward(self, episode: Episode) -> float:  # type: ignore[override]
-            try:
-                return float((await asyncio.wait_for(episode.call("hang"), 0.2)).ok)
-            except TimeoutError:
-                return 0.5
-
     first, again = both(tmp_path, Hangs, lambda *_: "ok")
     assert again == first and first.reward == Reward(0.5)
 
