@@ -128,9 +128,13 @@ def test_limits_never_let_in_too_many_and_lose_no_place(limit: int, visits: list
                 for _ in range(rounds):
                     await asyncio.sleep(0)
                 task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        for _ in range(limit):  # all places are free again
-            await asyncio.wait_for(limits.acquire(), 10)
+        for ended in await asyncio.gather(*tasks, return_exceptions=True):
+            assert ended is None or isinstance(ended, asyncio.CancelledError)
+        async with asyncio.timeout(10):
+            for _ in range(limit):  # all places are free again
+                await limits.acquire()
+        for _ in range(limit):
+            limits.release()
         assert order == sorted(order)  # first come, first served
 
     for _ in range(2):
@@ -374,15 +378,16 @@ def test_tool_failure_and_cancelling_leave_nothing_behind():
         await asyncio.sleep(30 if hangs else 0)
         return "fine"
 
-    runtime = ToolRuntime(deadline=20)
+    runtime = ToolRuntime(deadline=5)
 
     async def main() -> None:
         with pytest.raises(ToolFailure, match="sandbox"):
             await attached([gone], runtime).batch_execute([ToolCall("gone", {"fails": True})] * 2)
         hanging = [ToolCall("gone", {"fails": False, "hangs": True})] * 3
         batch = asyncio.create_task(attached([gone], runtime).batch_execute(hanging))
-        while let_in < 3:
-            await asyncio.sleep(0)
+        async with asyncio.timeout(30):
+            while let_in < 3:
+                await asyncio.sleep(0)
         batch.cancel()
         with pytest.raises(asyncio.CancelledError):
             await batch

@@ -44,10 +44,17 @@ class Server:
     def __init__(self) -> None:
         self.asked: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
+        self.connections = 0
         self.answer: Answer = lambda body: (200, said("pong"))
         outer = self
 
         class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"  # connections are kept
+
+            def setup(self) -> None:
+                outer.connections += 1
+                super().setup()
+
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
                 outer.asked.append(body)
@@ -117,16 +124,29 @@ def test_a_model_answers_under_its_own_prompt(server: Server):
     assert server.headers[0]["path"] == "/v1/chat/completions"
 
 
-def test_one_object_serves_many_event_loops_and_calls_at_once(server: Server):
+def test_one_object_keeps_its_connection_and_serves_runs_one_after_another(server: Server):
     asking = expert(server)
-    assert [one(asking, {"prompt": "a"}).content for _ in range(3)] == ["pong"] * 3  # a loop each
-
-    async def many() -> list[ToolResult]:
-        calls = [ToolCall("expert", {"prompt": str(number)}, str(number)) for number in range(8)]
-        return await AsyncToolExecutor([asking]).batch_execute(calls)
-
     server.answer = lambda body: (200, said(body["messages"][0]["content"]))
-    assert [result.content for result in asyncio.run(many())] == [str(number) for number in range(8)]
+
+    async def run() -> list[str]:
+        executor = AsyncToolExecutor([asking])
+        calls = [ToolCall("expert", {"prompt": str(number)}, str(number)) for number in range(8)]
+        results = [(await executor.batch_execute([call]))[0] for call in calls[:4]]
+        results += await executor.batch_execute(calls[4:])
+        return [result.content for result in results]
+
+    for _ in range(2):  # each in an event loop of its own
+        before = server.connections
+        assert asyncio.run(run()) == [str(number) for number in range(8)]
+        assert 1 <= server.connections - before <= 4
+
+    async def closed() -> None:
+        await run()
+        await asking.close()
+        await asking.close()
+        assert await run() == [str(number) for number in range(8)]  # opened anew
+
+    asyncio.run(closed())
 
 
 @pytest.mark.parametrize(
