@@ -24,8 +24,8 @@ LAYERS = [
     ["rollout", "sampling", "learning"],
     ["envs", "rewards", "algorithms"],
     ["tools", "models", "data"],
-    ["catalog", "config", "user_code", "workers"],
-    ["protocols", "openai_form", "options", "running", "seeds"],
+    ["catalog", "config", "user_code", "sql", "arithmetic", "endpoint", "workers"],
+    ["protocols", "openai_form", "options", "texts", "running", "seeds"],
     ["types"],
 ]
 LEVEL = {name: level for level, row in enumerate(LAYERS) for name in row}

@@ -21,10 +21,10 @@ from typing import Any
 from TrainingFactory.protocols import Episode, GroupReward
 from TrainingFactory.rewards.shapes import SINGLE, Shape, columns_for, shape_of
 from TrainingFactory.rewards.values import BrokeOff, Unscored, checked, shown
-from TrainingFactory.tools.python_files import place_of
 from TrainingFactory.tools.threads import in_thread
 from TrainingFactory.tools.waiting import OutOfTime, within
 from TrainingFactory.types import Reward, Task, Trajectory
+from TrainingFactory.user_code import place_of
 
 
 def as_reward(function: Any, name: str | None = None, timeout: float | None = None) -> Adapted:

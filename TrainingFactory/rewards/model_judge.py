@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from TrainingFactory.endpoint import BY_HOST
 from TrainingFactory.protocols import Episode
 from TrainingFactory.rewards.checks import check_choice
 from TrainingFactory.rewards.judge.base import Judge, Judgement
@@ -33,7 +34,6 @@ from TrainingFactory.rewards.judge.prompts import (
 )
 from TrainingFactory.rewards.judge.verdicts import JsonVerdict, Score, Verdict, YesNo
 from TrainingFactory.tools.builtin.making import call_with
-from TrainingFactory.tools.builtin.model_tools import BY_HOST
 from TrainingFactory.tools.cache.cache import ToolCache
 from TrainingFactory.types import Reward, Trajectory
 

@@ -17,6 +17,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
+from TrainingFactory.arithmetic import calculate, tokens
 from TrainingFactory.options import STRICT, Text, make_named
 from TrainingFactory.protocols import Episode, RewardFunction
 from TrainingFactory.rewards.rules.answers import references
@@ -24,8 +25,7 @@ from TrainingFactory.rewards.rules.code import CodeTests, ToolRule, through, val
 from TrainingFactory.rewards.rules.numbers import Number, plain
 from TrainingFactory.rewards.rules.numeric import Numeric
 from TrainingFactory.rewards.rules.sql import SqlExecution
-from TrainingFactory.tools.builtin.calculator import calculate, tokens
-from TrainingFactory.tools.builtin.sql_rows import Ask
+from TrainingFactory.sql.compare import Ask
 from TrainingFactory.types import Reward, Task
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any, SupportsFloat
 
-from TrainingFactory.tools.texts import describe
+from TrainingFactory.texts import describe
 from TrainingFactory.types import Reward
 
 ANY_REWARD = "a number, a Reward, or None for 'cannot score'"

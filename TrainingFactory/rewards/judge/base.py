@@ -19,7 +19,7 @@ from TrainingFactory.rewards.judge.prompts import (
     new_boundary,
 )
 from TrainingFactory.rewards.judge.verdicts import check_vote, voted
-from TrainingFactory.tools.cache.history import digest
+from TrainingFactory.tools.fingerprint import digest
 from TrainingFactory.types import Message, Reward, Trajectory
 
 T = TypeVar("T")

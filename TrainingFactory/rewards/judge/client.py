@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
+from TrainingFactory.endpoint import ModelError
 from TrainingFactory.rewards.checks import check_number
 from TrainingFactory.rewards.judge.checks import check_over_zero, check_whole, open_cache
 from TrainingFactory.rewards.judge.endpoints import BudgetSpent, JudgeFailure, JudgeModel, Reply
-from TrainingFactory.tools.builtin.model_tools import ModelError
 from TrainingFactory.tools.cache.cache import ToolCache
-from TrainingFactory.tools.cache.history import digest
+from TrainingFactory.tools.fingerprint import digest
 from TrainingFactory.tools.limits import Limits
 from TrainingFactory.types import Message, ToolResult
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from TrainingFactory.rewards.checks import check_flag
 from TrainingFactory.rewards.judge.checks import check_whole
 from TrainingFactory.rewards.rules.answers import without_reasoning
-from TrainingFactory.tools.texts import bounded
+from TrainingFactory.texts import bounded
 from TrainingFactory.types import Message, Task, Trajectory
 
 SINGLE = ("task", "conversation", "answer", "reference")

@@ -12,8 +12,8 @@ from TrainingFactory.protocols import Environment, Episode
 from TrainingFactory.rewards.rules.answers import Extract, Extraction, references
 from TrainingFactory.rewards.rules.json_answers import last_fenced
 from TrainingFactory.rewards.verified.code_asserts import read_asserts
-from TrainingFactory.tools.builtin.sql_rows import Ask
-from TrainingFactory.tools.cache.history import digest
+from TrainingFactory.sql.compare import Ask
+from TrainingFactory.tools.fingerprint import digest
 from TrainingFactory.types import Reward, Task, ToolFailure, ToolResult
 
 

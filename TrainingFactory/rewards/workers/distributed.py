@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 
 from pydantic import validate_call
 
+from TrainingFactory.endpoint import Endpoint
 from TrainingFactory.options import STRICT, Count, NotNegative, Positive
 from TrainingFactory.protocols import Episode
 from TrainingFactory.rewards.adapt import Adapted, as_reward, one_by_one
@@ -31,11 +32,10 @@ from TrainingFactory.rewards.loading import load_reward
 from TrainingFactory.rewards.workers.failures import is_rows_own
 from TrainingFactory.rewards.workers.finished_episode import FinishedEpisode
 from TrainingFactory.rewards.workers.process import RewardProcess
-from TrainingFactory.tools.builtin.model_tools import Endpoint
 from TrainingFactory.tools.limits import CircuitBreaker
-from TrainingFactory.tools.python_files import failure
 from TrainingFactory.tools.waiting import OutOfTime, SelfCancelled, within
 from TrainingFactory.types import Reward, Trajectory
+from TrainingFactory.user_code import failure
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)

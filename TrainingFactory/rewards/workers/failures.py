@@ -6,8 +6,8 @@ from typing import Any
 
 from TrainingFactory.rewards.adapt import BrokeOff, Unscored
 from TrainingFactory.rewards.judge.endpoints import JudgeFailure
-from TrainingFactory.tools.python_files import failure
 from TrainingFactory.types import ToolFailure
+from TrainingFactory.user_code import failure
 
 # What a reward raises at a row that it does not understand; anything else may be the worker's.
 ROWS_OWN = (ValueError, TypeError, LookupError, ArithmeticError, AttributeError, AssertionError, ToolFailure)

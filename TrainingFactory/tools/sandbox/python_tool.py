@@ -17,7 +17,7 @@ from pydantic import Field, validate_call
 from TrainingFactory.options import STRICT, Count, Positive
 from TrainingFactory.protocols import Tool
 from TrainingFactory.running import run
-from TrainingFactory.tools.cache.history import digest
+from TrainingFactory.tools.fingerprint import digest
 from TrainingFactory.tools.options import ToolOptions
 from TrainingFactory.tools.sandbox.process import START_SECONDS, Isolation, Limits, SandboxProcess
 from TrainingFactory.types import ToolResult, ToolSpec
