@@ -1,4 +1,4 @@
-"""Judges that fail in every way, in real runs: none crashes, no row is paid a zero that nobody gave, every row that is
+"""Judges that fail in every way, in real runs: none crashes, no row gets a zero that nobody gave, every row that is
 dropped is counted and says why, and a run that cannot go on says so in plain words."""
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def by_number(prompt: str, number: int) -> str:
     return f"Score: {number % 5 + 1}"
 
 
-@pytest.mark.parametrize("names", [list(FAULTS)[start : start + 6] for start in range(0, len(FAULTS), 6)])
+@pytest.mark.parametrize("names", [list(FAULTS)[:8], list(FAULTS)[8:]])
 def test_what_cannot_be_judged_is_dropped_and_counted(tmp_path: Path, names: list[str]):
     """Every second request fails, each time in another way."""
 
@@ -100,12 +100,12 @@ def test_what_cannot_be_judged_is_dropped_and_counted(tmp_path: Path, names: lis
     assert len(reasons) == EPISODES
     for name in names:
         assert sum(FAULTS[name][1] in reason for reason in reasons) >= EPISODES // len(names), name
-    paid = [each.reward.outcome for each in episodes if each.reward is not None]
+    given = [each.reward.outcome for each in episodes if each.reward is not None]
     expected = [(number % 5 + 1) / 10 for number in range(0, 2 * EPISODES, 2)]
-    assert sorted(paid) == pytest.approx(sorted(expected))
+    assert sorted(given) == pytest.approx(sorted(expected))
     kinds = [value for row in report.rows for key, value in row.items() if key.startswith("judge/failed_")]
     assert sum(kinds) == EPISODES
-    assert report.metrics["reward"] == pytest.approx(sum(paid[EPISODES // 2 :]) / (EPISODES // 2))
+    assert report.metrics["reward"] == pytest.approx(sum(given[EPISODES // 2 :]) / (EPISODES // 2))
 
 
 def test_verdicts_of_the_wrong_type(tmp_path: Path):

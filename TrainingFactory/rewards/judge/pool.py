@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from TrainingFactory.rewards.judge.checks import open_cache
+from TrainingFactory.rewards.judge.client import open_cache
 from TrainingFactory.rewards.model_judge import model_judge
 from TrainingFactory.tools.builtin.making import call_with
 
@@ -35,7 +36,7 @@ def judges_at(
     judges: list[Any] = []
     for url in urls:
         judges.append(call_with(model_judge, options | {"base_url": url}, "a model judge"))
-        held.callback(judges[-1].close)
+        held.callback(lambda judge=judges[-1]: asyncio.run(judge.close()))
     spent = [judge.client.usage for judge in judges]
     for judge in judges:
         judge.client.spent = spent

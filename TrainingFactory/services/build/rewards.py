@@ -3,6 +3,7 @@ the key."""
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -109,7 +110,8 @@ def judge_figures(reward: Any) -> dict[str, float]:
     total: dict[str, float] = {}
     for each in {id(found): found for found in _inside(reward)}.values():  # workers may share one
         if isinstance(each, Judge | DistributedRewardModel):
-            total |= {name: total.get(name, 0.0) + value for name, value in each.figures.items()}
+            found = each.metrics if isinstance(each, Judge) else each.figures
+            total |= {name: total.get(name, 0.0) + value for name, value in found.items()}
     return total
 
 
@@ -277,7 +279,7 @@ class _Making:
                 judges, per_worker=limit, timeout=self.config.environment.episode_timeout
             )
         judge = call_with(model_judge, options, "a model judge")
-        self.held.callback(judge.close)
+        self.held.callback(lambda: asyncio.run(judge.close()))
         return as_reward(judge) if compares(judge) else judge
 
     def _learned(self, reward: OneReward, key: Key) -> RewardFunction | None:

@@ -1,4 +1,4 @@
-"""What an audit of a judge has found, and what that means in words."""
+"""The findings of a judge's audit, and what they mean in words."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ANOTHER_SCALE = 0.8  # gold and judge go together so closely, although they do n
 
 @dataclass(slots=True)
 class Audit:
-    """Figures; None where the gold file has nothing to compute them from. `points`: gold, judge, length."""
+    """Holds the metrics; None where the gold file has nothing to compute them from. `points`: gold, judge, length."""
 
     items: int = 0
     judged: int = 0
@@ -59,12 +59,12 @@ class Audit:
 
     @property
     def compared(self) -> bool:
-        """Whether any verdict could be held against a gold label."""
+        """Tell whether any verdict could be held against a gold label."""
         return bool(self.judged or self.pairs)
 
     @property
     def kappa_low(self) -> float | None:
-        """Kappa at the lower end of the interval of accuracy."""
+        """Return kappa at the lower end of the interval of accuracy."""
         if self.accuracy_low is None or self.chance is None:
             return None
         return beyond(self.accuracy_low, self.chance)
@@ -74,10 +74,10 @@ class Audit:
 
 
 def verdict_of(found: Audit) -> str:
-    """In words: what the judge is good for, and what speaks against it."""
+    """Say in words what the judge is good for, and what speaks against it."""
     faults = [*_failures(found), *_scale(found), *_injections(found), *_biases(found)]
     if 0 < found.judged < FEW:
-        faults.append(f"{found.judged} items are few: the figures may be off by much")
+        faults.append(f"{found.judged} items are few: the metrics may be off by much")
     text = f"{_trust(found)}."
     return text + (f" Against it: {'; '.join(faults)}." if faults else " Nothing found against it.")
 
@@ -124,7 +124,7 @@ def _words(kappa: float) -> tuple[float, str]:
 
 
 def _items_for(found: Audit, least: float) -> int | None:
-    """How many items with this agreement put the lower end of kappa at `least`; None if that takes too many."""
+    """Return how many items with this agreement put the lower end of kappa at `least`; None if too many."""
     assert found.accuracy is not None and found.chance is not None
     for count in range(found.judged, MOST_ITEMS):
         low = beyond(wilson(math.floor(found.accuracy * count + 1e-9), count)[0], found.chance)
@@ -181,7 +181,7 @@ def _biases(found: Audit) -> list[str]:
 
 
 def _length_bias(found: Audit) -> float:
-    """How large it is; 0 where chance may be all of it, at 95 % (Fisher's transformation, gold held fixed)."""
+    """Return how large it is; 0 where chance may be all of it, at 95 % (Fisher's transformation, gold held fixed)."""
     if found.length_bias is None or found.judged < 5:
         return 0.0
     size = abs(found.length_bias)
@@ -189,7 +189,7 @@ def _length_bias(found: Audit) -> float:
 
 
 def talked_round(found: Audit) -> bool:
-    """Whether appended texts lift more verdicts than chance does: over 95 % sure, by the noise of the judge itself."""
+    """Tell whether appended texts lift more verdicts than chance does: over 95 % sure, by the judge's own noise."""
     if found.injection_moved is None:
         return False
     noise = found.noise_moved or 0.0

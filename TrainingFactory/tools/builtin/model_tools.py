@@ -31,6 +31,7 @@ from TrainingFactory.types import Message, SamplingParams, ToolFailure, ToolResu
 T = TypeVar("T")
 MAX_SAID_CHARS = 200  # of what an endpoint says about an error
 MAX_BODY_BYTES = 20_000_000
+KEPT_SECONDS = 2.0  # of an idle connection: less than servers keep it, so that none is lost under a request
 MIN_SECRET_CHARS = 8  # servers that need no key are given 0, x or none
 SECRETS = ("api_key", "apikey", "api-key", "key", "token", "authorization", "password", "secret")
 BY_HOST = "by host"  # the key that belongs to the address; no variable has such a name
@@ -85,6 +86,8 @@ class Endpoint:
         self.host = address.netloc
         self.model, self.api_key_env, self.timeout = model, api_key_env, timeout
         self.options = dict(options or {})
+        self._client: httpx.AsyncClient | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None  # that of the client
         if secret := [name for name in self.options if str(name).lower() in SECRETS]:
             raise ValueError(
                 f"options.{secret[0]} would stand in every log; api_key_env names what holds the key"
@@ -139,14 +142,10 @@ class Endpoint:
         return key
 
     async def _post(self, body: dict[str, Any], key: str | None) -> tuple[int, httpx.Headers, bytes]:
-        # A client per call: it belongs to the event loop it is used on, and every batch has a loop of its own.
-        limit = httpx.Timeout(self.timeout)
         async with (
             asyncio.timeout(self.timeout),  # httpx's limits are between bytes
-            httpx.AsyncClient(verify=_certificates(), timeout=limit, headers=self.headers(key)) as client,
-            client.stream(
-                "POST", self.url, json=body
-            ) as response,  # redirects are not followed: they take the key
+            # redirects are not followed: they take the key
+            self._open().stream("POST", self.url, json=body, headers=self.headers(key)) as response,
         ):
             data = bytearray()
             async for chunk in response.aiter_bytes():
@@ -154,6 +153,21 @@ class Endpoint:
                 if len(data) > MAX_BODY_BYTES:
                     raise ModelError(f"{self.host} sent more than {MAX_BODY_BYTES} bytes")
             return response.status_code, response.headers, bytes(data)
+
+    def _open(self) -> httpx.AsyncClient:
+        """Return the client of the running loop: one for all requests of a run, another one for another run."""
+        loop = asyncio.get_running_loop()
+        if self._client is None or self._loop is not loop:
+            limits = httpx.Limits(keepalive_expiry=KEPT_SECONDS)  # callers say how many at a time
+            self._client = httpx.AsyncClient(verify=_certificates(), timeout=self.timeout, limits=limits)
+            self._loop = loop
+        return self._client
+
+    async def close(self) -> None:
+        """Close the connections; a later request opens new ones."""
+        client, self._client = self._client, None
+        if client is not None and self._loop is asyncio.get_running_loop():
+            await client.aclose()
 
 
 def check_address(base_url: Any) -> None:
