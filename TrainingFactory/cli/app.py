@@ -20,13 +20,12 @@ from TrainingFactory.cli.new import env
 from TrainingFactory.cli.rollout import rollout
 from TrainingFactory.cli.runs import runs
 from TrainingFactory.cli.serve import serve
-from TrainingFactory.cli.show import fail
+from TrainingFactory.cli.show import INTERRUPTED, fail
 from TrainingFactory.cli.tools import tools
 from TrainingFactory.cli.train import train
 
 FAILED = 1
 USER_ERROR = 2
-INTERRUPTED = 130
 
 app = App(
     name="tfactory",

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 
 from TrainingFactory.cli import show
-from TrainingFactory.cli.progress import Progress
+from TrainingFactory.cli.display import Display
 from TrainingFactory.cli.rollout import Flags
 from TrainingFactory.config import TrainingConfig, load_config
 from TrainingFactory.config.loading import key_value
@@ -19,7 +19,6 @@ from TrainingFactory.config.names import full_key
 if TYPE_CHECKING:
     from TrainingFactory.services.evaluation.evaluation import Evaluation, EvaluationReport
 
-INTERRUPTED = 130
 UNSCORED = 1  # there is no figure
 OTHER_REWARD = ("reward.type", "reward.parts")  # who names one of these wants another reward than the run's
 
@@ -72,8 +71,8 @@ def evaluate(
         given.append(key_value("environment.environment_id", env))
     config = load_config(None, [*given, *overrides, *flags.overrides()])
     evaluation = Evaluation(config, out, replay, show.note)
-    with Progress(evaluation.total) as progress:
-        result = evaluation.run(progress.episode)
+    with Display(evaluation.total) as display:
+        result = evaluation.run(display.episode)
     return _report(config, evaluation, result, as_json)
 
 
@@ -91,7 +90,7 @@ def _report(config: TrainingConfig, evaluation: Evaluation, result: EvaluationRe
     if played:
         show.note(f"saved {show.count(len(played), 'episode')} to {result.path}")
     if result.report.interrupted:
-        return INTERRUPTED
+        return show.INTERRUPTED
     if "success" not in result.metrics:
         show.note(f"no episode could be scored; mostly: {most_frequent(played)}")
         return UNSCORED

@@ -10,12 +10,10 @@ from typing import Annotated
 from cyclopts import Parameter, validators
 
 from TrainingFactory.cli import show
-from TrainingFactory.cli.progress import Progress
+from TrainingFactory.cli.display import Display
 from TrainingFactory.config import TrainingConfig, notices
 from TrainingFactory.config.loading import key_value
 from TrainingFactory.types import Trajectory
-
-INTERRUPTED = 130
 
 
 @Parameter(name="*")
@@ -112,8 +110,8 @@ def run(
     for text in notices(config):
         show.note(f"note: {text}")
     rollouts = Rollouts(config, out, group_size, replay=replay)
-    with Progress(rollouts.total) as progress:
-        report = rollouts.run(progress.episode)
+    with Display(rollouts.total) as display:
+        report = rollouts.run(display.episode)
     count = len(report.trajectories)
     for number, trajectory in enumerate(report.trajectories[:shown], start=1):
         title = f"episode {number} of {count}: task {trajectory.task.id}, member {trajectory.member}"
@@ -123,7 +121,7 @@ def run(
     if count:
         show.table(_summary(report.metrics, report.trajectories))
         show.note(f"saved {show.count(count, 'episode')} to {rollouts.path}")
-    return INTERRUPTED if report.interrupted else 0
+    return show.INTERRUPTED if report.interrupted else 0
 
 
 def _summary(metrics: dict[str, float], trajectories: list[Trajectory]) -> list[tuple[str, str]]:

@@ -1,8 +1,8 @@
 """HTML pages from templates: every page extends `base.html.jinja`, stands alone and shows foreign text as text.
 
-    {% extends "base.html.jinja" %}
-    {% block style %}.mine { color: teal; }{% endblock %}
-    {% block body %}<h1>{{ title }}</h1>{% endblock %}
+{% extends "base.html.jinja" %}
+{% block style %}.mine { color: teal; }{% endblock %}
+{% block body %}<h1>{{ title }}</h1>{% endblock %}
 """
 
 from __future__ import annotations
