@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,7 +11,7 @@ import yaml
 from cyclopts import App, Parameter, validators
 
 from TrainingFactory.cli import show
-from TrainingFactory.cli.tools import progress
+from TrainingFactory.cli.display import Display
 
 if TYPE_CHECKING:
     from TrainingFactory.rewards.model_judge import ModelJudge
@@ -22,7 +20,6 @@ if TYPE_CHECKING:
 
 Count = Annotated[int, Parameter(validator=validators.Number(gte=1))]
 NO_VERDICT = 1
-LINE_EVERY = 30.0  # seconds
 TEXTS = ("base_url", "model", "rubric", "template")  # taken as they are; other values are read as YAML
 
 judge = App(name="judge", help="Look at model judges before their verdicts are trained on.")
@@ -88,32 +85,20 @@ def audit_judge(
 
 
 async def _audited(judge: ModelJudge, items: list[Gold], repeats: int) -> Audit:
-    """Run the audit and say from time to time how far it is: a judge that does not answer is asked again, which takes
-    minutes."""
     from TrainingFactory.services.judge_audit.audit import audit, plan
 
-    total, done = plan(items, repeats), 0
-    with progress("judging", total, "judgement") as advance:
+    total, usage = plan(items, repeats), judge.client.usage
+    with Display() as display:
 
         def judged() -> None:
-            nonlocal done
-            done += 1
-            advance()
+            asked = show.count(usage.requests, "request")
+            display.advance("judgements", total, f"{asked}, {usage.retries} of them repeated")
 
-        telling = asyncio.create_task(_tell(judge, lambda: f"{done} of {total} judged"))
+        display.say(f"judging: {show.count(total, 'judgement')} ...")
         try:
             return await audit(judge, items, repeats=repeats, on_judged=judged)
         finally:
-            telling.cancel()
             await judge.close()
-
-
-async def _tell(judge: ModelJudge, how_far: Callable[[], str]) -> None:
-    started, usage = time.monotonic(), judge.client.usage
-    while True:
-        await asyncio.sleep(LINE_EVERY)
-        asked = f"{show.count(usage.requests, 'request')}, {usage.retries} of them repeated"
-        show.note(f"{how_far()} after {time.monotonic() - started:.0f} s ({asked})")
 
 
 def _check_page(out: Path) -> None:

@@ -11,14 +11,13 @@ No verdict, whatever the reason, raises: the episode is then dropped and counted
 from __future__ import annotations
 
 import functools
-import json
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, ParamSpec, TypeVar, get_args
 
-from pydantic import BeforeValidator, validate_call
+from pydantic import BeforeValidator, JsonValue, validate_call
 
 from TrainingFactory.options import (
     STRICT,
@@ -62,8 +61,8 @@ P = ParamSpec("P")
 R = TypeVar("R")
 Api = Literal["openai", "anthropic"]
 VerdictName = Literal["score", "yes_no", "json", "pairwise", "ranking"]
-APIS: dict[Api, type[OpenAIEndpoint]] = {"openai": OpenAIEndpoint, "anthropic": AnthropicEndpoint}
 VERDICTS: tuple[VerdictName, ...] = get_args(VerdictName)
+APIS: dict[Api, type[OpenAIEndpoint]] = {"openai": OpenAIEndpoint, "anthropic": AnthropicEndpoint}
 FORMS: dict[VerdictName, Callable[..., Any]] = {
     "score": Score,
     "yes_no": YesNo,
@@ -107,18 +106,6 @@ def _checked(function: Callable[P, R]) -> Callable[P, R]:
     return call
 
 
-def _sendable(options: Any) -> Any:
-    """Return options that go into every request as they are."""
-    if isinstance(options, Mapping):
-        if own := [name for name in OF_REQUESTS if name in options]:
-            raise OptionError(Wrong(own[0], "is set by the judge itself; leave it out"))
-        try:
-            json.dumps(options, allow_nan=False)
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"cannot be sent as JSON ({error})") from None
-    return options
-
-
 @_checked
 def model_judge(
     *,
@@ -127,7 +114,7 @@ def model_judge(
     api: Api = "openai",
     api_key_env: str | None = BY_HOST,
     timeout: Positive = 60.0,
-    options: Annotated[Mapping[str, Any] | None, BeforeValidator(_sendable)] = None,
+    options: Mapping[str, JsonValue] | None = None,
     verdict: VerdictName = "score",
     verdict_options: Mapping[str, Any] | None = None,
     template: str = "",
@@ -152,13 +139,17 @@ def model_judge(
     (with `verdict_options`), pairwise (with `opponents`) or ranking. `api_key_env`: the variable that holds the key;
     None: no key; left out: OPENAI_API_KEY for https://api.openai.com, ANTHROPIC_API_KEY for
     https://api.anthropic.com, and no key for any other address."""
+    if own := [option for option in OF_REQUESTS if option in (options or {})]:
+        raise OptionError(Wrong(f"options.{own[0]}", "is set by the judge itself; leave it out"))
     form = _form(verdict, verdict_options or {})
     if opponents is not None and verdict != "pairwise":
         raise OptionError(Wrong("opponents", f"is for the verdict pairwise, not for {verdict}"))
     kind = {"pairwise": PAIR, "ranking": GROUP}.get(verdict, SINGLE)
     prompt = JudgePrompt(template, rubric, kind, reference, reasoning)
     if isinstance(model, str):
-        model = _endpoint(APIS[api], base_url, model, api_key_env=api_key_env, timeout=timeout, options=options)
+        model = _endpoint(
+            APIS[api], base_url, model, api_key_env=api_key_env, timeout=timeout, options=options
+        )
     client = JudgeClient(
         model,
         concurrency=concurrency,
@@ -168,7 +159,13 @@ def model_judge(
         cache=cache,  # a file is opened when nothing else can be wrong
         budget=budget,  # type: ignore[arg-type]  # made of the mapping
     )
-    shared: dict[str, Any] = {"client": client, "prompt": prompt, "samples": samples, "vote": vote, "name": name}
+    shared: dict[str, Any] = {
+        "client": client,
+        "prompt": prompt,
+        "samples": samples,
+        "vote": vote,
+        "name": name,
+    }
     shared |= {"judge_unfinished": judge_unfinished, "fence_seed": fence_seed}
     if verdict == "pairwise":
         return PairJudge(opponents=opponents, **shared)

@@ -110,7 +110,6 @@ def _agree(found: Audit, items: Sequence[Gold], clean: Values) -> None:
         agreed = sum(a == b for a, b in zip(said, truth, strict=True))
         found.accuracy_low, found.accuracy_high = wilson(agreed, len(said))
         found.chance = chance(said, truth)
-        found.gold_mean, found.judge_mean = mean(right), mean(given)
     found.pearson, found.spearman = pearson(given, right), spearman(given, right)
     found.length_bias = partial(given, lengths, right)
     whole = _whole(clean)

@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from math import sqrt
-from typing import Any
+from collections.abc import ItemsView
+from dataclasses import dataclass
 
 from TrainingFactory.services.judge_audit.report import PASSES, Audit, verdict_of
 from TrainingFactory.services.reports.pages import render
 
-SIZE, EDGE = 340, 56  # pixels; the edge is around the places of points
-MARGIN = 14  # between the frame and the places of points
-SMALLEST, LARGEST = 4.0, 13.0  # radius of a dot
+
+@dataclass(slots=True, frozen=True)
+class Plot:
+    """Describes a picture of points. The horizontal axis goes from 0 to `right`; a line goes through the picture from
+    (0, 0) to (`right`, `line_end`). `dots`: places, with how many points are there."""
+
+    across: str
+    up: str
+    right: float
+    bottom: float
+    top: float
+    line_end: float
+    dots: ItemsView[tuple[float, float], int]
 
 
 def audit_rows(found: Audit) -> list[tuple[str, str, str]]:
@@ -49,8 +58,8 @@ def audit_rows(found: Audit) -> list[tuple[str, str, str]]:
 
 
 def audit_page(found: Audit, judge: str) -> str:
-    agreed = [(right, given) for right, given, _ in found.points]
-    errors = [(float(length), given - right) for right, given, length in found.points]
+    agreed = Counter((right, given) for right, given, _ in found.points)
+    errors = Counter((float(length), given - right) for right, given, length in found.points)
     longest = max((length for length, _ in errors), default=0.0) or 1.0
     return render(
         "judge_audit.html.jinja",
@@ -60,43 +69,9 @@ def audit_page(found: Audit, judge: str) -> str:
         verdict=verdict_of(found),
         rows=audit_rows(found),
         passes=f"{PASSES:g}",
-        agreement=scatter(agreed, ("gold", "judge"), (1.0, 0.0, 1.0), ((0, 0), (1, 1))),
-        lengths=scatter(
-            errors, ("characters", "judge minus gold"), (longest, -1.0, 1.0), ((0, 0), (longest, 0))
-        ),
+        agreement=Plot("gold", "judge", 1.0, 0.0, 1.0, 1.0, agreed.items()),
+        errors=Plot("characters", "judge minus gold", longest, -1.0, 1.0, 0.0, errors.items()),
     )
-
-
-def scatter(
-    points: Sequence[tuple[float, float]],
-    names: tuple[str, str],
-    ends: tuple[float, float, float],
-    line: tuple[tuple[float, float], tuple[float, float]],
-) -> dict[str, Any]:
-    """Return what the template draws, in pixels. `names` of both axes; `ends`: the horizontal axis goes from 0 to the
-    first, the vertical one from the second to the third; `line` is drawn through the picture. Points in the same place
-    are one dot, the larger the more they are."""
-    across, up = names
-    right, low, high = ends
-
-    def place(x: float, y: float) -> tuple[float, float]:
-        inner = SIZE - 2 * EDGE
-        return round(EDGE + x / right * inner, 1), round(SIZE - EDGE - (y - low) / (high - low) * inner, 1)
-
-    dots = [
-        (*place(x, y), round(min(LARGEST, SMALLEST * sqrt(count)), 1), f"{across} {x:g}, {up} {y:g}: {count}")
-        for (x, y), count in Counter(points).items()
-    ]
-    return {
-        "across": across,
-        "up": up,
-        "size": SIZE,
-        "box": EDGE - MARGIN,
-        "line": [place(*end) for end in line],
-        "rows": [(f"{value:g}", place(0, value)[1]) for value in (low, (low + high) / 2, high)],
-        "columns": [(f"{value:g}", place(value, low)[0]) for value in (0.0, right)],
-        "dots": dots,
-    }
 
 
 def _shown(value: float | None, form: str = "") -> str:

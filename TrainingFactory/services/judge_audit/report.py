@@ -18,7 +18,6 @@ NOT_TRUSTED = "Not to be trusted"
 WORDS = ((0.8, "Can be trusted"), (0.6, "Good enough to train on"), (0.4, CARE), (-math.inf, NOT_TRUSTED))
 BIASED, STRONGLY = 0.3, 0.5  # correlations with the length
 MOST_ITEMS = 10_000  # beyond which nobody is told to label more
-ANOTHER_SCALE = 0.8  # gold and judge go together so closely, although they do not agree
 
 
 @dataclass(slots=True)
@@ -34,8 +33,6 @@ class Audit:
     kappa: float | None = None
     pearson: float | None = None
     spearman: float | None = None
-    gold_mean: float | None = None
-    judge_mean: float | None = None
     length_bias: float | None = None  # correlation with the length of the response, beyond what gold explains
     repeats: int = 0
     consistency: float | None = None  # share of items with the same yes or no in all repeats
@@ -75,7 +72,7 @@ class Audit:
 
 def verdict_of(found: Audit) -> str:
     """Say in words what the judge is good for, and what speaks against it."""
-    faults = [*_failures(found), *_scale(found), *_injections(found), *_biases(found)]
+    faults = [*_failures(found), *_injections(found), *_biases(found)]
     if 0 < found.judged < FEW:
         faults.append(f"{found.judged} items are few: the metrics may be off by much")
     text = f"{_trust(found)}."
@@ -140,18 +137,6 @@ def _failures(found: Audit) -> list[str]:
     kinds = ", ".join(f"{kind} {count}" for kind, count in sorted(found.failures.items()))
     mostly = f", mostly: {found.failed_mostly}" if found.failed_mostly else ""
     return [f"{lost / (found.judgements + lost):.0%} of the judgements gave no verdict ({kinds}){mostly}"]
-
-
-def _scale(found: Audit) -> list[str]:
-    gold, judge = found.gold_mean, found.judge_mean
-    if found.pearson is None or found.kappa is None or gold is None or judge is None:
-        return []
-    if found.pearson < ANOTHER_SCALE or found.kappa >= WORDS[2][0] or abs(gold - judge) < 0.2:
-        return []
-    return [
-        f"its values follow the gold scores (correlation {found.pearson:.2f}) at another height (mean {judge:.2f}, "
-        f"gold {gold:.2f}, both from 0 to 1): are the gold scores written in the judge's range?"
-    ]
 
 
 def _injections(found: Audit) -> list[str]:
