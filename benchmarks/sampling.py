@@ -36,7 +36,7 @@ from TrainingFactory.models import chat_format, load_model
 from TrainingFactory.protocols import Sampler
 from TrainingFactory.rollout import AsyncRolloutEngine
 from TrainingFactory.sampling import NativeEngine
-from TrainingFactory.tools.builtin.calculator import calculate
+from TrainingFactory.arithmetic import calculate
 from TrainingFactory.types import Completion, SamplingParams, Task, Trajectory
 
 GROUPS, MEMBERS, MAX_TOKENS, MAX_TURNS = 8, 8, 64, 4

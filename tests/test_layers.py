@@ -24,8 +24,8 @@ LAYERS = [
     ["rollout", "sampling", "learning"],
     ["envs", "rewards", "algorithms"],
     ["tools", "models", "data"],
-    ["catalog", "config"],
-    ["protocols", "openai_form", "options"],
+    ["catalog", "config", "user_code", "sql", "arithmetic", "endpoint"],
+    ["protocols", "openai_form", "options", "texts"],
     ["types"],
 ]
 LEVEL = {name: level for level, row in enumerate(LAYERS) for name in row}

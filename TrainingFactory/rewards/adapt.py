@@ -22,11 +22,11 @@ from typing import Any, Literal, SupportsFloat, get_args
 from TrainingFactory.openai_form import message_to_dict
 from TrainingFactory.protocols import Episode, GroupReward
 from TrainingFactory.rewards.checks import check_seconds
-from TrainingFactory.tools.python_files import place_of
-from TrainingFactory.tools.texts import describe
+from TrainingFactory.texts import describe
 from TrainingFactory.tools.threads import in_thread
 from TrainingFactory.tools.waiting import OutOfTime, within
 from TrainingFactory.types import Message, Reward, Task, Trajectory
+from TrainingFactory.user_code import place_of
 
 # What one call is given. "whole" is a reward that knows itself how to score a group.
 Shape = Literal["episode", "trajectory", "episodes", "trajectories", "completions", "whole"]

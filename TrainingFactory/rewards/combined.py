@@ -10,8 +10,8 @@ from typing import Any
 from TrainingFactory.protocols import Episode
 from TrainingFactory.rewards.adapt import Adapted, Unscored, alone, as_reward, environment_reward
 from TrainingFactory.rewards.checks import check_number
-from TrainingFactory.tools.python_files import failure
 from TrainingFactory.types import Reward
+from TrainingFactory.user_code import failure
 
 ENVIRONMENT = "environment"  # stands for the environment's own reward
 

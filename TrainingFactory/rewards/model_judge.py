@@ -19,6 +19,7 @@ from typing import Annotated, Any, Literal, ParamSpec, TypeVar, get_args
 
 from pydantic import BeforeValidator, JsonValue, validate_call
 
+from TrainingFactory.endpoint import BY_HOST
 from TrainingFactory.options import (
     STRICT,
     Count,
@@ -53,7 +54,6 @@ from TrainingFactory.rewards.judge.verdicts import (
     Vote,
     YesNo,
 )
-from TrainingFactory.tools.builtin.model_tools import BY_HOST
 from TrainingFactory.tools.cache.cache import ToolCache
 from TrainingFactory.types import Reward, Trajectory
 

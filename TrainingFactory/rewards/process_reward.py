@@ -19,9 +19,9 @@ from TrainingFactory.rewards.adapt import Unscored, as_float, as_reward, environ
 from TrainingFactory.rewards.checks import check_choice, check_flag, check_number
 from TrainingFactory.rewards.combined import weighted
 from TrainingFactory.rewards.process_rules import PROCESS_RULES, StepRule
-from TrainingFactory.tools.python_files import failure
 from TrainingFactory.tools.threads import in_thread
 from TrainingFactory.types import Reward, Trajectory
+from TrainingFactory.user_code import failure
 
 STEP_REWARDS = {"correct_tool": 0.5, "clear_reasoning": 0.3, "efficient_path": 0.2}
 MAX_EXPERT_TURNS = 100

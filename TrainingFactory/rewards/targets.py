@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import Any
 
 from TrainingFactory.rewards.adapt import Adapted, as_reward
-from TrainingFactory.tools.python_files import defined, is_file_name, opened, split_name, told
+from TrainingFactory.user_code import defined, is_file_name, opened, split_name, told
 
 KIND = "reward"
 

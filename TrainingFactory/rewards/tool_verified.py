@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, ClassVar
 
+from TrainingFactory.arithmetic import calculate, tokens
 from TrainingFactory.protocols import Episode, RewardFunction
 from TrainingFactory.rewards.checks import check_choice, check_flag, check_text
 from TrainingFactory.rewards.rules.answers import references
@@ -25,9 +26,8 @@ from TrainingFactory.rewards.rules.notation import plain
 from TrainingFactory.rewards.rules.numbers import Number
 from TrainingFactory.rewards.rules.sql import SqlExecution
 from TrainingFactory.rewards.rules.text import Numeric
-from TrainingFactory.tools.builtin.calculator import calculate, tokens
+from TrainingFactory.sql.compare import Ask
 from TrainingFactory.tools.builtin.making import call_with
-from TrainingFactory.tools.builtin.sql_rows import Ask
 from TrainingFactory.types import Reward, Task
 
 

@@ -16,11 +16,11 @@ from TrainingFactory.envs import ToolEnvironment
 from TrainingFactory.protocols import ChatFormat, Environment, RewardFunction, SamplingSession
 from TrainingFactory.rollout.scoring import Episode, score, scoring_failed
 from TrainingFactory.tools import AsyncToolExecutor
-from TrainingFactory.tools.cache.history import digest
-from TrainingFactory.tools.python_files import place_of
+from TrainingFactory.tools.fingerprint import digest
+from TrainingFactory.user_code import place_of
 from TrainingFactory.tools.recording import EpisodeKey
 from TrainingFactory.tools.runtime import ToolRuntime
-from TrainingFactory.tools.texts import describe, valid_text
+from TrainingFactory.texts import describe, valid_text
 from TrainingFactory.tools.waiting import OutOfTime, SelfCancelled, within
 from TrainingFactory.types import (
     Completion,

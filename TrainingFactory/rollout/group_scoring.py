@@ -13,7 +13,7 @@ from TrainingFactory.protocols import GroupReward
 from TrainingFactory.rewards.adapt import Unscored
 from TrainingFactory.rollout.episode import EpisodeRun
 from TrainingFactory.rollout.scoring import Episode, scoring_failed
-from TrainingFactory.tools.python_files import place_of
+from TrainingFactory.user_code import place_of
 from TrainingFactory.tools.waiting import OutOfTime, SelfCancelled, within
 from TrainingFactory.types import Reward
 

@@ -9,7 +9,7 @@ from TrainingFactory.envs import ToolEnvironment
 from TrainingFactory.protocols import Environment, RewardFunction
 from TrainingFactory.rewards.adapt import Unscored, called, checked
 from TrainingFactory.tools import AsyncToolExecutor
-from TrainingFactory.tools.python_files import failure, place_of
+from TrainingFactory.user_code import failure, place_of
 from TrainingFactory.types import Reward, Task, ToolCall, ToolFailure, ToolResult, Trajectory
 
 

@@ -8,7 +8,7 @@ import json
 from typing import Any
 
 from TrainingFactory.protocols import Tool, ToolSource
-from TrainingFactory.tools.cache.history import definition, digest
+from TrainingFactory.tools.fingerprint import definition, digest
 from TrainingFactory.tools.decorator import FunctionTool, as_result, tool
 from TrainingFactory.tools.options import ToolOptions
 from TrainingFactory.tools.schema import check_schema

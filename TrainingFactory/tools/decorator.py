@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 import inspect
 import re
@@ -14,6 +13,7 @@ from typing import Any, TypedDict, Unpack, overload
 from pydantic import BaseModel, ValidationError
 from pydantic_core import to_json
 
+from TrainingFactory.options import make_from
 from TrainingFactory.tools.options import ToolOptions
 from TrainingFactory.tools.schema import arguments_model, description_of, model_problems, parameters_schema
 from TrainingFactory.tools.threads import in_thread
@@ -131,13 +131,7 @@ def tool(
 
 
 def _options(given: dict[str, Any]) -> ToolOptions:
-    for name in given:
-        if name not in OptionNames.__annotations__:
-            known = ["name", "description", *OptionNames.__annotations__]
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
-            raise ValueError(f"@tool has no option {name!r}{hint} (it has {', '.join(known)})")
-    options = ToolOptions(**given)
+    options: ToolOptions = make_from(ToolOptions, given, "@tool")
     if "retries" in given and options.retries and not options.repeatable:
         raise ValueError("a tool with retries must be marked pure or idempotent: others are never repeated")
     return options

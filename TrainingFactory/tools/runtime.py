@@ -6,25 +6,23 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Awaitable, Callable, Hashable
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Awaitable, Callable
+from typing import Any
 
 from TrainingFactory.protocols import Tool
+from TrainingFactory.texts import describe
 from TrainingFactory.tools.decorator import as_result
 from TrainingFactory.tools.limits import CircuitBreaker, Limits
 from TrainingFactory.tools.metrics import ToolMetrics
 from TrainingFactory.tools.options import ToolOptions
-from TrainingFactory.tools.texts import describe
+from TrainingFactory.tools.protocols import CallRecorder, Outcome, ResultCache
 from TrainingFactory.tools.waiting import OutOfTime, SelfCancelled, within
-from TrainingFactory.types import ToolCall, ToolFailure, ToolResult
+from TrainingFactory.types import ToolFailure, ToolResult
 
 log = logging.getLogger(__name__)
 _chance = random.Random()  # of our own: the seeded one belongs to training
-FIRST_PAUSE, LONGEST_PAUSE = (
-    0.25,
-    8.0,
-)  # seconds between attempts: doubled each time, then shortened by chance
+# Seconds between attempts: doubled each time, then shortened by chance.
+FIRST_PAUSE, LONGEST_PAUSE = 0.25, 8.0
 # What is raised when no answer came: another attempt may help, and the server may be down. Anything else that a tool
 # raises is its answer. The names are of packages that need not be installed (httpx, aiohttp, anyio, redis, urllib3).
 LOST = (OSError, EOFError, SelfCancelled, asyncio.CancelledError)
@@ -36,65 +34,8 @@ LOST_NAMES = {
 NOT_LOST = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError)
 
 
-@dataclass(slots=True, frozen=True)
-class Place:
-    """Which call of a run it is: fixed by what the model did, whoever comes first."""
-
-    key: Hashable  # of the episode, as it was given to `attach`
-    # Of a turn: calls of `batch_execute` before this one, and the number in the batch. Of calls that a reward or
-    # another tool makes, which may come in any order: who makes them, and what is called how many times before.
-    batch: int | str
-    index: int | str
-
-
-class BrokenOff(Exception):
-    """How a call ended that was cancelled: nobody got an answer."""
-
-
-class Tape(Protocol):
-    """Records all calls of a run, also those that reach no tool, or answers all of them."""
-
-    def replay(self, place: Place, call: ToolCall, /) -> ToolResult | None:
-        """None where nothing is replayed. Raises ToolFailure where the recorded call did, and for a call that was
-        never recorded; BrokenOff where that was broken off."""
-        ...
-
-    def compare(
-        self, place: Place, call: ToolCall, recorded: ToolResult, made: ToolResult | ToolFailure, /
-    ) -> None:
-        """ToolFailure where a call that was made again in a replay has another result than the recorded one."""
-        ...
-
-    def record(self, place: Place, call: ToolCall, result: ToolResult | ToolFailure | BrokenOff, /) -> None:
-        """`result` is what the model sees."""
-        ...
-
-    def check(self) -> None:
-        """ValueError where a replay has left its recording; whoever called the tool may have swallowed that."""
-        ...
-
-
-class ResultCache(Protocol):
-    """See `tool_cache.ToolCache`."""
-
-    @property
-    def failures(self) -> int: ...
-    async def through(
-        self, key: str, run: Callable[[], Awaitable[ToolResult]], deadline: float
-    ) -> ToolResult: ...
-
-
-class Outcome(NamedTuple):
-    """`lost`: nobody knows whether the call was done, because no answer came. Worth another attempt. `made` is false
-    where the tool was not reached at all."""
-
-    result: ToolResult
-    lost: bool = False
-    made: bool = True
-
-
 class ToolRuntime:
-    """Limits per tool, circuit breakers per server, the cache, the tape and the metrics.
+    """Limits per tool, circuit breakers per server, the cache, the recorder and the metrics.
 
     `deadline` is what one call may take in all, in seconds: waiting at the tool's limits, every attempt, the pauses
     between them. A tool's own time-out bounds each attempt and starts when the call is let through, so that a tool
@@ -102,27 +43,31 @@ class ToolRuntime:
     """
 
     def __init__(
-        self, *, cache: ResultCache | None = None, tape: Tape | None = None, deadline: float = 240.0
+        self,
+        *,
+        cache: ResultCache | None = None,
+        recorder: CallRecorder | None = None,
+        deadline: float = 240.0,
     ) -> None:
         if deadline <= 0:
             raise ValueError(f"a call's deadline is in seconds and over 0, not {deadline}")
         self.cache = cache
-        self.tape = tape
+        self.recorder = recorder
         self.deadline = deadline
         self.metrics = ToolMetrics()
         self._limits: dict[tuple[Any, ...], Limits] = {}
         self._breakers: dict[str, CircuitBreaker] = {}
 
     def snapshot(self) -> dict[str, float]:
-        """The figures since the last snapshot, for the log of a step."""
-        figures = self.metrics.snapshot()
-        figures["tools/circuits_open"] = sum(breaker.is_open for breaker in self._breakers.values())
+        """Return the metrics since the last snapshot, for the log of a step."""
+        metrics = self.metrics.snapshot()
+        metrics["tools/circuits_open"] = sum(breaker.is_open for breaker in self._breakers.values())
         if self.cache is not None:
-            figures["tools/cache_failures"] = self.cache.failures
-        return figures
+            metrics["tools/cache_failures"] = self.cache.failures
+        return metrics
 
     def breaker(self, server: str) -> CircuitBreaker | None:
-        """None for tools of this process, which can fail but not be down."""
+        """Return the circuit breaker of a server; None for tools of this process, which can fail but not be down."""
         return self._breakers.setdefault(server, CircuitBreaker()) if server else None
 
     async def call(
@@ -130,20 +75,18 @@ class ToolRuntime:
     ) -> Outcome:
         """Make the call. `deadline` is a time of `time.monotonic`."""
         name, breaker = tool.spec.name, self.breaker(options.server)
-        outcome: Outcome | None = None
-        for attempt in range(1 + options.retries if options.repeatable else 1):
-            if outcome is not None:
-                pause = min(FIRST_PAUSE * 2 ** (attempt - 1), LONGEST_PAUSE) * _chance.uniform(0.5, 1)
-                if time.monotonic() + pause >= deadline or (breaker is not None and breaker.is_open):
-                    break
-                await asyncio.sleep(pause)
-                self.metrics.retried(name)
-            latest = await self._attempt(tool, arguments, options, timeout, deadline)
-            if outcome is None or latest.made:  # else what the attempt before came to says more
-                outcome = latest
-            if not latest.lost:
+        outcome = await self._attempt(tool, arguments, options, timeout, deadline)
+        for attempt in range(options.retries if options.repeatable else 0):
+            pause = min(FIRST_PAUSE * 2**attempt, LONGEST_PAUSE) * _chance.uniform(0.5, 1)
+            late = time.monotonic() + pause >= deadline
+            if not outcome.lost or late or (breaker is not None and breaker.is_open):
                 break
-        assert outcome is not None
+            await asyncio.sleep(pause)
+            self.metrics.retried(name)
+            latest = await self._attempt(tool, arguments, options, timeout, deadline)
+            if not latest.made:  # what the attempt before came to says more
+                break
+            outcome = latest
         return outcome
 
     async def _attempt(

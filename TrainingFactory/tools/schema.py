@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from pydantic.errors import PydanticUserError
 from pydantic.fields import FieldInfo
 
+from TrainingFactory.tools.by_identity import ByIdentity
 from TrainingFactory.types import ToolSpec
 
 MAX_PROBLEMS = 3  # as many are told at once
@@ -112,25 +113,15 @@ def _reading_order(item: tuple[str, Any]) -> int:
 
 
 def check_schema(spec: ToolSpec, where: str = "") -> None:
-    """ValueError if the spec of a tool from elsewhere cannot be used; `where` says whose it is. Cheap for a
-    schema that was seen before: every episode asks again."""
-    schema: Any = spec.parameters
-    if _CHECKED.get(id(schema)) is schema:
-        return
+    """Raise ValueError if the spec of a tool from elsewhere cannot be used; `where` says whose it is."""
     problem = None if isinstance(spec.name, str) and spec.name else f"its name is {spec.name!r}"
-    problem = problem or _schema_fault(schema)
+    problem = problem or _schema_fault(spec.parameters)
     if problem:
         owner = f"{where}: " if where else ""
         raise ValueError(
             f"{owner}tool {str(spec.name)[:64]}: {problem}; parameters must be a JSON schema of type object, "
             'for instance {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}'
         )
-    if len(_CHECKED) > 1000:
-        _CHECKED.clear()
-    _CHECKED[id(schema)] = schema
-
-
-_CHECKED: dict[int, dict[str, Any]] = {}  # by identity
 
 
 def validator_of(schema: dict[str, Any]) -> Validator:
@@ -138,6 +129,7 @@ def validator_of(schema: dict[str, Any]) -> Validator:
     return validator_for(schema, default=Draft202012Validator)(schema)
 
 
+@ByIdentity  # every episode asks again
 def _schema_fault(schema: Any) -> str | None:
     if not isinstance(schema, dict):
         return f"its parameters are {_short(repr(schema))}"

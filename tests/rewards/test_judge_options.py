@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from tests.kits.judge import KEY, episode, finished, judging, scored
+from TrainingFactory.endpoint import ModelError
 from TrainingFactory.rewards.judge.endpoints import JudgeFailure, Reply
 from TrainingFactory.rewards.judge.prompts import JudgePrompt, harmless
 from TrainingFactory.rewards.model_judge import model_judge
-from TrainingFactory.tools.builtin.model_tools import ModelError
 from TrainingFactory.types import Trajectory
 
 

@@ -28,7 +28,7 @@ from TrainingFactory.services import GRPOTrainer, PPOTrainer
 from TrainingFactory.services.build.rewards import check_reward, make_reward
 from TrainingFactory.services.evaluation.evaluation import OWN, Evaluation, evaluation_reward
 from TrainingFactory.services.evaluation.rollouts import Rollouts
-from TrainingFactory.tools.recording import CALLS, SPECS, Tape
+from TrainingFactory.tools.recording import CALLS, SPECS, Recorder
 from TrainingFactory.tools.runtime import ToolRuntime
 from TrainingFactory.types import Message, Reward, Task, Trajectory
 
@@ -242,20 +242,20 @@ def test_tools_called_by_a_group_reward_are_replayed(tmp_path: Path):
         assert {each.content for each in again} == {"same"}
         return [float(result.content) for result in results]
 
-    def played(tape: Tape) -> list[float | None]:
-        runtime = ToolRuntime(tape=tape)
+    def played(recorder: Recorder) -> list[float | None]:
+        runtime = ToolRuntime(recorder=recorder)
         [group] = rollout(reward=reward, group_size=3, runtime=runtime)
-        tape.commit()
-        tape.close()
+        recorder.commit()
+        recorder.close()
         return outcomes(group)
 
-    tape = Tape()
+    recorder = Recorder()
     (tmp_path / SPECS).write_text("{}")
-    tape.record_to(tmp_path)
-    assert played(tape) == [0.0, 1.0, 2.0]
+    recorder.record_to(tmp_path)
+    assert played(recorder) == [0.0, 1.0, 2.0]
     recorded = rows(tmp_path / CALLS)
     assert sum(row["batch"] == "reward" for row in recorded) == 6 and len(recorded) == 12
-    assert played(Tape(tmp_path)) == [0.0, 1.0, 2.0]
+    assert played(Recorder(tmp_path)) == [0.0, 1.0, 2.0]
 
 
 # by a config

@@ -11,8 +11,8 @@ import pytest
 from TrainingFactory.envs import ToolEnvironment
 from TrainingFactory.rewards.tool_verified import make_verifier
 from TrainingFactory.rollout.scoring import Episode
+from TrainingFactory.sql.compare import orders_rows
 from TrainingFactory.tools import tool
-from TrainingFactory.tools.builtin.sql_rows import orders_rows
 from TrainingFactory.tools.custom_tools import PythonTool, SqlTool
 from TrainingFactory.types import Completion, Message, Status, Task, ToolFailure, Trajectory, Turn
 

@@ -19,10 +19,10 @@ from TrainingFactory.rollout.scripted import play
 from TrainingFactory.services.build.tool_sets import cacheable
 from TrainingFactory.tools import AsyncToolExecutor, tool
 from TrainingFactory.tools.adapt import as_tool
-from TrainingFactory.tools.builtin.model_tools import Endpoint
+from TrainingFactory.endpoint import Endpoint
 from TrainingFactory.tools.cache import cache as cache_module
 from TrainingFactory.tools.cache.cache import ToolCache
-from TrainingFactory.tools.cache.history import call_name
+from TrainingFactory.tools.fingerprint import call_name
 from TrainingFactory.tools.custom_tools import AgentTool, ModelTool, calculator
 from TrainingFactory.tools.options import ToolOptions
 from TrainingFactory.tools.runtime import ToolRuntime

@@ -1,4 +1,4 @@
-"""What holds for every call: order, limits, time, further attempts, circuits, the tape."""
+"""What holds for every call: order, limits, time, further attempts, circuits, recordings."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from TrainingFactory.tools import AsyncToolExecutor, tool
 from TrainingFactory.tools import runtime as runtime_module
 from TrainingFactory.tools.limits import CircuitBreaker, Gate, Limits
 from TrainingFactory.tools.options import ToolOptions
-from TrainingFactory.tools.runtime import Place, ToolRuntime
+from TrainingFactory.tools.protocols import Place
+from TrainingFactory.tools.runtime import ToolRuntime
 from TrainingFactory.types import ToolCall, ToolFailure, ToolResult, ToolSpec
 
 
@@ -468,7 +469,7 @@ def test_a_tool_may_call_other_tools_of_its_group():
     assert result.content == "hot"
 
 
-class ListTape:
+class ListRecorder:
     def __init__(self) -> None:
         self.recorded: dict[Place, Any] = {}
         self.replaying = False
@@ -490,7 +491,7 @@ class ListTape:
         return known
 
 
-def test_the_tape_has_every_call_under_its_place_and_can_answer_all_of_them():
+def test_a_recorder_has_every_call_under_its_place_and_can_answer_all_of_them():
     ran: list[str] = []
 
     @tool
@@ -507,10 +508,10 @@ def test_the_tape_has_every_call_under_its_place_and_can_answer_all_of_them():
         [ToolCall("none"), ToolCall("", error="no JSON"), ToolCall("echo", {"word": "x"})],
         [ToolCall("echo", {"text": "fail"})],
     ]
-    tape = ListTape()
+    recorder = ListRecorder()
 
     async def play() -> list[Any]:
-        executor = attached([echo], ToolRuntime(tape=tape), max_output_chars=20)
+        executor = attached([echo], ToolRuntime(recorder=recorder), max_output_chars=20)
         results: list[Any] = []
         for batch in batches:
             try:
@@ -521,11 +522,11 @@ def test_the_tape_has_every_call_under_its_place_and_can_answer_all_of_them():
 
     first = asyncio.run(play())
     places = [("0/a/0", 0, 0), ("0/a/0", 0, 1), *(("0/a/0", 1, i) for i in range(3)), ("0/a/0", 2, 0)]
-    assert {(place.key, place.batch, place.index) for place in tape.recorded} == set(places)
+    assert {(place.key, place.batch, place.index) for place in recorder.recorded} == set(places)
     assert "characters cut" in first[0].content  # recorded as the model saw it
     assert [result.error for result in first[2:5]] == ["unknown", "malformed", "schema"]
     ran.clear()
-    tape.replaying = True
+    recorder.replaying = True
     assert asyncio.run(play()) == first and not ran
 
 

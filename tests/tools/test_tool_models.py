@@ -20,7 +20,8 @@ import pytest
 from tests.kits.tools import one
 from TrainingFactory.tools import AsyncToolExecutor, tool
 from TrainingFactory.tools.builtin.making import make_tool
-from TrainingFactory.tools.builtin.model_tools import Endpoint, SampledModel
+from TrainingFactory.endpoint import Endpoint
+from TrainingFactory.tools.builtin.agent import SampledModel
 from TrainingFactory.tools.custom_tools import AgentTool, ModelTool, calculator
 from TrainingFactory.types import (
     Completion,
@@ -298,6 +299,8 @@ class Counting:
         self.opened = self.closed = 0
         self.ended = False
 
+    async def open(self) -> None: ...
+
     def session(self) -> Any:
         self.opened += 1
         outer, count = self, [0]
@@ -315,7 +318,7 @@ class Counting:
 
         return Session()
 
-    def close(self) -> None:
+    async def close(self) -> None:
         self.ended = True
 
 
@@ -328,7 +331,7 @@ def test_an_agents_sources_have_a_session_per_call(server: Server):
     helper = agent(server, [counting])
     assert [ask(helper).content for _ in range(2)] == ["1", "1"]
     assert (counting.opened, counting.closed) == (2, 2)
-    helper.close()
+    asyncio.run(helper.close())
     assert counting.ended
 
 

@@ -11,7 +11,7 @@ from TrainingFactory.rewards.judge.client import JudgeClient
 from TrainingFactory.rewards.judge.endpoints import JudgeFailure
 from TrainingFactory.rewards.judge.prompts import SINGLE, JudgePrompt, Shown, answer_text, new_boundary
 from TrainingFactory.rewards.judge.verdicts import Vote, voted
-from TrainingFactory.tools.cache.history import digest
+from TrainingFactory.tools.fingerprint import digest
 from TrainingFactory.types import Message, Reward, Trajectory
 
 T = TypeVar("T")

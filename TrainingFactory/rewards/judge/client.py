@@ -15,12 +15,12 @@ from typing import Any, TypeVar
 
 from pydantic.dataclasses import dataclass
 
+from TrainingFactory.endpoint import ModelError
 from TrainingFactory.options import STRICT, NotNegative, make_from
 from TrainingFactory.rewards.judge.endpoints import JudgeFailure, JudgeModel, Reply
-from TrainingFactory.tools.builtin.model_tools import ModelError
 from TrainingFactory.tools.cache.cache import ToolCache
-from TrainingFactory.tools.cache.history import digest
 from TrainingFactory.tools.cache.stores import IN_REDIS
+from TrainingFactory.tools.fingerprint import digest
 from TrainingFactory.tools.limits import Limits
 from TrainingFactory.tools.threads import in_thread
 from TrainingFactory.types import Message, ToolResult

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol, runtime_checkable
 from urllib.parse import urlsplit
 
+from TrainingFactory.endpoint import Endpoint, ModelError, first_message
 from TrainingFactory.protocols import ChatFormat, Sampler
-from TrainingFactory.tools.builtin.model_tools import Endpoint, ModelError, first_message
-from TrainingFactory.tools.cache.history import digest
+from TrainingFactory.tools.fingerprint import digest
 from TrainingFactory.types import Message, SamplingParams
 
 CHARS_PER_TOKEN = 4  # where an endpoint does not say what it has counted

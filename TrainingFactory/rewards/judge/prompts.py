@@ -16,7 +16,7 @@ from functools import cached_property
 
 from TrainingFactory.options import did_you_mean, nearest
 from TrainingFactory.rewards.rules.answers import without_reasoning
-from TrainingFactory.tools.texts import bounded
+from TrainingFactory.texts import bounded
 from TrainingFactory.types import Message, Task, Trajectory
 
 SINGLE = ("task", "conversation", "answer", "reference")

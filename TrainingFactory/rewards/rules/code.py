@@ -12,8 +12,8 @@ from TrainingFactory.rewards.rules.answers import Extraction, references
 from TrainingFactory.rewards.rules.base import paid
 from TrainingFactory.rewards.rules.form import last_fenced
 from TrainingFactory.rewards.verified.code_asserts import read_asserts
-from TrainingFactory.tools.builtin.sql_rows import Ask
-from TrainingFactory.tools.cache.history import digest
+from TrainingFactory.sql.compare import Ask
+from TrainingFactory.tools.fingerprint import digest
 from TrainingFactory.types import Reward, Task, ToolFailure, ToolResult
 
 

@@ -13,8 +13,8 @@ from TrainingFactory.rewards.checks import check_number, check_text
 from TrainingFactory.rewards.rules.answers import references
 from TrainingFactory.rewards.rules.base import paid
 from TrainingFactory.rewards.rules.code import ToolRule, through
-from TrainingFactory.tools.builtin.sql import SqlSession, SqlTool
-from TrainingFactory.tools.builtin.sql_rows import Ask, same_result
+from TrainingFactory.sql.compare import Ask, same_result
+from TrainingFactory.sql.database import Database
 from TrainingFactory.tools.threads import in_thread
 from TrainingFactory.types import Reward, Task
 
@@ -86,13 +86,11 @@ class SqlExecution(SqlResult):
         return all(results)
 
 
-def _source(environment: Environment, tool: str) -> SqlTool | None:
-    """What stands behind the tool, if that is known."""
-    known = getattr(environment, "database", None)
-    if isinstance(known, SqlTool):
-        return known
-    found = next((one for one in getattr(environment, "tools", ()) if one.spec.name == tool), None)
-    return found.source if isinstance(found, SqlSession) else None
+def _source(environment: Environment, tool: str) -> Database | None:
+    """Return the `database` of the environment or of its tool, if one has any."""
+    tools = (one for one in getattr(environment, "tools", ()) if one.spec.name == tool)
+    found = (getattr(one, "database", None) for one in (environment, *tools))
+    return next((database for database in found if isinstance(database, Database)), None)
 
 
 def _files(named: Any, key: str) -> list[Path]:
@@ -108,9 +106,8 @@ def _files(named: Any, key: str) -> list[Path]:
 
 @contextlib.asynccontextmanager
 async def _opened(path: Path, timeout: float, max_rows: int = MAX_ROWS) -> AsyncIterator[Ask]:
-    tool = await in_thread(SqlTool, path, timeout=timeout, max_rows=max_rows, format="exact")
-    session = tool.session()
+    database = await in_thread(Database, path, timeout=timeout, max_rows=max_rows, format="exact")
     try:
-        yield lambda query: session.run({"query": query})
+        yield lambda query: in_thread(database.run, query)
     finally:
-        await session.close()
+        await in_thread(database.close)

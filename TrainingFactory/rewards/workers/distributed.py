@@ -19,6 +19,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
+from TrainingFactory.endpoint import Endpoint
 from TrainingFactory.protocols import Episode
 from TrainingFactory.rewards.adapt import Adapted, BrokeOff, as_reward, one_by_one
 from TrainingFactory.rewards.judge.base import Judge
@@ -26,11 +27,10 @@ from TrainingFactory.rewards.judge.endpoints import JudgeFailure
 from TrainingFactory.rewards.judge.pool import judges_at
 from TrainingFactory.rewards.targets import load_target
 from TrainingFactory.rewards.workers.processes import ROWS_OWN, FinishedEpisode, RewardProcess
-from TrainingFactory.tools.builtin.model_tools import Endpoint
 from TrainingFactory.tools.limits import CircuitBreaker
-from TrainingFactory.tools.python_files import failure
 from TrainingFactory.tools.waiting import OutOfTime, SelfCancelled, within
 from TrainingFactory.types import Reward, Trajectory
+from TrainingFactory.user_code import failure
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)

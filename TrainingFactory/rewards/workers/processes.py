@@ -27,9 +27,9 @@ from TrainingFactory.protocols import Environment, Episode
 from TrainingFactory.rewards.adapt import Adapted, BrokeOff, Unscored, alone
 from TrainingFactory.rewards.judge.endpoints import JudgeFailure
 from TrainingFactory.rewards.targets import load_target, whole_path
-from TrainingFactory.tools.python_files import failure
 from TrainingFactory.tools.threads import in_thread
 from TrainingFactory.types import Reward, Task, ToolFailure, ToolResult, Trajectory
+from TrainingFactory.user_code import failure
 
 CLOSING_SECONDS = 2.0
 STARTING_SECONDS = 120.0  # a reward may import much

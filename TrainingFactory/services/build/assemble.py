@@ -35,7 +35,7 @@ from TrainingFactory.services.build.tool_sets import (
 from TrainingFactory.services.build.user_code import environment_from_file, tools_from_file
 from TrainingFactory.tools.adapt import as_tool
 from TrainingFactory.tools.builtin.making import make_tool
-from TrainingFactory.tools.python_files import is_file_name, told
+from TrainingFactory.user_code import is_file_name, told
 from TrainingFactory.tools.runtime import ToolRuntime
 from TrainingFactory.tools.cache.cache import ToolCache
 from TrainingFactory.types import SamplingParams, Task, Trajectory

@@ -25,7 +25,7 @@ from TrainingFactory.services.build.assemble import (
 )
 from TrainingFactory.services.build.rewards import check_group, check_reward, make_reward
 from TrainingFactory.services.build.run_tools import RunTools, recording_beside
-from TrainingFactory.tools.python_files import told
+from TrainingFactory.user_code import told
 from TrainingFactory.tools.recording import CALLS
 from TrainingFactory.types import Message, Task, Trajectory
 

@@ -13,8 +13,11 @@ import tempfile
 import unicodedata
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import Field, validate_call
+
+from TrainingFactory.options import STRICT, Count, Text
 from TrainingFactory.tools.options import ToolOptions
 from TrainingFactory.tools.threads import in_thread
 from TrainingFactory.types import ToolResult, ToolSpec
@@ -37,23 +40,20 @@ class SearchTool:
     it is built again when the data has changed.
     """
 
+    @validate_call(config=STRICT)
     def __init__(
         self,
         path: str | Path,
         *,
-        name: str = "search",
+        name: Text = "search",
         description: str | None = None,
-        text_field: str = "text",
-        title_field: str = "title",
-        id_field: str = "id",
-        top_k: int = 3,
-        max_chars: int = 600,
+        text_field: Text = "text",
+        title_field: Text = "title",
+        id_field: Text = "id",
+        top_k: Annotated[int, Field(ge=1, le=MAX_RESULTS)] = 3,
+        max_chars: Count = 600,
         index_dir: str | Path | None = None,
     ) -> None:
-        if not 1 <= top_k <= MAX_RESULTS or max_chars < 1:
-            raise ValueError(
-                f"tool {name}: top_k is 1 to {MAX_RESULTS} and max_chars over 0, not {top_k} and {max_chars}"
-            )
         self.top_k, self.max_chars = top_k, max_chars
         fields = (text_field, title_field, id_field)
         self.index = ready_index(Path(path), fields, Path(index_dir) if index_dir else _cache_folder(), name)

@@ -15,10 +15,11 @@ from queue import SimpleQueue
 from typing import Any
 
 from TrainingFactory.protocols import Tool, ToolSource
+from TrainingFactory.tools.cache.history import EpisodeHistory
 from TrainingFactory.tools.cache.stores import Store, StoreError, open_store
 from TrainingFactory.tools.executor import AsyncToolExecutor
 from TrainingFactory.tools.runtime import ToolRuntime
-from TrainingFactory.tools.texts import describe
+from TrainingFactory.texts import describe
 from TrainingFactory.tools.threads import in_thread
 from TrainingFactory.types import ToolCall, ToolResult
 
@@ -79,6 +80,10 @@ class ToolCache:
         of one episode, as far as stateful tools are concerned."""
         [result] = await self.executor.batch_execute([call])
         return result
+
+    def episode(self, scope: str, max_output_chars: int) -> EpisodeHistory:
+        """Open the cache for one episode."""
+        return EpisodeHistory(self, scope, max_output_chars)
 
     async def through(
         self, key: str, run: Callable[[], Awaitable[ToolResult]], deadline: float

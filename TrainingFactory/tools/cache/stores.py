@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from TrainingFactory.tools.texts import describe
+from TrainingFactory.texts import describe
 
 APPLICATION_ID = 0x7F_70_01_C4  # in the header of the file: says that it is ours
 FORMAT = 1

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from TrainingFactory.protocols import Tool
-from TrainingFactory.tools.cache.history import digest
+from TrainingFactory.tools.fingerprint import digest
 from TrainingFactory.tools.options import ToolOptions
 from TrainingFactory.tools.sandbox.process import (
     START_SECONDS,
