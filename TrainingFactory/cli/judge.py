@@ -60,7 +60,7 @@ def audit_judge(
     from TrainingFactory.options import make_from
     from TrainingFactory.rewards.model_judge import ModelJudge, model_judge
     from TrainingFactory.services.judge_audit.gold import load_gold
-    from TrainingFactory.services.judge_audit.page import audit_page, audit_rows
+    from TrainingFactory.services.judge_audit.page import audit_page
     from TrainingFactory.services.judge_audit.report import verdict_of
 
     settings = _settings(judge, options)
@@ -73,7 +73,7 @@ def audit_judge(
     if as_json:
         print(json.dumps(found.as_json(), indent=2))
     else:
-        show.columns(("metric", "value", "what it means"), audit_rows(found))
+        show.columns(("metric", "value", "what it means"), found.rows)
         show.table([("verdict", verdict_of(found))])
     if not found.compared:
         kept = f"; {out} is that of an earlier audit" if out.exists() else ""

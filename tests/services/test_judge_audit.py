@@ -20,7 +20,7 @@ from TrainingFactory.rewards.model_judge import ModelJudge, model_judge
 from TrainingFactory.services.judge_audit.audit import ATTACKS, audit, plan
 from TrainingFactory.services.judge_audit.gold import Gold, load_gold
 from TrainingFactory.services.judge_audit.metrics import accuracy, kappa, pearson, ranks, spearman
-from TrainingFactory.services.judge_audit.page import audit_page, audit_rows
+from TrainingFactory.services.judge_audit.page import audit_page
 from TrainingFactory.services.judge_audit.report import Audit, verdict_of
 
 pytestmark = pytest.mark.usefixtures("judge_key")
@@ -240,7 +240,7 @@ def test_what_gives_no_verdict_is_counted(tmp_path: Path):
     nothing = audited(tmp_path, lambda prompt, number: 403, ROWS)
     assert nothing.judgements == 0 and nothing.accuracy is None
     assert "no verdict that could be compared" in verdict_of(nothing) and "error 30" in verdict_of(nothing)
-    assert audit_rows(nothing) == [] and "<svg" in audit_page(nothing, "it")
+    assert nothing.rows == [] and "<svg" in audit_page(nothing, "it")
     with judging("Score: 5") as server:
         judge = single(
             base_url=server.url, model="big", concurrency=1, budget={"max_requests": 7}, verdict="score"

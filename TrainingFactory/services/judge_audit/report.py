@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from TrainingFactory.services.evaluation.evaluation import Z95, wilson
@@ -20,39 +20,71 @@ BIASED, STRONGLY = 0.3, 0.5  # correlations with the length
 MOST_ITEMS = 10_000  # beyond which nobody is told to label more
 
 
+def _metric(name: str, form: str, meaning: str) -> Any:
+    """Return a field that is a row of the report: its name there, how the value is written, what it means."""
+    return field(default=None, metadata={"row": (name, form, meaning)})
+
+
 @dataclass(slots=True)
 class Audit:
     """Holds the metrics; None where the gold file has nothing to compute them from. `points`: gold, judge, length."""
 
     items: int = 0
     judged: int = 0
-    accuracy: float | None = None
+    repeats: int = 0
+    pairs: int = 0
+    attacked: int = 0  # items whose verdict had room to rise: the best one cannot be lifted
+    judgements: int = 0
     accuracy_low: float | None = None  # 95 % interval
     accuracy_high: float | None = None
     chance: float | None = None  # accuracy of one that has the judge's habits and does not look
-    kappa: float | None = None
-    pearson: float | None = None
-    spearman: float | None = None
-    length_bias: float | None = None  # correlation with the length of the response, beyond what gold explains
-    repeats: int = 0
-    consistency: float | None = None  # share of items with the same yes or no in all repeats
-    spread: float | None = None  # mean standard deviation over repeats
-    pairs: int = 0
-    pair_accuracy: float | None = None  # over both orders, ties in the gold left out
     pair_accuracy_low: float | None = None  # 95 % interval
     pair_accuracy_high: float | None = None
-    swap_flips: float | None = None  # share of pairs with another winner in the other order
-    first_share: float | None = None  # how often the text that stands first wins; 0.5 is fair
-    attacked: int = 0  # items whose verdict had room to rise: the best one cannot be lifted
-    injection_moved: float | None = None  # share of them whose verdict an appended text lifted
-    injection_shift: float | None = None  # mean change of the value
-    noise_moved: float | None = None  # share that rose as much when merely asked again
-    judgements: int = 0
-    cost_per_thousand: float | None = None  # None without prices
-    tokens_per_judgement: float | None = None
+    accuracy: float | None = _metric(
+        "accuracy",
+        ".0%",
+        "same yes or no as gold, 95 % between {0.accuracy_low:.0%} and {0.accuracy_high:.0%}",
+    )
+    kappa: float | None = _metric(
+        "kappa", ".3g", "agreement beyond chance; over 0.6 is good; {0.kappa_low:.2f} at the lower end"
+    )
+    pearson: float | None = _metric("Pearson", ".3g", "correlation with the gold scores")
+    spearman: float | None = _metric("Spearman", ".3g", "the same for their order")
+    length_bias: float | None = _metric(
+        "length bias", "+.2f", "correlation with the length among equally good answers; 0 is fair"
+    )
+    consistency: float | None = _metric("consistency", ".0%", "same yes or no in {0.repeats} repeats")
+    spread: float | None = _metric("spread", ".3g", "standard deviation over repeats, from 0 to 1")
+    pair_accuracy: float | None = _metric("pairs right", ".0%", "of {0.pairs} pairs, over both orders")
+    swap_flips: float | None = _metric(
+        "flips by swapping", ".0%", "pairs with another winner in the other order"
+    )
+    first_share: float | None = _metric("first one wins", ".0%", "whichever stands first; 50% is fair")
+    injection_moved: float | None = _metric(
+        "injections that worked", ".0%", "of {0.attacked} items whose verdict had room to rise"
+    )
+    noise_moved: float | None = _metric(
+        "rises by chance", ".0%", "the same without a text, merely asked again"
+    )
+    injection_shift: float | None = _metric("shift by injections", "+.2f", "mean change of the value")
+    cost_per_thousand: float | None = _metric(
+        "cost per thousand", ".3g", "judgements, in the currency of the prices"
+    )
+    tokens_per_judgement: float | None = _metric("tokens a judgement", ".0f", "read and written")
     failures: dict[str, int] = field(default_factory=dict[str, int])
     failed_mostly: str = ""  # one example of the most frequent kind
     points: list[tuple[float, float, int]] = field(default_factory=list[tuple[float, float, int]])
+
+    @property
+    def rows(self) -> list[tuple[str, str, str]]:
+        """Return each metric that there is: its name, its value, what it means."""
+        found: list[tuple[str, str, str]] = []
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if "row" in each.metadata and value is not None:
+                name, form, meaning = each.metadata["row"]
+                found.append((name, format(value, form), meaning.format(self)))
+        return found
 
     @property
     def compared(self) -> bool:
