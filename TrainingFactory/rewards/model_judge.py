@@ -70,6 +70,7 @@ FORMS: dict[VerdictName, Callable[..., Any]] = {
     "pairwise": Pairwise,
     "ranking": Ranking,
 }
+KINDS = {"pairwise": PAIR, "ranking": GROUP}
 OF_REQUESTS = ("model", "messages", "stream")  # a judge sets them itself, and reads whole replies
 
 
@@ -139,13 +140,13 @@ def model_judge(
     (with `verdict_options`), pairwise (with `opponents`) or ranking. `api_key_env`: the variable that holds the key;
     None: no key; left out: OPENAI_API_KEY for https://api.openai.com, ANTHROPIC_API_KEY for
     https://api.anthropic.com, and no key for any other address."""
-    if own := [option for option in OF_REQUESTS if option in (options or {})]:
-        raise OptionError(Wrong(f"options.{own[0]}", "is set by the judge itself; leave it out"))
-    form = _form(verdict, verdict_options or {})
     if opponents is not None and verdict != "pairwise":
         raise OptionError(Wrong("opponents", f"is for the verdict pairwise, not for {verdict}"))
-    kind = {"pairwise": PAIR, "ranking": GROUP}.get(verdict, SINGLE)
-    prompt = JudgePrompt(template, rubric, kind, reference, reasoning)
+    try:
+        form = make_from(FORMS[verdict], verdict_options or {}, f"the verdict {verdict}")
+    except OptionError as error:
+        raise error.within("verdict_options") from None
+    prompt = JudgePrompt(template, rubric, KINDS.get(verdict, SINGLE), reference, reasoning)
     if isinstance(model, str):
         model = _endpoint(
             APIS[api], base_url, model, api_key_env=api_key_env, timeout=timeout, options=options
@@ -156,17 +157,11 @@ def model_judge(
         rate=rate,
         retries=retries,
         pause=pause,
-        cache=cache,  # a file is opened when nothing else can be wrong
+        cache=cache,  # a file is made when nothing else can be wrong
         budget=budget,  # type: ignore[arg-type]  # made of the mapping
     )
-    shared: dict[str, Any] = {
-        "client": client,
-        "prompt": prompt,
-        "samples": samples,
-        "vote": vote,
-        "name": name,
-    }
-    shared |= {"judge_unfinished": judge_unfinished, "fence_seed": fence_seed}
+    shared: dict[str, Any] = {"client": client, "prompt": prompt, "samples": samples, "vote": vote}
+    shared |= {"name": name, "judge_unfinished": judge_unfinished, "fence_seed": fence_seed}
     if verdict == "pairwise":
         return PairJudge(opponents=opponents, **shared)
     if verdict == "ranking":
@@ -174,17 +169,12 @@ def model_judge(
     return ModelJudge(verdict=form, **shared)
 
 
-def _form(verdict: VerdictName, options: Mapping[str, Any]) -> Any:
-    try:
-        return make_from(FORMS[verdict], options, f"the verdict {verdict}")
-    except OptionError as error:
-        raise error.within("verdict_options") from None
-
-
 def _endpoint(kind: type[OpenAIEndpoint], base_url: str, model: str, **options: Any) -> OpenAIEndpoint:
     if not base_url:
         text = "is missing; a judge needs the address of its endpoint: http://localhost:8000/v1"
         raise OptionError(Wrong("base_url", text))
+    if own := [option for option in OF_REQUESTS if option in (options["options"] or {})]:
+        raise OptionError(Wrong(f"options.{own[0]}", "is set by the judge itself; leave it out"))
     endpoint = kind(base_url, model, **options)
     if endpoint.api_key_env is not None and not os.environ.get(endpoint.api_key_env):
         raise ValueError(

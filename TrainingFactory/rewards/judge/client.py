@@ -112,8 +112,10 @@ class JudgeClient:
         budget: Budget | None = None,
     ) -> None:
         self.model, self.retries, self.pause = model, retries, pause
-        self._target = cache
-        self.cache = open_cache(cache)
+        self.cache = cache
+        self._opened: ToolCache | None = cache if isinstance(cache, ToolCache) else None
+        if isinstance(cache, str | Path):
+            open_cache(cache).close()  # it can be used; the first request opens it
         self.budget, self.usage = budget or Budget(), Usage()
         self.spent = [self.usage]  # what the budget is for: also that of other clients, where they share it
         self._limits = Limits(concurrency, rate)
@@ -122,7 +124,7 @@ class JudgeClient:
         """Return what `read` makes of the reply; raise JudgeFailure if there is none. `name` is what the prompt is
         known by in the cache, which the messages are not: their fences differ every time."""
         try:
-            if self._target is None:
+            if self.cache is None:
                 return read((await self._request(messages(), number)).text)
             return await self._through_cache(name, messages, number, read)
         except JudgeFailure as failure:
@@ -139,9 +141,10 @@ class JudgeClient:
             return ToolResult(json.dumps(kept))
 
         key = digest("judge", self.model.identity, f"{number}", *name)
-        self.cache = cache = self.cache or open_cache(self._target)  # after a close
-        assert cache is not None
-        result = await cache.through(key, run, time.monotonic() + FLIGHT_SECONDS)
+        if isinstance(self.cache, str | Path) and self._opened is None:
+            self._opened = open_cache(self.cache)
+        assert self._opened is not None
+        result = await self._opened.through(key, run, time.monotonic() + FLIGHT_SECONDS)
         kept = json.loads(result.content)
         reply = Reply(kept["text"], *kept["tokens"])
         if result.cached:
@@ -202,15 +205,13 @@ class JudgeClient:
     async def close(self) -> None:
         """Close the connections, and the cache unless it was handed in. A later request opens both again."""
         await self.model.close()
-        cache, self.cache = self.cache, None
-        if cache is not None and cache is not self._target:
-            await in_thread(cache.close)
+        if isinstance(self.cache, str | Path) and self._opened is not None:
+            opened, self._opened = self._opened, None
+            await in_thread(opened.close)
 
 
-def open_cache(target: ToolCache | str | Path | None) -> ToolCache | None:
-    """Open the file, in a folder that must be there, or the database in Redis; one that is open stays as it is."""
-    if target is None or isinstance(target, ToolCache):
-        return target
+def open_cache(target: str | Path) -> ToolCache:
+    """Open the file, in a folder that must be there, or the database in Redis."""
     if not IN_REDIS.match(str(target)):
         target = Path(target).expanduser()
         if not target.parent.is_dir():

@@ -31,7 +31,6 @@ def judges_at(
             model_judge, options | {"base_url": urls[0], "cache": None}, "a model judge"
         )  # is all right?
         options["cache"] = opened = open_cache(cache)
-        assert opened is not None
         held.callback(opened.close)
     judges: list[Any] = []
     for url in urls:
