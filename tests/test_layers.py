@@ -25,7 +25,7 @@ LAYERS = [
     ["envs", "rewards", "algorithms"],
     ["tools", "models", "data"],
     ["catalog", "config", "user_code", "sql", "arithmetic", "endpoint"],
-    ["protocols", "openai_form", "options", "texts"],
+    ["protocols", "openai_form", "options", "texts", "running", "seeds"],
     ["types"],
 ]
 LEVEL = {name: level for level, row in enumerate(LAYERS) for name in row}

@@ -159,7 +159,7 @@ def resume(name: Name, *, where: Where = "runs") -> int:
     ```
     """
     from TrainingFactory.cli.train import follow
-    from TrainingFactory.services.training.loop import resume as resume_run
+    from TrainingFactory.services.build.training import resume as resume_run
 
     if RunFolder.find(name, where).status.status == "finished":
         show.note(f"run {name} is finished; nothing to do")

@@ -80,7 +80,7 @@ class Text2SqlEnvironment(ToolEnvironment):
         return self._shown
 
     async def reward(self, episode: Episode) -> Reward:
-        """1 if the answer gives the right rows on all databases. `shown`: on the one that the model sees."""
+        """Return 1 if the answer gives the right rows on all databases. `shown`: on the one that the model sees."""
         query = _query_in(episode.trajectory.answer)
         shown = bool(query) and await self._same(query, 0)
         right = shown
@@ -155,10 +155,10 @@ def _worth_asking(task: Task) -> bool:
 
 
 def hidden_variants(task: Task) -> list[int]:
-    """Return the first databases on which the right query finds something else than on the one that is shown: there constants
-    are wrong, and it does not matter whether a query gives NULL or 0 for nothing. Those on which near misses find
-    something else than the right query come first. Queries of other people's tasks may find the same everywhere; then
-    any database will do."""
+    """Return the first databases on which the right query finds something else than on the one that is shown: there
+    constants are wrong, and it does not matter whether a query gives NULL or 0 for nothing. Those on which near misses
+    find something else than the right query come first. Queries of other people's tasks may find the same everywhere;
+    then any database will do."""
     shown = Counter(_right_rows(task, 0))
     good = (
         variant

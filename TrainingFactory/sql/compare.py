@@ -68,7 +68,7 @@ def read_rows(content: str) -> Rows | None:
 
 
 def orders_rows(query: str) -> bool:
-    """Tell whether the query itself has an ORDER BY. One in a subquery, a window, a text or a comment orders nothing."""
+    """Tell whether the query itself has an ORDER BY: one in a subquery, a window or a text orders nothing."""
     depth = 0
     for match in _PIECES.finditer(query):
         piece = match.group().lower()

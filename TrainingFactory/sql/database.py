@@ -82,7 +82,7 @@ class Database:
         return ToolResult(show(names, rows[: self.max_rows], more))
 
     def tables(self, limit: int) -> str:
-        """Return `Tables: a(x INTEGER, y TEXT); ...`, cut to `limit` characters; ValueError where that is no database."""
+        """List tables and columns in at most `limit` characters; raise ValueError where the file is no database."""
         query = "SELECT name FROM sqlite_master WHERE type IN ('table', 'view') AND name NOT LIKE 'sqlite_%'"
         try:
             with contextlib.closing(_read_only(self.path)) as connection:

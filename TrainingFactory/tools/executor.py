@@ -15,23 +15,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from TrainingFactory.protocols import Tool, ToolSession, ToolSource
-from TrainingFactory.texts import bounded, describe
+from TrainingFactory.texts import describe
 from TrainingFactory.tools.adapt import as_tool
 from TrainingFactory.tools.by_identity import ByIdentity
+from TrainingFactory.tools.calls import EpisodeCache, PendingCall, ToolState
 from TrainingFactory.tools.decorator import FunctionTool
 from TrainingFactory.tools.fingerprint import digest
 from TrainingFactory.tools.options import ToolOptions
-from TrainingFactory.tools.protocols import (
-    BrokenOff,
-    CallRecorder,
-    EpisodeCache,
-    Outcome,
-    PendingCall,
-    Place,
-)
+from TrainingFactory.tools.recording import BrokenOff, Place, Recorder
 from TrainingFactory.tools.runtime import ToolRuntime
 from TrainingFactory.tools.schema import schema_problems, validator_of
-from TrainingFactory.tools.state import ToolState
 from TrainingFactory.types import ToolCall, ToolFailure, ToolResult, ToolSpec
 
 log = logging.getLogger(__name__)
@@ -94,7 +87,8 @@ class AsyncToolExecutor:
         self._key, self._owner = key, owner
         if runtime.cache is not None:
             scope = f"episode {key}" if task is None else f"task {task}"
-            self._cache = runtime.cache.episode(scope, self.max_output_chars)
+            self._cache = runtime.cache.episode(scope)
+
     @property
     def holds_sessions(self) -> bool:
         return bool(self._sessions)
@@ -168,9 +162,7 @@ class AsyncToolExecutor:
         recorder.record(place, call, result)
         return result
 
-    async def _replayed(
-        self, recorder: CallRecorder, place: Place, call: ToolCall, result: ToolResult
-    ) -> None:
+    async def _replayed(self, recorder: Recorder, place: Place, call: ToolCall, result: ToolResult) -> None:
         """Run methods of the environment again for what they leave on it, which a reward may look at. Only count all
         others."""
         entry = self._entries.get(call.name)
@@ -232,20 +224,16 @@ class AsyncToolExecutor:
         return None if problems is None else ToolResult(problems, ok=False, error="schema")
 
     def _pending(self, entry: _Entry, arguments: dict[str, Any]) -> PendingCall:
-        timeout = entry.options.timeout or self.timeout
-
-        async def make(deadline: float) -> Outcome:
-            outcome = await self._runtime.call(entry.tool, arguments, entry.options, timeout, deadline)
-            outcome.result.content = bounded(outcome.result.content, self.max_output_chars)
-            return outcome
-
-        seconds = max(self._runtime.deadline, timeout)
-        return PendingCall(entry.tool, entry.options, arguments, entry.state, seconds, make)
+        runtime, timeout = self._runtime, entry.options.timeout or self.timeout
+        seconds, size = max(runtime.deadline, timeout), self.max_output_chars
+        return PendingCall(
+            entry.tool, entry.options, arguments, entry.state, timeout, seconds, size, runtime.call
+        )
 
     async def _obtain(self, call: PendingCall) -> ToolResult:
         if self._cache is not None:
             return await self._cache.obtain(call)
-        return (await call.make(time.monotonic() + call.seconds)).result
+        return (await call.make(call, time.monotonic() + call.seconds)).result
 
 
 def _check_names(tools: Sequence[Tool]) -> None:

@@ -16,11 +16,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from TrainingFactory.tools.protocols import BrokenOff, Place
 from TrainingFactory.types import ToolCall, ToolFailure, ToolResult, ToolSpec
 
 CALLS, SPECS = "tool_calls.jsonl", "tools.json"
@@ -39,9 +39,24 @@ class EpisodeKey(NamedTuple):
     member: int
 
 
+@dataclass(slots=True, frozen=True)
+class Place:
+    """Which call of a run it is: fixed by what the model did, whoever comes first."""
+
+    key: Hashable  # of the episode, as it was given to `attach`
+    # Of a turn: calls of `batch_execute` before this one, and the number in the batch. Of calls that a reward or
+    # another tool makes, which may come in any order: who makes them, and what is called how many times before.
+    batch: int | str
+    index: int | str
+
+
+class BrokenOff(Exception):
+    """How a call ended that was cancelled: nobody got an answer."""
+
+
 class NotRecorded(ToolFailure):
-    """A replay was asked for a call that the recording does not have, or made one again with another result. It ends
-    the episode, and then the run."""
+    """Says that a replay was asked for a call that the recording does not have, or made one again with another result.
+    It ends the episode, and then the run."""
 
 
 class Recorder:

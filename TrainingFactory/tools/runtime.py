@@ -9,13 +9,12 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from TrainingFactory.protocols import Tool
-from TrainingFactory.texts import describe
+from TrainingFactory.texts import bounded, describe
+from TrainingFactory.tools.calls import Outcome, PendingCall, ResultCache
 from TrainingFactory.tools.decorator import as_result
 from TrainingFactory.tools.limits import CircuitBreaker, Limits
 from TrainingFactory.tools.metrics import ToolMetrics
-from TrainingFactory.tools.options import ToolOptions
-from TrainingFactory.tools.protocols import CallRecorder, Outcome, ResultCache
+from TrainingFactory.tools.recording import Recorder
 from TrainingFactory.tools.waiting import OutOfTime, SelfCancelled, within
 from TrainingFactory.types import ToolFailure, ToolResult
 
@@ -46,7 +45,7 @@ class ToolRuntime:
         self,
         *,
         cache: ResultCache | None = None,
-        recorder: CallRecorder | None = None,
+        recorder: Recorder | None = None,
         deadline: float = 240.0,
     ) -> None:
         if deadline <= 0:
@@ -70,36 +69,33 @@ class ToolRuntime:
         """Return the circuit breaker of a server; None for tools of this process, which can fail but not be down."""
         return self._breakers.setdefault(server, CircuitBreaker()) if server else None
 
-    async def call(
-        self, tool: Tool, arguments: dict[str, Any], options: ToolOptions, timeout: float, deadline: float
-    ) -> Outcome:
+    async def call(self, call: PendingCall, deadline: float) -> Outcome:
         """Make the call. `deadline` is a time of `time.monotonic`."""
-        name, breaker = tool.spec.name, self.breaker(options.server)
-        outcome = await self._attempt(tool, arguments, options, timeout, deadline)
+        options, breaker = call.options, self.breaker(call.options.server)
+        outcome = await self._attempt(call, deadline)
         for attempt in range(options.retries if options.repeatable else 0):
             pause = min(FIRST_PAUSE * 2**attempt, LONGEST_PAUSE) * _chance.uniform(0.5, 1)
             late = time.monotonic() + pause >= deadline
             if not outcome.lost or late or (breaker is not None and breaker.is_open):
                 break
             await asyncio.sleep(pause)
-            self.metrics.retried(name)
-            latest = await self._attempt(tool, arguments, options, timeout, deadline)
+            self.metrics.retried(call.name)
+            latest = await self._attempt(call, deadline)
             if not latest.made:  # what the attempt before came to says more
                 break
             outcome = latest
+        outcome.result.content = bounded(outcome.result.content, call.max_output_chars)
         return outcome
 
-    async def _attempt(
-        self, tool: Tool, arguments: dict[str, Any], options: ToolOptions, timeout: float, deadline: float
-    ) -> Outcome:
-        breaker, limits = self.breaker(options.server), self._limits_of(tool.spec.name, options)
+    async def _attempt(self, call: PendingCall, deadline: float) -> Outcome:
+        breaker, limits = self.breaker(call.options.server), self._limits_of(call)
         if breaker is not None and breaker.is_open:
-            return _down(tool.spec.name)
+            return _down(call.name)
         # A tool may have `async def until_ready()`, which waits until a call can begin, for a session say. It comes
         # before the limits: who has a session would else wait for places that are held by those who have none.
-        ready: Callable[[], Awaitable[None]] | None = getattr(tool, "until_ready", None)
+        ready: Callable[[], Awaitable[None]] | None = getattr(call.tool, "until_ready", None)
         if limits is None and ready is None:
-            return await self._let_in(tool, arguments, timeout, deadline, breaker)
+            return await self._let_in(call, deadline, breaker)
         arrived = time.monotonic()
         try:
             async with asyncio.timeout(deadline - arrived):
@@ -108,34 +104,27 @@ class ToolRuntime:
                 if limits is not None:
                     await limits.acquire()
         except TimeoutError:
-            return _busy(tool.spec.name)
+            return _busy(call.name)
         finally:
-            self.metrics.waited(tool.spec.name, time.monotonic() - arrived)
+            self.metrics.waited(call.name, time.monotonic() - arrived)
         try:
-            return await self._let_in(tool, arguments, timeout, deadline, breaker)
+            return await self._let_in(call, deadline, breaker)
         finally:
             if limits is not None:
                 limits.release()
 
-    async def _let_in(
-        self,
-        tool: Tool,
-        arguments: dict[str, Any],
-        timeout: float,
-        deadline: float,
-        breaker: CircuitBreaker | None,
-    ) -> Outcome:
+    async def _let_in(self, call: PendingCall, deadline: float, breaker: CircuitBreaker | None) -> Outcome:
         left = deadline - time.monotonic()
         if left <= 0:
-            return _busy(tool.spec.name)
+            return _busy(call.name)
         if breaker is None:
-            return await _bounded(tool, arguments, min(timeout, left))
+            return await _bounded(call, min(call.timeout, left))
         begun = breaker.allow()
         if begun is None:
-            return _down(tool.spec.name)
+            return _down(call.name)
         answered: bool | None = None
         try:
-            outcome = await _bounded(tool, arguments, min(timeout, left))
+            outcome = await _bounded(call, min(call.timeout, left))
             answered = not outcome.lost
         except ToolFailure:
             answered = False
@@ -144,18 +133,19 @@ class ToolRuntime:
             breaker.ended(begun, answered)
         return outcome
 
-    def _limits_of(self, name: str, options: ToolOptions) -> Limits | None:
+    def _limits_of(self, call: PendingCall) -> Limits | None:
+        options = call.options
         if options.concurrency is None and options.rate is None:
             return None
-        key = (options.server, name, options.concurrency, options.rate)
+        key = (options.server, call.name, options.concurrency, options.rate)
         found = self._limits.get(key)
         return found or self._limits.setdefault(key, Limits(options.concurrency, options.rate))
 
 
-async def _bounded(tool: Tool, arguments: dict[str, Any], timeout: float) -> Outcome:
-    name = tool.spec.name
+async def _bounded(call: PendingCall, timeout: float) -> Outcome:
+    name = call.name
     try:
-        result = await within(timeout, _run(tool, arguments))
+        result = await within(timeout, _run(call))
     except ToolFailure:
         raise
     except OutOfTime:
@@ -170,9 +160,9 @@ async def _bounded(tool: Tool, arguments: dict[str, Any], timeout: float) -> Out
     return Outcome(result, lost=not result.ok and result.error in ("timeout", "unavailable"))
 
 
-async def _run(tool: Tool, arguments: dict[str, Any]) -> ToolResult:
+async def _run(call: PendingCall) -> ToolResult:
     try:
-        return as_result(await tool.run(arguments))
+        return as_result(await call.tool.run(call.arguments))
     except SystemExit as error:
         raise RuntimeError("it tried to end the program") from error
     except BaseExceptionGroup as error:  # a dying connection may raise one that is no Exception

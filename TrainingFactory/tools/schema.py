@@ -1,4 +1,4 @@
-"""JSON schemas of tools: made from a function's signature; and bad arguments, in words a model can act on."""
+"""Makes JSON schemas from signatures, and explains bad arguments in words that a model can act on."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MAX_VALUE_CHARS = 60
 
 
 def arguments_model(function: Callable[..., Any], name: str, skip_first: bool) -> type[BaseModel]:
-    """A pydantic model with one field per parameter. Its fields are called a0, a1, ... and carry the real
+    """Make a pydantic model with one field per parameter. Its fields are called a0, a1, ... and carry the real
     names as aliases, because a parameter may have any name, also one that BaseModel uses itself."""
     try:
         hints = get_type_hints(function, include_extras=True)
@@ -53,7 +53,7 @@ def arguments_model(function: Callable[..., Any], name: str, skip_first: bool) -
 
 
 def parameters_schema(model: type[BaseModel]) -> dict[str, Any]:
-    """The model's JSON schema without what only costs tokens: titles, and the rule against extra arguments
+    """Return the model's JSON schema without what only costs tokens: titles, and the rule against extra arguments
     (which the model enforces anyway)."""
     schema = without_titles(model.model_json_schema(by_alias=True))
     schema.pop("additionalProperties", None)
@@ -62,13 +62,13 @@ def parameters_schema(model: type[BaseModel]) -> dict[str, Any]:
 
 
 def description_of(function: Callable[..., Any]) -> str:
-    """The docstring up to its first section (Args, Returns, ...)."""
+    """Return the docstring up to its first section (Args, Returns, ...)."""
     doc = inspect.getdoc(function) or ""
     return re.split(r"\n\s*(?:\w+:[ \t]*\n|:param |\w+\n-{3,})", "\n" + doc, maxsplit=1)[0].strip()
 
 
 def _parameter_docs(doc: str) -> dict[str, str]:
-    """What a docstring says about parameters: `name: text` lines under Args:, `:param name: text` lines, and
+    """Read what a docstring says about parameters: `name: text` lines under Args:, `:param name: text` lines, and
     numpy's `name : type` lines with the text below. A text may go on in lines that are indented further."""
     section = re.search(r"^(?:Args|Arguments|Parameters):[ \t]*\n((?:[ \t]+.*\n?|\n)+)", doc, re.MULTILINE)
     listed = inspect.cleandoc(section.group(1)) if section else ""
@@ -82,7 +82,7 @@ def _parameter_docs(doc: str) -> dict[str, str]:
 
 
 def _annotated_text(hint: Any) -> str | None:
-    """The first plain string in Annotated[type, "text"], or the description of a Field there."""
+    """Return the first plain string in Annotated[type, "text"], or the description of a Field there."""
     notes = get_args(hint)[1:] if get_origin(hint) is Annotated else ()
     texts = [note.description if isinstance(note, FieldInfo) else note for note in notes]
     return next((text for text in texts if isinstance(text, str)), None)
@@ -107,7 +107,7 @@ def without_titles(schema: Any, is_schema: bool = True) -> Any:
 
 
 def _reading_order(item: tuple[str, Any]) -> int:
-    """The order everybody writes, and models have seen: pydantic's own is alphabetical."""
+    """Sort keys as everybody writes them, and models have seen: pydantic's own order is alphabetical."""
     usual = ("type", "description", "properties", "items", "enum", "default")
     return usual.index(item[0]) if item[0] in usual else len(usual)
 
@@ -125,7 +125,7 @@ def check_schema(spec: ToolSpec, where: str = "") -> None:
 
 
 def validator_of(schema: dict[str, Any]) -> Validator:
-    """A validator of the draft that the schema names, else of the newest."""
+    """Make a validator of the draft that the schema names, else of the newest."""
     return validator_for(schema, default=Draft202012Validator)(schema)
 
 
@@ -147,12 +147,12 @@ def _schema_fault(schema: Any) -> str | None:
 
 
 def unknown_reference(schema: dict[str, Any]) -> str | None:
-    """The first $ref that leads nowhere within the schema, if there is one."""
+    """Return the first $ref that leads nowhere within the schema, if there is one."""
     return next((ref for ref in _references(schema) if not _resolves(schema, ref)), None)
 
 
 def _references(schema: Any) -> Iterator[str]:
-    """Every $ref; one that leads outside would be fetched over the network when arguments are checked."""
+    """Find every $ref; one that leads outside would be fetched over the network when arguments are checked."""
     if isinstance(schema, dict):
         if isinstance(schema.get("$ref"), str):
             yield schema["$ref"]
@@ -182,13 +182,13 @@ def _resolves(schema: Any, reference: str) -> bool:
 
 
 def schema_problems(spec: ToolSpec, validator: Validator, arguments: Any) -> str | None:
-    """What is wrong with the arguments, or None."""
+    """Say what is wrong with the arguments; None if nothing is."""
     errors = sorted(validator.iter_errors(arguments), key=lambda error: len(error.absolute_path))
     return _explain(spec, (_schema_problem(error) for error in errors)) if errors else None
 
 
 def model_problems(spec: ToolSpec, error: ValidationError) -> str:
-    """The same for what pydantic found."""
+    """Say the same for what pydantic found."""
     problems = []
     for found in error.errors(include_url=False, include_context=False):
         where = ".".join(str(part) for part in found["loc"]) or "the arguments"
@@ -222,7 +222,7 @@ def _schema_problem(error: SchemaError) -> str:
 
 
 def _expected(schema: Any) -> str:
-    """A schema in a few words."""
+    """Describe a schema in a few words."""
     if not isinstance(schema, dict):
         return "any value"
     if "enum" in schema:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from TrainingFactory.services.build.training import Training
 
 from tests.kits.rollout import FakeChat
 from tests.kits.run import Quiet
@@ -20,7 +21,6 @@ from TrainingFactory.envs.text2sql_data import DOMAINS, QUESTIONS, script_of
 from TrainingFactory.rewards.tool_verified import make_verifier
 from TrainingFactory.rollout.scripted import play
 from TrainingFactory.services.build.rewards import check_reward
-from TrainingFactory.services.training.loop import Training
 from TrainingFactory.types import Message, Task, ToolCall, Trajectory
 
 CONFIG = Path(__file__).resolve().parents[2] / "configs" / "tiny_text2sql.yaml"

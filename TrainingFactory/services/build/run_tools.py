@@ -45,7 +45,7 @@ class RunTools:
     def replayed(self) -> str | None:
         return str(self._recording.resolve()) if self._recording is not None else None
 
-    def equip(self, environment: Any) -> Any:
+    async def equip(self, environment: Any) -> Any:
         """The environment with the tools in it."""
         if self._recording is not None:
             self._set = ToolSet(recorded_tools(self._recording))
@@ -69,7 +69,7 @@ class RunTools:
         """Of all calls up to the last `metrics`."""
         return self.runtime.metrics.totals()
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Ends servers and processes; again does nothing."""
         self._set.close()
         self._recorder.close()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
+from TrainingFactory.running import run
 import dataclasses
 import inspect
 import os
@@ -42,7 +42,7 @@ class ToolSet:
 
     def _of_an_episode(self) -> list[Tool]:
         executor = AsyncToolExecutor(self.tools)
-        asyncio.run(executor.close())
+        run(executor.close)
         return executor.tools
 
     def close(self) -> None:

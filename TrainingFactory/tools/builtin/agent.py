@@ -117,9 +117,8 @@ class AgentTool:
         return ToolResult(text, ok=False, error="exception")
 
 
-def _version(given: Tool | ToolSource) -> str:
+def _version(given: Any) -> str:
     """Name one of an agent's own tools, for the version of the agent."""
-    options = getattr(given, "options", None)
-    if options is None and isinstance(given, ToolSource):
+    if not hasattr(given, "spec"):  # a source of several tools
         return definition(given)
-    return call_name(given, options or DEFAULT_OPTIONS, {}) or ""
+    return call_name(given, getattr(given, "options", DEFAULT_OPTIONS), {}) or ""

@@ -45,7 +45,8 @@ class SqlTool:
         schema_chars: ZeroOrMore = 2000,
     ) -> None:
         self.path = Path(path).resolve()
-        self.write, self.timeout, self.max_rows, self.format = write, timeout, max_rows, format
+        self.write, self.timeout, self.max_rows = write, timeout, max_rows
+        self.format: Format = format
         try:
             tables = self.session().database.tables(schema_chars)
         except ValueError as error:

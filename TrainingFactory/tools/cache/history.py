@@ -6,8 +6,8 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Protocol
 
+from TrainingFactory.tools.calls import PendingCall, ToolState
 from TrainingFactory.tools.fingerprint import call_name, digest
-from TrainingFactory.tools.protocols import PendingCall, SharedState
 from TrainingFactory.types import ToolResult
 
 
@@ -44,29 +44,33 @@ class History:
 class EpisodeHistory:
     """Answers the calls of one episode from the cache, or makes them."""
 
-    def __init__(self, results: Results, scope: str, max_output_chars: int) -> None:
-        self._results, self._scope, self._size = results, scope, str(max_output_chars)
+    def __init__(self, results: Results, scope: str) -> None:
+        self._results, self._scope = results, scope
         self._histories: dict[str, History] = {}
 
     async def obtain(self, call: PendingCall) -> ToolResult:
         deadline = time.monotonic() + call.seconds
-        if call.options.pure:
-            name = call_name(call.tool, call.options, call.arguments)
+        name = call_name(call.tool, call.options, call.arguments)
+        if not call.options.pure and call.state is not None and call.state.stateful:
+            return await self._in_history(call, call.state, name, deadline)
 
-            async def make() -> ToolResult:
-                return (await call.make(deadline)).result
+        async def make() -> ToolResult:
+            return (await call.make(call, deadline)).result
 
-            return await make() if name is None else await self._through(name, make, deadline)
-        if call.state is None or not call.state.stateful:
-            return (await call.make(deadline)).result
-        history = self._histories.get(call.state.server)
+        key = name if call.options.pure else None
+        return await self._through(key, call, make, deadline)
+
+    async def _in_history(
+        self, call: PendingCall, state: ToolState, name: str | None, deadline: float
+    ) -> ToolResult:
+        history = self._histories.get(state.server)
         if history is None:
-            history = self._histories[call.state.server] = History(call.state.server, self._scope)
+            history = self._histories[state.server] = History(state.server, self._scope)
         outer, history.busy = history.busy, True
         if outer:
             history.lose()
         try:
-            return await self._after(history, call, call.state, deadline)
+            return await self._after(history, call, state, name, deadline)
         except BaseException:
             history.lose()
             raise
@@ -74,21 +78,20 @@ class EpisodeHistory:
             history.busy = outer
 
     async def _after(
-        self, history: History, call: PendingCall, state: SharedState, deadline: float
+        self, history: History, call: PendingCall, state: ToolState, name: str | None, deadline: float
     ) -> ToolResult:
         """Answer a call that depends on the calls before it, or that changes the answers after it."""
-        name = call_name(call.tool, call.options, call.arguments)
-        key = history.key(name) if call.options.stateful else None
         lost = False
 
         async def make() -> ToolResult:
             nonlocal lost
             await state.catch_up()
-            outcome = await call.make(deadline)
+            outcome = await call.make(call, deadline)
             lost = outcome.lost
             return outcome.result
 
-        result = await make() if key is None else await self._through(key, make, deadline)
+        key = history.key(name) if call.options.stateful else None
+        result = await self._through(key, call, make, deadline)
         if result.cached:
             state.skip(call, result.content)
         if lost:
@@ -99,7 +102,9 @@ class EpisodeHistory:
         return result
 
     async def _through(
-        self, key: str, make: Callable[[], Awaitable[ToolResult]], deadline: float
+        self, key: str | None, call: PendingCall, make: Callable[[], Awaitable[ToolResult]], deadline: float
     ) -> ToolResult:
-        """The same call cut to another size is another entry of the cache."""
-        return await self._results.through(digest(key, self._size), make, deadline)
+        if key is None:
+            return await make()
+        # The same call cut to another size is another entry.
+        return await self._results.through(digest(key, str(call.max_output_chars)), make, deadline)
