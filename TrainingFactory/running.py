@@ -39,6 +39,17 @@ def _run_here(main: Callable[[], Coroutine[Any, Any, T]]) -> T:
     return found[0]
 
 
+def other_loop(error: BaseException) -> str:
+    """Return what to add to the text of an error that comes from an object of another event loop; else nothing."""
+    text = f"{error} {error.__cause__}"
+    if "different loop" in text or "different event loop" in text:
+        return (
+            ". It belongs to another event loop, such as a notebook's, and a run that is started there by train() has "
+            "one of its own: start it by `await trainer.train_async()`"
+        )
+    return ""
+
+
 class _Beside:
     """A coroutine on a thread of its own, beside a loop that is blocked meanwhile."""
 
@@ -50,13 +61,13 @@ class _Beside:
         self._task: asyncio.Task[Any] | None = None
         self._value: Any = None
         self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._work, daemon=True, name="run")
+        self._ended = threading.Event()  # not Thread.join: interrupted, it takes a living thread for an ended one
 
     def join(self) -> Any:
-        self._thread.start()
-        while self._thread.is_alive():
+        threading.Thread(target=self._work, daemon=True, name="run").start()
+        while not self._ended.is_set():
             try:
-                self._thread.join()
+                self._ended.wait()
             except KeyboardInterrupt:
                 self._stop()
         if self._error is not None:
@@ -70,6 +81,8 @@ class _Beside:
             self._error = KeyboardInterrupt()
         except BaseException as error:  # it belongs to the caller's thread
             self._error = error
+        finally:
+            self._ended.set()
 
     async def _noted(self) -> Any:
         self._loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
