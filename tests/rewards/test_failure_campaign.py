@@ -44,7 +44,7 @@ FAULTS: dict[str, tuple[Said, str]] = {
     "an error": ((500, b'{"error": "out of memory"}'), 'status 500: {"error": "out of memory"}'),
     "busy": (429, "status 429"),
     "cut": (b"", "could not be reached"),  # in the middle of the body, see below
-    "hangs": ("", "did not answer within 0.3 s"),
+    "hangs": ("", "did not answer within 1 s"),
 }
 
 
@@ -59,7 +59,7 @@ class CutShort(Judge):
 
 def section(url: str, **options: Any) -> dict[str, Any]:
     """An untrained model ends no episode in time: what it says is judged all the same."""
-    given = {"base_url": url, "judge_unfinished": True, "retries": 0, "pause": 0.001, "timeout": 0.3}
+    given = {"base_url": url, "judge_unfinished": True, "retries": 0, "pause": 0.001, "timeout": 1.0}
     return {"type": "model_judge", "model": "m", "options": given | options}
 
 

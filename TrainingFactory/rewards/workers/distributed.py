@@ -136,7 +136,10 @@ class DistributedRewardModel:
     ) -> list[Any]:
         """One for each worker."""
         if base_url is not None:
-            return list(judges_at(base_url, {"model": model} | judge_options, self._held, num_workers))
+            judges = judges_at(base_url, {"model": model} | judge_options, num_workers)
+            for judge in dict.fromkeys(judges):
+                self._held.callback(lambda judge=judge: asyncio.run(judge.close()))
+            return judges
         given = list(model) if isinstance(model, Sequence) and not isinstance(model, str) else [model]
         count = num_workers if num_workers is not None else len(given)
         if not given or not all(isinstance(each, str) or callable(each) for each in given):

@@ -3,11 +3,10 @@ the key."""
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,20 +20,20 @@ from TrainingFactory.rewards import LearnedReward
 from TrainingFactory.rewards.adapt import Adapted, as_reward, compares
 from TrainingFactory.rewards.checks import check_choice, check_seconds
 from TrainingFactory.rewards.combined import ENVIRONMENT, Combined
-from TrainingFactory.rewards.workers.distributed import DistributedRewardModel
 from TrainingFactory.rewards.judge.base import Judge
 from TrainingFactory.rewards.judge.groups import RankingJudge
+from TrainingFactory.rewards.judge.pool import judges_at
 from TrainingFactory.rewards.judge.verdicts import MAX_CANDIDATES
 from TrainingFactory.rewards.model_judge import VERDICTS, model_judge
-from TrainingFactory.rewards.judge.pool import judges_at
 from TrainingFactory.rewards.process_reward import ProcessReward
 from TrainingFactory.rewards.process_rules import PROCESS_RULES
-from TrainingFactory.rewards.workers.processes import RewardProcess
 from TrainingFactory.rewards.rule_based import rule_from_options
 from TrainingFactory.rewards.rules.base import OnlyIf
 from TrainingFactory.rewards.rules.code import ToolRule
 from TrainingFactory.rewards.targets import find_callable, load_target
 from TrainingFactory.rewards.tool_verified import VERIFIERS, make_verifier
+from TrainingFactory.rewards.workers.distributed import DistributedRewardModel
+from TrainingFactory.rewards.workers.processes import RewardProcess
 from TrainingFactory.services.runs.folder import RunFolder, is_run
 from TrainingFactory.tools.builtin.making import OptionError, Wrong, call_with
 from TrainingFactory.types import Task
@@ -56,12 +55,11 @@ MANY = 1000  # calls of one judge at a time, which has no limit of its own
 
 
 def check_reward(config: TrainingConfig, group_size: int | None = None) -> RewardFunction | None:
-    """Raises what `make_reward` would, without loading a model; also if groups of that size cannot be scored. What it
-    gives is closed again."""
-    with ExitStack() as held:
-        reward = make_reward(config, held, load=False)
-        if group_size is not None:
-            check_group(reward, group_size)
+    """Raises what `make_reward` would, without loading a model; also if groups of that size cannot be scored.
+    Nothing is opened."""
+    reward = make_reward(config, load=False)
+    if group_size is not None:
+        check_group(reward, group_size)
     return reward
 
 
@@ -94,11 +92,11 @@ def check_environment(reward: RewardFunction | None, environment: Environment, t
 
 
 def make_reward(
-    config: TrainingConfig, held: ExitStack | None = None, *, load: bool = True
+    config: TrainingConfig, held: AsyncExitStack | None = None, *, load: bool = True
 ) -> RewardFunction | None:
     """Who scores the episodes; None: the environment's own reward. What must be closed goes to `held`. Without `load`
     everything is checked and no reward model is loaded. ConfigError with all that is wrong, and where it stands."""
-    making, reward = _Making(config, held or ExitStack(), load, []), config.reward
+    making, reward = _Making(config, held or AsyncExitStack(), load, []), config.reward
     made = making.parts(reward) if reward.parts else making.one(reward, ("reward",))
     if making.problems:
         raise config.wrong(making.problems)
@@ -138,7 +136,7 @@ def _inside(reward: Any) -> Iterator[Any]:
 @dataclasses.dataclass(slots=True, frozen=True)
 class _Making:
     config: TrainingConfig
-    held: ExitStack
+    held: AsyncExitStack
     load: bool
     problems: list[Problem]  # all that is wrong; what is made beside them is of no use
 
@@ -273,13 +271,15 @@ class _Making:
                 raise ConfigError([Problem((*key, "model"), text)])
             options["model"] = reward.model
         if isinstance(options.get("base_url"), list):
-            judges = judges_at(options.pop("base_url"), options, self.held)
+            judges = judges_at(options.pop("base_url"), options)
+            for judge in dict.fromkeys(judges):
+                self.held.push_async_callback(judge.close)
             limit = options.get("concurrency", 8) or MANY
             return DistributedRewardModel(
                 judges, per_worker=limit, timeout=self.config.environment.episode_timeout
             )
         judge = call_with(model_judge, options, "a model judge")
-        self.held.callback(lambda: asyncio.run(judge.close()))
+        self.held.push_async_callback(judge.close)
         return as_reward(judge) if compares(judge) else judge
 
     def _learned(self, reward: OneReward, key: Key) -> RewardFunction | None:

@@ -4,7 +4,7 @@ the loop and runs it. The edge that knows the core and everything around it."""
 from __future__ import annotations
 
 import time
-from contextlib import AsyncExitStack, ExitStack
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
@@ -18,8 +18,8 @@ from TrainingFactory.rollout import AsyncRolloutEngine
 from TrainingFactory.running import run as run_anywhere
 from TrainingFactory.services.build import assemble
 from TrainingFactory.services.build import rewards as build_rewards
-from TrainingFactory.services.build.learner import make_algorithm, make_policy, make_trainable
 from TrainingFactory.services.build.environment import check_tools, make_environment
+from TrainingFactory.services.build.learner import make_algorithm, make_policy, make_trainable
 from TrainingFactory.services.build.measure import evaluation_reward
 from TrainingFactory.services.build.named_files import changed_files
 from TrainingFactory.services.build.run_tools import RunTools
@@ -176,8 +176,7 @@ async def _played(
     config, say = training.config, training.watcher.say
     sampler = assemble.make_engine(config, loaded, config.training.batch_size * config.training.group_size)
     held.push_async_callback(sampler.close)
-    kept_open = held.enter_context(ExitStack())
-    reward = training.objects.reward or build_rewards.make_reward(config, kept_open)
+    reward = training.objects.reward or build_rewards.make_reward(config, held)
     clock = RewardClock(reward, say, lambda: build_rewards.judge_figures(reward))
     quiet = config.training.eval_every is None
     measured = evaluation_reward(reward, (lambda _: None) if quiet else say)
