@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -57,12 +57,11 @@ MANY = 1000  # calls of one judge at a time, which has no limit of its own
 
 
 def check_reward(config: TrainingConfig, group_size: int | None = None) -> RewardFunction | None:
-    """Raises what `make_reward` would, without loading a model; also if groups of that size cannot be scored. What it
-    gives is closed again."""
-    with ExitStack() as held:
-        reward = make_reward(config, held, load=False)
-        if group_size is not None:
-            check_group(reward, group_size)
+    """Raises what `make_reward` would, without loading a model; also if groups of that size cannot be scored.
+    Nothing is opened."""
+    reward = make_reward(config, load=False)
+    if group_size is not None:
+        check_group(reward, group_size)
     return reward
 
 
@@ -95,11 +94,11 @@ def check_environment(reward: RewardFunction | None, environment: Environment, t
 
 
 def make_reward(
-    config: TrainingConfig, held: ExitStack | None = None, *, load: bool = True
+    config: TrainingConfig, held: AsyncExitStack | None = None, *, load: bool = True
 ) -> RewardFunction | None:
     """Who scores the episodes; None: the environment's own reward. What must be closed goes to `held`. Without `load`
     everything is checked and no reward model is loaded. ConfigError with all that is wrong, and where it stands."""
-    making, reward = _Making(config, held or ExitStack(), load, []), config.reward
+    making, reward = _Making(config, held or AsyncExitStack(), load, []), config.reward
     made = making.parts(reward) if reward.parts else making.one(reward, ("reward",))
     if making.problems:
         raise config.wrong(making.problems)
@@ -111,7 +110,7 @@ def judge_figures(reward: Any) -> dict[str, float]:
     total: dict[str, float] = {}
     for each in {id(found): found for found in _inside(reward)}.values():  # workers may share one
         if isinstance(each, Judge | DistributedRewardModel):
-            found = each.figures if isinstance(each, Judge) else each.metrics
+            found = each.metrics
             total |= {name: total.get(name, 0.0) + value for name, value in found.items()}
     return total
 
@@ -139,7 +138,7 @@ def _inside(reward: Any) -> Iterator[Any]:
 @dataclasses.dataclass(slots=True, frozen=True)
 class _Making:
     config: TrainingConfig
-    held: ExitStack
+    held: AsyncExitStack
     load: bool
     problems: list[Problem]  # all that is wrong; what is made beside them is of no use
 
@@ -276,13 +275,13 @@ class _Making:
         if isinstance(options.get("base_url"), list):
             judges = judges_at(options.pop("base_url"), options)
             for judge in dict.fromkeys(judges):
-                self.held.callback(judge.close)
+                self.held.push_async_callback(judge.close)
             limit = options.get("concurrency", 8) or MANY
             return DistributedRewardModel(
                 judges, per_worker=limit, timeout=self.config.environment.episode_timeout
             )
         judge = call_with(model_judge, options, "a model judge")
-        self.held.callback(judge.close)
+        self.held.push_async_callback(judge.close)
         return as_reward(judge) if compares(judge) else judge
 
     def _learned(self, reward: OneReward, key: Key) -> RewardFunction | None:

@@ -290,7 +290,7 @@ def _reason_against(trajectory: Trajectory, group: Sequence[Trajectory], algorit
     if not _has_tokens(group):
         return "its group has a turn without token ids"
     if isinstance(algorithm, RFT):
-        return None if any(kept is trajectory for kept in algorithm.kept(group)) else "not kept"
+        return None if any(kept is trajectory for kept in algorithm.accepted(group)) else "not kept"
     cut = trajectory.status == "truncated"
     if cut and isinstance(algorithm, GRPO | PPO) and not algorithm.train_truncated:
         return "a length limit cut it, and train_truncated is false"
