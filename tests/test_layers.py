@@ -41,7 +41,13 @@ NO_TORCH = [
     "rewards",
     "rollout",
 ]
-READS_CONFIG = ["config", "services", "cli", "web"]
+READS_CONFIG = [
+    "__init__",
+    "config",
+    "services",
+    "cli",
+    "web",
+]  # the first: the names that the package exports
 ONE_FILE_EACH = ["ray", "vllm", "mcp", "fastapi", "starlette", "uvicorn"]
 INTERPRETER = PACKAGE / "tools" / "sandbox" / "worker.py"  # runs code by trade, in a locked process
 UNSAFE_MODULES = {"pickle", "cPickle", "dill", "shelve", "marshal"}
@@ -86,7 +92,7 @@ def test_imports_point_down() -> None:
             owner, *rest = name.split(".")
             if owner != "TrainingFactory" or rest[0].startswith("__") or rest[0] == part:
                 continue
-            if LEVEL[rest[0]] <= LEVEL.get(part, -1) or part == "__init__":
+            if LEVEL[rest[0]] <= LEVEL.get(part, -1):
                 wrong.append(f"{where(path, line)} ({part}) imports {rest[0]}")
     assert not wrong, "\n".join(wrong)
 

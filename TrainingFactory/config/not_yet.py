@@ -3,9 +3,9 @@ ignored in silence: commands print these notices."""
 
 from __future__ import annotations
 
-from typing import Any, get_args
+from typing import Any
 
-from TrainingFactory.config.schema import TrainingConfig, TrainingSection
+from TrainingFactory.config.schema import ALGORITHMS, TrainingConfig
 from TrainingFactory.config.section import Section
 
 # key -> (the value that says what happens now anyway, or several that work, what to tell a user who set another one)
@@ -17,7 +17,6 @@ NOT_YET: dict[str, tuple[Any, str]] = {
     "compute.backend": ("local", "Ray is not connected yet; everything runs on this machine"),
     "compute.num_gpus": (None, "one device is used; choose it with model.device"),
 }
-ALGORITHMS: tuple[str, ...] = get_args(TrainingSection.model_fields["algorithm"].annotation)
 HERE = (
     "environment",
     "process_reward",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, PrivateAttr, ValidationError
 
@@ -282,3 +282,14 @@ class TrainingConfig(Section):
         except ValidationError as error:
             # `from None`: pydantic's own text repeats the values, secrets among them.
             raise ConfigError(explain(error, TrainingConfig)) from None
+
+
+ALGORITHMS: tuple[str, ...] = get_args(TrainingSection.model_fields["algorithm"].annotation)
+
+
+def sections() -> dict[str, type[Section]]:
+    """Return every section that has keys of its own; `tools` is a list."""
+    fields = {name: field.annotation for name, field in TrainingConfig.model_fields.items()}
+    return {
+        name: kind for name, kind in fields.items() if isinstance(kind, type) and issubclass(kind, Section)
+    }
