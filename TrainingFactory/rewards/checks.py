@@ -49,4 +49,4 @@ def check_text(name: str, value: Any) -> None:
 
 
 def _wrong(name: str, value: Any, text: str) -> OptionError:
-    return OptionError(f"{name} is {value!r}; it {text}", Wrong(name, text, value))
+    return OptionError(Wrong(name, text, value))

@@ -89,7 +89,9 @@ class Rollouts:
         started = time.perf_counter()
         try:
             chat, sampler = make_sampler(self.config, self.total)
-            reward = self._choose(make_reward(self.config, held))
+            made = make_reward(self.config)
+            held.callback(lambda: asyncio.run(assemble_rewards.close_reward(made)))
+            reward = self._choose(made)
             engine = make_rollouts(
                 self.config, self.environment, chat, ended, reward, runtime=self.tools.runtime
             )

@@ -356,7 +356,8 @@ class Training:
 
     def _make_source(self, recordings: Recordings | None) -> Source:
         config, environment, tasks = self.config, self.data.environment, self.data.tasks
-        reward = self.objects.reward or assemble_rewards.make_reward(config, self._held)
+        reward = self.objects.reward or assemble_rewards.make_reward(config)
+        self._held.callback(lambda: asyncio.run(assemble_rewards.close_reward(reward)))
         clock = self.clock = RewardClock(reward, self.watcher.say)
         limits = {
             "max_reply_tokens": config.sampling.max_reply_tokens,

@@ -16,7 +16,7 @@ from TrainingFactory.rewards.adapt import group_reward
 from TrainingFactory.rollout import AsyncRolloutEngine, rollout_metrics
 from TrainingFactory.rollout.scoring import score
 from TrainingFactory.rollout.seeds import turn_seed
-from TrainingFactory.services.build.rewards import judge_figures
+from TrainingFactory.services.build.rewards import judge_metrics
 from TrainingFactory.services.training.waiting import RewardsAwaited
 from TrainingFactory.types import Reward, Task, Trajectory
 
@@ -83,11 +83,11 @@ class RewardClock:
         self.grouped = self._group is not None
         self.compares = self._group is not None and self._group.compares
         self.seconds = 0.0
-        self._spent = judge_figures(reward)  # by judges, when it was asked last
+        self._spent = judge_metrics(reward)  # by judges, when it was asked last
 
     def spent(self) -> dict[str, float]:
         """What judges and pools in the reward have asked, done and spent since the last time."""
-        before, self._spent = self._spent, judge_figures(self.reward)
+        before, self._spent = self._spent, judge_metrics(self.reward)
         return {name: value - before.get(name, 0.0) for name, value in self._spent.items()}
 
     async def __call__(self, episode: Episode) -> Reward:
