@@ -12,9 +12,9 @@ from typing import Any
 from pydantic import ValidationError
 
 from TrainingFactory.config import TrainingConfig
-from TrainingFactory.config.problems import ConfigError, Problem, dotted, explain
+from TrainingFactory.config.problems import ConfigError, Problem, dotted, explain, option_problems
 from TrainingFactory.config.schema import OneReward, RewardPart, RewardSection
-from TrainingFactory.options import OptionError, Wrong, did_you_mean, nearest
+from TrainingFactory.options import OptionError, did_you_mean, nearest
 from TrainingFactory.protocols import Environment, RewardFunction
 from TrainingFactory.rewards.adapt import Adapted, compares
 from TrainingFactory.rewards.combined import ENVIRONMENT, Combined
@@ -202,13 +202,10 @@ class _Problems(list[Problem]):
         except ConfigError as error:
             self.extend(error.problems)
         except OptionError as error:
-            for wrong in error.wrong:
-                beside = wrong.option.split(".")[0] in BESIDE
-                self.append(_problem(wrong, key if beside else options or key))
+            for problem in option_problems(error, ()):
+                beside = problem.key[:1] and problem.key[0] in BESIDE
+                place = key if beside else options or key
+                self.append(dataclasses.replace(problem, key=(*place, *problem.key)))
         except (ValueError, TypeError) as error:
             self.append(Problem(options or key, str(error)))
 
-
-def _problem(wrong: Wrong, key: Key) -> Problem:
-    inner = wrong.option.split(".") if wrong.option else []
-    return Problem((*key, *inner), wrong.text, wrong.value)

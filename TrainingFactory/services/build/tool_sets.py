@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from TrainingFactory.config.problems import is_secret
+from TrainingFactory.options import is_secret
 from TrainingFactory.envs import ToolEnvironment
 from TrainingFactory.protocols import EnvironmentFactory, Tool, ToolSession, ToolSource
 from TrainingFactory.tools import AsyncToolExecutor, FunctionTool, ToolOptions

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from TrainingFactory.config.not_yet import SAMPLED
-from TrainingFactory.config.problems import nearest
 from TrainingFactory.data.trajectories import load_trajectories
+from TrainingFactory.options import nearest
 from TrainingFactory.services.reports.credit_view import Credit, GroupCredit, coloured
 from TrainingFactory.services.runs.folder import TRAJECTORIES, RunFolder
 
