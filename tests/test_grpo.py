@@ -233,8 +233,8 @@ def test_the_loss_is_the_formula(low: float, high: float, kl: float) -> None:
     assert loss.item() == pytest.approx((-sum(gains) + kl * sum(drift)) / 100, rel=1e-5)
     ratios = [math.exp(n - s) for n, s in zip(now, sampled, strict=True)]
     bound = [r > 1 + high if a > 0 else r < 1 - low for r, a in zip(ratios, advantage, strict=True)]
-    assert any(bound) and figures["clipped"] == pytest.approx(sum(bound) / 100)
-    assert figures["sampler_gap"] == pytest.approx(
+    assert any(bound) and figures["clip_fraction"] == pytest.approx(sum(bound) / 100)
+    assert figures["logprob_diff"] == pytest.approx(
         sum(abs(n - s) for n, s in zip(now, sampled, strict=True)) / 100, rel=1e-5
     )
     if kl:

@@ -25,7 +25,11 @@ LAYERS = [
     ["envs", "rewards", "algorithms"],
     ["tools", "models", "data"],
     ["catalog", "config"],
+<<<<<<< HEAD
     ["protocols", "openai_form", "options"],
+=======
+    ["protocols", "openai_form", "running", "seeds"],
+>>>>>>> main
     ["types"],
 ]
 LEVEL = {name: level for level, row in enumerate(LAYERS) for name in row}

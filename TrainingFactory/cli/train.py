@@ -10,7 +10,7 @@ from TrainingFactory.config.not_yet import unused
 
 if TYPE_CHECKING:
     from TrainingFactory.cli.display import Lines
-    from TrainingFactory.services.training.loop import Training
+    from TrainingFactory.services.build.training import Training
 
 INTERRUPTED = 130
 
@@ -41,7 +41,7 @@ def train(config: str, /, *overrides: str, name: str | None = None, replay: str 
     options = read_config(config, overrides)
     # Imported here, so that help and a wrong config do not wait for it.
     from TrainingFactory.cli.display import make_display
-    from TrainingFactory.services.training.loop import Training
+    from TrainingFactory.services.build.training import Training
 
     for text in [*notices(options), *unused(options)]:
         show.note(f"note: {text}")
@@ -52,7 +52,7 @@ def train(config: str, /, *overrides: str, name: str | None = None, replay: str 
 def follow(training: Training, display: Lines) -> int:
     """Trains with the display around it; the exit status."""
     run = training.run
-    show.note(f"run {run.name} in {run.path}: {show.count(training.total, 'step')}")
+    show.note(f"run {run.name} in {run.path}")
     with display:
         report = training.train()
     if report.state == "interrupted":

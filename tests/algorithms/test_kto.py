@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.kits.engine import tiny
-from tests.kits.learner import far, gradients, make_learner, row_logprobs, words
+from tests.kits.learner import far, gradients, learn, make_learner, row_logprobs, words
 from tests.kits.preference import (
     Group,
     bare_trainer,
@@ -26,7 +26,6 @@ from TrainingFactory.algorithms.kto import KTO
 from TrainingFactory.data.packing import Batch, make_batch
 from TrainingFactory.data.samples import mismatched
 from TrainingFactory.learning.learner import Learner
-from TrainingFactory.services.training.update import learn
 from TrainingFactory.types import Reward, Sample
 
 ALGORITHM = KTO(beta=0.3, desirable_weight=1.5, undesirable_weight=0.7)

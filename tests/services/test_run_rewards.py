@@ -17,9 +17,10 @@ from TrainingFactory.cli import main
 from TrainingFactory.cli.display import Panel
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.services import GRPOTrainer
+from TrainingFactory.services.build.training import Training
 from TrainingFactory.services.runs.folder import RunFolder
 from TrainingFactory.services.runs.tracking import in_short
-from TrainingFactory.services.training.loop import Objects, Training
+from TrainingFactory.services.training.dataset import Objects
 
 ROOT = Path(__file__).resolve().parents[2]
 Run = Callable[..., tuple[int, str, str]]

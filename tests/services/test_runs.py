@@ -18,12 +18,13 @@ from TrainingFactory.config import TrainingConfig
 from TrainingFactory.data.trajectories import load_trajectories
 from TrainingFactory.services import GRPOTrainer, SFTTrainer
 from TrainingFactory.services.build.rewards import reward_model_folder
+from TrainingFactory.services.build.training import Training, resume
 from TrainingFactory.services.evaluation.evaluation import reward_of, wilson
 from TrainingFactory.services.runs import tracking
 from TrainingFactory.services.runs.folder import RunFolder, list_runs
-from TrainingFactory.services.training.loop import Objects, Training, resume
+from TrainingFactory.services.training.dataset import Objects
+from TrainingFactory.services.training.order import Order
 from TrainingFactory.services.training.preflight import check
-from TrainingFactory.services.training.source import Order
 from TrainingFactory.tools import tool
 from TrainingFactory.types import Task
 
@@ -259,7 +260,13 @@ def test_equal_groups_leave_the_weights_alone(tmp_path: Path) -> None:
     watcher = Quiet()
     report = train(small(tmp_path), "a", watcher, environment=Parity, reward=lambda episode: 1.0)
     assert [row["rows"] for row in report.rows] == [0] * 6 and report.state == "finished"
-    assert json.loads((tmp_path / "a/checkpoints/step-000006/learner.json").read_text())["version"] == 0
+    # Versions count training steps, also those that change no weight.
+    versions = {
+        (trajectory.group.partition("/")[0], turn.completion.policy_version)
+        for trajectory in load_trajectories(tmp_path / "a" / "trajectories.jsonl")
+        for turn in trajectory.turns
+    }
+    assert versions == {(str(step), step) for step in range(6)}
 
 
 def test_a_full_disk_while_appending(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,10 +26,11 @@ from TrainingFactory.services import GRPOTrainer
 from TrainingFactory.services.build import assemble
 from TrainingFactory.services.build.run_tools import RunTools
 from TrainingFactory.services.build.tool_sets import cacheable, chosen_names
+from TrainingFactory.services.build.training import Training
 from TrainingFactory.services.evaluation.rollouts import Rollouts, check_tools
 from TrainingFactory.services.runs.folder import RunFolder
+from TrainingFactory.services.training.dataset import Objects
 from TrainingFactory.services.training.interrupts import Interrupts
-from TrainingFactory.services.training.loop import Objects, Training
 from TrainingFactory.tools import AsyncToolExecutor, tool
 from TrainingFactory.tools.cache.cache import ToolCache
 from TrainingFactory.tools.recording import CALLS

@@ -8,11 +8,11 @@ from typing import Any
 
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.services.build import assemble
-from TrainingFactory.services.runs.folder import is_run, list_runs
 from TrainingFactory.services.build.tool_sets import ToolSet, with_tools
-from TrainingFactory.tools.runtime import ToolRuntime
-from TrainingFactory.tools.recording import CALLS, Tape, recorded_tools, save_specs
+from TrainingFactory.services.runs.folder import is_run, list_runs
 from TrainingFactory.tools.cache.cache import ToolCache
+from TrainingFactory.tools.recording import CALLS, Tape, recorded_tools, save_specs
+from TrainingFactory.tools.runtime import ToolRuntime
 
 
 class RunTools:
@@ -45,7 +45,7 @@ class RunTools:
     def replayed(self) -> str | None:
         return str(self._recording.resolve()) if self._recording is not None else None
 
-    def equip(self, environment: Any) -> Any:
+    async def equip(self, environment: Any) -> Any:
         """The environment with the tools in it."""
         if self._recording is not None:
             self._set = ToolSet(recorded_tools(self._recording))
@@ -69,7 +69,7 @@ class RunTools:
         """Of all calls up to the last `metrics`."""
         return self.runtime.metrics.totals()
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Ends servers and processes; again does nothing."""
         self._set.close()
         self._tape.close()

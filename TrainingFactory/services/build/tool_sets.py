@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import inspect
 import os
@@ -10,9 +9,10 @@ import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from TrainingFactory.options import is_secret
 from TrainingFactory.envs import ToolEnvironment
+from TrainingFactory.options import is_secret
 from TrainingFactory.protocols import EnvironmentFactory, Tool, ToolSession, ToolSource
+from TrainingFactory.running import run
 from TrainingFactory.tools import AsyncToolExecutor, FunctionTool, ToolOptions
 from TrainingFactory.types import Task, ToolResult, ToolSpec
 
@@ -42,7 +42,7 @@ class ToolSet:
 
     def _of_an_episode(self) -> list[Tool]:
         executor = AsyncToolExecutor(self.tools)
-        asyncio.run(executor.close())
+        run(executor.close)
         return executor.tools
 
     def close(self) -> None:

@@ -202,15 +202,12 @@ class RunFolder:
     def append_trajectories(self, trajectories: Iterable[Trajectory], name: str = TRAJECTORIES) -> None:
         save_trajectories(self.path / name, trajectories, append=True)
 
-    def checkpoint(self, step: int, seconds: float, learner: Any, tokenizer: Any, taken: int) -> Path:
-        """The learner after so many steps and tasks, with the length of the growing files."""
-        from TrainingFactory.learning.checkpoints import save_checkpoint
+    def checkpoint_folder(self, step: int) -> Path:
+        return self.path / "checkpoints" / f"step-{step:06d}"
 
-        offsets = {name: self._synced_size(name) for name in GROWING}
-        folder = self.path / "checkpoints" / f"step-{step:06d}"
-        state = {"step": step, "taken": taken, "seconds": seconds, "offsets": offsets}
-        save_checkpoint(folder, learner, tokenizer, state)
-        return folder
+    def offsets(self) -> dict[str, int]:
+        """Return how long the growing files are, when all of it is on the disk."""
+        return {name: self._synced_size(name) for name in GROWING}
 
     def prune(self, last: int, every: int | None) -> None:
         """Keeps the last so many checkpoints, and those at multiples of so many steps."""
