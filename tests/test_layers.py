@@ -25,11 +25,7 @@ LAYERS = [
     ["envs", "rewards", "algorithms"],
     ["tools", "models", "data"],
     ["catalog", "config"],
-<<<<<<< HEAD
-    ["protocols", "openai_form", "options"],
-=======
-    ["protocols", "openai_form", "running", "seeds"],
->>>>>>> main
+    ["protocols", "openai_form", "options", "running", "seeds"],
     ["types"],
 ]
 LEVEL = {name: level for level, row in enumerate(LAYERS) for name in row}

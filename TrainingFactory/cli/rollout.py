@@ -11,7 +11,7 @@ from cyclopts import Parameter, validators
 
 from TrainingFactory.cli import show
 from TrainingFactory.cli.progress import Progress
-from TrainingFactory.config import TrainingConfig, notices
+from TrainingFactory.config import TrainingConfig
 from TrainingFactory.config.loading import key_value
 from TrainingFactory.types import Trajectory
 
@@ -107,6 +107,7 @@ def run(
 ) -> int:
     """Runs what the config says and prints what came of it; the exit status."""
     # Imported here, so that help and a wrong config do not wait for it.
+    from TrainingFactory.services.build.notices import notices
     from TrainingFactory.services.evaluation.rollouts import Rollouts
 
     for text in notices(config):

@@ -5,8 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from TrainingFactory.cli import show
-from TrainingFactory.config import notices
-from TrainingFactory.config.not_yet import unused
 
 if TYPE_CHECKING:
     from TrainingFactory.cli.display import Lines
@@ -41,6 +39,7 @@ def train(config: str, /, *overrides: str, name: str | None = None, replay: str 
     options = read_config(config, overrides)
     # Imported here, so that help and a wrong config do not wait for it.
     from TrainingFactory.cli.display import make_display
+    from TrainingFactory.services.build.notices import notices, unused
     from TrainingFactory.services.build.training import Training
 
     for text in [*notices(options), *unused(options)]:

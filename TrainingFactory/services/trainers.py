@@ -6,21 +6,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-from TrainingFactory.config import TrainingConfig, notices
+from TrainingFactory.algorithms.kinds import KINDS
+from TrainingFactory.config import TrainingConfig
 from TrainingFactory.config.names import expand
-from TrainingFactory.config.not_yet import SAMPLED, unused
 from TrainingFactory.protocols import AnyReward
 from TrainingFactory.rewards.adapt import as_reward
+from TrainingFactory.services.build.notices import notices, unused
 from TrainingFactory.services.build.rewards import check_group
 from TrainingFactory.services.build.tool_sets import listed
 from TrainingFactory.services.build.training import Training
 from TrainingFactory.services.export import Exported, export
-<<<<<<< HEAD
 from TrainingFactory.services.keywords import into, merged, placed
-from TrainingFactory.services.runs.folder import RunFolder
-=======
 from TrainingFactory.services.runs.folder import RunFolder, TrainingReport
->>>>>>> main
 from TrainingFactory.services.runs.tracking import PlainLines, Watcher
 from TrainingFactory.services.training.dataset import Objects, read_examples, read_heldout
 from TrainingFactory.tools.adapt import as_tool
@@ -85,8 +82,15 @@ class Trainer:
         self._take(merged(config, given))
 
     def train(self, config: TrainingConfig | Mapping[str, Any] | None = None) -> TrainingReport:
-        """Train, and return how it went. Options in `config` go before those of the trainer."""
+        """Train, and return how it went. Options in `config` go before those of the trainer. It works in a script, in
+        a notebook and inside a running event loop."""
         report = self._training(config).train()
+        self._run = report.run
+        return report
+
+    async def train_async(self, config: TrainingConfig | Mapping[str, Any] | None = None) -> TrainingReport:
+        """Train on the running event loop, for tools and rewards that belong to it."""
+        report = await self._training(config).train_async()
         self._run = report.run
         return report
 
@@ -140,7 +144,7 @@ class Trainer:
         if self._heldout is not None:
             learned = config.data.dataset if self._dataset is None else self._dataset
             objects.heldout = read_heldout(config, self._heldout, learned)
-        if config.training.algorithm in SAMPLED:
+        if KINDS[self.algorithm].samples:
             check_group(objects.reward, config.training.group_size)
         played = objects.environment is not None or bool(objects.tools)
         self.notices = [*notices(config), *unused(config, played=played, heldout=objects.heldout is not None)]

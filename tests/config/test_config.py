@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from TrainingFactory.config import ConfigError, TrainingConfig, load_config, notices
+from TrainingFactory.config import ConfigError, TrainingConfig, load_config
 from TrainingFactory.config.names import ALIASES, SHORT
-from TrainingFactory.config.not_yet import NOT_YET, unused
+from TrainingFactory.config.not_yet import NOT_YET
 from TrainingFactory.config.problems import leaves
+from TrainingFactory.services.build.notices import notices, unused
 from TrainingFactory.services.build.rewards import check_reward
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"

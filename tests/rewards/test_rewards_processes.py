@@ -17,14 +17,14 @@ import pytest
 from tests.kits.judge import finished, judging
 from tests.kits.rollout import rollout
 from tests.kits.run import Parity, Quiet, small, train
-from TrainingFactory.config import TrainingConfig, notices
-from TrainingFactory.config.not_yet import TOOL_RULES
+from TrainingFactory.config import TrainingConfig
 from TrainingFactory.data.trajectories import trajectory_to_dict
 from TrainingFactory.rewards.rule_based import RULES
 from TrainingFactory.rewards.rules.code import ToolRule
 from TrainingFactory.rewards.workers.distributed import DistributedRewardModel
 from TrainingFactory.rewards.workers.processes import FinishedEpisode, RewardProcess
 from TrainingFactory.services import GRPOTrainer
+from TrainingFactory.services.build.notices import notices
 from TrainingFactory.services.build.rewards import check_reward, close_reward, make_reward
 from TrainingFactory.types import Reward, Trajectory
 
@@ -231,9 +231,8 @@ def test_rewards_go_to_processes_where_that_is_asked_for(file: Path):
     assert [each.model.like.name for each in made(rule).workers] == ["Contains"] * 2
     here, there = scored(rule, None, group_size=2), scored(rule, many, group_size=2)
     assert [each.reward for each in here] == [each.reward for each in there] != [None, None]
-    for name in TOOL_RULES:
+    for name in [name for name, kind in RULES.items() if issubclass(kind, ToolRule)]:
         assert not isinstance(made({"type": "rule_based", "options": {"rule": name}}), DistributedRewardModel)
-    assert {name for name, kind in RULES.items() if issubclass(kind, ToolRule)} == set(TOOL_RULES)
 
 
 def test_what_stays_in_this_process_is_said():

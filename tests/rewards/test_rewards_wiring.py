@@ -14,11 +14,12 @@ from tests.kits.rollout import FakeChat, call_text, rollout
 from tests.kits.run import Parity, Quiet, rows, small, train
 from TrainingFactory.algorithms.grpo import GRPO
 from TrainingFactory.catalog import find
-from TrainingFactory.config import TrainingConfig, load_config, notices
+from TrainingFactory.config import TrainingConfig, load_config
 from TrainingFactory.data.trajectories import load_trajectories
 from TrainingFactory.rewards.process_rules import PROCESS_RULES
 from TrainingFactory.rollout import play
 from TrainingFactory.services import GRPOTrainer
+from TrainingFactory.services.build.notices import notices
 from TrainingFactory.services.build.rewards import check_reward, close_reward, make_reward
 from TrainingFactory.types import Message, Reward, Trajectory
 

@@ -122,13 +122,15 @@ def _inside(reward: Any) -> Iterator[Any]:
 
 def _made(making: Making) -> RewardFunction | None:
     section, problems = making.config.reward, _Problems()
-    if section.parts:
-        made = _combined(section, making, problems)
-    else:
-        made = _one(section, ("reward",), making, problems)
+    make = _combined if section.parts else _alone
+    made = make(section, making, problems)
     if problems:
         raise making.config.wrong(problems)
     return made
+
+
+def _alone(section: RewardSection, making: Making, problems: _Problems) -> RewardFunction | None:
+    return _one(section, ("reward",), making, problems)
 
 
 def _combined(section: RewardSection, making: Making, problems: _Problems) -> RewardFunction | None:
@@ -208,4 +210,3 @@ class _Problems(list[Problem]):
                 self.append(dataclasses.replace(problem, key=(*place, *problem.key)))
         except (ValueError, TypeError) as error:
             self.append(Problem(options or key, str(error)))
-

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from TrainingFactory.config.not_yet import SAMPLED
+from TrainingFactory.algorithms.kinds import KINDS
 from TrainingFactory.data.trajectories import load_trajectories
 from TrainingFactory.options import nearest
 from TrainingFactory.services.reports.credit_view import Credit, GroupCredit, coloured
@@ -60,7 +60,7 @@ def _step(run: RunFolder, step: int | None, task: str | None) -> int:
     """The one that is meant, known to have episodes and to have taken the task."""
     config, taken = run.config, run.consumed()
     name = config.training.algorithm
-    if name not in SAMPLED:
+    if not KINDS[name].samples:
         raise ValueError(
             f"run {run.name} is {name}, which learns from examples: it sampled no episodes, and paid none"
         )
