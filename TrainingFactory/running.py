@@ -41,8 +41,10 @@ def _run_here(main: Callable[[], Coroutine[Any, Any, T]]) -> T:
 
 def other_loop(error: BaseException) -> str:
     """Return what to add to the text of an error that comes from an object of another event loop; else nothing."""
-    text = f"{error} {error.__cause__}"
-    if "different loop" in text or "different event loop" in text:
+    causes = [error]
+    while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None:
+        causes.append(cause)
+    if any(text in str(each) for each in causes for text in ("different loop", "different event loop")):
         return (
             ". It belongs to another event loop, such as a notebook's, and a run that is started there by train() has "
             "one of its own: start it by `await trainer.train_async()`"
@@ -61,7 +63,9 @@ class _Beside:
         self._task: asyncio.Task[Any] | None = None
         self._value: Any = None
         self._error: BaseException | None = None
-        self._ended = threading.Event()  # not Thread.join: interrupted, it takes a living thread for an ended one
+        self._ended = (
+            threading.Event()
+        )  # not Thread.join: interrupted, it takes a living thread for an ended one
 
     def join(self) -> Any:
         threading.Thread(target=self._work, daemon=True, name="run").start()

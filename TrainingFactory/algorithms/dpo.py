@@ -42,17 +42,10 @@ class DPO(BaseAlgorithm):
     reference: Literal["live", "precomputed"] = "live"  # who computes it is not the loss's business
 
     def __post_init__(self) -> None:
-        if not self.beta > 0:
-            raise ValueError(f"beta is {self.beta}; it must be over 0")
-        if not 0 <= self.label_smoothing < 0.5:
-            raise ValueError(
-                f"label_smoothing is {self.label_smoothing}; it must be at least 0 and below 0.5"
-            )
         if self.label_smoothing and self.loss_kind not in SMOOTHED:
             raise ValueError(
                 f"label_smoothing is for {', '.join(SMOOTHED)}; {self.loss_kind} has no use for it: leave it at 0"
             )
-
         if self.reference == "precomputed" and self.loss_kind in WITHOUT_REFERENCE:
             raise ValueError(f"reference is precomputed, but {self.loss_kind} has none: leave it at live")
 

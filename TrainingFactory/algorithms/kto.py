@@ -32,11 +32,6 @@ class KTO(BaseAlgorithm):
     undesirable_weight: float = 1.0
     threshold: float = 0.5  # rewards above it are good
 
-    def __post_init__(self) -> None:
-        for name in ("beta", "desirable_weight", "undesirable_weight"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be over 0")
-
     @property
     def needs(self) -> frozenset[str]:
         return frozenset({"reference", "mismatched"})

@@ -48,19 +48,6 @@ class PPO(BaseAlgorithm):
     entropy: float = 0.0
     train_truncated: bool = True  # whether episodes cut by a length limit are trained on
 
-    def __post_init__(self) -> None:
-        if not 0 < self.clip < 1:
-            raise ValueError(f"ppo.clip is {self.clip}; it must lie between 0 and 1")
-        for name in ("gamma", "lam"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"ppo.{name} is {getattr(self, name)}; it must be from 0 to 1")
-        for name in ("value_clip", "value_weight"):
-            if (value := getattr(self, name)) is not None and not value > 0:
-                raise ValueError(f"ppo.{name} is {value}; it must be over 0")
-        for name in ("critic_warmup", "kl", "entropy"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"ppo.{name} is {getattr(self, name)}; it must be 0 or more")
-
     @property
     def needs(self) -> frozenset[str]:
         wanted = {"values": True, "reference": self.kl > 0, "critic": self.critic == "separate"}

@@ -15,7 +15,6 @@ Process, over turns t with score s_t at the turn's last token and label y_t = 1 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -40,12 +39,6 @@ class RewardModel(BaseAlgorithm):
     threshold: float = 0.0  # process: turns with a step reward over it are good
 
     def __post_init__(self) -> None:
-        if self.kind not in ("outcome", "process"):
-            raise ValueError(f"kind is {self.kind!r}; it must be outcome or process")
-        if self.center < 0:
-            raise ValueError(f"center is {self.center}; it must be 0 or more")
-        if not math.isfinite(self.threshold):
-            raise ValueError(f"threshold is {self.threshold}; it must be a number")
         if self.kind == "outcome" and self.threshold:
             raise ValueError("threshold is for kind=process: an outcome model learns which of two is better")
         if self.kind == "process" and (self.margin or self.center):

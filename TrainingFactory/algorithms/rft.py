@@ -35,10 +35,6 @@ class RFT(BaseAlgorithm):
     balance: bool = True
     train_truncated: bool = False
 
-    def __post_init__(self) -> None:
-        if self.best_of is not None and self.best_of < 1:
-            raise ValueError(f"best_of is {self.best_of}; it must be 1 or more, or None for all")
-
     def accepted(self, group: Sequence[Trajectory]) -> list[Trajectory]:
         """Return the episodes of a task that are learned from, the best first."""
         accepted = [

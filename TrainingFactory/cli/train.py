@@ -51,7 +51,7 @@ def train(config: str, /, *overrides: str, name: str | None = None, replay: str 
 def follow(training: Training, display: Lines) -> int:
     """Trains with the display around it; the exit status."""
     run = training.run
-    show.note(f"run {run.name} in {run.path}")
+    show.note(f"run {run.name} in {run.path}: {show.count(training.total, 'step')}")
     with display:
         report = training.train()
     if report.state == "interrupted":

@@ -214,8 +214,8 @@ class EpisodeRun:
         if step.done:
             raise _Over("done")
         with _foreign("the chat template", ValueError):
-            added = await _off_loop(turn.replies, self.rules.chat.extend, turn, turn.replies)
-            return turn.prompt_ids + turn.completion.token_ids + added
+            so_far = turn.prompt_ids + turn.completion.token_ids
+            return so_far + await _off_loop(turn.replies, self.rules.chat.extend, turn, turn.replies)
 
     def _cut(self, replies: Sequence[Message]) -> list[Message]:
         """Cut replies that are too long, in their content, before the template sees them."""

@@ -132,6 +132,11 @@ class NativeEngine:
         return self._table.max_length
 
     @property
+    def sessions(self) -> int:
+        """How many are open."""
+        return self._sessions
+
+    @property
     def stats(self) -> EngineStats:
         table, counts = self._table, self._counts
         counts.shared, counts.kept, counts.evictions = table.shared, table.kept, table.evictions

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.kits.algorithm import made
 from tests.kits.engine import tiny
 from tests.kits.learner import far, gradients, learn, make_learner, row_logprobs, words
 from tests.kits.preference import (
@@ -67,7 +68,7 @@ def test_scored_episodes_are_examples_by_themselves() -> None:
 def test_options_are_checked() -> None:
     for wrong in ("beta", "desirable_weight", "undesirable_weight"):
         with pytest.raises(ValueError, match=wrong):
-            KTO(**{wrong: 0.0})
+            made("kto", **{wrong: 0.0})
 
 
 def test_answers_move_to_the_next_prompt() -> None:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.kits.algorithm import made
 from tests.kits.engine import tiny
 from tests.kits.ppo import make, plain, played, prepared, rows_of, summed_gae
 from tests.kits.run import small, train
@@ -212,8 +213,8 @@ def test_options_are_checked() -> None:
         "critic_warmup": -1,
     }  # fmt: skip
     for name, value in wrong.items():
-        with pytest.raises(ValueError, match=rf"ppo\.{name} is"):
-            PPO(**{name: value})
+        with pytest.raises(ValueError, match=rf"ppo\.{name}"):
+            made("ppo", **{name: value})
     assert PPO().needs == {"values"} and PPO(kl=0.1, kl_in="reward").needs == {"values", "reference"}
 
 

@@ -17,6 +17,7 @@ import torch
 from transformers import Qwen3ForSequenceClassification
 from trl.trainer.reward_trainer import DataCollatorForPreference, RewardTrainer
 
+from tests.kits.algorithm import made
 from tests.kits.engine import VOCABULARY, tiny
 from tests.kits.learner import far, gradients, make_learner, words
 from tests.kits.preference import Group, bare_trainer, dialogue, model_gradients, pair_groups
@@ -123,7 +124,7 @@ def test_options_are_checked() -> None:
     ]  # fmt: skip
     for options in wrong:
         with pytest.raises(ValueError, match=next(iter(options))):
-            RewardModel(**options)
+            made("reward_model", **options)
     assert all(algorithm.needs == {"scores"} for algorithm in (*CASES, PROCESS))
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.kits.algorithm import made
 from tests.kits.engine import tiny
 from tests.kits.learner import far, gradients, learn, make_learner, row_logprobs, weights_of, words
 from tests.kits.preference import Group, dialogue, model_gradients, random_prompt
@@ -53,8 +54,8 @@ def test_the_best_of_those_that_differ() -> None:
     assert [each.answer for each in RFT(best_of=2).accepted(group)] == ["b", "c"]
     assert [each.answer for each in RFT(best_of=2, dedupe=False).accepted(group)] == ["b", "b"]
     assert RFT(best_of=1).accepted(group)[0] is group[1]  # of equals the first
-    with pytest.raises(ValueError, match="best_of is 0"):
-        RFT(best_of=0)
+    with pytest.raises(ValueError, match="best_of"):
+        made("rft", best_of=0)
 
 
 def test_the_same_calls_and_answer_are_kept_once() -> None:

@@ -25,6 +25,7 @@ from TrainingFactory.learning.lora import add_lora
 from TrainingFactory.learning.optim import OptimizerOptions
 from TrainingFactory.learning.step import split
 from TrainingFactory.models.loading import load_model
+from TrainingFactory.seeds import turn_seed
 from TrainingFactory.services.build.learner import make_critic
 from TrainingFactory.types import Trajectory
 
@@ -162,7 +163,10 @@ def test_a_second_pass_sees_other_ratios_and_the_same_credit() -> None:
         return update(batch, watched, needs)
 
     rows = rows_of(ppo, groups := played(4))
-    start = [learner.logprobs(make_batch(part).packs[0])[0].detach() for part in split(rows, 2, seed=7)]
+    start = [
+        learner.logprobs(make_batch(part).packs[0])[0].detach()
+        for part in split(rows, 2, turn_seed(7, 0, "update", 0, 0))
+    ]
     learner.update = spy  # pyright: ignore[reportAttributeAccessIssue]
     learn(learner, ppo, groups, 0, token_budget=100_000, epochs=2, minibatches=2, seed=7)
     assert len(seen) == 4 and max(seen[0]) < 1e-4  # nothing has moved in the first mini-batch

@@ -71,7 +71,8 @@ def test_deterministic_prefixes_are_pure() -> None:
 
     async def everything() -> tuple[list[Completion], list[Completion]]:
         params = SamplingParams(max_tokens=1, temperature=1)
-        shared = [await engine.sample(prompt, params) for prompt in prompts]
+        sessions = [engine.session() for _ in prompts]  # side by side, each has a slot of its own
+        shared = [await each.sample(prompt, params) for each, prompt in zip(sessions, prompts, strict=True)]
         return shared, [await alone.sample(prompt, params) for prompt in prompts]
 
     asyncio.run(everything())

@@ -68,7 +68,9 @@ def make_learner(config: TrainingConfig, loaded: LoadedModel, algorithm: Algorit
             max_grad_norm=options.max_grad_norm,
         ),
         reference=make_reference(config, loaded.model) if "reference" in needs - _known(needs) else None,
-        head=head_for(loaded.model, about_reward_model(config, needs)) if needs & {"values", "scores"} else None,
+        head=head_for(loaded.model, about_reward_model(config, needs))
+        if needs & {"values", "scores"}
+        else None,
         critic=make_critic(loaded.model) if "critic" in needs else None,
         temperature=config.sampling.temperature if KINDS[options.algorithm].samples else 1.0,
         gradient_checkpointing=options.gradient_checkpointing,

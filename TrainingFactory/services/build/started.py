@@ -13,9 +13,7 @@ from TrainingFactory.services.runs.folder import RunFolder
 from TrainingFactory.services.training.dataset import Dataset, Objects
 
 
-def about_start(
-    config: TrainingConfig, objects: Objects, tools: RunTools, found: Dataset
-) -> dict[str, Any]:
+def about_start(config: TrainingConfig, objects: Objects, tools: RunTools, found: Dataset) -> dict[str, Any]:
     """Return what a run is started with besides its config, and must find again when it goes on."""
     folder = build_rewards.reward_model_folder(config)
     return {

@@ -24,7 +24,7 @@ from TrainingFactory.services.build.measure import evaluation_reward
 from TrainingFactory.services.build.named_files import changed_files
 from TrainingFactory.services.build.run_tools import RunTools
 from TrainingFactory.services.build.started import about_start, as_started
-from TrainingFactory.services.runs.folder import RunFolder, TrainingReport, new_name
+from TrainingFactory.services.runs.folder import RunFolder, Status, TrainingReport, new_name
 from TrainingFactory.services.runs.tracking import PlainLines, Trackers, Watcher
 from TrainingFactory.services.training.dataset import Objects, check_same, gather, told_left_out
 from TrainingFactory.services.training.guards import Guards
@@ -73,6 +73,9 @@ class Training:
             replay = replay or run.about.get("replay")
         self.tools = RunTools(config, self.objects.tools, replay, self.objects.cache)
         self.data = gather(config, self.objects, self._environment())
+        self.order = make_order(config, self.data.size)
+        self.total = steps_in(config, self.order)  # fewer, where rows turn out to be too long
+        check_steps(config, self.total)
         build_rewards.check_tasks(reward, [*(self.data.tasks if sampled else ()), *self.data.heldout])
         if run is None:
             about = about_start(config, self.objects, self.tools, self.data)
@@ -85,6 +88,8 @@ class Training:
                 )
         self.run = run
         self.run.lock()
+        if not self.resuming:
+            self.run.write_status(Status("running", steps=self.total))
 
     def _environment(self) -> EnvironmentFactory | None:
         """Return the environment that the config names, where the run needs one."""
@@ -114,6 +119,14 @@ class Training:
             return await loop.train()
 
 
+def make_order(config: TrainingConfig, size: int) -> Order:
+    return Order(size, config.training.batch_size, config.training.seed)
+
+
+def steps_in(config: TrainingConfig, order: Order) -> int:
+    return config.training.max_steps or config.training.num_epochs * order.steps_per_epoch
+
+
 async def make_loop(training: Training, held: AsyncExitStack) -> TrainingLoop:
     """Make everything that a run needs. `held` closes at its end what is opened here."""
     config, data, run, watcher = training.config, training.data, training.run, training.watcher
@@ -122,15 +135,17 @@ async def make_loop(training: Training, held: AsyncExitStack) -> TrainingLoop:
     watcher.phase("load")
     loaded, chat = await in_thread(_load, config, date.fromisoformat(run.about["day"]))
     dataset, heldout = await in_thread(_tokenized, training, loaded, chat)
-    order = Order(len(data.tasks) if dataset is None else len(dataset), options.batch_size, options.seed)
-    total = options.max_steps or options.num_epochs * order.steps_per_epoch
-    check_steps(config, total)
+    # Only now it is known how many rows are too long.
+    order = training.order if dataset is None else make_order(config, len(dataset))
+    total = steps_in(config, order)
     algorithm = make_algorithm(config)
     policy = await in_thread(make_policy, config, loaded, algorithm, total)
     held.push_async_callback(policy.close)
     precomputed = "precomputed" in algorithm.needs
     known = [
-        await _references(policy, algorithm, each, options.batch_size, watcher) if precomputed and each else None
+        await _references(policy, algorithm, each, options.batch_size, watcher)
+        if precomputed and each
+        else None
         for each in (dataset, heldout)
     ]
     progress = await _resume(run, policy, order)
@@ -181,7 +196,7 @@ async def _played(
     clock = RewardClock(reward, say, lambda: build_rewards.judge_metrics(reward))
     quiet = config.training.eval_every is None
     measured = evaluation_reward(reward, (lambda _: None) if quiet else say)
-    measure = RewardClock(measured, say, lambda: build_rewards.judge_metrics(reward))
+    measure = RewardClock(measured, say)
     if tasks := training.data.tasks or training.data.heldout:
         await check_tools(environment, tasks[0], chat, reward)
     return _Played(environment, chat, assemble.max_length(config, loaded), sampler, clock, measure)
@@ -228,7 +243,7 @@ def _heldout(
     if played is None:
         return HeldOut(dataset=dataset, references=references)
     rollouts = _rollouts(training, played, played.measure)
-    return HeldOut(training.data.heldout, rollouts, played.measure, dataset, references)
+    return HeldOut(training.data.heldout, rollouts, played.clock, dataset, references)
 
 
 def _schedule(config: TrainingConfig, total: int) -> Schedule:

@@ -49,6 +49,8 @@ METRICS, CONSUMED, TRAJECTORIES, KEPT = "metrics.jsonl", "consumed.jsonl", "traj
 GROWING = (METRICS, CONSUMED, TRAJECTORIES, KEPT, CALLS)
 PACKAGES = ("torch", "transformers", "accelerate", "peft", "safetensors", "numpy")
 CONFIG = "config.yaml"
+# Metrics by the names that older versions gave them.
+OLD_METRICS = {"clipped": "clip_fraction", "sampler_gap": "logprob_diff", "explained": "explained_variance"}
 State = Literal["running", "finished", "interrupted", "failed", "killed"]
 
 
@@ -169,8 +171,10 @@ class RunFolder:
         return "killed" if status == "running" and not self._held() else status
 
     def metrics(self) -> list[dict[str, Any]]:
-        """One row per step."""
-        return self._rows(METRICS)
+        """Return one row per step; metrics that older versions wrote under another name have today's."""
+        return [
+            {OLD_METRICS.get(name, name): value for name, value in row.items()} for row in self._rows(METRICS)
+        ]
 
     def consumed(self) -> dict[int, list[str]]:
         """Ids of the tasks that each step took."""
