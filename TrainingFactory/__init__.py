@@ -3,7 +3,7 @@
 Imports point strictly down; siblings on one line do not import each other:
 
     cli, web > integrations > services > cluster > rollout, sampling, learning
-    > envs, rewards, algorithms > tools, models, data > catalog, config
+    > envs, rewards, algorithms > tools, models, data > catalog, config, workers
     > protocols, openai_form, options, running, seeds > types
 
 The names below are imported on first use: the package itself costs nothing.

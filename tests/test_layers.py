@@ -52,7 +52,7 @@ NO_TORCH = [
 ]  # fmt: skip
 READS_CONFIG = ["__init__", "config", "services", "cli", "web"]  # the first: the names that the package exports
 ONE_PLACE_EACH = ["ray", "vllm", "mcp", "fastapi", "starlette", "uvicorn", "sse_starlette"]
-INTERPRETER = PACKAGE / "tools" / "sandbox" / "worker.py"  # runs code by trade, in a locked process
+INTERPRETER = PACKAGE / "tools" / "sandbox" / "interpreter.py"  # runs code by trade, in a locked process
 UNSAFE_MODULES = {"pickle", "cPickle", "dill", "shelve", "marshal"}
 
 FILES = sorted(PACKAGE.rglob("*.py"))

@@ -14,9 +14,9 @@ from TrainingFactory.config import ConfigError, TrainingConfig, load_config
 from TrainingFactory.rewards.adapt import as_reward
 from TrainingFactory.rewards.checks import check_choice
 from TrainingFactory.rewards.combined import Combined
+from TrainingFactory.rewards.loading import find_callable
 from TrainingFactory.rewards.process_reward import ProcessReward
 from TrainingFactory.rewards.rule_based import make_rule
-from TrainingFactory.rewards.targets import find_callable
 from TrainingFactory.services import GRPOTrainer
 from TrainingFactory.services.build.rewards import check_reward, close_reward, make_reward
 from TrainingFactory.services.evaluation.rollouts import Rollouts
@@ -228,7 +228,7 @@ def test_texts_that_lead_to_the_mistake(file: Path):
             GRPOTrainer(environment=Parity, reward_function=wrong)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"rewards.py:three is 3 \(int\); it must be a function"):
         check_reward(TrainingConfig(reward=function(f"{file}:three")))
-    with pytest.raises(ValueError, match=r"weight of part a must be a number \(got \"x\"\)$"):
+    with pytest.raises(ValueError, match=r"weight of part a is 'x'; it must be a finite number$"):
         Combined({"a": ("x", make_rule("exact"))})  # type: ignore[dict-item]
     with pytest.raises(ValueError, match=r"rule must be one of json, exact \(got null\)$"):
         check_choice("rule", None, ("json", "exact"))

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass as plain_dataclass
 from dataclasses import field
 from pathlib import Path
@@ -30,16 +29,16 @@ from TrainingFactory.protocols import RewardFunction
 from TrainingFactory.rewards import LearnedReward
 from TrainingFactory.rewards.adapt import Adapted, as_reward, compares
 from TrainingFactory.rewards.judge.pool import judges_at
+from TrainingFactory.rewards.loading import find_callable, load_reward
 from TrainingFactory.rewards.model_judge import model_judge
 from TrainingFactory.rewards.process_reward import ProcessReward
 from TrainingFactory.rewards.process_rules import PROCESS_RULES
 from TrainingFactory.rewards.rule_based import rule_from_options
 from TrainingFactory.rewards.rules.base import OnlyIf
 from TrainingFactory.rewards.rules.code import ToolRule
-from TrainingFactory.rewards.targets import find_callable, load_target
 from TrainingFactory.rewards.tool_verified import VERIFIERS
 from TrainingFactory.rewards.workers.distributed import DistributedRewardModel
-from TrainingFactory.rewards.workers.processes import RewardProcess
+from TrainingFactory.rewards.workers.process import RewardProcess
 from TrainingFactory.services.runs.folder import RunFolder, is_run
 
 RULE_MAKER = "TrainingFactory.rewards.rule_based:rule_from_options"
@@ -109,7 +108,7 @@ class FunctionOptions:
 
 def function(making: Making, options: Options) -> RewardFunction:
     chosen = make_from(FunctionOptions, options, "a reward of the type function")
-    made = as_reward(load_target(chosen.function), timeout=chosen.timeout)
+    made = as_reward(load_reward(chosen.function), timeout=chosen.timeout)
     processes = making.processes if chosen.processes is None else chosen.processes
     if not processes:
         return made
@@ -168,7 +167,7 @@ def judge(making: Making, options: Options) -> RewardFunction:
     # A fence that follows from the seed: the same requests in every run.
     options = {"fence_seed": making.config.training.seed} | options
     if isinstance(options.get("base_url"), list):
-        judges = judges_at(options.pop("base_url"), options, ExitStack())
+        judges = judges_at(options.pop("base_url"), options)
         limit = options.get("concurrency", 8) or MANY
         return DistributedRewardModel(
             judges, per_worker=limit, timeout=making.config.environment.episode_timeout

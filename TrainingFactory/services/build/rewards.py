@@ -25,7 +25,7 @@ from TrainingFactory.rewards.process_reward import ProcessReward
 from TrainingFactory.rewards.rules.base import OnlyIf
 from TrainingFactory.rewards.rules.code import ToolRule
 from TrainingFactory.rewards.workers.distributed import DistributedRewardModel
-from TrainingFactory.rewards.workers.processes import RewardProcess
+from TrainingFactory.rewards.workers.process import RewardProcess
 from TrainingFactory.services.build.reward_types import BESIDE, REWARD_TYPES, Making, reward_checkpoint
 from TrainingFactory.types import Task
 
@@ -89,7 +89,8 @@ def judge_metrics(reward: Any) -> dict[str, float]:
     total: dict[str, float] = {}
     for each in {id(found): found for found in _inside(reward)}.values():  # workers may share one
         if isinstance(each, Judge | DistributedRewardModel):
-            total |= {name: total.get(name, 0.0) + value for name, value in each.figures.items()}
+            found = each.metrics if isinstance(each, DistributedRewardModel) else each.figures
+            total |= {name: total.get(name, 0.0) + value for name, value in found.items()}
     return total
 
 
