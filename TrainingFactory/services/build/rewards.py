@@ -50,7 +50,9 @@ def make_reward(config: TrainingConfig) -> RewardFunction | None:
 async def close_reward(reward: RewardFunction | None) -> None:
     """Close the judges and processes in a reward; where it is used again, they open again."""
     for each in {id(found): found for found in _inside(reward)}.values():  # workers may share one
-        if isinstance(each, Judge | RewardProcess):
+        if isinstance(each, RewardProcess):
+            each.kill()
+        elif isinstance(each, Judge):
             closed: Any = each.close()
             if inspect.isawaitable(closed):
                 await closed
