@@ -23,9 +23,9 @@ from TrainingFactory.envs import SearchEnvironment, ToolEnvironment
 from TrainingFactory.protocols import Episode
 from TrainingFactory.rollout import rollout_metrics
 from TrainingFactory.services import GRPOTrainer
-from TrainingFactory.services.build import assemble
 from TrainingFactory.services.build.run_tools import RunTools
 from TrainingFactory.services.build.tool_sets import cacheable, chosen_names
+from TrainingFactory.services.build.tools import make_tools
 from TrainingFactory.services.evaluation.rollouts import Rollouts, check_tools
 from TrainingFactory.services.runs.folder import RunFolder
 from TrainingFactory.services.training.interrupts import Interrupts
@@ -89,7 +89,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def made(tools: list[Any], environment: Any = None) -> list[str]:
     """The names of the tools that a config gives to an environment."""
-    found = assemble.make_tools(TrainingConfig(tools=tools), environment=environment)
+    found = make_tools(TrainingConfig(tools=tools), environment=environment)
     try:
         return [spec.name for spec in found.specs()]
     finally:

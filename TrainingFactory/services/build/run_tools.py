@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from TrainingFactory.config import TrainingConfig
-from TrainingFactory.services.build import assemble
 from TrainingFactory.services.runs.folder import is_run, list_runs
 from TrainingFactory.services.build.tool_sets import ToolSet, with_tools
+from TrainingFactory.services.build.tools import make_tool_cache, make_tools
 from TrainingFactory.tools.runtime import ToolRuntime
 from TrainingFactory.tools.recording import CALLS, Tape, recorded_tools, save_specs
 from TrainingFactory.tools.cache.cache import ToolCache
@@ -33,7 +33,7 @@ class RunTools:
         self._set = ToolSet()
         self._cache, self._borrowed = None, cache is not None
         if self._recording is None:
-            self._cache = cache or assemble.make_tool_cache(config)
+            self._cache = cache or make_tool_cache(config)
         self.runtime = ToolRuntime(cache=self._cache, tape=self._tape)
 
     @property
@@ -50,7 +50,7 @@ class RunTools:
         if self._recording is not None:
             self._set = ToolSet(recorded_tools(self._recording))
         else:
-            self._set = assemble.make_tools(self._config, self._given, environment)
+            self._set = make_tools(self._config, self._given, environment)
         return with_tools(environment, self._set.tools, self._config.environment.system_prompt)
 
     def record_to(self, folder: Path) -> None:
