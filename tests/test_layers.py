@@ -25,11 +25,22 @@ LAYERS = [
     ["envs", "rewards", "algorithms"],
     ["tools", "models", "data"],
     ["catalog", "config"],
-    ["protocols", "openai_form"],
+    ["protocols", "openai_form", "options"],
     ["types"],
 ]
 LEVEL = {name: level for level, row in enumerate(LAYERS) for name in row}
-NO_TORCH = ["types", "protocols", "openai_form", "config", "catalog", "tools", "envs", "rewards", "rollout"]
+NO_TORCH = [
+    "types",
+    "protocols",
+    "openai_form",
+    "options",
+    "config",
+    "catalog",
+    "tools",
+    "envs",
+    "rewards",
+    "rollout",
+]
 READS_CONFIG = ["config", "services", "cli", "web"]
 ONE_FILE_EACH = ["ray", "vllm", "mcp", "fastapi", "starlette", "uvicorn"]
 INTERPRETER = PACKAGE / "tools" / "sandbox" / "worker.py"  # runs code by trade, in a locked process
