@@ -7,9 +7,9 @@ import inspect
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, fields
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from TrainingFactory.cli import show
+from TrainingFactory.options import did_you_mean, nearest
 from TrainingFactory.services.reports.texts import clean
 from TrainingFactory.types import ToolCall, ToolFailure, ToolResult, ToolSpec
 
@@ -50,9 +51,15 @@ def list_tools(
     if config is None:
         _list_builtin(as_json)
         return
-    with _load(config) as loaded:
+    asyncio.run(_list_servers(config, as_json))
+
+
+async def _list_servers(config: Path, as_json: bool) -> None:
+    from TrainingFactory.tools import MCPTools
+
+    async with MCPTools.load_from_config(config) as loaded:
         if as_json:
-            print(json.dumps(loaded.listing(), indent=2, ensure_ascii=False))
+            print(json.dumps([asdict(offer) for offer in loaded.offers], indent=2, ensure_ascii=False))
             return
         for name, server in loaded.configs.items():
             offers = [offer for offer in loaded.offers if offer.server == name]
@@ -86,9 +93,7 @@ def call_tool(name: str, /, *arguments: str, config: Config) -> int:
     arguments
         key=value, or one JSON object. Values are read as JSON where the tool takes no text.
     """
-    with _load(config) as loaded:
-        given = _read_arguments(_spec(loaded.specs, name, config), arguments)
-        result, seconds = asyncio.run(_call(loaded, name, given))
+    result = asyncio.run(_call(config, name, arguments))
     if result.ok:
         print(clean(result.content))
     else:
@@ -96,7 +101,7 @@ def call_tool(name: str, /, *arguments: str, config: Config) -> int:
     for attached in result.attachments:
         kept = {key: value for key, value in attached.items() if key not in ("data", "text")}
         show.note(f"attached: {json.dumps(kept, ensure_ascii=False)}")
-    show.note(f"{seconds * 1000:.1f} ms")
+    show.note(f"{result.seconds * 1000:.1f} ms")
     return 0 if result.ok else TOOL_FAILED
 
 
@@ -121,18 +126,60 @@ def bench_tool(
     concurrency
         Calls at the same time in the second one.
     """
-    with _load(config) as loaded:
-        given = _read_arguments(_spec(loaded.specs, name, config), arguments)
-        rows = []
-        for width in dict.fromkeys((1, min(concurrency, calls))):
-            with progress(f"{width} at a time", calls) as advance:
-                measured = asyncio.run(_measure(loaded, name, given, calls, width, advance))
-            if measured.failed == calls:
-                show.fail(f"every call of {name} failed: {measured.problem}")
-                return TOOL_FAILED
-            rows.append(measured.row(width))
+    rows = asyncio.run(_bench(config, name, arguments, calls, concurrency))
+    if rows is None:
+        return TOOL_FAILED
     show.columns(("at once", "calls/s", "p50 ms", "p95 ms", "failed"), rows)
     return 0
+
+
+Call = Callable[[], Awaitable[ToolResult]]
+
+
+@asynccontextmanager
+async def _episode(config: Path, name: str, arguments: tuple[str, ...]) -> AsyncIterator[Call]:
+    """Start the servers and give a function that makes the call."""
+    # Imported here, so that help and a wrong flag do not wait for it.
+    from TrainingFactory.tools import AsyncToolExecutor, MCPTools
+
+    async with MCPTools.load_from_config(config) as servers:
+        given = _read_arguments(_spec(servers.specs, name, config), arguments)
+        executor = AsyncToolExecutor([servers])
+
+        async def call() -> ToolResult:
+            try:
+                (result,) = await executor.batch_execute([ToolCall(name, given)])
+            except ToolFailure as failure:  # the session is gone; an episode would end here
+                result = ToolResult(str(failure), ok=False, error="tool_failure")
+            return result
+
+        try:
+            yield call
+        finally:
+            await executor.close()
+
+
+async def _call(config: Path, name: str, arguments: tuple[str, ...]) -> ToolResult:
+    async with _episode(config, name, arguments) as call:
+        return await call()
+
+
+async def _bench(
+    config: Path, name: str, arguments: tuple[str, ...], calls: int, concurrency: int
+) -> list[tuple[str, ...]] | None:
+    """Return the rows of the table; None where every call failed, which is told."""
+    rows = []
+    async with _episode(config, name, arguments) as call:
+        for _ in range(WARM_UP):
+            await call()
+        for width in dict.fromkeys((1, min(concurrency, calls))):
+            with progress(f"{width} at a time", calls) as advance:
+                measured = await _measure(call, calls, width, advance)
+            if measured.failed == calls:
+                show.fail(f"every call of {name} failed: {measured.problem}")
+                return None
+            rows.append(measured.row(width))
+    return rows
 
 
 @dataclass(slots=True)
@@ -152,52 +199,24 @@ class Measured:
         return (str(width), f"{rate:.0f}", f"{middle * 1000:.1f}", f"{p95 * 1000:.1f}", str(self.failed))
 
 
-async def _measure(
-    loaded: Any, name: str, arguments: dict[str, Any], calls: int, width: int, advance: Callable[[], None]
-) -> Measured:
-    from TrainingFactory.tools import AsyncToolExecutor
-
-    executor = AsyncToolExecutor([loaded])
+async def _measure(call: Call, calls: int, width: int, advance: Callable[[], None]) -> Measured:
     left = iter(range(calls))
     measured = Measured([], 0.0, 0, "")
 
     async def work() -> None:
         for _ in left:
             begun = time.perf_counter()
-            try:
-                (result,) = await executor.batch_execute([ToolCall(name, arguments)])
-            except ToolFailure as failure:
-                result = ToolResult(str(failure), ok=False)
+            result = await call()
             measured.latencies.append(time.perf_counter() - begun)
             if not result.ok:
                 measured.failed += 1
                 measured.problem = result.content
             advance()
 
-    try:
-        with suppress(ToolFailure):
-            for _ in range(WARM_UP):
-                await executor.batch_execute([ToolCall(name, arguments)])
-        started = time.perf_counter()
-        await asyncio.gather(*(work() for _ in range(width)))
-        measured.seconds = time.perf_counter() - started
-    finally:
-        await executor.close()
-    return measured
-
-
-async def _call(loaded: Any, name: str, arguments: dict[str, Any]) -> tuple[ToolResult, float]:
-    from TrainingFactory.tools import AsyncToolExecutor
-
-    executor = AsyncToolExecutor([loaded])
     started = time.perf_counter()
-    try:
-        (result,) = await executor.batch_execute([ToolCall(name, arguments)])
-        return result, time.perf_counter() - started
-    except ToolFailure as failure:  # the session is gone; an episode would end here
-        return ToolResult(str(failure), ok=False, error="tool_failure"), time.perf_counter() - started
-    finally:
-        await executor.close()
+    await asyncio.gather(*(work() for _ in range(width)))
+    measured.seconds = time.perf_counter() - started
+    return measured
 
 
 @contextmanager
@@ -214,13 +233,6 @@ def progress(text: str, total: int, thing: str = "call") -> Iterator[Callable[[]
         yield lambda: bar.advance(row)
 
 
-def _load(config: Path) -> Any:
-    # Imported here, so that help and a wrong flag do not wait for it.
-    from TrainingFactory.tools.mcp.source import MCPTools
-
-    return MCPTools.load_from_config(config)
-
-
 def _list_builtin(as_json: bool) -> None:
     from TrainingFactory import catalog
 
@@ -233,11 +245,10 @@ def _list_builtin(as_json: bool) -> None:
 
 
 def _spec(specs: list[ToolSpec], name: str, config: Path) -> ToolSpec:
-    from TrainingFactory.tools.mcp.settings import nearest
-
     by_name = {spec.name: spec for spec in specs}
     if name not in by_name:
-        raise ValueError(f"{config}: no server offers a tool {name!r}{nearest(name, by_name)}")
+        near = did_you_mean(nearest(name, by_name)) or f"; there are {', '.join(by_name)}"
+        raise ValueError(f"{config}: no server offers a tool {name!r}{near}")
     return by_name[name]
 
 

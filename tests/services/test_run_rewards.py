@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import shlex
@@ -268,7 +269,7 @@ def test_hints_work_as_printed(tfactory: Run) -> None:
 def test_how_far_a_killed_run_was_to_go(tmp_path: Path) -> None:
     training = Training(small(tmp_path), name="a", objects=Objects(environment=Parity), watcher=Quiet())
     training.run.unlock()
-    training.tools.close()
+    asyncio.run(training.tools.close())
     run = RunFolder(tmp_path / "a")
     assert (run.state, run.status.step, run.status.steps) == ("killed", 0, 6)
 

@@ -16,7 +16,7 @@ import pytest
 from tests.kits.rollout import FakeChat
 from TrainingFactory.envs import ToolEnvironment
 from TrainingFactory.rollout.scripted import play
-from TrainingFactory.services.build.tool_sets import cacheable
+from TrainingFactory.services.build.chosen_tools import cacheable
 from TrainingFactory.tools import AsyncToolExecutor, tool
 from TrainingFactory.tools.adapt import as_tool
 from TrainingFactory.tools.builtin.model_tools import Endpoint

@@ -539,10 +539,12 @@ def test_an_executor_that_cannot_be_made_closes_what_it_has_opened():
             closed.append("session")
 
     class Source:
+        async def open(self) -> None: ...
+
         def session(self) -> Session:
             return Session()
 
-        def close(self) -> None: ...
+        async def close(self) -> None: ...
 
     with pytest.raises(ValueError, match="the same name: scripted"):
         AsyncToolExecutor([Source(), Source()])

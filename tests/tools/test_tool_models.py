@@ -298,6 +298,8 @@ class Counting:
         self.opened = self.closed = 0
         self.ended = False
 
+    async def open(self) -> None: ...
+
     def session(self) -> Any:
         self.opened += 1
         outer, count = self, [0]
@@ -315,7 +317,7 @@ class Counting:
 
         return Session()
 
-    def close(self) -> None:
+    async def close(self) -> None:
         self.ended = True
 
 
@@ -328,7 +330,7 @@ def test_an_agents_sources_have_a_session_per_call(server: Server):
     helper = agent(server, [counting])
     assert [ask(helper).content for _ in range(2)] == ["1", "1"]
     assert (counting.opened, counting.closed) == (2, 2)
-    helper.close()
+    asyncio.run(helper.close())
     assert counting.ended
 
 

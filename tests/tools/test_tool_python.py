@@ -465,7 +465,7 @@ def test_nothing_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     lost = tool.session()  # an episode that nobody closes ends with the run
     asyncio.run(lost.run({"code": "1"}))
     assert children() - processes
-    tool.close()
+    asyncio.run(tool.close())
     wait_until(lambda: not children() - processes and open_files() <= files and not any(tmp_path.iterdir()))
 
 

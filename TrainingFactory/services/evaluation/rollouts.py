@@ -63,7 +63,7 @@ class Rollouts:
         try:
             check_group(choose(check_reward(config)), group_size)
             made = make_environment(config, self.tools.wanted)
-            self.environment: EnvironmentFactory = self.tools.equip(made)
+            self.environment: EnvironmentFactory = asyncio.run(self.tools.equip(made))
             self.tasks = make_tasks(config, self.environment)
             assemble_rewards.check_tasks(check_reward(config), self.tasks)
             save_trajectories(os.devnull, (Trajectory(task, group="") for task in self.tasks))  # can they be?
@@ -73,7 +73,7 @@ class Rollouts:
             self._recording = self._new_recording()
             self._part = writable(self._target)
         except BaseException:
-            self.tools.close()
+            asyncio.run(self.tools.close())
             raise
         self._ended: list[Trajectory] = []
 
@@ -102,7 +102,7 @@ class Rollouts:
             seconds = time.perf_counter() - started
             held.close()
             self.tools.commit()
-            self.tools.close()
+            asyncio.run(self.tools.close())
             self._finish()
         metrics = rollout_metrics(self._ended) | self.tools.metrics()
         metrics |= {"seconds": seconds, "tokens_per_second": metrics["sampled_tokens"] / seconds}

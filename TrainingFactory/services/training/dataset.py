@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -101,7 +102,7 @@ def gather(config: TrainingConfig, objects: Objects, tools: RunTools) -> Gathere
     if found.environment is None and (named or found.examples is None):
         found.environment = assemble.make_environment(config, tools.wanted)
     if found.environment is not None:
-        found.environment = environment = tools.equip(found.environment)
+        found.environment = environment = asyncio.run(tools.equip(found.environment))
         if found.examples is None:
             found.tasks = _tasks(config, environment, objects.tasks)
     if config.training.eval_every is not None:

@@ -80,7 +80,7 @@ class Training:
             self.run = run
             self.run.lock()
         except BaseException:
-            self.tools.close()
+            asyncio.run(self.tools.close())
             raise
         self.done = 0  # steps
         self.seconds = 0.0  # spent so far, in earlier processes too
@@ -110,7 +110,7 @@ class Training:
                 self.run.discard()
             self.run.unlock()
             self._held.close()
-            self.tools.close()
+            asyncio.run(self.tools.close())
             raise
         try:
             self._write_status("running")
@@ -132,7 +132,7 @@ class Training:
         finally:
             self.trackers.close()
             self._held.close()
-            self.tools.close()
+            asyncio.run(self.tools.close())
             self.run.unlock()
             self.seconds += time.perf_counter() - started
 

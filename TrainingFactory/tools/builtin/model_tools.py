@@ -309,25 +309,23 @@ class AgentTool:
         self.tools: list[Tool | ToolSource] = [
             make_tool(given) if isinstance(given, str | Mapping) else as_tool(given) for given in tools
         ]
-        self._runtime, self._calls = (
-            ToolRuntime(),
-            count(),
-        )  # its tools' limits are for all its calls together
+        self._sources = [given for given in self.tools if isinstance(given, ToolSource)]
+        self._runtime, self._calls = ToolRuntime(), count()  # limits of its tools are for all its calls
         self.system_prompt, self.max_turns, self.tool_timeout = system_prompt, max_turns, tool_timeout
         self.spec = ToolSpec(name, description, _PROMPT)
-        version = digest(
-            definition(self.model), system_prompt, f"{max_turns}", *(_known_by(given) for given in self.tools)
-        )
+        known = [_known_by(given) for given in self.tools]
+        version = digest(definition(self.model), system_prompt, f"{max_turns}", *known)
         # Never repeated: what its tools did would be done twice.
         self.options = ToolOptions(timeout=timeout, concurrency=concurrency, rate=rate, version=version)
 
     def session(self) -> AgentSession:
         return AgentSession(self)
 
-    def close(self) -> None:
-        for given in self.tools:
-            if isinstance(given, ToolSource):
-                given.close()
+    async def open(self) -> None:
+        await asyncio.gather(*(source.open() for source in self._sources))
+
+    async def close(self) -> None:
+        await asyncio.gather(*(source.close() for source in self._sources))
 
     async def answer(self, prompt: str) -> ToolResult:
         executor = AsyncToolExecutor(self.tools, self.tool_timeout)

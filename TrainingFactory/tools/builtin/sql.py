@@ -76,8 +76,11 @@ class SqlTool:
     def session(self) -> SqlSession:
         return SqlSession(self)
 
-    def close(self) -> None:
-        """Sessions hold what there is to close."""
+    async def open(self) -> None:
+        """Sessions open what there is to open ..."""
+
+    async def close(self) -> None:
+        """... and hold what there is to close."""
 
 
 class SqlSession:

@@ -89,7 +89,10 @@ class PythonTool:
         self._sessions.add(session)
         return session
 
-    def close(self) -> None:
+    async def open(self) -> None:
+        """Every session starts a process of its own."""
+
+    async def close(self) -> None:
         """End what episodes left open."""
         for session in list(self._sessions):
             session.end()
