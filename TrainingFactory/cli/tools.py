@@ -8,8 +8,8 @@ import json
 import statistics
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
-from dataclasses import asdict, dataclass, fields
+from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -65,15 +65,9 @@ async def _list_servers(config: Path, as_json: bool) -> None:
             offers = [offer for offer in loaded.offers if offer.server == name]
             how = f"{server.transport}, {server.settings.isolation}"
             show.table([(name, f"{server.target} ({how}): {show.count(len(offers), 'tool')}")])
-            rows = [
-                (
-                    offer.spec.name,
-                    _arguments(offer.spec),
-                    _marks(offer.options),
-                    _brief(offer.spec.description),
-                )
-                for offer in offers
-            ]
+            rows = []
+            for spec, options in ((offer.spec, offer.options) for offer in offers):
+                rows.append((spec.name, _arguments(spec), _marks(options), _brief(spec.description)))
             show.columns(("tool", "arguments", "options", "description"), rows)
 
 
@@ -134,6 +128,7 @@ def bench_tool(
 
 
 Call = Callable[[], Awaitable[ToolResult]]
+Measured = tuple[tuple[str, ...], list[str]]  # a row of the table, and what went wrong
 
 
 @asynccontextmanager
@@ -174,49 +169,34 @@ async def _bench(
             await call()
         for width in dict.fromkeys((1, min(concurrency, calls))):
             with progress(f"{width} at a time", calls) as advance:
-                measured = await _measure(call, calls, width, advance)
-            if measured.failed == calls:
-                show.fail(f"every call of {name} failed: {measured.problem}")
+                row, problems = await _measure(call, calls, width, advance)
+            if len(problems) == calls:
+                show.fail(f"every call of {name} failed: {problems[-1]}")
                 return None
-            rows.append(measured.row(width))
+            rows.append(row)
     return rows
-
-
-@dataclass(slots=True)
-class Measured:
-    """What a number of calls took."""
-
-    latencies: list[float]
-    seconds: float
-    failed: int
-    problem: str
-
-    def row(self, width: int) -> tuple[str, ...]:
-        ordered = sorted(self.latencies)
-        p95 = ordered[min(len(ordered) - 1, int(len(ordered) * 0.95))]
-        rate = len(ordered) / self.seconds
-        middle = statistics.median(ordered)
-        return (str(width), f"{rate:.0f}", f"{middle * 1000:.1f}", f"{p95 * 1000:.1f}", str(self.failed))
 
 
 async def _measure(call: Call, calls: int, width: int, advance: Callable[[], None]) -> Measured:
     left = iter(range(calls))
-    measured = Measured([], 0.0, 0, "")
+    seconds: list[float] = []
+    problems: list[str] = []
 
     async def work() -> None:
         for _ in left:
             begun = time.perf_counter()
             result = await call()
-            measured.latencies.append(time.perf_counter() - begun)
+            seconds.append(time.perf_counter() - begun)
             if not result.ok:
-                measured.failed += 1
-                measured.problem = result.content
+                problems.append(result.content)
             advance()
 
     started = time.perf_counter()
     await asyncio.gather(*(work() for _ in range(width)))
-    measured.seconds = time.perf_counter() - started
-    return measured
+    rate = calls / (time.perf_counter() - started)
+    p95 = sorted(seconds)[min(calls - 1, int(calls * 0.95))]
+    times = (f"{statistics.median(seconds) * 1000:.1f}", f"{p95 * 1000:.1f}")
+    return (str(width), f"{rate:.0f}", *times, str(len(problems))), problems
 
 
 @contextmanager
@@ -266,16 +246,11 @@ def _read_arguments(spec: ToolSpec, given: tuple[str, ...]) -> dict[str, Any]:
             raise ValueError(
                 f"{text!r} is not key=value; {spec.name} takes {_arguments(spec) or 'no arguments'}"
             )
-        schema = spec.parameters.get("properties", {}).get(key, {})
-        values[key] = value if schema.get("type") == "string" else _json_or_text(value)
+        values[key] = value
+        if spec.parameters.get("properties", {}).get(key, {}).get("type") != "string":
+            with suppress(json.JSONDecodeError):
+                values[key] = json.loads(value)
     return values
-
-
-def _json_or_text(value: str) -> Any:
-    try:
-        return json.loads(value)
-    except json.JSONDecodeError:
-        return value
 
 
 def _arguments(spec: ToolSpec) -> str:
@@ -288,13 +263,10 @@ def _marks(options: Any) -> str:
     """The options that are not at their defaults."""
     from TrainingFactory.tools import ToolOptions
 
-    plain = ToolOptions()
-    marks = []
-    for field in fields(ToolOptions):
-        value = getattr(options, field.name)
-        if field.name not in ("server", "version") and value != getattr(plain, field.name):
-            marks.append(field.name if value is True else f"{field.name}={value}")
-    return " ".join(marks)
+    names = [field.name for field in fields(ToolOptions) if field.name not in ("server", "version")]
+    changed = {name: getattr(options, name) for name in names}
+    changed = {name: value for name, value in changed.items() if value != getattr(ToolOptions(), name)}
+    return " ".join(name if value is True else f"{name}={value}" for name, value in changed.items())
 
 
 def _brief(text: str) -> str:
