@@ -17,6 +17,7 @@ from TrainingFactory.types import (
     ToolSpec,
     Trajectory,
     Turn,
+    Weights,
 )
 
 
@@ -28,7 +29,8 @@ class SamplingSession(Protocol):
 
 
 class Sampler(Protocol):
-    """Tokens in, tokens and log-probs out. Cancelling the awaiting task cancels the request."""
+    """Port: tokens in, tokens and log-probs out. It may live in another process; only plain data crosses it.
+    Cancelling the awaiting task cancels the request."""
 
     @property
     def policy_version(self) -> int: ...
@@ -38,12 +40,18 @@ class Sampler(Protocol):
         ...
 
     def session(self) -> SamplingSession:
-        """Opened in a fixed order (task, member) before anything is awaited, one per episode."""
+        """Open the sampler's side of one episode, in a fixed order (task, member) before anything is awaited."""
         ...
 
     async def sample(self, prompt_ids: Sequence[int], params: SamplingParams) -> Completion:
-        """One request that belongs to no episode."""
+        """Sample for one request that belongs to no episode."""
         ...
+
+    async def update(self, weights: Weights) -> None:
+        """Go on with another version of the weights. Turns under way end with the old one."""
+        ...
+
+    async def close(self) -> None: ...
 
 
 class ChatFormat(Protocol):
@@ -178,9 +186,10 @@ class Objective(Protocol):
 
     @property
     def needs(self) -> frozenset[str]:
-        """reference, old: log-probs of the reference model, and of the model before the step. values: of a critic,
-        before each token. scores: of a reward model, at each token; then there are no log-probs. mismatched: both
-        kinds of log-probs of answers after the prompts of others."""
+        """reference, old: log-probs of the reference model, and of the model before the step. precomputed: those of
+        the reference come with the rows. values: of a critic, before each token; critic: it is a model of its own.
+        scores: of a reward model, at each token; then there are no log-probs. mismatched: both kinds of log-probs of
+        answers after the prompts of others."""
         ...
 
     def loss(self, batch: Any, /) -> Any: ...
@@ -189,20 +198,58 @@ class Objective(Protocol):
 class Algorithm(Objective, Protocol):
     """An objective that also assigns credit: from a group of episodes to training rows."""
 
+    @property
+    def refill(self) -> int:
+        """Rounds in which tasks that teach nothing are made up for by others; 0: none."""
+        ...
+
+    def adjusted(self, group: Sequence[Trajectory]) -> list[Trajectory]:
+        """The group with what the algorithm itself adds to its rewards; the given episodes stay as they are."""
+        ...
+
+    def accepted(self, group: Sequence[Trajectory]) -> list[Trajectory] | None:
+        """Those that are learned from as demonstrations; None for an algorithm that compares good and bad ones."""
+        ...
+
     def samples(self, group: Sequence[Trajectory]) -> list[Sample]: ...
-    def prepare(self, batches: Sequence[Any], step: int) -> None:
-        """Fills in what takes all rows of a training step: `batches` are its mini-batches, annotated."""
+    def prepare(
+        self, batches: Sequence[Any], step: int, total: Callable[[dict[str, float]], dict[str, float]] = ...
+    ) -> None:
+        """Fill in what takes all rows of a training step: `batches` are its mini-batches, annotated; `total` adds
+        sums up over the processes that train together."""
+        ...
+
+    def evaluated(self, metrics: dict[str, float]) -> dict[str, float]:
+        """The metrics of an evaluation, with what follows from them."""
         ...
 
 
 class Policy(Protocol):
-    """The weights being trained."""
+    """Port: the weights being trained, built with their algorithm. It may live in other processes; only plain data
+    crosses it. Every call is awaited before the next one is made."""
 
-    def publish(self) -> Sampler: ...
-    def annotate(self, batch: Any, needs: frozenset[str]) -> Any: ...
-    def update(
-        self, batch: Any, loss: Callable[[Any], Any], needs: frozenset[str] = ...
-    ) -> dict[str, float]: ...
+    async def step(self, rows: Sequence[Sample], step: int) -> dict[str, float]:
+        """Learn from the rows of one training step."""
+        ...
+
+    async def evaluate(self, rows: Sequence[Sample], step: int) -> dict[str, float]:
+        """Measure the loss over rows without learning from them."""
+        ...
+
+    async def score(self, rows: Sequence[Sample]) -> list[list[float]]:
+        """Return the log-probs that the weights give to the trained tokens of each row, 0 for the others."""
+        ...
+
+    async def save(self, folder: str, state: dict[str, Any]) -> None:
+        """Write a checkpoint; `state` is what `load` gives back."""
+        ...
+
+    async def load(self, folder: str) -> dict[str, Any]: ...
+    async def publish(self) -> Weights:
+        """Make the newest weights available to samplers."""
+        ...
+
+    async def close(self) -> None: ...
 
 
 class Tracker(Protocol):

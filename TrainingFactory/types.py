@@ -199,6 +199,30 @@ class Sample:
             raise ValueError(f"a sample needs lists of equal length, got {sizes}")
 
 
+@dataclass(slots=True)
+class Group:
+    """The episodes of one task in one step, and what they teach: their training rows, with credit.
+
+    `number` is the group's place in the order of the run: step n has those from n * batch_size on. `attempt` counts the
+    tasks tried for that place, where one that teaches nothing is made up for by the next one."""
+
+    number: int
+    trajectories: list[Trajectory]
+    rows: list[Sample] = field(default_factory=list)
+    attempt: int = 0
+
+
+@dataclass(slots=True, frozen=True)
+class Weights:
+    """A published version of the policy's weights. `where` is a file that holds them, or "shared" where sampler and
+    learner have the same tensors."""
+
+    version: int
+    where: str = "shared"
+    kind: Literal["full", "adapter"] = "full"
+    digest: str = ""
+
+
 class ToolFailure(Exception):
     """The tools behind an environment are gone, so the episode cannot go on (status `tool_failure`).
     A call that merely fails is a `ToolResult` with ok=False, not this."""

@@ -23,7 +23,7 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from TrainingFactory.sampling import NativeEngine
-from TrainingFactory.types import Completion, SamplingParams
+from TrainingFactory.types import Completion, SamplingParams, Weights
 
 REAL: dict[str, Any] = {
     "vocab_size": 151936, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
@@ -108,7 +108,7 @@ def measure(model: Any, rows: int, length: int, new: int, repeats: int) -> dict[
     result: dict[str, Any] = {"rows": rows, "prompt": length, "new": new, "engine_s": [], "generate_s": []}
     completions: list[Completion] = []
     for repeat in range(repeats + 1):
-        engine.advance(repeat)  # nothing is kept from the repeat before
+        asyncio.run(engine.update(Weights(repeat)))  # nothing is kept from the repeat before
         before = copy.copy(engine.stats)
         seconds, completions = timed(lambda: engine_run(engine, prompts, new), device)
         slow, _ = timed(lambda: generate_run(model, prompts, new), device)

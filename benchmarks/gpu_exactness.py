@@ -18,7 +18,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from TrainingFactory.sampling import NativeEngine
-from TrainingFactory.types import Completion, SamplingParams
+from TrainingFactory.types import Completion, SamplingParams, Weights
 
 VOCABULARY, EPISODES, TURNS = 500, 24, 3
 Sampled = tuple[list[int], Completion, float]  # prompt, what was sampled, at which temperature
@@ -76,20 +76,20 @@ def main() -> None:
     with torch.no_grad():
         for weight in model.parameters():
             weight.add_(torch.randn_like(weight) * 0.01)
-    engine.advance(1)
+    asyncio.run(engine.update(Weights(1)))
     result["weights changed in place"] = worst(engine, model, 1)
     for weight in model.parameters():
         weight.data = weight.data.clone() * 1.01
-    engine.advance(2)
+    asyncio.run(engine.update(Weights(2)))
     result["weights replaced"] = worst(engine, model, 2)
     options = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
     adapted: Any = get_peft_model(make_model(), options)
     engine = NativeEngine(adapted, slots=16, max_length=1024)
     result["adapter on"] = worst(engine, adapted, 3)
     with adapted.disable_adapter():
-        engine.advance(1)
+        asyncio.run(engine.update(Weights(1)))
         result["adapter off"] = worst(engine, adapted, 4)
-    engine.advance(2)
+    asyncio.run(engine.update(Weights(2)))
     result["adapter on again"] = worst(engine, adapted, 5)
     for name, difference in result.items():
         print(f"{name:26} {difference:.1e}")

@@ -11,6 +11,7 @@ groups that all earned the same, `update_all_rows` has all rows, those with an a
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import random
 import statistics
@@ -34,7 +35,7 @@ from TrainingFactory.protocols import ChatFormat
 from TrainingFactory.rollout import AsyncRolloutEngine
 from TrainingFactory.sampling import NativeEngine
 from TrainingFactory.services.demo.warm_start import demonstrate
-from TrainingFactory.types import SamplingParams, Trajectory
+from TrainingFactory.types import SamplingParams, Trajectory, Weights
 
 MEMBERS = 8
 
@@ -69,7 +70,7 @@ def grpo_steps(model: Any, chat: ChatFormat, groups: int, steps: int) -> dict[st
         name: NativeEngine(model, slots=groups * MEMBERS, max_length=1024, guesses=guesses)
         for name, guesses in (("plain", 0), ("guessing", 7))
     }
-    learner = Learner(model, OptimizerOptions(learning_rate=1e-5), sampler=engines["guessing"])
+    learner = Learner(model, OptimizerOptions(learning_rate=1e-5))
     algorithm = GRPO()
     rollouts = AsyncRolloutEngine(CalculatorEnvironment, chat, SamplingParams(max_tokens=64), max_turns=4)
     raw: list[dict[str, float]] = []
@@ -81,7 +82,7 @@ def grpo_steps(model: Any, chat: ChatFormat, groups: int, steps: int) -> dict[st
         played: list[list[Trajectory]] = []
         model.eval()
         for name, engine in engines.items():
-            engine.advance(number)
+            asyncio.run(engine.update(Weights(number)))
             forwards, started = engine.stats.forwards, now(device)
             played = rollouts.rollout(chosen, engine, MEMBERS, step=number)
             row[f"{name}_s"] = now(device) - started

@@ -14,6 +14,7 @@ TRL's median step over ours, `ratio_all_rows` the same if we computed all rows.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import copy
 import importlib
 import json
@@ -39,7 +40,7 @@ from TrainingFactory.protocols import ChatFormat
 from TrainingFactory.rollout import AsyncRolloutEngine
 from TrainingFactory.sampling import NativeEngine
 from TrainingFactory.services.demo.warm_start import Lessons, WarmStartPlan, demonstrate, sum_drill, teach
-from TrainingFactory.types import SamplingParams, Task
+from TrainingFactory.types import SamplingParams, Task, Weights
 
 RATE = 1e-4
 Figures = dict[str, float]
@@ -60,7 +61,7 @@ def warmed(steps: int) -> tuple[Any, ChatFormat]:
 def our_side(model: Any, chat: ChatFormat, tasks: list[Task]) -> Callable[[int], Figures]:
     spare = Learner(copy.deepcopy(model), OptimizerOptions(learning_rate=RATE))
     engine = NativeEngine(model, slots=EPISODES, max_length=1024)
-    learner = Learner(model, OptimizerOptions(learning_rate=RATE), sampler=engine)
+    learner = Learner(model, OptimizerOptions(learning_rate=RATE))
     algorithm = GRPO()
     rollouts = AsyncRolloutEngine(
         CalculatorEnvironment, chat, SamplingParams(max_tokens=MAX_TOKENS), max_turns=MAX_TURNS
@@ -69,7 +70,8 @@ def our_side(model: Any, chat: ChatFormat, tasks: list[Task]) -> Callable[[int],
     def step(number: int) -> Figures:
         chosen = tasks[number * GROUPS : (number + 1) * GROUPS]
         started = time.perf_counter()
-        groups = rollouts.rollout(chosen, learner.publish(), MEMBERS, step=number)
+        asyncio.run(engine.update(Weights(number)))
+        groups = rollouts.rollout(chosen, engine, MEMBERS, step=number)
         sampled = time.perf_counter()
         rows = [row for group in groups for row in algorithm.samples(group)]
         learner.update(make_batch(rows), algorithm.loss)

@@ -41,9 +41,9 @@ from TrainingFactory.algorithms.sft import SFT
 from TrainingFactory.data.samples import to_samples
 from TrainingFactory.learning.learner import Learner
 from TrainingFactory.learning.optim import OptimizerOptions
-from TrainingFactory.learning.references import References
+from TrainingFactory.learning.step import StepOptions, score_rows, train_step
 from TrainingFactory.models import load_model
-from TrainingFactory.services.training.update import learn
+from TrainingFactory.services.training.source import fill_references
 from TrainingFactory.types import Completion, Message, Reward, Task, Trajectory, Turn
 
 RATE, BATCH, WARM = 1e-4, 16, 2
@@ -88,15 +88,17 @@ def our_side(case: str, groups: Groups) -> Callable[[int], None]:
     """Step n takes the n-th batch of the groups."""
     model = load_model("builtin:tiny", device="cpu").model
     algorithm = DPO(reference="precomputed") if case == "dpo" else SFT()
-    learner = Learner(model, OptimizerOptions(learning_rate=RATE), reference=model if case == "dpo" else None)
-    references = References()
+    learner, options = Learner(model, OptimizerOptions(learning_rate=RATE)), StepOptions(16_384)
+    references: list[list[list[float]]] = []
     if case == "dpo":
-        references.add(learner, [row for group in groups for row in algorithm.samples(group)], 16_384)
-        learner.reference = None
+        references = [score_rows(learner, algorithm.samples(group), options) for group in groups]
 
     def step(number: int) -> None:
         chosen = groups[number * BATCH : (number + 1) * BATCH]
-        learn(learner, algorithm, chosen, number, token_budget=16_384, references=references)
+        rows = [algorithm.samples(group) for group in chosen]
+        for group, known in zip(rows, references[number * BATCH :], strict=False):
+            fill_references(group, known)
+        train_step(learner, algorithm, [row for group in rows for row in group], number, options)
 
     return step
 

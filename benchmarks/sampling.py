@@ -37,7 +37,7 @@ from TrainingFactory.protocols import Sampler
 from TrainingFactory.rollout import AsyncRolloutEngine
 from TrainingFactory.sampling import NativeEngine
 from TrainingFactory.tools.builtin.calculator import calculate
-from TrainingFactory.types import Completion, SamplingParams, Task, Trajectory
+from TrainingFactory.types import Completion, SamplingParams, Task, Trajectory, Weights
 
 GROUPS, MEMBERS, MAX_TOKENS, MAX_TURNS = 8, 8, 64, 4
 EPISODES = GROUPS * MEMBERS
@@ -183,7 +183,9 @@ def main() -> None:
     engine = NativeEngine(loaded.model, slots=EPISODES, max_length=1024)
 
     def ours(number: int) -> int:
-        engine.advance(number)  # as after an update: nothing is kept from the round before
+        asyncio.run(
+            engine.update(Weights(number))
+        )  # as after an update: nothing is kept from the round before
         return play(number)
 
     play = rollouts(chat, engine, tasks)

@@ -154,31 +154,32 @@ async def measure_overlap(loaded: Any) -> dict[str, list[tuple[float, float]]]:
 async def measure_share() -> list[tuple[float, float]]:
     """Pairs of calls per second: the SDK alone, then ours."""
     pairs = []
-    async with MCPTools.from_dict({"mcpServers": {"bench": SERVER}}) as servers:
-        async with Client(StdioServerParameters(**SERVER)) as client:
+    ours_alone, sdk_alone = (
+        MCPTools.from_dict({"mcpServers": {"bench": SERVER}}),
+        StdioServerParameters(**SERVER),
+    )
+    async with ours_alone as servers, Client(sdk_alone) as client:
 
-            async def raw(worker: int, index: int) -> str:
-                return (await client.call_tool("echo", {"index": index})).content[0].text  # type: ignore[union-attr]
+        async def raw(worker: int, index: int) -> str:
+            return (await client.call_tool("echo", {"index": index})).content[0].text  # type: ignore[union-attr]
 
-            executors = [AsyncToolExecutor([servers]) for _ in range(AT_ONCE)]
-            runtime = ToolRuntime()
-            for number, executor in enumerate(executors):
-                executor.attach(runtime, number)
+        executors = [AsyncToolExecutor([servers]) for _ in range(AT_ONCE)]
+        runtime = ToolRuntime()
+        for number, executor in enumerate(executors):
+            executor.attach(runtime, number)
 
-            async def ours(worker: int, index: int) -> str:
-                [result] = await executors[worker].batch_execute([ToolCall("echo", {"index": index})])
-                return result.content
+        async def ours(worker: int, index: int) -> str:
+            [result] = await executors[worker].batch_execute([ToolCall("echo", {"index": index})])
+            return result.content
 
-            await _per_second(raw)  # warm up
-            await _per_second(ours)
-            for number in range(SHARE_ROUNDS):
-                if (
-                    number % 2
-                ):  # now the one first, now the other: neither profits from a machine that calms down
-                    second = await _per_second(ours)
-                    pairs.append((await _per_second(raw), second))
-                else:
-                    pairs.append((await _per_second(raw), await _per_second(ours)))
+        await _per_second(raw)  # warm up
+        await _per_second(ours)
+        for number in range(SHARE_ROUNDS):
+            if number % 2:  # now the one first, now the other: neither profits from a machine that calms down
+                second = await _per_second(ours)
+                pairs.append((await _per_second(raw), second))
+            else:
+                pairs.append((await _per_second(raw), await _per_second(ours)))
     return pairs
 
 

@@ -16,6 +16,7 @@ steps. `lower` and `upper` are its 90 % bootstrap interval; a seed's two runs ar
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import multiprocessing
 import os
@@ -47,7 +48,7 @@ from TrainingFactory.rollout import AsyncRolloutEngine
 from TrainingFactory.sampling import NativeEngine
 from TrainingFactory.services.demo.warm_start import Lessons, WarmStartPlan, demonstrate, teach, word_drill
 from TrainingFactory.tools import tool
-from TrainingFactory.types import Message, Reward, SamplingParams, Task, ToolCall, Trajectory
+from TrainingFactory.types import Message, Reward, SamplingParams, Task, ToolCall, Trajectory, Weights
 
 LOOKUPS, STEP_REWARD, OUTCOME = 4, 0.5, 1.0
 STOP, REPEAT = 0.25, 0.25  # how often a turn of a demonstration, after the first, goes wrong in either way
@@ -159,7 +160,7 @@ def train(folder: Path, credit: Credit, seed: int, steps: int) -> Run:
     loaded = load_model(str(folder), device="cpu")
     chat = chat_format(loaded.tokenizer, stop_ids=loaded.stop_ids)
     engine = NativeEngine(loaded.model, slots=TASKS * MEMBERS, max_length=MAX_LENGTH, deterministic=True)
-    learner = Learner(loaded.model, OptimizerOptions(learning_rate=RATE, warmup_steps=WARMUP), sampler=engine)
+    learner = Learner(loaded.model, OptimizerOptions(learning_rate=RATE, warmup_steps=WARMUP))
     grpo = GRPO(credit=credit)
     params = SamplingParams(max_tokens=MAX_TOKENS)
     rollouts = AsyncRolloutEngine(Chain, chat, params, max_turns=MAX_TURNS, seed=seed)
@@ -167,9 +168,9 @@ def train(folder: Path, credit: Credit, seed: int, steps: int) -> Run:
     run = Run(credit, seed, [], [], 0.0)
     for step in range(steps):
         loaded.model.eval()
-        engine.align()
         chosen = tasks[step * TASKS : (step + 1) * TASKS]
-        groups = rollouts.rollout(chosen, learner.publish(), MEMBERS, step)
+        asyncio.run(engine.update(Weights(step)))
+        groups = rollouts.rollout(chosen, engine, MEMBERS, step)
         note(run, [episode for group in groups for episode in group])
         rows = [row for group in groups for row in grpo.samples(group)]
         if rows:

@@ -23,9 +23,9 @@ from typing import Literal
 import torch
 from torch.nn.functional import logsigmoid
 
+from TrainingFactory.algorithms.base import BaseAlgorithm
 from TrainingFactory.algorithms.preferences import best_and_worst, rows_of_pair
 from TrainingFactory.algorithms.trained import Trained
-from TrainingFactory.data.packing import Batch
 from TrainingFactory.types import Sample, Trajectory
 
 SMOOTHED = ("sigmoid", "robust", "simpo")
@@ -34,7 +34,7 @@ SURE = -1e-6  # mean log-probs above it count as this: the odds of certainty are
 
 
 @dataclass(slots=True, frozen=True)
-class DPO:
+class DPO(BaseAlgorithm):
     loss_kind: Literal["sigmoid", "ipo", "hinge", "robust", "orpo", "simpo"] = "sigmoid"
     beta: float = 0.1
     label_smoothing: float = 0.0
@@ -42,29 +42,22 @@ class DPO:
     reference: Literal["live", "precomputed"] = "live"  # who computes it is not the loss's business
 
     def __post_init__(self) -> None:
-        if not self.beta > 0:
-            raise ValueError(f"beta is {self.beta}; it must be over 0")
-        if not 0 <= self.label_smoothing < 0.5:
-            raise ValueError(
-                f"label_smoothing is {self.label_smoothing}; it must be at least 0 and below 0.5"
-            )
         if self.label_smoothing and self.loss_kind not in SMOOTHED:
             raise ValueError(
                 f"label_smoothing is for {', '.join(SMOOTHED)}; {self.loss_kind} has no use for it: leave it at 0"
             )
-
         if self.reference == "precomputed" and self.loss_kind in WITHOUT_REFERENCE:
             raise ValueError(f"reference is precomputed, but {self.loss_kind} has none: leave it at live")
 
     @property
     def needs(self) -> frozenset[str]:
-        return frozenset() if self.loss_kind in WITHOUT_REFERENCE else frozenset({"reference"})
+        if self.loss_kind in WITHOUT_REFERENCE:
+            return frozenset()
+        return frozenset({"reference", "precomputed"} if self.reference == "precomputed" else {"reference"})
 
     def samples(self, group: Sequence[Trajectory]) -> list[Sample]:
         pair = best_and_worst(group)
         return [] if pair is None else rows_of_pair(*pair)
-
-    def prepare(self, batches: Sequence[Batch], step: int) -> None: ...
 
     def loss(self, trained: Trained) -> tuple[torch.Tensor, dict[str, float]]:
         scores = self._scores(trained)
@@ -73,13 +66,13 @@ class DPO:
         if self.loss_kind == "orpo":
             total = total - _mean_logprobs(trained)[trained.pairs[:, 0]].sum()
         pairs = trained.step_pairs
-        figures = {
+        metrics = {
             "accuracy": float((better > worse).sum()) / pairs,
             "rewards/margin": float((better - worse).detach().sum()) / pairs,
             "rewards/chosen": float(better.detach().sum()) / pairs,
             "rewards/rejected": float(worse.detach().sum()) / pairs,
         }
-        return total / pairs, figures
+        return total / pairs, metrics
 
     def _scores(self, trained: Trained) -> torch.Tensor:
         """s of every dialogue. [E]"""

@@ -9,11 +9,11 @@ over: after a turn's last token comes the first token of the next turn. After th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
-Total = Callable[[dict[str, float]], dict[str, float]]  # sums over the processes that train together
+from TrainingFactory.algorithms.base import Total
 
 
 def gae(rewards: np.ndarray, values: np.ndarray, gamma: float, lam: float) -> np.ndarray:

@@ -19,30 +19,27 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import sqrt
-from typing import Literal, get_args
+from typing import Literal
 
 import numpy as np
 import torch
 
+from TrainingFactory.algorithms.base import BaseAlgorithm, Total
 from TrainingFactory.algorithms.credit import OVERLONG, Credit, advantages, overlong, reward_tables
 from TrainingFactory.algorithms.policy_loss import Estimator, clipped_gain, kl_terms
 from TrainingFactory.algorithms.trained import Trained
 from TrainingFactory.data.packing import Batch
 from TrainingFactory.data.samples import to_samples
-from TrainingFactory.types import Sample, Trajectory
+from TrainingFactory.types import Reward, Sample, Trajectory
 
 Advantage = Literal["group", "rloo", "reinforce++"]
 Normalization = Literal["token", "sequence", "constant"]
 Loss = Literal["clip", "cispo"]
 Ratio = Literal["token", "sequence"]
-CHOICES = {
-    "advantage": Advantage, "credit": Credit, "normalization": Normalization, "loss_kind": Loss, "ratio": Ratio,
-    "kl_estimator": Estimator,
-}  # fmt: skip
 
 
 @dataclass(slots=True, frozen=True)
-class GRPO:
+class GRPO(BaseAlgorithm):
     advantage: Advantage = "group"
     credit: Credit = "turn"
     scale_rewards: bool = False
@@ -63,31 +60,17 @@ class GRPO:
     importance_cap: float | None = None
 
     def __post_init__(self) -> None:
-        for name, choices in CHOICES.items():
-            if getattr(self, name) not in get_args(choices):
-                known = ", ".join(get_args(choices))
-                raise ValueError(f"grpo.{name} is {getattr(self, name)!r}; it must be one of {known}")
-        wanted = {
-            "clip_low": (0 < self.clip_low < 1, "over 0 and under 1"),
-            "clip_high": (self.clip_high > 0, "over 0"),
-            "kl": (self.kl >= 0, "0 or more"),
-            "entropy": (self.entropy >= 0, "0 or more"),
-            "constant_length": (self.constant_length >= 1, "1 or more"),
-            "overlong_penalty": (self.overlong_penalty >= 0, "0 or more"),
-            "overlong_buffer": (
-                1 <= self.overlong_buffer <= (self.overlong_length or self.overlong_buffer),
-                f"1 or more, and at most overlong_length ({self.overlong_length})",
-            ),
-            "refill": (self.refill >= 0, "0 or more"),
-            "importance_cap": (self.importance_cap is None or self.importance_cap > 0, "over 0, or null"),
-            "scale_rewards": (
-                not (self.scale_rewards and self.advantage == "reinforce++"),
-                "false where grpo.advantage is reinforce++, which divides by the deviation of the whole batch",
-            ),
-        }
-        for name, (fine, text) in wanted.items():
-            if not fine:
-                raise ValueError(f"grpo.{name} is {getattr(self, name)}; it must be {text}")
+        """Refuse options that contradict each other; the range of each is checked by the config."""
+        if self.overlong_length is not None and self.overlong_buffer > self.overlong_length:
+            raise ValueError(
+                f"grpo.overlong_buffer is {self.overlong_buffer}; it must be at most overlong_length "
+                f"({self.overlong_length})"
+            )
+        if self.scale_rewards and self.advantage == "reinforce++":
+            raise ValueError(
+                "grpo.scale_rewards is true; it must be false where grpo.advantage is reinforce++, which divides by "
+                "the deviation of the whole batch"
+            )
 
     @property
     def needs(self) -> frozenset[str]:
@@ -100,7 +83,7 @@ class GRPO:
             return []
         outcomes, steps = reward_tables(scored)
         if self.overlong_length is not None:
-            outcomes -= self._charge(scored, self.overlong_length)
+            outcomes -= self._penalties(scored, self.overlong_length)
         baseline = "rloo" if self.advantage == "rloo" else "group"
         table = advantages(outcomes, steps, self.credit, baseline, self.scale_rewards)
         if not table.any():
@@ -111,25 +94,29 @@ class GRPO:
                 rows += to_samples(trajectory, values[: len(trajectory.turns)])
         return rows
 
-    def _charge(self, scored: Sequence[Trajectory], limit: int) -> np.ndarray:
-        """What episodes lose that come near the length limit. Their rewards have it among the parts, so that logs and
-        files show it. [n]"""
-        lengths = np.array([sum(len(turn.completion.token_ids) for turn in t.turns) for t in scored])
-        penalties = self.overlong_penalty * overlong(lengths, limit, self.overlong_buffer)
-        for trajectory, penalty in zip(scored, penalties.tolist(), strict=True):
-            assert trajectory.reward is not None
-            parts = trajectory.reward.parts | {OVERLONG: 0.0 - penalty}
-            # Another object: the old one may be the reward of others too.
-            trajectory.reward = replace(trajectory.reward, parts=parts)
-        return penalties
+    def adjusted(self, group: Sequence[Trajectory]) -> list[Trajectory]:
+        """Return the episodes with what their length costs among the parts of their rewards, so that logs and files
+        show it. The outcome stays: `samples` takes the penalty off when it compares."""
+        if self.overlong_length is None:
+            return list(group)
+        penalties = self._penalties(group, self.overlong_length).tolist()
+        return [
+            each if each.reward is None else replace(each, reward=_with_part(each.reward, OVERLONG, -penalty))
+            for each, penalty in zip(group, penalties, strict=True)
+        ]
 
-    def prepare(self, batches: Sequence[Batch], step: int) -> None:
-        if self.advantage != "reinforce++" or not batches:
+    def _penalties(self, group: Sequence[Trajectory], limit: int) -> np.ndarray:
+        """Return what episodes lose that come near the length limit. [n]"""
+        lengths = np.array([sum(len(turn.completion.token_ids) for turn in t.turns) for t in group])
+        return self.overlong_penalty * overlong(lengths, limit, self.overlong_buffer)
+
+    def prepare(self, batches: Sequence[Batch], step: int, total: Total = dict) -> None:
+        if self.advantage != "reinforce++":
             return
         packs = [pack for batch in batches for pack in batch.packs]
         every = np.concatenate([np.zeros(0), *(pack.advantages for pack in packs)])  # float64
         sums = {"count": float(len(every)), "sum": float(every.sum()), "squares": float(every @ every)}
-        sums = batches[0].total(sums)
+        sums = total(sums)
         if not sums["count"]:
             return
         mean = sums["sum"] / sums["count"]
@@ -151,23 +138,23 @@ class GRPO:
         else:
             gain = clipped_gain(ratio, trained.advantages, self.clip_low, self.clip_high)
             stopped = ratio * trained.advantages > gain
-        figures = {
-            "clipped": float(stopped.sum()) / trained.step_tokens,
-            "sampler_gap": _mean(trained, (trained.logprobs - trained.sampled).abs()),
+        metrics = {
+            "clip_fraction": float(stopped.sum()) / trained.step_tokens,
+            "logprob_diff": _mean(trained, (trained.logprobs - trained.sampled).abs()),
         }
         if self.importance_cap is not None:
             weight = (before - trained.sampled).exp().clamp(max=self.importance_cap)
             gain = gain * weight
-            figures["importance_weight"] = _mean(trained, weight)
+            metrics["importance_weight"] = _mean(trained, weight)
         terms = -gain
         if self.kl:
             assert trained.reference is not None
             distance = kl_terms(trained.logprobs, trained.reference, self.kl_estimator)
             terms = terms + self.kl * distance
-            figures["kl"] = _mean(trained, distance)
+            metrics["kl"] = _mean(trained, distance)
         if self.entropy:
             terms = terms - self.entropy * trained.entropy
-        return self._reduced(trained, terms), figures
+        return self._reduced(trained, terms), metrics
 
     def _reduced(self, trained: Trained, terms: torch.Tensor) -> torch.Tensor:
         """From a term per token to the pack's part of the loss. An episode of several rows counts once."""
@@ -180,6 +167,10 @@ class GRPO:
     def _lengths(self, trained: Trained) -> torch.Tensor:
         """Trained tokens of each episode. [E]"""
         return trained.per_episode(torch.ones_like(trained.logprobs))
+
+
+def _with_part(reward: Reward, part: str, value: float) -> Reward:
+    return replace(reward, parts=reward.parts | {part: value + 0.0})  # -0.0 reads badly
 
 
 def _mean(trained: Trained, values: torch.Tensor) -> float:

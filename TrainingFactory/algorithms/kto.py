@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
+from TrainingFactory.algorithms.base import BaseAlgorithm, Total
 from TrainingFactory.algorithms.preferences import total_reward
 from TrainingFactory.algorithms.trained import Trained
 from TrainingFactory.data.packing import Batch
@@ -25,16 +26,11 @@ from TrainingFactory.types import Sample, Trajectory
 
 
 @dataclass(slots=True, frozen=True)
-class KTO:
+class KTO(BaseAlgorithm):
     beta: float = 0.1
     desirable_weight: float = 1.0
     undesirable_weight: float = 1.0
     threshold: float = 0.5  # rewards above it are good
-
-    def __post_init__(self) -> None:
-        for name in ("beta", "desirable_weight", "undesirable_weight"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be over 0")
 
     @property
     def needs(self) -> frozenset[str]:
@@ -49,14 +45,14 @@ class KTO:
             for row in to_samples(each, label=float(total_reward(each) > self.threshold))
         ]
 
-    def prepare(self, batches: Sequence[Batch], step: int) -> None:
+    def prepare(self, batches: Sequence[Batch], step: int, total: Total = dict) -> None:
         for batch in batches:
             sums = {"ratios": 0.0, "rows": 0.0}
             for pack in batch.mismatched:
                 assert pack.old is not None and pack.reference is not None
                 sums["ratios"] += float((pack.old - pack.reference).sum(dtype="float64"))
                 sums["rows"] += len(pack.rows)
-            sums = batch.total(sums)
+            sums = total(sums)
             batch.baseline = max(0.0, sums["ratios"] / sums["rows"]) if sums["rows"] else 0.0
 
     def loss(self, trained: Trained) -> tuple[torch.Tensor, dict[str, float]]:
@@ -66,12 +62,12 @@ class KTO:
         # by how much each dialogue is on its right side of the baseline
         lead = self.beta * torch.where(good, ratios - trained.baseline, trained.baseline - ratios)
         weights = torch.where(good, self.desirable_weight, self.undesirable_weight)
-        total = (weights * (1 - lead.sigmoid())).sum()
+        loss = (weights * (1 - lead.sigmoid())).sum()
         episodes = trained.step_episodes
-        figures = {
+        metrics = {
             "accuracy": float((lead > 0).sum()) / episodes,
             "desirable": float(good.sum()) / episodes,
             "rewards/margin": float(lead.detach().sum()) / episodes,
             "kl": trained.baseline * len(good) / episodes,  # adds up to the baseline over packs
         }
-        return total / episodes, figures
+        return loss / episodes, metrics

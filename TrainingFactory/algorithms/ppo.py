@@ -20,6 +20,7 @@ from typing import Literal
 
 import torch
 
+from TrainingFactory.algorithms.base import BaseAlgorithm, Total
 from TrainingFactory.algorithms.gae import gae_of_episodes, moments
 from TrainingFactory.algorithms.policy_loss import clipped_gain, kl_terms
 from TrainingFactory.algorithms.trained import Trained
@@ -31,7 +32,7 @@ SMALLEST = 1e-6  # deviation; numbers that are closer together than that are the
 
 
 @dataclass(slots=True, frozen=True)
-class PPO:
+class PPO(BaseAlgorithm):
     critic: Literal["head", "separate"] = "head"  # for whoever makes the learner, like the next
     critic_learning_rate: float | None = None
     gamma: float = 1.0
@@ -47,22 +48,10 @@ class PPO:
     entropy: float = 0.0
     train_truncated: bool = True  # whether episodes cut by a length limit are trained on
 
-    def __post_init__(self) -> None:
-        if not 0 < self.clip < 1:
-            raise ValueError(f"ppo.clip is {self.clip}; it must lie between 0 and 1")
-        for name in ("gamma", "lam"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"ppo.{name} is {getattr(self, name)}; it must be from 0 to 1")
-        for name in ("value_clip", "value_weight"):
-            if (value := getattr(self, name)) is not None and not value > 0:
-                raise ValueError(f"ppo.{name} is {value}; it must be over 0")
-        for name in ("critic_warmup", "kl", "entropy"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"ppo.{name} is {getattr(self, name)}; it must be 0 or more")
-
     @property
     def needs(self) -> frozenset[str]:
-        return frozenset({"values", "reference"} if self.kl else {"values"})
+        wanted = {"values": True, "reference": self.kl > 0, "critic": self.critic == "separate"}
+        return frozenset(name for name, needed in wanted.items() if needed)
 
     def samples(self, group: Sequence[Trajectory]) -> list[Sample]:
         rows = []
@@ -76,8 +65,7 @@ class PPO:
             rows += to_samples(trajectory, rewards=rewards)
         return rows
 
-    def prepare(self, batches: Sequence[Batch], step: int) -> None:
-        total = batches[0].total
+    def prepare(self, batches: Sequence[Batch], step: int, total: Total = dict) -> None:
         packs = [pack for batch in batches for pack in batch.packs]
         for pack in packs:
             self._credit(pack)
@@ -109,21 +97,23 @@ class PPO:
         value_loss = self._value_loss(trained)
         total = -gain.sum() + self.value_weight * value_loss
         sums = {
-            "clipped": (ratio * trained.advantages > gain).sum(),
-            "sampler_gap": gap.abs().sum(),
+            "clip_fraction": (ratio * trained.advantages > gain).sum(),
+            "logprob_diff": gap.abs().sum(),
             "value_loss": value_loss,
         }
         if trained.baseline > SMALLEST**2:  # the variance of the returns: the share of it that was foreseen
             assert trained.returns is not None and trained.old_values is not None
-            sums["explained"] = (1 - (trained.returns - trained.old_values) ** 2 / trained.baseline).sum()
+            sums["explained_variance"] = (
+                1 - (trained.returns - trained.old_values) ** 2 / trained.baseline
+            ).sum()
         if trained.reference is not None:
             divergence = kl_terms(trained.logprobs, trained.reference, self.kl_estimator).sum()
             total = total + (self.kl * divergence if self.kl_in == "loss" else 0.0)
             sums["kl"] = divergence
         if self.entropy:
             total = total - self.entropy * trained.entropy.sum()
-        figures = {name: float(value.detach()) / trained.step_tokens for name, value in sums.items()}
-        return total / trained.step_tokens, figures
+        metrics = {name: float(value.detach()) / trained.step_tokens for name, value in sums.items()}
+        return total / trained.step_tokens, metrics
 
     def _value_loss(self, trained: Trained) -> torch.Tensor:
         values, old, returns = trained.values, trained.old_values, trained.returns

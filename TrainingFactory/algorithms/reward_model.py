@@ -15,7 +15,6 @@ Process, over turns t with score s_t at the turn's last token and label y_t = 1 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -23,29 +22,23 @@ from typing import Literal
 import torch
 from torch.nn.functional import binary_cross_entropy_with_logits, logsigmoid
 
+from TrainingFactory.algorithms.base import BaseAlgorithm
 from TrainingFactory.algorithms.preferences import best_and_worst, total_reward
 from TrainingFactory.algorithms.trained import Trained
-from TrainingFactory.data.packing import Batch
 from TrainingFactory.data.samples import to_samples
 from TrainingFactory.types import Sample, Trajectory
 
-Figures = dict[str, float]
+Metrics = dict[str, float]
 
 
 @dataclass(slots=True, frozen=True)
-class RewardModel:
+class RewardModel(BaseAlgorithm):
     kind: Literal["outcome", "process"] = "outcome"
     margin: bool = False  # outcome: the better one must lead by the difference of the rewards
     center: float = 0.0  # outcome: weight of the pull towards scores around 0
     threshold: float = 0.0  # process: turns with a step reward over it are good
 
     def __post_init__(self) -> None:
-        if self.kind not in ("outcome", "process"):
-            raise ValueError(f"kind is {self.kind!r}; it must be outcome or process")
-        if self.center < 0:
-            raise ValueError(f"center is {self.center}; it must be 0 or more")
-        if not math.isfinite(self.threshold):
-            raise ValueError(f"threshold is {self.threshold}; it must be a number")
         if self.kind == "outcome" and self.threshold:
             raise ValueError("threshold is for kind=process: an outcome model learns which of two is better")
         if self.kind == "process" and (self.margin or self.center):
@@ -69,14 +62,12 @@ class RewardModel:
             rows += to_samples(each, turns="last", tokens="last", pair=number, label=total_reward(each))
         return rows
 
-    def prepare(self, batches: Sequence[Batch], step: int) -> None: ...
-
-    def loss(self, trained: Trained) -> tuple[torch.Tensor, Figures]:
+    def loss(self, trained: Trained) -> tuple[torch.Tensor, Metrics]:
         assert trained.scores is not None
         judge = self._outcome if self.kind == "outcome" else self._process
         return judge(trained, trained.scores)
 
-    def _outcome(self, trained: Trained, scores: torch.Tensor) -> tuple[torch.Tensor, Figures]:
+    def _outcome(self, trained: Trained, scores: torch.Tensor) -> tuple[torch.Tensor, Metrics]:
         # One token of each episode is trained, its last: [M] -> [E] -> [P] each.
         better, worse = trained.per_episode(scores)[trained.pairs].unbind(1)
         gap = better - worse
@@ -85,17 +76,17 @@ class RewardModel:
             wanted = trained.labels[trained.pairs[:, 0]] - trained.labels[trained.pairs[:, 1]]
         total = -logsigmoid(gap - wanted).sum() + self.center * (better + worse).square().sum()
         pairs = trained.step_pairs
-        figures = {"accuracy": float((gap > 0).sum()) / pairs, "margin": float(gap.detach().sum()) / pairs}
-        return total / pairs, figures
+        metrics = {"accuracy": float((gap > 0).sum()) / pairs, "margin": float(gap.detach().sum()) / pairs}
+        return total / pairs, metrics
 
-    def _process(self, trained: Trained, scores: torch.Tensor) -> tuple[torch.Tensor, Figures]:
+    def _process(self, trained: Trained, scores: torch.Tensor) -> tuple[torch.Tensor, Metrics]:
         good = (trained.rewards > self.threshold).float()
         total = binary_cross_entropy_with_logits(scores, good, reduction="sum")
         wrong = ((scores > 0) != (good > 0)).float()
-        figures = {
+        metrics = {
             "accuracy": float((1 - wrong).sum()) / trained.step_tokens,
             "good": float(good.sum()) / trained.step_tokens,
             # every turn of the dialogue is judged right, the first bad one among them
             "dialogues_right": float((trained.per_episode(wrong) == 0).sum()) / trained.step_episodes,
         }
-        return total / trained.step_tokens, figures
+        return total / trained.step_tokens, metrics

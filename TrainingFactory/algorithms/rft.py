@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 import torch
 
+from TrainingFactory.algorithms.base import BaseAlgorithm, Total
 from TrainingFactory.algorithms.preferences import total_reward
 from TrainingFactory.algorithms.trained import Trained
 from TrainingFactory.data.packing import Batch
@@ -27,23 +28,15 @@ from TrainingFactory.types import Sample, Trajectory
 
 
 @dataclass(slots=True, frozen=True)
-class RFT:
+class RFT(BaseAlgorithm):
     threshold: float = 1.0
     best_of: int | None = None  # None: all over the threshold
     dedupe: bool = True
     balance: bool = True
     train_truncated: bool = False
 
-    def __post_init__(self) -> None:
-        if self.best_of is not None and self.best_of < 1:
-            raise ValueError(f"best_of is {self.best_of}; it must be 1 or more, or None for all")
-
-    @property
-    def needs(self) -> frozenset[str]:
-        return frozenset()
-
-    def kept(self, group: Sequence[Trajectory]) -> list[Trajectory]:
-        """The episodes of a task that are learned from, the best first."""
+    def accepted(self, group: Sequence[Trajectory]) -> list[Trajectory]:
+        """Return the episodes of a task that are learned from, the best first."""
         accepted = [
             each
             for each in group
@@ -59,19 +52,19 @@ class RFT:
         return ranked[: self.best_of]
 
     def samples(self, group: Sequence[Trajectory]) -> list[Sample]:
-        kept = self.kept(group)
+        kept = self.accepted(group)
         tokens = sum(len(turn.completion.token_ids) for each in kept for turn in each.turns)
         weight = 1 / tokens if self.balance and tokens else 1.0
         return [row for each in kept for row in to_samples(each, [weight] * len(each.turns))]
 
-    def prepare(self, batches: Sequence[Batch], step: int) -> None:
+    def prepare(self, batches: Sequence[Batch], step: int, total: Total = dict) -> None:
         """Advantages are the weights; here they get a mean of 1 over the tokens of each step of the optimiser."""
         for batch in batches:
             own = {
                 "tokens": float(sum(len(pack.target) for pack in batch.packs)),
                 "weight": float(sum(pack.advantages.sum(dtype=float) for pack in batch.packs)),
             }
-            everywhere = batch.total(own)
+            everywhere = total(own)
             for pack in batch.packs:
                 pack.advantages *= everywhere["tokens"] / everywhere["weight"]
 

@@ -39,5 +39,5 @@ class Trained:
         return values.new_zeros(len(self.labels)).index_add(0, self.episode, values)
 
 
-# A pack's part of the step's loss, and figures that add up over packs to the step's.
+# A pack's part of the step's loss, and metrics that add up over packs to the step's.
 Loss = Callable[[Trained], tuple[torch.Tensor, dict[str, float]]]

@@ -219,8 +219,8 @@ def resume(name: str, *, where: Where = "runs") -> int:
     """
     from TrainingFactory.cli.display import make_display
     from TrainingFactory.cli.train import follow
+    from TrainingFactory.services.build.training import resume as resume_run
     from TrainingFactory.services.runs.folder import RunFolder
-    from TrainingFactory.services.training.loop import resume as resume_run
 
     if RunFolder.find(name, where).status.status == "finished":
         show.note(f"run {name} is finished; nothing to do")

@@ -10,7 +10,7 @@ from TrainingFactory.config.not_yet import unused
 
 if TYPE_CHECKING:
     from TrainingFactory.cli.display import Lines
-    from TrainingFactory.services.training.loop import Training
+    from TrainingFactory.services.build.training import Training
 
 INTERRUPTED = 130
 
@@ -41,7 +41,7 @@ def train(config: str, /, *overrides: str, name: str | None = None, replay: str 
     options = read_config(config, overrides)
     # Imported here, so that help and a wrong config do not wait for it.
     from TrainingFactory.cli.display import make_display
-    from TrainingFactory.services.training.loop import Training
+    from TrainingFactory.services.build.training import Training
 
     for text in [*notices(options), *unused(options)]:
         show.note(f"note: {text}")

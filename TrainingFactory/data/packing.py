@@ -12,7 +12,7 @@ holds a run of tokens; a row is a path from the top.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -53,8 +53,9 @@ class Pack:
     logprobs: np.ndarray  # [M] the sampler's
     advantages: np.ndarray  # [M]
     rewards: np.ndarray  # [M]
+    versions: np.ndarray  # [M] of the weights that sampled it
     row_tokens: int  # tokens of the rows without sharing
-    # What `Policy.annotate` adds where an objective needs it, and what `Algorithm.prepare` makes of it. [M] each
+    # What `Learner.annotate` adds where an objective needs it, and what `Algorithm.prepare` makes of it. [M] each
     reference: np.ndarray | None = None  # log-probs of the reference model
     old: np.ndarray | None = None  # log-probs of the model before the step, by the learner
     values: np.ndarray | None = None  # what the critic expected before the step
@@ -177,7 +178,7 @@ def _packs(
 
 
 def _pack(samples: Sequence[Sample], ids: list[np.ndarray], batch: list[int], tree: _Tree) -> Pack:
-    source, place, target, row, episode, logprobs, advantages, rewards = ([] for _ in range(8))
+    source, place, target, row, episode, logprobs, advantages, rewards, versions = ([] for _ in range(9))
     episodes: dict[int, int] = {}  # number of the episode -> its place in the pack
     for index, number in enumerate(batch):
         sample = samples[number]
@@ -191,6 +192,7 @@ def _pack(samples: Sequence[Sample], ids: list[np.ndarray], batch: list[int], tr
         logprobs.append(np.asarray(sample.logprobs, np.float32)[trained])
         advantages.append(np.asarray(sample.advantages, np.float32)[trained])
         rewards.append(np.asarray(sample.rewards, np.float32)[trained])
+        versions.append(np.asarray(sample.policy_version, np.int64)[trained])
     known = [samples[number].reference for number in batch]
     reference = None
     if all(values is not None for values in known):
@@ -204,7 +206,7 @@ def _pack(samples: Sequence[Sample], ids: list[np.ndarray], batch: list[int], tr
         np.concatenate(source), np.concatenate(place), np.concatenate(target), np.concatenate(row),
         np.concatenate(episode), np.array([first[number].label for number in episodes], np.float32),
         _pairs(first, episodes), np.concatenate(logprobs), np.concatenate(advantages), np.concatenate(rewards),
-        sum(len(ids[number]) for number in batch), reference,
+        np.concatenate(versions), sum(len(ids[number]) for number in batch), reference,
     )  # fmt: skip
 
 
@@ -236,8 +238,6 @@ class Batch:
     mismatched: list[Pack] = field(
         default_factory=list
     )  # answers after other prompts: annotated, never trained
-    # Figures summed up over the processes that train together.
-    total: Callable[[dict[str, float]], dict[str, float]] = field(default=dict)
 
 
 def make_batch(

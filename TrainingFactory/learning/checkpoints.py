@@ -68,7 +68,7 @@ def load_checkpoint(folder: str | Path, learner: Learner) -> dict[str, Any]:
             _load_weights(learner, file)
     except (OSError, SafetensorError) as error:
         raise ValueError(f"{folder / 'learner.safetensors'} cannot be read: {error}") from error
-    learner.steps, learner.version = about["steps"], about["version"]
+    learner.steps = about["steps"]
     return state
 
 
@@ -117,7 +117,6 @@ def _write(part: Path, learner: Learner, tokenizer: Any, state: dict[str, Any]) 
     about = {
         "format": FORMAT,
         "steps": learner.steps,
-        "version": learner.version,
         "model": _identity(learner),
         "optimizers": numbers,
     }

@@ -1,4 +1,4 @@
-"""What changes weights: a `Policy` over one transformers or PEFT model in this process."""
+"""Change the weights of one transformers or PEFT model in this process: log-probs, gradients, optimiser."""
 
 from __future__ import annotations
 
@@ -29,7 +29,6 @@ from TrainingFactory.learning.heads import ScalarHead
 from TrainingFactory.learning.logprobs import token_logprobs
 from TrainingFactory.learning.optim import CRITIC, MixedPrecision, OptimizerOptions, make_optimizers
 from TrainingFactory.learning.processes import Processes
-from TrainingFactory.protocols import Sampler
 
 log = logging.getLogger(__name__)
 
@@ -38,8 +37,8 @@ COUNTS = {"trained_tokens": "tokens", "rows": "rows", "trained_episodes": "episo
 
 
 class Learner:
-    """`temperature` is the sampler's: training sees the distribution that was sampled from. `sampler` is what
-    `publish` gives out; it is told of new weights by its `advance`. `reference` is a frozen model, or None: then
+    """`temperature` is the sampler's: training sees the distribution that was sampled from. `reference` is a frozen
+    model, or None: then
     an adapter's base is its own reference. `head` gives a number for each token, for objectives that need values or
     scores; it sits on the model itself, or on `critic`, a model of its own. `sharing` says whether the model can
     compute common prefixes once; batches for one that cannot are made with `make_batch(..., sharing=False)`."""
@@ -49,7 +48,6 @@ class Learner:
         model: Any,
         options: OptimizerOptions,
         *,
-        sampler: Any = None,
         reference: Any = None,
         head: ScalarHead | None = None,
         critic: Any = None,
@@ -65,10 +63,7 @@ class Learner:
         self.head = head
         self.critic = critic
         self.temperature = temperature
-        self.version = 0
         self.steps = 0
-        self._sampler = sampler
-        self._published = 0
         for each in self._trained_models() if gradient_checkpointing else ():
             causal_model(each).gradient_checkpointing_enable({"use_reentrant": False})
         self._processes = Processes(self.causal.device)
@@ -98,18 +93,13 @@ class Learner:
         for each in self._trained_models():
             each.train(training)
 
-    def publish(self) -> Sampler:
-        if self._sampler is None:
-            raise ValueError("this learner has no sampler to publish its weights to")
-        if self._published != self.version:
-            self._sampler.advance(self.version)
-            self._published = self.version
-        return self._sampler
+    def total(self, sums: dict[str, float]) -> dict[str, float]:
+        """Add sums up over the processes that train together."""
+        return self._processes.total(sums)
 
     @torch.no_grad()
     def annotate(self, batch: Batch, needs: frozenset[str]) -> Batch:
         """What the batch must carry beside its rows, by the models as they are now."""
-        batch.total = self._processes.total
         self._set_training(False)
         for pack in batch.packs:
             if (
@@ -139,20 +129,19 @@ class Learner:
             for pack in step.packs:
                 with self._tree_modes():
                     trained = self._trained(pack, step, needs)
-                    value, figures = loss(trained)
+                    value, metrics = loss(trained)
                     value.backward()
                 self._weights.gather_grads()
                 sums["loss"] += float(value.detach())
                 if "scores" not in needs:  # a scorer has no distribution
                     sums["entropy"] += float(trained.entropy.detach().sum()) / step.tokens
-                for name, figure in figures.items():
-                    sums[name] += figure
+                for name, metric in metrics.items():
+                    sums[name] += metric
             # Weights that have no gradient are left alone by the optimiser, by its decay and momentum too.
             self._processes.add_gradients(self._critic_weights if step.values_only else self._weights.masters)
             sums = defaultdict(float, self._processes.total(dict(sums)))
             sums["grad_norm"] = norm = self._step()
             sums["skipped"] = float(not math.isfinite(norm))
-            self.version += math.isfinite(norm) and not step.values_only
         sums["learning_rate"] = self.options.learning_rate * self.options.factor(self.steps)
         self.steps += 1
         return dict(sums)
@@ -163,10 +152,10 @@ class Learner:
         self._set_training(False)
         with torch.no_grad():
             for pack in batch.packs:
-                value, figures = loss(self._trained(pack, batch, needs))
+                value, metrics = loss(self._trained(pack, batch, needs))
                 sums["loss"] += float(value)
-                for name, figure in figures.items():
-                    sums[name] += figure
+                for name, metric in metrics.items():
+                    sums[name] += metric
         return dict(sums)
 
     def states(self, pack: Pack, model: PreTrainedModel | None = None) -> torch.Tensor:

@@ -12,7 +12,8 @@ from TrainingFactory.protocols import AnyReward, ChatFormat, Environment, Sample
 from TrainingFactory.rewards.adapt import group_reward
 from TrainingFactory.rollout.episode import EpisodeRules, EpisodeRun
 from TrainingFactory.rollout.group_scoring import GroupRun, all_of
-from TrainingFactory.rollout.seeds import turn_seed
+from TrainingFactory.running import run
+from TrainingFactory.seeds import turn_seed
 from TrainingFactory.tools.recording import EpisodeKey
 from TrainingFactory.tools.runtime import ToolRuntime
 from TrainingFactory.types import SamplingParams, Task, Trajectory
@@ -77,13 +78,13 @@ class AsyncRolloutEngine:
         gate = asyncio.Semaphore(self.max_concurrency or len(runs) or 1)
         try:
             if self.group_reward is None:
-                await all_of([self._run(run, gate) for run in runs])
+                await all_of([self._run(one, gate) for one in runs])
             else:
                 await all_of([self._run_group(GroupRun(group, self.group_reward), gate) for group in groups])
         finally:  # also of those that were cancelled before they started
-            for run in runs:
-                run.leave()
-        return [[run.trajectory for run in group] for group in groups]
+            for one in runs:
+                one.leave()
+        return [[one.trajectory for one in group] for group in groups]
 
     def rollout(
         self,
@@ -93,34 +94,27 @@ class AsyncRolloutEngine:
         step: int = 0,
         recorded_as: str | None = None,
     ) -> list[list[Trajectory]]:
-        """`rollout_batch` for callers without an event loop."""
-        groups: list[list[Trajectory]] = []
+        """`rollout_batch` for synchronous callers."""
+        return run(lambda: self.rollout_batch(tasks, sampler, group_size, step, recorded_as))
 
-        async def fill() -> None:
-            # Not returned: asyncio.run makes a text of its task, and with it of a batch of trajectories.
-            groups.extend(await self.rollout_batch(tasks, sampler, group_size, step, recorded_as))
-
-        asyncio.run(fill())
-        return groups
-
-    async def _run(self, run: EpisodeRun, gate: asyncio.Semaphore) -> None:
+    async def _run(self, one: EpisodeRun, gate: asyncio.Semaphore) -> None:
         try:
             async with gate:
-                await run.run()
+                await one.run()
         finally:
-            run.leave()
-        self._tell(run)
+            one.leave()
+        self._tell(one)
 
     async def _run_group(self, group: GroupRun, gate: asyncio.Semaphore) -> None:
         await group.run(gate)
-        for run in group.runs:
-            self._tell(run)
+        for one in group.runs:
+            self._tell(one)
 
-    def _tell(self, run: EpisodeRun) -> None:
+    def _tell(self, one: EpisodeRun) -> None:
         if self.rules.runtime is not None and self.rules.runtime.tape is not None:
             self.rules.runtime.tape.check()  # a replay that has left its recording ends all episodes
         if self.on_episode is not None:
-            self.on_episode(run.trajectory)
+            self.on_episode(one.trajectory)
 
     def _open(
         self, tasks: Sequence[Task], sampler: Sampler, group_size: int, step: int, recorded_as: int | str
@@ -144,7 +138,7 @@ class AsyncRolloutEngine:
                         )
                     )
         except BaseException:
-            for run in runs:
-                run.leave()
+            for one in runs:
+                one.leave()
             raise
         return runs

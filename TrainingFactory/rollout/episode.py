@@ -8,9 +8,10 @@ import dataclasses
 import json
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any, TypeVar
 
 from TrainingFactory.envs import ToolEnvironment
 from TrainingFactory.protocols import ChatFormat, Environment, RewardFunction, SamplingSession
@@ -21,6 +22,7 @@ from TrainingFactory.tools.python_files import place_of
 from TrainingFactory.tools.recording import EpisodeKey
 from TrainingFactory.tools.runtime import ToolRuntime
 from TrainingFactory.tools.texts import describe, valid_text
+from TrainingFactory.tools.threads import in_thread
 from TrainingFactory.tools.waiting import OutOfTime, SelfCancelled, within
 from TrainingFactory.types import (
     Completion,
@@ -35,6 +37,8 @@ from TrainingFactory.types import (
 )
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
+LARGE_TEXT = 50_000  # characters; tokenising so many takes longer than going to a thread
 
 
 @dataclass(slots=True, frozen=True)
@@ -173,7 +177,8 @@ class EpisodeRun:
             self.trajectory.tools = [tool.spec for tool in environment.tools]
             self.trajectory.prompt = _all_messages("reset", await environment.reset())
         with _foreign("the chat template", ValueError):
-            return self.rules.chat.render(self.trajectory.prompt, self.trajectory.tools)
+            prompt, tools = self.trajectory.prompt, self.trajectory.tools
+            return await _off_loop(prompt, self.rules.chat.render, prompt, tools)
 
     async def _sample(self, ids: list[int], number: int) -> Completion:
         room = self.max_length - len(ids)
@@ -200,11 +205,7 @@ class EpisodeRun:
             replies = _all_messages("step", step.replies)
         if self._ended:
             raise asyncio.CancelledError
-        chat, limit = self.rules.chat, self.rules.max_reply_tokens
-        turn.replies = [
-            dataclasses.replace(reply, content=chat.cut(valid_text(reply.content), limit))
-            for reply in replies
-        ]
+        turn.replies = await _off_loop(replies, self._cut, replies)
         turn.tool_results = list(step.tool_results)
         turn.signals = dict(step.signals)
         # What follows would be judged by what was lost: a model must not learn to avoid tools because a server died.
@@ -213,7 +214,16 @@ class EpisodeRun:
         if step.done:
             raise _Over("done")
         with _foreign("the chat template", ValueError):
-            return turn.prompt_ids + turn.completion.token_ids + chat.extend(turn, turn.replies)
+            so_far = turn.prompt_ids + turn.completion.token_ids
+            return so_far + await _off_loop(turn.replies, self.rules.chat.extend, turn, turn.replies)
+
+    def _cut(self, replies: Sequence[Message]) -> list[Message]:
+        """Cut replies that are too long, in their content, before the template sees them."""
+        chat, limit = self.rules.chat, self.rules.max_reply_tokens
+        return [
+            dataclasses.replace(reply, content=chat.cut(valid_text(reply.content), limit))
+            for reply in replies
+        ]
 
     async def _score(self) -> None:
         trajectory = self.trajectory
@@ -272,6 +282,13 @@ def _scope(environment: Environment, task: Task) -> str | None:
         return digest(json.dumps(values, sort_keys=True, default=str))
     except (TypeError, ValueError, RecursionError):
         return None
+
+
+async def _off_loop(messages: Sequence[Message], function: Callable[..., T], *args: Any) -> T:
+    """Call the function; on a thread where the texts are so large that the event loop would wait."""
+    if sum(len(message.content) for message in messages) < LARGE_TEXT:
+        return function(*args)
+    return await in_thread(function, *args)
 
 
 def _all_messages(method: str, messages: list[Message]) -> list[Message]:

@@ -1,12 +1,15 @@
-"""What a batch of episodes was like, in a few figures."""
+"""Sum a batch of episodes up in a few metrics."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from statistics import fmean
 from typing import get_args
 
 from TrainingFactory.types import Status, Trajectory
+
+Z95 = 1.959964  # a normal variable is within so many deviations with 95 % probability
 
 
 def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
@@ -29,3 +32,23 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     for part in sorted({part for reward in rewards for part in reward.parts}):
         metrics[f"reward/{part}"] = fmean(reward.parts[part] for reward in rewards if part in reward.parts)
     return metrics
+
+
+def evaluation_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """`rollout_metrics`, and `success`: the share of scored episodes whose outcome is over 0, with its 95 %
+    interval `success_low` to `success_high`. What could not be scored is counted in `episodes/unscored`."""
+    metrics = rollout_metrics(trajectories)
+    outcomes = [trajectory.reward.outcome for trajectory in trajectories if trajectory.reward is not None]
+    if outcomes:
+        won = sum(outcome > 0 for outcome in outcomes)
+        metrics["success"] = won / len(outcomes)
+        metrics["success_low"], metrics["success_high"] = wilson(won, len(outcomes))
+    return metrics
+
+
+def wilson(won: int, tried: int) -> tuple[float, float]:
+    """95 % interval of a share. Unlike the usual plus and minus it is right near 0 and 1 too."""
+    share, square = won / tried, Z95**2
+    middle = (share + square / (2 * tried)) / (1 + square / tried)
+    half = Z95 * math.sqrt(share * (1 - share) / tried + square / (4 * tried**2)) / (1 + square / tried)
+    return max(0.0, middle - half), min(1.0, middle + half)

@@ -8,6 +8,7 @@ from typing import Any
 from TrainingFactory.envs import ToolEnvironment
 from TrainingFactory.protocols import Environment, RewardFunction
 from TrainingFactory.rewards.adapt import Unscored, called, checked
+from TrainingFactory.running import other_loop
 from TrainingFactory.tools import AsyncToolExecutor
 from TrainingFactory.tools.python_files import failure, place_of
 from TrainingFactory.types import Reward, Task, ToolCall, ToolFailure, ToolResult, Trajectory
@@ -52,4 +53,4 @@ async def score(episode: Episode, function: RewardFunction | None) -> Reward:
 
 def scoring_failed(error: BaseException) -> str:
     """What an episode's `error` says then."""
-    return f"scoring failed: {failure(error)}"
+    return f"scoring failed: {failure(error)}{other_loop(error)}"

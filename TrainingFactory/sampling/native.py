@@ -22,7 +22,7 @@ import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,7 +33,7 @@ from TrainingFactory.sampling.planning import Planner
 from TrainingFactory.sampling.runner import Runner
 from TrainingFactory.sampling.table import Request, Round, Seat, SlotTable
 from TrainingFactory.sampling.view import causal_model, refuse, routes_tokens
-from TrainingFactory.types import Completion, SamplingParams
+from TrainingFactory.types import Completion, SamplingParams, Weights
 
 COMPACT_AFTER = 3  # steps
 
@@ -75,7 +75,7 @@ class NativeSession:
     def close(self) -> None:
         if not self._seat.closed:
             self._seat.closed = True
-            self._engine._close(self._seat)
+            self._engine._leave(self._seat)
 
     def __del__(self) -> None:
         self.close()  # a forgotten session must not hold its slot
@@ -110,8 +110,9 @@ class NativeEngine:
         self._planner = Planner(self._table, budget, self._drafts, guesses, few_shapes=on_cuda)
         self._version = 0
         self._counts = EngineStats()
+        self._deterministic = deterministic
         self._opened = 0  # sessions so far
-        self._open = 0  # requests under way
+        self._sessions = 0  # open now
         # Shared with the worker, under the lock: the inbox, whether it works, whether turns are held back.
         self._lock = threading.RLock()  # a session may be collected, hence closed, by whoever holds it
         self._inbox: deque[Request | Seat] = deque()
@@ -121,7 +122,6 @@ class NativeEngine:
         self._waiting: deque[Request] = deque()
         self._sparse = 0  # steps in a row in which fewer than half of the rows were in use
         self._pool = ThreadPoolExecutor(1, "native-engine")
-        self._job: Future[None] | None = None
 
     @property
     def policy_version(self) -> int:
@@ -132,20 +132,30 @@ class NativeEngine:
         return self._table.max_length
 
     @property
+    def sessions(self) -> int:
+        """How many are open."""
+        return self._sessions
+
+    @property
     def stats(self) -> EngineStats:
         table, counts = self._table, self._counts
         counts.shared, counts.kept, counts.evictions = table.shared, table.kept, table.evictions
         return counts
 
     def session(self) -> NativeSession:
+        if self._deterministic and not self._sessions:
+            self._align()
         self._opened += 1
+        with self._lock:
+            self._sessions += 1
         return NativeSession(self, self._opened - 1)
 
-    def align(self) -> None:
-        """The next session gets the first slot, however many came before: in deterministic mode a batch of
-        episodes then depends on nothing but itself."""
+    def _align(self) -> None:
+        """Give the next session the first slot, however many came before: in deterministic mode a batch of episodes
+        then depends on nothing but itself."""
         while self._opened % self._table.slots:
-            self.session().close()
+            self._opened += 1
+            self._post(Seat(self._opened - 1, closed=True))
 
     async def sample(self, prompt_ids: Sequence[int], params: SamplingParams) -> Completion:
         session = self.session()
@@ -154,9 +164,9 @@ class NativeEngine:
         finally:
             session.close()
 
-    async def update_weights(self, apply: Callable[[], None], version: int) -> None:
-        """Hold new turns back, let the running ones finish, change the weights by `apply`, go on. Stored keys
-        and values are dropped; sessions prefill their history again under the new weights."""
+    async def update(self, weights: Weights) -> None:
+        """Hold new turns back, let the running ones finish, take the new weights, go on. Stored keys and values are
+        dropped; open sessions prefill their history again under the new weights."""
         loop = asyncio.get_running_loop()
         idle = loop.create_future()
         with self._lock:
@@ -168,23 +178,24 @@ class NativeEngine:
         try:
             await idle
             try:
-                apply()
+                self._load(weights)
             finally:
                 self._forget()
-            self._version = version
+            self._version = weights.version
         finally:
             with self._lock:
                 self._held = None
                 self._wake()
 
-    def advance(self, version: int) -> None:
-        """The weights have changed while nothing was being sampled: drop what is stored."""
-        if self._open:
-            raise RuntimeError(f"{self._open} requests are being sampled; `update_weights` waits for them")
-        if self._job is not None:
-            self._job.result()  # it has nothing left to do, but may not have noticed yet
-        self._forget()
-        self._version = version
+    async def close(self) -> None:
+        """End the worker thread; nothing can be sampled afterwards."""
+        self._pool.shutdown(wait=False)
+
+    def _load(self, weights: Weights) -> None:
+        if weights.where != "shared":
+            raise ValueError(
+                f"the native engine shares the learner's weights and cannot load {weights.where}"
+            )
 
     def _forget(self) -> None:
         self._table.forget()
@@ -195,7 +206,6 @@ class NativeEngine:
     async def _submit(self, seat: Seat, prompt_ids: Sequence[int], params: SamplingParams) -> Completion:
         prompt = self._checked(prompt_ids)
         request = Request(seat, prompt, params, asyncio.get_running_loop().create_future())
-        self._open += 1
         self._post(request)
         try:
             return await request.future
@@ -203,8 +213,6 @@ class NativeEngine:
             request.cancelled = True
             self._post(request)
             raise
-        finally:
-            self._open -= 1
 
     def _checked(self, prompt_ids: Sequence[int]) -> np.ndarray:
         size, most = len(prompt_ids), self.max_length - 1
@@ -217,7 +225,9 @@ class NativeEngine:
             raise ValueError(f"token id {wrong[0]} is not in the model's vocabulary of {vocabulary}")
         return prompt.astype(np.int32)
 
-    def _close(self, seat: Seat) -> None:
+    def _leave(self, seat: Seat) -> None:
+        with self._lock:
+            self._sessions -= 1
         self._post(seat)
 
     def _post(self, item: Request | Seat) -> None:
@@ -231,7 +241,7 @@ class NativeEngine:
             return
         if self._waiting or any(isinstance(item, Request) for item in self._inbox):
             self._working = True
-            self._job = self._pool.submit(self._work)
+            self._pool.submit(self._work)
 
     # -- the worker's side
 

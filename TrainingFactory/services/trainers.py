@@ -14,11 +14,11 @@ from TrainingFactory.protocols import AnyReward
 from TrainingFactory.rewards.adapt import as_reward
 from TrainingFactory.services.build.rewards import check_group
 from TrainingFactory.services.build.tools import listed
+from TrainingFactory.services.build.training import Training
 from TrainingFactory.services.export import Exported, export
-from TrainingFactory.services.runs.folder import RunFolder
+from TrainingFactory.services.runs.folder import RunFolder, TrainingReport
 from TrainingFactory.services.runs.tracking import PlainLines, Watcher
 from TrainingFactory.services.training.dataset import Objects, read_examples, read_heldout
-from TrainingFactory.services.training.loop import Training, TrainingReport
 from TrainingFactory.tools.adapt import as_tool
 from TrainingFactory.tools.cache.cache import ToolCache
 from TrainingFactory.types import Task

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from tests.kits.algorithm import made
 from tests.kits.engine import tiny
-from tests.kits.learner import far, gradients, make_learner, row_logprobs, words
+from tests.kits.learner import far, gradients, learn, make_learner, row_logprobs, words
 from tests.kits.preference import (
     Group,
     bare_trainer,
@@ -26,7 +27,6 @@ from TrainingFactory.algorithms.kto import KTO
 from TrainingFactory.data.packing import Batch, make_batch
 from TrainingFactory.data.samples import mismatched
 from TrainingFactory.learning.learner import Learner
-from TrainingFactory.services.training.update import learn
 from TrainingFactory.types import Reward, Sample
 
 ALGORITHM = KTO(beta=0.3, desirable_weight=1.5, undesirable_weight=0.7)
@@ -68,7 +68,7 @@ def test_scored_episodes_are_examples_by_themselves() -> None:
 def test_options_are_checked() -> None:
     for wrong in ("beta", "desirable_weight", "undesirable_weight"):
         with pytest.raises(ValueError, match=wrong):
-            KTO(**{wrong: 0.0})
+            made("kto", **{wrong: 0.0})
 
 
 def test_answers_move_to_the_next_prompt() -> None:

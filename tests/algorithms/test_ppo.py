@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.kits.algorithm import made
 from tests.kits.engine import tiny
 from tests.kits.ppo import make, plain, played, prepared, rows_of, summed_gae
 from tests.kits.run import small, train
@@ -20,7 +21,7 @@ from TrainingFactory.data.packing import make_batch
 from TrainingFactory.learning.heads import ScalarHead
 from TrainingFactory.learning.learner import Learner
 from TrainingFactory.learning.optim import OptimizerOptions
-from TrainingFactory.services.training.update import split
+from TrainingFactory.learning.step import split
 from TrainingFactory.types import Completion, Message, Reward, Status, Task, Trajectory, Turn
 
 # -- credit
@@ -133,7 +134,7 @@ def test_equal_advantages_are_not_blown_up() -> None:
     (batch,) = prepared(learner, PPO(), PPO().samples([same, same, same]))
     assert np.abs(batch.packs[0].advantages).max() < 1e-6
     _, figures = PPO().loss(learner._trained(batch.packs[0], batch, PPO().needs))
-    assert "explained" not in figures
+    assert "explained_variance" not in figures
     PPO().prepare([make_batch([])], 0)  # nothing to learn from is no error
 
 
@@ -192,8 +193,8 @@ def test_the_loss_is_the_formula(value_clip: float | None, kl_in: Any) -> None:
     explained = len(now) - ((returns - old_values) ** 2).sum() / 1.7
     total += 0.7 * value_loss - 0.05 * entropy.sum() + (0.3 * kl if kl_in == "loss" else 0)
     assert loss.item() == pytest.approx(total / 100, rel=1e-5)
-    wanted = {"clipped": clipped, "value_loss": value_loss, "explained": explained, "kl": kl}
-    wanted["sampler_gap"] = np.abs(now - sampled).sum()
+    wanted = {"clip_fraction": clipped, "value_loss": value_loss, "explained_variance": explained, "kl": kl}
+    wanted["logprob_diff"] = np.abs(now - sampled).sum()
     assert clipped and figures == pytest.approx({name: sum_ / 100 for name, sum_ in wanted.items()}, rel=1e-5)
     for tensor, slope in (
         (trained.logprobs, slopes),
@@ -212,8 +213,8 @@ def test_options_are_checked() -> None:
         "critic_warmup": -1,
     }  # fmt: skip
     for name, value in wrong.items():
-        with pytest.raises(ValueError, match=rf"ppo\.{name} is"):
-            PPO(**{name: value})
+        with pytest.raises(ValueError, match=rf"ppo\.{name}"):
+            made("ppo", **{name: value})
     assert PPO().needs == {"values"} and PPO(kl=0.1, kl_in="reward").needs == {"values", "reference"}
 
 

@@ -17,6 +17,7 @@ import torch
 from transformers import Qwen3ForSequenceClassification
 from trl.trainer.reward_trainer import DataCollatorForPreference, RewardTrainer
 
+from tests.kits.algorithm import made
 from tests.kits.engine import VOCABULARY, tiny
 from tests.kits.learner import far, gradients, make_learner, words
 from tests.kits.preference import Group, bare_trainer, dialogue, model_gradients, pair_groups
@@ -41,8 +42,8 @@ from TrainingFactory.rollout import play
 from TrainingFactory.rollout.scoring import score
 from TrainingFactory.services.build import learner as assemble_learner
 from TrainingFactory.services.build import rewards as assemble_rewards
+from TrainingFactory.services.build.training import Training
 from TrainingFactory.services.demo.warm_start import demonstrate
-from TrainingFactory.services.training.loop import Training
 from TrainingFactory.types import Message, Reward, Sample, Task, ToolCall, Trajectory
 
 PAD = VOCABULARY  # a token that no row has
@@ -123,7 +124,7 @@ def test_options_are_checked() -> None:
     ]  # fmt: skip
     for options in wrong:
         with pytest.raises(ValueError, match=next(iter(options))):
-            RewardModel(**options)
+            made("reward_model", **options)
     assert all(algorithm.needs == {"scores"} for algorithm in (*CASES, PROCESS))
 
 
@@ -324,11 +325,11 @@ def test_a_base_in_a_folder_is_found_from_everywhere(tmp_path: Path, monkeypatch
     monkeypatch.chdir(tmp_path)
     section = {"name": "base", "quantization": "4bit"}
     config = TrainingConfig(model=section, training={"algorithm": "reward_model"}, lora={"enabled": True})
-    about = assemble_learner.about_reward_model(config)
+    about = assemble_learner.about_reward_model(config, frozenset({"scores"}))
     assert about is not None and about["base"] == str(tmp_path / "base")
     assert About(**about).quantization == "4bit"
     config = TrainingConfig(model="tiny", training={"algorithm": "reward_model"})
-    assert (assemble_learner.about_reward_model(config) or {})["base"] == "tiny"
+    assert (assemble_learner.about_reward_model(config, frozenset({"scores"})) or {})["base"] == "tiny"
 
 
 def test_the_base_is_loaded_as_it_was_trained(tmp_path: Path) -> None:

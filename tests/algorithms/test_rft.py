@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from tests.kits.algorithm import made
 from tests.kits.engine import tiny
-from tests.kits.learner import far, gradients, make_learner, row_logprobs, weights_of, words
+from tests.kits.learner import far, gradients, learn, make_learner, row_logprobs, weights_of, words
 from tests.kits.preference import Group, dialogue, model_gradients, random_prompt
 from tests.kits.run import Quiet, assert_same_run, go_on, rows, small, train
 from tests.kits.warm import lift
@@ -19,8 +20,7 @@ from TrainingFactory.algorithms.rft import RFT
 from TrainingFactory.algorithms.sft import SFT
 from TrainingFactory.data.packing import make_batch
 from TrainingFactory.data.trajectories import load_trajectories, trajectory_to_dict
-from TrainingFactory.services.training.loop import Training
-from TrainingFactory.services.training.update import learn
+from TrainingFactory.services.build.training import Training
 from TrainingFactory.types import Completion, Message, Reward, Status, Task, ToolCall, Trajectory, Turn
 
 
@@ -43,19 +43,19 @@ def test_the_threshold_is_on_outcome_and_steps() -> None:
     group = [did(name, reward=reward) for name, reward in (("a", 1.0), ("b", 0.9), ("c", 2.0), ("d", -1.0))]
     group += [did("e", {}, reward=0.5), replace(did("f"), reward=None)]
     group[4].reward = Reward(0.5, [0.25, 0.25])
-    assert [each.answer for each in RFT().kept(group)] == ["c", "a", "e"]
-    assert [each.answer for each in RFT(threshold=-1.0).kept(group)] == ["c", "a", "e", "b", "d"]
-    assert RFT(threshold=3.0).kept(group) == [] and RFT(threshold=3.0).samples(group) == []
-    assert RFT().kept([]) == []
+    assert [each.answer for each in RFT().accepted(group)] == ["c", "a", "e"]
+    assert [each.answer for each in RFT(threshold=-1.0).accepted(group)] == ["c", "a", "e", "b", "d"]
+    assert RFT(threshold=3.0).accepted(group) == [] and RFT(threshold=3.0).samples(group) == []
+    assert RFT().accepted([]) == []
 
 
 def test_the_best_of_those_that_differ() -> None:
     group = [did("a", reward=1.0), did("b", reward=3.0), did("b", reward=3.0), did("c", reward=2.0)]
-    assert [each.answer for each in RFT(best_of=2).kept(group)] == ["b", "c"]
-    assert [each.answer for each in RFT(best_of=2, dedupe=False).kept(group)] == ["b", "b"]
-    assert RFT(best_of=1).kept(group)[0] is group[1]  # of equals the first
-    with pytest.raises(ValueError, match="best_of is 0"):
-        RFT(best_of=0)
+    assert [each.answer for each in RFT(best_of=2).accepted(group)] == ["b", "c"]
+    assert [each.answer for each in RFT(best_of=2, dedupe=False).accepted(group)] == ["b", "b"]
+    assert RFT(best_of=1).accepted(group)[0] is group[1]  # of equals the first
+    with pytest.raises(ValueError, match="best_of"):
+        made("rft", best_of=0)
 
 
 def test_the_same_calls_and_answer_are_kept_once() -> None:
@@ -65,14 +65,14 @@ def test_the_same_calls_and_answer_are_kept_once() -> None:
         did("y", {"a": 1, "b": 2}), did("x", {"a": 1}), did("x"), did("x", {"a": 1, "b": 2}, {"a": 1, "b": 2}),
         did("x", {"a": "1", "b": 2}),
     ]  # fmt: skip
-    assert RFT().kept([*same, *other]) == [same[0], *other]
-    assert len(RFT(dedupe=False).kept([*same, *other])) == 7
+    assert RFT().accepted([*same, *other]) == [same[0], *other]
+    assert len(RFT(dedupe=False).accepted([*same, *other])) == 7
 
 
 def test_cut_episodes_are_kept_only_if_asked_for() -> None:
     group = [did("a", status="truncated"), did("b"), did("c", status="max_turns")]
-    assert RFT().kept(group) == group[1:]
-    assert RFT(train_truncated=True).kept(group) == group
+    assert RFT().accepted(group) == group[1:]
+    assert RFT(train_truncated=True).accepted(group) == group
 
 
 # -- how it weighs
@@ -166,12 +166,12 @@ def test_it_lifts_success_and_writes_down_what_it_learned_from(warm: Path, tmp_p
     every = list(load_trajectories(run / "trajectories.jsonl"))
     kept = list(load_trajectories(run / "kept.jsonl"))
     groups = [every[start : start + 4] for start in range(0, len(every), 4)]
-    wanted = [each for group in groups for each in RFT().kept(group)]
+    wanted = [each for group in groups for each in RFT().accepted(group)]
     assert list(map(trajectory_to_dict, kept)) == list(map(trajectory_to_dict, wanted))
     assert all(each.reward and each.reward.outcome == 1 for each in kept)
     figures = [row for row in report.rows if "kept" in row]
     assert sum(row["kept"] * 64 for row in figures) == pytest.approx(len(kept))
-    tasks = sum(bool(RFT().kept(group)) for group in groups)
+    tasks = sum(bool(RFT().accepted(group)) for group in groups)
     assert sum(row["kept_tasks"] * 16 for row in figures) == pytest.approx(tasks)
     config = small(
         tmp_path,

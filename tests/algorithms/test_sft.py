@@ -19,8 +19,8 @@ from TrainingFactory.data.packing import make_batch
 from TrainingFactory.data.samples import to_samples
 from TrainingFactory.learning.learner import Learner
 from TrainingFactory.learning.optim import OptimizerOptions
-from TrainingFactory.services.training.demonstrations import Recordings
-from TrainingFactory.services.training.update import evaluate
+from TrainingFactory.learning.step import StepOptions, evaluate_rows
+from TrainingFactory.services.training.tokenized import TokenizedDataset
 
 
 def test_every_episode_is_a_row_whatever_it_earned() -> None:
@@ -66,7 +66,7 @@ def test_the_loss_is_that_of_trl(tmp_path: Path, turns: str) -> None:
     from trl.trainer.sft_trainer import SFTTrainer
 
     model, tokenizer, chat = loaded()
-    dialogues = Recordings(load_examples(tool_dialogues(5), "sft"), chat, 4096)
+    dialogues = TokenizedDataset(load_examples(tool_dialogues(5), "sft"), chat, 4096)
     algorithm = SFT(turns)  # pyright: ignore[reportArgumentType]
     groups = [dialogues.group(number) for number in range(5)]
     rows = [row for group in groups for row in algorithm.samples(group)]
@@ -82,7 +82,7 @@ def test_the_loss_is_that_of_trl(tmp_path: Path, turns: str) -> None:
     inputs = next(iter(trainer.get_train_dataloader()))
     assert int((inputs["labels"] != -100).sum()) == sum(sum(row.loss_mask) for row in rows)
     wanted = trainer.compute_loss(model.eval(), inputs).item()
-    figures = evaluate(Learner(model, OptimizerOptions()), algorithm, groups, 0, token_budget=300)
+    figures = evaluate_rows(Learner(model, OptimizerOptions()), algorithm, rows, 0, StepOptions(300))
     assert figures["loss"] == pytest.approx(wanted, rel=1e-5)
     assert figures["perplexity"] == pytest.approx(torch.tensor(wanted).exp().item(), rel=1e-4)
 

@@ -20,17 +20,17 @@ from TrainingFactory.data.samples import to_samples
 from TrainingFactory.data.trajectories import save_trajectories
 from TrainingFactory.models import chat_format
 from TrainingFactory.openai_form import message_from_dict
-from TrainingFactory.services.runs.folder import RunFolder
-from TrainingFactory.services.training.demonstrations import Recordings
-from TrainingFactory.services.training.loop import Training, TrainingReport, resume
+from TrainingFactory.services.build.training import Training, resume
+from TrainingFactory.services.runs.folder import RunFolder, TrainingReport
+from TrainingFactory.services.training.tokenized import TokenizedDataset
 from TrainingFactory.types import Reward, Trajectory
 
 
 def in_tokens(
     source: Any, form: Form = "sft", chat: Any = None, limit: int = 4096, **options: Any
-) -> Recordings:
+) -> TokenizedDataset:
     examples = source if isinstance(source, Examples) else load_examples(source, form, **options)
-    return Recordings(examples, chat or loaded()[2], limit, options.get("skip_bad_rows", False))
+    return TokenizedDataset(examples, chat or loaded()[2], limit, options.get("skip_bad_rows", False))
 
 
 def rows(group: list[Trajectory]) -> list[tuple[list[int], list[bool]]]:
@@ -195,7 +195,7 @@ def test_a_call_that_nobody_could_read_is_not_rewritten(tmp_path: Path) -> None:
 def test_labels_of_one_class_are_told() -> None:
     said: list[str] = []
     row = {"prompt": "a", "completions": ["b", "c"], "labels": [1, 1]}
-    Recordings(load_examples([row], "prm"), loaded()[2], 4096, say=said.append)
+    TokenizedDataset(load_examples([row], "prm"), loaded()[2], 4096, say=said.append)
     assert said == [
         "note: all 2 labels are good where reward_model.threshold is 0, so there is nothing to tell apart"
     ]

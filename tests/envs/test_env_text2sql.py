@@ -20,7 +20,7 @@ from TrainingFactory.envs.text2sql_data import DOMAINS, QUESTIONS, script_of
 from TrainingFactory.rewards.tool_verified import make_verifier
 from TrainingFactory.rollout.scripted import play
 from TrainingFactory.services.build.rewards import check_reward
-from TrainingFactory.services.training.loop import Training
+from TrainingFactory.services.build.training import Training
 from TrainingFactory.types import Message, Task, ToolCall, Trajectory
 
 CONFIG = Path(__file__).resolve().parents[2] / "configs" / "tiny_text2sql.yaml"

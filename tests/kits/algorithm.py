@@ -14,11 +14,13 @@ from tests.kits.engine import plain_logprobs, tiny
 from tests.kits.learner import Gradients, gradients, make_learner, words
 from TrainingFactory.algorithms.dpo import DPO
 from TrainingFactory.algorithms.grpo import GRPO
+from TrainingFactory.algorithms.kinds import make_algorithm
 from TrainingFactory.algorithms.kto import KTO
 from TrainingFactory.algorithms.ppo import PPO
 from TrainingFactory.algorithms.reward_model import RewardModel
 from TrainingFactory.algorithms.rft import RFT
 from TrainingFactory.algorithms.sft import SFT
+from TrainingFactory.config import TrainingConfig
 from TrainingFactory.data.packing import Batch, make_batch, pack
 from TrainingFactory.learning.heads import ScalarHead, head_for
 from TrainingFactory.learning.learner import Learner
@@ -146,7 +148,7 @@ def batch_for(
     if "mismatched" in needs and mismatched is not None:
         made.mismatched = pack(mismatched, budget, sharing)
     batch = learner.annotate(made, needs)
-    algorithm.prepare([batch], 0)
+    algorithm.prepare([batch], 0, learner.total)
     return batch
 
 
@@ -162,3 +164,9 @@ def distance(found: Gradients, wanted: Gradients) -> float:
     square = sum(float((found[name] - value).double().square().sum()) for name, value in wanted.items())
     whole = sum(float(value.double().square().sum()) for value in wanted.values())
     return (square / whole) ** 0.5
+
+
+def made(name: str, **options: Any) -> Any:
+    """The algorithm as a config makes it: ranges are checked there, contradictions by the algorithm."""
+    config = TrainingConfig(**{name: options})
+    return make_algorithm(name, getattr(config, name).model_dump())

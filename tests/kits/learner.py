@@ -14,7 +14,9 @@ from TrainingFactory.algorithms.trained import Loss
 from TrainingFactory.data.packing import Batch, make_batch
 from TrainingFactory.learning.learner import Learner
 from TrainingFactory.learning.optim import OptimizerOptions
-from TrainingFactory.types import Sample
+from TrainingFactory.learning.step import StepOptions, train_step
+from TrainingFactory.protocols import Algorithm
+from TrainingFactory.types import Sample, Trajectory
 
 Gradients = dict[str, torch.Tensor]
 
@@ -137,3 +139,15 @@ def weights_of(model: Any) -> dict[str, torch.Tensor]:
 
 def with_values(row: Sample, **values: Any) -> Sample:
     return replace(row, **values)
+
+
+def learn(
+    learner: Learner,
+    algorithm: Algorithm,
+    groups: Sequence[Sequence[Trajectory]],
+    step: int,
+    **options: Any,
+) -> dict[str, float]:
+    """One training step over what the groups teach."""
+    rows = [row for group in groups for row in algorithm.samples(group)]
+    return train_step(learner, algorithm, rows, step, StepOptions(**options))

@@ -17,7 +17,7 @@ from TrainingFactory.data.packing import Batch, make_batch
 from TrainingFactory.learning.heads import ScalarHead
 from TrainingFactory.learning.learner import Learner
 from TrainingFactory.learning.optim import OptimizerOptions
-from TrainingFactory.services.training.update import split
+from TrainingFactory.learning.step import split
 from TrainingFactory.types import Completion, Message, Reward, Sample, Task, Trajectory, Turn
 
 
@@ -61,7 +61,7 @@ def prepared(
     batches = [
         learner.annotate(make_batch(part, **packing), ppo.needs) for part in split(rows, parts, seed=1)
     ]
-    ppo.prepare(batches, step=0)
+    ppo.prepare(batches, 0, learner.total)
     return batches
 
 

@@ -12,8 +12,9 @@ from typing import Any
 
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.envs import CalculatorEnvironment
-from TrainingFactory.services.runs.folder import RunFolder
-from TrainingFactory.services.training.loop import Objects, Training, TrainingReport
+from TrainingFactory.services.build.training import Training
+from TrainingFactory.services.runs.folder import RunFolder, TrainingReport
+from TrainingFactory.services.training.dataset import Objects
 from TrainingFactory.types import Message, Task, Trajectory
 
 TIMES = ("time", "seconds", "steps_per_second", "tokens_per_second", "tools_share")

@@ -27,9 +27,11 @@ from TrainingFactory.learning.learner import Learner
 from TrainingFactory.models import chat_format, load_model
 from TrainingFactory.models.words import NAMES, PLACES
 from TrainingFactory.services.build import assemble
+from TrainingFactory.services.build.training import Training
 from TrainingFactory.services.demo.warm_start import Lessons, WarmStartPlan, demonstrate, teach, word_drill
 from TrainingFactory.services.evaluation.evaluation import evaluation_metrics
-from TrainingFactory.services.training.loop import Objects, Training, TrainingReport
+from TrainingFactory.services.runs.folder import TrainingReport
+from TrainingFactory.services.training.dataset import Objects
 from TrainingFactory.tools import tool
 from TrainingFactory.types import Message, Task, ToolCall
 

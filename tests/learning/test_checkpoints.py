@@ -54,7 +54,7 @@ def test_training_goes_on_as_if_it_had_not_stopped(tmp_path: Path, name: str, lo
     learn(learner, 4, 5)
     _, other = make(name, seed=0 if lora else 5, lora=lora, dtype=dtype)
     assert load_checkpoint(tmp_path / "c", other) == {"mine": 1}
-    assert (other.steps, other.version) == (3, 3)
+    assert other.steps == 3
     learn(other, 4, 5)
     ours, theirs = weights(learner), weights(other)
     assert all(torch.equal(ours[key], theirs[key]) for key in ours)

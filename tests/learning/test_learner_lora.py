@@ -41,7 +41,7 @@ from TrainingFactory.services.build import assemble
 from TrainingFactory.services.build.learner import make_algorithm, make_critic, make_trainable
 from TrainingFactory.services.build.learner import make_learner as make_learner_of
 from TrainingFactory.services.training.preflight import check
-from TrainingFactory.types import Sample, SamplingParams
+from TrainingFactory.types import Sample, SamplingParams, Weights
 
 
 def rows_of(count: int = 5) -> list[Sample]:
@@ -176,7 +176,7 @@ def test_the_reference_is_the_model_that_training_starts_with(tmp_path: Path, st
     config = TrainingConfig(model=model, lora=lora, training={"algorithm": "dpo", "learning_rate": 1e-2})
     loaded = assemble.load(config)
     make_trainable(config, loaded)
-    learner = make_learner_of(config, loaded, make_algorithm(config), None, 5)
+    learner = make_learner_of(config, loaded, make_algorithm(config), 5)
     assert (learner.reference is None) == (start == "fresh")
     batch = make_batch(rows_of())
     with torch.no_grad():
@@ -229,7 +229,7 @@ def test_an_adapter_over_weights_in_few_bits(warm: Path, bits: str) -> None:
     stored = layer.weight.detach().clone()
     model: Any = add_lora(loaded.model, r=4, target_modules=["q_proj", "up_proj"])
     engine = NativeEngine(model, slots=4, max_length=128)
-    learner = Learner(model, OptimizerOptions(learning_rate=1e-3), sampler=engine)
+    learner = Learner(model, OptimizerOptions(learning_rate=1e-3))
     # 8bit treats columns with outliers apart, and which those are depends on all rows of a batch: the learner may find
     # that a tree gives something else than rows.
     assert learner.sharing or bits == "8bit"
@@ -237,10 +237,11 @@ def test_an_adapter_over_weights_in_few_bits(warm: Path, bits: str) -> None:
     prompts = [words(rng, 40) for _ in range(3)]
     algorithm, figures = GRPO(kl=0.1), dict[str, float]()
     for step in range(2):
-        rows = asyncio.run(sampled_rows(learner.publish(), prompts, step, 1.0))
+        asyncio.run(engine.update(Weights(step)))
+        rows = asyncio.run(sampled_rows(engine, prompts, step, 1.0))
         batch = learner.annotate(make_batch(rows, sharing=learner.sharing), algorithm.needs)
         figures = learner.update(batch, algorithm.loss, algorithm.needs)
-        assert figures["sampler_gap"] < (1e-5 if bits == "4bit" else 2e-2)
+        assert figures["logprob_diff"] < (1e-5 if bits == "4bit" else 2e-2)
         assert figures["grad_norm"] > 0
     assert torch.equal(layer.weight, stored) and figures["kl"] > 0
     if bits == "4bit":
@@ -301,21 +302,21 @@ def test_sampler_and_learner_agree_after_updates(adapter: bool, temperature: flo
     """Three steps, the same prompts each time: keys and values of old weights would show as a gap."""
     model: Any = add_lora(tiny(), r=4) if adapter else tiny()
     engine = NativeEngine(model, slots=8, max_length=128)
-    learner = Learner(model, OptimizerOptions(learning_rate=1e-2), sampler=engine, temperature=temperature)
+    learner = Learner(model, OptimizerOptions(learning_rate=1e-2), temperature=temperature)
     rng = random.Random(0)
     head = words(rng, 60)
     prompts = [head + words(rng, 5) for _ in range(4)]
     algorithm, gaps = GRPO(), []
     for step in range(3):
-        sampler = learner.publish()
-        assert sampler.policy_version == learner.version == step
-        rows = asyncio.run(sampled_rows(sampler, prompts, step, temperature))
+        asyncio.run(engine.update(Weights(step)))
+        assert engine.policy_version == step
+        rows = asyncio.run(sampled_rows(engine, prompts, step, temperature))
         figures = learner.update(make_batch(rows), algorithm.loss)
-        gaps.append(figures["sampler_gap"])
+        gaps.append(figures["logprob_diff"])
     assert max(gaps) < 1e-5
-    # without publishing, the engine still samples but its keys are old: the figure shows it
+    # without an update, the engine still samples but its keys are old: the figure shows it
     stale = asyncio.run(sampled_rows(engine, prompts, 9, temperature))
-    assert learner.update(make_batch(stale), algorithm.loss)["sampler_gap"] > 1e-3
+    assert learner.update(make_batch(stale), algorithm.loss)["logprob_diff"] > 1e-3
 
 
 async def sampled_rows(sampler: Any, prompts: list[list[int]], step: int, temperature: float) -> list[Sample]:

@@ -24,8 +24,9 @@ from TrainingFactory.models.words import NAMES
 from TrainingFactory.rewards.judge.endpoints import JudgeFailure, OpenAIEndpoint, Reply
 from TrainingFactory.rewards.model_judge import model_judge
 from TrainingFactory.rewards.workers.distributed import DistributedRewardModel
+from TrainingFactory.services.build.training import Training
 from TrainingFactory.services.serving.server import make_server, served_sections
-from TrainingFactory.services.training.loop import Objects, Training
+from TrainingFactory.services.training.dataset import Objects
 from TrainingFactory.types import Message, Reward, Trajectory
 
 pytestmark = pytest.mark.usefixtures("judge_key")

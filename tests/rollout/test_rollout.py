@@ -21,7 +21,7 @@ from tests.kits.rollout import (
     tasks,
 )
 from TrainingFactory.rollout import play, rollout_metrics
-from TrainingFactory.rollout.seeds import turn_seed
+from TrainingFactory.seeds import turn_seed
 from TrainingFactory.types import (
     Message,
     Reward,

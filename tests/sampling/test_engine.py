@@ -14,7 +14,7 @@ from torch import nn
 from tests.kits.engine import KINDS, STOPS, episode, grouped_prompts, play, tiny, words, worst
 from TrainingFactory.sampling import NativeEngine
 from TrainingFactory.sampling.table import SlotTable
-from TrainingFactory.types import SamplingParams
+from TrainingFactory.types import SamplingParams, Weights
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -220,7 +220,7 @@ def test_training_between_rollouts() -> None:
         model(ids, labels=ids).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        engine.advance(version + 1)
+        asyncio.run(engine.update(Weights(version + 1)))
     assert engine.policy_version == 3
     assert not any(parameter.is_inference() for parameter in model.parameters())
 
@@ -235,13 +235,14 @@ async def _update_in_an_episode(engine: NativeEngine, model: nn.Module) -> tuple
     while not (engine._table.running.any() or running.done()):
         await asyncio.sleep(0.001)  # a turn that has not begun when the update comes waits for it
 
-    def apply() -> None:
+    def apply(weights: Weights) -> None:
         assert running.done() or len(engine._table.requests) == engine._table.requests.count(None)
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(torch.randn_like(parameter), alpha=0.1)
 
-    update = asyncio.create_task(engine.update_weights(apply, 7))
+    engine._load = apply  # between the last turn under the old weights and the first under the new ones
+    update = asyncio.create_task(engine.update(Weights(7)))
     await asyncio.sleep(0)
     longer = prompt + first.token_ids + words(rng, 6)
     second = await session.sample(longer, SamplingParams(max_tokens=5))  # held back until the update is done

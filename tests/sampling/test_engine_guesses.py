@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from tests.kits.engine import KINDS, STOPS, VOCABULARY, grouped_prompts, play, tiny, worst
 from TrainingFactory.sampling import NativeEngine
 from TrainingFactory.sampling.drafts import CONTEXT, Drafts
+from TrainingFactory.types import Weights
 
 PROMPTS = grouped_prompts(3, 3)
 
@@ -80,7 +82,7 @@ def test_what_comes_again_takes_fewer_forwards() -> None:
     engine = NativeEngine(tiny(), slots=9, max_length=256)
     counts = []
     for version in range(3):
-        engine.advance(version)
+        asyncio.run(engine.update(Weights(version)))
         before = engine.stats.forwards
         play(engine, PROMPTS, turns=1)
         counts.append(engine.stats.forwards - before)

@@ -30,7 +30,7 @@ from tests.kits.engine import VOCABULARY, Turns, episode, grouped_prompts, play,
 from TrainingFactory.sampling import NativeEngine
 from TrainingFactory.sampling.native import NativeSession
 from TrainingFactory.sampling.view import OneCallNorm, fuses, shared_view
-from TrainingFactory.types import Completion, SamplingParams
+from TrainingFactory.types import Completion, SamplingParams, Weights
 
 
 def bits(runs: list[Turns]) -> list:
@@ -71,7 +71,8 @@ def test_deterministic_prefixes_are_pure() -> None:
 
     async def everything() -> tuple[list[Completion], list[Completion]]:
         params = SamplingParams(max_tokens=1, temperature=1)
-        shared = [await engine.sample(prompt, params) for prompt in prompts]
+        sessions = [engine.session() for _ in prompts]  # side by side, each has a slot of its own
+        shared = [await each.sample(prompt, params) for each, prompt in zip(sessions, prompts, strict=True)]
         return shared, [await alone.sample(prompt, params) for prompt in prompts]
 
     asyncio.run(everything())
@@ -171,30 +172,12 @@ def test_nan_logits_are_an_error() -> None:
         asyncio.run(engine.sample([5, 6], SamplingParams()))
 
 
-def test_advance_needs_quiet() -> None:
-    engine = NativeEngine(tiny(), slots=2, max_length=128)
-
-    async def everything() -> None:
-        running = asyncio.create_task(engine.sample([5, 6], SamplingParams(max_tokens=50)))
-        await asyncio.sleep(0)
-        with pytest.raises(RuntimeError, match="update_weights"):
-            engine.advance(1)
-        await running
-        engine.advance(1)
-
-    asyncio.run(everything())
-    assert engine.policy_version == 1
-
-
 def test_a_failed_update_keeps_the_version_and_goes_on() -> None:
     engine = NativeEngine(tiny(), slots=2, max_length=128)
 
-    def broken() -> None:
-        raise OSError("no such file")
-
     async def everything() -> Completion:
-        with pytest.raises(OSError, match="no such file"):
-            await engine.update_weights(broken, 3)
+        with pytest.raises(ValueError, match=r"cannot load elsewhere\.safetensors"):
+            await engine.update(Weights(3, "elsewhere.safetensors"))
         return await engine.sample([5, 6], SamplingParams(max_tokens=3))
 
     assert asyncio.run(everything()).policy_version == 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import shlex
@@ -18,9 +17,10 @@ from TrainingFactory.cli import main
 from TrainingFactory.cli.display import Panel
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.services import GRPOTrainer
+from TrainingFactory.services.build.training import Training
 from TrainingFactory.services.runs.folder import RunFolder
 from TrainingFactory.services.runs.tracking import in_short
-from TrainingFactory.services.training.loop import Objects, Training
+from TrainingFactory.services.training.dataset import Objects
 
 ROOT = Path(__file__).resolve().parents[2]
 Run = Callable[..., tuple[int, str, str]]
@@ -269,7 +269,6 @@ def test_hints_work_as_printed(tfactory: Run) -> None:
 def test_how_far_a_killed_run_was_to_go(tmp_path: Path) -> None:
     training = Training(small(tmp_path), name="a", objects=Objects(environment=Parity), watcher=Quiet())
     training.run.unlock()
-    asyncio.run(training.tools.close())
     run = RunFolder(tmp_path / "a")
     assert (run.state, run.status.step, run.status.steps) == ("killed", 0, 6)
 

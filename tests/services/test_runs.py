@@ -16,14 +16,17 @@ import yaml
 from tests.kits.run import Parity, Quiet, assert_same_run, go_on, rows, small, train
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.data.trajectories import load_trajectories
+from TrainingFactory.models import chat_format, load_model
 from TrainingFactory.services import GRPOTrainer, SFTTrainer
 from TrainingFactory.services.build.rewards import reward_model_folder
+from TrainingFactory.services.build.training import Training, resume
 from TrainingFactory.services.evaluation.evaluation import reward_of, wilson
 from TrainingFactory.services.runs import tracking
 from TrainingFactory.services.runs.folder import RunFolder, list_runs
-from TrainingFactory.services.training.loop import Objects, Training, resume
+from TrainingFactory.services.training.dataset import Objects, read_examples
+from TrainingFactory.services.training.order import Order
 from TrainingFactory.services.training.preflight import check
-from TrainingFactory.services.training.source import Order
+from TrainingFactory.services.training.tokenized import TokenizedDataset
 from TrainingFactory.tools import tool
 from TrainingFactory.types import Task
 
@@ -259,7 +262,13 @@ def test_equal_groups_leave_the_weights_alone(tmp_path: Path) -> None:
     watcher = Quiet()
     report = train(small(tmp_path), "a", watcher, environment=Parity, reward=lambda episode: 1.0)
     assert [row["rows"] for row in report.rows] == [0] * 6 and report.state == "finished"
-    assert json.loads((tmp_path / "a/checkpoints/step-000006/learner.json").read_text())["version"] == 0
+    # Versions count training steps, also those that change no weight.
+    versions = {
+        (trajectory.group.partition("/")[0], turn.completion.policy_version)
+        for trajectory in load_trajectories(tmp_path / "a" / "trajectories.jsonl")
+        for turn in trajectory.turns
+    }
+    assert versions == {(str(step), step) for step in range(6)}
 
 
 def test_a_full_disk_while_appending(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -358,11 +367,10 @@ def test_sft_from_conversations_and_trajectories(tmp_path: Path) -> None:
     assert report.rows[-1]["loss"] < report.rows[0]["loss"] - 1
     from TrainingFactory.models.tiny import tiny_tokenizer  # the literal tag became the real token
 
-    source = Training(config, name="b", watcher=Quiet())
-    source._load()
-    group = next(
-        g for s in range(3) for g in source.source.groups(s, source.learner.publish) if len(g[0].turns) == 2
-    )
+    loaded = load_model("builtin:tiny", device="cpu")
+    examples = read_examples(config, str(path))
+    dataset = TokenizedDataset(examples, chat_format(loaded.tokenizer, stop_ids=loaded.stop_ids), 1000)
+    group = next(g for n in range(len(dataset)) if len((g := dataset.group(n))[0].turns) == 2)
     vocabulary = tiny_tokenizer().get_vocab()
     assert vocabulary["<tool_call>"] in group[0].turns[0].completion.token_ids
     assert group[0].turns[0].message.tool_calls[0].arguments == {"x": 1}

@@ -176,7 +176,7 @@ def test_a_client_that_hangs_up_frees_the_engine(
         assert begun.wait(HANG)
     until(lambda: tiny.get("/health").json()["running"] == 0)
     go_on.set()
-    until(lambda: engine._open == 0 and not engine._working)
+    until(lambda: engine.sessions == 0 and not engine._working)
     assert engine.stats.forwards - before <= 2 and not engine._table.running.any()
     post(tiny, user(max_tokens=2))
     # A session that ends while the engine rests gives its slot back with the next request: this last one's.

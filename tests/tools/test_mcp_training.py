@@ -17,8 +17,9 @@ from tests.kits.warm import Homes
 from tests.servers.homes_server import HOMES
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.data.trajectories import load_trajectories
+from TrainingFactory.services.build.training import Training
 from TrainingFactory.services.runs.folder import RunFolder
-from TrainingFactory.services.training.loop import Objects, Training
+from TrainingFactory.services.training.dataset import Objects
 from TrainingFactory.types import Trajectory
 
 ROOT = Path(__file__).resolve().parents[2]

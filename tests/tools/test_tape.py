@@ -13,8 +13,9 @@ import pytest
 from tests.kits.rollout import Echo, call_text, rollout
 from tests.kits.run import Quiet, assert_same_run, rows, small
 from TrainingFactory.protocols import Episode
-from TrainingFactory.services.runs.folder import RunFolder
-from TrainingFactory.services.training.loop import Objects, Training, TrainingReport
+from TrainingFactory.services.build.training import Training
+from TrainingFactory.services.runs.folder import RunFolder, TrainingReport
+from TrainingFactory.services.training.dataset import Objects
 from TrainingFactory.tools import tool
 from TrainingFactory.tools.cache.cache import ToolCache
 from TrainingFactory.tools.recording import (

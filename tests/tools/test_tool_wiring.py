@@ -25,10 +25,11 @@ from TrainingFactory.rollout import rollout_metrics
 from TrainingFactory.services import GRPOTrainer
 from TrainingFactory.services.build.chosen_tools import cacheable, choose_names
 from TrainingFactory.services.build.run_tools import RunTools
+from TrainingFactory.services.build.training import Training
 from TrainingFactory.services.evaluation.rollouts import Rollouts, check_tools
 from TrainingFactory.services.runs.folder import RunFolder
+from TrainingFactory.services.training.dataset import Objects
 from TrainingFactory.services.training.interrupts import Interrupts
-from TrainingFactory.services.training.loop import Objects, Training
 from TrainingFactory.tools import AsyncToolExecutor, tool
 from TrainingFactory.tools.cache.cache import ToolCache
 from TrainingFactory.tools.recording import CALLS
@@ -362,9 +363,11 @@ def test_what_a_run_started_ends_with_it(folder: Path, monkeypatch: pytest.Monke
     with pytest.raises(ValueError, match="exists already"):
         Training(config, name="fine", watcher=Quiet())
     with pytest.raises(ValueError, match="did you mean calculator"):
-        Training(TrainingConfig(**config.model_dump() | {"tools": ["process", "calculato"]}), watcher=Quiet())
+        wrong = TrainingConfig(**config.model_dump() | {"tools": ["process", "calculato"]})
+        Training(wrong, name="d", watcher=Quiet()).train()
     Rollouts(config).run()
-    assert len(Process.started) == 5 and Process.ended == Process.started
+    assert len(Process.started) == 4 and Process.ended == Process.started
+    assert not (folder / "c").exists() and not (folder / "d").exists()
 
 
 # the cache
@@ -544,7 +547,11 @@ class Alone(Down):
 def test_a_run_waits_for_its_tools_and_then_gives_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     no_turn_is_cut(monkeypatch)
     pauses: list[float] = []
-    monkeypatch.setattr(Interrupts, "pause", lambda _, seconds: pauses.append(seconds))
+
+    async def paused(interrupts: Interrupts, seconds: float) -> None:
+        pauses.append(seconds)
+
+    monkeypatch.setattr(Interrupts, "pause", paused)
     watcher = Quiet()
     run = Training(
         small(tmp_path, training={"max_steps": 20}),
@@ -589,7 +596,7 @@ def test_calls_of_a_step_that_is_not_done_are_in_no_checkpoint(
         def step(self, step: int, total: int, metrics: dict[str, float]) -> None:
             Flip.down = True
 
-    def killed(interrupts: Interrupts, seconds: float) -> None:
+    async def killed(interrupts: Interrupts, seconds: float) -> None:
         raise RuntimeError("killed")
 
     monkeypatch.setattr(Flip, "down", False)

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from datetime import date
-from itertools import islice
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from TrainingFactory import catalog
 from TrainingFactory.config import TrainingConfig
-from TrainingFactory.data.tasks import load_tasks
-from TrainingFactory.envs import ToolEnvironment
 from TrainingFactory.protocols import (
     ChatFormat,
     EnvironmentFactory,
@@ -20,77 +14,14 @@ from TrainingFactory.protocols import (
     Sampler,
 )
 from TrainingFactory.rollout import AsyncRolloutEngine
-from TrainingFactory.services.build.user_code import environment_from_file
-from TrainingFactory.tools.python_files import is_file_name, told
 from TrainingFactory.tools.runtime import ToolRuntime
-from TrainingFactory.types import SamplingParams, Task, Trajectory
+from TrainingFactory.types import SamplingParams, Trajectory
 
 if TYPE_CHECKING:
     from TrainingFactory.models import LoadedModel, TemplateChatFormat
     from TrainingFactory.sampling import NativeEngine
 
-DEFAULT_TASKS = 16
-TRAINING_TASKS = 1000
 DEFAULT_MAX_LENGTH = 4096
-
-
-def make_environment(config: TrainingConfig, with_tools: bool = False) -> EnvironmentFactory:
-    """`with_tools`: tools are handed to the run, which then needs no environment of its own."""
-    name = config.environment.environment_id
-    if name is not None:
-        return environment_from_file(name) if is_file_name(name) else catalog.find("environment", name)
-    if with_tools:
-        return ToolEnvironment  # a plain conversation
-    known = ", ".join(name for name, alias in catalog.names("environment").items() if alias is None)
-    raise ValueError(f"no environment is named; give one of {known}, or a Python file such as weather.py")
-
-
-def make_tasks(
-    config: TrainingConfig, environment: EnvironmentFactory, default_count: int = DEFAULT_TASKS
-) -> list[Task]:
-    """From a file, or `default_count` of the environment's own where the config does not say how many."""
-    data = config.data
-    if data.tasks is not None:
-        return load_tasks(Path(data.tasks).expanduser())[: data.count]
-    name = config.environment.environment_id or environment_name(environment)
-    if name == ToolEnvironment.__name__:
-        raise ValueError(
-            "tools without an environment make a plain conversation, and its tasks come from a file: "
-            "data.tasks=FILE.jsonl, with a prompt and an answer in each line"
-        )
-    return own_tasks(environment, name, data.split, data.seed, data.count or default_count)
-
-
-def make_heldout_tasks(
-    config: TrainingConfig, environment: EnvironmentFactory, path: str | None
-) -> list[Task]:
-    """The tasks for evaluation during training: of a file, or the environment's own."""
-    data = config.data
-    if path is not None:
-        return load_tasks(Path(path).expanduser())[: data.heldout_count]
-    name = config.environment.environment_id or environment_name(environment)
-    if name == ToolEnvironment.__name__:
-        raise ValueError("held-out tasks of a plain conversation come from a file: data.heldout=FILE.jsonl")
-    return own_tasks(environment, name, "heldout", data.seed, data.heldout_count)
-
-
-def own_tasks(environment: EnvironmentFactory, name: str, split: str, seed: int, count: int) -> list[Task]:
-    try:
-        tasks = list(islice(environment.tasks(split, seed, count), count))
-    except Exception as error:  # foreign code
-        raise told(error) from error
-    if not tasks:
-        raise ValueError(f"environment {name} made no task for split {split!r} and seed {seed}")
-    if wrong := next((task for task in tasks if not isinstance(task, Task)), None):
-        raise ValueError(f"environment {name} must make Task objects, not {type(wrong).__name__}")
-    seen = Counter(task.id for task in tasks)
-    if twice := sorted(task_id for task_id, count in seen.items() if count > 1):
-        raise ValueError(f"environment {name} gave several tasks the same id: {', '.join(twice[:5])}")
-    return tasks
-
-
-def environment_name(environment: EnvironmentFactory) -> str:
-    return getattr(environment, "__name__", type(environment).__name__)  # a class, or an object of the user's
 
 
 def load(config: TrainingConfig) -> LoadedModel:

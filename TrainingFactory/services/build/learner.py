@@ -6,12 +6,14 @@ from copy import deepcopy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from TrainingFactory.algorithms import kinds
+from TrainingFactory.algorithms.kinds import KINDS
 from TrainingFactory.config import TrainingConfig
-from TrainingFactory.config.not_yet import SAMPLED
-from TrainingFactory.protocols import Algorithm, Sampler
+from TrainingFactory.protocols import Algorithm
 
 if TYPE_CHECKING:
     from TrainingFactory.learning.learner import Learner
+    from TrainingFactory.learning.policy import LocalPolicy
     from TrainingFactory.models import LoadedModel
 
 
@@ -31,33 +33,27 @@ def make_trainable(config: TrainingConfig, loaded: LoadedModel) -> None:
 
 
 def make_algorithm(config: TrainingConfig) -> Algorithm:
-    """The options of an algorithm's section are its arguments."""
-    from TrainingFactory.algorithms.dpo import DPO
-    from TrainingFactory.algorithms.grpo import GRPO
-    from TrainingFactory.algorithms.kto import KTO
-    from TrainingFactory.algorithms.ppo import PPO
-    from TrainingFactory.algorithms.reward_model import RewardModel
-    from TrainingFactory.algorithms.rft import RFT
-    from TrainingFactory.algorithms.sft import SFT
-
     name = config.training.algorithm
-    makers: dict[str, Any] = {
-        "sft": SFT, "grpo": GRPO, "ppo": PPO, "rft": RFT, "dpo": DPO, "kto": KTO, "reward_model": RewardModel
-    }  # fmt: skip
-    return makers[name](**getattr(config, name).model_dump())
+    return kinds.make_algorithm(name, getattr(config, name).model_dump())
 
 
-def make_learner(
-    config: TrainingConfig, loaded: LoadedModel, algorithm: Algorithm, sampler: Sampler | None, steps: int
-) -> Learner:
-    """`steps` are those of the training loop; each may have several of the optimiser."""
+def make_policy(config: TrainingConfig, loaded: LoadedModel, algorithm: Algorithm, steps: int) -> LocalPolicy:
+    """Make the policy of this process. `steps` are those of the training loop; each may have several updates."""
+    from TrainingFactory.learning.policy import LocalPolicy
+    from TrainingFactory.learning.step import StepOptions
+
+    training = config.training
+    options = StepOptions(training.token_budget, training.update_epochs, training.minibatches, training.seed)
+    learner = make_learner(config, loaded, algorithm, steps)
+    return LocalPolicy(learner, algorithm, loaded.tokenizer, options)
+
+
+def make_learner(config: TrainingConfig, loaded: LoadedModel, algorithm: Algorithm, steps: int) -> Learner:
     from TrainingFactory.learning.heads import head_for
     from TrainingFactory.learning.learner import Learner
     from TrainingFactory.learning.optim import OptimizerOptions
 
-    options, name = config.training, config.training.algorithm
-    critic = make_critic(loaded.model) if name == "ppo" and config.ppo.critic == "separate" else None
-    headed = bool(algorithm.needs & {"values", "scores"})
+    options, needs = config.training, algorithm.needs
     updates = options.update_epochs * options.minibatches
     return Learner(
         loaded.model,
@@ -65,36 +61,35 @@ def make_learner(
             options.optimizer,
             options.learning_rate,
             options.weight_decay,
-            critic_learning_rate=critic_rate(config) if name == "ppo" else None,
+            critic_learning_rate=critic_rate(config) if "values" in needs else None,
             schedule=options.schedule,
             warmup_steps=options.warmup_steps * updates,
             total_steps=steps * updates,
             max_grad_norm=options.max_grad_norm,
         ),
-        sampler=sampler,
-        reference=make_reference(config, loaded.model) if "reference" in algorithm.needs else None,
-        head=head_for(loaded.model, about_reward_model(config)) if headed else None,
-        critic=critic,
-        temperature=config.sampling.temperature if name in SAMPLED else 1.0,
+        reference=make_reference(config, loaded.model) if "reference" in needs - _known(needs) else None,
+        head=head_for(loaded.model, about_reward_model(config, needs))
+        if needs & {"values", "scores"}
+        else None,
+        critic=make_critic(loaded.model) if "critic" in needs else None,
+        temperature=config.sampling.temperature if KINDS[options.algorithm].samples else 1.0,
         gradient_checkpointing=options.gradient_checkpointing,
     )
 
 
+def _known(needs: frozenset[str]) -> frozenset[str]:
+    """Return what comes with the rows."""
+    return frozenset({"reference"}) if "precomputed" in needs else frozenset()
+
+
 def make_reference(config: TrainingConfig, model: Any) -> Any:
-    """The model that training starts with: a copy, or none where it is the model under a fresh adapter. What is
-    computed before training can be by the model itself."""
-    if config.lora.enabled and config.model.adapter is None:
-        return None
-    return model if precomputes_reference(config) else copy_of(model)
+    """Copy the model that training starts with; None where it is the model under a fresh adapter."""
+    return None if config.lora.enabled and config.model.adapter is None else copy_of(model)
 
 
-def precomputes_reference(config: TrainingConfig) -> bool:
-    return config.training.algorithm == "dpo" and config.dpo.reference == "precomputed"
-
-
-def about_reward_model(config: TrainingConfig) -> dict[str, Any] | None:
-    """What a checkpoint of a reward model says beside its weights; see `learning/reward_models.py`."""
-    if config.training.algorithm != "reward_model":
+def about_reward_model(config: TrainingConfig, needs: frozenset[str]) -> dict[str, Any] | None:
+    """Return what a checkpoint of a reward model says beside its weights; see `learning/reward_models.py`."""
+    if "scores" not in needs:
         return None
     model = config.model
     described = model.model_dump(include={"revision", "family", "thinking", "quantization"})

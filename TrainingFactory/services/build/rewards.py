@@ -20,20 +20,20 @@ from TrainingFactory.rewards import LearnedReward
 from TrainingFactory.rewards.adapt import Adapted, as_reward, compares
 from TrainingFactory.rewards.checks import check_choice, check_seconds
 from TrainingFactory.rewards.combined import ENVIRONMENT, Combined
-from TrainingFactory.rewards.workers.distributed import DistributedRewardModel
 from TrainingFactory.rewards.judge.base import Judge
 from TrainingFactory.rewards.judge.groups import RankingJudge
+from TrainingFactory.rewards.judge.pool import judges_at
 from TrainingFactory.rewards.judge.verdicts import MAX_CANDIDATES
 from TrainingFactory.rewards.model_judge import VERDICTS, model_judge
-from TrainingFactory.rewards.judge.pool import judges_at
 from TrainingFactory.rewards.process_reward import ProcessReward
 from TrainingFactory.rewards.process_rules import PROCESS_RULES
-from TrainingFactory.rewards.workers.processes import RewardProcess
 from TrainingFactory.rewards.rule_based import rule_from_options
 from TrainingFactory.rewards.rules.base import OnlyIf
 from TrainingFactory.rewards.rules.code import ToolRule
 from TrainingFactory.rewards.targets import find_callable, load_target
 from TrainingFactory.rewards.tool_verified import VERIFIERS, make_verifier
+from TrainingFactory.rewards.workers.distributed import DistributedRewardModel
+from TrainingFactory.rewards.workers.processes import RewardProcess
 from TrainingFactory.services.runs.folder import RunFolder, is_run
 from TrainingFactory.tools.builtin.making import OptionError, Wrong, call_with
 from TrainingFactory.types import Task

@@ -15,8 +15,11 @@ from TrainingFactory.options import is_secret
 from TrainingFactory.protocols import EnvironmentFactory, Tool, ToolSource
 from TrainingFactory.services.build.chosen_tools import Chosen, cache_all, cacheable, choose_names
 from TrainingFactory.services.build.user_code import tools_from_file
-from TrainingFactory.tools import FunctionTool, MCPTools, ToolCache, as_tool
+from TrainingFactory.tools.adapt import as_tool
 from TrainingFactory.tools.builtin.making import make_tool
+from TrainingFactory.tools.cache.cache import ToolCache
+from TrainingFactory.tools.decorator import FunctionTool
+from TrainingFactory.tools.mcp_tools import MCPTools
 from TrainingFactory.tools.python_files import is_file_name
 
 Handed = Tool | ToolSource

@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.config.schema import RewardSection
-from TrainingFactory.protocols import RewardFunction
-from TrainingFactory.rewards.adapt import Adapted, compares
-from TrainingFactory.rewards.combined import Combined
-from TrainingFactory.rollout import rollout_metrics
+from TrainingFactory.rollout.metrics import Z95, evaluation_metrics, wilson  # noqa: F401
 from TrainingFactory.services.build import rewards as assemble_rewards
+from TrainingFactory.services.build.measure import evaluation_reward, scored_by
 from TrainingFactory.services.build.named_files import as_then
+from TrainingFactory.services.build.started import as_started
 from TrainingFactory.services.evaluation.rollouts import Report, Rollouts
 from TrainingFactory.services.runs.folder import RunFolder, is_run, list_runs
-from TrainingFactory.services.training.preflight import as_started
 from TrainingFactory.types import Trajectory
-
-Z95 = 1.959964  # a normal variable is within so many deviations with 95 % probability
-OWN = "the environment's own reward"
-# reward.type -> the option that tells one of this type from another
-TOLD_BY = {"function": "function", "rule_based": "rule", "tool_verified": "verify"}
 
 
 @dataclass(slots=True)
@@ -32,58 +24,6 @@ class EvaluationReport:
     report: Report
     metrics: dict[str, float]
     path: Path  # the saved episodes
-
-
-def evaluation_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """`rollout_metrics`, and `success`: the share of scored episodes whose outcome is over 0, with its 95 %
-    interval `success_low` to `success_high`. What could not be scored is counted in `episodes/unscored`."""
-    metrics = rollout_metrics(trajectories)
-    outcomes = [trajectory.reward.outcome for trajectory in trajectories if trajectory.reward is not None]
-    if outcomes:
-        won = sum(outcome > 0 for outcome in outcomes)
-        metrics["success"] = won / len(outcomes)
-        metrics["success_low"], metrics["success_high"] = wilson(won, len(outcomes))
-    return metrics
-
-
-def wilson(won: int, tried: int) -> tuple[float, float]:
-    """95 % interval of a share. Unlike the usual plus and minus it is right near 0 and 1 too."""
-    share, square = won / tried, Z95**2
-    middle = (share + square / (2 * tried)) / (1 + square / tried)
-    half = Z95 * math.sqrt(share * (1 - share) / tried + square / (4 * tried**2)) / (1 + square / tried)
-    return max(0.0, middle - half), min(1.0, middle + half)
-
-
-def evaluation_reward(
-    reward: RewardFunction | None, say: Callable[[str], None] = lambda _: None
-) -> RewardFunction | None:
-    """By what a model is measured, in a run and after it. Comparisons within a group have the same mean however good
-    the model is, so they are left out: the other parts of the reward measure, or where there are none, the
-    environment's own reward."""
-    if not compares(reward):
-        return reward
-    inner: Any = reward.function if isinstance(reward, Adapted) else reward
-    rest = inner.without_comparisons() if isinstance(inner, Combined) else None
-    by = OWN if rest is None else _parts(rest.rewards)
-    say(
-        f"note: the reward compares the episodes of a group, which cannot measure progress; evaluation goes by {by}"
-    )
-    return rest
-
-
-def scored_by(config: TrainingConfig, measuring: RewardFunction | None) -> str:
-    """Whose reward that is, in words; `measuring` is what `evaluation_reward` made of the config's."""
-    reward = config.reward
-    if isinstance(measuring, Combined):
-        return _parts(measuring.rewards)
-    if reward.type == "environment" or (measuring is None and reward.type != "learned"):
-        return OWN
-    name = reward.options.get(TOLD_BY.get(reward.type, "")) or reward.model
-    return f"reward.type={reward.type}" + (f" ({name})" if name else "")
-
-
-def _parts(names: Iterable[str]) -> str:
-    return f"the parts {', '.join(names)}"
 
 
 class Evaluation:

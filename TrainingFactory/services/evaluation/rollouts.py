@@ -1,33 +1,30 @@
-"""Episodes without training: run them, save each as it ends, sum them up."""
+"""Run episodes without training: save each as it ends, sum them up."""
 
 from __future__ import annotations
 
-import asyncio
 import os
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.data.trajectories import save_trajectories
-from TrainingFactory.envs import ToolEnvironment
-from TrainingFactory.protocols import ChatFormat, EnvironmentFactory, RewardFunction, Sampler
-from TrainingFactory.rollout import AsyncRolloutEngine, rollout_metrics
-from TrainingFactory.services.build import rewards as assemble_rewards
-from TrainingFactory.services.build.assemble import (
-    make_environment,
-    make_rollouts,
-    make_sampler,
-    make_tasks,
-)
+from TrainingFactory.protocols import EnvironmentFactory, RewardFunction
+from TrainingFactory.rollout import rollout_metrics
+from TrainingFactory.running import run as run_anywhere
+from TrainingFactory.services.build import rewards as build_rewards
+from TrainingFactory.services.build.assemble import make_rollouts, make_sampler
+from TrainingFactory.services.build.environment import check_tools, make_environment
 from TrainingFactory.services.build.rewards import check_group, check_reward, make_reward
 from TrainingFactory.services.build.run_tools import RunTools, recording_beside
-from TrainingFactory.tools.python_files import told
+from TrainingFactory.services.training.dataset import make_tasks
+from TrainingFactory.services.training.interrupts import Interrupts, Stopped
 from TrainingFactory.tools.recording import CALLS
-from TrainingFactory.types import Message, Task, Trajectory
+from TrainingFactory.tools.threads import in_thread
+from TrainingFactory.types import Trajectory
 
 
 @dataclass(slots=True)
@@ -60,53 +57,61 @@ class Rollouts:
         self.config, self._choose = config, choose
         self.group_size = group_size
         self.tools = RunTools(config, tools, replay)
-        try:
-            check_group(choose(check_reward(config)), group_size)
-            made = make_environment(config, self.tools.wanted)
-            self.environment: EnvironmentFactory = asyncio.run(self.tools.equip(made))
-            self.tasks = make_tasks(config, self.environment)
-            assemble_rewards.check_tasks(check_reward(config), self.tasks)
-            save_trajectories(os.devnull, (Trajectory(task, group="") for task in self.tasks))  # can they be?
-            self.total = len(self.tasks) * group_size
-            self.path = out.expanduser() if out is not None else _new_file(config)
-            self._target = self.path.resolve()  # a link stays, what it leads to is written
-            self._recording = self._new_recording()
-            self._part = writable(self._target)
-        except BaseException:
-            asyncio.run(self.tools.close())
-            raise
+        checked = check_reward(config)
+        check_group(choose(checked), group_size)
+        self.environment: EnvironmentFactory = make_environment(config, self.tools.wanted)
+        self.tasks = make_tasks(config, self.environment)
+        build_rewards.check_tasks(checked, self.tasks)
+        save_trajectories(os.devnull, (Trajectory(task, group="") for task in self.tasks))  # can they be?
+        self.total = len(self.tasks) * group_size
+        self.path = out.expanduser() if out is not None else _new_file(config)
+        self._target = self.path.resolve()  # a link stays, what it leads to is written
+        self._recording = self._new_recording()
+        self._part = writable(self._target)
+        self._interrupts = Interrupts(lambda _: None)
         self._ended: list[Trajectory] = []
 
     def run(self, on_episode: Callable[[Trajectory], None] = lambda _: None) -> Report:
-        """Samples all episodes. Ctrl-C ends it; what had ended by then is saved and reported."""
+        """Sample all episodes. Ctrl-C ends it; what had ended by then is saved and reported."""
+        return run_anywhere(lambda: self.run_async(on_episode), self._interrupts.ask)
+
+    async def run_async(self, on_episode: Callable[[Trajectory], None] = lambda _: None) -> Report:
+        """Sample all episodes on the running event loop."""
+        started, interrupted = time.perf_counter(), False
+        try:
+            async with AsyncExitStack() as held:
+                held.push_async_callback(self.tools.close)
+                held.callback(self.tools.commit)
+                with self._interrupts.watching():
+                    started = await self._interrupts.at_once(self._play(held, on_episode))
+        except Stopped:
+            interrupted = True
+        finally:
+            seconds = time.perf_counter() - started
+            await in_thread(self._finish)
+        metrics = rollout_metrics(self._ended) | self.tools.metrics()
+        metrics |= {"seconds": seconds, "tokens_per_second": metrics["sampled_tokens"] / seconds}
+        return Report(self._ended, metrics, interrupted)
+
+    async def _play(self, held: AsyncExitStack, on_episode: Callable[[Trajectory], None]) -> float:
+        """Make what the episodes need, and run them. Return when they began."""
 
         def ended(trajectory: Trajectory) -> None:
             self._ended.append(trajectory)
             save_trajectories(self._part, [trajectory], append=True)
             on_episode(trajectory)
 
-        interrupted, held = False, ExitStack()
+        config = self.config
+        environment = await self.tools.equip(self.environment)
+        chat, sampler = await in_thread(make_sampler, config, self.total)
+        held.push_async_callback(sampler.close)
+        reward = self._choose(make_reward(config, held.enter_context(ExitStack())))
+        engine = make_rollouts(config, environment, chat, ended, reward, runtime=self.tools.runtime)
+        self._record()
+        await check_tools(environment, self.tasks[0], chat, reward)
         started = time.perf_counter()
-        try:
-            chat, sampler = make_sampler(self.config, self.total)
-            reward = self._choose(make_reward(self.config, held))
-            engine = make_rollouts(
-                self.config, self.environment, chat, ended, reward, runtime=self.tools.runtime
-            )
-            self._record()
-            started = time.perf_counter()
-            asyncio.run(self._all_episodes(engine, chat, sampler))
-        except KeyboardInterrupt:
-            interrupted = True
-        finally:
-            seconds = time.perf_counter() - started
-            held.close()
-            self.tools.commit()
-            asyncio.run(self.tools.close())
-            self._finish()
-        metrics = rollout_metrics(self._ended) | self.tools.metrics()
-        metrics |= {"seconds": seconds, "tokens_per_second": metrics["sampled_tokens"] / seconds}
-        return Report(self._ended, metrics, interrupted)
+        await engine.rollout_batch(self.tasks, sampler, self.group_size)
+        return started
 
     def _new_recording(self) -> Path | None:
         """The folder to record into, if that is asked for."""
@@ -126,10 +131,6 @@ class Rollouts:
             self._recording.mkdir(parents=True, exist_ok=True)
             (self._recording / CALLS).write_bytes(b"")  # of an earlier file of this name
             self.tools.record_to(self._recording)
-
-    async def _all_episodes(self, engine: AsyncRolloutEngine, chat: ChatFormat, sampler: Sampler) -> None:
-        await check_tools(self.environment, self.tasks[0], chat, engine.rules.reward)
-        await engine.rollout_batch(self.tasks, sampler, self.group_size)
 
     def _finish(self) -> None:
         """Episodes end in any order; the file has them in that of tasks and members."""
@@ -167,24 +168,3 @@ def _new_file(config: TrainingConfig) -> Path:
         number += 1
         path = folder / f"{stem}-{number}.jsonl"
     return path
-
-
-async def check_tools(
-    factory: EnvironmentFactory, task: Task, chat: ChatFormat, reward: RewardFunction | None = None
-) -> None:
-    """Whether the environment can be made, has what the reward calls, and the model's template can show its tools:
-    once, with a clear text, instead of one failed episode after another."""
-    try:
-        environment = factory(task)
-        try:
-            specs = [tool.spec for tool in environment.tools]
-            assemble_rewards.check_environment(reward, environment, task)
-        finally:
-            try:
-                await environment.close()
-            finally:
-                if isinstance(environment, ToolEnvironment):
-                    await environment.executor.close()
-    except Exception as error:  # foreign code
-        raise told(error) from error
-    chat.render([Message("user", "?")], specs)

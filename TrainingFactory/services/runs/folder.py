@@ -49,6 +49,8 @@ METRICS, CONSUMED, TRAJECTORIES, KEPT = "metrics.jsonl", "consumed.jsonl", "traj
 GROWING = (METRICS, CONSUMED, TRAJECTORIES, KEPT, CALLS)
 PACKAGES = ("torch", "transformers", "accelerate", "peft", "safetensors", "numpy")
 CONFIG = "config.yaml"
+# Metrics by the names that older versions gave them.
+OLD_METRICS = {"clipped": "clip_fraction", "sampler_gap": "logprob_diff", "explained": "explained_variance"}
 State = Literal["running", "finished", "interrupted", "failed", "killed"]
 
 
@@ -169,8 +171,10 @@ class RunFolder:
         return "killed" if status == "running" and not self._held() else status
 
     def metrics(self) -> list[dict[str, Any]]:
-        """One row per step."""
-        return self._rows(METRICS)
+        """Return one row per step; metrics that older versions wrote under another name have today's."""
+        return [
+            {OLD_METRICS.get(name, name): value for name, value in row.items()} for row in self._rows(METRICS)
+        ]
 
     def consumed(self) -> dict[int, list[str]]:
         """Ids of the tasks that each step took."""
@@ -202,15 +206,12 @@ class RunFolder:
     def append_trajectories(self, trajectories: Iterable[Trajectory], name: str = TRAJECTORIES) -> None:
         save_trajectories(self.path / name, trajectories, append=True)
 
-    def checkpoint(self, step: int, seconds: float, learner: Any, tokenizer: Any, taken: int) -> Path:
-        """The learner after so many steps and tasks, with the length of the growing files."""
-        from TrainingFactory.learning.checkpoints import save_checkpoint
+    def checkpoint_folder(self, step: int) -> Path:
+        return self.path / "checkpoints" / f"step-{step:06d}"
 
-        offsets = {name: self._synced_size(name) for name in GROWING}
-        folder = self.path / "checkpoints" / f"step-{step:06d}"
-        state = {"step": step, "taken": taken, "seconds": seconds, "offsets": offsets}
-        save_checkpoint(folder, learner, tokenizer, state)
-        return folder
+    def offsets(self) -> dict[str, int]:
+        """Return how long the growing files are, when all of it is on the disk."""
+        return {name: self._synced_size(name) for name in GROWING}
 
     def prune(self, last: int, every: int | None) -> None:
         """Keeps the last so many checkpoints, and those at multiples of so many steps."""

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.openai_form import message_to_dict
 from TrainingFactory.protocols import Sampler
-from TrainingFactory.rollout.seeds import turn_seed
+from TrainingFactory.seeds import turn_seed
 from TrainingFactory.services.build.assemble import load, make_chat, make_engine
 from TrainingFactory.services.evaluation.evaluation import model_of
 from TrainingFactory.services.serving.request import ApiError, Ask, read_ask

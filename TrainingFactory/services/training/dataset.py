@@ -1,27 +1,28 @@
-"""What a run learns from and is measured on: the environment with its tasks, and rows that exist already."""
+"""Find what a run learns from and is measured on: the tasks of its environment, and rows that exist already."""
 
 from __future__ import annotations
 
-import asyncio
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from TrainingFactory.algorithms.kinds import KINDS
 from TrainingFactory.config import TrainingConfig
-from TrainingFactory.config.not_yet import SAMPLED
 from TrainingFactory.data.examples import Examples, Form, load_examples
+from TrainingFactory.data.tasks import load_tasks
+from TrainingFactory.envs import ToolEnvironment
 from TrainingFactory.protocols import EnvironmentFactory, RewardFunction
-from TrainingFactory.services.build import assemble
-from TrainingFactory.services.build import rewards as assemble_rewards
-from TrainingFactory.services.build.named_files import ABOUT, about_files
-from TrainingFactory.services.build.run_tools import RunTools
-from TrainingFactory.tools.cache.cache import ToolCache
+from TrainingFactory.tools.python_files import told
 from TrainingFactory.tools.schema import check_schema, schema_problems, validator_of
 from TrainingFactory.types import Task, ToolSpec
 
 TOLD = 3  # rows that were left out, by name
+DEFAULT_TASKS = 16
+TRAINING_TASKS = 1000
 
 
 @dataclass(slots=True)
@@ -34,7 +35,7 @@ class Objects:
     examples: Examples | None = None  # of `read_examples`
     heldout: Examples | None = None
     tools: Sequence[Any] = ()  # tools, sources of them, or what can be made a tool
-    cache: ToolCache | None = None
+    cache: Any = None  # a `ToolCache`
 
     @property
     def given(self) -> list[str]:
@@ -43,7 +44,7 @@ class Objects:
 
 
 @dataclass(slots=True)
-class Gathered:
+class Dataset:
     environment: EnvironmentFactory | None = None
     tasks: list[Task] = field(default_factory=list)  # to learn from
     heldout: list[Task] = field(default_factory=list)
@@ -67,20 +68,7 @@ class Gathered:
         return digest.hexdigest()
 
 
-def about_start(config: TrainingConfig, objects: Objects, tools: RunTools, found: Gathered) -> dict[str, Any]:
-    """What a run is started with besides its config, and must find again when it goes on."""
-    folder = assemble_rewards.reward_model_folder(config)
-    return {
-        "objects": objects.given,
-        "replay": tools.replayed,
-        "size": found.size,
-        "digest": found.digest,
-        "reward_model": None if folder is None else str(folder.resolve()),
-        ABOUT: about_files(config),
-    }
-
-
-def check_same(found: Gathered, about: dict[str, Any], name: str) -> None:
+def check_same(found: Dataset, about: dict[str, Any], name: str) -> None:
     """A run goes on with what it was started with. `about` is what was written down then."""
     if (was := about.get("size", found.size)) != found.size:
         raise ValueError(
@@ -94,21 +82,15 @@ def check_same(found: Gathered, about: dict[str, Any], name: str) -> None:
         )
 
 
-def gather(config: TrainingConfig, objects: Objects, tools: RunTools) -> Gathered:
-    data, found = config.data, Gathered(objects.environment, examples=objects.examples)
-    if found.examples is None and data.dataset is not None:
-        found.examples = read_examples(config, data.dataset)
-    named = config.environment.environment_id is not None or tools.wanted
-    if found.environment is None and (named or found.examples is None):
-        found.environment = assemble.make_environment(config, tools.wanted)
-    if found.environment is not None:
-        found.environment = environment = asyncio.run(tools.equip(found.environment))
-        if found.examples is None:
-            found.tasks = _tasks(config, environment, objects.tasks)
+def gather(config: TrainingConfig, objects: Objects, environment: EnvironmentFactory | None) -> Dataset:
+    """Find what the run learns from and is measured on. `environment` is the one that the config names, if any."""
+    found = Dataset(objects.environment or environment, examples=objects.examples)
+    if found.examples is None and config.data.dataset is not None:
+        found.examples = read_examples(config, config.data.dataset)
+    if found.environment is not None and found.examples is None:
+        found.tasks = _tasks(config, found.environment, objects.tasks)
     if config.training.eval_every is not None:
         _gather_heldout(config, objects, found)
-    scored = [*(found.tasks if config.training.algorithm in SAMPLED else ()), *found.heldout]
-    assemble_rewards.check_tasks(objects.reward or assemble_rewards.check_reward(config), scored)
     return found
 
 
@@ -161,16 +143,15 @@ def _named(source: Any) -> str:
 
 
 def form_of(config: TrainingConfig) -> Form:
-    algorithm = config.training.algorithm
-    forms: dict[str, Form] = {"sft": "sft", "dpo": "dpo", "kto": "kto"}
-    if algorithm == "reward_model":
-        return "prm" if config.reward_model.kind == "process" else "rm"
-    if algorithm not in forms:
+    name = config.training.algorithm
+    form = KINDS[name].form
+    if form is None:
+        takers = ", ".join(other for other, kind in KINDS.items() if kind.form is not None)
         raise ValueError(
-            f"training.algorithm={algorithm} learns from its own episodes and takes no dataset: data.tasks=FILE.jsonl "
-            "names its tasks; data.dataset is for sft, dpo, kto and reward_model"
+            f"training.algorithm={name} learns from its own episodes and takes no dataset: data.tasks=FILE.jsonl "
+            f"names its tasks; data.dataset is for {takers}"
         )
-    return forms[algorithm]
+    return form(getattr(config, name))
 
 
 def arguments_fit(spec: ToolSpec, arguments: dict[str, Any]) -> str | None:
@@ -201,9 +182,9 @@ def _first(texts: Sequence[str]) -> str:
 def _tasks(
     config: TrainingConfig, environment: EnvironmentFactory, given: Sequence[Task] | None
 ) -> list[Task]:
-    tasks = list(given or []) or assemble.make_tasks(config, environment, assemble.TRAINING_TASKS)
-    if config.training.algorithm == "sft" and not hasattr(environment, "expert"):
-        name = assemble.environment_name(environment)
+    tasks = list(given or []) or make_tasks(config, environment, TRAINING_TASKS)
+    if KINDS[config.training.algorithm].demonstrations and not hasattr(environment, "expert"):
+        name = environment_name(environment)
         raise ValueError(
             f"sft learns from demonstrations, and {name} has no method `expert` that makes them; write one, "
             "or give a file: data.dataset=FILE.jsonl"
@@ -211,7 +192,7 @@ def _tasks(
     return tasks
 
 
-def _gather_heldout(config: TrainingConfig, objects: Objects, found: Gathered) -> None:
+def _gather_heldout(config: TrainingConfig, objects: Objects, found: Dataset) -> None:
     """Rows like those of the dataset where there is one; tasks where there is an environment to play them in."""
     rows = found.examples is not None
     if rows:
@@ -222,9 +203,57 @@ def _gather_heldout(config: TrainingConfig, objects: Objects, found: Gathered) -
     own = config.environment.environment_id is not None or objects.environment is not None
     if found.environment is not None and (own or found.heldout_examples is None):
         path = None if rows else config.data.heldout
-        found.heldout = assemble.make_heldout_tasks(config, found.environment, path)
+        found.heldout = make_heldout_tasks(config, found.environment, path)
     elif found.heldout_examples is None:
         wanted = (
             "held-out rows: data.heldout=FILE" if rows else "an environment to evaluate in: environment=NAME"
         )
         raise ValueError(f"training.eval_every needs {wanted}")
+
+
+def make_tasks(
+    config: TrainingConfig, environment: EnvironmentFactory, default_count: int = DEFAULT_TASKS
+) -> list[Task]:
+    """From a file, or `default_count` of the environment's own where the config does not say how many."""
+    data = config.data
+    if data.tasks is not None:
+        return load_tasks(Path(data.tasks).expanduser())[: data.count]
+    name = config.environment.environment_id or environment_name(environment)
+    if name == ToolEnvironment.__name__:
+        raise ValueError(
+            "tools without an environment make a plain conversation, and its tasks come from a file: "
+            "data.tasks=FILE.jsonl, with a prompt and an answer in each line"
+        )
+    return own_tasks(environment, name, data.split, data.seed, data.count or default_count)
+
+
+def make_heldout_tasks(
+    config: TrainingConfig, environment: EnvironmentFactory, path: str | None
+) -> list[Task]:
+    """The tasks for evaluation during training: of a file, or the environment's own."""
+    data = config.data
+    if path is not None:
+        return load_tasks(Path(path).expanduser())[: data.heldout_count]
+    name = config.environment.environment_id or environment_name(environment)
+    if name == ToolEnvironment.__name__:
+        raise ValueError("held-out tasks of a plain conversation come from a file: data.heldout=FILE.jsonl")
+    return own_tasks(environment, name, "heldout", data.seed, data.heldout_count)
+
+
+def own_tasks(environment: EnvironmentFactory, name: str, split: str, seed: int, count: int) -> list[Task]:
+    try:
+        tasks = list(islice(environment.tasks(split, seed, count), count))
+    except Exception as error:  # foreign code
+        raise told(error) from error
+    if not tasks:
+        raise ValueError(f"environment {name} made no task for split {split!r} and seed {seed}")
+    if wrong := next((task for task in tasks if not isinstance(task, Task)), None):
+        raise ValueError(f"environment {name} must make Task objects, not {type(wrong).__name__}")
+    seen = Counter(task.id for task in tasks)
+    if twice := sorted(task_id for task_id, count in seen.items() if count > 1):
+        raise ValueError(f"environment {name} gave several tasks the same id: {', '.join(twice[:5])}")
+    return tasks
+
+
+def environment_name(environment: EnvironmentFactory) -> str:
+    return getattr(environment, "__name__", type(environment).__name__)  # a class, or an object of the user's

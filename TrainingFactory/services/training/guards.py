@@ -1,39 +1,77 @@
-"""Steps of which too little could be scored: when a run goes on, when it waits, and when it stops."""
+"""Stop a run from which nothing can be learned, before it has cost a night."""
 
 from __future__ import annotations
 
-from TrainingFactory.services.runs.folder import RunFolder
-from TrainingFactory.services.training.source import Groups
+from dataclasses import dataclass
+
+from TrainingFactory.services.training.source import StepGroups
+from TrainingFactory.types import Reward
 
 MAX_UNUSABLE = 3  # steps in a row
 MAX_WITHOUT_TOOLS = 8  # where a server is down, which may come back: after pauses of 1, 2, 4 ... seconds
 LONGEST_PAUSE = 30.0
 
 
-class Unusable:
-    """Counts the steps in a row that cannot be used."""
+@dataclass(slots=True, frozen=True)
+class Finding:
+    """What to do about a step: save what was learned before it, warn, stop, or wait so many seconds."""
 
-    def __init__(self, run: RunFolder) -> None:
-        self.steps, self._run = 0, run
-
-    def stops(self, groups: Groups, problem: str, last: bool) -> str | None:
-        """Why the run should stop at these episodes, which are those of its last step or not; None: it goes on."""
-        limit = MAX_WITHOUT_TOOLS if without_tools(groups) else MAX_UNUSABLE
-        if self.steps >= limit:
-            return f"stopped after {self.steps} steps that cannot be used: {problem}"
-        if last and not self._ever_scored(groups):
-            return f"nothing was learned, because no episode of the run could be scored: {problem}"
-        return None
-
-    def _ever_scored(self, groups: Groups) -> bool:
-        now = any(trajectory.reward is not None for group in groups for trajectory in group)
-        return now or any("reward" in row for row in self._run.metrics())
-
-    @property
-    def pause(self) -> float:
-        """Seconds until the next step, where tools are down."""
-        return min(2.0 ** (self.steps - 1), LONGEST_PAUSE)
+    save: bool = False
+    warning: str | None = None
+    stop: str | None = None
+    pause: float = 0.0
 
 
-def without_tools(groups: Groups) -> bool:
-    return any(trajectory.status == "tool_failure" for group in groups for trajectory in group)
+class Guards:
+    """Count steps in a row of which too little could be scored, and steps in which the reward says nothing.
+
+    `scored` tells whether any episode of the run has had a reward before. Where tools are down, which may pass, the run
+    waits between its attempts, unless it is a replay, which calls none."""
+
+    def __init__(self, max_equal_steps: int | None, *, scored: bool = False, replayed: bool = False) -> None:
+        self._max_equal, self._scored, self._replayed = max_equal_steps, scored, replayed
+        self.unusable = 0
+        self._equal = 0
+
+    def check(self, batch: StepGroups, last: bool) -> Finding:
+        """Look at the groups of a step, which is the last one of the run or not."""
+        self._scored |= any(trajectory.reward is not None for trajectory in batch.trajectories)
+        if batch.problem is None:
+            self.unusable = 0
+            stop = self._equal_rewards(batch) if batch.sampled else None
+            return Finding(save=stop is not None, stop=stop)
+        self.unusable += 1
+        down = any(trajectory.status == "tool_failure" for trajectory in batch.trajectories)
+        stop, pause = None, 0.0
+        if self.unusable >= (MAX_WITHOUT_TOOLS if down else MAX_UNUSABLE):
+            stop = f"stopped after {self.unusable} steps that cannot be used: {batch.problem}"
+        elif last and not self._scored:
+            stop = f"nothing was learned, because no episode of the run could be scored: {batch.problem}"
+        elif down and not self._replayed:
+            pause = min(2.0 ** (self.unusable - 1), LONGEST_PAUSE)
+        # If it does not get better, the run can go on from before the first of these steps.
+        return Finding(save=self.unusable == 1, warning=batch.problem, stop=stop, pause=pause)
+
+    def _equal_rewards(self, batch: StepGroups) -> str | None:
+        """Return why the run should stop: no group taught anything for too long, or every episode was rewarded the
+        same, from which algorithms without groups would learn as well."""
+        rewards = [each.reward for each in batch.trajectories if each.reward is not None]
+        same = len({_amounts(reward) for reward in rewards}) == 1
+        self._equal = self._equal + 1 if len(rewards) > 1 and (same or not batch.teaching) else 0
+        if self._max_equal is None or self._equal < self._max_equal:
+            return None
+        what = "no episode was rewarded better than the others of its task"
+        if same:
+            what = f"all rewards were equal ({rewards[0].outcome + sum(rewards[0].steps):g} in the last one)"
+        return (
+            f"{what} for {self._equal} steps in a row, which is as many as reward.max_equal_steps allows: the reward "
+            "does not tell good episodes from bad ones, or the tasks are all too hard or too easy"
+        )
+
+
+def _amounts(reward: Reward) -> tuple[float, ...]:
+    """Return outcome and step rewards, without the zeros at the end: an episode may have fewer turns."""
+    steps = list(reward.steps)
+    while steps and not steps[-1]:
+        steps.pop()
+    return (reward.outcome, *steps)

@@ -1,74 +1,93 @@
-"""Ctrl-C during training: what was learned is kept."""
+"""Ctrl-C during a run: what was learned is kept."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import signal
-from collections.abc import Iterator
-from types import FrameType
-from typing import Any
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from typing import Any, TypeVar
 
-from TrainingFactory.services.runs.tracking import Watcher
+T = TypeVar("T")
+
+
+class Stopped(Exception):
+    """The user asked to stop, and nothing is half done."""
 
 
 class Interrupts:
-    """Ctrl-C. While episodes are sampled, no weights change, and it stops at once; otherwise the step is finished
-    first. A second one stops at once whatever is under way, and then the last checkpoint is what remains."""
+    """Stop sampling at once and an update when it is done. A second Ctrl-C stops whatever is under way, and then the
+    last checkpoint is what remains.
 
-    def __init__(self, watcher: Watcher) -> None:
+    Signals are taken only where the loop runs on the main thread; elsewhere, in a notebook, whoever owns that thread
+    calls `ask`. A signal handler of the loop runs between two of its callbacks, so nothing is interrupted half-way."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
         self.asked = False
-        self.consistent = True  # whether the learner is between two steps
-        self._before: Any = None
-        self._sampling = False
-        self._watcher = watcher
-
-    def __enter__(self) -> Interrupts:
-        with contextlib.suppress(ValueError):  # not the main thread: whoever owns it handles Ctrl-C
-            self._before = signal.signal(signal.SIGINT, self._handle)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._before is not None:
-            signal.signal(signal.SIGINT, self._before)
+        self._say = say
+        self._whole: asyncio.Task[Any] | None = None  # the run
+        self._sampling: asyncio.Future[Any] | None = None  # what may be cancelled at any moment
 
     @contextlib.contextmanager
-    def at_once(self) -> Iterator[None]:
-        """Around code that samples by `asyncio.run`: Ctrl-C cancels what runs on the event loop. Nothing is raised from
-        the handler, because it would be raised just anywhere: in the set-up of a loop, which then stays open, or where
-        Python swallows exceptions, as in weak references."""
-        if self.asked:
-            raise KeyboardInterrupt
-        self._sampling = True
+    def watching(self) -> Iterator[None]:
+        """Take Ctrl-C while the block runs."""
+        loop, self._whole = asyncio.get_running_loop(), asyncio.current_task()
+        here = threading.current_thread() is threading.main_thread()
+        before = signal.getsignal(signal.SIGINT) if here else None
+        if here:
+            with contextlib.suppress(
+                NotImplementedError
+            ):  # Windows: Ctrl-C ends the run as it ends any program
+                loop.add_signal_handler(signal.SIGINT, self.ask)
         try:
             yield
-        except asyncio.CancelledError:
-            if not self.asked:
-                raise
-            raise KeyboardInterrupt from None
         finally:
-            self._sampling = False
+            if here:
+                with contextlib.suppress(NotImplementedError):
+                    loop.remove_signal_handler(signal.SIGINT)
+                signal.signal(signal.SIGINT, before)
 
-    def pause(self, seconds: float) -> None:
-        """A sleep that Ctrl-C ends at once."""
-        with self.at_once():
-            asyncio.run(asyncio.sleep(seconds))
+    def ask(self) -> None:
+        """Stop: at once where nothing is lost by it, or where it is asked for the second time."""
+        again, self.asked = self.asked, True
+        if self._sampling is not None:
+            self._sampling.cancel()
+        elif again and self._whole is not None:
+            self._whole.cancel()
+        else:
+            self._say("stopping after this step; Ctrl-C again stops at once")
 
-    def _handle(self, number: int, frame: FrameType | None) -> None:
+    def check(self) -> None:
+        """Raise Stopped if that was asked for."""
         if self.asked:
-            self.consistent = self._sampling  # no weights change meanwhile
-            raise KeyboardInterrupt
-        self.asked = True
-        if self._sampling:
-            with contextlib.suppress(
-                RuntimeError
-            ):  # no loop runs yet, or any more: then the step is finished
-                loop = asyncio.get_running_loop()
-                loop.call_soon_threadsafe(_cancel_all, loop)
+            raise Stopped
+
+    async def at_once(self, sampling: Awaitable[T]) -> T:
+        """Await what may be cancelled at any moment; raise Stopped where it was."""
+        future = asyncio.ensure_future(sampling)
+        self._sampling = future
+        try:
+            self.check()
+            return await future
+        except (asyncio.CancelledError, Stopped):
+            if not future.done():
+                future.cancel()
+                await asyncio.gather(future, return_exceptions=True)
+            if self.asked:
+                raise Stopped from None
+            raise
+        finally:
+            self._sampling = None
+
+    async def pause(self, seconds: float) -> None:
+        """Sleep until the time is over or Ctrl-C comes."""
+        await self.at_once(asyncio.sleep(seconds))
+
+    async def over(self, stream: AsyncIterator[T]) -> AsyncIterator[T]:
+        """Yield what the stream gives, each of it awaited by `at_once`."""
+        while True:
+            try:
+                yield await self.at_once(anext(stream))
+            except StopAsyncIteration:
                 return
-        self._watcher.say("stopping after this step; Ctrl-C again stops at once")
-
-
-def _cancel_all(loop: asyncio.AbstractEventLoop) -> None:
-    for task in asyncio.all_tasks(loop):
-        task.cancel()

@@ -1,4 +1,4 @@
-"""What a config can say and a training run cannot do, told before anything is loaded."""
+"""Refuse what a config can say and a training run cannot do, before anything is loaded."""
 
 from __future__ import annotations
 
@@ -6,13 +6,10 @@ import json
 import os
 from pathlib import Path
 
+from TrainingFactory.algorithms.kinds import KINDS, make_algorithm
 from TrainingFactory.config import TrainingConfig
-from TrainingFactory.config.not_yet import SAMPLED, changed
+from TrainingFactory.config.not_yet import changed
 from TrainingFactory.data.examples import NEEDS
-from TrainingFactory.services.build.learner import make_algorithm
-from TrainingFactory.services.build.named_files import as_then
-from TrainingFactory.services.build.rewards import check_reward
-from TrainingFactory.services.runs.folder import RunFolder
 from TrainingFactory.services.runs.tracking import check_trackers
 from TrainingFactory.services.training.dataset import form_of
 from TrainingFactory.types import SamplingParams
@@ -25,80 +22,66 @@ ADAPTER_KEYS = {
 
 
 def check(config: TrainingConfig, recorded: bool) -> None:
-    """`recorded`: the rows that are learned from exist already."""
-    training, sampling = config.training, config.sampling
+    """Raise ValueError for what cannot be trained. `recorded`: the rows that are learned from exist already."""
+    training, name = config.training, config.training.algorithm
+    kind = KINDS[name]
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise ValueError(
             "several processes were started (WORLD_SIZE is set), but a run is one process for now; start it plainly"
         )
-    if training.algorithm == "grpo" and training.group_size < 2:
+    if training.group_size < kind.least_group:
         raise ValueError(
-            "training.group_size is 1, but grpo compares the episodes of a group with each other: "
-            "it needs 2 or more (8 is usual)"
+            f"training.group_size is {training.group_size}, but {name} compares the episodes of a group with each "
+            f"other: it needs {kind.least_group} or more (8 is usual)"
         )
     if training.batch_size % training.minibatches:
         raise ValueError(
             f"training.minibatches is {training.minibatches}, which does not divide training.batch_size "
             f"{training.batch_size}; choose a divisor of it"
         )
-    if training.algorithm == "kto" and training.batch_size // training.minibatches < 2:
+    if training.batch_size // training.minibatches < kind.least_rows:
         parts = f" and training.minibatches {training.minibatches}" if training.minibatches > 1 else ""
         raise ValueError(
-            f"training.batch_size is {training.batch_size}{parts}, but kto measures its examples against the others of "
-            "the mini-batch: it needs 2 or more in each (16 is usual)"
+            f"training.batch_size is {training.batch_size}{parts}, but {name} measures its examples against the others "
+            f"of the mini-batch: it needs {kind.least_rows} or more in each (16 is usual)"
         )
-    if training.algorithm in SAMPLED:
-        if sampling.temperature == 0:
-            raise ValueError(
-                "sampling.temperature is 0: all episodes of a task would be the same; train at 1"
-            )
-        if not SamplingParams(top_p=sampling.top_p, top_k=sampling.top_k, min_p=sampling.min_p).full_softmax:
-            raise ValueError(
-                "sampling.top_p, top_k and min_p are for evaluation: training needs log-probs of the full "
-                "softmax; leave them out of a training config"
-            )
-    if recorded and training.algorithm in SAMPLED:
+    if kind.samples:
+        _check_sampling(config)
+    if recorded and kind.samples:
+        takers = ", ".join(other for other, kind in KINDS.items() if kind.form is not None)
         raise ValueError(
-            f"data.dataset is for sft, dpo, kto and reward_model; {training.algorithm} learns from episodes that it "
-            "samples in an environment"
+            f"data.dataset is for {takers}; {name} learns from episodes that it samples in an environment"
         )
-    if not recorded and training.algorithm not in (*SAMPLED, "sft"):
+    if not (recorded or kind.samples or kind.demonstrations):
         raise ValueError(
-            f"training.algorithm={training.algorithm} learns from rows that exist: data.dataset=FILE, with "
+            f"training.algorithm={name} learns from rows that exist: data.dataset=FILE, with "
             f"{NEEDS[form_of(config)]}; or with recorded trajectories"
         )
     _check_precision(config)
     _check_adapter(config)
-    check_reward(config, training.group_size if training.algorithm in SAMPLED else None)
-    make_algorithm(config)  # its options may contradict each other
+    make_algorithm(name, getattr(config, name).model_dump())  # its options may contradict each other
     check_trackers(config.logging.trackers)
 
 
+def _check_sampling(config: TrainingConfig) -> None:
+    sampling = config.sampling
+    if sampling.temperature == 0:
+        raise ValueError("sampling.temperature is 0: all episodes of a task would be the same; train at 1")
+    if not SamplingParams(top_p=sampling.top_p, top_k=sampling.top_k, min_p=sampling.min_p).full_softmax:
+        raise ValueError(
+            "sampling.top_p, top_k and min_p are for evaluation: training needs log-probs of the full "
+            "softmax; leave them out of a training config"
+        )
+
+
 def check_steps(config: TrainingConfig, total: int) -> None:
-    """What can only be said when it is known how many steps there are."""
+    """Raise where nothing would be learned in so many steps."""
     if config.training.algorithm == "ppo" and config.ppo.critic_warmup >= total:
         steps = f"training.max_steps {total}" if config.training.max_steps else f"{total} steps in all epochs"
         raise ValueError(
             f"ppo.critic_warmup is {config.ppo.critic_warmup} of {steps}: the policy would never learn; make it "
             "smaller, or the run longer"
         )
-
-
-def as_started(config: TrainingConfig, run: RunFolder | None) -> TrainingConfig:
-    """The config of a run that goes on, with its files where they were and the very reward model that it was started
-    with: where a run is named, its last checkpoint may be another one by now."""
-    if run is None:
-        return config
-    config, folder = as_then(config, run.about), run.about.get("reward_model")
-    if folder is None:
-        return config
-    if not Path(folder).is_dir():
-        raise ValueError(
-            f"run {run.name} was started with the reward model in {folder}, which is not there any more; put it back, "
-            "or start a new run"
-        )
-    reward = config.reward.model_copy(update={"model": folder})
-    return config.model_copy(update={"reward": reward})
 
 
 def _check_adapter(config: TrainingConfig) -> None:

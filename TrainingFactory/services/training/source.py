@@ -1,167 +1,149 @@
-"""Where the episodes of a step come from: sampled now, or played or read (`recorded.py`). Which tasks a step takes
-follows from the seed, the step and how many were taken before, so that a resumed run goes on as if nothing had
-happened."""
+"""Where the episodes of a step come from: sampled now, played by an expert, or read from a dataset.
+
+A source gives groups of episodes with their credit: the training rows. `Stream` asks it for one step after the other.
+Which tasks a step takes follows from the seed and from how many were taken before, so that a resumed run goes on as if
+nothing had happened."""
 
 from __future__ import annotations
 
+import asyncio
 import re
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Protocol
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
-from TrainingFactory.protocols import Episode, RewardFunction, Sampler
-from TrainingFactory.rewards.adapt import group_reward
-from TrainingFactory.rollout import AsyncRolloutEngine, rollout_metrics
-from TrainingFactory.rollout.scoring import score
-from TrainingFactory.rollout.seeds import turn_seed
-from TrainingFactory.services.build.rewards import judge_figures
-from TrainingFactory.services.training.waiting import RewardsAwaited
-from TrainingFactory.types import Reward, Task, Trajectory
-
-Groups = list[list[Trajectory]]
-Publish = Callable[[], Sampler]  # the newest weights, ready to be sampled from
+from TrainingFactory.protocols import Algorithm, ChatFormat, EnvironmentFactory, Sampler
+from TrainingFactory.rollout import AsyncRolloutEngine, play, rollout_metrics
+from TrainingFactory.services.training.order import Order
+from TrainingFactory.services.training.reward_clock import RewardClock
+from TrainingFactory.services.training.tokenized import TokenizedDataset
+from TrainingFactory.tools.recording import EpisodeKey
+from TrainingFactory.tools.threads import in_thread
+from TrainingFactory.types import Group, Sample, Task, Trajectory
 
 
-class Order:
-    """Numbers below `size` without end: every number once an epoch, shuffled by the seed and the epoch. `taken` counts
-    those that the finished steps took; a batch ends where an epoch does."""
+@dataclass(slots=True)
+class StepGroups:
+    """The groups of one training step, in order, and what getting them was like."""
 
-    def __init__(self, size: int, batch_size: int, seed: int) -> None:
-        self.size, self.batch_size, self.seed = size, batch_size, seed
-        self.steps_per_epoch = -(-size // batch_size)
-        self.taken = 0
-        self._epoch, self._shuffled = -1, list[int]()
+    step: int
+    groups: list[Group]
+    taken: int  # tasks or examples of the order, up to and with this step
+    seconds: float = 0.0
+    metrics: dict[str, float] = field(default_factory=dict)
+    problem: str | None = None  # why too little can be learned from them
+    sampled: bool = False  # by the policy itself
 
-    def start(self, step: int) -> int:
-        """How many are taken before a step, if every step takes one batch."""
-        epoch, place = divmod(step, self.steps_per_epoch)
-        return epoch * self.size + place * self.batch_size
+    @property
+    def rows(self) -> list[Sample]:
+        return [row for group in self.groups for row in group.rows]
 
-    def batch(self, step: int) -> list[int]:
-        return self.take(self.start(step), self.batch_size)
+    @property
+    def trajectories(self) -> list[Trajectory]:
+        return [trajectory for group in self.groups for trajectory in group.trajectories]
 
-    def take(self, start: int, count: int) -> list[int]:
-        """The numbers after the first `start`: so many, or fewer where the epoch ends."""
-        epoch, place = divmod(start, self.size)
-        if epoch != self._epoch:
-            self._shuffled = sorted(
-                range(self.size), key=lambda n: turn_seed(self.seed, epoch, f"{n}", -1, -1)
-            )
-            self._epoch = epoch
-        return self._shuffled[place : place + count]
+    @property
+    def teaching(self) -> int:
+        return sum(bool(group.rows) for group in self.groups)
 
-    def left(self, start: int) -> int:
-        """How many the epoch has after the first `start`."""
-        return self.size - start % self.size
+    @property
+    def ids(self) -> list[str]:
+        return [group.trajectories[0].task.id for group in self.groups]
 
 
 class Source(Protocol):
-    @property
-    def order(self) -> Order: ...
-    def ids(self, step: int) -> list[str]:
-        """Of the tasks that the step takes."""
-        ...
-
-    def groups(self, step: int, publish: Publish) -> Groups: ...
-    def metrics(self, groups: Groups, seconds: float) -> dict[str, float]:
-        """Of these episodes, which it took so many seconds to get."""
-        ...
-
-    def unusable(self, groups: Groups) -> str | None:
-        """Why too little can be learned from these episodes, or None."""
+    async def take(self, step: int) -> StepGroups:
+        """Get the groups of a step. Steps are asked for in order."""
         ...
 
 
-class RewardClock:
-    """The reward, timed, with what it spends. Seconds add up over episodes and groups that are scored side by side."""
+class Stream:
+    """The steps of a run, one after the other, as an asynchronous iterator.
 
-    def __init__(self, reward: RewardFunction | None, say: Callable[[str], None] = lambda _: None) -> None:
-        self.reward, self._group = reward, group_reward(reward)
-        self._awaited = RewardsAwaited(say)
-        self.grouped = self._group is not None
-        self.compares = self._group is not None and self._group.compares
-        self.seconds = 0.0
-        self._spent = judge_figures(reward)  # by judges, when it was asked last
+    `bound` says how many steps the source may run ahead of the one that is being learned from. At 0 sampling and
+    learning never overlap: the next groups are asked for when the last ones have been learned from."""
 
-    def spent(self) -> dict[str, float]:
-        """What judges and pools in the reward have asked, done and spent since the last time."""
-        before, self._spent = self._spent, judge_figures(self.reward)
-        return {name: value - before.get(name, 0.0) for name, value in self._spent.items()}
+    def __init__(self, source: Source, first: int, total: int, bound: int = 0) -> None:
+        self._source, self._next, self._total, self._bound = source, first, total, bound
+        self._ahead: deque[asyncio.Future[StepGroups]] = deque()
 
-    async def __call__(self, episode: Episode) -> Reward:
-        with self._timed(), self._awaited.one(1):
-            return await score(episode, self.reward)  # type: ignore[arg-type]
+    def __aiter__(self) -> Stream:
+        return self
 
-    async def group(self, episodes: Sequence[Episode]) -> Sequence[Reward | Exception]:
-        assert self._group is not None
-        with self._timed(), self._awaited.one(len(episodes)):
-            return await self._group.group(episodes)
-
-    @contextmanager
-    def _timed(self) -> Iterator[None]:
-        started = time.perf_counter()
+    async def __anext__(self) -> StepGroups:
+        while self._next < self._total and len(self._ahead) <= self._bound:
+            self._ahead.append(asyncio.ensure_future(self._source.take(self._next)))
+            self._next += 1
+        if not self._ahead:
+            raise StopAsyncIteration
         try:
-            yield
-        finally:
-            self.seconds += time.perf_counter() - started
+            return await self._ahead.popleft()
+        except BaseException:
+            await self.close()
+            raise
+
+    async def close(self) -> None:
+        """Cancel what is under way."""
+        while self._ahead:
+            self._ahead[-1].cancel()
+            await asyncio.gather(self._ahead.pop(), return_exceptions=True)
 
 
-class SampledEpisodes:
-    """`group_size` episodes of each task of the step, by the newest weights. With `refill`, tasks that teach nothing
-    are made up for by the next ones of the order, in so many rounds at most; no step goes beyond the end of an epoch,
-    so that none has a task twice. Where more than the share `max_unscored` has no reward, the step is unusable."""
+class SampledSource:
+    """`group_size` episodes of each task of the step, by the newest weights. Where the algorithm refills, tasks that
+    teach nothing are made up for by the next ones of the order, in so many rounds at most; no step goes beyond the end
+    of an epoch, so that none has a task twice. Where more than the share `max_unscored` has no reward, the step has a
+    problem. `taken` is how many tasks were taken before."""
 
     def __init__(
         self,
         tasks: Sequence[Task],
         order: Order,
         rollouts: AsyncRolloutEngine,
-        group_size: int,
+        sampler: Sampler,
+        algorithm: Algorithm,
         clock: RewardClock,
-        teaches: Callable[[Sequence[Trajectory]], bool] = bool,
-        refill: int = 0,
+        *,
+        group_size: int,
         max_unscored: float = 1.0,
+        taken: int = 0,
     ) -> None:
-        self.tasks, self.order, self.rollouts, self.group_size = tasks, order, rollouts, group_size
-        self.clock = clock  # the one that the rollouts score by
-        self.teaches, self.refill, self.max_unscored = teaches, refill, max_unscored
-        self._ids: list[str] = []  # of the tasks of the latest step
-        self._first = 0  # how many of them are its first batch
-        self._dropped = 0  # how many taught nothing
-        self.teaching = 0  # how many taught something
+        self._tasks, self._order, self._rollouts, self._sampler = tasks, order, rollouts, sampler
+        self._algorithm, self._clock = algorithm, clock  # the clock that the rollouts score by
+        self._group_size, self._max_unscored, self._taken = group_size, max_unscored, taken
 
-    def ids(self, step: int) -> list[str]:
-        return self._ids
-
-    def groups(self, step: int, publish: Publish) -> Groups:
-        self.clock.seconds = 0.0
-        sampler, order = publish(), self.order
-        groups = latest = self._play(order.take(order.taken, order.batch_size), sampler, step)
-        left = order.left(order.taken)
-        self._first, teaching = len(groups), sum(map(self.teaches, groups))
-        for _ in range(self.refill):
-            missing = min(order.batch_size - teaching, left - len(groups))
-            if not missing or self.unusable(latest):
+    async def take(self, step: int) -> StepGroups:
+        started = time.perf_counter()
+        self._clock.seconds = 0.0
+        places = [step * self._order.batch_size + place for place in range(self._order.batch_size)]
+        left = self._order.left(self._taken)
+        groups = latest = await self._play(step, places, 0)
+        for attempt in range(1, self._algorithm.refill + 1):
+            open_places = [group.number for group in latest if not group.rows][: left - len(groups)]
+            if not open_places or self._problem(latest):
                 break
-            latest = self._play(order.take(order.taken + len(groups), missing), sampler, step)
-            teaching += sum(map(self.teaches, latest))
+            latest = await self._play(step, open_places, attempt)
             groups = groups + latest
-        self.teaching, self._dropped = teaching, len(groups) - teaching
-        self._ids = [group[0].task.id for group in groups]
-        return groups
+        seconds = time.perf_counter() - started
+        problem, metrics = self._problem(groups), self._metrics(groups, seconds)
+        return StepGroups(step, groups, self._taken, seconds, metrics, problem, sampled=True)
 
-    def _play(self, numbers: Sequence[int], sampler: Sampler, step: int) -> Groups:
-        tasks = [self.tasks[number] for number in numbers]
-        return self.rollouts.rollout(tasks, sampler, self.group_size, step)
+    async def _play(self, step: int, places: Sequence[int], attempt: int) -> list[Group]:
+        tasks = [self._tasks[number] for number in self._order.take(self._taken, len(places))]
+        self._taken += len(tasks)
+        played = await self._rollouts.rollout_batch(tasks, self._sampler, self._group_size, step)
+        adjusted = [self._algorithm.adjusted(group) for group in played]
+        credited = await in_thread(lambda: [self._algorithm.samples(group) for group in adjusted])
+        found = zip(places, adjusted, credited, strict=False)  # an epoch may end before the places do
+        return [Group(number, group, rows, attempt) for number, group, rows in found]
 
-    def metrics(self, groups: Groups, seconds: float) -> dict[str, float]:
+    def _metrics(self, groups: Sequence[Group], seconds: float) -> dict[str, float]:
         """`accuracy` is the share of scored episodes whose outcome is over 0. `tools` and `reward` seconds add up
         over episodes that run side by side; `tools_share` is the part of the episodes' time that tools took.
-        `groups/dropped` taught nothing, `groups/refilled` were sampled to make up for such. To be called once a
-        step: `judge/...` and `pool/...` are what was asked and spent since the last time."""
-        episodes = [trajectory for group in groups for trajectory in group]
+        `groups/dropped` taught nothing, `groups/refilled` were sampled to make up for such."""
+        episodes = [trajectory for group in groups for trajectory in group.trajectories]
         metrics = rollout_metrics(episodes)
         outcomes = [trajectory.reward.outcome for trajectory in episodes if trajectory.reward is not None]
         if outcomes:
@@ -170,30 +152,113 @@ class SampledEpisodes:
         tools = sum(result.seconds for t in episodes for turn in t.turns for result in turn.tool_results)
         spent = sum(trajectory.seconds for trajectory in episodes)
         return metrics | {
-            "groups/dropped": self._dropped,
-            "groups/refilled": len(groups) - self._first,
+            "groups/dropped": sum(not group.rows for group in groups),
+            "groups/refilled": sum(group.attempt > 0 for group in groups),
             "seconds/tools": tools,
-            "seconds/reward": self.clock.seconds,
+            "seconds/reward": self._clock.seconds,
             "tools_share": tools / spent if spent else 0.0,
             "tokens_per_second": metrics["sampled_tokens"] / seconds,
-            **self.clock.spent(),
+            **self._clock.spent(),
         }
 
-    def unusable(self, groups: Groups) -> str | None:
-        episodes = [trajectory for group in groups for trajectory in group]
+    def _problem(self, groups: Sequence[Group]) -> str | None:
+        episodes = [trajectory for group in groups for trajectory in group.trajectories]
         unscored = [trajectory for trajectory in episodes if trajectory.reward is None]
-        if len(unscored) < len(episodes) and len(unscored) <= self.max_unscored * len(episodes):
+        if len(unscored) < len(episodes) and len(unscored) <= self._max_unscored * len(episodes):
             return None
-        reason = most_frequent(unscored)
         what = f"{len(unscored)} of {len(episodes)} episodes could not be scored"
         if len(unscored) == len(episodes):
             what = f"none of {len(episodes)} episodes could be scored"
-        return f"{what}, and reward.max_unscored is {self.max_unscored:g}; mostly: {reason}"
+        limit = f"reward.max_unscored is {self._max_unscored:g}"
+        return f"{what}, and {limit}; mostly: {most_frequent(unscored)}"
+
+
+class ExpertSource:
+    """The environment's own expert plays the tasks of the step."""
+
+    def __init__(
+        self,
+        tasks: Sequence[Task],
+        order: Order,
+        environment: EnvironmentFactory,
+        chat: ChatFormat,
+        algorithm: Algorithm,
+        limits: dict[str, Any],
+    ) -> None:
+        self._tasks, self._order, self._environment = tasks, order, environment
+        self._chat, self._algorithm, self._limits = chat, algorithm, limits
+
+    async def take(self, step: int) -> StepGroups:
+        started = time.perf_counter()
+        tasks = [self._tasks[number] for number in self._order.batch(step)]
+        played = await asyncio.gather(*(self._play(task, step) for task in tasks))
+        groups = numbered(step, self._order, [[each] for each in played], self._algorithm)
+        return demonstrated(step, self._order, groups, time.perf_counter() - started)
+
+    async def _play(self, task: Task, step: int) -> Trajectory:
+        environment: Any = self._environment(task)
+        key = EpisodeKey(step, task.id, 0)
+        found = await play(environment, self._chat, environment.expert(), key=key, **self._limits)
+        if found.status in ("error", "tool_failure") or not found.turns:
+            raise ValueError(f"demonstration {task.id} cannot be played: {found.error or found.status}")
+        return found
+
+
+class DatasetSource:
+    """The examples of the step, in an order of its own every epoch. `references` are the reference model's log-probs
+    of the rows of each example, where they are known beforehand."""
+
+    def __init__(
+        self,
+        dataset: TokenizedDataset,
+        order: Order,
+        algorithm: Algorithm,
+        references: Sequence[list[list[float]]] | None = None,
+    ) -> None:
+        self._dataset, self._order = dataset, order
+        self._algorithm, self._references = algorithm, references
+
+    async def take(self, step: int) -> StepGroups:
+        started = time.perf_counter()
+        groups = await in_thread(self._groups, step)
+        found = demonstrated(step, self._order, groups, time.perf_counter() - started)
+        found.metrics |= self._dataset.left_out
+        return found
+
+    def _groups(self, step: int) -> list[Group]:
+        examples = self._order.batch(step)
+        played = [self._dataset.group(number) for number in examples]
+        groups = numbered(step, self._order, played, self._algorithm)
+        if self._references is not None:
+            for number, group in zip(examples, groups, strict=True):
+                fill_references(group.rows, self._references[number])
+        return groups
+
+
+def fill_references(rows: Sequence[Sample], references: Sequence[list[float]]) -> None:
+    for row, known in zip(rows, references, strict=True):
+        row.reference = known
+
+
+def numbered(
+    step: int, order: Order, played: Sequence[list[Trajectory]], algorithm: Algorithm
+) -> list[Group]:
+    """Give groups that exist their numbers and their rows."""
+    first = step * order.batch_size
+    return [Group(first + n, group, algorithm.samples(group)) for n, group in enumerate(played)]
+
+
+def demonstrated(step: int, order: Order, groups: list[Group], seconds: float) -> StepGroups:
+    """Sum groups up that were not sampled: they are usable, and their rewards say nothing about the model."""
+    episodes = [trajectory for group in groups for trajectory in group.trajectories]
+    turns = sum(len(trajectory.turns) for trajectory in episodes) / len(episodes)
+    metrics = {"demonstrations": float(len(groups)), "turns": turns}
+    return StepGroups(step, groups, order.start(step) + len(groups), seconds, metrics)
 
 
 def most_frequent(unscored: Sequence[Trajectory]) -> str:
-    """Why they have no reward: one reason of the most frequent kind. Those that differ in numbers or in what they
-    quote are alike."""
+    """Return one reason of the most frequent kind for which episodes have no reward. Those that differ in numbers or
+    in what they quote are alike."""
     reasons = [trajectory.error or "no reason given" for trajectory in unscored]
     kinds = [re.sub(r"\d+|'[^']*'|\"[^\"]*\"", "", reason) for reason in reasons]
     [(most, _)] = Counter(kinds).most_common(1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,8 +12,9 @@ from tests.kits.run import rows, small, train
 from TrainingFactory.algorithms.grpo import GRPO
 from TrainingFactory.data.trajectories import load_trajectories
 from TrainingFactory.rollout import rollout_metrics
-from TrainingFactory.services.training.equal_rewards import EqualRewards
-from TrainingFactory.types import Completion, Message, Reward, Task, Trajectory, Turn
+from TrainingFactory.services.training.guards import Guards
+from TrainingFactory.services.training.source import StepGroups
+from TrainingFactory.types import Completion, Group, Message, Reward, Sample, Task, Trajectory, Turn
 
 
 def played(reward: Reward | None, turns: int = 3) -> Trajectory:
@@ -24,13 +26,19 @@ def played(reward: Reward | None, turns: int = 3) -> Trajectory:
     return Trajectory(Task("t", "?"), "g", turns=made, reward=reward)
 
 
-def stopped(algorithm: GRPO, steps: int, *groups: Sequence[Trajectory]) -> str | None:
+def batch(groups: Sequence[Sequence[Trajectory]], algorithm: GRPO | None = None) -> StepGroups:
+    """A step of these groups; without an algorithm, every one of them is said to teach something."""
+    rows = [Sample([1], [False], [0.0], [0.0], [0.0], [0])]
+    made = [Group(n, list(g), algorithm.samples(g) if algorithm else rows) for n, g in enumerate(groups)]
+    return StepGroups(0, made, 0, sampled=True)
+
+
+def stopped(algorithm: GRPO | None, steps: int | None, *groups: Sequence[Trajectory]) -> str | None:
     """What is said after so many steps like this one, if so many are the limit; before that, nothing is."""
-    equal, said = EqualRewards(steps), None
-    for number in range(steps):
+    guards, said = Guards(steps), None
+    for number in range(steps or 3):
         assert said is None, number
-        teaching = sum(bool(algorithm.samples(group)) for group in groups)
-        said = equal.problem([list(group) for group in groups], teaching)
+        said = guards.check(batch(groups, algorithm), last=False).stop
     return said
 
 
@@ -46,7 +54,7 @@ def test_what_teaches_nothing_does():
     ones, zeros = [played(Reward(1.0)) for _ in range(2)], [played(Reward(0.0)) for _ in range(2)]
     said = stopped(GRPO(), 3, ones, zeros)
     assert said is not None and said.startswith(
-        "no episode was paid better than the others of its task for 3 steps"
+        "no episode was rewarded better than the others of its task for 3 steps"
     )
     said = stopped(GRPO(), 2, zeros, zeros)
     assert said is not None and said.startswith(
@@ -58,16 +66,15 @@ def test_what_teaches_nothing_does():
     assert said is not None and "max_equal_steps" in said
     # fewer turns without pay are the same
     assert stopped(GRPO(), 1, [played(Reward(1.0, [0.5, 0.0]), 2), played(Reward(1.0, [0.5, 0.0, 0.0]))])
-    equal = EqualRewards(1)
-    assert equal.problem([ones], teaching=1)  # an algorithm without groups, such as ppo
-    assert equal.problem([[played(Reward(1.0)), played(None)]], teaching=0) is None  # one alone says nothing
-    assert EqualRewards(None).problem([ones], teaching=0) is None
+    assert stopped(None, 1, ones)  # an algorithm without groups, such as ppo
+    assert stopped(GRPO(), 1, [played(Reward(1.0)), played(None)]) is None  # one alone says nothing
+    assert stopped(GRPO(), None, ones) is None
 
 
 def test_a_step_that_teaches_starts_the_count_again():
-    equal, ones = EqualRewards(2), [[played(Reward(1.0)), played(Reward(1.0))]]
+    guards, ones = Guards(2), [[played(Reward(1.0)), played(Reward(1.0))]]
     differ = [[played(Reward(1.0)), played(Reward(0.0))]]
-    said = [equal.problem(groups, groups is differ) for groups in (ones, differ, ones, ones)]
+    said = [guards.check(batch(groups, GRPO()), last=False).stop for groups in (ones, differ, ones, ones)]
     assert said[:3] == [None] * 3 and said[3] is not None
 
 
@@ -75,15 +82,19 @@ def test_what_overlong_episodes_lose_is_seen():
     """In the parts, which are logged and kept; the outcome stays what the reward said."""
     shared = Reward(1.0, parts={"right": 1.0})
     group = [played(shared, turns) for turns in (1, 3, 5)]
-    for _ in range(2):  # asked twice it is the same
-        GRPO(overlong_length=8, overlong_buffer=4, overlong_penalty=0.5).samples(group)
+    before = [copy.deepcopy(each) for each in group]
+    algorithm = GRPO(overlong_length=8, overlong_buffer=4, overlong_penalty=0.5)
+    algorithm.samples(group)
+    adjusted = algorithm.adjusted(algorithm.adjusted(group))  # asked twice it is the same
+    assert group == before  # what was given stays as it was
+    group = adjusted
     found = [trajectory.reward.parts for trajectory in group if trajectory.reward]
     assert found == [{"right": 1.0, "overlong_penalty": each} for each in (0.0, -0.25, -0.5)]
     assert (
         rollout_metrics(group)["reward/overlong_penalty"] == -0.25 and rollout_metrics(group)["reward"] == 1.0
     )
     assert shared.parts == {"right": 1.0}
-    GRPO().samples(plain := [played(Reward(1.0)), played(Reward(0.0))])
+    plain = GRPO().adjusted([played(Reward(1.0)), played(Reward(0.0))])
     assert [trajectory.reward for trajectory in plain] == [Reward(1.0), Reward(0.0)]
 
 

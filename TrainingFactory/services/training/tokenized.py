@@ -1,10 +1,9 @@
-"""Episodes that exist: what the environment's expert plays, and conversations that were written down."""
+"""A dataset in tokens: its examples, written once by the model's own chat template."""
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -18,60 +17,9 @@ from TrainingFactory.data.ranking import best_and_worst
 from TrainingFactory.data.recordings import reward_of
 from TrainingFactory.data.rewriting import Unreadable, written_by
 from TrainingFactory.data.trajectories import Kept
-from TrainingFactory.protocols import ChatFormat, EnvironmentFactory
-from TrainingFactory.rollout import play
-from TrainingFactory.services.training.source import Groups, Order, Publish
-from TrainingFactory.tools.recording import EpisodeKey
 from TrainingFactory.types import Completion, Message, Task, Trajectory, Turn
 
 TOLD_EVERY = 10.0  # seconds
-
-
-class _Demonstrations:
-    """What exists is usable, and its rewards say nothing about the model."""
-
-    def metrics(self, groups: Groups, seconds: float) -> dict[str, float]:
-        turns = sum(len(trajectory.turns) for group in groups for trajectory in group)
-        return {"demonstrations": len(groups), "turns": turns / sum(map(len, groups))}
-
-    def unusable(self, groups: Groups) -> str | None:
-        return None
-
-
-class ExpertEpisodes(_Demonstrations):
-    """The environment's own expert plays the tasks of the step."""
-
-    def __init__(self, tasks: Sequence[Task], order: Order, environment: EnvironmentFactory, chat: ChatFormat,
-                 limits: dict[str, Any]) -> None:  # fmt: skip
-        self.tasks, self.order, self.environment, self.chat, self.limits = (
-            tasks,
-            order,
-            environment,
-            chat,
-            limits,
-        )
-
-    def ids(self, step: int) -> list[str]:
-        return [self.tasks[number].id for number in self.order.batch(step)]
-
-    def groups(self, step: int, publish: Publish) -> Groups:
-        async def play_all() -> list[Trajectory]:
-            tasks = (self.tasks[number] for number in self.order.batch(step))
-            return list(await asyncio.gather(*(self._play(task, step) for task in tasks)))
-
-        return [[_checked(trajectory)] for trajectory in asyncio.run(play_all())]
-
-    async def _play(self, task: Task, step: int) -> Trajectory:
-        environment: Any = self.environment(task)
-        key = EpisodeKey(step, task.id, 0)
-        return await play(environment, self.chat, environment.expert(), key=key, **self.limits)
-
-
-def _checked(trajectory: Trajectory) -> Trajectory:
-    if trajectory.status in ("error", "tool_failure") or not trajectory.turns:
-        name, why = trajectory.task.id, trajectory.error or trajectory.status
-        raise ValueError(f"demonstration {name} cannot be played: {why}")
-    return trajectory
 
 
 @dataclass(slots=True)
@@ -98,7 +46,7 @@ class Written:
         return len(self.token_ids)
 
 
-class Recordings:
+class TokenizedDataset:
     """Examples in tokens, written once by this model's own template; tokens that were sampled stay. Those longer than
     `max_length` are left out, whole, and counted in `long`; what the template cannot write is an error, or with
     `skip_bad_rows` one more of `bad`. Of recorded episodes that belong together there are the best and the worst of
@@ -257,19 +205,3 @@ class Recordings:
         # A model that always thinks reads a plain answer as a thought that did not end.
         unended = read.reasoning is not None and not read.content and not read.tool_calls
         return read if (read.tool_calls or read.reasoning is not None) and not unended else message
-
-
-class RecordedEpisodes(_Demonstrations):
-    """The examples of the step, in an order of its own every epoch."""
-
-    def __init__(self, recordings: Recordings, order: Order) -> None:
-        self.recordings, self.order = recordings, order
-
-    def ids(self, step: int) -> list[str]:
-        return [self.recordings.ids[number] for number in self.order.batch(step)]
-
-    def groups(self, step: int, publish: Publish) -> Groups:
-        return [self.recordings.group(number) for number in self.order.batch(step)]
-
-    def metrics(self, groups: Groups, seconds: float) -> dict[str, float]:
-        return super().metrics(groups, seconds) | self.recordings.left_out

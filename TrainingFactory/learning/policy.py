@@ -1,0 +1,51 @@
+"""The Policy port over one learner in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from TrainingFactory.learning.checkpoints import load_checkpoint, save_checkpoint
+from TrainingFactory.learning.learner import Learner
+from TrainingFactory.learning.step import StepOptions, evaluate_rows, score_rows, train_step
+from TrainingFactory.protocols import Algorithm
+from TrainingFactory.running import OneThread
+from TrainingFactory.types import Sample, Weights
+
+
+class LocalPolicy:
+    """Train in this process, on one thread of its own, so that the event loop never waits for an update. Samplers in
+    this process share the weights. `version` counts training steps, also those that changed no weight."""
+
+    def __init__(self, learner: Learner, algorithm: Algorithm, tokenizer: Any, options: StepOptions) -> None:
+        self._learner, self._algorithm = learner, algorithm
+        self._tokenizer, self._options = tokenizer, options
+        self._thread = OneThread("policy")
+        self._version = 0
+
+    async def step(self, rows: Sequence[Sample], step: int) -> dict[str, float]:
+        given = (self._learner, self._algorithm, rows, step, self._options)
+        metrics = await self._thread.call(train_step, *given)
+        self._version = step + 1
+        return metrics
+
+    async def evaluate(self, rows: Sequence[Sample], step: int) -> dict[str, float]:
+        given = (self._learner, self._algorithm, rows, step, self._options)
+        return await self._thread.call(evaluate_rows, *given)
+
+    async def score(self, rows: Sequence[Sample]) -> list[list[float]]:
+        return await self._thread.call(score_rows, self._learner, rows, self._options)
+
+    async def save(self, folder: str, state: dict[str, Any]) -> None:
+        await self._thread.call(save_checkpoint, folder, self._learner, self._tokenizer, state)
+
+    async def load(self, folder: str) -> dict[str, Any]:
+        state = await self._thread.call(load_checkpoint, folder, self._learner)
+        self._version = state["step"]
+        return state
+
+    async def publish(self) -> Weights:
+        return Weights(self._version)
+
+    async def close(self) -> None:
+        self._thread.close()

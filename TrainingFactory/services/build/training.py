@@ -1,0 +1,336 @@
+"""From a config to a training run: `Training` checks everything that can be checked at once, then makes the parts of
+the loop and runs it. The edge that knows the core and everything around it."""
+
+from __future__ import annotations
+
+import time
+from contextlib import AsyncExitStack, ExitStack
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from TrainingFactory.algorithms.kinds import KINDS
+from TrainingFactory.config import TrainingConfig
+from TrainingFactory.data.examples import Examples
+from TrainingFactory.protocols import Algorithm, EnvironmentFactory, Policy, Sampler
+from TrainingFactory.rollout import AsyncRolloutEngine
+from TrainingFactory.running import run as run_anywhere
+from TrainingFactory.services.build import assemble
+from TrainingFactory.services.build import rewards as build_rewards
+from TrainingFactory.services.build.environment import check_tools, make_environment
+from TrainingFactory.services.build.learner import make_algorithm, make_policy, make_trainable
+from TrainingFactory.services.build.measure import evaluation_reward
+from TrainingFactory.services.build.named_files import changed_files
+from TrainingFactory.services.build.run_tools import RunTools
+from TrainingFactory.services.build.started import about_start, as_started
+from TrainingFactory.services.runs.folder import RunFolder, Status, TrainingReport, new_name
+from TrainingFactory.services.runs.tracking import PlainLines, Trackers, Watcher
+from TrainingFactory.services.training.dataset import Objects, check_same, gather, told_left_out
+from TrainingFactory.services.training.guards import Guards
+from TrainingFactory.services.training.interrupts import Interrupts
+from TrainingFactory.services.training.loop import HeldOut, Progress, Schedule, TrainingLoop
+from TrainingFactory.services.training.order import Order
+from TrainingFactory.services.training.preflight import check, check_steps
+from TrainingFactory.services.training.reward_clock import RewardClock
+from TrainingFactory.services.training.source import DatasetSource, ExpertSource, SampledSource, Source
+from TrainingFactory.services.training.tokenized import TokenizedDataset
+from TrainingFactory.tools.threads import in_thread
+
+if TYPE_CHECKING:
+    from TrainingFactory.models import LoadedModel, TemplateChatFormat
+
+TOLD_EVERY = 10.0  # seconds
+
+
+class Training:
+    """A training run from its config to its last checkpoint.
+
+    Everything that can be wrong with names, files and folders shows when it is made; `train` then loads the model and
+    goes to the end. With `run` it goes on with that run from its last checkpoint. With `replay` the tool calls are
+    answered from the recording of that run (its name or folder), and no tool is started."""
+
+    def __init__(
+        self,
+        config: TrainingConfig,
+        *,
+        name: str | None = None,
+        run: RunFolder | None = None,
+        objects: Objects | None = None,
+        watcher: Watcher | None = None,
+        replay: str | Path | None = None,
+    ) -> None:
+        config = as_started(config, run)
+        self.config, self.objects = config, objects or Objects()
+        self.watcher: Watcher = watcher or PlainLines()
+        self.interrupts = Interrupts(self.watcher.say)
+        check(config, config.data.dataset is not None or self.objects.examples is not None)
+        sampled = KINDS[config.training.algorithm].samples
+        reward = build_rewards.check_reward(config, config.training.group_size if sampled else None)
+        reward = self.objects.reward or reward
+        self.resuming = run is not None
+        if run is not None:
+            replay = replay or run.about.get("replay")
+        self.tools = RunTools(config, self.objects.tools, replay, self.objects.cache)
+        self.data = gather(config, self.objects, self._environment())
+        self.order = make_order(config, self.data.size)
+        self.total = steps_in(config, self.order)  # fewer, where rows turn out to be too long
+        check_steps(config, self.total)
+        build_rewards.check_tasks(reward, [*(self.data.tasks if sampled else ()), *self.data.heldout])
+        if run is None:
+            about = about_start(config, self.objects, self.tools, self.data)
+            run = RunFolder.create(config, name or new_name(config), about)
+        else:
+            check_same(self.data, run.about, run.name)
+            for file in changed_files(run.about):
+                self.watcher.say(
+                    f"note: {file} has changed since run {run.name} was started; it goes on with what is there now"
+                )
+        self.run = run
+        self.run.lock()
+        if not self.resuming:
+            self.run.write_status(Status("running", steps=self.total))
+
+    def _environment(self) -> EnvironmentFactory | None:
+        """Return the environment that the config names, where the run needs one."""
+        config, given = self.config, self.objects
+        if given.environment is not None:
+            return None
+        rows = given.examples is not None or config.data.dataset is not None
+        named = config.environment.environment_id is not None or self.tools.wanted
+        return make_environment(config, self.tools.wanted) if named or not rows else None
+
+    def train(self) -> TrainingReport:
+        """Train to the end, or to Ctrl-C: then what was learned is in a checkpoint and `state` is interrupted. It works
+        in a script, in a notebook and inside a running loop; there it has a thread and a loop of its own."""
+        return run_anywhere(self.train_async, self.interrupts.ask)
+
+    async def train_async(self) -> TrainingReport:
+        """Train on the running event loop."""
+        async with AsyncExitStack() as held:
+            held.callback(self.run.unlock)
+            held.push_async_callback(self.tools.close)
+            try:
+                loop = await make_loop(self, held)
+            except BaseException:
+                if not self.resuming:
+                    self.run.discard()
+                raise
+            return await loop.train()
+
+
+def make_order(config: TrainingConfig, size: int) -> Order:
+    return Order(size, config.training.batch_size, config.training.seed)
+
+
+def steps_in(config: TrainingConfig, order: Order) -> int:
+    return config.training.max_steps or config.training.num_epochs * order.steps_per_epoch
+
+
+async def make_loop(training: Training, held: AsyncExitStack) -> TrainingLoop:
+    """Make everything that a run needs. `held` closes at its end what is opened here."""
+    config, data, run, watcher = training.config, training.data, training.run, training.watcher
+    tools, options, logging = training.tools, config.training, config.logging
+    environment = None if data.environment is None else await tools.equip(data.environment)
+    watcher.phase("load")
+    loaded, chat = await in_thread(_load, config, date.fromisoformat(run.about["day"]))
+    dataset, heldout = await in_thread(_tokenized, training, loaded, chat)
+    # Only now it is known how many rows are too long.
+    order = training.order if dataset is None else make_order(config, len(dataset))
+    total = steps_in(config, order)
+    algorithm = make_algorithm(config)
+    policy = await in_thread(make_policy, config, loaded, algorithm, total)
+    held.push_async_callback(policy.close)
+    precomputed = "precomputed" in algorithm.needs
+    known = [
+        await _references(policy, algorithm, each, options.batch_size, watcher)
+        if precomputed and each
+        else None
+        for each in (dataset, heldout)
+    ]
+    progress = await _resume(run, policy, order)
+    if logging.record_tools:
+        tools.record_to(run.path)
+    played = None if environment is None else await _played(training, environment, chat, loaded, held)
+    trackers = Trackers(run.path, config)
+    held.callback(trackers.close)
+    return TrainingLoop(
+        policy=policy,
+        sampler=None if played is None else played.sampler,
+        source=_source(training, algorithm, order, progress.taken, played, dataset, known[0]),
+        algorithm=algorithm,
+        order=order,
+        run=run,
+        tools=tools,
+        schedule=_schedule(config, total),
+        heldout=_heldout(training, played, heldout, known[1]),
+        guards=_guards(training),
+        watcher=watcher,
+        trackers=trackers,
+        interrupts=training.interrupts,
+        progress=progress,
+        saved=progress.done or -1,
+    )
+
+
+@dataclass(slots=True)
+class _Played:
+    """What it takes to play episodes: the environment with its tools, who samples, and what they are worth."""
+
+    environment: EnvironmentFactory
+    chat: TemplateChatFormat
+    max_length: int
+    sampler: Sampler
+    clock: RewardClock  # of the reward that is learned from
+    measure: RewardClock  # of what held-out tasks are measured by
+
+
+async def _played(
+    training: Training, environment: EnvironmentFactory, chat: Any, loaded: LoadedModel, held: AsyncExitStack
+) -> _Played:
+    config, say = training.config, training.watcher.say
+    sampler = assemble.make_engine(config, loaded, config.training.batch_size * config.training.group_size)
+    held.push_async_callback(sampler.close)
+    kept_open = held.enter_context(ExitStack())
+    reward = training.objects.reward or build_rewards.make_reward(config, kept_open)
+    clock = RewardClock(reward, say, lambda: build_rewards.judge_figures(reward))
+    quiet = config.training.eval_every is None
+    measured = evaluation_reward(reward, (lambda _: None) if quiet else say)
+    measure = RewardClock(measured, say)
+    if tasks := training.data.tasks or training.data.heldout:
+        await check_tools(environment, tasks[0], chat, reward)
+    return _Played(environment, chat, assemble.max_length(config, loaded), sampler, clock, measure)
+
+
+def _source(
+    training: Training,
+    algorithm: Algorithm,
+    order: Order,
+    taken: int,
+    played: _Played | None,
+    dataset: TokenizedDataset | None,
+    references: list[list[list[float]]] | None,
+) -> Source:
+    config, tasks = training.config, training.data.tasks
+    if dataset is not None:
+        return DatasetSource(dataset, order, algorithm, references)
+    assert played is not None
+    if KINDS[config.training.algorithm].demonstrations:
+        limits = {
+            "max_reply_tokens": config.sampling.max_reply_tokens,
+            "max_length": played.max_length,
+            "timeout": config.environment.episode_timeout,
+            "runtime": training.tools.runtime,
+        }
+        return ExpertSource(tasks, order, played.environment, played.chat, algorithm, limits)
+    return SampledSource(
+        tasks, order, _rollouts(training, played, played.clock), played.sampler, algorithm, played.clock,
+        group_size=config.training.group_size, max_unscored=config.reward.max_unscored, taken=taken,
+    )  # fmt: skip
+
+
+def _rollouts(training: Training, played: _Played, reward: RewardClock) -> AsyncRolloutEngine:
+    watch, runtime = training.watcher.episode, training.tools.runtime
+    return assemble.make_rollouts(training.config, played.environment, played.chat, watch, reward, runtime)
+
+
+def _heldout(
+    training: Training,
+    played: _Played | None,
+    dataset: TokenizedDataset | None,
+    references: list[list[list[float]]] | None,
+) -> HeldOut:
+    if played is None:
+        return HeldOut(dataset=dataset, references=references)
+    rollouts = _rollouts(training, played, played.measure)
+    return HeldOut(training.data.heldout, rollouts, played.clock, dataset, references)
+
+
+def _schedule(config: TrainingConfig, total: int) -> Schedule:
+    keep = config.logging
+    return Schedule(
+        total,
+        config.training.eval_every,
+        keep.checkpoint_every,
+        keep.keep_checkpoints,
+        keep.keep_every,
+        keep.save_trajectories,
+    )
+
+
+def _guards(training: Training) -> Guards:
+    scored = any("reward" in row for row in training.run.metrics())
+    replayed = training.tools.replayed is not None
+    return Guards(training.config.reward.max_equal_steps, scored=scored, replayed=replayed)
+
+
+def _load(config: TrainingConfig, day: date) -> tuple[LoadedModel, TemplateChatFormat]:
+    loaded = assemble.load(config)
+    make_trainable(config, loaded)
+    return loaded, assemble.make_chat(config, loaded, day)
+
+
+def _tokenized(
+    training: Training, loaded: LoadedModel, chat: Any
+) -> tuple[TokenizedDataset | None, TokenizedDataset | None]:
+    """Write the dataset and the held-out rows in tokens. Which rows are too long is known only now."""
+    data, limit = training.data, assemble.max_length(training.config, loaded)
+    found = (
+        _in_tokens(training, data.examples, chat, limit, ""),
+        _in_tokens(training, data.heldout_examples, chat, limit, "held-out: "),
+    )
+    data.examples = data.heldout_examples = None  # their texts are not needed any more
+    return found
+
+
+def _in_tokens(
+    training: Training, examples: Examples | None, chat: Any, limit: int, which: str
+) -> TokenizedDataset | None:
+    if examples is None:
+        return None
+    say = training.watcher.say
+    found = TokenizedDataset(examples, chat, limit, training.config.data.skip_bad_rows, say)
+    for text in told_left_out(found.bad, found.long, found.unused):
+        say(f"note: {which}{text}")
+    return found
+
+
+async def _references(
+    policy: Policy, algorithm: Algorithm, dataset: TokenizedDataset, batch_size: int, watcher: Watcher
+) -> list[list[list[float]]]:
+    """Compute the reference model's log-probs of all rows of each example, so that no such model is kept. Before a
+    checkpoint is loaded: the policy is its own reference only until it is trained."""
+    watcher.phase("reference")
+    found: list[list[list[float]]] = []
+    told = time.monotonic()
+    for start in range(0, len(dataset), batch_size):
+        numbers = range(start, min(start + batch_size, len(dataset)))
+        groups = [algorithm.samples(dataset.group(number)) for number in numbers]
+        scored = iter(await policy.score([row for group in groups for row in group]))
+        found += [[next(scored) for _ in group] for group in groups]
+        if time.monotonic() - told > TOLD_EVERY:
+            told = time.monotonic()
+            watcher.say(f"log-probs of the reference model: {len(found)} of {len(dataset)} examples")
+    return found
+
+
+async def _resume(run: RunFolder, policy: Policy, order: Order) -> Progress:
+    """Load the last checkpoint, if there is one, and cut the files of the run back to it."""
+    progress, offsets = Progress(), dict[str, int]()
+    if found := run.checkpoints():
+        state = await policy.load(str(found[-1]))
+        progress = Progress(state["step"], state.get("taken", order.start(state["step"])), state["seconds"])
+        offsets = state["offsets"]
+    await in_thread(run.rewind, offsets)
+    return progress
+
+
+def resume(name: str, runs: str | Path = "runs", watcher: Watcher | None = None) -> Training:
+    """Go on with the run of that name or folder, from its last checkpoint."""
+    run = RunFolder.find(name, runs)
+    if objects := run.about.get("objects"):
+        raise ValueError(
+            f"run {run.name} was started from Python with its own {' and '.join(objects)}; go on with it there: "
+            f"the same trainer with name={run.name!r} and resume=True"
+        )
+    return Training(run.config, run=run, watcher=watcher)
