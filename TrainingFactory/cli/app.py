@@ -20,13 +20,12 @@ from TrainingFactory.cli.new import env
 from TrainingFactory.cli.rollout import rollout
 from TrainingFactory.cli.runs import runs
 from TrainingFactory.cli.serve import serve
-from TrainingFactory.cli.show import fail
+from TrainingFactory.cli.show import INTERRUPTED, fail
 from TrainingFactory.cli.tools import tools
 from TrainingFactory.cli.train import train
 
 FAILED = 1
 USER_ERROR = 2
-INTERRUPTED = 130
 
 app = App(
     name="tfactory",
@@ -34,6 +33,7 @@ app = App(
     version=__version__,
     help_format="markdown",
     result_action="return_value",
+    default_parameter=Parameter(negative=""),  # a flag is given or not; there is no --no-flag
 )
 app.command(demo)
 app.command(train)

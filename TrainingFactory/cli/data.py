@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 from cyclopts import App, Parameter, validators
 
 from TrainingFactory.cli import show
+from TrainingFactory.cli.display import Display
+from TrainingFactory.cli.options import Count, Where
 from TrainingFactory.types import Status
 
-if TYPE_CHECKING:
-    from TrainingFactory.data.convert import Filters
-    from TrainingFactory.data.examples import Examples, Form
-
 data = App(name="data", help="Turn recorded episodes into datasets; show and check datasets.")
-Where = Annotated[str, Parameter(name="--runs")]
+Dataset = Annotated[
+    str, Parameter(help="A file (JSONL, JSON, Parquet, CSV), a saved dataset, a hub id, or a run.")
+]
+Split = Annotated[str, Parameter(help="Which split, where there are several.")]
 Target = Literal["sft", "dpo", "kto", "rm", "prm"]
 Algorithm = Literal["sft", "dpo", "kto", "reward_model", "rm", "prm"]
 SAMPLE = 500  # rows from which is told what a file is good for
@@ -31,13 +32,13 @@ class Kept:
     """Least reward, step rewards included."""
     max_reward: float | None = None
     """Greatest reward."""
-    status: Annotated[list[Status], Parameter(negative="")] = field(default_factory=list)
+    status: list[Status] = field(default_factory=list)
     """How the episode ended: done, max_turns, truncated. May be given several times."""
-    tasks: Annotated[list[str], Parameter(negative="")] = field(default_factory=list)
+    tasks: list[str] = field(default_factory=list)
     """Ids of tasks, or patterns such as 'search-*'. May be given several times."""
-    max_per_task: Annotated[int | None, Parameter(validator=validators.Number(gte=1))] = None
+    max_per_task: Count | None = None
     """At most so many rows of a task, chosen at random."""
-    dedupe: Annotated[bool, Parameter(negative="")] = False
+    dedupe: bool = False
     """Rows that say the same of the same task count once."""
     min_margin: Annotated[float, Parameter(validator=validators.Number(gte=0))] = 0.0
     """dpo, rm: by how much the better side of a pair must lead."""
@@ -45,12 +46,6 @@ class Kept:
     """kto: rewards above it are good (0.5 if not given). prm: turns with step rewards above it are good (0)."""
     seed: int = 0
     """For the choice that --max-per-task makes."""
-
-    def filters(self) -> Filters:
-        from TrainingFactory.data.convert import Filters
-
-        names = (name for name in Filters.__dataclass_fields__)
-        return Filters(**{name: getattr(self, name) for name in names})
 
 
 @data.command
@@ -60,7 +55,7 @@ def convert(
     to: Target,
     out: Path,
     kept: Kept | None = None,
-    force: Annotated[bool, Parameter(negative="")] = False,
+    force: bool = False,
     where: Where = "runs",
 ) -> int:
     """Turn the recorded episodes of a run into rows that sft, dpo, kto or a reward model learns from.
@@ -80,9 +75,8 @@ def convert(
         JSONL file to write: OpenAI-style messages in the columns that TRL reads, too.
     force
         Write over the file if it is there.
-    where
-        The folder of runs.
     """
+    from TrainingFactory.data.convert import Filters
     from TrainingFactory.data.convert import convert as converted
     from TrainingFactory.data.datasets import read_rows
     from TrainingFactory.services.datasets import trajectories_of, write_rows
@@ -90,7 +84,9 @@ def convert(
     if out.exists() and not force:
         raise ValueError(f"{out} is there already; choose another file, or write over it with --force")
     path = trajectories_of(source, where)
-    done = converted(read_rows(path), to, (kept or Kept()).filters())
+    with Display() as display:
+        counted = display.counted(read_rows(path), "episodes")
+        done = converted(counted, to, Filters(**asdict(kept or Kept())))
     rows = [("episodes read", f"{done.read} from {path}")]
     rows += [(f"  {why}", f"{count} left out") for why, count in done.dropped.items() if count]
     show.table([*rows, ("rows", str(len(done.rows)))])
@@ -106,24 +102,22 @@ def convert(
 
 @data.command(name="show")
 def show_(
-    source: str,
+    source: Dataset,
     *,
     rows: Annotated[int, Parameter(validator=validators.Number(gte=0))] = 3,
-    split: str = "train",
+    split: Split = "train",
     where: Where = "runs",
 ) -> None:
     """Show rows of a dataset as conversations, and which algorithms it fits.
 
+    ```
+    tfactory data show pairs.jsonl --rows 1
+    ```
+
     Parameters
     ----------
-    source
-        A file (JSONL, JSON, Parquet, CSV), a saved dataset, a hub id, or a run.
     rows
         How many rows to print.
-    split
-        Which split, where there are several.
-    where
-        The folder of runs.
     """
     from TrainingFactory.services.datasets import dataset_of, fitting
 
@@ -146,29 +140,27 @@ def show_(
 
 @data.command
 def check(
-    source: str,
+    source: Dataset,
     *,
     algorithm: Annotated[Algorithm, Parameter(name="--for")],
-    split: str = "train",
+    split: Split = "train",
     where: Where = "runs",
 ) -> int:
     """Check every row of a dataset for an algorithm, and tell all that is wrong. The exit status is 1 if anything is.
 
+    ```
+    tfactory data check pairs.jsonl --for dpo
+    ```
+
     Parameters
     ----------
-    source
-        A file (JSONL, JSON, Parquet, CSV), a saved dataset, a hub id, or a run.
     algorithm
         sft, dpo, kto, reward_model (or rm), prm (a process reward model).
-    split
-        Which split, where there are several.
-    where
-        The folder of runs.
     """
     from TrainingFactory.services.datasets import checked, dataset_of
 
-    form: Form = "rm" if algorithm == "reward_model" else algorithm
-    examples: Examples = checked(dataset_of(source, where), form, split)
+    form = "rm" if algorithm == "reward_model" else algorithm
+    examples = checked(dataset_of(source, where), form, split)
     for problem in examples.bad:
         show.fail(problem)
     told = [("rows", str(examples.rows)), ("usable", f"{len(examples)} examples for {form}")]

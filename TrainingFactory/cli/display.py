@@ -1,15 +1,22 @@
-"""A training run on a terminal: progress, the figures that matter, and where the time goes. Elsewhere a line per
-step."""
+"""How far work is: bars and metrics drawn live on a terminal, plain lines elsewhere.
+
+A display is the watcher of a run, counts the episodes of a rollout or an evaluation, and whatever else there is:
+
+    with Display() as display:
+        for row in display.counted(rows, "rows", len(rows)):
+            ...
+"""
 
 from __future__ import annotations
 
 import os
 import time
-from types import TracebackType
+from collections.abc import Iterable, Iterator
+from typing import TypeVar
 
+from rich import progress
 from rich.console import Console, Group
 from rich.live import Live
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -17,134 +24,152 @@ from TrainingFactory.cli import show
 from TrainingFactory.services.runs.tracking import in_short
 from TrainingFactory.types import Trajectory
 
+T = TypeVar("T")
 SPARKS = "▁▂▃▄▅▆▇█"
 CURVE = 40  # steps shown
+LINE_EVERY = 5.0  # seconds between lines of one bar
+HOUR = 3600.0
+# metric -> how the panel tells it
+SHOWN = {
+    "accuracy": "{:.2f}",
+    "episodes/unscored": "{:.0f} could not be scored",
+    "tool_success": "{:.0%} of tool calls succeeded",
+    "eval/success": "{:.3f} on held-out tasks",
+    "eval/loss": "{:.4f} on held-out rows",
+    "tokens_per_second": "{:.0f} sampled a second",
+    "tokens_saved": "{:.0%} of the update's tokens saved by shared prefixes",
+}
 
 
-class Lines:
-    """For logs: a line per step with an estimate of what is left."""
+class Display:
+    """With `episodes`, so many are expected, and each that ends moves a bar. Steps are shown under the name `task`."""
 
-    def __init__(self) -> None:
-        self._left = Remaining()
-
-    def __enter__(self) -> Lines:
-        os.environ.setdefault("TQDM_DISABLE", "1")  # the bars of loading make a log unreadable
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
-
-    def phase(self, name: str) -> None:
-        if name == "load":
-            self.say("loading the model")
-
-    def episode(self, trajectory: Trajectory) -> None: ...
-
-    def step(self, step: int, total: int, metrics: dict[str, float]) -> None:
-        self.say(f"step {step}/{total}  {in_short(metrics)}  {self._left.text(step, total)}".rstrip())
-
-    def say(self, text: str) -> None:
-        show.note(text)
-
-
-class Panel(Lines):
-    """For a terminal: a panel that is drawn anew."""
-
-    def __init__(self, console: Console) -> None:
-        super().__init__()
-        self._console = console
-        columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        self._bar = Progress(TextColumn("{task.description}"), *columns, console=console)
-        self._row = self._bar.add_task("steps", total=None)
-        self._phase, self._episodes = "", 0
+    def __init__(self, episodes: int | None = None, console: Console | None = None) -> None:
+        self.task = "steps"
+        self._console = console or Console(stderr=True)
+        self._bars = progress.Progress(
+            progress.TextColumn("{task.description}"),
+            progress.BarColumn(),
+            progress.MofNCompleteColumn(),
+            progress.TimeElapsedColumn(),
+            progress.TimeRemainingColumn(),
+            progress.TextColumn("{task.fields[note]}"),
+            console=self._console,
+            speed_estimate_period=HOUR,
+        )
+        self._rows: dict[str, progress.TaskID] = {}
+        self._last_line = time.monotonic()
+        self._phase = ""
+        self._expected, self._ended, self._rewards = episodes, 0, list[float]()
         self._metrics: dict[str, float] = {}
         self._curve: list[float] = []
-        self._live = Live(console=console, refresh_per_second=4, get_renderable=self._draw)
+        self._live = Live(console=self._console, refresh_per_second=4, get_renderable=self._draw)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __enter__(self) -> Display:
+        if self._expected is not None:
+            self.phase("load")
+        return self
+
+    def __exit__(self, *error: object) -> None:
         self._phase = ""
-        if self._live.is_started:
-            self._live.stop()
+        self._live.stop()
+
+    # what a run tells
 
     def phase(self, name: str) -> None:
-        super().phase(name)
-        self._phase, self._episodes = name, 0
-        if name != "load" and not self._live.is_started:
-            self._live.start()  # only now: loading has bars of its own
+        self._phase = name
+        if self._expected is None:
+            self._ended = 0
+        if name == "load":
+            self.say("loading the model")
+            if not self._console.is_terminal:
+                os.environ.setdefault("TQDM_DISABLE", "1")  # the bars of loading make a log unreadable
+        else:
+            self._start()
 
     def episode(self, trajectory: Trajectory) -> None:
-        self._episodes += 1
+        self._ended += 1
+        if self._expected is None:
+            return
+        if trajectory.reward is not None:
+            self._rewards.append(trajectory.reward.outcome)
+        mean = f"mean reward {sum(self._rewards) / len(self._rewards):.2f}" if self._rewards else ""
+        self.advance("episodes", self._expected, mean)
 
     def step(self, step: int, total: int, metrics: dict[str, float]) -> None:
-        self._bar.update(self._row, completed=step, total=total)
-        self._bar.update(self._row, description=f"steps {self._left.text(step, total)}".rstrip())
+        row = self._row(self.task, total)
+        self._bars.update(row, completed=step, total=total)
         self._metrics |= metrics
         if (value := metrics.get("reward", metrics.get("loss"))) is not None:
             self._curve = [*self._curve, value][-CURVE:]
+        if not self._console.is_terminal:
+            left = self._bars.tasks[row].time_remaining
+            told = f"{duration(left)} left" if left else ""
+            name = "step" if self.task == "steps" else f"{self.task}: step"
+            self.say(f"{name} {step}/{total}  {in_short(metrics)}  {told}".rstrip())
 
     def say(self, text: str) -> None:
-        self._console.print(Text(show.clean(text)))
+        show.note(text, self._console)
+
+    # what else is counted
+
+    def counted(self, items: Iterable[T], name: str, total: int | None = None) -> Iterator[T]:
+        """Yield the items, each counted when it was dealt with."""
+        for item in items:
+            yield item
+            self.advance(name, total)
+
+    def advance(self, name: str, total: int | None, note: str = "") -> None:
+        """Count one more of `total` things (None: nobody knows how many) under `name`."""
+        row = self._row(name, total)
+        self._bars.update(row, advance=1, note=note)
+        done, now = int(self._bars.tasks[row].completed), time.monotonic()
+        if self._console.is_terminal:
+            self._start()
+        elif done == total or now - self._last_line > LINE_EVERY:
+            self._last_line = now
+            told = f"{name}: {done}" if total is None else f"{name}: {done} of {total}"
+            self.say(f"{told}, {note}" if note else told)
+
+    def _row(self, name: str, total: int | None) -> progress.TaskID:
+        if name not in self._rows:
+            self._rows[name] = self._bars.add_task(name, total=total, note="")
+        return self._rows[name]
+
+    def _start(self) -> None:
+        """Begin to draw: only after loading, which has bars of its own."""
+        if self._console.is_terminal and not self._live.is_started:
+            self._live.start()
 
     def _draw(self) -> Group:
-        figures = self._metrics
-        grid = Table.grid(padding=(0, 2))
-        name = "reward" if "reward" in figures else "loss"
+        metrics, grid = self._metrics, Table.grid(padding=(0, 2))
+        name = "reward" if "reward" in metrics else "loss"
         if self._curve:
-            grid.add_row(Text(name, "bold"), Text(f"{figures.get(name, 0):.3f}  {curve(self._curve)}"))
-        rows = {
-            "accuracy": "{:.2f}",
-            "episodes/unscored": "{:.0f} could not be scored",
-            "tool_success": "{:.0%} of tool calls succeeded",
-            "eval/success": "{:.3f} on held-out tasks",
-            "eval/loss": "{:.4f} on held-out rows",
-            "tokens_per_second": "{:.0f} sampled a second",
-            "tokens_saved": "{:.0%} of the update's tokens saved by shared prefixes",
-        }
-        for key, text in rows.items():
-            if key in figures and (figures[key] or key != "episodes/unscored"):
-                grid.add_row(Text(key.replace("_", " "), "bold"), Text(text.format(figures[key])))
-        if "seconds/step" in figures:
-            grid.add_row(Text("time", "bold"), Text(phases(figures)))
-        if self._phase:
-            count = f", {show.count(self._episodes, 'episode')} ended" if self._episodes else ""
+            grid.add_row(Text(name, "bold"), Text(f"{metrics.get(name, 0):.3f}  {curve(self._curve)}"))
+        for key, text in SHOWN.items():
+            if key in metrics and (metrics[key] or key != "episodes/unscored"):
+                grid.add_row(Text(key.replace("_", " "), "bold"), Text(text.format(metrics[key])))
+        if "seconds/step" in metrics:
+            grid.add_row(Text("time", "bold"), Text(phases(metrics)))
+        if self._phase and self._expected is None:
+            count = f", {show.count(self._ended, 'episode')} ended" if self._ended else ""
             grid.add_row(Text("now", "bold"), Text(self._phase + count))
-        return Group(self._bar, grid)
-
-
-class Remaining:
-    """How long the rest will take, from the steps that this process has seen."""
-
-    def __init__(self) -> None:
-        self._first: tuple[int, float] | None = None
-
-    def text(self, step: int, total: int) -> str:
-        now = time.monotonic()
-        if self._first is None:
-            self._first = step, now
-        before, since = self._first
-        if step in (before, total):
-            return ""
-        seconds = (now - since) / (step - before) * (total - step)
-        return f"{duration(seconds)} left"
+        return Group(self._bars, grid)
 
 
 def duration(seconds: float) -> str:
-    minutes, hours = int(seconds // 60), int(seconds // 3600)
+    minutes, hours = int(seconds // 60), int(seconds // HOUR)
     if hours:
         return f"{hours} h {minutes % 60} min"
     return f"{minutes} min {int(seconds % 60)} s" if minutes else f"{seconds:.0f} s"
 
 
 def phases(metrics: dict[str, float]) -> str:
-    """Tools and rewards run beside sampling, so their seconds are not a part of the sum."""
+    """Tell where a step's time went. Tools and rewards run beside sampling, so their seconds are no part of the sum."""
     text = f"{metrics['seconds/step']:.2f} s a step: generate {metrics['seconds/generate']:.2f}"
     if "seconds/tools" in metrics:
-        text += (
-            f" (tools {metrics['seconds/tools']:.2f}, reward {metrics['seconds/reward']:.2f} side by side)"
-        )
+        tools, reward = metrics["seconds/tools"], metrics["seconds/reward"]
+        text += f" (tools {tools:.2f}, reward {reward:.2f} side by side)"
     return f"{text}, update {metrics['seconds/update']:.2f}"
 
 
@@ -152,8 +177,3 @@ def curve(values: list[float]) -> str:
     low, high = min(values), max(values)
     scale = (len(SPARKS) - 1) / (high - low) if high > low else 0.0
     return "".join(SPARKS[round((value - low) * scale)] for value in values)
-
-
-def make_display() -> Lines:
-    console = Console(stderr=True)
-    return Panel(console) if console.is_terminal else Lines()

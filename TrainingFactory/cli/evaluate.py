@@ -3,35 +3,31 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from cyclopts import Parameter
 
 from TrainingFactory.cli import show
-from TrainingFactory.cli.progress import Progress
-from TrainingFactory.cli.rollout import Flags
-from TrainingFactory.config import TrainingConfig, load_config
+from TrainingFactory.cli.display import Display
+from TrainingFactory.cli.options import Flags, Json, Overrides
+from TrainingFactory.cli.rollout import summary, why_unscored
+from TrainingFactory.config import load_config
 from TrainingFactory.config.loading import key_value
 from TrainingFactory.config.names import full_key
 
-if TYPE_CHECKING:
-    from TrainingFactory.services.evaluation.evaluation import Evaluation, EvaluationReport
-
-INTERRUPTED = 130
-UNSCORED = 1  # there is no figure
+UNSCORED = 1  # exit status
 OTHER_REWARD = ("reward.type", "reward.parts")  # who names one of these wants another reward than the run's
 
 
 def evaluate(
     model: Annotated[str, Parameter(name="model-or-run")],
     /,
-    *overrides: str,
+    *overrides: Overrides,
     env: str | None = None,
     flags: Flags | None = None,
     out: Path | None = None,
-    as_json: Annotated[bool, Parameter(name="--json", negative="")] = False,
+    as_json: Json = False,
     replay: str | None = None,
 ) -> int:
     """Evaluate a model, or what a run has made, on held-out tasks. A run is scored by its own reward, as in its
@@ -48,14 +44,10 @@ def evaluate(
     ----------
     model
         A run (its name or folder; its last checkpoint is taken), a checkpoint, or a model.
-    overrides
-        Options of the config, as key=value: sampling.top_p=0.9
     env
         The environment; that of the run if none is named.
     out
         JSONL file for the episodes; one in the runs folder if none is named.
-    as_json
-        Print the figures as one JSON object.
     replay
         A recording whose tool calls are served again: that of an earlier evaluation with logging.record_tools=true.
     """
@@ -72,34 +64,37 @@ def evaluate(
         given.append(key_value("environment.environment_id", env))
     config = load_config(None, [*given, *overrides, *flags.overrides()])
     evaluation = Evaluation(config, out, replay, show.note)
-    with Progress(evaluation.total) as progress:
-        result = evaluation.run(progress.episode)
-    return _report(config, evaluation, result, as_json)
-
-
-def _report(config: TrainingConfig, evaluation: Evaluation, result: EvaluationReport, as_json: bool) -> int:
-    """Prints what came of it; the exit status."""
-    from TrainingFactory.services.training.source import most_frequent
-
+    with Display(evaluation.total) as display:
+        result = evaluation.run(display.episode)
+    metrics, played = result.metrics, result.report.trajectories
     if as_json:
-        about = {"model": config.model.adapter or config.model.name, "environment": _environment(config)}
-        print(json.dumps(about | {"scored_by": evaluation.scored_by} | result.metrics))
+        about = {
+            "model": config.model.adapter or config.model.name,
+            "environment": config.environment.environment_id,
+            "scored_by": evaluation.scored_by,
+        }
+        print(json.dumps(about | metrics))
     else:
-        statuses = Counter(trajectory.status for trajectory in result.report.trajectories)
-        show.table([*_summary(result.metrics, statuses), ("scored by", evaluation.scored_by)])
-    played = result.report.trajectories
+        show.table([*_success(metrics), *summary(metrics, played), ("scored by", evaluation.scored_by)])
     if played:
         show.note(f"saved {show.count(len(played), 'episode')} to {result.path}")
     if result.report.interrupted:
-        return INTERRUPTED
-    if "success" not in result.metrics:
-        show.note(f"no episode could be scored; mostly: {most_frequent(played)}")
+        return show.INTERRUPTED
+    if "success" not in metrics:
+        show.fail(f"no episode could be scored; mostly: {why_unscored(played)}")
         return UNSCORED
     return 0
 
 
+def _success(metrics: dict[str, float]) -> list[tuple[str, str]]:
+    if "success" not in metrics:
+        return []
+    low, high = metrics["success_low"], metrics["success_high"]
+    return [("success", f"{metrics['success']:.3f} (95 % interval {low:.3f} to {high:.3f})")]
+
+
 def _reward(model: str, other: bool) -> dict[str, dict[str, Any]]:
-    """The reward section of the run, if the model is one of a run and no other reward is asked for."""
+    """Return the reward section of the run, if the model is one of a run and no other reward is asked for."""
     from TrainingFactory.services.build.named_files import changed_files
     from TrainingFactory.services.evaluation.evaluation import checkpoint_of, reward_of
 
@@ -117,24 +112,3 @@ def _reward(model: str, other: bool) -> dict[str, dict[str, Any]]:
         )
         return {}
     return {"reward": reward.model_dump()}
-
-
-def _environment(config: TrainingConfig) -> str | None:
-    return config.environment.environment_id
-
-
-def _summary(metrics: dict[str, float], statuses: Counter[str]) -> list[tuple[str, str]]:
-    rows = []
-    if "success" in metrics:
-        low, high = metrics["success_low"], metrics["success_high"]
-        rows.append(("success", f"{metrics['success']:.3f} (95 % interval {low:.3f} to {high:.3f})"))
-        rows.append(("reward", f"{metrics['reward']:.3f}"))
-    told = ", ".join(f"{count} {status}" for status, count in statuses.most_common())
-    rows.append(("episodes", f"{int(metrics['episodes'])}: {told}"))
-    if unscored := int(metrics["episodes/unscored"]):
-        rows.append(("not scored", f"{unscored}, and left out of success and reward"))
-    rows += show.tool_rows(metrics)
-    if "turns" in metrics:
-        rows.append(("turns", f"{metrics['turns']:.2f} an episode"))
-    rows.append(("tokens", f"{int(metrics['sampled_tokens'])}, {metrics['tokens_per_second']:.0f} a second"))
-    return rows

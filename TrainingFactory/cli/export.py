@@ -15,7 +15,7 @@ def export(
     /,
     *,
     out: Path,
-    merge: Annotated[bool, Parameter(negative="")] = False,
+    merge: bool = False,
     dtype: Literal["float32", "bfloat16", "float16"] | None = None,
 ) -> int:
     """Write a trained model or adapter as a folder that transformers, vLLM and others load.

@@ -3,23 +3,29 @@ markup and never as terminal commands."""
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Sequence
-from typing import Any
+from pathlib import Path
 
 from rich.console import Console
 from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from TrainingFactory.services.reports.texts import clean, reward_text
-from TrainingFactory.types import Message, ToolResult, ToolSpec, Trajectory, Turn
+from TrainingFactory.services.reports.texts import clean, reward_text, said
+from TrainingFactory.types import Message, ToolSpec, Trajectory
 
 MAX_CHARS = 1500  # of one text; the saved file has it whole
 PLAIN_WIDTH = 120  # columns where there is no terminal to ask
+INTERRUPTED = 130  # exit status
 STATUS_STYLES = {"done": "green", "max_turns": "yellow", "truncated": "yellow"}
-ROLE_STYLES = {"system": "dim", "user": "cyan", "assistant": "bold", "tool": "magenta"}
+ROLE_STYLES = {
+    "system": "dim",
+    "user": "cyan",
+    "assistant": "bold",
+    "tool": "magenta",
+    "calls": "bold yellow",
+}
 
 
 def console(stderr: bool) -> Console:
@@ -32,13 +38,23 @@ def count(number: int, thing: str) -> str:
     return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
 
 
-def note(text: str) -> None:
-    """A line beside the results: what is going on, where a file is."""
-    console(stderr=True).print(Text(clean(text)), soft_wrap=True)
+def note(text: str, screen: Console | None = None) -> None:
+    """Print a line beside the results: what is going on, where a file is."""
+    (screen or console(stderr=True)).print(Text(clean(text)), soft_wrap=True)
 
 
 def fail(text: str) -> None:
     console(stderr=True).print(Text.assemble(("error: ", "bold red"), clean(text)), soft_wrap=True)
+
+
+def write_page(path: Path, page: str, option: str) -> None:
+    """Write a page to the file that `option` named, and say where it is."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"{option} {path} cannot be written: {error.strerror}") from error
+    note(f"the page: {path}")
 
 
 def table(rows: list[tuple[str, str]]) -> None:
@@ -49,7 +65,7 @@ def table(rows: list[tuple[str, str]]) -> None:
 
 
 def tool_rows(metrics: dict[str, float]) -> list[tuple[str, str]]:
-    """How the tools did: all calls of the model, then every tool that was called, by the reward too."""
+    """Tell how the tools did: all calls of the model, then every tool that was called, by the reward too."""
     calls = int(metrics["tool_calls"])
     succeeded = f", {metrics['tool_success']:.0%} succeeded" if calls else ""
     rows = [("tool calls", f"{calls}{succeeded}")]
@@ -66,14 +82,14 @@ def tool_text(metrics: dict[str, float], prefix: str = "tools") -> str:
     text = f"{int(metrics[f'{prefix}/calls'])}, {metrics[f'{prefix}/success']:.0%} succeeded"
     if (median := metrics.get(f"{prefix}/p50")) is not None:
         text += f", {1000 * median:.3g} ms at the median"
-    for figure, name in (
+    for metric, name in (
         ("schema_errors", "wrong arguments"),
         ("timeouts", "timed out"),
         ("unavailable", "with the server down"),
         ("cache_hits", "from the cache"),
         ("retries", "tried again"),
     ):
-        if number := int(metrics.get(f"{prefix}/{figure}", 0)):
+        if number := int(metrics.get(f"{prefix}/{metric}", 0)):
             text += f", {number} {name}"
     return text
 
@@ -87,77 +103,69 @@ def columns(names: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     console(stderr=False).print(grid)
 
 
+def grid() -> Table:
+    """Return an empty table of (who, what) without lines."""
+    made = Table.grid(padding=(0, 1))
+    made.add_column(width=9)
+    made.add_column(overflow="fold")
+    return made
+
+
 def episode(trajectory: Trajectory, title: str) -> None:
-    """One episode as a conversation, with a line on how it ended."""
-    screen = console(stderr=False)
-    grid = _opened(screen, title, trajectory.prompt, trajectory.tools)
+    """Print one episode as a conversation, with a line on how it ended."""
+    rows = _opening(trajectory.prompt, trajectory.tools)
     for turn in trajectory.turns:
-        _add_turn(grid, turn)
-    screen.print(grid)
-    screen.print(_ending(trajectory))
-    screen.print()
+        _add_message(rows, turn.message)
+        # Replies of the user's side carry no result; those of tools come in the order of their results.
+        results = iter(turn.tool_results)
+        for reply in turn.replies:
+            result = next(results, None) if reply.role == "tool" else None
+            _add_message(rows, reply, failed=result is not None and not result.ok)
+    _print(title, rows, _ending(trajectory))
 
 
 def conversation(
-    title: str, prompt: Sequence[Message], tools: Sequence[ToolSpec], said: Sequence[Message]
+    title: str, prompt: Sequence[Message], tools: Sequence[ToolSpec], answers: Sequence[Message]
 ) -> None:
-    """A conversation of a dataset."""
-    screen = console(stderr=False)
-    grid = _opened(screen, title, prompt, tools)
-    for message in said:
-        _add_message(grid, message)
-    screen.print(grid)
-    screen.print()
+    """Print a conversation of a dataset."""
+    rows = _opening(prompt, tools)
+    for message in answers:
+        _add_message(rows, message)
+    _print(title, rows)
 
 
-def _opened(screen: Console, title: str, prompt: Sequence[Message], tools: Sequence[ToolSpec]) -> Table:
-    screen.print(Rule(Text(clean(title)), align="left"))
-    grid = Table.grid(padding=(0, 1))
-    grid.add_column(width=9)
-    grid.add_column(overflow="fold")
+def _opening(prompt: Sequence[Message], tools: Sequence[ToolSpec]) -> Table:
+    rows = grid()
     for message in prompt:
-        _add_message(grid, message)
+        _add_message(rows, message)
     if tools:
-        listed = ", ".join(_signature(tool) for tool in tools)
-        grid.add_row(Text("tools", style="dim"), Text(listed))
-    return grid
+        listed = ", ".join(
+            f"{tool.name}({', '.join(tool.parameters.get('properties', {}))})" for tool in tools
+        )
+        rows.add_row(Text("tools", style="dim"), Text(clean(listed)))
+    return rows
 
 
-def _add_message(grid: Table, message: Message) -> None:
+def _add_message(rows: Table, message: Message, failed: bool = False) -> None:
     if message.reasoning:
-        grid.add_row(Text("thinking", style="dim italic"), body(message.reasoning, "dim"))
-    if message.content or not message.tool_calls:
-        grid.add_row(*_message(message))
-    for call in message.tool_calls:
-        readable = f"{call.name} {json.dumps(call.arguments, ensure_ascii=False)}"
-        text = body(call.error, "red") if call.error else body(readable)
-        grid.add_row(Text("calls", style="bold yellow"), text)
+        rows.add_row(Text("thinking", style="dim italic"), body(message.reasoning, "dim"))
+    unreadable = {call.error for call in message.tool_calls}
+    for who, what in said(message):
+        style = "red" if failed or what in unreadable else ""
+        rows.add_row(Text(who, style=ROLE_STYLES[who]), body(what or "(no text)", style))
 
 
-def _add_turn(grid: Table, turn: Turn) -> None:
-    _add_message(grid, turn.message)
-    # Replies of the user's side carry no result; those of tools come in the order of their results.
-    results = iter(turn.tool_results)
-    for reply in turn.replies:
-        result = next(results, None) if reply.role == "tool" else None
-        grid.add_row(*_message(reply, result))
-
-
-def _message(message: Message, result: ToolResult | None = None) -> tuple[Text, Text]:
-    failed = result is not None and not result.ok
-    label = Text(message.role, style=ROLE_STYLES[message.role])
-    return label, body(message.content or "(no text)", "red" if failed else "")
+def _print(title: str, rows: Table, *after: Text) -> None:
+    screen = console(stderr=False)
+    screen.print(Rule(Text(clean(title)), align="left"))
+    for part in (rows, *after, ""):
+        screen.print(part)
 
 
 def body(text: str, style: str = "") -> Text:
-    """A text of anybody, cut if it is very long."""
+    """Return a text of anybody, cut if it is very long."""
     cut = f" [... {len(text) - MAX_CHARS} more characters]" if len(text) > MAX_CHARS else ""
     return Text(clean(text[:MAX_CHARS] + cut), style=style)
-
-
-def _signature(tool: ToolSpec) -> str:
-    parameters: dict[str, Any] = tool.parameters.get("properties", {})
-    return clean(f"{tool.name}({', '.join(parameters)})")
 
 
 def _ending(trajectory: Trajectory) -> Text:

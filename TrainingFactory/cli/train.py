@@ -5,17 +5,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from TrainingFactory.cli import show
+from TrainingFactory.cli.display import Display
+from TrainingFactory.cli.options import Overrides
 from TrainingFactory.config import notices
 from TrainingFactory.config.not_yet import unused
 
 if TYPE_CHECKING:
-    from TrainingFactory.cli.display import Lines
     from TrainingFactory.services.build.training import Training
 
-INTERRUPTED = 130
 
-
-def train(config: str, /, *overrides: str, name: str | None = None, replay: str | None = None) -> int:
+def train(config: str, /, *overrides: Overrides, name: str | None = None, replay: str | None = None) -> int:
     """Train a model as a config says; Ctrl-C saves a checkpoint and says how to go on.
 
     ```
@@ -29,8 +28,6 @@ def train(config: str, /, *overrides: str, name: str | None = None, replay: str 
     ----------
     config
         A config (a YAML file).
-    overrides
-        Options of the config, as key=value: training.batch_size=4
     name
         Name of the run, a folder under logging.output_dir; made from algorithm, environment and time if not given.
     replay
@@ -40,24 +37,23 @@ def train(config: str, /, *overrides: str, name: str | None = None, replay: str 
 
     options = read_config(config, overrides)
     # Imported here, so that help and a wrong config do not wait for it.
-    from TrainingFactory.cli.display import make_display
     from TrainingFactory.services.build.training import Training
 
     for text in [*notices(options), *unused(options)]:
         show.note(f"note: {text}")
-    display = make_display()
+    display = Display()
     return follow(Training(options, name=name, watcher=display, replay=replay), display)
 
 
-def follow(training: Training, display: Lines) -> int:
-    """Trains with the display around it; the exit status."""
+def follow(training: Training, display: Display) -> int:
+    """Train with the display around it and return the exit status."""
     run = training.run
     show.note(f"run {run.name} in {run.path}: {show.count(training.total, 'step')}")
     with display:
         report = training.train()
     if report.state == "interrupted":
         show.note(f"interrupted after {show.count(report.steps, 'step')}; go on with: {run.resume_command}")
-        return INTERRUPTED
+        return show.INTERRUPTED
     if report.tools.get("tools/calls"):
         show.note(f"tool calls: {show.tool_text(report.tools)}")
     if report.checkpoint is not None:

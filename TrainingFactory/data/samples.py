@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 from TrainingFactory.types import Sample, Trajectory, Turn
@@ -37,11 +38,10 @@ def to_samples(
     if not len(advantages) == len(rewards) == count:
         raise ValueError(f"{count} turns, {len(advantages)} advantages, {len(rewards)} rewards: one per turn")
     rows: list[Sample] = []
-    for number, turn in enumerate(trajectory.turns):
-        written = len(rows[-1].token_ids) if rows else 0
-        if not rows or turn.prompt_ids[:written] != rows[-1].token_ids:
+    for number, (turn, span) in enumerate(zip(trajectory.turns, turn_spans(trajectory), strict=True)):
+        if span.row == len(rows):
             rows.append(_empty_row(rows, pair, label))
-            written = 0
+        written = len(rows[-1].token_ids)
         new = len(turn.completion.token_ids)
         assert new, "a turn has sampled at least one token"
         trained = [turns == "all" or number == count - 1] * new
@@ -49,6 +49,26 @@ def to_samples(
             trained[:-1] = [False] * (new - 1)
         _append(rows[-1], turn.prompt_ids[written:], turn, trained, advantages[number], rewards[number])
     return rows
+
+
+@dataclass(slots=True, frozen=True)
+class Span:
+    """Says where a turn's sampled tokens stand: in `to_samples(trajectory)[row].token_ids[begin:end]`."""
+
+    row: int
+    begin: int
+    end: int
+
+
+def turn_spans(trajectory: Trajectory) -> list[Span]:
+    spans: list[Span] = []
+    row, so_far = -1, list[int]()
+    for turn in trajectory.turns:
+        if row < 0 or turn.prompt_ids[: len(so_far)] != so_far:
+            row += 1
+        so_far = turn.prompt_ids + turn.completion.token_ids
+        spans.append(Span(row, len(turn.prompt_ids), len(so_far)))
+    return spans
 
 
 def mismatched(samples: Sequence[Sample]) -> list[Sample]:

@@ -1,4 +1,4 @@
-"""What `tfactory data` does with datasets: where they are, what they fit, writing them."""
+"""Datasets for `tfactory data`: find them, see what they fit, write them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from TrainingFactory.services.training.dataset import arguments_fit
 
 @dataclass(slots=True)
 class Fitting:
-    """Of the first rows: the forms they fit, and for the others the first reason why not."""
+    """Holds of the first rows the forms they fit, and for the others the first reason why not."""
 
     rows: int
     more: bool
@@ -28,7 +28,7 @@ class Fitting:
 
 
 def trajectories_of(source: str, runs: str | Path = "runs") -> Path:
-    """The trajectories of a run, by its name or folder, or a file of them."""
+    """Return the file of a run's trajectories, by its name or folder; a file stays itself."""
     path = Path(source).expanduser()
     if path.is_file():
         return path
@@ -42,14 +42,14 @@ def trajectories_of(source: str, runs: str | Path = "runs") -> Path:
 
 
 def dataset_of(source: str, runs: str | Path = "runs") -> str:
-    """A dataset as `data.dataset` names it; of a run its trajectories."""
+    """Return a dataset as `data.dataset` names it; of a run its trajectories."""
     path = Path(source).expanduser()
     named = not path.exists() and is_run(Path(runs).expanduser() / source)
     return str(trajectories_of(source, runs)) if named or is_run(path) else source
 
 
 def fitting(source: str, split: str, count: int) -> Fitting:
-    """Read from the first `count` rows."""
+    """Try all forms on the first `count` rows."""
     rows = list(islice(read_rows(source, split), count + 1))
     first = rows[:count]
     if not first:
@@ -67,15 +67,16 @@ def fitting(source: str, split: str, count: int) -> Fitting:
 
 
 def checked(source: str, form: Form, split: str) -> Examples:
+    """Read all rows, bad ones told in `bad`; raise if none is usable."""
     try:
         return load_examples(source, form, split=split, skip_bad_rows=True, fits=arguments_fit)
     except ValueError:
-        # Nothing is usable: told as it would be in training.
+        # Told as it would be in training.
         return load_examples(source, form, split=split, fits=arguments_fit)
 
 
 def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    """One object a line, written aside first: what was there is whole until what comes is."""
+    """Write one object a line, aside first: what was there is whole until what comes is."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{path.name}.part")
     with part.open("w", encoding="utf-8", errors="surrogatepass", newline="\n") as file:

@@ -1,5 +1,4 @@
-"""What a run has made, as a folder that other programs load: without the state of training, an adapter merged on
-request."""
+"""What a run has made, as a folder that other programs load: no state of training, an adapter merged on request."""
 
 from __future__ import annotations
 
@@ -19,12 +18,12 @@ from TrainingFactory.services.runs.folder import RunFolder
 Kind = Literal["model", "adapter", "merged"]
 DTYPES = ("float32", "bfloat16", "float16")
 ADAPTER = "adapter_config.json"
-STATE = (
+TRAINING = (
     "learner.safetensors",
     "learner.json",
     "state.json",
     "README.md",
-)  # of training, and PEFT's empty page
+)  # state; README is PEFT's empty page
 HEAD = ("scalar_head.safetensors", "reward_model.json")  # of a reward model
 
 
@@ -41,8 +40,8 @@ class Exported:
 def export(
     name: str, out: str | Path, merge: bool = False, dtype: str | None = None, runs: str | Path = "runs"
 ) -> Exported:
-    """`name` is a run (its last checkpoint is taken) or a checkpoint. `merge` folds an adapter into the model under it;
-    `dtype` is the number format of the weights, by default that of the model. Nothing is overwritten."""
+    """Write the model of a run (its last checkpoint is taken) or of a checkpoint into a new folder. `merge` folds an
+    adapter into the model under it; `dtype` is the number format of the weights, by default that of the model."""
     run, checkpoint = _found(name, runs)
     target = Path(out).expanduser()
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
@@ -56,17 +55,14 @@ def export(
         raise ValueError("dtype is for whole models; an adapter is exported as it was trained, or with merge")
     done = Exported(target, "merged" if merge else "adapter" if adapter else "model", checkpoint)
     done.reward_model = (checkpoint / HEAD[1]).is_file()
-    if adapter:
-        done.base = _base_of(checkpoint, run)
-        if not merge and resolve(done.base) == BUILTIN:
-            raise ValueError(
-                f"the adapter in {checkpoint} belongs to {BUILTIN}, which other programs cannot load: export it merged"
-            )
+    done.base = _base_of(checkpoint, run) if adapter else None
+    if done.kind == "adapter" and resolve(str(done.base)) == BUILTIN:
+        raise ValueError(
+            f"the adapter in {checkpoint} belongs to {BUILTIN}, which other programs cannot load: export it merged"
+        )
     with _written_aside(target) as part:
-        if merge:
-            _merge(done, run, dtype, part)
-        elif dtype is not None:
-            _cast(checkpoint, dtype, part)
+        if merge or dtype is not None:
+            _convert(done, run, dtype, part)
         else:
             _copy(done, part)
         for file in HEAD if done.reward_model else ():
@@ -84,7 +80,7 @@ def _found(name: str, runs: str | Path) -> tuple[RunFolder | None, Path]:
 
 
 def _base_of(checkpoint: Path, run: RunFolder | None) -> str:
-    """The model under an adapter."""
+    """Return the name of the model under an adapter."""
     if run is not None:
         return run.config.model.name
     base = json.loads((checkpoint / ADAPTER).read_text(encoding="utf-8")).get("base_model_name_or_path")
@@ -97,7 +93,7 @@ def _base_of(checkpoint: Path, run: RunFolder | None) -> str:
 
 @contextmanager
 def _written_aside(target: Path) -> Iterator[Path]:
-    """A folder that gets its name when it is whole."""
+    """Yield a folder that gets its name when it is whole."""
     part = target.with_name(f".{target.name}.part")
     shutil.rmtree(part, ignore_errors=True)  # of an export that was broken off
     part.mkdir(parents=True)
@@ -113,7 +109,7 @@ def _written_aside(target: Path) -> Iterator[Path]:
 
 def _copy(done: Exported, part: Path) -> None:
     for path in done.source.iterdir():
-        if path.is_file() and path.name not in STATE + HEAD:
+        if path.is_file() and path.name not in TRAINING + HEAD:
             shutil.copyfile(path, part / path.name)
     if done.kind == "adapter":
         about = json.loads((part / ADAPTER).read_text(encoding="utf-8"))
@@ -121,32 +117,28 @@ def _copy(done: Exported, part: Path) -> None:
         (part / ADAPTER).write_text(json.dumps(about, indent=2), encoding="utf-8")
 
 
-def _cast(checkpoint: Path, dtype: str, part: Path) -> None:
-    from TrainingFactory.models import load_model
-
-    loaded = load_model(str(checkpoint), dtype=dtype, device="cpu")
-    _save(loaded.model, loaded.tokenizer, part)
-
-
-def _merge(done: Exported, run: RunFolder | None, dtype: str | None, part: Path) -> None:
-    """In float32, and cast afterwards: a product added up in bfloat16 would lose what was learned."""
+def _convert(done: Exported, run: RunFolder | None, dtype: str | None, part: Path) -> None:
+    """Save the model in another number format, or with its adapter merged."""
     from TrainingFactory.models import load_model
     from TrainingFactory.models.loading import pick_dtype, stored_dtype
 
-    model = run.config.model if run is not None else None
-    options: dict[str, Any] = {}
-    if model is not None:
-        options = {"revision": model.revision, "trust_remote_code": model.trust_remote_code}
-        if model.quantization != "none":
-            done.notes.append(
-                f"it was trained over weights in {model.quantization} and is merged into the whole ones: what it says "
-                "differs by their rounding"
-            )
-    loaded = load_model(str(done.base), dtype="float32", device="cpu", adapter=str(done.source), **options)
-    kind = stored_dtype(str(done.base), **options) if dtype is None else pick_dtype(dtype)
-    _save(loaded.model.merge_and_unload().to(kind), loaded.tokenizer, part)
-
-
-def _save(model: Any, tokenizer: Any, part: Path) -> None:
+    if done.kind == "model":
+        loaded = load_model(str(done.source), dtype=dtype or "auto", device="cpu")
+        model = loaded.model
+    else:
+        options: dict[str, Any] = {}
+        if run is not None:
+            named = run.config.model
+            options = {"revision": named.revision, "trust_remote_code": named.trust_remote_code}
+            if named.quantization != "none":
+                done.notes.append(
+                    f"it was trained over weights in {named.quantization} and is merged into the whole ones: what it "
+                    "says differs by their rounding"
+                )
+        base = str(done.base)
+        # In float32, and cast afterwards: a product added up in bfloat16 would lose what was learned.
+        loaded = load_model(base, dtype="float32", device="cpu", adapter=str(done.source), **options)
+        kind = stored_dtype(base, **options) if dtype is None else pick_dtype(dtype)
+        model = loaded.model.merge_and_unload().to(kind)
     model.save_pretrained(part)
-    tokenizer.save_pretrained(part)
+    loaded.tokenizer.save_pretrained(part)

@@ -7,17 +7,18 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from TrainingFactory.cli import main
+from tests.kits.cli import Run
+from TrainingFactory import __version__
+from TrainingFactory.cli.app import App, app
 from TrainingFactory.cli.show import clean
 from TrainingFactory.data.trajectories import load_trajectories
 
 ROOT = Path(__file__).resolve().parents[2]
-Run = Callable[..., tuple[int, str, str]]
 
 ENVIRONMENT = """
 from TrainingFactory.envs import ToolEnvironment
@@ -30,34 +31,9 @@ class Mine(ToolEnvironment):
 """
 
 
-@pytest.fixture
-def tfactory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Runs a command in an empty folder: (status, stdout, stderr)."""
-    monkeypatch.chdir(tmp_path)
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as ended:
-            main(arguments)
-        out, err = capsys.readouterr()
-        return int(ended.value.code or 0), out, err
-
-    return run
-
-
 def test_rollout_shows_and_saves(tfactory: Run) -> None:
-    arguments = (
-        "--tasks",
-        "3",
-        "--group-size",
-        "2",
-        "--max-tokens",
-        "8",
-        "--show",
-        "1",
-        "--out",
-        "a/b.jsonl",
-    )
-    status, out, err = tfactory("rollout", "calculator", *arguments)
+    flags = "--tasks 3 --group-size 2 --max-tokens 8 --show 1 --out a/b.jsonl"
+    status, out, err = tfactory("rollout", "calculator", *flags.split())
     assert status == 0, err
     for text in ("user ", "calculator(expression)", "episode 1 of 6", "reward", "tokens", "6: 6 truncated"):
         assert text in out
@@ -82,10 +58,8 @@ def test_the_same_seed_gives_the_same_episodes(tfactory: Run) -> None:
 
 def test_a_config_with_overrides(tfactory: Run) -> None:
     config = str(ROOT / "configs" / "qwen3_grpo.yaml")
-    status, out, err = tfactory(
-        "rollout", config, "model.name=tiny", "sampling.max_tokens=4", "data.count=1", "training.group_size=2",
-        "tools=[]", "optimization.tool_cache=false",
-    )  # fmt: skip
+    options = "model.name=tiny sampling.max_tokens=4 data.count=1 training.group_size=2 tools=[]"
+    status, out, err = tfactory("rollout", config, *options.split(), "optimization.tool_cache=false")
     assert status == 0, err
     assert "episode 2 of 2" in out
     assert "note: optimization.async_rollout: training and sampling do not overlap yet" in err
@@ -228,27 +202,39 @@ def test_lists(tfactory: Run) -> None:
     assert "builtin:tiny" in out and "Qwen/Qwen3-4B-Instruct-2507" in out
 
 
-@pytest.mark.parametrize(
-    "command", [[], ["rollout"], ["new"], ["new", "env"], ["demo"], ["envs"], ["models"]]
-)
-def test_every_command_has_help(tfactory: Run, command: list[str]) -> None:
+def commands(parent: App, *before: str) -> Iterator[tuple[str, ...]]:
+    for name in parent:
+        if not name.startswith("-"):
+            yield (*before, name)
+            yield from commands(parent[name], *before, name)
+
+
+COMMANDS = [(), *commands(app)]
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_every_command_has_help_with_examples(tfactory: Run, command: tuple[str, ...]) -> None:
     status, out, _ = tfactory(*command, "--help")
-    assert status == 0 and "tfactory" in out
+    told, typed = " ".join(out.split()), " ".join(("tfactory", *command))
+    assert status == 0 and f"Usage: {typed}" in told
+    group = any(other[:-1] == command for other in COMMANDS if other)
+    assert group or told.count(f"{typed} ") > 1, "there is no example"
 
 
 def test_version(tfactory: Run) -> None:
-    from TrainingFactory import __version__
-
     assert tfactory("--version")[1].strip() == __version__
 
 
-def test_help_is_quick(tmp_path: Path) -> None:
+@pytest.mark.parametrize("command", [["rollout", "--help"], ["runs", "list"]], ids=" ".join)
+def test_what_is_light_does_not_wait_for_torch(tmp_path: Path, command: list[str]) -> None:
     code = (
-        "import sys\nfrom TrainingFactory.cli import main\n"
-        "try: main(['rollout', '--help'])\n"
+        f"import sys\nfrom TrainingFactory.cli import main\ntry: main({command})\n"
         "finally: print([name for name in ('torch', 'transformers', 'datasets') if name in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, env=environment
+    )
     assert done.stdout.strip().endswith("[]"), done.stdout + done.stderr
 
 

@@ -8,21 +8,19 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests.kits.cli import Run
 from tests.kits.run import assert_same_run
-from TrainingFactory.cli import main
-from TrainingFactory.cli.display import Panel, curve, duration
+from TrainingFactory.cli.display import Display, curve, duration
 from TrainingFactory.config import load_config, notices
 from TrainingFactory.config.not_yet import ALGORITHMS, unused
 from TrainingFactory.services.runs.folder import RunFolder
 from TrainingFactory.services.training.preflight import check
 
 ROOT = Path(__file__).resolve().parents[2]
-Run = Callable[..., tuple[int, str, str]]
 SMALL = """
 environment: {environment}
 training: {{max_steps: {steps}, batch_size: 2, group_size: 2, learning_rate: 1e-3}}
@@ -44,20 +42,11 @@ class Mine(CalculatorEnvironment):
 """
 
 
-@pytest.fixture
-def tfactory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Runs a command in a folder with a small config and an environment: (status, stdout, stderr)."""
-    monkeypatch.chdir(tmp_path)
+@pytest.fixture(autouse=True)
+def files(tfactory: Run) -> None:
+    """A small config and its environment, in the folder of the test."""
     Path("small.yaml").write_text(SMALL.format(environment="mine.py", steps=3))
     Path("mine.py").write_text(ENVIRONMENT.format(delay=0))
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as ended:
-            main(arguments)
-        out, err = capsys.readouterr()
-        return int(ended.value.code or 0), out, err
-
-    return run
 
 
 def test_train_show_compare_and_evaluate(tfactory: Run) -> None:
@@ -95,14 +84,8 @@ def test_train_show_compare_and_evaluate(tfactory: Run) -> None:
     ("arguments", "expected"),
     [
         (["train", "nothing.yaml"], "there is no such file"),
-        (
-            ["train", "small.yaml", "training.learning_rate=0"],
-            "training.learning_rate: must be greater than 0",
-        ),
-        (
-            ["train", "small.yaml", "training.learning_rate=-1"],
-            "training.learning_rate: must be greater than 0",
-        ),
+        (["train", "small.yaml", "learning_rate=0"], "training.learning_rate: must be greater than 0"),
+        (["train", "small.yaml", "learning_rate=-1"], "training.learning_rate: must be greater than 0"),
         (["train", "small.yaml", "training.group_size=1"], "needs 2 or more"),
         (["train", "small.yaml", "training.algorithm=dpo"], "dpo learns from rows that exist"),
         (["train", "small.yaml", "environment=serch"], "did you mean search?"),
@@ -134,10 +117,8 @@ def test_mistakes_are_answered_in_words(tfactory: Run, arguments: list[str], exp
 
 def test_a_checkpoint_of_another_model(tfactory: Run) -> None:
     assert tfactory("train", "small.yaml", "--name", "a", "max_steps=2")[0] == 0
-    assert (
-        tfactory("train", "small.yaml", "--name", "b", "max_steps=4", "lora.enabled=true", "max_tokens=4")[0]
-        == 2
-    )
+    wrong = "max_steps=4 lora.enabled=true max_tokens=4"
+    assert tfactory("train", "small.yaml", "--name", "b", *wrong.split())[0] == 2
     assert tfactory("train", "small.yaml", "--name", "b", "max_steps=2", "lora.enabled=true")[0] == 0
     status = json.loads(Path("runs/b/status.json").read_text()) | {"status": "failed"}
     Path("runs/b/status.json").write_text(json.dumps(status))
@@ -148,8 +129,7 @@ def test_a_checkpoint_of_another_model(tfactory: Run) -> None:
     assert len(Path("runs/b/metrics.jsonl").read_text().splitlines()) == 2  # nothing was cut
 
 
-def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path: Path) -> None:
     Path("slow.yaml").write_text(
         SMALL.format(environment="mine.py", steps=12).replace("every: 2", "every: 30")
     )
@@ -184,26 +164,16 @@ def test_the_panel_of_a_terminal() -> None:
     from rich.console import Console
 
     console = Console(force_terminal=True, width=100, file=open(os.devnull, "w"), record=True)  # noqa: SIM115
-    panel = Panel(console)
-    with panel:
+    with Display(console=console) as panel:
         panel.phase("generate")
         panel.say("a note [bold]as it is[/bold]")
         metrics = {"reward": 0.5, "tool_success": 0.9, "tokens_per_second": 1234.0, "tokens_saved": 0.7}
         metrics |= {f"seconds/{name}": 0.25 for name in ("step", "generate", "tools", "reward", "update")}
         panel.step(1, 4, metrics)
         panel.step(2, 4, metrics)
-        console.print(panel._draw())
     text = console.export_text()
-    for part in (
-        "[bold]as it is",
-        "0.500",
-        "90% of tool calls",
-        "1234 sampled",
-        "70%",
-        "update 0.25",
-        "2/4",
-        "left",
-    ):
+    wanted = ("[bold]as it is", "0.500", "90% of tool calls", "1234 sampled", "70%", "update 0.25", "2/4")
+    for part in (*wanted, "0:00:0"):
         assert part in text
     assert curve([0, 1, 2]) == "▁▅█" and curve([1, 1]) == "▁▁"
     assert [duration(s) for s in (5, 65, 3700)] == ["5 s", "1 min 5 s", "1 h 1 min"]
@@ -229,37 +199,10 @@ def test_there_is_a_config_for_every_algorithm() -> None:
 def test_a_reward_model_is_not_sent_to_be_evaluated(tfactory: Run) -> None:
     said = {"prompt": "Where?", "chosen": "In Oslo.", "rejected": "No idea."}
     Path("pairs.jsonl").write_text("".join(json.dumps(said | {"id": n}) + "\n" for n in range(2)))
-    rows = [
-        "algorithm=reward_model",
-        "data.dataset=pairs.jsonl",
-        "environment=",
-        "data.count=",
-        "max_steps=1",
-    ]
-    status, _, err = tfactory("train", "small.yaml", "--name", "rm", *rows)
+    rows = "algorithm=reward_model data.dataset=pairs.jsonl environment= data.count= max_steps=1"
+    status, _, err = tfactory("train", "small.yaml", "--name", "rm", *rows.split())
     told = " ".join(err.split())
     assert status == 0, err
     assert "let it score: reward.type=learned reward.model=runs/rm" in told and "tfactory eval" not in told
     assert "note: training.group_size: reward_model samples no groups" in told
     assert "note: sampling.max_tokens, sampling.deterministic: reward_model samples nothing" in told
-
-
-@pytest.mark.parametrize(
-    "command", [["train"], ["eval"], ["runs"], ["runs", "list"], ["runs", "show"], ["runs", "compare"]]
-)
-def test_every_command_has_help(tfactory: Run, command: list[str]) -> None:
-    status, out, _ = tfactory(*command, "--help")
-    assert status == 0 and "tfactory" in out
-
-
-def test_looking_at_runs_is_quick(tmp_path: Path) -> None:
-    code = (
-        "import sys\nfrom TrainingFactory.cli import main\n"
-        "try: main(['runs', 'list'])\n"
-        "finally: print([name for name in ('torch', 'transformers') if name in sys.modules])"
-    )
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, env=environment
-    )
-    assert done.stdout.strip().endswith("[]"), done.stdout + done.stderr

@@ -3,34 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.data.test_data_recorded import in_tokens, rows
+from tests.kits.cli import Run
 from tests.kits.data import loaded, played, tool_dialogues, write
 from TrainingFactory.algorithms.preferences import best_and_worst
-from TrainingFactory.cli.app import app
 from TrainingFactory.data.convert import Filters, convert
 from TrainingFactory.data.datasets import read_rows
 from TrainingFactory.data.examples import Form, load_examples
 from TrainingFactory.data.trajectories import save_trajectories
 from TrainingFactory.services.training.dataset import arguments_fit
 from TrainingFactory.types import Message, Reward, Trajectory
-
-Run = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def tfactory(capsys: pytest.CaptureFixture[str]) -> Run:
-    def run(*arguments: Any) -> tuple[int, str, str]:
-        status = app.meta([str(argument) for argument in arguments], result_action="return_value")
-        out, err = capsys.readouterr()
-        return int(status or 0), out, err
-
-    return run
 
 
 def saved(folder: Path, episodes: list[Trajectory]) -> Path:
@@ -144,11 +131,10 @@ def test_the_command(tmp_path: Path, tfactory: Run) -> None:
     assert status == 2 and "is there already" in said and "--force" in said
     assert tfactory("data", "convert", source, "--to", "dpo", "--out", out, "--force")[0] == 0
     assert json.loads(out.read_text().splitlines()[0])["margin"] == 1.5
-    status, _, said = tfactory(
-        "data", "convert", source, "--to", "sft", "--out", tmp_path / "x", "--tasks", "no"
-    )
+    options = ("--to", "sft", "--out", tmp_path / "x")
+    status, _, said = tfactory("data", "convert", source, *options, "--tasks", "no")
     assert status == 1 and "nothing is written" in said and not (tmp_path / "x").exists()
-    status, _, said = tfactory("data", "convert", "nothing", "--to", "sft", "--out", tmp_path / "x")
+    status, _, said = tfactory("data", "convert", "nothing", *options)
     assert status == 2 and "no run 'nothing'" in said
 
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from TrainingFactory.data.samples import mismatched, to_samples
+from TrainingFactory.data.samples import Span, mismatched, to_samples, turn_spans
 from TrainingFactory.types import Completion, Message, Sample, Task, Trajectory, Turn
 
 
@@ -57,6 +57,7 @@ def test_a_new_row_starts_where_a_prompt_does_not_continue():
     assert second.token_ids == [1, 2, 3, 4, 7, 5, 8, 9]
     assert second.loss_mask == [False] * 5 + [True, False, True]
     assert second.advantages == [0] * 5 + [3, 0, 4]
+    assert turn_spans(played) == [Span(0, 2, 3), Span(0, 4, 5), Span(1, 5, 6), Span(1, 7, 8)]
 
 
 def test_a_prompt_shorter_than_the_row_is_no_continuation():

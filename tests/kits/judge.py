@@ -15,7 +15,7 @@ from typing import Any
 
 from TrainingFactory.rewards.judge.prompts import CLOSE, OPEN
 from TrainingFactory.rewards.model_judge import model_judge
-from TrainingFactory.rewards.workers.processes import FinishedEpisode
+from TrainingFactory.rewards.workers.finished_episode import FinishedEpisode
 from TrainingFactory.types import Completion, Message, Status, Task, ToolCall, Trajectory, Turn
 
 KEY = "sk-judge-9876"
@@ -165,5 +165,17 @@ def scored(judge: Any, *trajectories: Trajectory) -> list[Any]:
     async def all_of_them() -> list[Any]:
         asked = (judge(FinishedEpisode(each)) for each in trajectories)
         return await asyncio.gather(*asked, return_exceptions=True)
+
+    return asyncio.run(all_of_them())
+
+
+def scored_by(pool: Any, trajectories: list[Trajectory]) -> list[Any]:
+    """What a pool gives for them, which is closed after it."""
+
+    async def all_of_them() -> list[Any]:
+        try:
+            return await pool.compute_rewards(trajectories)
+        finally:
+            await pool.close()
 
     return asyncio.run(all_of_them())

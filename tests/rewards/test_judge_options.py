@@ -12,7 +12,7 @@ from TrainingFactory.config import TrainingConfig
 from TrainingFactory.rewards.judge.endpoints import Reply
 from TrainingFactory.rewards.judge.prompts import JudgePrompt, harmless
 from TrainingFactory.rewards.model_judge import ModelJudge, model_judge
-from TrainingFactory.rewards.workers.processes import FinishedEpisode
+from TrainingFactory.rewards.workers.finished_episode import FinishedEpisode
 from TrainingFactory.services.build.rewards import check_reward
 from TrainingFactory.tools.builtin.model_tools import ModelError
 from TrainingFactory.types import Trajectory

@@ -22,7 +22,7 @@ from tests.kits.rollout import FakeChat, FakeSampler
 from TrainingFactory.rewards.judge import client as judge_client
 from TrainingFactory.rewards.judge.endpoints import BudgetSpent, JudgeFailure, Reply, SampledJudge
 from TrainingFactory.rewards.model_judge import model_judge
-from TrainingFactory.rewards.workers.processes import FinishedEpisode
+from TrainingFactory.rewards.workers.finished_episode import FinishedEpisode
 from TrainingFactory.tools.builtin.making import call_with
 from TrainingFactory.tools.builtin.model_tools import seconds_of
 from TrainingFactory.types import Message, Reward, SamplingParams

@@ -20,7 +20,7 @@ from TrainingFactory.algorithms.ppo import PPO
 from TrainingFactory.algorithms.rft import RFT
 from TrainingFactory.cli import credit as printing
 from TrainingFactory.data.samples import to_samples
-from TrainingFactory.services.reports.credit_page import credit_page, level
+from TrainingFactory.services.reports.credit_page import credit_page
 from TrainingFactory.services.reports.credit_view import Credit, EpisodeCredit, coloured, pieces_of
 from TrainingFactory.types import Completion, Message, Reward, Sample, Task, ToolCall, Trajectory, Turn
 
@@ -102,8 +102,8 @@ def test_credit_by_turn_and_by_trajectory() -> None:
     group[1] = episode(1, ["ask", "guess"], 0.0, [-0.5, 0.5])  # 0 in all; 0.5 from the second turn on
     by_turn = members(coloured(group, GRPO(), TOKENIZER))
     assert [turn.values[0] for turn in by_turn[0].turns] == [0.75, 0.25]
-    assert by_turn[1].turns[0].figures("advantage") == ["step reward -0.50", "advantage -0.75"]
-    assert by_turn[1].turns[1].figures("advantage") == ["step reward +0.50", "advantage -0.25"]
+    assert by_turn[1].turns[0].summary("advantage") == ["step reward -0.50", "advantage -0.75"]
+    assert by_turn[1].turns[1].summary("advantage") == ["step reward +0.50", "advantage -0.25"]
     whole = members(coloured(group, GRPO(credit="trajectory"), TOKENIZER))
     assert [turn.values[0] for turn in whole[0].turns] == [0.75, 0.75]
     assert group[0].turns[0].completion.policy_version == 7  # as they were
@@ -144,13 +144,13 @@ def test_rft_shows_what_was_kept() -> None:
         "not kept",
     ]
     assert values(members(credit)[1]) == [[1.0], [1.0, 1.0]] and values(members(credit)[0]) == [[], []]
-    assert members(credit)[0].turns[0].figures("weight") == ["not trained"]
+    assert members(credit)[0].turns[0].summary("weight") == ["not trained"]
 
 
 def test_ppo_shows_rewards_and_says_what_is_missing() -> None:
     credit = coloured([episode(0, ["ab", "cde"], 1.0, [0.5, 0.25])], PPO(), TOKENIZER)
     assert values(members(credit)[0]) == [[0.0, 0.5], [0.0, 0.0, 1.25]]
-    assert members(credit)[0].turns[1].figures("reward") == ["step reward +0.25", "reward +1.25"]
+    assert members(credit)[0].turns[1].summary("reward") == ["step reward +0.25", "reward +1.25"]
     assert "critic" in credit.notes[0]
 
 
@@ -210,10 +210,11 @@ class Rising:
 
 
 def test_differences_within_a_turn_are_shown() -> None:
-    [seen] = members(coloured([episode(0, ["abc", "d"], 1.0)], Rising(), TOKENIZER))
+    credit = coloured([episode(0, ["abc", "d"], 1.0)], Rising(), TOKENIZER)
+    [seen] = members(credit)
     assert [piece.value for piece in seen.turns[0].pieces] == [None, 1.0, 2.0] and values(seen)[1] == [3.0]
-    assert seen.turns[0].figures("advantage") == ["advantage +1.50 on average, from +1.00 to +2.00"]
-    assert [level(value, 3.0) for value in (None, 0.0, 0.001, 1.5, 3.0, -3.0)] == [0, 0, 1, 4, 8, -8]
+    assert seen.turns[0].summary("advantage") == ["advantage +1.50 on average, from +1.00 to +2.00"]
+    assert [credit.level(value) for value in (None, 0.0, 0.001, 1.5, 3.0, -3.0)] == [0, 0, 1, 4, 8, -8]
 
 
 def test_characters_of_several_tokens_stay_whole() -> None:

@@ -14,7 +14,7 @@ import pytest
 from tests.kits.judge import Said, judging
 from tests.kits.run import Parity, Quiet, go_on, small, train
 from TrainingFactory.cli import main
-from TrainingFactory.cli.display import Panel
+from TrainingFactory.cli.display import Display
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.services import GRPOTrainer
 from TrainingFactory.services.build.training import Training
@@ -247,9 +247,9 @@ def test_unscored_episodes_are_seen(capsys: pytest.CaptureFixture[str]) -> None:
     from rich.console import Console
 
     console = Console(force_terminal=True, width=100, file=open(os.devnull, "w"), record=True)  # noqa: SIM115
-    panel = Panel(console)
-    panel.step(1, 4, metrics)
-    console.print(panel._draw())
+    with Display(console=console) as display:
+        display.phase("generate")
+        display.step(1, 4, metrics)
     assert "3 could not be scored" in console.export_text()
 
 

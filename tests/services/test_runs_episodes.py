@@ -7,15 +7,14 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
+from tests.kits.cli import Run
 from tests.kits.run import Parity, small, train
 from TrainingFactory.algorithms.grpo import GRPO
-from TrainingFactory.cli import main
 from TrainingFactory.data.trajectories import load_trajectories
 from TrainingFactory.protocols import Episode
 from TrainingFactory.services.reports.run_credit import run_credit
@@ -23,7 +22,6 @@ from TrainingFactory.services.runs.folder import RunFolder
 from TrainingFactory.types import Completion, Message, Reward, Task, Trajectory, Turn
 
 ROOT = Path(__file__).resolve().parents[2]
-Run = Callable[..., tuple[int, str, str]]
 
 
 class Stepped(Parity):
@@ -44,15 +42,12 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def episodes(runs: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+def episodes(runs: Path, tfactory: Run, monkeypatch: pytest.MonkeyPatch) -> Run:
     for name in ("FORCE_COLOR", "TTY_COMPATIBLE"):
         monkeypatch.delenv(name, raising=False)
 
     def run(*arguments: str, where: Path = runs) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as ended:
-            main(("runs", "episodes", *arguments, "--runs", str(where)))
-        out, err = capsys.readouterr()
-        return int(ended.value.code or 0), out, err
+        return tfactory("runs", "episodes", *arguments, "--runs", where)
 
     return run
 
@@ -227,7 +222,7 @@ def test_runs_without_episodes(episodes: Run, tmp_path: Path) -> None:
 
 def test_the_example_prints_what_the_page_on_rewards_shows():
     told = subprocess.run(
-        [sys.executable, "examples/paid_turns.py"],
+        [sys.executable, "examples/turn_rewards.py"],
         cwd=ROOT,
         env=os.environ | {"COLUMNS": "118", "PYTHONPATH": str(ROOT), "NO_COLOR": "1"},
         capture_output=True,

@@ -18,7 +18,7 @@ from TrainingFactory.rewards.checks import check_choice, check_number, check_tex
 from TrainingFactory.rewards.judge.checks import check_section, check_whole
 from TrainingFactory.rewards.judge.endpoints import JudgeFailure
 from TrainingFactory.rewards.rules.answers import without_reasoning
-from TrainingFactory.rewards.rules.form import strict_json
+from TrainingFactory.rewards.rules.json_answers import strict_json
 from TrainingFactory.tools.schema import unknown_reference, validator_of
 
 VOTES = ("mean", "majority", "median")

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from TrainingFactory.options import STRICT, Count, Text
 from TrainingFactory.protocols import Environment, Episode
-from TrainingFactory.rewards.checks import check_number, check_text
 from TrainingFactory.rewards.rules.answers import references
-from TrainingFactory.rewards.rules.base import paid
 from TrainingFactory.rewards.rules.code import ToolRule, through
 from TrainingFactory.tools.builtin.sql import SqlSession, SqlTool
 from TrainingFactory.tools.builtin.sql_rows import Ask, same_result
@@ -21,7 +22,7 @@ from TrainingFactory.types import Reward, Task
 MAX_ROWS = 10_000  # that are compared
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(config=STRICT, frozen=True, kw_only=True)
 class SqlResult(ToolRule):
     """The query gives the rows that the right one (the task's answer) gives. Their order counts if the right query
     orders them; names of columns never do.
@@ -31,7 +32,7 @@ class SqlResult(ToolRule):
     called, and must show rows as JSON."""
 
     rule: ClassVar[str] = "sql_result"
-    tool: str = "sql"
+    tool: Text = "sql"
 
     def check_environment(self, environment: Environment, task: Task) -> None:
         if _source(environment, self.tool) is None:
@@ -41,9 +42,9 @@ class SqlResult(ToolRule):
         [right] = references(episode.task, self.rule)[:1]
         query = self.code_of(episode)
         if not query:
-            return paid(self.rule, 0.0)
+            return self.rewarded(0.0)
         try:
-            return paid(self.rule, float(await self.same(episode, query, str(right))))
+            return self.rewarded(await self.same(episode, query, str(right)))
         except ValueError as error:
             raise ValueError(f"task {episode.task.id}: {error}") from error
 
@@ -55,22 +56,16 @@ class SqlResult(ToolRule):
             return await same_result(ask, query, right)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(config=STRICT, frozen=True, kw_only=True)
 class SqlExecution(SqlResult):
     """`sql_result` on the SQLite files that the task's metadata names in `database`, one or several: a query that is
     right by chance on one file, or that writes the result down as constants, is not right on all. Without them it asks
     the environment's `tool`. Writing, several statements, endless and huge queries are wrong."""
 
     rule: ClassVar[str] = "sql_execution"
-    database: str = "database"  # key in the task's metadata
-    timeout: float = 5.0  # seconds for a query on a database
-    max_rows: int = MAX_ROWS
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_text("database", self.database)
-        check_number("timeout", self.timeout, low=0.001)
-        check_number("max_rows", self.max_rows, low=1)
+    database: Text = "database"  # key in the task's metadata
+    timeout: Annotated[float, Field(ge=0.001)] = 5.0  # seconds for a query on a database
+    max_rows: Count = MAX_ROWS
 
     def check_environment(self, environment: Environment, task: Task) -> None:
         if self.database not in task.metadata:
@@ -81,7 +76,7 @@ class SqlExecution(SqlResult):
             return await super().same(episode, query, right)
         results = []
         for path in _files(named, self.database):
-            async with _opened(path, self.timeout, int(self.max_rows)) as ask:
+            async with _opened(path, self.timeout, self.max_rows) as ask:
                 results.append(await same_result(ask, query, right))
         return all(results)
 

@@ -1,5 +1,5 @@
-"""Which token was paid how much: episodes with the advantages that training gave to what the model wrote. Here is what
-there is to see; `credit_page.py` makes a page of it, and `tfactory runs episodes` shows it on a terminal.
+"""Which token was rewarded how much: episodes with the advantages that training gave to what the model wrote.
+`credit_page.py` makes a page of them, and `tfactory runs episodes` shows them on a terminal.
 
     credit = coloured(trajectories, GRPO(), tokenizer)
     Path("credit.html").write_text(credit_page(credit, "my episodes"), encoding="utf-8")
@@ -12,16 +12,27 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from TrainingFactory.algorithms.credit import OVERLONG
+from TrainingFactory.algorithms.dpo import DPO
+from TrainingFactory.algorithms.grpo import GRPO
+from TrainingFactory.algorithms.kto import KTO
+from TrainingFactory.algorithms.ppo import PPO
+from TrainingFactory.algorithms.reward_model import RewardModel
+from TrainingFactory.algorithms.rft import RFT
+from TrainingFactory.algorithms.sft import SFT
+from TrainingFactory.data.packing import make_batch
+from TrainingFactory.data.samples import turn_spans
 from TrainingFactory.protocols import Algorithm
-from TrainingFactory.services.demo.report import said
-from TrainingFactory.services.serving.text import HALF
+from TrainingFactory.services.reports.texts import said
 from TrainingFactory.types import Sample, Trajectory, Turn
 
 # advantage: what the gradient is multiplied with. weight: the same for demonstrations. reward: what ppo begins with.
 Measure = Literal["advantage", "weight", "reward"]
 Decode = Callable[[Sequence[int]], str]
+LEVELS = 8  # of a colour
+HALF = "\ufffd"  # what half a character is decoded to
 LONGEST_CHARACTER = 4  # bytes in UTF-8, and so tokens at most
 EVERYTHING = 1 << 60  # tokens: one pack
+EQUAL = "its group teaches nothing: all of its scored episodes earned the same"
 NOTES: dict[Measure, str] = {
     "advantage": "advantages as the algorithm gave them to the tokens of this step",
     "weight": "weights of the kept episodes, with a mean of 1 over the tokens of the step; training scales them so in "
@@ -44,6 +55,14 @@ class Piece:
     def value(self) -> float | None:
         return sum(self.values) / len(self.values) if self.values else None
 
+    def details(self, measure: Measure) -> str:
+        """Return a line per token: its text, number, log-prob and value."""
+        values = [f"{measure} {value:+.4f}" for value in self.values] or ["not trained"] * len(self.token_ids)
+        return "\n".join(
+            f"{self.text!r}, token {token}, log-prob {logprob:.4f}, {value}"
+            for token, logprob, value in zip(self.token_ids, self.logprobs, values, strict=True)
+        )
+
 
 @dataclass(slots=True, frozen=True)
 class TurnCredit:
@@ -55,19 +74,18 @@ class TurnCredit:
     def values(self) -> list[float]:
         return [value for piece in self.pieces for value in piece.values]
 
-    def figures(self, measure: Measure) -> list[str]:
-        """Such as: step reward +0.50, advantage +0.83"""
-        values, paid = self.values, []
-        if self.step_reward is not None:
-            paid.append(f"step reward {self.step_reward:+.2f}")
+    def summary(self, measure: Measure) -> list[str]:
+        """Return such as: step reward +0.50, advantage +0.83"""
+        values = self.values
+        told = [] if self.step_reward is None else [f"step reward {self.step_reward:+.2f}"]
         if not values:
-            return [*paid, "not trained"]
+            return [*told, "not trained"]
         if measure == "reward":
-            return [*paid, f"reward {sum(values):+.2f}"]
+            return [*told, f"reward {sum(values):+.2f}"]
         low, high, mean = min(values), max(values), sum(values) / len(values)
         if high - low <= 1e-6 * max(abs(low), abs(high)):
-            return [*paid, f"{measure} {values[0]:+.2f}"]
-        return [*paid, f"{measure} {mean:+.2f} on average, from {low:+.2f} to {high:+.2f}"]
+            return [*told, f"{measure} {values[0]:+.2f}"]
+        return [*told, f"{measure} {mean:+.2f} on average, from {low:+.2f} to {high:+.2f}"]
 
 
 @dataclass(slots=True, frozen=True)
@@ -78,16 +96,16 @@ class EpisodeCredit:
 
     @property
     def total(self) -> float | None:
-        """What the episode was worth to the algorithm."""
+        """The episode's worth to the algorithm; None if it could not be scored."""
         reward = self.trajectory.reward
-        return (
-            None if reward is None else reward.outcome + sum(reward.steps) + reward.parts.get(OVERLONG, 0.0)
-        )
+        if reward is None:
+            return None
+        return reward.outcome + sum(reward.steps) + reward.parts.get(OVERLONG, 0.0)
 
 
 @dataclass(slots=True, frozen=True)
 class GroupCredit:
-    """The episodes that were compared with each other."""
+    """Episodes that were compared with each other."""
 
     name: str
     episodes: list[EpisodeCredit]
@@ -105,18 +123,12 @@ class GroupCredit:
         return [episode.total for episode in self.episodes if episode.total is not None]
 
     @property
-    def trained(self) -> int:
-        return sum(episode.left_out is None for episode in self.episodes)
-
-    def chosen(self, best: int | None, worst: int | None) -> GroupCredit:
-        """With the best and the worst of the scored episodes only, in their order; all if neither is asked for, or if
-        none is scored: then why is what there is to see."""
-        if (best is None and worst is None) or not self.totals:
-            return self
-        scored = [episode for episode in self.episodes if episode.total is not None]
-        ranked = sorted(scored, key=lambda episode: episode.total or 0.0, reverse=True)
-        kept = {id(each) for each in ranked[: best or 0] + ranked[max(0, len(ranked) - (worst or 0)) :]}
-        return replace(self, episodes=[episode for episode in self.episodes if id(episode) in kept])
+    def overview(self) -> list[str]:
+        """The group in a line of the table under `Credit.columns`."""
+        low, high = min(self.totals, default=None), max(self.totals, default=None)
+        rewards = "none" if low is None else f"{low:g}" if low == high else f"{low:g} to {high:g}"
+        trained = sum(episode.left_out is None for episode in self.episodes)
+        return [self.task, f"{len(self.episodes)}", f"{trained}", rewards, f"{self.largest:.2f}"]
 
 
 @dataclass(slots=True, frozen=True)
@@ -128,46 +140,62 @@ class Credit:
     notes: list[str]
     largest: float  # of the values, signs aside: the strongest colour
 
+    @property
+    def columns(self) -> list[str]:
+        return ["task", "episodes", "trained", "rewards", f"largest {self.measure}"]
+
+    def level(self, value: float | None) -> int:
+        """Return the strength of a value's colour from -LEVELS to LEVELS; 0 only where there is nothing to show."""
+        if not value or not self.largest:
+            return 0
+        size = max(1, min(LEVELS, round(LEVELS * abs(value) / self.largest)))
+        return size if value > 0 else -size
+
 
 def coloured(trajectories: Sequence[Trajectory], algorithm: Algorithm, tokenizer: Any = None) -> Credit:
-    """What `algorithm` makes of the episodes of one step, token by token. Those with the same `group` are compared with
-    each other. Without a tokenizer, turns are shown as they were read, in one piece."""
-    measure, notes = measure_of(algorithm), list[str]()
+    """Show what `algorithm` makes of the episodes of one step, token by token. Those with the same `group` are compared
+    with each other. Without a tokenizer, turns are shown as they were read, in one piece."""
+    measure, notes = _measure_of(algorithm), list[str]()
     groups: dict[str, list[Trajectory]] = {}
     for trajectory in trajectories:
-        groups.setdefault(trajectory.group, []).append(trajectory)
-    # A row says of each token which turn it came with, if turns are numbered through where they have a version.
-    turns = [turn for group in groups.values() for trajectory in group for turn in trajectory.turns]
-    numbers = {id(turn): number for number, turn in enumerate(turns)}
-    rows: list[Sample] = []
+        # A copy: what an algorithm charges goes among the parts of its reward.
+        groups.setdefault(trajectory.group, []).append(replace(trajectory))
+    rows: dict[str, list[Sample]] = {}
     for name, group in groups.items():
-        if _has_tokens(group):
-            copies = [_numbered(trajectory, numbers) for trajectory in group]
-            rows += algorithm.samples(copies)
-            # What the algorithm has charged is among the rewards' parts now.
-            groups[name] = [replace(t, reward=copy.reward) for t, copy in zip(group, copies, strict=True)]
-        else:
+        rows[name] = list(algorithm.samples(group)) if _has_tokens(group) else []
+        if not _has_tokens(group):
             notes.append(f"group {name} has a turn without token ids, so that only rewards can be shown")
-    values = _values(rows, algorithm, measure)
+    _prepare([row for made in rows.values() for row in made], algorithm)
     if tokenizer is None:
         notes.append("without a tokenizer the turns are shown as they were read, in one piece")
     decode = None if tokenizer is None else _decoder(tokenizer)
-    made = [
-        GroupCredit(name, _episodes(group, algorithm, values, numbers, decode))
-        for name, group in groups.items()
-    ]
-    made.sort(key=lambda group: -group.largest)
-    return Credit(measure, made, [NOTES[measure], *notes], made[0].largest if made else 0.0)
+    found = []
+    for name, group in groups.items():
+        reasons = [_reason_against(trajectory, group, algorithm) for trajectory in group]
+        made = _rows_of_episodes(group, rows[name], reasons)
+        episodes = []
+        for place, trajectory in enumerate(group):
+            turns = list(_turns(trajectory, made.get(place), measure, decode))
+            trained = any(turn.values for turn in turns)
+            episodes.append(EpisodeCredit(trajectory, turns, None if trained else reasons[place] or EQUAL))
+        found.append(GroupCredit(name, episodes))
+    found.sort(key=lambda group: -group.largest)
+    return Credit(measure, found, [NOTES[measure], *notes], found[0].largest if found else 0.0)
 
 
-def measure_of(algorithm: Algorithm) -> Measure:
-    """ValueError for algorithms that pay no episode."""
-    from TrainingFactory.algorithms.dpo import DPO
-    from TrainingFactory.algorithms.kto import KTO
-    from TrainingFactory.algorithms.reward_model import RewardModel
-    from TrainingFactory.algorithms.rft import RFT
-    from TrainingFactory.algorithms.sft import SFT
+def pieces_of(token_ids: Sequence[int], decode: Decode) -> Iterator[tuple[int, int, str]]:
+    """Yield (first token, the one after the last, text), of as few tokens as have whole characters. Tokens are decoded
+    after the ones before them, because with some tokenizers a text loses its first blank."""
+    before = start = 0  # of the piece before, and of the next one
+    for end in range(1, len(token_ids) + 1):
+        text, known = decode(token_ids[before:end]), decode(token_ids[before:start])
+        if text.endswith(HALF) and end - start < LONGEST_CHARACTER and end < len(token_ids):
+            continue
+        yield start, end, text[len(known) :] if text.startswith(known) else decode(token_ids[start:end])
+        before, start = start, end
 
+
+def _measure_of(algorithm: Algorithm) -> Measure:
     if isinstance(algorithm, SFT | DPO | KTO | RewardModel):
         name = type(algorithm).__name__
         raise ValueError(
@@ -178,103 +206,74 @@ def measure_of(algorithm: Algorithm) -> Measure:
     return "reward" if "values" in algorithm.needs else "advantage"
 
 
-def pieces_of(token_ids: Sequence[int], decode: Decode) -> Iterator[tuple[int, int, str]]:
-    """(first token, the one after the last, text), of as few tokens as have whole characters. Tokens are decoded after
-    the ones before them, because with some tokenizers a text loses its first blank."""
-    before = start = 0  # of the piece before, and of the next one
-    for end in range(1, len(token_ids) + 1):
-        text, known = decode(token_ids[before:end]), decode(token_ids[before:start])
-        if text.endswith(HALF) and end - start < LONGEST_CHARACTER and end < len(token_ids):
-            continue
-        yield start, end, text[len(known) :] if text.startswith(known) else decode(token_ids[start:end])
-        before, start = start, end
-
-
-def _decoder(tokenizer: Any) -> Decode:
-    def decode(token_ids: Sequence[int]) -> str:
-        ids = list(token_ids)
-        return (
-            tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-            if ids
-            else ""
-        )
-
-    return decode
-
-
 def _has_tokens(group: Sequence[Trajectory]) -> bool:
     return all(turn.completion.token_ids for trajectory in group for turn in trajectory.turns)
 
 
-def _numbered(trajectory: Trajectory, numbers: dict[int, int]) -> Trajectory:
-    turns = [
-        replace(turn, completion=replace(turn.completion, policy_version=numbers[id(turn)]))
-        for turn in trajectory.turns
-    ]
-    return replace(trajectory, turns=turns)
+def _prepare(rows: Sequence[Sample], algorithm: Algorithm) -> None:
+    """Write into the rows what the algorithm makes of all of them together, where that takes no model."""
+    if not isinstance(algorithm, GRPO | RFT):
+        return
+    batch = make_batch(rows, EVERYTHING, sharing=False)
+    algorithm.prepare([batch], 0)
+    for pack in batch.packs:
+        for number in pack.rows.tolist():
+            values = iter(pack.advantages[pack.row == number].tolist())
+            rows[number].advantages = [next(values) if used else 0.0 for used in rows[number].loss_mask]
 
 
-def _values(rows: Sequence[Sample], algorithm: Algorithm, measure: Measure) -> dict[int, list[float | None]]:
-    """By the number of a turn one value per sampled token, None where it is not trained."""
-    found: dict[int, list[float | None]] = {}
-    for row, values in zip(rows, _prepared(rows, algorithm, measure), strict=True):
-        for number, trained, value in zip(row.policy_version, row.loss_mask, values, strict=True):
-            # The prompt comes with its turn, too. It is never trained, and cut off where the turn's length is known.
-            found.setdefault(number, []).append(value if trained else None)
+def _rows_of_episodes(
+    group: Sequence[Trajectory], rows: Sequence[Sample], reasons: Sequence[str | None]
+) -> dict[int, list[Sample]]:
+    """Return the rows by the place in the group of the episode that they were made of. Rows come in the order of the
+    episodes, so that those with the same tokens are told apart; ones with a reason against them come last."""
+    made: dict[int, list[Sample]] = {}
+    for row in rows:
+        made.setdefault(row.episode, []).append(row)
+    left = sorted(range(len(group)), key=lambda place: reasons[place] is not None)
+    found = {}
+    for own in made.values():
+        tokens = [row.token_ids for row in own]
+        place = next(each for each in left if _row_tokens(group[each]) == tokens)
+        left.remove(place)
+        found[place] = own
     return found
 
 
-def _prepared(rows: Sequence[Sample], algorithm: Algorithm, measure: Measure) -> list[Sequence[float]]:
-    """One value per token of each row. What an algorithm makes of all rows of a step together is in it, where it can be
-    had without a model."""
-    from TrainingFactory.algorithms.grpo import GRPO
-    from TrainingFactory.algorithms.rft import RFT
-    from TrainingFactory.data.packing import make_batch
-
-    if measure == "reward":
-        return [row.rewards for row in rows]
-    if not isinstance(algorithm, GRPO | RFT):
-        return [row.advantages for row in rows]
-    batch = make_batch(rows, EVERYTHING, sharing=False)
-    algorithm.prepare([batch], 0)
-    values: list[list[float]] = [list(row.advantages) for row in rows]
-    for pack in batch.packs:
-        for number in pack.rows.tolist():
-            trained = [place for place, used in enumerate(rows[number].loss_mask) if used]
-            for place, value in zip(trained, pack.advantages[pack.row == number].tolist(), strict=True):
-                values[number][place] = value
-    return list(values)
+def _row_tokens(trajectory: Trajectory) -> list[list[int]]:
+    """Return the tokens of each row: the last turn in it, with all that it saw."""
+    rows = {
+        span.row: turn.prompt_ids + turn.completion.token_ids
+        for turn, span in zip(trajectory.turns, turn_spans(trajectory), strict=True)
+    }
+    return list(rows.values())
 
 
-def _episodes(
-    group: Sequence[Trajectory],
-    algorithm: Algorithm,
-    values: dict[int, list[float | None]],
-    numbers: dict[int, int],
-    decode: Decode | None,
-) -> list[EpisodeCredit]:
-    made = []
-    for trajectory in group:
-        steps = trajectory.reward.steps if trajectory.reward is not None else []
-        turns = []
-        for place, turn in enumerate(trajectory.turns):
-            size = len(turn.completion.token_ids)
-            paid = values.get(numbers[id(turn)], [None] * size)[-size:] if size else []
-            turns.append(TurnCredit(turn, steps[place] if steps else None, _pieces(turn, paid, decode)))
-        trained = any(turn.values for turn in turns)
-        why = None if trained else _left_out(trajectory, group, algorithm)
-        made.append(EpisodeCredit(trajectory, turns, why))
-    return made
+def _turns(
+    trajectory: Trajectory, rows: Sequence[Sample] | None, measure: Measure, decode: Decode | None
+) -> Iterator[TurnCredit]:
+    steps = trajectory.reward.steps if trajectory.reward is not None else []
+    for number, (turn, span) in enumerate(zip(trajectory.turns, turn_spans(trajectory), strict=True)):
+        ids, logprobs = turn.completion.token_ids, turn.completion.logprobs
+        values: list[float | None] = [None] * len(ids)
+        if rows is not None:
+            row, place = rows[span.row], slice(span.begin, span.end)
+            given = (row.rewards if measure == "reward" else row.advantages)[place]
+            values = [v if used else None for v, used in zip(given, row.loss_mask[place], strict=True)]
+        parts = pieces_of(ids, decode) if decode is not None and ids else [(0, len(ids), _as_read(turn))]
+        pieces = [
+            Piece(text, ids[start:end], logprobs[start:end], [v for v in values[start:end] if v is not None])
+            for start, end, text in parts
+        ]
+        yield TurnCredit(turn, steps[number] if steps else None, pieces)
 
 
-def _pieces(turn: Turn, values: Sequence[float | None], decode: Decode | None) -> list[Piece]:
-    sampled = turn.completion
-    ids, logprobs = sampled.token_ids, sampled.logprobs
-    parts = pieces_of(ids, decode) if decode is not None and ids else [(0, len(ids), _as_read(turn))]
-    return [
-        Piece(text, ids[start:end], logprobs[start:end], [v for v in values[start:end] if v is not None])
-        for start, end, text in parts
-    ]
+def _decoder(tokenizer: Any) -> Decode:
+    def decode(token_ids: Sequence[int]) -> str:
+        options = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
+        return tokenizer.decode(list(token_ids), **options) if token_ids else ""
+
+    return decode
 
 
 def _as_read(turn: Turn) -> str:
@@ -282,12 +281,8 @@ def _as_read(turn: Turn) -> str:
     return "\n".join([*thought, *(what for _, what in said(turn.message))])
 
 
-def _left_out(trajectory: Trajectory, group: Sequence[Trajectory], algorithm: Algorithm) -> str:
-    """Why nothing of an episode is trained."""
-    from TrainingFactory.algorithms.grpo import GRPO
-    from TrainingFactory.algorithms.ppo import PPO
-    from TrainingFactory.algorithms.rft import RFT
-
+def _reason_against(trajectory: Trajectory, group: Sequence[Trajectory], algorithm: Algorithm) -> str | None:
+    """Say why an episode cannot be trained on, whatever the others of its group earned."""
     if trajectory.reward is None:
         return f"not scored: {trajectory.error or 'no reason given'}"
     if not trajectory.turns:
@@ -295,8 +290,8 @@ def _left_out(trajectory: Trajectory, group: Sequence[Trajectory], algorithm: Al
     if not _has_tokens(group):
         return "its group has a turn without token ids"
     if isinstance(algorithm, RFT):
-        return "not kept"
+        return None if any(kept is trajectory for kept in algorithm.kept(group)) else "not kept"
     cut = trajectory.status == "truncated"
     if cut and isinstance(algorithm, GRPO | PPO) and not algorithm.train_truncated:
         return "a length limit cut it, and train_truncated is false"
-    return "its group teaches nothing: all of its scored episodes earned the same"
+    return None

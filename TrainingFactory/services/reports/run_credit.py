@@ -1,27 +1,28 @@
-"""The episodes of a run's step with what they were paid, from the files in its folder."""
+"""The episodes of a run's step with their credit, from the files in its folder."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from TrainingFactory.config.not_yet import SAMPLED
 from TrainingFactory.config.problems import nearest
 from TrainingFactory.data.trajectories import load_trajectories
+from TrainingFactory.models.loading import load_tokenizer
+from TrainingFactory.services.build.learner import make_algorithm
 from TrainingFactory.services.reports.credit_view import Credit, GroupCredit, coloured
 from TrainingFactory.services.runs.folder import TRAJECTORIES, RunFolder
 
 
 def run_credit(run: RunFolder, step: int | None = None, task: str | None = None) -> tuple[int, Credit]:
-    """The step (from 1; without one the last, or the last that took the task) and all its episodes, paid as the run's
-    own algorithm did."""
-    step = _step(run, step, task)
+    """Return the step (from 1; without one the last, or the last that took the task) and all its episodes, with the
+    credit that the run's own algorithm gave."""
+    step = _resolve_step(run, step, task)
     # Groups are named by their step, counted from 0.
     episodes = list(load_trajectories(run.path / TRAJECTORIES, f"{step - 1}/", growing=True))
     if not episodes:
         raise ValueError(f"{run.path / TRAJECTORIES} has no episode of step {step}: it was changed")
-    from TrainingFactory.services.build.learner import make_algorithm
-
     tokenizer, problem = _tokenizer(run)
     credit = coloured(episodes, make_algorithm(run.config), tokenizer)
     if problem:
@@ -32,7 +33,8 @@ def run_credit(run: RunFolder, step: int | None = None, task: str | None = None)
 def choose(
     credit: Credit, groups: Sequence[GroupCredit], best: int | None, worst: int | None
 ) -> list[GroupCredit]:
-    """These groups of it with their best and worst episodes only. What cannot be seen there becomes a note."""
+    """Keep the best and the worst of the scored episodes of these groups, in their order; all if neither is asked for,
+    or where none is scored: then why is what there is to see. What is left out becomes a note."""
     if best is None and worst is None:
         return list(groups)
     without = sum(not group.totals for group in groups)
@@ -45,25 +47,32 @@ def choose(
         credit.notes.append(
             f"best and worst are among scored episodes; {left} that could not be scored are not shown"
         )
-    return [group.chosen(best, worst) for group in groups]
+    return [_chosen(group, best or 0, worst or 0) if group.totals else group for group in groups]
+
+
+def _chosen(group: GroupCredit, best: int, worst: int) -> GroupCredit:
+    scored = [
+        (episode.total, place) for place, episode in enumerate(group.episodes) if episode.total is not None
+    ]
+    ranked = [place for _, place in sorted(scored, key=lambda each: -each[0])]
+    kept = {*ranked[:best], *ranked[max(0, len(ranked) - worst) :]}
+    return replace(group, episodes=[group.episodes[place] for place in sorted(kept)])
 
 
 def credit_title(run: RunFolder, step: int) -> str:
-    """Which episodes, and by what they were paid."""
+    """Say which episodes these are, and what gave them their credit."""
     config = run.config
     name = config.training.algorithm
     how = f", credit {config.grpo.credit}, advantage {config.grpo.advantage}" if name == "grpo" else ""
     return f"Run {run.name}, step {step}: {name}{how}"
 
 
-def _step(run: RunFolder, step: int | None, task: str | None) -> int:
-    """The one that is meant, known to have episodes and to have taken the task."""
+def _resolve_step(run: RunFolder, step: int | None, task: str | None) -> int:
+    """Return the step that is meant; raise if it has no episodes or did not take the task."""
     config, taken = run.config, run.consumed()
     name = config.training.algorithm
     if name not in SAMPLED:
-        raise ValueError(
-            f"run {run.name} is {name}, which learns from examples: it sampled no episodes, and paid none"
-        )
+        raise ValueError(f"run {run.name} is {name}, which learns from examples: it sampled no episodes")
     if not taken:
         raise ValueError(f"run {run.name} has finished no step yet, so there are no episodes to show")
     if not (run.path / TRAJECTORIES).is_file():
@@ -75,27 +84,22 @@ def _step(run: RunFolder, step: int | None, task: str | None) -> int:
         return step or max(taken)
     steps = [number for number, ids in taken.items() if task in ids]
     if not steps:
-        raise ValueError(f"run {run.name} took no task {task!r}{_hint(task, taken, step)}")
+        near = nearest(task, (name for names in taken.values() for name in names))
+        shown = ", ".join(taken[step or max(taken)][:5])
+        hint = f"did you mean {near!r}?" if near else f"there are for example {shown}"
+        raise ValueError(f"run {run.name} took no task {task!r}; {hint}")
     if step is not None and step not in steps:
         told = ", ".join(map(str, steps))
         raise ValueError(f"step {step} of run {run.name} took no task {task!r}, which was in step {told}")
     return step or steps[-1]
 
 
-def _hint(task: str, taken: dict[int, list[str]], step: int | None) -> str:
-    shown = taken[max(taken) if step is None else step]
-    near = nearest(task, (name for names in taken.values() for name in names))
-    return f"; did you mean {near!r}?" if near else f"; there are for example {', '.join(shown[:5])}"
-
-
 def _tokenizer(run: RunFolder) -> tuple[Any, str | None]:
-    """That of the last checkpoint, or of the model that the run started with; or why there is none."""
-    from TrainingFactory.models.loading import load_tokenizer
-
+    """Return the tokenizer of the last checkpoint, or of the model that the run started with; or say why there is
+    none."""
     model = run.config.model
-    places: Sequence[str] = [*(str(path) for path in run.checkpoints()[-1:]), model.name]
-    problem = ""
-    for place in places:
+    problem = None
+    for place in [*map(str, run.checkpoints()[-1:]), model.name]:
         try:
             return load_tokenizer(place, model.revision, model.trust_remote_code), None
         except ValueError as error:

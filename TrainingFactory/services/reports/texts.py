@@ -1,15 +1,17 @@
-"""Texts of models, tools and files, made safe to show; rewards in words."""
+"""Texts of models, tools and files, made safe to show; messages and rewards in words."""
 
 from __future__ import annotations
 
-from TrainingFactory.types import Reward
+import json
+
+from TrainingFactory.types import Message, Reward
 
 # Marks that reorder the text around them: what is shown must be what is there.
 REORDERING = set("\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
 
 
 def clean(text: str) -> str:
-    """The text with everything that a terminal would obey written out, an escape as \\x1b."""
+    """Write out everything that a terminal would obey, an escape as \\x1b."""
     return "".join(
         character
         if character in "\n\t" or (character.isprintable() and character not in REORDERING)
@@ -18,8 +20,17 @@ def clean(text: str) -> str:
     )
 
 
+def said(message: Message) -> list[tuple[str, str]]:
+    """Return (who, what) for a message: its text, then its calls."""
+    lines = [(str(message.role), message.content)] if message.content or not message.tool_calls else []
+    for call in message.tool_calls:
+        arguments = json.dumps(call.arguments, ensure_ascii=False)
+        lines.append(("calls", call.error or f"{call.name} {arguments}"))
+    return lines
+
+
 def reward_text(reward: Reward | None) -> str:
-    """What an episode was paid: in all, of that for its steps in order where it was paid for any, and the parts."""
+    """Say what an episode earned: in all, for its steps in order where they earned any, and the parts."""
     if reward is None:
         return "not scored"
     text = f"reward {reward.outcome + sum(reward.steps):g}"

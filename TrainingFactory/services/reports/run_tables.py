@@ -1,0 +1,124 @@
+"""Runs in a table, and their metrics in rows: for `tfactory runs`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from TrainingFactory.services.runs.folder import CONFIG, METRICS, RunFolder, is_run
+
+# Metrics that are shown where a run has them -> format
+FORMATS = {
+    "loss": "{:.4f}",
+    "reward": "{:.3f}",
+    "accuracy": "{:.3f}",
+    "eval/success": "{:.3f}",
+    "eval/loss": "{:.4f}",
+    "eval/perplexity": "{:.3f}",
+    "eval/accuracy": "{:.3f}",
+    "tool_success": "{:.3f}",
+    "turns": "{:.2f}",
+    "entropy": "{:.3f}",
+    "tokens_per_second": "{:.0f}",
+    "tokens_saved": "{:.1%}",
+    "seconds/step": "{:.2f}",
+    "seconds/generate": "{:.2f}",
+    "seconds/tools": "{:.2f}",
+    "seconds/reward": "{:.2f}",
+    "seconds/update": "{:.2f}",
+    "episodes/failed": "{:.0f}",
+    "rows_left_out/bad": "{:.0f}",
+    "rows_left_out/long": "{:.0f}",
+    "rows_left_out/unused": "{:.0f}",
+}
+PARTED = {"reward": "reward/", "eval/success": "eval/reward/"}  # parts of the reward go after these
+ASKED = ("judge/", "pool/")
+COLUMNS = ("run", "state", "steps", "last", "what")
+Rows = Sequence[dict[str, Any]]
+
+
+def list_rows(runs: str | Path) -> list[tuple[str, ...]]:
+    """Return a row of COLUMNS for each run, the oldest first. One that cannot be read says why."""
+    found = []
+    for folder in Path(runs).expanduser().glob("*/"):
+        files = [path for path in (folder / CONFIG, folder / "environment.json") if path.is_file()]
+        if files:
+            found.append((min(path.stat().st_mtime for path in files), folder))
+    return [_row(folder) for _, folder in sorted(found)]
+
+
+def _row(folder: Path) -> tuple[str, ...]:
+    run, file = RunFolder(folder), CONFIG
+    try:
+        if not is_run(folder):
+            raise ValueError(f"it is half written: it needs {CONFIG} and environment.json")
+        config = run.config
+        file = "status.json"
+        status, state = run.status, run.state
+        file = METRICS
+        last = latest(run.metrics())
+        key = next((key for key in ("eval/success", "reward", "loss") if key in last), None)
+        value = f"{key} {last[key]:.3f}" if key else ""
+    except Exception as error:  # files that anybody may have changed
+        reason = " ".join(str(error).split())
+        return run.name, "unreadable", "", "", reason if file in reason else f"{file}: {reason}"
+    what = f"{config.training.algorithm} {config.environment.environment_id or ''} {config.model.name}"
+    return run.name, state, f"{status.step}/{status.steps}", value, what
+
+
+def latest(metrics: Rows) -> dict[str, Any]:
+    """Return the last value of each metric; not every step has all."""
+    last: dict[str, Any] = {}
+    for row in metrics:
+        last |= row
+    return last
+
+
+def shown(metrics: Rows) -> dict[str, str]:
+    """Return the names of the metrics that are shown, with their format: those of FORMATS, each with its parts."""
+    names = dict.fromkeys(key for row in metrics for key in row)
+    found: dict[str, str] = {}
+    for key, form in FORMATS.items():
+        parts = [name for name in names if key in PARTED and name.startswith(PARTED[key])]
+        found |= dict.fromkeys([key, *parts] if key in names else parts, form)
+    return found
+
+
+def asked(metrics: Rows) -> dict[str, float]:
+    """Add up what judges and pools were asked and have spent in all steps, evaluations included."""
+    total: dict[str, float] = {}
+    for row in metrics:
+        for key, value in row.items():
+            if (name := key.removeprefix("eval/")).startswith(ASKED):
+                total[name] = total.get(name, 0.0) + value
+    return total
+
+
+def asked_in_words(metrics: Rows) -> Iterator[tuple[str, str]]:
+    """Yield a row for judges and one for pools, without what is 0."""
+    total = asked(metrics)
+    for prefix in ASKED:
+        told = [
+            f"{key.removeprefix(prefix).replace('_', ' ')} {value:.6g}"
+            for key, value in total.items()
+            if key.startswith(prefix) and value
+        ]
+        if told:
+            yield prefix.removesuffix("/"), f"in all: {', '.join(told)}"
+
+
+def differing_options(runs: Sequence[RunFolder]) -> Iterator[tuple[str, ...]]:
+    """Yield (key, value of each run) for the options in which the runs differ."""
+    options = [_flat(run.config.model_dump()) for run in runs]
+    for key in dict.fromkeys(key for option in options for key in option):
+        values = [option.get(key) for option in options]
+        if any(value != values[0] for value in values):
+            yield key, *map(str, values)
+
+
+def _flat(data: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in data.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return flat

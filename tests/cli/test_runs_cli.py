@@ -1,0 +1,99 @@
+"""`tfactory runs` on a folder that an earlier version wrote, and among folders that cannot be read."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.kits.cli import Run
+from TrainingFactory.data.trajectories import load_trajectories
+from TrainingFactory.services.runs.folder import RunFolder
+
+BEFORE = Path(__file__).parents[1] / "fixtures" / "run_before"
+
+
+@pytest.fixture
+def before(tfactory: Run) -> Path:
+    """A copy of the run in ./runs, with its environment beside it: interrupted after 3 of 4 steps."""
+    run = Path("runs/before")
+    shutil.copytree(BEFORE, run)
+    environment = (run / "parity.py").rename("parity.py").absolute()
+    about = json.loads((run / "environment.json").read_text())
+    about["files"]["parity.py"]["path"] = str(environment)
+    (run / "environment.json").write_text(json.dumps(about))
+    return run
+
+
+def test_a_run_of_an_earlier_version_is_shown(before: Path, tfactory: Run) -> None:
+    status, out, err = tfactory("runs", "list")
+    assert status == 0 and "before  interrupted  3/4    eval/success 1.000  grpo parity.py" in out, err
+    status, out, err = tfactory("runs", "show", "before")
+    assert status == 0, err
+    for text in ("3 of 4", "grpo in parity.py", "step-000003", "reward", "entropy", "seconds/update"):
+        assert text in out
+    assert "tfactory runs resume before" in err
+    status, out, err = tfactory("runs", "episodes", "before", "--step", "1", "--show", "2")
+    assert status == 0 and out.count("member") == 8 and "advantage +" in out, err
+    status, out, err = tfactory("export", "before", "--merge", "--out", "model")
+    assert status == 0 and Path("model/config.json").is_file(), err
+
+
+def test_a_run_of_an_earlier_version_goes_on(before: Path, tfactory: Run) -> None:
+    status, _, err = tfactory("runs", "resume", "before")
+    assert status == 0, err
+    run = RunFolder(before)
+    assert run.state == "finished" and run.checkpoints()[-1].name == "step-000004"
+    metrics = run.metrics()
+    assert [row["step"] for row in metrics] == [0, 1, 2, 3, 4]
+    # As the earlier version itself went on.
+    assert metrics[-1]["reward"] == 0.25 and metrics[-1]["eval/success"] == 0.0
+    assert metrics[-1]["entropy"] == pytest.approx(6.890465, rel=1e-4)
+    assert metrics[-1]["grad_norm"] == pytest.approx(0.946030, rel=1e-3)
+    assert len(list(load_trajectories(before / "trajectories.jsonl"))) == 32
+    status, out, err = tfactory("eval", "before", "--tasks", "2")
+    assert status == 0 and "success" in out, err
+
+
+def broken_config(run: Path) -> None:
+    (run / "config.yaml").write_text("training: [")
+
+
+def unknown_option(run: Path) -> None:
+    (run / "config.yaml").write_text("training: {learning_rat: 1}")
+
+
+def half_written(run: Path) -> None:
+    (run / "environment.json").unlink()
+
+
+def broken_status(run: Path) -> None:
+    (run / "status.json").write_text('{"status": "fini')
+
+
+def foreign_status(run: Path) -> None:
+    (run / "status.json").write_text('["finished"]')
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        (broken_config, "config.yaml"),
+        (unknown_option, "learning_rat"),
+        (half_written, "half written"),
+        (broken_status, "status.json"),
+        (foreign_status, "status.json"),
+    ],
+)
+def test_one_unreadable_run_does_not_hide_the_others(before: Path, tfactory: Run, spoil, reason: str) -> None:
+    shutil.copytree(before, "runs/spoilt")
+    spoil(Path("runs/spoilt"))
+    Path("runs/rollouts").mkdir()  # no run
+    status, out, err = tfactory("runs", "list")
+    assert status == 0 and "Traceback" not in err, err
+    [whole] = [line for line in out.splitlines() if line.startswith("before")]
+    [spoilt] = [line for line in out.splitlines() if line.startswith("spoilt")]
+    assert "3/4" in whole and "unreadable" in spoilt and "rollouts" not in out
+    assert reason in out
