@@ -102,11 +102,18 @@ class ToolSession(Protocol):
 
 @runtime_checkable
 class ToolSource(Protocol):
-    """Where tools with a life of their own come from (an MCP server, an interpreter). It lives as long as a
-    run; every episode opens a session, which is cheap and holds nothing: what takes time is done at the first call."""
+    """Where tools with a life of their own come from (an MCP server, an interpreter). A run opens it on its event
+    loop and closes it at its end; the next run may open it again. Every episode opens a session, which is cheap and
+    holds nothing: what takes time is done at the first call."""
+
+    async def open(self) -> None:
+        """Connect, so that `session` knows what tools there are; again does nothing."""
+        ...
 
     def session(self) -> ToolSession: ...
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        """End what the running loop has open."""
+        ...
 
 
 class Environment(Protocol):

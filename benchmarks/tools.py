@@ -122,7 +122,7 @@ class FixedLength:
         self.inner.close()
 
 
-def measure_overlap(loaded: Any) -> dict[str, list[tuple[float, float]]]:
+async def measure_overlap(loaded: Any) -> dict[str, list[tuple[float, float]]]:
     """For every kind of slow tool, pairs of seconds: with instant tools, then with slow ones. Taken one right after
     the other, because what else the machine does changes by the minute."""
     chat = chat_format(loaded.tokenizer, stop_ids=range(len(loaded.tokenizer)))
@@ -130,56 +130,56 @@ def measure_overlap(loaded: Any) -> dict[str, list[tuple[float, float]]]:
     tasks = [Task(f"task-{number}", f"Question number {number}?", "x") for number in range(EPISODES)]
     runtime = ToolRuntime()
 
-    def seconds(kind: str, handed: Any) -> float:
+    async def seconds(kind: str, handed: Any) -> float:
         environment = type("Forced", (Forced,), {"kind": kind, "handed": [handed]})
         rollouts = AsyncRolloutEngine(environment, chat, SamplingParams(), runtime=runtime)
         started = time.perf_counter()
-        groups = rollouts.rollout(tasks, sampler)
+        groups = await rollouts.rollout_batch(tasks, sampler)
         elapsed = time.perf_counter() - started
         results = [result for [episode] in groups for turn in episode.turns for result in turn.tool_results]
         assert len(results) == EPISODES * CALLS and all(result.content[:6] == "answer" for result in results)
         return elapsed
 
-    with MCPTools.from_dict(
-        {"mcpServers": {"bench": SERVER | {"tfactory": {"tools": ["served"]}}}}
-    ) as servers:
+    entry = SERVER | {"tfactory": {"tools": ["served"]}}
+    async with MCPTools.from_dict({"mcpServers": {"bench": entry}}) as servers:
         slow = {"blocking": tool(blocking), "waiting": tool(waiting), "served": servers}
-        seconds("instant", tool(instant))  # warm up
+        await seconds("instant", tool(instant))  # warm up
         pairs: dict[str, list[tuple[float, float]]] = {kind: [] for kind in slow}
         for _ in range(ROUNDS):
             for kind, handed in slow.items():
-                pairs[kind].append((seconds("instant", tool(instant)), seconds(kind, handed)))
+                pairs[kind].append((await seconds("instant", tool(instant)), await seconds(kind, handed)))
     return pairs
 
 
 async def measure_share() -> list[tuple[float, float]]:
     """Pairs of calls per second: the SDK alone, then ours."""
     pairs = []
-    with MCPTools.from_dict({"mcpServers": {"bench": SERVER}}) as servers:
-        async with Client(StdioServerParameters(**SERVER)) as client:
+    ours_alone, sdk_alone = (
+        MCPTools.from_dict({"mcpServers": {"bench": SERVER}}),
+        StdioServerParameters(**SERVER),
+    )
+    async with ours_alone as servers, Client(sdk_alone) as client:
 
-            async def raw(worker: int, index: int) -> str:
-                return (await client.call_tool("echo", {"index": index})).content[0].text  # type: ignore[union-attr]
+        async def raw(worker: int, index: int) -> str:
+            return (await client.call_tool("echo", {"index": index})).content[0].text  # type: ignore[union-attr]
 
-            executors = [AsyncToolExecutor([servers]) for _ in range(AT_ONCE)]
-            runtime = ToolRuntime()
-            for number, executor in enumerate(executors):
-                executor.attach(runtime, number)
+        executors = [AsyncToolExecutor([servers]) for _ in range(AT_ONCE)]
+        runtime = ToolRuntime()
+        for number, executor in enumerate(executors):
+            executor.attach(runtime, number)
 
-            async def ours(worker: int, index: int) -> str:
-                [result] = await executors[worker].batch_execute([ToolCall("echo", {"index": index})])
-                return result.content
+        async def ours(worker: int, index: int) -> str:
+            [result] = await executors[worker].batch_execute([ToolCall("echo", {"index": index})])
+            return result.content
 
-            await _per_second(raw)  # warm up
-            await _per_second(ours)
-            for number in range(SHARE_ROUNDS):
-                if (
-                    number % 2
-                ):  # now the one first, now the other: neither profits from a machine that calms down
-                    second = await _per_second(ours)
-                    pairs.append((await _per_second(raw), second))
-                else:
-                    pairs.append((await _per_second(raw), await _per_second(ours)))
+        await _per_second(raw)  # warm up
+        await _per_second(ours)
+        for number in range(SHARE_ROUNDS):
+            if number % 2:  # now the one first, now the other: neither profits from a machine that calms down
+                second = await _per_second(ours)
+                pairs.append((await _per_second(raw), second))
+            else:
+                pairs.append((await _per_second(raw), await _per_second(ours)))
     return pairs
 
 
@@ -259,7 +259,7 @@ def main() -> None:
         result["cache_hit_ms"] = median(asyncio.run(measure_hits(folder)))
     print(f"cache hit: {result['cache_hit_ms']:.3f} ms")
     loaded = load_model("builtin:tiny", device="cpu")
-    result |= report_overlap(measure_overlap(loaded))
+    result |= report_overlap(asyncio.run(measure_overlap(loaded)))
     if not arguments.no_trl:
         result |= report_trl(measure_trl(loaded, FUNCTIONS, EPISODES, CALLS, TOKENS))
     print("RESULT " + json.dumps(result))

@@ -7,9 +7,9 @@ import inspect
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, fields
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from TrainingFactory.cli import show
+from TrainingFactory.options import did_you_mean, nearest
 from TrainingFactory.services.reports.texts import clean
 from TrainingFactory.types import ToolCall, ToolFailure, ToolResult, ToolSpec
 
@@ -50,23 +51,23 @@ def list_tools(
     if config is None:
         _list_builtin(as_json)
         return
-    with _load(config) as loaded:
+    asyncio.run(_list_servers(config, as_json))
+
+
+async def _list_servers(config: Path, as_json: bool) -> None:
+    from TrainingFactory.tools import MCPTools
+
+    async with MCPTools.load_from_config(config) as loaded:
         if as_json:
-            print(json.dumps(loaded.listing(), indent=2, ensure_ascii=False))
+            print(json.dumps([asdict(offer) for offer in loaded.offers], indent=2, ensure_ascii=False))
             return
         for name, server in loaded.configs.items():
             offers = [offer for offer in loaded.offers if offer.server == name]
             how = f"{server.transport}, {server.settings.isolation}"
             show.table([(name, f"{server.target} ({how}): {show.count(len(offers), 'tool')}")])
-            rows = [
-                (
-                    offer.spec.name,
-                    _arguments(offer.spec),
-                    _marks(offer.options),
-                    _brief(offer.spec.description),
-                )
-                for offer in offers
-            ]
+            rows = []
+            for spec, options in ((offer.spec, offer.options) for offer in offers):
+                rows.append((spec.name, _arguments(spec), _marks(options), _brief(spec.description)))
             show.columns(("tool", "arguments", "options", "description"), rows)
 
 
@@ -86,9 +87,7 @@ def call_tool(name: str, /, *arguments: str, config: Config) -> int:
     arguments
         key=value, or one JSON object. Values are read as JSON where the tool takes no text.
     """
-    with _load(config) as loaded:
-        given = _read_arguments(_spec(loaded.specs, name, config), arguments)
-        result, seconds = asyncio.run(_call(loaded, name, given))
+    result = asyncio.run(_call(config, name, arguments))
     if result.ok:
         print(clean(result.content))
     else:
@@ -96,7 +95,7 @@ def call_tool(name: str, /, *arguments: str, config: Config) -> int:
     for attached in result.attachments:
         kept = {key: value for key, value in attached.items() if key not in ("data", "text")}
         show.note(f"attached: {json.dumps(kept, ensure_ascii=False)}")
-    show.note(f"{seconds * 1000:.1f} ms")
+    show.note(f"{result.seconds * 1000:.1f} ms")
     return 0 if result.ok else TOOL_FAILED
 
 
@@ -121,83 +120,83 @@ def bench_tool(
     concurrency
         Calls at the same time in the second one.
     """
-    with _load(config) as loaded:
-        given = _read_arguments(_spec(loaded.specs, name, config), arguments)
-        rows = []
-        for width in dict.fromkeys((1, min(concurrency, calls))):
-            with progress(f"{width} at a time", calls) as advance:
-                measured = asyncio.run(_measure(loaded, name, given, calls, width, advance))
-            if measured.failed == calls:
-                show.fail(f"every call of {name} failed: {measured.problem}")
-                return TOOL_FAILED
-            rows.append(measured.row(width))
+    rows = asyncio.run(_bench(config, name, arguments, calls, concurrency))
+    if rows is None:
+        return TOOL_FAILED
     show.columns(("at once", "calls/s", "p50 ms", "p95 ms", "failed"), rows)
     return 0
 
 
-@dataclass(slots=True)
-class Measured:
-    """What a number of calls took."""
-
-    latencies: list[float]
-    seconds: float
-    failed: int
-    problem: str
-
-    def row(self, width: int) -> tuple[str, ...]:
-        ordered = sorted(self.latencies)
-        p95 = ordered[min(len(ordered) - 1, int(len(ordered) * 0.95))]
-        rate = len(ordered) / self.seconds
-        middle = statistics.median(ordered)
-        return (str(width), f"{rate:.0f}", f"{middle * 1000:.1f}", f"{p95 * 1000:.1f}", str(self.failed))
+Call = Callable[[], Awaitable[ToolResult]]
+Measured = tuple[tuple[str, ...], list[str]]  # a row of the table, and what went wrong
 
 
-async def _measure(
-    loaded: Any, name: str, arguments: dict[str, Any], calls: int, width: int, advance: Callable[[], None]
-) -> Measured:
-    from TrainingFactory.tools import AsyncToolExecutor
+@asynccontextmanager
+async def _episode(config: Path, name: str, arguments: tuple[str, ...]) -> AsyncIterator[Call]:
+    """Start the servers and give a function that makes the call."""
+    # Imported here, so that help and a wrong flag do not wait for it.
+    from TrainingFactory.tools import AsyncToolExecutor, MCPTools
 
-    executor = AsyncToolExecutor([loaded])
+    async with MCPTools.load_from_config(config) as servers:
+        given = _read_arguments(_spec(servers.specs, name, config), arguments)
+        executor = AsyncToolExecutor([servers])
+
+        async def call() -> ToolResult:
+            try:
+                (result,) = await executor.batch_execute([ToolCall(name, given)])
+            except ToolFailure as failure:  # the session is gone; an episode would end here
+                result = ToolResult(str(failure), ok=False, error="tool_failure")
+            return result
+
+        try:
+            yield call
+        finally:
+            await executor.close()
+
+
+async def _call(config: Path, name: str, arguments: tuple[str, ...]) -> ToolResult:
+    async with _episode(config, name, arguments) as call:
+        return await call()
+
+
+async def _bench(
+    config: Path, name: str, arguments: tuple[str, ...], calls: int, concurrency: int
+) -> list[tuple[str, ...]] | None:
+    """Return the rows of the table; None where every call failed, which is told."""
+    rows = []
+    async with _episode(config, name, arguments) as call:
+        for _ in range(WARM_UP):
+            await call()
+        for width in dict.fromkeys((1, min(concurrency, calls))):
+            with progress(f"{width} at a time", calls) as advance:
+                row, problems = await _measure(call, calls, width, advance)
+            if len(problems) == calls:
+                show.fail(f"every call of {name} failed: {problems[-1]}")
+                return None
+            rows.append(row)
+    return rows
+
+
+async def _measure(call: Call, calls: int, width: int, advance: Callable[[], None]) -> Measured:
     left = iter(range(calls))
-    measured = Measured([], 0.0, 0, "")
+    seconds: list[float] = []
+    problems: list[str] = []
 
     async def work() -> None:
         for _ in left:
             begun = time.perf_counter()
-            try:
-                (result,) = await executor.batch_execute([ToolCall(name, arguments)])
-            except ToolFailure as failure:
-                result = ToolResult(str(failure), ok=False)
-            measured.latencies.append(time.perf_counter() - begun)
+            result = await call()
+            seconds.append(time.perf_counter() - begun)
             if not result.ok:
-                measured.failed += 1
-                measured.problem = result.content
+                problems.append(result.content)
             advance()
 
-    try:
-        with suppress(ToolFailure):
-            for _ in range(WARM_UP):
-                await executor.batch_execute([ToolCall(name, arguments)])
-        started = time.perf_counter()
-        await asyncio.gather(*(work() for _ in range(width)))
-        measured.seconds = time.perf_counter() - started
-    finally:
-        await executor.close()
-    return measured
-
-
-async def _call(loaded: Any, name: str, arguments: dict[str, Any]) -> tuple[ToolResult, float]:
-    from TrainingFactory.tools import AsyncToolExecutor
-
-    executor = AsyncToolExecutor([loaded])
     started = time.perf_counter()
-    try:
-        (result,) = await executor.batch_execute([ToolCall(name, arguments)])
-        return result, time.perf_counter() - started
-    except ToolFailure as failure:  # the session is gone; an episode would end here
-        return ToolResult(str(failure), ok=False, error="tool_failure"), time.perf_counter() - started
-    finally:
-        await executor.close()
+    await asyncio.gather(*(work() for _ in range(width)))
+    rate = calls / (time.perf_counter() - started)
+    p95 = sorted(seconds)[min(calls - 1, int(calls * 0.95))]
+    times = (f"{statistics.median(seconds) * 1000:.1f}", f"{p95 * 1000:.1f}")
+    return (str(width), f"{rate:.0f}", *times, str(len(problems))), problems
 
 
 @contextmanager
@@ -214,13 +213,6 @@ def progress(text: str, total: int, thing: str = "call") -> Iterator[Callable[[]
         yield lambda: bar.advance(row)
 
 
-def _load(config: Path) -> Any:
-    # Imported here, so that help and a wrong flag do not wait for it.
-    from TrainingFactory.tools.mcp.source import MCPTools
-
-    return MCPTools.load_from_config(config)
-
-
 def _list_builtin(as_json: bool) -> None:
     from TrainingFactory import catalog
 
@@ -233,11 +225,10 @@ def _list_builtin(as_json: bool) -> None:
 
 
 def _spec(specs: list[ToolSpec], name: str, config: Path) -> ToolSpec:
-    from TrainingFactory.tools.mcp.settings import nearest
-
     by_name = {spec.name: spec for spec in specs}
     if name not in by_name:
-        raise ValueError(f"{config}: no server offers a tool {name!r}{nearest(name, by_name)}")
+        near = did_you_mean(nearest(name, by_name)) or f"; there are {', '.join(by_name)}"
+        raise ValueError(f"{config}: no server offers a tool {name!r}{near}")
     return by_name[name]
 
 
@@ -255,16 +246,11 @@ def _read_arguments(spec: ToolSpec, given: tuple[str, ...]) -> dict[str, Any]:
             raise ValueError(
                 f"{text!r} is not key=value; {spec.name} takes {_arguments(spec) or 'no arguments'}"
             )
-        schema = spec.parameters.get("properties", {}).get(key, {})
-        values[key] = value if schema.get("type") == "string" else _json_or_text(value)
+        values[key] = value
+        if spec.parameters.get("properties", {}).get(key, {}).get("type") != "string":
+            with suppress(json.JSONDecodeError):
+                values[key] = json.loads(value)
     return values
-
-
-def _json_or_text(value: str) -> Any:
-    try:
-        return json.loads(value)
-    except json.JSONDecodeError:
-        return value
 
 
 def _arguments(spec: ToolSpec) -> str:
@@ -277,13 +263,10 @@ def _marks(options: Any) -> str:
     """The options that are not at their defaults."""
     from TrainingFactory.tools import ToolOptions
 
-    plain = ToolOptions()
-    marks = []
-    for field in fields(ToolOptions):
-        value = getattr(options, field.name)
-        if field.name not in ("server", "version") and value != getattr(plain, field.name):
-            marks.append(field.name if value is True else f"{field.name}={value}")
-    return " ".join(marks)
+    names = [field.name for field in fields(ToolOptions) if field.name not in ("server", "version")]
+    changed = {name: getattr(options, name) for name in names}
+    changed = {name: value for name, value in changed.items() if value != getattr(ToolOptions(), name)}
+    return " ".join(name if value is True else f"{name}={value}" for name, value in changed.items())
 
 
 def _brief(text: str) -> str:

@@ -13,7 +13,7 @@ from TrainingFactory.protocols import AnyReward
 from TrainingFactory.rewards.adapt import as_reward
 from TrainingFactory.services.build.notices import notices, unused
 from TrainingFactory.services.build.rewards import check_group
-from TrainingFactory.services.build.tool_sets import listed
+from TrainingFactory.services.build.tools import listed
 from TrainingFactory.services.build.training import Training
 from TrainingFactory.services.export import Exported, export
 from TrainingFactory.services.keywords import into, merged, placed

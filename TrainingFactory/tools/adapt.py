@@ -101,5 +101,5 @@ def _content(value: Any) -> Any:
 def _refuse(thing: Any) -> Any:
     raise ValueError(
         f"{str(thing)[:80]!r} is no tool: a tool is a function with type hints, an object with `spec` and `run`, "
-        "a source with `session` and `close`, or a class with `name`, `description`, `parameters` and `call`"
+        "a source with `open`, `session` and `close`, or a class with `name`, `description`, `parameters` and `call`"
     )

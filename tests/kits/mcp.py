@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import inspect
 import shutil
 import socket
 import subprocess
@@ -16,6 +18,7 @@ import psutil
 import pytest
 
 from TrainingFactory.tools.mcp.source import MCPTool, MCPTools
+from TrainingFactory.types import ToolResult
 
 ROOT = Path(__file__).resolve().parents[2]
 SERVERS = ROOT / "tests" / "servers"
@@ -45,8 +48,18 @@ def plain(**settings: Any) -> MCPTools:
     return MCPTools.from_dict({"mcpServers": {"plain": own("plain.py", **settings)}})
 
 
-def by_name(tools: Any) -> dict[str, MCPTool]:
-    return {tool.spec.name: tool for tool in tools.tools}
+def by_name(tools: MCPTools) -> dict[str, MCPTool]:
+    """The tools of one episode."""
+    return {tool.spec.name: tool for tool in tools.session().tools}
+
+
+async def call(tools: MCPTools, tool: str, /, **arguments: Any) -> ToolResult:
+    """The only call of an episode."""
+    session = tools.session()
+    try:
+        return await next(one for one in session.tools if one.spec.name == tool).run(arguments)
+    finally:
+        await session.close()
 
 
 def children() -> set[int]:
@@ -65,6 +78,16 @@ def wait_until(condition: Callable[[], Any], seconds: float = 60.0) -> None:
     while not condition():
         assert time.monotonic() < limit, "it did not happen"
         time.sleep(0.02)
+
+
+async def until(condition: Callable[[], Any], seconds: float = 60.0) -> None:
+    """The same on the running loop; the condition may be a coroutine function."""
+    async with asyncio.timeout(seconds):
+        while True:
+            found = condition()
+            if await found if inspect.isawaitable(found) else found:
+                return
+            await asyncio.sleep(0.02)
 
 
 def free_port() -> int:

@@ -3,7 +3,8 @@
 Modes: exit (says why on stderr, and ends), hang (never answers), noise (writes what is no message, then never
 answers), nonsense (answers the handshake with a text), chatty (writes noise, but works), schema (offers a tool
 with an invalid schema), outside (one whose schema points elsewhere), stubborn (ignores the end of its stdin),
-fragile (ends at the first call), other (offers other tools once FILE is there), slow (takes 4 s to start).
+fragile (ends at the first call), other (offers other tools once FILE is there), gone (cannot start once FILE is
+there), slow (takes 4 s to start).
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def main() -> None:
-    if MODE == "exit":
+    if MODE == "exit" or (MODE == "gone" and Path(sys.argv[2]).exists()):
         print("cannot start: the licence has expired", "with key", os.environ.get("API_KEY"), file=sys.stderr)
         sys.exit(3)
     if MODE in ("noise", "chatty"):

@@ -9,7 +9,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,42 +17,50 @@ import psutil
 import pytest
 
 from tests.kits import mcp as kit
+from tests.kits.mcp import call
 from TrainingFactory.envs import ToolEnvironment
 from TrainingFactory.protocols import Tool, ToolSource
 from TrainingFactory.tools import AsyncToolExecutor, MCPTools
 from TrainingFactory.tools.mcp import connection as mcp_connection
-from TrainingFactory.tools.mcp import pool as mcp_pool
+from TrainingFactory.tools.mcp import servers as mcp_servers
 from TrainingFactory.tools.runtime import ToolRuntime
 from TrainingFactory.types import Message, Task, ToolCall, ToolFailure, ToolResult
 
 PROGRAM = Path(sys.executable).name
+pytestmark = pytest.mark.anyio
+Started = Callable[[], set[int]]
+
+
+@pytest.fixture(scope="module")
+def anyio_backend() -> str:
+    return "asyncio"
 
 
 @pytest.fixture(autouse=True)
-def started() -> Iterator[Callable[[], set[int]]]:
+def started() -> Iterator[Started]:
     """The processes that the test has started; after it they must be gone."""
     before = kit.children()
     yield lambda: kit.children() - before
     kit.wait_until(lambda: not kit.children() - before, 20)
 
 
-Started = Callable[[], set[int]]
-
-
 @pytest.fixture(scope="module")
-def shared() -> Iterator[MCPTools]:
-    with kit.plain() as tools:
+async def shared() -> AsyncIterator[MCPTools]:
+    async with kit.plain() as tools:
         yield tools
 
 
-def run(tools: MCPTools, tool: str, /, **arguments: Any) -> ToolResult:
-    return asyncio.run(kit.by_name(tools)[tool].run(arguments))
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls wait for a restart however slow the machine is."""
+    monkeypatch.setattr(mcp_servers, "PATIENCE", 60.0)
 
 
-def wrong(mode: str, *arguments: str, **settings: Any) -> str:
-    with pytest.raises(ValueError) as caught:
-        kit.tiny(mode, *arguments, **settings)
-    return str(caught.value)
+async def pid_of(tools: MCPTools) -> int:
+    return int((await call(tools, "count")).content.split()[1])
+
+
+# what a source gives
 
 
 def test_importing_tools_does_not_import_the_sdk() -> None:
@@ -61,7 +69,16 @@ def test_importing_tools_does_not_import_the_sdk() -> None:
     assert done.stdout.strip() == "[]", done.stderr
 
 
-def test_tools_of_a_server(shared: MCPTools) -> None:
+async def test_loading_starts_nothing(started: Started) -> None:
+    tools = kit.tiny()
+    assert not started()
+    with pytest.raises(
+        ValueError, match=r"the servers tiny were not asked for their tools yet: await open\(\)"
+    ):
+        tools.session()
+
+
+async def test_tools_of_a_server(shared: MCPTools) -> None:
     assert isinstance(shared, ToolSource) and not isinstance(shared, Tool)
     tool = kit.by_name(shared)["echo"]
     assert isinstance(tool, Tool)
@@ -69,295 +86,285 @@ def test_tools_of_a_server(shared: MCPTools) -> None:
     text = {"type": "string"}  # without the titles that the SDK adds
     assert tool.spec.parameters == {"type": "object", "properties": {"text": text}, "required": ["text"]}
     assert tool.options.server == "plain" and tool.options.version.startswith("1.2 ")
-    assert [spec.name for spec in shared.specs] == [tool.spec.name for tool in shared]
-    assert run(shared, "echo", text="hello") == ToolResult("hello")
+    assert [spec.name for spec in shared.specs] == list(kit.by_name(shared))
+    assert await tool.run({"text": "hello"}) == ToolResult("hello")
 
 
-def test_one_connection_serves_many_event_loops_at_once(shared: MCPTools) -> None:
-    async def many() -> list[ToolResult]:
-        tool = kit.by_name(shared)["echo"]
-        return await asyncio.gather(*(tool.run({"text": str(number)}) for number in range(50)))
-
-    for _ in range(3):
-        assert [result.content for result in asyncio.run(many())] == [str(number) for number in range(50)]
-    assert run(shared, "count").content.split()[1] == run(shared, "count").content.split()[1]
+async def test_one_connection_serves_many_calls_at_once(shared: MCPTools) -> None:
+    before = await pid_of(shared)
+    results = await asyncio.gather(*(call(shared, "echo", text=str(number)) for number in range(50)))
+    assert [result.content for result in results] == [str(number) for number in range(50)]
+    await shared.open()  # again does nothing
+    assert await pid_of(shared) == before
 
 
-def test_an_environment_takes_them_as_they_are(shared: MCPTools) -> None:
-    async def play() -> list[Message]:
-        environment = ToolEnvironment(Task("t", "go"), tools=[shared])
-        calls = [ToolCall("echo", {"text": "hi"}, "a"), ToolCall("echo", {"txt": "hi"}, "b")]
-        step = await environment.step(Message("assistant", tool_calls=calls))
-        await environment.executor.close()
-        return step.replies
-
-    good, bad = asyncio.run(play())
+async def test_an_environment_takes_them_as_they_are(shared: MCPTools) -> None:
+    environment = ToolEnvironment(Task("t", "go"), tools=[shared])
+    calls = [ToolCall("echo", {"text": "hi"}, "a"), ToolCall("echo", {"txt": "hi"}, "b")]
+    good, bad = (await environment.step(Message("assistant", tool_calls=calls))).replies
+    await environment.executor.close()
     assert (good.content, good.tool_call_id) == ("hi", "a")
     assert "text" in bad.content and bad.tool_call_id == "b"  # refused by its schema, without a call
 
 
-def test_cancelling_reaches_the_server(shared: MCPTools, tmp_path: Path) -> None:
-    started = tmp_path / "started"
+async def test_cancelling_reaches_the_server(shared: MCPTools, tmp_path: Path) -> None:
+    begun = tmp_path / "started"
 
-    async def cancel() -> None:
-        arguments = {"seconds": 600, "started": str(started)}
-        task = asyncio.ensure_future(kit.by_name(shared)["sleep"].run(arguments))
-        await asyncio.to_thread(kit.wait_until, started.exists)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
+    async def cancelled() -> int:
+        return int((await call(shared, "how_many_cancelled")).content)
 
-    before = int(run(shared, "how_many_cancelled").content)
-    asyncio.run(cancel())
-    kit.wait_until(lambda: int(run(shared, "how_many_cancelled").content) == before + 1)
-    (late,) = asyncio.run(
-        AsyncToolExecutor([shared], timeout=3.0).batch_execute([ToolCall("sleep", {"seconds": 600})])
-    )
+    async def reached(count: int) -> bool:
+        return await cancelled() == count
+
+    before = await cancelled()
+    task = asyncio.ensure_future(call(shared, "sleep", seconds=600, started=str(begun)))
+    await kit.until(begun.exists)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await kit.until(lambda: reached(before + 1))
+    executor = AsyncToolExecutor([shared], timeout=3.0)
+    (late,) = await executor.batch_execute([ToolCall("sleep", {"seconds": 600})])
     assert late.error == "timeout"
-    kit.wait_until(lambda: int(run(shared, "how_many_cancelled").content) == before + 2)
+    await kit.until(lambda: reached(before + 2))
 
 
-def test_images_are_kept_and_shown_as_text(shared: MCPTools) -> None:
-    result = run(shared, "picture")
+async def test_images_are_kept_and_shown_as_text(shared: MCPTools) -> None:
+    result = await call(shared, "picture")
     assert result.content == "[image image/png, 2 kB]"
     (image,) = result.attachments
     assert (image["type"], image["mimeType"]) == ("image", "image/png") and len(image["data"]) > 2000
 
 
-def test_secrets_are_hidden_in_results(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_secrets_are_hidden_in_results(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("THE_TOKEN", "sesame-1234")
     entry = kit.own("plain.py") | {"env": {"API": "${THE_TOKEN}", "PLACE": "/some/folder"}}
-    with MCPTools.from_dict({"mcpServers": {"plain": entry}}) as tools:
-        assert run(tools, "environment", name="API").content == "***"
-        assert run(tools, "environment", name="PLACE").content == "/some/folder"
-        assert run(tools, "environment", name="PYTHONPATH").content == ""  # not handed on
+    async with MCPTools.from_dict({"mcpServers": {"plain": entry}}) as tools:
+        assert (await call(tools, "environment", name="API")).content == "***"
+        assert (await call(tools, "environment", name="PLACE")).content == "/some/folder"
+        assert (await call(tools, "environment", name="PYTHONPATH")).content == ""  # not handed on
 
 
-def test_secrets_are_hidden_in_attachments() -> None:
+async def test_secrets_are_hidden_in_attachments() -> None:
     entry = kit.own("tiny.py") | {"env": {"DB_PASS": "sesame-1234", "DB": "pg://me:hunter22@db/x"}}
-    with MCPTools.from_dict({"mcpServers": {"tiny": entry}}) as tools:
-        result = run(tools, "say", text="everything")
+    async with MCPTools.from_dict({"mcpServers": {"tiny": entry}}) as tools:
+        result = await call(tools, "say", text="everything")
     (resource,) = result.attachments
     for shown in (result.content, resource["text"]):
         assert "sesame" not in shown and "hunter22" not in shown and "pg://me:***@db/x" in shown
 
 
-@pytest.fixture
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Calls wait for a restart however slow the machine is."""
-    monkeypatch.setattr(mcp_pool, "PATIENCE", 60.0)
+# servers that fail
 
 
 @pytest.mark.usefixtures("patient")
-def test_a_server_that_dies_is_back_for_the_next_call(caplog: pytest.LogCaptureFixture) -> None:
-    with kit.tiny() as tools:
-        before = run(tools, "count").content
-        result = run(tools, "die")
+async def test_a_server_that_dies_is_back_for_the_next_call(caplog: pytest.LogCaptureFixture) -> None:
+    async with kit.tiny() as tools:
+        before = await pid_of(tools)
+        result = await call(tools, "die")
         assert (result.ok, result.error) == (False, "unavailable")
-        assert (
-            f"server 'tiny' ({PROGRAM} tiny.py)" in result.content and "the end is near" not in result.content
-        )
-        after = run(tools, "count")  # waits for the new process
-        assert after.ok and after.content.split()[1] != before.split()[1]
+        assert f"server 'tiny' ({PROGRAM} tiny.py)" in result.content
+        assert "the end is near" not in result.content
+        assert await pid_of(tools) != before  # waits for the new process
     assert "the end is near" in caplog.text  # what it wrote to stderr, for the log
 
 
-def test_a_server_killed_from_outside_is_noticed_without_a_call(started: Started) -> None:
-    with kit.tiny() as tools:
-        old = int(run(tools, "count").content.split()[1])
+async def test_a_server_killed_from_outside_is_noticed_without_a_call(started: Started) -> None:
+    async with kit.tiny() as tools:
+        old = await pid_of(tools)
         os.kill(old, signal.SIGKILL)
-        kit.wait_until(lambda: started() - {old})
-        result = run(tools, "count")
-        assert result.ok and int(result.content.split()[1]) != old
+        await kit.until(lambda: started() - {old})
+        assert await pid_of(tools) != old
 
 
-def test_a_server_that_stays_away_answers_unavailable_until_it_is_back(
+async def test_a_server_that_stays_away_answers_unavailable_until_it_is_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(mcp_pool, "PATIENCE", 0.1)
-    monkeypatch.setattr(mcp_pool, "LONGEST_PAUSE", 0.2)
+    monkeypatch.setattr(mcp_servers, "PATIENCE", 0.1)
+    monkeypatch.setattr(mcp_servers, "LONGEST_PAUSE", 0.2)
     port = kit.free_port()
     process = kit.start_plain("streamable-http", port)
-    with (
-        kit.running(process),
-        MCPTools.from_dict({"mcpServers": {"web": {"url": f"http://127.0.0.1:{port}/mcp"}}}) as tools,
-    ):
-        assert run(tools, "echo", text="a").ok
-        in_flight = _while_it_dies(tools, process)
-        assert [result.error for result in in_flight] == ["unavailable"] * 3
-        down = run(tools, "echo", text="b")
-        assert down.error == "unavailable" and f"127.0.0.1:{port}" in down.content
-        with kit.running(kit.start_plain("streamable-http", port)):
-            kit.wait_until(lambda: run(tools, "echo", text="c").ok)
 
+    async def answers() -> bool:
+        return (await call(tools, "echo", text="c")).ok
 
-def _while_it_dies(tools: MCPTools, process: subprocess.Popen[bytes]) -> list[ToolResult]:
-    async def wait() -> list[ToolResult]:
-        sleep = kit.by_name(tools)["sleep"]
-        calls = [asyncio.ensure_future(sleep.run({"seconds": 600})) for _ in range(3)]
-        await asyncio.sleep(0.5)
-        process.kill()
-        return await asyncio.wait_for(asyncio.gather(*calls), 60)
-
-    return asyncio.run(wait())
+    with kit.running(process):
+        async with MCPTools.from_dict(
+            {"mcpServers": {"web": {"url": f"http://127.0.0.1:{port}/mcp"}}}
+        ) as tools:
+            assert await answers()
+            calls = [asyncio.ensure_future(call(tools, "sleep", seconds=600)) for _ in range(3)]
+            await asyncio.sleep(0.5)
+            process.kill()
+            in_flight = await asyncio.wait_for(asyncio.gather(*calls), 60)
+            assert [result.error for result in in_flight] == ["unavailable"] * 3
+            down = await call(tools, "echo", text="b")
+            assert down.error == "unavailable" and f"127.0.0.1:{port}" in down.content
+            with kit.running(kit.start_plain("streamable-http", port)):
+                await kit.until(answers)
 
 
 @pytest.mark.usefixtures("patient")
-def test_a_server_that_dies_at_every_call_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mcp_pool, "pause", lambda failures: 0.0 if failures < 2 else 600.0)
-    with kit.tiny("fragile") as tools:
-        results = [run(tools, "count") for _ in range(6)]
+async def test_a_server_that_dies_at_every_call_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mcp_servers, "pause", lambda failures: 0.0 if failures < 2 else 600.0)
+    async with kit.tiny("fragile") as tools:
+        results = [await call(tools, "count") for _ in range(6)]
     assert {result.error for result in results} == {"unavailable"}
     assert ["during the call" in result.content for result in results] == [True] * 2 + [False] * 4
     assert f"({PROGRAM} tiny.py) was lost: it closed the connection. It may" in results[-1].content
 
 
-def test_a_hung_server_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_hung_server_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mcp_connection, "CHECK_SECONDS", 0.3)
-    with kit.tiny() as tools:
-        old = int(run(tools, "count").content.split()[1])
+    async with kit.tiny() as tools:
+        old = await pid_of(tools)
         os.kill(old, signal.SIGSTOP)
-        (result,) = asyncio.run(
-            AsyncToolExecutor([tools], timeout=0.3).batch_execute([ToolCall("count", {})])
-        )
+        (result,) = await AsyncToolExecutor([tools], timeout=0.3).batch_execute([ToolCall("count", {})])
         assert result.error == "timeout"
         back: list[ToolResult] = []
-        kit.wait_until(lambda: back.append(run(tools, "count")) or back[-1].ok)
+
+        async def answers() -> bool:
+            back.append(await call(tools, "count"))
+            return back[-1].ok
+
+        await kit.until(answers)
         assert back[-1].content.split()[1] != str(old)
 
 
-def test_failures_at_the_start_are_told_all_at_once() -> None:
+async def test_failures_at_the_start_are_told_all_at_once() -> None:
     modes = ("exit", "hang", "noise", "nonsense", "")
     entries: dict[str, Any] = {mode or "fine": kit.own("tiny.py", mode, connect_timeout=6) for mode in modes}
     entries["hang"]["tfactory"]["connect_timeout"] = 2
     entries["exit"]["env"] = {"API_KEY": "sesame-1234"}
     entries["nobody"] = {"url": f"http://127.0.0.1:{kit.free_port()}/mcp"}
     with pytest.raises(ValueError) as caught:
-        MCPTools.from_dict({"mcpServers": entries})
+        await MCPTools.from_dict({"mcpServers": entries}).open()
     told = str(caught.value)
-    assert (
-        f"server 'exit' ({PROGRAM} tiny.py) could not be connected: it closed the connection; it wrote:"
-        in told
-    )
-    assert "the licence has expired with key ***" in told and "sesame" not in told
-    assert f"server 'hang' ({PROGRAM} tiny.py) could not be connected: it did not answer within 2 s\n" in told
-    assert "1 lines on its stdout were no MCP messages, such as 'Welcome to tiny!'" in told
-    assert f"server 'nonsense' ({PROGRAM} tiny.py) could not be connected: it did not answer" in told
+    for expected in (
+        f"server 'exit' ({PROGRAM} tiny.py) could not be connected: it closed the connection; it wrote:",
+        "the licence has expired with key ***",
+        f"server 'hang' ({PROGRAM} tiny.py) could not be connected: it did not answer within 2 s\n",
+        "1 lines on its stdout were no MCP messages, such as 'Welcome to tiny!'",
+        f"server 'nonsense' ({PROGRAM} tiny.py) could not be connected: it did not answer",
+    ):
+        assert expected in told
     assert re.search(r"server 'nobody' .*nothing answers at that address", told)
-    assert "fine" not in told
+    assert "fine" not in told and "sesame" not in told
 
 
-def test_noise_on_stdout_does_no_harm(
+async def test_noise_on_stdout_does_no_harm(
     capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    with kit.tiny("chatty") as tools:
-        assert run(tools, "say", text="hi").content == "hi"
+    async with kit.tiny("chatty") as tools:
+        assert (await call(tools, "say", text="hi")).content == "hi"
     assert not caplog.text
     assert capfd.readouterr() == ("", "")  # neither the server nor the SDK wrote to the terminal
 
 
-def test_schemas_that_no_argument_can_fit() -> None:
-    assert "server 'tiny': tool bad: properties.x.type is no JSON schema" in wrong("schema")
-    assert "refer to file:///etc/passwd, which is not in them" in wrong("outside")
-    assert "leave the tool out with tfactory.tools" in wrong("schema")
+# what the config says
 
 
-def test_tools_that_are_there_twice() -> None:
+@pytest.mark.parametrize(
+    ("mode", "settings", "told"),
+    [
+        ("schema", {}, "server 'tiny': tool bad: properties.x.type is no JSON schema"),
+        ("schema", {}, "leave the tool out with tfactory.tools"),
+        ("outside", {}, "refer to file:///etc/passwd, which is not in them"),
+        ("", {"tools": ["sai"]}, "server 'tiny' offers no tool 'sai'; did you mean say?"),
+        ("", {"pure": ["counts"]}, "server 'tiny' offers no tool 'counts'; did you mean count?"),
+    ],
+)
+async def test_tools_that_cannot_be_used(mode: str, settings: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(told)):
+        await kit.tiny(mode, **settings).open()
+
+
+async def test_tools_that_are_there_twice() -> None:
     two = {"mcpServers": {"one": kit.own("tiny.py"), "my two": kit.own("tiny.py")}}
     with pytest.raises(ValueError, match=r"'one' and 'my two' both offer a tool 'say'.*\"prefix\": true"):
-        MCPTools.from_dict(two)
+        await MCPTools.from_dict(two).open()
     two["mcpServers"]["my two"] = kit.own("tiny.py", prefix=True)
-    with MCPTools.from_dict(two) as tools:
+    async with MCPTools.from_dict(two) as tools:
         assert {"say", "my_two_say"} <= set(kit.by_name(tools))
-        assert run(tools, "my_two_say", text="x").content == "x"
+        assert (await call(tools, "my_two_say", text="x")).content == "x"
 
 
-def test_settings_become_options() -> None:
-    settings = {
-        "pure": ["count"],
-        "idempotent": ["die"],
-        "timeout": 3,
-        "concurrency": 4,
-        "rate": 5,
-        "retries": 1,
-    }
-    with kit.tiny(**settings, tools=["say", "count", "die"], prefix="t.") as tools:
+async def test_settings_become_options() -> None:
+    settings = {"pure": ["count"], "idempotent": ["die"], "timeout": 3, "concurrency": 4, "rate": 5}
+    async with kit.tiny(**settings, retries=1, tools=["say", "count", "die"], prefix="t.") as tools:
         found = kit.by_name(tools)
-        assert list(found) == ["t.say", "t.count", "t.die"]
-        assert [tool.options.pure for tool in tools] == [False, True, False]
-        assert [tool.options.idempotent for tool in tools] == [False, False, True]
-        options = found["t.say"].options
-        assert (options.timeout, options.concurrency, options.rate, options.retries) == (3, 4, 5, 1)
-        assert not options.ordered
-    assert "offers no tool 'sai'; did you mean 'say'?" in wrong("", tools=["sai"])
-    assert "offers no tool 'counts'; did you mean 'count'?" in wrong("", pure=["counts"])
+    assert list(found) == ["t.say", "t.count", "t.die"]
+    assert [tool.options.pure for tool in found.values()] == [False, True, False]
+    assert [tool.options.idempotent for tool in found.values()] == [False, False, True]
+    options = found["t.say"].options
+    assert (options.timeout, options.concurrency, options.rate, options.retries) == (3, 4, 5, 1)
+    assert not options.ordered
 
 
-def test_errors_that_come_as_plain_text() -> None:
-    with kit.tiny() as tools:
-        assert run(tools, "fail").ok
-    with kit.tiny(error_text="^Database error") as tools:
-        result = run(tools, "fail")
+async def test_errors_that_come_as_plain_text() -> None:
+    async with kit.tiny() as tools:
+        assert (await call(tools, "fail")).ok
+    async with kit.tiny(error_text="^Database error") as tools:
+        result = await call(tools, "fail")
         assert (result.ok, result.error) == (False, "exception") and "no such table" in result.content
 
 
-def test_structured_answers_are_shown_and_held_to_their_schema() -> None:
-    with kit.tiny() as tools:
-        assert run(tools, "number") == ToolResult('{"n": 3}')
-        run(tools, "say", text="from now on it is wrong")
-        result = run(tools, "number")
+async def test_structured_answers_are_shown_and_held_to_their_schema() -> None:
+    async with kit.tiny() as tools:
+        assert await call(tools, "number") == ToolResult('{"n": 3}')
+        await call(tools, "say", text="from now on it is wrong")
+        result = await call(tools, "number")
         assert result.error == "exception" and "does not fit the server's own output schema" in result.content
 
 
-def test_the_form_with_one_tool_describes_it_anew() -> None:
-    schema = {
-        "type": "object",
-        "properties": {"text": {"type": "string", "maxLength": 3}},
-        "required": ["text"],
-    }
+async def test_the_form_with_one_tool_describes_it_anew() -> None:
+    text = {"type": "string", "maxLength": 3}
+    schema = {"type": "object", "properties": {"text": text}, "required": ["text"]}
     command = f"{sys.executable} {kit.SERVERS / 'tiny.py'}"
     given = {"name": "say", "description": "Talk.", "parameters": schema, "mcp_server": command}
-    with MCPTools.from_dict([given, {"name": "count", "mcp_server": command}]) as tools:
-        say, count = tools
-        assert (say.spec.description, say.spec.parameters) == ("Talk.", schema)
-        assert count.spec.parameters == {"type": "object", "properties": {}}
-        assert run(tools, "say", text="x").content == "x"
-        assert run(tools, "count").content.split()[0] == "1"  # the same server
+    async with MCPTools.from_dict([given, {"name": "count", "mcp_server": command}]) as tools:
+        say, count = tools.specs
+        assert (say.description, say.parameters) == ("Talk.", schema)
+        assert count.parameters == {"type": "object", "properties": {}}
+        assert (await call(tools, "say", text="x")).content == "x"
+        assert (await call(tools, "count")).content.split()[0] == "1"  # the same server
 
 
-def test_a_list_that_changes(caplog: pytest.LogCaptureFixture) -> None:
-    with kit.plain() as tools:
+async def test_a_list_that_changes(caplog: pytest.LogCaptureFixture) -> None:
+    async with kit.plain() as tools:
         before = tools.specs
-        assert run(tools, "forget").content == "forgotten"
-        kit.wait_until(lambda: "changed its tools" in caplog.text)
-        result = run(tools, "echo", text="x")
+        assert (await call(tools, "forget")).content == "forgotten"
+        await kit.until(lambda: "changed its tools" in caplog.text)
+        result = await call(tools, "echo", text="x")
         assert result.error == "exception" and "no longer offers echo" in result.content
-        assert run(tools, "count").ok and tools.specs == before
+        assert (await call(tools, "count")).ok and tools.specs == before
         assert "gone: echo" in caplog.text
 
 
 @pytest.mark.usefixtures("patient")
-def test_a_list_that_is_another_one_after_a_restart(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_list_that_is_another_one_after_a_restart(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     marker = tmp_path / "marker"
-    with kit.tiny("other", str(marker)) as tools:
+    async with kit.tiny("other", str(marker)) as tools:
         marker.touch()
-        run(tools, "die")
-        assert run(tools, "say", text="x").ok
-        assert run(tools, "count").error == "exception"
+        await call(tools, "die")
+        assert (await call(tools, "say", text="x")).ok
+        assert (await call(tools, "count")).error == "exception"
     assert "gone: count, die, fail, number" in caplog.text
 
 
-def test_calls_are_spread_over_instances() -> None:
-    async def both(tools: MCPTools) -> set[str]:
-        counts = await asyncio.gather(*(kit.by_name(tools)["count"].run({}) for _ in range(8)))
-        return {result.content.split()[1] for result in counts}
-
-    with kit.plain(instances=2) as tools:
-        assert len(asyncio.run(both(tools))) == 2
+# connections
 
 
-def test_every_episode_has_a_process_of_its_own(started: Started) -> None:
-    async def episode(tools: MCPTools, text: str) -> tuple[str, str]:
+async def test_calls_are_spread_over_instances() -> None:
+    async with kit.plain(instances=2) as tools:
+        counts = await asyncio.gather(*(call(tools, "count") for _ in range(8)))
+        assert len({result.content.split()[1] for result in counts}) == 2
+
+
+async def test_every_episode_has_a_process_of_its_own(started: Started) -> None:
+    async def episode(text: str) -> tuple[str, str]:
         session = tools.session()
         say, count = session.tools[:2]
         assert say.options.ordered
@@ -367,59 +374,45 @@ def test_every_episode_has_a_process_of_its_own(started: Started) -> None:
         await session.close()
         return said.content, pid
 
-    async def many(tools: MCPTools) -> list[tuple[str, str]]:
-        return await asyncio.gather(*(episode(tools, text) for text in "abcdef"))
-
-    with kit.tiny(isolation="process", instances=2, max=3) as tools:
-        outcomes = asyncio.run(many(tools)) + asyncio.run(many(tools))
+    async with kit.tiny(isolation="process", instances=2, max=3) as tools:
+        outcomes = [
+            *await asyncio.gather(*map(episode, "abcdef")),
+            *await asyncio.gather(*map(episode, "abcdef")),
+        ]
         assert [said for said, _ in outcomes] == [f"{text},{text}" for text in "abcdef"] * 2
         assert len({pid for _, pid in outcomes}) == 12
-        kit.wait_until(lambda: len(started()) == 2)  # those that are kept ready
+        await kit.until(lambda: len(started()) == 2)  # those that are kept ready
 
 
-def test_an_own_process_that_dies_ends_the_episode_and_no_other() -> None:
-    async def play(tools: MCPTools) -> None:
-        one, other = tools.session(), tools.session()
-        tool = {tool.spec.name: tool for tool in one.tools}
-        assert (await tool["say"].run({"text": "x"})).ok
+async def test_an_own_process_that_dies_ends_the_episode_and_no_other() -> None:
+    async with kit.tiny(isolation="session") as tools:
+        one, other = kit.by_name(tools), kit.by_name(tools)
+        assert (await one["say"].run({"text": "x"})).ok
         with pytest.raises(ToolFailure, match="the session of this episode ended: server 'tiny'"):
-            await tool["die"].run({})
+            await one["die"].run({})
         with pytest.raises(ToolFailure):
-            await tool["say"].run({"text": "y"})
-        assert (await other.tools[0].run({"text": "z"})).content == "z"
-        await one.close()
-        await other.close()
-
-    with kit.tiny(isolation="session") as tools:
-        asyncio.run(play(tools))
+            await one["say"].run({"text": "y"})
+        assert (await other["say"].run({"text": "z"})).content == "z"
 
 
-def test_episodes_that_cannot_get_a_process_go_on_without() -> None:
-    async def call(tools: MCPTools) -> ToolResult:
-        session = tools.session()
-        try:
-            return await session.tools[0].run({"text": "x"})
-        finally:
-            await session.close()
+async def test_episodes_that_cannot_get_a_process_go_on_without(tmp_path: Path, started: Started) -> None:
+    marker = tmp_path / "marker"
 
-    async def waiting(tools: MCPTools) -> None:
+    async def fails() -> bool:
+        return (await call(tools, "say", text="x")).error == "unavailable"
+
+    async with kit.tiny("gone", str(marker), isolation="session", max=1) as tools:
         first, second = tools.session(), tools.session()
         assert (await first.tools[0].run({"text": "x"})).ok
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(second.tools[0].run({"text": "x"}), 0.3)  # all are in use
         await first.close()
         assert (await asyncio.wait_for(second.tools[0].run({"text": "y"}), 60)).content == "y"
+        marker.touch()  # from now on it cannot start
         await second.close()
-
-    with kit.tiny(isolation="session", max=1) as tools:
-        asyncio.run(waiting(tools))
-        kit.wait_until(lambda: len(tools.server("tiny")[1]._ready) == 1)
-        config = tools.configs["tiny"]
-        object.__setattr__(
-            config, "args", (str(kit.SERVERS / "tiny.py"), "exit")
-        )  # from now on it cannot start
-        assert asyncio.run(call(tools)).ok  # the one that was ready
-        kit.wait_until(lambda: asyncio.run(call(tools)).error == "unavailable")
+        await kit.until(fails)
+        marker.unlink()
+        assert (await call(tools, "say", text="z")).content == "z"
 
 
 async def say(tools: MCPTools, timeout: float, runtime: ToolRuntime) -> ToolResult:
@@ -432,8 +425,8 @@ async def say(tools: MCPTools, timeout: float, runtime: ToolRuntime) -> ToolResu
         await executor.close()
 
 
-def test_waiting_for_a_session_is_no_time_out_and_no_failure_of_the_server() -> None:
-    async def play(tools: MCPTools) -> None:
+async def test_waiting_for_a_session_is_no_time_out_and_no_failure_of_the_server() -> None:
+    async with kit.tiny(isolation="session", max=1) as tools:
         runtime = ToolRuntime(deadline=0.3)
         first = AsyncToolExecutor([tools])
         first.attach(runtime, "first")
@@ -446,81 +439,93 @@ def test_waiting_for_a_session_is_no_time_out_and_no_failure_of_the_server() -> 
         await first.close()
         assert (await say(tools, 60.0, runtime)).content == "x"
 
-    with kit.tiny(isolation="session", max=1) as tools:
-        asyncio.run(play(tools))
-
 
 @pytest.mark.parametrize("isolation", ["shared", "process"])
-def test_the_start_of_a_server_is_not_in_the_time_out_of_a_call(isolation: str) -> None:
-    with kit.tiny() as tools:
-        listing = tools.listing()
-    entry = kit.own("tiny.py", "slow", isolation=isolation)  # longer than the time-out
-    with MCPTools.from_dict({"mcpServers": {"tiny": entry}}, listing=listing) as tools:
-        assert asyncio.run(say(tools, 3.0, ToolRuntime())).content == "x"
+async def test_the_start_of_a_server_is_not_in_the_time_out_of_a_call(isolation: str) -> None:
+    tools = kit.tiny("slow", isolation=isolation)  # longer than the time-out
+    await tools.open()
+    await tools.close()
+    assert (await say(tools, 3.0, ToolRuntime())).content == "x"  # started again
+    await tools.close()
 
 
-def test_sessions_over_http(caplog: pytest.LogCaptureFixture) -> None:
+async def test_sessions_over_http(caplog: pytest.LogCaptureFixture) -> None:
     port = kit.free_port()
-    url = f"http://127.0.0.1:{port}/mcp?key=sesame"
-    entry = {"url": url, "tfactory": {"isolation": "session"}}
-
-    async def play(tools: MCPTools) -> None:
-        one, other = tools.session(), tools.session()
-        assert (await one.tools[0].run({"text": "x"})).content == "x"
-        assert (await other.tools[0].run({"text": "y"})).content == "y"
-        await one.close()
-        await other.close()
-
+    entry = {"url": f"http://127.0.0.1:{port}/mcp?key=sesame", "tfactory": {"isolation": "session"}}
     caplog.set_level(logging.DEBUG)
-    with (
-        kit.running(kit.start_plain("streamable-http", port)),
-        MCPTools.from_dict({"mcpServers": {"web": entry}}) as tools,
-    ):
-        asyncio.run(play(tools))
+    with kit.running(kit.start_plain("streamable-http", port)):
+        async with MCPTools.from_dict({"mcpServers": {"web": entry}}) as tools:
+            one, other = tools.session(), tools.session()
+            assert (await one.tools[0].run({"text": "x"})).content == "x"
+            assert (await other.tools[0].run({"text": "y"})).content == "y"
+            await one.close()
+            await other.close()
     assert "sesame" not in caplog.text
 
 
+# the end
+
+
 @pytest.mark.usefixtures("patient")
-def test_nothing_leaks_when_connections_come_and_go(shared: MCPTools) -> None:
+async def test_nothing_leaks_when_connections_come_and_go(shared: MCPTools) -> None:
     def held() -> tuple[int, int]:
-        loop = shared.server("plain")[0].loop
-        return psutil.Process().num_fds(), len(asyncio.all_tasks(loop))
+        return psutil.Process().num_fds(), len(asyncio.all_tasks())
 
-    async def many(tools: MCPTools) -> None:
-        for _ in range(5):
-            session = tools.session()
-            await session.tools[0].run({"text": "x"})
-            await session.close()
-
-    run(shared, "echo", text="x")
     before = held()
-    with kit.tiny() as tools, kit.tiny(isolation="process") as own:
+    async with kit.tiny() as tools, kit.tiny(isolation="process") as own:
         for _ in range(3):
-            run(tools, "die")
-            assert run(tools, "count").ok
-        asyncio.run(many(own))
-    kit.wait_until(lambda: all(now <= then for now, then in zip(held(), before, strict=True)))
+            await call(tools, "die")
+            assert (await call(tools, "count")).ok
+        for _ in range(5):
+            await call(own, "say", text="x")
+    await kit.until(lambda: all(now <= then for now, then in zip(held(), before, strict=True)))
 
 
-def test_closing_is_final_and_harmless_twice() -> None:
+@pytest.mark.parametrize("isolation", ["shared", "process"])
+async def test_what_is_closed_opens_again_when_it_is_used(isolation: str, started: Started) -> None:
+    tools = kit.tiny(isolation=isolation)
+    for _ in range(2):
+        await tools.open()
+        await tools.close()
+        await tools.close()  # again does nothing
+        assert not started()
+    assert (await call(tools, "say", text="x")).ok
+    await tools.close()
+
+
+def test_another_event_loop_has_connections_of_its_own(started: Started) -> None:
     tools = kit.tiny()
-    tools.close()
-    tools.close()
-    with pytest.raises(ToolFailure, match="are closed"):
-        run(tools, "count")
+
+    async def first() -> int:
+        await tools.open()
+        return await pid_of(tools)
+
+    async def second() -> tuple[int, int]:
+        here = await pid_of(tools)
+        elsewhere = await asyncio.to_thread(asyncio.run, pid_of(tools))  # at the same time
+        assert await pid_of(tools) == here
+        await tools.close()
+        return here, elsewhere
+
+    assert len({asyncio.run(first()), *asyncio.run(second())}) == 3
+    assert not started()  # the end of a loop is the end of its servers
 
 
-def test_a_server_that_will_not_go_is_made_to(started: Started) -> None:
-    with kit.tiny("stubborn") as tools:
-        assert run(tools, "count").ok
+async def test_a_server_that_will_not_go_is_made_to(started: Started) -> None:
+    async with kit.tiny("stubborn") as tools:
+        assert (await call(tools, "count")).ok
     assert not started()
 
 
-def test_a_forgotten_close_leaves_nothing_and_does_not_hang(tmp_path: Path) -> None:
+def test_a_forgotten_close_leaves_nothing_and_does_not_hang() -> None:
     code = (
-        "import asyncio\nfrom tests import mcp_kit as kit\n"
-        "tools = kit.tiny(); own = kit.tiny(isolation='process', instances=2)\n"
-        "print(asyncio.run(kit.by_name(tools)['count'].run({})).content, *kit.children())\n"
+        "import asyncio\nfrom tests.kits import mcp as kit\n"
+        "async def main():\n"
+        "    tools, own = kit.tiny(), kit.tiny(isolation='process', instances=2)\n"
+        "    await tools.open()\n"
+        "    await own.open()\n"
+        "    print((await kit.call(tools, 'count')).content, *kit.children())\n"
+        "asyncio.run(main())\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=kit.ROOT, timeout=120
@@ -529,41 +534,3 @@ def test_a_forgotten_close_leaves_nothing_and_does_not_hang(tmp_path: Path) -> N
     pids = [int(pid) for pid in done.stdout.split()[1:]]
     assert len(pids) >= 2
     kit.wait_until(lambda: not any(psutil.pid_exists(pid) for pid in pids))
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
-def test_a_forked_process_starts_servers_of_its_own() -> None:
-    code = (
-        "import asyncio, os, sys\nfrom tests import mcp_kit as kit\n"
-        "tools = kit.tiny()\n"
-        "def pid(): return asyncio.run(kit.by_name(tools)['count'].run({})).content.split()[1]\n"
-        "mine = pid()\n"
-        "child = os.fork()\n"
-        "if child == 0:\n"
-        "    sys.exit(0 if pid() != mine else 3)\n"
-        "status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])\n"
-        "print(status, pid() == mine)\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=kit.ROOT, timeout=120
-    )
-    assert done.stdout.split() == ["0", "True"], done.stderr
-
-
-def test_a_listing_starts_nothing_until_a_call(started: Started) -> None:
-    with kit.tiny(isolation="process") as tools:
-        listing = tools.listing()
-    assert not started()
-    entry = kit.own("tiny.py", isolation="process")
-    with MCPTools.from_dict({"mcpServers": {"tiny": entry}}, listing=listing) as tools:
-        assert not started()
-        assert [spec.name for spec in tools.specs] == ["say", "count", "die", "fail", "number"]
-        assert run(tools, "say", text="x").content == "x"
-
-
-def test_what_the_sdk_logs_for_others_still_reaches_them(
-    shared: MCPTools, caplog: pytest.LogCaptureFixture
-) -> None:
-    run(shared, "echo", text="x")
-    logging.getLogger("mcp.client.stdio").warning("from somebody else")
-    assert "from somebody else" in caplog.text

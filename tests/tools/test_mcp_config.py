@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from TrainingFactory.tools.mcp.config import ServerConfig, parse_config, read_config
+from TrainingFactory.tools.mcp.config import parse_config, read_config
+from TrainingFactory.tools.mcp.server_config import ServerConfig
 from TrainingFactory.tools.mcp.settings import ServerSettings
 
 HERE = Path(__file__).resolve().parent
@@ -144,17 +145,26 @@ def test_paths_are_found_from_beside_the_file(tmp_path: Path) -> None:
         (entry(type="carrier-pigeon"), "unknown transport 'carrier-pigeon'; there are stdio, http"),
         (entry(type="sse"), "needs a url"),
         ({"mcpServers": {"one": {"url": "ftp://h"}}}, "must begin with http://"),
-        ({"mcpServers": {"one": {"comand": "x", "url": "http://h"}}}, "did you mean 'command'?"),
-        (entry(command="no-such-program"), "'no-such-program' is not on the PATH; install it"),
+        (
+            {"mcpServers": {"one": {"comand": "x", "url": "http://h"}}},
+            "comand is no option of a server; did you mean command?",
+        ),
+        (entry(command="no-such-program"), "there is no program 'no-such-program'; install it"),
         (entry(command="./no/such"), "there is no program './no/such'"),
-        (entry(args="-V"), "args must be a list of texts"),
-        (entry(env=["A=1"]), "env must be an object"),
+        (entry(args="-V"), "args must be a valid list"),
+        (entry(env=["A=1"]), "env must be a valid dictionary"),
         (entry(envFile=".env"), "envFile is not supported; write the variables under env"),
-        (entry(tfactory={"isolaton": "session"}), "no option 'isolaton'; did you mean 'isolation'?"),
-        (entry(tfactory={"isolation": "alone"}), 'must be "shared", "session" or "process", not \'alone\''),
-        (entry(tfactory={"instances": 0}), "tfactory.instances must be a whole number of 1 or more"),
-        (entry(tfactory={"timeout": True}), "tfactory.timeout must be a number over 0"),
-        (entry(tfactory={"error_text": "("}), "must be a regular expression"),
+        (
+            entry(tfactory={"isolaton": "session"}),
+            "tfactory.isolaton is no option of a server; did you mean isolation?",
+        ),
+        (
+            entry(tfactory={"isolation": "alone"}),
+            'tfactory.isolation must be one of shared, session, process (got "alone")',
+        ),
+        (entry(tfactory={"instances": 0}), "tfactory.instances must be greater than or equal to 1 (got 0)"),
+        (entry(tfactory={"timeout": True}), "tfactory.timeout must be a valid number (got true)"),
+        (entry(tfactory={"error_text": "("}), "tfactory.error_text must be a valid regular expression"),
         (entry(tfactory={"stateful": True}), "cannot be stateful"),
         (
             {"mcpServers": {"one": {"url": "http://h", "tfactory": {"isolation": "process"}}}},
@@ -162,7 +172,7 @@ def test_paths_are_found_from_beside_the_file(tmp_path: Path) -> None:
         ),
         ({"name": 3, "mcp_server": "http://h"}, 'needs a "name"'),
         ({"name": "x", "mcp_server": 3}, "must be a URL, a command or an object"),
-        ({"name": "x", "mcp_server": "http://h", "parameter": {}}, "did you mean 'parameters'?"),
+        ({"name": "x", "mcp_server": "http://h", "parameter": {}}, "did you mean parameters?"),
         ("code_interpreter", "qwen_agent"),
         (3, "found int"),
     ],
@@ -173,7 +183,7 @@ def test_a_wrong_config_is_told_with_file_and_remedy(data: Any, told: str) -> No
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"nowhere.json: there is no such file"):
+    with pytest.raises(ValueError, match=r"nowhere.json: cannot be read: No such file"):
         read_config(tmp_path / "nowhere.json")
     path = tmp_path / "mcp.json"
     path.write_text('{\n  "mcpServers": {"one": {"command" "x"}}\n}')

@@ -473,7 +473,7 @@ def test_recording_can_be_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     remote = Remote()
     lottery(tmp_path, "a", remote, logging={"record_tools": False})
     assert not (tmp_path / "a" / CALLS).exists()
-    assert remote.opened == 0 and remote.closed == 0  # every session was closed; the source is the caller's
+    assert remote.opened == 0 and remote.closed == 1  # every session was closed, and the source
     with pytest.raises(ValueError, match=r"run a has no recording of its tool calls .*record_tools=false"):
         lottery(tmp_path, "b", Remote(), "a")
     with pytest.raises(ValueError, match=r"there is no recording 'nothing' to replay; .*: none"):

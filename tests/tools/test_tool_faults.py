@@ -14,10 +14,9 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.kits.mcp import children, own, wait_until
+from tests.kits.mcp import children, own, until, wait_until
 from TrainingFactory.tools import AsyncToolExecutor, MCPTools, tool
 from TrainingFactory.tools import threads as threads_module
-from TrainingFactory.tools.background import background
 from TrainingFactory.tools.runtime import ToolRuntime
 from TrainingFactory.types import ToolCall, ToolFailure, ToolResult
 
@@ -90,17 +89,24 @@ async def episode(executor: AsyncToolExecutor, calls: list[ToolCall], width: int
     return results
 
 
-def campaign(make: Callable[[], list[Any]], calls: list[ToolCall], timeout: float) -> list[ToolResult]:
+def campaign(
+    make: Callable[[], list[Any]], calls: list[ToolCall], timeout: float, source: MCPTools | None = None
+) -> list[ToolResult]:
     """All calls in eight episodes at once, twice over in event loops of their own."""
     runtime = ToolRuntime(deadline=15.0)
 
     async def batch(part: list[ToolCall]) -> list[ToolResult]:
+        if source is not None:
+            await source.open()
         executors = [AsyncToolExecutor(make(), timeout, MAX_CHARS) for _ in range(8)]
         for number, executor in enumerate(executors):
             executor.attach(runtime, number)
         size = -(-len(part) // 8)
         shares = [part[start : start + size] for start in range(0, len(part), size)]
         done = await asyncio.gather(*(episode(e, c, 5) for e, c in zip(executors, shares, strict=False)))
+        if source is not None:
+            await kept_up(source)
+            await source.close()
         async with asyncio.timeout(GUARD):  # or tasks are left
             while asyncio.all_tasks() != {asyncio.current_task()}:
                 await asyncio.sleep(0.01)
@@ -110,6 +116,18 @@ def campaign(make: Callable[[], list[Any]], calls: list[ToolCall], timeout: floa
     results = asyncio.run(batch(calls[:half])) + asyncio.run(batch(calls[half:]))
     assert 0 < runtime.snapshot()["tools/calls"] <= len(calls)
     return results
+
+
+async def kept_up(source: MCPTools) -> None:
+    """Wait until the server is back."""
+
+    async def answers() -> bool:
+        [result] = await AsyncToolExecutor([source]).batch_execute(
+            [ToolCall("act", {"what": "fine", "number": 1})]
+        )
+        return result.content == "1"
+
+    await until(answers)
 
 
 def check(calls: list[ToolCall], results: list[ToolResult]) -> Counter[str]:
@@ -152,7 +170,6 @@ def run_in_process(count: int, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 
 def run_mcp(count: int, crashes: int, large: int, timeout: float) -> Counter[str]:
-    background()  # lives as long as the program
     before = held()
     calls = planned(count, ["act"], 2, [fault for fault in FAULTS if fault != "large"])
     # Starting a process takes a second and 10 MB over stdio take several, so these are counted out.
@@ -161,15 +178,8 @@ def run_mcp(count: int, crashes: int, large: int, timeout: float) -> Counter[str
     for place, what in enumerate(costly, 1):
         number = place * count // (len(costly) + 1)
         calls[number] = ToolCall("act", {"what": what, "number": number}, str(number))
-    with MCPTools.from_dict({"mcpServers": {"faulty": own("faulty.py")}}) as source:
-        ended = check(calls, campaign(lambda: [source], calls, timeout))
-
-        async def answers() -> bool:
-            executor = AsyncToolExecutor([source])
-            [result] = await executor.batch_execute([ToolCall("act", {"what": "fine", "number": 1})])
-            return result.content == "1"
-
-        wait_until(lambda: asyncio.run(answers()))  # it comes back
+    source = MCPTools.from_dict({"mcpServers": {"faulty": own("faulty.py")}})
+    ended = check(calls, campaign(lambda: [source], calls, timeout, source))
     wait_until(lambda: nothing_more_than(before))
     return ended
 

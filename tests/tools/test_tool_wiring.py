@@ -23,9 +23,8 @@ from TrainingFactory.envs import SearchEnvironment, ToolEnvironment
 from TrainingFactory.protocols import Episode
 from TrainingFactory.rollout import rollout_metrics
 from TrainingFactory.services import GRPOTrainer
-from TrainingFactory.services.build import assemble
+from TrainingFactory.services.build.chosen_tools import cacheable, choose_names
 from TrainingFactory.services.build.run_tools import RunTools
-from TrainingFactory.services.build.tool_sets import cacheable, chosen_names
 from TrainingFactory.services.build.training import Training
 from TrainingFactory.services.evaluation.rollouts import Rollouts, check_tools
 from TrainingFactory.services.runs.folder import RunFolder
@@ -88,13 +87,22 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def made(tools: list[Any], environment: Any = None) -> list[str]:
-    """The names of the tools that a config gives to an environment."""
-    found = assemble.make_tools(TrainingConfig(tools=tools), environment=environment)
+async def equip(environment: Any, /, **config: Any) -> Any:
+    tools = RunTools(TrainingConfig(**config), (), None)
     try:
-        return [spec.name for spec in found.specs()]
+        return await tools.equip(environment)
     finally:
-        found.close()
+        await tools.close()
+
+
+def equipped(environment: Any, /, **config: Any) -> Any:
+    return asyncio.run(equip(environment, **config))
+
+
+def made(tools: list[Any], environment: Any = ToolEnvironment) -> list[str]:
+    """The names of the tools that an environment has with those of a config."""
+    given = equipped(environment, tools=tools)
+    return [tool.spec.name for tool in given(Task("a", "?")).tools]
 
 
 def test_every_way_to_name_a_tool(folder: Path) -> None:
@@ -114,14 +122,14 @@ def test_which_tools_of_a_file_of_servers_are_meant(folder: Path) -> None:
 
 def test_a_name_is_a_tool_a_server_or_a_label() -> None:
     two = {"a": "left", "b": "left", "left": "right"}
-    assert chosen_names("b", two, "", "") == {"b"}
-    assert chosen_names("left", two, "", "") == {"left"}  # a tool goes before a server
-    assert chosen_names("right", two, "", "") == {"left"}
-    assert chosen_names("any label", {"a": "left", "b": "left"}, "", "") == {"a", "b"}
+    assert choose_names("b", two, "", "") == {"b"}
+    assert choose_names("left", two, "", "") == {"left"}  # a tool goes before a server
+    assert choose_names("right", two, "", "") == {"left"}
+    assert choose_names("any label", {"a": "left", "b": "left"}, "", "") == {"a", "b"}
     with pytest.raises(
         ValueError, match=r"tools.0.name is 'c', and x.json has neither.*: left, right;.*: a, b, left"
     ):
-        chosen_names("c", two, "tools.0", "x.json")
+        choose_names("c", two, "tools.0", "x.json")
 
 
 @pytest.mark.parametrize(
@@ -154,7 +162,7 @@ def test_variables_are_filled_in_and_not_kept(folder: Path, monkeypatch: pytest.
 
 
 def test_a_tool_that_the_environment_brings_is_not_added_again() -> None:
-    assert made(["search", "calculator"], SearchEnvironment) == ["calculator"]
+    assert made(["search", "calculator"], SearchEnvironment) == ["search", "calculator"]
 
 
 class OnlyTask(ToolEnvironment):
@@ -166,14 +174,6 @@ class NoToolEnvironment:
     """Some object with the right methods."""
 
     def __init__(self, task: Task) -> None: ...
-
-
-def equipped(made_of: Any, **config: Any) -> Any:
-    tools = RunTools(TrainingConfig(**config), (), None)
-    try:
-        return tools.equip(made_of)
-    finally:
-        tools.close()
 
 
 def test_environments_are_given_tools_and_a_prompt() -> None:
@@ -270,27 +270,24 @@ def test_trainers_take_tools_of_every_kind(folder: Path) -> None:
     tasks = [Task("a", "2*3?", "6")]
     config = small(folder, training={"max_steps": 1, "batch_size": 1, "group_size": 2})
     servers = MCPTools.load_from_config("left.json")
-    with servers:
-        for number, (tools, names) in enumerate(
-            [
-                (servers, ["left_one", "left_two"]),
-                (
-                    [servers, plain, Bare(), "calculator"],
-                    ["calculator", "left_one", "left_two", "plain", "bare"],
-                ),
-                (plain, ["plain"]),
-                ("calculator", ["calculator"]),
-            ]
-        ):
-            trainer = GRPOTrainer(tools=tools, tasks=tasks, config=config, name=str(number), watcher=Quiet())
-            assert trainer.train().state == "finished"
-            saved = next(load_trajectories(folder / str(number) / "trajectories.jsonl"))
-            assert [spec.name for spec in saved.tools] == names
-        # the caller's own servers are still there after two runs
-        [result] = asyncio.run(
-            AsyncToolExecutor([servers]).batch_execute([ToolCall("left_one", {"text": "x"})])
-        )
-        assert result.content == "one x"
+    for number, (tools, names) in enumerate(
+        [
+            (servers, ["left_one", "left_two"]),
+            (
+                [servers, plain, Bare(), "calculator"],
+                ["calculator", "left_one", "left_two", "plain", "bare"],
+            ),
+            (plain, ["plain"]),
+            ("calculator", ["calculator"]),
+        ]
+    ):
+        trainer = GRPOTrainer(tools=tools, tasks=tasks, config=config, name=str(number), watcher=Quiet())
+        assert trainer.train().state == "finished"
+        saved = next(load_trajectories(folder / str(number) / "trajectories.jsonl"))
+        assert [spec.name for spec in saved.tools] == names
+    # the caller's own servers are there again after two runs
+    [result] = asyncio.run(AsyncToolExecutor([servers]).batch_execute([ToolCall("left_one", {"text": "x"})]))
+    assert result.content == "one x"
     with pytest.raises(ValueError, match="is no tool"):
         GRPOTrainer(tools=[3], tasks=tasks)
 
@@ -298,12 +295,16 @@ def test_trainers_take_tools_of_every_kind(folder: Path) -> None:
 class Process:
     """A source with something to end."""
 
+    started: ClassVar[list[Process]] = []
     ended: ClassVar[list[Process]] = []
+
+    async def open(self) -> None:
+        self.started.append(self)
 
     def session(self) -> Process.Session:
         return Process.Session()
 
-    def close(self) -> None:
+    async def close(self) -> None:
         self.ended.append(self)
 
     class Session:
@@ -323,10 +324,12 @@ def test_an_environment_that_does_not_close_gives_its_sessions_back(how: str) ->
             closed.append("session")
 
     class Source:
+        async def open(self) -> None: ...
+
         def session(self) -> Session:
             return Session()
 
-        def close(self) -> None: ...
+        async def close(self) -> None: ...
 
     class Broken(ToolEnvironment):
         def __init__(self, task: Task) -> None:
@@ -347,6 +350,7 @@ def test_an_environment_that_does_not_close_gives_its_sessions_back(how: str) ->
 
 def test_what_a_run_started_ends_with_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(catalog._CATALOG["tool"], "process", Process)
+    Process.started.clear()
     Process.ended.clear()
     config = small(folder, training={"max_steps": 2, "batch_size": 1, "group_size": 2})
     config = TrainingConfig(**config.model_dump() | {"tools": ["process"], "data": {"tasks": "tasks.jsonl"}})
@@ -359,9 +363,11 @@ def test_what_a_run_started_ends_with_it(folder: Path, monkeypatch: pytest.Monke
     with pytest.raises(ValueError, match="exists already"):
         Training(config, name="fine", watcher=Quiet())
     with pytest.raises(ValueError, match="did you mean calculator"):
-        Training(TrainingConfig(**config.model_dump() | {"tools": ["process", "calculato"]}), watcher=Quiet())
+        wrong = TrainingConfig(**config.model_dump() | {"tools": ["process", "calculato"]})
+        Training(wrong, name="d", watcher=Quiet()).train()
     Rollouts(config).run()
-    assert len(Process.ended) == len(set(map(id, Process.ended))) == 6
+    assert len(Process.started) == 4 and Process.ended == Process.started
+    assert not (folder / "c").exists() and not (folder / "d").exists()
 
 
 # the cache
@@ -379,14 +385,14 @@ def test_the_cache_is_switched_on_by_the_config(folder: Path) -> None:
     def hits(**config: Any) -> float:
         tools = RunTools(TrainingConfig(logging={"output_dir": "out"}, **config), [pure], None)
         try:
-            environment = tools.equip(ToolEnvironment)
+            environment = asyncio.run(tools.equip(ToolEnvironment))
             rollout(
                 environment, lambda s, turn, p: call_text("pure", text="x") if turn < 2 else "ok", ("a", "b"),
                 runtime=tools.runtime,
             )  # fmt: skip
             return tools.metrics()["tools/pure/cache_hits"]
         finally:
-            tools.close()
+            asyncio.run(tools.close())
 
     assert hits() == 0 and len(calls) == 4 and not Path("out").exists()
     assert hits(optimization={"tool_cache": True}) == 3 and len(calls) == 5
@@ -403,7 +409,7 @@ def test_a_trainer_takes_a_cache(folder: Path) -> None:
     trainer = GRPOTrainer(tools=["calculator"], tasks=[Task("a", "2*3?", "6")], tool_cache=cache)
     tools = RunTools(trainer.config, (), None, trainer.objects.cache)
     assert tools.runtime.cache is cache and not trainer.config.optimization.tool_cache
-    tools.close()
+    asyncio.run(tools.close())
     cache.flush()  # it is the caller's, and still open
     cache.close()
     assert GRPOTrainer(tool_cache="c.sqlite").config.optimization.tool_cache == "c.sqlite"
@@ -413,7 +419,7 @@ def test_an_entry_marks_its_own_tools(folder: Path) -> None:
     entries = [{"name": "mytools.py:double", "cache_enabled": True}, {"name": "mytools.py:half"}]
     tools = RunTools(TrainingConfig(tools=entries, logging={"output_dir": "out"}), [], None)
     try:
-        environment = tools.equip(ToolEnvironment)
+        environment = asyncio.run(tools.equip(ToolEnvironment))
 
         def say(session: int, turn: int, prompt: str) -> str:
             return call_text("double" if turn < 2 else "half", number=4) if turn < 4 else "ok"
@@ -421,7 +427,7 @@ def test_an_entry_marks_its_own_tools(folder: Path) -> None:
         rollout(environment, say, runtime=tools.runtime)
         metrics = tools.metrics()
     finally:
-        tools.close()
+        asyncio.run(tools.close())
     assert (metrics["tools/double/cache_hits"], metrics["tools/half/cache_hits"]) == (1, 0)
 
 
@@ -541,7 +547,11 @@ class Alone(Down):
 def test_a_run_waits_for_its_tools_and_then_gives_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     no_turn_is_cut(monkeypatch)
     pauses: list[float] = []
-    monkeypatch.setattr(Interrupts, "pause", lambda _, seconds: pauses.append(seconds))
+
+    async def paused(interrupts: Interrupts, seconds: float) -> None:
+        pauses.append(seconds)
+
+    monkeypatch.setattr(Interrupts, "pause", paused)
     watcher = Quiet()
     run = Training(
         small(tmp_path, training={"max_steps": 20}),
@@ -586,7 +596,7 @@ def test_calls_of_a_step_that_is_not_done_are_in_no_checkpoint(
         def step(self, step: int, total: int, metrics: dict[str, float]) -> None:
             Flip.down = True
 
-    def killed(interrupts: Interrupts, seconds: float) -> None:
+    async def killed(interrupts: Interrupts, seconds: float) -> None:
         raise RuntimeError("killed")
 
     monkeypatch.setattr(Flip, "down", False)
@@ -613,8 +623,13 @@ def test_the_file_that_the_printed_config_names(tmp_path: Path) -> None:
     program, argument = data["mcp_server"].split()
     assert program == "python"  # here: this one, which may have to be told where the package is
     server = {"command": sys.executable, "args": [argument], "env": {"PYTHONPATH": str(ROOT)}}
-    with MCPTools.from_dict(data | {"mcp_server": server}, folder=ROOT / "tools") as servers:
-        assert [spec.name for spec in servers.specs] == [entry.name]
-        call = ToolCall(entry.name, {"query": "replay a recording"})
-        [found] = asyncio.run(AsyncToolExecutor([servers]).batch_execute([call]))
+    servers = MCPTools.from_dict(data | {"mcp_server": server}, folder=ROOT / "tools")
+
+    async def search() -> ToolResult:
+        async with servers:
+            assert [spec.name for spec in servers.specs] == [entry.name]
+            call = ToolCall(entry.name, {"query": "replay a recording"})
+            return (await AsyncToolExecutor([servers]).batch_execute([call]))[0]
+
+    found = asyncio.run(search())
     assert found.ok and "TOOLS.md" in found.content

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+import inspect
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from TrainingFactory.config import TrainingConfig
-from TrainingFactory.services.build import assemble
-from TrainingFactory.services.build.tool_sets import ToolSet, with_tools
+from TrainingFactory.envs import ToolEnvironment
+from TrainingFactory.protocols import ToolSource
+from TrainingFactory.services.build.tools import Handed, make_tool_cache, make_tools
 from TrainingFactory.services.runs.folder import is_run, list_runs
+from TrainingFactory.tools import AsyncToolExecutor
 from TrainingFactory.tools.cache.cache import ToolCache
 from TrainingFactory.tools.recording import CALLS, Recorder, recorded_tools, save_specs
 from TrainingFactory.tools.runtime import ToolRuntime
+from TrainingFactory.types import Task, ToolSpec
 
 
 class RunTools:
     """`given` are tools as Python objects, and `cache` is the caller's instead of the config's. With `replay`, a run or
     a folder with a recording, no tool is made: the model is told what it was told then, and calls are answered as they
-    were."""
+    were. `equip` and `close` belong to the run's event loop."""
 
     def __init__(
         self,
@@ -30,10 +35,11 @@ class RunTools:
         self._config, self._given = config, given
         self._recording = find_recording(replay, config.logging.output_dir) if replay is not None else None
         self._recorder = Recorder(self._recording)
-        self._set = ToolSet()
+        self._sources: list[ToolSource] = []
+        self._specs: list[ToolSpec] = []
         self._cache, self._borrowed = None, cache is not None
         if self._recording is None:
-            self._cache = cache or assemble.make_tool_cache(config)
+            self._cache = cache or make_tool_cache(config)
         self.runtime = ToolRuntime(cache=self._cache, recorder=self._recorder)
 
     @property
@@ -46,15 +52,22 @@ class RunTools:
         return str(self._recording.resolve()) if self._recording is not None else None
 
     async def equip(self, environment: Any) -> Any:
-        """The environment with the tools in it."""
+        """Make the tools, open those that have servers, and return the environment with all of them in it."""
         if self._recording is not None:
-            self._set = ToolSet(recorded_tools(self._recording))
+            tools: Sequence[Handed] = recorded_tools(self._recording)
         else:
-            self._set = assemble.make_tools(self._config, self._given, environment)
-        return with_tools(environment, self._set.tools, self._config.environment.system_prompt)
+            tools = make_tools(self._config, self._given, environment)
+        self._sources = [tool for tool in tools if isinstance(tool, ToolSource)]
+        for source in self._sources:
+            await source.open()
+        episode = AsyncToolExecutor(tools)
+        self._specs = [tool.spec for tool in episode.tools]
+        await episode.close()
+        return with_tools(environment, tools, self._config.environment.system_prompt)
 
     def record_to(self, folder: Path) -> None:
-        save_specs(folder, self._set.specs())
+        """Record all calls from here on; comes after `equip`."""
+        save_specs(folder, self._specs)
         self._recorder.record_to(folder)
 
     def commit(self) -> None:
@@ -62,24 +75,54 @@ class RunTools:
         self._recorder.commit()
 
     def metrics(self) -> dict[str, float]:
-        """Of the calls since the last time."""
+        """Return those of the calls since the last time."""
         return self.runtime.snapshot()
 
     def totals(self) -> dict[str, float]:
-        """Of all calls up to the last `metrics`."""
+        """Return those of all calls up to the last `metrics`."""
         return self.runtime.metrics.totals()
 
     async def close(self) -> None:
-        """Ends servers and processes; again does nothing."""
-        self._set.close()
-        self._recorder.close()
-        if self._cache is not None:
-            self._cache.flush() if self._borrowed else self._cache.close()
-            self._cache = None
+        """End servers and processes; again does nothing. Objects of the caller's open again when they are used."""
+        sources, self._sources = self._sources, []
+        try:
+            await asyncio.gather(*(source.close() for source in sources))
+        finally:
+            self._recorder.close()
+            if self._cache is not None:
+                self._cache.flush() if self._borrowed else self._cache.close()
+                self._cache = None
+
+
+def with_tools(environment: Any, tools: Sequence[Handed], system_prompt: str | None = None) -> Any:
+    """Return the environment with tools and a system prompt of the config's; without either, as it is."""
+    if not tools and system_prompt is None:
+        return environment
+    name = getattr(environment, "__name__", type(environment).__name__)
+    if not inspect.isclass(environment) or not issubclass(environment, ToolEnvironment):
+        what = "tools" if tools else "environment.system_prompt"
+        raise ValueError(f"{what} can be given to a class that inherits from ToolEnvironment; {name} is none")
+    parameters = inspect.signature(environment).parameters.values()
+    if tools and not any(each.name == "tools" or each.kind == each.VAR_KEYWORD for each in parameters):
+        raise ValueError(
+            f"{name} takes no tools: its __init__ needs a parameter `tools` that it hands on, as in "
+            "def __init__(self, task, tools=()): super().__init__(task, tools)"
+        )
+    given: Callable[..., None] = environment.__init__
+    more = {"tools": list(tools)} if tools else {}
+
+    class Equipped(environment):
+        def __init__(self, task: Task) -> None:
+            given(self, task, **more)
+
+    Equipped.__name__ = Equipped.__qualname__ = name
+    if system_prompt is not None:
+        Equipped.system_prompt = system_prompt
+    return Equipped
 
 
 def find_recording(name: str | Path, runs: str | Path) -> Path:
-    """The folder of a recording: of a run by its name or path, or of a file of episodes."""
+    """Return the folder of a recording: of a run by its name or path, or of a file of episodes."""
     path = Path(name).expanduser()
     for folder in (Path(runs).expanduser() / name, path, recording_beside(path)):
         if (folder / CALLS).is_file():
@@ -94,5 +137,5 @@ def find_recording(name: str | Path, runs: str | Path) -> Path:
 
 
 def recording_beside(episodes: Path) -> Path:
-    """The folder for the tool calls of a file of episodes: that of `a/b.jsonl` is `a/b.tools`."""
+    """Return the folder for the tool calls of a file of episodes: that of `a/b.jsonl` is `a/b.tools`."""
     return episodes.with_name(episodes.name.removesuffix(".jsonl") + ".tools")

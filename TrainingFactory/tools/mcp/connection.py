@@ -3,16 +3,14 @@ module where a connection is opened, not before).
 
 A connection is owned by one task, which enters the SDK's client and waits in it for the end. Whatever goes wrong
 (a dead process, a refused request, a cancellation out of nowhere, a group of exceptions) becomes `ServerDown`.
-Everything here runs on the background loop.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import contextvars
-import re
-from collections.abc import Callable
+import logging
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,9 +24,9 @@ from mcp.client.streamable_http import streamable_http_client
 from mcp.types import CallToolRequest, CallToolRequestParams
 from pydantic import TypeAdapter, ValidationError
 
-from TrainingFactory.tools.mcp.config import ServerConfig
 from TrainingFactory.tools.mcp.content import tool_result
-from TrainingFactory.tools.mcp.noise import Ring, filter_logs, keep_quiet, stderr_into
+from TrainingFactory.tools.mcp.noise import Noise, stderr_into
+from TrainingFactory.tools.mcp.server_config import ServerConfig
 from TrainingFactory.tools.schema import check_schema, validator_of
 from TrainingFactory.types import ToolResult, ToolSpec
 
@@ -41,9 +39,11 @@ SESSION_GONE = "Session terminated"  # an HTTP server that was restarted
 CUT_OFF = "SSE stream ended without a response"  # this call's stream alone
 HTTP_ERROR = "Server returned an error response"
 LONG = 24 * 3600.0  # an idle stream is no error; calls have time-outs of their own
-
-
 _AS_IT_CAME: TypeAdapter[Any] = TypeAdapter(dict[str, Any])
+
+# What the SDK logs is told in our own errors, and what its HTTP client logs has URLs with secrets.
+for _name in ("mcp", "httpx2", "httpcore2"):
+    logging.getLogger(_name).setLevel(logging.CRITICAL + 1)
 
 
 class ServerDown(Exception):
@@ -67,39 +67,30 @@ class OfferedTool:
 
 
 class Connection:
-    """`on_tools` is told of the list of tools whenever the server says that it changed."""
+    """`on_tools` is told of the list of tools, at first and whenever the server says that it changed."""
 
     def __init__(self, config: ServerConfig, on_tools: Callable[[list[OfferedTool]], None]) -> None:
         self.config = config
-        self.tools: list[OfferedTool] = []
-        self.lost = asyncio.Event()
+        self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()  # done once it is gone
         self.busy = 0  # calls in flight
         self.served = False  # a call was answered
         self._on_tools = on_tools
         self._outputs: dict[str, Validator] = {}  # what structured answers must be like, by tool
         self._client: Client | None = None
-        self._ring = Ring()
-        self._over = asyncio.Event()
+        self._noise = Noise()
         self._reason = ""
         self._has_session = False
         self._messages = 0  # that came in
         self._checking: asyncio.Task[None] | None = None
+        self._relisting: asyncio.Task[None] | None = None
         self._scope = anyio.CancelScope()
         self._owner: asyncio.Task[None] | None = None
-        self._calls: set[asyncio.Task[Any]] = set()
-        self._dropped: set[asyncio.Task[Any]] = set()
-        self._relisting: asyncio.Task[None] | None = None
-        pattern = config.settings.error_text
-        self._error_text = re.compile(pattern) if pattern is not None else None
         self._secrets = config.secrets
 
     async def open(self) -> None:
-        """Connects, and lists the tools. Raises ServerDown; then nothing is left running."""
+        """Connect, and list the tools; raise ServerDown with nothing left running."""
         ready = asyncio.get_running_loop().create_future()
-        filter_logs()
-        context = contextvars.copy_context()
-        context.run(keep_quiet)
-        self._owner = asyncio.get_running_loop().create_task(self._own(ready), context=context)
+        self._owner = asyncio.create_task(self._own(ready))
         try:
             await asyncio.shield(ready)
         except asyncio.CancelledError:
@@ -116,22 +107,17 @@ class Connection:
                     await self._enter(stack)
                     self._scope.deadline = float("inf")
                     ready.set_result(None)
-                    await self._over.wait()
+                    await asyncio.wait({self.lost})
         except BaseException as error:  # also CancelledError and groups, which the SDK raises when HTTP fails
             problem = error
-        finally:
-            self._client = None
-            for task in (self._relisting, self._checking):
-                if task is not None:
-                    task.cancel()
-        if not self._reason:
-            timed_out = not ready.done() and problem is None
-            self._reason = f"it did not answer within {limit:g} s" if timed_out else _cause(problem)
-        self.lost.set()
-        for task in self._calls:  # nobody else will wake them
-            self._dropped.add(task)
-            task.cancel()
+        self._client = None
+        for task in (self._relisting, self._checking):
+            if task is not None:
+                task.cancel()
+        reason = f"it did not answer within {limit:g} s" if problem is None else _cause(problem)
+        self._lose(reason)
         if not ready.done():
+            self._reason = reason  # it says more than that the connection ended
             ready.set_exception(self._down("could not be connected", sent=False))
             ready.exception()  # looked at, in case that nobody waits any more
 
@@ -140,7 +126,7 @@ class Connection:
         # A session of its own needs the handshake of older protocols: the newest one has no sessions over HTTP.
         own_session = self.config.settings.isolation != "shared" and self.config.transport != "stdio"
         client = Client(
-            _Watched(transport, self._ended, self._heard),
+            _watched(transport, self._heard, self._ended),
             mode="legacy" if own_session else "auto",
             cache=None,
             message_handler=self._notified,
@@ -148,7 +134,7 @@ class Connection:
         await stack.enter_async_context(client)
         if own_session and self.config.transport == "http" and not self._has_session:
             raise ServerDown("it gives out no sessions, which isolation session needs")
-        self._learn(await _list_tools(client))
+        await self._list_tools(client)
         self._client = client
         changes = client.server_capabilities.tools
         if changes is not None and changes.list_changed and client.protocol_version >= "2026":
@@ -159,11 +145,11 @@ class Connection:
         if config.transport == "sse":
             return sse_client(config.url, config.headers, timeout=30.0, sse_read_timeout=LONG)
         if config.transport == "http":
-            timeout = httpx2.Timeout(30.0, read=LONG, pool=LONG)
-            limits = httpx2.Limits(max_connections=None, max_keepalive_connections=64)
-            hooks = {"response": [self._saw_response]}
             http = httpx2.AsyncClient(
-                headers=config.headers, timeout=timeout, limits=limits, event_hooks=hooks
+                headers=config.headers,
+                timeout=httpx2.Timeout(30.0, read=LONG, pool=LONG),
+                limits=httpx2.Limits(max_connections=None, max_keepalive_connections=64),
+                event_hooks={"response": [self._saw_response]},
             )
             return streamable_http_client(config.url, http_client=await stack.enter_async_context(http))
         parameters = StdioServerParameters(
@@ -173,35 +159,31 @@ class Connection:
             cwd=config.cwd,
             encoding_error_handler="replace",
         )
-        return stdio_client(parameters, errlog=stack.enter_context(stderr_into(self._ring)))
+        return stdio_client(parameters, errlog=stack.enter_context(stderr_into(self._noise)))
+
+    # what comes from the server
 
     def _heard(self, item: Any) -> None:
         self._messages += 1
-        if isinstance(item, Exception):
-            self._ring.heard(item)
+        if isinstance(item, ValidationError):
+            self._noise.count(item)
+
+    def _ended(self) -> None:
+        """Note that the server's side of the transport is at its end."""
+        self._lose("it closed the connection")
 
     async def _saw_response(self, response: httpx2.Response) -> None:
         self._has_session = self._has_session or "mcp-session-id" in response.headers
 
-    def _ended(self) -> None:
-        """The server's side of the transport is at its end."""
-        if not self._over.is_set():
-            if self._client is not None:
-                self._reason = "it closed the connection"
-            self._over.set()
-            self.lost.set()
-
     async def _notified(self, message: Any) -> None:
-        if (
-            getattr(message, "method", None) == "notifications/tools/list_changed"
-            and self._client is not None
-        ):
+        changed = getattr(message, "method", None) == "notifications/tools/list_changed"
+        if changed and self._client is not None:
             if self._relisting is not None:
                 self._relisting.cancel()
             self._relisting = asyncio.create_task(self._relist(self._client))
 
     async def _listen(self, client: Client) -> None:
-        """The newest protocol sends changes only to those who subscribe."""
+        """List the tools again at every change: the newest protocol tells of them only those who subscribe."""
         with contextlib.suppress(Exception):  # then changes are seen at the next connection
             async with client.listen(tools_list_changed=True) as changes:
                 async for _ in changes:
@@ -209,39 +191,39 @@ class Connection:
 
     async def _relist(self, client: Client) -> None:
         with contextlib.suppress(Exception):  # a connection that dies meanwhile is noticed elsewhere
-            self._learn(await _list_tools(client))
-            self._on_tools(self.tools)
+            await self._list_tools(client)
 
-    def _learn(self, tools: list[OfferedTool]) -> None:
-        self.tools = tools
+    async def _list_tools(self, client: Client) -> None:
+        tools, cursor = [], None
+        version = client.server_info.version if client.server_info is not None else ""
+        for _ in range(MAX_PAGES):
+            page = await client.list_tools(cursor=cursor)
+            for tool in page.tools:
+                hints = tool.annotations
+                safe = hints is not None and bool(hints.read_only_hint or hints.idempotent_hint)
+                schemas = dict(tool.input_schema), tool.output_schema
+                tools.append(OfferedTool(tool.name, tool.description or "", *schemas, safe, version))
+            cursor = page.next_cursor
+            if cursor is None:
+                break
         self._outputs = {}
         for tool in tools:
             with contextlib.suppress(ValueError):  # a promise that cannot be read holds for nothing
                 if tool.output is not None:
                     check_schema(ToolSpec(tool.name, parameters=tool.output))
                     self._outputs[tool.name] = validator_of(tool.output)
+        self._on_tools(tools)
+
+    # calls
 
     async def call(self, name: str, arguments: dict[str, Any]) -> ToolResult:
-        """The server's answer. Raises ServerDown. Cancelling the call cancels it on the server."""
-        client, task = self._client, asyncio.current_task()
-        assert task is not None
-        if client is None or self.lost.is_set():
+        """Return the server's answer; raise ServerDown. Cancelling the call cancels it on the server."""
+        client = self._client
+        if client is None or self.lost.done():
             raise self._down("is not available", sent=False)
         self.busy += 1
-        self._calls.add(task)
-        before = self._messages
-        keep_quiet()
         try:
-            request = CallToolRequest(params=CallToolRequestParams(name=name, arguments=arguments))
-            # Not `call_tool`, which builds a model of the answer that we would take apart again.
-            answer = await client.session.send_request(request, _AS_IT_CAME)
-        except asyncio.CancelledError:
-            if task not in self._dropped:  # the caller's own wish, mostly because it took too long
-                if self._messages == before and self._checking is None:
-                    self._checking = asyncio.create_task(self._check(client))
-                raise
-            task.uncancel()
-            raise self._down("was lost during the call") from None
+            answer = await self._answer(client, name, arguments)
         except MCPError as error:
             return self._refused(name, error)
         except (OSError, httpx2.HTTPError, anyio.ClosedResourceError, anyio.BrokenResourceError) as error:
@@ -251,22 +233,37 @@ class Connection:
             return self._invalid(name, str(error) or type(error).__name__)
         finally:
             self.busy -= 1
-            self._calls.discard(task)
-            self._dropped.discard(task)
         self.served = True
         if answer.get("resultType") == "input_required":
             return self._invalid(name, "it asks for input, and nobody is there to give it")
         promised = None if answer.get("isError") else self._outputs.get(name)
         if promised is not None and not promised.is_valid(answer.get("structuredContent")):
             return self._invalid(name, "it does not fit the server's own output schema")
-        return tool_result(answer, self._error_text, self._secrets)
+        return tool_result(answer, self.config.settings.error_text, self._secrets)
 
-    def _invalid(self, name: str, problem: str) -> ToolResult:
-        text = self.config.hide(problem.splitlines()[0][:300])
-        return ToolResult(f"{name} gave an invalid answer: {text}", ok=False, error="exception")
+    async def _answer(self, client: Client, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Return what came over the wire. The request is a task of its own: when a connection dies, the SDK may
+        cancel whoever waits, or never wake them."""
+        request = CallToolRequest(params=CallToolRequestParams(name=name, arguments=arguments))
+        # Not `call_tool`, which builds a model of the answer that we would take apart again.
+        sending = asyncio.create_task(client.session.send_request(request, _AS_IT_CAME))
+        sending.add_done_callback(lambda task: task.cancelled() or task.exception())  # or asyncio reports it
+        before = self._messages
+        try:
+            await asyncio.wait({sending, self.lost}, return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:  # the caller's own wish, mostly because it took too long
+            sending.cancel()
+            if self._messages == before and self._checking is None:
+                self._checking = asyncio.create_task(self._check(client))
+            raise
+        if not sending.done() or sending.cancelled():
+            sending.cancel()
+            self._lose("the connection broke")
+            raise self._down("was lost during the call")
+        return sending.result()
 
     async def _check(self, client: Client) -> None:
-        """Whether a server that was silent for the whole of a call is still there; a hung one is given up."""
+        """Give the server up if it was silent for the whole of a call, and gives no sign of life now."""
         before = self._messages
         limit = max(CHECK_SECONDS, self.config.settings.timeout or 0.0)
         with contextlib.suppress(Exception), anyio.move_on_after(limit):
@@ -276,7 +273,7 @@ class Connection:
             self._lose("it stopped answering")
 
     def _refused(self, name: str, error: MCPError) -> ToolResult:
-        """An error in place of an answer; the end of the connection comes as one too."""
+        """Return an error in place of an answer; raise ServerDown where that is how the connection ended."""
         if error.message in (CLOSED, SESSION_GONE, CUT_OFF):
             if error.message != CUT_OFF:
                 self._lose(_cause(error))
@@ -286,26 +283,31 @@ class Connection:
         kind = "unavailable" if error.message == HTTP_ERROR else "exception"
         return ToolResult(f"{name} failed: {text}", ok=False, error=kind)
 
+    def _invalid(self, name: str, problem: str) -> ToolResult:
+        text = self.config.hide(problem.splitlines()[0][:300])
+        return ToolResult(f"{name} gave an invalid answer: {text}", ok=False, error="exception")
+
+    # the end
+
     def _lose(self, reason: str) -> None:
-        self._reason = self._reason or reason
-        self.lost.set()
-        self._over.set()
+        if not self.lost.done():
+            self._reason = reason
+            self.lost.set_result(None)
 
     def _down(self, what: str, sent: bool = True) -> ServerDown:
         reason = f": {self._reason}" if self._reason else ""
-        text = f"server {self.config.name!r} ({self.config.target}) {what}{reason}{self._ring.story()}"
+        text = f"server {self.config.name!r} ({self.config.target}) {what}{reason}{self._noise.story()}"
         return ServerDown(self.config.hide(text), sent)
 
-    def farewell(self) -> str:
-        """Why it was lost, for the log."""
-        return str(self._down("was lost"))
+    def farewell(self) -> ServerDown:
+        """Return why it was lost, for the log."""
+        return self._down("was lost")
 
     async def close(self) -> None:
-        """Ends the connection, and the process where it is ours. Comes back when both are gone."""
-        self._reason = self._reason or "it was closed"
-        self._over.set()
-        self.lost.set()
-        if self._client is None:
+        """End the connection, and the process where it is ours; come back when both are gone."""
+        connected = self._client is not None
+        self._lose("it was closed")
+        if not connected:
             self._scope.cancel()
         if self._owner is not None:
             # The scope, not the task, is cancelled in the end: the SDK shields its clean-up from scopes only.
@@ -315,27 +317,21 @@ class Connection:
                 await asyncio.wait({self._owner}, timeout=1.0)
 
 
-class _Watched:
-    """A transport that tells when the server's side ends, and of what comes from it."""
-
-    def __init__(self, inner: Any, *watchers: Callable[..., None]) -> None:
-        self.inner, self.watchers = inner, watchers
-
-    async def __aenter__(self) -> Any:
-        reader, writer = await self.inner.__aenter__()
-        return _WatchedReader(reader, *self.watchers), writer
-
-    async def __aexit__(self, *problem: Any) -> Any:
-        return await self.inner.__aexit__(*problem)
+@contextlib.asynccontextmanager
+async def _watched(
+    transport: Any, heard: Callable[[Any], None], ended: Callable[[], None]
+) -> AsyncIterator[Any]:
+    """Give a transport that tells of everything that comes from the server, and when its side ends."""
+    async with transport as (reader, writer):
+        yield _WatchedReader(reader, heard, ended), writer
 
 
 class _WatchedReader:
-    def __init__(self, inner: Any, ended: Callable[[], None], heard: Callable[[Any], None]) -> None:
-        self.inner, self.ended, self.heard = inner, ended, heard
+    def __init__(self, inner: Any, heard: Callable[[Any], None], ended: Callable[[], None]) -> None:
+        self.inner, self.heard, self.ended = inner, heard, ended
 
-    @property
-    def last_context(self) -> contextvars.Context | None:
-        return getattr(self.inner, "last_context", None)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
 
     def __aiter__(self) -> _WatchedReader:
         return self
@@ -349,35 +345,15 @@ class _WatchedReader:
         self.heard(item)
         return item
 
-    async def aclose(self) -> None:
-        await self.inner.aclose()
-
     async def __aenter__(self) -> _WatchedReader:
         return self
 
     async def __aexit__(self, *problem: Any) -> None:
-        await self.aclose()
-
-
-async def _list_tools(client: Client) -> list[OfferedTool]:
-    tools, cursor = [], None
-    info = client.server_info
-    for _ in range(MAX_PAGES):
-        page = await client.list_tools(cursor=cursor)
-        for tool in page.tools:
-            hints = tool.annotations
-            safe = hints is not None and bool(hints.read_only_hint or hints.idempotent_hint)
-            version = info.version if info is not None else ""
-            schemas = dict(tool.input_schema), tool.output_schema
-            tools.append(OfferedTool(tool.name, tool.description or "", *schemas, safe, version))
-        cursor = page.next_cursor
-        if cursor is None:
-            break
-    return tools
+        await self.inner.aclose()
 
 
 def _cause(error: BaseException | None) -> str:
-    """The innermost reason, in one line."""
+    """Return the innermost reason, in one line."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     if error is None or isinstance(error, asyncio.CancelledError):

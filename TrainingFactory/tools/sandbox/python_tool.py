@@ -77,7 +77,10 @@ class PythonTool:
     def session(self) -> PythonSession:
         return PythonSession(self)
 
-    def close(self) -> None:
+    async def open(self) -> None:
+        """Do nothing: every session starts a process of its own."""
+
+    async def close(self) -> None:
         """Do nothing: every process belongs to a session, and ends with it."""
 
 

@@ -1,0 +1,98 @@
+"""What models are told about the tools of servers: chosen, named, described and marked as the config says."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from TrainingFactory.options import did_you_mean, nearest
+from TrainingFactory.tools.mcp.server_config import ServerConfig, ToolText
+from TrainingFactory.tools.mcp.settings import marked
+from TrainingFactory.tools.options import ToolOptions
+from TrainingFactory.tools.schema import check_schema, without_titles
+from TrainingFactory.types import ToolSpec
+
+if TYPE_CHECKING:
+    from TrainingFactory.tools.mcp.connection import OfferedTool
+
+
+@dataclass(slots=True)
+class Offer:
+    """One tool as it is offered to models: fixed for the life of its `MCPTools`."""
+
+    server: str
+    remote_name: str  # what its server calls it
+    spec: ToolSpec
+    options: ToolOptions
+
+
+def make_offers(config: ServerConfig, offered: Sequence[OfferedTool]) -> list[Offer]:
+    """Return the tools of one server that the config asks for, with its options; raise ValueError where it names one
+    that is not there, or where models could not use one."""
+    by_name = {tool.name: tool for tool in offered}
+    texts = config.texts or {}
+    for name in [*texts, *config.settings.named]:
+        if name not in by_name:
+            near = did_you_mean(nearest(name, by_name)) or f"; there are {', '.join(by_name)}"
+            raise ValueError(f"{config.where} offers no tool {name!r}{near}")
+    chosen = texts or [name for name in by_name if name in (config.settings.tools or by_name)]
+    return [_offer(config, by_name[name], texts.get(name, ToolText())) for name in chosen]
+
+
+def _offer(config: ServerConfig, tool: OfferedTool, text: ToolText) -> Offer:
+    settings = config.settings
+    prefix = settings.prefix
+    if isinstance(prefix, bool):
+        prefix = re.sub(r"[^A-Za-z0-9_-]", "_", config.name) + "_" if prefix else ""
+    name = prefix + tool.name
+    if not re.fullmatch(r"[A-Za-z0-9_./-]{1,128}", name):
+        raise ValueError(
+            f"{config.where}: tool {tool.name!r}: its name has characters that models cannot write; leave it out "
+            "with tfactory.tools"
+        )
+    hint = tool.idempotent if settings.idempotent is None else settings.idempotent
+    options = ToolOptions(
+        timeout=settings.timeout,
+        ordered=settings.isolation != "shared",  # the calls of a turn share the state of the session
+        pure=marked(settings.pure, tool.name),
+        stateful=marked(settings.stateful, tool.name),
+        idempotent=marked(hint, tool.name),
+        retries=settings.retries,
+        concurrency=settings.concurrency,
+        rate=settings.rate,
+        server=config.name,
+        version=f"{tool.version} {config.launch}".strip(),
+    )
+    parameters = without_titles(tool.parameters) if text.parameters is None else text.parameters
+    description = tool.description if text.description is None else text.description
+    return Offer(config.name, tool.name, _spec(name, description.strip(), parameters, config.where), options)
+
+
+def _spec(name: str, description: str, parameters: dict[str, Any], where: str) -> ToolSpec:
+    """Return a checked one. `$schema` says nothing to a model, so it stays only where the schema is wrong without."""
+    given = {"type": "object", "properties": {}} | parameters
+    bare = ToolSpec(name, description, {key: value for key, value in given.items() if key != "$schema"})
+    try:
+        check_schema(bare, where)
+    except ValueError as error:
+        whole = ToolSpec(name, description, given)
+        with contextlib.suppress(ValueError):
+            check_schema(whole, where)
+            return whole
+        raise ValueError(f"{error}; mend the server, or leave the tool out with tfactory.tools") from None
+    return bare
+
+
+def check_names(offers: Sequence[Offer], configs: dict[str, ServerConfig]) -> None:
+    """Raise ValueError where two servers offer a tool of the same name."""
+    owners: dict[str, str] = {}
+    for offer in offers:
+        other = owners.setdefault(offer.spec.name, offer.server)
+        if other != offer.server:
+            raise ValueError(
+                f"{configs[offer.server].origin}: the servers {other!r} and {offer.server!r} both offer a tool "
+                f'{offer.spec.name!r}; write "tfactory": {{"prefix": true}} in one of them'
+            )
