@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from TrainingFactory.config.not_yet import SAMPLED
+from TrainingFactory.algorithms.kinds import KINDS
 from TrainingFactory.config.problems import nearest
 from TrainingFactory.data.trajectories import load_trajectories
 from TrainingFactory.models.loading import load_tokenizer
@@ -71,7 +71,7 @@ def _resolve_step(run: RunFolder, step: int | None, task: str | None) -> int:
     """Return the step that is meant; raise if it has no episodes or did not take the task."""
     config, taken = run.config, run.consumed()
     name = config.training.algorithm
-    if name not in SAMPLED:
+    if not KINDS[name].samples:
         raise ValueError(f"run {run.name} is {name}, which learns from examples: it sampled no episodes")
     if not taken:
         raise ValueError(f"run {run.name} has finished no step yet, so there are no episodes to show")
