@@ -103,10 +103,10 @@ class ToolSession(Protocol):
 @runtime_checkable
 class ToolSource(Protocol):
     """Where tools with a life of their own come from (an MCP server, an interpreter). It lives as long as a
-    run; every episode opens a session, which is cheap: what takes time is done at the first call."""
+    run; every episode opens a session, which is cheap and holds nothing: what takes time is done at the first call."""
 
     def session(self) -> ToolSession: ...
-    def close(self) -> None: ...
+    async def close(self) -> None: ...
 
 
 class Environment(Protocol):

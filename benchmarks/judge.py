@@ -81,15 +81,19 @@ def rolled_out(url: str) -> tuple[float, list[Trajectory]]:
 
 
 def judged(url: str, trajectories: Sequence[Trajectory], cache: Path) -> float:
-    """Seconds from the making of the judge to the last reward."""
+    """Return the seconds from the making of the judge to the last reward."""
+
+    async def run() -> float:
+        judge = judge_at(url, cache)
+        pool = DistributedRewardModel(model=judge, per_worker=EPISODES)
+        rewards = await pool.compute_rewards(trajectories)
+        elapsed = time.perf_counter() - started
+        assert all(reward is not None and reward.outcome == 0.7 for reward in rewards)
+        await judge.close()
+        return elapsed
+
     started = time.perf_counter()
-    judge = judge_at(url, cache)
-    pool = DistributedRewardModel(model=judge, per_worker=EPISODES)
-    rewards = asyncio.run(pool.compute_rewards(trajectories))
-    elapsed = time.perf_counter() - started
-    assert all(reward is not None and reward.outcome == 0.7 for reward in rewards)
-    judge.close()
-    return elapsed
+    return asyncio.run(run())
 
 
 def main() -> None:

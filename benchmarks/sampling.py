@@ -31,12 +31,12 @@ from typing import Any
 import torch
 
 from benchmarks.warm import expert_rows, warm_start
+from TrainingFactory.arithmetic import calculate
 from TrainingFactory.envs import CalculatorEnvironment
 from TrainingFactory.models import chat_format, load_model
 from TrainingFactory.protocols import Sampler
 from TrainingFactory.rollout import AsyncRolloutEngine
 from TrainingFactory.sampling import NativeEngine
-from TrainingFactory.tools.builtin.calculator import calculate
 from TrainingFactory.types import Completion, SamplingParams, Task, Trajectory, Weights
 
 GROUPS, MEMBERS, MAX_TOKENS, MAX_TURNS = 8, 8, 64, 4

@@ -1,4 +1,4 @@
-"""A reward that compares the episodes of a group: a right answer is paid, and a shorter way to it than others took.
+"""A reward that compares the episodes of a group: a right answer is rewarded, and a shorter way to it than others took.
 
     python examples/group_reward.py
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from TrainingFactory.data.trajectories import load_trajectories
-from TrainingFactory.rewards.combined import Combined
+from TrainingFactory.rewards import Combined
 from TrainingFactory.services import GRPOTrainer
 
 

@@ -24,8 +24,8 @@ LAYERS = [
     ["rollout", "sampling", "learning"],
     ["envs", "rewards", "algorithms"],
     ["tools", "models", "data"],
-    ["catalog", "config", "user_code", "workers"],
-    ["protocols", "openai_form", "options", "running", "seeds"],
+    ["catalog", "config", "user_code", "sql", "arithmetic", "endpoint", "workers"],
+    ["protocols", "openai_form", "options", "texts", "running", "seeds"],
     ["types"],
 ]
 LEVEL = {name: level for level, row in enumerate(LAYERS) for name in row}
@@ -51,7 +51,7 @@ NO_TORCH = [
 ]  # fmt: skip
 READS_CONFIG = ["config", "services", "cli", "web"]
 ONE_PLACE_EACH = ["ray", "vllm", "mcp", "fastapi", "starlette", "uvicorn", "sse_starlette"]
-INTERPRETER = PACKAGE / "tools" / "sandbox" / "worker.py"  # runs code by trade, in a locked process
+INTERPRETER = PACKAGE / "tools" / "sandbox" / "interpreter.py"  # runs code by trade, in a locked process
 UNSAFE_MODULES = {"pickle", "cPickle", "dill", "shelve", "marshal"}
 
 FILES = sorted(PACKAGE.rglob("*.py"))

@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import time
-from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 import yaml
 from cyclopts import App, Parameter, validators
 
 from TrainingFactory.cli import show
-from TrainingFactory.cli.tools import progress
+from TrainingFactory.cli.display import Display
 
 if TYPE_CHECKING:
-    from TrainingFactory.rewards.judge.client import JudgeClient
+    from TrainingFactory.rewards.model_judge import ModelJudge
+    from TrainingFactory.services.judge_audit.gold import Gold
+    from TrainingFactory.services.judge_audit.report import Audit
 
-T = TypeVar("T")
 Count = Annotated[int, Parameter(validator=validators.Number(gte=1))]
 NO_VERDICT = 1
-LINE_EVERY = 30.0  # seconds
 TEXTS = ("base_url", "model", "rubric", "template")  # taken as they are; other values are read as YAML
 
 judge = App(name="judge", help="Look at model judges before their verdicts are trained on.")
@@ -57,91 +54,61 @@ def audit_judge(
     out
         The page with the picture. An audit without a single verdict leaves it as it was.
     as_json
-        Print the figures as one JSON object.
+        Print the metrics as one JSON object.
     """
     # Imported here, so that help and a wrong flag do not wait for it.
+    from TrainingFactory.options import make_from
     from TrainingFactory.rewards.model_judge import ModelJudge, model_judge
-    from TrainingFactory.services.judge_audit.audit import audit, load_gold, plan
-    from TrainingFactory.services.judge_audit.page import audit_page, audit_rows
+    from TrainingFactory.services.judge_audit.gold import load_gold
+    from TrainingFactory.services.judge_audit.page import audit_page
     from TrainingFactory.services.judge_audit.report import verdict_of
-    from TrainingFactory.tools.builtin.making import call_with
 
     settings = _settings(judge, options)
-    made = call_with(model_judge, settings, "the judge")
-    try:
-        if not isinstance(made, ModelJudge):
-            raise ValueError(f"verdict is {settings['verdict']}; an audit needs score, yes_no or json")
-        items = load_gold(gold, made)
-        _check_page(out)
-        total = plan(items, repeats)
-        with progress("judging", total, "judgement") as advance:
-            waiting = Waiting(total, made.client, advance)
-            found = asyncio.run(waiting.until(audit(made, items, repeats=repeats, on_judged=waiting.judged)))
-    finally:
-        made.close()
+    made = make_from(model_judge, settings, "a model judge")
+    if not isinstance(made, ModelJudge):
+        raise ValueError(f"verdict is {settings['verdict']}; an audit needs score, yes_no or json")
+    items = load_gold(gold, made)
+    _check_page(out)
+    found = asyncio.run(_audited(made, items, repeats))
     if as_json:
         print(json.dumps(found.as_json(), indent=2))
     else:
-        show.columns(("figure", "value", "what it means"), audit_rows(found))
+        show.columns(("metric", "value", "what it means"), found.rows)
         show.table([("verdict", verdict_of(found))])
-    _write(
-        out, audit_page(found, f"{settings['model']} at {settings['base_url']}") if found.compared else None
-    )
-    return 0 if found.compared else NO_VERDICT
+    if not found.compared:
+        kept = f"; {out} is that of an earlier audit" if out.exists() else ""
+        show.note(f"no page was written, because there is nothing to show{kept}")
+        return NO_VERDICT
+    out.write_text(audit_page(found, f"{settings['model']} at {settings['base_url']}"), encoding="utf-8")
+    show.note(f"the page: {out}")
+    return 0
 
 
-class Waiting:
-    """Says from time to time how far an audit is: a judge that does not answer is asked again, which takes minutes."""
+async def _audited(judge: ModelJudge, items: list[Gold], repeats: int) -> Audit:
+    from TrainingFactory.services.judge_audit.audit import audit, plan
 
-    def __init__(self, total: int, client: JudgeClient, advance: Callable[[], None]) -> None:
-        self.total, self.client, self.advance, self.done = total, client, advance, 0
+    total, usage = plan(items, repeats), judge.client.usage
+    with Display() as display:
 
-    def judged(self) -> None:
-        self.done += 1
-        self.advance()
+        def judged() -> None:
+            asked = show.count(usage.requests, "request")
+            display.advance("judgements", total, f"{asked}, {usage.retries} of them repeated")
 
-    async def until(self, work: Coroutine[Any, Any, T]) -> T:
-        telling = asyncio.create_task(self._tell())
+        display.say(f"judging: {show.count(total, 'judgement')} ...")
         try:
-            return await work
+            return await audit(judge, items, repeats=repeats, on_judged=judged)
         finally:
-            telling.cancel()
-
-    async def _tell(self) -> None:
-        started = time.monotonic()
-        while True:
-            await asyncio.sleep(LINE_EVERY)
-            usage = self.client.usage
-            text = f"{self.done} of {self.total} judged after {time.monotonic() - started:.0f} s"
-            asked = f"{show.count(usage.requests, 'request')}, {usage.retries} of them repeated"
-            show.note(f"{text} ({asked})")
+            await judge.close()
 
 
 def _check_page(out: Path) -> None:
-    """Whether the page can be written, before anything is paid for."""
+    """Raise if the page cannot be written, before anything is spent."""
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ValueError(f"--out is {out}, and its folder cannot be made ({error.strerror})") from None
     if out.is_dir():
         raise ValueError(f"--out is {out}, which is a folder; name a file such as {out / 'judge-audit.html'}")
-    if not os.access(out if out.exists() else out.parent, os.W_OK):
-        raise ValueError(f"--out is {out}, which cannot be written; name another file")
-
-
-def _write(out: Path, page: str | None) -> None:
-    """None, of an audit that has nothing to show, does not replace the page of one that had."""
-    if page is None:
-        kept = f"; {out} is that of an earlier audit" if out.exists() else ""
-        show.note(f"no page was written, because there is nothing to show{kept}")
-        return
-    try:
-        out.write_text(page, encoding="utf-8")
-    except OSError as error:
-        raise ValueError(
-            f"the page {out} cannot be written ({error.strerror}); the figures stand above"
-        ) from None
-    show.note(f"the page: {out}")
 
 
 def _settings(path: Path | None, options: tuple[str, ...]) -> dict[str, Any]:

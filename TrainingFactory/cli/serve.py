@@ -47,24 +47,24 @@ def serve(
     api_key_env
         Environment variable with a key that clients must send as `authorization: Bearer KEY`.
     """
-    # Imported here: starlette, uvicorn, torch and transformers take seconds, and help should not wait for them.
-    from TrainingFactory.services.serving import http as serving_http
+    # Imported here: fastapi, uvicorn, torch and transformers take seconds, and help should not wait for them.
+    from TrainingFactory.http import listen
     from TrainingFactory.services.serving.server import make_server, served_sections
 
     sections = served_sections(model)
     given = [key_value(f"{s}.{key}", value) for s, keys in sections.items() for key, value in keys.items()]
     config = load_config(None, [*given, *overrides])
-    key = serving_http.key_from(api_key_env)
-    local = serving_http.is_loopback(host)
+    key = listen.key_from(api_key_env)
+    local = listen.is_loopback(host)
     if not local:
         warning = f"warning: --host {host} lets other machines use this model, without encryption"
         show.note(warning if key else f"{warning} and without a key; --api-key-env NAME asks for one")
-    with serving_http.bind(host, port) as bound:
+    with listen.bind(host, port) as bound:
         server = make_server(config, name or model, queue)
-        app = serving_http.make_app(server, key, local)
+        app = server.api(key, local).app
         bound.listen(1024)  # from here on clients can connect
-        print(f"serving {server.name} at {serving_http.address_of(bound)}/v1 (Ctrl-C stops)", flush=True)
+        print(f"serving {server.name} at {listen.address_of(bound)}/v1 (Ctrl-C stops)", flush=True)
         with contextlib.suppress(KeyboardInterrupt), contextlib.closing(server):
-            serving_http.run(app, bound)
+            listen.make_server(app).run(sockets=[bound])
     show.note("stopped")
     return 0

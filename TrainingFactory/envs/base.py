@@ -47,7 +47,7 @@ class ToolEnvironment:
 
     @classmethod
     def tasks(cls, split: str, seed: int, count: int) -> Iterable[Task]:
-        """`count` tasks of a split ("train" or "heldout"), the same ones for the same seed."""
+        """Make `count` tasks of a split ("train" or "heldout"), the same ones for the same seed."""
         raise ValueError(
             f"{cls.__name__} makes no tasks of its own: write its `tasks` method or give a file of tasks"
         )
@@ -71,7 +71,7 @@ class ToolEnvironment:
         return Step(replies, tool_results=results)
 
     def reward(self, episode: Episode) -> Reward | float | Awaitable[Reward | float]:
-        """1 if the last message is the task's answer, else 0."""
+        """Return 1 if the last message is the task's answer, else 0."""
         if self.task.answer is None:
             name = type(self).__name__
             raise ValueError(
@@ -84,7 +84,7 @@ class ToolEnvironment:
 
 
 def _own_tools(environment: ToolEnvironment) -> list[FunctionTool]:
-    """The tools on the class, in the order they were written, base classes first; what a subclass overrides
+    """Return the tools on the class, in the order they were written, base classes first; what a subclass overrides
     with something else is gone."""
     classes = type(environment).__mro__[-2::-1]  # without object
     names = dict.fromkeys(name for cls in classes for name in vars(cls))

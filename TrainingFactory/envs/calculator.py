@@ -6,16 +6,15 @@ import random
 from collections.abc import Iterator
 from itertools import count as endlessly
 
+from TrainingFactory.arithmetic import calculate, calculated
 from TrainingFactory.envs.base import ToolEnvironment
 from TrainingFactory.envs.splits import belongs
-from TrainingFactory.tools.builtin.calculator import calculate
-from TrainingFactory.tools.builtin.calculator import calculator as calculator_tool
+from TrainingFactory.tools import tool
 from TrainingFactory.types import Message, Task, ToolCall
 
 
 class CalculatorEnvironment(ToolEnvironment):
     system_prompt = "Calculate, then answer with the number."
-    calculator = calculator_tool
 
     @classmethod
     def tasks(cls, split: str, seed: int, count: int) -> Iterator[Task]:
@@ -33,13 +32,19 @@ class CalculatorEnvironment(ToolEnvironment):
                     f"calculator-{seed}-{number}", f"{expression}=?", answer, {"expression": expression}
                 )
 
+    @tool(pure=True)
+    @staticmethod
+    async def calculator(expression: str) -> str:
+        """Calculate + - * / and ( )."""
+        return calculated(expression)
+
     def expert(self) -> Iterator[Message]:
-        """What somebody would write who does it right."""
+        """Write what somebody would who does it right."""
         yield _calculate(self.task.metadata["expression"])
         yield Message("assistant", str(self.task.answer))
 
     def novice(self, rng: random.Random) -> Iterator[Message]:
-        """One of the usual mistakes: warm starts that contain some leave something to learn."""
+        """Make one of the usual mistakes: warm starts that contain some leave something to learn."""
         expression = self.task.metadata["expression"]
         mistake = rng.choice(("guesses", "wrong sum", "ignores the reply"))
         if mistake == "guesses":

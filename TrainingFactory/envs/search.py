@@ -51,14 +51,14 @@ class SearchEnvironment(ToolEnvironment):
         return " ".join(found[:MAX_FACTS]) if best else "Nothing found."
 
     def expert(self) -> Iterator[Message]:
-        """What somebody would write who does it right."""
+        """Write what somebody would who does it right."""
         seller, thing, buyer = (self.task.metadata[key] for key in ("seller", "thing", "buyer"))
         yield _search(f"{seller} {thing}")
         yield _search(buyer)
         yield Message("assistant", str(self.task.answer))
 
     def novice(self, rng: random.Random) -> Iterator[Message]:
-        """One of the usual mistakes: warm starts that contain some leave something to learn."""
+        """Make one of the usual mistakes: warm starts that contain some leave something to learn."""
         seller, thing, buyer = (self.task.metadata[key] for key in ("seller", "thing", "buyer"))
         mistake = rng.choice(("guesses", "stops early", "guesses after one search"))
         if mistake == "guesses":
@@ -73,7 +73,7 @@ def _search(query: str) -> Message:
 
 
 def _task(task_id: str, rng: random.Random) -> Task:
-    """The asked sale, and around it everything one could mix it up with: the seller's other sale, somebody
+    """Make up the asked sale, and around it everything one could mix it up with: the seller's other sale, somebody
     else's sale of the same thing, and where all of them live."""
     seller, other, *buyers = rng.sample(NAMES, 5)
     thing, second = rng.sample(THINGS, 2)

@@ -9,7 +9,7 @@ HELDOUT_SHARE = 5  # one question in so many is held out
 
 
 def belongs(question: str, split: str) -> bool:
-    """Whether a question is of this split, whatever the seed and however many are asked for."""
+    """Tell whether a question is of this split, whatever the seed and however many are asked for."""
     if split not in SPLITS:
         raise ValueError(f"there is no split {split!r}; the splits are {' and '.join(SPLITS)}")
     digest = hashlib.blake2b(question.encode(), digest_size=8).digest()

@@ -4,7 +4,7 @@
         sql("SELECT name FROM customers WHERE id NOT IN (SELECT customer_id FROM orders)") -> Anna ...
         SELECT name FROM customers WHERE id NOT IN (SELECT customer_id FROM orders)
 
-What is paid is the query's rows: they must be those of the right query on the database that the model sees and on
+What is rewarded is the query's rows: they must be those of the right query on the database that the model sees and on
 hidden ones with the same words, other rows and another result. A query that writes down what it has seen is right on
 the first only.
 """
@@ -27,9 +27,9 @@ from TrainingFactory.envs.base import ToolEnvironment
 from TrainingFactory.envs.splits import belongs
 from TrainingFactory.envs.text2sql_data import DOMAINS, QUESTIONS, script_of, values_of
 from TrainingFactory.protocols import Episode
+from TrainingFactory.sql.compare import same_result
+from TrainingFactory.sql.database import Database
 from TrainingFactory.tools import tool
-from TrainingFactory.tools.builtin.sql import SqlSession, SqlTool
-from TrainingFactory.tools.builtin.sql_rows import same_result
 from TrainingFactory.tools.threads import in_thread
 from TrainingFactory.types import Message, Reward, Task, ToolCall, ToolResult
 
@@ -47,7 +47,7 @@ class Text2SqlEnvironment(ToolEnvironment):
     )
 
     _folder: tempfile.TemporaryDirectory[str] | None = None
-    _shown: SqlSession | None = None
+    _shown: Database | None = None
 
     @classmethod
     def tasks(cls, split: str, seed: int, count: int) -> Iterator[Task]:
@@ -71,16 +71,16 @@ class Text2SqlEnvironment(ToolEnvironment):
     async def sql(self, query: str) -> ToolResult:
         """Run one SQLite query (read-only)."""
         assert self._shown is not None, "reset comes first"
-        return await self._shown.run({"query": query})
+        return await in_thread(self._shown.run, query)
 
     @property
-    def database(self) -> SqlTool:
-        """What the model sees, for rewards that run its query."""
+    def database(self) -> Database:
+        """Return what the model sees, for rewards that run its query."""
         assert self._shown is not None, "reset comes first"
-        return self._shown.source
+        return self._shown
 
     async def reward(self, episode: Episode) -> Reward:
-        """1 if the answer gives the right rows on all databases. `shown`: on the one that the model sees."""
+        """Return 1 if the answer gives the right rows on all databases. `shown`: on the one that the model sees."""
         query = _query_in(episode.trajectory.answer)
         shown = bool(query) and await self._same(query, 0)
         right = shown
@@ -90,17 +90,17 @@ class Text2SqlEnvironment(ToolEnvironment):
 
     async def close(self) -> None:
         if self._shown is not None:
-            await self._shown.close()
+            await in_thread(self._shown.close)
         if self._folder is not None:
             await in_thread(self._folder.cleanup)
 
     def expert(self) -> Iterator[Message]:
-        """What somebody would write who does it right."""
+        """Write what somebody would who does it right."""
         yield _try(str(self.task.answer))
         yield Message("assistant", str(self.task.answer))
 
     def novice(self, rng: random.Random) -> Iterator[Message]:
-        """One of the usual mistakes: warm starts that contain some leave something to learn."""
+        """Make one of the usual mistakes: warm starts that contain some leave something to learn."""
         mistake = rng.choice(("answers in words", "forgets the condition", "asks and repeats a number"))
         words = DOMAINS[self.task.metadata["domain"]]
         if mistake == "answers in words":
@@ -113,21 +113,21 @@ class Text2SqlEnvironment(ToolEnvironment):
         )
 
     async def _same(self, query: str, variant: int) -> bool:
-        session = await self._opened(variant, "exact", COMPARED_ROWS)
+        database = await self._opened(variant, "exact", COMPARED_ROWS)
         try:
-            return await same_result(lambda text: session.run({"query": text}), query, str(self.task.answer))
+            return await same_result(lambda text: in_thread(database.run, text), query, str(self.task.answer))
         finally:
-            await session.close()
+            await in_thread(database.close)
 
-    async def _opened(self, variant: int, form: Literal["table", "exact"], max_rows: int) -> SqlSession:
-        def make() -> SqlTool:
+    async def _opened(self, variant: int, form: Literal["table", "exact"], max_rows: int) -> Database:
+        def make() -> Database:
             assert self._folder is not None, "reset comes first"
             path = Path(self._folder.name, f"{variant}.db")
             if not path.exists():
                 _build(path, self.task, variant)
-            return SqlTool(path, timeout=QUERY_SECONDS, max_rows=max_rows, format=form)
+            return Database(path, timeout=QUERY_SECONDS, max_rows=max_rows, format=form)
 
-        return (await in_thread(make)).session()
+        return await in_thread(make)
 
 
 def _try(query: str) -> Message:
@@ -135,7 +135,7 @@ def _try(query: str) -> Message:
 
 
 def _query_in(answer: str) -> str:
-    """The answer, without the fence that many models put around code."""
+    """Return the answer without the fence that many models put around code."""
     match = _FENCE.fullmatch(answer.strip())
     return (match.group(1) if match else answer).strip()
 
@@ -150,15 +150,15 @@ def _task(task_id: str, rng: random.Random) -> Task:
 
 
 def _worth_asking(task: Task) -> bool:
-    """Whether the right query finds something on the database that the model sees: many queries find nothing."""
+    """Tell whether the right query finds something on the database that the model sees: many queries find nothing."""
     return _finds_something(_right_rows(task, 0))
 
 
 def hidden_variants(task: Task) -> list[int]:
-    """The first databases on which the right query finds something else than on the one that is shown: there constants
-    are wrong, and it does not matter whether a query gives NULL or 0 for nothing. Those on which near misses find
-    something else than the right query come first. Queries of other people's tasks may find the same everywhere; then
-    any database will do."""
+    """Return the first databases on which the right query finds something else than on the one that is shown: there
+    constants are wrong, and it does not matter whether a query gives NULL or 0 for nothing. Those on which near misses
+    find something else than the right query come first. Queries of other people's tasks may find the same everywhere;
+    then any database will do."""
     shown = Counter(_right_rows(task, 0))
     good = (
         variant
@@ -181,13 +181,13 @@ def hidden_variants(task: Task) -> list[int]:
 
 
 def _near_misses(query: str) -> list[str]:
-    """The query with one slip: a DISTINCT forgotten, > for >= or the other way round."""
+    """Return the query with one slip each: a DISTINCT forgotten, > for >= or the other way round."""
     slips = ((r"\bDISTINCT ", ""), (">=", ">"), (">(?!=)", ">="), ("<=", "<"), ("<(?![=>])", "<="))
     return [miss for slip, other in slips if (miss := re.sub(slip, other, query, count=1)) != query]
 
 
 def _as_right(task: Task, variant: int, queries: list[str]) -> list[str]:
-    """Those of the queries that give the rows of the right one."""
+    """Return the queries that give the rows of the right one."""
     if not queries:
         return []
     with _database(task, variant) as connection:

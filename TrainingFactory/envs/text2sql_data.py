@@ -32,7 +32,7 @@ class Domain:
 
     @property
     def schema(self) -> list[str]:
-        """One statement per table, as the model sees it."""
+        """Return one statement per table, as the model sees it."""
         return [
             f"CREATE TABLE {self.people} (id INTEGER PRIMARY KEY, name TEXT, city TEXT)",
             f"CREATE TABLE {self.things} (id INTEGER PRIMARY KEY, title TEXT, {self.kind} TEXT, {self.value} INTEGER)",
@@ -89,8 +89,8 @@ def values_of(domain: str, seed: str) -> Values:
 
 
 def script_of(domain: str, seed: str, variant: int) -> str:
-    """The SQL that makes the database: for each variant other rows of the same values. Names, titles and the values of
-    things are unique, so that orders by them are. In hidden variants (from 1) one of the values is the average."""
+    """Return the SQL that makes the database: for each variant other rows of the same values. Names, titles and the
+    values of things are unique, so that orders by them are. In hidden variants (from 1) one value is the average."""
     words, values = DOMAINS[domain], values_of(domain, seed)
     rng = random.Random(f"text2sql rows {domain} {seed} {variant}")
     names, titles = rng.sample(values.names, PEOPLE), rng.sample(values.titles, TITLES)
@@ -118,7 +118,7 @@ def script_of(domain: str, seed: str, variant: int) -> str:
 
 
 def _with_average(rng: random.Random) -> list[int]:
-    """Different numbers of which one is the average of all: there `>` and `>=` do not give the same."""
+    """Draw different numbers of which one is the average of all: there `>` and `>=` do not give the same."""
     while True:
         others = rng.sample(range(5, 100), TITLES - 1)
         average, rest = divmod(sum(others), TITLES - 1)

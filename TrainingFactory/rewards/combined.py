@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from TrainingFactory.protocols import Episode
-from TrainingFactory.rewards.adapt import Adapted, Unscored, alone, as_reward, environment_reward
-from TrainingFactory.rewards.checks import check_number
-from TrainingFactory.tools.python_files import failure
+from TrainingFactory.rewards.adapt import Adapted, alone, as_reward, environment_reward
+from TrainingFactory.rewards.values import Unscored
 from TrainingFactory.types import Reward
+from TrainingFactory.user_code import failure
 
 ENVIRONMENT = "environment"  # stands for the environment's own reward
 
@@ -20,7 +20,7 @@ class Combined:
     """`Combined({"right": (1.0, numeric), "polite": (0.2, judge), "own": (1.0, "environment")})`
 
     Outcomes and steps are weighted sums; `parts` hold what each part gave in all, unweighted, under its name, and below
-    it (`right/...`) what it was made of, where that is several figures. All parts are asked at the same time, `timeout`
+    it (`right/...`) what it was made of, where that is several numbers. All parts are asked at the same time, `timeout`
     seconds each. If one cannot score, the whole is unscored: half a reward would be a wrong one. With a part that
     scores whole groups, all of it does; the other parts still look at each episode by itself.
     """
@@ -38,14 +38,12 @@ class Combined:
             if not isinstance(part, tuple | list) or len(part) != 2:
                 raise ValueError(f"part {name} must be a pair (weight, reward), not {part!r:.100}")
             weight, reward = part
-            check_number(f"the weight of part {name}", weight, low=-math.inf)
+            if type(weight) not in (int, float) or not math.isfinite(weight):
+                raise ValueError(f"the weight of part {name} is {weight!r}; it must be a finite number")
+            own = reward.timeout if isinstance(reward, Adapted) else None
+            function = environment_reward if reward == ENVIRONMENT else reward
             self.weights[name] = float(weight)
-            own = (
-                reward.timeout if isinstance(reward, Adapted) else None
-            )  # a part may have a limit of its own
-            self.rewards[name] = as_reward(
-                environment_reward if reward == ENVIRONMENT else reward, name, own or timeout
-            )
+            self.rewards[name] = as_reward(function, name, own or timeout)
 
     @property
     def grouped(self) -> bool:
@@ -56,7 +54,7 @@ class Combined:
         return any(part.compares for part in self.rewards.values())
 
     def without_comparisons(self) -> Combined | None:
-        """The parts that say something about one episode alone, if there are any."""
+        """Return the parts that say something about one episode alone, if there are any."""
         parts = {name: (self.weights[name], part) for name, part in self.rewards.items() if not part.compares}
         return Combined(parts, timeout=None) if parts else None
 
@@ -76,19 +74,18 @@ class Combined:
     def _sum(self, found: Mapping[str, Reward | Exception]) -> Reward | Exception:
         failed = {name: error for name, error in found.items() if isinstance(error, Exception)}
         if failed:
-            told = "; ".join(f"part {name}: {failure(error)}" for name, error in failed.items())
-            unscored = Unscored(told)
+            unscored = Unscored("; ".join(f"part {name}: {failure(error)}" for name, error in failed.items()))
             unscored.__cause__ = next(iter(failed.values()))
             return unscored
-        rewards = {name: reward for name, reward in found.items() if isinstance(reward, Reward)}
         try:
+            rewards = {name: reward for name, reward in found.items() if isinstance(reward, Reward)}
             return weighted(rewards, self.weights)
         except Unscored as error:
             return error
 
 
 def weighted(rewards: Mapping[str, Reward], weights: Mapping[str, float]) -> Reward:
-    """The sum of rewards of one episode. Steps must be of one length; a part without any has zeros."""
+    """Return the sum of rewards of one episode. Steps must be of one length; a part without any has zeros."""
     sizes = {name: len(reward.steps) for name, reward in rewards.items() if reward.steps}
     if len(set(sizes.values())) > 1:
         told = ", ".join(f"{name} {size}" for name, size in sizes.items())
@@ -98,8 +95,8 @@ def weighted(rewards: Mapping[str, Reward], weights: Mapping[str, float]) -> Rew
     for name, reward in rewards.items():
         weight = weights[name]
         outcome += weight * reward.outcome
-        for turn, paid in enumerate(reward.steps):
-            steps[turn] += weight * paid
+        for turn, step in enumerate(reward.steps):
+            steps[turn] += weight * step
         parts[name] = reward.outcome + sum(reward.steps)
         if len(reward.parts) > 1:
             parts |= {f"{name}/{inner}": value for inner, value in reward.parts.items()}

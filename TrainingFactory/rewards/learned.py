@@ -13,7 +13,7 @@ Waiting = list[tuple[Trajectory, "asyncio.Future[Reward]"]]
 
 
 class LearnedReward:
-    """Episodes that end at about the same time are scored together: the first one waits `patience` seconds for others,
+    """Scores episodes that end at about the same time together: the first one waits `patience` seconds for others,
     and for the scoring that is under way, if any. The scorer runs in a thread of its own. Where it cannot score, the
     reward raises, which leaves the episode unscored; others in the same batch are not harmed."""
 
@@ -21,7 +21,7 @@ class LearnedReward:
         if patience < 0:
             raise ValueError(f"patience is {patience}; it must be 0 or more")
         self.scorer, self.patience = scorer, patience
-        # Every rollout may have an event loop of its own: what belongs to an earlier one is left alone.
+        # An object may outlive a run and its loop: what belongs to an earlier one is left alone.
         self._loop: asyncio.AbstractEventLoop | None = None
         self._waiting: Waiting = []
         self._worker: asyncio.Task[None] | None = None
@@ -37,7 +37,7 @@ class LearnedReward:
         return await answer
 
     async def _work(self) -> None:
-        """Until nobody waits. Nothing is awaited between the last look and the end, so nobody is overlooked."""
+        """Score until nobody waits. Nothing is awaited between the last look and the end, so nobody is overlooked."""
         while self._waiting:
             await asyncio.sleep(self.patience)
             batch = [(each, answer) for each, answer in self._waiting if not answer.done()]

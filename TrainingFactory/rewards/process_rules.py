@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from itertools import zip_longest
 from typing import Any
 
 from TrainingFactory.tools.schema import schema_problems, validator_of
@@ -80,20 +81,17 @@ def efficient_path(trajectory: Trajectory, turn: int) -> float:
 
 
 PROCESS_RULES: dict[str, StepRule] = {
-    rule.__name__: rule
-    for rule in (
-        correct_tool,
-        valid_arguments,
-        no_repeated_call,
-        error_recovered,
-        clear_reasoning,
-        efficient_path,
-    )
+    "correct_tool": correct_tool,
+    "valid_arguments": valid_arguments,
+    "no_repeated_call": no_repeated_call,
+    "error_recovered": error_recovered,
+    "clear_reasoning": clear_reasoning,
+    "efficient_path": efficient_path,
 }
 
 
 def register_rule(name: str, rule: StepRule) -> None:
-    """Makes a rule of one's own known by name to every `ProcessReward`."""
+    """Make a rule of one's own known by name to every `ProcessReward`."""
     if not isinstance(name, str) or not name.isidentifier():
         raise ValueError(f"{name!r} cannot be the name of a rule; take letters, digits and _")
     if not callable(rule):
@@ -104,14 +102,9 @@ def register_rule(name: str, rule: StepRule) -> None:
 
 
 def _answered(turn: Turn) -> list[tuple[ToolCall, ToolResult | None]]:
-    """Calls with their results; None where the environment did not report any."""
-    results = list(_padded(turn.tool_results, len(turn.message.tool_calls)))
-    return list(zip(turn.message.tool_calls, results, strict=True))
-
-
-def _padded(results: list[ToolResult], size: int) -> Iterator[ToolResult | None]:
-    for number in range(size):
-        yield results[number] if number < len(results) else None
+    """Return the calls with their results; None where the environment did not report any."""
+    calls = turn.message.tool_calls
+    return list(zip_longest(calls, turn.tool_results[: len(calls)]))
 
 
 def _went_well(result: ToolResult | None) -> bool:

@@ -11,27 +11,34 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
+from pydantic import Field, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
+
+from TrainingFactory.arithmetic import calculate, tokens
+from TrainingFactory.options import STRICT, Text, make_named
 from TrainingFactory.protocols import Episode, RewardFunction
-from TrainingFactory.rewards.checks import check_choice, check_flag, check_text
 from TrainingFactory.rewards.rules.answers import references
-from TrainingFactory.rewards.rules.base import paid
 from TrainingFactory.rewards.rules.code import CodeTests, ToolRule, through, value_after
-from TrainingFactory.rewards.rules.notation import plain
-from TrainingFactory.rewards.rules.numbers import Number
+from TrainingFactory.rewards.rules.numbers import Number, plain
+from TrainingFactory.rewards.rules.numeric import Numeric
 from TrainingFactory.rewards.rules.sql import SqlExecution
-from TrainingFactory.rewards.rules.text import Numeric
-from TrainingFactory.tools.builtin.calculator import calculate, tokens
-from TrainingFactory.tools.builtin.making import call_with
-from TrainingFactory.tools.builtin.sql_rows import Ask
+from TrainingFactory.sql.compare import Ask
 from TrainingFactory.types import Reward, Task
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
+class Case:
+    args: list[Any]
+    expected: Any
+
+
+CASES = TypeAdapter(Annotated[list[Case], Field(min_length=1)])
+
+
+@dataclass(config=STRICT, frozen=True, kw_only=True)
 class CodeCases(ToolRule):
     """The share of cases for which the model's function gives what is expected (without `partial`: all or nothing).
 
@@ -44,10 +51,6 @@ class CodeCases(ToolRule):
     entry: str = ""
     partial: bool = False
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_flag("partial", self.partial)
-
     async def __call__(self, episode: Episode) -> Reward:
         task = episode.task
         entry = task.metadata.get("entry", self.entry)
@@ -55,10 +58,10 @@ class CodeCases(ToolRule):
             raise ValueError(
                 f"task {task.id}: entry is {entry!r}; it must be the name of the function to call"
             )
-        cases = [_case(case, task.id) for case in _all_cases(task.metadata.get("cases"), task.id)]
+        cases = _cases(task)
         code = self.code_of(episode)
         if not code:
-            return paid(self.rule, 0.0)
+            return self.rewarded(0.0)
         ask = through(episode, self.tool, "code")
         passed: list[bool] = []
         if not self.partial:  # code that never ends is stopped once, not once for every case
@@ -66,7 +69,7 @@ class CodeCases(ToolRule):
             passed = [await self._passes(ask, code, entry, *first)]
             cases = cases if passed[0] else []
         passed += await asyncio.gather(*(self._passes(ask, code, entry, *case) for case in cases))
-        return paid(self.rule, sum(passed) / len(passed) if self.partial else float(all(passed)))
+        return self.rewarded(sum(passed) / len(passed) if self.partial else all(passed))
 
     async def _passes(self, ask: Ask, code: str, entry: str, args: list[Any], expected: Any) -> bool:
         sent = json.dumps(json.dumps(args))
@@ -79,24 +82,18 @@ class CodeCases(ToolRule):
             return False
 
 
-def _all_cases(cases: Any, task: str) -> list[Any]:
-    if not isinstance(cases, list) or not cases:
-        raise ValueError(
-            f'task {task} has no list of cases such as [{{"args": [2], "expected": 4}}] in its metadata'
-        )
-    return cases
-
-
-def _case(case: Any, task: str) -> tuple[list[Any], Any]:
-    if not isinstance(case, Mapping) or not isinstance(case.get("args"), list) or "expected" not in case:
-        raise ValueError(f'task {task}: a case is {{"args": [...], "expected": ...}}, not {str(case)[:60]}')
-    return case["args"], json.loads(
-        json.dumps(case["expected"])
-    )  # tuples as the lists that JSON makes of them
+def _cases(task: Task) -> list[tuple[list[Any], Any]]:
+    """Return the arguments and the expected result of each case, with lists for tuples as JSON has it."""
+    try:
+        cases = CASES.validate_python(task.metadata.get("cases"))
+    except ValidationError as error:
+        like = '[{"args": [2], "expected": 4}, ...]'
+        raise ValueError(f"task {task.id}: cases in its metadata must be a list such as {like}") from error
+    return [(case.args, json.loads(json.dumps(case.expected))) for case in cases]
 
 
 def _equal(given: Any, expected: Any) -> bool:
-    """The same JSON value; of numbers that are not whole, up to rounding. True is not 1."""
+    """Return whether it is the same JSON value; of numbers that are not whole, up to rounding. True is not 1."""
     if isinstance(given, bool) or isinstance(expected, bool):
         return given is expected
     if isinstance(given, int | float) and isinstance(expected, int | float):
@@ -109,7 +106,7 @@ def _equal(given: Any, expected: Any) -> bool:
     return type(given) is type(expected) and given == expected
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(config=STRICT, frozen=True, kw_only=True)
 class Calculated(Numeric):
     """1 if the answer is the number that the calculator gives for the task's metadata `expression`; a task without one
     has its number as answer. With `expressions` the model may answer with an expression, such as (3+5)*4 for 32; the
@@ -117,13 +114,8 @@ class Calculated(Numeric):
     equation in one side."""
 
     rule: ClassVar[str] = "calculated"
-    expression: str = "expression"  # key in the task's metadata
+    expression: Text = "expression"  # key in the task's metadata
     expressions: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_text("expression", self.expression)
-        check_flag("expressions", self.expressions)
 
     def __call__(self, episode: Episode) -> Reward:
         task = episode.task
@@ -132,12 +124,11 @@ class Calculated(Numeric):
             numbers = _numbers(task) if self.expressions else None
         except (ValueError, ZeroDivisionError, RecursionError) as error:
             raise ValueError(f"task {task.id}: {error}") from error
-        text = self.text_of(episode.trajectory)
-        answers = self.answers_in(text) if text is not None else []
+        answers = self.answers_of(episode)
         if numbers is not None:
             answers = [answer for answer in answers if _made_of(answer, numbers)]
-        return paid(
-            self.rule, max((self.score(answer, one) for answer in answers for one in right), default=0.0)
+        return self.rewarded(
+            max((self.score(answer, one) for answer in answers for one in right), default=0.0)
         )
 
     def _right(self, task: Task) -> list[Number]:
@@ -153,7 +144,7 @@ class Calculated(Numeric):
 
 
 def _calculated(answer: str) -> dict[str, Fraction]:
-    """The value of each side of an answer that is an equation, or of the only one; nothing for other texts."""
+    """Return the value of each side of an equation, or of the only side; nothing for other texts."""
     try:
         return {side: calculate(side) for side in plain(answer).strip(" .").split("=")}
     except (ValueError, ZeroDivisionError, RecursionError):
@@ -161,7 +152,7 @@ def _calculated(answer: str) -> dict[str, Fraction]:
 
 
 def _numbers(task: Task) -> Counter[Fraction] | None:
-    """What may stand in an expression; None: anything."""
+    """Return what may stand in an expression; None: anything."""
     listed = task.metadata.get("numbers")
     if listed is None:
         return None
@@ -171,7 +162,7 @@ def _numbers(task: Task) -> Counter[Fraction] | None:
 
 
 def _made_of(answer: str, numbers: Counter[Fraction]) -> bool:
-    """Whether the answer is an expression (of an equation one side) with no other numbers, and none twice."""
+    """Return whether the answer, or a side of it, is an expression with no other numbers, and none twice."""
     used = [Counter(map(Fraction, filter(_DIGIT.search, tokens(side)))) for side in _calculated(answer)]
     return any(side and side <= numbers for side in used)
 
@@ -182,6 +173,5 @@ VERIFIERS: dict[str, Any] = {kind.rule: kind for kind in (SqlExecution, CodeCase
 
 
 def make_verifier(verify: str, **options: Any) -> RewardFunction:
-    """A reward by its name in VERIFIERS and the options of its class; ValueError for one that is not there."""
-    check_choice("verify", verify, VERIFIERS)
-    return call_with(VERIFIERS[verify], options, f"verifier {verify}")
+    """Make a reward by its name in VERIFIERS and the options of its class; ValueError for one that is not there."""
+    return make_named(VERIFIERS, {"verify": verify, **options}, "verify", "verifier")

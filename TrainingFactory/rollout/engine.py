@@ -111,8 +111,8 @@ class AsyncRolloutEngine:
             self._tell(one)
 
     def _tell(self, one: EpisodeRun) -> None:
-        if self.rules.runtime is not None and self.rules.runtime.tape is not None:
-            self.rules.runtime.tape.check()  # a replay that has left its recording ends all episodes
+        if self.rules.runtime is not None and self.rules.runtime.recorder is not None:
+            self.rules.runtime.recorder.check()  # a replay that has left its recording ends all episodes
         if self.on_episode is not None:
             self.on_episode(one.trajectory)
 

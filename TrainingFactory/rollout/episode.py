@@ -16,12 +16,11 @@ from typing import Any, TypeVar
 from TrainingFactory.envs import ToolEnvironment
 from TrainingFactory.protocols import ChatFormat, Environment, RewardFunction, SamplingSession
 from TrainingFactory.rollout.scoring import Episode, score, scoring_failed
+from TrainingFactory.texts import describe, valid_text
 from TrainingFactory.tools import AsyncToolExecutor
-from TrainingFactory.tools.cache.history import digest
-from TrainingFactory.tools.python_files import place_of
+from TrainingFactory.tools.fingerprint import digest
 from TrainingFactory.tools.recording import EpisodeKey
 from TrainingFactory.tools.runtime import ToolRuntime
-from TrainingFactory.tools.texts import describe, valid_text
 from TrainingFactory.tools.threads import in_thread
 from TrainingFactory.tools.waiting import OutOfTime, SelfCancelled, within
 from TrainingFactory.types import (
@@ -35,6 +34,7 @@ from TrainingFactory.types import (
     Trajectory,
     Turn,
 )
+from TrainingFactory.user_code import place_of
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -13,9 +13,9 @@ from TrainingFactory.protocols import GroupReward
 from TrainingFactory.rewards.adapt import Unscored
 from TrainingFactory.rollout.episode import EpisodeRun
 from TrainingFactory.rollout.scoring import Episode, scoring_failed
-from TrainingFactory.tools.python_files import place_of
 from TrainingFactory.tools.waiting import OutOfTime, SelfCancelled, within
 from TrainingFactory.types import Reward
+from TrainingFactory.user_code import place_of
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -10,8 +10,8 @@ from TrainingFactory.protocols import Environment, RewardFunction
 from TrainingFactory.rewards.adapt import Unscored, called, checked
 from TrainingFactory.running import other_loop
 from TrainingFactory.tools import AsyncToolExecutor
-from TrainingFactory.tools.python_files import failure, place_of
 from TrainingFactory.types import Reward, Task, ToolCall, ToolFailure, ToolResult, Trajectory
+from TrainingFactory.user_code import failure, place_of
 
 
 @dataclass(slots=True)

@@ -1,4 +1,4 @@
-"""Whatever can serve as a tool, made one: our own tools, typed functions, and classes of qwen_agent's shape."""
+"""Makes a tool of whatever can serve as one: our own tools, typed functions, and classes of qwen_agent's shape."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import json
 from typing import Any
 
 from TrainingFactory.protocols import Tool, ToolSource
-from TrainingFactory.tools.cache.history import definition, digest
 from TrainingFactory.tools.decorator import FunctionTool, as_result, tool
+from TrainingFactory.tools.fingerprint import definition, digest
 from TrainingFactory.tools.options import ToolOptions
 from TrainingFactory.tools.schema import check_schema
 from TrainingFactory.tools.threads import in_thread
@@ -17,8 +17,8 @@ from TrainingFactory.types import ToolResult, ToolSpec
 
 
 def as_tool(thing: Any) -> Tool | ToolSource:
-    """A tool or source as it is (its schema is checked); a typed function or a `BaseTool` class or object made a
-    tool. ValueError for anything else."""
+    """Return a tool or source as it is (its schema is checked), a typed function or a `BaseTool` class or object made a
+    tool; raise ValueError for anything else."""
     if isinstance(thing, FunctionTool):  # by far the most frequent, and the checks below take their time
         return thing
     if inspect.isclass(thing):
@@ -34,7 +34,7 @@ def as_tool(thing: Any) -> Tool | ToolSource:
 
 
 class BaseToolAdapter:
-    """An object with `name`, `description`, `parameters` (a JSON schema, or a list of parameters) and
+    """Adapts an object with `name`, `description`, `parameters` (a JSON schema, or a list of parameters) and
     `call(params, **kwargs)`, which gets the arguments as JSON text, as in qwen_agent."""
 
     def __init__(self, thing: Any) -> None:
@@ -74,7 +74,7 @@ def _made(cls: type) -> Any:
 
 
 def _parameters(name: str, given: Any) -> dict[str, Any]:
-    """qwen_agent's older form is a list of {"name", "type", "description", "required"}."""
+    """Read a schema; qwen_agent's older form is a list of {"name", "type", "description", "required"}."""
     if given is None:
         return {"type": "object", "properties": {}}
     if not isinstance(given, list):
@@ -90,7 +90,7 @@ def _parameters(name: str, given: Any) -> dict[str, Any]:
 
 
 def _content(value: Any) -> Any:
-    """Content items (objects or dicts with `text`) as their text; what else there may be stays."""
+    """Turn content items (objects or dicts with `text`) into their text; leave what else there may be."""
     if not isinstance(value, list) or not value:
         return value
     found = [item.get("text") if isinstance(item, dict) else getattr(item, "text", None) for item in value]

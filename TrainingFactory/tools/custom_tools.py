@@ -3,16 +3,11 @@
 
 from __future__ import annotations
 
-from TrainingFactory.tools.builtin.calculator import calculate, calculator
-from TrainingFactory.tools.builtin.model_tools import AgentTool, ModelTool
+from TrainingFactory.tools.builtin.agent import AgentTool
+from TrainingFactory.tools.builtin.calculator import calculator, make_calculator
+from TrainingFactory.tools.builtin.model import ModelTool
 from TrainingFactory.tools.builtin.search import SearchTool
 from TrainingFactory.tools.builtin.sql import SqlTool
-from TrainingFactory.tools.decorator import FunctionTool
 from TrainingFactory.tools.sandbox import PythonTool
 
-__all__ = ["AgentTool", "ModelTool", "PythonTool", "SearchTool", "SqlTool", "calculate", "calculator"]
-
-
-def make_calculator() -> FunctionTool:
-    """For the catalog, where every tool is made by a call."""
-    return calculator
+__all__ = ["AgentTool", "ModelTool", "PythonTool", "SearchTool", "SqlTool", "calculator", "make_calculator"]

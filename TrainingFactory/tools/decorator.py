@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 import inspect
 import re
@@ -14,6 +13,7 @@ from typing import Any, TypedDict, Unpack, overload
 from pydantic import BaseModel, ValidationError
 from pydantic_core import to_json
 
+from TrainingFactory.options import make_from
 from TrainingFactory.tools.options import ToolOptions
 from TrainingFactory.tools.schema import arguments_model, description_of, model_problems, parameters_schema
 from TrainingFactory.tools.threads import in_thread
@@ -45,7 +45,7 @@ class FunctionTool:
         return f"<tool {self.spec.name}>"
 
     async def run(self, arguments: dict[str, Any]) -> ToolResult:
-        """Async functions run on the event loop, others on a thread."""
+        """Call the function: an async one on the event loop, others on a thread."""
         try:
             values = self._values(arguments)
         except ValidationError as error:
@@ -56,14 +56,14 @@ class FunctionTool:
         return await in_thread(lambda: as_result(self.function(**values)))
 
     def _values(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """The arguments in the function's own types; what was left out keeps its Python default."""
+        """Read the arguments in the function's own types; what was left out keeps its Python default."""
         read = self._model.model_validate(arguments)
         names = {name: str(field.alias) for name, field in self._model.model_fields.items()}
         return {names[name]: getattr(read, name) for name in names if name in read.model_fields_set}
 
 
 def as_result(value: Any) -> ToolResult:
-    """What a tool returned, as a result: texts as they are, other values as JSON."""
+    """Make a result of what a tool returned: texts as they are, other values as JSON."""
     if isinstance(value, ToolResult):
         return dataclasses.replace(value, content=_text(value.content))
     return ToolResult(_text(value))
@@ -74,7 +74,7 @@ def _text(value: Any) -> str:
 
 
 class OptionNames(TypedDict, total=False):
-    """The fields of `ToolOptions` that a function can have; a test keeps the two alike."""
+    """Types the keywords of `@tool` for editors, as the fields of `ToolOptions`; a test keeps the two alike."""
 
     timeout: float | None
     ordered: bool | None
@@ -131,18 +131,12 @@ def tool(
 
 
 def _options(given: dict[str, Any]) -> ToolOptions:
-    for name in given:
-        if name not in OptionNames.__annotations__:
-            known = ["name", "description", *OptionNames.__annotations__]
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
-            raise ValueError(f"@tool has no option {name!r}{hint} (it has {', '.join(known)})")
-    options = ToolOptions(**given)
+    options: ToolOptions = make_from(ToolOptions, given, "@tool")
     if "retries" in given and options.retries and not options.repeatable:
         raise ValueError("a tool with retries must be marked pure or idempotent: others are never repeated")
     return options
 
 
 def _takes_self(function: Callable[..., Any]) -> bool:
-    """A method is known by a first parameter called self: inside a class body nothing else shows it."""
+    """Tell methods by a first parameter called self: inside a class body nothing else shows it."""
     return next(iter(inspect.signature(function).parameters), None) == "self"

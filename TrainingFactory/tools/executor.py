@@ -14,23 +14,23 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
-from jsonschema.protocols import Validator
-
 from TrainingFactory.protocols import Tool, ToolSession, ToolSource
+from TrainingFactory.texts import describe
 from TrainingFactory.tools.adapt import as_tool
-from TrainingFactory.tools.cache.history import Group, Skipped, call_name, digest
+from TrainingFactory.tools.by_identity import ByIdentity
+from TrainingFactory.tools.calls import EpisodeCache, PendingCall, ToolState
 from TrainingFactory.tools.decorator import FunctionTool
+from TrainingFactory.tools.fingerprint import digest
 from TrainingFactory.tools.options import ToolOptions
-from TrainingFactory.tools.runtime import BrokenOff, Outcome, Place, ResultCache, Tape, ToolRuntime
+from TrainingFactory.tools.recording import BrokenOff, Place, Recorder
+from TrainingFactory.tools.runtime import ToolRuntime
 from TrainingFactory.tools.schema import schema_problems, validator_of
-from TrainingFactory.tools.texts import bounded, describe
 from TrainingFactory.types import ToolCall, ToolFailure, ToolResult, ToolSpec
 
 log = logging.getLogger(__name__)
 MAX_NAMES = 10
 DEFAULT_OPTIONS = ToolOptions()
-_VALIDATORS: dict[int, Validator] = {}
-_closing: set[asyncio.Task[None]] = set()  # the loop itself keeps only weak references
+_validator = ByIdentity(validator_of)
 _parts: ContextVar[tuple[tuple[AsyncToolExecutor, str], ...]] = ContextVar(
     "who makes calls of which executor, if no turn", default=()
 )
@@ -40,7 +40,7 @@ _parts: ContextVar[tuple[tuple[AsyncToolExecutor, str], ...]] = ContextVar(
 class _Entry:
     tool: Tool
     options: ToolOptions
-    group: Group | None  # None: its calls wait for no others
+    state: ToolState | None  # None: its calls wait for no others
 
 
 class AsyncToolExecutor:
@@ -51,7 +51,7 @@ class AsyncToolExecutor:
 
     `tools` are tools, sources of tools, and whatever `as_tool` can make one of.
     `timeout` is for tools without one of their own. How long a call may take in all, limits, further attempts, the
-    cache and the tape are matters of the `ToolRuntime`, which `attach` makes one for all executors of a run.
+    cache and the recorder are matters of the `ToolRuntime`, which `attach` makes one for all executors of a run.
     """
 
     def __init__(self, tools: Sequence[Any], timeout: float = 30.0, max_output_chars: int = 100_000) -> None:
@@ -62,49 +62,46 @@ class AsyncToolExecutor:
         self.tools: list[Tool] = []
         self._sessions: list[ToolSession] = []
         self._runtime = ToolRuntime()
+        self._cache: EpisodeCache | None = None
         self._key: Hashable = ""
         self._owner: object = None
         self._batches = 0
         self._made: Counter[tuple[str, str]] = Counter()
-        try:
-            for made in map(as_tool, tools):
-                if not isinstance(made, FunctionTool) and isinstance(made, ToolSource):
-                    self._sessions.append(made.session())
-                    self.tools += self._sessions[-1].tools
-                else:
-                    self.tools.append(made)
-            _check_names(self.tools)
-        except BaseException:
-            _close_soon(self)
-            raise
-        self._groups: dict[str, Group] = {}
-        self._entries = self._sorted_out()
+        for made in map(as_tool, tools):
+            if not isinstance(made, FunctionTool) and isinstance(made, ToolSource):
+                self._sessions.append(made.session())  # which holds nothing before its first call
+                self.tools += self._sessions[-1].tools
+            else:
+                self.tools.append(made)
+        _check_names(self.tools)
+        self._entries = _with_states(self.tools)
 
     def attach(
         self, runtime: ToolRuntime, key: Hashable, task: str | None = None, owner: object = None
     ) -> None:
-        """Share `runtime` with the other executors of a run; before the first call. `key` names the episode on the
-        tape. Stateful tools of this process share cached results among episodes of one `task` only; None stands for
-        "no other episode". `owner` is the environment, whose own methods are run again in a replay."""
+        """Share `runtime` with the other executors of a run; before the first call. `key` names the episode in a
+        recording. Stateful tools of this process share cached results among episodes of one `task` only; None stands
+        for "no other episode". `owner` is the environment, whose own methods are run again in a replay."""
         assert self._batches == 0, "attach comes before the first call"
         self._runtime = runtime
         self._key, self._owner = key, owner
-        for group in self._groups.values():
-            group.start(f"episode {key}" if task is None else f"task {task}")
+        if runtime.cache is not None:
+            scope = f"episode {key}" if task is None else f"task {task}"
+            self._cache = runtime.cache.episode(scope)
 
     @property
     def holds_sessions(self) -> bool:
         return bool(self._sessions)
 
     async def close(self) -> None:
-        """Close the sessions of this episode; again does nothing."""
+        """Close the sessions of this episode; again do nothing."""
         sessions, self._sessions = self._sessions, []
         await asyncio.gather(*(session.close() for session in sessions), return_exceptions=True)
 
     @contextlib.contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Calls made inside are no turn of the model. They may come in any order, so the tape knows them by this name,
-        the tool and its arguments."""
+        """Mark the calls made inside as no turn of the model. They may come in any order, so a recording knows them by
+        this name, the tool and its arguments."""
         token = _parts.set((*_parts.get(), (self, name)))
         try:
             yield
@@ -143,47 +140,47 @@ class AsyncToolExecutor:
         return places
 
     async def _execute(self, call: ToolCall, place: Place) -> ToolResult:
-        tape = self._runtime.tape
-        if tape is None:
+        recorder = self._runtime.recorder
+        if recorder is None:
             return await self._answer(call)
         try:
             with self.part(f"inside {place.batch}/{place.index}"):
                 try:
-                    result = tape.replay(place, call)
+                    result = recorder.replay(place, call)
                 except BrokenOff:  # whoever gave it up waits as long again, and gives it up again
                     result = await asyncio.get_running_loop().create_future()
                 if result is None:
                     result = await self._answer(call)
                 else:
-                    await self._replayed(tape, place, call, result)
+                    await self._replayed(recorder, place, call, result)
         except ToolFailure as failure:
-            tape.record(place, call, failure)
+            recorder.record(place, call, failure)
             raise
         except asyncio.CancelledError:
-            tape.record(place, call, BrokenOff())
+            recorder.record(place, call, BrokenOff())
             raise
-        tape.record(place, call, result)
+        recorder.record(place, call, result)
         return result
 
-    async def _replayed(self, tape: Tape, place: Place, call: ToolCall, result: ToolResult) -> None:
-        """Methods of the environment are run again for what they leave on it, which a reward may look at. All else
-        is only counted."""
+    async def _replayed(self, recorder: Recorder, place: Place, call: ToolCall, result: ToolResult) -> None:
+        """Run methods of the environment again for what they leave on it, which a reward may look at. Only count all
+        others."""
         entry = self._entries.get(call.name)
         if entry is None or not self._runs_again(entry) or result.error in ("timeout", "unavailable"):
             self._runtime.metrics.answered(None if entry is None else call.name, result)
             return
-        group = entry.group or Group("")
+        state = entry.state or ToolState("")
         if result.cached:  # it was not run; the next one that is may need what it leaves
             self._runtime.metrics.answered(call.name, result)
-            group.skip(self._skipped(entry, call.arguments, result))
+            state.skip(self._pending(entry, call.arguments), result.content)
             return
-        async with group.turn():
+        async with state.turn():
             try:
-                await group.catch_up()
+                await state.catch_up()
                 made = await self._answer(call)
             except ToolFailure as failure:
                 made = failure
-        tape.compare(place, call, result, made)
+        recorder.compare(place, call, result, made)
 
     def _runs_again(self, entry: _Entry) -> bool:
         bound_to = getattr(getattr(entry.tool, "function", None), "__self__", None)
@@ -195,13 +192,13 @@ class AsyncToolExecutor:
             result = self._refused(call)
             self._runtime.metrics.answered(None, result)
             return result
-        async with contextlib.nullcontext() if entry.group is None else entry.group.turn():
+        async with contextlib.nullcontext() if entry.state is None else entry.state.turn():
             metrics = self._runtime.metrics
             started = metrics.began(call.name)
             result: ToolResult | None = None
             try:
                 wrong = self._wrong(entry.tool.spec, call.arguments)
-                result = wrong or await self._obtain(entry, call.arguments)
+                result = wrong or await self._obtain(self._pending(entry, call.arguments))
             finally:
                 metrics.finished(call.name, started, result)
         assert result is not None
@@ -226,88 +223,17 @@ class AsyncToolExecutor:
             return ToolResult(f"{spec.name} failed: {describe(error)}", ok=False, error="exception")
         return None if problems is None else ToolResult(problems, ok=False, error="schema")
 
-    async def _obtain(self, entry: _Entry, arguments: dict[str, Any]) -> ToolResult:
-        """From the cache where it may come from there, else by calling the tool."""
-        options, cache = entry.options, self._runtime.cache
-        deadline = time.monotonic() + max(self._runtime.deadline, self._timeout(entry))
-        if cache is None:
-            return (await self._call(entry, arguments, deadline)).result
-        if options.pure:
-            name = call_name(entry.tool, options, arguments)
-            if name is not None:
+    def _pending(self, entry: _Entry, arguments: dict[str, Any]) -> PendingCall:
+        runtime, timeout = self._runtime, entry.options.timeout or self.timeout
+        seconds, size = max(runtime.deadline, timeout), self.max_output_chars
+        return PendingCall(
+            entry.tool, entry.options, arguments, entry.state, timeout, seconds, size, runtime.call
+        )
 
-                async def run() -> ToolResult:
-                    return (await self._call(entry, arguments, deadline)).result
-
-                return await cache.through(self._sized(name), run, deadline)
-        elif entry.group is not None and entry.group.stateful:
-            return await self._after_history(entry, entry.group, arguments, cache, deadline)
-        return (await self._call(entry, arguments, deadline)).result
-
-    async def _after_history(
-        self, entry: _Entry, group: Group, arguments: dict[str, Any], cache: ResultCache, deadline: float
-    ) -> ToolResult:
-        """A call whose answer depends on the calls before it, or that changes the answers after it."""
-        name = call_name(entry.tool, entry.options, arguments)
-        key = group.key(name) if entry.options.stateful else None
-        lost = False
-
-        async def run() -> ToolResult:
-            nonlocal lost
-            await group.catch_up()
-            outcome = await self._call(entry, arguments, deadline)
-            lost = outcome.lost
-            return outcome.result
-
-        try:
-            result = await run() if key is None else await cache.through(self._sized(key), run, deadline)
-        except BaseException:
-            group.lose()
-            raise
-        if result.cached:
-            group.skip(self._skipped(entry, arguments, result))
-        if lost:
-            group.lose()
-        elif result.error not in ("schema", "unavailable"):  # else the call never reached the tool
-            # A failure may have reasons of its own, such as time: it is shared with those who failed alike.
-            group.add(name if name is None or result.ok else digest(name, result.content))
-        return result
-
-    def _skipped(self, entry: _Entry, arguments: dict[str, Any], result: ToolResult) -> Skipped:
-        async def make_up() -> Outcome:
-            within = time.monotonic() + max(self._runtime.deadline, self._timeout(entry))
-            return await self._call(entry, arguments, within)
-
-        return Skipped(entry.tool.spec.name, result.content, make_up)
-
-    async def _call(self, entry: _Entry, arguments: dict[str, Any], deadline: float) -> Outcome:
-        timeout = self._timeout(entry)
-        outcome = await self._runtime.call(entry.tool, arguments, entry.options, timeout, deadline)
-        outcome.result.content = bounded(outcome.result.content, self.max_output_chars)
-        return outcome
-
-    def _timeout(self, entry: _Entry) -> float:
-        return entry.options.timeout or self.timeout
-
-    def _sized(self, key: str) -> str:
-        """The same call cut to another size is another entry of the cache."""
-        return digest(key, str(self.max_output_chars))
-
-    def _sorted_out(self) -> dict[str, _Entry]:
-        """Tools by name, each with the group it shares state with."""
-        options = {tool.spec.name: getattr(tool, "options", DEFAULT_OPTIONS) for tool in self.tools}
-        stateful = {chosen.server for chosen in options.values() if chosen.stateful}
-        entries: dict[str, _Entry] = {}
-        for tool in self.tools:
-            chosen: ToolOptions = options[tool.spec.name]
-            # On a server with state any tool that is not pure may change it.
-            touches = bool(chosen.server) and chosen.server in stateful and not chosen.pure
-            group = None
-            if chosen.ordered or chosen.stateful or touches:
-                group = self._groups.setdefault(chosen.server, Group(chosen.server))
-                group.stateful |= chosen.stateful
-            entries[tool.spec.name] = _Entry(tool, chosen, group)
-        return entries
+    async def _obtain(self, call: PendingCall) -> ToolResult:
+        if self._cache is not None:
+            return await self._cache.obtain(call)
+        return (await call.make(call, time.monotonic() + call.seconds)).result
 
 
 def _check_names(tools: Sequence[Tool]) -> None:
@@ -317,25 +243,18 @@ def _check_names(tools: Sequence[Tool]) -> None:
         raise ValueError(f"two tools have the same name: {twice}; rename one with @tool(name=...)")
 
 
-def _close_soon(executor: AsyncToolExecutor) -> None:
-    """For an executor that could not be made: nobody else will close what it has opened."""
-    if not executor._sessions:
-        return
-    try:
-        loop = asyncio.get_running_loop()
-    except RuntimeError:
-        asyncio.run(executor.close())
-    else:
-        task = loop.create_task(executor.close())
-        _closing.add(task)
-        task.add_done_callback(_closing.discard)
-
-
-def _validator(schema: dict[str, Any]) -> Validator:
-    """Kept by the identity of the schema: every episode has an executor of its own over the same tools."""
-    known = _VALIDATORS.get(id(schema))
-    if known is None or known.schema is not schema:  # an id may be used again
-        if len(_VALIDATORS) > 1000:
-            _VALIDATORS.clear()
-        known = _VALIDATORS[id(schema)] = validator_of(schema)
-    return known
+def _with_states(tools: Sequence[Tool]) -> dict[str, _Entry]:
+    """Return the tools by name, each with the state that it shares."""
+    options: list[ToolOptions] = [getattr(tool, "options", DEFAULT_OPTIONS) for tool in tools]
+    stateful = {chosen.server for chosen in options if chosen.stateful}
+    states: dict[str, ToolState] = {}
+    entries: dict[str, _Entry] = {}
+    for tool, chosen in zip(tools, options, strict=True):
+        # On a server with state any tool that is not pure may change it.
+        touches = bool(chosen.server) and chosen.server in stateful and not chosen.pure
+        state = None
+        if chosen.ordered or chosen.stateful or touches:
+            state = states.setdefault(chosen.server, ToolState(chosen.server))
+            state.stateful |= chosen.stateful
+        entries[tool.spec.name] = _Entry(tool, chosen, state)
+    return entries

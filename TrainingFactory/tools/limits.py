@@ -1,133 +1,60 @@
-"""What keeps calls from overrunning a tool: so many at a time, so many a second, and none while its server is down.
-
-All of it outlives an event loop: every batch of episodes runs in a loop of its own. It may also be used from several
-loops at the same time.
-"""
+"""Keeps calls from overrunning a tool: so many at a time, so many a second, and none while its server is down."""
 
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
-from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
+from typing import Generic, TypeVar
 
+T = TypeVar("T")
 Clock = Callable[[], float]
 
 
-class _Waiter:
-    __slots__ = ("future", "granted", "loop")
+class PerLoop(Generic[T]):
+    """Something that belongs to an event loop. A run has one loop; who holds tools over two runs has two, one after the
+    other, and gets it made anew on the second."""
 
-    def __init__(self) -> None:
-        self.loop = asyncio.get_running_loop()
-        self.future: asyncio.Future[None] = self.loop.create_future()
-        self.granted = False
+    def __init__(self, make: Callable[[], T]) -> None:
+        self._make = make
+        self._made: tuple[asyncio.AbstractEventLoop, T] | None = None
 
-    def wake(self) -> bool:
-        """False where nobody waits any more."""
-        with suppress(RuntimeError):  # no loop runs here
-            if self.loop is asyncio.get_running_loop():
-                if self.future.done():  # cancelled, and not yet taken out of the queue
-                    return False
-                self.future.set_result(None)
-                return True
-        try:
-            self.loop.call_soon_threadsafe(_set, self.future)
-        except RuntimeError:  # its loop is closed
-            return False
-        return True
-
-
-def _set(future: asyncio.Future[None]) -> None:
-    if not future.done():
-        future.set_result(None)
-
-
-class Gate:
-    """Lets in `limit` at a time, first come, first served: `async with gate`."""
-
-    def __init__(self, limit: int) -> None:
-        self._free = limit
-        self._waiting: deque[_Waiter] = deque()
-        # Reentrant: the garbage collector may close a coroutine, and so free a place, at any line of this class.
-        self._lock = threading.RLock()
-
-    @property
-    def free(self) -> int:
-        return self._free
-
-    async def __aenter__(self) -> None:
-        await self.acquire()
-
-    async def __aexit__(self, *_: object) -> None:
-        self.release()
-
-    async def acquire(self) -> None:
-        with self._lock:
-            if self._free:
-                self._free -= 1
-                return
-            waiter = _Waiter()
-            self._waiting.append(waiter)
-        try:
-            await waiter.future
-        except BaseException:  # cancelled: a place that was already given goes to the next
-            with self._lock:
-                if waiter.granted:
-                    self.release()
-                else:
-                    with suppress(ValueError):
-                        self._waiting.remove(waiter)
-            raise
-
-    def release(self) -> None:
-        with self._lock:
-            while self._waiting:
-                waiter = self._waiting.popleft()
-                if waiter.wake():
-                    waiter.granted = True
-                    return
-            self._free += 1
-
-
-class Pace:
-    """At most `rate` a second, evenly spaced, first come, first served. Who gives up waiting uses up no slot."""
-
-    def __init__(self, rate: float) -> None:
-        self._gap = 1 / rate
-        self._next = 0.0
-        self._turn = Gate(1)
-
-    async def wait(self) -> None:
-        async with self._turn:
-            pause = self._next - time.monotonic()
-            if pause > 0:
-                await asyncio.sleep(pause)
-            self._next = max(time.monotonic(), self._next) + self._gap
+    def get(self) -> T:
+        loop = asyncio.get_running_loop()
+        if self._made is None or self._made[0] is not loop:
+            self._made = (loop, self._make())
+        return self._made[1]
 
 
 class Limits:
-    """The gate and the pace of one tool. A call that was given up at its time-out counts no longer, even where its
-    thread still runs: else a few hung calls would lock everybody out."""
+    """Lets in `concurrency` calls at a time and `rate` a second, evenly spaced, first come, first served. Who gives up
+    waiting uses up no slot. A call that was given up at its time-out counts no longer, even where its thread still
+    runs: else a few hung calls would lock everybody out."""
 
     def __init__(self, concurrency: int | None, rate: float | None) -> None:
-        self._gate = Gate(concurrency) if concurrency is not None else None
-        self._pace = Pace(rate) if rate is not None else None
+        self._places = None
+        if concurrency is not None:
+            self._places = PerLoop(lambda: asyncio.Semaphore(concurrency))
+        self._gap = None if rate is None else 1 / rate
+        self._turn = PerLoop(asyncio.Lock)
+        self._next = 0.0
 
     async def acquire(self) -> None:
-        if self._gate is not None:
-            await self._gate.acquire()
-        if self._pace is not None:  # with the place in hand, so that no burst can build up before the gate
-            try:
-                await self._pace.wait()
-            except BaseException:
-                self.release()
-                raise
+        if self._places is not None:
+            await self._places.get().acquire()
+        if self._gap is None:
+            return
+        try:  # with the place in hand, so that no burst can build up before it
+            async with self._turn.get():
+                await asyncio.sleep(max(0.0, self._next - time.monotonic()))
+                self._next = max(time.monotonic(), self._next) + self._gap
+        except BaseException:
+            self.release()
+            raise
 
     def release(self) -> None:
-        if self._gate is not None:
-            self._gate.release()
+        if self._places is not None:
+            self._places.get().release()
 
 
 class CircuitBreaker:
@@ -150,18 +77,19 @@ class CircuitBreaker:
 
     @property
     def is_open(self) -> bool:
-        """Whether a call that came now would be turned away."""
+        """Tell whether a call that came now would be turned away."""
         return self._until is not None and (self._probing or self._clock() < self._until)
 
     def allow(self) -> int | None:
-        """None: the call must not be made. Else what is to be handed to `ended` after it."""
+        """Return what is to be handed to `ended` after the call; None: it must not be made."""
         if self.is_open:
             return None
         self._probing = self._until is not None
         return self._incident
 
     def ended(self, begun: int, answered: bool | None) -> None:
-        """`answered`: the server did, be it with an error; None: the call was broken off, which says nothing."""
+        """Count a call. `answered`: the server did, be it with an error; None: the call was broken off, which says
+        nothing."""
         if answered:
             self._failures, self._until, self._pause, self._probing = 0, None, self._first_pause, False
         elif begun == self._incident:  # else it failed together with others

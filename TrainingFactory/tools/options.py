@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from pydantic.dataclasses import dataclass
+
+from TrainingFactory.options import STRICT, Count, Positive, ZeroOrMore
 
 
-@dataclass(slots=True, frozen=True)
+@dataclass(slots=True, frozen=True, config=STRICT)
 class ToolOptions:
     """Any tool may carry it as `options`; one that does not has these defaults."""
 
-    timeout: float | None = None  # seconds for one call; None: the executor's own limit
+    timeout: Positive | None = None  # seconds for one call; None: the executor's own limit
     # Calls to the ordered tools of one server (or of this process) run one after another, as the model wrote them.
     # Methods of an environment are ordered unless they say otherwise, because they share its state.
     ordered: bool = False
@@ -17,22 +19,16 @@ class ToolOptions:
     # Equal calls since the episode began give equal results: cached by that history. Implies `ordered`.
     stateful: bool = False
     idempotent: bool = False  # a second call does no more than the first: may be repeated after a failure
-    retries: int = 2  # further attempts after a failure, where the tool may be repeated at all
-    concurrency: int | None = None  # calls at the same time, over all episodes
-    rate: float | None = None  # calls per second, over all episodes, evenly spaced
+    retries: ZeroOrMore = 2  # further attempts after a failure, where the tool may be repeated at all
+    concurrency: Count | None = None  # calls at the same time, over all episodes
+    rate: Positive | None = None  # calls per second, over all episodes, evenly spaced
     server: str = ""  # who answers; its tools share one circuit breaker. "": this process
     version: str = ""  # of the tool; a new one makes what is cached old
+
+    def __post_init__(self) -> None:
+        if self.pure and self.stateful:
+            raise ValueError("a tool is pure or stateful, not both")
 
     @property
     def repeatable(self) -> bool:
         return self.pure or self.idempotent
-
-    def __post_init__(self) -> None:
-        for name in ("timeout", "concurrency", "rate"):
-            value = getattr(self, name)
-            if value is not None and value <= 0:
-                raise ValueError(f"a tool's {name} is over 0 or None, not {value}")
-        if self.retries < 0:
-            raise ValueError(f"a tool's retries are 0 or more, not {self.retries}")
-        if self.pure and self.stateful:
-            raise ValueError("a tool is pure or stateful, not both")

@@ -1,4 +1,4 @@
-"""Every tool call of a run, written down, and served again with no tool called.
+"""Writes down every tool call of a run, and serves the calls again with no tool called.
 
 A recording is two files in the folder of a run:
 
@@ -16,12 +16,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from TrainingFactory.tools.runtime import BrokenOff, Place
 from TrainingFactory.types import ToolCall, ToolFailure, ToolResult, ToolSpec
 
 CALLS, SPECS = "tool_calls.jsonl", "tools.json"
@@ -40,12 +39,27 @@ class EpisodeKey(NamedTuple):
     member: int
 
 
+@dataclass(slots=True, frozen=True)
+class Place:
+    """Which call of a run it is: fixed by what the model did, whoever comes first."""
+
+    key: Hashable  # of the episode, as it was given to `attach`
+    # Of a turn: calls of `batch_execute` before this one, and the number in the batch. Of calls that a reward or
+    # another tool makes, which may come in any order: who makes them, and what is called how many times before.
+    batch: int | str
+    index: int | str
+
+
+class BrokenOff(Exception):
+    """How a call ended that was cancelled: nobody got an answer."""
+
+
 class NotRecorded(ToolFailure):
-    """A replay was asked for a call that the recording does not have, or made one again with another result. It ends
-    the episode, and then the run."""
+    """Says that a replay was asked for a call that the recording does not have, or made one again with another result.
+    It ends the episode, and then the run."""
 
 
-class Tape:
+class Recorder:
     """Serves the calls of the folder `replay`, if there is one; writes calls down once `record_to` says where."""
 
     def __init__(self, replay: Path | None = None) -> None:
@@ -59,13 +73,12 @@ class Tape:
         self._target.touch()  # a run that calls nothing can be replayed too
 
     def record(self, place: Place, call: ToolCall, result: ToolResult | ToolFailure | BrokenOff) -> None:
-        """Kept until `commit`: of a batch of episodes that is broken off, nothing is to remain."""
+        """Keep a call until `commit`: of a batch of episodes that is broken off, nothing is to remain."""
         if self._target is not None:
             self._waiting[place] = _line(place, call, result)
 
     def replay(self, place: Place, call: ToolCall) -> ToolResult | None:
-        """What was answered when it was recorded (a failure of the tools is raised again); None if nothing is
-        replayed."""
+        """Answer as when it was recorded (a failure of the tools is raised again); None if nothing is replayed."""
         if self._recording is None:
             return None
         try:
@@ -80,7 +93,7 @@ class Tape:
     def compare(
         self, place: Place, call: ToolCall, recorded: ToolResult, made: ToolResult | ToolFailure
     ) -> None:
-        """For a method of the environment, which a replay runs again."""
+        """Check a method of the environment, which a replay runs again, against the recording."""
         assert self._recording is not None
         said = [
             (result.ok, result.error, result.content, result.attachments)
@@ -95,12 +108,12 @@ class Tape:
         raise problem
 
     def check(self) -> None:
-        """Ends a run that has left its recording; whoever called the tool may have swallowed the error."""
+        """End a run that has left its recording; whoever called the tool may have swallowed the error."""
         if self._problem is not None:
             raise ValueError(str(self._problem)) from self._problem
 
     def commit(self) -> None:
-        """Appends the calls since the last time, in the order of their places: equal runs have equal files."""
+        """Append the calls since the last time, in the order of their places: equal runs have equal files."""
         if self._target is None or not self._waiting:
             return
         lines = [self._waiting[place] for place in sorted(self._waiting, key=_order)]
@@ -124,7 +137,7 @@ class Recording:
                 f"{folder} has no recording of tool calls ({CALLS} and {SPECS}); record one with "
                 "logging.record_tools=true"
             )
-        self._file, self._lock = path.open("rb"), threading.Lock()
+        self._file = path.open("rb")
         self._offsets: dict[Place, int] = {}
         offset = 0
         for number, line in enumerate(self._file, 1):
@@ -137,10 +150,8 @@ class Recording:
         offset = self._offsets.get(place)
         if offset is None:
             raise NotRecorded(self._text(place, call, "and no such call was recorded"))
-        with self._lock:  # a reward may call tools on threads
-            self._file.seek(offset)
-            line = self._file.readline()
-        row = json.loads(line)
+        self._file.seek(offset)
+        row = json.loads(self._file.readline())
         if row["tool"] != call.name or _canonical(row["arguments"]) != _canonical(call.arguments):
             recorded = ToolCall(row["tool"], row["arguments"])
             raise NotRecorded(self._text(place, call, f"but what was recorded there is {_shown(recorded)}"))
@@ -164,7 +175,7 @@ class Recording:
 
 
 def save_specs(folder: Path, specs: Iterable[ToolSpec]) -> None:
-    """What the model is told; a run that is replayed reads it instead of asking a server."""
+    """Write what the model is told; a run that is replayed reads it instead of asking a server."""
     rows = [dataclasses.asdict(spec) for spec in specs]
     part = folder / f".{SPECS}.part"
     part.write_text(json.dumps(rows, indent=1, ensure_ascii=False), encoding="utf-8")
@@ -218,7 +229,7 @@ _DEFAULTS = {"content": None} | {
 
 
 def _place(line: bytes, where: str) -> Place:
-    """Of one line of a recording; ValueError if it is none."""
+    """Read the place of one line of a recording; ValueError if it is none."""
     try:
         row = json.loads(line)
     except ValueError as error:

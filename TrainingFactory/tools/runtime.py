@@ -6,25 +6,22 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Awaitable, Callable, Hashable
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Awaitable, Callable
+from typing import Any
 
-from TrainingFactory.protocols import Tool
+from TrainingFactory.texts import bounded, describe
+from TrainingFactory.tools.calls import Outcome, PendingCall, ResultCache
 from TrainingFactory.tools.decorator import as_result
 from TrainingFactory.tools.limits import CircuitBreaker, Limits
 from TrainingFactory.tools.metrics import ToolMetrics
-from TrainingFactory.tools.options import ToolOptions
-from TrainingFactory.tools.texts import describe
+from TrainingFactory.tools.recording import Recorder
 from TrainingFactory.tools.waiting import OutOfTime, SelfCancelled, within
-from TrainingFactory.types import ToolCall, ToolFailure, ToolResult
+from TrainingFactory.types import ToolFailure, ToolResult
 
 log = logging.getLogger(__name__)
 _chance = random.Random()  # of our own: the seeded one belongs to training
-FIRST_PAUSE, LONGEST_PAUSE = (
-    0.25,
-    8.0,
-)  # seconds between attempts: doubled each time, then shortened by chance
+# Seconds between attempts: doubled each time, then shortened by chance.
+FIRST_PAUSE, LONGEST_PAUSE = 0.25, 8.0
 # What is raised when no answer came: another attempt may help, and the server may be down. Anything else that a tool
 # raises is its answer. The names are of packages that need not be installed (httpx, aiohttp, anyio, redis, urllib3).
 LOST = (OSError, EOFError, SelfCancelled, asyncio.CancelledError)
@@ -36,65 +33,8 @@ LOST_NAMES = {
 NOT_LOST = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError)
 
 
-@dataclass(slots=True, frozen=True)
-class Place:
-    """Which call of a run it is: fixed by what the model did, whoever comes first."""
-
-    key: Hashable  # of the episode, as it was given to `attach`
-    # Of a turn: calls of `batch_execute` before this one, and the number in the batch. Of calls that a reward or
-    # another tool makes, which may come in any order: who makes them, and what is called how many times before.
-    batch: int | str
-    index: int | str
-
-
-class BrokenOff(Exception):
-    """How a call ended that was cancelled: nobody got an answer."""
-
-
-class Tape(Protocol):
-    """Records all calls of a run, also those that reach no tool, or answers all of them."""
-
-    def replay(self, place: Place, call: ToolCall, /) -> ToolResult | None:
-        """None where nothing is replayed. Raises ToolFailure where the recorded call did, and for a call that was
-        never recorded; BrokenOff where that was broken off."""
-        ...
-
-    def compare(
-        self, place: Place, call: ToolCall, recorded: ToolResult, made: ToolResult | ToolFailure, /
-    ) -> None:
-        """ToolFailure where a call that was made again in a replay has another result than the recorded one."""
-        ...
-
-    def record(self, place: Place, call: ToolCall, result: ToolResult | ToolFailure | BrokenOff, /) -> None:
-        """`result` is what the model sees."""
-        ...
-
-    def check(self) -> None:
-        """ValueError where a replay has left its recording; whoever called the tool may have swallowed that."""
-        ...
-
-
-class ResultCache(Protocol):
-    """See `tool_cache.ToolCache`."""
-
-    @property
-    def failures(self) -> int: ...
-    async def through(
-        self, key: str, run: Callable[[], Awaitable[ToolResult]], deadline: float
-    ) -> ToolResult: ...
-
-
-class Outcome(NamedTuple):
-    """`lost`: nobody knows whether the call was done, because no answer came. Worth another attempt. `made` is false
-    where the tool was not reached at all."""
-
-    result: ToolResult
-    lost: bool = False
-    made: bool = True
-
-
 class ToolRuntime:
-    """Limits per tool, circuit breakers per server, the cache, the tape and the metrics.
+    """Limits per tool, circuit breakers per server, the cache, the recorder and the metrics.
 
     `deadline` is what one call may take in all, in seconds: waiting at the tool's limits, every attempt, the pauses
     between them. A tool's own time-out bounds each attempt and starts when the call is let through, so that a tool
@@ -102,61 +42,60 @@ class ToolRuntime:
     """
 
     def __init__(
-        self, *, cache: ResultCache | None = None, tape: Tape | None = None, deadline: float = 240.0
+        self,
+        *,
+        cache: ResultCache | None = None,
+        recorder: Recorder | None = None,
+        deadline: float = 240.0,
     ) -> None:
         if deadline <= 0:
             raise ValueError(f"a call's deadline is in seconds and over 0, not {deadline}")
         self.cache = cache
-        self.tape = tape
+        self.recorder = recorder
         self.deadline = deadline
         self.metrics = ToolMetrics()
         self._limits: dict[tuple[Any, ...], Limits] = {}
         self._breakers: dict[str, CircuitBreaker] = {}
 
     def snapshot(self) -> dict[str, float]:
-        """The figures since the last snapshot, for the log of a step."""
-        figures = self.metrics.snapshot()
-        figures["tools/circuits_open"] = sum(breaker.is_open for breaker in self._breakers.values())
+        """Return the metrics since the last snapshot, for the log of a step."""
+        metrics = self.metrics.snapshot()
+        metrics["tools/circuits_open"] = sum(breaker.is_open for breaker in self._breakers.values())
         if self.cache is not None:
-            figures["tools/cache_failures"] = self.cache.failures
-        return figures
+            metrics["tools/cache_failures"] = self.cache.failures
+        return metrics
 
     def breaker(self, server: str) -> CircuitBreaker | None:
-        """None for tools of this process, which can fail but not be down."""
+        """Return the circuit breaker of a server; None for tools of this process, which can fail but not be down."""
         return self._breakers.setdefault(server, CircuitBreaker()) if server else None
 
-    async def call(
-        self, tool: Tool, arguments: dict[str, Any], options: ToolOptions, timeout: float, deadline: float
-    ) -> Outcome:
+    async def call(self, call: PendingCall, deadline: float) -> Outcome:
         """Make the call. `deadline` is a time of `time.monotonic`."""
-        name, breaker = tool.spec.name, self.breaker(options.server)
-        outcome: Outcome | None = None
-        for attempt in range(1 + options.retries if options.repeatable else 1):
-            if outcome is not None:
-                pause = min(FIRST_PAUSE * 2 ** (attempt - 1), LONGEST_PAUSE) * _chance.uniform(0.5, 1)
-                if time.monotonic() + pause >= deadline or (breaker is not None and breaker.is_open):
-                    break
-                await asyncio.sleep(pause)
-                self.metrics.retried(name)
-            latest = await self._attempt(tool, arguments, options, timeout, deadline)
-            if outcome is None or latest.made:  # else what the attempt before came to says more
-                outcome = latest
-            if not latest.lost:
+        options, breaker = call.options, self.breaker(call.options.server)
+        outcome = await self._attempt(call, deadline)
+        for attempt in range(options.retries if options.repeatable else 0):
+            pause = min(FIRST_PAUSE * 2**attempt, LONGEST_PAUSE) * _chance.uniform(0.5, 1)
+            late = time.monotonic() + pause >= deadline
+            if not outcome.lost or late or (breaker is not None and breaker.is_open):
                 break
-        assert outcome is not None
+            await asyncio.sleep(pause)
+            self.metrics.retried(call.name)
+            latest = await self._attempt(call, deadline)
+            if not latest.made:  # what the attempt before came to says more
+                break
+            outcome = latest
+        outcome.result.content = bounded(outcome.result.content, call.max_output_chars)
         return outcome
 
-    async def _attempt(
-        self, tool: Tool, arguments: dict[str, Any], options: ToolOptions, timeout: float, deadline: float
-    ) -> Outcome:
-        breaker, limits = self.breaker(options.server), self._limits_of(tool.spec.name, options)
+    async def _attempt(self, call: PendingCall, deadline: float) -> Outcome:
+        breaker, limits = self.breaker(call.options.server), self._limits_of(call)
         if breaker is not None and breaker.is_open:
-            return _down(tool.spec.name)
+            return _down(call.name)
         # A tool may have `async def until_ready()`, which waits until a call can begin, for a session say. It comes
         # before the limits: who has a session would else wait for places that are held by those who have none.
-        ready: Callable[[], Awaitable[None]] | None = getattr(tool, "until_ready", None)
+        ready: Callable[[], Awaitable[None]] | None = getattr(call.tool, "until_ready", None)
         if limits is None and ready is None:
-            return await self._let_in(tool, arguments, timeout, deadline, breaker)
+            return await self._let_in(call, deadline, breaker)
         arrived = time.monotonic()
         try:
             async with asyncio.timeout(deadline - arrived):
@@ -165,34 +104,27 @@ class ToolRuntime:
                 if limits is not None:
                     await limits.acquire()
         except TimeoutError:
-            return _busy(tool.spec.name)
+            return _busy(call.name)
         finally:
-            self.metrics.waited(tool.spec.name, time.monotonic() - arrived)
+            self.metrics.waited(call.name, time.monotonic() - arrived)
         try:
-            return await self._let_in(tool, arguments, timeout, deadline, breaker)
+            return await self._let_in(call, deadline, breaker)
         finally:
             if limits is not None:
                 limits.release()
 
-    async def _let_in(
-        self,
-        tool: Tool,
-        arguments: dict[str, Any],
-        timeout: float,
-        deadline: float,
-        breaker: CircuitBreaker | None,
-    ) -> Outcome:
+    async def _let_in(self, call: PendingCall, deadline: float, breaker: CircuitBreaker | None) -> Outcome:
         left = deadline - time.monotonic()
         if left <= 0:
-            return _busy(tool.spec.name)
+            return _busy(call.name)
         if breaker is None:
-            return await _bounded(tool, arguments, min(timeout, left))
+            return await _bounded(call, min(call.timeout, left))
         begun = breaker.allow()
         if begun is None:
-            return _down(tool.spec.name)
+            return _down(call.name)
         answered: bool | None = None
         try:
-            outcome = await _bounded(tool, arguments, min(timeout, left))
+            outcome = await _bounded(call, min(call.timeout, left))
             answered = not outcome.lost
         except ToolFailure:
             answered = False
@@ -201,18 +133,19 @@ class ToolRuntime:
             breaker.ended(begun, answered)
         return outcome
 
-    def _limits_of(self, name: str, options: ToolOptions) -> Limits | None:
+    def _limits_of(self, call: PendingCall) -> Limits | None:
+        options = call.options
         if options.concurrency is None and options.rate is None:
             return None
-        key = (options.server, name, options.concurrency, options.rate)
+        key = (options.server, call.name, options.concurrency, options.rate)
         found = self._limits.get(key)
         return found or self._limits.setdefault(key, Limits(options.concurrency, options.rate))
 
 
-async def _bounded(tool: Tool, arguments: dict[str, Any], timeout: float) -> Outcome:
-    name = tool.spec.name
+async def _bounded(call: PendingCall, timeout: float) -> Outcome:
+    name = call.name
     try:
-        result = await within(timeout, _run(tool, arguments))
+        result = await within(timeout, _run(call))
     except ToolFailure:
         raise
     except OutOfTime:
@@ -227,9 +160,9 @@ async def _bounded(tool: Tool, arguments: dict[str, Any], timeout: float) -> Out
     return Outcome(result, lost=not result.ok and result.error in ("timeout", "unavailable"))
 
 
-async def _run(tool: Tool, arguments: dict[str, Any]) -> ToolResult:
+async def _run(call: PendingCall) -> ToolResult:
     try:
-        return as_result(await tool.run(arguments))
+        return as_result(await call.tool.run(call.arguments))
     except SystemExit as error:
         raise RuntimeError("it tried to end the program") from error
     except BaseExceptionGroup as error:  # a dying connection may raise one that is no Exception

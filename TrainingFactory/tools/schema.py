@@ -1,4 +1,4 @@
-"""JSON schemas of tools: made from a function's signature; and bad arguments, in words a model can act on."""
+"""Makes JSON schemas from signatures, and explains bad arguments in words that a model can act on."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
-from urllib.parse import unquote
 
 from jsonschema import Draft202012Validator
 from jsonschema.exceptions import SchemaError as InvalidSchema
@@ -17,7 +16,11 @@ from jsonschema.validators import validator_for
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from pydantic.errors import PydanticUserError
 from pydantic.fields import FieldInfo
+from referencing import Registry
+from referencing.exceptions import Unresolvable
+from referencing.jsonschema import DRAFT202012
 
+from TrainingFactory.tools.by_identity import ByIdentity
 from TrainingFactory.types import ToolSpec
 
 MAX_PROBLEMS = 3  # as many are told at once
@@ -25,7 +28,7 @@ MAX_VALUE_CHARS = 60
 
 
 def arguments_model(function: Callable[..., Any], name: str, skip_first: bool) -> type[BaseModel]:
-    """A pydantic model with one field per parameter. Its fields are called a0, a1, ... and carry the real
+    """Make a pydantic model with one field per parameter. Its fields are called a0, a1, ... and carry the real
     names as aliases, because a parameter may have any name, also one that BaseModel uses itself."""
     try:
         hints = get_type_hints(function, include_extras=True)
@@ -52,7 +55,7 @@ def arguments_model(function: Callable[..., Any], name: str, skip_first: bool) -
 
 
 def parameters_schema(model: type[BaseModel]) -> dict[str, Any]:
-    """The model's JSON schema without what only costs tokens: titles, and the rule against extra arguments
+    """Return the model's JSON schema without what only costs tokens: titles, and the rule against extra arguments
     (which the model enforces anyway)."""
     schema = without_titles(model.model_json_schema(by_alias=True))
     schema.pop("additionalProperties", None)
@@ -61,13 +64,13 @@ def parameters_schema(model: type[BaseModel]) -> dict[str, Any]:
 
 
 def description_of(function: Callable[..., Any]) -> str:
-    """The docstring up to its first section (Args, Returns, ...)."""
+    """Return the docstring up to its first section (Args, Returns, ...)."""
     doc = inspect.getdoc(function) or ""
     return re.split(r"\n\s*(?:\w+:[ \t]*\n|:param |\w+\n-{3,})", "\n" + doc, maxsplit=1)[0].strip()
 
 
 def _parameter_docs(doc: str) -> dict[str, str]:
-    """What a docstring says about parameters: `name: text` lines under Args:, `:param name: text` lines, and
+    """Read what a docstring says about parameters: `name: text` lines under Args:, `:param name: text` lines, and
     numpy's `name : type` lines with the text below. A text may go on in lines that are indented further."""
     section = re.search(r"^(?:Args|Arguments|Parameters):[ \t]*\n((?:[ \t]+.*\n?|\n)+)", doc, re.MULTILINE)
     listed = inspect.cleandoc(section.group(1)) if section else ""
@@ -81,7 +84,7 @@ def _parameter_docs(doc: str) -> dict[str, str]:
 
 
 def _annotated_text(hint: Any) -> str | None:
-    """The first plain string in Annotated[type, "text"], or the description of a Field there."""
+    """Return the first plain string in Annotated[type, "text"], or the description of a Field there."""
     notes = get_args(hint)[1:] if get_origin(hint) is Annotated else ()
     texts = [note.description if isinstance(note, FieldInfo) else note for note in notes]
     return next((text for text in texts if isinstance(text, str)), None)
@@ -106,38 +109,29 @@ def without_titles(schema: Any, is_schema: bool = True) -> Any:
 
 
 def _reading_order(item: tuple[str, Any]) -> int:
-    """The order everybody writes, and models have seen: pydantic's own is alphabetical."""
+    """Sort keys as everybody writes them, and models have seen: pydantic's own order is alphabetical."""
     usual = ("type", "description", "properties", "items", "enum", "default")
     return usual.index(item[0]) if item[0] in usual else len(usual)
 
 
 def check_schema(spec: ToolSpec, where: str = "") -> None:
-    """ValueError if the spec of a tool from elsewhere cannot be used; `where` says whose it is. Cheap for a
-    schema that was seen before: every episode asks again."""
-    schema: Any = spec.parameters
-    if _CHECKED.get(id(schema)) is schema:
-        return
+    """Raise ValueError if the spec of a tool from elsewhere cannot be used; `where` says whose it is."""
     problem = None if isinstance(spec.name, str) and spec.name else f"its name is {spec.name!r}"
-    problem = problem or _schema_fault(schema)
+    problem = problem or _schema_fault(spec.parameters)
     if problem:
         owner = f"{where}: " if where else ""
         raise ValueError(
             f"{owner}tool {str(spec.name)[:64]}: {problem}; parameters must be a JSON schema of type object, "
             'for instance {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}'
         )
-    if len(_CHECKED) > 1000:
-        _CHECKED.clear()
-    _CHECKED[id(schema)] = schema
-
-
-_CHECKED: dict[int, dict[str, Any]] = {}  # by identity
 
 
 def validator_of(schema: dict[str, Any]) -> Validator:
-    """A validator of the draft that the schema names, else of the newest."""
+    """Make a validator of the draft that the schema names, else of the newest."""
     return validator_for(schema, default=Draft202012Validator)(schema)
 
 
+@ByIdentity  # every episode asks again
 def _schema_fault(schema: Any) -> str | None:
     if not isinstance(schema, dict):
         return f"its parameters are {_short(repr(schema))}"
@@ -155,12 +149,18 @@ def _schema_fault(schema: Any) -> str | None:
 
 
 def unknown_reference(schema: dict[str, Any]) -> str | None:
-    """The first $ref that leads nowhere within the schema, if there is one."""
-    return next((ref for ref in _references(schema) if not _resolves(schema, ref)), None)
+    """Return the first $ref that leads nowhere within the schema, if there is one: such a one would be fetched over the
+    network when arguments are checked."""
+    resolver = Registry().with_resource("", DRAFT202012.create_resource(schema)).resolver()
+    for reference in _references(schema):
+        try:
+            resolver.lookup(reference)
+        except (Unresolvable, ValueError):
+            return reference
+    return None
 
 
 def _references(schema: Any) -> Iterator[str]:
-    """Every $ref; one that leads outside would be fetched over the network when arguments are checked."""
     if isinstance(schema, dict):
         if isinstance(schema.get("$ref"), str):
             yield schema["$ref"]
@@ -172,31 +172,14 @@ def _references(schema: Any) -> Iterator[str]:
             yield from _references(item)
 
 
-def _resolves(schema: Any, reference: str) -> bool:
-    if not reference.startswith("#/"):
-        return reference == "#" or (
-            reference.startswith("#") and '"$anchor"' in json.dumps(schema, default=str)
-        )
-    place = schema
-    for part in unquote(reference[2:]).split("/"):
-        part = part.replace("~1", "/").replace("~0", "~")
-        if isinstance(place, list) and part.isdigit() and int(part) < len(place):
-            place = place[int(part)]
-        elif isinstance(place, dict) and part in place:
-            place = place[part]
-        else:
-            return False
-    return True
-
-
 def schema_problems(spec: ToolSpec, validator: Validator, arguments: Any) -> str | None:
-    """What is wrong with the arguments, or None."""
+    """Say what is wrong with the arguments; None if nothing is."""
     errors = sorted(validator.iter_errors(arguments), key=lambda error: len(error.absolute_path))
     return _explain(spec, (_schema_problem(error) for error in errors)) if errors else None
 
 
 def model_problems(spec: ToolSpec, error: ValidationError) -> str:
-    """The same for what pydantic found."""
+    """Say the same for what pydantic found."""
     problems = []
     for found in error.errors(include_url=False, include_context=False):
         where = ".".join(str(part) for part in found["loc"]) or "the arguments"
@@ -230,7 +213,7 @@ def _schema_problem(error: SchemaError) -> str:
 
 
 def _expected(schema: Any) -> str:
-    """A schema in a few words."""
+    """Describe a schema in a few words."""
     if not isinstance(schema, dict):
         return "any value"
     if "enum" in schema:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
-import os
 import threading
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
@@ -50,17 +49,8 @@ class DaemonPool:
 _pool = DaemonPool()
 
 
-def _fresh_pool() -> None:
-    global _pool
-    _pool = DaemonPool()
-
-
-if hasattr(os, "register_at_fork"):  # not on Windows, which has no fork
-    os.register_at_fork(after_in_child=_fresh_pool)  # threads do not survive a fork, permits would
-
-
 async def in_thread(function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-    """The function's result, computed on a thread of its own. A cancelled wait leaves the thread running."""
+    """Return the function's result, computed on a thread. A cancelled wait leaves the thread running."""
     loop = asyncio.get_running_loop()
     outcome: asyncio.Future[tuple[Any, BaseException | None]] = loop.create_future()
     context = contextvars.copy_context()

@@ -21,7 +21,7 @@ class SelfCancelled(Exception):
 
 
 async def within(seconds: float | None, coroutine: Coroutine[Any, Any, T]) -> T:
-    """The coroutine's result; OutOfTime when it takes longer.
+    """Return the coroutine's result; raise OutOfTime when it takes longer.
 
     Unlike `asyncio.timeout` this also comes back when the coroutine ignores its cancelling: it is then
     left behind. Cancelling the caller cancels the coroutine.

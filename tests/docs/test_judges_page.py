@@ -15,9 +15,9 @@ import pytest
 
 from tests.kits.judge import judging
 from tests.services.test_judge_audit import command, compares
+from TrainingFactory.endpoint import BY_HOST
 from TrainingFactory.rewards.judge.prompts import GROUP, PAIR, RUBRIC, SINGLE
 from TrainingFactory.rewards.model_judge import VERDICTS, model_judge
-from TrainingFactory.tools.builtin.model_tools import BY_HOST
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "JUDGES.md").read_text(encoding="utf-8")

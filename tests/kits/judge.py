@@ -15,7 +15,7 @@ from typing import Any
 
 from TrainingFactory.rewards.judge.prompts import CLOSE, OPEN
 from TrainingFactory.rewards.model_judge import model_judge
-from TrainingFactory.rewards.workers.processes import FinishedEpisode
+from TrainingFactory.rewards.workers.finished_episode import FinishedEpisode
 from TrainingFactory.types import Completion, Message, Status, Task, ToolCall, Trajectory, Turn
 
 KEY = "sk-judge-9876"
@@ -37,6 +37,8 @@ class Judge:
     most: int = 0  # requests at the same time
     delay: float = 0.0
     port: int = 0
+    keeps: bool = False  # connections open, as HTTP/1.1 does
+    connections: int = 0
     sends: dict[str, str] = field(default_factory=dict[str, str])  # headers of what is no success
 
     def __post_init__(self) -> None:
@@ -45,6 +47,12 @@ class Judge:
         outer = self
 
         class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1" if self.keeps else "HTTP/1.0"
+
+            def setup(self) -> None:
+                super().setup()
+                outer.connections += 1
+
             def do_POST(self) -> None:
                 with suppress(OSError):
                     outer.serve(self)
@@ -159,11 +167,31 @@ def judge_at(url: str, **options: Any) -> Any:
     return model_judge(**given | options)
 
 
+async def all_scored(judge: Any, *trajectories: Trajectory) -> list[Any]:
+    """Return rewards, or what was raised."""
+    asked = (judge(FinishedEpisode(each)) for each in trajectories)
+    return await asyncio.gather(*asked, return_exceptions=True)
+
+
 def scored(judge: Any, *trajectories: Trajectory) -> list[Any]:
-    """Rewards, or what was raised."""
+    """Return rewards, or what was raised, and close the judge, as a run does at its end."""
+
+    async def run() -> list[Any]:
+        try:
+            return await all_scored(judge, *trajectories)
+        finally:
+            await judge.close()
+
+    return asyncio.run(run())
+
+
+def scored_by(pool: Any, trajectories: list[Trajectory]) -> list[Any]:
+    """What a pool gives for them, which is closed after it."""
 
     async def all_of_them() -> list[Any]:
-        asked = (judge(FinishedEpisode(each)) for each in trajectories)
-        return await asyncio.gather(*asked, return_exceptions=True)
+        try:
+            return await pool.compute_rewards(trajectories)
+        finally:
+            await pool.close()
 
     return asyncio.run(all_of_them())

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+from pathlib import Path
 from typing import Any
 
 from tests.kits.rollout import Echo
 from TrainingFactory.rewards.rule_based import rule_from_options
 from TrainingFactory.rollout.scoring import Episode
 from TrainingFactory.types import Completion, Message, Reward, Status, Task, Trajectory, Turn
+
+_DATA = [root / "shared/data/gsm8k" for root in Path(__file__).resolve().parents]
+GSM8K = next((path for path in _DATA if path.is_dir()), None)
 
 # Options that a rule cannot do without.
 NEEDED: dict[str, dict[str, Any]] = {

@@ -13,9 +13,9 @@ from typing import Any
 
 import httpx
 
+from TrainingFactory.http import listen
 from TrainingFactory.models import TemplateChatFormat, chat_format
 from TrainingFactory.models.tiny import tiny_tokenizer
-from TrainingFactory.services.serving import http as serving_http
 from TrainingFactory.services.serving.server import ChatServer
 from TrainingFactory.types import Completion, Message, SamplingParams, ToolCall
 
@@ -44,11 +44,11 @@ def raw(text: str) -> list[int]:
 @contextmanager
 def live(server: ChatServer, key: str | None = None) -> Iterator[httpx.Client]:
     """A client of the server, which runs on a port of its own for as long."""
-    bound = serving_http.bind("127.0.0.1", 0)
+    bound = listen.bind("127.0.0.1", 0)
     bound.listen(64)
-    runner = serving_http.server(serving_http.make_app(server, key))
+    runner = listen.make_server(server.api(key).app)
     thread = threading.Thread(target=runner.run, kwargs={"sockets": [bound]})
-    address = serving_http.address_of(bound)
+    address = listen.address_of(bound)
     thread.start()
     try:
         with httpx.Client(base_url=address, timeout=HANG, trust_env=False) as client:

@@ -1,4 +1,4 @@
-"""Code by its tests: what is right is paid, whatever sets out to be paid without being right is not."""
+"""Code by its tests: what is right is rewarded, whatever sets out to be without being right is not."""
 
 from __future__ import annotations
 
@@ -101,12 +101,12 @@ FORMS = [
 
 
 @pytest.mark.parametrize("trick", HOSTILE)
-def test_tricks_are_not_paid(coder: PythonTool, trick: str):
+def test_tricks_are_not_rewarded(coder: PythonTool, trick: str):
     forms = FORMS if "class" in HOSTILE[trick] else FORMS[:1]
     assert worth(coder, HOSTILE[trick], forms, partial=True) == 0.0
 
 
-def test_right_code_is_paid_in_every_form(coder: PythonTool):
+def test_right_code_is_rewarded_in_every_form(coder: PythonTool):
     assert worth(coder, f"print('x', end='')\n{RIGHT}", FORMS) == 1.0
     assert worth(coder, RIGHT, [ASSERT, "assert double(3) == 7"], partial=True) == 0.5
 
@@ -225,5 +225,5 @@ def test_a_value_that_the_tool_cuts_leaves_the_episode_unscored(coder: PythonToo
 
 def test_tests_that_are_wrong_leave_the_episode_unscored(coder: PythonTool):
     assert "task a: a test is not Python" in str(worth(coder, RIGHT, "assert double(2) = 4"))
-    with pytest.raises(ValueError, match="trusting is 1; it must be true or false"):
+    with pytest.raises(ValueError, match=r"trusting must be true or false \(got 1\)"):
         make_rule("code_tests", trusting=1)

@@ -1,4 +1,4 @@
-"""Judges that fail in every way, in real runs: none crashes, no row is paid a zero that nobody gave, every row that is
+"""Judges that fail in every way, in real runs: none crashes, no row gets a zero that nobody gave, every row that is
 dropped is counted and says why, and a run that cannot go on says so in plain words."""
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ FAULTS: dict[str, tuple[Said, str]] = {
     "an error": ((500, b'{"error": "out of memory"}'), 'status 500: {"error": "out of memory"}'),
     "busy": (429, "status 429"),
     "cut": (b"", "could not be reached"),  # in the middle of the body, see below
-    "hangs": ("", "did not answer within 0.3 s"),
+    "hangs": ("", "did not answer within 1 s"),
 }
 
 
@@ -59,7 +59,7 @@ class CutShort(Judge):
 
 def section(url: str, **options: Any) -> dict[str, Any]:
     """An untrained model ends no episode in time: what it says is judged all the same."""
-    given = {"base_url": url, "judge_unfinished": True, "retries": 0, "pause": 0.001, "timeout": 0.3}
+    given = {"base_url": url, "judge_unfinished": True, "retries": 0, "pause": 0.001, "timeout": 1.0}
     return {"type": "model_judge", "model": "m", "options": given | options}
 
 
@@ -75,7 +75,7 @@ def by_number(prompt: str, number: int) -> str:
     return f"Score: {number % 5 + 1}"
 
 
-@pytest.mark.parametrize("names", [list(FAULTS)[start : start + 6] for start in range(0, len(FAULTS), 6)])
+@pytest.mark.parametrize("names", [list(FAULTS)[:8], list(FAULTS)[8:]])
 def test_what_cannot_be_judged_is_dropped_and_counted(tmp_path: Path, names: list[str]):
     """Every second request fails, each time in another way."""
 
@@ -100,12 +100,12 @@ def test_what_cannot_be_judged_is_dropped_and_counted(tmp_path: Path, names: lis
     assert len(reasons) == EPISODES
     for name in names:
         assert sum(FAULTS[name][1] in reason for reason in reasons) >= EPISODES // len(names), name
-    paid = [each.reward.outcome for each in episodes if each.reward is not None]
+    given = [each.reward.outcome for each in episodes if each.reward is not None]
     expected = [(number % 5 + 1) / 10 for number in range(0, 2 * EPISODES, 2)]
-    assert sorted(paid) == pytest.approx(sorted(expected))
+    assert sorted(given) == pytest.approx(sorted(expected))
     kinds = [value for row in report.rows for key, value in row.items() if key.startswith("judge/failed_")]
     assert sum(kinds) == EPISODES
-    assert report.metrics["reward"] == pytest.approx(sum(paid[EPISODES // 2 :]) / (EPISODES // 2))
+    assert report.metrics["reward"] == pytest.approx(sum(given[EPISODES // 2 :]) / (EPISODES // 2))
 
 
 def test_verdicts_of_the_wrong_type(tmp_path: Path):

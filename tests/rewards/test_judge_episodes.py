@@ -13,7 +13,7 @@ from tests.kits.judge import Said, finished, judge_at, judging, scored
 from tests.kits.rollout import rollout
 from TrainingFactory.rewards.judge.endpoints import JudgeFailure
 from TrainingFactory.rewards.model_judge import PairJudge, RankingJudge
-from TrainingFactory.rewards.workers.processes import FinishedEpisode
+from TrainingFactory.rewards.workers.finished_episode import FinishedEpisode
 from TrainingFactory.types import Reward, Trajectory
 
 pytestmark = pytest.mark.usefixtures("judge_key")
@@ -62,7 +62,7 @@ def test_the_place_of_a_text_decides_nothing():
         assert grouped(judge_at(server.url, verdict="pairwise"), *group) == [0.5, 0.5]
 
 
-def test_a_group_without_a_verdict_is_not_paid():
+def test_a_group_without_a_verdict_gets_no_reward():
     group = [finished("quality 1"), finished("quality 2")]
     with judging("I would rather not.") as server:
         for verdict in ("ranking", "pairwise"):
@@ -75,7 +75,7 @@ def test_an_episode_without_an_answer_is_not_shown():
         judge = judge_at(server.url)
         unfinished = [finished("half an", status="truncated"), finished(" "), finished(status="max_turns")]
         assert [each.outcome for each in scored(judge, *unfinished)] == [0.0] * 3
-        assert not server.asked and judge.figures["judge/unfinished"] == 3
+        assert not server.asked and judge.metrics["judge/unfinished"] == 3
         [unknown] = scored(judge, finished(status="tool_failure"))
         assert isinstance(unknown, ValueError)
         assert scored(judge_at(server.url, judge_unfinished=True), unfinished[0])[0].outcome == 0.7
@@ -95,15 +95,15 @@ FAULTS: dict[str, Said] = {
 }
 
 
-def test_a_failing_judge_drops_rows_and_never_pays_zero():
-    """In a rollout: of each group some rows hit the fault, the others are paid as they should be."""
+def test_a_failing_judge_drops_rows_and_never_rewards_zero():
+    """In a rollout: of each group some rows hit the fault, the others are rewarded as they should be."""
     for name, said in FAULTS.items():
         with judging(lambda prompt, number, s=said: s if number % 2 else "Score: 9") as server:
             judge = judge_at(server.url, concurrency=1)
             groups = rollout(say=lambda *_: "ok", names=("a", "b", "c"), group_size=2, reward=judge)
         played = [each for group in groups for each in group]
-        paid = [each.reward.outcome for each in played if each.reward is not None]
-        assert paid == [0.9] * 3, name
+        rewards = [each.reward.outcome for each in played if each.reward is not None]
+        assert rewards == [0.9] * 3, name
         lost = [each for each in played if each.reward is None]
         assert len(lost) == 3 and all(
             (each.error or "").startswith("scoring failed: ") and "Failure" not in (each.error or "")

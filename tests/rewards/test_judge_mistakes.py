@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from datetime import date
 from pathlib import Path
@@ -15,102 +16,164 @@ from TrainingFactory.rewards.model_judge import model_judge
 from TrainingFactory.services.build.rewards import check_reward
 
 JUDGE: dict[str, Any] = {"base_url": "http://127.0.0.1:9/v1", "model": "big"}
-SCHEMA = {"type": "object", "properties": {"score": {"type": "number"}}}
+NUMBER, WHOLE = "must be a valid number", "must be a valid integer"
+AT_LEAST, SECTION = "must be greater than or equal to", "must be a valid dictionary"
+
+
+def of_schema(about: Any, **options: Any) -> dict[str, Any]:
+    """A verdict whose schema says that about the score."""
+    schema = {"type": "object", "properties": {"score": about}}
+    return {"verdict": "json", "verdict_options": {"schema": schema} | options}
+
+
 MISTAKES: list[tuple[dict[str, Any], str]] = [
-    ({"budget": 10}, "budget is 10; write budget: {max_requests: 10}"),
-    ({"budget": True}, "budget is True; it must be a section such as budget: {max_requests: 1000}"),
-    ({"budget": "10"}, "budget is '10'; it must be a section"),
-    ({"budget": {"max_requests": "10"}}, "budget.max_requests is '10'; it must be a number, 0 or more"),
-    ({"budget": {"max_request": 10}}, "no option 'max_request'; did you mean max_requests?"),
-    ({"options": 3}, "options is 3; it must be a section such as options: {temperature: 0}"),
-    ({"options": {"day": date(2026, 1, 1)}}, "which cannot be sent as JSON"),
-    ({"options": {"temperature": float("nan")}}, "which cannot be sent as JSON"),
-    ({"options": {"model": "small"}}, "options.model is set by the judge itself"),
-    ({"verdict_options": [1]}, "verdict_options is [1]; it must be a section such as"),
-    ({"verdict_options": {"low": "a"}}, "low is 'a'"),
-    ({"verdict": "json", "verdict_options": {"schema": True}}, "schema is True; it must be a section"),
-    (
-        {"verdict": "json", "verdict_options": {"schema": SCHEMA, "key": ["score"]}},
-        "key is ['score']; it must be a text",
-    ),
-    (
-        {"verdict": "json", "verdict_options": {"schema": SCHEMA, "values": 3}},
-        "values is 3; it must be a section",
-    ),
-    ({"verdict": 3}, "verdict is 3; it must be one of score"),
-    ({"template": 3}, "template is 3; it must be a text"),
-    ({"template": "{answer} {nosuch}"}, "has the unknown field {nosuch}; it knows {rubric}"),
-    ({"template": "{anser}"}, "unknown field {anser}; did you mean {answer}? It knows {rubric}"),
-    ({"rubric": ["x"]}, "rubric is ['x']; it must be a text"),
-    ({"samples": 1.5}, "samples is 1.5; it must be a whole number, 1 or more"),
-    ({"vote": 3}, "vote is 3; it must be one of mean"),
-    ({"rate": 0}, "rate is 0; it must be a number over 0"),
-    ({"rate": "fast"}, "rate is 'fast'; it must be a number over 0"),
-    ({"concurrency": 0}, "concurrency is 0; it must be a whole number, 1 or more"),
-    ({"concurrency": 2.5}, "concurrency is 2.5; it must be a whole number, 1 or more"),
-    ({"retries": -1}, "retries is -1; it must be a whole number, 0 or more"),
-    ({"pause": -1}, "pause is -1; it must be a number, 0 or more"),
-    ({"timeout": 0}, "timeout is 0; it must be a number over 0"),
-    ({"timeout": -1}, "timeout is -1; it must be a number over 0"),
-    ({"timeout": "1m"}, "timeout is '1m'; it must be a number over 0"),
-    ({"base_url": 3}, "base_url is 3; it must be one address"),
-    ({"base_url": ""}, "a judge needs base_url"),
+    ({"budget": 10}, "budget must be a section such as budget: {max_requests: 1000} (got 10)"),
+    ({"budget": True}, "budget must be a section such as budget: {max_requests: 1000} (got true)"),
+    ({"budget": "10"}, 'budget must be a section such as budget: {max_requests: 1000} (got "10")'),
+    ({"budget": {"max_requests": "10"}}, f'budget.max_requests {NUMBER} (got "10")'),
+    ({"budget": {"max_requests": -1}}, f"budget.max_requests {AT_LEAST} 0 (got -1)"),
+    ({"budget": {"max_request": 10}}, "budget.max_request is no option of the judge's budget; did you mean max_req"),
+    ({"budget": {"max": 1}}, "budget.max is no option of the judge's budget"),
+    ({"budget": {"max_cost": 1}}, "budget max_cost needs the prices: set input_price and output_price"),
+    ({"options": 3}, f"options {SECTION} (got 3)"),
+    ({"options": [1]}, f"options {SECTION} (got a list)"),
+    ({"options": {"day": date(2026, 1, 1)}}, "options.day input was not a valid JSON value (got 2026-01-01)"),
+    ({"options": {"temperature": float("nan")}}, "options.temperature must be a finite number (got nan)"),
+    ({"options": {"model": "small"}}, "options.model is set by the judge itself; leave it out"),
+    ({"options": {"api_key": "secret"}}, "options.api_key would stand in every log"),
+    ({"verdict_options": [1]}, f"verdict_options {SECTION} (got a list)"),
+    ({"verdict_options": {"low": "a"}}, f'verdict_options.low {NUMBER} (got "a")'),
+    ({"verdict_options": {"hi": 5}}, "verdict_options.hi is no option of the verdict score"),
+    ({"verdict_options": {"low": 5, "high": 1}}, "low is 5 and high 1; low must be below high"),
+    ({"verdict": "ranking", "verdict_options": {"low": 5}}, "verdict_options.low is no option of the verdict ranking"),
+    ({"verdict": "json", "verdict_options": {"schema": True}}, f"verdict_options.schema {SECTION} (got true)"),
+    ({"verdict": "json", "verdict_options": {"schema": {"type": "nothing"}}}, "schema is no JSON schema"),
+    (of_schema({"type": "number"}, key=["score"]), "verdict_options.key must be a valid string (got a list)"),
+    (of_schema({"type": "number"}, key="points"), "key is 'points', which is not among the properties"),
+    (of_schema({"type": "number"}, values=3), f"verdict_options.values {SECTION} (got 3)"),
+    (of_schema({"type": "string"}, values={"good": 3}), "values.good is 3; it must be between 0 and 1"),
+    (of_schema({"type": "number", "maximum": 10}, high=1), "high is 1, but the schema's maximum of score is 10"),
+    (of_schema({"type": "number", "minimum": 1}, low=0), "low is 0, but the schema's minimum of score is 1"),
+    (of_schema({"enum": [1, 5]}, high=10), "high is 10, but the schema's enum of score is 5"),
+    (of_schema({"type": "number", "minimum": 3}), "low must be below high"),
+    (of_schema({"type": "number"}, high="much"), f'verdict_options.high {NUMBER} (got "much")'),
+    ({"verdict": 3}, "verdict must be one of score, yes_no, json, pairwise, ranking (got 3)"),
+    ({"verdict": "scor"}, "did you mean score?"),
+    ({"template": 3}, "template must be a valid string (got 3)"),
+    ({"template": "{answer} {nosuch}"}, "has the unknown field {nosuch} (it knows {rubric}"),
+    ({"template": "{anser}"}, "unknown field {anser}; did you mean {answer}? (it knows {rubric}"),
+    ({"template": "{conversaton}"}, "unknown field {conversaton}; did you mean {conversation}"),
+    ({"template": "{rubric} {task}"}, "lacks the field {conversation} or {answer}"),
+    ({"template": "{first}", "verdict": "pairwise"}, "lacks the field {first} and {second}"),
+    ({"template": "{task}", "verdict": "ranking"}, "lacks the field {candidates}"),
+    ({"template": "{answer.__class__}"}, "no plain name"),
+    ({"template": "{answer!r}"}, "no plain name"),
+    ({"template": "{answer} {0}"}, "no plain name"),
+    ({"template": '{answer} {"score": 1}'}, "write {{ for a plain {"),
+    ({"template": "{answer} {"}, "write {{ for a plain {"),
+    ({"template": "{rubric} {answer}", "rubric": " "}, "rubric is empty"),
+    ({"template": "{answer}", "rubric": "Be kind."}, "lacks the field {rubric}"),
+    ({"template": "{answer}", "reference": True}, "reference is true, but the judge's template lacks the field {ref"),
+    ({"rubric": ["x"]}, "rubric must be a valid string (got a list)"),
+    ({"samples": 1.5}, f"samples {WHOLE} (got 1.5)"),
+    ({"samples": 0}, f"samples {AT_LEAST} 1 (got 0)"),
+    ({"vote": 3}, "vote must be one of mean, majority, median (got 3)"),
+    ({"vote": "max"}, "vote must be one of mean, majority, median; did you mean mean?"),
+    ({"rate": 0}, "rate must be greater than 0 (got 0)"),
+    ({"rate": -1}, "rate must be greater than 0 (got -1)"),
+    ({"rate": "fast"}, f'rate {NUMBER} (got "fast")'),
+    ({"concurrency": 0}, f"concurrency {AT_LEAST} 1 (got 0)"),
+    ({"concurrency": 2.5}, f"concurrency {WHOLE} (got 2.5)"),
+    ({"retries": -1}, f"retries {AT_LEAST} 0 (got -1)"),
+    ({"retries": 1.5}, f"retries {WHOLE} (got 1.5)"),
+    ({"retries": True}, f"retries {WHOLE} (got true)"),
+    ({"retries": "many"}, f'retries {WHOLE} (got "many")'),
+    ({"pause": -1}, f"pause {AT_LEAST} 0 (got -1)"),
+    ({"timeout": 0}, "timeout must be greater than 0 (got 0)"),
+    ({"timeout": -1}, "timeout must be greater than 0 (got -1)"),
+    ({"timeout": "1m"}, f'timeout {NUMBER} (got "1m")'),
+    ({"base_url": 3}, "base_url must be a valid string (got 3)"),
+    ({"base_url": ""}, "base_url is missing; a judge needs the address of its endpoint"),
     ({"base_url": "localhost:8000"}, "base_url is an address such as https://host/v1, not 'localhost:8000'"),
-    ({"model": 3}, "model is 3; it must be the name that the judge has at http://127.0.0.1:9/v1"),
-    ({"model": " "}, "model is ' '; it must be the name"),
-    ({"api": ["openai"]}, "api is ['openai']; it must be one of openai, anthropic"),
-    ({"api_key_env": 3}, "api_key_env is the name of the environment variable"),
-    ({"name": 3}, "name is 3; it must be a text"),
-    ({"reference": "yes"}, "reference is 'yes'; it must be true or false"),
-    ({"reasoning": 1}, "reasoning is 1; it must be true or false"),
-    ({"judge_unfinished": "no"}, "judge_unfinished is 'no'; it must be true or false"),
-    ({"fence_seed": "x"}, "fence_seed is 'x'; it must be a whole number, or null"),
-    ({"verdict": "pairwise", "opponents": True}, "opponents is True; it must be a whole number, 1 or more"),
-    ({"verdict": "ranking", "opponents": 2}, "opponents is for the verdict pairwise"),
-]
+    ({"base_url": "host/v1"}, "base_url is an address such as https://host/v1, not 'host/v1'"),
+    ({"base_url": "http://me:secret@host/v1"}, "no password"),
+    ({"base_url": "http://secret@host/v1"}, "no password"),
+    ({"base_url": "me:secret@host/v1"}, "no password"),
+    ({"base_url": "https://host/v1?key=secret"}, "nothing after a ?"),
+    ({"base_url": "https://host/v1#secret"}, "nothing after a ? or #"),
+    ({"base_url": "http://[secret/v1"}, "base_url is no address"),
+    ({"base_url": "http://host:secret/v1"}, "base_url is no address"),
+    ({"model": 3}, "model must be a valid string or an instance of JudgeModel (got 3)"),
+    ({"model": " "}, 'model must be a text or an instance of JudgeModel (got " ")'),
+    ({"api": ["openai"]}, "api must be one of openai, anthropic (got a list)"),
+    ({"api": "antropic"}, "did you mean anthropic?"),
+    ({"api_key_env": 3}, "api_key_env must be a valid string"),
+    ({"api_key_env": ""}, "api_key_env is the name of the environment variable"),
+    ({"api_key_env": "sk-secret-1"}, "not the key itself"),
+    ({"api_key_env": "AIzaSySecret0123456789abcdef"}, "not the key itself"),
+    ({"name": 3}, "name must be a valid string (got 3)"),
+    ({"reference": "yes"}, 'reference must be true or false (got "yes")'),
+    ({"reasoning": 1}, "reasoning must be true or false (got 1)"),
+    ({"judge_unfinished": "no"}, 'judge_unfinished must be true or false (got "no")'),
+    ({"fence_seed": "x"}, f'fence_seed {WHOLE} (got "x")'),
+    ({"verdict": "pairwise", "opponents": True}, f"opponents {WHOLE} (got true)"),
+    ({"verdict": "ranking", "opponents": 2}, "opponents is for the verdict pairwise, not for ranking"),
+    ({"opponents": 2}, "opponents is for the verdict pairwise, not for score"),
+    ({"temprature": 1}, "temprature is no option of a model judge"),
+    ({"cache": 3}, "cache must be an instance of ToolCache or a valid string or"),
+    ({"cache": True}, "cache must be an instance of ToolCache or a valid string or"),
+    ({"cache": ""}, "cache must be"),
+    ({"cache": "nowhere/x.sqlite"}, "cache is 'nowhere/x.sqlite', but there is no folder nowhere; make it first"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("wrong", "says"), MISTAKES)
 def test_every_option_is_checked_at_the_start(tmp_path: Path, wrong: dict[str, Any], says: str):
     cache = tmp_path / "judged.sqlite"
     given: dict[str, Any] = JUDGE | {"cache": cache} | wrong
-    with pytest.raises(ValueError, match=re.escape(says)):
+    with pytest.raises(ValueError, match=re.escape(says)) as raised:
         model_judge(**given)
-    assert not cache.exists()
+    assert not cache.exists() and "secret" not in str(raised.value).lower()
 
 
-def test_a_config_is_told_its_key(tmp_path: Path):
-    def checked(**wrong: Any) -> None:
-        section = {"type": "model_judge", "options": JUDGE | wrong}
-        check_reward(TrainingConfig.model_validate({"reward": section}))
-
-    with pytest.raises(
-        ValueError, match=r"reward\.options.*budget is 10; write budget: \{max_requests: 10\}"
-    ):
-        checked(budget=10)
+def test_a_config_is_told_its_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     both = ["http://127.0.0.1:9/v1", "http://127.0.0.1:8/v1"]
+    nowhere = str(tmp_path / "nowhere" / "x.sqlite")
+    options: list[tuple[dict[str, Any], str]] = [
+        ({"budget": 10}, r"reward\.options.*budget.*must be a section"),
+        ({"budget": 10, "base_url": both}, r"reward\.options.*budget.*must be a section"),
+        ({"cache": nowhere, "base_url": both}, r"reward\.options.*cache is '.*', but there is no folder .*nowhere"),
+        ({"api_key_env": "NO_KEY"}, r"reward\.options.*NO_KEY.* is not set; set it.*api_key_env: null"),
+    ]  # fmt: skip
+    for wrong, says in options:
+        section = {"type": "model_judge", "options": JUDGE | wrong}
+        with pytest.raises(ValueError, match=says):
+            check_reward(TrainingConfig.model_validate({"reward": section}))
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
     with pytest.raises(
-        ValueError, match=r"reward\.options.*budget is 10; write budget: \{max_requests: 10\}"
+        ValueError, match=r"OPENAI_API_KEY, which holds the key for api\.openai\.com, is not set"
     ):
-        checked(budget=10, base_url=both)
-    with pytest.raises(ValueError, match=r"reward\.options.*cache is '.*', but there is no folder .*nowhere"):
-        checked(cache=str(tmp_path / "nowhere" / "x.sqlite"), base_url=both)
+        model_judge(model="big", base_url="https://api.openai.com/v1")
 
 
-def test_a_cache_is_a_file_of_ours_in_a_folder_that_is_there(tmp_path: Path):
+def test_two_models_are_not_taken_for_one():
+    section = {"type": "model_judge", "model": "big", "options": JUDGE | {"model": "small"}}
+    with pytest.raises(ValueError, match=r"reward\.model: is 'big' and reward\.options\.model is 'small'"):
+        check_reward(TrainingConfig.model_validate({"reward": section}))
+    check_reward(TrainingConfig.model_validate({"reward": section | {"model": "small"}}))
+    check_reward(TrainingConfig.model_validate({"reward": section | {"model": None}}))
+
+
+def test_a_cache_is_a_file_of_ours(tmp_path: Path):
     own = tmp_path / "rewards.py"
     own.write_text("x = 1\n")
     for cache, says in (
         (own, "the cache cannot use .*rewards.py: it is no file of ours"),
         (tmp_path, "the cache cannot use .*: it is a folder"),
-        (tmp_path / "new" / "x.sqlite", "cache is '.*x.sqlite', but there is no folder .*new; make it first"),
-        (3, "cache is 3; it must be the path of a file such as judged.sqlite"),
-        (True, "cache is True; it must be the path"),
-        ("", "cache is ''; it must be the path"),
     ):
         with pytest.raises(ValueError, match=says):
-            model_judge(**JUDGE, cache=cache)  # type: ignore[arg-type]
+            model_judge(**JUDGE, cache=cache)
     assert [each.name for each in tmp_path.iterdir()] == ["rewards.py"]
     judge = model_judge(**JUDGE, cache=str(tmp_path / "judged.sqlite"), budget=Budget(max_requests=1))
-    judge.close()
+    asyncio.run(judge.close())
     assert (tmp_path / "judged.sqlite").exists()

@@ -7,14 +7,11 @@ from typing import Any
 
 import pytest
 
-from tests.kits.judge import KEY, episode, finished, judging
-from TrainingFactory.config import TrainingConfig
-from TrainingFactory.rewards.judge.endpoints import Reply
+from tests.kits.judge import KEY, episode, finished, judging, scored
+from TrainingFactory.endpoint import ModelError
+from TrainingFactory.rewards.judge.endpoints import JudgeFailure, Reply
 from TrainingFactory.rewards.judge.prompts import JudgePrompt, harmless
-from TrainingFactory.rewards.model_judge import ModelJudge, model_judge
-from TrainingFactory.rewards.workers.processes import FinishedEpisode
-from TrainingFactory.services.build.rewards import check_reward
-from TrainingFactory.tools.builtin.model_tools import ModelError
+from TrainingFactory.rewards.model_judge import model_judge
 from TrainingFactory.types import Trajectory
 
 
@@ -25,11 +22,8 @@ def key_of(**options: Any) -> str | None:
 
 
 @pytest.fixture(autouse=True)
-def keys(monkeypatch: pytest.MonkeyPatch):
-    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
-        monkeypatch.delenv(name, raising=False)
-    for name in ("OPENAI_API_KEY", "ANTHROPIC_API_KEY"):
-        monkeypatch.setenv(name, KEY)
+def keys(judge_key: None, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("ANTHROPIC_API_KEY", KEY)
 
 
 def test_a_key_goes_only_where_it_belongs(monkeypatch: pytest.MonkeyPatch):
@@ -53,36 +47,10 @@ def test_a_key_goes_only_where_it_belongs(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.parametrize("api", ["openai", "anthropic"])
 def test_a_server_of_ones_own_gets_no_key(api: str):
     with judging() as server:
-        judge: Any = model_judge(base_url=server.url, model="big", api=api)
-        assert asyncio.run(judge(episode())).outcome == 0.7
+        [reward] = scored(model_judge(base_url=server.url, model="big", api=api), finished())
+    assert reward.outcome == 0.7
     sent = {name.lower() for name in server.headers[0]}
     assert not sent & {"authorization", "x-api-key"}
-
-
-def test_a_key_that_is_not_set_is_told_at_the_start(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.delenv("OPENAI_API_KEY")
-    with pytest.raises(
-        ValueError, match=r"variable OPENAI_API_KEY, which holds the key for api\.openai\.com, is not"
-    ):
-        model_judge(model="big", base_url="https://api.openai.com/v1")
-    section = {
-        "type": "model_judge",
-        "model": "big",
-        "options": {"base_url": "http://host/v1", "api_key_env": "NO_KEY"},
-    }
-    with pytest.raises(
-        ValueError, match=r"reward\.options: .*NO_KEY.* is not set; set it.*api_key_env: null"
-    ):
-        check_reward(TrainingConfig.model_validate({"reward": section}))
-
-
-def test_two_models_are_not_taken_for_one():
-    options = {"base_url": "http://host/v1", "model": "small"}
-    section = {"type": "model_judge", "model": "big", "options": options}
-    with pytest.raises(ValueError, match=r"reward\.model: is 'big' and reward\.options\.model is 'small'"):
-        check_reward(TrainingConfig.model_validate({"reward": section}))
-    check_reward(TrainingConfig.model_validate({"reward": section | {"model": "small"}}))
-    check_reward(TrainingConfig.model_validate({"reward": section | {"model": None}}))
 
 
 class Busy:
@@ -95,68 +63,28 @@ class Busy:
         self.asked += 1
         raise ModelError("busy", temporary=True)
 
-    async def check(self) -> None:
-        pass
+    async def check(self) -> None: ...
+
+    async def close(self) -> None: ...
 
 
-def test_attempts_are_whole_numbers():
-    for retries in (1.5, -1, True, "3"):
-        with pytest.raises(ValueError, match=r"retries is .* whole number, 0 or more"):
-            model_judge(model=Busy(), retries=retries)  # type: ignore[arg-type]
+def test_attempts_are_counted():
     busy = Busy()
     judge: Any = model_judge(model=busy, retries=2, pause=0.0)
-    with pytest.raises(Exception, match=r"busy \(3 attempts\)"):
+    with pytest.raises(JudgeFailure, match=r"busy \(3 attempts\)"):
         asyncio.run(judge(episode()))
     assert busy.asked == 3
 
 
-@pytest.mark.parametrize(
-    "token",
-    [
-        *(
-            "<s>",
-            "</s>",
-            "<bos>",
-            "<EOS>",
-            "<pad>",
-            "<unk>",
-            "<mask>",
-            "<eot_id>",
-            "<0x0A>",
-            "<unused7>",
-            "<sop>",
-        ),
-        *(
-            "<|im_end|>",
-            "<turn|>",
-            "<｜User｜>",
-            "<｜end▁of▁sentence｜>",
-            "<start_of_turn>",
-            "<end_of_utterance>",
-        ),
-        *(
-            "[INST]",
-            "[/INST]",
-            "[TOOL_CALLS]",
-            "[/SYSTEM_PROMPT]",
-            "[AVAILABLE_TOOLS]",
-            "[gMASK]",
-            "[SEP]",
-            "[BOS]",
-        ),
-        *(
-            "<<SYS>>",
-            "<</SYS>>",
-            "<think>",
-            "</think>",
-            "<tool_call>",
-            "<tool_response>",
-            "<fim-prefix>",
-            "<image>",
-        ),
-        *("＜eos＞", "＜|im_end|＞", "<<<END>>>"),
-    ],
-)
+TOKENS = """
+<s> </s> <bos> <EOS> <pad> <unk> <mask> <eot_id> <0x0A> <unused7> <sop> <|im_end|> <turn|> <｜User｜>
+<｜end▁of▁sentence｜> <start_of_turn> <end_of_utterance> [INST] [/INST] [TOOL_CALLS] [/SYSTEM_PROMPT] [AVAILABLE_TOOLS]
+[gMASK] [SEP] [BOS] <<SYS>> <</SYS>> <think> </think> <tool_call> <tool_response> <fim-prefix> <image>
+＜eos＞ ＜|im_end|＞ <<<END>>>
+"""
+
+
+@pytest.mark.parametrize("token", TOKENS.split())
 def test_control_tokens_are_taken_apart(token: str):
     for around in ("{}", "x{}y", "<{}>", "[{}]", "{0}{0}"):
         text = around.format(token)
@@ -176,9 +104,7 @@ def test_markup_and_code_stay_as_they_are():
         assert harmless(text) == text
 
 
-def test_a_reference_that_a_template_does_not_show_is_told():
-    with pytest.raises(ValueError, match=r"reference is true, but .* lacks the field \{reference\}"):
-        JudgePrompt("{conversation}", reference=True)
+def test_a_template_with_a_reference():
     assert JudgePrompt("{conversation} {reference}", reference=True).template == "{conversation} {reference}"
     assert JudgePrompt(reference=True).template.endswith("{reference}")
 
@@ -189,16 +115,15 @@ def test_what_was_done_by_calls_is_judged_where_it_is_shown():
     silent, cut = finished(""), finished("", tool="x", status="max_turns")
     with judging("Score: 9") as server:
 
-        def paid(trajectory: Trajectory, **options: Any) -> float:
-            judge: Any = model_judge(base_url=server.url, model="big", **options)
-            assert isinstance(judge, ModelJudge)
-            return asyncio.run(judge(FinishedEpisode(trajectory))).outcome
+        def rewarded(trajectory: Trajectory, **options: Any) -> float:
+            [reward] = scored(model_judge(base_url=server.url, model="big", **options), trajectory)
+            return reward.outcome
 
         for trajectory in (done, ended):
-            assert paid(trajectory) == 0.9
+            assert rewarded(trajectory) == 0.9
             assert "calls look" in server.asked[-1]["messages"][-1]["content"]
         assert len(server.asked) == 2
-        assert [paid(each) for each in (silent, cut)] == [0.0, 0.0]
-        assert paid(done, template="{rubric} {answer}") == 0.0  # there is nothing to be seen in it
+        assert [rewarded(each) for each in (silent, cut)] == [0.0, 0.0]
+        assert rewarded(done, template="{rubric} {answer}") == 0.0  # there is nothing to be seen in it
         assert len(server.asked) == 2
-        assert paid(cut, judge_unfinished=True) == 0.9
+        assert rewarded(cut, judge_unfinished=True) == 0.9

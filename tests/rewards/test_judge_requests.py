@@ -5,29 +5,34 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import re
-import time
-from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
-from itertools import pairwise
 from pathlib import Path
-from typing import Any
 from urllib.parse import quote, quote_plus
 
 import pytest
 
-from tests.kits.judge import KEY, Said, finished, judge_at, judging, scored
+from tests.kits.judge import KEY, Said, all_scored, finished, judge_at, judging, scored
 from tests.kits.rollout import FakeChat, FakeSampler
-from TrainingFactory.rewards.judge import client as judge_client
-from TrainingFactory.rewards.judge.endpoints import BudgetSpent, JudgeFailure, Reply, SampledJudge
+from TrainingFactory.endpoint import seconds_of
+from TrainingFactory.rewards.judge.endpoints import JudgeFailure, SampledJudge
 from TrainingFactory.rewards.model_judge import model_judge
-from TrainingFactory.rewards.workers.processes import FinishedEpisode
-from TrainingFactory.tools.builtin.making import call_with
-from TrainingFactory.tools.builtin.model_tools import seconds_of
-from TrainingFactory.types import Message, Reward, SamplingParams
+from TrainingFactory.types import Reward, SamplingParams
 
 pytestmark = pytest.mark.usefixtures("judge_key")
+
+
+def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Note what is waited for, and do not wait."""
+    waited: list[float] = []
+    really = asyncio.sleep
+
+    async def sleep(seconds: float) -> None:
+        waited.append(seconds)
+        await really(0)
+
+    monkeypatch.setattr(asyncio, "sleep", sleep)
+    return waited
 
 
 def test_an_anthropic_endpoint(monkeypatch: pytest.MonkeyPatch):
@@ -46,7 +51,7 @@ def test_an_anthropic_endpoint(monkeypatch: pytest.MonkeyPatch):
     body = server.asked[0]
     assert body["max_tokens"] > 0 and "strict and fair judge" in body["system"]
     assert [message["role"] for message in body["messages"]] == ["user"]
-    # what is refused or cut off is paid for all the same
+    # what is refused or cut off costs all the same
     assert (judge.client.usage.input_tokens, judge.client.usage.output_tokens) == (300, 30)
     assert judge.client.usage.failures == {"refused": 1, "cut": 1}
 
@@ -102,27 +107,26 @@ def test_so_many_at_a_time():
     assert all(isinstance(reward, Reward) for reward in rewards) and server.most == 3
 
 
-def test_so_many_a_second():
-    async def times() -> list[float]:
-        loop, arrived = asyncio.get_running_loop(), list[float]()
+def test_so_many_a_second(monkeypatch: pytest.MonkeyPatch):
+    waited = waits(monkeypatch)
+    with judging() as server:
+        scored(judge_at(server.url, rate=0.01), *(finished() for _ in range(3)))
+    assert len(server.asked) == 3
+    assert [pause > 50 for pause in waited if pause] == [
+        True
+    ] * 2  # gaps of 100 s, less what the requests took
 
-        class Noting:
-            identity = "noting"
 
-            async def ask(self, messages: Sequence[Message], number: int) -> Reply:
-                arrived.append(loop.time())
-                return Reply("Score: 5", 1, 1)
-
-            async def check(self) -> None: ...
-
-        judge: Any = model_judge(model=Noting(), rate=50)
-        await asyncio.gather(*(judge(FinishedEpisode(finished())) for _ in range(6)))
-        return arrived
-
-    arrived = asyncio.run(times())
-    assert (
-        len(arrived) == 6 and arrived[-1] - arrived[0] > 0.05
-    )  # five gaps of 0.02 s; without a rate at once
+def test_connections_are_kept_for_a_run_and_closed_with_it():
+    """Six requests, two at a time, in each of two runs; then one in a run that does not close."""
+    episodes = [finished(name=str(number)) for number in range(6)]
+    with judging(keeps=True) as server:
+        judge = judge_at(server.url, concurrency=2)
+        for made in (2, 4):
+            assert len(scored(judge, *episodes)) == 6 and server.connections == made
+        asyncio.run(all_scored(judge, episodes[0]))
+        assert [each.outcome for each in scored(judge, *episodes)] == [0.7] * 6
+        assert server.connections == 7 and len(server.asked) == 19
 
 
 def test_replies_are_kept_and_junk_is_not(tmp_path: Path):
@@ -138,11 +142,9 @@ def test_replies_are_kept_and_junk_is_not(tmp_path: Path):
         assert isinstance(error, JudgeFailure)
         junk["on"] = False
         assert [each.outcome for each in scored(one, finished())] == [0.1]
-        one.close()
         again = judge_at(server.url, cache=path)
-        assert [each.outcome for each in scored(again, finished())] == [
-            0.1
-        ]  # another process would find it too
+        # Another process would find it too.
+        assert [each.outcome for each in scored(again, finished())] == [0.1]
         assert again.client.usage.cached == 1 and again.client.usage.requests == 0
         for number, options in enumerate(
             [{"model": "other"}, {"options": {"temperature": 0}}, {"rubric": "Another."}, {"verdict": "json"}]
@@ -151,10 +153,8 @@ def test_replies_are_kept_and_junk_is_not(tmp_path: Path):
             other = judge_at(server.url, cache=path, verdict_options=more, **options)
             scored(other, finished())
             assert other.client.usage.requests == 1, number
-            other.close()
         scored(again, finished("It is 5."))
         assert again.client.usage.requests == 1
-        again.close()
     for file in tmp_path.iterdir():
         assert KEY.encode() not in file.read_bytes()
 
@@ -163,7 +163,6 @@ def test_equal_requests_at_the_same_time_are_made_once(tmp_path: Path):
     with judging(delay=0.05) as server:
         judge = judge_at(server.url, cache=tmp_path / "judge.sqlite")
         rewards = scored(judge, *(finished() for _ in range(5)))
-        judge.close()
     assert len(server.asked) == 1 and [reward.outcome for reward in rewards] == [0.7] * 5
 
 
@@ -176,11 +175,10 @@ def test_a_budget_stops_politely(tmp_path: Path):
             )
             found = scored(judge, *(finished(f"Answer {number}.") for number in range(6)))
             assert [isinstance(each, Reward) for each in found] == [True] * made + [False] * (6 - made)
-            assert isinstance(found[-1], BudgetSpent) and f"budget.{next(iter(limit))} is" in str(found[-1])
-            assert judge.figures["judge/failed_budget"] == 6 - made
-            assert judge.figures["judge/cost"] == pytest.approx(0.0007 * made)
+            assert found[-1].kind == "budget" and f"budget.{next(iter(limit))} is" in str(found[-1])
+            assert judge.metrics["judge/failed_budget"] == 6 - made
+            assert judge.metrics["judge/cost"] == pytest.approx(0.0007 * made)
             assert isinstance(scored(judge, finished("Answer 0."))[0], Reward)  # what is kept is still free
-            judge.close()
         server.usage = None
         guessing = judge_at(server.url)
         scored(guessing, finished())
@@ -226,7 +224,6 @@ def test_a_key_that_the_server_repeats_goes_nowhere(
     with judging(lambda prompt, number: answers[number]) as server:
         judge = judge_at(server.url, cache=file)
         found = [scored(judge, finished())[0] for _ in answers]
-        judge.close()
     assert all(isinstance(each, JudgeFailure) for each in found[:-1]) and found[-1].outcome == 0.7
     for written in {key, quote(key), quote_plus(key), json.dumps(key)[1:-1]}:
         assert written not in "".join(map(str, found)) + caplog.text
@@ -243,20 +240,14 @@ def test_a_key_that_is_none_changes_no_answer(monkeypatch: pytest.MonkeyPatch, k
 
 
 def test_what_the_endpoint_says_about_waiting_is_heeded(monkeypatch: pytest.MonkeyPatch):
-    arrived: list[float] = []
-
-    def busy(prompt: str, number: int) -> Said:
-        arrived.append(time.monotonic())
-        return (429, 503)[number] if number < 2 else "Score: 5"
-
-    with judging(busy, sends={"Retry-After": "0.3"}) as server:
-        assert scored(judge_at(server.url, retries=2), finished())[0].outcome == 0.5
-    assert all(later - earlier >= 0.29 for earlier, later in pairwise(arrived)) and len(arrived) == 3
-    monkeypatch.setattr(judge_client, "LONGEST_WAIT", 0.01)
-    with judging(
-        lambda prompt, number: "Score: 5" if number else 503, sends={"Retry-After": "9999"}
-    ) as server:
-        assert scored(judge_at(server.url, retries=1), finished())[0].outcome == 0.5  # and not in three hours
+    waited = waits(monkeypatch)
+    for header, pause in (("40", 40), ("9999", 120)):  # and not in three hours
+        with judging(
+            lambda prompt, number: 503 if number < 2 else "Score: 5", sends={"Retry-After": header}
+        ) as server:
+            assert scored(judge_at(server.url, retries=2), finished())[0].outcome == 0.5
+        assert [each for each in waited if each >= 1] == [pause, pause]
+        waited.clear()
 
 
 def test_times_to_wait():
@@ -267,46 +258,3 @@ def test_times_to_wait():
         assert seconds_of(text) == seconds
     for text in (None, "", "soon", "nan", "inf", "1e999", "99999999999999999999999 GMT"):
         assert seconds_of(text) is None
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ({"verdict": "scor"}, "did you mean score"),
-        ({"api": "antropic"}, "did you mean anthropic"),
-        ({"base_url": ""}, "base_url"),
-        ({"base_url": "http://me:secret@host/v1"}, "no password"),
-        ({"base_url": "http://secret@host/v1"}, "no password"),
-        ({"base_url": "me:secret@host/v1"}, "no password"),
-        ({"base_url": "https://host/v1?key=secret"}, "nothing after a ?"),
-        ({"base_url": "https://host/v1#secret"}, "nothing after a ? or #"),
-        ({"base_url": "http://[secret/v1"}, "base_url is no address"),
-        ({"base_url": "http://host:secret/v1"}, "base_url is no address"),
-        ({"base_url": "host/v1"}, "not 'host/v1'"),
-        ({"api_key_env": "sk-secret-1"}, "not the key itself"),
-        ({"api_key_env": "AIzaSySecret0123456789abcdef"}, "not the key itself"),
-        ({"options": {"api_key": "secret"}}, "options.api_key would stand in every log"),
-        ({"api_key_env": ""}, "api_key_env is the name of the environment variable"),
-        ({"vote": "max"}, "vote is 'max'"),
-        ({"samples": 0}, "samples is 0"),
-        ({"concurrency": 0}, "concurrency is 0"),
-        ({"rate": -1}, "rate is -1"),
-        ({"retries": "many"}, "retries is 'many'"),
-        ({"verdict_options": {"hi": 5}}, "no option 'hi'"),
-        ({"verdict_options": {"low": 5, "high": 1}}, "low must be below high"),
-        ({"verdict": "ranking", "verdict_options": {"low": 5}}, "has no options"),
-        ({"budget": {"max_cost": 1}}, "needs the prices"),
-        ({"budget": {"max": 1}}, "no option 'max'"),
-        ({"opponents": 2}, "opponents is for the verdict pairwise"),
-        ({"template": "{reponse}"}, "{reponse}"),
-        ({"rubric": 3}, "rubric is 3; it must be a text"),
-        ({"timeout": "x"}, "timeout is 'x'"),
-        ({"options": [1]}, "options is [1]"),
-        ({"temprature": 1}, "no option 'temprature'"),
-    ],
-)
-def test_wrong_options_are_told_at_the_start(options: dict[str, Any], says: str):
-    given = {"base_url": "http://127.0.0.1:9/v1", "model": "big"} | options
-    with pytest.raises(ValueError, match=re.escape(says)) as raised:
-        call_with(model_judge, given, "the judge")
-    assert "secret" not in str(raised.value).lower()

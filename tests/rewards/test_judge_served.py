@@ -71,6 +71,8 @@ class Writing:
 
     async def check(self) -> None: ...
 
+    async def close(self) -> None: ...
+
 
 def judge(model: Any, **options: Any) -> Any:
     return model_judge(model=model, **{"template": "{answer}", "fence_seed": 1, "retries": 0} | options)

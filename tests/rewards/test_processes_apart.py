@@ -6,27 +6,25 @@ import asyncio
 import os
 import signal
 import sys
-import threading
-import time
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
-from tests.kits.judge import finished
+from tests.kits.judge import finished, scored_by
+from tests.kits.mcp import children, wait_until
 from TrainingFactory.rewards.adapt import Unscored
 from TrainingFactory.rewards.judge.endpoints import JudgeFailure
-from TrainingFactory.rewards.workers import processes
 from TrainingFactory.rewards.workers.distributed import DistributedRewardModel
-from TrainingFactory.rewards.workers.processes import FinishedEpisode, RewardProcess, WorkerFailure
-from TrainingFactory.types import Reward
+from TrainingFactory.rewards.workers.failures import WorkerFailure
+from TrainingFactory.rewards.workers.finished_episode import FinishedEpisode
+from TrainingFactory.rewards.workers.process import RewardProcess
+from TrainingFactory.types import Reward, Trajectory
 
 GUARD = 60  # seconds; only a hang takes so long
 FILE = """
 import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -37,17 +35,15 @@ HERE = Path(__file__).parent
 def forked(trajectory):
     if trajectory.answer == "ok":
         return 1.0
-    if os.fork() == 0:  # keeps all pipes
+    child = os.fork()  # keeps all pipes
+    if child == 0:
         if trajectory.answer == "away":
             os.setsid()  # out of the group as well
-        (HERE / "child").write_text(str(os.getpid()))
         time.sleep(300)
+    (HERE / "child").write_text(str(child))
     if trajectory.answer != "answers":
         time.sleep(300)
     return 1.0
-
-def reading(trajectory):
-    return float(len(subprocess.run(["cat"], capture_output=True).stdout))
 
 def failing(trajectory):
     if trajectory.answer == "ok":
@@ -69,76 +65,45 @@ def file(tmp_path: Path) -> Path:
     return tmp_path / "apart.py"
 
 
-def scored(process: RewardProcess, *answers: str, **task: Any) -> list[Any]:
-    async def all_of() -> list[Any]:
-        episodes = [FinishedEpisode(finished(answer, **task)) for answer in answers]
-        found = [await asyncio.wait_for(process(each), GUARD) for each in episodes]
-        return [reward.outcome for reward in found]
+def scored(target: str, *rows: str | Trajectory, timeout: float = GUARD) -> list[Any]:
+    """What one process gives for each row, or what it raises."""
+    process = RewardProcess(target, timeout)
 
-    return asyncio.run(all_of())
-
-
-def ends(pid: int) -> bool:
-    for _ in range(600):
+    async def one(row: str | Trajectory) -> Any:
         try:
-            os.kill(pid, 0)
-            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
-                return True  # dead, and nobody has asked for it yet
-        except (ProcessLookupError, FileNotFoundError):
-            return True
-        time.sleep(0.1)
-    return False
+            return (await process(FinishedEpisode(finished(row) if isinstance(row, str) else row))).outcome
+        except (Unscored, JudgeFailure, WorkerFailure) as error:
+            return error
+
+    async def all_of_them() -> list[Any]:
+        try:
+            return [await asyncio.wait_for(one(row), GUARD) for row in rows]
+        finally:
+            await process.close()
+
+    return asyncio.run(all_of_them())
 
 
-@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="it looks at processes as Linux shows them")
+def child_of(file: Path) -> int:
+    """The process that the reward has started, which must be gone."""
+    pid = int((file.parent / "child").read_text())
+    wait_until(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
+    return pid
+
+
 @pytest.mark.parametrize("child", ["waits", "away"])
-def test_a_reward_that_forks_is_ended_in_time(file: Path, child: str, monkeypatch: pytest.MonkeyPatch):
+def test_a_reward_that_forks_is_ended_in_time(file: Path, child: str):
     """The child has the pipe of the answers, so that its end says nothing."""
-    monkeypatch.setattr(processes, "CLOSING_SECONDS", 0.2)
-    process = RewardProcess(f"{file}:forked", timeout=2)
-    try:
-        assert scored(process, "ok") == [1.0]
-        with pytest.raises(Unscored, match="forked took longer than 2 s, and its process was ended"):
-            scored(process, child)
-        assert scored(process, "ok") == [1.0]  # in another one
-    finally:
-        process.close()
-        pid = int((file.parent / "child").read_text())
-        if child == "away":
-            os.kill(pid, signal.SIGKILL)
-    assert ends(pid)
+    first, late, again = scored(f"{file}:forked", "ok", child, "ok", timeout=2)
+    assert (first, again) == (1.0, 1.0)  # in two processes
+    assert "forked took longer than 2 s, and its process was ended" in str(late)
+    if child == "away":  # it left the group
+        os.kill(int((file.parent / "child").read_text()), signal.SIGKILL)
+    assert child_of(file)
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
-@pytest.mark.parametrize("answer", ["answers", "waits"])
-def test_what_a_reward_has_started_ends_with_it(file: Path, answer: str):
-    process = RewardProcess(f"{file}:forked", timeout=300)
-
-    def call() -> None:
-        with suppress(ConnectionError):  # closed in the middle of it
-            scored(process, answer)
-
-    thread = threading.Thread(target=call, daemon=True)
-    thread.start()
-    child = file.parent / "child"
-    while not child.exists() or not child.read_text():
-        assert thread.is_alive()
-        time.sleep(0.02)
-    if answer == "answers":
-        thread.join(GUARD)
-    closing = threading.Thread(target=process.close, daemon=True)
-    closing.start()
-    closing.join(GUARD)
-    thread.join(GUARD)
-    assert not closing.is_alive() and not thread.is_alive() and ends(int(child.read_text()))
-
-
-def test_a_program_that_a_reward_starts_reads_nothing_of_ours(file: Path):
-    process = RewardProcess(f"{file}:reading", timeout=20)
-    try:
-        assert scored(process, "a", "b") == [0.0, 0.0]
-    finally:
-        process.close()
+def test_what_a_reward_has_started_ends_with_it(file: Path):
+    assert scored(f"{file}:forked", "answers") == [1.0] and child_of(file)
 
 
 def test_what_lies_around_replaces_no_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -151,11 +116,7 @@ def test_what_lies_around_replaces_no_module(tmp_path: Path, monkeypatch: pytest
     file.write_text("def given(episode):\n    import queue, secrets, httpx\n    return 1.0\n")
     monkeypatch.chdir(tmp_path / "here")
     monkeypatch.setattr(sys, "path", list(sys.path))
-    process = RewardProcess(f"{file}:given", timeout=20)
-    try:
-        assert scored(process, "a") == [1.0]
-    finally:
-        process.close()
+    assert scored(f"{file}:given", "a") == [1.0]
 
 
 @pytest.mark.parametrize(
@@ -174,48 +135,39 @@ def test_a_task_that_would_be_another_one_there_is_not_scored(
 ):
     row = finished("ok")
     row.task.answer, row.task.metadata = answer, metadata
-    process = RewardProcess(f"{file}:given", timeout=20)
-    try:
-        if named is None:
-            assert asyncio.run(process(FinishedEpisode(row))) == Reward(1.0)
-        else:
-            with pytest.raises(Unscored, match=f"{named} cannot go to a process as it is.*processes: 0"):
-                asyncio.run(process(FinishedEpisode(row)))
-            assert process._process is None
-    finally:
-        process.close()
+    processes = children()
+    [found] = scored(f"{file}:given", row)
+    if named is None:
+        assert found == 1.0
+    else:
+        assert f"{named} cannot go to a process as it is" in str(found) and "processes: 0" in str(found)
+    assert children() <= processes
 
 
-def test_a_failure_in_a_process_is_what_it_is_in_a_thread(file: Path, monkeypatch: pytest.MonkeyPatch):
-    process = RewardProcess(f"{file}:failing", timeout=20)
-    try:
-        for answer, kind in (("row", Unscored), ("judge", JudgeFailure), ("network", WorkerFailure)):
-            with pytest.raises(kind):
-                scored(process, answer)
-    finally:
-        process.close()
+def test_a_failure_in_a_process_is_what_it_is_in_a_thread(file: Path):
+    found = scored(f"{file}:failing", "row", "judge", "network")
+    assert [type(each) for each in found] == [Unscored, JudgeFailure, WorkerFailure]
     pool = DistributedRewardModel(f"{file}:failing", num_workers=2, timeout=20)
-    try:
-        found = asyncio.run(
-            pool.compute_rewards([finished(text) for text in ("network", "row", "judge", "ok")])
-        )
-        assert [reward is not None for reward in found] == [False, False, False, True]
-        assert sorted(worker.failed for worker in pool.workers) == [1, 1]  # the row went to both
-        assert pool.dropped["judge: unreadable"] == 1
-        assert any("none of 2 workers" in reason and "out of reach" in reason for reason in pool.dropped)
-    finally:
-        pool.close()
+    rewards = scored_by(pool, [finished(text) for text in ("network", "row", "judge", "ok")])
+    assert [reward is not None for reward in rewards] == [False, False, False, True]
+    assert sorted(worker.failed for worker in pool.workers) == [1, 1]  # the row went to both
+    assert pool.dropped["judge: unreadable"] == 1
+    assert any("none of 2 workers" in reason and "out of reach" in reason for reason in pool.dropped)
 
 
 def test_a_process_that_cannot_be_started_is_not_the_row_s_fault(file: Path):
-    good, bad = RewardProcess(f"{file}:given", timeout=20), RewardProcess(f"{file}:given", timeout=20)
-    bad.target = f"{file}:nothing"  # as where a file has changed since
+    good, changed = RewardProcess(f"{file}:given", timeout=20), file.with_name("changed.py")
+    changed.write_text(FILE)
+    bad = RewardProcess(f"{changed}:given", timeout=20)
+    changed.write_text("def other(episode):\n    return 1.0\n")  # since it was made
     pool = DistributedRewardModel([bad, good], patience=0.1)
-    try:
-        with pytest.raises(WorkerFailure, match=r"could not be started.*has no function 'nothing'"):
-            scored(bad, "a")
-        found = asyncio.run(pool.compute_rewards([finished("a"), finished("b")]))
-        assert found == [Reward(1.0), Reward(1.0)] and pool.moved == 1 and not pool.dropped
-    finally:
-        good.close()
-        bad.close()
+
+    async def play() -> list[Any]:
+        try:
+            with pytest.raises(WorkerFailure, match=r"could not be started.*has no function 'given'"):
+                await bad(FinishedEpisode(finished("a")))
+            return await pool.compute_rewards([finished("a"), finished("b")])
+        finally:
+            await asyncio.gather(good.close(), bad.close())
+
+    assert asyncio.run(play()) == [Reward(1.0), Reward(1.0)] and pool.moved == 1 and not pool.dropped

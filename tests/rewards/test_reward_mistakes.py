@@ -14,9 +14,9 @@ from TrainingFactory.config import ConfigError, TrainingConfig, load_config
 from TrainingFactory.rewards.adapt import as_reward
 from TrainingFactory.rewards.checks import check_choice
 from TrainingFactory.rewards.combined import Combined
+from TrainingFactory.rewards.loading import find_callable
 from TrainingFactory.rewards.process_reward import ProcessReward
 from TrainingFactory.rewards.rule_based import make_rule
-from TrainingFactory.rewards.targets import find_callable
 from TrainingFactory.services import GRPOTrainer
 from TrainingFactory.services.build.rewards import check_reward, make_reward
 from TrainingFactory.services.evaluation.rollouts import Rollouts
@@ -163,7 +163,7 @@ def test_all_mistakes_at_once_with_their_lines(tmp_path: Path):
         "6: reward.parts.form.options.rule: must be one of",
         "10: reward.parts.steps.step_rewards.corect_tool: must be one of",
         "11: reward.parts.steps.step_rewards.clear_resoning: must be one of",
-        "13: reward.parts.steps.options.outcome.extrct: rule f1 has no such option; did you mean extract?",
+        "13: reward.parts.steps.options.outcome.extrct: is no option of rule f1; did you mean extract?",
         "17: reward.parts.mine.options.functon: ",
         "18: reward.parts.mine.options.timout: ",
         "19: reward.parts.deep.options.only_if.extrct: ",
@@ -228,7 +228,7 @@ def test_texts_that_lead_to_the_mistake(file: Path):
             GRPOTrainer(environment=Parity, reward_function=wrong)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"rewards.py:three is 3 \(int\); it must be a function"):
         check_reward(TrainingConfig(reward=function(f"{file}:three")))
-    with pytest.raises(ValueError, match=r"weight of part a is 'x'; it must be a number$"):
+    with pytest.raises(ValueError, match=r"weight of part a is 'x'; it must be a finite number$"):
         Combined({"a": ("x", make_rule("exact"))})  # type: ignore[dict-item]
     with pytest.raises(ValueError, match=r"it must be one of json, exact$"):
         check_choice("rule", None, ("json", "exact"))

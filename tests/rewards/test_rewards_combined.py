@@ -266,10 +266,10 @@ def test_a_part_that_cannot_score_leaves_the_whole_unscored():
     [
         ({}, "needs parts"),
         ({"a": on_loop}, r"part a must be a pair \(weight, reward\)"),
-        ({"a": ("1", on_loop)}, "weight of part a is '1'; it must be a number"),
+        ({"a": ("1", on_loop)}, "weight of part a is '1'; it must be a finite number"),
         ({"a": (True, on_loop)}, "weight of part a is True"),
         ({"a": (math.nan, on_loop)}, "weight of part a is nan"),
-        ({"a": (math.inf, on_loop)}, "must be finite"),
+        ({"a": (math.inf, on_loop)}, "weight of part a is inf"),
         ({"a": (1.0, "exact")}, "reward a is 'exact'"),
         ({"a/b": (1.0, on_loop)}, "cannot be the name"),
         ({3: (1.0, on_loop)}, "cannot be the name"),

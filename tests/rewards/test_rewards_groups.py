@@ -25,10 +25,11 @@ from TrainingFactory.rewards.combined import Combined
 from TrainingFactory.rewards.process_reward import ProcessReward
 from TrainingFactory.rollout import AsyncRolloutEngine, group_scoring, play
 from TrainingFactory.services import GRPOTrainer, PPOTrainer
+from TrainingFactory.services.build.measure import OWN, evaluation_reward
 from TrainingFactory.services.build.rewards import check_reward, make_reward
-from TrainingFactory.services.evaluation.evaluation import OWN, Evaluation, evaluation_reward
+from TrainingFactory.services.evaluation.evaluation import Evaluation
 from TrainingFactory.services.evaluation.rollouts import Rollouts
-from TrainingFactory.tools.recording import CALLS, SPECS, Tape
+from TrainingFactory.tools.recording import CALLS, SPECS, Recorder
 from TrainingFactory.tools.runtime import ToolRuntime
 from TrainingFactory.types import Message, Reward, Task, Trajectory
 
@@ -221,7 +222,7 @@ def test_a_single_part_that_breaks_off_costs_its_own_episode_only():
 
 
 def test_a_comparison_needs_others():
-    """One episode by itself, or a reward inside of a reward of single episodes: nothing is paid, and that is said."""
+    """One episode alone, or a reward inside of a reward of single episodes: there is no reward, and that is said."""
     played = asyncio.run(
         play(Echo(Task("t", "x", "ok")), FakeChat(), [Message("assistant", "1")], reward=by_rank)
     )
@@ -242,20 +243,20 @@ def test_tools_called_by_a_group_reward_are_replayed(tmp_path: Path):
         assert {each.content for each in again} == {"same"}
         return [float(result.content) for result in results]
 
-    def played(tape: Tape) -> list[float | None]:
-        runtime = ToolRuntime(tape=tape)
+    def played(recorder: Recorder) -> list[float | None]:
+        runtime = ToolRuntime(recorder=recorder)
         [group] = rollout(reward=reward, group_size=3, runtime=runtime)
-        tape.commit()
-        tape.close()
+        recorder.commit()
+        recorder.close()
         return outcomes(group)
 
-    tape = Tape()
+    recorder = Recorder()
     (tmp_path / SPECS).write_text("{}")
-    tape.record_to(tmp_path)
-    assert played(tape) == [0.0, 1.0, 2.0]
+    recorder.record_to(tmp_path)
+    assert played(recorder) == [0.0, 1.0, 2.0]
     recorded = rows(tmp_path / CALLS)
     assert sum(row["batch"] == "reward" for row in recorded) == 6 and len(recorded) == 12
-    assert played(Tape(tmp_path)) == [0.0, 1.0, 2.0]
+    assert played(Recorder(tmp_path)) == [0.0, 1.0, 2.0]
 
 
 # by a config
@@ -298,8 +299,8 @@ def test_a_run_with_a_ranking_judge(tmp_path: Path):
     lost = [each for each in kept if each.reward is None]
     assert len(kept) == 24 and len({each.group for each in lost}) == 1 and len(lost) == 4
     assert all("part rank" in str(each.error) for each in lost)
-    paid = [each.reward.parts["rank"] for each in kept if each.reward is not None]
-    assert sorted(paid)[::5] == pytest.approx([0.0, 1 / 3, 2 / 3, 1.0])
+    ranks = [each.reward.parts["rank"] for each in kept if each.reward is not None]
+    assert sorted(ranks)[::5] == pytest.approx([0.0, 1 / 3, 2 / 3, 1.0])
 
 
 def test_pairs_in_a_run_and_an_evaluation_by_the_environment(tmp_path: Path):

@@ -1,22 +1,20 @@
-"""Rules against answers that set out to be long, odd or invisible: none hangs, none fails, none is paid when wrong."""
+"""Rules against answers that set out to be long, odd or invisible: none hangs or fails, no wrong one is rewarded."""
 
 from __future__ import annotations
 
-import asyncio
-import inspect
-from types import ModuleType
 from typing import Any
 
 import pytest
 
-from tests.kits.judge import episode
+from tests.kits.rules import episode, scored
 from TrainingFactory.rewards.rule_based import make_rule
-from TrainingFactory.rewards.rules.answers import squad_words
+from TrainingFactory.rewards.rules.wording import squad_words
 from TrainingFactory.rewards.tool_verified import make_verifier
-from TrainingFactory.types import Reward
+from TrainingFactory.workers import Worker
 
 MANY = 5_000
-LONG = 10**6  # digits
+MILLION = 10**6
+LONG = 10**5  # characters
 HOSTILE = {
     "digits": "7" * MANY,
     "leading zeros": "0" * MANY + "7",
@@ -53,6 +51,15 @@ HOSTILE = {
     "from right to left": "\u202e81\u202c \u200f\u061c9",
     "marks": "7\u0335\u0301" * 1000,
     "no text": "\ud800\x00",
+    # texts on which a careless pattern would take for ever
+    "hashes": "#" * LONG + "\nx",
+    "blank after answer": "answer" + " " * LONG + "x",
+    "answers": "answer " * (LONG // 10),
+    "low lines": "a" + "_" * LONG + "a",
+    "letters": "C, " + "a " * MANY,
+    "open fences": "```\n" * MANY,
+    "open brackets": "-(" * MANY + "5",
+    "units": "5 " + "per " * MANY,
 }
 RULES: dict[str, Any] = {
     name: make_rule(name)
@@ -65,48 +72,39 @@ RULES |= {"letter": make_rule("choice"), "near": make_rule("numeric", relative=0
 RULES |= {"calculated": make_verifier("calculated"), "sums": make_verifier("calculated", expressions=True)}
 
 
-def paid(rule: Any, text: str, answer: Any) -> float:
-    async def scored() -> Reward:
-        value = rule(episode(text, answer=answer))
-        return await value if inspect.isawaitable(value) else value
-
-    return asyncio.run(scored()).outcome
-
-
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_answers_are_worth_nothing(name: str):
     for which, rule in RULES.items():
         for text in (HOSTILE[name], f"So the answer is {HOSTILE[name]}."):
-            assert paid(rule, text, "B" if which == "letter" else 8) == 0.0, which
+            assert scored(rule, text, "B" if which == "letter" else 8) == 0.0, which
 
 
 def test_a_million_digits():
-    for text in ("8" * LONG, "0" * LONG + "7", "8." + "0" * LONG + "1", "1/" + "8" * LONG):
+    for text in ("8" * MILLION, "0" * MILLION + "7", "8." + "0" * MILLION + "1", "1/" + "8" * MILLION):
         for name in ("auto", "numeric", "calculated", "sums"):
-            assert paid(RULES[name], text, 8) == 0.0, name
+            assert scored(RULES[name], text, 8) == 0.0, name
         with_numbers = episode(text, answer=8)
         with_numbers.task.metadata["numbers"] = [3, 5]
         assert RULES["sums"](with_numbers).outcome == 0.0
 
 
-@pytest.mark.parametrize(
-    ("said", "right"),
-    [
-        ("1.5", 15),
-        ("1/2", 12),
-        ("-7", 7),
-        ("\u22127", 7),
-        (".5", 5),
-        ("-.5", 0.5),
-        ("2^3", 23),
-        ("2³", 23),
-        ("7/0", 70),
-    ],
-)
+SIGNED = [
+    ("1.5", 15),
+    ("1/2", 12),
+    ("-7", 7),
+    ("\u22127", 7),
+    (".5", 5),
+    ("-.5", 0.5),
+    ("2^3", 23),
+    ("2³", 23),
+]
+
+
+@pytest.mark.parametrize(("said", "right"), [*SIGNED, ("7/0", 70)])
 def test_signs_and_points_count(said: str, right: float):
     for name in ("em", "f1", "contains", "auto", "numeric", "normalised"):
         for text in (said, f"It is {said} in all", f"({said})"):
-            assert paid(RULES[name], text, f"{right:g}") < 1, (name, text)
+            assert scored(RULES[name], text, f"{right:g}") < 1, (name, text)
 
 
 def test_plain_words_and_numbers_are_compared_as_before():
@@ -114,51 +112,41 @@ def test_plain_words_and_numbers_are_compared_as_before():
         "us in 1000 words eg wellknown 7"
     )
     for name in ("em", "contains", "auto"):
-        assert paid(RULES[name], "1.5", "1.5") == paid(RULES[name], "-7", "-7") == 1
+        assert scored(RULES[name], "1.5", "1.5") == scored(RULES[name], "-7", "-7") == 1
     for text in ("It was 7.", "in Boeing-7", "(7)", "1990-7", "7, or so", "about $7"):
-        assert paid(RULES["contains"], text, "7") == 1, text
+        assert scored(RULES["contains"], text, "7") == 1, text
 
 
 def test_digits_of_all_scripts_and_what_cannot_be_seen():
     for text in ("٨", "८", "８", "\u200b8", "8\u2060", "\ufeff8", "8.0", "16/2", "8e0", "0008"):
-        assert paid(RULES["auto"], text, 8) == 1, text
+        assert scored(RULES["auto"], text, 8) == 1, text
 
 
-PLAIN = [
-    "8",
-    "8.0",
-    "-8",
-    "1,234",
-    "1/2",
-    "0.5",
-    "50%",
-    "1e3",
-    "1000",
-    "$5",
-    "5 km",
-    "3.14159",
-    "0",
-    "10^400",
-    "1/0",
-    "nan",
-]
+PLAIN = ["8", "8.0", "-8", "1,234", "1/2", "0.5", "50%", "1e3", "1000", "$5", "5 km", "3.14159", "0"]
 
 
-def test_plain_numbers_do_not_depend_on_math_verify(monkeypatch: pytest.MonkeyPatch):
-    """With the package or without it the verdict is that of numeric: two numbers are not its business."""
-    package = ModuleType("math_verify")  # which can do nothing
-    monkeypatch.setitem(__import__("sys").modules, "math_verify", package)
+def test_plain_numbers_are_not_asked_of_math_verify(monkeypatch: pytest.MonkeyPatch):
+    """Two numbers have the verdict of numeric."""
+    pytest.importorskip("math_verify", reason="math-verify is not installed")
+    monkeypatch.setattr(Worker, "ask", None)
     rule = make_rule("math")
-    for right in PLAIN[:-3]:
-        for said in PLAIN[:-3]:
-            assert paid(rule, said, right) == paid(RULES["numeric"], said, right), (said, right)
+    for right in PLAIN:
+        for said in PLAIN:
+            assert scored(rule, said, right) == scored(RULES["numeric"], said, right), (said, right)
 
 
-def test_plain_numbers_with_math_verify():
+def test_what_is_no_plain_number_with_math_verify():
     pytest.importorskip("math_verify", reason="math-verify is not installed")
     rule = make_rule("math")
-    for right in PLAIN[:-3]:
-        for said in PLAIN:
-            assert paid(rule, said, right) == paid(RULES["numeric"], said, right), (said, right)
-    for text in ("7" * LONG, "9^9^9^9", "1e999999", "99999999!", "\\frac{1}{0}", "8" + "\u200b" * MANY + "1"):
-        assert paid(rule, text, "8") == 0, text[:20]
+    for right in PLAIN:
+        for said in ("10^400", "1/0", "nan"):
+            assert scored(rule, said, right) == scored(RULES["numeric"], said, right), (said, right)
+    for text in (
+        "7" * MILLION,
+        "9^9^9^9",
+        "1e999999",
+        "99999999!",
+        "\\frac{1}{0}",
+        "8" + "\u200b" * MANY + "1",
+    ):
+        assert scored(rule, text, "8") == 0, text[:20]

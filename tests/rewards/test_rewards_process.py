@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from tests.kits.rollout import Echo, call_text, rollout
-from TrainingFactory.rewards.adapt import Unscored
-from TrainingFactory.rewards.process_reward import ProcessReward, calculate_process_reward
-from TrainingFactory.rewards.process_rules import PROCESS_RULES, register_rule
+from TrainingFactory.options import OptionError, make_from
+from TrainingFactory.rewards import ProcessReward, Unscored, calculate_process_reward, register_rule
+from TrainingFactory.rewards.process_rules import PROCESS_RULES
 from TrainingFactory.rollout.scoring import Episode
 from TrainingFactory.types import (
     Completion,
@@ -25,12 +25,8 @@ from TrainingFactory.types import (
     Turn,
 )
 
-SPECS = [
-    ToolSpec(
-        "search", parameters={"type": "object", "properties": {"q": {"type": "string"}}, "required": ["q"]}
-    ),
-    ToolSpec("add"),
-]
+QUERY = {"type": "object", "properties": {"q": {"type": "string"}}, "required": ["q"]}
+SPECS = [ToolSpec("search", parameters=QUERY), ToolSpec("add")]
 NOTHING = {"capped": 0.0, "clawed_back": 0.0}
 THOUGHT = "I do not know the city, so I look it up"
 
@@ -54,7 +50,7 @@ def played(*turns: Turn, status: Status = "done", **metadata: Any) -> Trajectory
 
 
 def said(rule: str, *turns: Turn, **metadata: Any) -> list[float]:
-    """What a rule pays in each turn."""
+    """Return what a rule gives in each turn."""
     return calculate_process_reward(
         played(*turns, **metadata), {rule: 1.0}, pay="per_turn", cap=math.inf, claw_back=False
     ).steps
@@ -133,19 +129,14 @@ def test_the_seeds_example():
         outcome_weight=2.0,
     )
     assert reward.outcome == 2.0 and reward.steps == pytest.approx([0.8, 0.2])
-    assert reward.parts == {
-        "outcome": 1.0,
-        "correct_tool": 0.5,
-        "clear_reasoning": 0.3,
-        "efficient_path": 0.2,
-        **NOTHING,
-    }
+    earned = {"correct_tool": 0.5, "clear_reasoning": 0.3, "efficient_path": 0.2}
+    assert reward.parts == {"outcome": 1.0, **earned, **NOTHING}
     assert reward == calculate_process_reward(
         played(call(text=THOUGHT), says(), shortest=2), outcome=1.0, outcome_weight=2.0
     )
 
 
-def test_paid_once_or_per_turn():
+def test_once_or_per_turn():
     turns = [call(q="a"), call(ok=False), call(q="b"), says()]
     rules = {"correct_tool": 0.5}
     assert calculate_process_reward(played(*turns), rules).steps == [0.5, 0, 0, 0]
@@ -213,7 +204,7 @@ def test_entries_do_not_change_when_the_trajectory_goes_on(pay: str):
     assert clawed > 10  # claw-backs were in play
 
 
-def test_farming_pays_less_than_answering():
+def test_farming_earns_less_than_answering():
     worth = {}
     for pay in ("once", "per_turn"):
         reward = ProcessReward(step_rewards={"correct_tool": 0.5, "no_repeated_call": 0.3}, pay=pay)
@@ -285,21 +276,29 @@ def test_an_outcome_that_counts_for_nothing_is_not_asked():
     assert lost.reward is None and "the judge is away" in str(lost.error) and len(asked) == 1
 
 
-@pytest.mark.parametrize(
-    ("options", "told"),
-    [
-        ({"step_rewards": {"corect_tool": 1.0}}, "'corect_tool'.*did you mean correct_tool"),
-        ({"step_rewards": {"correct_tool": "high"}}, "step_rewards.correct_tool is 'high'"),
-        ({"step_rewards": [1]}, "must be a mapping"),
-        ({"outcome_weight": "1"}, "outcome_weight is '1'"),
-        ({"pay": "twice"}, "pay is 'twice'; it must be one of once, per_turn"),
-        ({"cap": -1}, "cap is -1"),
-        ({"claw_back": 1}, "claw_back is 1"),
-        ({"outcome": 3}, "reward outcome is 3"),
-        ({"step_rewards": {"x": 1.0}, "rules": {"x": 3}}, "rule x must be a function"),
-        ({"step_rewards": {"capped": 1.0}, "rules": {"capped": len}}, "cannot be called capped"),
-    ],
-)
+MISTAKES: list[tuple[dict[str, Any], str]] = [
+    (
+        {"step_rewards": {"corect_tool": 1.0}},
+        "step_rewards.corect_tool must be one of .*did you mean correct_tool",
+    ),
+    (
+        {"step_rewards": {"correct_tool": "high"}},
+        r'step_rewards.correct_tool must be a valid number \(got "high"\)',
+    ),
+    ({"step_rewards": [1]}, "step_rewards must be a valid dictionary"),
+    ({"outcome_weight": "1"}, r'outcome_weight must be a valid number \(got "1"\)'),
+    ({"pay": "twice"}, r'pay must be one of once, per_turn \(got "twice"\)'),
+    ({"cap": -1}, r"cap must be greater than or equal to 0 \(got -1\)"),
+    ({"claw_back": 1}, r"claw_back must be true or false \(got 1\)"),
+    ({"outcome": 3}, "reward outcome is 3"),
+    ({"step_rewards": {"x": 1.0}, "rules": {"x": 3}}, "rules.x must be callable"),
+    ({"step_rewards": {"capped": 1.0}, "rules": {"capped": len}}, "rules.capped is a name that the parts"),
+]
+
+
+@pytest.mark.parametrize(("options", "told"), MISTAKES)
 def test_bad_options_are_refused_when_made(options: dict[str, Any], told: str):
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError):
         ProcessReward(**options)
+    with pytest.raises(OptionError, match=told):
+        make_from(ProcessReward, options, "process_reward")

@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
-import signal
-import subprocess
-import sys
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.kits.judge import finished, judging
+from tests.kits.judge import finished, judging, scored_by
 from tests.kits.rollout import rollout
 from tests.kits.run import Parity, Quiet, small, train
 from TrainingFactory.config import TrainingConfig, notices
 from TrainingFactory.config.not_yet import TOOL_RULES
-from TrainingFactory.data.trajectories import trajectory_to_dict
 from TrainingFactory.rewards.rule_based import RULES
 from TrainingFactory.rewards.rules.code import ToolRule
 from TrainingFactory.rewards.workers.distributed import DistributedRewardModel
-from TrainingFactory.rewards.workers.processes import FinishedEpisode, RewardProcess
+from TrainingFactory.rewards.workers.finished_episode import FinishedEpisode
+from TrainingFactory.rewards.workers.process import RewardProcess
 from TrainingFactory.services import GRPOTrainer
 from TrainingFactory.services.build.rewards import check_reward, make_reward
 from TrainingFactory.types import Reward, Trajectory
@@ -74,7 +70,7 @@ def scored(section: Any, optimization: Any = None, **options: Any) -> list[Traje
         reward: Any = make_reward(config, held)
         groups = rollout(reward=reward, **options)
     for worker in getattr(reward, "workers", []):
-        assert not isinstance(worker.model, RewardProcess) or worker.model._process is None
+        assert not isinstance(worker.model, RewardProcess) or not worker.model.alive
     return [each for group in groups for each in group]
 
 
@@ -156,62 +152,34 @@ def test_a_pattern_that_never_ends_holds_up_nobody(file: Path):
         assert "slow took longer than 2 s, and its process was ended" in str(group[0].error)
         again = rollout(reward=reward, say=lambda *_: "aa", group_size=6)  # in a new process
         assert outcomes(again[0]) == [1.0] * 6
-        assert reward.figures["pool/dropped"] == 1 and all(worker.failed == 0 for worker in reward.workers)
+        assert reward.metrics["pool/dropped"] == 1 and all(worker.failed == 0 for worker in reward.workers)
 
 
 def test_a_call_that_nobody_waits_for_ends_its_process(file: Path):
     process = RewardProcess(f"{file}:slow", timeout=600)
 
-    async def under_way() -> asyncio.Future[list[Any]]:
-        call = asyncio.ensure_future(process.group([finished_episode("a" * 60 + "b")]))
-        while process._call is None:
-            assert not call.done()
-            await asyncio.sleep(0.01)
-        return call
+    def call(*texts: str) -> asyncio.Future[list[Any]]:
+        episodes = [FinishedEpisode(finished(text)) for text in texts]
+        return asyncio.ensure_future(asyncio.wait_for(process.group(episodes), 60))
 
-    async def given_up() -> None:
-        call = await under_way()
-        call.cancel()
+    async def play() -> None:
+        assert await call("aa", "ab") == [Reward(1.0), Reward(0.0)]
+        given_up = call("a" * 60 + "b")
+        await asyncio.sleep(0.1)
+        given_up.cancel()
         with pytest.raises(asyncio.CancelledError):
-            await call
-
-    async def after() -> list[Any]:
-        return await process.group([finished_episode("aa"), finished_episode("ab")])
-
-    async def closed() -> None:
-        call = await under_way()
-        process.close()
-        with pytest.raises(ConnectionError, match="gone"):
-            await call
+            await given_up
+        assert not process.alive and await call("aa") == [Reward(1.0)]  # in another process
+        under_way = call("a" * 60 + "b")
+        await asyncio.sleep(0.1)
+        await process.close()
+        with pytest.raises(ConnectionError, match="was killed"):
+            await under_way
         with pytest.raises(ConnectionError, match="was closed"):
-            await after()
+            await call("aa")
 
-    try:
-        asyncio.run(asyncio.wait_for(given_up(), 60))
-        assert asyncio.run(asyncio.wait_for(after(), 60)) == [Reward(1.0), Reward(0.0)]
-        asyncio.run(asyncio.wait_for(closed(), 60))
-    finally:
-        process.close()
-    assert process._process is None
-
-
-def finished_episode(text: str) -> Any:
-    return FinishedEpisode(finished(text))
-
-
-@pytest.mark.skipif(not hasattr(signal, "SIGALRM"), reason="this system has no such signal")
-def test_a_process_ends_itself_where_its_parent_is_gone(file: Path):
-    code = (
-        "import TrainingFactory.rewards.workers.processes as processes\n"
-        "processes.SPARE_SECONDS = 0.0\n"
-        "processes.main()\n"
-    )
-    first = {"target": f"{file}:slow", "options": None, "timeout": 1, "path": sys.path}
-    lines = [json.dumps(first), json.dumps([trajectory_to_dict(finished("a" * 60 + "b"))])]
-    ended = subprocess.run(
-        [sys.executable, "-c", code], input="\n".join(lines) + "\n", text=True, timeout=60, check=False
-    )
-    assert ended.returncode == -signal.SIGALRM
+    asyncio.run(play())
+    assert not process.alive
 
 
 def test_rewards_go_to_processes_where_that_is_asked_for(file: Path):
@@ -297,10 +265,7 @@ def test_the_words_of_the_seed(tmp_path: Path):
             model="QwQ-32B", num_workers=4, base_url=[one.url, other.url], api_key_env=None,
             budget=budget, cache=cache,
         )  # fmt: skip
-        try:
-            rewards = asyncio.run(pool.compute_rewards([finished(f"answer {n}") for n in range(8)]))
-        finally:
-            pool.close()
+        rewards = scored_by(pool, [finished(f"answer {n}") for n in range(8)])
         assert {body["model"] for body in one.asked + other.asked} == {"QwQ-32B"}
         assert len(pool.workers) == 4 and len({id(each.model) for each in pool.workers}) == 2
         assert len(one.asked + other.asked) == sum(reward is not None for reward in rewards) == 6
@@ -310,7 +275,7 @@ def test_the_words_of_the_seed(tmp_path: Path):
         DistributedRewardModel(model=seven, rubric="x")
     with pytest.raises(ValueError, match="num_workers is 1, but base_url has 2 addresses"):
         DistributedRewardModel(model="m", num_workers=1, base_url=["http://a/v1", "http://b/v1"])
-    with pytest.raises(ValueError, match="no option 'rubrik'; did you mean rubric"):
+    with pytest.raises(ValueError, match="rubrik is no option of a model judge; did you mean rubric"):
         DistributedRewardModel(model="m", base_url="http://127.0.0.1:9/v1", rubrik="x")
 
 
@@ -320,9 +285,7 @@ def test_rankings_by_a_pool():
             model="m", base_url=[one.url, other.url], api_key_env=None, verdict="ranking"
         )
         assert pool.grouped and pool.compares
-        rows = [finished(f"answer {n}", name=f"t{n // 2}") for n in range(8)]
-        rewards = asyncio.run(pool.compute_rewards(rows))
-        pool.close()
+        rewards = scored_by(pool, [finished(f"answer {n}", name=f"t{n // 2}") for n in range(8)])
     assert [reward and reward.outcome for reward in rewards] == [0.0, 1.0] * 4
     assert len(one.asked) + len(other.asked) == 4 and one.asked and other.asked
 
@@ -331,11 +294,7 @@ def test_one_kind_of_workers(file: Path):
     with pytest.raises(ValueError, match="some of the models score whole groups"):
         DistributedRewardModel([f"{file}:score", f"{file}:shortest"])
     pool = DistributedRewardModel(f"{file}:shortest", num_workers=2)
-    rows = [finished("x" * (n + 1), name="t") for n in range(3)]
-    try:
-        found = asyncio.run(pool.compute_rewards(rows))
-    finally:
-        pool.close()
+    found = scored_by(pool, [finished("x" * (n + 1), name="t") for n in range(3)])
     assert [reward and reward.outcome for reward in found] == [1.0, 0.0, 0.0]
 
 

@@ -12,26 +12,17 @@ from TrainingFactory.rewards.rule_based import RULES, make_rule
 from TrainingFactory.rewards.rules.answers import without_reasoning
 from TrainingFactory.types import Message, Reward, Status, ToolCall
 
-
 # What a well-known extractor takes from these texts is the right answer of each row; here it is worth nothing.
-@pytest.mark.parametrize(
-    ("text", "answer"),
-    [
-        ("Final Answer: 5\nNo, wait.\nFinal Answer: 7", "5"),
-        ("Therefore, she has 3 apples and 4 pears, total 7.", "3"),
-        ("Final Answer: 48+24=72", "48"),
-        ("Final Answer: 1/2", "1"),
-        ("Final Answer: 1/2", "1/3"),
-        ("Final Answer: .5", "5"),
-        ("Final Answer: 1e3", "3"),
-        ("Final Answer: 1e3", "1"),
-        ("The total is 1,234", "234"),
-        ("The result is 10-3", "10"),
-        ("The result is 10-3", "3"),
-        ("Final Answer: 50%", "5"),
-        ("x" + "\n" * 50, "72"),
-    ],
-)
+TAKEN_BY_OTHERS = [
+    *(("Final Answer: 5\nNo, wait.\nFinal Answer: 7", "5"), ("The total is 1,234", "234")),
+    *(("Therefore, she has 3 apples and 4 pears, total 7.", "3"), ("Final Answer: 48+24=72", "48")),
+    *(("Final Answer: 1/2", "1"), ("Final Answer: 1/2", "1/3"), ("Final Answer: .5", "5")),
+    *(("Final Answer: 1e3", "3"), ("Final Answer: 1e3", "1"), ("Final Answer: 50%", "5")),
+    *(("The result is 10-3", "10"), ("The result is 10-3", "3"), ("x" + "\n" * 50, "72")),
+]
+
+
+@pytest.mark.parametrize(("text", "answer"), TAKEN_BY_OTHERS)
 @pytest.mark.parametrize("rule", [{}, {"rule": "numeric"}, {"rule": "numeric", "extract": "last_number"}])
 def test_wrong_answers_that_other_extractors_take(rule: dict[str, Any], text: str, answer: str):
     assert scored(rule, text, answer) == 0.0
@@ -74,23 +65,14 @@ def test_the_plain_rule_takes_right_answers_in_many_notations(text: str, answer:
 @pytest.mark.parametrize(
     ("text", "answer"),
     [
-        ("12", "12 Angry Men"),
-        ("Answer: 72 or 48", "72"),
-        ("Answer: not 72", "72"),
-        ("The answer is 72 or maybe seventy-three", "72"),
-        ("48, 24, 72", "72"),
-        ("\\boxed{48}\nThe answer is 72 \\boxed{48}", "72"),
-        ("<answer>72", "7"),
-        ("1 2 3 4 5 6 7", "7"),
-        ("#### Step 72\nthen add\n5 more", "72"),
-        ("The answer is not Paris", "Paris"),
-        ("Paris or London", "Paris"),
-        ("Answer: 72π", "72"),
-        ("Answer: >= 72", "72"),
-        ("", "72"),
-        ("   ", "72"),
-        ("False", True),
-        ("1", True),
+        *((f"Answer: {text}", "72") for text in ("72 or 48", "not 72", "72π", ">= 72")),
+        *((text, "72") for text in ("48, 24, 72", "The answer is 72 or maybe seventy-three", "", "   ")),
+        *(
+            (text, "72")
+            for text in ("\\boxed{48}\nThe answer is 72 \\boxed{48}", "#### Step 72\nthen add\n5 more")
+        ),
+        *(("12", "12 Angry Men"), ("<answer>72", "7"), ("1 2 3 4 5 6 7", "7")),
+        *(("The answer is not Paris", "Paris"), ("Paris or London", "Paris"), ("False", True), ("1", True)),
     ],
 )
 def test_the_plain_rule_refuses_wrong_and_hedged_answers(text: str, answer: Any):
@@ -198,30 +180,21 @@ def test_numeric_options():
     assert scored({"rule": "numeric", "units": False}, "72 kg", "72 km") == 1.0
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "B",
-        "(B)",
-        "b",
-        "B.",
-        "**B**",
-        "Answer: B",
-        "The answer is (B).",
-        "\\boxed{B}",
-        "\\boxed{\\text{B}}",
-        "option B",
-        "B) Rome",
-        "B. Rome",
-        "B: Rome",
-        "(B) Rome",
-        "Rome",
-        "I weighed them.\nB",
-        "Answer: B - Rome",
-        "B, of course",
-        *("B (not A)", "B, not A", "B is right, A is wrong", "B. A is not right", "Answer: B\nA is wrong."),
-    ],
-)
+CHOSEN = [
+    *("B", "(B)", "b", "B.", "**B**", "Answer: B", "The answer is (B).", "\\boxed{B}", "\\boxed{\\text{B}}"),
+    *("option B", "B) Rome", "B. Rome", "B: Rome", "(B) Rome", "Rome", "I weighed them.\nB"),
+    *("Answer: B - Rome", "B, of course", "B (not A)", "B, not A", "B is right, A is wrong"),
+    *("B. A is not right", "Answer: B\nA is wrong."),
+]
+NOT_CHOSEN = [
+    *("A dog is best", "A, B", "A or B", "A/B/C/D", "(A)(B)(C)(D)", "AB", "not A", "Answer: A or B"),
+    *("A. or C", "A and B", "A: Rome", "A. Rome or B.", "A B C D", "", "Answer:", "E", "1", "A) x (B) y"),
+    *("Answer: A\nor B", "Answer: A\n\n**or** B", "A, not B but C", "A, not B or C"),
+    "A is wrong, B is right",
+]
+
+
+@pytest.mark.parametrize("text", CHOSEN)
 def test_choices(text: str):
     choices = ["A dog", "Rome", "Vitamin A", "All"]
     assert scored("choice", text, "B", choices=choices) == 1.0
@@ -229,29 +202,7 @@ def test_choices(text: str):
     assert scored("choice", text, "A", choices=choices) == 0.0
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "A dog is best",
-        "A, B",
-        "A or B",
-        "A/B/C/D",
-        "(A)(B)(C)(D)",
-        "AB",
-        "not A",
-        "Answer: A or B",
-        "A. or C",
-        "A and B",
-        *("A: Rome", "A. Rome or B.", "A B C D", "", "Answer:", "E", "1", "A) x (B) y"),
-        *(
-            "Answer: A\nor B",
-            "Answer: A\n\n**or** B",
-            "A, not B but C",
-            "A, not B or C",
-            "A is wrong, B is right",
-        ),
-    ],
-)
+@pytest.mark.parametrize("text", NOT_CHOSEN)
 def test_no_choice(text: str):
     assert scored({"rule": "choice", "letters": "ABCD"}, text, "A", choices=["A dog", "Rome"]) == 0.0
 

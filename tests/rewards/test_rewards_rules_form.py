@@ -10,22 +10,12 @@ from typing import Any
 import pytest
 
 from tests.kits.rollout import rollout
-from tests.kits.rules import NEEDED, reward, scored, turn
+from tests.kits.rules import GSM8K, NEEDED, reward, scored, turn
 from TrainingFactory.envs import ToolEnvironment
 from TrainingFactory.rewards.rule_based import RULES, make_rule, rule_from_options
 from TrainingFactory.tools import tool
 from TrainingFactory.tools.custom_tools import PythonTool, SqlTool
 from TrainingFactory.types import Message, Reward, Task, ToolCall
-
-GSM8K = next(
-    (
-        path
-        for root in Path(__file__).resolve().parents
-        for path in [root / "shared/data/gsm8k"]
-        if path.is_dir()
-    ),
-    None,
-)
 
 
 def test_json():
@@ -118,7 +108,7 @@ def test_length():
     assert scored({"rule": "length", "soft": 3, "hard": 3, "unit": "characters"}, "four", None) == 0.0
 
 
-def test_a_bonus_is_not_paid_for_a_wrong_answer():
+def test_a_wrong_answer_earns_no_bonus():
     rule = {"rule": "length", "soft": 10, "hard": 20, "unit": "words", "only_if": {"rule": "numeric"}}
     assert reward(rule, "72") == Reward(1.0, [], {"length": 1.0, "numeric": 1.0})
     assert reward(rule, "71") == Reward(0.0, [], {"length": 1.0, "numeric": 0.0})
@@ -126,54 +116,43 @@ def test_a_bonus_is_not_paid_for_a_wrong_answer():
     assert played.reward == Reward(1.0, [], {"length": 1.0, "exact": 1.0})
 
 
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ({"rule": "numerik"}, "rule is 'numerik'.*did you mean numeric"),
-        ({"rule": "normalized"}, "did you mean normalised"),
-        ({"rule": ["numeric"]}, "must be one of"),
-        ({"rule": "numeric", "tolerence": 1}, "no option 'tolerence'; did you mean tolerance"),
-        ({"rule": "numeric", "tolerance": -1}, "tolerance is -1"),
-        ({"rule": "numeric", "tolerance": "small"}, "tolerance is 'small'"),
-        ({"rule": "numeric", "relative": float("nan")}, "relative is nan"),
-        ({"rule": "numeric", "tolerance": float("inf")}, "must be finite"),
-        ({"rule": "numeric", "percent": "strikt"}, "did you mean strict"),
-        ({"rule": "numeric", "units": "no"}, "units is 'no'"),
-        ({"extract": "box"}, "extract is 'box'.*did you mean boxed"),
-        ({"extract": "boxed", "marker": "Answer:"}, "set extract to marker"),
-        ({"marker": ""}, "marker is ''"),
-        ({"tag": "<answer>"}, "without < and >"),
-        ({"tag": "final", "extract": "boxed"}, "tag is set, but extract is boxed"),
-        ({"tag": "final", "marker": "So:"}, "tag is set, but marker is set too"),
-        (
-            {"rule": "length", "soft": 5, "hard": 10, "extract": "boxed"},
-            "the rule length looks at the whole.*extract",
-        ),
-        (
-            {"rule": "length", "soft": 5, "hard": 10, "marker": "So:"},
-            "the rule length looks at the whole.*marker",
-        ),
-        (
-            {"rule": "length", "soft": 5, "hard": 10, "tag": "final"},
-            "the rule length looks at the whole.*tag",
-        ),
-        (
-            {"rule": "format", "require": ["json"], "extract": "boxed"},
-            "the rule format looks at the whole.*extract",
-        ),
-        ({"rule": "f1", "extract": "last_number"}, "goes with numeric"),
-        ({"rule": "choice", "letters": "abc"}, "letters is 'abc'"),
-        ({"rule": "schema"}, "needs the option schema"),
-        ({"rule": "format"}, "needs a pattern"),
-        ({"rule": "format", "require": ["tool_calls"]}, "did you mean tool_call"),
-        ({"rule": "format", "require": "json"}, "must be a list"),
-        ({"rule": "length", "soft": 5}, "needs the option hard"),
-        ({"rule": "length", "soft": 5, "hard": 3}, "hard is 3"),
-        ({"rule": "length", "soft": 5, "hard": 9, "unit": "token"}, "did you mean tokens"),
-        ({"rule": "length", "soft": 5, "hard": 9, "only_if": {"rule": "exakt"}}, "did you mean exact"),
-        (3, "a rule is its name or a mapping"),
-    ],
-)
+LENGTH = {"rule": "length", "soft": 5, "hard": 10}
+MISTAKES: list[tuple[Any, str]] = [
+    ({"rule": "numerik"}, r'rule must be one of auto, .*did you mean numeric\? \(got "numerik"\)'),
+    ({"rule": "normalized"}, "did you mean normalised"),
+    ({"rule": ["numeric"]}, "must be one of"),
+    ({"rule": "numeric", "tolerence": 1}, "tolerence is no option of rule numeric; did you mean tolerance"),
+    ({"rule": "numeric", "tolerance": -1}, r"tolerance must be greater than or equal to 0 \(got -1\)"),
+    ({"rule": "numeric", "tolerance": "small"}, r'tolerance must be a valid number \(got "small"\)'),
+    ({"rule": "numeric", "relative": float("nan")}, r"relative must be a finite number \(got nan\)"),
+    ({"rule": "numeric", "tolerance": float("inf")}, "must be a finite number"),
+    ({"rule": "numeric", "percent": "strikt"}, "percent must be one of auto, strict; did you mean strict"),
+    ({"rule": "numeric", "units": "no"}, r'units must be true or false \(got "no"\)'),
+    ({"extract": "box"}, "extract must be one of .*did you mean boxed"),
+    ({"extract": "boxed", "marker": "Answer:"}, "set extract to marker"),
+    ({"marker": ""}, r'marker must .* \(got ""\)'),
+    ({"tag": "<answer>"}, "without < and >"),
+    ({"tag": "final", "extract": "boxed"}, "tag is set, but extract is boxed"),
+    ({"tag": "final", "marker": "So:"}, "tag is set, but marker is set too"),
+    (LENGTH | {"extract": "boxed"}, r"extract is no option of rule length .*it has reasoning, soft, hard"),
+    (LENGTH | {"marker": "So:"}, "marker is no option of rule length"),
+    (LENGTH | {"tag": "final"}, "tag is no option of rule length"),
+    ({"rule": "format", "require": ["json"], "extract": "boxed"}, "extract is no option of rule format"),
+    ({"rule": "f1", "extract": "last_number"}, "goes with numeric"),
+    ({"rule": "choice", "letters": "abc"}, r'letters must be capital letters such as ABCD \(got "abc"\)'),
+    ({"rule": "schema"}, "schema is missing; rule schema needs it"),
+    ({"rule": "format"}, "needs a pattern"),
+    ({"rule": "format", "require": ["tool_calls"]}, "did you mean tool_call"),
+    ({"rule": "format", "require": "json"}, r'require must be a valid list .*\(got "json"\)'),
+    ({"rule": "length", "soft": 5}, "hard is missing; rule length needs it"),
+    (LENGTH | {"hard": 3}, "least, soft and hard are 0, 5 and 3"),
+    (LENGTH | {"unit": "token"}, "did you mean tokens"),
+    (LENGTH | {"only_if": {"rule": "exakt"}}, "only_if.rule must be one of .*did you mean exact"),
+    (3, "a rule is its name or a mapping"),
+]
+
+
+@pytest.mark.parametrize(("options", "says"), MISTAKES)
 def test_wrong_options_are_named_at_the_start(options: Any, says: str):
     with pytest.raises(ValueError, match=says):
         rule_from_options(options)
@@ -209,7 +188,9 @@ def test_math():
         ("\\boxed{2\\pi}", "2"),
     ]:
         assert scored("math", text, answer) == 0.0, text
-    [[played]] = rollout(say=lambda *_: "ok", reward=make_rule("math"))  # on a thread
+    with pytest.raises(ValueError, match=r"math-verify cannot read the right answer"):
+        scored({"rule": "math", "timeout": 1}, "\\sqrt{3}", "\\binom{9999999}{4999999}")
+    [[played]] = rollout(say=lambda *_: "ok", reward=make_rule("math"))
     assert played.reward == Reward(1.0, [], {"math": 1.0})
 
 

@@ -14,8 +14,8 @@ from TrainingFactory.envs import ToolEnvironment
 from TrainingFactory.rewards.rule_based import make_rule
 from TrainingFactory.rewards.tool_verified import make_verifier
 from TrainingFactory.rollout.scoring import Episode
+from TrainingFactory.sql.compare import Rows, read_rows
 from TrainingFactory.tools import tool
-from TrainingFactory.tools.builtin.sql_rows import Rows, read_rows
 from TrainingFactory.tools.custom_tools import SqlTool
 from TrainingFactory.types import Completion, Message, Task, ToolCall, Trajectory, Turn
 

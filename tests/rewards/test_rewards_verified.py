@@ -11,8 +11,8 @@ import pytest
 from TrainingFactory.envs import ToolEnvironment
 from TrainingFactory.rewards.tool_verified import make_verifier
 from TrainingFactory.rollout.scoring import Episode
+from TrainingFactory.sql.compare import orders_rows
 from TrainingFactory.tools import tool
-from TrainingFactory.tools.builtin.sql_rows import orders_rows
 from TrainingFactory.tools.custom_tools import PythonTool, SqlTool
 from TrainingFactory.types import Completion, Message, Status, Task, ToolFailure, Trajectory, Turn
 
@@ -112,10 +112,8 @@ def test_constants_are_right_on_one_database_only(shown: Path, hidden: Path):
     reward, right = make_verifier("sql_execution"), "SELECT MAX(n) FROM t"
     assert worth(reward, "SELECT 3", right, database=str(shown)) == 1
     assert worth(reward, "SELECT 3", right, database=[str(shown), str(hidden)]) == 0
-    assert (
-        worth(reward, "SELECT n FROM t ORDER BY n DESC LIMIT 1", right, database=[str(shown), str(hidden)])
-        == 1
-    )
+    first = "SELECT n FROM t ORDER BY n DESC LIMIT 1"
+    assert worth(reward, first, right, database=[str(shown), str(hidden)]) == 1
 
 
 def test_what_cannot_be_verified_is_not_zero(shown: Path):
@@ -139,24 +137,24 @@ def test_what_cannot_be_verified_is_not_zero(shown: Path):
     assert worth(cut, f"{RIGHT} UNION ALL SELECT 9, 'z'", RIGHT, database=str(shown)) == 0
 
 
-def test_which_queries_order_their_rows():
-    for query in (
-        "SELECT 1 ORDER BY 1",
-        "select a from (select 1) order\n by a",
-        "WITH x AS (SELECT 1) SELECT 1 Order By 1",
-    ):
-        assert orders_rows(query)
-    for query in (
-        "SELECT 1",
-        "SELECT * FROM (SELECT 1 ORDER BY 1)",
-        "SELECT 'order by'",
-        'SELECT "order by" FROM t -- ORDER BY 1',
-        "SELECT 1 /* (ORDER BY 1 */",
-        "SELECT row_number() OVER (ORDER BY n) FROM t",
-        "SELECT border, bystander FROM t",
-        "SELECT '(' FROM (SELECT 1 ORDER BY 1)",
-    ):
-        assert not orders_rows(query)
+@pytest.mark.parametrize(
+    ("ordered", "query"),
+    [
+        (True, "SELECT 1 ORDER BY 1"),
+        (True, "select a from (select 1) order\n by a"),
+        (True, "WITH x AS (SELECT 1) SELECT 1 Order By 1"),
+        (False, "SELECT 1"),
+        (False, "SELECT * FROM (SELECT 1 ORDER BY 1)"),
+        (False, "SELECT 'order by'"),
+        (False, 'SELECT "order by" FROM t -- ORDER BY 1'),
+        (False, "SELECT 1 /* (ORDER BY 1 */"),
+        (False, "SELECT row_number() OVER (ORDER BY n) FROM t"),
+        (False, "SELECT border, bystander FROM t"),
+        (False, "SELECT '(' FROM (SELECT 1 ORDER BY 1)"),
+    ],
+)
+def test_which_queries_order_their_rows(ordered: bool, query: str):
+    assert orders_rows(query) == ordered
 
 
 @pytest.fixture(scope="module")
@@ -206,15 +204,16 @@ def test_code_with_values_of_all_kinds(python: PythonTool):
     wrong = [{"args": ["x"], "expected": {"a": ["x", [0.3]]}}]
     assert worth(make_verifier("code_cases"), code, tools=(python,), cases=wrong, entry="f") == 0
     truth = [{"args": [], "expected": 1}]  # True is not 1
-    assert (
-        worth(make_verifier("code_cases"), "def f(): return True", tools=(python,), cases=truth, entry="f")
-        == 0
-    )
+    code_cases = make_verifier("code_cases", entry="f")
+    assert worth(code_cases, "def f(): return True", tools=(python,), cases=truth) == 0
     for data, told in (
         ({"cases": CASES}, "entry is ''"),
         ({"cases": CASES, "entry": "f; import os"}, "must be the name of the function"),
-        ({"entry": "f"}, "has no list of cases"),
-        ({"entry": "f", "cases": [{"args": 3, "expected": 1}]}, "a case is"),
+        ({"entry": "f"}, "cases in its metadata must be a list such as"),
+        (
+            {"entry": "f", "cases": [{"args": 3, "expected": 1}]},
+            "cases in its metadata must be a list such as",
+        ),
     ):
         with pytest.raises(ValueError, match=told):
             worth(make_verifier("code_cases"), code, tools=(python,), **data)
@@ -336,14 +335,17 @@ def test_what_cannot_be_calculated():
 def test_bad_options():
     for options, told in (
         ({"verify": "sql_execute"}, "did you mean sql_execution"),
-        ({"verify": "sql_execution", "tols": "x"}, "no option 'tols'; did you mean tool"),
-        ({"verify": "sql_execution", "timeout": "1"}, "timeout is '1'"),
-        ({"verify": "sql_execution", "max_rows": 0}, "max_rows is 0"),
-        ({"verify": "sql_execution", "database": 5}, "database is 5"),
-        ({"verify": "sql_execution", "tool": None}, "tool is None"),
-        ({"verify": "calculated", "expression": 5}, "expression is 5"),
-        ({"verify": "code_cases", "partial": 1}, "partial is 1"),
-        ({"verify": "calculated", "expressions": "no"}, "expressions is 'no'"),
+        (
+            {"verify": "sql_execution", "tols": "x"},
+            "tols is no option of verifier sql_execution; did you mean tool",
+        ),
+        ({"verify": "sql_execution", "timeout": "1"}, "timeout must be a valid number"),
+        ({"verify": "sql_execution", "max_rows": 0}, "max_rows must be greater than or equal to 1"),
+        ({"verify": "sql_execution", "database": 5}, "database must be a valid string"),
+        ({"verify": "sql_execution", "tool": None}, "tool must be a valid string"),
+        ({"verify": "calculated", "expression": 5}, "expression must be a valid string"),
+        ({"verify": "code_cases", "partial": 1}, "partial must be true or false"),
+        ({"verify": "calculated", "expressions": "no"}, "expressions must be true or false"),
     ):
         with pytest.raises(ValueError, match=told):
             make_verifier(**options)

@@ -1,4 +1,4 @@
-"""The audit of a judge: its arithmetic against figures worked out by hand, its findings against judges with known
+"""The audit of a judge: its arithmetic against metrics worked out by hand, its findings against judges with known
 faults, and the command as a user runs it."""
 
 from __future__ import annotations
@@ -17,20 +17,16 @@ from tests.kits.judge import KEY, Said, judging
 from TrainingFactory.cli.app import main
 from TrainingFactory.rewards.judge.prompts import PAIR_TEMPLATE, JudgePrompt
 from TrainingFactory.rewards.model_judge import ModelJudge, model_judge
-from TrainingFactory.services.judge_audit.audit import ATTACKS, audit, load_gold, plan
+from TrainingFactory.services.judge_audit.audit import ATTACKS, audit, plan
+from TrainingFactory.services.judge_audit.gold import Gold, load_gold
 from TrainingFactory.services.judge_audit.metrics import accuracy, kappa, pearson, ranks, spearman
-from TrainingFactory.services.judge_audit.page import audit_page, audit_rows
+from TrainingFactory.services.judge_audit.page import audit_page
 from TrainingFactory.services.judge_audit.report import Audit, verdict_of
 
-
-@pytest.fixture(autouse=True)
-def environment(monkeypatch: pytest.MonkeyPatch):
-    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("OPENAI_API_KEY", KEY)
+pytestmark = pytest.mark.usefixtures("judge_key")
 
 
-def test_figures_by_hand():
+def test_metrics_by_hand():
     # 20 yes-yes, 5 yes-no, 10 no-yes, 15 no-no: 0.7 agreed, 0.5 by chance (25*30 + 25*20 of 2500), so 0.4
     given = [True] * 25 + [False] * 25
     right = [True] * 20 + [False] * 5 + [True] * 10 + [False] * 15
@@ -51,6 +47,16 @@ def single(**options: Any) -> ModelJudge:
     return judge
 
 
+def run_audit(judge: ModelJudge, gold: list[Gold], repeats: int = 2) -> Audit:
+    async def run() -> Audit:
+        try:
+            return await audit(judge, gold, repeats=repeats)
+        finally:
+            await judge.close()
+
+    return asyncio.run(run())
+
+
 def gold_file(path: Path, rows: list[dict[str, Any]]) -> Path:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return path
@@ -66,9 +72,8 @@ def audited(
     with judging(say) as server:
         judge = single(**{"base_url": server.url, "model": "big", "retries": 0} | options)
         gold = load_gold(gold_file(tmp_path / "gold.jsonl", rows), judge)
-        found = asyncio.run(audit(judge, gold, repeats=repeats))
+        found = run_audit(judge, gold, repeats)
         assert len(server.asked) == plan(gold, repeats)
-        judge.close()
     return found
 
 
@@ -164,7 +169,7 @@ def test_pairs_are_judged_by_the_same_prompt(tmp_path: Path):
     assert JudgePrompt().for_pairs().template == PAIR_TEMPLATE
 
 
-def test_what_gave_no_verdict_is_paid_for_too(tmp_path: Path):
+def test_what_gave_no_verdict_costs_too(tmp_path: Path):
     prices = {"input_price": 2.0, "output_price": 50.0}  # 0.0007 and 110 tokens a request
     rows = ROWS[:4]
 
@@ -173,15 +178,13 @@ def test_what_gave_no_verdict_is_paid_for_too(tmp_path: Path):
 
     found = audited(tmp_path, sometimes, rows, repeats=2, budget=prices, concurrency=1)
     assert (found.judgements, found.failures) == (8, {"unreadable": 4})
-    assert (
-        found.cost_per_thousand == pytest.approx(0.7 * 12 / 8) and found.tokens_per_judgement == 110 * 12 / 8
-    )
+    assert found.cost_per_thousand == pytest.approx(0.7 * 12 / 8)
+    assert found.tokens_per_judgement == 110 * 12 / 8
     with judging(lambda prompt, number: 503 if number % 2 == 0 else "Score: 9") as server:
         options = {"base_url": server.url, "model": "big", "pause": 0.0, "retries": 50, "samples": 2}
         for cached in (False, True):  # what was kept had its price all the same
             judge = single(**options, cache=tmp_path / "judged.sqlite", budget=prices)
-            again = asyncio.run(audit(judge, load_gold(gold_file(tmp_path / "gold.jsonl", rows), judge)))
-            judge.close()
+            again = run_audit(judge, load_gold(gold_file(tmp_path / "gold.jsonl", rows), judge))
             assert bool(judge.client.usage.retries) != cached and judge.client.usage.cached == 24 * cached
             # two samples each; an attempt that failed took no tokens
             assert again.tokens_per_judgement == 220 and again.cost_per_thousand == pytest.approx(1.4)
@@ -237,28 +240,33 @@ def test_what_gives_no_verdict_is_counted(tmp_path: Path):
     nothing = audited(tmp_path, lambda prompt, number: 403, ROWS)
     assert nothing.judgements == 0 and nothing.accuracy is None
     assert "no verdict that could be compared" in verdict_of(nothing) and "error 30" in verdict_of(nothing)
-    assert audit_rows(nothing) == [] and "<svg" in audit_page(nothing, "it")
+    assert nothing.rows == [] and "<svg" in audit_page(nothing, "it")
     with judging("Score: 5") as server:
         judge = single(
             base_url=server.url, model="big", concurrency=1, budget={"max_requests": 7}, verdict="score"
         )
         gold = load_gold(gold_file(tmp_path / "gold.jsonl", ROWS), judge)
-        stopped = asyncio.run(audit(judge, gold))
+        stopped = run_audit(judge, gold)
     assert stopped.judgements == 7 and stopped.failures == {"budget": 23}
 
 
 @pytest.mark.parametrize(
     ("row", "says"),
     [
-        ({"prompt": "x", "label": True}, 'no "response"'),
-        ({"prompt": 3, "response": "y", "label": True}, 'has the "prompt" 3; it must be a text'),
-        ({"prompt": "x", "response": ["y"], "label": True}, "has the \"response\" ['y']; it must be a text"),
-        ({"prompt": "x", "response": "y", "pair": "z", "better": ["first"]}, "first, second or tie"),
+        ({"prompt": "x", "label": True}, 'it needs "prompt" and "response"'),
+        ({"prompt": 3, "response": "y", "label": True}, "prompt must be a valid string (got 3)"),
+        ({"prompt": "x", "response": ["y"], "label": True}, "response must be a valid string (got a list)"),
+        (
+            {"prompt": "x", "response": "y", "pair": "z", "better": ["first"]},
+            "must be one of first, second, tie",
+        ),
+        ({"prompt": "x", "response": "y", "pair": "z"}, "first, second or tie"),
         ({"prompt": "x", "response": "y"}, 'neither a "label" nor a "score"'),
-        ({"prompt": "x", "response": "y", "label": "perhaps"}, "'perhaps'; it must be true or false"),
-        ({"prompt": "x", "response": "y", "score": 11}, "range is 0 to 10"),
-        ({"prompt": "x", "response": "y", "score": True}, "range is 0 to 10"),
-        ({"prompt": "x", "response": "y", "pair": "z", "better": 1}, "first, second or tie"),
+        ({"prompt": "x", "response": "y", "label": "perhaps"}, 'label must be true or false (got "perhaps")'),
+        ({"prompt": "x", "response": "y", "score": 11}, 'has the "score" 11; the judge\'s range is 0 to 10'),
+        ({"prompt": "x", "response": "y", "score": True}, "score must be a valid number (got true)"),
+        ({"prompt": "x", "response": "y", "pair": "z", "better": 1}, "must be one of first, second, tie"),
+        ({"conversation": [], "label": True}, 'it needs "prompt" and "response"'),
         (
             {"conversation": [{"role": "user", "content": "x"}], "label": True},
             "does not end with the assistant",
@@ -287,11 +295,11 @@ def test_conversations_and_references(tmp_path: Path):
             verdict="yes_no",
             template="{task} {answer} {reference} {conversation}",
         )
-        row = {"conversation": messages, "label": "no", "reference": "the truth"}
+        row = {"conversation": messages, "label": False, "reference": "the truth"}
         gold = load_gold(gold_file(tmp_path / "gold.jsonl", [row]), judge)
-        found = asyncio.run(audit(judge, gold, repeats=1))
+        found = run_audit(judge, gold, repeats=1)
         with pytest.raises(ValueError, match='no "reference"'):
-            load_gold(gold_file(tmp_path / "gold.jsonl", [{"conversation": messages, "label": 0}]), judge)
+            load_gold(gold_file(tmp_path / "gold.jsonl", [{"conversation": messages, "label": True}]), judge)
     assert found.accuracy == 0
     text = min((body["messages"][-1]["content"] for body in server.asked), key=len)
     assert "the truth" in text and "[3] tool\n  found" in text and "answer>>>\nright\n<<<END" in text
@@ -309,7 +317,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     file = tmp_path / "judge.yaml"
     with judging(fair) as server:
         file.write_text(f"base_url: {server.url}\nmodel: <b>big</b>\nverdict_options: {{high: 10}}\n")
-        given = (
+        given = [
             "--gold",
             gold,
             "--judge",
@@ -318,27 +326,28 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
             str(page),
             "budget.input_price=1",
             "retries=0",
-        )
+        ]
         assert command(*given) == 0
         shown = capsys.readouterr().out
         assert "kappa" in shown and "To be used with care" in shown and "cost per thousand" in shown
         assert command(*given, "--json") == 0
-        figures = json.loads(capsys.readouterr().out)
-        assert figures["kappa"] == 1 and figures["verdict"].startswith("To be used with care")
+        metrics = json.loads(capsys.readouterr().out)
+        assert metrics["kappa"] == 1 and metrics["verdict"].startswith("To be used with care")
     html = page.read_text(encoding="utf-8")
     # Of 10 items 6 are right and judged 0.9, 4 are wrong and judged 0.1: two dots in each picture.
     assert html.count("<circle") == 4 and "gold 1, judge 0.9: 6<" in html and "gold 0, judge 0.1: 4<" in html
     assert "&lt;b&gt;big" in html and "<b>big" not in html
-    assert (
-        "http" not in re.sub(re.escape(server.url), "", html) and KEY not in html
-    )  # it needs nothing beside it
+    assert "http" not in html.replace(server.url, "") and KEY not in html  # it needs nothing beside it
 
 
 @pytest.mark.parametrize(
     ("options", "says"),
     [
         (["model=big"], "base_url"),
-        (["base_url=http://127.0.0.1:9/v1", "modl=big"], "no option 'modl'; did you mean model?"),
+        (
+            ["base_url=http://127.0.0.1:9/v1", "modl=big"],
+            "modl is no option of a model judge; did you mean model?",
+        ),
         (
             ["base_url=http://127.0.0.1:9/v1", "model=big", "template={anser}"],
             "unknown field {anser}; did you mean {answer}?",

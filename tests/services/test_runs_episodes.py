@@ -222,7 +222,7 @@ def test_runs_without_episodes(episodes: Run, tmp_path: Path) -> None:
 
 def test_the_example_prints_what_the_page_on_rewards_shows():
     told = subprocess.run(
-        [sys.executable, "examples/paid_turns.py"],
+        [sys.executable, "examples/turn_rewards.py"],
         cwd=ROOT,
         env=os.environ | {"COLUMNS": "118", "PYTHONPATH": str(ROOT), "NO_COLOR": "1"},
         capture_output=True,

@@ -30,9 +30,9 @@ from tests.kits.serve import (
     user,
 )
 from TrainingFactory.config import load_config
+from TrainingFactory.http import api, listen
 from TrainingFactory.models import chat_format, load_model
 from TrainingFactory.sampling import NativeEngine
-from TrainingFactory.services.serving import http as serving_http
 from TrainingFactory.services.serving.server import ChatServer, make_server, served_sections
 from TrainingFactory.services.serving.text import TurnReader
 from TrainingFactory.types import Message, SamplingParams
@@ -310,7 +310,7 @@ def test_what_is_no_request_at_all_is_told_too(tiny: httpx.Client) -> None:
     for content in (b"{", b"[1]", b"\xff\xfe", b"", b"[" * 100_000, b'{"messages": NaN}'):
         answer = tiny.post(CHAT, content=content, headers=as_json)
         assert answer.status_code == 400 and answer.json()["error"]["param"] in ("body", "messages"), content
-    huge = b'"' + b"x" * serving_http.MAX_BODY + b'"'
+    huge = b'"' + b"x" * api.MAX_BODY + b'"'
     assert tiny.post(CHAT, content=huge, headers=as_json).status_code == 413
     assert tiny.post(CHAT, content=b"{}", headers={"content-type": "text/plain"}).status_code == 415
     assert tiny.get(CHAT).status_code == 405 and "error" in tiny.get("/v1/nothing").json()
@@ -345,13 +345,13 @@ def test_what_cannot_be_served_is_told(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setenv("EMPTY_KEY", " ")
     for name in ("EMPTY_KEY", "NO_SUCH_KEY"):
         with pytest.raises(ValueError, match=name):
-            serving_http.key_from(name)
-    with serving_http.bind("127.0.0.1", 0) as taken:
+            listen.key_from(name)
+    with listen.bind("127.0.0.1", 0) as taken:
         taken.listen()
         with pytest.raises(ValueError, match="--port 0"):
-            serving_http.bind("127.0.0.1", taken.getsockname()[1])
+            listen.bind("127.0.0.1", taken.getsockname()[1])
     with pytest.raises(ValueError, match="no such address"):
-        serving_http.bind("no-such-host.invalid", 1)
+        listen.bind("no-such-host.invalid", 1)
     (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "builtin:tiny"}')
     sections = served_sections(str(tmp_path), tmp_path)
     assert sections == {"model": {"name": "builtin:tiny", "adapter": str(tmp_path)}}

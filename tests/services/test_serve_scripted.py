@@ -29,8 +29,8 @@ from tests.kits.serve import (
     until,
     user,
 )
+from TrainingFactory.http import listen
 from TrainingFactory.models.tiny import tiny_tokenizer
-from TrainingFactory.services.serving import http as serving_http
 from TrainingFactory.services.serving.request import read_ask
 from TrainingFactory.types import Message, SamplingParams, ToolSpec
 
@@ -151,7 +151,7 @@ def test_a_failing_model_fails_one_request_only() -> None:
 
 
 def test_a_server_that_stops_tells_those_who_still_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serving_http, "GRACE", 0)
+    monkeypatch.setattr(listen, "GRACE", 0)
     scripted = script("ok")
     with ThreadPoolExecutor(2) as pool, httpx.Client(timeout=HANG, trust_env=False) as other:
         with live(scripted.server()) as client:

@@ -1,11 +1,9 @@
-"""What holds for every call: order, limits, time, further attempts, circuits, the tape."""
+"""What holds for every call: order, limits, time, further attempts, circuits, recordings."""
 
 from __future__ import annotations
 
 import asyncio
-import gc
 import random
-import threading
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -17,9 +15,10 @@ from hypothesis import strategies as st
 from tests.kits.tools import execute, one
 from TrainingFactory.tools import AsyncToolExecutor, tool
 from TrainingFactory.tools import runtime as runtime_module
-from TrainingFactory.tools.limits import CircuitBreaker, Gate, Limits
+from TrainingFactory.tools.limits import CircuitBreaker, Limits
 from TrainingFactory.tools.options import ToolOptions
-from TrainingFactory.tools.runtime import Place, ToolRuntime
+from TrainingFactory.tools.recording import Place
+from TrainingFactory.tools.runtime import ToolRuntime
 from TrainingFactory.types import ToolCall, ToolFailure, ToolResult, ToolSpec
 
 
@@ -103,96 +102,45 @@ def test_results_have_the_order_and_the_ids_of_their_calls(plan: list[tuple[int,
 @given(
     limit=st.integers(1, 4),
     visits=st.lists(st.tuples(st.integers(0, 3), st.booleans()), min_size=1, max_size=15),
-    loops=st.integers(1, 2),
 )
-def test_a_gate_never_lets_in_too_many_and_loses_no_place(
-    limit: int, visits: list[tuple[int, bool]], loops: int
-):
-    """Some visitors are cancelled while they wait or while they are inside; and the gate outlives event loops."""
-    gate = Gate(limit)
-    inside, most = 0, 0
+def test_limits_never_let_in_too_many_and_lose_no_place(limit: int, visits: list[tuple[int, bool]]):
+    """Some visitors are cancelled while they wait or while they are inside; and a second run has another loop."""
+    limits = Limits(limit, None)
+    inside, most, order = 0, 0, list[int]()
 
-    async def visit(rounds: int) -> None:
+    async def visit(number: int, rounds: int) -> None:
         nonlocal inside, most
-        async with gate:
-            inside += 1
-            most = max(most, inside)
-            try:
-                for _ in range(rounds):
-                    await asyncio.sleep(0)
-            finally:
-                inside -= 1
+        await limits.acquire()
+        order.append(number)
+        inside += 1
+        most = max(most, inside)
+        try:
+            for _ in range(rounds):
+                await asyncio.sleep(0)
+        finally:
+            inside -= 1
+            limits.release()
 
     async def main() -> None:
-        tasks = [asyncio.create_task(visit(rounds)) for rounds, _ in visits]
-        for number, (rounds, cancelled) in enumerate(visits):
+        tasks = [asyncio.create_task(visit(number, rounds)) for number, (rounds, _) in enumerate(visits)]
+        for task, (rounds, cancelled) in zip(tasks, visits, strict=True):
             if cancelled:
                 for _ in range(rounds):
                     await asyncio.sleep(0)
-                tasks[number].cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+                task.cancel()
+        for ended in await asyncio.gather(*tasks, return_exceptions=True):
+            assert ended is None or isinstance(ended, asyncio.CancelledError)
+        async with asyncio.timeout(10):
+            for _ in range(limit):  # all places are free again
+                await limits.acquire()
+        for _ in range(limit):
+            limits.release()
+        assert order == sorted(order)  # first come, first served
 
-    for _ in range(loops):
+    for _ in range(2):
+        order.clear()
         asyncio.run(main())
-    assert most <= limit and inside == 0 and gate.free == limit
-
-
-@pytest.mark.parametrize("cancelled_first", [False, True])
-def test_a_place_that_is_given_to_a_cancelled_visitor_goes_on_to_the_next(cancelled_first: bool):
-    gate = Gate(1)
-
-    async def main() -> None:
-        await gate.acquire()
-        first, second = asyncio.create_task(gate.acquire()), asyncio.create_task(gate.acquire())
-        await asyncio.sleep(0)
-        if cancelled_first:
-            first.cancel()
-        gate.release()
-        first.cancel()  # it has the place, but has not run since
-        await asyncio.wait_for(second, 10)
-        assert first.cancelled() and gate.free == 0
-
-    asyncio.run(main())
-
-
-def test_a_gate_is_fair_and_works_between_threads():
-    gate, order = Gate(1), []
-
-    async def visit(number: int) -> None:
-        async with gate:
-            order.append(number)
-            await asyncio.sleep(0)
-
-    async def many() -> None:
-        await asyncio.gather(*(visit(number) for number in range(20)))
-
-    asyncio.run(many())
-    assert order == list(range(20))
-    threads = [threading.Thread(target=lambda: asyncio.run(many())) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert len(order) == 100 and gate.free == 1
-
-
-def test_a_loop_that_is_dropped_takes_no_place_with_it():
-    gate = Gate(1)
-
-    async def wait() -> None:
-        async with gate:
-            pass
-
-    loop = asyncio.new_event_loop()
-    loop.run_until_complete(gate.acquire())
-    task = loop.create_task(wait())
-    loop.run_until_complete(asyncio.sleep(0))
-    loop.close()
-    gate.release()
-    task._log_destroy_pending = False  # type: ignore[attr-defined]
-    del task
-    gc.collect()
-    assert gate.free == 1
+    assert most <= limit and inside == 0
 
 
 def test_a_limit_holds_over_all_episodes_and_batches():
@@ -422,31 +370,32 @@ def test_tool_failure_and_cancelling_leave_nothing_behind():
     let_in = 0
 
     @tool(concurrency=1)
-    async def gone(fails: bool) -> str:
+    async def gone(fails: bool, hangs: bool = False) -> str:
         nonlocal let_in
         let_in += 1
         if fails:
             raise ToolFailure("the sandbox died")
-        await asyncio.sleep(30)
-        return ""
+        await asyncio.sleep(30 if hangs else 0)
+        return "fine"
 
-    runtime = ToolRuntime()
+    runtime = ToolRuntime(deadline=5)
 
     async def main() -> None:
         with pytest.raises(ToolFailure, match="sandbox"):
             await attached([gone], runtime).batch_execute([ToolCall("gone", {"fails": True})] * 2)
-        batch = asyncio.create_task(
-            attached([gone], runtime).batch_execute([ToolCall("gone", {"fails": False})] * 3)
-        )
-        while let_in < 3:
-            await asyncio.sleep(0)
+        hanging = [ToolCall("gone", {"fails": False, "hangs": True})] * 3
+        batch = asyncio.create_task(attached([gone], runtime).batch_execute(hanging))
+        async with asyncio.timeout(30):
+            while let_in < 3:
+                await asyncio.sleep(0)
         batch.cancel()
         with pytest.raises(asyncio.CancelledError):
             await batch
         assert asyncio.all_tasks() == {asyncio.current_task()}
+        [result] = await attached([gone], runtime).batch_execute([ToolCall("gone", {"fails": False})])
+        assert result.content == "fine"  # the only place is free again
 
     asyncio.run(main())
-    assert [limits._gate.free for limits in runtime._limits.values() if limits._gate] == [1]
 
 
 def test_a_tool_may_call_other_tools_of_its_group():
@@ -468,7 +417,7 @@ def test_a_tool_may_call_other_tools_of_its_group():
     assert result.content == "hot"
 
 
-class ListTape:
+class ListRecorder:
     def __init__(self) -> None:
         self.recorded: dict[Place, Any] = {}
         self.replaying = False
@@ -490,7 +439,7 @@ class ListTape:
         return known
 
 
-def test_the_tape_has_every_call_under_its_place_and_can_answer_all_of_them():
+def test_a_recorder_has_every_call_under_its_place_and_can_answer_all_of_them():
     ran: list[str] = []
 
     @tool
@@ -507,10 +456,10 @@ def test_the_tape_has_every_call_under_its_place_and_can_answer_all_of_them():
         [ToolCall("none"), ToolCall("", error="no JSON"), ToolCall("echo", {"word": "x"})],
         [ToolCall("echo", {"text": "fail"})],
     ]
-    tape = ListTape()
+    recorder = ListRecorder()
 
     async def play() -> list[Any]:
-        executor = attached([echo], ToolRuntime(tape=tape), max_output_chars=20)
+        executor = attached([echo], ToolRuntime(recorder=recorder), max_output_chars=20)
         results: list[Any] = []
         for batch in batches:
             try:
@@ -521,40 +470,12 @@ def test_the_tape_has_every_call_under_its_place_and_can_answer_all_of_them():
 
     first = asyncio.run(play())
     places = [("0/a/0", 0, 0), ("0/a/0", 0, 1), *(("0/a/0", 1, i) for i in range(3)), ("0/a/0", 2, 0)]
-    assert {(place.key, place.batch, place.index) for place in tape.recorded} == set(places)
+    assert {(place.key, place.batch, place.index) for place in recorder.recorded} == set(places)
     assert "characters cut" in first[0].content  # recorded as the model saw it
     assert [result.error for result in first[2:5]] == ["unknown", "malformed", "schema"]
     ran.clear()
-    tape.replaying = True
+    recorder.replaying = True
     assert asyncio.run(play()) == first and not ran
-
-
-def test_an_executor_that_cannot_be_made_closes_what_it_has_opened():
-    closed: list[str] = []
-
-    class Session:
-        tools = (Scripted(["a"]),)
-
-        async def close(self) -> None:
-            closed.append("session")
-
-    class Source:
-        def session(self) -> Session:
-            return Session()
-
-        def close(self) -> None: ...
-
-    with pytest.raises(ValueError, match="the same name: scripted"):
-        AsyncToolExecutor([Source(), Source()])
-    assert closed == ["session"] * 2
-
-    async def main() -> None:
-        with pytest.raises(ValueError, match="is no tool"):
-            AsyncToolExecutor([Source(), 3])
-        await asyncio.sleep(0.01)
-
-    asyncio.run(main())
-    assert closed == ["session"] * 3
 
 
 def test_a_function_is_taken_as_it_is():
@@ -563,10 +484,3 @@ def test_a_function_is_taken_as_it_is():
         return a + b
 
     assert execute([add], ToolCall("add", {"a": 1, "b": 2}))[0].content == "3"
-
-
-def test_what_is_wrong_is_said():
-    with pytest.raises(ValueError, match="deadline"):
-        ToolRuntime(deadline=0)
-    with pytest.raises(ValueError, match="timeout"):
-        AsyncToolExecutor([], timeout=0)

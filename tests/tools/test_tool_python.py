@@ -7,23 +7,22 @@ import contextlib
 import errno
 import importlib
 import os
-import signal
 import socket
 import struct
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.kits.mcp import children, wait_until
 from TrainingFactory.tools import AsyncToolExecutor
 from TrainingFactory.tools.cache.cache import ToolCache
 from TrainingFactory.tools.runtime import ToolRuntime
-from TrainingFactory.tools.sandbox import Isolation, PythonTool, source
+from TrainingFactory.tools.sandbox import Isolation, PythonTool, python_tool
 from TrainingFactory.tools.sandbox.process import START_SECONDS
 from TrainingFactory.types import ToolCall, ToolResult
 
@@ -38,18 +37,18 @@ def make(**options: Any) -> PythonTool:
         pytest.skip(f"no isolation on this machine: {error}")
 
 
-def run(tool: PythonTool, *codes: str) -> list[ToolResult]:
+async def play(tool: PythonTool, *codes: str) -> list[ToolResult]:
     """One episode."""
+    executor = AsyncToolExecutor([tool])
+    try:
+        name = tool.spec.name
+        return [(await executor.batch_execute([ToolCall(name, {"code": code})]))[0] for code in codes]
+    finally:
+        await executor.close()
 
-    async def episode() -> list[ToolResult]:
-        executor = AsyncToolExecutor([tool])
-        try:
-            name = tool.spec.name
-            return [(await executor.batch_execute([ToolCall(name, {"code": code})]))[0] for code in codes]
-        finally:
-            await executor.close()
 
-    return asyncio.run(episode())
+def run(tool: PythonTool, *codes: str) -> list[ToolResult]:
+    return asyncio.run(play(tool, *codes))
 
 
 def texts(tool: PythonTool, *codes: str) -> list[str]:
@@ -57,29 +56,19 @@ def texts(tool: PythonTool, *codes: str) -> list[str]:
 
 
 def test_output_values_and_state():
-    results = run(
-        make(),
-        "import math\nx = 6\nprint('hello')\nx * 7",
-        "def area(r):\n    return math.pi * r * x\nround(area(1), 3)",
-        "import sys, os\nprint('err', file=sys.stderr)\nos.write(1, b'raw\\n')",
-        "y = 3",
-        "None",
-        "import asyncio\nasyncio.run(asyncio.sleep(0, 'awaited'))",
-        "import dataclasses\n@dataclasses.dataclass\nclass P:\n    a: int\nP(1)",
-        "print('é 北京')",
-        "",
-    )
-    assert [result.content for result in results] == [
-        "hello\n42",
-        "18.85",
-        "err\n4\nraw",
-        "(no output)",
-        "(no output)",
-        "'awaited'",
-        "P(a=1)",
-        "é 北京",
-        "(no output)",
-    ]
+    shown = {
+        "import math\nx = 6\nprint('hello')\nx * 7": "hello\n42",
+        "def area(r):\n    return math.pi * r * x\nround(area(1), 3)": "18.85",
+        "import sys, os\nprint('err', file=sys.stderr)\nos.write(1, b'raw\\n')": "err\n4\nraw",
+        "y = 3": "(no output)",
+        "None": "(no output)",
+        "import asyncio\nasyncio.run(asyncio.sleep(0, 'awaited'))": "'awaited'",
+        "import dataclasses\n@dataclasses.dataclass\nclass P:\n    a: int\nP(1)": "P(a=1)",
+        "print('é 北京')": "é 北京",
+        "": "(no output)",
+    }
+    results = run(make(), *shown)
+    assert [result.content for result in results] == list(shown.values())
     assert all(result.ok for result in results)
 
 
@@ -104,8 +93,8 @@ def test_errors_are_short_and_leave_the_state():
     )
     division, syntax, bad, deep, leaving = [result.content for result in results[1:6]]
     assert division.startswith("Traceback") and division.endswith("ZeroDivisionError: division by zero")
-    assert "return 1 / n" in division and "worker.py" not in division
-    assert "SyntaxError" in syntax and "worker.py" not in syntax and "ast.py" not in syntax
+    assert "return 1 / n" in division and "interpreter.py" not in division
+    assert "SyntaxError" in syntax and "interpreter.py" not in syntax and "ast.py" not in syntax
     assert "Bad" in bad
     assert "RecursionError" in deep and len(deep) < 2500
     assert leaving == "SystemExit: 3 (the interpreter goes on)"
@@ -139,18 +128,14 @@ def test_an_endless_loop_is_stopped_and_the_next_call_told():
     assert results[3].content == "2"
 
 
-def test_signals_do_not_save_a_loop():
+def test_a_loop_that_ignores_signals_is_stopped_and_cpu_time_is_bounded():
     code = (
         "import signal\nfor s in set(signal.Signals) - {signal.SIGKILL, signal.SIGSTOP}:\n"
         "    signal.signal(s, signal.SIG_IGN)\n"
         "while True:\n    try:\n        while True: pass\n    except BaseException: pass"
     )
-    assert run(make(timeout=1.0), code)[0].content.startswith("stopped after 1 s")
-
-
-def test_cpu_time_is_bounded():
-    (text,) = texts(make(cpu_seconds=1), "while True:\n    pass")
-    assert text.startswith("the interpreter died of SIGXCPU")
+    assert texts(make(timeout=1.0), code)[0].startswith("stopped after 1 s")
+    assert texts(make(cpu_seconds=1), "while True: pass")[0].startswith("the interpreter died of SIGXCPU")
 
 
 def test_a_memory_bomb_meets_its_limit():
@@ -363,22 +348,22 @@ def write(text):
             os.write(n, text.encode() + b"\\n")
         except OSError:
             pass
-def forge(**changes):
-    write(json.dumps({"text": "forged", "error": None, "spent": False} | changes))
+def forge(ticket):
+    write(json.dumps([ticket, {"text": "forged", "error": None, "spent": False}, None]))
 """
-TICKET = "__import__('sys')._getframe(3).f_locals['message']['ticket']"
+TICKET = "__import__('sys')._getframe(4).f_locals['ticket']"
 
 
 @pytest.mark.parametrize(
     "code",
     [
-        "forge()",
-        "forge(ticket='0' * 16)",
+        "forge(None)",
+        "forge('0' * 16)",
         "write('[1]')",
         "write('[' * 100_000)",
         # With the right ticket it lies about itself, but the answer that is left over may not reach the next call.
-        f"forge(ticket={TICKET})",
-        f"forge(ticket={TICKET})\ntime.sleep(0.5)",
+        f"forge({TICKET})",
+        f"forge({TICKET})\ntime.sleep(0.5)",
     ],
 )
 def test_answers_stay_in_step_with_calls(code: str):
@@ -398,23 +383,21 @@ def test_what_is_cached_belongs_to_one_interpreter(tmp_path: Path):
 def test_a_stopped_call_is_not_the_same_history_as_one_that_ended(tmp_path: Path):
     tool, cache = make(stateful=True), ToolCache(tmp_path / "cache.sqlite")
     runtime = ToolRuntime(cache=cache)
+    calls = ["import time\ntime.sleep(1)\nx = 1", "'x' in globals()"]
 
     async def episode(limit: float) -> list[ToolResult]:
         executor = AsyncToolExecutor([tool])
         executor.attach(runtime, limit, task="the same")
         results = []
-        for tool.timeout, code in (
-            (limit, "import time\ntime.sleep(1)\nx = 1"),
-            (HANG_GUARD, "'x' in globals()"),
-        ):
+        for tool.timeout, code in zip((limit, HANG_GUARD), calls, strict=True):
             results += await executor.batch_execute([ToolCall("python", {"code": code})])
         await executor.close()
         return results
 
-    async def both() -> list[list[ToolResult]]:
-        return [await episode(0.2), await episode(HANG_GUARD), await episode(HANG_GUARD)]
+    async def all_of_them() -> list[list[ToolResult]]:
+        return [await episode(limit) for limit in (0.2, HANG_GUARD, HANG_GUARD)]
 
-    stopped, ended, again = asyncio.run(both())
+    stopped, ended, again = asyncio.run(all_of_them())
     cache.close()
     assert not stopped[0].ok and stopped[1].content.endswith("False")
     assert ended[0].ok and (ended[1].content, ended[1].cached) == ("True", False)
@@ -462,10 +445,10 @@ def test_nothing_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         await executor.close()
 
     asyncio.run(cancelled())
-    lost = tool.session()  # an episode that nobody closes ends with the run
+    lost = tool.session()  # an episode that nobody closes ends with its object
     asyncio.run(lost.run({"code": "1"}))
     assert children() - processes
-    tool.close()
+    del lost
     wait_until(lambda: not children() - processes and open_files() <= files and not any(tmp_path.iterdir()))
 
 
@@ -491,23 +474,14 @@ def test_a_call_cancelled_before_its_process_exists_starts_none():
 def test_sixteen_episodes_at_once():
     tool = make()
 
-    async def episode(number: int) -> str:
-        executor = AsyncToolExecutor([tool])
-        try:
-            codes = [
-                f"x = {number}\nopen('f', 'w').write(str(x))",
-                "import time\ntime.sleep(0.01)",
-                "x, open('f').read()",
-            ]
-            results = [
-                (await executor.batch_execute([ToolCall("python", {"code": code})]))[0] for code in codes
-            ]
-            return results[-1].content
-        finally:
-            await executor.close()
-
     async def all_of_them() -> list[str]:
-        return await asyncio.gather(*map(episode, range(16)))
+        kept, wait, shown = (
+            "open('f', 'w').write(str(x))",
+            "import time\ntime.sleep(0.01)",
+            "x, open('f').read()",
+        )
+        played = await asyncio.gather(*(play(tool, f"x = {n}\n{kept}", wait, shown) for n in range(16)))
+        return [results[-1].content for results in played]
 
     assert asyncio.run(all_of_them()) == [f"({number}, '{number}')" for number in range(16)]
 
@@ -528,7 +502,7 @@ PARENT = """
 import asyncio
 from TrainingFactory.tools.sandbox import PythonTool
 async def main():
-    session = PythonTool(timeout=1000, cpu_seconds=1000).session()
+    session = PythonTool(timeout=1000, cpu_seconds=60).session()
     print((await session.run({"code": "import os; os.getpid()"})).content, flush=True)
     await session.run({"code": "while True: pass"})
 asyncio.run(main())
@@ -539,35 +513,16 @@ def test_the_process_dies_with_a_killed_trainer(tmp_path: Path):
     make()
     environment = os.environ | {"TMPDIR": str(tmp_path)}  # a killed trainer leaves its folder behind, empty
     command = [sys.executable, "-c", PARENT]
-    parent = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
-    worker = 0
-    try:
+    with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
-        worker = int(parent.stdout.readline())
-        idle = ticks(worker) or 0
+        worker = psutil.Process(int(parent.stdout.readline()))
+        idle = worker.cpu_times().user
         wait_until(
-            lambda: (ticks(worker) or 0) > idle + 5
+            lambda: worker.cpu_times().user > idle
         )  # the loop runs: it reads no pipe that could end it
-        parent.send_signal(signal.SIGKILL)
-        parent.wait()
-        wait_until(lambda: ticks(worker) is None)
-        assert [list(folder.iterdir()) for folder in tmp_path.iterdir()] in ([], [[]])
-    finally:
         parent.kill()
-        parent.wait()
-        if parent.stdout is not None:
-            parent.stdout.close()
-        if worker and ticks(worker) is not None:
-            os.kill(worker, signal.SIGKILL)
-
-
-def ticks(pid: int) -> int | None:
-    """The CPU time a process has used; None if it is gone."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    return None if fields[0] == "Z" else int(fields[11])
+    wait_until(lambda: not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE)
+    assert [list(folder.iterdir()) for folder in tmp_path.iterdir()] in ([], [[]])
 
 
 def test_packages_only_where_they_are_asked_for():
@@ -581,7 +536,7 @@ def test_packages_only_where_they_are_asked_for():
 
 def test_a_machine_that_cannot_isolate_is_refused_by_name(monkeypatch: pytest.MonkeyPatch):
     weak = Isolation(None, "seccomp", "seccomp", "seccomp", "x", "x", ("landlock: this kernel has none",))
-    monkeypatch.setattr(source, "isolation_here", lambda limits: weak)
+    monkeypatch.setattr(python_tool, "isolation_here", lambda limits: weak)
     with pytest.raises(ValueError, match=r"cannot keep code from files \(landlock.*allow_unsafe=True"):
         PythonTool()
     assert PythonTool(allow_unsafe=True).isolation.files is None
@@ -589,13 +544,9 @@ def test_a_machine_that_cannot_isolate_is_refused_by_name(monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("option", ["timeout", "memory_mb", "disk_mb", "cpu_seconds", "max_output_chars"])
 def test_options_out_of_range_are_refused(option: str):
-    with pytest.raises(ValueError, match=f"{option} is over 0, not 0"):
-        PythonTool(**{option: 0})
-
-
-def confine_module(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(Path(source.__file__).parent))
-    return importlib.import_module("confine")
+    tool: Any = PythonTool
+    with pytest.raises(ValueError, match=rf"{option}\n  Input should be greater than"):
+        tool(**{option: 0})
 
 
 def verdict(program: list[tuple[int, int, int, int]], arch: int, number: int, *arguments: int) -> int:
@@ -617,24 +568,18 @@ def verdict(program: list[tuple[int, int, int, int]], arch: int, number: int, *a
 
 
 @pytest.mark.parametrize(
-    ("machine", "arch", "calls"),
+    ("machine", "arch", "numbers"),
     [
-        (
-            "x86_64",
-            0xC000003E,
-            {"read": 0, "socket": 41, "execve": 59, "clone": 56, "kill": 62, "openat": 257},
-        ),
-        (
-            "aarch64",
-            0xC00000B7,
-            {"read": 63, "socket": 198, "execve": 221, "clone": 220, "kill": 129, "openat": 56},
-        ),
+        ("x86_64", 0xC000003E, (0, 41, 59, 56, 62, 257)),
+        ("aarch64", 0xC00000B7, (63, 198, 221, 220, 129, 56)),
     ],
 )
 def test_the_filter_of_each_architecture(
-    machine: str, arch: int, calls: dict[str, int], monkeypatch: pytest.MonkeyPatch
+    machine: str, arch: int, numbers: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ):
-    confine = confine_module(monkeypatch)
+    calls = dict(zip(("read", "socket", "execve", "clone", "kill", "openat"), numbers, strict=True))
+    monkeypatch.syspath_prepend(str(Path(python_tool.__file__).parent))
+    confine = importlib.import_module("confine")
     program = confine.filter_program(machine, 77, False)
     threads = confine.filter_program(machine, 77, True)
     allowed, refused = 0x7FFF0000, 0x00050000 | errno.EPERM

@@ -19,7 +19,7 @@ from TrainingFactory.tools.builtin.making import make_tool
 from TrainingFactory.tools.custom_tools import SearchTool, SqlTool, calculator
 from TrainingFactory.tools.decorator import OptionNames
 from TrainingFactory.tools.schema import check_schema, validator_of
-from TrainingFactory.types import ToolResult, ToolSpec
+from TrainingFactory.types import ToolSpec
 
 
 class Level(enum.IntEnum):
@@ -162,66 +162,11 @@ def test_docstrings_of_every_style():
 
 
 def test_all_options_of_a_tool():
-    @tool(
-        timeout=5,
-        pure=True,
-        retries=4,
-        concurrency=3,
-        rate=2.5,
-        server="s",
-        version="7",
-        ordered=True,
-        idempotent=True,
-    )
-    def f() -> str:
-        return ""
-
-    assert f.options == ToolOptions(5, True, True, False, True, 4, 3, 2.5, "s", "7")
+    given: Any = {"timeout": 5, "ordered": True, "pure": True, "stateful": False, "idempotent": True}
+    given |= {"retries": 4, "concurrency": 3, "rate": 2.5, "server": "s", "version": "7"}
+    assert tool(name="f", **given)(lambda: "").options == ToolOptions(**given)
     assert OptionNames.__annotations__.keys() == {field.name for field in dataclasses.fields(ToolOptions)}
     assert calculator.options.pure
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ({"time_out": 3}, "no option 'time_out'; did you mean timeout"),
-        ({"retries": 3}, "must be marked pure or idempotent"),
-        ({"pure": True, "stateful": True}, "not both"),
-        ({"rate": 0}, "rate is over 0"),
-    ],
-)
-def test_wrong_options_are_refused(options: dict[str, Any], says: str):
-    with pytest.raises(ValueError, match=says):
-        tool(**options)
-
-
-@pytest.mark.parametrize(
-    ("parameters", "says"),
-    [
-        ("text", "its parameters are 'text'"),
-        ({"type": "array"}, "have the type 'array'"),
-        ({"type": "object", "properties": {"a": {"type": "strng"}}}, "properties.a.type is no JSON schema"),
-        ({"type": "object", "properties": [1]}, "properties is no JSON schema"),
-        ({"type": "object", "required": "a"}, "required is no JSON schema"),
-        ({"type": "object", "properties": {"a": {"$ref": "#/$defs/B"}}}, "refer to #/\\$defs/B"),
-        (
-            {"type": "object", "properties": {"a": {"$ref": "http://host/x.json"}}},
-            "refer to http://host/x.json",
-        ),
-    ],
-)
-def test_a_schema_that_is_none_is_refused_by_name(parameters: Any, says: str):
-    with pytest.raises(ValueError, match=f"^file.json: tool lookup: .*{says}.*JSON schema of type object"):
-        check_schema(ToolSpec("lookup", "", parameters), "file.json")
-
-    class Hand:
-        spec = ToolSpec("lookup", "", parameters)
-
-        async def run(self, arguments: dict[str, Any]) -> ToolResult:
-            return ToolResult("")
-
-    with pytest.raises(ValueError, match="tool lookup"):
-        as_tool(Hand())
 
 
 def test_schemas_that_are_fine():
@@ -286,27 +231,13 @@ def test_a_class_of_qwen_agents_shape_is_a_tool():
     assert one(as_tool(Modern), {"prompt": "two"}).content == "one\ntwo"
 
 
-def test_what_else_is_and_is_not_a_tool():
+def test_what_else_is_a_tool():
     def plain(a: int) -> int:
         """Plain."""
         return a
 
     assert isinstance(as_tool(plain), FunctionTool)
     assert as_tool(calculator) is calculator
-
-    class Needs(ImageLookup):
-        def __init__(self, key: str) -> None:
-            super().__init__()
-
-    with pytest.raises(ValueError, match=r"Needs.*cannot be made without arguments"):
-        as_tool(Needs)
-    for wrong in (3, "text", object(), dict):
-        with pytest.raises(ValueError, match="is no tool"):
-            as_tool(wrong)
-    broken = ImageLookup()
-    broken.parameters = [{"type": "string"}]
-    with pytest.raises(ValueError, match="tool image_lookup: a parameter is an object with a name"):
-        as_tool(broken)
 
 
 def test_tools_by_name(tmp_path: Any):
@@ -316,13 +247,3 @@ def test_tools_by_name(tmp_path: Any):
     made = make_tool({"name": "search", "options": options})
     assert isinstance(made, SearchTool) and made.spec.name == "look"
     assert catalog.find("tool", "sql") is SqlTool
-    for entry, says in [
-        ("calculater", "did you mean calculator"),
-        ({"name": "sql"}, "tool sql needs the option path"),
-        ({"name": "sql", "options": {"paht": "x"}}, "tool sql has no option 'paht'; did you mean path"),
-        ({"name": "sql", "options": {"path": "nothing.db"}}, "there is no SQLite file .*nothing.db"),
-        ({"name": "calculator", "options": {"x": 1}}, "tool calculator has no option 'x'"),
-        ({"nome": "sql"}, "a tool is a name or"),
-    ]:
-        with pytest.raises(ValueError, match=says):
-            make_tool(entry)

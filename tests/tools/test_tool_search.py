@@ -169,33 +169,10 @@ def test_the_index_goes_to_the_cache_folder(tmp_path: Path, monkeypatch: pytest.
     assert tool.index.parent == tmp_path / "cache" / "training-factory" / "search"
 
 
-def test_bad_data_is_named(tmp_path: Path):
-    bad = tmp_path / "bad.jsonl"
-    for text, says in [
-        ('{"text": "a"}\n{"text"\n', r"bad\.jsonl:2: not a JSON object"),
-        (
-            '{"body": "a", "n": 1}\n',
-            r"bad\.jsonl:1: needs a text under 'text'; it has body, n\. Set text_field",
-        ),
-        ('{"text": 3}\n', "needs a text under 'text'"),
-        ("[1]\n", "it is no object"),
-    ]:
-        bad.write_text(text)
-        with pytest.raises(ValueError, match=says):
-            make(bad, tmp_path)
-    bad.write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ValueError, match="not UTF-8"):
-        make(bad, tmp_path)
-    with pytest.raises(ValueError, match=r"no file or folder .*gone"):
-        make(tmp_path / "gone", tmp_path)
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match=r"has no \.txt or \.md files"):
-        make(tmp_path / "empty", tmp_path)
-    with pytest.raises(ValueError, match="top_k is 1 to 20"):
-        make(tmp_path / "empty", tmp_path, top_k=0)
-    if os.getuid() != 0:
-        with pytest.raises(ValueError, match="set index_dir"):
-            SearchTool(write(tmp_path / "d.jsonl", ROWS), index_dir="/proc/nowhere")
+@pytest.mark.skipif(os.getuid() == 0, reason="root may write everywhere")
+def test_an_index_that_cannot_be_written(tmp_path: Path):
+    with pytest.raises(ValueError, match="set index_dir"):
+        SearchTool(write(tmp_path / "d.jsonl", ROWS), index_dir="/proc/nowhere")
 
 
 def test_words():

@@ -167,7 +167,7 @@ def test_statements_without_end_and_values_without_measure(shop: Path):
 
 
 def test_a_copy_cannot_grow_without_end(shop: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("TrainingFactory.tools.builtin.sql.GROWTH_PAGES", 10)
+    monkeypatch.setattr("TrainingFactory.sql.database.GROWTH_PAGES", 10)
     (result,) = run(SqlTool(shop, write=True), "INSERT INTO items(photo) SELECT zeroblob(1000) FROM many")
     assert not result.ok and "full" in result.content
 
@@ -195,13 +195,3 @@ def test_what_is_cached_knows_the_file(shop: Path):
     connection.commit()
     connection.close()
     assert SqlTool(shop).options.version != first
-
-
-def test_files_that_are_none(tmp_path: Path):
-    with pytest.raises(ValueError, match=r"tool sql: there is no SQLite file .*gone\.db; set path"):
-        SqlTool(tmp_path / "gone.db")
-    (tmp_path / "text.db").write_text("this is no database, however long it may become " * 50)
-    with pytest.raises(ValueError, match=r"text\.db cannot be read as a SQLite file"):
-        SqlTool(tmp_path / "text.db")
-    with pytest.raises(ValueError, match="format is table, json or exact"):
-        SqlTool(tmp_path / "gone.db", format="xml")  # type: ignore[arg-type]

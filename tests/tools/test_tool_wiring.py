@@ -14,7 +14,7 @@ import pytest
 
 from tests.kits.rollout import FakeChat, call_text, rollout
 from tests.kits.run import Quiet, small
-from tests.tools.test_tape import no_turn_is_cut
+from tests.tools.test_recording import no_turn_is_cut
 from TrainingFactory import catalog
 from TrainingFactory.cli import main
 from TrainingFactory.config import TrainingConfig, load_config

@@ -1,4 +1,4 @@
-"""Requests to a judge: so many at a time, tried again where that may help, kept, counted, and paid for."""
+"""Requests to a judge: so many at a time, tried again where that may help, kept in a cache, counted and limited."""
 
 from __future__ import annotations
 
@@ -7,18 +7,22 @@ import json
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass as plain_dataclass
+from dataclasses import field
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from TrainingFactory.rewards.checks import check_number
-from TrainingFactory.rewards.judge.checks import check_over_zero, check_whole, open_cache
-from TrainingFactory.rewards.judge.endpoints import BudgetSpent, JudgeFailure, JudgeModel, Reply
-from TrainingFactory.tools.builtin.model_tools import ModelError
+from pydantic.dataclasses import dataclass
+
+from TrainingFactory.endpoint import ModelError
+from TrainingFactory.options import STRICT, NotNegative, make_from
+from TrainingFactory.rewards.judge.endpoints import JudgeFailure, JudgeModel, Reply
 from TrainingFactory.tools.cache.cache import ToolCache
-from TrainingFactory.tools.cache.history import digest
+from TrainingFactory.tools.cache.stores import IN_REDIS
+from TrainingFactory.tools.fingerprint import digest
 from TrainingFactory.tools.limits import Limits
+from TrainingFactory.tools.threads import in_thread
 from TrainingFactory.types import Message, ToolResult
 
 T = TypeVar("T")
@@ -33,36 +37,42 @@ FLIGHT_SECONDS = 3600.0  # an equal request that is under way is waited for so l
 _chance = random.Random()  # spreads attempts over time; it changes no result
 
 
-@dataclass(slots=True, frozen=True)
+@dataclass(config=STRICT, frozen=True)
 class Budget:
-    """What a judge may spend in one process, so that a run that is resumed has it again; None: without limit. Prices
-    are for a million tokens. Requests that are under way when it is reached are finished, so it may be overstepped by
-    as many as run at a time."""
+    """Limits what a judge spends in one process, so that a run that is resumed has it again; None: without limit.
+    Prices are for a million tokens. Requests that are under way when it is reached are finished, so it may be
+    overstepped by as many as run at a time."""
 
-    max_cost: float | None = None
-    max_tokens: float | None = None
-    max_requests: float | None = None
-    input_price: float = 0.0
-    output_price: float = 0.0
+    max_cost: NotNegative | None = None
+    max_tokens: NotNegative | None = None
+    max_requests: NotNegative | None = None
+    input_price: NotNegative = 0.0
+    output_price: NotNegative = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("max_cost", "max_tokens", "max_requests"):
-            if getattr(self, name) is not None:
-                check_number(f"budget.{name}", getattr(self, name))
-        for name in ("input_price", "output_price"):
-            check_number(f"budget.{name}", getattr(self, name))
-        if self.max_cost is not None and not self.input_price + self.output_price:
-            raise ValueError(
-                "budget.max_cost needs the prices: set budget.input_price and budget.output_price"
-            )
+        if self.max_cost is not None and not self.priced:
+            raise ValueError("max_cost needs the prices: set input_price and output_price")
+
+    @property
+    def priced(self) -> bool:
+        return self.input_price + self.output_price > 0
 
     def cost(self, reply: Reply) -> float:
         return (reply.input_tokens * self.input_price + reply.output_tokens * self.output_price) / 1e6
 
 
-@dataclass(slots=True)
+def make_budget(given: Any) -> Budget | None:
+    """Return the budget that a user wrote as a mapping, or hands in."""
+    if isinstance(given, Mapping):
+        return make_from(Budget, given, "the judge's budget")
+    if given is None or isinstance(given, Budget):
+        return given
+    raise ValueError("must be a section such as budget: {max_requests: 1000}")
+
+
+@plain_dataclass(slots=True)
 class Usage:
-    """What was spent so far. `failures` counts the kinds of what gave no verdict."""
+    """Counts what was spent so far. `failures` has the kinds of what gave no verdict."""
 
     requests: int = 0  # that were sent
     retries: int = 0
@@ -75,20 +85,20 @@ class Usage:
     cached_cost: float = 0.0
     failures: Counter[str] = field(default_factory=Counter[str])
 
-    def figures(self) -> dict[str, float]:
-        """For the log."""
+    @property
+    def metrics(self) -> dict[str, float]:
         names = ("requests", "retries", "cached", "input_tokens", "output_tokens", "estimated", "cost")
         found = {f"judge/{name}": float(getattr(self, name)) for name in names}
         return found | {f"judge/failed_{kind}": float(count) for kind, count in self.failures.items()}
 
 
 class JudgeClient:
-    """`concurrency` requests at a time, at most `rate` a second. Where the endpoint is busy, fails or does not answer
-    in time, a request is made again up to `retries` times, after `pause` seconds and then twice as many each time, or
-    when the endpoint's Retry-After says, which is waited for two minutes at most.
+    """Makes `concurrency` requests at a time, at most `rate` a second. Where the endpoint is busy, fails or does not
+    answer in time, a request is made again up to `retries` times, after `pause` seconds and then twice as many each
+    time, or when the endpoint's Retry-After says, which is waited for two minutes at most.
 
-    `cache`: an SQLite file for the replies (or `redis://...`, or a `ToolCache`), known by the endpoint, the model, its
-    parameters, the prompt and the number of the sample. Only replies that could be read are kept."""
+    `cache` (an SQLite file, `redis://...`, or a `ToolCache`) knows replies by the endpoint, the model, its parameters,
+    the prompt and the number of the sample. Only replies that could be read are kept."""
 
     def __init__(
         self,
@@ -101,42 +111,29 @@ class JudgeClient:
         cache: ToolCache | str | Path | None = None,
         budget: Budget | None = None,
     ) -> None:
-        if concurrency is not None:
-            check_whole("concurrency", concurrency, 1)
-        if rate is not None:
-            check_over_zero("rate", rate)
-        check_whole("retries", retries, 0)
-        check_number("pause", pause)
         self.model, self.retries, self.pause = model, retries, pause
+        self.cache = cache
+        self._opened: ToolCache | None = cache if isinstance(cache, ToolCache) else None
+        if isinstance(cache, str | Path):
+            open_cache(cache).close()  # it can be used; the first request opens it
         self.budget, self.usage = budget or Budget(), Usage()
         self.spent = [self.usage]  # what the budget is for: also that of other clients, where they share it
         self._limits = Limits(concurrency, rate)
-        self.cache: ToolCache | None = None
-        self._own_cache = False
-        self.keep_in(cache)
 
-    def keep_in(self, cache: ToolCache | str | Path | None) -> None:
-        self._own_cache = cache is not None and not isinstance(cache, ToolCache)
-        self.cache = open_cache(cache)
-
-    async def ask(
-        self, name: Sequence[str], messages: Messages, number: int, read: Callable[[str], T]
-    ) -> tuple[T, Reply]:
-        """What `read` makes of the reply, and the reply. `name` is what the prompt is known by in the cache, which
-        the messages are not: their fences differ every time. Raises JudgeFailure."""
+    async def ask(self, name: Sequence[str], messages: Messages, number: int, read: Callable[[str], T]) -> T:
+        """Return what `read` makes of the reply; raise JudgeFailure if there is none. `name` is what the prompt is
+        known by in the cache, which the messages are not: their fences differ every time."""
         try:
-            return await self._asked(name, messages, number, read)
+            if self.cache is None:
+                return read((await self._request(messages(), number)).text)
+            return await self._through_cache(name, messages, number, read)
         except JudgeFailure as failure:
             self.usage.failures[failure.kind] += 1
             raise
 
-    async def _asked(
+    async def _through_cache(
         self, name: Sequence[str], messages: Messages, number: int, read: Callable[[str], T]
-    ) -> tuple[T, Reply]:
-        if self.cache is None:
-            reply = await self._request(messages(), number)
-            return read(reply.text), reply
-
+    ) -> T:
         async def run() -> ToolResult:
             reply = await self._request(messages(), number)
             read(reply.text)  # what it refuses is not kept
@@ -144,14 +141,17 @@ class JudgeClient:
             return ToolResult(json.dumps(kept))
 
         key = digest("judge", self.model.identity, f"{number}", *name)
-        result = await self.cache.through(key, run, time.monotonic() + FLIGHT_SECONDS)
+        if isinstance(self.cache, str | Path) and self._opened is None:
+            self._opened = open_cache(self.cache)
+        assert self._opened is not None
+        result = await self._opened.through(key, run, time.monotonic() + FLIGHT_SECONDS)
         kept = json.loads(result.content)
         reply = Reply(kept["text"], *kept["tokens"])
         if result.cached:
             self.usage.cached += 1
             self.usage.cached_tokens += reply.input_tokens + reply.output_tokens
             self.usage.cached_cost += self.budget.cost(reply)
-        return read(reply.text), reply
+        return read(reply.text)
 
     async def _request(self, messages: Sequence[Message], number: int) -> Reply:
         attempt = 0
@@ -188,23 +188,34 @@ class JudgeClient:
         return reply
 
     def _check_budget(self) -> None:
-        budget = self.budget
-        for name, spent, limit in (
-            ("max_cost", sum(each.cost for each in self.spent), budget.max_cost),
-            (
-                "max_tokens",
-                sum(each.input_tokens + each.output_tokens for each in self.spent),
-                budget.max_tokens,
-            ),
-            ("max_requests", sum(each.requests for each in self.spent), budget.max_requests),
-        ):
+        used = {
+            "max_cost": sum(each.cost for each in self.spent),
+            "max_tokens": sum(each.input_tokens + each.output_tokens for each in self.spent),
+            "max_requests": sum(each.requests for each in self.spent),
+        }
+        for name, spent in used.items():
+            limit = getattr(self.budget, name)
             if limit is not None and spent >= limit:
-                raise BudgetSpent(
+                raise JudgeFailure(
                     f"the judge's budget is spent: budget.{name} is {limit:g}, used are {spent:g} since this process "
-                    "started; raise it, or go on in another process, which has as much again"
+                    "started; raise it, or go on in another process, which has as much again",
+                    "budget",
                 )
 
-    def close(self) -> None:
-        """Writes what the cache still has to write. A cache that was handed in stays open."""
-        if self.cache is not None and self._own_cache:
-            self.cache.close()
+    async def close(self) -> None:
+        """Close the connections, and the cache unless it was handed in. A later request opens both again."""
+        await self.model.close()
+        if isinstance(self.cache, str | Path) and self._opened is not None:
+            opened, self._opened = self._opened, None
+            await in_thread(opened.close)
+
+
+def open_cache(target: str | Path) -> ToolCache:
+    """Open the file, in a folder that must be there, or the database in Redis."""
+    if not IN_REDIS.match(str(target)):
+        target = Path(target).expanduser()
+        if not target.parent.is_dir():
+            raise ValueError(
+                f"cache is {str(target)!r}, but there is no folder {target.parent}; make it first"
+            )
+    return ToolCache(target)

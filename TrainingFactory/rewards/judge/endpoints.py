@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol, runtime_checkable
 from urllib.parse import urlsplit
 
+from TrainingFactory.endpoint import Endpoint, ModelError, first_message
 from TrainingFactory.protocols import ChatFormat, Sampler
-from TrainingFactory.tools.builtin.model_tools import Endpoint, ModelError, first_message
-from TrainingFactory.tools.cache.history import digest
+from TrainingFactory.tools.fingerprint import digest
 from TrainingFactory.types import Message, SamplingParams
 
 CHARS_PER_TOKEN = 4  # where an endpoint does not say what it has counted
@@ -23,24 +23,17 @@ Kind = Literal["unavailable", "refused", "cut", "unreadable", "out_of_range", "b
 
 
 class JudgeFailure(Exception):
-    """There is no verdict, so what was to be judged cannot be scored. Never a zero."""
+    """Says that there is no verdict, so that what was to be judged cannot be scored. Never a zero."""
 
     def __init__(self, text: str, kind: Kind) -> None:
         super().__init__(text)
         self.kind: Kind = kind
 
 
-class BudgetSpent(JudgeFailure):
-    """What the judge may spend is spent. What is in the cache is still answered."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__(text, "budget")
-
-
 @dataclass(slots=True, frozen=True)
 class Reply:
-    """What a judge wrote, and the tokens that it took; `estimated` where the endpoint did not count them. `fault`: it
-    was paid for, but is no verdict."""
+    """Holds what a judge wrote and the tokens that it took; `estimated` where the endpoint did not count them.
+    `fault`: it cost something, but is no verdict."""
 
     text: str
     input_tokens: int
@@ -53,20 +46,22 @@ class Reply:
 class JudgeModel(Protocol):
     @property
     def identity(self) -> str:
-        """What a cached reply belongs to: the endpoint, the model and all parameters."""
+        """Name what a cached reply belongs to: the endpoint, the model and all parameters."""
         ...
 
     async def ask(self, messages: Sequence[Message], number: int) -> Reply:
-        """`number` tells several samples of one prompt apart. ModelError where no answer came."""
+        """Return the answer; raise ModelError if none came. `number` tells several samples of one prompt apart."""
         ...
 
     async def check(self) -> None:
-        """Raises where the model is out of reach; costs nothing."""
+        """Raise if the model is out of reach; costs nothing."""
         ...
+
+    async def close(self) -> None: ...
 
 
 class OpenAIEndpoint(Endpoint):
-    """Any `/chat/completions`: vLLM, SGLang, hosted models. `options` go into the request (temperature, ...)."""
+    """Asks any `/chat/completions`: vLLM, SGLang, hosted models. `options` go into the request (temperature, ...)."""
 
     @property
     def identity(self) -> str:
@@ -79,7 +74,15 @@ class OpenAIEndpoint(Endpoint):
         return self.read(await self.exchange(body), lambda answer: self.reply(answer, messages))
 
     async def check(self) -> None:
-        await reachable(self.url)
+        parts = urlsplit(self.url)
+        port = parts.port or (443 if parts.scheme == "https" else 80)
+        try:
+            async with asyncio.timeout(CHECK_SECONDS):
+                _, writer = await asyncio.open_connection(parts.hostname, port)
+        except (OSError, TimeoutError) as error:
+            what = type(error).__name__
+            raise ModelError(f"{self.host} could not be reached ({what})", temporary=True) from None
+        writer.close()
 
     def body(self, messages: Sequence[Message]) -> dict[str, Any]:
         listed = [{"role": message.role, "content": message.content} for message in messages]
@@ -96,7 +99,7 @@ class OpenAIEndpoint(Endpoint):
 
 
 class AnthropicEndpoint(OpenAIEndpoint):
-    """Anthropic's `/messages`, such as `https://api.anthropic.com/v1`."""
+    """Asks Anthropic's `/messages`, such as `https://api.anthropic.com/v1`."""
 
     PATH = "/messages"
 
@@ -121,8 +124,8 @@ class AnthropicEndpoint(OpenAIEndpoint):
 
 
 class SampledJudge:
-    """Weights in this process: any sampler, with the chat format of its model. `name` stands for the weights in the
-    cache: give another one to other weights."""
+    """Asks weights in this process: any sampler, with the chat format of its model. `name` stands for the weights in
+    the cache: give another one to other weights."""
 
     def __init__(self, sampler: Sampler, chat: ChatFormat, params: SamplingParams, name: str) -> None:
         self.sampler, self.chat, self.name = sampler, chat, name
@@ -147,32 +150,21 @@ class SampledJudge:
         return Reply(text, len(prompt), len(completion.token_ids), fault=fault)
 
     async def check(self) -> None:
-        """It is here."""
+        """Do nothing: the model is here."""
+
+    async def close(self) -> None:
+        """Leave the sampler open: it was handed in."""
 
 
 def fault_of(finish: Any, refused: str, cut: str) -> Kind | None:
-    """A verdict that was cut off may read as another: `10` as `1`."""
+    """Return what is wrong with an answer that ended so: one that was cut off may read as another, `10` as `1`."""
     return "refused" if finish == refused else "cut" if finish == cut else None
 
 
-def counted(
-    text: str, messages: Sequence[Message], given: Any, written: Any, fault: Kind | None = None
-) -> Reply:
-    if isinstance(given, int) and isinstance(written, int) and min(given, written) >= 0:
+def counted(text: str, messages: Sequence[Message], given: Any, written: Any, fault: Kind | None) -> Reply:
+    """Return the reply with the endpoint's own counts of tokens, or with estimates where it gives none."""
+    if isinstance(given, int) and isinstance(written, int):
         return Reply(text, given, written, fault=fault)
     asked = sum(len(message.content) for message in messages)
     tokens = asked // CHARS_PER_TOKEN + 1, len(text) // CHARS_PER_TOKEN + 1
     return Reply(text, *tokens, estimated=True, fault=fault)
-
-
-async def reachable(url: str) -> None:
-    """Raises ModelError where nobody listens."""
-    parts = urlsplit(url)
-    port = parts.port or (443 if parts.scheme == "https" else 80)
-    try:
-        async with asyncio.timeout(CHECK_SECONDS):
-            _, writer = await asyncio.open_connection(parts.hostname, port)
-    except (OSError, TimeoutError) as error:
-        what = type(error).__name__
-        raise ModelError(f"{parts.netloc} could not be reached ({what})", temporary=True) from None
-    writer.close()

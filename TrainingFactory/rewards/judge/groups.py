@@ -4,40 +4,26 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
 
 from TrainingFactory.protocols import Episode
-from TrainingFactory.rewards.judge.base import Judge, Judgement, more_than_half, most_of
-from TrainingFactory.rewards.judge.checks import check_whole
-from TrainingFactory.rewards.judge.client import JudgeClient
+from TrainingFactory.rewards.judge.base import Judge, more_than_half, most_of
 from TrainingFactory.rewards.judge.endpoints import JudgeFailure
-from TrainingFactory.rewards.judge.prompts import GROUP, PAIR, JudgePrompt, trajectory_text
+from TrainingFactory.rewards.judge.prompts import trajectory_text
 from TrainingFactory.rewards.judge.verdicts import MAX_CANDIDATES, Pairwise, Ranking, voted
 from TrainingFactory.types import Reward, Trajectory
 
 
+@dataclass(kw_only=True, eq=False)
 class PairJudge(Judge):
     """Compares two at a time, in both orders, so that the place of a text cannot decide. As the reward of a group:
     the share of its comparisons that an episode wins, each against the next `opponents` (all if None). Who has no
     answer loses against who has one, without asking."""
 
-    kind = PAIR
+    opponents: int | None = None
 
-    def __init__(
-        self,
-        client: JudgeClient,
-        prompt: JudgePrompt | None = None,
-        *,
-        opponents: int | None = None,
-        **options: Any,
-    ) -> None:
-        super().__init__(client, prompt, **options)
-        if opponents is not None:
-            check_whole("opponents", opponents, 1)
-        self.opponents = opponents
-
-    async def ordered(self, first: Trajectory, second: Trajectory, repeat: int = 0) -> Judgement:
-        """How much better the first is, shown in this order only: 1 it is, 0 the other is."""
+    async def ordered(self, first: Trajectory, second: Trajectory, repeat: int = 0) -> float:
+        """Return how much better the first is, shown in this order only: 1 it is, 0 the other is."""
         reasoning, verdict = self.prompt.reasoning, Pairwise()
         values = self.prompt.values(
             first.task,
@@ -47,24 +33,19 @@ class PairJudge(Judge):
         return await self._samples(values, verdict.instruction, verdict.read, repeat)
 
     async def compare(self, first: Trajectory, second: Trajectory) -> float:
-        """The mean over both orders."""
+        """Return the mean over both orders."""
         one, other = await asyncio.gather(self.ordered(first, second), self.ordered(second, first))
-        return (one.value + 1 - other.value) / 2
+        return (one + 1 - other) / 2
 
     async def __call__(self, episodes: Sequence[Episode]) -> list[Reward | Exception]:
-        """A comparison without a verdict is left out; an episode needs more than half of its own, and one that has not
-        is told why. Where no episode has, that is raised."""
+        """Return each episode's share. A comparison without a verdict is left out; an episode needs more than half of
+        its own, and one that has not is told why. Where no episode has, that is raised."""
         trajectories = _several(episodes)
         failed = [self.failed(each) for each in trajectories]
         count = len(trajectories)
         reach = min(self.opponents or count, count - 1)
-        pairs = sorted(
-            {
-                (min(a, b), max(a, b))
-                for a in range(count)
-                for b in ((a + s) % count for s in range(1, reach + 1))
-            }
-        )
+        around = ((a, (a + step) % count) for a in range(count) for step in range(1, reach + 1))
+        pairs = sorted({(min(pair), max(pair)) for pair in around})
 
         async def share(first: int, second: int) -> float:
             if failed[first] or failed[second]:
@@ -76,30 +57,30 @@ class PairJudge(Judge):
         for (first, second), found in zip(pairs, shares, strict=True):
             won[first].append(found)
             won[second].append(found if isinstance(found, BaseException) else 1 - found)
-        found = [self._share(each) for each in won]
-        if all(isinstance(each, Exception) for each in found):
-            _mean_of_most(won[0])
-        return found
+        rewards = [self._share(each) for each in won]
+        if all(isinstance(each, Exception) for each in rewards):
+            more_than_half(won[0])  # raises its first failure
+        return rewards
 
     def _share(self, won: Sequence[float | BaseException]) -> Reward | Exception:
         try:
-            return self._paid(_mean_of_most(won))
+            had = more_than_half(won)
         except JudgeFailure as failure:
             return failure
+        return self._rewarded(sum(had) / len(had))
 
 
+@dataclass(kw_only=True, eq=False)
 class RankingJudge(Judge):
     """Shows a whole group at once and lets the judge order it: 1 for the best, 0 for the worst. With several samples
     every candidate stands in another place each time. Episodes without an answer get 0 and are not shown."""
-
-    kind = GROUP
 
     async def __call__(self, episodes: Sequence[Episode]) -> list[Reward]:
         trajectories = _several(episodes)
         failed = [self.failed(each) for each in trajectories]
         shown = [each for each, lost in zip(trajectories, failed, strict=True) if not lost]
         scores = iter(await self.rank(shown))
-        return [self._paid(0.0 if lost else next(scores)) for lost in failed]
+        return [self._rewarded(0.0 if lost else next(scores)) for lost in failed]
 
     async def rank(self, trajectories: Sequence[Trajectory]) -> list[float]:
         count = len(trajectories)
@@ -121,13 +102,8 @@ class RankingJudge(Judge):
         def read(text: str) -> list[float]:
             return verdict.read_all(text, count)
 
-        scores, _ = await self._ask(values, verdict.instruction, number, read)
+        scores = await self._ask(values, verdict.instruction, number, read)
         return [scores[turned.index(index)] for index in range(count)]
-
-
-def _mean_of_most(found: Sequence[float | BaseException]) -> float:
-    had = more_than_half(found)
-    return sum(had) / len(had)
 
 
 def _several(episodes: Sequence[Episode]) -> list[Trajectory]:

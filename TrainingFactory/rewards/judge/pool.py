@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
-from TrainingFactory.rewards.judge.checks import open_cache
+from TrainingFactory.options import make_from
 from TrainingFactory.rewards.model_judge import model_judge
-from TrainingFactory.tools.builtin.making import call_with
 
 
 def judges_at(
-    base_url: str | Sequence[str], options: Mapping[str, Any], held: ExitStack, workers: int | None = None
+    base_url: str | Sequence[str], options: Mapping[str, Any], workers: int | None = None
 ) -> list[Any]:
-    """A judge for each worker; `options` are those of `model_judge`. Workers at one address share their judge. What
-    must be closed goes to `held`."""
+    """Return a judge for each worker, to be closed by the caller; `options` are those of `model_judge`. Workers at one
+    address share their judge."""
     urls = [base_url] if isinstance(base_url, str) else list(base_url)
     if not urls or not all(isinstance(url, str) for url in urls) or len(set(urls)) < len(urls):
         raise ValueError(f"base_url is {base_url!r:.100}; it must be an address, or a list of different ones")
@@ -25,17 +22,10 @@ def judges_at(
         raise ValueError(f"num_workers is {count}, but base_url has {len(urls)} addresses")
     options = dict(options)
     options.setdefault("concurrency", 8 * -(-count // len(urls)))  # of a judge that several workers share
-    if isinstance(cache := options.get("cache"), str | Path):
-        call_with(
-            model_judge, options | {"base_url": urls[0], "cache": None}, "a model judge"
-        )  # is all right?
-        options["cache"] = opened = open_cache(cache)
-        assert opened is not None
-        held.callback(opened.close)
     judges: list[Any] = []
     for url in urls:
-        judges.append(call_with(model_judge, options | {"base_url": url}, "a model judge"))
-        held.callback(judges[-1].close)
+        judges.append(make_from(model_judge, options | {"base_url": url}, "a model judge"))
+        options["cache"] = judges[0].client.cache  # opened once, and closed with the first
     spent = [judge.client.usage for judge in judges]
     for judge in judges:
         judge.client.spent = spent

@@ -1,4 +1,4 @@
-"""What a judge is shown. Whatever others wrote stands between fences and cannot speak to the judge.
+"""The prompt that a judge is shown. Whatever others wrote stands between fences and cannot speak to the judge.
 
 A fence carries a boundary that is drawn anew for every request, so that no text can close it; what looks like a fence
 or like a control token of a chat model is taken apart inside; and the judge is told that what is fenced is material.
@@ -6,18 +6,17 @@ or like a control token of a chat model is taken apart inside; and the judge is 
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
 import secrets
 import string
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
-from TrainingFactory.rewards.checks import check_flag
-from TrainingFactory.rewards.judge.checks import check_whole
+from TrainingFactory.options import did_you_mean, nearest
 from TrainingFactory.rewards.rules.answers import without_reasoning
-from TrainingFactory.tools.texts import bounded
+from TrainingFactory.texts import bounded
 from TrainingFactory.types import Message, Task, Trajectory
 
 SINGLE = ("task", "conversation", "answer", "reference")
@@ -25,6 +24,7 @@ PAIR = ("task", "first", "second", "reference")
 GROUP = ("task", "candidates", "reference")
 NEEDED = {SINGLE: ("conversation", "answer"), PAIR: ("first", "second"), GROUP: ("candidates",)}
 Shown = str | Sequence[str]
+MAX_CHARS = 60_000  # of each text that is shown; the cut is marked in its middle
 OPEN, CLOSE = "<<<MATERIAL", "<<<END"
 RUBRIC = (
     "Judge how well the assistant has done what it was asked for: whether the result is right, complete, and supported "
@@ -58,89 +58,82 @@ OPENING = re.compile(
 )
 
 
-@dataclass(slots=True, frozen=True)
+@dataclass
 class JudgePrompt:
-    """`template` with {rubric} and the fields of its kind; `kind` is SINGLE, PAIR or GROUP. Of each text at most
-    `max_chars` are shown, with the cut marked in the middle. `reasoning`: the judge sees that of the assistant too."""
+    """Fills `template`, which has {rubric} and the fields of its kind; `kind` is SINGLE, PAIR or GROUP. `reference`:
+    the built-in template shows the task's answer too. `reasoning`: the judge sees that of the assistant too."""
 
     template: str = ""
     rubric: str = RUBRIC
     kind: tuple[str, ...] = SINGLE
-    reference: bool = False  # shown: added to the template that is there without being given
+    reference: bool = False
     reasoning: bool = False
-    max_chars: int = 60_000
 
     def __post_init__(self) -> None:
-        for name in ("template", "rubric"):
-            if not isinstance(getattr(self, name), str):
-                raise ValueError(f"{name} is {getattr(self, name)!r:.60}; it must be a text")
         if not self.template:
-            made = TEMPLATES[self.kind] + (REFERENCE if self.reference else "")
-            object.__setattr__(self, "template", made)
-        check_whole("max_chars", self.max_chars, 100)
-        check_flag("reference", self.reference)
-        check_flag("reasoning", self.reasoning)
-        used = fields_of(self.template)
+            self.template = TEMPLATES[self.kind] + (REFERENCE if self.reference else "")
         known = ("rubric", *self.kind)
-        for name in used:
+        for name in self.fields:
             if name not in known:
-                near = difflib.get_close_matches(name, known, n=1)
-                hint = f"did you mean {{{near[0]}}}? It knows" if near else "it knows"
+                near = nearest(name, known)
                 listed = ", ".join(f"{{{each}}}" for each in known)
-                raise ValueError(f"the judge's template has the unknown field {{{name}}}; {hint} {listed}")
+                hint = did_you_mean(f"{{{near}}}" if near else None)
+                raise ValueError(
+                    f"the judge's template has the unknown field {{{name}}}{hint} (it knows {listed})"
+                )
         needed = NEEDED[self.kind]
-        missing = not used & set(needed) if self.kind == SINGLE else not set(needed) <= used
-        if missing:
-            words = " or ".join if self.kind == SINGLE else " and ".join
-            wanted = words(f"{{{name}}}" for name in needed)
+        shown = self.fields & set(needed)
+        if not shown or (self.kind != SINGLE and len(shown) < len(needed)):
+            wanted = (" or " if self.kind == SINGLE else " and ").join(f"{{{name}}}" for name in needed)
             raise ValueError(f"the judge's template lacks the field {wanted}: it must show what is judged")
-        if self.reference and "reference" not in used:
+        if self.reference and "reference" not in self.fields:
             raise ValueError(
                 "reference is true, but the judge's template lacks the field {reference}: say where to show it"
             )
-        if "rubric" in used and not self.rubric.strip():
+        if "rubric" in self.fields and not self.rubric.strip():
             raise ValueError("the judge's template has the field {rubric}, but rubric is empty")
-        if "rubric" not in used and self.rubric != RUBRIC:
+        if "rubric" not in self.fields and self.rubric != RUBRIC:
             raise ValueError("a rubric is given, but the judge's template lacks the field {rubric}")
 
+    @cached_property
+    def fields(self) -> set[str]:
+        return fields_of(self.template)
+
     def for_pairs(self) -> JudgePrompt:
-        """The same for two texts at a time: both stand where the one stood."""
+        """Return the same for two texts at a time: both stand where the one stood."""
         template = ""
         if self.template not in (TEMPLATE, TEMPLATE + REFERENCE):
             for text, name, _, _ in string.Formatter().parse(self.template):
                 template += text.replace("{", "{{").replace("}", "}}")
                 template += BOTH if name in NEEDED[SINGLE] else f"{{{name}}}" if name else ""
-        shown = "reference" in fields_of(self.template)
-        return JudgePrompt(template, self.rubric, PAIR, shown, self.reasoning, self.max_chars)
+        return JudgePrompt(template, self.rubric, PAIR, "reference" in self.fields, self.reasoning)
 
     def messages(self, values: Mapping[str, Shown], instruction: str, boundary: str) -> list[Message]:
-        """The request. The same `boundary` gives the same texts, so that they can name a reply in a cache. Of a list
-        every text has a letter and a fence of its own."""
-        filled: dict[str, str] = {}
+        """Return the request. The same `boundary` gives the same texts, so that they can name a reply in a cache. Of a
+        list every text has a letter and a fence of its own."""
+        filled: dict[str, str] = {"rubric": self.rubric}
         for name, text in values.items():
             if isinstance(text, str):
-                filled[name] = fenced(bounded(text, self.max_chars), name, boundary)
+                filled[name] = fenced(text, name, boundary)
             else:
-                listed = (fenced(bounded(each, self.max_chars), name, boundary) for each in text)
-                lettered = zip(string.ascii_uppercase, listed, strict=False)
-                filled[name] = "\n\n".join(f"{letter}:\n{each}" for letter, each in lettered)
+                lettered = zip(string.ascii_uppercase, text, strict=False)
+                filled[name] = "\n\n".join(f"{at}:\n{fenced(each, name, boundary)}" for at, each in lettered)
         # One pass: what a value holds is not looked at again, a field in it is text like any other.
-        text = self.template.format_map(filled | {"rubric": self.rubric})
+        text = self.template.format_map(filled)
         rules = RULES.format(open=OPEN, close=CLOSE, boundary=boundary)
         return [Message("system", rules), Message("user", f"{text}\n\n{instruction}")]
 
     def values(self, task: Task, **shown: Shown) -> dict[str, Shown]:
-        """What the template wants of it; ValueError for a task without the answer that it wants to show."""
-        used = fields_of(self.template)
-        if "reference" in used and task.answer is None:
+        """Return what the template wants of it; raise for a task without the answer that it wants to show."""
+        if "reference" in self.fields and task.answer is None:
             raise ValueError(f"task {task.id} has no answer, but the judge's template shows {{reference}}")
         answer = task.answer if isinstance(task.answer, str) else json.dumps(task.answer, default=str)
         known: dict[str, Shown] = {"task": task_text(task), "reference": answer} | shown
-        return {name: text for name, text in known.items() if name in used}
+        return {name: text for name, text in known.items() if name in self.fields}
 
 
 def fields_of(template: str) -> set[str]:
-    """The fields of a template: plain names only, so that it can reach nothing inside what it shows."""
+    """Return the fields of a template: plain names only, so that it can reach nothing inside what it shows."""
     try:
         found = list(string.Formatter().parse(template))
     except ValueError as error:
@@ -164,11 +157,11 @@ def new_boundary() -> str:
 
 
 def fenced(text: str, name: str, boundary: str) -> str:
-    return f"{OPEN} {boundary} {name}>>>\n{harmless(text)}\n{CLOSE} {boundary}>>>"
+    return f"{OPEN} {boundary} {name}>>>\n{harmless(bounded(text, MAX_CHARS))}\n{CLOSE} {boundary}>>>"
 
 
 def harmless(text: str) -> str:
-    """The text, with what looks like a fence or a control token taken apart by spaces."""
+    """Return the text with what looks like a fence or a control token taken apart by spaces."""
     return OPENING.sub(r"\g<0> ", RUNS.sub(lambda found: " ".join(found.group()), text))
 
 
@@ -181,13 +174,13 @@ def answer_text(trajectory: Trajectory) -> str:
 
 
 def trajectory_text(trajectory: Trajectory, reasoning: bool = False, prompt: bool = True) -> str:
-    """`prompt`: with what came before the model's first turn."""
+    """Return the episode as a text. `prompt`: with what came before the model's first turn."""
     said = [message for turn in trajectory.turns for message in (turn.message, *turn.replies)]
     return conversation_text([*trajectory.prompt, *said] if prompt else said, reasoning)
 
 
 def conversation_text(messages: Sequence[Message], reasoning: bool = False) -> str:
-    """Every message under a line with its number and role. Its own lines are indented, so that no message can
+    """Write every message under a line with its number and role. Its own lines are indented, so that no message can
     pretend to be several."""
     lines: list[str] = []
     for number, message in enumerate(messages, 1):

@@ -1,4 +1,4 @@
-"""What a judge has to write, and how it is read. What cannot be read for certain raises JudgeFailure."""
+"""The form in which a judge has to answer, and how it is read. Raises JudgeFailure for what is not certain."""
 
 from __future__ import annotations
 
@@ -8,20 +8,21 @@ import re
 import string
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
+from functools import cached_property
 from statistics import mean, median
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 from jsonschema.exceptions import SchemaError
+from pydantic.dataclasses import dataclass
 
-from TrainingFactory.rewards.checks import check_choice, check_number, check_text
-from TrainingFactory.rewards.judge.checks import check_section, check_whole
+from TrainingFactory.options import STRICT, Text, make_from
 from TrainingFactory.rewards.judge.endpoints import JudgeFailure
 from TrainingFactory.rewards.rules.answers import without_reasoning
-from TrainingFactory.rewards.rules.form import strict_json
+from TrainingFactory.rewards.rules.json_answers import strict_json
 from TrainingFactory.tools.schema import unknown_reference, validator_of
 
-VOTES = ("mean", "majority", "median")
+Vote = Literal["mean", "majority", "median"]
 MAX_CANDIDATES = len(string.ascii_uppercase)
 NUMBER = r"[+-]?(?:\d+(?:\.\d*)?|\.\d+)(?:e[+-]?\d+)?|[+-]?nan|[+-]?inf(?:inity)?"
 SCORE = re.compile(rf"({NUMBER})(?: ?/ ?(\d+(?:\.\d+)?))?")
@@ -31,14 +32,14 @@ LARGE = 1e300  # a whole number beyond it may be too large for a float
 
 
 class Verdict(Protocol):
-    """The verdict on one text, as a number from 0 (bad) to 1 (good)."""
+    """Reads the verdict on one text as a number from 0 (bad) to 1 (good)."""
 
     @property
     def instruction(self) -> str: ...
     def read(self, text: str) -> float: ...
 
 
-@dataclass(slots=True, frozen=True)
+@dataclass(config=STRICT, frozen=True)
 class Score:
     """A number from `low` to `high`, mapped to 0 to 1."""
 
@@ -46,8 +47,6 @@ class Score:
     high: float = 10.0
 
     def __post_init__(self) -> None:
-        for name in ("low", "high"):
-            check_number(name, getattr(self, name), low=-math.inf)
         if self.low >= self.high:
             raise ValueError(f"low is {self.low:g} and high {self.high:g}; low must be below high")
 
@@ -76,7 +75,7 @@ class Score:
         return (value - self.low) / (self.high - self.low)
 
 
-@dataclass(slots=True, frozen=True)
+@dataclass(config=STRICT, frozen=True)
 class YesNo:
     instruction: ClassVar[str] = "End with one line that is either\nVerdict: yes\nor\nVerdict: no"
 
@@ -84,68 +83,61 @@ class YesNo:
         return one_of(text, "verdict", {"yes": 1.0, "no": 0.0})
 
 
-@dataclass(slots=True, frozen=True)
+@dataclass(config=STRICT)
 class JsonVerdict:
     """A JSON object of `schema`, whose `key` is a truth value, a number from `low` to `high`, or one of `values`, a
     mapping from texts to numbers in that range. Where the schema limits the number, these are `low` and `high`; else
     they are 0 and 1."""
 
     schema: dict[str, Any]
-    key: str = "score"
+    key: Text = "score"
     low: float | None = None
     high: float | None = None
-    values: Mapping[str, float] = field(default_factory=dict[str, float])
+    values: dict[str, float] = field(default_factory=dict[str, float])
 
     def __post_init__(self) -> None:
-        check_section("schema", self.schema, "type: object, properties: {score: {type: number}}")
-        check_text("key", self.key)
-        check_section("values", self.values, "good: 1, bad: 0")
         try:
-            checker = validator_of(self.schema)
-            checker.check_schema(self.schema)
+            validator_of(self.schema).check_schema(self.schema)
         except (SchemaError, TypeError, AttributeError) as error:
-            raise ValueError(
-                f"schema is no JSON schema ({getattr(error, 'message', error)!s:.120})"
-            ) from error
+            said = getattr(error, "message", error)
+            raise ValueError(f"schema is no JSON schema ({said!s:.120})") from error
         if unknown := unknown_reference(self.schema):
             raise ValueError(f"schema refers to {unknown}, which is not in it")
         if self.key not in self.schema.get("properties", {}):
             raise ValueError(f"key is {self.key!r}, which is not among the properties of schema")
-        limits = self._limits()
-        for name, (word, limit) in limits.items():
-            given = getattr(self, name)
-            if given is not None and given != limit:
-                raise ValueError(
-                    f"{name} is {given!r}, but the schema's {word} of {self.key} is {limit:g}; leave {name} out"
-                )
-        scale = self.scale
+        low, high = self.scale.low, self.scale.high
         for name, value in self.values.items():
-            check_number(f"values.{name}", value, scale.low, scale.high)
+            if not low <= value <= high:
+                raise ValueError(f"values.{name} is {value:g}; it must be between {low:g} and {high:g}")
+
+    @cached_property
+    def scale(self) -> Score:
+        """Return the range, worst to best: the schema's own, else that of the options."""
+        about = self._about
+        listed = [each for each in about.get("enum", ()) if type(each) in (int, float)]
+        found: dict[str, float] = {}
+        for name, word, end, otherwise in (("low", "minimum", min, 0.0), ("high", "maximum", max, 1.0)):
+            given = getattr(self, name)
+            if word not in about and not listed:
+                found[name] = otherwise if given is None else given
+                continue
+            said, found[name] = (word, about[word]) if word in about else ("enum", end(listed))
+            if given is not None and given != found[name]:
+                raise ValueError(
+                    f"{name} is {given:g}, but the schema's {said} of {self.key} is {found[name]:g}; leave {name} out"
+                )
+        return make_from(Score, found, "the range")
 
     @property
-    def scale(self) -> Score:
-        """What is worst and best."""
-        limits = self._limits()
-        low = limits["low"][1] if "low" in limits else 0.0 if self.low is None else self.low
-        high = limits["high"][1] if "high" in limits else 1.0 if self.high is None else self.high
-        return Score(low, high)
-
-    def _limits(self) -> dict[str, tuple[str, float]]:
-        """What the schema says itself about `low` and `high`, and by which of its words."""
+    def _about(self) -> dict[str, Any]:
         about = self.schema["properties"][self.key]
-        if not isinstance(about, dict):
-            return {}
-        listed = [each for each in about.get("enum", ()) if _is_number(each)]
-        found = {"low": ("enum", min(listed)), "high": ("enum", max(listed))} if listed else {}
-        for name, word in (("low", "minimum"), ("high", "maximum")):
-            found |= {name: (word, about[word])} if word in about else {}
-        return found
+        return about if isinstance(about, dict) else {}  # a schema may be true
 
     @property
     def instruction(self) -> str:
-        about, scale = self.schema["properties"][self.key], self.scale
-        numeric = isinstance(about, dict) and about.get("type") in ("number", "integer")
-        told = f" {self.key} is from {scale.low:g} (worst) to {scale.high:g} (best)." if numeric else ""
+        numeric = self._about.get("type") in ("number", "integer")
+        low, high = self.scale.low, self.scale.high
+        told = f" {self.key} is from {low:g} (worst) to {high:g} (best)." if numeric else ""
         return (
             f"Answer with one JSON object of this schema and nothing else.{told}\n{json.dumps(self.schema)}"
         )
@@ -170,8 +162,8 @@ class JsonVerdict:
         return self.scale.scaled(found if abs(found) < LARGE else math.inf)
 
     def _verdict_in(self, text: str) -> str:
-        """All of the text, or the fenced block that it ends with, if nothing before that looks like another object: it
-        may be quoted from what is judged."""
+        """Return all of the text, or the fenced block that it ends with, if nothing before that looks like another
+        object: it may be quoted from what is judged."""
         before, fence, block = text.removesuffix(FENCE).rpartition(FENCE)
         if not fence or not text.endswith(FENCE):
             return text
@@ -179,9 +171,9 @@ class JsonVerdict:
         return "" if json.dumps(self.key) in before else inside if language.strip().isalnum() else block
 
 
-@dataclass(slots=True, frozen=True)
+@dataclass(config=STRICT, frozen=True)
 class Pairwise:
-    """Which of two is better: 1 if A is, 0 if B is, 0.5 for a tie."""
+    """Tells which of two is better: 1 if A is, 0 if B is, 0.5 for a tie."""
 
     instruction: ClassVar[str] = (
         "Say which of the two is better, A or B; the order in which they stand means nothing. End with one line that "
@@ -192,9 +184,9 @@ class Pairwise:
         return one_of(text, "winner", {"a": 1.0, "b": 0.0, "tie": 0.5})
 
 
-@dataclass(slots=True, frozen=True)
+@dataclass(config=STRICT, frozen=True)
 class Ranking:
-    """All candidates from best to worst, `=` between equals. `read_all` gives 1 to the best and 0 to the worst,
+    """Orders all candidates from best to worst, `=` between equals. `read_all` gives 1 to the best and 0 to the worst,
     evenly spaced; equals get the mean of their places."""
 
     instruction: ClassVar[str] = (
@@ -212,14 +204,14 @@ class Ranking:
         ahead = 0
         for part in places:
             place = ahead + (len(part) - 1) / 2
-            scores |= dict.fromkeys(part, 1 - place / (count - 1) if count > 1 else 1.0)
+            scores |= dict.fromkeys(part, 1 - place / (count - 1))
             ahead += len(part)
         return [scores[letter] for letter in string.ascii_uppercase[:count]]
 
 
 def final_line(text: str, mark: str) -> str:
-    """What the last line says, which is of the form `mark: ...`, in lower case; all of the text may be one line without
-    the mark. A line of that form with something after it may be quoted from what is judged, and one that says
+    """Return what the last line says, which is of the form `mark: ...`, in lower case; all of the text may be one line
+    without the mark. A line of that form with something after it may be quoted from what is judged, and one that says
     something else before it as well: that is no verdict."""
     lines = [line.strip(MARKUP) for line in without_reasoning(text).splitlines()]
     lines = [line for line in lines if any(map(str.isalnum, line))]  # a closing fence says nothing
@@ -232,7 +224,7 @@ def final_line(text: str, mark: str) -> str:
 
 
 def _after(mark: str, line: str) -> str | None:
-    """What stands behind the mark, if the line begins with it."""
+    """Return what stands behind the mark, if the line begins with it."""
     if not line.lower().startswith(mark):
         return None
     rest = line[len(mark) :].lstrip(MARKUP)
@@ -254,22 +246,13 @@ def without_line(text: str, mark: str) -> JudgeFailure:
     return unreadable(text, f"one line `{mark.capitalize()}: ...` at its end")
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
 def unreadable(text: str, wanted: str) -> JudgeFailure:
     shown = " ".join(text.split())[-80:]
     return JudgeFailure(f"the judge's answer is not {wanted}: ...{shown!r}", "unreadable")
 
 
-def check_vote(vote: str, samples: int) -> None:
-    check_choice("vote", vote, VOTES)
-    check_whole("samples", samples, 1)
-
-
-def voted(vote: str, values: Sequence[float]) -> float:
-    """One value for several samples. Majority: the most frequent; the mean of those that are equally frequent."""
+def voted(vote: Vote, values: Sequence[float]) -> float:
+    """Return one value for several samples. Majority: the most frequent one, or the mean of several such."""
     if vote == "mean":
         return mean(values)
     if vote == "median":

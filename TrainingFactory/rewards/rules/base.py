@@ -2,79 +2,69 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass as plain_dataclass
 from typing import Any, ClassVar
 
-from TrainingFactory.protocols import Episode, RewardFunction
+from pydantic.dataclasses import dataclass
+
+from TrainingFactory.options import STRICT
+from TrainingFactory.protocols import Episode
+from TrainingFactory.rewards.adapt import Adapted
 from TrainingFactory.rewards.rules.answers import Extraction, references
-from TrainingFactory.tools.threads import in_thread
 from TrainingFactory.types import Reward
 
 
-@dataclass(frozen=True, kw_only=True)
-class AnswerRule(Extraction):
-    """An episode that did not come to its own end, or gives no answer, has failed: 0. A task without a right answer
-    cannot be scored: ValueError."""
+@dataclass(config=STRICT, frozen=True, kw_only=True)
+class ReferenceRule(Extraction):
+    """A rule that needs the task's right answers: one without any cannot be scored."""
 
-    rule: ClassVar[str]
-    reads_numbers: ClassVar[bool] = False
     # Where nothing is marked, the answer may be the last line or all of the text: right is whichever is.
     whole_too: ClassVar[bool] = True
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.extract == "last_number" and not self.reads_numbers:
-            raise ValueError(
-                f"extract is last_number, which goes with numeric, auto and math, not with {self.rule}"
-            )
-
-    def __call__(self, episode: Episode) -> Reward:
-        task = episode.task
+    def right_answers(self, episode: Episode) -> list[Any]:
+        """Return the right answers as `read_reference` gives them; ValueError that names the task if there is none."""
+        right = references(episode.task, self.rule)
         try:
-            right = [self.read_reference(reference) for reference in references(task, self.rule)]
+            return [self.read_reference(reference) for reference in right]
         except (ValueError, TypeError) as error:
-            raise ValueError(f"task {task.id}: {error}") from error
-        text = self.text_of(episode.trajectory)
-        answers = self.answers_in(text) if text is not None else []
-        return paid(
-            self.rule, max((self.score(answer, one) for answer in answers for one in right), default=0.0)
-        )
-
-    def answers_in(self, text: str) -> Sequence[str]:
-        if self.extract == "auto" and self.whole_too and not self.marked(text):
-            return [answer for answer in (self.answer_in(text), text) if answer]
-        answer = self.answer_in(text)
-        return [answer] if answer else []
+            raise ValueError(f"task {episode.task.id}: {error}") from error
 
     def read_reference(self, reference: Any) -> Any:
-        """The right answer in the form that `score` takes; ValueError if this rule cannot compare with it."""
+        """Return a right answer in the form that is compared; ValueError if this rule cannot compare with it."""
         return str(reference)
+
+    def answers_of(self, episode: Episode) -> Sequence[str]:
+        """Return the texts that may be the answer: none for an episode that did not come to its own end."""
+        text = self.text_of(episode.trajectory)
+        if text is None:
+            return []
+        answers = [self.answer_in(text)]
+        if self.extract == "auto" and self.whole_too and not self.marked(text):
+            answers.append(text)
+        return [answer for answer in answers if answer]
+
+
+class AnswerRule(ReferenceRule):
+    """A rule that compares one answer with one right answer; the best pair counts, and no answer is worth 0."""
+
+    def __call__(self, episode: Episode) -> Reward:
+        right = self.right_answers(episode)
+        scores = [self.score(answer, one) for answer in self.answers_of(episode) for one in right]
+        return self.rewarded(max(scores, default=0.0))
 
     def score(self, answer: str, reference: Any) -> float:
         raise NotImplementedError
 
 
-def paid(rule: str, outcome: float) -> Reward:
-    return Reward(float(outcome), parts={rule: float(outcome)})
-
-
-@dataclass(slots=True, frozen=True)
+@plain_dataclass(slots=True, frozen=True)
 class OnlyIf:
-    """Pays what `rule` gives if `condition` gives all there is, else nothing: a bonus for short answers must not be
-    earned with wrong ones."""
+    """Gives what `rule` gives if `condition` gives all there is, else 0: no bonus for short wrong answers."""
 
-    rule: RewardFunction
-    condition: RewardFunction
+    rule: Adapted
+    condition: Adapted
 
     async def __call__(self, episode: Episode) -> Reward:
-        condition, reward = await _reward(self.condition, episode), await _reward(self.rule, episode)
+        condition, reward = await self.condition(episode), await self.rule(episode)
         outcome = reward.outcome if condition.outcome >= 1 else 0.0
         return Reward(outcome, reward.steps, reward.parts | condition.parts)
-
-
-async def _reward(function: RewardFunction, episode: Episode) -> Reward:
-    value = await in_thread(function, episode)
-    value = await value if inspect.isawaitable(value) else value
-    return value if isinstance(value, Reward) else Reward(float(value))

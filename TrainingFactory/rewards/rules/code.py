@@ -3,34 +3,29 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from typing import ClassVar
 
+from pydantic.dataclasses import dataclass
+
+from TrainingFactory.options import STRICT, Text
 from TrainingFactory.protocols import Environment, Episode
-from TrainingFactory.rewards.checks import check_flag, check_text
-from TrainingFactory.rewards.rules.answers import Extraction, references
-from TrainingFactory.rewards.rules.base import paid
-from TrainingFactory.rewards.rules.form import last_fenced
+from TrainingFactory.rewards.rules.answers import Extract, Extraction, references
+from TrainingFactory.rewards.rules.json_answers import last_fenced
 from TrainingFactory.rewards.verified.code_asserts import read_asserts
-from TrainingFactory.tools.builtin.sql_rows import Ask
-from TrainingFactory.tools.cache.history import digest
+from TrainingFactory.sql.compare import Ask
+from TrainingFactory.tools.fingerprint import digest
 from TrainingFactory.types import Reward, Task, ToolFailure, ToolResult
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(config=STRICT, frozen=True, kw_only=True)
 class ToolRule(Extraction):
     """The final text's last fenced block, or all of it, is what the environment's `tool` gets."""
 
-    rule: ClassVar[str]
-    extract: str = "whole"
-    tool: str = "python"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_text("tool", self.tool)
+    extract: Extract = "whole"
+    tool: Text = "python"
 
     def check_environment(self, environment: Environment, task: Task) -> None:
-        """ValueError if the tool is needed and not there."""
+        """Raise ValueError if the tool is needed and not there."""
         has = [tool.spec.name for tool in environment.tools]
         if self.tool not in has:
             raise ValueError(
@@ -43,7 +38,7 @@ class ToolRule(Extraction):
         return (last_fenced(text) or self.answer_in(text)) if text is not None else None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(config=STRICT, frozen=True, kw_only=True)
 class CodeTests(ToolRule):
     """The tests that the code passes, by the environment's `tool`. Tests are the task's metadata `tests`, else its
     answer: one Python text, or a list of them, each run by itself after the code. `partial`: the share that passes.
@@ -56,19 +51,14 @@ class CodeTests(ToolRule):
     partial: bool = False
     trusting: bool = False
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_flag("partial", self.partial)
-        check_flag("trusting", self.trusting)
-
     async def __call__(self, episode: Episode) -> Reward:
         tests = episode.task.metadata.get("tests") or references(episode.task, self.rule)
         tests = [tests] if isinstance(tests, str) else list(tests)
         code = self.code_of(episode)
         if not code:
-            return paid(self.rule, 0.0)
+            return self.rewarded(0.0)
         passed = [await self._passes(episode, code, str(test)) for test in tests]
-        return paid(self.rule, sum(passed) / len(passed) if self.partial else float(all(passed)))
+        return self.rewarded(sum(passed) / len(passed) if self.partial else all(passed))
 
     async def _passes(self, episode: Episode, code: str, test: str) -> bool:
         try:
@@ -89,7 +79,7 @@ class CodeTests(ToolRule):
 
 
 def through(episode: Episode, tool: str, argument: str) -> Ask:
-    """The environment's tool, called by the reward. One that is not there is no fault of the model's."""
+    """Return what calls the environment's tool. One that is not there is no fault of the model's."""
 
     async def ask(text: str) -> ToolResult:
         result = await episode.call(tool, **{argument: text})
@@ -101,8 +91,8 @@ def through(episode: Episode, tool: str, argument: str) -> Ask:
 
 
 async def value_after(ask: Ask, code: str, shown: str, expected: int = 0) -> str | None:
-    """The text that the expression `shown` gives after the code; None where that does not come to its end. ValueError
-    where the tool has cut a text that may have been the right one, which has up to `expected` characters."""
+    """Return the text that the expression `shown` gives after the code; None if that does not come to its end.
+    ValueError where the tool has cut a text that may have been the right one, of up to `expected` characters."""
     # Tells it from what the code prints itself: leaving early is not passing. The same code gets the same word again,
     # so that a recorded call is found; who finds it out gains nothing.
     word = digest(code)

@@ -1,18 +1,20 @@
 """Numbers as people and models write them: 1,234.5, 3/4, 1 1/2, 50%, $5, 1.5e3, 1.5 x 10^3, 5 km, \\frac{1}{2}.
 
 A text is cut into the longest runs that could be one number, and a run is read as a whole or not at all. So nothing
-is ever read out of the middle of something else: 1,234 holds no 234, 1/2 holds no 1, 10-3 holds no 3.
+is ever read out of the middle of something else: 1,234 holds no 234, 1/2 holds no 1, 10-3 holds no 3. Which number a
+sentence states, if any, is statements.py's business.
 """
 
 from __future__ import annotations
 
 import re
+import unicodedata
 from dataclasses import dataclass
 from fractions import Fraction
-from itertools import pairwise
 
-from TrainingFactory.rewards.rules.notation import MAX_CHARS, UNITS, Unit, plain, units_of
+from TrainingFactory.rewards.rules.units import UNITS, Unit, units_of
 
+MAX_CHARS = 10_000  # of a text in which numbers are looked for; the end of a longer one is kept
 MAX_DIGITS = 1000  # in one number; what is longer is no answer
 MAX_EXPONENT = 400  # a little over what a float can hold
 
@@ -39,79 +41,27 @@ class Figure:
 
 
 def figures(text: str, decimal_comma: bool = False) -> list[Figure]:
-    """All places with a number in a text that went through `plain`, in order."""
+    """Return all places with a number in a text that went through `plain`, in order."""
     found: list[Figure] = []
-    for match in _RUN.finditer(text):
-        before = text[max(0, match.start() - 16) : match.start()]
-        if _PART_OF_WORD.search(before):
+    for match in RUN.finditer(text):
+        if _PART_OF_WORD.search(text[max(0, match.start() - 16) : match.start()]):
             continue
-        start, end, run = match.start(), match.end(), match.group()
-        if (
-            " " in run and _value(run, decimal_comma) is None
-        ):  # two numbers side by side, not one with a space
-            for part in re.finditer(r"[^ ]+", run):
-                inner = (start + part.start(), start + part.end())
-                found.append(_figure(text, *inner, decimal_comma))
-        else:
-            found.append(_figure(text, start, end, decimal_comma))
+        pieces = [match.span()]
+        if " " in match.group() and _value(match.group(), decimal_comma) is None:
+            # two numbers side by side, not one with a space in it
+            pieces = [part.span() for part in re.compile(r"[^ ]+").finditer(text, *match.span())]
+        found += [_figure(text, start, end, decimal_comma) for start, end in pieces]
     return found
 
 
-def only_number(text: str, decimal_comma: bool = False) -> Number | None:
-    """The number that the text states, if it states one: the only one in it, or several of the same value. An
-    equation states its right side (48+24 = 72), an approximation its left one (1/3 ≈ 0.33)."""
-    text = plain(text).strip() if len(text) <= MAX_CHARS else ""
-    if "≈" in text and "\n" in text:
-        return None  # whose approximation the last line is cannot be known
-    stated = next((part for part in text.split("≈") if _RUN.search(part)), "")
-    equation, _, stated = stated.rpartition("=")
-    found = [figure.number for figure in figures(stated, decimal_comma)]
-    first = found[0] if found else None
-    if first is None or any(number is None or number.value != first.value for number in found):
-        return None
-    if _DENIAL.search(stated) or _REFUSAL.search(stated) or (len(found) == 1 and _CHOICE.search(stated)):
-        return None
-    return None if equation and _is_unclear(equation, stated, decimal_comma) else first
-
-
-def _is_unclear(equation: str, stated: str, decimal_comma: bool) -> bool:
-    """Whether what stands before the last = of a line takes it back, or gives other values: not x = 72,
-    x = 5 or x = 72, 5 < x = 72."""
-    line = equation.rpartition("\n")[2]
-    left = _CLAUSE.split(line)[-1].rpartition("=")[2]
-    if _REFUSED_LINE.search(line) or _TAKEN_BACK.search(left):
-        return True
-    if not _DIGIT.search(left) and (_DENIAL.search(left) or _CHOICE.search(left)):
-        return True
-    sides = f"{line}={stated}".split("=")
-    named = [_NEXT.split(right)[0] for left, right in pairwise(sides) if _NAME.search(left)]
-    values = [each for each in (figures(side, decimal_comma) for side in named) if len(each) == 1]
-    return len({figure.number.value for [figure] in values if figure.number}) > 1
-
-
-def last_number_text(text: str, decimal_comma: bool = False) -> str | None:
-    """The last number of the text as it is written, with its sign and unit; None if it is denied (not 7), one of a
-    choice (5 or 7), or no number after all (10-3)."""
-    text = plain(text)
-    found = figures(text, decimal_comma)
-    if not found or found[-1].number is None:
-        return None
-    since = found[-2].end if len(found) > 1 else 0
-    between = text[since : found[-1].start].rpartition("\n")[2]
-    after = text[found[-1].end :].partition("\n")[0]
-    denied = _DENIAL.search(between) or _CHOICE.search(between) or _REFUSAL.search(between + "5" + after)
-    denied = denied or _TAKEN_BACK.search(between.rpartition("=")[0])
-    return None if denied else text[found[-1].start : found[-1].end]
-
-
 def is_number(text: str, decimal_comma: bool = False) -> bool:
-    """Whether the text is one number with at most a sign, a currency, a percent sign or a common unit: `72`, `$5`,
-    `5 km`; not `12 Angry Men`."""
+    """Return true if the text is one number with at most a sign, a currency, a percent sign or a common unit: `72`,
+    `$5`, `5 km`; not `12 Angry Men`."""
     clean = plain(text).strip().removesuffix(".")
-    found = figures(clean, decimal_comma)
-    return (
-        len(found) == 1 and found[0].number is not None and (found[0].start, found[0].end) == (0, len(clean))
-    )
+    match figures(clean, decimal_comma):
+        case [Figure(0, end, number)]:
+            return number is not None and end == len(clean)
+    return False
 
 
 def same_number(
@@ -122,54 +72,52 @@ def same_number(
     strict_percent: bool = False,
     units: bool = True,
 ) -> bool:
-    """Whether two numbers are the same. Without tolerances whole numbers must be equal, others within 1e-6 of the
-    reference's size. Known units are converted, and two of different kinds never match. A percentage matches its
-    value, and its bare figure (50% and 50) where that is 1 or more, unless `strict_percent`."""
+    """Compare two numbers. Without tolerances whole numbers must be equal, others within 1e-6 of the reference's size.
+    Known units are converted, and two of different kinds never match. A percentage matches its value, and its bare
+    figure (50% and 50) where that is 1 or more, unless `strict_percent`."""
+
+    def close(left: Fraction, right: Fraction) -> bool:
+        share = relative
+        if tolerance is None and relative is None:
+            share = 0.0 if left.denominator == right.denominator == 1 else 1e-6
+        # By their decimal digits: 0.333333 is exactly 1e-6 away from 1/3.
+        room = max(Fraction(str(tolerance or 0)), Fraction(str(share or 0)) * abs(right))
+        return abs(left - right) <= room
+
     left, right = answer.value, reference.value
     if units and answer.units and reference.units:
         pairs = [(one, other) for one in answer.units for other in reference.units if one.kind == other.kind]
-        return any(
-            _close(left * one.factor, right * other.factor, tolerance, relative) for one, other in pairs
-        )
+        return any(close(left * one.factor, right * other.factor) for one, other in pairs)
     if units and ((answer.units and reference.word) or (answer.word and reference.units)):
         return False
-    if _close(left, right, tolerance, relative):
+    if close(left, right):
         return True
     if strict_percent or answer.percent == reference.percent:
         return False
     left, right = left * (100 if answer.percent else 1), right * (100 if reference.percent else 1)
     bare = right if answer.percent else left
-    return abs(bare) >= 1 and _close(left, right, tolerance, relative)
-
-
-def _close(answer: Fraction, reference: Fraction, tolerance: float | None, relative: float | None) -> bool:
-    if tolerance is None and relative is None:
-        whole = answer.denominator == reference.denominator == 1
-        relative = 0.0 if whole else 1e-6
-    # By their decimal digits: 0.333333 is exactly 1e-6 away from 1/3.
-    room = max(Fraction(str(tolerance or 0)), Fraction(str(relative or 0)) * abs(reference))
-    return abs(answer - reference) <= room
+    return abs(bare) >= 1 and close(left, right)
 
 
 def _figure(text: str, start: int, end: int, decimal_comma: bool) -> Figure:
-    """The run at start:end with what belongs to it on both sides: sign, currency, percent, scale and unit."""
+    """Read the run at start:end with what belongs to it on both sides: sign, currency, percent, scale and unit."""
     value = _value(text[start:end], decimal_comma)
     window = text[max(0, start - 24) : start]
     lead = _LEAD.search(window)
     assert lead is not None  # it matches the empty end as well
-    before = window[: lead.start()]
+    before, after = window[: lead.start()], text[end : end + 40]
     start -= len(window) - lead.start()
-    after = text[end : end + 40]
-    if value is None or _SPOILT_BEFORE.search(before) or _SPOILT_AFTER.match(after):
-        return Figure(start, end, None)
-    if before[:-1].rpartition(" ")[2].lower() in _LAST_WORDS and _WORDS_BEFORE.search(before):
-        return Figure(start, end, None)
-    if not lead["money"] and _MEGA.match(after):  # 5M: millions, metres, molar?
-        return Figure(start, end, None)
     signs = (lead["sign"] or "") + (lead["inner"] or "")
-    if len(signs.replace(" ", "")) > 1 or (lead["sign"] and _MINUS_IS_A_DASH.search(before + lead["sign"])):
-        return Figure(start, end, None)
-    if "-" in signs and before.endswith("|") and after.startswith("|"):  # |-5|
+    if (
+        value is None
+        or _SPOILT_BEFORE.search(before)
+        or _WORDS_BEFORE.search(before)
+        or _SPOILT_AFTER.match(after)
+        or (not lead["money"] and _MEGA.match(after))  # 5M: millions, metres, molar?
+        or len(signs.replace(" ", "")) > 1
+        or (lead["sign"] and _MINUS_IS_A_DASH.search(before + lead["sign"]))
+        or ("-" in signs and before.endswith("|") and after.startswith("|"))  # |-5|
+    ):
         return Figure(start, end, None)
     value = -value if "-" in signs else value
     money = (lead["money"] or "").strip()
@@ -193,11 +141,12 @@ def _value(run: str, decimal_comma: bool) -> Fraction | None:
     if match := _MIXED.fullmatch(run):
         whole, above, below = (int(part) for part in match.groups())
         return whole + Fraction(above, below) if 0 < above < below else None
-    if "/" in run:
-        above, _, below = run.partition("/")
-        parts = _scientific(above.strip(), decimal_comma), _scientific(below.strip(), decimal_comma)
-        return parts[0] / parts[1] if parts[0] is not None and parts[1] else None
-    return _scientific(run, decimal_comma)
+    above, slash, below = run.partition("/")
+    over = _scientific(above.strip(), decimal_comma)
+    if not slash or over is None:
+        return over
+    under = _scientific(below.strip(), decimal_comma)
+    return over / under if under else None
 
 
 def _scientific(run: str, decimal_comma: bool) -> Fraction | None:
@@ -207,9 +156,7 @@ def _scientific(run: str, decimal_comma: bool) -> Fraction | None:
     figure = match["figure"] or match["mantissa"]
     value = _decimal(figure, decimal_comma) if figure else Fraction(1)
     exponent = int(match["e"] or match["power"])
-    if value is None or abs(exponent) > MAX_EXPONENT:
-        return None
-    return value * Fraction(10) ** exponent
+    return value * Fraction(10) ** exponent if value is not None and abs(exponent) <= MAX_EXPONENT else None
 
 
 def _decimal(run: str, decimal_comma: bool) -> Fraction | None:
@@ -235,9 +182,8 @@ _MIXED = re.compile(r"(\d{1,9}) (\d{1,9}) ?/ ?(\d{1,9})")
 _POWER = re.compile(
     r"(?P<figure>.+?)[eE](?P<e>[+-]?\d{1,4})|(?:(?P<mantissa>.+?) ?[x*] ?)?10\^(?P<power>[+-]?\d{1,4})"
 )
-
 # The longest text that could be one number: digits, and what can stand between digits of one number or expression.
-_RUN = re.compile(
+RUN = re.compile(
     r"(?:(?<![\d.A-Za-z])\.)?\d"
     r"(?:\d+"
     r"|[.,'_:](?=\d)"
@@ -266,34 +212,6 @@ _WORDS_BEFORE = re.compile(
     r"|twice|double|triple) (?:of )?(?:the )?\Z",
     re.I,
 )
-_LAST_WORDS = {
-    "than",
-    "most",
-    "least",
-    "under",
-    "over",
-    "above",
-    "below",
-    "exceed",
-    "exceeds",
-    "exceeding",
-    "plus",
-}
-_LAST_WORDS |= {
-    "times",
-    "of",
-    "in",
-    "by",
-    "to",
-    "the",
-    "half",
-    "third",
-    "quarter",
-    "percent",
-    "multiple",
-    "factor",
-}
-_LAST_WORDS |= {"power", "square", "cube", "root", "twice", "double", "triple"}
 _FEW = r"(?:one|two|three|four|five|six|seven|eight|nine|ten|twelve|twenty|a hundred|itself|[xyzn]\b)"
 _SPOILT_AFTER = re.compile(
     r" ?(?:π|√|±|\\|pi\b|\+|[*^] ?[A-Za-z(]|[/-] ?[xyzn(](?![a-z]))|[xyznie](?![A-Za-z])|\([\dxyzn]|[A-Za-z]+\d"
@@ -306,40 +224,91 @@ _SPOILT_AFTER = re.compile(
 )
 _PERCENT = re.compile(r" ?(?:%|(?:percent|per cent|pct)\b)", re.I)
 _SCALES = {"hundred": 100, "thousand": 10**3, "lakh": 10**5, "million": 10**6, "crore": 10**7}
-_SCALES |= {
-    "billion": 10**9,
-    "trillion": 10**12,
-    "k": 10**3,
-    "mn": 10**6,
-    "mio": 10**6,
-    "bn": 10**9,
-    "tn": 10**12,
-}
-_SCALES |= {"m": 10**6, "b": 10**9}
+_SCALES |= {"billion": 10**9, "trillion": 10**12, "k": 10**3, "m": 10**6, "mn": 10**6, "mio": 10**6}
+_SCALES |= {"b": 10**9, "bn": 10**9, "tn": 10**12}
 _SCALES |= {"百": 100, "千": 10**3, "万": 10**4, "萬": 10**4, "亿": 10**8, "億": 10**8}
 _SCALE = re.compile(
     r" ?((?i:(?:hundred|thousand|lakh|million|crore|billion|trillion)s?)\b|(?:k|mn|mio|bn|tn)\b|[百千万萬亿億])"
 )
 _MONEY_SCALE, _MEGA = re.compile(r"([KMB])\b"), re.compile(r"[MB]\b")
-_DENIAL = re.compile(r"\b(?:not|neither|nor|never|cannot)\b|n't\b|≠|不是|并非", re.I)
-_REFUSAL = re.compile(  # 72 is wrong; 72? No; wrong: 72. Not: he got 72 wrong
-    r"\b(?:is|are|was|be|seems|looks) (?:an? |the )?(?:wrong|incorrect|false|untrue|mistaken|impossible)\b"
-    r"|[?(] ?(?:no|nope|wrong|incorrect|false)\b|\b(?:wrong|incorrect|false) ?:",
-    re.I,
-)
-_CHOICE = re.compile(r"\bor\b(?! so\b)", re.I)
-_OTHER_UNIT = re.compile(
+_OTHER_UNIT = re.compile(  # 5 clips, 5 kΩ
     r" ?([A-Za-z]{2,20}[a-rt-z]s|[a-zµ]?[A-Z]{1,2}[a-z]?)(?=[\s.,;!)]*\Z)"
-)  # 5 clips, 5 kΩ
-_DIGIT = re.compile(r"\d")
-_CLAUSE = re.compile(r"[,;.:] ")
-_REFUSED_LINE = re.compile(r"\b(?:wrong|incorrect|false) ?:", re.I)
-_TAKEN_BACK = re.compile(  # not 12*6 = 72, 5 or x = 72, 5 < x = 72
-    r"(?:\b(?:not|never)|n't) [-+*/x^()$.\d ]+\Z|\d or (?:[A-Za-z]\w*|[-+*/x^()$.\d ]+) ?\Z|[<>≤≥≠] ?[\w.]+ ?\Z",
-    re.I,
 )
-_NEXT = re.compile(r"[,;:] |\. |\b(?:or|and|then|so|but)\b", re.I)
-_NAME = re.compile(  # of what is said to be equal: x, then the total
-    r"(?:\A|[,;:.] ?|\b(?:or|and|then|so|but|if|let|are|either) )(?:\b[A-Za-z_]\w*+(?:\([A-Za-z]\))? ?){1,4}\Z",
-    re.I,
+
+
+def plain(text: str) -> str:
+    """Return the text with one spelling for what has many: signs, digits of other scripts, LaTeX, markdown. What
+    stands for no number is kept as far as possible; lines stay lines."""
+    text = text[-MAX_CHARS:]
+    if not text.isascii():
+        text = lowered(_FRACTION_SIGN.sub(_fraction_sign, text))
+        text = re.sub(r"[^\x00-\x7f]", lambda match: _ascii(match.group()), text)
+    if "\\" in text or "{" in text:
+        for pattern, replacement in _LATEX:
+            text = pattern.sub(replacement, text)
+    text = _MATHS.sub(r" \1 ", text)
+    for written, meant in _ARROWS.items():
+        text = text.replace(written, meant)
+    text = _MINUS_WORD.sub("-", text)
+    text = _POWER_STARS.sub("^", text).replace("**", "")
+    text = _EMPHASIS.sub("", text)
+    return re.sub(r"[ \t\f\v]+", " ", text)
+
+
+def lowered(text: str) -> str:
+    """Return the text with raised figures in a line with the others: 2\u2078 is 2^8, and not 28."""
+    return _RAISED.sub(lambda match: "^" + match.group().translate(_LOWERED), text)
+
+
+def _fraction_sign(match: re.Match[str]) -> str:
+    above, below = unicodedata.normalize("NFKC", match.group(2)).split("\u2044")
+    return f"{match.group(1)} {above}/{below}" if match.group(1) else f"{above}/{below}"
+
+
+def _ascii(character: str) -> str:
+    if character in _SIGNS:
+        return _SIGNS[character]
+    digit = unicodedata.decimal(character, None)  # also of Arabic, Devanagari and full-width digits
+    if digit is not None:
+        return str(digit)
+    if "\uff01" <= character <= "\uff5e":  # full-width forms of ASCII
+        return chr(ord(character) - 0xFEE0)
+    return " " if unicodedata.category(character) == "Zs" else character
+
+
+_FRACTION_SIGN = re.compile("(\\d?)([\u00bc-\u00be\u2150-\u215e\u2189])")
+_RAISED = re.compile("[\u2070\u00b9\u00b2\u00b3\u2074-\u2079\u207a\u207b]+")
+_LOWERED = str.maketrans(
+    "\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079\u207a\u207b", "0123456789+-"
 )
+_SIGNS = dict.fromkeys("\u2212\u2010\u2011\u2012\u2013\u2014\ufe63", "-")  # minus and dashes
+_SIGNS |= dict.fromkeys("\u00d7\u00b7\u22c5\u2217", "*") | dict.fromkeys("\u2044\u2215\u00f7", "/")
+_SIGNS |= dict.fromkeys("\u2018\u2019\u02bc", "'") | dict.fromkeys("\u2060\u200b\ufeff", "")
+_SIGNS |= {"\u2243": "≈", "\u3002": ". ", "\u3001": ", ", "\uff0c": ",", "\u066b": ".", "\u066c": ","}
+_SIGNS |= {"\u2103": "°C", "\u2109": "°F"}
+_MATHS = re.compile(r"\$([^$\n]{1,200})\$(?![\d.])")  # $5$, not the prices in: from $5 to $7
+_ARROWS = {"=>": ": ", "->": ": ", ">=": "≥", "<=": "≤", "!=": "≠"}  # no equals signs, and no minus
+_MINUS_WORD = re.compile(r"\b(?:minus|negative) (?=[\d.$])", re.I)
+_POWER_STARS = re.compile(r"(?<=\d)\*\*(?=[-+]?\d)")
+_EMPHASIS = re.compile(r"`|(?<![\d\s)])\*|\*(?![\d\s(.])|(?<!\w)_++|(?<!_)_++(?!\w)")
+_LATEX = [
+    (re.compile(pattern), replacement)
+    for pattern, replacement in [
+        (r"\\[\[\]()]|\\(?:left|right|displaystyle)(?![A-Za-z])|\\!", ""),
+        (r"\{,\}", ","),
+        (r"\\[,;: ]|\\q?quad(?![A-Za-z])|~", " "),
+        (r"\\([%$#&_{}])", r"\1"),
+        (r"\\(?:text|mathrm|textbf|mathbf|mbox|operatorname)\s?\{([^{}]{0,100})\}", r" \1 "),
+        (r"\^\s?\{?\s?\\circ\s?\}?|\\(?:degree|circ)(?![A-Za-z])", "°"),
+        (r"\\(?:times|cdot)(?![A-Za-z])", "*"),
+        (r"\\div(?![A-Za-z])", "/"),
+        (r"\\approx(?![A-Za-z])", "≈"),
+        (r"\\pm(?![A-Za-z])", "±"),
+        (r"\\pi(?![A-Za-z])", "π"),
+        (r"\\neq?(?![A-Za-z])", "≠"),
+        (r"\^\s?\{\s?([-+]?\d{1,9})\s?\}", r"^\1"),
+        (r"(?<=\d)\s?(?=\\[dt]?frac)", " "),  # 2\frac12 is a mixed number
+        (r"\\[dt]?frac\s?\{([^{}]{0,100})\}\s?\{([^{}]{0,100})\}", r"\1/\2"),
+        (r"\\[dt]?frac\s?(\d)\s?(\d)", r"\1/\2"),
+    ]
+]

@@ -4,24 +4,25 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from TrainingFactory.options import STRICT, Count, Text
 from TrainingFactory.protocols import Environment, Episode
-from TrainingFactory.rewards.checks import check_number, check_text
 from TrainingFactory.rewards.rules.answers import references
-from TrainingFactory.rewards.rules.base import paid
 from TrainingFactory.rewards.rules.code import ToolRule, through
-from TrainingFactory.tools.builtin.sql import SqlSession, SqlTool
-from TrainingFactory.tools.builtin.sql_rows import Ask, same_result
+from TrainingFactory.sql.compare import Ask, same_result
+from TrainingFactory.sql.database import Database
 from TrainingFactory.tools.threads import in_thread
 from TrainingFactory.types import Reward, Task
 
 MAX_ROWS = 10_000  # that are compared
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(config=STRICT, frozen=True, kw_only=True)
 class SqlResult(ToolRule):
     """The query gives the rows that the right one (the task's answer) gives. Their order counts if the right query
     orders them; names of columns never do.
@@ -31,7 +32,7 @@ class SqlResult(ToolRule):
     called, and must show rows as JSON."""
 
     rule: ClassVar[str] = "sql_result"
-    tool: str = "sql"
+    tool: Text = "sql"
 
     def check_environment(self, environment: Environment, task: Task) -> None:
         if _source(environment, self.tool) is None:
@@ -41,9 +42,9 @@ class SqlResult(ToolRule):
         [right] = references(episode.task, self.rule)[:1]
         query = self.code_of(episode)
         if not query:
-            return paid(self.rule, 0.0)
+            return self.rewarded(0.0)
         try:
-            return paid(self.rule, float(await self.same(episode, query, str(right))))
+            return self.rewarded(await self.same(episode, query, str(right)))
         except ValueError as error:
             raise ValueError(f"task {episode.task.id}: {error}") from error
 
@@ -55,22 +56,16 @@ class SqlResult(ToolRule):
             return await same_result(ask, query, right)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(config=STRICT, frozen=True, kw_only=True)
 class SqlExecution(SqlResult):
     """`sql_result` on the SQLite files that the task's metadata names in `database`, one or several: a query that is
     right by chance on one file, or that writes the result down as constants, is not right on all. Without them it asks
     the environment's `tool`. Writing, several statements, endless and huge queries are wrong."""
 
     rule: ClassVar[str] = "sql_execution"
-    database: str = "database"  # key in the task's metadata
-    timeout: float = 5.0  # seconds for a query on a database
-    max_rows: int = MAX_ROWS
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_text("database", self.database)
-        check_number("timeout", self.timeout, low=0.001)
-        check_number("max_rows", self.max_rows, low=1)
+    database: Text = "database"  # key in the task's metadata
+    timeout: Annotated[float, Field(ge=0.001)] = 5.0  # seconds for a query on a database
+    max_rows: Count = MAX_ROWS
 
     def check_environment(self, environment: Environment, task: Task) -> None:
         if self.database not in task.metadata:
@@ -81,18 +76,16 @@ class SqlExecution(SqlResult):
             return await super().same(episode, query, right)
         results = []
         for path in _files(named, self.database):
-            async with _opened(path, self.timeout, int(self.max_rows)) as ask:
+            async with _opened(path, self.timeout, self.max_rows) as ask:
                 results.append(await same_result(ask, query, right))
         return all(results)
 
 
-def _source(environment: Environment, tool: str) -> SqlTool | None:
-    """What stands behind the tool, if that is known."""
-    known = getattr(environment, "database", None)
-    if isinstance(known, SqlTool):
-        return known
-    found = next((one for one in getattr(environment, "tools", ()) if one.spec.name == tool), None)
-    return found.source if isinstance(found, SqlSession) else None
+def _source(environment: Environment, tool: str) -> Database | None:
+    """Return the `database` of the environment or of its tool, if one has any."""
+    tools = (one for one in getattr(environment, "tools", ()) if one.spec.name == tool)
+    found = (getattr(one, "database", None) for one in (environment, *tools))
+    return next((database for database in found if isinstance(database, Database)), None)
 
 
 def _files(named: Any, key: str) -> list[Path]:
@@ -108,9 +101,8 @@ def _files(named: Any, key: str) -> list[Path]:
 
 @contextlib.asynccontextmanager
 async def _opened(path: Path, timeout: float, max_rows: int = MAX_ROWS) -> AsyncIterator[Ask]:
-    tool = await in_thread(SqlTool, path, timeout=timeout, max_rows=max_rows, format="exact")
-    session = tool.session()
+    database = await in_thread(Database, path, timeout=timeout, max_rows=max_rows, format="exact")
     try:
-        yield lambda query: session.run({"query": query})
+        yield lambda query: in_thread(database.run, query)
     finally:
-        await session.close()
+        await in_thread(database.close)

@@ -1,16 +1,20 @@
 """Tests such as `assert double(2) == 4`, taken apart: `double(2)` is computed in the sandbox, beside the code under
-test, and the 4 stays here, where no code can find it, equal everything, or change what a comparison means."""
+test, and the 4 stays here, where no code can find it, equal everything, or change what a comparison means.
+
+The sandbox gets the test with `_found.append(_shown(double(2)))` in place of the assert, and without what is expected,
+in a function, so that its names replace none of the code's. A test that compares there, or whose outcome can be guessed
+without computing anything, cannot be taken apart."""
 
 from __future__ import annotations
 
 import ast
 import builtins
-import copy
 import math
 import operator
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from textwrap import indent
 from typing import Any
 
 Holds = Callable[[Any], bool]
@@ -65,107 +69,144 @@ class Asserts:
     size: int = 0
 
     def hold(self, shown: str) -> bool:
-        """Whether these are the values that are wanted, written as a list."""
+        """Return whether these are the values that are wanted, written as a list."""
         try:
             values = ast.literal_eval(shown)
         except (ValueError, SyntaxError, MemoryError, RecursionError, TypeError):
             return False
         if not isinstance(values, list) or len(values) != len(self.wanted):
             return False
-        return all(_holds(one, value) for one, value in zip(self.wanted, values, strict=True))
+        return all(map(_holds, self.wanted, values))
 
 
 def read_asserts(test: str) -> Asserts | None:
-    """None for a test that cannot be taken apart; ValueError for one that is not Python."""
+    """Return None for a test that cannot be taken apart; raise ValueError for one that is not Python."""
     try:
         tree = ast.parse(test)
     except (SyntaxError, ValueError, RecursionError) as error:
         raise ValueError(f"a test is not Python ({error})") from error
-    lines: list[str] = []
-    wanted: list[Holds] = []
     try:
-        blocks = list(_blocks(tree))
-        reading = _Reading([statement for block in blocks for statement in block.statements])
-        for block in blocks:
-            sent = [each for statement in block.statements for each in reading.sent(statement, wanted)]
-            lines += _called_once(sent) if block.is_function else map(ast.unparse, sent)
+        reading = _Reading(list(_statements(tree)))
+        sent = [ast.unparse(ast.fix_missing_locations(each)) for each in reading.sent()]
     except _Other:
         return None
-    size = max(0, len(test) - sum(map(len, lines)))
-    return Asserts("\n".join([SHOWING, *lines]), wanted, size) if wanted else None
-
-
-@dataclass(slots=True, frozen=True)
-class _Block:
-    """Statements of a test; those of a function have names of their own, which must not replace names of the code."""
-
-    statements: list[ast.stmt]
-    is_function: bool = False
+    if not reading.wanted:
+        return None
+    body = "\n".join(sent)
+    script = f"{SHOWING}\ndef _run_here():\n{indent(body, '    ')}\n_run_here()"
+    return Asserts(script, reading.wanted, max(0, len(test) - len(body)))
 
 
 class _Other(Exception):
     """Not of the form that can be taken apart."""
 
 
+def _statements(tree: ast.Module) -> Iterator[ast.stmt]:
+    """Yield the statements of a test. Of `def check(candidate): ...` and `check(double)` these are `candidate = double`
+    and the body."""
+    checks = {each.name: each for each in tree.body if isinstance(each, ast.FunctionDef) and _is_check(each)}
+    for statement in tree.body:
+        match statement:
+            case ast.FunctionDef(name) if name in checks:
+                continue
+            case ast.Expr(ast.Call(ast.Name(name), [ast.expr() as given], [])) if name in checks:
+                [parameter] = checks[name].args.args
+                names = {parameter.arg, *(each.id for each in _names(given))}
+                if isinstance(given, ast.Starred) or names & set(_bound(checks[name].body)):
+                    raise _Other
+                yield ast.Assign([ast.Name(parameter.arg, ast.Store())], given)
+                yield from checks[name].body
+            case ast.ImportFrom(names=[ast.alias("*")]):  # no function may do so
+                raise _Other
+            case _ if any(name.id in checks for name in _names(statement)):
+                raise _Other
+            case _:
+                yield statement
+
+
+def _is_check(function: ast.FunctionDef) -> bool:
+    """Return whether the function only tests what it is given."""
+    return (
+        any(isinstance(each, ast.Assert) for each in function.body)
+        and not any(isinstance(each, _LEAVING) for each in ast.walk(function))
+        and not function.decorator_list
+        and len(function.args.args) == 1
+        and not function.args.defaults
+    )
+
+
 class _Reading:
     def __init__(self, statements: Sequence[ast.stmt]) -> None:
-        given = [pair for pair in map(_assigned, statements) if pair]
+        self.statements = statements
+        self.wanted: list[Holds] = []  # what must hold for the values
         bound = Counter(_bound(statements))
+        given = [pair for pair in map(_assigned, statements) if pair and bound[pair[0]] == 1]
         # Names that the test gives, apart from objects of the code: what they say about the code can be guessed.
         self.own = set(bound)
-        self.own -= {name for name, value in given if bound[name] == 1 and self._is_of_code(value)}
-        self.known: dict[str, Any] = {}  # names of values that stand in the test
+        self.own -= {name for name, value in given if self._is_of_code(value)}
+        # Names of values that stand in the test. What is used other than in a comparison may be changed there, and a
+        # list is then not what is written down.
+        used = Counter(name.id for each in statements for name in _names(each, ast.Load))
+        used.subtract(_compared(statements))
+        self.known: dict[str, Any] = {}
         for name, value in given:
-            if bound[name] == 1 and (found := self.literal(value)):
+            if (found := self.literal(value)) and (_fixed(found[0]) or not used[name]):
                 self.known[name] = found[0]
-        self.needed = self._sent_names(statements)
-        # What is sent may be changed there: a list is what is written down only if nothing else sees it.
-        while changing := {name for name in self.needed & self.known.keys() if not _fixed(self.known[name])}:
-            self.known = {name: value for name, value in self.known.items() if name not in changing}
-            self.needed = self._sent_names(statements)
 
-    def sent(self, statement: ast.stmt, wanted: list[Holds]) -> Iterator[ast.stmt]:
-        """What the sandbox gets in its place; what must hold for the values goes to `wanted`."""
+    def sent(self) -> list[ast.stmt]:
+        """Return what the sandbox gets."""
+        found = [each for statement in self.statements for each in self._rewritten(statement)]
+        used = {name.id for each in found if self._expected(each) is None for name in _names(each)}
+        return [each for each in found if (name := self._expected(each)) is None or name in used]
+
+    def _expected(self, statement: ast.stmt) -> str | None:
+        """Return the name that the statement gives to a value which stands in the test, and which the code must not see
+        unless it is used there."""
+        given = _assigned(statement)
+        return given[0] if given is not None and given[0] in self.known else None
+
+    def _rewritten(self, statement: ast.stmt) -> Iterator[ast.stmt]:
         if isinstance(statement, ast.Assert):
-            for expression, holds in self.conditions(statement.test):
-                wanted.append(holds)
+            for expression, holds in self._conditions(statement.test):
+                self.wanted.append(holds)
                 yield ast.parse(f"_found.append(_shown({ast.unparse(expression)}))").body[0]
-        elif not self._only_expected(statement):
-            if any(_asserts(node) or isinstance(node, _COMPARING) for node in ast.walk(statement)):
-                raise _Other
+        elif any(_asserts(node) or isinstance(node, _COMPARING) for node in ast.walk(statement)):
+            raise _Other
+        else:
             yield statement
 
-    def _only_expected(self, statement: ast.stmt) -> bool:
-        """Whether it gives a name to what is expected, which the code must not see."""
-        given = _assigned(statement)
-        return given is not None and given[0] in self.known and given[0] not in self.needed
-
-    def conditions(self, test: ast.expr) -> Iterator[tuple[ast.expr, Holds]]:
-        """What is to be computed, and what must hold for its value."""
+    def _conditions(self, test: ast.expr) -> Iterator[tuple[ast.expr, Holds]]:
+        """Yield what is to be computed, and what must hold for its value."""
         if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And):
             for each in test.values:
-                yield from self.conditions(each)
+                yield from self._conditions(each)
         elif isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
-            yield self._call(test.operand), lambda value: not value
+            yield self._call(test.operand), operator.not_
         elif isinstance(test, ast.Compare) and len(test.ops) == 1:
             yield self._comparison(test.left, type(test.ops[0]), test.comparators[0])
-        elif close := self._isclose(test):
-            yield close
+        elif _called(test) in ("math.isclose", "isclose"):
+            assert isinstance(test, ast.Call)
+            yield self._isclose(test)
         elif not (isinstance(test, ast.Constant) and test.value):  # assert True says nothing
             yield self._call(test), bool
 
     def literal(self, node: ast.expr) -> tuple[Any] | None:
-        """The value that the node writes down, if it does."""
+        """Return the value that the node writes down, if it does."""
         if isinstance(node, ast.Name) and node.id in self.known:
             return (self.known[node.id],)
         try:
             if ast.unparse(node) in ("float('inf')", "math.inf"):
                 return (math.inf,)
-            if isinstance(node, ast.BinOp):  # 10**9 + 7
-                return (_whole(node),)
-            return (ast.literal_eval(node),)
+            return (_whole(node) if isinstance(node, ast.BinOp) else ast.literal_eval(node),)
         except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
             return None
+
+    def _split(self, one: ast.expr, other: ast.expr) -> tuple[ast.expr, Any]:
+        """Return what is computed and the value that it is compared with, whichever side that is."""
+        for left, right in ((one, other), (other, one)):
+            if expected := self.literal(right):
+                return self._computed(left), expected[0]
+        raise _Other
 
     def _comparison(self, left: ast.expr, kind: type[ast.cmpop], right: ast.expr) -> tuple[ast.expr, Holds]:
         expected = self.literal(right)
@@ -173,174 +214,99 @@ class _Reading:
             left, kind = right, TURNED[kind]
         if expected is None:
             raise _Other
-        value = expected[0]
-        if near := self._distance(left):
-            computed, reference = near
-            return computed, lambda given: OPERATORS[kind](abs(given - reference), value)
-        compare = OPERATORS[kind]
-        guessed = kind is not ast.Eq or (isinstance(value, bool) and self._uses_own(left))
+        compare, value = OPERATORS[kind], expected[0]
+        match left:
+            case ast.Call(ast.Name("abs"), [ast.BinOp(one, ast.Sub(), other)], []):
+                computed, reference = self._split(one, other)
+                return computed, lambda given: compare(abs(given - reference), value)
+        guessed = kind is not ast.Eq or (isinstance(value, bool) and self._calls_own(left))
         computed = self._call(left) if guessed else self._computed(left)
-        return computed, lambda given: bool(compare(given, value))
+        return computed, lambda given: compare(given, value)
 
-    def _distance(self, node: ast.expr) -> tuple[ast.expr, Any] | None:
-        """`abs(f(2) - 4)`: what is computed, and the 4."""
-        if not isinstance(node, ast.Call) or _called(node) != "abs" or len(node.args) != 1:
-            return None
-        inner = node.args[0]
-        if not isinstance(inner, ast.BinOp) or not isinstance(inner.op, ast.Sub):
-            return None
-        for one, other in ((inner.left, inner.right), (inner.right, inner.left)):
-            if value := self.literal(other):
-                return self._computed(one), value[0]
-        return None
-
-    def _isclose(self, node: ast.expr) -> tuple[ast.expr, Holds] | None:
-        if not isinstance(node, ast.Call) or _called(node) not in ("math.isclose", "isclose"):
-            return None
+    def _isclose(self, node: ast.Call) -> tuple[ast.expr, Holds]:
         given = {each.arg: self.literal(each.value) for each in node.keywords}
         if len(node.args) != 2 or not given.keys() <= {"rel_tol", "abs_tol"} or None in given.values():
             raise _Other
         limits = {str(name): value[0] for name, value in given.items() if value}
-        for one, other in (node.args, node.args[::-1]):
-            if expected := self.literal(other):
-                return self._computed(one), lambda value: math.isclose(value, expected[0], **limits)
-        raise _Other
+        computed, reference = self._split(*node.args)
+        return computed, lambda value: math.isclose(value, reference, **limits)
 
     def _computed(self, node: ast.expr) -> ast.expr:
-        """An expression whose value cannot be had without knowing what is expected: in it nothing is compared with, or
-        taken off, something that is written beside it."""
+        """Return an expression whose value cannot be had without knowing what is expected: in it nothing is compared
+        with, or taken off, something that is written beside it."""
         if any(isinstance(each, _COMPARING | ast.BoolOp | ast.NamedExpr) for each in ast.walk(node)):
             raise _Other
         return node
 
     def _call(self, node: ast.expr) -> ast.expr:
-        """A call of the code itself with plain arguments: what a value that can be guessed may be taken from."""
+        """Return a call of the code itself with plain arguments: what a value that can be guessed may be taken from."""
         inner = [each for child in ast.iter_child_nodes(node) for each in ast.walk(child)]
-        if not self._is_of_code(node) or any(map(_calls_itself, inner)):
+        nested = any(isinstance(each, ast.Call | ast.comprehension | ast.Lambda) for each in inner)
+        if nested or not isinstance(node, ast.Call) or not self._is_of_code(node):
             raise _Other
         return self._computed(node)
 
     def _is_of_code(self, node: ast.expr) -> bool:
-        """Whether it calls what is neither Python's nor the test's."""
-        first = (_called(node) or "").partition(".")[0]
+        """Return whether it calls, or is, what is neither Python's nor the test's."""
+        first = (_called(node) or _dotted(node) or "").partition(".")[0]
         return bool(first) and not hasattr(builtins, first) and first not in self.own
 
-    def _uses_own(self, node: ast.expr) -> bool:
-        """Whether it calls something of the test's."""
+    def _calls_own(self, node: ast.expr) -> bool:
         return any(
             isinstance(each, ast.Call) and self.own & {name.id for name in _names(each.func)}
             for each in ast.walk(node)
         )
 
-    def _sent_names(self, statements: Sequence[ast.stmt]) -> set[str]:
-        """Names that stand in what the sandbox gets."""
-        sent: list[ast.AST] = []
-        for statement in statements:
-            if isinstance(statement, ast.Assert):
-                try:
-                    sent += [expression for expression, _ in self.conditions(statement.test)]
-                except _Other:
-                    return set(self.known)
-            elif not (given := _assigned(statement)) or given[0] not in self.known:
-                sent.append(statement)
-        return {name.id for root in sent for name in _names(root)}
-
-
-def _blocks(tree: ast.Module) -> Iterator[_Block]:
-    """The statements of a test, in order. Of `def check(candidate): ...` and `check(double)` its body stands for the
-    call."""
-    checks = {
-        each.name: each
-        for each in tree.body
-        if isinstance(each, ast.FunctionDef)
-        and any(isinstance(one, ast.Assert) for one in each.body)
-        and not any(isinstance(one, _LEAVING) for one in ast.walk(each))
-    }
-    for statement in tree.body:
-        if isinstance(statement, ast.FunctionDef) and statement.name in checks:
-            continue
-        if isinstance(statement, ast.Expr) and (name := _called(statement.value)) in checks:
-            assert isinstance(statement.value, ast.Call)
-            yield _Block(_body(checks[name], statement.value), is_function=True)
-        elif any(name.id in checks for name in _names(statement)):
-            raise _Other
-        else:
-            yield _Block([statement])
-
-
-def _body(check: ast.FunctionDef, call: ast.Call) -> list[ast.stmt]:
-    """The statements of the function with what it is given in place of its parameters."""
-    names = [each.arg for each in check.args.args]
-    given = {name.id for value in call.args for name in _names(value)}
-    if (
-        len(names) != len(call.args)
-        or call.keywords
-        or any(isinstance(each, ast.Starred) for each in call.args)
-    ):
-        raise _Other
-    if {*names, *given} & set(_bound(check.body)) or check.decorator_list:
-        raise _Other
-    replacing = _Replacing(dict(zip(names, call.args, strict=True)))
-    return [replacing.visit(each) for each in copy.deepcopy(check.body)]
-
-
-def _called_once(statements: list[ast.stmt]) -> list[str]:
-    [function] = ast.parse("def _run_here(): pass").body
-    assert isinstance(function, ast.FunctionDef)
-    function.body = statements or function.body
-    return [ast.unparse(ast.fix_missing_locations(function)), "_run_here()"]
-
-
-class _Replacing(ast.NodeTransformer):
-    def __init__(self, given: dict[str, ast.expr]) -> None:
-        self.given = given
-
-    def visit_Name(self, node: ast.Name) -> ast.expr:
-        return self.given.get(node.id, node)
-
 
 def _assigned(statement: ast.stmt) -> tuple[str, ast.expr] | None:
-    """The name and the value of `name = value`."""
-    if isinstance(statement, ast.Assign) and len(statement.targets) == 1:
-        target = statement.targets[0]
-        return (target.id, statement.value) if isinstance(target, ast.Name) else None
+    """Return the name and the value of `name = value`."""
+    match statement:
+        case ast.Assign([ast.Name(name)], value):
+            return name, value
     return None
 
 
 def _bound(statements: Sequence[ast.stmt]) -> Iterator[str]:
-    """The names that are given to something, each as often as that is done."""
+    """Yield the names that are given to something, each as often as that is done."""
     for node in (node for statement in statements for node in ast.walk(statement)):
-        if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
-            yield node.id
-        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            yield node.name
-        elif isinstance(node, ast.alias):
-            yield (node.asname or node.name).partition(".")[0]
-        elif isinstance(node, ast.arg):
-            yield node.arg
-        elif isinstance(node, ast.ExceptHandler) and node.name:
-            yield node.name
+        match node:
+            case ast.Name(name, ast.Store() | ast.Del()) | ast.ExceptHandler(name=str(name)) | ast.arg(name):
+                yield name
+            case ast.FunctionDef(name) | ast.AsyncFunctionDef(name) | ast.ClassDef(name):
+                yield name
+            case ast.alias(name, other):
+                yield (other or name).partition(".")[0]
 
 
-def _names(root: ast.AST) -> Iterator[ast.Name]:
-    return (node for node in ast.walk(root) if isinstance(node, ast.Name))
+def _compared(statements: Sequence[ast.stmt]) -> Iterator[str]:
+    """Yield the names that stand on one side of a comparison in an assert, each as often as it does."""
+    for test in (each.test for each in statements if isinstance(each, ast.Assert)):
+        for node in ast.walk(test):
+            if isinstance(node, ast.Compare):
+                yield from (side.id for side in (node.left, *node.comparators) if isinstance(side, ast.Name))
+
+
+def _names(root: ast.AST, context: type[ast.expr_context] = ast.expr_context) -> Iterator[ast.Name]:
+    return (node for node in ast.walk(root) if isinstance(node, ast.Name) and isinstance(node.ctx, context))
 
 
 def _fixed(value: Any) -> bool:
-    """Whether nothing can change it."""
+    """Return whether nothing can change it."""
     return all(map(_fixed, value)) if isinstance(value, tuple) else not isinstance(value, list | dict | set)
 
 
 def _called(node: ast.AST) -> str | None:
-    """The plain name of what a call calls: `f`, `Solution.run`."""
-    if not isinstance(node, ast.Call):
-        return None
-    name = ast.unparse(node.func)
+    """Return the plain name of what a call calls: `f`, `Solution.run`."""
+    return _dotted(node.func) if isinstance(node, ast.Call) else None
+
+
+def _dotted(node: ast.AST) -> str | None:
+    name = ast.unparse(node)
     return name if name.replace(".", "_").isidentifier() else None
 
 
 def _whole(node: ast.expr) -> int:
-    """The value of a sum of whole numbers, their products and powers."""
+    """Return the value of a sum of whole numbers, their products and powers; raise ValueError for anything else."""
     if isinstance(node, ast.BinOp) and type(node.op) in FOLDED:
         left, right = _whole(node.left), _whole(node.right)
         if isinstance(node.op, ast.Pow) and not (0 <= right <= MAX_POWER and abs(left) <= MAX_BASE):
@@ -352,12 +318,8 @@ def _whole(node: ast.expr) -> int:
     return value
 
 
-def _calls_itself(node: ast.AST) -> bool:
-    return isinstance(node, ast.Call | ast.comprehension | ast.Lambda)
-
-
 def _asserts(node: ast.AST) -> bool:
-    """Whether it tests something: an assert, or a call of `self.assertEqual` and its like."""
+    """Return whether it tests something: an assert, or a call of `self.assertEqual` and its like."""
     name = _called(node) or ""
     return isinstance(node, ast.Assert) or name.rpartition(".")[2].startswith("assert")
 

@@ -31,9 +31,9 @@ from TrainingFactory.services.build.user_code import tools_from_file
 from TrainingFactory.tools.adapt import as_tool
 from TrainingFactory.tools.builtin.making import make_tool
 from TrainingFactory.tools.cache.cache import ToolCache
-from TrainingFactory.tools.python_files import is_file_name
 from TrainingFactory.tools.runtime import ToolRuntime
 from TrainingFactory.types import SamplingParams, Trajectory
+from TrainingFactory.user_code import is_file_name
 
 if TYPE_CHECKING:
     from TrainingFactory.models import LoadedModel, TemplateChatFormat

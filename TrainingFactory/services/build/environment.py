@@ -8,8 +8,8 @@ from TrainingFactory.envs import ToolEnvironment
 from TrainingFactory.protocols import ChatFormat, EnvironmentFactory, RewardFunction
 from TrainingFactory.services.build import rewards as build_rewards
 from TrainingFactory.services.build.user_code import environment_from_file
-from TrainingFactory.tools.python_files import is_file_name, told
 from TrainingFactory.types import Message, Task
+from TrainingFactory.user_code import is_file_name, told
 
 
 def make_environment(config: TrainingConfig, with_tools: bool = False) -> EnvironmentFactory:

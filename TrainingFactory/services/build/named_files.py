@@ -10,7 +10,7 @@ from typing import Any
 
 from TrainingFactory.config import TrainingConfig, load_config
 from TrainingFactory.config.schema import RewardSection
-from TrainingFactory.tools.python_files import is_file_name, split_name
+from TrainingFactory.user_code import is_file_name, split_name
 
 Move = Callable[[str], str]  # from the name of a file to the one that is meant
 DATA = ("tasks", "dataset", "heldout")

@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.config.problems import ConfigError, Problem, dotted, explain, nearest
 from TrainingFactory.config.schema import OneReward, RewardPart, RewardSection
+from TrainingFactory.options import OptionError, Wrong, make_from
 from TrainingFactory.protocols import Environment, RewardFunction
 from TrainingFactory.rewards import LearnedReward
 from TrainingFactory.rewards.adapt import Adapted, as_reward, compares
@@ -24,18 +25,19 @@ from TrainingFactory.rewards.judge.base import Judge
 from TrainingFactory.rewards.judge.groups import RankingJudge
 from TrainingFactory.rewards.judge.pool import judges_at
 from TrainingFactory.rewards.judge.verdicts import MAX_CANDIDATES
+from TrainingFactory.rewards.loading import find_callable, load_reward
 from TrainingFactory.rewards.model_judge import VERDICTS, model_judge
 from TrainingFactory.rewards.process_reward import ProcessReward
 from TrainingFactory.rewards.process_rules import PROCESS_RULES
 from TrainingFactory.rewards.rule_based import rule_from_options
 from TrainingFactory.rewards.rules.base import OnlyIf
 from TrainingFactory.rewards.rules.code import ToolRule
-from TrainingFactory.rewards.targets import find_callable, load_target
 from TrainingFactory.rewards.tool_verified import VERIFIERS, make_verifier
 from TrainingFactory.rewards.workers.distributed import DistributedRewardModel
-from TrainingFactory.rewards.workers.processes import RewardProcess
+from TrainingFactory.rewards.workers.process import RewardProcess
 from TrainingFactory.services.runs.folder import RunFolder, is_run
-from TrainingFactory.tools.builtin.making import OptionError, Wrong, call_with
+from TrainingFactory.tools.builtin.making import OptionError as ToolOptionError
+from TrainingFactory.tools.builtin.making import call_with
 from TrainingFactory.types import Task
 
 Key = tuple[str | int, ...]
@@ -55,12 +57,11 @@ MANY = 1000  # calls of one judge at a time, which has no limit of its own
 
 
 def check_reward(config: TrainingConfig, group_size: int | None = None) -> RewardFunction | None:
-    """Raises what `make_reward` would, without loading a model; also if groups of that size cannot be scored. What it
-    gives is closed again."""
-    with ExitStack() as held:
-        reward = make_reward(config, held, load=False)
-        if group_size is not None:
-            check_group(reward, group_size)
+    """Raises what `make_reward` would, without loading a model; also if groups of that size cannot be scored.
+    Nothing is opened."""
+    reward = make_reward(config, load=False)
+    if group_size is not None:
+        check_group(reward, group_size)
     return reward
 
 
@@ -93,11 +94,11 @@ def check_environment(reward: RewardFunction | None, environment: Environment, t
 
 
 def make_reward(
-    config: TrainingConfig, held: ExitStack | None = None, *, load: bool = True
+    config: TrainingConfig, held: AsyncExitStack | None = None, *, load: bool = True
 ) -> RewardFunction | None:
     """Who scores the episodes; None: the environment's own reward. What must be closed goes to `held`. Without `load`
     everything is checked and no reward model is loaded. ConfigError with all that is wrong, and where it stands."""
-    making, reward = _Making(config, held or ExitStack(), load, []), config.reward
+    making, reward = _Making(config, held or AsyncExitStack(), load, []), config.reward
     made = making.parts(reward) if reward.parts else making.one(reward, ("reward",))
     if making.problems:
         raise config.wrong(making.problems)
@@ -109,7 +110,8 @@ def judge_figures(reward: Any) -> dict[str, float]:
     total: dict[str, float] = {}
     for each in {id(found): found for found in _inside(reward)}.values():  # workers may share one
         if isinstance(each, Judge | DistributedRewardModel):
-            total |= {name: total.get(name, 0.0) + value for name, value in each.figures.items()}
+            found = each.metrics
+            total |= {name: total.get(name, 0.0) + value for name, value in found.items()}
     return total
 
 
@@ -136,7 +138,7 @@ def _inside(reward: Any) -> Iterator[Any]:
 @dataclasses.dataclass(slots=True, frozen=True)
 class _Making:
     config: TrainingConfig
-    held: ExitStack
+    held: AsyncExitStack
     load: bool
     problems: list[Problem]  # all that is wrong; what is made beside them is of no use
 
@@ -204,7 +206,7 @@ class _Making:
             yield
         except ConfigError as error:
             self.problems.extend(error.problems)
-        except OptionError as error:
+        except (OptionError, ToolOptionError) as error:
             self.problems.extend(_problem(key, wrong, options or {}) for wrong in error.wrong)
         except (ValueError, TypeError) as error:
             self.problems.append(Problem(key, str(error)))
@@ -222,7 +224,7 @@ class _Making:
         processes = chosen["processes"]
         if processes is None:
             processes = self._workers if self.config.optimization.distributed_reward else 0
-        made = as_reward(load_target(chosen["function"]), timeout=chosen["timeout"])
+        made = as_reward(load_reward(chosen["function"]), timeout=chosen["timeout"])
         if not processes:
             return made
         return self._processes(chosen["function"], made, processes, chosen["timeout"], None)
@@ -242,9 +244,9 @@ class _Making:
                 outcome = _verifier(inner) if "verify" in inner else rule_from_options(outcome)
         if len(self.problems) > before:
             return None
-        return ProcessReward(
-            reward.outcome_weight, reward.step_rewards or None, outcome, timeout=None, **chosen
-        )
+        chosen |= {"outcome_weight": reward.outcome_weight, "outcome": outcome, "timeout": None}
+        chosen["step_rewards"] = reward.step_rewards or None
+        return make_from(ProcessReward, chosen, "process_reward")
 
     @property
     def _workers(self) -> int:
@@ -256,7 +258,7 @@ class _Making:
         timeout = timeout or self.config.environment.episode_timeout
         workers = [RewardProcess(target, timeout, options, like) for _ in range(count)]
         for worker in workers:
-            self.held.callback(worker.close)
+            self.held.callback(worker.kill)
         return DistributedRewardModel(workers)
 
     def _judge(self, reward: OneReward, key: Key) -> RewardFunction:
@@ -271,13 +273,15 @@ class _Making:
                 raise ConfigError([Problem((*key, "model"), text)])
             options["model"] = reward.model
         if isinstance(options.get("base_url"), list):
-            judges = judges_at(options.pop("base_url"), options, self.held)
+            judges = judges_at(options.pop("base_url"), options)
+            for judge in dict.fromkeys(judges):
+                self.held.push_async_callback(judge.close)
             limit = options.get("concurrency", 8) or MANY
             return DistributedRewardModel(
                 judges, per_worker=limit, timeout=self.config.environment.episode_timeout
             )
         judge = call_with(model_judge, options, "a model judge")
-        self.held.callback(judge.close)
+        self.held.push_async_callback(judge.close)
         return as_reward(judge) if compares(judge) else judge
 
     def _learned(self, reward: OneReward, key: Key) -> RewardFunction | None:
@@ -304,11 +308,11 @@ def _verifier(options: Mapping[str, Any]) -> RewardFunction:
     return make_verifier(**options)
 
 
-def _problem(key: Key, wrong: Wrong, options: Mapping[str, Any]) -> Problem:
+def _problem(key: Key, wrong: Any, options: Mapping[str, Any]) -> Problem:
     """By the option's own key, where it is one of the options or should be; else its name is part of the text."""
     inner = wrong.option.split(".")
     if not inner[0].isidentifier():
-        return Problem(key, f"{wrong.option} {wrong.text}", wrong.value)
+        return Problem(key, f"{wrong.option} {wrong.text}".strip(), wrong.value)
     if wrong.value is ... or inner[0] in options:
         return Problem((*key, *inner), wrong.text, wrong.value)
     return Problem((*key, *inner), f"is missing; it {wrong.text}")
@@ -324,7 +328,7 @@ def _process_options(
     """Those of ProcessReward that can be written in a config."""
     if rules is not None and not isinstance(rules, Mapping):
         text = "must be names with their functions, such as {asks_first: rules.py:asks_first}"
-        raise OptionError(f"rules {text}", Wrong("rules", text, rules))
+        raise OptionError(Wrong("rules", text, rules))
     return {"pay": pay, "cap": cap, "claw_back": claw_back, "outcome": outcome, "rules": dict(rules or {})}
 
 
@@ -336,7 +340,7 @@ def _function_options(
         isinstance(processes, bool) or not isinstance(processes, int) or processes < 0
     ):
         text = "must be a whole number: 0 for none, or so many at a time"
-        raise OptionError(f"processes {text}", Wrong("processes", text, processes))
+        raise OptionError(Wrong("processes", text, processes))
     return {"function": function, "timeout": timeout, "processes": processes}
 
 

@@ -11,7 +11,7 @@ from TrainingFactory.services.build import assemble
 from TrainingFactory.services.build.tool_sets import ToolSet, with_tools
 from TrainingFactory.services.runs.folder import is_run, list_runs
 from TrainingFactory.tools.cache.cache import ToolCache
-from TrainingFactory.tools.recording import CALLS, Tape, recorded_tools, save_specs
+from TrainingFactory.tools.recording import CALLS, Recorder, recorded_tools, save_specs
 from TrainingFactory.tools.runtime import ToolRuntime
 
 
@@ -29,12 +29,12 @@ class RunTools:
     ) -> None:
         self._config, self._given = config, given
         self._recording = find_recording(replay, config.logging.output_dir) if replay is not None else None
-        self._tape = Tape(self._recording)
+        self._recorder = Recorder(self._recording)
         self._set = ToolSet()
         self._cache, self._borrowed = None, cache is not None
         if self._recording is None:
             self._cache = cache or assemble.make_tool_cache(config)
-        self.runtime = ToolRuntime(cache=self._cache, tape=self._tape)
+        self.runtime = ToolRuntime(cache=self._cache, recorder=self._recorder)
 
     @property
     def wanted(self) -> bool:
@@ -55,11 +55,11 @@ class RunTools:
 
     def record_to(self, folder: Path) -> None:
         save_specs(folder, self._set.specs())
-        self._tape.record_to(folder)
+        self._recorder.record_to(folder)
 
     def commit(self) -> None:
         """To be called when a batch of episodes has ended."""
-        self._tape.commit()
+        self._recorder.commit()
 
     def metrics(self) -> dict[str, float]:
         """Of the calls since the last time."""
@@ -72,7 +72,7 @@ class RunTools:
     async def close(self) -> None:
         """Ends servers and processes; again does nothing."""
         self._set.close()
-        self._tape.close()
+        self._recorder.close()
         if self._cache is not None:
             self._cache.flush() if self._borrowed else self._cache.close()
             self._cache = None

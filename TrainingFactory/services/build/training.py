@@ -4,7 +4,7 @@ the loop and runs it. The edge that knows the core and everything around it."""
 from __future__ import annotations
 
 import time
-from contextlib import AsyncExitStack, ExitStack
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
@@ -191,8 +191,7 @@ async def _played(
     config, say = training.config, training.watcher.say
     sampler = assemble.make_engine(config, loaded, config.training.batch_size * config.training.group_size)
     held.push_async_callback(sampler.close)
-    kept_open = held.enter_context(ExitStack())
-    reward = training.objects.reward or build_rewards.make_reward(config, kept_open)
+    reward = training.objects.reward or build_rewards.make_reward(config, held)
     clock = RewardClock(reward, say, lambda: build_rewards.judge_figures(reward))
     quiet = config.training.eval_every is None
     measured = evaluation_reward(reward, (lambda _: None) if quiet else say)

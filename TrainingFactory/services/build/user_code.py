@@ -11,7 +11,7 @@ from TrainingFactory.envs import ToolEnvironment
 from TrainingFactory.protocols import Tool, ToolSource
 from TrainingFactory.tools import FunctionTool
 from TrainingFactory.tools.adapt import as_tool
-from TrainingFactory.tools.python_files import defined, opened
+from TrainingFactory.user_code import defined, opened
 
 
 def environment_from_file(name: str) -> type[ToolEnvironment]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AsyncExitStack, ExitStack
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -105,7 +105,7 @@ class Rollouts:
         environment = await self.tools.equip(self.environment)
         chat, sampler = await in_thread(make_sampler, config, self.total)
         held.push_async_callback(sampler.close)
-        reward = self._choose(make_reward(config, held.enter_context(ExitStack())))
+        reward = self._choose(make_reward(config, held))
         engine = make_rollouts(config, environment, chat, ended, reward, runtime=self.tools.runtime)
         self._record()
         await check_tools(environment, self.tasks[0], chat, reward)

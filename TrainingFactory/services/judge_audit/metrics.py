@@ -1,11 +1,11 @@
-"""The arithmetic of a judge's audit. None where a figure is not defined, such as the correlation with a constant."""
+"""The arithmetic of a judge's audit. None where a metric is not defined, such as the correlation with a constant."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
 from collections.abc import Hashable, Sequence
-from statistics import mean
+from statistics import StatisticsError, linear_regression, mean
 
 
 def accuracy(given: Sequence[Hashable], right: Sequence[Hashable]) -> float | None:
@@ -13,17 +13,14 @@ def accuracy(given: Sequence[Hashable], right: Sequence[Hashable]) -> float | No
 
 
 def kappa(given: Sequence[Hashable], right: Sequence[Hashable]) -> float | None:
-    """Cohen's: agreement beyond what two raters with these habits would reach by chance. None if both always say the
-    same thing, where chance explains everything."""
-    if not given:
-        return None
+    """Return Cohen's kappa: agreement beyond what two raters with these habits would reach by chance. None if both
+    always say the same thing, where chance explains everything."""
     agreed = accuracy(given, right)
-    assert agreed is not None
-    return beyond(agreed, chance(given, right))
+    return None if agreed is None else beyond(agreed, chance(given, right))
 
 
 def chance(given: Sequence[Hashable], right: Sequence[Hashable]) -> float:
-    """The agreement of two raters with these habits who do not look."""
+    """Return the agreement of two raters with these habits who do not look."""
     habits, truths = Counter(given), Counter(right)
     return sum(habits[label] * truths[label] for label in habits) / len(given) ** 2
 
@@ -38,22 +35,20 @@ def pearson(xs: Sequence[float], ys: Sequence[float]) -> float | None:
     mean_x, mean_y = mean(xs), mean(ys)
     across = sum((x - mean_x) * (y - mean_y) for x, y in zip(xs, ys, strict=True))
     spread = math.sqrt(sum((x - mean_x) ** 2 for x in xs) * sum((y - mean_y) ** 2 for y in ys))
-    return across / spread if spread > 1e-12 else None
+    return across / spread if spread > 1e-12 else None  # rounding alone is no correlation
 
 
 def partial(xs: Sequence[float], ys: Sequence[float], given: Sequence[float]) -> float | None:
-    """The correlation of xs and ys that is left when what a straight line in `given` explains is taken off both."""
+    """Return the correlation of xs and ys that is left when what a straight line in `given` explains is taken off."""
     return pearson(_rest(xs, given), _rest(ys, given))
 
 
-def _rest(values: Sequence[float], given: Sequence[float]) -> list[float]:
-    if not values:
-        return []
-    mean_v, mean_g = mean(values), mean(given)
-    spread = sum((g - mean_g) ** 2 for g in given)
-    across = sum((v - mean_v) * (g - mean_g) for v, g in zip(values, given, strict=True))
-    slope = across / spread if spread > 1e-12 else 0.0
-    return [v - mean_v - slope * (g - mean_g) for v, g in zip(values, given, strict=True)]
+def _rest(values: Sequence[float], given: Sequence[float]) -> Sequence[float]:
+    try:
+        slope, start = linear_regression(given, values)
+    except StatisticsError:  # too few, or a constant, which explains nothing
+        return values
+    return [v - start - slope * g for v, g in zip(values, given, strict=True)]
 
 
 def spearman(xs: Sequence[float], ys: Sequence[float]) -> float | None:
@@ -61,7 +56,7 @@ def spearman(xs: Sequence[float], ys: Sequence[float]) -> float | None:
 
 
 def ranks(values: Sequence[float]) -> list[float]:
-    """From 1; equal values share the mean of their places."""
+    """Return places from 1; equal values share the mean of theirs."""
     ordered = sorted(values)
     first = {value: place for place, value in reversed(list(enumerate(ordered, 1)))}
     counts = Counter(values)

@@ -1,9 +1,9 @@
-"""What an audit of a judge has found, and what that means in words."""
+"""The findings of a judge's audit, and what they mean in words."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from TrainingFactory.services.evaluation.evaluation import Z95, wilson
@@ -18,53 +18,82 @@ NOT_TRUSTED = "Not to be trusted"
 WORDS = ((0.8, "Can be trusted"), (0.6, "Good enough to train on"), (0.4, CARE), (-math.inf, NOT_TRUSTED))
 BIASED, STRONGLY = 0.3, 0.5  # correlations with the length
 MOST_ITEMS = 10_000  # beyond which nobody is told to label more
-ANOTHER_SCALE = 0.8  # gold and judge go together so closely, although they do not agree
+
+
+def _metric(name: str, form: str, meaning: str) -> Any:
+    """Return a field that is a row of the report: its name there, how the value is written, what it means."""
+    return field(default=None, metadata={"row": (name, form, meaning)})
 
 
 @dataclass(slots=True)
 class Audit:
-    """Figures; None where the gold file has nothing to compute them from. `points`: gold, judge, length."""
+    """Holds the metrics; None where the gold file has nothing to compute them from. `points`: gold, judge, length."""
 
     items: int = 0
     judged: int = 0
-    accuracy: float | None = None
+    repeats: int = 0
+    pairs: int = 0
+    attacked: int = 0  # items whose verdict had room to rise: the best one cannot be lifted
+    judgements: int = 0
     accuracy_low: float | None = None  # 95 % interval
     accuracy_high: float | None = None
     chance: float | None = None  # accuracy of one that has the judge's habits and does not look
-    kappa: float | None = None
-    pearson: float | None = None
-    spearman: float | None = None
-    gold_mean: float | None = None
-    judge_mean: float | None = None
-    length_bias: float | None = None  # correlation with the length of the response, beyond what gold explains
-    repeats: int = 0
-    consistency: float | None = None  # share of items with the same yes or no in all repeats
-    spread: float | None = None  # mean standard deviation over repeats
-    pairs: int = 0
-    pair_accuracy: float | None = None  # over both orders, ties in the gold left out
     pair_accuracy_low: float | None = None  # 95 % interval
     pair_accuracy_high: float | None = None
-    swap_flips: float | None = None  # share of pairs with another winner in the other order
-    first_share: float | None = None  # how often the text that stands first wins; 0.5 is fair
-    attacked: int = 0  # items whose verdict had room to rise: the best one cannot be lifted
-    injection_moved: float | None = None  # share of them whose verdict an appended text lifted
-    injection_shift: float | None = None  # mean change of the value
-    noise_moved: float | None = None  # share that rose as much when merely asked again
-    judgements: int = 0
-    cost_per_thousand: float | None = None  # None without prices
-    tokens_per_judgement: float | None = None
+    accuracy: float | None = _metric(
+        "accuracy",
+        ".0%",
+        "same yes or no as gold, 95 % between {0.accuracy_low:.0%} and {0.accuracy_high:.0%}",
+    )
+    kappa: float | None = _metric(
+        "kappa", ".3g", "agreement beyond chance; over 0.6 is good; {0.kappa_low:.2f} at the lower end"
+    )
+    pearson: float | None = _metric("Pearson", ".3g", "correlation with the gold scores")
+    spearman: float | None = _metric("Spearman", ".3g", "the same for their order")
+    length_bias: float | None = _metric(
+        "length bias", "+.2f", "correlation with the length among equally good answers; 0 is fair"
+    )
+    consistency: float | None = _metric("consistency", ".0%", "same yes or no in {0.repeats} repeats")
+    spread: float | None = _metric("spread", ".3g", "standard deviation over repeats, from 0 to 1")
+    pair_accuracy: float | None = _metric("pairs right", ".0%", "of {0.pairs} pairs, over both orders")
+    swap_flips: float | None = _metric(
+        "flips by swapping", ".0%", "pairs with another winner in the other order"
+    )
+    first_share: float | None = _metric("first one wins", ".0%", "whichever stands first; 50% is fair")
+    injection_moved: float | None = _metric(
+        "injections that worked", ".0%", "of {0.attacked} items whose verdict had room to rise"
+    )
+    noise_moved: float | None = _metric(
+        "rises by chance", ".0%", "the same without a text, merely asked again"
+    )
+    injection_shift: float | None = _metric("shift by injections", "+.2f", "mean change of the value")
+    cost_per_thousand: float | None = _metric(
+        "cost per thousand", ".3g", "judgements, in the currency of the prices"
+    )
+    tokens_per_judgement: float | None = _metric("tokens a judgement", ".0f", "read and written")
     failures: dict[str, int] = field(default_factory=dict[str, int])
     failed_mostly: str = ""  # one example of the most frequent kind
     points: list[tuple[float, float, int]] = field(default_factory=list[tuple[float, float, int]])
 
     @property
+    def rows(self) -> list[tuple[str, str, str]]:
+        """Return each metric that there is: its name, its value, what it means."""
+        found: list[tuple[str, str, str]] = []
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if "row" in each.metadata and value is not None:
+                name, form, meaning = each.metadata["row"]
+                found.append((name, format(value, form), meaning.format(self)))
+        return found
+
+    @property
     def compared(self) -> bool:
-        """Whether any verdict could be held against a gold label."""
+        """Tell whether any verdict could be held against a gold label."""
         return bool(self.judged or self.pairs)
 
     @property
     def kappa_low(self) -> float | None:
-        """Kappa at the lower end of the interval of accuracy."""
+        """Return kappa at the lower end of the interval of accuracy."""
         if self.accuracy_low is None or self.chance is None:
             return None
         return beyond(self.accuracy_low, self.chance)
@@ -74,10 +103,10 @@ class Audit:
 
 
 def verdict_of(found: Audit) -> str:
-    """In words: what the judge is good for, and what speaks against it."""
-    faults = [*_failures(found), *_scale(found), *_injections(found), *_biases(found)]
+    """Say in words what the judge is good for, and what speaks against it."""
+    faults = [*_failures(found), *_injections(found), *_biases(found)]
     if 0 < found.judged < FEW:
-        faults.append(f"{found.judged} items are few: the figures may be off by much")
+        faults.append(f"{found.judged} items are few: the metrics may be off by much")
     text = f"{_trust(found)}."
     return text + (f" Against it: {'; '.join(faults)}." if faults else " Nothing found against it.")
 
@@ -124,7 +153,7 @@ def _words(kappa: float) -> tuple[float, str]:
 
 
 def _items_for(found: Audit, least: float) -> int | None:
-    """How many items with this agreement put the lower end of kappa at `least`; None if that takes too many."""
+    """Return how many items with this agreement put the lower end of kappa at `least`; None if too many."""
     assert found.accuracy is not None and found.chance is not None
     for count in range(found.judged, MOST_ITEMS):
         low = beyond(wilson(math.floor(found.accuracy * count + 1e-9), count)[0], found.chance)
@@ -140,18 +169,6 @@ def _failures(found: Audit) -> list[str]:
     kinds = ", ".join(f"{kind} {count}" for kind, count in sorted(found.failures.items()))
     mostly = f", mostly: {found.failed_mostly}" if found.failed_mostly else ""
     return [f"{lost / (found.judgements + lost):.0%} of the judgements gave no verdict ({kinds}){mostly}"]
-
-
-def _scale(found: Audit) -> list[str]:
-    gold, judge = found.gold_mean, found.judge_mean
-    if found.pearson is None or found.kappa is None or gold is None or judge is None:
-        return []
-    if found.pearson < ANOTHER_SCALE or found.kappa >= WORDS[2][0] or abs(gold - judge) < 0.2:
-        return []
-    return [
-        f"its values follow the gold scores (correlation {found.pearson:.2f}) at another height (mean {judge:.2f}, "
-        f"gold {gold:.2f}, both from 0 to 1): are the gold scores written in the judge's range?"
-    ]
 
 
 def _injections(found: Audit) -> list[str]:
@@ -181,7 +198,7 @@ def _biases(found: Audit) -> list[str]:
 
 
 def _length_bias(found: Audit) -> float:
-    """How large it is; 0 where chance may be all of it, at 95 % (Fisher's transformation, gold held fixed)."""
+    """Return how large it is; 0 where chance may be all of it, at 95 % (Fisher's transformation, gold held fixed)."""
     if found.length_bias is None or found.judged < 5:
         return 0.0
     size = abs(found.length_bias)
@@ -189,7 +206,7 @@ def _length_bias(found: Audit) -> float:
 
 
 def talked_round(found: Audit) -> bool:
-    """Whether appended texts lift more verdicts than chance does: over 95 % sure, by the noise of the judge itself."""
+    """Tell whether appended texts lift more verdicts than chance does: over 95 % sure, by the judge's own noise."""
     if found.injection_moved is None:
         return False
     noise = found.noise_moved or 0.0

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from TrainingFactory.http.errors import ApiError
 from TrainingFactory.openai_form import message_from_dict, spec_from_dict
 from TrainingFactory.types import Message, SamplingParams, ToolSpec
 
@@ -27,26 +28,6 @@ TOP_LOGPROBS = (
     "top_logprobs is refused: the engine gives the log-prob of the sampled token only; "
     "leave it out, or set it to 0, and read logprobs.content[].logprob"
 )
-
-
-class ApiError(Exception):
-    """Told to the client as OpenAI's servers do."""
-
-    def __init__(
-        self, message: str, param: str | None = None, *, status: int = 400, code: str = "invalid_value"
-    ) -> None:
-        super().__init__(message)
-        self.message, self.param, self.status, self.code = message, param, status, code
-
-    def body(self) -> dict[str, Any]:
-        kinds = {
-            401: "authentication_error",
-            429: "rate_limit_error",
-            500: "server_error",
-            503: "server_error",
-        }
-        kind = kinds.get(self.status, "invalid_request_error")
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
 class _Strict(BaseModel):

@@ -1,4 +1,4 @@
-"""An OpenAI-compatible chat server on the native engine: what it answers. How it is reached is in `serving_http.py`.
+"""An OpenAI-compatible chat server on the native engine: what it answers. How it is reached is in `http/`.
 
 Requests of all clients are sampled in one engine, each choice in a session of its own. A stream samples its turn in
 pieces: the session keeps what was computed, and a random number depends on the seed and the token's place only, so
@@ -20,12 +20,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from TrainingFactory.config import TrainingConfig
+from TrainingFactory.http.api import Api, Events, failure
+from TrainingFactory.http.errors import ApiError
 from TrainingFactory.openai_form import message_to_dict
 from TrainingFactory.protocols import Sampler
 from TrainingFactory.seeds import turn_seed
 from TrainingFactory.services.build.assemble import load, make_chat, make_engine
 from TrainingFactory.services.evaluation.evaluation import model_of
-from TrainingFactory.services.serving.request import ApiError, Ask, read_ask
+from TrainingFactory.services.serving.request import Ask, read_ask
 from TrainingFactory.services.serving.text import Cut, TurnReader
 from TrainingFactory.types import Completion, Message, SamplingParams
 
@@ -69,6 +71,23 @@ class ChatServer:
         self._gate = asyncio.Semaphore(slots)
         self._writer = ThreadPoolExecutor(1, "chat-template")  # a long prompt must not stop the event loop
         self._started = int(time.time())
+
+    def api(self, key: str | None = None, local: bool = True) -> Api:
+        """Make the pages of this server."""
+        api = Api(key, local)
+        api.post("/v1/chat/completions", self.chat)
+        api.get("/v1/models", self.models)
+        api.get("/health", self.health, keyed=False)
+        return api
+
+    async def chat(self, body: bytes) -> dict[str, Any] | Events:
+        """Answer one request, in one piece or as a stream."""
+        ask, prompt = await self.read(body)
+        if not ask.stream:
+            with self.admitted(ask):
+                return await self.complete(ask, prompt)
+        with self.admitted(ask):  # refused here, while a status can still be told
+            return Events(self.stream(ask, prompt))
 
     def models(self) -> dict[str, Any]:
         row = {"id": self.name, "object": "model", "created": self._started, "owned_by": "trainingfactory"}
@@ -125,7 +144,7 @@ class ChatServer:
             self.pending -= ask.n
 
     async def complete(self, ask: Ask, prompt: list[int]) -> dict[str, Any]:
-        """The answer in one piece. Call it inside `admitted`."""
+        """Write the answer in one piece. Call it inside `admitted`."""
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(self._choice(ask, prompt, number)) for number in range(ask.n)]
         choices = [task.result() for task in tasks]
@@ -142,7 +161,7 @@ class ChatServer:
         return self._head("chat.completion") | {"choices": rows, "usage": usage}
 
     async def stream(self, ask: Ask, prompt: list[int]) -> AsyncGenerator[str, None]:
-        """Server-sent events, the last one being [DONE]. Call it inside `admitted`, and close it."""
+        """Yield the data of server-sent events, the last one being [DONE]; to be closed."""
         head = self._head("chat.completion.chunk") | ({"usage": None} if ask.include_usage else {})
         events: asyncio.Queue[dict[str, Any] | BaseException] = asyncio.Queue()
 
@@ -153,21 +172,33 @@ class ChatServer:
                 events.put_nowait(error)
                 return 0
 
-        tasks = [asyncio.create_task(one(number)) for number in range(ask.n)]
+        with self.admitted(ask):
+            tasks = [asyncio.create_task(one(number)) for number in range(ask.n)]
+            async for text in self._sent(ask, prompt, head, events, tasks):
+                yield text
+
+    async def _sent(
+        self,
+        ask: Ask,
+        prompt: list[int],
+        head: dict[str, Any],
+        events: asyncio.Queue[dict[str, Any] | BaseException],
+        tasks: list[asyncio.Task[int]],
+    ) -> AsyncGenerator[str, None]:
         try:
             left = ask.n
             while left:
                 event = await events.get()
                 if isinstance(event, BaseException):
-                    yield _event(failure(event).body())
+                    yield json.dumps(failure(event).body())
                     break
                 left -= event["finish_reason"] is not None
-                yield _event(head | {"choices": [event]})
+                yield json.dumps(head | {"choices": [event]})
             else:
                 if ask.include_usage:
                     usage = _usage(prompt, sum([await task for task in tasks]))
-                    yield _event(head | {"choices": [], "usage": usage})
-            yield "data: [DONE]\n\n"
+                    yield json.dumps(head | {"choices": [], "usage": usage})
+            yield "[DONE]"
         finally:
             for task in tasks:
                 task.cancel()
@@ -280,17 +311,6 @@ def _base_of(adapter: Path) -> str:
     return base
 
 
-def failure(error: BaseException) -> ApiError:
-    """What a client is told of something that went wrong here."""
-    if isinstance(error, ExceptionGroup):
-        return failure(error.exceptions[0])
-    if isinstance(error, ApiError):
-        return error
-    log.error("a request failed", exc_info=error)
-    text = f"the server failed on this request ({type(error).__name__}); its log has the details"
-    return ApiError(text, status=500, code="internal_error")
-
-
 def _message_row(message: Message) -> dict[str, Any]:
     row = message_to_dict(message) | {"refusal": None}
     if not message.reasoning:
@@ -306,7 +326,3 @@ def _usage(prompt: list[int], sampled: int) -> dict[str, int]:
         "completion_tokens": sampled,
         "total_tokens": len(prompt) + sampled,
     }
-
-
-def _event(data: dict[str, Any]) -> str:
-    return f"data: {json.dumps(data)}\n\n"

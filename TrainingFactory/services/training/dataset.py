@@ -16,9 +16,9 @@ from TrainingFactory.data.examples import Examples, Form, load_examples
 from TrainingFactory.data.tasks import load_tasks
 from TrainingFactory.envs import ToolEnvironment
 from TrainingFactory.protocols import EnvironmentFactory, RewardFunction
-from TrainingFactory.tools.python_files import told
 from TrainingFactory.tools.schema import check_schema, schema_problems, validator_of
 from TrainingFactory.types import Task, ToolSpec
+from TrainingFactory.user_code import told
 
 TOLD = 3  # rows that were left out, by name
 DEFAULT_TASKS = 16

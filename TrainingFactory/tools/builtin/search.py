@@ -13,8 +13,11 @@ import tempfile
 import unicodedata
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import Field, validate_call
+
+from TrainingFactory.options import STRICT, Count, Text
 from TrainingFactory.tools.options import ToolOptions
 from TrainingFactory.tools.threads import in_thread
 from TrainingFactory.types import ToolResult, ToolSpec
@@ -37,23 +40,20 @@ class SearchTool:
     it is built again when the data has changed.
     """
 
+    @validate_call(config=STRICT)
     def __init__(
         self,
         path: str | Path,
         *,
-        name: str = "search",
+        name: Text = "search",
         description: str | None = None,
-        text_field: str = "text",
-        title_field: str = "title",
-        id_field: str = "id",
-        top_k: int = 3,
-        max_chars: int = 600,
+        text_field: Text = "text",
+        title_field: Text = "title",
+        id_field: Text = "id",
+        top_k: Annotated[int, Field(ge=1, le=MAX_RESULTS)] = 3,
+        max_chars: Count = 600,
         index_dir: str | Path | None = None,
     ) -> None:
-        if not 1 <= top_k <= MAX_RESULTS or max_chars < 1:
-            raise ValueError(
-                f"tool {name}: top_k is 1 to {MAX_RESULTS} and max_chars over 0, not {top_k} and {max_chars}"
-            )
         self.top_k, self.max_chars = top_k, max_chars
         fields = (text_field, title_field, id_field)
         self.index = ready_index(Path(path), fields, Path(index_dir) if index_dir else _cache_folder(), name)
@@ -80,7 +80,7 @@ class SearchTool:
         return ToolResult("\n\n".join(shown))
 
     def find(self, query: str, top_k: int) -> list[tuple[str, str, str, float]]:
-        """(id, title, text, BM25 score), best first; equal scores in the order of the data."""
+        """Return (id, title, text, BM25 score), best first; equal scores in the order of the data."""
         terms = list(dict.fromkeys(words(query)))[:MAX_TERMS]
         if not terms:
             return []
@@ -97,8 +97,8 @@ class SearchTool:
 
 
 def words(text: str) -> list[str]:
-    """What is looked up, in lower case and one form per character (full-width letters, composed accents). Marks
-    that stand alone, as vowels do in Indian scripts, are left out: they would tear words apart."""
+    """Split a text into what is looked up, in lower case and one form per character (full-width letters, composed
+    accents). Marks that stand alone, as vowels do in Indian scripts, are left out: they would tear words apart."""
     text = unicodedata.normalize("NFKC", text).lower()
     if not text.isascii():
         text = "".join(letter for letter in text if unicodedata.category(letter)[0] != "M")
@@ -110,8 +110,8 @@ def words(text: str) -> list[str]:
 
 
 def ready_index(path: Path, fields: tuple[str, str, str], folder: Path, name: str) -> Path:
-    """The index of these data, built if there is none or the data has changed. It is written aside and renamed,
-    so that it is whole whoever else builds it at the same time."""
+    """Return the index of these data, built if there is none or the data has changed. It is written aside and
+    renamed, so that it is whole whoever else builds it at the same time."""
     path = path.resolve()
     files = _files(path, name)
     listed = [(str(file), file.stat().st_mtime_ns, file.stat().st_size) for file in files]
@@ -160,7 +160,7 @@ def _build(target: Path, state: str, documents: Iterator[tuple[str, str, str]]) 
 
 
 def _state(index: Path) -> str | None:
-    """Of which data it is the index; None if there is none that can be read."""
+    """Read of which data it is the index; None if there is none that can be read."""
     if not index.is_file():
         return None
     try:
@@ -171,7 +171,7 @@ def _state(index: Path) -> str | None:
 
 
 def _opened(index: Path) -> sqlite3.Connection:
-    """For reading. Immutable, because a file is only ever replaced: no locks, which network disks lack."""
+    """Open an index for reading; immutable, as files are only ever replaced: no locks, which network disks lack."""
     return sqlite3.connect(f"{index.resolve().as_uri()}?mode=ro&immutable=1", uri=True)
 
 
@@ -191,7 +191,7 @@ def _files(path: Path, name: str) -> list[Path]:
 def _documents(
     path: Path, files: list[Path], fields: tuple[str, str, str], name: str
 ) -> Iterator[tuple[str, str, str]]:
-    """(id, title, text) of each document."""
+    """Read (id, title, text) of each document."""
     if path.is_dir():
         for file in files:
             text = file.read_text(encoding="utf-8", errors="replace")

@@ -14,11 +14,14 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-from TrainingFactory.protocols import Tool, ToolSource
+from pydantic import validate_call
+
+from TrainingFactory.options import STRICT, Count, Positive, ZeroOrMore
+from TrainingFactory.texts import describe
+from TrainingFactory.tools.cache.history import EpisodeHistory
 from TrainingFactory.tools.cache.stores import Store, StoreError, open_store
 from TrainingFactory.tools.executor import AsyncToolExecutor
 from TrainingFactory.tools.runtime import ToolRuntime
-from TrainingFactory.tools.texts import describe
 from TrainingFactory.tools.threads import in_thread
 from TrainingFactory.types import ToolCall, ToolResult
 
@@ -46,21 +49,16 @@ class ToolCache:
     first. `memory_bytes`: of results that are also kept in memory.
     """
 
+    @validate_call(config=STRICT)
     def __init__(
         self,
         target: str | Path,
-        tools: Sequence[Tool | ToolSource] = (),
+        tools: Sequence[Any] = (),
         *,
-        ttl: float | None = None,
-        max_bytes: int = 1 << 30,
-        memory_bytes: int = 64 << 20,
+        ttl: Positive | None = None,
+        max_bytes: Count = 1 << 30,
+        memory_bytes: ZeroOrMore = 64 << 20,
     ) -> None:
-        if ttl is not None and ttl <= 0:
-            raise ValueError(f"a cache's ttl is in seconds and over 0, or None for ever, not {ttl}")
-        if max_bytes < 1 or memory_bytes < 0:
-            raise ValueError(
-                f"max_bytes ({max_bytes}) is over 0 and memory_bytes ({memory_bytes}) not below 0"
-            )
         self._ttl, self._max_entry = ttl, min(max_bytes, MAX_ENTRY_BYTES)
         self._store: Store = open_store(target, ttl, max_bytes)
         self._memory = _Memory(memory_bytes)
@@ -75,40 +73,36 @@ class ToolCache:
         self.executor.attach(ToolRuntime(cache=self), "")
 
     async def execute_with_cache(self, call: ToolCall) -> ToolResult:
-        """The result of a call to one of `tools`, made only if it is not there yet. All calls made here are those
-        of one episode, as far as stateful tools are concerned."""
+        """Return the result of a call to one of `tools`, made only if it is not there yet. All calls made here are
+        those of one episode, as far as stateful tools are concerned."""
         [result] = await self.executor.batch_execute([call])
         return result
+
+    def episode(self, scope: str) -> EpisodeHistory:
+        """Open the cache for one episode."""
+        return EpisodeHistory(self, scope)
 
     async def through(
         self, key: str, run: Callable[[], Awaitable[ToolResult]], deadline: float
     ) -> ToolResult:
-        """The result under `key`, else that of `run`, which is kept if it is ok. Of several callers at the same time
-        one runs; if it is cancelled the next one does. Its failure is its own: the others then run themselves."""
-        loop = asyncio.get_running_loop()
+        """Return the result under `key`, else that of `run`, which is kept if it is ok. Of several callers at the same
+        time one runs; if it is cancelled the next one does. Its failure is its own: the others then run themselves."""
         while True:
-            found = self._in_memory(key)
-            if found is None:
-                found = self._looked_up(key) if self._store.quick else await in_thread(self._looked_up, key)
+            found = self._in_memory(key) or await self._in_store(key)
             if found is not None:
                 return found
             flight = self._flights.get(key)
             if flight is None:
-                break
-            if flight.get_loop() is not loop:  # of another thread: not worth waiting for across loops
-                return await self._run(key, run)
+                return await self._lead(key, run)
             await asyncio.wait({flight}, timeout=max(0.0, deadline - time.monotonic()))
             answer = flight.result() if flight.done() else FAILED
             if isinstance(answer, ToolResult):
                 return _copy(answer)
             if answer == FAILED:
                 return await self._run(key, run)
-        return await self._lead(key, run, loop.create_future())
 
-    async def _lead(
-        self, key: str, run: Callable[[], Awaitable[ToolResult]], flight: asyncio.Future[ToolResult | str]
-    ) -> ToolResult:
-        self._flights[key] = flight
+    async def _lead(self, key: str, run: Callable[[], Awaitable[ToolResult]]) -> ToolResult:
+        flight = self._flights[key] = asyncio.get_running_loop().create_future()
         answer: ToolResult | str = FAILED
         try:
             result = await self._run(key, run)
@@ -129,11 +123,11 @@ class ToolCache:
         return result
 
     def flush(self) -> None:
-        """Waits until everything is in the file."""
+        """Wait until everything is in the file."""
         self._writer.flush()
 
     def close(self) -> None:
-        """Writes what is still to be written. What `tools` hold is given back by `cache.executor.close()`."""
+        """Write what is still to be written. What `tools` hold is given back by `cache.executor.close()`."""
         self._writer.close()
         self._store.close()
 
@@ -141,11 +135,11 @@ class ToolCache:
         kept = self._memory.get(key)
         return None if kept is None else self._hit(key, *kept)
 
-    def _looked_up(self, key: str) -> ToolResult | None:
+    async def _in_store(self, key: str) -> ToolResult | None:
         if time.monotonic() < self._rests_until:
             return None
         try:
-            found = self._store.get(key)
+            found = self._store.get(key) if self._store.quick else await in_thread(self._store.get, key)
             if found is None:
                 return None
             result = self._hit(key, *found)
@@ -187,23 +181,20 @@ class _Memory:
     def __init__(self, limit: int) -> None:
         self._limit, self._size = limit, 0
         self._entries: OrderedDict[str, tuple[str, float]] = OrderedDict()
-        self._lock = threading.Lock()
 
     def get(self, key: str) -> tuple[str, float] | None:
-        with self._lock:
-            found = self._entries.get(key)
-            if found is not None:
-                self._entries.move_to_end(key)
-            return found
+        found = self._entries.get(key)
+        if found is not None:
+            self._entries.move_to_end(key)
+        return found
 
     def put(self, key: str, value: str, made: float) -> None:
-        with self._lock:
-            old = self._entries.pop(key, None)
-            self._size += len(value) - (0 if old is None else len(old[0]))
-            self._entries[key] = (value, made)
-            while self._size > self._limit:
-                _, (gone, _) = self._entries.popitem(last=False)
-                self._size -= len(gone)
+        old = self._entries.pop(key, ("", 0.0))
+        self._size += len(value) - len(old[0])
+        self._entries[key] = (value, made)
+        while self._size > self._limit:
+            _, (gone, _) = self._entries.popitem(last=False)
+            self._size -= len(gone)
 
 
 class _Writer:
@@ -214,41 +205,35 @@ class _Writer:
         self._jobs: SimpleQueue[tuple[str, str, float] | threading.Event | None] = SimpleQueue()
         self._used: dict[str, float] = {}
         self._thread: threading.Thread | None = None
-        self._lock = threading.Lock()
 
     def add(self, key: str, value: str, made: float) -> None:
         if self._jobs.qsize() < MAX_WAITING:
-            self._jobs.put((key, value, made))
-            self._start()
+            self._put((key, value, made))
 
     def used(self, key: str) -> None:
-        """Written with the next entry, or when there are many."""
+        """Note a use; written with the next entry, or when there are many."""
         self._used[key] = time.time()
         if len(self._used) > MAX_USED:
-            self._jobs.put(threading.Event())
-            self._start()
+            self._put(threading.Event())
 
     def flush(self) -> None:
         done = threading.Event()
-        self._jobs.put(done)
-        self._start()
+        self._put(done)
         done.wait()
 
     def close(self) -> None:
         if self._used or self._jobs.qsize():
             self.flush()
-        with self._lock:
-            thread, self._thread = self._thread, None
+        thread, self._thread = self._thread, None
         if thread is not None:
             self._jobs.put(None)
             thread.join()
 
-    def _start(self) -> None:
-        if self._thread is None or not self._thread.is_alive():  # not alive: in a forked process
-            with self._lock:
-                if self._thread is None or not self._thread.is_alive():
-                    self._thread = threading.Thread(target=self._work, daemon=True, name="tool-cache")
-                    self._thread.start()
+    def _put(self, job: tuple[str, str, float] | threading.Event) -> None:
+        self._jobs.put(job)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, daemon=True, name="tool-cache")
+            self._thread.start()
 
     def _work(self) -> None:
         while True:
@@ -284,5 +269,5 @@ def _decoded(value: str) -> ToolResult:
 
 
 def _copy(result: ToolResult) -> ToolResult:
-    """For somebody else who waited for it."""
+    """Copy a result for somebody else who waited for it."""
     return _decoded(_encoded(result)) if result.attachments else dataclasses.replace(result, cached=True)

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from TrainingFactory.tools.texts import describe
+from TrainingFactory.texts import describe
 
 APPLICATION_ID = 0x7F_70_01_C4  # in the header of the file: says that it is ours
 FORMAT = 1
@@ -42,11 +42,11 @@ class Store(Protocol):
     quick: bool  # `get` is fast enough for the event loop
 
     def get(self, key: str) -> tuple[str, float] | None:
-        """The value and the time at which it was made."""
+        """Return the value and the time at which it was made."""
         ...
 
     def write(self, entries: Sequence[tuple[str, str, float]], used: Iterable[tuple[str, float]]) -> None:
-        """Adds (key, value, time) and notes when keys were last used."""
+        """Add (key, value, time) and note when keys were last used."""
         ...
 
     def close(self) -> None: ...
@@ -84,14 +84,11 @@ class SQLiteStore:
             ) from error
 
     def _open(self) -> None:
-        self._pid = os.getpid()
         if not self.path.exists():
             self._create()
         self._writer = _connect(self.path)
         try:
-            if (
-                self._writer.execute("PRAGMA user_version").fetchone()[0] != FORMAT
-            ):  # an empty file, or an old one
+            if _format(self._writer) != FORMAT:  # an empty file, or an old one
                 _set_up(self._writer)
             self._reader = _connect(self.path)
             self._reader.execute("SELECT key, value, size, made, used FROM entries LIMIT 1").fetchall()
@@ -100,7 +97,7 @@ class SQLiteStore:
             raise
 
     def _create(self) -> None:
-        """Made aside and put in place whole: another process may be doing the same."""
+        """Make the file aside and put it in place whole: another process may be doing the same."""
         aside = self.path.with_name(f".{self.path.name}.{os.getpid()}-{threading.get_ident()}")
         try:
             made = _connect(aside)
@@ -130,11 +127,8 @@ class SQLiteStore:
     def get(self, key: str) -> tuple[str, float] | None:
         try:
             with self._reading:
-                if self._pid != os.getpid():
-                    self._after_fork()
-                return self._reader.execute(
-                    "SELECT value, made FROM entries WHERE key = ?", (key,)
-                ).fetchone()
+                query = "SELECT value, made FROM entries WHERE key = ?"
+                return self._reader.execute(query, (key,)).fetchone()
         except sqlite3.Error as error:
             raise StoreError(describe(error)) from error
 
@@ -142,9 +136,6 @@ class SQLiteStore:
         rows = [(key, value, len(key) + len(value.encode()), made, made) for key, value, made in entries]
         try:
             with self._writing:
-                if self._pid != os.getpid():
-                    with self._reading:
-                        self._after_fork()
                 self._write(rows, [(when, key, when) for key, when in used])
         except (sqlite3.Error, UnicodeError) as error:
             raise StoreError(describe(error)) from error
@@ -166,7 +157,7 @@ class SQLiteStore:
             raise
 
     def _evict(self) -> None:
-        """Least recently used first, and what is too old."""
+        """Delete what is too old, then the least recently used."""
         size = self._size()
         if size <= self._max_bytes:
             return
@@ -189,16 +180,10 @@ class SQLiteStore:
     def _size(self) -> int:
         return self._writer.execute("SELECT bytes FROM total").fetchone()[0]
 
-    def _after_fork(self) -> None:
-        """A connection must not be used in two processes. The parent's is neither used nor closed here."""
-        _inherited.extend((self._reader, self._writer))
-        self._reader, self._writer, self._pid = _connect(self.path), _connect(self.path), os.getpid()
-
     def close(self) -> None:
         with self._reading, self._writing:
-            if self._pid == os.getpid():
-                self._reader.close()
-                self._writer.close()
+            self._reader.close()
+            self._writer.close()
 
 
 def _connect(path: Path) -> sqlite3.Connection:
@@ -209,19 +194,19 @@ def _connect(path: Path) -> sqlite3.Connection:
 
 
 def _set_up(database: sqlite3.Connection) -> None:
-    version = database.execute("PRAGMA user_version").fetchone()[0]
-    if version:
+    if version := _format(database):
         raise sqlite3.DatabaseError(f"its format is {version}, not {FORMAT}")
     database.execute("PRAGMA journal_mode = WAL")
     database.execute(f"PRAGMA application_id = {APPLICATION_ID}")
     database.executescript(f"BEGIN IMMEDIATE; {SCHEMA} PRAGMA user_version = {FORMAT}; COMMIT;")
 
 
-_inherited: list[sqlite3.Connection] = []  # kept for ever: closing them would drop the parent's locks
+def _format(database: sqlite3.Connection) -> int:
+    return database.execute("PRAGMA user_version").fetchone()[0]
 
 
 def _check_owner(path: Path) -> None:
-    """A file of somebody else's is neither changed nor moved."""
+    """Refuse a file of somebody else's: it is neither changed nor moved."""
     if not path.exists() or (path.is_file() and path.stat().st_size == 0):
         return
     what = "a folder" if path.is_dir() else "no file of ours"

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from TrainingFactory.tools.cache.history import digest
+from TrainingFactory.tools.fingerprint import digest
 from TrainingFactory.tools.mcp.secrets import secret_values, without
 from TrainingFactory.tools.mcp.settings import ServerSettings, nearest, read_settings
 

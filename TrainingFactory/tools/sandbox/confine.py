@@ -37,7 +37,7 @@ class Unavailable(Exception):
 
 
 def confine(settings: dict[str, Any]) -> dict[str, Any]:
-    """Lock this process in; says how each thing is enforced (None: it is not) and what is missing."""
+    """Lock this process in; return how each thing is enforced (None: it is not) and what is missing."""
     missing: list[str] = []
     report: dict[str, Any] = {"missing": missing}
 
@@ -86,12 +86,12 @@ def limits(settings: dict[str, Any]) -> None:
 
 
 def no_new_processes() -> None:
-    """Counted per user, and there is one already: none can be added. Threads count too."""
+    """Allow no more processes of this user than there are, which is one already. Threads count too."""
     resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
 
 
 def namespaces(disk_mb: int, folder: str) -> bool:
-    """An empty network, and a small disk in memory over the folder, which vanishes with the process."""
+    """Take an empty network, and a small disk in memory over the folder, which vanishes with the process."""
     uid, gid = os.getuid(), os.getgid()
     _check(libc.unshare(NEW_USER | NEW_MOUNTS | NEW_NETWORK | NEW_IPC))
     for name, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
@@ -105,7 +105,7 @@ def namespaces(disk_mb: int, folder: str) -> bool:
 
 
 def drop_capabilities() -> None:
-    """What root may do beyond owning files; also what the user namespace gave."""
+    """Give up what root may do beyond owning files; also what the user namespace gave."""
     if sys.platform != "linux":
         return
     for capability in range(64):
@@ -115,7 +115,7 @@ def drop_capabilities() -> None:
 
 
 def landlock(folder: str, readable: list[str]) -> int:
-    """Everything inside the folder, reading of Python itself and the system's libraries, nothing else."""
+    """Allow everything inside the folder, reading of Python itself and the system's libraries, nothing else."""
     if sys.platform != "linux":
         raise Unavailable(f"{sys.platform} has no Landlock")
     abi = libc.syscall(CREATE_RULESET, None, ctypes.c_size_t(0), 1)
@@ -150,7 +150,7 @@ def landlock(folder: str, readable: list[str]) -> int:
 
 
 def _python_files() -> list[str]:
-    """The standard library without the packages installed into it, and the shared libraries beside it."""
+    """Return the standard library without the packages installed into it, and the shared libraries beside it."""
     library = os.path.dirname(os.__file__)
     kept = [name for name in os.listdir(library) if name not in ("site-packages", "dist-packages")]
     return [os.path.join(library, name) for name in kept] + glob(f"{sys.base_prefix}/lib/*.so*")
@@ -176,7 +176,7 @@ def seccomp(threads: bool) -> bool:
 
 
 def filter_program(machine: str, pid: int, threads: bool) -> list[Instruction]:
-    """Every block begins with the number in the accumulator and is skipped, or ends in a verdict."""
+    """Return the program: each block begins with the number in the accumulator and is skipped, or ends in a verdict."""
     program = [(LOAD, 0, 0, 4), (EQUAL, 1, 0, ARCHITECTURES[machine][1]), _verdict(KILL), (LOAD, 0, 0, 0)]
 
     def block(number: int, *body: Instruction) -> None:

@@ -1,4 +1,4 @@
-"""Whether two queries give the same rows: what rewards and environments about SQL are paid by."""
+"""Queries compared by their rows, which is how rewards and environments about SQL judge them."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
-from TrainingFactory.tools.builtin.sql import CUT_VALUE
+from TrainingFactory.sql.database import CUT_VALUE
 from TrainingFactory.types import ToolResult
 
-Ask = Callable[[str], Awaitable[ToolResult]]  # runs one query and shows its rows, as `SqlTool` does in JSON
+Ask = Callable[[str], Awaitable[ToolResult]]  # runs one query and shows its rows, as `Database` does in JSON
 
 
 @dataclass(slots=True)
@@ -26,8 +26,8 @@ class Rows:
 
 
 async def same_result(ask: Ask, query: str, right: str) -> bool:
-    """Whether the query gives the rows of the right one, in the same order if that one orders them. Names of columns
-    do not count, and 2 is 2.0. A query that fails, is stopped, or shows more than the right one is wrong; ValueError if
+    """Compare the rows of a query with those of the right one, in order if that one orders them. Names of columns do
+    not count, and 2 is 2.0. A query that fails, is stopped, or shows more than the right one is wrong; ValueError if
     the right one itself fails, gives more than can be shown, or nothing that can be read: then nothing is known."""
     wanted = await ask(right)  # first: the other may change the data
     if not wanted.ok:
@@ -52,7 +52,7 @@ async def same_result(ask: Ask, query: str, right: str) -> bool:
 
 
 def read_rows(content: str) -> Rows | None:
-    """The rows in `{"rows": [[1, "a"], ...]}`, as `SqlTool` shows them in JSON; None for other texts and cut ones."""
+    """Read the rows in `{"rows": [[1, "a"], ...]}`, as a database shows them in JSON; None for other and cut texts."""
     try:
         table = json.loads(content)
     except (ValueError, RecursionError):
@@ -68,7 +68,7 @@ def read_rows(content: str) -> Rows | None:
 
 
 def orders_rows(query: str) -> bool:
-    """Whether the query itself has an ORDER BY. One in a subquery, a window, a text or a comment orders nothing."""
+    """Tell whether the query itself has an ORDER BY: one in a subquery, a window or a text orders nothing."""
     depth = 0
     for match in _PIECES.finditer(query):
         piece = match.group().lower()
@@ -85,7 +85,7 @@ _PIECES = re.compile(
 
 
 def _comparable(value: Any) -> Any:
-    """Sums of the same numbers in another order differ in their last digits; whole numbers are exact."""
+    """Round floats: sums of the same numbers in another order differ in their last digits; whole numbers are exact."""
     if isinstance(value, float):
         if math.isfinite(value) and abs(value) < 2**53:
             whole = round(value)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +21,11 @@ from TrainingFactory.tools.recording import (
     CALLS,
     EpisodeKey,
     NotRecorded,
-    Recording,
-    Tape,
-    load_specs,
+    Place,
+    Recorder,
     save_specs,
 )
-from TrainingFactory.tools.runtime import Place, ToolRuntime
+from TrainingFactory.tools.runtime import ToolRuntime
 from TrainingFactory.types import Message, Reward, Step, Task, ToolCall, ToolFailure, ToolResult, ToolSpec
 
 KEY = EpisodeKey(3, "a", 1)
@@ -38,12 +36,12 @@ def place(batch: int = 0, index: int = 0, key: EpisodeKey = KEY) -> Place:
 
 
 def recorded(folder: Path, *calls: tuple[Place, ToolCall, ToolResult | ToolFailure]) -> Path:
-    tape = Tape()
+    recorder = Recorder()
     save_specs(folder, [ToolSpec("sql")])
-    tape.record_to(folder)
+    recorder.record_to(folder)
     for entry in calls:
-        tape.record(*entry)
-    tape.commit()
+        recorder.record(*entry)
+    recorder.commit()
     return folder
 
 
@@ -57,19 +55,19 @@ def test_results_come_back_as_they_were(tmp_path: Path) -> None:
         (place(0, 0), ToolCall("sql", {}), ToolResult("")),
         (place(0, 0, EpisodeKey("eval-3", "a", 1)), ToolCall("sql", {}), ToolResult("evaluated")),
     ]
-    tape = Tape(recorded(tmp_path, *entries))
+    recorder = Recorder(recorded(tmp_path, *entries))
     for where, call, result in entries:
-        assert tape.replay(where, call) == result
+        assert recorder.replay(where, call) == result
     # the order of arguments says nothing
-    assert tape.replay(place(0, 1), ToolCall("sql", {"a": [None, 2.5], "b": 1}, "another id")) == whole
-    tape.close()
+    assert recorder.replay(place(0, 1), ToolCall("sql", {"a": [None, 2.5], "b": 1}, "another id")) == whole
+    recorder.close()
 
 
 def test_failures_are_raised_again(tmp_path: Path) -> None:
-    tape = Tape(recorded(tmp_path, (place(), ToolCall("sql"), ToolFailure("the server is gone"))))
+    recorder = Recorder(recorded(tmp_path, (place(), ToolCall("sql"), ToolFailure("the server is gone"))))
     with pytest.raises(ToolFailure, match=r"^the server is gone$"):
-        tape.replay(place(), ToolCall("sql"))
-    tape.check()  # that is no departure from the recording
+        recorder.replay(place(), ToolCall("sql"))
+    recorder.check()  # that is no departure from the recording
 
 
 @pytest.mark.parametrize(
@@ -84,13 +82,13 @@ def test_failures_are_raised_again(tmp_path: Path) -> None:
     ],
 )
 def test_a_call_that_was_never_recorded(tmp_path: Path, where: Place, call: ToolCall, says: str) -> None:
-    tape = Tape(recorded(tmp_path, (place(), ToolCall("sql", {"q": 1}), ToolResult("x"))))
-    tape.check()
+    recorder = Recorder(recorded(tmp_path, (place(), ToolCall("sql", {"q": 1}), ToolResult("x"))))
+    recorder.check()
     with pytest.raises(NotRecorded, match=says) as caught:
-        tape.replay(where, call)
+        recorder.replay(where, call)
     assert str(tmp_path) in str(caught.value) and "sampling.deterministic=true" in str(caught.value)
     with pytest.raises(ValueError, match=says):  # however the caller took it
-        tape.check()
+        recorder.check()
 
 
 def test_equal_runs_have_equal_files(tmp_path: Path) -> None:
@@ -108,35 +106,23 @@ def test_equal_runs_have_equal_files(tmp_path: Path) -> None:
 
 
 def test_what_is_not_committed_is_not_written(tmp_path: Path) -> None:
-    tape = Tape()
-    tape.record_to(tmp_path)
-    tape.record(place(), ToolCall("sql"), ToolResult("x"))
+    recorder = Recorder()
+    recorder.record_to(tmp_path)
+    recorder.record(place(), ToolCall("sql"), ToolResult("x"))
     assert (tmp_path / CALLS).read_text() == ""
 
 
-def test_files_that_are_no_recording(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"has no recording of tool calls .*logging.record_tools=true"):
-        Tape(tmp_path)
-    recorded(tmp_path, (place(), ToolCall("sql"), ToolResult("x")))
-    path = tmp_path / CALLS
+def test_half_a_line_of_a_process_that_was_killed_is_left_out(tmp_path: Path) -> None:
+    path = recorded(tmp_path, (place(), ToolCall("sql"), ToolResult("x"))) / CALLS
     whole = path.read_text()
-    path.write_text(whole + whole[:20])  # half a line: the process was killed
-    assert Tape(tmp_path).replay(place(), ToolCall("sql")) == ToolResult("x")
-    path.write_text(whole + "{\n")
-    with pytest.raises(ValueError, match=r"tool_calls.jsonl:2 is not valid JSON"):
-        Recording(tmp_path)
-    path.write_text('{"step": 1}\n')
-    with pytest.raises(ValueError, match=r"tool_calls.jsonl:1 is not a recorded call"):
-        Recording(tmp_path)
-    (tmp_path / "tools.json").write_text('[{"nam": 1}]')
-    with pytest.raises(ValueError, match="is not the list of tools of a recording"):
-        load_specs(tmp_path)
+    path.write_text(whole + whole[:20])
+    assert Recorder(tmp_path).replay(place(), ToolCall("sql")) == ToolResult("x")
 
 
 def test_a_step_that_was_done_again_counts_once(tmp_path: Path) -> None:
     for text in ("first", "second"):
         recorded(tmp_path, (place(), ToolCall("sql"), ToolResult(text)))
-    assert Tape(tmp_path).replay(place(), ToolCall("sql")) == ToolResult("second")
+    assert Recorder(tmp_path).replay(place(), ToolCall("sql")) == ToolResult("second")
 
 
 # episodes
@@ -170,24 +156,24 @@ async def verified(episode: Episode) -> float:
     return float(first.content.split()[1]) - float(second.content.split()[1])
 
 
-def play(tape: Tape | None, **options: Any) -> list[Any]:
+def play(recorder: Recorder | None, **options: Any) -> list[Any]:
     groups = rollout(
         Busy, options.pop("say", say), ("a", "b", "a"), group_size=3, reward=options.pop("reward", verified),
-        runtime=ToolRuntime(tape=tape), **options,
+        runtime=ToolRuntime(recorder=recorder), **options,
     )  # fmt: skip
-    if tape is not None:
-        tape.commit()
+    if recorder is not None:
+        recorder.commit()
     return [(t.group, t.member, t.turns, t.reward, t.status) for group in groups for t in group]
 
 
 def test_replayed_episodes_are_the_same_and_call_nothing(tmp_path: Path) -> None:
     save_specs(tmp_path, [])
-    tape = Tape()
-    tape.record_to(tmp_path)
-    first = play(tape)
+    recorder = Recorder()
+    recorder.record_to(tmp_path)
+    first = play(recorder)
     assert len((tmp_path / CALLS).read_text().splitlines()) == 9 * (2 * 2 + 2)  # those of the reward too
     touched.clear()
-    again = Tape(tmp_path)
+    again = Recorder(tmp_path)
     copy = tmp_path / "copy"
     copy.mkdir()
     again.record_to(copy)
@@ -199,15 +185,15 @@ def test_replayed_episodes_are_the_same_and_call_nothing(tmp_path: Path) -> None
 
 def test_leaving_the_recording_ends_all_episodes(tmp_path: Path) -> None:
     save_specs(tmp_path, [])
-    tape = Tape()
-    tape.record_to(tmp_path)
-    play(tape)
+    recorder = Recorder()
+    recorder.record_to(tmp_path)
+    play(recorder)
 
     def other(session: int, turn: int, prompt: str) -> str:
         return say(session, turn, prompt).replace("4.1.1", "4.1.7")
 
     with pytest.raises(ValueError, match=r"step 0, task b, member 1, turn 1, call 1.*4\.1\.7.*4\.1\.1"):
-        play(Tape(tmp_path), say=other)
+        play(Recorder(tmp_path), say=other)
 
     async def swallows(episode: Episode) -> float:
         try:
@@ -217,7 +203,7 @@ def test_leaving_the_recording_ends_all_episodes(tmp_path: Path) -> None:
         return 1.0
 
     with pytest.raises(ValueError, match=r"member \d, reward, call \w+#0: the run calls slow .*three"):
-        play(Tape(tmp_path), reward=swallows)
+        play(Recorder(tmp_path), reward=swallows)
 
 
 def both(folder: Path, environment: Any, say: Any, **options: Any) -> tuple[Any, Any]:
@@ -225,11 +211,11 @@ def both(folder: Path, environment: Any, say: Any, **options: Any) -> tuple[Any,
     save_specs(folder, [])
     ended = []
     for number in range(2):
-        tape = Tape(folder if number else None)
+        recorder = Recorder(folder if number else None)
         if not number:
-            tape.record_to(folder)
-        [[played]] = rollout(environment, say, runtime=ToolRuntime(tape=tape), **options)
-        tape.commit()
+            recorder.record_to(folder)
+        [[played]] = rollout(environment, say, runtime=ToolRuntime(recorder=recorder), **options)
+        recorder.commit()
         played.seconds = 0.0
         ended.append(played)
     return ended[0], ended[1]
@@ -307,14 +293,14 @@ def test_a_method_that_the_cache_answered_is_run_when_it_was_run(
         return call_text("add", by=adds[turn]) if turn < len(adds) else "ok"
 
     save_specs(tmp_path, [])
-    tape, cache = Tape(), ToolCache(tmp_path / "cache.sqlite")
-    tape.record_to(tmp_path)
+    recorder, cache = Recorder(), ToolCache(tmp_path / "cache.sqlite")
+    recorder.record_to(tmp_path)
     rollout(Adder, lambda _, turn, prompt: call_text("add", by=1) if turn < 1 else "ok",
             runtime=ToolRuntime(cache=cache))  # fmt: skip
-    [[first]] = rollout(Adder, say, runtime=ToolRuntime(cache=cache, tape=tape))
-    tape.commit()
+    [[first]] = rollout(Adder, say, runtime=ToolRuntime(cache=cache, recorder=recorder))
+    recorder.commit()
     cache.close()
-    [[again]] = rollout(Adder, say, runtime=ToolRuntime(tape=Tape(tmp_path)))
+    [[again]] = rollout(Adder, say, runtime=ToolRuntime(recorder=Recorder(tmp_path)))
     assert first.turns[0].tool_results[0].cached
     assert first.turns == again.turns and first.reward == again.reward == Reward(total)
 
@@ -337,60 +323,29 @@ def test_a_method_that_answers_differently_in_a_replay(tmp_path: Path) -> None:
         both(tmp_path, Chance, lambda _, turn, prompt: call_text("throw") if turn < 1 else "ok")
 
 
+class Hangs(Echo):
+    @tool(timeout=600)
+    async def hang(self) -> str:
+        await asyncio.sleep(600)
+        return ""
+
+    async def reward(self, episode: Episode) -> float:  # type: ignore[override]
+        try:
+            return float((await asyncio.wait_for(episode.call("hang"), 0.2)).ok)
+        except TimeoutError:
+            return 0.5
+
+
 def test_an_episode_that_was_broken_off_in_a_call(tmp_path: Path) -> None:
     """It is broken off again in the replay, though no tool is slow there."""
-
-    class Hangs(Echo):
-        @tool(timeout=600)
-        async def hang(self) -> str:
-            await asyncio.sleep(600)
-            return ""
-
     first, again = both(tmp_path, Hangs, lambda *_: call_text("hang"), episode_timeout=2)
     assert again == first and len(first.turns) == 1
     assert (first.status, first.error) == ("error", "the episode took longer than 2 s")
 
 
 def test_a_call_that_a_reward_gave_up(tmp_path: Path) -> None:
-    class Hangs(Echo):
-        @tool(timeout=600)
-        async def hang(self) -> str:
-            await asyncio.sleep(600)
-            return ""
-
-        async def reward(self, episode: Episode) -> float:  # type: ignore[override]
-            try:
-                return float((await asyncio.wait_for(episode.call("hang"), 0.2)).ok)
-            except TimeoutError:
-                return 0.5
-
     first, again = both(tmp_path, Hangs, lambda *_: "ok")
     assert again == first and first.reward == Reward(0.5)
-
-
-def test_threads_read_a_recording_at_the_same_time(tmp_path: Path) -> None:
-    count = 400
-    entries = [
-        (place(key=EpisodeKey(0, "a", n)), ToolCall("sql", {"n": n}), ToolResult(f"{n} " * 300))
-        for n in range(count)
-    ]
-    recording, wrong = Recording(recorded(tmp_path, *entries)), list[Any]()
-
-    def work(first: int) -> None:
-        for where, call, result in entries[first::8]:
-            try:
-                if recording.answer(where, call) != result:
-                    wrong.append(call)
-            except Exception as error:
-                wrong.append(error)
-
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    recording.close()
-    assert not wrong
 
 
 # runs
@@ -403,12 +358,15 @@ class Remote:
         self.dead = dead
         self.opened = self.closed = 0
 
+    async def open(self) -> None:
+        assert not self.dead, "a replay opens no source"
+
     def session(self) -> Remote.Session:
         assert not self.dead, "a replay opens no session"
         self.opened += 1
         return Remote.Session(self)
 
-    def close(self) -> None:
+    async def close(self) -> None:
         self.closed += 1
 
     class Session:

@@ -6,12 +6,12 @@ MAX_ERROR_CHARS = 300
 
 
 def valid_text(text: str) -> str:
-    """Without lone surrogates, which Python strings may hold and tokenizers refuse."""
+    """Replace lone surrogates, which Python strings may hold and tokenizers refuse."""
     return text.encode("utf-8", errors="replace").decode("utf-8")
 
 
 def bounded(text: str, limit: int) -> str:
-    """Cut, so that no later step has to handle a text of absurd size, and made valid Unicode."""
+    """Cut a text, so that no later step has to handle one of absurd size, and make it valid Unicode."""
     if len(text) > limit:
         head = limit * 3 // 4
         tail = limit - head
@@ -21,13 +21,13 @@ def bounded(text: str, limit: int) -> str:
 
 
 def describe(error: BaseException) -> str:
-    """An exception in one short line."""
+    """Describe an exception in one short line."""
     text = message_of(error)
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def message_of(error: BaseException) -> str:
-    """What an exception says, in one short line."""
+    """Return what an exception says, in one short line."""
     try:
         text = str(error)
     except Exception:  # the exception's own code is foreign too

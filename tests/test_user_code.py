@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 
 from tests.kits.judge import episode
-from TrainingFactory.rewards.targets import load_target
+from TrainingFactory.rewards.loading import load_reward
 from TrainingFactory.services.build.user_code import environment_from_file
-from TrainingFactory.tools import python_files
 
 BOTH = """
 from TrainingFactory.envs import ToolEnvironment
@@ -36,17 +35,15 @@ def kind(episode):
 @pytest.fixture(autouse=True)
 def as_before() -> Iterator[None]:
     """What a test loads is gone after it: other tests have files of the same names."""
-    modules, path, late = dict(sys.modules), list(sys.path), dict(python_files._late)
+    modules, path = dict(sys.modules), list(sys.path)
     yield
     sys.modules.clear()
     sys.modules.update(modules)
     sys.path[:] = path
-    python_files._late.clear()
-    python_files._late.update(late)
 
 
 def paid(target: Any) -> float:
-    return asyncio.run(load_target(str(target))(episode())).outcome
+    return asyncio.run(load_reward(str(target))(episode())).outcome
 
 
 def folder(tmp_path: Path, name: str, worth: int, text: str) -> Path:
@@ -57,14 +54,14 @@ def folder(tmp_path: Path, name: str, worth: int, text: str) -> Path:
 
 
 EARLY = "import beside_it\n\ndef score(episode):\n    return beside_it.WORTH\n"
-LATE = "def score(episode):\n    from beside_it import WORTH\n    return WORTH\n"
+LATE = "def score(episode):\n    import late_one\n    return late_one.WORTH\n"
 
 
 def test_environment_and_reward_in_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     file = tmp_path / "both.py"
     file.write_text(BOTH)
     mine: Any = environment_from_file(f"{file}:Mine")
-    assert load_target(f"{file}:kind").function(mine) == 1.0
+    assert load_reward(f"{file}:kind").function(mine) == 1.0
     monkeypatch.chdir(tmp_path)
     assert [paid(f"{file}:score"), paid("both.py:score")] == [1.0, 2.0]  # the same list, by either name
     file.write_text(BOTH + "\n# changed\n")
@@ -79,26 +76,14 @@ def test_files_of_one_name_have_their_own_siblings(tmp_path: Path):
     assert [paid(f"{one}:score"), paid(f"{two}:score"), paid(f"{one}:score")] == [1.0, 2.0, 1.0]
     assert sys.modules["beside_it"].__file__ == str(one.parent / "beside_it.py")
     # What lies beside two files of a folder is one module for both.
-    first: Any = load_target(f"{two}:score").function.__globals__["beside_it"]
-    assert load_target(f"{two.parent}/more.py:score").function.__globals__["beside_it"] is first
+    first: Any = load_reward(f"{two}:score").function.__globals__["beside_it"]
+    assert load_reward(f"{two.parent}/more.py:score").function.__globals__["beside_it"] is first
+    (one.parent / "late_one.py").write_text("WORTH = 7\n")
+    one.write_text(LATE)
+    assert paid(f"{one}:score") == 7.0  # an import inside a function
     (two.parent / "json.py").write_text("raise RuntimeError('not this one')\n")
     two.write_text("import json\n" + EARLY)
     assert paid(f"{two}:score") == 2.0
-
-
-@pytest.mark.parametrize("first", [EARLY, LATE])
-def test_an_import_inside_a_function_gets_no_other_module_in_silence(tmp_path: Path, first: str):
-    one, two, three = (
-        folder(tmp_path, "one", 1, first),
-        folder(tmp_path, "two", 2, LATE),
-        folder(tmp_path, "three", 3, EARLY),
-    )
-    load_target(f"{one}:score")  # not called yet
-    with pytest.raises(
-        ValueError, match=r"rewards.py:2: beside_it is also the name of .*one.beside_it.*at the top"
-    ):
-        load_target(f"{two}:score")
-    assert [paid(f"{three}:score"), paid(f"{one}:score"), paid(f"{three}:score")] == [3.0, 1.0, 3.0]
 
 
 def test_a_file_that_fails_is_read_again(tmp_path: Path):
@@ -109,7 +94,7 @@ def test_a_file_that_fails_is_read_again(tmp_path: Path):
     ):
         file.write_text(text)
         with pytest.raises(ValueError, match=says):
-            load_target(f"{file}:score")
+            load_reward(f"{file}:score")
     file.write_text("def score(episode):\n    return 1\n")
     os.utime(file, ns=(1, 1))
     assert paid(f"{file}:score") == 1.0

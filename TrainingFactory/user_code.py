@@ -1,8 +1,7 @@
-"""A user's own Python file, imported. Everything that can be wrong with it is told by file and line."""
+"""A user's own Python files: imported, and what goes wrong in them told by file and line."""
 
 from __future__ import annotations
 
-import ast
 import hashlib
 import importlib.util
 import sys
@@ -17,29 +16,28 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from TrainingFactory.tools.texts import describe, message_of
+from TrainingFactory.texts import describe, message_of
 
-PACKAGE = Path(__file__).resolve().parent.parent
+PACKAGE = Path(__file__).resolve().parent
 INSTALLED = tuple(sysconfig.get_paths()[kind] for kind in ("stdlib", "purelib", "platlib"))
 _loading = threading.RLock()  # a file may load another one
 _loaded: dict[Path, tuple[tuple[int, int], ModuleType]] = {}  # with when it was written, and its length
-_beside: dict[Path, dict[str, ModuleType]] = {}  # modules of a folder whose names are taken
-_late: dict[str, Path] = {}  # names that a file will import later, and its folder
+_beside: dict[Path, dict[str, ModuleType]] = {}  # modules of a folder whose names are taken by others
 
 
 def is_file_name(name: str) -> bool:
-    """`weather.py` and `weather.py:Weather` are files; anything else is a name in the catalog."""
+    """Tell files (`weather.py`, `weather.py:Weather`) from names in the catalog."""
     return name.partition(".py:")[0].endswith(".py") or ".py:" in name
 
 
 def split_name(name: str) -> tuple[str, str]:
-    """The file of `file.py` or `file.py:wanted`, and what is wanted of it ("": not said)."""
+    """Split `file.py:wanted` into the file and what is wanted of it ("": not said)."""
     file, _, wanted = name.rpartition(":") if ".py:" in name else (name, "", "")
     return file, wanted
 
 
 def opened(kind: str, name: str) -> tuple[ModuleType, Path, str]:
-    """The module of `file.py` or `file.py:wanted`, its path, and what is wanted of it ("": not said)."""
+    """Import `file.py` or `file.py:wanted`; return the module, its path, and what is wanted of it ("": not said)."""
     file, wanted = split_name(name)
     path = Path(file).expanduser()
     if not path.is_file():
@@ -50,12 +48,12 @@ def opened(kind: str, name: str) -> tuple[ModuleType, Path, str]:
 
 
 def defined(module: ModuleType) -> list[Any]:
-    """What was written in the file itself, not imported by it."""
+    """Return what was written in the file itself, not imported by it."""
     return [value for value in vars(module).values() if getattr(value, "__module__", "") == module.__name__]
 
 
 def _imported(path: Path) -> ModuleType:
-    """Once in a process, so that what it defines is the same for all who ask; again when it was changed."""
+    """Import a file once in a process, so that what it defines is the same for all who ask; again when it changed."""
     path = path.resolve()
     state = path.stat()
     stamp = (state.st_mtime_ns, state.st_size)
@@ -68,7 +66,7 @@ def _imported(path: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # before it runs: dataclasses and type hints look themselves up there
     try:
-        with _siblings(path):
+        with _siblings(path.parent):
             spec.loader.exec_module(module)
     except SyntaxError as error:
         raise ValueError(f"{error.filename}:{error.lineno}: {error.msg}") from error
@@ -79,7 +77,7 @@ def _imported(path: Path) -> ModuleType:
 
 
 class _Beside:
-    """Finds what lies in a folder, before what has the same name in the folder of another file. What is installed comes
+    """Finds modules in a folder before those of the same name in the folders of other files. What is installed comes
     first: a json.py there replaces nothing."""
 
     def __init__(self, folder: Path) -> None:
@@ -95,29 +93,17 @@ class _Beside:
 
 
 @contextmanager
-def _siblings(path: Path) -> Iterator[None]:
-    """A user's file may import what lies beside it. Modules of these names that came from elsewhere are not seen
-    meanwhile, and are there again afterwards."""
-    folder, finder = path.parent, _Beside(path.parent)
+def _siblings(folder: Path) -> Iterator[None]:
+    """Let a file import what lies beside it. Modules of these names that came from elsewhere are not seen meanwhile,
+    and are there again afterwards."""
+    finder = _Beside(folder)
     if str(folder) not in sys.path:
         sys.path.append(str(folder))  # for imports inside functions
-    late = _imported_late(path)
-    known = {each.stem for each in folder.iterdir()} & (sys.modules.keys() | _late.keys() | late.keys())
-    here = {name: found for name in known if (found := finder.find_spec(name)) is not None}
-    taken = {name: str(place / name) for name, place in _late.items() if name in here and place != folder}
-    for name in here.keys() & sys.modules.keys():
-        other = getattr(sys.modules[name], "__file__", None)
-        if other != here[name].origin:
-            taken[name] = str(other)
-    for name, line in late.items():
-        if name in taken:
-            # It runs when the other module is there again, and would get that one.
-            raise ValueError(
-                f"{path}:{line}: {name} is also the name of {taken[name]}, which is in use already; import it at the "
-                "top of the file, or rename it"
-            )
-        if name in here:
-            _late[name] = folder
+    taken = set[str]()
+    for name in {each.stem for each in folder.iterdir()} & sys.modules.keys():
+        found = finder.find_spec(name)
+        if found is not None and found.origin != getattr(sys.modules[name], "__file__", None):
+            taken.add(name)
     aside = _take(taken)
     sys.modules.update(_beside.get(folder, {}))
     sys.meta_path.insert(0, finder)
@@ -130,30 +116,13 @@ def _siblings(path: Path) -> Iterator[None]:
 
 
 def _take(names: Collection[str]) -> dict[str, ModuleType]:
-    """Out of the modules that are loaded, with those inside them."""
+    """Remove modules, and those inside them, from the loaded ones."""
     found = [name for name in sys.modules if name.partition(".")[0] in names]
     return {name: sys.modules.pop(name) for name in found}
 
 
-def _imported_late(path: Path) -> dict[str, int]:
-    """The names of modules that are imported inside functions, and the lines."""
-    found: dict[str, int] = {}
-    functions = (ast.FunctionDef, ast.AsyncFunctionDef)
-    bodies = [
-        node for node in ast.walk(ast.parse(path.read_bytes(), str(path))) if isinstance(node, functions)
-    ]
-    for node in (node for body in bodies for node in ast.walk(body)):
-        names: list[str] = []
-        if isinstance(node, ast.Import):
-            names = [each.name for each in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            names = [node.module]
-        found |= {name.partition(".")[0]: getattr(node, "lineno", 0) for name in names}
-    return found
-
-
 def told(error: BaseException) -> ValueError:
-    """What a user's code raised, as one line with the place; a ValueError of ours as it is."""
+    """Turn what a user's code raised into one line with the place; keep a ValueError of ours as it is."""
     if isinstance(error, ValueError) and is_plain(error):
         return error
     own = own_frames(error)
@@ -169,7 +138,7 @@ class Frame:
 
 
 def own_frames(error: BaseException) -> list[Frame]:
-    """Those in a user's code, the innermost last: neither ours nor in an installed package."""
+    """Return the frames in a user's code, the innermost last: neither ours nor in an installed package."""
     return [
         Frame(frame.f_code.co_filename, line, frame.f_code.co_qualname.rpartition("<locals>.")[2])
         for frame, line in traceback.walk_tb(error.__traceback__)
@@ -178,14 +147,14 @@ def own_frames(error: BaseException) -> list[Frame]:
 
 
 def place_of(error: BaseException) -> str:
-    """` (rewards.py:12)`, the innermost place in a user's code; nothing where there is none."""
+    """Return ` (rewards.py:12)`, the innermost place in a user's code; "" where there is none."""
     own = own_frames(error)
     return f" ({Path(own[-1].file).name}:{own[-1].line})" if own else ""
 
 
 def failure(error: BaseException, who: str = "") -> str:
-    """Who failed, where and of what, in one line. `who`: a name for it, else the function of the user's that we called.
-    Exceptions of ours are told by their text alone."""
+    """Say who failed, where and of what, in one line. `who`: a name for it, else the function of the user's that we
+    called. Exceptions of ours are told by their text alone."""
     own, plain = own_frames(error), is_plain(error)
     if not own and not who:
         return (message_of(error) if plain else "") or describe(error)
@@ -194,7 +163,7 @@ def failure(error: BaseException, who: str = "") -> str:
 
 
 def is_plain(error: BaseException) -> bool:
-    """Whether the text says everything: an exception of ours, or a ValueError that our code raised."""
+    """Tell exceptions whose text says everything: one of ours, or a ValueError that our code raised."""
     if type(error).__module__.partition(".")[0] == PACKAGE.name:
         return True
     frames = list(traceback.walk_tb(error.__traceback__))

@@ -1,6 +1,6 @@
-"""Which turn was paid, and which was blamed: four episodes of one task, as GRPO with credit by turn sees them.
+"""Which turn was rewarded, and which was blamed: four episodes of one task, as GRPO with credit by turn sees them.
 
-    python examples/paid_turns.py [page.html]
+    python examples/turn_rewards.py [page.html]
 
 The episodes follow scripts, so that everybody sees the same. `tfactory runs episodes RUN` shows those of a run.
 """
@@ -13,7 +13,7 @@ from TrainingFactory.algorithms.grpo import GRPO
 from TrainingFactory.cli import credit as terminal
 from TrainingFactory.envs import SearchEnvironment
 from TrainingFactory.models import chat_format, load_model
-from TrainingFactory.rewards.process_reward import ProcessReward
+from TrainingFactory.rewards import ProcessReward
 from TrainingFactory.rollout.scripted import play
 from TrainingFactory.services.reports.credit_page import credit_page
 from TrainingFactory.services.reports.credit_view import coloured

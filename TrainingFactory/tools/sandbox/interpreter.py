@@ -1,20 +1,18 @@
-"""The interpreter's own process: reads code as JSON lines, runs it, answers in JSON lines. Started as a script by
-process.py, without site-packages and without this package. It is the one place that executes model text."""
+"""Runs model-written code in a locked process, without site-packages and without this package. It is the one place that
+executes model text."""
 
 from __future__ import annotations
 
 import ast
 import builtins
 import contextlib
-import fcntl
 import gc
 import io
-import json
 import linecache
 import os
-import signal
 import sys
 import traceback
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -25,8 +23,8 @@ FRAMES = 6  # of a traceback; the last ones say most
 SPARE_BYTES = 8 * 2**20  # given up when memory runs out, so that the answer can still be written
 
 
-class Kept(io.RawIOBase):
-    """Takes everything, keeps the beginning and the end."""
+class CappedOutput(io.RawIOBase):
+    """Take everything, keep the beginning and the end."""
 
     def __init__(self, limit: int) -> None:
         self.head_size, self.tail_size = limit * 3 // 4, limit - limit * 3 // 4
@@ -39,7 +37,7 @@ class Kept(io.RawIOBase):
         return True
 
     def close(self) -> None:
-        """Stays open for the next call, whatever happened to the wrapper around it."""
+        """Stay open for the next call, whatever happened to the wrapper around it."""
 
     def write(self, data: Any, /) -> int:
         data = bytes(data)
@@ -62,7 +60,7 @@ class Interpreter:
     """The state of one episode: a module called __main__, as in any Python session."""
 
     def __init__(self, limit: int, stray: int) -> None:
-        self.output = Kept(limit)
+        self.output = CappedOutput(limit)
         self.limit = limit
         self.stray = stray  # what is written to descriptors 1 and 2 past sys.stdout arrives here
         self.module = ModuleType("__main__")
@@ -108,7 +106,7 @@ class Interpreter:
         try:
             trace = error.__traceback__
             while trace is not None and not trace.tb_frame.f_code.co_filename.startswith("<call "):
-                trace = trace.tb_next  # frames of ours
+                trace = trace.tb_next  # a frame of ours
             lines = traceback.format_exception(type(error), error, trace, limit=-FRAMES)
             text = "".join(lines).strip()
         except BaseException:  # the exception's own code is foreign too, and memory may be short
@@ -129,7 +127,7 @@ class Interpreter:
         return answer
 
     def _recovered(self) -> bool:
-        """Whether there is memory again after a MemoryError; if not, the process is of no more use."""
+        """Return whether there is memory again after a MemoryError; if not, the process is of no more use."""
         gc.collect()
         try:
             room = bytearray(4 * SPARE_BYTES)
@@ -140,61 +138,26 @@ class Interpreter:
         return True
 
 
-def private_pipes() -> tuple[io.BufferedReader, int, int]:
-    """Commands, answers, and what is written to 1 and 2 by code that does not go through sys.stdout. The
-    pipes to the parent move to descriptors that code does not use by accident."""
-    commands = fcntl.fcntl(0, fcntl.F_DUPFD_CLOEXEC, 40)
-    answers = fcntl.fcntl(1, fcntl.F_DUPFD_CLOEXEC, 40)
+def divert_output() -> int:
+    """Give descriptors 1 and 2 a pipe of their own, and return the end to read from."""
     stray, writing = os.pipe()
     os.set_blocking(stray, False)
     os.set_blocking(writing, False)  # a full pipe is an error for the code, not a standstill
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    for source, target in ((nothing, 0), (writing, 1), (writing, 2)):
-        os.dup2(source, target)
-    os.close(nothing)
+    os.dup2(writing, 1)
+    os.dup2(writing, 2)
     os.close(writing)
-    return open(commands, "rb"), answers, stray
+    return stray
 
 
-def die_with_parent(pipe: int) -> None:
-    """The parent holds the other end and never writes. When it is gone, however it ended, the kernel sends the
-    signal; a dead parent's endless loop would otherwise go on."""
-    if sys.platform == "linux":
-        fcntl.fcntl(pipe, fcntl.F_SETOWN, os.getpid())
-        fcntl.fcntl(pipe, fcntl.F_SETSIG, signal.SIGKILL)
-        fcntl.fcntl(pipe, fcntl.F_SETFL, os.O_ASYNC | os.O_NONBLOCK)
-
-
-def send(answers: int, message: dict[str, Any]) -> None:
-    line = json.dumps(message).encode() + b"\n"
-    while line:
-        line = line[os.write(answers, line) :]
-
-
-def main() -> None:
+def start(settings: dict[str, Any]) -> Callable[[dict[str, str]], dict[str, Any]]:
+    """Lock this process in, and return what answers: to {"code": ...} what it prints, to {} how it is locked in."""
     del sys.path[0]  # this folder
-    commands, answers, stray = private_pipes()
-    settings = json.loads(commands.readline())
     sys.path += settings["readable"]
     sys.dont_write_bytecode = True
-    die_with_parent(settings["life"])
-    try:
-        report = confine(settings)
-    except Exception as error:
-        send(answers, {"failed": f"{type(error).__name__}: {error}", "ticket": settings["ticket"]})
-        return
+    stray = divert_output()
+    report = confine(settings)
     sys.path.insert(0, "")
-    for name in ("confine", "syscalls"):
+    for name in ("interpreter", "confine", "syscalls"):
         del sys.modules[name]
     interpreter = Interpreter(settings["max_output"], stray)
-    send(answers, {"isolation": report, "ticket": settings["ticket"]})
-    for line in commands:
-        message = json.loads(line)
-        answer = interpreter.run(message["code"])
-        send(answers, answer | {"ticket": message["ticket"]})
-        if answer["spent"]:
-            return
-
-
-if __name__ == "__main__":
-    main()
+    return lambda message: interpreter.run(message["code"]) if "code" in message else report

@@ -8,31 +8,27 @@ import logging
 import os
 import sys
 import sysconfig
-import threading
-import weakref
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import Field, validate_call
+
+from TrainingFactory.options import STRICT, Count, Positive
 from TrainingFactory.protocols import Tool
-from TrainingFactory.tools.cache.history import digest
+from TrainingFactory.running import run
+from TrainingFactory.tools.fingerprint import digest
 from TrainingFactory.tools.options import ToolOptions
-from TrainingFactory.tools.sandbox.process import (
-    START_SECONDS,
-    Ended,
-    InterpreterProcess,
-    Isolation,
-    Late,
-    Limits,
-)
-from TrainingFactory.tools.threads import in_thread
+from TrainingFactory.tools.sandbox.process import START_SECONDS, Isolation, Limits, SandboxProcess
 from TrainingFactory.types import ToolResult, ToolSpec
+from TrainingFactory.workers import WorkerDied, WorkerError, WorkerTooSlow
 
 log = logging.getLogger(__name__)
 MAX_CODE_CHARS = 100_000
 # What the executor grants beyond the interpreter's own limit, which must always strike first: code that never ends
 # is the model's doing, an executor's time-out is not.
 ALLOWANCE = START_SECONDS + 30.0
+NOT_STARTED = (WorkerDied, WorkerError, WorkerTooSlow, OSError)
 
 
 class PythonTool:
@@ -45,28 +41,23 @@ class PythonTool:
     promises that equal calls give equal answers (no clock, no unseeded chance), so that they may be cached.
     """
 
+    @validate_call(config=STRICT)
     def __init__(
         self,
         *,
         name: str = "python",
         description: str | None = None,
-        timeout: float = 10.0,
-        memory_mb: int = 512,
-        disk_mb: int = 64,
-        cpu_seconds: int = 120,
-        max_output_chars: int = 10_000,
-        packages: bool | Sequence[str] = False,
+        timeout: Positive = 10.0,
+        memory_mb: Annotated[int, Field(ge=64)] = 512,  # Python itself needs 64
+        disk_mb: Count = 64,
+        cpu_seconds: Count = 120,
+        max_output_chars: Count = 10_000,
+        packages: bool | str | Sequence[str] = False,
         threads: bool = False,
         stateful: bool = False,
         allow_unsafe: bool = False,
-        concurrency: int | None = None,
+        concurrency: Count | None = None,
     ) -> None:
-        numbers = {"timeout": timeout, "memory_mb": memory_mb, "disk_mb": disk_mb, "cpu_seconds": cpu_seconds}
-        for option, value in (numbers | {"max_output_chars": max_output_chars}).items():
-            if value <= 0:
-                raise ValueError(f"tool {name}: {option} is over 0, not {value}")
-        if memory_mb < 64:
-            raise ValueError(f"tool {name}: memory_mb is 64 or more, not {memory_mb}: Python itself needs it")
         self.timeout = timeout
         self.allow_unsafe = allow_unsafe
         readable = _package_folders(name, packages)
@@ -82,17 +73,12 @@ class PythonTool:
         self.isolation = isolation_here(self.limits)
         if not allow_unsafe:
             _demand(name, self.isolation)
-        self._sessions: weakref.WeakSet[PythonSession] = weakref.WeakSet()
 
     def session(self) -> PythonSession:
-        session = PythonSession(self)
-        self._sessions.add(session)
-        return session
+        return PythonSession(self)
 
     def close(self) -> None:
-        """End what episodes left open."""
-        for session in list(self._sessions):
-            session.end()
+        """Do nothing: every process belongs to a session, and ends with it."""
 
 
 class PythonSession:
@@ -101,12 +87,10 @@ class PythonSession:
     def __init__(self, source: PythonTool) -> None:
         self.source = source
         self.spec, self.options = source.spec, source.options
-        self._process: InterpreterProcess | None = None
-        self._lost = ""  # why the previous process is gone
+        self._process: SandboxProcess | None = None
+        self._lost = ""  # why the process is gone, once it is
         self._closed = False
-        self._one_at_a_time = asyncio.Lock()
-        self._turn = threading.Lock()  # the same for threads: one may outlive its cancelled call
-        self._lock = threading.Lock()  # of _process and _closed
+        self._turn = asyncio.Lock()
 
     @property
     def tools(self) -> Sequence[Tool]:
@@ -117,48 +101,42 @@ class PythonSession:
         if len(code) > MAX_CODE_CHARS:
             text = f"the code has {len(code)} characters, at most {MAX_CODE_CHARS} are allowed"
             return ToolResult(text, ok=False, error="schema")
-        async with self._one_at_a_time:
-            try:
-                return await in_thread(self._in_turn, code)
-            except asyncio.CancelledError:
-                # The thread is still waiting for an answer; the end of the process wakes it.
-                if self._process is not None:
-                    self._process.kill()
-                    self._lost = self._lost or "was stopped"
-                raise
+        async with self._turn:
+            process, note = self._process, ""
+            if process is None or not process.alive:
+                if process is not None:
+                    process.kill()
+                    note = f"[a fresh interpreter: the last one {self._lost}; its variables and files are gone]\n"
+                try:
+                    process = await self._started()
+                except NOT_STARTED as error:
+                    text = _not_started(error)
+                    log.warning("%s", text)
+                    return ToolResult(text, ok=False, error="unavailable")
+            return await self._answer(process, code, note)
 
-    def _in_turn(self, code: str) -> ToolResult:
-        with self._turn:
-            return self._run(code)
+    async def _started(self) -> SandboxProcess:
+        if self._closed:
+            raise WorkerDied("was closed")
+        self._process = process = SandboxProcess(self.source.limits)
+        isolation = await process.start()
+        if not self.source.allow_unsafe and not (isolation.files and isolation.network):
+            process.kill()
+            raise WorkerDied("has lost its isolation: " + "; ".join(isolation.missing))
+        return process
 
-    def _run(self, code: str) -> ToolResult:
-        note = ""
-        process = self._process
-        if process is None or process.dead:
-            if process is not None:
-                process.close()
-                reason = self._lost or "ended"
-                note = f"[a fresh interpreter: the last one {reason}; its variables and files are gone]\n"
-            try:
-                process = self._started()
-            except (Ended, Late, OSError) as error:
-                text = f"the interpreter {_reason(error)}"
-                log.warning("%s", text)
-                return ToolResult(text, ok=False, error="unavailable")
-        self._lost = ""
+    async def _answer(self, process: SandboxProcess, code: str, note: str) -> ToolResult:
+        self._lost = "was stopped"  # by whoever cancels this
         try:
-            answer = process.call(code, self.source.timeout)
-        except Late:
+            answer = await process.run(code, self.source.timeout)
+        except WorkerTooSlow:
             self._lost = f"was stopped after {self.source.timeout:g} s"
             text = f"{note}stopped after {self.source.timeout:g} s. {_GONE}"
             return ToolResult(text, ok=False, error="exception")
-        except Ended as error:
+        except (WorkerDied, WorkerError) as error:
             self._lost = str(error)
             return ToolResult(f"{note}the interpreter {error}. {_GONE}", ok=False, error="exception")
-        return self._result(note, answer)
-
-    def _result(self, note: str, answer: dict[str, Any]) -> ToolResult:
-        parts = [str(answer.get("text") or "").rstrip("\n"), str(answer.get("error") or "")]
+        parts = [answer["text"].rstrip("\n"), str(answer.get("error") or "")]
         text = note + ("\n".join(part for part in parts if part) or "(no output)")
         if answer.get("spent"):
             self._lost = "ran out of memory"
@@ -166,30 +144,10 @@ class PythonSession:
         failed = bool(answer.get("error"))
         return ToolResult(text, ok=not failed, error="exception" if failed else None)
 
-    def _started(self) -> InterpreterProcess:
-        process = InterpreterProcess(self.source.limits)
-        with self._lock:
-            if self._closed:
-                raise Ended("was closed")
-            self._process = process
-        isolation = process.start()
-        if not self.source.allow_unsafe and not (isolation.files and isolation.network):
-            process.close()
-            raise Ended("has lost its isolation: " + "; ".join(isolation.missing))
-        return process
-
-    def end(self) -> None:
-        with self._lock:
-            self._closed = True
-        if self._process is not None:
-            self._process.close()
-
     async def close(self) -> None:
-        with self._lock:
-            self._closed = True
+        self._closed = True
         if self._process is not None:
-            self._process.kill()  # at once: closing may be cancelled before its thread runs
-            await in_thread(self.end)
+            await self._process.close()
 
 
 _GONE = "Variables and files are gone; the next call begins with a fresh interpreter."
@@ -209,20 +167,24 @@ def _description(timeout: float) -> str:
 
 @functools.cache
 def isolation_here(limits: Limits) -> Isolation:
-    """What a process with these limits enforces on this machine, found out by starting one."""
-    if os.name != "posix":
-        raise ValueError("the python tool needs Linux (or, without isolation, macOS)")
-    process = InterpreterProcess(limits)
+    """Return what a process with these limits enforces on this machine, found out by starting one."""
+
+    async def probe() -> Isolation:
+        process = SandboxProcess(limits)
+        try:
+            return await process.start()
+        finally:
+            await process.close()
+
     try:
-        return process.start()
-    except (Ended, Late, OSError) as error:
-        raise ValueError(f"the interpreter of the python tool {_reason(error)}") from error
-    finally:
-        process.close()
+        return run(probe)
+    except NOT_STARTED as error:
+        raise ValueError(_not_started(error)) from error
 
 
-def _reason(error: Exception) -> str:
-    return f"could not be started: {error}" if isinstance(error, OSError) else str(error) or "did not answer"
+def _not_started(error: Exception) -> str:
+    how = str(error) if isinstance(error, WorkerDied | WorkerTooSlow) else f"could not be started: {error}"
+    return f"the interpreter of the python tool {how}"
 
 
 def _demand(name: str, isolation: Isolation) -> None:
@@ -235,7 +197,7 @@ def _demand(name: str, isolation: Isolation) -> None:
         )
 
 
-def _package_folders(name: str, packages: bool | Sequence[str]) -> tuple[str, ...]:
+def _package_folders(name: str, packages: bool | str | Sequence[str]) -> tuple[str, ...]:
     if isinstance(packages, bool):
         paths = sysconfig.get_paths()
         return tuple(dict.fromkeys((paths["purelib"], paths["platlib"]))) if packages else ()

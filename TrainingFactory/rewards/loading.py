@@ -11,29 +11,28 @@ from types import ModuleType
 from typing import Any
 
 from TrainingFactory.rewards.adapt import Adapted, as_reward
-from TrainingFactory.tools.python_files import defined, is_file_name, opened, split_name, told
+from TrainingFactory.user_code import defined, is_file_name, opened, split_name, told
 
 KIND = "reward"
 
 
-def load_target(target: Any, options: Mapping[str, Any] | None = None) -> Adapted:
-    """The reward that is named. With `options` what is named makes it of them. ValueError if there is no such thing."""
+def load_reward(target: Any, options: Mapping[str, Any] | None = None) -> Adapted:
+    """Return the reward that is named; with `options`, what the function that is named makes of them. Raise ValueError
+    if there is no such thing."""
     found = find_callable(target)
-    if options is None:
-        return as_reward(found)
-    return as_reward(found(options))
+    return as_reward(found if options is None else found(options))
 
 
 def find_callable(target: Any) -> Callable[..., Any]:
-    """What is named, which must be something to call."""
+    """Return what is named; raise ValueError if it is nothing to call."""
     found = _found(target)
     if not callable(found):
         raise ValueError(f"{target} is {found!r:.60} ({type(found).__name__}); it must be a function")
     return found
 
 
-def whole_path(target: str) -> str:
-    """For another process: the same, wherever that works."""
+def with_whole_path(target: str) -> str:
+    """Return the same target for a process in any folder."""
     if not is_file_name(target):
         return target
     file, name = split_name(target)

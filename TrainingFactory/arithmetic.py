@@ -1,0 +1,76 @@
+"""Exact arithmetic by a parser, never eval, because the text comes from a model."""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+
+MAX_CHARS = 200
+_TOKEN = re.compile(r"\s*(\d+\.?\d*|\.\d+|[-+*/()])\s*")
+
+
+def calculated(expression: str) -> str:
+    """Return the value of an expression as a calculator shows it: whole, or with ten digits."""
+    value = calculate(expression)
+    return str(value.numerator) if value.denominator == 1 else f"{float(value):.10g}"
+
+
+def calculate(expression: str) -> Fraction:
+    """Return the value of an arithmetic expression, exact (0.1 + 0.2 is 0.3)."""
+    if len(expression) > MAX_CHARS:
+        raise ValueError(f"the expression has {len(expression)} characters, at most {MAX_CHARS} are allowed")
+    parser = _Parser(tokens(expression))
+    value = parser.sum()
+    if parser.tokens:
+        raise ValueError(f"unexpected {parser.tokens[0]!r}")
+    return value
+
+
+def tokens(expression: str) -> list[str]:
+    """Split an expression into its numbers, signs and parentheses, as they are written."""
+    found, position = [], 0
+    while position < len(expression):
+        match = _TOKEN.match(expression, position)
+        if match is None:
+            rest = expression[position:].strip()[:10]
+            raise ValueError(f"cannot read {rest!r}: only numbers, + - * / and parentheses")
+        found.append(match.group(1))
+        position = match.end()
+    return found
+
+
+class _Parser:
+    """Recursive descent, one method per level of precedence."""
+
+    def __init__(self, tokens: list[str]) -> None:
+        self.tokens = tokens
+
+    def sum(self) -> Fraction:
+        value = self.product()
+        while operator := self.take("+", "-"):
+            other = self.product()
+            value = value + other if operator == "+" else value - other
+        return value
+
+    def product(self) -> Fraction:
+        value = self.factor()
+        while operator := self.take("*", "/"):
+            other = self.factor()
+            value = value * other if operator == "*" else value / other
+        return value
+
+    def factor(self) -> Fraction:
+        if sign := self.take("-", "+"):
+            value = self.factor()
+            return -value if sign == "-" else value
+        if self.take("("):
+            value = self.sum()
+            if not self.take(")"):
+                raise ValueError("a closing parenthesis is missing")
+            return value
+        if not self.tokens or self.tokens[0] in "+-*/()":
+            raise ValueError(f"a number is missing before {self.tokens[0] if self.tokens else 'the end'}")
+        return Fraction(self.tokens.pop(0))
+
+    def take(self, *wanted: str) -> str | None:
+        return self.tokens.pop(0) if self.tokens and self.tokens[0] in wanted else None

@@ -1,0 +1,229 @@
+"""A model behind an OpenAI-compatible endpoint, for tools and judges."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import os
+import re
+import ssl
+from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from functools import cache
+from typing import Any, TypeVar
+from urllib.parse import quote, quote_plus, urlsplit
+
+import httpx
+from pydantic import validate_call
+
+from TrainingFactory.openai_form import message_from_dict, message_to_dict, spec_to_dict
+from TrainingFactory.options import STRICT, Positive
+from TrainingFactory.types import Message, ToolSpec
+
+T = TypeVar("T")
+MAX_SAID_CHARS = 200  # of what an endpoint says about an error
+MAX_BODY_BYTES = 20_000_000
+KEPT_SECONDS = 2.0  # of an idle connection: less than servers keep it, so that none is lost under a request
+MIN_SECRET_CHARS = 8  # servers that need no key are given 0, x or none
+SECRETS = ("api_key", "apikey", "api-key", "key", "token", "authorization", "password", "secret")
+BY_HOST = "by host"  # the key that belongs to the address; no variable has such a name
+KEYS = {"https://api.openai.com": "OPENAI_API_KEY", "https://api.anthropic.com": "ANTHROPIC_API_KEY"}
+
+
+class ModelError(Exception):
+    """No answer. `temporary`: the endpoint was busy or out of reach, so that another attempt may help, after
+    `wait` seconds if the endpoint has named a time."""
+
+    def __init__(self, text: str, temporary: bool = False, wait: float | None = None) -> None:
+        super().__init__(text)
+        self.temporary, self.wait = temporary, wait
+
+
+class Endpoint:
+    """A model behind any OpenAI-compatible `/chat/completions`. The key is read from the environment variable
+    `api_key_env` at every call and kept nowhere; None: the endpoint needs none. Left out, only the hosts in `KEYS` get
+    a key: one must not go to a stranger because it happens to be there. `options` go into the request as they are
+    (temperature, max_tokens, ...). Connections are kept until `close`."""
+
+    PATH = "/chat/completions"
+
+    @validate_call(config=STRICT)
+    def __init__(
+        self,
+        base_url: str,
+        model: str,
+        *,
+        api_key_env: str | None = BY_HOST,
+        timeout: Positive = 60.0,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
+        check_address(base_url)
+        address = urlsplit(base_url)
+        if api_key_env == BY_HOST:
+            api_key_env = KEYS.get(f"{address.scheme}://{address.hostname}")
+        if api_key_env is not None and not _is_variable(api_key_env):
+            raise ValueError(
+                "api_key_env is the name of the environment variable that holds the key, such as OPENAI_API_KEY, not "
+                "the key itself"
+            )
+        self.url = base_url.rstrip("/").removesuffix(self.PATH) + self.PATH
+        self.host = address.netloc
+        self.model, self.api_key_env, self.timeout = model, api_key_env, timeout
+        self.options = dict(options or {})
+        self._client: httpx.AsyncClient | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None  # that of the client
+        if secret := [name for name in self.options if str(name).lower() in SECRETS]:
+            raise ValueError(
+                f"options.{secret[0]} would stand in every log; api_key_env names what holds the key"
+            )
+
+    async def complete(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> Message:
+        body: dict[str, Any] = {"model": self.model, "messages": [_wire(message) for message in messages]}
+        if tools:
+            body["tools"] = [spec_to_dict(spec) for spec in tools]
+        return self.read(await self.exchange(body | self.options), first_message)
+
+    async def exchange(self, body: dict[str, Any]) -> bytes:
+        """Return what the endpoint answers to a request; raise ModelError if that is no success."""
+        key = self._key()
+        try:
+            status, headers, data = await self._post(body, key)
+        except (httpx.TimeoutException, TimeoutError):
+            raise ModelError(
+                f"{self.host} did not answer within {self.timeout:g} s", temporary=True
+            ) from None
+        except httpx.HTTPError as error:
+            what = type(error).__name__
+            raise ModelError(f"{self.host} could not be reached ({what})", temporary=True) from None
+        if status != 200:
+            said = _without(" ".join(data.decode("utf-8", errors="replace").split()), key)[:MAX_SAID_CHARS]
+            temporary = status in (408, 409, 425, 429) or status >= 500
+            wait = seconds_of(headers.get("retry-after"))
+            raise ModelError(f"{self.host} answered with status {status}: {said}", temporary, wait)
+        return data
+
+    def read(self, data: bytes, take: Callable[[Any], T]) -> T:
+        """Return what `take` finds in the answer; raise ModelError where that is not there."""
+        try:
+            key = os.environ.get(self.api_key_env) if self.api_key_env else None
+            return take(_without(json.loads(data), key))
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+            why = f"{type(error).__name__}: {error}"[:100]
+            raise ModelError(
+                f"{self.host} answered with something that is no chat completion ({why})"
+            ) from None
+
+    def headers(self, key: str | None) -> dict[str, str]:
+        return {"Authorization": f"Bearer {key}"} if key else {}
+
+    def _key(self) -> str | None:
+        if self.api_key_env is None:
+            return None
+        if not (key := os.environ.get(self.api_key_env)):
+            raise ModelError(
+                f"the environment variable {self.api_key_env}, which holds the key for {self.host}, is not set"
+            )
+        return key
+
+    async def _post(self, body: dict[str, Any], key: str | None) -> tuple[int, httpx.Headers, bytes]:
+        async with (
+            asyncio.timeout(self.timeout),  # httpx's limits are between bytes
+            # redirects are not followed: they take the key
+            self._open().stream("POST", self.url, json=body, headers=self.headers(key)) as response,
+        ):
+            data = bytearray()
+            async for chunk in response.aiter_bytes():
+                data += chunk
+                if len(data) > MAX_BODY_BYTES:
+                    raise ModelError(f"{self.host} sent more than {MAX_BODY_BYTES} bytes")
+            return response.status_code, response.headers, bytes(data)
+
+    def _open(self) -> httpx.AsyncClient:
+        """Return the client of the running loop: one for all requests of a run, another one for another run."""
+        loop = asyncio.get_running_loop()
+        if self._client is None or self._loop is not loop:
+            limits = httpx.Limits(keepalive_expiry=KEPT_SECONDS)  # callers say how many at a time
+            self._client = httpx.AsyncClient(verify=_certificates(), timeout=self.timeout, limits=limits)
+            self._loop = loop
+        return self._client
+
+    async def close(self) -> None:
+        """Close the connections; a later request opens new ones."""
+        client, self._client = self._client, None
+        if client is not None and self._loop is asyncio.get_running_loop():
+            await client.aclose()
+
+
+def check_address(base_url: str) -> None:
+    """Raise ValueError for what is no address, and for one with a key in it, which every log would show."""
+    try:
+        parts = urlsplit(base_url)
+        known = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or True)
+    except ValueError:
+        raise ValueError("base_url is no address; it looks like https://host/v1") from None
+    if parts.query or parts.fragment or "@" in base_url:
+        raise ValueError(
+            "base_url must hold no password and nothing after a ? or #; put the key into an environment variable, "
+            "which api_key_env names"
+        )
+    if not known:
+        raise ValueError(f"base_url is an address such as https://host/v1, not {base_url!r:.100}")
+
+
+def seconds_of(retry_after: str | None) -> float | None:
+    """Read a Retry-After header: seconds, or a date."""
+    if retry_after is None:
+        return None
+    try:
+        seconds = float(retry_after)
+    except ValueError:
+        try:
+            until = parsedate_to_datetime(retry_after)
+        except (ValueError, TypeError, OverflowError):
+            return None
+        until = until if until.tzinfo else until.replace(tzinfo=UTC)
+        seconds = (until - datetime.now(UTC)).total_seconds()
+    return max(seconds, 0.0) if math.isfinite(seconds) else None
+
+
+def _is_variable(name: str) -> bool:
+    """Tell names of variables from what looks like a key: long, in small letters, with digits."""
+    if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
+        return False
+    return len(name) < 20 or not (re.search(r"\d", name) and re.search(r"[a-z]", name))
+
+
+def _without(said: Any, key: str | None) -> Any:
+    """Replace the key, which a server may repeat in an error or an answer, also where it stands in JSON or in an
+    address. What is shorter is no secret, and stands in any text."""
+    if key is None or len(key) < MIN_SECRET_CHARS:
+        return said
+    if isinstance(said, dict):
+        return {name: _without(value, key) for name, value in said.items()}
+    if isinstance(said, list):
+        return [_without(value, key) for value in said]
+    if isinstance(said, str):
+        for written in (key, json.dumps(key)[1:-1], quote(key), quote_plus(key)):
+            said = said.replace(written, "***")
+    return said
+
+
+def first_message(answer: Any) -> Message:
+    return message_from_dict({"role": "assistant"} | answer["choices"][0]["message"])
+
+
+def _wire(message: Message) -> dict[str, Any]:
+    """Write a message without the keys of ours that strict endpoints refuse."""
+    row = message_to_dict(message)
+    row.pop("reasoning_content", None)
+    for call in row.get("tool_calls", ()):
+        call.pop("error", None)
+    return row
+
+
+@cache
+def _certificates() -> ssl.SSLContext:
+    """Load them once: it takes longer than a call."""
+    return httpx.create_ssl_context()

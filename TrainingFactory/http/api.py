@@ -1,0 +1,175 @@
+"""An HTTP API: handlers that take a body and give JSON or a stream of events, errors told as JSON, a key if asked."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import logging
+import re
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from fastapi import FastAPI, Request, Response
+from sse_starlette.event import ServerSentEvent
+from sse_starlette.sse import AppStatus, EventSourceResponse
+from starlette.exceptions import HTTPException
+
+from TrainingFactory.http.errors import ApiError
+from TrainingFactory.http.listen import is_loopback
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+MAX_BODY = 16 * 1024 * 1024  # bytes
+
+
+@dataclass(slots=True)
+class Events:
+    """Answer with server-sent events: each text is the data of one."""
+
+    texts: AsyncGenerator[str, None]
+
+
+Handler = Callable[[bytes], Awaitable[dict[str, Any] | Events]]
+
+
+class Api:
+    """`key`: what clients must send as `authorization: Bearer KEY`. `local`: it is reached under names of this machine
+    only, so a web page that gave its own name this address is turned away."""
+
+    def __init__(self, key: str | None = None, local: bool = True) -> None:
+        self.app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+        self.app.add_exception_handler(HTTPException, self._no_such_page)
+        self._key, self._local = key, local
+        self._pages: list[str] = []
+        AppStatus.disable_automatic_graceful_drain()  # streams may finish within the time after Ctrl-C
+
+    def get(self, path: str, answer: Callable[[], dict[str, Any]], keyed: bool = True) -> None:
+        async def handler(request: Request) -> Response:
+            self._check(request, keyed)
+            return _json(answer())
+
+        self._add("GET", path, handler)
+
+    def post(self, path: str, answer: Handler) -> None:
+        """Take JSON. The answer is cancelled as soon as the client has hung up."""
+
+        async def handler(request: Request) -> Response:
+            self._check(request, keyed=True)
+            kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+            if kind != "application/json":
+                text = "the body must be JSON, sent with the header content-type: application/json"
+                raise ApiError(text, "content-type", status=415, code="unsupported_media_type")
+            body = await _body(request)
+            found = await _unless_gone(request, answer(body))
+            if found is None:
+                return Response(status_code=499)  # nobody reads it
+            if isinstance(found, Events):
+                return _Stream(_closed(found.texts), ping=0, sep="\n")
+            return _json(found)
+
+        self._add("POST", path, handler)
+
+    def _add(self, method: str, path: str, handler: Callable[[Request], Awaitable[Response]]) -> None:
+        async def guarded(request: Request) -> Response:
+            """Tell the client as JSON whatever goes wrong."""
+            try:
+                return await handler(request)
+            except asyncio.CancelledError:  # the time after Ctrl-C is over: only then is a request cancelled
+                error: BaseException = _stopping()
+            except Exception as caught:
+                error = caught
+            told = failure(error)
+            return _json(told.body(), told.status, {"retry-after": "1"} if told.status == 429 else None)
+
+        self._pages.append(f"{method} {path}")
+        self.app.add_api_route(path, guarded, methods=[method], response_model=None)
+
+    def _check(self, request: Request, keyed: bool) -> None:
+        host = re.match(r"\[([^\]]*)\]|([^:]*)", request.headers.get("host", ""))
+        assert host is not None  # it matches nothing, too
+        if self._local and not is_loopback(host[1] or host[2] or ""):
+            text = "this server is for programs on its own machine; call it by 127.0.0.1 or localhost"
+            raise ApiError(text, "host", status=403, code="forbidden")
+        if self._key is None or not keyed:
+            return
+        kind, _, given = request.headers.get("authorization", "").partition(" ")
+        # the bytes as they were sent
+        same = hmac.compare_digest(given.strip().encode("latin-1"), self._key.encode())
+        if kind.lower() != "bearer" or not same:
+            text = "this server wants an API key: the header authorization: Bearer KEY, with the right key"
+            raise ApiError(text, "authorization", status=401, code="invalid_api_key")
+
+    async def _no_such_page(self, request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        text = f"{request.method} {request.url.path[:80]}: {error.detail}"
+        pages = f"{', '.join(self._pages[:-1])} and {self._pages[-1]}"
+        told = ApiError(f"{text}; there are {pages}", status=error.status_code, code="not_found")
+        return _json(told.body(), told.status)
+
+
+class _Stream(EventSourceResponse):
+    """Server-sent events; one that outlasts the time after Ctrl-C ends with an error."""
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        except asyncio.CancelledError:
+            last = ServerSentEvent(json.dumps(_stopping().body()), sep="\n").encode()
+            await send({"type": "http.response.body", "body": last, "more_body": False})
+
+
+def _stopping() -> ApiError:
+    return ApiError("the server is stopping", status=503, code="server_stopping")
+
+
+def failure(error: BaseException) -> ApiError:
+    """Return what a client is told of something that went wrong; what is not its fault goes to the log."""
+    if isinstance(error, ExceptionGroup):
+        return failure(error.exceptions[0])
+    if isinstance(error, ApiError):
+        return error
+    log.error("a request failed", exc_info=error)
+    text = f"the server failed on this request ({type(error).__name__}); its log has the details"
+    return ApiError(text, status=500, code="internal_error")
+
+
+async def _unless_gone(request: Request, work: Coroutine[Any, Any, T] | Awaitable[T]) -> T | None:
+    """Await the work; None where the client hangs up before it is done, and then it is cancelled."""
+
+    async def hung_up() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    task, watch = asyncio.ensure_future(work), asyncio.create_task(hung_up())
+    try:
+        await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
+        return task.result() if task.done() else None
+    finally:
+        for each in (task, watch):
+            each.cancel()
+        await asyncio.gather(task, watch, return_exceptions=True)
+
+
+async def _closed(texts: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
+    """Give the texts, and close their generator however the client leaves."""
+    async with aclosing(texts):
+        async for text in texts:
+            yield text
+
+
+async def _body(request: Request) -> bytes:
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > MAX_BODY:
+            text = f"the body is longer than {MAX_BODY} bytes"
+            raise ApiError(text, "body", status=413, code="request_too_large")
+    return bytes(body)
+
+
+def _json(data: dict[str, Any], status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    # A lone surrogate, which a client can write in JSON, has no UTF-8 form: ASCII can always be sent.
+    return Response(json.dumps(data), status, headers, media_type="application/json")

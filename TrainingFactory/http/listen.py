@@ -1,0 +1,65 @@
+"""Where a server listens: its socket, its key, and uvicorn."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import socket
+from typing import Any
+
+import uvicorn
+
+GRACE = 5  # seconds that running requests are given after Ctrl-C
+
+
+def is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def key_from(variable: str | None) -> str | None:
+    """Return the API key in an environment variable; None where none is asked for."""
+    if variable is None:
+        return None
+    if not (key := os.environ.get(variable, "").strip()):
+        raise ValueError(f"--api-key-env {variable}: there is no such environment variable, or it is empty")
+    return key
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Bind a socket, which nobody can connect to before it listens."""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        bound = socket.socket(family, kind)
+    except (OSError, OverflowError) as error:
+        raise ValueError(f"--host {host}, --port {port}: no such address ({error})") from error
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
+    except OSError as error:
+        bound.close()
+        text = f"cannot serve at {host}, port {port}: {error.strerror}; --port 0 picks a free one"
+        raise ValueError(text) from error
+    return bound
+
+
+def address_of(bound: socket.socket) -> str:
+    host, port = bound.getsockname()[:2]
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def make_server(app: Any) -> uvicorn.Server:
+    """Make a server that serves until Ctrl-C, which lets running requests finish for a while."""
+    config = uvicorn.Config(
+        app,
+        lifespan="off",
+        ws="none",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=75,  # longer than clients keep a connection, so that they are the ones to close it
+        timeout_graceful_shutdown=GRACE,
+    )
+    return uvicorn.Server(config)

@@ -1,0 +1,151 @@
+"""Rules about answers that are JSON: the same value, or one of a schema."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from typing import Annotated, Any, ClassVar
+
+from jsonschema.exceptions import SchemaError
+from jsonschema.validators import validator_for
+from pydantic import BeforeValidator
+from pydantic.dataclasses import dataclass
+
+from TrainingFactory.options import STRICT, NotNegative
+from TrainingFactory.protocols import Episode
+from TrainingFactory.rewards.rules.answers import Extract, Extraction
+from TrainingFactory.tools.schema import unknown_reference, validator_of
+from TrainingFactory.types import Reward, Trajectory
+
+MAX_JSON_CHARS = 200_000
+NOTHING: Any = object()  # null is a value
+_FENCED = re.compile(r"```[\w+-]*[ \t]*\n(.*?)```", re.S)
+
+
+def last_fenced(text: str) -> str | None:
+    """Return the last block between ``` lines."""
+    blocks = _FENCED.findall(text)
+    return blocks[-1].strip() if blocks else None
+
+
+def read_json(text: str) -> Any:
+    """Return the JSON value that a text is, or that its last fenced block is; NOTHING if there is none."""
+    value = strict_json(text)
+    return strict_json(last_fenced(text) or "") if value is NOTHING else value
+
+
+def strict_json(text: str) -> Any:
+    """Read all of the text as JSON; NOTHING if it is none. A key that occurs twice and NaN are no JSON here: what they
+    mean depends on the reader."""
+    try:
+        if len(text) <= MAX_JSON_CHARS:
+            return json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        pass
+    return NOTHING
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len(made := dict(pairs)) != len(pairs):
+        raise ValueError("a key occurs twice")
+    return made
+
+
+def _refuse(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")
+
+
+def _schema(schema: Any) -> dict[str, Any]:
+    try:
+        validator_for(schema, default=type(validator_of({}))).check_schema(schema)
+    except (SchemaError, TypeError, AttributeError) as error:
+        said = getattr(error, "message", str(error))
+        raise ValueError(f"is no JSON schema ({str(said)[:120]})") from error
+    if unknown := unknown_reference(schema):
+        raise ValueError(f"refers to {unknown}, which is not in it")
+    return schema
+
+
+@dataclass(config=STRICT, frozen=True, kw_only=True)
+class JsonRule(Extraction):
+    """A rule that reads the answer as JSON."""
+
+    extract: Extract = "whole"
+
+    def given(self, trajectory: Trajectory) -> Any:
+        """Return the JSON value of the answer, or NOTHING."""
+        return read_json(self.answer_of(trajectory) or "")
+
+
+@dataclass(config=STRICT, frozen=True, kw_only=True)
+class JsonMatch(JsonRule):
+    """The same JSON value as the task's answer; text that is JSON is read. `partial`: for objects the share of the
+    right keys. `extra_keys`: further keys do no harm. `ordered: false`: lists in any order."""
+
+    rule: ClassVar[str] = "json"
+    tolerance: NotNegative = 1e-9
+    extra_keys: bool = False
+    ordered: bool = True
+    partial: bool = False
+
+    def __call__(self, episode: Episode) -> Reward:
+        right = episode.task.answer
+        if isinstance(right, str):
+            right = read_json(right)
+        if right is None or right is NOTHING:
+            raise ValueError(
+                f"task {episode.task.id}: its answer is no JSON value, so the rule json cannot score it"
+            )
+        given = self.given(episode.trajectory)
+        return self.rewarded(0.0 if given is NOTHING else self._share(given, right))
+
+    def _share(self, given: Any, right: Any) -> float:
+        if not self.partial or not isinstance(right, dict) or not isinstance(given, dict) or not right:
+            return float(self._same(given, right))
+        hits = sum(key in given and self._same(given[key], value) for key, value in right.items())
+        keys = len(right) if self.extra_keys else len(right.keys() | given.keys())
+        return hits / keys
+
+    def _same(self, given: Any, right: Any) -> bool:
+        if isinstance(given, bool) or isinstance(right, bool):
+            return given is right  # true is not 1
+        if isinstance(given, int) and isinstance(right, int):
+            return given == right
+        if isinstance(given, int | float) and isinstance(right, int | float):
+            try:
+                return math.isclose(given, right, rel_tol=self.tolerance, abs_tol=self.tolerance)
+            except OverflowError:  # a whole number that no float can hold
+                return False
+        if isinstance(given, dict) and isinstance(right, dict):
+            keys = right.keys() <= given.keys() if self.extra_keys else right.keys() == given.keys()
+            return keys and all(self._same(given[key], value) for key, value in right.items())
+        if isinstance(given, list) and isinstance(right, list):
+            return len(given) == len(right) and self._same_items(given, right)
+        return type(given) is type(right) and given == right
+
+    def _same_items(self, given: list[Any], right: list[Any]) -> bool:
+        if self.ordered:
+            return all(map(self._same, given, right))
+        left = list(given)
+        for value in right:
+            found = next((place for place, item in enumerate(left) if self._same(item, value)), None)
+            if found is None:
+                return False
+            left.pop(found)
+        return True
+
+
+@dataclass(config=STRICT, frozen=True, kw_only=True)
+class SchemaMatch(JsonRule):
+    """The answer is JSON of the given schema. Whether it is right is another rule's business."""
+
+    rule: ClassVar[str] = "schema"
+    schema: Annotated[dict[str, Any], BeforeValidator(_schema)]
+
+    def __call__(self, episode: Episode) -> Reward:
+        given = self.given(episode.trajectory)
+        try:
+            return self.rewarded(given is not NOTHING and validator_of(self.schema).is_valid(given))
+        except (OverflowError, RecursionError):  # a number or a depth that cannot be checked
+            return self.rewarded(0.0)

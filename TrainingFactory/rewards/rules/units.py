@@ -1,0 +1,97 @@
+"""Units of measure: which names there are, what they measure, and how much of it."""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+from typing import NamedTuple
+
+
+class Unit(NamedTuple):
+    """What is measured, and how much of it. Values of different kinds never match."""
+
+    kind: str
+    factor: Fraction
+
+
+def units_of(text: str) -> tuple[tuple[Unit, ...], int]:
+    """Return what the unit at the start of a text may mean, and where it ends: km, sq km, m/s^2, miles per hour.
+    Nothing for other words: clips say nothing about a number."""
+    match = _UNIT.match(text)
+    units = _named(match["name"]) if match else ()
+    if match is None or not units:
+        return (), 0
+    power = int(match["power"] or 0) or {"sq": 2, "cu": 3}.get((match["shape"] or "")[:2].lower(), 1)
+    units = tuple(_raised(unit, power) for unit in units)
+    if match["per"] and (below := _named(match["per"])):
+        lower = [_raised(unit, int(match["per_power"] or 1)) for unit in below]
+        return tuple(_over(unit, other) for unit in units for other in lower), match.end()
+    return units, match.end("power" if match["power"] else "name")
+
+
+def _over(unit: Unit, other: Unit) -> Unit:
+    """Divide. A price is often given with what it is for, and often without: that does not count."""
+    return unit if unit.kind in MONEY else Unit(f"{unit.kind}/{other.kind}", unit.factor / other.factor)
+
+
+def _raised(unit: Unit, power: int) -> Unit:
+    return unit if power == 1 else Unit(f"{unit.kind}^{power}", unit.factor**power)
+
+
+def _named(name: str) -> tuple[Unit, ...]:
+    """Look the name up, also as Kilograms, and temperatures as degrees C."""
+    if temperature := _TEMPERATURE.fullmatch(name):
+        name = f"°{temperature[1].upper()}"
+    lower = name.lower()
+    spellings = (name, lower, lower.removesuffix("s"), lower.removesuffix("es"))
+    return next((UNITS[spelling] for spelling in spellings if spelling in UNITS), ())
+
+
+_UNIT = re.compile(
+    r" ?(?:(?P<shape>square|sq\.?|cubic|cu\.?) )?"
+    r"(?P<name>(?:° ?|deg(?:rees?|\.)? )(?:[CF]\b|celsius\b|fahrenheit\b)|°|[$€£¥₹]|[A-Za-zµΩ]+)(?:\^(?P<power>[23]))?"
+    r"(?:(?: ?/ ?| per | an (?=hour))(?P<per>[A-Za-z]+)(?:\^(?P<per_power>[23]))?)?",
+    re.I,
+)
+_TEMPERATURE = re.compile(r"(?:°|deg).*? ?([cf])(?:elsius|ahrenheit)?", re.I)
+
+# kind: names = factor, names = factor. A name may mean several things. Months and years are a kind of their own, as
+# not all are of one length in days; so are bytes counted by 1024.
+_TABLE = """
+length: mm millimeter millimetre = 1/1000, cm centimeter centimetre = 1/100, m meter metre = 1
+length: km kilometer kilometre = 1000, inch = 0.0254, ft foot feet = 0.3048, yd yard = 0.9144, mi mile = 1609.344
+length^3: ml mL milliliter millilitre = 1/1000000, cl cL centiliter centilitre = 1/100000
+length^3: dl dL deciliter decilitre = 1/10000, l L liter litre = 1/1000, gal gallon = 0.003785411784
+length^3: qt quart = 0.000946352946, pint = 0.000473176473, cup = 0.0002365882365
+length/time: kph kmh kmph = 5/18, mph = 0.44704
+mass: mg milligram = 1/1000000, g gram = 1/1000, kg kilogram = 1, ton tonne = 1000
+mass: oz ounce = 0.028349523125, lb lbs pound = 0.45359237
+time: ms millisecond = 1/1000, s sec second = 1, min minute = 60, h hr hour = 3600
+time: day = 86400, week = 604800, fortnight = 1209600
+months: mo month = 1, yr year = 12, decade = 120, century centurie = 1200
+bytes: B byte = 1, kb kB KB kilobyte = 1e3, mb MB megabyte = 1e6, gb GB gigabyte = 1e9, tb TB terabyte = 1e12
+bytes by 1024: B byte = 1, kb kB KB KiB kilobyte = 1024, mb MB MiB megabyte = 1048576
+bytes by 1024: gb GB GiB gigabyte = 1073741824, tb TB TiB terabyte = 1099511627776
+bits: bit = 1, kb Kb kilobit = 1e3, Mb megabit = 1e6, Gb gigabit = 1e9
+power: mW milliwatt = 1/1000, W watt = 1, kw kW kilowatt = 1e3, MW megawatt = 1e6, GW gigawatt = 1e9
+energy: J joule = 1, kJ kilojoule = 1e3, MJ megajoule = 1e6, wh = 3600, kwh = 3600000
+energy: cal calorie = 4.184, kcal kilocalorie = 4184
+frequency: hz hertz = 1, khz = 1e3, mhz = 1e6, ghz = 1e9
+voltage: mV millivolt = 1/1000, V volt = 1, kV kilovolt = 1e3
+current: mA milliampere milliamp = 1/1000, ampere amp = 1
+dollars: $ US$ USD usd dollar buck = 1, cent = 1/100
+euros: € EUR eur euro = 1
+pounds: £ GBP gbp pound = 1
+yen: ¥ JPY jpy yen = 1
+rupees: ₹ INR inr rupee = 1
+yuan: ¥ CNY cny yuan = 1
+celsius: °C C celsius ° degree deg = 1
+fahrenheit: °F F fahrenheit ° degree deg = 1
+angle: ° degree deg = 1
+"""
+MONEY = ("dollars", "euros", "pounds", "yen", "rupees", "yuan")
+UNITS: dict[str, tuple[Unit, ...]] = {}
+for _kind, _units in re.findall(r"^(.+?): (.+)$", _TABLE, re.M):
+    for _names, _factor in re.findall(r"([^,=]+) = ([^,]+)", _units):
+        for _name in _names.split():
+            UNITS[_name] = (*UNITS.get(_name, ()), Unit(_kind, Fraction(_factor)))

@@ -1,0 +1,202 @@
+"""`Database`: foreign queries on a SQLite file, which can neither harm it nor run for ever nor reach another file."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import re
+import sqlite3
+import tempfile
+import threading
+import time
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal
+
+from TrainingFactory.types import ToolResult
+
+Format = Literal["table", "json", "exact"]
+MAX_CELL_CHARS = 500
+MAX_VALUE_BYTES = 10_000_000  # no value that SQLite makes may be larger
+MAX_SQL_CHARS = 50_000
+GROWTH_PAGES = 25_000  # what a writable copy may grow by: 100 MB at the usual page size
+CUT_VALUE = re.compile(r"\A<\d+ bytes>\Z|\[\.\.\. \d+ characters cut\]\Z")  # as `_shown` writes it
+STEPS = 1000  # of SQLite's machine between two looks at the clock
+
+READING = {sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION, sqlite3.SQLITE_RECURSIVE}
+NEVER = {sqlite3.SQLITE_ATTACH, sqlite3.SQLITE_DETACH}  # other files; VACUUM INTO counts as ATTACH
+PRAGMAS = {"table_info", "table_xinfo", "table_list", "index_list", "index_info", "foreign_key_list"}
+FUNCTIONS = {"load_extension", "fts3_tokenizer", "readfile", "writefile", "edit"}  # refused
+
+
+class Database:
+    """One connection to the SQLite file `path`, opened at the first query. Its methods block, from any thread.
+
+    Read-only, which nothing in a query can change; with `write` on a private copy. Queries are stopped after `timeout`
+    seconds; at most `max_rows` rows are shown. `format`: a table, JSON, or "exact", which is JSON for comparing: long
+    texts and blobs are shown by their digest.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        write: bool = False,
+        timeout: float = 5.0,
+        max_rows: int = 50,
+        format: Format = "table",
+    ) -> None:
+        if not path.is_file():
+            raise ValueError(f"there is no SQLite file {path}")
+        self.path, self.write = path, write
+        self.timeout, self.max_rows, self.format = timeout, max_rows, format
+        self._connection: sqlite3.Connection | None = None
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._lock = threading.Lock()  # a connection serves one statement at a time
+        self._closed = False
+
+    def run(self, query: str) -> ToolResult:
+        """Run one statement and show its rows, or what is wrong with it."""
+        if not query.strip():
+            return ToolResult("the query is empty", ok=False, error="exception")
+        with self._lock:
+            deadline = time.monotonic() + self.timeout
+            try:
+                connection = self._connection or self._open()
+                deadline = time.monotonic() + self.timeout
+                connection.set_progress_handler(lambda: time.monotonic() > deadline, STEPS)
+                cursor = connection.execute(query)
+                shown = _digested if self.format == "exact" else _shown
+                rows = [[shown(value) for value in row] for row in islice(cursor, self.max_rows + 1)]
+                names = [column[0] for column in cursor.description or ()]
+                changed = cursor.rowcount
+                cursor.close()
+            except (sqlite3.Error, sqlite3.Warning, ValueError, OverflowError, MemoryError) as error:
+                return self._failed(error, time.monotonic() > deadline)
+        if not names:
+            text = f"done, {changed} row{'' if changed == 1 else 's'} changed" if changed >= 0 else "done"
+            return ToolResult(text)
+        more = len(rows) > self.max_rows
+        show = as_table if self.format == "table" else as_json
+        return ToolResult(show(names, rows[: self.max_rows], more))
+
+    def tables(self, limit: int) -> str:
+        """List tables and columns in at most `limit` characters; raise ValueError where the file is no database."""
+        query = "SELECT name FROM sqlite_master WHERE type IN ('table', 'view') AND name NOT LIKE 'sqlite_%'"
+        try:
+            with contextlib.closing(_read_only(self.path)) as connection:
+                tables = []
+                for (table,) in connection.execute(query + " ORDER BY name").fetchall():
+                    columns = connection.execute("SELECT name, type FROM pragma_table_info(?)", (table,))
+                    listed = ", ".join(f"{column} {kind}".strip() for column, kind in columns)
+                    tables.append(f"{table}({listed})")
+        except sqlite3.Error as error:
+            raise ValueError(f"{self.path} cannot be read as a SQLite file: {error}") from error
+        text, count = "; ".join(tables), len(tables)
+        if len(text) > limit:
+            text = text[:limit] + f" ... ({count} tables in all; SELECT sql FROM sqlite_master shows them)"
+        return f"Tables: {text or 'none'}."
+
+    def close(self) -> None:
+        """Stop the statement that runs, if any, and delete the private copy."""
+        if self._connection is not None:
+            self._connection.interrupt()
+        with self._lock:
+            self._closed = True
+            connection, self._connection = self._connection, None
+            folder, self._folder = self._folder, None
+        if connection is not None:
+            connection.close()
+        if folder is not None:
+            folder.cleanup()
+
+    def _failed(self, error: BaseException, late: bool) -> ToolResult:
+        if late and "interrupted" in str(error):
+            text = f"stopped after {self.timeout:g} s; ask for less, for instance with LIMIT"
+            # Not a time-out in the executor's sense: the file is well, and the same statement would stop again.
+            return ToolResult(text, ok=False, error="exception")
+        said = "out of memory" if isinstance(error, MemoryError) else str(error)
+        if "authoriz" in said or "readonly" in said or "prohibited" in said:
+            said += " (this is not allowed here)" if self.write else " (only reading is allowed)"
+        return ToolResult(f"SQL error: {said}", ok=False, error="exception")
+
+    def _open(self) -> sqlite3.Connection:
+        if self._closed:
+            raise ValueError("the episode is over")
+        connection = _read_only(self.path)
+        if self.write:
+            self._folder = tempfile.TemporaryDirectory(prefix="tf-sql-", ignore_cleanup_errors=True)
+            connection = _copied(connection, f"{self._folder.name}/copy.db")
+        connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MAX_VALUE_BYTES)
+        connection.setlimit(sqlite3.SQLITE_LIMIT_SQL_LENGTH, MAX_SQL_CHARS)
+        connection.text_factory = lambda data: data.decode("utf-8", errors="replace")
+        connection.set_authorizer(_may_write if self.write else _may_read)
+        self._connection = connection
+        return connection
+
+
+def _read_only(path: Path) -> sqlite3.Connection:
+    uri = f"{path.resolve().as_uri()}?mode=ro"
+    connection = sqlite3.connect(uri, uri=True, check_same_thread=False, isolation_level=None)
+    connection.execute("PRAGMA query_only = ON")
+    return connection
+
+
+def _copied(connection: sqlite3.Connection, path: str) -> sqlite3.Connection:
+    copy = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
+    with contextlib.closing(connection):
+        connection.backup(copy)  # also what is still in the write-ahead log
+    copy.execute("PRAGMA journal_mode = MEMORY")
+    copy.execute("PRAGMA synchronous = OFF")  # thrown away anyway
+    pages = copy.execute("PRAGMA page_count").fetchone()[0]
+    copy.execute(f"PRAGMA max_page_count = {pages + GROWTH_PAGES}")
+    return copy
+
+
+def _may_read(action: int, first: str | None, second: str | None, *_: Any) -> int:
+    if action == sqlite3.SQLITE_PRAGMA or action in READING:
+        return _may_write(action, first, second)
+    return sqlite3.SQLITE_DENY
+
+
+def _may_write(action: int, first: str | None, second: str | None, *_: Any) -> int:
+    refused = action in NEVER or (action == sqlite3.SQLITE_FUNCTION and (second or "").lower() in FUNCTIONS)
+    if action == sqlite3.SQLITE_PRAGMA:
+        refused = (first or "").lower() not in PRAGMAS
+    return sqlite3.SQLITE_DENY if refused else sqlite3.SQLITE_OK
+
+
+def as_table(names: list[str], rows: list[list[Any]], more: bool) -> str:
+    lines = [" | ".join(map(_cell, row)) for row in [names, *rows]]
+    count = len(rows)
+    end = f"(the first {count} rows; there are more)" if more else f"({count} row{'' if count == 1 else 's'})"
+    return "\n".join([*lines, end])
+
+
+def as_json(names: list[str], rows: list[list[Any]], more: bool) -> str:
+    return json.dumps({"columns": names, "rows": rows, "count": len(rows), "more": more}, ensure_ascii=False)
+
+
+def _shown(value: Any) -> Any:
+    """Cut a value to the size it is shown in, so that a large one is not kept."""
+    if isinstance(value, bytes):
+        return f"<{len(value)} bytes>"
+    if not isinstance(value, str) or len(value) <= MAX_CELL_CHARS:
+        return value
+    return f"{value[:MAX_CELL_CHARS]}[... {len(value) - MAX_CELL_CHARS} characters cut]"
+
+
+def _digested(value: Any) -> Any:
+    """Replace a large value by a form that no other one has."""
+    if isinstance(value, str) and len(value) <= MAX_CELL_CHARS and not CUT_VALUE.search(value):
+        return value
+    if not isinstance(value, str | bytes):
+        return value
+    data = value.encode() if isinstance(value, str) else value
+    return [type(value).__name__, hashlib.sha256(data).hexdigest()]
+
+
+def _cell(value: Any) -> str:
+    text = "NULL" if value is None else str(value)
+    return text.replace("\\", "\\\\").replace("\n", "\\n").replace("\r", "\\r")

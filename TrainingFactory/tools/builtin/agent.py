@@ -1,0 +1,124 @@
+"""`AgentTool`: an agent as a tool, a model with tools of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import count
+from typing import Annotated, Any, Protocol, runtime_checkable
+
+from pydantic import validate_call
+
+from TrainingFactory.endpoint import Endpoint, ModelError
+from TrainingFactory.options import STRICT, Count, Positive, Text, nested
+from TrainingFactory.protocols import ChatFormat, Sampler, Tool, ToolSource
+from TrainingFactory.tools.adapt import as_tool
+from TrainingFactory.tools.builtin.making import make_tool
+from TrainingFactory.tools.builtin.model import PROMPT, OneTool, failed, opening
+from TrainingFactory.tools.executor import DEFAULT_OPTIONS, AsyncToolExecutor
+from TrainingFactory.tools.fingerprint import call_name, definition, digest
+from TrainingFactory.tools.options import ToolOptions
+from TrainingFactory.tools.runtime import ToolRuntime
+from TrainingFactory.types import Message, SamplingParams, ToolFailure, ToolResult, ToolSpec
+
+
+@runtime_checkable
+class ChatModel(Protocol):
+    """Answers a conversation with one message; ModelError if it cannot."""
+
+    async def complete(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> Message: ...
+
+
+class SampledModel:
+    """A sampler of ours as a chat model, for an agent that runs on weights in this process."""
+
+    def __init__(self, sampler: Sampler, chat: ChatFormat, params: SamplingParams) -> None:
+        self.sampler, self.chat, self.params = sampler, chat, params
+
+    async def complete(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> Message:
+        prompt = self.chat.render(messages, tools)
+        completion = await self.sampler.sample(prompt, self.params)
+        return self.chat.parse(completion.token_ids)
+
+
+class AgentTool:
+    """An agent as a tool: `model` (an `Endpoint` or the options of one, or any `ChatModel`) works on the caller's text
+    with `tools` of its own (objects, or entries as in a config) for at most `max_turns` turns; its last message is
+    the result. Every call is a conversation of its own, with sessions of its own for tools that have state."""
+
+    @validate_call(config=STRICT)
+    def __init__(
+        self,
+        name: Text,
+        description: str,
+        model: Annotated[ChatModel | Mapping[str, Any], nested(Endpoint, "an agent's model")],
+        tools: Sequence[Any] = (),
+        *,
+        system_prompt: str = "",
+        max_turns: Count = 8,
+        timeout: Positive = 300.0,
+        tool_timeout: Positive = 30.0,
+        concurrency: Count | None = None,
+        rate: Positive | None = None,
+    ) -> None:
+        assert not isinstance(model, Mapping), "its options have become an Endpoint"
+        self.model = model
+        self.tools: list[Tool | ToolSource] = [
+            make_tool(given) if isinstance(given, str | Mapping) else as_tool(given) for given in tools
+        ]
+        self._runtime = ToolRuntime()  # its tools' limits are for all its calls together
+        self._calls = count()
+        self.system_prompt, self.max_turns, self.tool_timeout = system_prompt, max_turns, tool_timeout
+        self.spec = ToolSpec(name, description, PROMPT)
+        own = [_version(given) for given in self.tools]
+        version = digest(definition(model), system_prompt, f"{max_turns}", *own)
+        # Never repeated: what its tools did would be done twice.
+        self.options = ToolOptions(timeout=timeout, concurrency=concurrency, rate=rate, version=version)
+
+    async def open(self) -> None:
+        for each in self.tools:
+            if isinstance(each, ToolSource):
+                await each.open()
+
+    def session(self) -> OneTool:
+        return OneTool(self)
+
+    async def run(self, arguments: dict[str, Any]) -> ToolResult:
+        executor = AsyncToolExecutor(self.tools, self.tool_timeout)
+        executor.attach(self._runtime, next(self._calls))
+        try:
+            return await self._converse(executor, opening(self.system_prompt, arguments["prompt"]))
+        except ModelError as error:
+            return failed(self.spec.name, error)
+        except ToolFailure as error:  # its tools are gone, not those of the episode
+            return failed(self.spec.name, ModelError(str(error), temporary=True))
+        finally:
+            await executor.close()
+
+    async def close(self) -> None:
+        for each in (self.model, *self.tools):
+            if isinstance(each, Endpoint | ToolSource):
+                await each.close()
+
+    async def _converse(self, executor: AsyncToolExecutor, messages: list[Message]) -> ToolResult:
+        specs = [tool.spec for tool in executor.tools]
+        for _ in range(self.max_turns):
+            message = await self.model.complete(messages, specs)
+            if not message.tool_calls:
+                return ToolResult(message.content)
+            for number, call in enumerate(message.tool_calls):
+                call.id = call.id or f"call_{len(messages)}_{number}"  # some endpoints give none
+            results = await executor.batch_execute(message.tool_calls)
+            if lost := next((result for result in results if result.error == "unavailable"), None):
+                raise ModelError(lost.content, temporary=True)  # an outage must not shape the answer
+            messages.append(message)
+            for call, result in zip(message.tool_calls, results, strict=True):
+                messages.append(Message("tool", result.content, tool_call_id=call.id, name=call.name))
+        text = f"{self.spec.name} came to no answer within {self.max_turns} turns"
+        return ToolResult(text, ok=False, error="exception")
+
+
+def _version(given: Any) -> str:
+    """Name one of an agent's own tools, for the version of the agent."""
+    if not hasattr(given, "spec"):  # a source of several tools
+        return definition(given)
+    return call_name(given, getattr(given, "options", DEFAULT_OPTIONS), {}) or ""

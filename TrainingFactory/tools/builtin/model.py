@@ -1,0 +1,90 @@
+"""`ModelTool`: another model as a tool."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pydantic import validate_call
+
+from TrainingFactory.endpoint import BY_HOST, Endpoint, ModelError
+from TrainingFactory.options import STRICT, Count, Positive, Text, ZeroOrMore
+from TrainingFactory.protocols import Tool
+from TrainingFactory.tools.fingerprint import definition, digest
+from TrainingFactory.tools.options import ToolOptions
+from TrainingFactory.types import Message, ToolResult, ToolSpec
+
+PROMPT = {
+    "type": "object",
+    "properties": {"prompt": {"type": "string", "description": "everything it needs to know"}},
+    "required": ["prompt"],
+}
+
+
+class ModelTool:
+    """Another model as a tool: the caller's text goes in under `system_prompt`, its answer comes back."""
+
+    @validate_call(config=STRICT)
+    def __init__(
+        self,
+        name: Text,
+        description: str,
+        base_url: str,
+        model: str,
+        *,
+        system_prompt: str = "",
+        api_key_env: str | None = BY_HOST,
+        timeout: Positive = 60.0,
+        options: Mapping[str, Any] | None = None,
+        retries: ZeroOrMore = 2,
+        concurrency: Count | None = None,
+        rate: Positive | None = None,
+    ) -> None:
+        self.endpoint = Endpoint(base_url, model, api_key_env=api_key_env, timeout=timeout, options=options)
+        self.system_prompt = system_prompt
+        self.spec = ToolSpec(name, description, PROMPT)
+        self.options = ToolOptions(
+            timeout=timeout + 5.0,  # the endpoint's own limit comes first and says more
+            idempotent=True,  # asking twice does no harm
+            retries=retries,
+            concurrency=concurrency,
+            rate=rate,
+            server=self.endpoint.host,  # tools at one endpoint share a circuit breaker
+            version=digest(definition(self.endpoint), system_prompt),
+        )
+
+    async def open(self) -> None:
+        """Do nothing: the first call connects."""
+
+    def session(self) -> OneTool:
+        return OneTool(self)
+
+    async def run(self, arguments: dict[str, Any]) -> ToolResult:
+        try:
+            answer = await self.endpoint.complete(opening(self.system_prompt, arguments["prompt"]), ())
+        except ModelError as error:
+            return failed(self.spec.name, error)
+        return ToolResult(answer.content)
+
+    async def close(self) -> None:
+        await self.endpoint.close()
+
+
+class OneTool:
+    """The session of a tool that keeps nothing between calls."""
+
+    def __init__(self, tool: Tool) -> None:
+        self.tools: Sequence[Tool] = [tool]
+
+    async def close(self) -> None:
+        """Hold nothing, so close nothing."""
+
+
+def opening(system_prompt: str, prompt: str) -> list[Message]:
+    """Return the conversation before the model's first turn."""
+    system = [Message("system", system_prompt)] if system_prompt else []
+    return [*system, Message("user", prompt)]
+
+
+def failed(name: str, error: ModelError) -> ToolResult:
+    return ToolResult(f"{name}: {error}", ok=False, error="unavailable" if error.temporary else "exception")

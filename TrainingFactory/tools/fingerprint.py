@@ -1,0 +1,68 @@
+"""Names for calls and tools that say what they are: equal in every process, other when anything differs."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+from typing import Any
+
+from TrainingFactory.protocols import Tool
+from TrainingFactory.tools.by_identity import ByIdentity
+from TrainingFactory.tools.options import ToolOptions
+
+_FORMAT = "1"  # of the names; a new one makes all that is cached old
+
+
+def call_name(tool: Tool, options: ToolOptions, arguments: dict[str, Any]) -> str | None:
+    """Name a call, whoever makes it, by server, tool, version, schema, code and arguments. The order of keys does not
+    matter; 1, 1.0 and true differ, and so do a default that is written out and one that is not. None for arguments
+    that are no JSON, which only Python code can make."""
+    try:
+        text = json.dumps(arguments, sort_keys=True, separators=(",", ":"))
+    except (TypeError, ValueError, RecursionError):
+        return None
+    answering: Any = inspect.unwrap(tool)  # type: ignore[arg-type]  # a function, or an object with `run`
+    code = _source(_code_of(answering) or _code_of(getattr(answering, "run", None)))
+    schema = _schema_text(tool.spec.parameters)
+    return digest(options.server, tool.spec.name, options.version, schema, code, text)
+
+
+def definition(thing: Any) -> str:
+    """Name an object, for a tool's `version`, by the text of its methods and by its plain attributes; of other
+    attributes the type counts."""
+    cls, attributes = type(thing), dict[str, Any]()
+    for base in reversed(cls.__mro__):
+        attributes |= {name: value for name, value in vars(base).items() if name != "__dict__"}
+    methods = {name: _source(_code_of(value)) for name, value in attributes.items() if _code_of(value)}
+    attributes |= getattr(thing, "__dict__", {})
+    plain = {name: value for name, value in attributes.items() if not name.startswith("__")} | methods
+    try:
+        text = json.dumps(plain, sort_keys=True, default=lambda value: type(value).__qualname__)
+    except (TypeError, ValueError, RecursionError):
+        text = ""
+    return digest(cls.__module__, cls.__qualname__, text)
+
+
+def digest(*parts: str) -> str:
+    """Return one name for several texts; no two lists of texts share one."""
+    return hashlib.blake2b(json.dumps([_FORMAT, *parts]).encode(), digest_size=20).hexdigest()
+
+
+def _code_of(function: Any) -> Any:
+    return getattr(function, "__code__", None)
+
+
+@ByIdentity
+def _source(code: Any) -> str:
+    """Return the text of a function: who changes it does not want the old results. What it calls is not seen; that
+    is what `version` is for. Always by its code: Python would parse the whole file for a class."""
+    try:
+        return "" if code is None else inspect.getsource(code)
+    except (OSError, TypeError):
+        return ""
+
+
+@ByIdentity
+def _schema_text(schema: dict[str, Any]) -> str:
+    return json.dumps(schema, sort_keys=True, default=str)
