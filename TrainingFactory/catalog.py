@@ -3,11 +3,12 @@ is imported when it is asked for: a name costs nothing, and what stands in highe
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Any
+
+from TrainingFactory.options import did_you_mean, nearest
 
 # kind -> name -> "module:attribute", the object itself, or the name it is an alias of
 _CATALOG: dict[str, dict[str, Any]] = {
@@ -60,9 +61,8 @@ def find(kind: str, name: str) -> Any:
     if isinstance(target, str):
         target = known.get(target, target)  # an alias
     if target is None:
-        hint = difflib.get_close_matches(name.lower(), known, n=1)
-        near = f"; did you mean {hint[0]}?" if hint else ""
-        raise ValueError(f"there is no {kind} {name!r}{near} (known: {', '.join(sorted(known))})")
+        hint = did_you_mean(nearest(name, known))
+        raise ValueError(f"there is no {kind} {name!r}{hint} (known: {', '.join(sorted(known))})")
     if not isinstance(target, str):
         return target
     return _imported(kind, name, target)

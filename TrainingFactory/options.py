@@ -186,8 +186,12 @@ def _validated(target: Callable[..., Any]) -> Callable[..., Any]:
 def _explain(
     error: ValidationError, options: Mapping[str, Any], known: Sequence[str], what: str
 ) -> list[Wrong]:
+    errors = error.errors(include_url=False)
+    misspelled = {nearest(str(each["loc"][-1]), known) for each in errors if each["type"] in _UNKNOWN}
     found: dict[Key, list[Wrong]] = {}
-    for details in error.errors(include_url=False):
+    for details in errors:
+        if details["type"] in _MISSING and details["loc"][-1] in misspelled:
+            continue  # it is there, under a wrong name
         key = _in_options(details, options)
         found.setdefault(key, []).extend(_explain_one(details, key, known, what))
     # Of a union each branch tells its own mistake: the ones further inside say more.

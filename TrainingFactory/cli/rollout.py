@@ -12,8 +12,8 @@ from cyclopts import Parameter, validators
 from TrainingFactory.cli import show
 from TrainingFactory.cli.display import Display
 from TrainingFactory.cli.options import Flags, Overrides
-from TrainingFactory.config import notices
 from TrainingFactory.config.loading import key_value
+from TrainingFactory.services.build.notices import notices
 from TrainingFactory.types import Trajectory
 
 

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 from TrainingFactory.cli import show
 from TrainingFactory.cli.display import Display
 from TrainingFactory.cli.options import Overrides
-from TrainingFactory.config import notices
-from TrainingFactory.config.not_yet import unused
+from TrainingFactory.services.build.notices import notices, unused
 
 if TYPE_CHECKING:
     from TrainingFactory.services.build.training import Training

@@ -1,8 +1,7 @@
 """TrainingConfig and its loader. Read by services, cli and web only; below that, plain arguments."""
 
 from TrainingFactory.config.loading import load_config
-from TrainingFactory.config.not_yet import notices
 from TrainingFactory.config.problems import ConfigError
 from TrainingFactory.config.schema import TrainingConfig
 
-__all__ = ["ConfigError", "TrainingConfig", "load_config", "notices"]
+__all__ = ["ConfigError", "TrainingConfig", "load_config"]

@@ -7,7 +7,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from TrainingFactory.config.section import Count, NotNegative, Positive, Section, Share, ZeroOrMore
+from TrainingFactory.config.section import Section
+from TrainingFactory.options import Count, NotNegative, Positive, Share, ZeroOrMore
 
 
 class SFTSection(Section):

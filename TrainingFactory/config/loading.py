@@ -11,8 +11,9 @@ from typing import Any
 import yaml
 
 from TrainingFactory.config.names import ALIASES, expand, full_key
-from TrainingFactory.config.problems import COMMAND_LINE, ConfigError, Places, Problem, nearest
+from TrainingFactory.config.problems import COMMAND_LINE, ConfigError, Places, Problem
 from TrainingFactory.config.schema import TrainingConfig
+from TrainingFactory.options import did_you_mean, nearest
 
 Key = tuple[str | int, ...]
 
@@ -84,8 +85,8 @@ def _text(path: Path) -> str:
     except FileNotFoundError:
         beside = [file.name for file in path.parent.glob("*.y*ml")] if path.parent.is_dir() else []
         hint = nearest(path.name, beside)
-        text = "there is no such file" + (f"; did you mean {path.parent / hint}?" if hint else "")
-        raise _wrong(path, text) from None
+        text = did_you_mean(hint and str(path.parent / hint))
+        raise _wrong(path, f"there is no such file{text}") from None
     except UnicodeDecodeError:
         raise _wrong(path, "is not a text file in UTF-8") from None
     except OSError as error:

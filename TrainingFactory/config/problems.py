@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
-import json
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
@@ -14,11 +11,9 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from TrainingFactory.config.names import ALIASES
+from TrainingFactory.options import OptionError, did_you_mean, explain_value, nearest, show
 
 COMMAND_LINE = "command line"
-# What such keys hold, and what looks like this, is never shown. "max_tokens" is a count, not a secret.
-_SECRET_KEY = re.compile(r"(?i)(api_?key|secret|passw|credential|(^|_)(token|auth|key)$)")
-_SECRET_VALUE = re.compile(r"\b(hf_|sk-|ghp_|github_pat_|xox[a-z]-)[\w-]{8,}|://[^/\s]*:[^/\s]*@")
 
 
 @dataclass(slots=True)
@@ -68,31 +63,15 @@ class ConfigError(ValueError):
         super().__init__(lines[0] if len(lines) == 1 else "\n  ".join([f"{len(lines)} problems:", *lines]))
 
 
+def option_problems(error: OptionError, key: tuple[str | int, ...]) -> list[Problem]:
+    """Return what is wrong with the options that stand at a key."""
+    return [
+        Problem((*key, *filter(None, each.option.split("."))), each.text, each.value) for each in error.wrong
+    ]
+
+
 def dotted(key: Iterable[str | int]) -> str:
     return ".".join(str(part) for part in key)
-
-
-def show(key: str, value: Any) -> str:
-    """A value for an error text: short, on one line, and never a secret."""
-    if isinstance(value, dict):
-        return "a mapping"
-    if isinstance(value, list | tuple):
-        return "a list"
-    if is_secret(key, value):
-        return "***"
-    text = json.dumps(value, ensure_ascii=False) if isinstance(value, str | bool | None) else str(value)
-    return text if len(text) <= 80 else text[:77] + "..."
-
-
-def is_secret(key: str, value: Any) -> bool:
-    return bool(_SECRET_KEY.search(key.rsplit(".", 1)[-1]) or _SECRET_VALUE.search(str(value)))
-
-
-def nearest(word: str, choices: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """The choice most like the word, letter case aside."""
-    by_lower = {choice.lower(): choice for choice in choices}
-    found = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=cutoff)
-    return by_lower[found[0]] if found else None
 
 
 def leaves(model: type[BaseModel], prefix: str = "") -> dict[str, Any]:
@@ -123,19 +102,13 @@ def _explain(details: ErrorDetails, root: type[BaseModel]) -> Problem:
             key, f"is another name of {ALIASES[dotted(key)]}, which is set as well; keep one", value
         )
     if kind == "extra_forbidden":
-        hint = _right_key(key, root)
-        return Problem(key, "unknown key" + (f"; did you mean {hint}?" if hint else ""), value)
+        return Problem(key, f"unknown key{did_you_mean(_right_key(key, root))}", value)
     if kind in ("model_type", "model_attributes_type"):
         section = _section_at(key, root)
         return Problem(key, f"must be a section with keys {', '.join(section.model_fields)}", value)
-    if kind == "literal_error":
-        choices = re.findall(r"'([^']*)'", details["msg"])
-        hint = nearest(str(value), choices, cutoff=0.5)
-        text = f"must be one of {', '.join(choices)}" + (f"; did you mean {hint}?" if hint else "")
-        return Problem(key, text, value)
     if kind == "missing":
         return Problem(key, "is missing")
-    return Problem(key, re.sub(r"^Input should be( a valid)?", r"must be\1", details["msg"]), value)
+    return Problem(key, explain_value(details), value)
 
 
 def _section_at(key: tuple[str | int, ...], root: type[BaseModel]) -> type[BaseModel]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, PrivateAttr, ValidationError
 
@@ -18,7 +18,8 @@ from TrainingFactory.config.algorithms import (
 )
 from TrainingFactory.config.names import expand
 from TrainingFactory.config.problems import ConfigError, Places, Problem, explain
-from TrainingFactory.config.section import Count, PathText, Positive, Section, Share, ZeroOrMore
+from TrainingFactory.config.section import PathText, Section
+from TrainingFactory.options import Count, NotNegative, Positive, Share, ZeroOrMore
 
 
 class ModelSection(Section):
@@ -65,7 +66,7 @@ class TrainingSection(Section):
     optimizer: Literal["adamw", "adamw_8bit", "muon"] = "adamw"
     """adamw_8bit keeps its state in 8 bits (on a GPU, with bitsandbytes); muon is for the matrices of models trained
     from scratch; the rest then goes by adamw."""
-    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    weight_decay: NotNegative = 0.0
     """Of matrices; norms, biases and embeddings are not decayed."""
     max_grad_norm: Positive = 1.0
     """Longer gradients are scaled down to this norm."""
@@ -187,7 +188,7 @@ class DataSection(Section):
 class SamplingSection(Section):
     engine: Literal["native", "vllm"] = "native"
     """What samples."""
-    temperature: Annotated[float, Field(ge=0)] = 1.0
+    temperature: NotNegative = 1.0
     """0 is greedy."""
     max_tokens: Count = 256
     """Longest turn of the model, in tokens."""
@@ -282,3 +283,14 @@ class TrainingConfig(Section):
         except ValidationError as error:
             # `from None`: pydantic's own text repeats the values, secrets among them.
             raise ConfigError(explain(error, TrainingConfig)) from None
+
+
+ALGORITHMS: tuple[str, ...] = get_args(TrainingSection.model_fields["algorithm"].annotation)
+
+
+def sections() -> dict[str, type[Section]]:
+    """Return every section that has keys of its own; `tools` is a list."""
+    fields = {name: field.annotation for name, field in TrainingConfig.model_fields.items()}
+    return {
+        name: kind for name, kind in fields.items() if isinstance(kind, type) and issubclass(kind, Section)
+    }

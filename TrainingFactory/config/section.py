@@ -5,13 +5,8 @@ from __future__ import annotations
 import os
 from typing import Annotated
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict
 
-Count = Annotated[int, Field(ge=1)]
-ZeroOrMore = Annotated[int, Field(ge=0)]
-Positive = Annotated[float, Field(gt=0)]
-NotNegative = Annotated[float, Field(ge=0)]
-Share = Annotated[float, Field(ge=0, le=1)]
 # Kept as text, so that a config can be written out again; in Python a Path is welcome.
 PathText = Annotated[
     str, BeforeValidator(lambda path: os.fspath(path) if isinstance(path, os.PathLike) else path)

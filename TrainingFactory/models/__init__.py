@@ -10,17 +10,19 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from TrainingFactory.models.chat import TemplateChatFormat, chat_format
-    from TrainingFactory.models.faces import DeepSeekModel, LlamaModel, Qwen3Model
+    from TrainingFactory.models.deepseek import DeepSeekModel
     from TrainingFactory.models.families import Family, register_family
+    from TrainingFactory.models.llama import LlamaModel
     from TrainingFactory.models.loading import LoadedModel, load_model
     from TrainingFactory.models.names import SUPPORTED_MODELS
+    from TrainingFactory.models.qwen3 import Qwen3Model
 
 _HOMES = {
     "TemplateChatFormat": "chat",
     "chat_format": "chat",
-    "DeepSeekModel": "faces",
-    "LlamaModel": "faces",
-    "Qwen3Model": "faces",
+    "DeepSeekModel": "deepseek",
+    "LlamaModel": "llama",
+    "Qwen3Model": "qwen3",
     "Family": "families",
     "register_family": "families",
     "LoadedModel": "loading",

@@ -42,21 +42,3 @@ class ModelFace:
         return chat_format(
             self.tokenizer, self.family, thinking=self._thinking, stop_ids=self.loaded.stop_ids
         )
-
-
-class Qwen3Model(ModelFace):
-    """Qwen3; `thinking=False` has the template close the thought before the model writes."""
-
-    family = "qwen3"
-
-
-class DeepSeekModel(ModelFace):
-    """DeepSeek V3 and the R1 distils."""
-
-    family = "deepseek"
-
-
-class LlamaModel(ModelFace):
-    """Llama 3.x."""
-
-    family = "llama3"

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from TrainingFactory.services.trainers import (
-        DPOTrainer,
-        GRPOTrainer,
-        KTOTrainer,
-        PPOTrainer,
-        RewardModelTrainer,
-        RFTTrainer,
-        SFTTrainer,
-    )
+    from TrainingFactory.services.reward_model import RewardModelTrainer
+    from TrainingFactory.services.rl_trainer import GRPOTrainer, PPOTrainer, RFTTrainer
+    from TrainingFactory.services.sft_trainer import DPOTrainer, KTOTrainer, SFTTrainer
 
+_HOMES = {
+    "DPOTrainer": "sft_trainer",
+    "GRPOTrainer": "rl_trainer",
+    "KTOTrainer": "sft_trainer",
+    "PPOTrainer": "rl_trainer",
+    "RFTTrainer": "rl_trainer",
+    "RewardModelTrainer": "reward_model",
+    "SFTTrainer": "sft_trainer",
+}
 __all__ = [
     "DPOTrainer",
     "GRPOTrainer",
@@ -27,8 +31,6 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in __all__:
+    if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from TrainingFactory.services import trainers
-
-    return getattr(trainers, name)
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

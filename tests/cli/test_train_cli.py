@@ -15,8 +15,9 @@ import pytest
 from tests.kits.cli import Run
 from tests.kits.run import assert_same_run
 from TrainingFactory.cli.display import Display, curve, duration
-from TrainingFactory.config import load_config, notices
-from TrainingFactory.config.not_yet import ALGORITHMS, unused
+from TrainingFactory.config import load_config
+from TrainingFactory.config.schema import ALGORITHMS
+from TrainingFactory.services.build.notices import notices, unused
 from TrainingFactory.services.runs.folder import RunFolder
 from TrainingFactory.services.training.preflight import check
 

@@ -8,12 +8,15 @@ from typing import Any
 
 import pytest
 
-from TrainingFactory.config import ConfigError, TrainingConfig, load_config, notices
+from TrainingFactory.config import ConfigError, TrainingConfig, load_config
 from TrainingFactory.config.names import ALIASES, SHORT
-from TrainingFactory.config.not_yet import NOT_YET, unused
+from TrainingFactory.config.not_yet import NOT_YET
 from TrainingFactory.config.problems import leaves
+from TrainingFactory.services.build.notices import notices, unused
+from TrainingFactory.services.build.rewards import check_reward
 
-SEED_CONFIG = Path(__file__).resolve().parents[2] / "configs" / "qwen3_grpo.yaml"
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+SEED_CONFIG = CONFIGS / "qwen3_grpo.yaml"
 
 
 def problems_of(path: Path | None, *overrides: str) -> list[str]:
@@ -38,6 +41,13 @@ def test_the_seeds_yaml_loads_as_it_stands() -> None:
     assert config.tools[0].config == "tools/search.json"
     assert config.reward.step_rewards == {"correct_tool": 0.5, "clear_reasoning": 0.3, "efficient_path": 0.2}
     assert config.optimization.async_rollout and config.optimization.tool_cache
+
+
+@pytest.mark.parametrize("path", sorted((CONFIGS / "templates").glob("*.yaml")), ids=lambda path: path.name)
+def test_the_templates_are_right(path: Path) -> None:
+    config = load_config(path)
+    check_reward(config)
+    assert notices(config) == [] and unused(config) == []
 
 
 def test_short_form() -> None:

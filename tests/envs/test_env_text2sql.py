@@ -13,12 +13,13 @@ import pytest
 
 from tests.kits.rollout import FakeChat
 from tests.kits.run import Quiet
-from TrainingFactory.config import load_config, notices
+from TrainingFactory.config import load_config
 from TrainingFactory.data.trajectories import load_trajectories
 from TrainingFactory.envs.text2sql import Text2SqlEnvironment, hidden_variants
 from TrainingFactory.envs.text2sql_data import DOMAINS, QUESTIONS, script_of
 from TrainingFactory.rewards.tool_verified import make_verifier
 from TrainingFactory.rollout.scripted import play
+from TrainingFactory.services.build.notices import notices
 from TrainingFactory.services.build.rewards import check_reward
 from TrainingFactory.services.build.training import Training
 from TrainingFactory.types import Message, Task, ToolCall, Trajectory

@@ -7,7 +7,6 @@ import math
 import runpy
 import threading
 from collections.abc import Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -366,9 +365,8 @@ def test_groups_of_the_wrong_size_are_refused_at_the_start(tmp_path: Path):
     check_reward(TrainingConfig(reward=ranking), 2)
     said: list[str] = []
     assert evaluation_reward(as_reward(by_rank), said.append) is None and len(said) == 1
-    with ExitStack() as held:
-        single = make_reward(TrainingConfig(reward="rule_based"), held)
-        assert evaluation_reward(single, said.append) is single and len(said) == 1
+    single = make_reward(TrainingConfig(reward="rule_based"))
+    assert evaluation_reward(single, said.append) is single and len(said) == 1
 
 
 def test_the_time_of_scoring_a_group_counts_once(monkeypatch: pytest.MonkeyPatch):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +14,13 @@ from tests.kits.rollout import FakeChat, call_text, rollout
 from tests.kits.run import Parity, Quiet, rows, small, train
 from TrainingFactory.algorithms.grpo import GRPO
 from TrainingFactory.catalog import find
-from TrainingFactory.config import TrainingConfig, load_config, notices
+from TrainingFactory.config import TrainingConfig, load_config
 from TrainingFactory.data.trajectories import load_trajectories
 from TrainingFactory.rewards.process_rules import PROCESS_RULES
 from TrainingFactory.rollout import play
 from TrainingFactory.services import GRPOTrainer
-from TrainingFactory.services.build.rewards import check_reward, make_reward
+from TrainingFactory.services.build.notices import notices
+from TrainingFactory.services.build.rewards import check_reward, close_reward, make_reward
 from TrainingFactory.types import Message, Reward, Trajectory
 
 SEED_CONFIG = Path(__file__).resolve().parents[2] / "configs" / "qwen3_grpo.yaml"
@@ -30,8 +30,9 @@ def scored(section: Any, **options: Any) -> list[Trajectory]:
     """A group of one task, scored as the config says; `check_reward` first, as every command does."""
     config = TrainingConfig(reward=section)
     check_reward(config)
-    with ExitStack() as held:
-        [group] = rollout(reward=make_reward(config, held), **options)
+    reward = make_reward(config)
+    [group] = rollout(reward=reward, **options)
+    asyncio.run(close_reward(reward))
     return group
 
 
@@ -160,9 +161,9 @@ def test_step_rewards_reach_single_turns():
         ({"type": "process_reward", "options": {"pay": "often"}}, "reward.options.pay: must be one of once, per_turn"),
         ({"type": "process_reward", "options": {"outcome": {"rule": "f2"}}}, "reward.options.outcome.rule.*mean f1"),
         ({"type": "process_reward", "options": {"outcome": 3}}, "reward.options.outcome: a rule is its name"),
-        ({"type": "environment", "options": {"rule": "f1"}}, "reward.options: is for reward.type=rule_based"),
+        ({"type": "environment", "options": {"rule": "f1"}}, "reward.options.rule: is for another type"),
         ({"type": "rule_based", "step_rewards": {"correct_tool": 1.0}}, "reward.step_rewards: is for reward.type=pro"),
-        ({"type": "model_judge", "options": {"api_key_env": None}}, "reward.options.model: is missing"),
+        ({"type": "model_judge", "options": {"api_key_env": None}}, "reward.model: is missing"),
         ({"type": "model_judge", "model": "m", "options": {"verdict": "rank"}}, "reward.options.verdict.*mean ranking"),
         ({"type": "rule_based", "parts": {"a": {"type": "environment"}}}, "reward.type: reward.parts has"),
         ({"parts": {"a": {"typ": "rule_based"}}}, "reward.parts.a.typ: unknown key; did you mean type"),

@@ -9,8 +9,8 @@ import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from TrainingFactory.config.problems import is_secret
 from TrainingFactory.envs import ToolEnvironment
+from TrainingFactory.options import is_secret
 from TrainingFactory.protocols import EnvironmentFactory, Tool, ToolSession, ToolSource
 from TrainingFactory.running import run
 from TrainingFactory.tools import AsyncToolExecutor, FunctionTool, ToolOptions

@@ -191,8 +191,9 @@ async def _played(
     config, say = training.config, training.watcher.say
     sampler = assemble.make_engine(config, loaded, config.training.batch_size * config.training.group_size)
     held.push_async_callback(sampler.close)
-    reward = training.objects.reward or build_rewards.make_reward(config, held)
-    clock = RewardClock(reward, say, lambda: build_rewards.judge_figures(reward))
+    reward = training.objects.reward or build_rewards.make_reward(config)
+    held.push_async_callback(build_rewards.close_reward, reward)
+    clock = RewardClock(reward, say, lambda: build_rewards.judge_metrics(reward))
     quiet = config.training.eval_every is None
     measured = evaluation_reward(reward, (lambda _: None) if quiet else say)
     measure = RewardClock(measured, say)

@@ -84,14 +84,13 @@ def reward_of(run: RunFolder) -> RewardSection | None:
     config = as_started(run.config, run)
     reward = config.reward
 
-    def found(model: Any, where: str) -> str:  # the model may be named by its run, in the folder of runs
-        named = reward.model_copy(update={"model": model})
-        return str(assemble_rewards.reward_checkpoint(named, where, config.logging.output_dir))
+    def found(model: Any) -> str:  # the model may be named by its run, in the folder of runs
+        return str(assemble_rewards.reward_checkpoint(model, config.logging.output_dir))
 
     if reward.type == "learned" and not reward.parts:
-        return reward.model_copy(update={"model": found(reward.model, "reward")})
+        return reward.model_copy(update={"model": found(reward.model)})
     learned = {
-        name: part | {"model": found(part.get("model"), f"reward.parts.{name}")}
+        name: part | {"model": found(part.get("model"))}
         for name, part in reward.parts.items()
         if part.get("type") == "learned"
     }

@@ -7,9 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 from TrainingFactory.algorithms.kinds import KINDS
-from TrainingFactory.config.problems import nearest
 from TrainingFactory.data.trajectories import load_trajectories
 from TrainingFactory.models.loading import load_tokenizer
+from TrainingFactory.options import nearest
 from TrainingFactory.services.build.learner import make_algorithm
 from TrainingFactory.services.reports.credit_view import Credit, GroupCredit, coloured
 from TrainingFactory.services.runs.folder import TRAJECTORIES, RunFolder

@@ -1,0 +1,80 @@
+"""What a config asks for and a run will not do, in one line each: commands and trainers print them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from TrainingFactory.algorithms.kinds import KINDS
+from TrainingFactory.config import TrainingConfig
+from TrainingFactory.config.not_yet import changed, not_yet
+from TrainingFactory.rewards.rule_based import rule_from_options
+from TrainingFactory.services.build.reward_types import calls_tools
+
+
+def notices(config: TrainingConfig) -> list[str]:
+    """Return one line for each feature that is not there yet, or not for this reward."""
+    return [*not_yet(config), *_about_processes(config)]
+
+
+def unused(config: TrainingConfig, *, played: bool = False, heldout: bool = False) -> list[str]:
+    """Return one line for each part of the config that was changed from its default and that training does not look
+    at. `played`: an environment is there beside the config; `heldout`: so are rows to evaluate on."""
+    training, name = config.training, config.training.algorithm
+    kind = KINDS[name]
+    lines = [
+        (changed(config, other), f"these are options of {other}, and this run trains by {name}")
+        for other in KINDS
+        if other != name
+    ]
+    if not kind.samples:
+        grouped = [key for key in changed(config, "training") if key == "training.group_size"]
+        lines.append((grouped, f"{name} samples no groups of episodes"))
+        played = played or config.environment.environment_id is not None or bool(config.tools)
+        if not (played and training.eval_every is not None):
+            expert = kind.demonstrations and config.data.dataset is None
+            read = {"sampling.max_reply_tokens"} if expert else set()
+            shown = [key for key in changed(config, "sampling") if key not in read]
+            lines.append((shown, f"{name} samples nothing without an environment and training.eval_every"))
+    if training.eval_every is None:
+        measured = [key for key in changed(config, "data") if key.startswith("data.heldout")]
+        measured += ["heldout"] if heldout else []
+        lines.append((measured, "nothing is evaluated without training.eval_every"))
+    if not config.lora.enabled and config.model.adapter is None:
+        lines.append((changed(config, "lora"), "there is no adapter without lora.enabled=true"))
+    return [f"{', '.join(keys)}: {text}" for keys, text in lines if keys]
+
+
+def _about_processes(config: TrainingConfig) -> list[str]:
+    """Return what cannot be scored in other processes, though that was asked for."""
+    asked, section = config.optimization, config.reward
+    if not asked.distributed_reward:
+        unread = "optimization.reward_workers: it is for optimization.distributed_reward=true"
+        return [unread] if asked.reward_workers is not None else []
+    parts = [*section.parts.values()] or [{"type": section.type, "options": section.options}]
+    types = [(part.get("type", "environment"), part.get("options") or {}) for part in parts]
+    stay = [kind for kind, options in types if not _can_leave(kind, options)]
+    lines = []
+    if stay:
+        lines.append(
+            f"optimization.distributed_reward: rewards of the type {', '.join(dict.fromkeys(stay))} need tools or "
+            "models of this process and are computed in it"
+        )
+    if any(kind == "model_judge" for kind, _ in types):
+        lines.append(
+            "optimization.distributed_reward: a model_judge is asked over the network and needs no workers; its "
+            "options base_url (several addresses) and concurrency say how much at a time"
+        )
+    if all(kind == "function" and options.get("processes") is not None for kind, options in types):
+        lines.append(
+            "optimization.distributed_reward: the rewards have processes of their own, which are used"
+        )
+    return lines
+
+
+def _can_leave(kind: str, options: Any) -> bool:
+    if kind != "rule_based":
+        return kind in ("function", "model_judge")
+    try:
+        return not calls_tools(rule_from_options(options))
+    except ValueError:
+        return True  # told when the reward is made

@@ -1,0 +1,238 @@
+"""What each `reward.type` is made of: its options in typed form, and the object that scores. Every option that is wrong
+is an OptionError with its name; `model`, `outcome_weight` and `step_rewards` are options like the others here."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass as plain_dataclass
+from dataclasses import field
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field, ValidationInfo, field_validator
+from pydantic.dataclasses import dataclass
+
+from TrainingFactory.config import TrainingConfig
+from TrainingFactory.options import (
+    STRICT,
+    OptionError,
+    Positive,
+    Text,
+    Wrong,
+    ZeroOrMore,
+    make_from,
+    make_named,
+    one_of,
+)
+from TrainingFactory.protocols import RewardFunction
+from TrainingFactory.rewards import LearnedReward
+from TrainingFactory.rewards.adapt import Adapted, as_reward, compares
+from TrainingFactory.rewards.judge.pool import judges_at
+from TrainingFactory.rewards.loading import find_callable, load_reward
+from TrainingFactory.rewards.model_judge import model_judge
+from TrainingFactory.rewards.process_reward import ProcessReward
+from TrainingFactory.rewards.process_rules import PROCESS_RULES
+from TrainingFactory.rewards.rule_based import rule_from_options
+from TrainingFactory.rewards.rules.base import OnlyIf
+from TrainingFactory.rewards.rules.code import ToolRule
+from TrainingFactory.rewards.tool_verified import VERIFIERS
+from TrainingFactory.rewards.workers.distributed import DistributedRewardModel
+from TrainingFactory.rewards.workers.process import RewardProcess
+from TrainingFactory.services.runs.folder import RunFolder, is_run
+
+RULE_MAKER = "TrainingFactory.rewards.rule_based:rule_from_options"
+MOST_WORKERS = 4  # by default
+MANY = 1000  # calls of one judge at a time, which has no limit of its own
+
+Options = dict[str, Any]
+
+
+@plain_dataclass(slots=True, frozen=True)
+class Making:
+    """What a reward needs to know of its run. Without `load` everything is checked and no reward model is loaded."""
+
+    config: TrainingConfig
+    load: bool
+
+    @property
+    def processes(self) -> int:
+        """Return how many processes a reward gets where none are asked for by itself."""
+        optimization = self.config.optimization
+        if not optimization.distributed_reward:
+            return 0
+        return optimization.reward_workers or min(MOST_WORKERS, os.cpu_count() or 1)
+
+    def in_processes(
+        self,
+        target: str,
+        like: Adapted,
+        count: int,
+        timeout: float | None = None,
+        options: Options | None = None,
+    ) -> RewardFunction:
+        timeout = timeout or self.config.environment.episode_timeout
+        return DistributedRewardModel([RewardProcess(target, timeout, options, like) for _ in range(count)])
+
+
+def environment_reward(making: Making, options: Options) -> None:
+    """Return nothing: the environment's own reward is asked."""
+    if options:
+        text = "is for another type of reward; the environment's own takes no options"
+        raise OptionError(*(Wrong(name, text) for name in options))
+
+
+def rule_based(making: Making, options: Options) -> RewardFunction:
+    rule = rule_from_options(options)
+    if not making.processes or calls_tools(rule):
+        return rule
+    return making.in_processes(RULE_MAKER, as_reward(rule), making.processes, options=options)
+
+
+def calls_tools(rule: Any) -> bool:
+    if isinstance(rule, OnlyIf):
+        return calls_tools(rule.rule) or calls_tools(rule.condition)
+    return isinstance(rule.function if isinstance(rule, Adapted) else rule, ToolRule)
+
+
+def tool_verified(making: Making, options: Options) -> RewardFunction:
+    return make_named(VERIFIERS, options, "verify", "verifier")
+
+
+@dataclass(config=STRICT, kw_only=True, frozen=True)
+class FunctionOptions:
+    function: Text
+    timeout: Positive = 30.0  # seconds for one call
+    processes: ZeroOrMore | None = None
+
+
+def function(making: Making, options: Options) -> RewardFunction:
+    chosen = make_from(FunctionOptions, options, "a reward of the type function")
+    made = as_reward(load_reward(chosen.function), timeout=chosen.timeout)
+    processes = making.processes if chosen.processes is None else chosen.processes
+    if not processes:
+        return made
+    return making.in_processes(chosen.function, made, processes, chosen.timeout)
+
+
+def _outcome(options: Any) -> RewardFunction | None:
+    if isinstance(options, Mapping) and "verify" in options:
+        return make_named(VERIFIERS, options, "verify", "verifier")
+    return None if options is None else rule_from_options(options)
+
+
+@dataclass(config=STRICT, kw_only=True, frozen=True)
+class ProcessOptions:
+    """Those of ProcessReward that can be written in a config."""
+
+    rules: dict[str, Text] | None = None
+    step_rewards: dict[str, float] = field(default_factory=dict)
+    outcome_weight: float = 1.0
+    pay: Literal["once", "per_turn"] = "once"
+    cap: Annotated[float, Field(ge=0, allow_inf_nan=True)] | None = None
+    claw_back: bool = True
+    outcome: Annotated[Any, AfterValidator(_outcome)] = None
+
+    @field_validator("step_rewards")
+    @classmethod
+    def _known(cls, step_rewards: dict[str, float], info: ValidationInfo) -> dict[str, float]:
+        known = {*PROCESS_RULES, *(info.data.get("rules") or ())}
+        wrong = [Wrong(name, one_of(name, known)) for name in step_rewards if name not in known]
+        if wrong:
+            raise OptionError(*wrong)
+        return step_rewards
+
+
+def process_reward(making: Making, options: Options) -> RewardFunction:
+    chosen = make_from(ProcessOptions, options, "process_reward")
+    rules = {}
+    for name, target in (chosen.rules or {}).items():
+        try:
+            rules[name] = find_callable(target)
+        except ValueError as error:
+            raise OptionError(Wrong(f"rules.{name}", str(error))) from error
+    return ProcessReward(
+        chosen.outcome_weight,
+        chosen.step_rewards or None,
+        chosen.outcome,
+        pay=chosen.pay,
+        cap=chosen.cap,
+        claw_back=chosen.claw_back,
+        rules=rules,
+        timeout=None,  # the episode's own limit holds
+    )
+
+
+def judge(making: Making, options: Options) -> RewardFunction:
+    # A fence that follows from the seed: the same requests in every run.
+    options = {"fence_seed": making.config.training.seed} | options
+    if isinstance(options.get("base_url"), list):
+        judges = judges_at(options.pop("base_url"), options)
+        limit = options.get("concurrency", 8) or MANY
+        return DistributedRewardModel(
+            judges, per_worker=limit, timeout=making.config.environment.episode_timeout
+        )
+    made = make_from(model_judge, options, "a model judge")
+    return as_reward(made) if compares(made) else made
+
+
+def learned(making: Making, options: Options) -> RewardFunction | None:
+    chosen = make_from(_learned_options, options, "a reward of the type learned")
+    folder = reward_checkpoint(chosen, making.config.logging.output_dir)
+    if not making.load:
+        return None
+    from TrainingFactory.learning.reward_models import RewardScorer
+
+    model = making.config.model
+    return LearnedReward(
+        RewardScorer.load(
+            folder,
+            dtype=model.dtype,
+            device=model.device,
+            token_budget=making.config.training.token_budget,
+            together=not making.config.sampling.deterministic,
+            trust_remote_code=model.trust_remote_code,
+        )
+    )
+
+
+def _learned_options(model: str | None = None) -> str | None:
+    return model
+
+
+def reward_checkpoint(model: str | None, runs_folder: str) -> Path:
+    """Return the checkpoint of the reward model that is named: the last one of a run, or a folder."""
+    wanted = "a run of training.algorithm=reward_model (its name or folder), or a checkpoint of one"
+    if model is None:
+        raise OptionError(Wrong("model", f"is missing; a reward of the type learned is {wanted}"))
+    from TrainingFactory.learning.reward_models import read_about
+
+    folder = Path(model).expanduser()
+    runs = [path for path in (folder, Path(runs_folder).expanduser() / folder) if is_run(path)]
+    if runs:
+        found = RunFolder(runs[0]).checkpoints()
+        if not found:
+            raise OptionError(Wrong("model", f"names the run {runs[0]}, which has no checkpoint yet"))
+        folder = found[-1]
+    elif not folder.is_dir():
+        text = f"must be {wanted}; there is none of that name. Names in a registry are not there yet"
+        raise OptionError(Wrong("model", text, model))
+    read_about(folder)
+    return folder
+
+
+REWARD_TYPES: dict[str, Callable[[Making, Options], RewardFunction | None]] = {
+    "environment": environment_reward,
+    "rule_based": rule_based,
+    "process_reward": process_reward,
+    "model_judge": judge,
+    "tool_verified": tool_verified,
+    "learned": learned,
+    "function": function,
+}
+# Keys that stand beside `options` in the config, and the types that read them.
+BESIDE = {
+    "model": ("learned", "model_judge"),
+    "outcome_weight": ("process_reward",),
+    "step_rewards": ("process_reward",),
+}
