@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
@@ -12,9 +12,12 @@ from TrainingFactory.cli import show
 from TrainingFactory.cli.display import Display
 from TrainingFactory.cli.options import Flags, Json, Overrides
 from TrainingFactory.cli.rollout import summary, why_unscored
-from TrainingFactory.config import load_config
+from TrainingFactory.config import TrainingConfig, load_config
 from TrainingFactory.config.loading import key_value
 from TrainingFactory.config.names import full_key
+
+if TYPE_CHECKING:
+    from TrainingFactory.services.evaluation.evaluation import EvaluationReport
 
 UNSCORED = 1  # exit status
 OTHER_REWARD = ("reward.type", "reward.parts")  # who names one of these wants another reward than the run's
@@ -66,16 +69,17 @@ def evaluate(
     evaluation = Evaluation(config, out, replay, show.note)
     with Display(evaluation.total) as display:
         result = evaluation.run(display.episode)
+    return _report(config, evaluation.scored_by, result, as_json)
+
+
+def _report(config: TrainingConfig, scored_by: str, result: EvaluationReport, as_json: bool) -> int:
+    """Print what came of it and return the exit status."""
     metrics, played = result.metrics, result.report.trajectories
     if as_json:
-        about = {
-            "model": config.model.adapter or config.model.name,
-            "environment": config.environment.environment_id,
-            "scored_by": evaluation.scored_by,
-        }
-        print(json.dumps(about | metrics))
+        model, environment = config.model.adapter or config.model.name, config.environment.environment_id
+        print(json.dumps({"model": model, "environment": environment, "scored_by": scored_by} | metrics))
     else:
-        show.table([*_success(metrics), *summary(metrics, played), ("scored by", evaluation.scored_by)])
+        show.table([*_success(metrics), *summary(metrics, played), ("scored by", scored_by)])
     if played:
         show.note(f"saved {show.count(len(played), 'episode')} to {result.path}")
     if result.report.interrupted:

@@ -48,6 +48,7 @@ def test_a_run_of_an_earlier_version_goes_on(before: Path, tfactory: Run) -> Non
     assert run.state == "finished" and run.checkpoints()[-1].name == "step-000004"
     metrics = run.metrics()
     assert [row["step"] for row in metrics] == [0, 1, 2, 3, 4]
+    assert all("clip_fraction" in row and "clipped" not in row for row in metrics[1:])  # under today's names
     # As the earlier version itself went on.
     assert metrics[-1]["reward"] == 0.25 and metrics[-1]["eval/success"] == 0.0
     assert metrics[-1]["entropy"] == pytest.approx(6.890465, rel=1e-4)

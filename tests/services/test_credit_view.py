@@ -15,6 +15,7 @@ from tokenizers import Tokenizer, decoders, models
 
 from tests.kits.algorithm import ALGORITHMS, groups_of
 from tests.kits.tokenizers import qwen3
+from TrainingFactory.algorithms.base import BaseAlgorithm
 from TrainingFactory.algorithms.grpo import GRPO
 from TrainingFactory.algorithms.ppo import PPO
 from TrainingFactory.algorithms.rft import RFT
@@ -189,10 +190,8 @@ def test_why_an_episode_is_not_trained() -> None:
 
 
 @dataclass
-class Rising:
+class Rising(BaseAlgorithm):
     """A user's own algorithm: the advantage grows from token to token, and the first token of all is not trained."""
-
-    needs: frozenset[str] = frozenset()
 
     def samples(self, group: Sequence[Trajectory]) -> list[Sample]:
         rows = [row for trajectory in group for row in to_samples(trajectory)]
@@ -203,7 +202,7 @@ class Rising:
                 row.advantages[place] = float(number)
         return rows
 
-    def prepare(self, batches: Sequence[Any], step: int) -> None:
+    def prepare(self, batches: Sequence[Any], step: int, total: Any = dict) -> None:
         raise AssertionError("needs a model")
 
     def loss(self, batch: Any, /) -> Any: ...

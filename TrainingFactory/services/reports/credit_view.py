@@ -8,17 +8,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from TrainingFactory.algorithms.credit import OVERLONG
-from TrainingFactory.algorithms.dpo import DPO
 from TrainingFactory.algorithms.grpo import GRPO
-from TrainingFactory.algorithms.kto import KTO
+from TrainingFactory.algorithms.kinds import KINDS
 from TrainingFactory.algorithms.ppo import PPO
-from TrainingFactory.algorithms.reward_model import RewardModel
 from TrainingFactory.algorithms.rft import RFT
-from TrainingFactory.algorithms.sft import SFT
 from TrainingFactory.data.packing import make_batch
 from TrainingFactory.data.samples import turn_spans
 from TrainingFactory.protocols import Algorithm
@@ -158,8 +155,7 @@ def coloured(trajectories: Sequence[Trajectory], algorithm: Algorithm, tokenizer
     measure, notes = _measure_of(algorithm), list[str]()
     groups: dict[str, list[Trajectory]] = {}
     for trajectory in trajectories:
-        # A copy: what an algorithm charges goes among the parts of its reward.
-        groups.setdefault(trajectory.group, []).append(replace(trajectory))
+        groups.setdefault(trajectory.group, []).append(trajectory)
     rows: dict[str, list[Sample]] = {}
     for name, group in groups.items():
         rows[name] = list(algorithm.samples(group)) if _has_tokens(group) else []
@@ -174,7 +170,7 @@ def coloured(trajectories: Sequence[Trajectory], algorithm: Algorithm, tokenizer
         reasons = [_reason_against(trajectory, group, algorithm) for trajectory in group]
         made = _rows_of_episodes(group, rows[name], reasons)
         episodes = []
-        for place, trajectory in enumerate(group):
+        for place, trajectory in enumerate(algorithm.adjusted(group)):
             turns = list(_turns(trajectory, made.get(place), measure, decode))
             trained = any(turn.values for turn in turns)
             episodes.append(EpisodeCredit(trajectory, turns, None if trained else reasons[place] or EQUAL))
@@ -196,12 +192,12 @@ def pieces_of(token_ids: Sequence[int], decode: Decode) -> Iterator[tuple[int, i
 
 
 def _measure_of(algorithm: Algorithm) -> Measure:
-    if isinstance(algorithm, SFT | DPO | KTO | RewardModel):
-        name = type(algorithm).__name__
+    name = type(algorithm).__name__
+    if name in [kind.home.partition(":")[2] for kind in KINDS.values() if not kind.samples]:
         raise ValueError(
             f"{name} learns from examples, not from rewards: none of its tokens has an advantage"
         )
-    if isinstance(algorithm, RFT):
+    if algorithm.accepted([]) is not None:
         return "weight"
     return "reward" if "values" in algorithm.needs else "advantage"
 
@@ -289,8 +285,9 @@ def _reason_against(trajectory: Trajectory, group: Sequence[Trajectory], algorit
         return "it has no turn"
     if not _has_tokens(group):
         return "its group has a turn without token ids"
-    if isinstance(algorithm, RFT):
-        return None if any(kept is trajectory for kept in algorithm.accepted(group)) else "not kept"
+    accepted = algorithm.accepted(group)
+    if accepted is not None:
+        return None if any(each is trajectory for each in accepted) else "not kept"
     cut = trajectory.status == "truncated"
     if cut and isinstance(algorithm, GRPO | PPO) and not algorithm.train_truncated:
         return "a length limit cut it, and train_truncated is false"
