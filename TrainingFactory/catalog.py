@@ -15,7 +15,7 @@ _CATALOG: dict[str, dict[str, Any]] = {
     "environment": {
         "search": "TrainingFactory.envs:SearchEnvironment",
         "calculator": "TrainingFactory.envs:CalculatorEnvironment",
-        "text2sql": "TrainingFactory.envs.text2sql:Text2SqlEnvironment",
+        "text2sql": "TrainingFactory.envs.builtin.text2sql:Text2SqlEnvironment",
         "env_search": "search",
         "env_search_v1": "search",
     },

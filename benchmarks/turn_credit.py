@@ -37,7 +37,7 @@ from TrainingFactory.algorithms.credit import Credit
 from TrainingFactory.algorithms.grpo import GRPO
 from TrainingFactory.data.packing import make_batch
 from TrainingFactory.envs import ToolEnvironment
-from TrainingFactory.envs.splits import belongs
+from TrainingFactory.envs.builtin.splits import belongs
 from TrainingFactory.learning.checkpoints import save_checkpoint
 from TrainingFactory.learning.learner import Learner
 from TrainingFactory.learning.optim import OptimizerOptions

@@ -15,8 +15,8 @@ from tests.kits.rollout import FakeChat
 from tests.kits.run import Quiet
 from TrainingFactory.config import load_config
 from TrainingFactory.data.trajectories import load_trajectories
-from TrainingFactory.envs.text2sql import Text2SqlEnvironment, hidden_variants
-from TrainingFactory.envs.text2sql_data import DOMAINS, QUESTIONS, script_of
+from TrainingFactory.envs.builtin.text2sql import Text2SqlEnvironment, hidden_variants
+from TrainingFactory.envs.builtin.text2sql_data import DOMAINS, QUESTIONS, script_of
 from TrainingFactory.rewards.tool_verified import make_verifier
 from TrainingFactory.rollout.scripted import play
 from TrainingFactory.services.build.notices import notices
@@ -181,7 +181,7 @@ def test_hostile_answers_are_worth_nothing(said: str):
 
 
 def test_a_bomb_is_stopped(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("TrainingFactory.envs.text2sql.QUERY_SECONDS", 0.2)
+    monkeypatch.setattr("TrainingFactory.envs.builtin.text2sql.QUERY_SECONDS", 0.2)
     task = one_task(lambda task: task.metadata["domain"] == "shop")
     bomb = "SELECT COUNT(*) FROM " + ", ".join(f"orders o{number}" for number in range(8))
     assert worth(task, ask(bomb), bomb) == (0.0, 0.0)

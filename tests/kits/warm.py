@@ -21,7 +21,7 @@ from filelock import FileLock
 from tests.kits.run import Quiet
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.envs import ToolEnvironment
-from TrainingFactory.envs.splits import belongs
+from TrainingFactory.envs.builtin.splits import belongs
 from TrainingFactory.learning.checkpoints import save_checkpoint
 from TrainingFactory.learning.learner import Learner
 from TrainingFactory.models import chat_format, load_model

@@ -8,7 +8,7 @@ from itertools import count as endlessly
 
 from TrainingFactory.arithmetic import calculate, calculated
 from TrainingFactory.envs.base import ToolEnvironment
-from TrainingFactory.envs.splits import belongs
+from TrainingFactory.envs.builtin.splits import belongs
 from TrainingFactory.tools import tool
 from TrainingFactory.types import Message, Task, ToolCall
 

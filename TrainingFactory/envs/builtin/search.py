@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from itertools import count as endlessly
 
 from TrainingFactory.envs.base import ToolEnvironment
-from TrainingFactory.envs.splits import belongs
+from TrainingFactory.envs.builtin.splits import belongs
 from TrainingFactory.models.words import NAMES, PLACES, THINGS
 from TrainingFactory.tools import tool
 from TrainingFactory.types import Message, Task, ToolCall

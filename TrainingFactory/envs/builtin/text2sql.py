@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from TrainingFactory.envs.base import ToolEnvironment
-from TrainingFactory.envs.splits import belongs
-from TrainingFactory.envs.text2sql_data import DOMAINS, QUESTIONS, script_of, values_of
+from TrainingFactory.envs.builtin.splits import belongs
+from TrainingFactory.envs.builtin.text2sql_data import DOMAINS, QUESTIONS, script_of, values_of
 from TrainingFactory.protocols import Episode
 from TrainingFactory.sql.compare import same_result
 from TrainingFactory.sql.database import Database
