@@ -33,13 +33,14 @@ LEVEL = {name: level for level, row in enumerate(LAYERS) for name in row}
 # The core never imports a satellite, nor the edge, which knows both.
 EDGE = ["services/build"]
 SATELLITES = [
-    "cli", "http", "workers", "sql", "arithmetic.py", "endpoint.py", "envs/builtin", "tools/mcp", "tools/cache", "tools/builtin", "tools/sandbox", "rewards/rules",
+    "cli", "http", "workers", "sql", "arithmetic.py", "endpoint.py", "envs/builtin",
+    "tools/mcp", "tools/cache", "tools/builtin", "tools/sandbox", "rewards/rules",
     "rewards/judge", "rewards/workers", "rewards/verified", "services/evaluation", "services/serving",
     "services/reports", "services/judge_audit", "services/demo", "services/export.py", "services/datasets.py",
     # faces of satellite folders, and what users call
     "tools/custom_tools.py", "tools/mcp_tools.py", "tools/tool_cache.py", "rewards/rule_based.py",
-    "rewards/model_judge.py", "rewards/tool_verified.py", "services/trainers.py", "services/keywords.py", "services/keywords.py",
-    "services/sft_trainer.py",
+    "rewards/model_judge.py", "rewards/tool_verified.py", "services/trainers.py",
+    "services/keywords.py", "services/sft_trainer.py",
     "services/rl_trainer.py", "services/reward_model.py", "services/async_executor.py", "services/process_reward.py",
 ]  # fmt: skip
 CORE_LINES = 14_500
