@@ -553,8 +553,8 @@ def test_a_run_trains_a_reward_model_and_another_uses_it(tmp_path: Path) -> None
 
 @pytest.mark.parametrize(
     ("section", "wrong"),
-    [({"type": "learned"}, "reward.model: is missing; .*needs a trained reward model"),
-     ({"type": "learned", "model": "nowhere"}, "there is no 'nowhere'.*registry are not there yet"),
+    [({"type": "learned"}, "reward.model: is missing; a reward of the type learned is a run"),
+     ({"type": "learned", "model": "nowhere"}, "reward.model: must be a run.*registry are not there yet.*nowhere"),
      ({"type": "learned", "model": "."}, "holds no reward model"),
      ({"model": "nowhere"}, "reward.model: is for reward.type=learned")],
 )  # fmt: skip

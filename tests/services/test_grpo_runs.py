@@ -128,7 +128,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"training": {"minibatches": 2}}, r"training\.minibatches is 2, which does not divide training\.batch_size 3"),
     ({"training": {"group_size": 1}}, r"training\.group_size is 1"),
     ({"grpo": {"overlong_length": 8, "overlong_buffer": 9}}, r"grpo\.overlong_buffer is 9; .*overlong_length \(8\)"),
-    ({"grpo": {"advantage": "reinforce++", "scale_rewards": True}}, r"grpo\.scale_rewards is True; .*false"),
+    ({"grpo": {"advantage": "reinforce++", "scale_rewards": True}}, r"grpo\.scale_rewards is true; .*false"),
 ]  # fmt: skip
 
 

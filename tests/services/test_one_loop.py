@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
 import threading
 import time
@@ -95,14 +96,16 @@ def test_a_reward_of_another_loop_is_told_how_to_go_on(tmp_path: Path) -> None:
     """As in a notebook: an object that is bound to its loop, in a run that has a loop of its own."""
 
     async def notebook() -> tuple[str, str]:
-        theirs = asyncio.get_running_loop().create_future()
+        theirs = asyncio.Event()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(theirs.wait(), 0.01)  # from here on it belongs to this loop
 
         async def reward(episode: Any) -> float:
-            return await theirs
+            return float(await theirs.wait())
 
         with pytest.raises(ValueError) as told:
             training(tmp_path, "own", reward=reward).train()
-        asyncio.get_running_loop().call_soon(theirs.set_result, 1.0)
+        theirs.set()
         report = await training(tmp_path, "theirs", reward=reward).train_async()
         return str(told.value), report.state
 
