@@ -42,7 +42,15 @@ SECTIONS: dict[str, dict[str, Any]] = {
     "sampling": {"max_tokens": 24, "deterministic": True},
     "environment": {"max_turns": 3},
 }
-LESSONS = Lessons(drills=640, short=1056, whole=2464, played=300, mistakes=0.6)
+
+
+def copying(rng: random.Random) -> tuple[str, str]:
+    """A drill: in `Homes` every name and place is written as it was shown."""
+    words = "\n".join(rng.sample(NAMES + PLACES, 12))
+    return words, words
+
+
+LESSONS = Lessons(copying, drills=640, short=960, whole=2240, played=300, mistakes=0.6)
 
 
 class Homes(ToolEnvironment):
