@@ -23,9 +23,9 @@ from TrainingFactory.models import chat_format
 from TrainingFactory.models.tiny import tiny_tokenizer
 from TrainingFactory.protocols import ChatFormat
 from TrainingFactory.rollout import play
+from TrainingFactory.services.build.training import Training
 from TrainingFactory.services.demo.demo import WARM_START
 from TrainingFactory.services.demo.lessons import Lessons
-from TrainingFactory.services.build.training import Training
 from TrainingFactory.types import Sample, Task
 
 

@@ -13,7 +13,7 @@ from TrainingFactory.envs import CalculatorEnvironment, SearchEnvironment
 from TrainingFactory.models import chat_format
 from TrainingFactory.models.tiny import tiny_tokenizer
 from TrainingFactory.services.demo.lessons import LESSONS, Lessons, demonstrate
-from TrainingFactory.services.training.demonstrations import Recordings
+from TrainingFactory.services.training.tokenized import TokenizedDataset
 from TrainingFactory.types import Sample, Trajectory
 
 TOKENIZER = tiny_tokenizer()
@@ -49,7 +49,7 @@ def rows(path: Path, lessons: Lessons, environment: type = SearchEnvironment) ->
     """What an SFT run makes of the lessons."""
     tasks = list(environment.tasks("train", 0, lessons.played))
     lessons.write(path, environment, CHAT, tasks, random.Random(0))
-    found = Recordings(load_examples(str(path), "sft"), CHAT, max_length=512)
+    found = TokenizedDataset(load_examples(str(path), "sft"), CHAT, max_length=512)
     return [
         row for number in range(len(found)) for episode in found.group(number) for row in to_samples(episode)
     ]

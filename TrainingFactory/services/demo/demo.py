@@ -18,13 +18,13 @@ from pathlib import Path
 from TrainingFactory import catalog
 from TrainingFactory.config import TrainingConfig, load_config
 from TrainingFactory.config.loading import key_value
+from TrainingFactory.services.build.training import Training
 from TrainingFactory.services.demo.lessons import LESSONS, Lessons
 from TrainingFactory.services.demo.report import HELDOUT, Report
 from TrainingFactory.services.evaluation.evaluation import Evaluation, model_of
 from TrainingFactory.services.export import export
 from TrainingFactory.services.runs.folder import CONFIG, RunFolder, TrainingReport, is_run
 from TrainingFactory.services.runs.tracking import PlainLines, Watcher
-from TrainingFactory.services.build.training import Training
 
 WARM_START, GRPO = (Path(__file__).parent / name for name in ("warm_start.yaml", "grpo.yaml"))
 DEMONSTRATED = 1_000_000  # tasks of a seed so far away that GRPO does not ask them again

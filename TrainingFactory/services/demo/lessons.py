@@ -7,7 +7,6 @@ demonstrations, of which a good part show the usual mistakes: the habits that re
 
 from __future__ import annotations
 
-import asyncio
 import json
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +18,7 @@ from TrainingFactory.models.words import NAMES, PLACES, THINGS
 from TrainingFactory.openai_form import message_to_dict, spec_to_dict
 from TrainingFactory.protocols import ChatFormat, Environment
 from TrainingFactory.rollout import play
+from TrainingFactory.running import run
 from TrainingFactory.types import Message, Task, Trajectory
 
 DRILL_WORDS = 12
@@ -97,7 +97,7 @@ def demonstrate(
             episodes.append(await play(made, chat, script))
         return episodes
 
-    return asyncio.run(all_episodes())
+    return run(all_episodes)
 
 
 def _row(episode: Trajectory, system: bool) -> dict[str, Any]:

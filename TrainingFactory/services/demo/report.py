@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 from TrainingFactory.data.trajectories import load_trajectories
+from TrainingFactory.rollout.metrics import evaluation_metrics
 from TrainingFactory.services.demo.lessons import LESSONS
-from TrainingFactory.services.evaluation.evaluation import evaluation_metrics
 from TrainingFactory.services.reports.pages import render
 from TrainingFactory.services.runs.folder import RunFolder
 from TrainingFactory.types import Message, Trajectory
