@@ -34,7 +34,7 @@ from TrainingFactory.models.tiny import tiny_tokenizer
 from TrainingFactory.protocols import ChatFormat
 from TrainingFactory.rollout import AsyncRolloutEngine
 from TrainingFactory.sampling import NativeEngine
-from TrainingFactory.services.demo.warm_start import demonstrate
+from TrainingFactory.services.demo.lessons import demonstrate
 from TrainingFactory.types import SamplingParams, Trajectory, Weights
 
 MEMBERS = 8

@@ -18,7 +18,6 @@ import asyncio
 import copy
 import importlib
 import json
-import random
 import statistics
 import tempfile
 import time
@@ -29,6 +28,7 @@ from typing import Any
 import torch
 
 from benchmarks.sampling import EPISODES, GROUPS, MAX_TOKENS, MAX_TURNS, MEMBERS, calculator
+from benchmarks.warm import warm_run
 from TrainingFactory.algorithms.grpo import GRPO
 from TrainingFactory.data.packing import make_batch
 from TrainingFactory.data.samples import to_samples
@@ -39,7 +39,7 @@ from TrainingFactory.models import chat_format, load_model
 from TrainingFactory.protocols import ChatFormat
 from TrainingFactory.rollout import AsyncRolloutEngine
 from TrainingFactory.sampling import NativeEngine
-from TrainingFactory.services.demo.warm_start import Lessons, WarmStartPlan, demonstrate, sum_drill, teach
+from TrainingFactory.services.demo.lessons import Lessons, sum_drill
 from TrainingFactory.types import SamplingParams, Task, Weights
 
 RATE = 1e-4
@@ -48,14 +48,12 @@ Figures = dict[str, float]
 
 def warmed(steps: int) -> tuple[Any, ChatFormat]:
     """The built-in model after drills and demonstrations, some of them with mistakes: it solves some tasks."""
-    loaded, rng = load_model("builtin:tiny", device="cpu"), random.Random(0)
-    chat = chat_format(loaded.tokenizer, stop_ids=loaded.stop_ids)
-    plan = WarmStartPlan(steps=steps, demonstrations=1000)
-    tasks = list(CalculatorEnvironment.tasks("train", 0, plan.demonstrations))
-    shown = demonstrate(CalculatorEnvironment, chat, tasks, plan.mistakes, rng)
-    learner = Learner(loaded.model, plan.optimizer)
-    teach(learner, Lessons(loaded.tokenizer, shown, sum_drill, rng), plan)
-    return loaded, chat
+    lessons = Lessons(sum_drill, short=5 * steps, whole=11 * steps)  # 16 demonstrations a step
+    tasks = list(CalculatorEnvironment.tasks("train", 0, 1000))
+    with tempfile.TemporaryDirectory() as folder:
+        warm = warm_run(CalculatorEnvironment, tasks, lessons, folder)
+        loaded = load_model(str(warm), device="cpu")
+    return loaded, chat_format(loaded.tokenizer, stop_ids=loaded.stop_ids)
 
 
 def our_side(model: Any, chat: ChatFormat, tasks: list[Task]) -> Callable[[int], Figures]:

@@ -33,12 +33,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.warm import warm_run
 from TrainingFactory.algorithms.credit import Credit
 from TrainingFactory.algorithms.grpo import GRPO
 from TrainingFactory.data.packing import make_batch
 from TrainingFactory.envs import ToolEnvironment
 from TrainingFactory.envs.builtin.splits import belongs
-from TrainingFactory.learning.checkpoints import save_checkpoint
 from TrainingFactory.learning.learner import Learner
 from TrainingFactory.learning.optim import OptimizerOptions
 from TrainingFactory.models import chat_format, load_model
@@ -46,14 +46,14 @@ from TrainingFactory.models.words import NAMES, PLACES
 from TrainingFactory.protocols import Episode
 from TrainingFactory.rollout import AsyncRolloutEngine
 from TrainingFactory.sampling import NativeEngine
-from TrainingFactory.services.demo.warm_start import Lessons, WarmStartPlan, demonstrate, teach, word_drill
+from TrainingFactory.services.demo.lessons import Lessons
 from TrainingFactory.tools import tool
 from TrainingFactory.types import Message, Reward, SamplingParams, Task, ToolCall, Trajectory, Weights
 
 LOOKUPS, STEP_REWARD, OUTCOME = 4, 0.5, 1.0
 STOP, REPEAT = 0.25, 0.25  # how often a turn of a demonstration, after the first, goes wrong in either way
 # Every demonstration is a novice's: habits to break are then equally frequent at all turns.
-WARM = WarmStartPlan(demonstrations=1200, mistakes=1.0, drill_steps=100, steps=300)
+WARM = Lessons(short=1440, whole=3360, played=1200, mistakes=1.0)
 TASKS, MEMBERS = 2, 8  # of a step
 RATE, WARMUP = 1.5e-4, 4
 MAX_TOKENS, MAX_TURNS, MAX_LENGTH = 24, LOOKUPS + 4, 640
@@ -117,18 +117,6 @@ class Chain(ToolEnvironment):
 
 def _lookup(name: str) -> Message:
     return Message("assistant", tool_calls=[ToolCall("lookup", {"name": name})])
-
-
-def make_warm(folder: Path) -> None:
-    """The model that all runs start from. It can do all of it, and does it wrong as often as it was shown."""
-    rng = random.Random(0)
-    loaded = load_model("builtin:tiny", device="cpu")
-    chat = chat_format(loaded.tokenizer, stop_ids=loaded.stop_ids)
-    tasks = list(Chain.tasks("heldout", 0, WARM.demonstrations))  # training has those of the other split
-    shown = demonstrate(Chain, chat, tasks, WARM.mistakes, rng)
-    learner = Learner(loaded.model, WARM.optimizer)
-    teach(learner, Lessons(loaded.tokenizer, shown, word_drill, rng), WARM)
-    save_checkpoint(folder, learner, loaded.tokenizer, {})
 
 
 @dataclass(slots=True)
@@ -263,10 +251,12 @@ def main() -> None:
     torch.set_num_threads(1)  # matrices this small are not worth a second one
     started = time.perf_counter()
     with tempfile.TemporaryDirectory() as name:
-        make_warm(Path(name) / "warm")
+        # The model that all runs start from can do all of it, and does it wrong as often as it was shown.
+        shown = list(Chain.tasks("heldout", 0, WARM.played))  # training has those of the other split
+        model = warm_run(Chain, shown, WARM, name)
         warm = time.perf_counter() - started
         print(f"warm start: {warm:.0f} s", flush=True)
-        runs = all_runs(Path(name) / "warm", args.seeds, args.steps, args.workers)
+        runs = all_runs(model, args.seeds, args.steps, args.workers)
     result = summary(runs)
     show(result)
     result |= {"seeds": args.seeds, "max_steps": args.steps, "workers": args.workers}

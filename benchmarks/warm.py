@@ -1,21 +1,44 @@
-"""Some seconds of training on scripted episodes, after which the built-in model writes well-formed calls.
+"""Warm starts of the built-in model for benchmarks: the episodes that are measured look like those of a real run.
 
-For benchmarks only: it makes the episodes that are measured look like those of a real run.
+`warm_run` is the SFT run of `tfactory demo` over other lessons; `warm_start` is some seconds of training on scripted
+episodes, after which the model writes well-formed calls.
 """
 
 from __future__ import annotations
 
 import asyncio
+import random
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 
+from TrainingFactory.config import load_config
+from TrainingFactory.config.loading import key_value
 from TrainingFactory.data.samples import to_samples
+from TrainingFactory.models import chat_format
+from TrainingFactory.models.tiny import tiny_tokenizer
 from TrainingFactory.protocols import ChatFormat
 from TrainingFactory.rollout import play
-from TrainingFactory.types import Sample
+from TrainingFactory.services.build.training import Training
+from TrainingFactory.services.demo.demo import WARM_START
+from TrainingFactory.services.demo.lessons import Lessons
+from TrainingFactory.types import Sample, Task
+
+
+def warm_run(environment: Any, tasks: Sequence[Task], lessons: Lessons, folder: str | Path) -> Path:
+    """Teach the lessons in a run of that folder, and return its checkpoint. The tasks are demonstrated."""
+    dataset = Path(folder, "lessons.jsonl")
+    lessons.write(dataset, environment, chat_format(tiny_tokenizer()), tasks, random.Random(0))
+    options = {"model.device": "cpu", "environment.environment_id": None, "data.dataset": str(dataset)}
+    options["logging.output_dir"] = str(folder)
+    config = load_config(WARM_START, [key_value(key, value) for key, value in options.items()])
+    checkpoint = Training(config, name="warm").train().checkpoint
+    assert checkpoint is not None
+    return checkpoint
 
 
 def expert_rows(environment: Any, chat: ChatFormat, count: int) -> list[Sample]:

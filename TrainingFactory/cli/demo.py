@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import sys
-import time
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING
-
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeElapsedColumn
-from rich.progress import Progress as Bar
 
 from TrainingFactory.cli import show
 
@@ -25,7 +18,6 @@ A Qwen3 of half a million random weights learns to use tools: first from generat
 wrong on purpose, then with GRPO from nothing but whether its answers are right. It is tried before and after GRPO
 on held-out tasks. Offline, on any CPU; a few minutes on two cores.
 """
-LINE_EVERY = 5.0  # seconds
 CHART_WIDTH, CHART_HEIGHT = 60, 8
 
 
@@ -44,78 +36,44 @@ def demo(*, env: str = "search", seed: int = 0, out: Path = Path("runs/demo")) -
     seed
         For the weights, the tasks and the sampling.
     out
-        Folder for the report, the models and the episodes; an earlier demo in it is replaced.
+        Folder of the run that is trained with GRPO, with the report in it. The run of the warm start is beside it. Both
+        are replaced where they are an earlier demo's.
     """
-    from TrainingFactory.services.demo.folder import check
-
-    check(env, seed, out)  # before the seconds that torch takes to load
-    show.note(INTRO)
+    from TrainingFactory.cli.display import Display
     from TrainingFactory.services.demo.demo import Demo
 
-    with Phases() as phases:
-        report = Demo(env, seed, out, on_progress=phases.progress).run()
-    _show(report, out)
+    made = Demo(env, seed, out)
+    show.note(INTRO)
+    with Display() as display:
+        for name, run in (("warm start", made.warm_start), ("GRPO", made.train)):
+            display.task = name
+            done = run(display)
+            if done.state == "interrupted":
+                count = show.count(done.steps, "step")
+                display.say(f"interrupted after {count} of the {name}; tfactory demo begins again")
+                return show.INTERRUPTED
+        report = made.report()
+    _show(report)
     return 0
 
 
-class Phases:
-    """A bar per phase on a terminal, plain lines elsewhere."""
+def _show(report: Report) -> None:
+    from TrainingFactory.services.demo.report import ending
 
-    def __init__(self) -> None:
-        console = Console(stderr=True)
-        columns = (
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TextColumn("{task.fields[figure]}"),
-        )
-        bar = Bar(TextColumn("{task.description:<16}"), *columns, console=console)
-        self._bar = bar if console.is_terminal else None
-        self._rows: dict[str, TaskID] = {}
-        self._started = self._last_line = time.monotonic()
-
-    def __enter__(self) -> Phases:
-        os.environ.setdefault("TQDM_DISABLE", "1")
-        if self._bar is not None:
-            self._bar.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-
-    def progress(self, phase: str, done: int, total: int, figure: str) -> None:
-        if self._bar is not None:
-            if phase not in self._rows or (done == 0 and self._bar.tasks[self._rows[phase]].finished):
-                self._rows[phase] = self._bar.add_task(phase, total=total, figure="")
-            self._bar.update(self._rows[phase], completed=done, total=total, figure=figure)
-            return
-        now = time.monotonic()
-        if done == total or now - self._last_line > LINE_EVERY:
-            self._last_line = now
-            show.note(f"{now - self._started:4.0f} s  {phase} {done} of {total}, {figure}".rstrip(", "))
-
-
-def _show(report: Report, out: Path) -> None:
-    from TrainingFactory.services.demo.report import ending, next_commands
-
-    for title, episode in (("before", report.trial.before), ("after", report.trial.after)):
+    for title, episode in report.trial._asdict().items():
         show.episode(episode, f"held-out task {episode.task.id}, {title}: {ending(episode)}")
     plain = not _can_print("█▄")
-    print(chart([point["success"] for point in report.curve], plain=plain))
+    print(chart(report.curve, plain=plain))
     print()
     show.columns(("held-out tasks", "before", "after"), report.table)
     print()
     show.note(report.learned)
-    temperature = report.plan["temperature"]
-    show.note(
-        f"The trials are sampled at temperature 1, training at {temperature:g}, where slips are more frequent."
-    )
-    show.note(f"{report.seconds:.0f} s in all. The whole story: {out / 'report.html'}\n")
+    hot = report.configs[1]["sampling"]["temperature"]
+    show.note(f"It is tried at temperature 1, and trained at {hot:g}, where slips are more frequent.")
+    page = Path(report.folders[1], "report.html")
+    show.note(f"{sum(report.seconds):.0f} s of training. The whole story: {page}\n")
     show.note("What to type next:")
-    for command, what in next_commands(report.environment, str(out)):
+    for command, what in report.next_commands:
         show.note(f"  {command}  # {what}")
 
 

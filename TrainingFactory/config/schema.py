@@ -26,7 +26,7 @@ class ModelSection(Section):
     name: PathText = "builtin:tiny"
     """Hub id, local folder, GGUF file, short name such as qwen3-4b, or builtin:tiny."""
     revision: str | None = None
-    """Branch, tag or commit on the hub."""
+    """Branch, tag or commit on the hub; of builtin:tiny the seed of its weights."""
     family: str | None = None
     """Chat format (qwen3, llama3, ...); null: seen from the chat template."""
     adapter: PathText | None = None
@@ -174,6 +174,8 @@ class DataSection(Section):
     conversations, pairs, labels or trajectories; null: for sft the environment's own expert plays."""
     dataset_split: str = "train"
     """Which split of a dataset of the hub or of a saved one; files have none."""
+    shuffle: bool = True
+    """Take the tasks or rows in another order every epoch; false: in the order they have."""
     skip_bad_rows: bool = False
     """Leave out rows that are wrong and count them, instead of an error; rows over model.max_length always are."""
     heldout: PathText | None = None

@@ -48,7 +48,8 @@ def load_model(
 ) -> LoadedModel:
     """`dtype` auto is bfloat16 on a GPU that has it, float32 elsewhere; `device` auto is a GPU if there is one.
 
-    `adapter` is a folder with a PEFT adapter, loaded unmerged. `seed` makes the built-in model's weights.
+    `adapter` is a folder with a PEFT adapter, loaded unmerged. `seed` makes the built-in model's weights, and so does
+    its `revision`, which is a number.
     `quantization` is none, 4bit or 8bit: the linear layers are kept in so many bits and compute in `dtype`.
     """
     target = resolve(name)
@@ -57,7 +58,11 @@ def load_model(
     place = pick_device(device)
     kind = pick_dtype(dtype, place)
     if target == BUILTIN:
-        tokenizer = tiny_tokenizer()
+        if revision is not None and not revision.isdecimal():
+            raise ValueError(
+                f"model.revision is {revision!r}; for {BUILTIN} it is the seed of the weights, a number"
+            )
+        tokenizer, seed = tiny_tokenizer(), seed if revision is None else int(revision)
         model = tiny_model(len(tokenizer), tokenizer.eos_token_id, tokenizer.pad_token_id, seed)
         model.generation_config.eos_token_id = [tokenizer.eos_token_id, tokenizer.pad_token_id]
     else:

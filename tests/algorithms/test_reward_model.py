@@ -43,7 +43,7 @@ from TrainingFactory.rollout.scoring import score
 from TrainingFactory.services.build import learner as assemble_learner
 from TrainingFactory.services.build import rewards as assemble_rewards
 from TrainingFactory.services.build.training import Training
-from TrainingFactory.services.demo.warm_start import demonstrate
+from TrainingFactory.services.demo.lessons import demonstrate
 from TrainingFactory.types import Message, Reward, Sample, Task, ToolCall, Trajectory
 
 PAD = VOCABULARY  # a token that no row has

@@ -19,16 +19,17 @@ import torch
 from filelock import FileLock
 
 from tests.kits.run import Quiet
-from TrainingFactory.config import TrainingConfig
+from TrainingFactory.config import TrainingConfig, load_config
+from TrainingFactory.config.loading import key_value
 from TrainingFactory.envs import ToolEnvironment
 from TrainingFactory.envs.builtin.splits import belongs
-from TrainingFactory.learning.checkpoints import save_checkpoint
-from TrainingFactory.learning.learner import Learner
-from TrainingFactory.models import chat_format, load_model
+from TrainingFactory.models import chat_format
+from TrainingFactory.models.tiny import tiny_tokenizer
 from TrainingFactory.models.words import NAMES, PLACES
 from TrainingFactory.services.build import assemble
 from TrainingFactory.services.build.training import Training
-from TrainingFactory.services.demo.warm_start import Lessons, WarmStartPlan, demonstrate, teach, word_drill
+from TrainingFactory.services.demo.demo import WARM_START
+from TrainingFactory.services.demo.lessons import Lessons
 from TrainingFactory.services.evaluation.evaluation import evaluation_metrics
 from TrainingFactory.services.runs.folder import TrainingReport
 from TrainingFactory.services.training.dataset import Objects
@@ -41,7 +42,15 @@ SECTIONS: dict[str, dict[str, Any]] = {
     "sampling": {"max_tokens": 24, "deterministic": True},
     "environment": {"max_turns": 3},
 }
-PLAN = WarmStartPlan(mistakes=0.6, drill_steps=40, drill_rows=16, steps=220)
+
+
+def copying(rng: random.Random) -> tuple[str, str]:
+    """A drill: in `Homes` every name and place is written as it was shown."""
+    words = "\n".join(rng.sample(NAMES + PLACES, 12))
+    return words, words
+
+
+LESSONS = Lessons(copying, drills=640, short=960, whole=2240, played=300, mistakes=0.6)
 
 
 class Homes(ToolEnvironment):
@@ -83,26 +92,26 @@ def warm_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     base = tmp_path_factory.getbasetemp()
     # Each process of pytest-xdist has a folder of its own, named popen-gwN, in the folder of the whole run.
     common = base.parent if base.name.startswith("popen-") else base
-    folder, done = common / "warm" / "model", common / "warm" / "done"
+    done = common / "warm" / "done"
     with FileLock(common / "warm.lock"):
         if not done.exists():
-            _make(folder)
-            done.touch()
-    return folder
+            done.write_text(str(_make(done.parent)))
+    return Path(done.read_text())
 
 
-def _make(folder: Path) -> None:
+def _make(folder: Path) -> Path:
+    """Run the demo's SFT over lessons of `Homes`, and return its checkpoint."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # matrices this small are not worth a second one
-    rng = random.Random(2)
-    loaded = load_model("builtin:tiny", seed=2)
-    chat = chat_format(loaded.tokenizer, stop_ids=loaded.stop_ids)
-    shown = demonstrate(Homes, chat, list(Homes.tasks("train", 1, 300)), PLAN.mistakes, rng)
-    learner = Learner(loaded.model, PLAN.optimizer)
-    teach(learner, Lessons(loaded.tokenizer, shown, word_drill, rng), PLAN)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    save_checkpoint(folder, learner, loaded.tokenizer, {})
+    tasks = list(Homes.tasks("train", 1, LESSONS.played))
+    LESSONS.write(folder / "lessons.jsonl", Homes, chat_format(tiny_tokenizer()), tasks, random.Random(2))
+    options = {"environment.environment_id": None, "data.dataset": str(folder / "lessons.jsonl")}
+    options |= {"logging.output_dir": str(folder), "model.revision": "2"}
+    config = load_config(WARM_START, [key_value(key, value) for key, value in options.items()])
+    checkpoint = Training(config, name="run", watcher=Quiet()).train().checkpoint
     torch.set_num_threads(threads)
+    assert checkpoint is not None
+    return checkpoint
 
 
 def success(folder: Path, adapter: Path | None = None, count: int = HELDOUT, **sections: Any) -> float:

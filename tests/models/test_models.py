@@ -40,6 +40,10 @@ def test_builtin_model_comes_from_its_seed_alone() -> None:
     before = torch.random.get_rng_state()
     first, again, other = (load_model("builtin:tiny", seed=seed).model for seed in (0, 0, 1))
     assert torch.equal(logits(first), logits(again)) and not torch.equal(logits(first), logits(other))
+    named = load_model("builtin:tiny", revision="1").model  # as a config names it
+    assert torch.equal(logits(other), logits(named))
+    with pytest.raises(ValueError, match=r"model.revision is 'main'; .*the seed of the weights"):
+        load_model("builtin:tiny", revision="main")
     assert torch.equal(before, torch.random.get_rng_state())  # the caller's random numbers are left alone
     assert 400_000 <= sum(p.numel() for p in first.parameters()) <= 2_000_000
     assert first.config.model_type == "qwen3" and first.dtype == torch.float32

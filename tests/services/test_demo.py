@@ -1,29 +1,30 @@
-"""The demo in miniature: every part runs, files are whole, weights change, mistakes are answered at once."""
+"""The demo in miniature: two ordinary runs and a report over their folders; mistakes are answered at once."""
 
 from __future__ import annotations
 
+import functools
 import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-import torch
 from safetensors.torch import load_file
 
+from tests.kits.run import Quiet, assert_same_run
 from TrainingFactory.cli import main
 from TrainingFactory.cli.demo import chart
 from TrainingFactory.data.trajectories import load_trajectories
 from TrainingFactory.models import load_model
 from TrainingFactory.rollout import rollout_metrics
-from TrainingFactory.services.demo import demo as service
-from TrainingFactory.services.demo.demo import Demo, DemoPlan
-from TrainingFactory.services.demo.warm_start import WarmStartPlan
+from TrainingFactory.services.demo.demo import Demo
+from TrainingFactory.services.demo.lessons import Lessons
+from TrainingFactory.services.runs.folder import RunFolder, list_runs
 
-MINI = DemoPlan(
-    WarmStartPlan(demonstrations=48, drill_steps=2, drill_rows=4, steps=4, rows=4),
-    steps=2, tasks_per_step=2, group_size=4, heldout=6, max_tokens=12, max_turns=2,
-)  # fmt: skip
+LESSONS = Lessons(drills=6, short=6, whole=12, played=24)
+OVERRIDES = ["training.batch_size=4", "training.group_size=4", "training.max_steps=3", "data.count=12",
+             "data.heldout_count=6", "sampling.max_tokens=12", "environment.max_turns=2"]  # fmt: skip
+WARM = "out-warm-start"
 
 
 def by_last_token(episode) -> float:  # type: ignore[no-untyped-def]
@@ -33,74 +34,86 @@ def by_last_token(episode) -> float:  # type: ignore[no-untyped-def]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of runs after `tfactory demo`."""
     out = tmp_path_factory.mktemp("demo") / "out"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("TrainingFactory.envs.SearchEnvironment.reward", lambda self, e: by_last_token(e))
-        patch.setattr(service, "GATE", 0.0)
-        phases: list[tuple[str, int, int]] = []
-        Demo("search", 3, out, MINI, lambda phase, done, total, _: phases.append((phase, done, total))).run()
-    assert [phase for phase, done, total in phases if done == total] == [
-        "demonstrations", "warm start", "trial before", "GRPO", "trial after",
-    ]  # fmt: skip
-    return out
+        small = functools.partial(Demo, lessons=LESSONS, overrides=OVERRIDES)
+        patch.setattr("TrainingFactory.services.demo.demo.Demo", small)
+        with pytest.raises(SystemExit) as ended:
+            main(["demo", "--seed", "3", "--out", str(out)])
+    assert ended.value.code == 0
+    return out.parent
+
+
+def test_it_is_two_ordinary_runs(folder: Path) -> None:
+    warm, trained = list_runs(folder)
+    assert (warm.name, warm.state, trained.name, trained.state) == (WARM, "finished", "out", "finished")
+    assert [warm.status.step, trained.status.step] == [3, 3]
+    assert warm.config.training.algorithm == "sft" and trained.config.training.algorithm == "grpo"
+    # the warm start takes its lessons in their order
+    taken = [name for step in warm.consumed().values() for name in step]
+    assert taken == [f"out-demonstrations-{number}" for number in range(1, 13)]
 
 
 def test_the_report(folder: Path) -> None:
-    report = json.loads((folder / "report.json").read_text())
-    assert report["finished"] and report["environment"] == "search" and report["seed"] == 3
-    assert report["seconds"] > 0 and report["about"]["versions"]["torch"]
-    assert [point["step"] for point in report["curve"]] == [1, 2]
-    assert report["plan"]["warm_start"]["demonstrations"] == 48
-    for side in ("before", "after"):
-        episodes = list(load_trajectories(folder / f"{side}.jsonl"))
+    report = json.loads((folder / "out" / "report.json").read_text())
+    assert report["environment"] == "search" and report["configs"][1]["training"]["seed"] == 3
+    assert min(report["seconds"]) > 0 and report["versions"]["torch"]
+    assert report["curve"] == [row["accuracy"] for row in RunFolder(folder / "out").metrics()]
+    for side, run in (("before", WARM), ("after", "out")):
+        episodes = list(load_trajectories(folder / run / "heldout.jsonl"))
         metrics = rollout_metrics(episodes)
         assert report[side]["episodes"] == len(episodes) == 6
         assert report[side]["success"] == pytest.approx(metrics["reward"])
         assert report[side]["turns"] == metrics["turns"]
         assert sum(report[side]["calls"].values()) == 6
     assert report["example"]["before"][0] == report["example"]["after"][0]  # the same question
+    assert "An agent and its tools" in (folder / "out" / "report.html").read_text()
 
 
 def test_trained_tasks_are_not_those_of_the_trial(folder: Path) -> None:
-    trained = list(load_trajectories(folder / "train.jsonl"))
-    assert len(trained) == 2 * 2 * 4 and len({episode.task.id for episode in trained}) == 4
-    tried = [list(load_trajectories(folder / f"{side}.jsonl")) for side in ("before", "after")]
+    trained = list(load_trajectories(folder / "out" / "trajectories.jsonl"))
+    assert len(trained) == 3 * 4 * 4 and len({episode.task.id for episode in trained}) == 12
+    tried = [list(load_trajectories(folder / run / "heldout.jsonl")) for run in (WARM, "out")]
     questions = [[str(episode.task.prompt) for episode in side] for side in tried]
     assert questions[0] == questions[1]
-    assert not {str(episode.task.prompt) for episode in trained} & set(questions[0])
+    asked = {str(episode.task.prompt) for episode in trained}
+    assert not asked & set(questions[0])
+    shown = (folder / "out-demonstrations.jsonl").read_text()
+    assert not any(question in shown for question in {*asked, *questions[0]})
 
 
-def test_both_phases_change_the_weights(folder: Path) -> None:
+def test_both_runs_change_the_weights(folder: Path) -> None:
     first = load_model("builtin:tiny", seed=3).model.state_dict()
-    warm = load_file(folder / "warm_start" / "model.safetensors")
-    final = load_file(folder / "model" / "model.safetensors")
+    warm, final = (load_file(folder / run / "model" / "model.safetensors") for run in (WARM, "out"))
     name = "model.layers.1.self_attn.q_proj.weight"
-    assert not torch.equal(first[name], warm[name])
-    assert not torch.equal(warm[name], final[name])
-    assert (warm[name] - final[name]).abs().max() < 0.1  # GRPO's steps are small ones
+    assert 0 < (first[name] - warm[name]).abs().max() < 0.3  # it began with the weights of the seed
+    assert 0 < (warm[name] - final[name]).abs().max() < 0.1  # GRPO's steps are small ones
 
 
 def test_the_saved_model_can_be_used(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    arguments = ["rollout", "search", "--model", str(folder / "model"), "--tasks", "2", "--max-tokens", "4"]
+    model = str(folder / "out" / "model")
     with pytest.raises(SystemExit) as ended:
-        main(arguments)
+        main(["rollout", "search", "--model", model, "--tasks", "2", "--max-tokens", "4"])
     assert ended.value.code == 0, capsys.readouterr().err
 
 
-def test_the_same_seed_gives_the_same_report(tmp_path: Path) -> None:
-    plan = DemoPlan(
-        WarmStartPlan(demonstrations=24, drill_steps=1, drill_rows=2, steps=2, rows=2),
-        steps=1, tasks_per_step=2, group_size=2, heldout=4, max_tokens=8, max_turns=2,
-    )  # fmt: skip
-    reports = [Demo("calculator", 1, tmp_path / name, plan).run() for name in "ab"]
-    assert reports[0].before == reports[1].before and reports[0].after == reports[1].after
-    weights = [load_file(tmp_path / name / "model" / "model.safetensors") for name in "ab"]
-    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
-    Demo("search", 1, tmp_path / "a", plan)  # an earlier demo may be written over
-    assert not json.loads((tmp_path / "a" / "report.json").read_text())["finished"]
+def test_the_same_seed_gives_the_same_runs_and_an_earlier_demo_is_replaced(tmp_path: Path) -> None:
+    def play(name: str) -> Path:
+        demo = Demo("calculator", 1, tmp_path / name, LESSONS, OVERRIDES)
+        demo.warm_start(Quiet())
+        demo.train(Quiet())
+        return tmp_path / name
+
+    first, again = play("a"), play("b")
+    assert_same_run(first, again)
+    assert (first / "heldout.jsonl").exists()
+    Demo("search", 1, first)
+    assert [run.name for run in list_runs(tmp_path)] == ["b-warm-start", "b"]
 
 
 @pytest.mark.parametrize(
@@ -108,9 +121,10 @@ def test_the_same_seed_gives_the_same_report(tmp_path: Path) -> None:
     [
         (["--env", "serch"], "did you mean search"),
         (["--env", "env_search"], "no recipe"),
-        (["--seed", "-1"], "must be 0 or more"),
-        (["--out", "file"], "is a file"),
-        (["--out", "full"], "other things in it"),
+        (["--seed", "-1"], "training.seed"),
+        (["--out", "file"], "no earlier demo"),
+        (["--out", "full"], "no earlier demo"),
+        (["--out", "beside"], "no earlier demo"),
         (["--out", "file/inside"], "cannot be written"),
     ],
 )
@@ -122,15 +136,16 @@ def test_mistakes_are_answered_at_once(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(Demo, "run", lambda self: pytest.fail("it began"))
+    monkeypatch.setattr(Demo, "warm_start", lambda self, watcher: pytest.fail("it began"))
     Path("file").write_text("mine")
-    Path("full").mkdir()
-    Path("full/report.json").write_text("[]")
+    for name in ("full", "beside-warm-start"):
+        Path(name).mkdir()
+        Path(name, "config.yaml").write_text("mine")
     with pytest.raises(SystemExit) as ended:
         main(["demo", *arguments])
     assert ended.value.code == 2
     assert says in capsys.readouterr().err
-    assert Path("file").read_text() == "mine" and Path("full/report.json").read_text() == "[]"
+    assert {path.read_text() for path in tmp_path.rglob("*") if path.is_file()} == {"mine"}
 
 
 def test_mistakes_do_not_wait_for_torch() -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 
-from TrainingFactory.services.demo.report import Figures, Report, Trial, curve_svg, report_page, running_mean
+from TrainingFactory.config import TrainingConfig
+from TrainingFactory.services.demo.report import Report, Stats, Trial, running_mean
 from TrainingFactory.types import Completion, Message, Reward, Task, ToolCall, Trajectory, Turn
 
 HOSTILE = '<script src="http://evil/x.js">alert(1)</script>"\'&amp;</td>\x00\x1b[31m\u202e\ud800 ]]>'
@@ -29,21 +31,18 @@ def episode(text: str, won: bool) -> Trajectory:
     return Trajectory(Task(text, text, text), "g", prompt=prompt, turns=turns, reward=Reward(float(won)))
 
 
-def report(text: str) -> Report:
-    before = Figures(200, 0.45, 0.38, 0.52, None, 2.1, {0: 60, 1: 50, 2: 90})
-    after = Figures(200, 0.97, 0.93, 0.99, 0.99, 3.0, {2: 196, 3: 4})
-    curve = [{"step": n + 1, "success": n / 9} for n in range(10)]
-    plan = {
-        "warm_start": {"demonstrations": 1500, "mistakes": 0.5},
-        "steps": 10,
-        "tasks_per_step": 8,
-        "group_size": 8,
-        "learning_rate": 1e-3,
-        "temperature": 1.2,
+def report(text: str, **changed: Any) -> Report:
+    given: dict[str, Any] = {
+        "folders": ("runs/a & b-warm-start", "runs/a & b"),
+        "configs": (TrainingConfig().model_dump(), TrainingConfig(environment="search").model_dump()),
+        "seconds": (40.0, 60.0),
+        "versions": {text: text},
+        "before": Stats(200, 0.45, 0.38, 0.52, None, 2.1, {0: 60, 1: 50, 2: 90}),
+        "after": Stats(200, 0.97, 0.93, 0.99, 0.99, 3.0, {2: 196, 3: 4}),
+        "curve": [n / 9 for n in range(10)],
+        "trial": Trial(episode(text, False), episode(text, True)),
     }
-    trial = Trial(episode(text, False), episode(text, True))
-    about = {"versions": {text: text}}
-    return Report("search", 0, before, after, curve, trial, 100.0, 95.0, {"GRPO": 60.0}, plan, about)
+    return Report(**given | changed)
 
 
 def parsed(page: str) -> ElementTree.Element:
@@ -53,7 +52,7 @@ def parsed(page: str) -> ElementTree.Element:
 
 @pytest.mark.parametrize("text", ["Anna sold silver.", HOSTILE])
 def test_the_page_is_well_formed_and_complete_in_itself(text: str) -> None:
-    page = report_page(report(text), "runs/a & b")
+    page = report(text).page()
     page.encode()  # no half characters
     root = parsed(page)
     tags = {element.tag for element in root.iter()}
@@ -68,28 +67,28 @@ def test_the_page_is_well_formed_and_complete_in_itself(text: str) -> None:
 
 
 def test_hostile_text_is_shown_as_text() -> None:
-    text = "".join(parsed(report_page(report(HOSTILE))).itertext())
+    text = "".join(parsed(report(HOSTILE).page()).itertext())
     assert text.count('<script src="http://evil/x.js">alert(1)</script>') >= 6
     assert "\\x1b[31m" in text and "\\u202e" in text
 
 
 def test_a_reader_sees_what_was_learned() -> None:
-    text = " ".join("".join(parsed(report_page(report("Oslo"))).itertext()).split())
+    text = " ".join("".join(parsed(report("Oslo").page()).itertext()).split())
     assert "from 45.0% to 97.0%" in text and "chain two lookups" in text
     assert "45.0% (38% to 52%)" in text and "no calls" in text
     assert "wrong: the answer is Oslo" in text and "right" in text
-    assert "tfactory rollout search --model runs/demo/model" in text
+    assert "tfactory rollout search --model runs/a & b/model" in text
 
 
 def test_nothing_is_claimed_that_was_not_measured() -> None:
     good = report("x")
-    same = dataclasses.replace(good, after=dataclasses.replace(good.after, success=0.5, low=0.43, high=0.57))
+    same = report("x", after=dataclasses.replace(good.after, success=0.5, low=0.43, high=0.57))
     assert "It learned" in good.learned and "It learned" not in same.learned
-    page = "".join(parsed(report_page(same)).itertext())
+    page = "".join(parsed(same.page()).itertext())
     assert "did not get clearly better" in page and "learned" not in page
 
 
-def test_figures_side_by_side() -> None:
+def test_stats_side_by_side() -> None:
     rows = {name: (before, after) for name, before, after in report("x").table}
     assert rows["turns an episode"] == ("2.10", "3.00")
     assert rows["tool calls that worked"] == ("no calls", "99.0%")
@@ -97,14 +96,14 @@ def test_figures_side_by_side() -> None:
 
 
 def test_the_curve() -> None:
-    svg = ElementTree.fromstring(curve_svg([0.0, 1.0, 0.5]))
+    [svg] = parsed(report("x", curve=[0.0, 1.0, 0.5]).page()).iter("svg")
     heights = [float(circle.attrib["cy"]) for circle in svg.iter("circle")]
     assert heights[1] < heights[2] < heights[0]  # up is better
     assert heights[2] == pytest.approx((heights[0] + heights[1]) / 2)
     line = [point.split(",") for point in next(svg.iter("polyline")).attrib["points"].split()]
     assert len(line) == 3 and float(line[2][1]) == pytest.approx(heights[2], abs=0.1)
     for values in ([], [0.5]):
-        ElementTree.fromstring(curve_svg(values))
+        parsed(report("x", curve=values).page())
 
 
 def test_running_mean() -> None:

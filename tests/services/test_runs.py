@@ -68,6 +68,8 @@ def test_every_task_once_an_epoch() -> None:
     assert epochs[0] != epochs[1] != epochs[2]
     assert order.batch(4) == Order(10, 4, seed=1).batch(4)
     assert epochs[0] != [n for step in range(3) for n in Order(10, 4, seed=2).batch(step)]
+    as_they_are = Order(10, 4, seed=1, shuffle=False)
+    assert [as_they_are.batch(step) for step in (0, 2, 3)] == [[0, 1, 2, 3], [8, 9], [0, 1, 2, 3]]
 
 
 def test_a_run_that_exists_is_left_alone(tmp_path: Path) -> None:

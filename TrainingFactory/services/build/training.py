@@ -120,7 +120,7 @@ class Training:
 
 
 def make_order(config: TrainingConfig, size: int) -> Order:
-    return Order(size, config.training.batch_size, config.training.seed)
+    return Order(size, config.training.batch_size, config.training.seed, config.data.shuffle)
 
 
 def steps_in(config: TrainingConfig, order: Order) -> int:

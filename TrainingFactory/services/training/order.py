@@ -6,11 +6,11 @@ from TrainingFactory.seeds import turn_seed
 
 
 class Order:
-    """Numbers below `size` without end: every number once an epoch, shuffled by the seed and the epoch. A batch
-    ends where an epoch does."""
+    """Numbers below `size` without end: every number once an epoch, shuffled by the seed and the epoch, or without
+    `shuffle` as they are. A batch ends where an epoch does."""
 
-    def __init__(self, size: int, batch_size: int, seed: int) -> None:
-        self.size, self.batch_size, self.seed = size, batch_size, seed
+    def __init__(self, size: int, batch_size: int, seed: int, shuffle: bool = True) -> None:
+        self.size, self.batch_size, self.seed, self.shuffle = size, batch_size, seed, shuffle
         self.steps_per_epoch = -(-size // batch_size)
         self._epoch, self._shuffled = -1, list[int]()
 
@@ -25,6 +25,8 @@ class Order:
     def take(self, start: int, count: int) -> list[int]:
         """Return the numbers after the first `start`: so many, or fewer where the epoch ends."""
         epoch, place = divmod(start, self.size)
+        if not self.shuffle:
+            return list(range(place, min(place + count, self.size)))
         if epoch != self._epoch:
             self._shuffled = sorted(
                 range(self.size), key=lambda n: turn_seed(self.seed, epoch, f"{n}", -1, -1)
