@@ -116,6 +116,7 @@ class Keywords(TypedDict, total=False):
     split: str
     count: int | None
     dataset_split: str
+    shuffle: bool
     skip_bad_rows: bool
     heldout_split: str
     heldout_count: int
