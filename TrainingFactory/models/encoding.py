@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer
 
+from TrainingFactory.texts import valid_text
+
 
 class Control(NamedTuple):
     """A control token in a template's own text."""
@@ -29,8 +31,7 @@ class TextEncoder:
         backend = getattr(tokenizer, "backend_tokenizer", None)  # foreign object: slow tokenizers have none
         if backend is None:
             raise ValueError(
-                f"{type(tokenizer).__name__} is not a fast tokenizer; the chat layer needs one "
-                "(a tokenizer.json beside the model)"
+                f"{type(tokenizer).__name__} is not a fast tokenizer (tokenizer.json), as is needed"
             )
         state = _without_prefix_space(json.loads(backend.to_str()))
         state["added_tokens"] = []
@@ -62,7 +63,7 @@ class TextEncoder:
         if not text:
             return []
         # a lone surrogate (a model can write one in JSON) has no UTF-8 form
-        text = text.encode("utf-8", "replace").decode("utf-8")
+        text = valid_text(text)
         encoding = self._plain.encode(text, add_special_tokens=False)
         if self.control_ids.isdisjoint(encoding.ids):
             return encoding.ids
@@ -84,7 +85,7 @@ class TextEncoder:
         """The text if it fits, else its beginning and its end with the cut marked between them."""
         if max_tokens < 1:
             raise ValueError(f"max_reply_tokens is {max_tokens}; it must be 1 or more")
-        text = text.encode("utf-8", "replace").decode("utf-8")
+        text = valid_text(text)
         # No token is longer than the longest entry, so much of a huge text need not be encoded at all.
         keep_chars = max_tokens * 40
         if len(text) > 2 * keep_chars:

@@ -172,11 +172,10 @@ def test_gguf_file_gives_the_same_model_and_can_be_saved(tmp_path: Path) -> None
     ("name", "options", "text"),
     [
         ("builtin:huge", {}, "only built-in model is 'builtin:tiny'"),
-        ("qwen3-4c", {}, "did you mean 'qwen3-4b'"),
+        ("qwen3-4c", {}, "did you mean qwen3-4b"),
         ("./nowhere", {}, "no such folder"),
         ("/nowhere/model.gguf", {}, "there is no file"),
         ("builtin:tiny", {"dtype": "float8"}, "model.dtype is 'float8'"),
-        ("builtin:tiny", {"device": "gpu"}, "model.device is 'gpu'"),
         ("builtin:tiny", {"adapter": "/nowhere"}, "no adapter_config.json"),
     ],
 )
