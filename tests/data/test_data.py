@@ -225,7 +225,7 @@ def test_datasets_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     (example,) = load_examples("someone/chats:small", "sft", split="test").found
     assert asked == [("someone/chats", "small", "test")] and example.where == "someone/chats:small, row 0"
     with pytest.raises(
-        ValueError, match=r"someone/gone is no file here, and the hub did not.*cannot be reached\."
+        ValueError, match=r"someone/gone is no file here, and the hub did not.*cannot be reached"
     ):
         load_examples("someone/gone", "sft")
 
