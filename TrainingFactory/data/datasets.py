@@ -80,27 +80,17 @@ def _of_csv(path: Path) -> Iterator[Row]:
     csv.field_size_limit(MAX_CELL)
     with path.open(encoding="utf-8-sig", newline="") as file:
         reader = csv.DictReader(file)
-        try:
-            for row in reader:
-                where = f"{path}, line {reader.line_num}"
-                short = None in row or None in row.values()
-                problem = (
-                    f"has not the {len(reader.fieldnames or ())} cells of the first line" if short else None
-                )
-                yield Row(where, {name: cell for name, cell in row.items() if cell != ""}, problem)
-        except (csv.Error, UnicodeDecodeError) as error:
-            raise ValueError(f"{path} is not a CSV file: {error}") from error
+        for row in reader:
+            short = None in row or None in row.values()
+            problem = f"has not the {len(reader.fieldnames or ())} cells of the first line" if short else None
+            columns = {name: cell for name, cell in row.items() if cell != ""}
+            yield Row(f"{path}, line {reader.line_num}", columns, problem)
 
 
 def _of_parquet(path: Path) -> Iterator[Row]:
-    import pyarrow
     import pyarrow.parquet
 
-    try:
-        file = pyarrow.parquet.ParquetFile(path)
-    except pyarrow.ArrowException as error:
-        raise ValueError(f"{path} is not a Parquet file: {error}") from error
-    batches = file.iter_batches(batch_size=1024)
+    batches = pyarrow.parquet.ParquetFile(path).iter_batches(batch_size=1024)
     return _of_dicts((row for batch in batches for row in batch.to_pylist()), str(path), arrow=True)
 
 
@@ -113,10 +103,7 @@ def _of_folder(path: Path, split: str) -> Iterator[Row]:
         )
     import datasets
 
-    try:
-        found = _split_of(datasets.load_from_disk(str(path)), str(path), split)
-    except (OSError, TypeError, KeyError) as error:
-        raise ValueError(f"the dataset in {path} cannot be read: {error}") from error
+    found = _split_of(datasets.load_from_disk(str(path)), str(path), split)
     return _of_dicts(found, str(path), arrow=True)
 
 

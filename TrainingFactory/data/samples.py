@@ -82,11 +82,10 @@ def turn_spans(trajectory: Trajectory) -> list[Span]:
 
 
 def mismatched(samples: Sequence[Sample]) -> list[Sample]:
-    """Each prompt with the answer that another episode gave to another prompt: all that follows the prompt, trained
-    where it was sampled. Answers move on by as many places as the most frequent prompt has episodes (one, where all
-    prompts differ), counted with equal prompts side by side; an answer that meets its own prompt again, because that
-    is the prompt of more than half of all, is left out, and so is a row longer than all that were given, which are
-    known to fit. Of an episode in several rows the first one counts."""
+    """Each prompt with the answer that another episode gave to another prompt, trained where it was sampled. Answers
+    move on by as many places as the most frequent prompt has episodes, equal prompts side by side; one that meets its
+    own prompt again is left out, and so is a row longer than all that were given, which are known to fit. Of an
+    episode in several rows the first one counts."""
     first: dict[int, Sample] = {}
     for sample in samples:
         if any(sample.loss_mask):

@@ -33,9 +33,9 @@ class TextEncoder:
             raise ValueError(
                 f"{type(tokenizer).__name__} is not a fast tokenizer (tokenizer.json), as is needed"
             )
-        state = _without_prefix_space(json.loads(backend.to_str()))
-        state["added_tokens"] = []
-        state["post_processor"] = None
+        state = json.loads(backend.to_str()) | {"added_tokens": [], "post_processor": None}
+        for part in ("normalizer", "pre_tokenizer"):
+            state[part] = _without_prefix_space(state.get(part))
         self._plain = Tokenizer.from_str(json.dumps(state))
         self._whole = backend
         self.control_texts: dict[str, int] = {
@@ -83,8 +83,6 @@ class TextEncoder:
 
     def cut(self, text: str, max_tokens: int) -> str:
         """The text if it fits, else its beginning and its end with the cut marked between them."""
-        if max_tokens < 1:
-            raise ValueError(f"max_reply_tokens is {max_tokens}; it must be 1 or more")
         text = valid_text(text)
         # No token is longer than the longest entry, so much of a huge text need not be encoded at all.
         keep_chars = max_tokens * 40
@@ -115,25 +113,17 @@ class TextEncoder:
         return ""
 
 
-def _without_prefix_space(state: dict[str, Any]) -> dict[str, Any]:
+def _without_prefix_space(node: Any) -> Any:
     """Inner pieces of a text must not get the space that some tokenizers put before a whole text."""
-
-    def clean(node: Any) -> Any:
-        if isinstance(node, list):
-            return [clean(item) for item in node]
-        if not isinstance(node, dict):
-            return node
-        node = {key: clean(value) for key, value in node.items()}
-        if node.get("type") == "Metaspace":
-            node["prepend_scheme"] = "never"
-        if "add_prefix_space" in node:
-            node["add_prefix_space"] = False
-        if node.get("type") == "Sequence" and "normalizers" in node:
-            node["normalizers"] = [item for item in node["normalizers"] if item.get("type") != "Prepend"]
+    if isinstance(node, list):
+        return [cleaned for item in node if (cleaned := _without_prefix_space(item)) is not None]
+    if not isinstance(node, dict):
         return node
-
-    for part in ("normalizer", "pre_tokenizer"):
-        state[part] = clean(state.get(part))
-        if isinstance(state[part], dict) and state[part].get("type") == "Prepend":
-            state[part] = None
-    return state
+    if node.get("type") == "Prepend":
+        return None
+    node = {key: _without_prefix_space(value) for key, value in node.items()}
+    if node.get("type") == "Metaspace":
+        node["prepend_scheme"] = "never"
+    if "add_prefix_space" in node:
+        node["add_prefix_space"] = False
+    return node

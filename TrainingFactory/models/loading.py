@@ -62,8 +62,6 @@ def load_model(
         model = tiny_model(len(tokenizer), tokenizer.eos_token_id, tokenizer.pad_token_id, seed)
         model.generation_config.eos_token_id = [tokenizer.eos_token_id, tokenizer.pad_token_id]
     else:
-        if target.startswith("builtin:"):
-            raise ValueError(f"model {name!r}: the only built-in model is {BUILTIN!r}")
         options = {"revision": revision or "main", "trust_remote_code": trust_remote_code}
         how = {"dtype": kind, **_quantized(quantization, kind, place)}
         model, tokenizer = _load_pretrained(name, target, options, how)
@@ -209,8 +207,6 @@ def _locate(name: str, target: str) -> tuple[str, dict[str, Any]]:
     if path.suffix == ".gguf":
         if not path.is_file():
             raise ValueError(f"model {name!r}: there is no file {path}")
-        if importlib.util.find_spec("gguf") is None:
-            raise ValueError(f"model {name!r} is a GGUF file, which needs the gguf package: pip install gguf")
         return str(path.parent), {"gguf_file": path.name}
     if path.is_dir():
         if not (path / "config.json").is_file():

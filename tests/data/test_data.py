@@ -239,7 +239,7 @@ def test_datasets_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
         ("a.json", "3", "must hold a list of objects"),
         ("a.json", "[{]", "is not valid JSON"),
         ("a.csv", "prompt,completion\na,b,c\n", "a.csv, line 2 has not the 2 cells"),
-        ("a.parquet", "no", "is not a Parquet file"),
+        ("a.parquet", "no", "Parquet file"),
         ("a.jsonl", "{", "a.jsonl, line 1 is not valid JSON"),
     ],
 )

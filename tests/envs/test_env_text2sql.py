@@ -187,13 +187,6 @@ def test_a_bomb_is_stopped(monkeypatch: pytest.MonkeyPatch):
     assert worth(task, ask(bomb), bomb) == (0.0, 0.0)
 
 
-def test_tasks_of_others_are_told_apart():
-    trajectory = played(Task("mine", "How many?", "SELECT 1"), "SELECT 1")
-    assert trajectory.status == "error" and "task mine has no domain and database_seed" in str(
-        trajectory.error
-    )
-
-
 def test_the_config_that_trains_on_it(tmp_path: Path):
     """As it stands in the repository, but small."""
     keys = ["training.max_steps=2", "training.batch_size=2", "training.group_size=3", "training.eval_every=2"]

@@ -171,7 +171,7 @@ def test_gguf_file_gives_the_same_model_and_can_be_saved(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("name", "options", "text"),
     [
-        ("builtin:huge", {}, "only built-in model is 'builtin:tiny'"),
+        ("builtin:huge", {}, "did you mean builtin:tiny"),
         ("qwen3-4c", {}, "did you mean qwen3-4b"),
         ("./nowhere", {}, "no such folder"),
         ("/nowhere/model.gguf", {}, "there is no file"),

@@ -110,14 +110,11 @@ class Text2SqlEnvironment(ToolEnvironment):
             await in_thread(database.close)
 
     async def _opened(self, variant: int, form: Literal["table", "exact"], max_rows: int) -> Database:
-        def make() -> Database:
-            assert self._folder is not None, "reset comes first"
-            path = Path(self._folder.name, f"{variant}.db")
-            if not path.exists():
-                _build(path, self.task, variant)
-            return Database(path, timeout=QUERY_SECONDS, max_rows=max_rows, format=form)
-
-        return await in_thread(make)
+        assert self._folder is not None, "reset comes first"
+        path = Path(self._folder.name, f"{variant}.db")
+        if not path.exists():
+            await in_thread(_build, path, self.task, variant)
+        return await in_thread(Database, path, timeout=QUERY_SECONDS, max_rows=max_rows, format=form)
 
 
 def _try(query: str) -> Message:
@@ -144,10 +141,8 @@ def _worth_asking(task: Task) -> bool:
 
 
 def hidden_variants(task: Task) -> list[int]:
-    """Return the first databases on which the right query finds something else than on the one that is shown: there
-    constants are wrong, and it does not matter whether a query gives NULL or 0 for nothing. Those on which near misses
-    find something else than the right query come first. Queries of other people's tasks may find the same everywhere;
-    then any database will do."""
+    """Return the first databases on which the right query finds something else than on the one that is shown (there
+    constants are wrong), those first on which near misses do not find the same; any, if it is the same everywhere."""
     shown = Counter(_rows(task, 0, str(task.answer)))
     good = (
         variant
@@ -155,15 +150,12 @@ def hidden_variants(task: Task) -> list[int]:
         if _finds_something(rows := _rows(task, variant, str(task.answer))) and Counter(rows) != shown
     )
     unseen = _as_right(task, 0, _near_misses(str(task.answer)))
-    chosen: list[int] = []
-    passed_over: list[int] = []
+    chosen, passed_over = list[int](), list[int]()
     for variant in good:
         left = _as_right(task, variant, unseen)
-        if len(left) < len(unseen) or len(chosen) + bool(unseen) < HIDDEN:
-            chosen.append(variant)
-            unseen = left
-        else:
-            passed_over.append(variant)
+        useful = len(left) < len(unseen) or len(chosen) + bool(unseen) < HIDDEN
+        (chosen if useful else passed_over).append(variant)
+        unseen = left
         if len(chosen) == HIDDEN:
             break
     return list(islice(chain(chosen, passed_over, endlessly(MAX_VARIANTS)), HIDDEN))
@@ -202,9 +194,4 @@ def _build(path: Path, task: Task, variant: int) -> None:
 
 
 def _script(task: Task, variant: int) -> str:
-    data = task.metadata
-    if data.get("domain") not in DOMAINS or "database_seed" not in data:
-        raise ValueError(
-            f"task {task.id} has no domain and database_seed in its metadata, so there is no database to ask"
-        )
-    return script_of(data["domain"], data["database_seed"], variant)
+    return script_of(task.metadata["domain"], task.metadata["database_seed"], variant)
