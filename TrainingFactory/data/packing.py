@@ -235,9 +235,7 @@ class Batch:
     pairs: int
     baseline: float = 0.0  # what `prepare` found for the step as a whole
     values_only: bool = False  # the critic learns, the policy stays as it is
-    mismatched: list[Pack] = field(
-        default_factory=list
-    )  # answers after other prompts: annotated, never trained
+    mismatched: list[Pack] = field(default_factory=list)  # answers after other prompts, never trained
 
 
 def make_batch(
