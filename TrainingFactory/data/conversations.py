@@ -136,6 +136,8 @@ def checked(messages: Sequence[Message], name: str = "messages") -> list[Message
     ends = [number for number, message in enumerate(messages) if message.role == "assistant"]
     if not ends:
         raise ValueError(f'has no message of the assistant in "{name}", so there is nothing to learn from')
+    if ends[0] == 0:
+        raise ValueError(f'has "{name}" that begins with the assistant; first comes the system or the user')
     if twice := next((later for earlier, later in pairwise(ends) if later == earlier + 1), None):
         raise ValueError(
             f'has two messages of the assistant in a row in "{name}", the second is message {twice}'

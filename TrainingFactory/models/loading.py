@@ -247,4 +247,4 @@ def _first_line(error: Exception) -> str:
 
 def _near(name: str) -> str:
     found = nearest(name, [*SUPPORTED_MODELS, BUILTIN], cutoff=0.5)
-    return did_you_mean(found) or f"; short names are: {', '.join(SUPPORTED_MODELS)}"
+    return did_you_mean(found and repr(found)) or f"; short names are: {', '.join(SUPPORTED_MODELS)}"
