@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from TrainingFactory.protocols import Algorithm
 
-Form = Literal["sft", "dpo", "kto", "rm", "prm"]  # of the rows in a dataset
+if TYPE_CHECKING:
+    from TrainingFactory.data.examples import Form
 
 
 @dataclass(slots=True, frozen=True)

@@ -8,13 +8,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
 from TrainingFactory.data.trajectories import Kept
 from TrainingFactory.openai_form import message_from_dict, spec_from_dict
-from TrainingFactory.types import Message, Reward, ToolCall, ToolSpec
+from TrainingFactory.types import Message, Reward, ToolSpec
 
 # What is wrong with the arguments of a call, or None; handed in by who knows schemas.
 Fits = Callable[[ToolSpec, dict[str, Any]], str | None]
@@ -37,18 +37,16 @@ SHAREGPT_ROLES = {
 
 @dataclass(slots=True)
 class Conversation:
-    """The first `context` messages are not learned, whoever wrote them. `steps` are the parts of the last message,
-    where each of them has a label. `recorded` is the trajectory it was, where its tokens are known. `bad` are the
-    numbers of messages that show how it is not done, and so may hold calls that nobody can read."""
-
     id: str
     messages: list[Message]
     tools: list[ToolSpec] = field(default_factory=list)
-    recorded: Kept | None = None
-    context: int = 0
+    recorded: Kept | None = None  # the trajectory it was, where its tokens are known
+    context: int = 0  # so many messages are not learned, whoever wrote them
     reward: Reward | None = None
-    steps: list[str] = field(default_factory=list)
-    bad: frozenset[int] = frozenset()
+    steps: list[str] = field(default_factory=list)  # of the last message, where each has a label
+    bad: frozenset[int] = (
+        frozenset()
+    )  # messages that show how it is not done, maybe with calls nobody can read
 
     @property
     def start(self) -> int:
@@ -64,10 +62,8 @@ def conversation_in(columns: Mapping[str, Any], name: str, bad: bool = False) ->
     if not rows:
         raise ValueError(f'has an empty "{name}"')
     if all(isinstance(row, Mapping) and "from" in row for row in rows):
-        found = _from_sharegpt(rows, name, bad)
-    else:
-        found = messages_in(rows, name, bad)
-    return named_replies(with_system(columns, found))
+        rows = _from_sharegpt(rows, name, bad)
+    return named_replies(with_system(columns, messages_in(rows, name, bad)))
 
 
 def text_or_messages(columns: Mapping[str, Any], name: str, role: str, bad: bool = False) -> list[Message]:
@@ -95,12 +91,15 @@ def messages_in(rows: Sequence[Any], name: str, bad: bool = False) -> list[Messa
             message = message_from_dict(row)
         except ValueError as error:
             raise ValueError(f'has a bad message {number} in "{name}": {error}') from error
-        if bad and any(call.error or not call.name for call in message.tool_calls):
+        broken = next((call for call in message.tool_calls if call.error or not call.name), None)
+        if broken and bad:
             calls = [_call_text(call.get("function", call)) for call in row["tool_calls"]]
-            message = replace(
-                message, content="\n".join(filter(None, [message.content, *calls])), tool_calls=[]
+            message.content, message.tool_calls = "\n".join(filter(None, [message.content, *calls])), []
+        elif broken:
+            what = f"broken call of {broken.name!r}" if broken.name else "call without a name"
+            raise ValueError(
+                f'has a {what} in message {number} of "{name}": {broken.error or "it needs one"}'
             )
-        _readable(message.tool_calls, number, name)
         found.append(message)
     return found
 
@@ -168,12 +167,17 @@ def check_calls(conversation: Conversation, name: str, fits: Fits | None) -> Non
 
 
 def named_replies(messages: list[Message]) -> list[Message]:
-    """Some templates print the name of the tool that answers, which a message may give by the id of its call only."""
+    """Some templates print the name of the tool that answers, which a message may give by the id of its call, or only
+    by its place after the calls."""
     names: dict[str, str] = {}
+    waiting: list[str] = []
     for message in messages:
-        names |= {call.id: call.name for call in message.tool_calls if call.id}
-        if message.role == "tool" and not message.name:
-            message.name = names.get(message.tool_call_id or "")
+        if message.role == "assistant":
+            names |= {call.id: call.name for call in message.tool_calls if call.id}
+            waiting = [call.name for call in message.tool_calls]
+        elif message.role == "tool":
+            following = waiting.pop(0) if waiting else None
+            message.name = message.name or names.get(message.tool_call_id or "", following)
     return messages
 
 
@@ -183,16 +187,6 @@ def with_system(columns: Mapping[str, Any], messages: list[Message]) -> list[Mes
     if not isinstance(system, str) or not system.strip() or messages[0].role == "system":
         return messages
     return [Message("system", system), *messages]
-
-
-def _readable(calls: Sequence[ToolCall], number: int, name: str) -> None:
-    for call in calls:
-        if not call.name:
-            raise ValueError(f'has a call without a name in message {number} of "{name}"')
-        if call.error is not None:
-            raise ValueError(
-                f'has a broken call of {call.name!r} in message {number} of "{name}": {call.error}'
-            )
 
 
 def _broken_text(text: str) -> str | None:
@@ -214,57 +208,28 @@ def _call_text(function: Mapping[str, Any]) -> str:
     return f'<tool_call>\n{{"name": {json.dumps(function["name"])}, "arguments": {written}}}\n</tool_call>'
 
 
-def _from_sharegpt(rows: Sequence[Mapping[str, Any]], name: str, bad: bool) -> list[Message]:
-    found: list[Message] = []
+def _from_sharegpt(rows: Sequence[Mapping[str, Any]], name: str, bad: bool) -> list[dict[str, Any]]:
+    """The same rows in OpenAI's form; what cannot be read as a call is a text, where that is allowed."""
+    found: list[dict[str, Any]] = []
     for number, row in enumerate(rows):
         kind, value = str(row["from"]), row.get("value", "")
-        role = SHAREGPT_ROLES.get(kind)
-        if role is None:
+        if kind not in SHAREGPT_ROLES:
             raise ValueError(
                 f'has a message {number} in "{name}" from {kind!r}; known are: {", ".join(SHAREGPT_ROLES)}'
             )
+        message = {"role": SHAREGPT_ROLES[kind], "content": value}
         if kind == "function_call":
+            said = found.pop() if found and found[-1]["role"] == "assistant" else {}  # and then called
             try:
-                calls = _sharegpt_calls(value, number, name)
-            except ValueError:
+                calls = json.loads(value) if isinstance(value, str) else value
+                calls = said.get("tool_calls", []) + (calls if isinstance(calls, list) else [calls])
+                message = {"role": "assistant", "content": said.get("content"), "tool_calls": calls}
+                message_from_dict(message)
+            except (ValueError, RecursionError) as error:
                 if not bad:
-                    raise
-                value = f"<tool_call>\n{value}\n</tool_call>"
-                if found and found[-1].role == "assistant":
-                    found[-1].content += f"\n{value}"
-                else:
-                    found.append(Message("assistant", value))
-                continue
-            if found and found[-1].role == "assistant":  # what it said first, and then called
-                found[-1].tool_calls += calls
-            else:
-                found.append(Message("assistant", "", calls))
-            continue
-        found.append(message_from_dict({"role": role, "content": value}))
-    return _answered(found)
-
-
-def _sharegpt_calls(value: Any, number: int, name: str) -> list[ToolCall]:
-    place = f'in message {number} of "{name}"'
-    try:
-        value = json.loads(value) if isinstance(value, str) else value
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"has a broken call {place}: it is not valid JSON: {error}") from error
-    rows = value if isinstance(value, list) else [value]
-    try:
-        calls = message_from_dict({"role": "assistant", "tool_calls": rows}).tool_calls
-    except ValueError as error:
-        raise ValueError(f"has a broken call {place}: {error}") from error
-    _readable(calls, number, name)
-    return calls
-
-
-def _answered(messages: list[Message]) -> list[Message]:
-    """Answers of tools carry the names of the calls before them, in their order."""
-    waiting: list[ToolCall] = []
-    for message in messages:
-        if message.role == "assistant":
-            waiting = list(message.tool_calls)
-        elif message.role == "tool" and waiting:
-            message.name = waiting.pop(0).name
-    return messages
+                    place = f'in message {number} of "{name}"'
+                    raise ValueError(f"has a broken call {place}: it is not valid JSON: {error}") from error
+                texts = [said.get("content"), f"<tool_call>\n{value}\n</tool_call>"]
+                message = {**said, "role": "assistant", "content": "\n".join(filter(None, texts))}
+        found.append(message)
+    return found

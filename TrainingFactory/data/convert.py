@@ -18,17 +18,17 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from itertools import chain
 from typing import Any
 
 from TrainingFactory.data.datasets import Row
-from TrainingFactory.data.examples import Form
+from TrainingFactory.data.examples import PAIRS, Form
 from TrainingFactory.data.ranking import best_and_worst, one_sided, total
-from TrainingFactory.data.recordings import LOST
+from TrainingFactory.data.recordings import useless
 from TrainingFactory.data.trajectories import trajectory_from_dict
 from TrainingFactory.openai_form import message_to_dict, spec_to_dict
-from TrainingFactory.types import Message, Trajectory
+from TrainingFactory.types import Trajectory
 
-PAIRS = ("dpo", "rm")
 THRESHOLDS: dict[Form, float] = {"kto": 0.5, "prm": 0.0}
 
 
@@ -61,15 +61,11 @@ class Converted:
 
 @dataclass(slots=True)
 class _Episode:
-    """What a row needs of a trajectory; its tokens would fill the memory."""
+    """What rows need of a trajectory; its tokens would fill the memory."""
 
-    id: str
-    task: str
     group: str
-    prompt: list[dict[str, Any]]
-    said: list[dict[str, Any]]
-    tools: list[dict[str, Any]]
-    reward: float | None
+    row: dict[str, Any]  # with "prompt" and "completion"
+    reward: float
     steps: list[float]
 
 
@@ -85,50 +81,48 @@ def convert(rows: Iterable[Row], to: Form, filters: Filters | None = None) -> Co
         else:
             episodes.append(episode)
     threshold = THRESHOLDS.get(to, 0.0) if filters.threshold is None else filters.threshold
-    made = _pairs(episodes, filters, done.dropped) if to in PAIRS else _singles(episodes, to, threshold)
+    if to in PAIRS:
+        made = _pairs(episodes, filters, done.dropped)
+    else:
+        made = [_single(each, to, threshold) for each in episodes]
     if to in THRESHOLDS:
-        judged = [reward for each in episodes for reward in (each.steps if to == "prm" else [_reward(each)])]
+        judged = [reward for each in episodes for reward in (each.steps if to == "prm" else [each.reward])]
         done.note = one_sided(judged, threshold, "--threshold")
     if filters.dedupe:
         made = _once(made, done.dropped)
-    done.rows = _limited(made, filters, done.dropped)
+    done.rows = made if filters.max_per_task is None else _limited(made, filters, done.dropped)
     return done
 
 
 def _read(row: Row, to: Form, filters: Filters) -> _Episode | str:
     """An episode, or what it is dropped for."""
     try:
-        trajectory = trajectory_from_dict(row.columns)
+        episode = trajectory_from_dict(row.columns)
     except (ValueError, KeyError, TypeError, AttributeError):
         return "is not a trajectory"
-    reward = None if trajectory.reward is None else total(trajectory.reward)
-    kept = _turns(trajectory, to in ("sft", "prm"))
-    if why := _outside(trajectory, reward, filters):
+    reward = None if episode.reward is None else total(episode.reward)
+    if why := useless(episode, to) or _outside(episode, reward, filters):
         return why
-    if not kept:
+    kept = [turn for turn in episode.turns if turn.completion.finish == "stop"]
+    if not kept or (len(kept) < len(episode.turns) and to not in ("sft", "prm")):
         return "was cut"
-    if any(call.error for turn in kept for call in turn[0].tool_calls):
+    if any(call.error for turn in kept for call in turn.message.tool_calls):
         return "has a call that cannot be read"
-    steps = trajectory.reward.steps if trajectory.reward is not None else []
-    if to != "sft" and reward is None:
-        return "has no reward"
-    if to == "prm" and len(steps) != len(trajectory.turns):
-        return "has no reward for each turn"
-    return _Episode(
-        f"{trajectory.group}/{trajectory.member}",
-        trajectory.task.id,
-        trajectory.group,
-        [message_to_dict(message) for message in trajectory.prompt],
-        [message_to_dict(message) for turn in kept for message in turn][: -len(kept[-1]) + 1 or None],
-        [spec_to_dict(spec) for spec in trajectory.tools],
-        reward,
-        steps[: len(kept)],
-    )
+    said = [message for turn in kept for message in (turn.message, *turn.replies)]
+    row_of = {
+        "id": f"{episode.group}/{episode.member}",
+        "task": episode.task.id,
+        "reward": reward,
+        "prompt": [message_to_dict(message) for message in episode.prompt],
+        "completion": [message_to_dict(message) for message in said[: len(said) - len(kept[-1].replies)]],
+    }
+    if episode.tools:
+        row_of["tools"] = [spec_to_dict(spec) for spec in episode.tools]
+    steps = episode.reward.steps[: len(kept)] if episode.reward else []
+    return _Episode(episode.group, row_of, reward or 0.0, steps)
 
 
 def _outside(trajectory: Trajectory, reward: float | None, filters: Filters) -> str | None:
-    if trajectory.status in LOST or not trajectory.turns:
-        return "ended in an error"
     if filters.status and trajectory.status not in filters.status:
         return "--status"
     if filters.tasks and not any(fnmatchcase(trajectory.task.id, pattern) for pattern in filters.tasks):
@@ -140,87 +134,55 @@ def _outside(trajectory: Trajectory, reward: float | None, filters: Filters) -> 
     return None
 
 
-def _turns(trajectory: Trajectory, partly: bool) -> list[list[Message]]:
-    """The messages of each turn that has an end; none where one was cut, unless `partly`."""
-    whole = [turn for turn in trajectory.turns if turn.completion.finish == "stop"]
-    if len(whole) < len(trajectory.turns) and not partly:
-        return []
-    return [[turn.message, *turn.replies] for turn in whole]
+def _single(episode: _Episode, to: Form, threshold: float) -> dict[str, Any]:
+    row = episode.row
+    # A prompt with answers in it stays a prompt: they are not what was learned from.
+    if to == "sft" and not any(message["role"] == "assistant" for message in row["prompt"]):
+        row["messages"] = row.pop("prompt") + row.pop("completion")
+    elif to == "kto":
+        row["label"] = episode.reward > threshold
+    elif to == "prm":
+        row["labels"] = [step > threshold for step in episode.steps]
+    return row
 
 
-def _singles(episodes: list[_Episode], to: Form, threshold: float) -> list[tuple[str, dict[str, Any]]]:
-    made = []
-    for each in episodes:
-        row: dict[str, Any] = {"id": each.id, "task": each.task, "reward": each.reward}
-        # A prompt with answers in it stays a prompt: they are not what was learned from.
-        if to == "sft" and not any(message["role"] == "assistant" for message in each.prompt):
-            row["messages"] = each.prompt + each.said
-        else:
-            row |= {"prompt": each.prompt, "completion": each.said}
-        if to == "kto":
-            assert each.reward is not None
-            row["label"] = each.reward > threshold
-        elif to == "prm":
-            row["labels"] = [step > threshold for step in each.steps]
-        made.append((each.task, row | _tools(each)))
-    return made
-
-
-def _pairs(
-    episodes: list[_Episode], filters: Filters, dropped: Counter[str]
-) -> list[tuple[str, dict[str, Any]]]:
+def _pairs(episodes: list[_Episode], filters: Filters, dropped: Counter[str]) -> list[dict[str, Any]]:
     """One for each group: the first of its best episodes against the first of its worst."""
     groups: dict[str, list[_Episode]] = defaultdict(list)
     for each in episodes:
         groups[each.group].append(each)
     made = []
     for name, group in groups.items():
-        pair = best_and_worst(group, _reward)
-        if pair is None or pair[0].said == pair[1].said:
+        pair = best_and_worst(group, lambda episode: episode.reward)
+        if pair is None or pair[0].row["completion"] == pair[1].row["completion"]:
             dropped["pair: nothing better or worse in the group"] += 1
-            continue
-        best, worst = pair
-        if (margin := _reward(best) - _reward(worst)) < filters.min_margin:
+        elif (margin := pair[0].reward - pair[1].reward) < filters.min_margin:
             dropped["pair: --min-margin"] += 1
         else:
-            row = {"id": name, "task": best.task, "prompt": best.prompt}
-            row |= {"chosen": best.said, "rejected": worst.said, "margin": margin}
-            made.append((best.task, row | _tools(best)))
+            best, worst = (each.row for each in pair)
+            row = {key: value for key, value in best.items() if key not in ("reward", "completion")}
+            sides = {"chosen": best["completion"], "rejected": worst["completion"]}
+            made.append(row | sides | {"id": name, "margin": margin})
     return made
 
 
-def _reward(episode: _Episode) -> float:
-    assert episode.reward is not None
-    return episode.reward
-
-
-def _tools(episode: _Episode) -> dict[str, Any]:
-    return {"tools": episode.tools} if episode.tools else {}
-
-
-def _once(made: list[tuple[str, dict[str, Any]]], dropped: Counter[str]) -> list[tuple[str, dict[str, Any]]]:
+def _once(made: list[dict[str, Any]], dropped: Counter[str]) -> list[dict[str, Any]]:
     """Rows that say the same of the same task count once."""
-    seen: dict[str, tuple[str, dict[str, Any]]] = {}
-    for task, row in made:
+    seen: dict[str, dict[str, Any]] = {}
+    for row in made:
         told = {key: value for key, value in row.items() if key not in ("id", "reward", "margin")}
-        seen.setdefault(json.dumps(told, sort_keys=True), (task, row))
+        seen.setdefault(json.dumps(told, sort_keys=True), row)
     dropped["--dedupe"] += len(made) - len(seen)
     return list(seen.values())
 
 
-def _limited(
-    made: list[tuple[str, dict[str, Any]]], filters: Filters, dropped: Counter[str]
-) -> list[dict[str, Any]]:
-    if filters.max_per_task is None:
-        return [row for _, row in made]
+def _limited(made: list[dict[str, Any]], filters: Filters, dropped: Counter[str]) -> list[dict[str, Any]]:
+    assert filters.max_per_task is not None
     numbers: dict[str, list[int]] = defaultdict(list)
-    for number, (task, _) in enumerate(made):
-        numbers[task].append(number)
+    for number, row in enumerate(made):
+        numbers[row["task"]].append(number)
     rng = random.Random(filters.seed)
-    kept = {
-        number
-        for found in numbers.values()
-        for number in rng.sample(found, min(filters.max_per_task, len(found)))
-    }
+    drawn = (rng.sample(found, min(filters.max_per_task, len(found))) for found in numbers.values())
+    kept = sorted(chain.from_iterable(drawn))
     dropped["--max-per-task"] += len(made) - len(kept)
-    return [row for number, (_, row) in enumerate(made) if number in kept]
+    return [made[number] for number in kept]

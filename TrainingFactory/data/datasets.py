@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from TrainingFactory.data.lines import as_object, text_lines
+from TrainingFactory.texts import describe
 
 FILES = (".jsonl", ".ndjson", ".json", ".parquet", ".csv")
 KINDS = "a JSONL, JSON, Parquet or CSV file, a folder saved by datasets, or the id of a dataset on the hub"
@@ -43,7 +44,7 @@ def read_rows(source: Any, split: str = "train") -> Iterator[Row]:
         return readers.get(path.suffix.lower(), _of_lines)(path)
     if path.suffix.lower() in FILES or str(source).startswith((".", "/", "~")):
         raise ValueError(f"there is no file of data at {path}; a dataset is {KINDS}")
-    return _of_table(_from_hub(str(source), split), str(source))
+    return _of_dicts(_from_hub(str(source), split), str(source), arrow=True)
 
 
 def name_of(source: Any) -> str:
@@ -55,63 +56,42 @@ def _of_lines(path: Path) -> Iterator[Row]:
     for number, line in text_lines(path):
         where = f"{path}, line {number}"
         try:
-            yield Row(where, _columns(as_object(line, "with the columns of the row")))
+            yield Row(where, _there(as_object(line, "with the columns of the row"), deep=False))
         except ValueError as error:
             yield Row(where, {}, str(error))
 
 
 def _of_json(path: Path) -> Iterator[Row]:
     """A list of objects, alone or under a name such as `data`; or one object a line after all."""
-    _, first = next(text_lines(path), (0, ""))
-    if first.lstrip().startswith("{"):
-        try:
-            as_object(first, "")
-            whole = len(list(zip(range(2), text_lines(path), strict=False))) == 1
-        except ValueError:
-            whole = True
-        if not whole:
-            return _of_lines(path)
     try:
         value = json.loads(path.read_text(encoding="utf-8-sig", errors="surrogatepass") or "[]")
-    except (ValueError, RecursionError) as error:
+    except json.JSONDecodeError as error:
+        if error.msg == "Extra data":
+            return _of_lines(path)
         raise ValueError(f"{path} is not valid JSON: {error}") from error
     if isinstance(value, dict):
         value = next((value[key] for key in WRAPPERS if isinstance(value.get(key), list)), [value])
     if not isinstance(value, list):
         raise ValueError(f"{path} must hold a list of objects, not {str(value)[:40]}")
-    return _of_dicts(value, lambda number: f"{path}, row {number}")
+    return _of_dicts(value, str(path))
 
 
 def _of_csv(path: Path) -> Iterator[Row]:
     csv.field_size_limit(MAX_CELL)
     with path.open(encoding="utf-8-sig", newline="") as file:
         reader = csv.DictReader(file)
-        try:
-            for row in reader:
-                where = f"{path}, line {reader.line_num}"
-                if None in row or None in row.values():
-                    yield Row(
-                        where, {}, f"has not the {len(reader.fieldnames or ())} cells of the first line"
-                    )
-                else:
-                    yield Row(where, {name: cell for name, cell in row.items() if cell != ""})
-        except (csv.Error, UnicodeDecodeError) as error:
-            raise ValueError(f"{path} is not a CSV file: {error}") from error
+        for row in reader:
+            short = None in row or None in row.values()
+            problem = f"has not the {len(reader.fieldnames or ())} cells of the first line" if short else None
+            columns = {name: cell for name, cell in row.items() if cell != ""}
+            yield Row(f"{path}, line {reader.line_num}", columns, problem)
 
 
 def _of_parquet(path: Path) -> Iterator[Row]:
-    import pyarrow
     import pyarrow.parquet
 
-    try:
-        file = pyarrow.parquet.ParquetFile(path)
-    except pyarrow.ArrowException as error:
-        raise ValueError(f"{path} is not a Parquet file: {error}") from error
-    number = 0
-    for batch in file.iter_batches(batch_size=1024):
-        for row in batch.to_pylist():
-            yield Row(f"{path}, row {number}", _there(row))
-            number += 1
+    batches = pyarrow.parquet.ParquetFile(path).iter_batches(batch_size=1024)
+    return _of_dicts((row for batch in batches for row in batch.to_pylist()), str(path), arrow=True)
 
 
 def _of_folder(path: Path, split: str) -> Iterator[Row]:
@@ -123,10 +103,8 @@ def _of_folder(path: Path, split: str) -> Iterator[Row]:
         )
     import datasets
 
-    try:
-        return _of_table(_split_of(datasets.load_from_disk(str(path)), str(path), split), str(path))
-    except (OSError, TypeError, KeyError) as error:
-        raise ValueError(f"the dataset in {path} cannot be read: {error}") from error
+    found = _split_of(datasets.load_from_disk(str(path)), str(path), split)
+    return _of_dicts(found, str(path), arrow=True)
 
 
 def _from_hub(source: str, split: str) -> Any:
@@ -136,11 +114,9 @@ def _from_hub(source: str, split: str) -> Any:
     try:
         return datasets.load_dataset(name, configuration or None, split=split)
     except Exception as error:  # foreign code, at the far end of a network
-        reason = str(error).strip().splitlines()
         raise ValueError(
-            f"{source} is no file here, and the hub did not give its split {split!r}: "
-            f"{reason[0] if reason else type(error).__name__}. A dataset is {KINDS}; "
-            "without a network, use a file or a saved dataset"
+            f"{source} is no file here, and the hub did not give its split {split!r}: {describe(error)}. "
+            f"A dataset is {KINDS}; without a network, use a file or a saved dataset"
         ) from error
 
 
@@ -154,38 +130,25 @@ def _split_of(dataset: Any, name: str, split: str) -> Any:
 
 def _of_objects(source: Any, split: str) -> Iterator[Row]:
     source = _split_of(source, "the dataset", split)
-    if isinstance(source, Iterable):
-        # a datasets.Dataset, or an IterableDataset, whose rows come from Arrow
-        if type(source).__module__.partition(".")[0] == "datasets":
-            return _of_table(source, None)
-        return _of_dicts(source, lambda number: f"row {number} of the dataset")
-    raise ValueError(f"a dataset is {KINDS}, or a list of dicts, not a {type(source).__name__}")
+    if not isinstance(source, Iterable):
+        raise ValueError(f"a dataset is {KINDS}, or a list of dicts, not a {type(source).__name__}")
+    arrow = type(source).__module__.partition(".")[0] == "datasets"  # Dataset or IterableDataset
+    return _of_dicts(source, None, arrow)
 
 
-def _of_table(table: Iterable[Mapping[str, Any]], name: str | None) -> Iterator[Row]:
-    for number, row in enumerate(table):
-        where = f"row {number} of the dataset" if name is None else f"{name}, row {number}"
-        yield Row(where, _there(row))
-
-
-def _of_dicts(rows: Iterable[Any], where: Any) -> Iterator[Row]:
+def _of_dicts(rows: Iterable[Any], name: str | None, arrow: bool = False) -> Iterator[Row]:
     for number, row in enumerate(rows):
+        where = f"row {number} of the dataset" if name is None else f"{name}, row {number}"
         if isinstance(row, Row):  # read before
             yield row
         elif isinstance(row, Mapping):
-            yield Row(where(number), _columns(row))
+            yield Row(where, _there(row, deep=arrow))
         else:
-            yield Row(
-                where(number), {}, f"must be an object with the columns of the row, not {str(row)[:40]}"
-            )
+            yield Row(where, {}, f"must be an object with the columns of the row, not {str(row)[:40]}")
 
 
-def _columns(row: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in row.items() if value is not None}
-
-
-def _there(value: Any) -> Any:
-    """Without the keys that are null, at any depth."""
+def _there(value: Any, deep: bool) -> Any:
+    """Without the keys that are null, at any depth where Arrow put them there."""
     if isinstance(value, Mapping):
-        return {key: _there(item) for key, item in value.items() if item is not None}
-    return [_there(item) for item in value] if isinstance(value, list) else value
+        return {key: _there(item, deep) if deep else item for key, item in value.items() if item is not None}
+    return [_there(item, deep) for item in value] if isinstance(value, list) else value

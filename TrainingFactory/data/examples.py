@@ -33,19 +33,20 @@ from TrainingFactory.data.conversations import (
 )
 from TrainingFactory.data.datasets import name_of, read_rows
 from TrainingFactory.data.lines import in_one
-from TrainingFactory.data.ranking import one_sided
-from TrainingFactory.data.recordings import is_recording, recording, recordings_together, reward_of, useless
+from TrainingFactory.data.ranking import best_and_worst, one_sided
+from TrainingFactory.data.recordings import is_recording, recording, reward_of
 from TrainingFactory.types import Message, Reward
 
 Form = Literal["sft", "dpo", "kto", "rm", "prm"]
+PAIRS = ("dpo", "rm")
 WHOLE = ("messages", "conversations")
 NEEDS: dict[Form, str] = {
     "sft": '"messages" (and "tools"), "conversations" as ShareGPT has them, or "prompt" and "completion"',
     "dpo": '"chosen" and "rejected", with "prompt" or as whole conversations that begin alike',
-    "rm": '"chosen" and "rejected", with "prompt" or as whole conversations that begin alike',
     "kto": '"label" with "prompt" and "completion", or with "messages"',
     "prm": '"labels" with "messages", or with "prompt" and "completions"',
 }
+NEEDS["rm"] = NEEDS["dpo"]
 TRUE, FALSE = ("true", "1", "1.0", "yes"), ("false", "0", "0.0", "no")  # as CSV has them
 
 
@@ -84,10 +85,8 @@ def load_examples(
     skip_bad_rows: bool = False,
     fits: Fits | None = None,
 ) -> Examples:
-    """`source` is a file (JSONL, JSON, Parquet, CSV), a folder saved by `datasets`, a hub id, a `datasets.Dataset` or
-    a list of dicts; `split` is for datasets that have several. All problems are told at once, by row and column, in
-    one ValueError; with `skip_bad_rows` they are kept in `bad` instead. At most the first `count` examples are kept.
-    `fits` says what is wrong with the arguments of a call."""
+    """`source` is what `read_rows` takes. All problems are told at once, by row and column, in one ValueError; with
+    `skip_bad_rows` they are kept in `bad` instead. At most the first `count` examples are kept."""
     examples, stem = Examples(form, []), name_of(source)
     together: dict[str, Example] = {}  # recorded episodes of a group, by its name
     for row in read_rows(source, split):
@@ -97,21 +96,14 @@ def load_examples(
                 raise ValueError(row.problem)
             name = str(row.columns.get("id", f"{stem}-{examples.rows}"))
             if is_recording(row.columns):
-                conversation = recording(row.columns, learned_only=form == "sft")
-                if why := useless(conversation, form):
-                    examples.unused[why] += 1
+                found = recording(row.columns, form)
+                if isinstance(found, str):
+                    examples.unused[found] += 1
                     continue
-                key = (
-                    conversation.recorded.head.group
-                    if conversation.recorded and form in ("dpo", "rm")
-                    else ""
-                )
-                if key in together:
-                    together[key].conversations.append(conversation)
+                example = Example(found.id, row.where, [found])
+                if form in PAIRS and (first := together.setdefault(found.id, example)) is not example:
+                    first.conversations.append(found)
                     continue
-                example = Example(conversation.id, row.where, [conversation])
-                if key:
-                    together[key] = example
             else:
                 example = Example(name, row.where, _conversations(row.columns, form, name, fits))
         except ValueError as error:
@@ -120,9 +112,11 @@ def load_examples(
         examples.found.append(example)
         if len(examples.found) == count and not together:
             break
-    if together:
-        examples.unused += recordings_together(together.values())
-        examples.found = [example for example in examples.found if len(example.conversations) > 1]
+    for example in together.values():
+        if best_and_worst(example.conversations, reward_of) is None:
+            examples.unused["are in a group with nothing better or worse in it"] += len(example.conversations)
+            example.conversations = []
+    examples.found = [example for example in examples.found if example.conversations]
     if examples.bad and not skip_bad_rows:
         raise ValueError(in_one(examples.bad))
     examples.found = examples.found[:count]
@@ -134,13 +128,14 @@ def load_examples(
 
 def _one_sided(examples: Examples) -> list[str]:
     """What to say where all labels are the same, by the thresholds that algorithms have unless told otherwise."""
-    scored = [each for example in examples.found for each in example.conversations if each.reward]
-    note = None
-    if examples.form == "prm":
+    if examples.form not in ("kto", "prm"):
+        return []
+    scored = [each for example in examples.found for each in example.conversations]
+    if examples.form == "kto":
+        note = one_sided([reward_of(each) for each in scored], 0.5, "kto.threshold")
+    else:
         steps = [step for each in scored if each.reward for step in each.reward.steps]
         note = one_sided(steps, 0.0, "reward_model.threshold")
-    elif examples.form == "kto":
-        note = one_sided([reward_of(each) for each in scored], 0.5, "kto.threshold")
     return [note] if note else []
 
 
@@ -157,7 +152,7 @@ def _why_empty(examples: Examples, source: Any) -> str:
 def _conversations(
     columns: Mapping[str, Any], form: Form, name: str, fits: Fits | None
 ) -> list[Conversation]:
-    if form in ("dpo", "rm"):
+    if form in PAIRS:
         return _pair(columns, form, name, fits)
     if form == "prm":
         return [_labelled_turns(columns, name, fits)]
@@ -203,9 +198,13 @@ def _pair(columns: Mapping[str, Any], form: Form, name: str, fits: Fits | None) 
     given = bool(prompt) and all(side[: len(prompt)] == prompt for side in sides)
     if sides[0] == sides[1]:
         raise ValueError('has the same dialogue in "chosen" and in "rejected"')
-    margin = _number(columns.get("margin", 1.0), "margin")
-    if not margin > 0:
-        raise ValueError(f'has a "margin" of {margin:g}; by so much "chosen" is better, so it must be over 0')
+    try:
+        margin = float(columns.get("margin", 1.0))
+    except (TypeError, ValueError):
+        margin = math.nan
+    if not 0 < margin < math.inf:
+        told = str(columns["margin"])[:40]
+        raise ValueError(f'has a "margin" of {told}; by so much "chosen" is better, so it must be over 0')
     chosen, rejected = (
         Conversation(name, messages, tools, context=len(prompt) if given else common, reward=Reward(reward))
         for messages, reward in zip(sides, (margin, 0.0), strict=True)
@@ -284,15 +283,3 @@ def _label(value: Any, column: str) -> bool:
     if str(value).lower() in (*TRUE, *FALSE):
         return str(value).lower() in TRUE
     raise ValueError(f'has "{column}" with {str(value)[:40]!r}; it must be true or false, or 1 or 0')
-
-
-def _number(value: Any, column: str) -> float:
-    if isinstance(value, str) and value.lower() in (*TRUE, *FALSE):
-        return float(value.lower() in TRUE)
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        number = math.nan
-    if not math.isfinite(number):
-        raise ValueError(f'has "{column}" with {str(value)[:40]!r}, which is not a number')
-    return number

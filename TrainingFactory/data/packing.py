@@ -12,7 +12,7 @@ holds a run of tokens; a row is a path from the top.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -64,8 +64,6 @@ class Pack:
 
 def pack(samples: Sequence[Sample], token_budget: int = 16_384, sharing: bool = True) -> list[Pack]:
     """`sharing=False` gives every row a node of its own, and counts the budget as if rows were padded."""
-    if token_budget < 1:
-        raise ValueError(f"training.token_budget is {token_budget}; it must be 1 or more")
     for number, sample in enumerate(samples):
         if sample.loss_mask and sample.loss_mask[0]:
             raise ValueError(f"row {number} trains its first token, which nothing comes before")
@@ -178,49 +176,51 @@ def _packs(
 
 
 def _pack(samples: Sequence[Sample], ids: list[np.ndarray], batch: list[int], tree: _Tree) -> Pack:
-    source, place, target, row, episode, logprobs, advantages, rewards, versions = ([] for _ in range(9))
-    episodes: dict[int, int] = {}  # number of the episode -> its place in the pack
-    for index, number in enumerate(batch):
-        sample = samples[number]
-        trained = np.flatnonzero(sample.loss_mask)
-        places = tree.places(index)
-        source.append(places[trained - 1])
-        place.append(places[trained])
-        target.append(ids[number][trained])
-        row.append(np.full(len(trained), number))
-        episode.append(np.full(len(trained), episodes.setdefault(sample.episode, len(episodes))))
-        logprobs.append(np.asarray(sample.logprobs, np.float32)[trained])
-        advantages.append(np.asarray(sample.advantages, np.float32)[trained])
-        rewards.append(np.asarray(sample.rewards, np.float32)[trained])
-        versions.append(np.asarray(sample.policy_version, np.int64)[trained])
-    known = [samples[number].reference for number in batch]
-    reference = None
-    if all(values is not None for values in known):
-        trained = (samples[number].loss_mask for number in batch)
-        kept = [np.asarray(values, np.float32)[mask] for values, mask in zip(known, trained, strict=True)]
-        reference = np.concatenate(kept)
-    positions = [np.arange(node.depth, node.depth + node.length) for node in tree.nodes]
-    first = {samples[number].episode: samples[number] for number in batch}
+    rows = [samples[number] for number in batch]
+    trained = [np.flatnonzero(sample.loss_mask) for sample in rows]
+    sizes = [len(at) for at in trained]
+    places = [tree.places(index) for index in range(len(batch))]
+    first: dict[int, Sample] = {}  # row of each episode, in the order of the pack
+    for sample in rows:
+        first.setdefault(sample.episode, sample)
+    order = {episode: number for number, episode in enumerate(first)}
+
+    def of(values: Iterable[Any], kind: Any, shift: int = 0) -> np.ndarray:
+        """What each row has at its trained tokens, or so many before them."""
+        return np.concatenate(
+            [np.asarray(v, kind)[at - shift] for v, at in zip(values, trained, strict=True)]
+        )
+
+    known = [sample.reference for sample in rows]
     return Pack(
-        np.concatenate(tree.tokens), np.concatenate(positions), tree.nodes, np.array(batch),
-        np.concatenate(source), np.concatenate(place), np.concatenate(target), np.concatenate(row),
-        np.concatenate(episode), np.array([first[number].label for number in episodes], np.float32),
-        _pairs(first, episodes), np.concatenate(logprobs), np.concatenate(advantages), np.concatenate(rewards),
-        np.concatenate(versions), sum(len(ids[number]) for number in batch), reference,
-    )  # fmt: skip
+        token_ids=np.concatenate(tree.tokens),
+        positions=np.concatenate([np.arange(node.depth, node.depth + node.length) for node in tree.nodes]),
+        nodes=tree.nodes,
+        rows=np.array(batch),
+        source=of(places, np.int64, shift=1),
+        place=of(places, np.int64),
+        target=of((ids[number] for number in batch), np.int64),
+        row=np.repeat(batch, sizes),
+        episode=np.repeat([order[sample.episode] for sample in rows], sizes),
+        labels=np.array([sample.label for sample in first.values()], np.float32),
+        pairs=_pairs(first.values(), order),
+        logprobs=of((sample.logprobs for sample in rows), np.float32),
+        advantages=of((sample.advantages for sample in rows), np.float32),
+        rewards=of((sample.rewards for sample in rows), np.float32),
+        versions=of((sample.policy_version for sample in rows), np.int64),
+        row_tokens=sum(len(sample.token_ids) for sample in rows),
+        reference=of(known, np.float32) if all(values is not None for values in known) else None,
+    )
 
 
-def _pairs(first: dict[int, Sample], episodes: dict[int, int]) -> np.ndarray:
+def _pairs(episodes: Iterable[Sample], order: dict[int, int]) -> np.ndarray:
     """Of every two episodes that belong together, the one with the higher label and the other. [P, 2]"""
     found: dict[int, list[Sample]] = {}
-    for number in episodes:
-        found.setdefault(first[number].pair, []).append(first[number])
-    pairs = []
-    for members in found.values():
-        if len(members) == 2:
-            better, worse = sorted(members, key=lambda sample: -sample.label)
-            pairs.append((episodes[better.episode], episodes[worse.episode]))
-    return np.array(pairs, np.int64).reshape(-1, 2)
+    for sample in episodes:
+        found.setdefault(sample.pair, []).append(sample)
+    pairs = [sorted(members, key=lambda each: -each.label) for members in found.values() if len(members) == 2]
+    numbers = [[order[sample.episode] for sample in pair] for pair in pairs]
+    return np.array(numbers, np.int64).reshape(-1, 2)
 
 
 @dataclass(slots=True)
@@ -235,9 +235,7 @@ class Batch:
     pairs: int
     baseline: float = 0.0  # what `prepare` found for the step as a whole
     values_only: bool = False  # the critic learns, the policy stays as it is
-    mismatched: list[Pack] = field(
-        default_factory=list
-    )  # answers after other prompts: annotated, never trained
+    mismatched: list[Pack] = field(default_factory=list)  # answers after other prompts, never trained
 
 
 def make_batch(

@@ -12,24 +12,15 @@ class Unreadable(ValueError):
     """A call in the episode could not be read, so that nobody can say how another model would have written it."""
 
 
-def speaks(chat: ChatFormat, trajectory: Trajectory) -> bool:
-    """Whether the recorded tokens are those of this model's tokenizer and template."""
-    try:
-        rendered = chat.render(trajectory.prompt, trajectory.tools)
-    except ValueError:
-        return False
-    return rendered == trajectory.turns[0].prompt_ids and all(
-        chat.parse(turn.completion.token_ids).content == turn.message.content for turn in trajectory.turns
-    )
-
-
 def written_by(chat: ChatFormat, trajectory: Trajectory) -> Trajectory:
     """The episode as this model would have written it; the very same where its tokens are this model's. A turn that was
     cut has no stop token here either. Raises Unreadable where it holds a call that could not be read."""
-    if speaks(chat, trajectory):
-        return trajectory
     turns: list[Turn] = []
     ids = chat.render(trajectory.prompt, trajectory.tools)
+    if ids == trajectory.turns[0].prompt_ids and all(
+        chat.parse(turn.completion.token_ids).content == turn.message.content for turn in trajectory.turns
+    ):
+        return trajectory
     for number, old in enumerate(trajectory.turns):
         if number:
             ids = ids + chat.extend(turns[-1], turns[-1].replies)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from TrainingFactory.types import Sample, Trajectory, Turn
+from TrainingFactory.types import Sample, Trajectory
 
 Which = Literal["all", "last"]
 
@@ -40,14 +40,24 @@ def to_samples(
     rows: list[Sample] = []
     for number, (turn, span) in enumerate(zip(trajectory.turns, turn_spans(trajectory), strict=True)):
         if span.row == len(rows):
-            rows.append(_empty_row(rows, pair, label))
-        written = len(rows[-1].token_ids)
-        new = len(turn.completion.token_ids)
+            rows.append(Sample([], [], [], [], [], [], pair=pair, label=label))
+            rows[-1].episode, rows[-1].pair = rows[0].episode, rows[0].pair
+        row, sampled = rows[-1], turn.completion
+        context = turn.prompt_ids[len(row.token_ids) :]  # what the turn saw and the row does not have yet
+        known, new = len(context), len(sampled.token_ids)
         assert new, "a turn has sampled at least one token"
         trained = [turns == "all" or number == count - 1] * new
         if tokens == "last":
             trained[:-1] = [False] * (new - 1)
-        _append(rows[-1], turn.prompt_ids[written:], turn, trained, advantages[number], rewards[number])
+        row.token_ids += context + sampled.token_ids
+        row.loss_mask += [False] * known + trained
+        row.logprobs += [0.0] * known
+        row.logprobs += [
+            value if used else 0.0 for value, used in zip(sampled.logprobs, trained, strict=True)
+        ]
+        row.advantages += [0.0] * known + [advantages[number] if used else 0.0 for used in trained]
+        row.rewards += [0.0] * (known + new - 1) + [rewards[number]]
+        row.policy_version += [sampled.policy_version] * (known + new)
     return rows
 
 
@@ -72,11 +82,10 @@ def turn_spans(trajectory: Trajectory) -> list[Span]:
 
 
 def mismatched(samples: Sequence[Sample]) -> list[Sample]:
-    """Each prompt with the answer that another episode gave to another prompt: all that follows the prompt, trained
-    where it was sampled. Answers move on by as many places as the most frequent prompt has episodes (one, where all
-    prompts differ), counted with equal prompts side by side; an answer that meets its own prompt again, because that
-    is the prompt of more than half of all, is left out, and so is a row longer than all that were given, which are
-    known to fit. Of an episode in several rows the first one counts."""
+    """Each prompt with the answer that another episode gave to another prompt, trained where it was sampled. Answers
+    move on by as many places as the most frequent prompt has episodes, equal prompts side by side; one that meets its
+    own prompt again is left out, and so is a row longer than all that were given, which are known to fit. Of an
+    episode in several rows the first one counts."""
     first: dict[int, Sample] = {}
     for sample in samples:
         if any(sample.loss_mask):
@@ -97,26 +106,3 @@ def mismatched(samples: Sequence[Sample]) -> list[Sample]:
         zeros = [0.0] * len(ids)
         found.append(Sample(ids, mask, zeros, zeros, zeros, [0] * len(ids)))
     return found
-
-
-def _empty_row(rows: list[Sample], pair: int, label: float) -> Sample:
-    row = Sample([], [], [], [], [], [], pair=pair, label=label)
-    if rows:
-        row.episode, row.pair = rows[0].episode, rows[0].pair
-    return row
-
-
-def _append(
-    row: Sample, context: list[int], turn: Turn, trained: list[bool], advantage: float, reward: float
-) -> None:
-    """The tokens the turn saw and the row does not have yet, then the tokens it sampled."""
-    sampled = turn.completion
-    known, new = len(context), len(sampled.token_ids)
-    row.token_ids += context + sampled.token_ids
-    row.loss_mask += [False] * known + trained
-    row.logprobs += [0.0] * known + [
-        value if used else 0.0 for value, used in zip(sampled.logprobs, trained, strict=True)
-    ]
-    row.advantages += [0.0] * known + [advantage if used else 0.0 for used in trained]
-    row.rewards += [0.0] * (known + new - 1) + [reward]
-    row.policy_version += [sampled.policy_version] * (known + new)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from TrainingFactory.data.conversations import text_or_messages
 from TrainingFactory.data.lines import read_lines
-from TrainingFactory.openai_form import message_from_dict
 from TrainingFactory.types import Message, Task
 
 
@@ -33,18 +33,13 @@ def _task(row: dict[str, Any], default_id: str) -> Task:
     if not isinstance(metadata, dict):
         raise ValueError('has a "metadata" that is not an object')
     rest = {key: value for key, value in row.items() if key not in ("id", "prompt", "answer", "metadata")}
-    return Task(str(row.get("id", default_id)), _prompt(row["prompt"]), row.get("answer"), rest | metadata)
+    return Task(str(row.get("id", default_id)), _prompt(row), row.get("answer"), rest | metadata)
 
 
-def _prompt(prompt: Any) -> str | list[Message]:
-    if isinstance(prompt, str) and prompt.strip():
-        return prompt
-    if not isinstance(prompt, list) or not prompt:
-        raise ValueError('has a "prompt" that must be a text or a list of messages, and not empty')
-    try:
-        messages = [message_from_dict(message) for message in prompt]
-    except ValueError as error:
-        raise ValueError(f'has a bad message in its "prompt": {error}') from error
+def _prompt(row: dict[str, Any]) -> str | list[Message]:
+    if isinstance(row["prompt"], str) and row["prompt"].strip():
+        return row["prompt"]
+    messages = text_or_messages(row, "prompt", "user")
     if messages[-1].role == "assistant":
         raise ValueError(
             'has a "prompt" that must end before the model\'s turn, not with an assistant message'

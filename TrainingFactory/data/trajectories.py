@@ -25,7 +25,11 @@ def save_trajectories(path: str | Path, trajectories: Iterable[Trajectory], appe
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a" if append else "w", encoding="utf-8", errors=KEEP_ALL, newline="\n") as file:
         for trajectory in trajectories:
-            file.write(_line(trajectory))
+            try:
+                file.write(json.dumps(trajectory_to_dict(trajectory), ensure_ascii=False) + "\n")
+            except TypeError as error:
+                task = f"task {trajectory.task.id}: answer and metadata"
+                raise ValueError(f"{task} must be JSON values to be saved ({error})") from error
 
 
 def load_trajectories(path: str | Path, groups: str = "", growing: bool = False) -> Iterator[Trajectory]:
@@ -43,26 +47,13 @@ def load_trajectories(path: str | Path, groups: str = "", growing: bool = False)
                 raise ValueError(f"{path}, line {number} is not a trajectory: {error!r}") from error
 
 
-def _line(trajectory: Trajectory) -> str:
-    row = trajectory_to_dict(trajectory)
-    try:
-        return json.dumps(row, ensure_ascii=False) + "\n"
-    except (TypeError, ValueError) as error:
-        name = trajectory.task.id
-        raise ValueError(
-            f"task {name}: answer and metadata must be JSON values to be saved ({error})"
-        ) from error
-
-
 def trajectory_to_dict(trajectory: Trajectory) -> dict[str, Any]:
     turns, before = [], []
     for turn in trajectory.turns:
         turns.append(_turn_to_dict(turn, before))
         before = turn.prompt_ids + turn.completion.token_ids
     task = trajectory.task
-    prompt = (
-        task.prompt if isinstance(task.prompt, str) else [message_to_dict(message) for message in task.prompt]
-    )
+    prompt = task.prompt if isinstance(task.prompt, str) else [message_to_dict(each) for each in task.prompt]
     return {
         "task": {"id": task.id, "prompt": prompt, "answer": task.answer, "metadata": task.metadata},
         "group": trajectory.group,

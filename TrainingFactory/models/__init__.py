@@ -9,41 +9,30 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from TrainingFactory.models.chat import TemplateChatFormat, chat_format
-    from TrainingFactory.models.deepseek import DeepSeekModel
-    from TrainingFactory.models.families import Family, register_family
-    from TrainingFactory.models.llama import LlamaModel
-    from TrainingFactory.models.loading import LoadedModel, load_model
-    from TrainingFactory.models.names import SUPPORTED_MODELS
-    from TrainingFactory.models.qwen3 import Qwen3Model
+    from TrainingFactory.models.chat import TemplateChatFormat as TemplateChatFormat
+    from TrainingFactory.models.chat import chat_format as chat_format
+    from TrainingFactory.models.deepseek import DeepSeekModel as DeepSeekModel
+    from TrainingFactory.models.families import Family as Family
+    from TrainingFactory.models.families import register_family as register_family
+    from TrainingFactory.models.llama import LlamaModel as LlamaModel
+    from TrainingFactory.models.loading import LoadedModel as LoadedModel
+    from TrainingFactory.models.loading import load_model as load_model
+    from TrainingFactory.models.names import SUPPORTED_MODELS as SUPPORTED_MODELS
+    from TrainingFactory.models.qwen3 import Qwen3Model as Qwen3Model
 
 _HOMES = {
-    "TemplateChatFormat": "chat",
-    "chat_format": "chat",
-    "DeepSeekModel": "deepseek",
-    "LlamaModel": "llama",
-    "Qwen3Model": "qwen3",
-    "Family": "families",
-    "register_family": "families",
-    "LoadedModel": "loading",
-    "load_model": "loading",
-    "SUPPORTED_MODELS": "names",
+    "chat": ("TemplateChatFormat", "chat_format"),
+    "deepseek": ("DeepSeekModel",),
+    "families": ("Family", "register_family"),
+    "llama": ("LlamaModel",),
+    "loading": ("LoadedModel", "load_model"),
+    "names": ("SUPPORTED_MODELS",),
+    "qwen3": ("Qwen3Model",),
 }
-__all__ = [
-    "SUPPORTED_MODELS",
-    "DeepSeekModel",
-    "Family",
-    "LlamaModel",
-    "LoadedModel",
-    "Qwen3Model",
-    "TemplateChatFormat",
-    "chat_format",
-    "load_model",
-    "register_family",
-]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    for home, names in _HOMES.items():
+        if name in names:
+            return getattr(import_module(f"{__name__}.{home}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

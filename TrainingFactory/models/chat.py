@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from datetime import date
+from itertools import groupby
 from typing import Any
 
 from TrainingFactory.models import probes
@@ -27,21 +28,11 @@ Pieces = list[str | int | Control]  # a template's own text, a mark's number, or
 MAX_SKELETONS = 512
 
 
-def chat_format(
-    tokenizer: Any,
-    family: str | None = None,
-    *,
-    thinking: bool | None = None,
-    stop_ids: Sequence[int] = (),
-    day: date | None = None,
-) -> TemplateChatFormat:
-    """The chat layer for a tokenizer. Without `family`: the one whose reader understands the calls that the
-    template writes. `thinking` goes to templates that know it; `stop_ids` are ends of a turn known from
-    elsewhere (a model's generation config); `day` is what a template that prints the date prints."""
-    return TemplateChatFormat(tokenizer, family, thinking=thinking, stop_ids=stop_ids, day=day)
-
-
 class TemplateChatFormat:
+    """The chat layer for a tokenizer. Without `family`: the one whose reader understands the calls that the template
+    writes. `thinking` goes to templates that know it; `stop_ids` are ends of a turn known from elsewhere (a model's
+    generation config); `day` is what a template that prints the date prints."""
+
     def __init__(
         self,
         tokenizer: Any,
@@ -88,23 +79,26 @@ class TemplateChatFormat:
         if specs and not self._template_tools:
             self._put_tools_into_system(outlines, specs, texts)
         key = json.dumps(outlines) + schemas_text
-        pieces = self._skeletons.get(key)
-        if pieces is None:
+        if key not in self._skeletons:
             text = self._template.text(outlines, schemas)
-            for outline in outlines:
-                if outline["role"] != "assistant" and outline["content"] not in text:
-                    raise ValueError(
-                        f"the chat template drops a {outline['role']} message of this conversation"
-                    )
-            pieces = self._remember(key, text)
-        return self._fill(pieces, texts)
+            for role, content in ((outline["role"], outline["content"]) for outline in outlines):
+                if role != "assistant" and content not in text:
+                    raise ValueError(f"the chat template drops a {role} message of this conversation")
+            self._remember(key, text)
+        return self._fill(self._skeletons[key], texts)
 
     def extend(self, turn: Turn, replies: Sequence[Message | Mapping[str, Any]]) -> list[int]:
         sampled = turn.completion.token_ids
         if not sampled or sampled[-1] not in self.stop_ids:
             raise ValueError("this turn was cut before its stop token, so nothing can follow it")
         answers = self._as_user([as_message(reply) for reply in replies])
-        ids = self._fill(self._continuation(answers), self._reply_texts(answers))
+        texts: Texts = ["", ""]  # marks 0 and 1 stand in the part before the replies
+        for reply in answers:
+            texts += [
+                self._as_shown(reply.role, reply.content) if reply.content else "",
+                reply.name or "tool",
+            ]
+        ids = self._fill(self._continuation(answers), texts)
         # where a turn has no end of its own, its stop token is the first token of what follows (GLM)
         return ids[1:] if self._end is None and ids[:1] == sampled[-1:] else ids
 
@@ -167,11 +161,10 @@ class TemplateChatFormat:
                 run += texts[piece] if isinstance(piece, int) else piece
         return ids + self._encoder.plain(run)
 
-    def _remember(self, key: str, text: str) -> Pieces:
+    def _remember(self, key: str, text: str) -> None:
         if len(self._skeletons) >= MAX_SKELETONS:
             self._skeletons.clear()
         self._skeletons[key] = self._pieces(text)
-        return self._skeletons[key]
 
     def _mark(self, text: str, texts: Texts) -> str:
         texts.append(text)
@@ -215,12 +208,9 @@ class TemplateChatFormat:
         outline: dict[str, Any] = {"role": message.role, "content": content}
         if message.tool_calls:
             if self._style is None:
-                raise ValueError(
-                    "the chat template renders no tool calls, so a message with calls cannot be written"
-                )
-            outline = self._style.message(
-                [self._shielded_call(c, texts) for c in message.tool_calls], content
-            )
+                raise ValueError("the chat template renders no tool calls, so none can be written")
+            calls = [self._shielded_call(call, texts) for call in message.tool_calls]
+            outline = self._style.message(calls, content)
         if message.reasoning:
             outline["reasoning_content"] = self._mark(message.reasoning.strip("\n"), texts)
         if message.role == "tool":
@@ -228,22 +218,15 @@ class TemplateChatFormat:
             outline["name"] = self._mark(message.name or "tool", texts)
         return outline
 
-    def _reply_texts(self, replies: Sequence[Message]) -> Texts:
-        texts: Texts = ["", ""]  # marks 0 and 1 stand in the part before the replies
-        for reply in replies:
-            texts.append(self._as_shown(reply.role, reply.content) if reply.content else "")
-            texts.append(reply.name or "tool")
-        return texts
-
     def _continuation(self, replies: Sequence[Message]) -> Pieces:
         key = json.dumps(["after", [(reply.role, bool(reply.content)) for reply in replies]])
-        if key in self._skeletons:
-            return self._skeletons[key]
-        text = probes.continuation(self._template, self._style, self._end, replies)
-        shown = {part for part in self._marks.split(text) if isinstance(part, int)}
-        if any(reply.content and 2 + 2 * number not in shown for number, reply in enumerate(replies)):
-            raise ValueError("the chat template drops a reply to a turn of the model")
-        return self._remember(key, text)
+        if key not in self._skeletons:
+            text = probes.continuation(self._template, self._style, self._end, replies)
+            shown = self._marks.split(text)
+            if any(reply.content and 2 + 2 * number not in shown for number, reply in enumerate(replies)):
+                raise ValueError("the chat template drops a reply to a turn of the model")
+            self._remember(key, text)
+        return self._skeletons[key]
 
     # what the template leaves out
 
@@ -252,17 +235,10 @@ class TemplateChatFormat:
         if not self._replies_as_user:
             return list(messages)
         changed: list[Message] = []
-        results = False
-        for message in messages:
-            if message.role == "tool":
-                text = f"Result of {message.name or 'the tool'}:\n{message.content}"
-                if results:
-                    changed[-1] = replace(changed[-1], content=f"{changed[-1].content}\n\n{text}")
-                else:
-                    changed.append(Message("user", text))
-            else:
-                changed.append(message)
-            results = message.role == "tool"
+        for results, several in groupby(messages, lambda message: message.role == "tool"):
+            found = list(several)
+            texts = [f"Result of {each.name or 'the tool'}:\n{each.content}" for each in found]
+            changed += [Message("user", "\n\n".join(texts))] if results else found
         return changed
 
     def _put_tools_into_system(
@@ -292,22 +268,16 @@ class TemplateChatFormat:
         return family.read_calls(body)[1] == [call]
 
     def _detect(self) -> Family | None:
-        for family in FAMILIES.values():
-            present = family.needs_token is None or family.needs_token in self._encoder.control_texts
-            if present and self._reads_template(family):
-                return family
-        return None
+        tokens = (None, *self._encoder.control_texts)
+        here = (family for family in FAMILIES.values() if family.needs_token in tokens)
+        return next(filter(self._reads_template, here), None)
 
     def _why_no_tools(self) -> str:
-        if self._style is None:
-            return (
-                "the chat template of this model renders no tool calls; "
-                "family 'generic' (model.family) puts the tool list into the system message instead"
-            )
+        why = f"writes tool calls in a form that family {self.family.name!r} does not read"
         return (
-            f"the chat template of this model writes tool calls in a form that family {self.family.name!r} "
-            "does not read; add a family with TrainingFactory.models.register_family, "
-            "or use family 'generic' (model.family)"
+            f"the chat template of this model {why if self._style else 'renders no tool calls'}; family 'generic' "
+            "(model.family) puts the tool list into the system message instead, and "
+            "TrainingFactory.models.register_family adds a family of your own"
         )
 
     def _find_stops(self, eos: int | None, extra: Sequence[int]) -> tuple[int, ...]:
@@ -320,9 +290,11 @@ class TemplateChatFormat:
                 except ValueError:
                     continue
                 stops += [first.token] if isinstance(first, Control) else []
-        stops += [eos] if eos is not None else []
-        stops += [vocabulary[text] for text in self.family.stop_texts if text in vocabulary]
-        return tuple(dict.fromkeys([*stops, *extra]))
+        known = [vocabulary.get(text) for text in self.family.stop_texts]
+        return tuple(dict.fromkeys(stop for stop in (*stops, eos, *known, *extra) if stop is not None))
+
+
+chat_format = TemplateChatFormat
 
 
 def as_message(message: Message | Mapping[str, Any]) -> Message:

@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer
 
+from TrainingFactory.texts import valid_text
+
 
 class Control(NamedTuple):
     """A control token in a template's own text."""
@@ -29,12 +31,11 @@ class TextEncoder:
         backend = getattr(tokenizer, "backend_tokenizer", None)  # foreign object: slow tokenizers have none
         if backend is None:
             raise ValueError(
-                f"{type(tokenizer).__name__} is not a fast tokenizer; the chat layer needs one "
-                "(a tokenizer.json beside the model)"
+                f"{type(tokenizer).__name__} is not a fast tokenizer (tokenizer.json), as is needed"
             )
-        state = _without_prefix_space(json.loads(backend.to_str()))
-        state["added_tokens"] = []
-        state["post_processor"] = None
+        state = json.loads(backend.to_str()) | {"added_tokens": [], "post_processor": None}
+        for part in ("normalizer", "pre_tokenizer"):
+            state[part] = _without_prefix_space(state.get(part))
         self._plain = Tokenizer.from_str(json.dumps(state))
         self._whole = backend
         self.control_texts: dict[str, int] = {
@@ -62,7 +63,7 @@ class TextEncoder:
         if not text:
             return []
         # a lone surrogate (a model can write one in JSON) has no UTF-8 form
-        text = text.encode("utf-8", "replace").decode("utf-8")
+        text = valid_text(text)
         encoding = self._plain.encode(text, add_special_tokens=False)
         if self.control_ids.isdisjoint(encoding.ids):
             return encoding.ids
@@ -82,9 +83,7 @@ class TextEncoder:
 
     def cut(self, text: str, max_tokens: int) -> str:
         """The text if it fits, else its beginning and its end with the cut marked between them."""
-        if max_tokens < 1:
-            raise ValueError(f"max_reply_tokens is {max_tokens}; it must be 1 or more")
-        text = text.encode("utf-8", "replace").decode("utf-8")
+        text = valid_text(text)
         # No token is longer than the longest entry, so much of a huge text need not be encoded at all.
         keep_chars = max_tokens * 40
         if len(text) > 2 * keep_chars:
@@ -114,25 +113,17 @@ class TextEncoder:
         return ""
 
 
-def _without_prefix_space(state: dict[str, Any]) -> dict[str, Any]:
+def _without_prefix_space(node: Any) -> Any:
     """Inner pieces of a text must not get the space that some tokenizers put before a whole text."""
-
-    def clean(node: Any) -> Any:
-        if isinstance(node, list):
-            return [clean(item) for item in node]
-        if not isinstance(node, dict):
-            return node
-        node = {key: clean(value) for key, value in node.items()}
-        if node.get("type") == "Metaspace":
-            node["prepend_scheme"] = "never"
-        if "add_prefix_space" in node:
-            node["add_prefix_space"] = False
-        if node.get("type") == "Sequence" and "normalizers" in node:
-            node["normalizers"] = [item for item in node["normalizers"] if item.get("type") != "Prepend"]
+    if isinstance(node, list):
+        return [cleaned for item in node if (cleaned := _without_prefix_space(item)) is not None]
+    if not isinstance(node, dict):
         return node
-
-    for part in ("normalizer", "pre_tokenizer"):
-        state[part] = clean(state.get(part))
-        if isinstance(state[part], dict) and state[part].get("type") == "Prepend":
-            state[part] = None
-    return state
+    if node.get("type") == "Prepend":
+        return None
+    node = {key: _without_prefix_space(value) for key, value in node.items()}
+    if node.get("type") == "Metaspace":
+        node["prepend_scheme"] = "never"
+    if "add_prefix_space" in node:
+        node["add_prefix_space"] = False
+    return node

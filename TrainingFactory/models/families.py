@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from TrainingFactory.models.parsers import CallReader, read_bare_json, read_deepseek, read_llama, read_tagged
 from TrainingFactory.openai_form import spec_to_dict
+from TrainingFactory.options import did_you_mean, nearest
 from TrainingFactory.types import ToolCall, ToolSpec
 
 
@@ -112,7 +112,6 @@ def register_family(family: Family) -> None:
 
 def get_family(name: str) -> Family:
     if name not in FAMILIES:
-        near = difflib.get_close_matches(name, FAMILIES, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        hint = did_you_mean(nearest(name, FAMILIES))
         raise ValueError(f"model.family is {name!r}; known families: {', '.join(FAMILIES)}{hint}")
     return FAMILIES[name]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import gc
 import importlib.util
@@ -15,9 +14,11 @@ import torch
 
 from TrainingFactory.models.names import BUILTIN, SUPPORTED_MODELS, resolve
 from TrainingFactory.models.tiny import tiny_model, tiny_tokenizer
+from TrainingFactory.options import did_you_mean, nearest
 
 CPU = torch.device("cpu")
 QUANTIZATIONS = ("none", "4bit", "8bit")
+LOADING = (OSError, ValueError, ImportError, KeyError)  # what transformers raises where it cannot load
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -66,10 +67,9 @@ def load_model(
         model = tiny_model(len(tokenizer), tokenizer.eos_token_id, tokenizer.pad_token_id, seed)
         model.generation_config.eos_token_id = [tokenizer.eos_token_id, tokenizer.pad_token_id]
     else:
-        if target.startswith("builtin:"):
-            raise ValueError(f"model {name!r}: the only built-in model is {BUILTIN!r}")
-        how = _quantized(quantization, kind, place)
-        model, tokenizer = _load_pretrained(name, target, kind, revision, trust_remote_code, how)
+        options = {"revision": revision or "main", "trust_remote_code": trust_remote_code}
+        how = {"dtype": kind, **_quantized(quantization, kind, place)}
+        model, tokenizer = _load_pretrained(name, target, options, how)
     # Quantised weights come to their device as they are read, and have no other number format.
     model = (_trainable_bits(model) if quantization != "none" else model.to(device=place, dtype=kind)).eval()
     if adapter is not None:
@@ -78,21 +78,19 @@ def load_model(
 
 
 def load_tokenizer(name: str, revision: str | None = None, trust_remote_code: bool = False) -> Any:
-    """The tokenizer alone: of a model as `load_model` names it, or of any folder that has one (a checkpoint of an
-    adapter). ValueError if it cannot be loaded."""
+    """The tokenizer alone: of a model as `load_model` names it, or of any folder that has one."""
     target = resolve(name)
     if target == BUILTIN:
         return tiny_tokenizer()
     from transformers import AutoTokenizer
 
-    path = Path(target).expanduser()
-    alone = (path / "tokenizer_config.json").is_file()
-    source, options = (str(path), {}) if alone else _locate(name, target)
-    if revision is not None:
-        options["revision"] = revision
+    alone = (Path(target).expanduser() / "tokenizer_config.json").is_file()
+    source, options = (str(Path(target).expanduser()), {}) if alone else _locate(name, target)
     try:
-        return AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code, **options)
-    except (OSError, ValueError, ImportError, KeyError) as error:
+        return AutoTokenizer.from_pretrained(
+            source, revision=revision or "main", trust_remote_code=trust_remote_code, **options
+        )
+    except LOADING as error:
         raise ValueError(f"the tokenizer of {name!r} could not be loaded: {_first_line(error)}") from error
 
 
@@ -109,10 +107,7 @@ def _freeze_imports() -> None:
 def pick_device(device: str) -> torch.device:
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        place = torch.device(device)
-    except RuntimeError as error:
-        raise ValueError(f"model.device is {device!r}; it must be auto, cpu, cuda or cuda:N") from error
+    place = torch.device(device)
     if place.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"model.device is {device!r}, but this machine has no CUDA device; use auto or cpu")
     return place
@@ -133,14 +128,9 @@ def check_quantization(quantization: str, name: str) -> None:
     if quantization == "none":
         return
     if name == BUILTIN or name.endswith(".gguf") or name.startswith("package:"):
-        raise ValueError(
-            f"model.quantization is {quantization}, but {name} is read as it is: leave it out, or use a model from "
-            "the hub or a folder"
-        )
+        raise ValueError(f"model.quantization is {quantization}, but {name} is read as it is: leave it out")
     if importlib.util.find_spec("bitsandbytes") is None:
-        raise ValueError(
-            f"model.quantization is {quantization}, which needs bitsandbytes: pip install bitsandbytes, or leave it out"
-        )
+        raise ValueError(f"model.quantization is {quantization}, which needs: pip install bitsandbytes")
 
 
 def _quantized(quantization: str, dtype: torch.dtype, place: torch.device) -> dict[str, Any]:
@@ -186,30 +176,18 @@ def stored_dtype(name: str, revision: str | None = None, trust_remote_code: bool
     return getattr(config, "dtype", None) or torch.float32  # foreign object
 
 
-def _load_pretrained(
-    name: str,
-    target: str,
-    dtype: torch.dtype,
-    revision: str | None,
-    trust_remote_code: bool,
-    how: dict[str, Any],
-) -> tuple[Any, Any]:
+def _load_pretrained(name: str, target: str, options: dict[str, Any], how: dict[str, Any]) -> tuple[Any, Any]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    source, options = _locate(name, target)
-    if revision is not None:
-        options["revision"] = revision
-    if trust_remote_code:
-        options["trust_remote_code"] = True
+    source, where = _locate(name, target)
+    options |= where
     # safetensors only: other weight files are pickles, which run code when they are read
-    weights = {} if "gguf_file" in options else {"use_safetensors": True}
+    how |= {} if where else {"use_safetensors": True}
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, **options)
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            source, dtype=dtype, output_loading_info=True, **weights, **options, **how
-        )
+        loaded: Any = AutoModelForCausalLM.from_pretrained(source, output_loading_info=True, **options, **how)
         model, report = loaded
-    except (OSError, ValueError, ImportError, KeyError) as error:
+    except LOADING as error:
         raise ValueError(
             f"model {name!r} could not be loaded from {source!r}: {_first_line(error)}{_near(name)}"
         ) from error
@@ -219,30 +197,27 @@ def _load_pretrained(
             f"model {name!r}: {len(missing)} weights are missing from {source!r}, the first is {missing[0]}; "
             "the files do not belong to this config, or are not complete"
         )
-    if "gguf_file" in options:
-        # The weights are whole again; these marks would forbid saving them.
+    if where:
+        # The weights of a GGUF file are whole again; these marks would forbid saving them.
         del model.config.quantization_config
         model.hf_quantizer = None
     return model, tokenizer
 
 
 def _locate(name: str, target: str) -> tuple[str, dict[str, Any]]:
-    """Where transformers finds the model: (hub id or folder, extra arguments)."""
+    """Where transformers finds the model: a hub id or folder, and for a GGUF file in it its name."""
     if target.startswith("package:"):
         target = str(_gguf_of_package(name, target.removeprefix("package:")))
     path = Path(target).expanduser()
     if path.suffix == ".gguf":
         if not path.is_file():
             raise ValueError(f"model {name!r}: there is no file {path}")
-        if importlib.util.find_spec("gguf") is None:
-            raise ValueError(f"model {name!r} is a GGUF file, which needs the gguf package: pip install gguf")
         return str(path.parent), {"gguf_file": path.name}
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise ValueError(f"model {name!r}: the folder {path} has no config.json, so it holds no model")
         return str(path), {}
-    looks_local = target.startswith((".", "/", "~")) or path.is_file() or target.count("/") != 1
-    if looks_local:
+    if target.startswith((".", "/", "~")) or path.is_file() or target.count("/") != 1:
         raise ValueError(
             f"model {name!r}: there is no such folder, hub id (owner/name) or short name{_near(name)}"
         )
@@ -262,10 +237,9 @@ def _with_adapter(model: Any, adapter: str) -> Any:
     from peft import PeftModel
 
     folder = Path(adapter).expanduser()
-    if not (folder / "adapter_config.json").is_file():
-        raise ValueError(f"model.adapter {adapter!r}: there is no adapter_config.json in that folder")
-    if not (folder / "adapter_model.safetensors").is_file():
-        raise ValueError(f"model.adapter {adapter!r}: there is no adapter_model.safetensors in that folder")
+    for file in ("adapter_config.json", "adapter_model.safetensors"):
+        if not (folder / file).is_file():
+            raise ValueError(f"model.adapter {adapter!r}: there is no {file} in that folder")
     try:
         return PeftModel.from_pretrained(model, str(folder)).eval()
     except (ValueError, RuntimeError, KeyError) as error:
@@ -273,11 +247,9 @@ def _with_adapter(model: Any, adapter: str) -> Any:
 
 
 def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def _near(name: str) -> str:
-    matches = difflib.get_close_matches(name.lower(), [*SUPPORTED_MODELS, BUILTIN], n=1, cutoff=0.5)
-    return (
-        f"; did you mean {matches[0]!r}?" if matches else f"; short names are: {', '.join(SUPPORTED_MODELS)}"
-    )
+    found = nearest(name, [*SUPPORTED_MODELS, BUILTIN], cutoff=0.5)
+    return did_you_mean(found and repr(found)) or f"; short names are: {', '.join(SUPPORTED_MODELS)}"

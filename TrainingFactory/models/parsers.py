@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from TrainingFactory.texts import valid_text
 from TrainingFactory.types import ToolCall
 
 CallReader = Callable[[str], tuple[str, list[ToolCall]]]
@@ -21,25 +22,24 @@ MAX_DEPTH = 64  # of nested arguments; what comes later (schema check, saving) w
 
 def read_tagged(text: str) -> tuple[str, list[ToolCall]]:
     """Qwen2.5, Qwen3, Hermes: <tool_call>{"name": ..., "arguments": {...}}</tool_call>, any number."""
-    outside, calls = [], []
-    rest = text
-    while True:
-        before, opened, rest = rest.partition("<tool_call>")
-        if "</tool_call>" in before:
+    unclosed = _unreadable("found <tool_call> without </tool_call> after it")
+    outside, calls = "", list[ToolCall]()
+    inside: str | None = None
+    for part in re.split("(</?tool_call>)", text):
+        if part == "<tool_call>":
+            calls += [unclosed] if inside is not None else []
+            inside = ""
+        elif part == "</tool_call>" and inside is None:
             calls.append(_unreadable("found </tool_call> without <tool_call> before it"))
-            before = before.replace("</tool_call>", "")
-        outside.append(before)
-        if not opened:
-            break
-        inside, closed, after = rest.partition("</tool_call>")
-        if not closed or "<tool_call>" in inside:
-            calls.append(_unreadable("found <tool_call> without </tool_call> after it"))
-            inside, _, rest = rest.partition("<tool_call>")
-            rest = "<tool_call>" + rest if _ else ""
-            continue
-        calls.append(call_from_json(inside))
-        rest = after
-    return "".join(outside).strip() if calls else text, calls
+        elif part == "</tool_call>":
+            calls.append(_call_from_json(str(inside)))
+            inside = None
+        elif inside is None:
+            outside += part
+        else:
+            inside = part
+    calls += [unclosed] if inside is not None else []
+    return outside.strip() if calls else text, calls
 
 
 def read_bare_json(text: str) -> tuple[str, list[ToolCall]]:
@@ -63,7 +63,7 @@ def read_bare_json(text: str) -> tuple[str, list[ToolCall]]:
         if isinstance(value, dict) and isinstance(value.get("function"), dict):
             value = value["function"]
         calls.append(_call_from_value(value))
-        position = _skip(body, position, " \t\r\n,;")
+        position += len(body[position:]) - len(body[position:].lstrip(" \t\r\n,;"))
     if all(call.error for call in calls) and '"name"' not in body:
         return text, []  # JSON, but no call: an answer
     return "", calls
@@ -96,54 +96,48 @@ def read_deepseek(text: str) -> tuple[str, list[ToolCall]]:
         elif first.strip() == "function":
             name, _, arguments = second.strip().partition("\n")
             fence = re.fullmatch(r"\s*```(?:json)?\s*(.*?)\s*```\s*", arguments, re.DOTALL)
-            calls.append(_call_from_text(name.strip(), fence.group(1) if fence else arguments))
+            calls.append(_call(name, fence.group(1) if fence else arguments))
         else:
-            calls.append(_call_from_text(first.strip(), second))
+            calls.append(_call(first, second))
     if not calls and "<｜tool▁calls▁begin｜>" in text:
-        calls.append(
-            _unreadable(f"no call between <｜tool▁calls▁begin｜> and its end; start one with {begin}")
-        )
-    if not calls:
-        return text, []
-    return content.replace("<｜tool▁calls▁begin｜>", "").strip(), calls
+        calls.append(_unreadable(f"no call in it starts with {begin}"))
+    return content.replace("<｜tool▁calls▁begin｜>", "").strip() if calls else text, calls
 
 
-def call_from_json(text: str) -> ToolCall:
+def _call_from_json(text: str) -> ToolCall:
     try:
-        value = _DECODER.decode(text.strip())
-    except (ValueError, RecursionError) as error:
-        reason = str(error) if isinstance(error, ValueError) else "nested too deeply"
-        return _unreadable(f"the call is not valid JSON ({reason})")
-    return _call_from_value(value)
+        return _call_from_value(_decoded(text))
+    except ValueError as error:
+        return _unreadable(f"the call is {error}")
 
 
 def _call_from_value(value: Any) -> ToolCall:
     if not isinstance(value, dict):
-        return _unreadable(f"the call is a JSON {_kind(value)}, not an object")
-    name = value.get("name")
+        return _unreadable(f"the call is a JSON {type(value).__name__}, not an object")
+    return _call(value.get("name"), value.get("arguments", value.get("parameters")))
+
+
+def _call(name: Any, arguments: Any) -> ToolCall:
+    """Return a call; in the OpenAI form and DeepSeek's its arguments are JSON text of their own."""
     if not isinstance(name, str) or not name.strip():
-        return _unreadable(f'"name" must be the name of a tool, got {_kind(name)}')
-    arguments = value.get("arguments", value.get("parameters", {}))
-    if isinstance(arguments, str):  # the OpenAI form: JSON inside a string
-        return _call_from_text(name, arguments)
-    if arguments is None:
-        arguments = {}
-    if not isinstance(arguments, dict):
-        return _unreadable(f'"arguments" must be a JSON object, got {_kind(arguments)}', name)
-    return _call(name, arguments)
-
-
-def _call_from_text(name: str, arguments: str) -> ToolCall:
-    """A call whose arguments are JSON text of their own."""
-    if not name:
-        return _unreadable("the call names no tool")
+        return _unreadable('"name" must be the name of a tool')
     try:
-        value = _DECODER.decode(arguments.strip()) if arguments.strip() else {}
-    except (ValueError, RecursionError):
-        return _unreadable("the arguments are not valid JSON", name)
-    if not isinstance(value, dict):
-        return _unreadable(f"the arguments must be a JSON object, got {_kind(value)}", name)
-    return _call(name, value)
+        if isinstance(arguments, str):
+            arguments = _decoded(arguments) if arguments.strip() else {}
+        if not isinstance({} if arguments is None else arguments, dict):
+            raise ValueError("no JSON object")
+        return ToolCall(valid_text(name.strip()), _tidy(arguments or {}))
+    except ValueError as error:
+        return _unreadable(f"the arguments are {error}", name)
+
+
+def _decoded(text: str) -> Any:
+    try:
+        return _DECODER.decode(text.strip())
+    except ValueError as error:
+        raise ValueError(f"not valid JSON ({error})") from error
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
 
 
 def _call_from_keywords(name: str, keywords: str) -> ToolCall:
@@ -160,28 +154,17 @@ def _call_from_keywords(name: str, keywords: str) -> ToolCall:
     return _call(name, values)
 
 
-def _call(name: str, arguments: dict[str, Any]) -> ToolCall:
-    try:
-        return ToolCall(_text(name.strip()), _tidy(arguments))
-    except ValueError as error:
-        return _unreadable(str(error), name)
-
-
 def _tidy(value: Any, depth: int = 0) -> Any:
     """The value in plain JSON types and with every string in a form that has UTF-8."""
     if depth > MAX_DEPTH:
-        raise ValueError("the arguments are nested too deeply")
+        raise ValueError("nested too deeply")
     if isinstance(value, str):
-        return _text(value)
+        return valid_text(value)
     if isinstance(value, dict):
-        return {_text(str(key)): _tidy(item, depth + 1) for key, item in value.items()}
+        return {valid_text(str(key)): _tidy(item, depth + 1) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_tidy(item, depth + 1) for item in value]
     return value
-
-
-def _text(value: str) -> str:
-    return value.encode("utf-8", "replace").decode("utf-8")  # a lone surrogate has no UTF-8 form
 
 
 def _finite(number: str) -> float | str:
@@ -194,15 +177,4 @@ _DECODER = json.JSONDecoder(strict=False, parse_constant=str, parse_float=_finit
 
 
 def _unreadable(reason: str, name: str = "") -> ToolCall:
-    return ToolCall(_text(name.strip()), error=f"The tool call could not be read: {reason}.")
-
-
-def _kind(value: Any) -> str:
-    kinds = {dict: "object", list: "list", str: "string", bool: "boolean", int: "number", float: "number"}
-    return kinds.get(type(value), "nothing")
-
-
-def _skip(text: str, position: int, characters: str) -> int:
-    while position < len(text) and text[position] in characters:
-        position += 1
-    return position
+    return ToolCall(valid_text(name.strip()), error=f"The tool call could not be read: {reason}.")

@@ -22,23 +22,12 @@ class CallStyle:
     empty_content: str | None  # what stands for no content
 
     def message(self, calls: Sequence[ToolCall], content: str = "") -> dict[str, Any]:
-        return {
-            "role": "assistant",
-            "content": content or self.empty_content,
-            "tool_calls": [
-                {
-                    "id": f"{CALL_ID}{number}",
-                    "type": "function",
-                    "function": {
-                        "name": call.name,
-                        "arguments": json.dumps(call.arguments, ensure_ascii=False)
-                        if self.arguments_as_text
-                        else call.arguments,
-                    },
-                }
-                for number, call in enumerate(calls)
-            ],
-        }
+        rows = []
+        for number, call in enumerate(calls):
+            text = json.dumps(call.arguments, ensure_ascii=False) if self.arguments_as_text else None
+            function = {"name": call.name, "arguments": call.arguments if text is None else text}
+            rows.append({"id": f"{CALL_ID}{number}", "type": "function", "function": function})
+        return {"role": "assistant", "content": content or self.empty_content, "tool_calls": rows}
 
 
 def user(text: str) -> dict[str, Any]:
@@ -132,13 +121,10 @@ def continuation(
         turn = style.message(calls) if style and calls else {"role": "assistant", "content": marks[1]}
         answers: list[dict[str, Any]] = []
         for number, reply in enumerate(replies):
-            answer: dict[str, Any] = {
-                "role": reply.role,
-                "content": marks[2 + 2 * number] if reply.content else "",
-            }
+            answer = {"role": reply.role, "content": marks[2 + 2 * number] if reply.content else ""}
             if reply.role == "tool":
-                answer["tool_call_id"] = f"{CALL_ID}{min(len(answers), max(amount - 1, 0))}"
-                answer["name"] = marks[3 + 2 * number]
+                call_id = f"{CALL_ID}{min(len(answers), max(amount - 1, 0))}"
+                answer |= {"tool_call_id": call_id, "name": marks[3 + 2 * number]}
             answers.append(answer)
         try:
             alone = template.text([user(marks[0]), turn], header=False)

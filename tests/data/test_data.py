@@ -27,10 +27,7 @@ def test_messages_with_tools() -> None:
 
 
 def test_sharegpt_with_calls() -> None:
-    calls = [
-        {"name": "search", "arguments": {"query": "Kyoto"}},
-        {"name": "search", "arguments": {"query": "Oslo"}},
-    ]
+    calls = [{"name": "search", "arguments": {"query": city}} for city in ("Kyoto", "Oslo")]
     row = {
         "system": "Use tools.",
         "tools": json.dumps([SEARCH]),
@@ -44,14 +41,11 @@ def test_sharegpt_with_calls() -> None:
         ],
     }
     found = one(row)
-    assert [message.role for message in found.messages] == [
-        "system", "user", "assistant", "tool", "tool", "assistant",
-    ]  # fmt: skip
+    roles = [message.role for message in found.messages]
+    assert roles == ["system", "user", "assistant", "tool", "tool", "assistant"]
     said = found.messages[2]
-    assert said.content == "Let me look." and [call.arguments["query"] for call in said.tool_calls] == [
-        "Kyoto",
-        "Oslo",
-    ]
+    assert said.content == "Let me look."
+    assert [call.arguments["query"] for call in said.tool_calls] == ["Kyoto", "Oslo"]
     assert found.messages[3] == Message("tool", "Japan", name="search")
 
 
@@ -133,11 +127,7 @@ def test_the_system_text_is_in_both_sides_of_a_pair() -> None:
             assert [message.role for message in side.messages] == ["system", "user", "assistant"], prompt
             assert side.messages[0].content == "Be brief." and side.start == 2
     # a prompt without a question, as JSON in a text
-    row = {
-        "prompt": '[{"role": "system", "content": "S"}]',
-        "chosen": [USER, ANSWER],
-        "rejected": [USER, bad],
-    }
+    row = sides | {"prompt": '[{"role": "system", "content": "S"}]', "system": None}
     assert [message.role for message in one(row, "dpo")[0].messages] == ["system", "user", "assistant"]
 
 
@@ -165,13 +155,10 @@ def test_labels_of_one_class_are_noted() -> None:
 def test_every_kind_of_file_gives_the_same_rows(tmp_path: Path) -> None:
     import datasets
 
+    asked = [calling("search", {"query": f"{n}"}) for n in range(5)]
     table = [
-        {
-            "id": f"{n}",
-            "messages": [USER, calling("search", {"query": f"{n}"}), RESULT, ANSWER],
-            "tools": [SEARCH],
-        }
-        for n in range(5)
+        {"id": f"{n}", "messages": [USER, call, RESULT, ANSWER], "tools": [SEARCH]}
+        for n, call in enumerate(asked)
     ]
     wanted = load(table, "sft").found
     (tmp_path / "a.jsonl").write_text("\n\n".join(map(json.dumps, table)))
@@ -179,11 +166,8 @@ def test_every_kind_of_file_gives_the_same_rows(tmp_path: Path) -> None:
     (tmp_path / "wrapped.json").write_text(json.dumps({"data": table}))
     (tmp_path / "lines.json").write_text("\n".join(map(json.dumps, table)))
     # As datasets keep them: Arrow gives every object the keys of all, null where a row has none.
-    both = [
-        SEARCH,
-        {"name": "now", "parameters": {"type": "object", "properties": {"zone": {"type": "string"}}}},
-    ]
-    mixed = [row | {"tools": both} for row in table]
+    now = {"name": "now", "parameters": {"type": "object", "properties": {"zone": {"type": "string"}}}}
+    mixed = [row | {"tools": [SEARCH, now]} for row in table]
     made = datasets.Dataset.from_list(mixed)
     assert "zone" in made[0]["tools"][0]["parameters"]["properties"]
     made.to_parquet(str(tmp_path / "a.parquet"))
@@ -225,7 +209,7 @@ def test_datasets_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     (example,) = load_examples("someone/chats:small", "sft", split="test").found
     assert asked == [("someone/chats", "small", "test")] and example.where == "someone/chats:small, row 0"
     with pytest.raises(
-        ValueError, match=r"someone/gone is no file here, and the hub did not.*cannot be reached\."
+        ValueError, match=r"someone/gone is no file here, and the hub did not.*cannot be reached"
     ):
         load_examples("someone/gone", "sft")
 
@@ -239,7 +223,7 @@ def test_datasets_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
         ("a.json", "3", "must hold a list of objects"),
         ("a.json", "[{]", "is not valid JSON"),
         ("a.csv", "prompt,completion\na,b,c\n", "a.csv, line 2 has not the 2 cells"),
-        ("a.parquet", "no", "is not a Parquet file"),
+        ("a.parquet", "no", "Parquet file"),
         ("a.jsonl", "{", "a.jsonl, line 1 is not valid JSON"),
     ],
 )
@@ -250,9 +234,7 @@ def test_files_that_are_none(tmp_path: Path, name: str, text: str, expected: str
 
 
 def test_folders_and_names_that_are_none(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="is no dataset: there is no dataset_info"):
-        load_examples(tmp_path, "sft")
-    with pytest.raises(ValueError, match="no file of data at"):
-        load_examples(tmp_path / "x.parquet", "sft")
-    with pytest.raises(ValueError, match="not a int"):
-        load_examples(3, "sft")
+    said = {"is no dataset: there is no dataset_info": tmp_path, "no file of data at": tmp_path / "x.parquet"}
+    for text, source in (said | {"not a int": 3}).items():
+        with pytest.raises(ValueError, match=text):
+            load_examples(source, "sft")

@@ -77,12 +77,12 @@ def test_filters(tmp_path: Path) -> None:
         assert made.read == 12
         return len(made.rows), {why: count for why, count in made.dropped.items() if count}
 
-    always = {"ended in an error": 1, "has a call that cannot be read": 1}
+    always = {"ended as error": 1, "has a call that cannot be read": 1}
     assert kept("sft") == (10, always)  # the cut one without its last turn
-    assert kept("kto") == (6, always | {"was cut": 1, "has no reward": 3})
-    assert kept("sft", min_reward=1.0) == (3, {"ended in an error": 1, "--min-reward": 8})
+    assert kept("kto") == (6, always | {"was cut": 1, "have no reward": 3})
+    assert kept("sft", min_reward=1.0) == (3, {"ended as error": 1, "--min-reward": 8})
     assert kept("sft", max_reward=0.4)[1]["--max-reward"] == 6
-    assert kept("sft", status=["max_turns"]) == (1, {"ended in an error": 1, "--status": 10})
+    assert kept("sft", status=["max_turns"]) == (1, {"ended as error": 1, "--status": 10})
     assert kept("sft", tasks=["search-0-*"])[0] == 10 and kept("sft", tasks=["x-*"])[0] == 0
     assert kept("sft", max_per_task=1) == (3, always | {"--max-per-task": 7})
     assert kept("sft", dedupe=True) == (8, always | {"--dedupe": 2})  # of a task, two episodes say the same

@@ -12,16 +12,19 @@ from TrainingFactory.data import datasets as rows_of
 from TrainingFactory.data.examples import Form, load_examples
 from TrainingFactory.types import ToolCall
 
+PAIR = {"prompt": "a", "chosen": "b", "rejected": "c"}
+SHAREGPT = [{"from": "human", "value": "x"}, {"from": "function_call", "value": "{"}]
+
+
+def with_tool(name: str, query: Any) -> dict[str, Any]:
+    return {"messages": [USER, calling(name, {"query": query})], "tools": [SEARCH]}
+
 
 @pytest.mark.parametrize(
     ("form", "row", "expected"),
     [
         ("sft", {"text": "x"}, 'not what sft needs: "messages".*its keys are: text'),
-        (
-            "dpo",
-            {"prompt": "x", "chosen": "y"},
-            'not what dpo needs: "chosen" and "rejected".*: prompt, chosen',
-        ),
+        ("dpo", {"prompt": "x", "chosen": "y"}, 'what dpo needs: "chosen" and "rejected".*: prompt, chosen'),
         ("kto", {"prompt": "x", "completion": "y"}, 'not what kto needs: "label"'),
         ("prm", {"messages": DIALOGUE}, 'not what prm needs: "labels"'),
         ("sft", {"messages": []}, 'an empty "messages"'),
@@ -36,46 +39,31 @@ from TrainingFactory.types import ToolCall
             "broken call of 'search' in message 1",
         ),
         ("sft", {"messages": [USER, calling("search", "[1]")]}, "must be a JSON object"),
-        (
-            "sft",
-            {"messages": [USER, {"role": "assistant", "tool_calls": [{"function": {}}]}]},
-            "bad message 1",
-        ),
+        ("sft", {"messages": [USER, {"role": "assistant", "tool_calls": [{}]}]}, "bad message 1"),
         ("sft", {"messages": [USER, calling("", {})]}, "call without a name in message 1"),
+        ("sft", with_tool("serach", "x"), "calls 'serach' in message 1.*not in \"tools\": search"),
         (
             "sft",
-            {"messages": [USER, calling("serach", {})], "tools": [SEARCH]},
-            "calls 'serach' in message 1.*not in \"tools\": search",
-        ),
-        (
-            "sft",
-            {"messages": [USER, calling("search", {"query": 3})], "tools": [SEARCH]},
-            'message 1 of "messages" whose arguments do not fit: search: `query` must be string, not 3',
+            with_tool("search", 3),
+            'message 1 of "messages" whose.*fit: search: `query` must be string, not 3',
         ),
         ("sft", {"messages": DIALOGUE, "tools": [{"description": "x"}]}, 'bad tool 0 in "tools"'),
         ("sft", {"conversations": [{"from": "elf", "value": "x"}]}, "from 'elf'; known are"),
-        (
-            "sft",
-            {"conversations": [{"from": "human", "value": "x"}, {"from": "function_call", "value": "{"}]},
-            "broken call in message 1.*not valid JSON",
-        ),
+        ("sft", {"conversations": SHAREGPT}, "broken call in message 1.*not valid JSON"),
         ("sft", {"prompt": "", "completion": "x"}, '"prompt" that must be a text or a list'),
         ("dpo", {"chosen": "a", "rejected": "b"}, 'has no "prompt", and "chosen" begins with the answer'),
         (
             "dpo",
-            {"chosen": [USER, ANSWER], "rejected": [{"role": "user", "content": "What?"}, ANSWER]},
-            "has no common prompt",
+            {"chosen": [USER, ANSWER], "rejected": [USER | {"content": "?"}, ANSWER]},
+            "no common prompt",
         ),
-        (
-            "dpo",
-            {"prompt": "a", "chosen": "b", "rejected": "b"},
-            'the same dialogue in "chosen" and in "rejected"',
-        ),
-        ("rm", {"prompt": "a", "chosen": "b", "rejected": "c", "margin": -1}, '"margin" of -1'),
+        ("dpo", PAIR | {"rejected": "b"}, 'the same dialogue in "chosen" and in "rejected"'),
+        ("rm", PAIR | {"margin": -1}, '"margin" of -1'),
+        ("rm", PAIR | {"margin": "much"}, '"margin" of much'),
         (
             "kto",
             {"prompt": "a", "completion": "b", "label": "good"},
-            "\"label\" with 'good'; it must be true or false",
+            "\"label\" with 'good'; it must be true",
         ),
         ("prm", {"messages": DIALOGUE, "labels": [1]}, 'has 1 "labels" for 2 turns of the assistant'),
         (
@@ -86,7 +74,7 @@ from TrainingFactory.types import ToolCall
         (
             "prm",
             {"messages": DIALOGUE, "labels": [1, "x"]},
-            "\"labels\" with 'x'; it must be true or false, or 1 or 0",
+            "\"labels\" with 'x'; it must be true.*, or 1 or 0",
         ),
         (
             "prm",
@@ -94,20 +82,16 @@ from TrainingFactory.types import ToolCall
             "\"labels\" with '0.2'; it must be true or false",
         ),
         ("prm", {"messages": DIALOGUE, "labels": [0, -1]}, "\"labels\" with '-1'; it must be true or false"),
-        (
-            "sft",
-            {"prompt": "a", "completion": "<tool_call>{bad"},
-            'message 1 of "completion".*without </tool_call>',
-        ),
-        ("dpo", {"prompt": "a", "chosen": BROKEN, "rejected": "c"}, 'message 1 of "chosen".*not valid JSON'),
+        ("sft", {"prompt": "a", "completion": "<tool_call>{bad"}, '1 of "completion".*without </tool_call>'),
+        ("dpo", PAIR | {"chosen": BROKEN}, 'message 1 of "chosen".*not valid JSON'),
         ("sft", {"task": {}, "turns": []}, "is not a trajectory"),
     ],
 )
 def test_mistakes_are_told_by_row_and_column(form: Form, row: dict[str, Any], expected: str) -> None:
     fine = {
         "sft": {"messages": DIALOGUE},
-        "dpo": {"prompt": "a", "chosen": "b", "rejected": "c"},
-        "rm": {"prompt": "a", "chosen": "b", "rejected": "c"},
+        "dpo": PAIR,
+        "rm": PAIR,
         "kto": {"messages": DIALOGUE, "label": True},
         "prm": {"messages": DIALOGUE, "labels": [1, 0]},
     }[form]

@@ -102,10 +102,8 @@ def test_texts_with_tags_become_calls_and_broken_ones_are_told() -> None:
     assert found.turns[0].message.tool_calls[0].arguments == {"what": "x"}
     # the first is seen before there is a model; what else a model cannot read, its chat layer says
     for text, said in (("{", "has a broken call in message 1"), ("3", "cannot be written.*broken tool call")):
-        broken = [
-            {"prompt": "a", "completion": f"<tool_call>{text}</tool_call>"},
-            {"prompt": "a", "completion": "b"},
-        ]
+        texts = (f"<tool_call>{text}</tool_call>", "b")
+        broken = [{"prompt": "a", "completion": said_} for said_ in texts]
         with pytest.raises(ValueError, match=f"row 0 of the dataset {said}"):
             in_tokens(broken, chat=chat)
         found = in_tokens(broken, chat=chat, skip_bad_rows=True)
@@ -140,10 +138,8 @@ def test_recorded_episodes_keep_their_tokens(tmp_path: Path) -> None:
     assert len(found.group(6)[0].turns) == len(cut.turns) - 1  # no example of how to end a turn
     grouped = in_tokens(tmp_path / "t.jsonl", "dpo")
     assert grouped.unused == 2  # without a reward
-    assert [[each.reward.outcome for each in grouped.group(n) if each.reward] for n in range(2)] == [
-        [1.0, 0.0],
-        [1.0, 0.0],
-    ]
+    for number in range(2):
+        assert [each.reward for each in grouped.group(number)] == [Reward(1.0), Reward(0.0)]
     assert rows(grouped.group(0)) == rows(episodes[:2])
     cut.reward = Reward(-1.0)
     save_trajectories(tmp_path / "cut.jsonl", episodes)
@@ -166,9 +162,7 @@ def test_of_a_group_the_best_and_the_worst_that_fit_are_kept(tmp_path: Path) -> 
     save_trajectories(tmp_path / "t.jsonl", episodes)
     found = in_tokens(tmp_path / "t.jsonl", "dpo", limit=3000)
     assert len(found) == 2 and found.left_out == {"rows_left_out/long": 1.0}
-    assert [each.member for each in found.group(0)] == [3, 4] and [
-        each.member for each in found.group(1)
-    ] == [1, 4]
+    assert [[each.member for each in found.group(number)] for number in range(2)] == [[3, 4], [1, 4]]
     assert [found.group(0)[0], found.group(1)[1]] == [episodes[3], episodes[9]]  # with all that was recorded
     # where nothing else is left, there is no pair
     save_trajectories(tmp_path / "u.jsonl", [*episodes[1:3], *episodes[5:]])
@@ -186,9 +180,8 @@ def test_a_call_that_nobody_could_read_is_not_rewritten(tmp_path: Path) -> None:
         written_by(other, episodes[2])
     save_trajectories(tmp_path / "t.jsonl", episodes)
     found = in_tokens(tmp_path / "t.jsonl", "dpo", other, 10_000)
-    assert [each.member for each in found.group(0)] == [0, 1] and found.left_out == {
-        "rows_left_out/unused": 1.0
-    }
+    assert [each.member for each in found.group(0)] == [0, 1]
+    assert found.left_out == {"rows_left_out/unused": 1.0}
     assert len(in_tokens(tmp_path / "t.jsonl", "kto", other, 10_000)) == 2
 
 
@@ -233,10 +226,7 @@ def test_held_out_rows_are_evaluated(tmp_path: Path) -> None:
 
 def test_held_out_rows_beside_an_environment(tmp_path: Path) -> None:
     """With an environment its own held-out tasks are played too."""
-    path, held = (
-        write(tmp_path / "d.jsonl", tool_dialogues(4)),
-        write(tmp_path / "h.jsonl", tool_dialogues(2)),
-    )
+    path, held = (write(tmp_path / f"{n}.jsonl", tool_dialogues(n)) for n in (4, 2))
     data = {"dataset": str(path), "heldout": str(held), "heldout_count": 2}
     made = config(tmp_path, data, eval_every=1, max_steps=1)
     sections = made.model_dump(exclude_unset=True)

@@ -133,8 +133,6 @@ def test_without_sharing_every_row_is_a_node_and_padding_counts() -> None:
 def test_what_cannot_be_trained() -> None:
     with pytest.raises(ValueError, match="row 1 trains its first token"):
         pack([row([1, 2]), row([1, 2], [True, True])])
-    with pytest.raises(ValueError, match="token_budget is 0"):
-        pack([row([1, 2])], 0)
     batch = make_batch([row([1, 2, 3], [False] * 3), row([4, 5])])
     assert (batch.rows, batch.tokens, len(batch.packs)) == (1, 1, 1)
     assert make_batch([]).packs == [] and make_batch([row([1, 2], [False, False])]).packs == []

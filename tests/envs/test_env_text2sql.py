@@ -187,13 +187,6 @@ def test_a_bomb_is_stopped(monkeypatch: pytest.MonkeyPatch):
     assert worth(task, ask(bomb), bomb) == (0.0, 0.0)
 
 
-def test_tasks_of_others_are_told_apart():
-    trajectory = played(Task("mine", "How many?", "SELECT 1"), "SELECT 1")
-    assert trajectory.status == "error" and "task mine has no domain and database_seed" in str(
-        trajectory.error
-    )
-
-
 def test_the_config_that_trains_on_it(tmp_path: Path):
     """As it stands in the repository, but small."""
     keys = ["training.max_steps=2", "training.batch_size=2", "training.group_size=3", "training.eval_every=2"]
@@ -205,10 +198,6 @@ def test_the_config_that_trains_on_it(tmp_path: Path):
     assert report.state == "finished" and report.steps == 2
     last = report.metrics
     assert last["episodes/unscored"] == last["episodes/failed"] == 0 and last["sampled_tokens"] > 0
-    assert (last["reward/right"], last["reward/shown"], last["eval/reward"]) == (
-        0.0,
-        0.0,
-        0.0,
-    )  # it cannot yet
+    assert not last["reward/right"] and not last["reward/shown"] and not last["eval/reward"]  # it cannot yet
     kept = list(load_trajectories(tmp_path / "run" / "trajectories.jsonl"))
     assert len(kept) == 12 and {each.task.id for each in kept} <= {task.id for task in some_tasks(4, seed=7)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import date
+from itertools import product
 
 import pytest
 
@@ -10,9 +11,11 @@ from tests.kits.tokenizers import QWEN3, byte_tokenizer, deepseek, from_wheel, l
 from TrainingFactory.models import DeepSeekModel, Family, LlamaModel, Qwen3Model, chat_format, register_family
 from TrainingFactory.models.families import FAMILIES
 from TrainingFactory.models.tiny import template, tiny_tokenizer
+from TrainingFactory.openai_form import spec_to_dict
 from TrainingFactory.types import Completion, Message, ToolCall, ToolSpec, Turn
 
 TOOL = ToolSpec("add", "Adds.", {"type": "object", "properties": {"a": {"type": "integer"}}})
+SCHEMA = spec_to_dict(TOOL)
 FORMATS = {
     "tiny": (tiny_tokenizer, "qwen3"),
     "qwen3": (qwen3, "qwen3"),
@@ -63,21 +66,15 @@ def test_episode_text_is_what_the_template_writes_for_the_same_conversation(name
         assert text.index("Adds.") < text.index("2 + 3?")
         assert text.endswith("<｜tool▁output▁begin｜>5<｜tool▁output▁end｜><｜tool▁outputs▁end｜>")
         return
-    schema = {
-        "type": "function",
-        "function": {"name": "add", "description": "Adds.", "parameters": TOOL.parameters},
+    made = {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"function": {"name": "add", "arguments": {"a": 2}}}],
     }
-    conversation = [
-        {"role": "user", "content": "2 + 3?"},
-        {
-            "role": "assistant",
-            "content": "",
-            "tool_calls": [{"function": {"name": "add", "arguments": {"a": 2}}}],
-        },
-        {"role": "tool", "content": "5", "name": "add"},
-    ]
+    reply = {"role": "tool", "content": "5", "name": "add"}
+    conversation = [{"role": "user", "content": "2 + 3?"}, made, reply]
     expected = tokenizer.apply_chat_template(
-        conversation, tools=[schema], tokenize=False, add_generation_prompt=True
+        conversation, tools=[SCHEMA], tokenize=False, add_generation_prompt=True
     )
     # Qwen3's template takes the empty thought out of an answered turn; what was sampled stays
     assert text.replace("<think>\n\n</think>\n\n", "") == expected
@@ -87,15 +84,11 @@ def test_ids_are_the_tokenizers_own_merges_over_borders_included() -> None:
     tokenizer = tiny_tokenizer()
     chat = chat_format(tokenizer)
     conversation = [
-        {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": "Where does Ada live?"},
+        {"role": role, "content": text}
+        for role, text in (("system", "Be brief."), ("user", "Where does Ada live?"))
     ]
-    schema = {
-        "type": "function",
-        "function": {"name": "add", "description": "Adds.", "parameters": TOOL.parameters},
-    }
-    expected = tokenizer.apply_chat_template(conversation, tools=[schema], add_generation_prompt=True)
-    assert chat.render(conversation, [schema]) == list(expected["input_ids"])
+    expected = tokenizer.apply_chat_template(conversation, tools=[SCHEMA], add_generation_prompt=True)
+    assert chat.render(conversation, [SCHEMA]) == list(expected["input_ids"])
 
 
 def test_our_template_is_qwen3s() -> None:
@@ -116,17 +109,10 @@ def test_our_template_is_qwen3s() -> None:
         {"role": "system", "content": "S2"},
     ]
     schema = {"type": "function", "function": {"name": "add", "description": 'é "q"', "parameters": {}}}
-    for first in (0, 1):
+    for first, header, tools in product((0, 1), (True, False), (None, [schema], [schema, schema])):
         for last in range(first + 1, len(messages) + 1):
-            for tools in (None, [schema], [schema, schema]):
-                for header in (True, False):
-                    texts = {
-                        t.apply_chat_template(
-                            messages[first:last], tools=tools, tokenize=False, add_generation_prompt=header
-                        )
-                        for t in (ours, theirs)
-                    }
-                    assert len(texts) == 1
+            options = {"tools": tools, "tokenize": False, "add_generation_prompt": header}
+            assert len({t.apply_chat_template(messages[first:last], **options) for t in (ours, theirs)}) == 1
 
 
 def test_thinking_on_and_off() -> None:
@@ -239,7 +225,7 @@ def test_templates_without_tools() -> None:
 
 
 def test_bad_input_is_answered_in_words() -> None:
-    with pytest.raises(ValueError, match="did you mean 'qwen3'"):
+    with pytest.raises(ValueError, match="did you mean qwen3"):
         chat_format(tiny_tokenizer(), "qwen-3")
     with pytest.raises(ValueError, match="no chat template"):
         chat_format(byte_tokenizer(None))
@@ -281,8 +267,6 @@ def test_cut_keeps_both_ends_and_says_so() -> None:
     assert chat.cut("x\ud83d" * 200, 50)  # half a character, as a model can write in JSON
     huge = "é" * 10_000_000
     assert len(chat._encoder.plain(chat.cut(huge, 64))) <= 64
-    with pytest.raises(ValueError, match="max_reply_tokens"):
-        chat.cut("x", 0)
 
 
 def test_seed_names_are_faces_of_the_layer() -> None:

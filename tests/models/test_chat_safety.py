@@ -18,17 +18,7 @@ from TrainingFactory.types import Completion, Message, ToolSpec, Turn
 
 DEEPSEEK = ("<｜User｜>", "<｜Assistant｜>", "<｜tool▁calls▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁outputs▁end｜>",
             "<｜end▁of▁sentence｜>", "<｜begin▁of▁sentence｜>", "<｜tool▁sep｜>")  # fmt: skip
-OTHERS = (
-    "<s>",
-    "</s>",
-    "[INST]",
-    "[/INST]",
-    "<bos>",
-    "<end_of_turn>",
-    "<|channel|>",
-    "<|start|>",
-    "<|call|>",
-)
+OTHERS = "<s> </s> [INST] [/INST] <bos> <end_of_turn> <|channel|> <|start|> <|call|>".split()
 TAGS = (*QWEN3, *LLAMA3, *DEEPSEEK, *OTHERS, *SPECIAL_TOKENS, *PLAIN_TOKENS)
 LOOK_ALIKES = str.maketrans({"<": "＜", ">": "＞", "|": "｜", "_": "＿", "i": "і"})
 TOKENIZERS = {"tiny": tiny_tokenizer, "qwen3": qwen3, "llama3": llama3, "deepseek": deepseek}

@@ -18,12 +18,8 @@ REFUSED = {
     ("gptoss", "user"): "ends a turn differently",
     ("gptoss_training", "user"): "ends a turn differently",
 }
-ONE_CALL_ONLY = {
-    "llama3_1",
-    "llama3_2",
-    "gptoss",
-    "gptoss_training",
-}  # several results are fine, several calls not
+# several results are fine, several calls not
+ONE_CALL_ONLY = ("llama3_1", "llama3_2", "gptoss", "gptoss_training")
 
 
 def tokenizer_of(name: str):

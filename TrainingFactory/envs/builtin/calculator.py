@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from itertools import count as endlessly
+from itertools import islice
 
 from TrainingFactory.arithmetic import calculate, calculated
 from TrainingFactory.envs.base import ToolEnvironment
-from TrainingFactory.envs.builtin.splits import belongs
+from TrainingFactory.envs.builtin.splits import made_up
 from TrainingFactory.tools import tool
 from TrainingFactory.types import Message, Task, ToolCall
 
@@ -18,19 +18,9 @@ class CalculatorEnvironment(ToolEnvironment):
 
     @classmethod
     def tasks(cls, split: str, seed: int, count: int) -> Iterator[Task]:
-        rng = random.Random(f"calculator {seed}")
-        made = 0
-        for number in endlessly():
-            if made == count:
-                return
-            # Two digits: with three, half a million parameters do not copy the numbers safely.
-            expression = f"{rng.randint(10, 99)}{rng.choice('+-*')}{rng.randint(10, 99)}"
-            if belongs(expression, split):
-                made += 1
-                answer = str(calculate(expression))
-                yield Task(
-                    f"calculator-{seed}-{number}", f"{expression}=?", answer, {"expression": expression}
-                )
+        return islice(
+            made_up("calculator", split, seed, _task, lambda task: task.metadata["expression"]), count
+        )
 
     @tool(pure=True)
     @staticmethod
@@ -47,15 +37,21 @@ class CalculatorEnvironment(ToolEnvironment):
         """Make one of the usual mistakes: warm starts that contain some leave something to learn."""
         expression = self.task.metadata["expression"]
         mistake = rng.choice(("guesses", "wrong sum", "ignores the reply"))
-        if mistake == "guesses":
-            yield Message("assistant", str(rng.randint(10, 999)))
-        elif mistake == "wrong sum":
+        if mistake == "wrong sum":
             wrong = expression.replace(expression[2], rng.choice("+-*".replace(expression[2], "")))
             yield _calculate(wrong)
             yield Message("assistant", str(calculate(wrong)))
-        else:
+            return
+        if mistake == "ignores the reply":
             yield _calculate(expression)
-            yield Message("assistant", str(rng.randint(10, 999)))
+        yield Message("assistant", str(rng.randint(10, 999)))
+
+
+def _task(task_id: str, rng: random.Random) -> Task:
+    # Two digits: with three, half a million parameters do not copy the numbers safely.
+    expression = f"{rng.randint(10, 99)}{rng.choice('+-*')}{rng.randint(10, 99)}"
+    answer = str(calculate(expression))
+    return Task(task_id, f"{expression}=?", answer, {"expression": expression})
 
 
 def _calculate(expression: str) -> Message:

@@ -12,10 +12,10 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Iterator
-from itertools import count as endlessly
+from itertools import islice
 
 from TrainingFactory.envs.base import ToolEnvironment
-from TrainingFactory.envs.builtin.splits import belongs
+from TrainingFactory.envs.builtin.splits import made_up
 from TrainingFactory.models.words import NAMES, PLACES, THINGS
 from TrainingFactory.tools import tool
 from TrainingFactory.types import Message, Task, ToolCall
@@ -28,27 +28,15 @@ class SearchEnvironment(ToolEnvironment):
 
     @classmethod
     def tasks(cls, split: str, seed: int, count: int) -> Iterator[Task]:
-        rng = random.Random(f"search {seed}")
-        made = 0
-        for number in endlessly():
-            if made == count:
-                return
-            task = _task(f"search-{seed}-{number}", rng)
-            assert isinstance(task.prompt, str)
-            if belongs(task.prompt, split):
-                made += 1
-                yield task
+        return islice(made_up("search", split, seed, _task), count)
 
     @tool
     async def search(self, query: str) -> str:
         """Find facts."""
         words = set(re.findall(r"\w+", query.lower()))
-        hits = [len(words & set(keys.lower().split())) for keys, _ in self.task.metadata["facts"]]
-        best = max(hits)
-        found = [
-            text for hit, (_, text) in zip(hits, self.task.metadata["facts"], strict=True) if hit == best
-        ]
-        return " ".join(found[:MAX_FACTS]) if best else "Nothing found."
+        hits = [(len(words & set(keys.lower().split())), text) for keys, text in self.task.metadata["facts"]]
+        best = max(hit for hit, _ in hits)
+        return " ".join([text for hit, text in hits if hit == best][:MAX_FACTS]) if best else "Nothing found."
 
     def expert(self) -> Iterator[Message]:
         """Write what somebody would who does it right."""
@@ -83,10 +71,5 @@ def _task(task_id: str, rng: random.Random) -> Task:
     facts = [[f"{who} {what}", f"{who} sold {what} to {whom}."] for who, what, whom in sales]
     facts += [[who, f"{who} lives in {place}."] for who, place in homes.items()]
     rng.shuffle(facts)
-    metadata = {
-        "seller": seller,
-        "thing": thing,
-        "buyer": buyers[0],
-        "facts": facts,
-    }
+    metadata = {"seller": seller, "thing": thing, "buyer": buyers[0], "facts": facts}
     return Task(task_id, f"{seller} sold {thing}. Where is it?", homes[buyers[0]], metadata)

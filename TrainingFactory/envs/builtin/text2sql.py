@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from TrainingFactory.envs.base import ToolEnvironment
-from TrainingFactory.envs.builtin.splits import belongs
-from TrainingFactory.envs.builtin.text2sql_data import DOMAINS, QUESTIONS, script_of, values_of
+from TrainingFactory.envs.builtin.splits import made_up
+from TrainingFactory.envs.builtin.text2sql_data import DOMAINS, QUESTIONS, ask, script_of
 from TrainingFactory.protocols import Episode
 from TrainingFactory.sql.compare import same_result
 from TrainingFactory.sql.database import Database
@@ -51,16 +51,7 @@ class Text2SqlEnvironment(ToolEnvironment):
 
     @classmethod
     def tasks(cls, split: str, seed: int, count: int) -> Iterator[Task]:
-        rng = random.Random(f"text2sql {seed}")
-        made = 0
-        for number in endlessly():
-            if made == count:
-                return
-            task = _task(f"text2sql-{seed}-{number}", rng)
-            assert isinstance(task.prompt, str)
-            if belongs(task.prompt, split) and _worth_asking(task):
-                made += 1
-                yield task
+        return islice(filter(_worth_asking, made_up("text2sql", split, seed, _task)), count)
 
     async def reset(self) -> list[Message]:
         self._folder = tempfile.TemporaryDirectory(prefix="tf-text2sql-", ignore_cleanup_errors=True)
@@ -70,8 +61,7 @@ class Text2SqlEnvironment(ToolEnvironment):
     @tool(stateful=True)
     async def sql(self, query: str) -> ToolResult:
         """Run one SQLite query (read-only)."""
-        assert self._shown is not None, "reset comes first"
-        return await in_thread(self._shown.run, query)
+        return await in_thread(self.database.run, query)
 
     @property
     def database(self) -> Database:
@@ -120,14 +110,11 @@ class Text2SqlEnvironment(ToolEnvironment):
             await in_thread(database.close)
 
     async def _opened(self, variant: int, form: Literal["table", "exact"], max_rows: int) -> Database:
-        def make() -> Database:
-            assert self._folder is not None, "reset comes first"
-            path = Path(self._folder.name, f"{variant}.db")
-            if not path.exists():
-                _build(path, self.task, variant)
-            return Database(path, timeout=QUERY_SECONDS, max_rows=max_rows, format=form)
-
-        return await in_thread(make)
+        assert self._folder is not None, "reset comes first"
+        path = Path(self._folder.name, f"{variant}.db")
+        if not path.exists():
+            await in_thread(_build, path, self.task, variant)
+        return await in_thread(Database, path, timeout=QUERY_SECONDS, max_rows=max_rows, format=form)
 
 
 def _try(query: str) -> Message:
@@ -143,38 +130,32 @@ def _query_in(answer: str) -> str:
 def _task(task_id: str, rng: random.Random) -> Task:
     domain, kind = rng.choice(list(DOMAINS)), rng.choice(list(QUESTIONS))
     database = f"{rng.getrandbits(48):012x}"
-    words = DOMAINS[domain]
-    question, query = QUESTIONS[kind](words, values_of(domain, database), rng)
+    question, query = ask(kind, domain, database, rng)
     metadata = {"domain": domain, "database_seed": database, "kind": kind}
-    return Task(task_id, f"{'; '.join(words.schema)}\n\n{question}", query, metadata)
+    return Task(task_id, f"{'; '.join(DOMAINS[domain].schema)}\n\n{question}", query, metadata)
 
 
 def _worth_asking(task: Task) -> bool:
     """Tell whether the right query finds something on the database that the model sees: many queries find nothing."""
-    return _finds_something(_right_rows(task, 0))
+    return _finds_something(_rows(task, 0, str(task.answer)))
 
 
 def hidden_variants(task: Task) -> list[int]:
-    """Return the first databases on which the right query finds something else than on the one that is shown: there
-    constants are wrong, and it does not matter whether a query gives NULL or 0 for nothing. Those on which near misses
-    find something else than the right query come first. Queries of other people's tasks may find the same everywhere;
-    then any database will do."""
-    shown = Counter(_right_rows(task, 0))
+    """Return the first databases on which the right query finds something else than on the one that is shown (there
+    constants are wrong), those first on which near misses do not find the same; any, if it is the same everywhere."""
+    shown = Counter(_rows(task, 0, str(task.answer)))
     good = (
         variant
         for variant in range(1, MAX_VARIANTS)
-        if _finds_something(rows := _right_rows(task, variant)) and Counter(rows) != shown
+        if _finds_something(rows := _rows(task, variant, str(task.answer))) and Counter(rows) != shown
     )
     unseen = _as_right(task, 0, _near_misses(str(task.answer)))
-    chosen: list[int] = []
-    passed_over: list[int] = []
+    chosen, passed_over = list[int](), list[int]()
     for variant in good:
         left = _as_right(task, variant, unseen)
-        if len(left) < len(unseen) or len(chosen) + bool(unseen) < HIDDEN:
-            chosen.append(variant)
-            unseen = left
-        else:
-            passed_over.append(variant)
+        useful = len(left) < len(unseen) or len(chosen) + bool(unseen) < HIDDEN
+        (chosen if useful else passed_over).append(variant)
+        unseen = left
         if len(chosen) == HIDDEN:
             break
     return list(islice(chain(chosen, passed_over, endlessly(MAX_VARIANTS)), HIDDEN))
@@ -188,34 +169,21 @@ def _near_misses(query: str) -> list[str]:
 
 def _as_right(task: Task, variant: int, queries: list[str]) -> list[str]:
     """Return the queries that give the rows of the right one."""
-    if not queries:
-        return []
-    with _database(task, variant) as connection:
-        right = Counter(connection.execute(str(task.answer)))
-        return [query for query in queries if _found(connection, query) == right]
-
-
-def _found(connection: sqlite3.Connection, query: str) -> Counter[Any] | None:
-    try:
-        return Counter(connection.execute(query))
-    except sqlite3.Error:  # a slip may leave no query
-        return None
+    right = Counter(_rows(task, variant, str(task.answer)))
+    return [query for query in queries if Counter(_rows(task, variant, query)) == right]
 
 
 def _finds_something(rows: list[Any]) -> bool:
     return bool(rows) and rows not in ([(None,)], [(0,)])
 
 
-def _right_rows(task: Task, variant: int) -> list[Any]:
-    with _database(task, variant) as connection:
-        return connection.execute(str(task.answer)).fetchall()
-
-
-@contextlib.contextmanager
-def _database(task: Task, variant: int) -> Iterator[sqlite3.Connection]:
+def _rows(task: Task, variant: int, query: str) -> list[Any]:
+    """Return what a query finds in a database; a slip may leave no query, which finds nothing."""
     with contextlib.closing(sqlite3.connect(":memory:")) as connection:
         connection.executescript(_script(task, variant))
-        yield connection
+        with contextlib.suppress(sqlite3.Error):
+            return connection.execute(query).fetchall()
+        return []
 
 
 def _build(path: Path, task: Task, variant: int) -> None:
@@ -226,9 +194,4 @@ def _build(path: Path, task: Task, variant: int) -> None:
 
 
 def _script(task: Task, variant: int) -> str:
-    data = task.metadata
-    if data.get("domain") not in DOMAINS or "database_seed" not in data:
-        raise ValueError(
-            f"task {task.id} has no domain and database_seed in its metadata, so there is no database to ask"
-        )
-    return script_of(data["domain"], data["database_seed"], variant)
+    return script_of(task.metadata["domain"], task.metadata["database_seed"], variant)

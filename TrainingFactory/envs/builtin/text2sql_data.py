@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from TrainingFactory.models.words import NAMES, PLACES, THINGS
 
@@ -28,7 +29,7 @@ class Domain:
     value: str  # a whole number that belongs to a thing
     most: str  # who has the highest one
     amount: str
-    did: str  # what a person did with a thing: "ordered"
+    did: str  # what a person has done with a thing: "ordered"
 
     @property
     def schema(self) -> list[str]:
@@ -59,7 +60,7 @@ DOMAINS = {
     ),
     "school": Domain(
         "students", "courses", "exams", "student_id", "course_id",
-        "subject", ("maths", "music", "art", "physics", "sport"), "hours", "longest", "points", "took",
+        "subject", ("maths", "music", "art", "physics", "sport"), "hours", "longest", "points", "taken",
     ),
     "museum": Domain(
         "visitors", "exhibits", "visits", "visitor_id", "exhibit_id",
@@ -95,25 +96,19 @@ def script_of(domain: str, seed: str, variant: int) -> str:
     rng = random.Random(f"text2sql rows {domain} {seed} {variant}")
     names, titles = rng.sample(values.names, PEOPLE), rng.sample(values.titles, TITLES)
     numbers = _with_average(rng) if variant else rng.sample(range(5, 100), TITLES)
-    rows = [
-        (words.people, number, name, rng.choice(values.cities)) for number, name in enumerate(names, 1)
-    ] + [
-        (words.things, number, title, rng.choice(values.kinds), numbers[number - 1])
-        for number, title in enumerate(titles, 1)
+    rows: list[tuple[Any, ...]] = [
+        (words.people, n, name, rng.choice(values.cities)) for n, name in enumerate(names, 1)
+    ]
+    rows += [
+        (words.things, n, title, rng.choice(values.kinds), value)
+        for n, (title, value) in enumerate(zip(titles, numbers, strict=True), 1)
     ]
     active = rng.sample(range(1, PEOPLE + 1), PEOPLE - 2)  # two people did nothing
     rows += [
-        (
-            words.links,
-            number,
-            rng.choice(active),
-            rng.randint(1, TITLES),
-            rng.randint(1, 9),
-            rng.choice(YEARS),
-        )
-        for number in range(1, LINKS + 1)
+        (words.links, n, rng.choice(active), rng.randint(1, TITLES), rng.randint(1, 9), rng.choice(YEARS))
+        for n in range(1, LINKS + 1)
     ]
-    inserts = [f"INSERT INTO {table} VALUES ({', '.join(map(_literal, row))})" for table, *row in rows]
+    inserts = [f"INSERT INTO {table} VALUES ({', '.join(map(repr, row))})" for table, *row in rows]
     return ";\n".join([*words.schema, *inserts]) + ";"
 
 
@@ -126,101 +121,64 @@ def _with_average(rng: random.Random) -> list[int]:
             return rng.sample([*others, average], TITLES)
 
 
-def _literal(value: str | int) -> str:
-    return str(value) if isinstance(value, int) else "'" + value.replace("'", "''") + "'"
-
-
-Question = tuple[str, str]  # what is asked, and the query that answers it
-
-
-def _count(d: Domain, v: Values, rng: random.Random) -> Question:
-    city = rng.choice(v.cities)
-    return f"How many {d.people} live in {city}?", f"SELECT COUNT(*) FROM {d.people} WHERE city = '{city}'"
-
-
-def _listed(d: Domain, v: Values, rng: random.Random) -> Question:
-    kind = rng.choice(v.kinds)
-    return (
-        f"List the titles of the {d.things} whose {d.kind} is {kind}, in alphabetical order.",
-        f"SELECT title FROM {d.things} WHERE {d.kind} = '{kind}' ORDER BY title",
-    )
-
-
-def _aggregate(d: Domain, v: Values, rng: random.Random) -> Question:
-    kind = rng.choice(v.kinds)
-    word, function = rng.choice((("average", "AVG"), ("highest", "MAX"), ("lowest", "MIN"), ("total", "SUM")))
-    return (
-        f"What is the {word} of {d.value} over the {d.things} whose {d.kind} is {kind}?",
-        f"SELECT {function}({d.value}) FROM {d.things} WHERE {d.kind} = '{kind}'",
-    )
-
-
-def _joined(d: Domain, v: Values, rng: random.Random) -> Question:
-    name = rng.choice(v.names)
-    return (
-        f"Which {d.things} has {name} {_participle(d)}? Give each title once.",
-        f"SELECT DISTINCT t.title FROM {d.joined} WHERE p.name = '{name}'",
-    )
-
-
-def _per_group(d: Domain, v: Values, rng: random.Random) -> Question:
-    return (
-        f"For each city, how many {d.people} live there? Give city and number.",
-        f"SELECT city, COUNT(*) FROM {d.people} GROUP BY city",
-    )
-
-
-def _having(d: Domain, v: Values, rng: random.Random) -> Question:
-    least = rng.randint(2, 4)
-    return (
-        f"Which {d.people} have at least {least} {d.links}? Give their names.",
-        f"SELECT p.name FROM {d.joined} GROUP BY p.id HAVING COUNT(*) >= {least}",
-    )
-
-
-def _top(d: Domain, v: Values, rng: random.Random) -> Question:
-    number = rng.randint(2, 4)
-    return (
-        f"What are the titles of the {number} {d.most} {d.things} (by {d.value}), the {d.most} first?",
-        f"SELECT title FROM {d.things} ORDER BY {d.value} DESC LIMIT {number}",
-    )
-
-
-def _never(d: Domain, v: Values, rng: random.Random) -> Question:
-    return (
-        f"Which {d.people} have no {d.links} at all? Give their names.",
-        f"SELECT name FROM {d.people} WHERE id NOT IN (SELECT {d.person_id} FROM {d.links})",
-    )
-
-
-def _sum_joined(d: Domain, v: Values, rng: random.Random) -> Question:
-    city, year = rng.choice(v.cities), rng.choice(YEARS[:4])
-    return (
-        f"What is the total {d.amount} over all {d.links} since {year} of {d.people} who live in {city}?",
-        f"SELECT SUM(l.{d.amount}) FROM {d.joined} WHERE p.city = '{city}' AND l.year >= {year}",
-    )
-
-
-def _above_average(d: Domain, v: Values, rng: random.Random) -> Question:
-    return (
-        f"Which {d.things} have more than the average {d.value}? Give title and {d.value}.",
-        f"SELECT title, {d.value} FROM {d.things} WHERE {d.value} > (SELECT AVG({d.value}) FROM {d.things})",
-    )
-
-
-def _participle(d: Domain) -> str:
-    return {"took": "taken"}.get(d.did, d.did)
-
-
-QUESTIONS: dict[str, Callable[[Domain, Values, random.Random], Question]] = {
-    "count": _count,
-    "list": _listed,
-    "aggregate": _aggregate,
-    "join": _joined,
-    "group": _per_group,
-    "having": _having,
-    "top": _top,
-    "never": _never,
-    "sum": _sum_joined,
-    "above": _above_average,
+DRAWN: dict[str, Callable[[Values, random.Random], Any]] = {  # what questions are about
+    "city": lambda values, rng: rng.choice(values.cities),
+    "kind": lambda values, rng: rng.choice(values.kinds),
+    "name": lambda values, rng: rng.choice(values.names),
+    "few": lambda _, rng: rng.randint(2, 4),
+    "year": lambda _, rng: rng.choice(YEARS[:4]),
+    "how": lambda _, rng: rng.choice(
+        (("average", "AVG"), ("highest", "MAX"), ("lowest", "MIN"), ("total", "SUM"))
+    ),
 }
+# what is asked, and the query that answers it; `d` is the domain
+QUESTIONS = {
+    "count": (
+        "How many {d.people} live in {city}?",
+        "SELECT COUNT(*) FROM {d.people} WHERE city = '{city}'",
+    ),
+    "list": (
+        "List the titles of the {d.things} whose {d.kind} is {kind}, in alphabetical order.",
+        "SELECT title FROM {d.things} WHERE {d.kind} = '{kind}' ORDER BY title",
+    ),
+    "aggregate": (
+        "What is the {how[0]} of {d.value} over the {d.things} whose {d.kind} is {kind}?",
+        "SELECT {how[1]}({d.value}) FROM {d.things} WHERE {d.kind} = '{kind}'",
+    ),
+    "join": (
+        "Which {d.things} has {name} {d.did}? Give each title once.",
+        "SELECT DISTINCT t.title FROM {d.joined} WHERE p.name = '{name}'",
+    ),
+    "group": (
+        "For each city, how many {d.people} live there? Give city and number.",
+        "SELECT city, COUNT(*) FROM {d.people} GROUP BY city",
+    ),
+    "having": (
+        "Which {d.people} have at least {few} {d.links}? Give their names.",
+        "SELECT p.name FROM {d.joined} GROUP BY p.id HAVING COUNT(*) >= {few}",
+    ),
+    "top": (
+        "What are the titles of the {few} {d.most} {d.things} (by {d.value}), the {d.most} first?",
+        "SELECT title FROM {d.things} ORDER BY {d.value} DESC LIMIT {few}",
+    ),
+    "never": (
+        "Which {d.people} have no {d.links} at all? Give their names.",
+        "SELECT name FROM {d.people} WHERE id NOT IN (SELECT {d.person_id} FROM {d.links})",
+    ),
+    "sum": (
+        "What is the total {d.amount} over all {d.links} since {year} of {d.people} who live in {city}?",
+        "SELECT SUM(l.{d.amount}) FROM {d.joined} WHERE p.city = '{city}' AND l.year >= {year}",
+    ),
+    "above": (
+        "Which {d.things} have more than the average {d.value}? Give title and {d.value}.",
+        "SELECT title, {d.value} FROM {d.things} WHERE {d.value} > (SELECT AVG({d.value}) FROM {d.things})",
+    ),
+}
+
+
+def ask(kind: str, domain: str, seed: str, rng: random.Random) -> tuple[str, str]:
+    """Return a question of that kind about a database, and the query that answers it."""
+    values, both = values_of(domain, seed), QUESTIONS[kind]
+    drawn = {name: draw(values, rng) for name, draw in DRAWN.items() if f"{{{name}" in "".join(both)}
+    question, query = (text.format(d=DOMAINS[domain], **drawn) for text in both)
+    return question, query
