@@ -6,8 +6,7 @@ from TrainingFactory.seeds import turn_seed
 
 
 class Order:
-    """Numbers below `size` without end: every number once an epoch, shuffled by the seed and the epoch. A batch
-    ends where an epoch does."""
+    """Numbers below `size`, every one once an epoch, shuffled by the seed and the epoch, at whose end a batch ends."""
 
     def __init__(self, size: int, batch_size: int, seed: int) -> None:
         self.size, self.batch_size, self.seed = size, batch_size, seed
