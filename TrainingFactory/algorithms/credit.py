@@ -8,10 +8,8 @@ groups side by side.
     A[i, t] = R[i, t] - baseline[t]
 
 The baseline `rloo` is the mean of R[j, t] over the other members j; `group` is that over all members, which makes A
-shorter by the factor (n - 1) / n and is otherwise the same. A member that has stopped stays in the baseline of later
-turns with its outcome. So the baseline knows nothing of what its own episode did, and the gradient is unbiased, with
-credit `turn` as well, provided that the reward of a step is settled when its turn ends: what a later turn takes back is
-a negative reward of that later turn.
+shorter by the factor (n - 1) / n. A member that has stopped stays in the baseline of later turns with its outcome. The
+gradient is unbiased, with credit `turn` as well, provided that the reward of a step is settled when its turn ends.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ import torch
 from torch.nn.functional import logsigmoid
 
 from TrainingFactory.algorithms.base import BaseAlgorithm
-from TrainingFactory.algorithms.preferences import best_and_worst, rows_of_pair
+from TrainingFactory.algorithms.preferences import rows_of_pair
 from TrainingFactory.algorithms.trained import Trained
 from TrainingFactory.types import Sample, Trajectory
 
@@ -56,8 +56,7 @@ class DPO(BaseAlgorithm):
         return frozenset({"reference", "precomputed"} if self.reference == "precomputed" else {"reference"})
 
     def samples(self, group: Sequence[Trajectory]) -> list[Sample]:
-        pair = best_and_worst(group)
-        return [] if pair is None else rows_of_pair(*pair)
+        return rows_of_pair(group)
 
     def loss(self, trained: Trained) -> tuple[torch.Tensor, dict[str, float]]:
         scores = self._scores(trained)
@@ -83,7 +82,7 @@ class DPO(BaseAlgorithm):
             return mean - torch.log(-torch.expm1(mean))
         assert trained.reference is not None
         ratios = trained.per_episode(trained.logprobs - trained.reference)
-        return ratios / _lengths(trained) if self.loss_kind == "ipo" else self.beta * ratios
+        return ratios / trained.lengths if self.loss_kind == "ipo" else self.beta * ratios
 
     def _losses(self, lead: torch.Tensor) -> torch.Tensor:
         """[P] -> [P]"""
@@ -102,11 +101,6 @@ class DPO(BaseAlgorithm):
         return right_way + other_way
 
 
-def _lengths(trained: Trained) -> torch.Tensor:
-    """Trained tokens of each dialogue. [E]"""
-    return trained.per_episode(torch.ones_like(trained.logprobs))
-
-
 def _mean_logprobs(trained: Trained) -> torch.Tensor:
     """Per trained token of each dialogue. [E]"""
-    return trained.per_episode(trained.logprobs) / _lengths(trained)
+    return trained.per_episode(trained.logprobs) / trained.lengths

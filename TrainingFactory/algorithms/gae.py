@@ -29,8 +29,7 @@ def gae(rewards: np.ndarray, values: np.ndarray, gamma: float, lam: float) -> np
 def gae_of_episodes(
     rewards: np.ndarray, values: np.ndarray, episode: np.ndarray, row: np.ndarray, gamma: float, lam: float
 ) -> np.ndarray:
-    """The same for many episodes, each of one or more rows. [M] each; an episode's rows are numbered in the order in
-    which they were played, and a row's tokens stand in order."""
+    """The same for many episodes [M]; rows of an episode are numbered in the order they were played."""
     advantages = np.zeros(len(rewards))
     order = np.lexsort((row, episode))  # stable
     borders = np.flatnonzero(np.diff(episode[order])) + 1

@@ -95,13 +95,12 @@ class GRPO(BaseAlgorithm):
         return rows
 
     def adjusted(self, group: Sequence[Trajectory]) -> list[Trajectory]:
-        """Return the episodes with what their length costs among the parts of their rewards, so that logs and files
-        show it. The outcome stays: `samples` takes the penalty off when it compares."""
+        """Return the episodes with what their length costs among the parts of their rewards, for logs and files."""
         if self.overlong_length is None:
             return list(group)
         penalties = self._penalties(group, self.overlong_length).tolist()
         return [
-            each if each.reward is None else replace(each, reward=_with_part(each.reward, OVERLONG, -penalty))
+            each if each.reward is None else replace(each, reward=_penalised(each.reward, penalty))
             for each, penalty in zip(group, penalties, strict=True)
         ]
 
@@ -130,7 +129,7 @@ class GRPO(BaseAlgorithm):
         assert before is not None
         gap = trained.logprobs - before
         if self.ratio == "sequence":
-            gap = (trained.per_episode(gap) / self._lengths(trained))[trained.episode]
+            gap = (trained.per_episode(gap) / trained.lengths)[trained.episode]
         ratio = gap.exp()
         if self.loss_kind == "cispo":
             gain = ratio.clamp(max=1 + self.clip_high).detach() * trained.advantages * trained.logprobs
@@ -162,15 +161,11 @@ class GRPO(BaseAlgorithm):
             return terms.sum() / trained.step_tokens
         if self.normalization == "constant":
             return terms.sum() / (trained.step_episodes * self.constant_length)
-        return (trained.per_episode(terms) / self._lengths(trained)).sum() / trained.step_episodes
-
-    def _lengths(self, trained: Trained) -> torch.Tensor:
-        """Trained tokens of each episode. [E]"""
-        return trained.per_episode(torch.ones_like(trained.logprobs))
+        return (trained.per_episode(terms) / trained.lengths).sum() / trained.step_episodes
 
 
-def _with_part(reward: Reward, part: str, value: float) -> Reward:
-    return replace(reward, parts=reward.parts | {part: value + 0.0})  # -0.0 reads badly
+def _penalised(reward: Reward, penalty: float) -> Reward:
+    return replace(reward, parts=reward.parts | {OVERLONG: 0.0 - penalty})  # -0.0 reads badly
 
 
 def _mean(trained: Trained, values: torch.Tensor) -> float:

@@ -21,10 +21,10 @@ def best_and_worst(group: Sequence[Trajectory]) -> tuple[Trajectory, Trajectory]
     return ranking.best_and_worst(scored, total_reward)
 
 
-def rows_of_pair(
-    best: Trajectory, worst: Trajectory, *, turns: Which = "all", tokens: Which = "all"
-) -> list[Sample]:
-    """The rows of both sides, which have the same `pair`; their labels are the rewards."""
-    rows = to_samples(best, turns=turns, tokens=tokens, label=total_reward(best))
-    pair = rows[0].pair
-    return rows + to_samples(worst, turns=turns, tokens=tokens, pair=pair, label=total_reward(worst))
+def rows_of_pair(group: Sequence[Trajectory], turns: Which = "all", tokens: Which = "all") -> list[Sample]:
+    """Return the rows of the best and the worst, which have the same `pair`; their labels are the rewards."""
+    rows: list[Sample] = []
+    for each in best_and_worst(group) or ():
+        number = rows[0].pair if rows else -1
+        rows += to_samples(each, turns=turns, tokens=tokens, pair=number, label=total_reward(each))
+    return rows

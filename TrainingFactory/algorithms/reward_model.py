@@ -23,7 +23,7 @@ import torch
 from torch.nn.functional import binary_cross_entropy_with_logits, logsigmoid
 
 from TrainingFactory.algorithms.base import BaseAlgorithm
-from TrainingFactory.algorithms.preferences import best_and_worst, total_reward
+from TrainingFactory.algorithms.preferences import rows_of_pair
 from TrainingFactory.algorithms.trained import Trained
 from TrainingFactory.data.samples import to_samples
 from TrainingFactory.types import Sample, Trajectory
@@ -54,13 +54,7 @@ class RewardModel(BaseAlgorithm):
         if self.kind == "process":
             labelled = [(each, each.reward.steps) for each in group if each.reward and each.reward.steps]
             return [row for each, steps in labelled for row in to_samples(each, None, steps, tokens="last")]
-        if (pair := best_and_worst(group)) is None:
-            return []
-        rows: list[Sample] = []
-        for each in pair:
-            number = rows[0].pair if rows else -1
-            rows += to_samples(each, turns="last", tokens="last", pair=number, label=total_reward(each))
-        return rows
+        return rows_of_pair(group, turns="last", tokens="last")
 
     def loss(self, trained: Trained) -> tuple[torch.Tensor, Metrics]:
         assert trained.scores is not None

@@ -10,8 +10,7 @@ import torch
 
 @dataclass(slots=True)
 class Trained:
-    """M trained tokens of E episodes. A loss divides by the step's counts, so that packing does not change the
-    gradient. What `Objective.needs` does not ask for is None."""
+    """M trained tokens of E episodes. A loss divides by the step's counts, so that packing changes no gradient."""
 
     logprobs: torch.Tensor  # [M] of the model now, with gradient; empty where `scores` are needed instead
     entropy: torch.Tensor  # [M] of the model now, with gradient
@@ -37,6 +36,11 @@ class Trained:
     def per_episode(self, values: torch.Tensor) -> torch.Tensor:
         """Sums over the tokens of each episode. [M] -> [E]"""
         return values.new_zeros(len(self.labels)).index_add(0, self.episode, values)
+
+    @property
+    def lengths(self) -> torch.Tensor:
+        """Trained tokens of each episode. [E]"""
+        return self.per_episode(torch.ones_like(self.logprobs))
 
 
 # A pack's part of the step's loss, and metrics that add up over packs to the step's.

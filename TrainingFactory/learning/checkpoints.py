@@ -42,10 +42,10 @@ def save_checkpoint(folder: str | Path, learner: Learner, tokenizer: Any, state:
         remove(part)
         part.mkdir(parents=True)
         _write(part, learner, tokenizer, state)
-        _sync(part)
+        _sync(*part.rglob("*"), part)
         remove(folder)
         os.rename(part, folder)
-        _sync_folder(folder.parent)
+        _sync(folder.parent)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(part, ignore_errors=True)
         reason = getattr(error, "strerror", None) or str(error)
@@ -53,10 +53,9 @@ def save_checkpoint(folder: str | Path, learner: Learner, tokenizer: Any, state:
 
 
 def load_checkpoint(folder: str | Path, learner: Learner) -> dict[str, Any]:
-    """Puts the weights and the optimisers' state into the learner; returns the caller's `state`. ValueError if
-    the checkpoint is that of another model, and then the learner is as it was."""
+    """Load the learner, return the caller's `state`; ValueError, and nothing changed, where it is another model's."""
     folder = Path(folder)
-    about, state = read_json(folder / "learner.json"), read_json(folder / "state.json")
+    about, state = _read_json(folder / "learner.json"), _read_json(folder / "state.json")
     if about.get("format") != FORMAT:
         raise ValueError(f"{folder} was written in format {about.get('format')}; this version reads {FORMAT}")
     if differences := _differences(about["model"], _identity(learner)):
@@ -72,13 +71,11 @@ def load_checkpoint(folder: str | Path, learner: Learner) -> dict[str, Any]:
     return state
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        raise ValueError(f"{path.parent} is no checkpoint: it has no {path.name}")
+def _read_json(path: Path) -> dict[str, Any]:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ValueError(f"{path} cannot be read: {error}") from error
+        raise ValueError(f"{path.parent} is no checkpoint: {path.name} cannot be read: {error}") from error
 
 
 def remove(folder: Path) -> None:
@@ -95,31 +92,23 @@ def _write(part: Path, learner: Learner, tokenizer: Any, state: dict[str, Any]) 
     with _no_bars():
         learner.model.save_pretrained(part, **adapter)
     tokenizer.save_pretrained(part)
-    if (
-        learner.head is not None and learner.critic is None
-    ):  # of a separate critic it says nothing about the model
+    if learner.head is not None and learner.critic is None:  # that of a critic says nothing about the model
         save_head(part, learner.head)
-    weights = learner._weights
-    tensors = {
-        f"weight/{name}": master.detach().contiguous()
-        for name, master in zip(weights.names, weights.masters, strict=True)
-    }
+    masters, names = _masters(learner), _names(learner)
+    tensors = {f"weight/{name}": master.detach().contiguous() for name, master in masters.items()}
     numbers: list[dict[str, dict[str, Any]]] = []
     for index, optimizer in enumerate(learner.optimizers):
         numbers.append({})
-        for name, slots in _named_state(learner, optimizer).items():
+        for param, slots in optimizer.state.items():
+            name = names[id(param)]
             for key, value in slots.items():
                 if isinstance(value, torch.Tensor):
                     tensors[f"optimizer/{index}/{key}/{name}"] = value.detach().contiguous()
                 else:
                     numbers[index].setdefault(name, {})[key] = value
     save_file(tensors, part / "learner.safetensors")
-    about = {
-        "format": FORMAT,
-        "steps": learner.steps,
-        "model": _identity(learner),
-        "optimizers": numbers,
-    }
+    model = _identity(learner)
+    about = {"format": FORMAT, "steps": learner.steps, "model": model, "optimizers": numbers}
     (part / "learner.json").write_text(json.dumps(about, indent=1), encoding="utf-8")
     (part / "state.json").write_text(json.dumps(state, indent=1), encoding="utf-8")
 
@@ -136,21 +125,23 @@ def _no_bars() -> Iterator[None]:
             hf_logging.enable_progress_bar()
 
 
-def _named_state(learner: Learner, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
-    names = {id(m): n for n, m in zip(learner._weights.names, learner._weights.masters, strict=True)}
-    return {names[id(param)]: slots for param, slots in optimizer.state.items()}
+def _masters(learner: Learner) -> dict[str, torch.nn.Parameter]:
+    return dict(zip(learner._weights.names, learner._weights.masters, strict=True))
 
 
+def _names(learner: Learner) -> dict[int, str]:
+    return {id(master): name for name, master in _masters(learner).items()}
+
+
+@torch.no_grad()
 def _load_weights(learner: Learner, file: Any) -> None:
-    weights = learner._weights
-    with torch.no_grad():
-        for name, master in zip(weights.names, weights.masters, strict=True):
-            master.copy_(file.get_tensor(f"weight/{name}"))
-    weights.write_back()
+    for name, master in _masters(learner).items():
+        master.copy_(file.get_tensor(f"weight/{name}"))
+    learner._weights.write_back()
 
 
 def _load_optimizers(learner: Learner, file: Any, numbers: list[dict[str, dict[str, Any]]]) -> None:
-    names = {id(m): n for n, m in zip(learner._weights.names, learner._weights.masters, strict=True)}
+    names = _names(learner)
     stored: dict[tuple[int, str], dict[str, Any]] = {}
     for full in file.keys():  # noqa: SIM118  (no mapping: safetensors' own object)
         if full.startswith("optimizer/"):
@@ -170,11 +161,10 @@ def _load_optimizers(learner: Learner, file: Any, numbers: list[dict[str, dict[s
 
 def _identity(learner: Learner) -> dict[str, Any]:
     """What a checkpoint must have in common with the learner that it is loaded into."""
-    weights = learner._weights
     return {
         "architecture": type(learner.causal).__name__,
         "optimizers": [type(optimizer).__name__ for optimizer in learner.optimizers],
-        "trained": {n: list(m.shape) for n, m in zip(weights.names, weights.masters, strict=True)},
+        "trained": {name: list(master.shape) for name, master in _masters(learner).items()},
         "frozen": _frozen_digest(learner.model),
     }
 
@@ -192,17 +182,11 @@ def _frozen_digest(model: torch.nn.Module) -> str:
 def _differences(there: dict[str, Any], here: dict[str, Any]) -> list[str]:
     if there["architecture"] != here["architecture"]:
         return [f"it holds a {there['architecture']}, the model is a {here['architecture']}"]
-    found = []
-    more = sorted(there["trained"].keys() - here["trained"].keys())
-    less = sorted(here["trained"].keys() - there["trained"].keys())
-    if more:
-        found.append(f"it has {len(more)} trained weights that the model does not train, such as {more[0]}")
-    if less:
-        found.append(f"it lacks {len(less)} trained weights of the model, such as {less[0]}")
-    for name in sorted(there["trained"].keys() & here["trained"].keys()):
-        old, new = there["trained"][name], here["trained"][name]
-        if old != new:
-            found.append(f"{name} has the shape {_shape(old)} in it and {_shape(new)} in the model")
+    old, new, found = there["trained"], here["trained"], []
+    for name in sorted(old | new):
+        if old.get(name) != new.get(name):
+            shapes = f"{old.get(name, 'not trained')} in it and {new.get(name, 'not trained')} in the model"
+            found.append(f"{name} is {shapes}")
     if not found and there["frozen"] != here["frozen"]:
         found.append("the weights under its adapter are others")
     if there["optimizers"] != here["optimizers"]:
@@ -211,22 +195,11 @@ def _differences(there: dict[str, Any], here: dict[str, Any]) -> list[str]:
     return found
 
 
-def _shape(sizes: list[int]) -> str:
-    return "x".join(map(str, sizes)) or "()"
-
-
-def _sync(folder: Path) -> None:
+def _sync(*paths: Path) -> None:
     """To the disk before the rename: after a power cut the name must not stand for empty files."""
-    for path in folder.rglob("*"):
-        if path.is_file():
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
-    _sync_folder(folder)
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    for path in paths:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

@@ -25,8 +25,7 @@ def causal_model(model: Any) -> PreTrainedModel:
 
 @contextlib.contextmanager
 def tree_mode(model: PreTrainedModel, on: bool = True) -> Iterator[None]:
-    """The model with the tree's attention. Backward passes belong inside: with gradient checkpointing they run
-    the layers again."""
+    """The model with the tree's attention. Backward passes belong inside: they may run the layers again."""
     config = model.config.get_text_config()
     before = config._attn_implementation
     config._attn_implementation = ATTENTION if on else before
@@ -47,13 +46,8 @@ def tree_states(model: PreTrainedModel, pack: Pack) -> torch.Tensor:
 
 def row_states(model: PreTrainedModel, pack: Pack) -> torch.Tensor:
     """[N, D] by the model's own attention. Rows are padded at their end, where no token sees the padding."""
-    if any(node.parent >= 0 for node in pack.nodes):
-        raise ValueError(
-            "this model cannot share prefixes between rows: make_batch(..., sharing=learner.sharing)"
-        )
-    starts, lengths = (
-        np.array(each) for each in zip(*((n.start, n.length) for n in pack.nodes), strict=True)
-    )
+    assert all(node.parent < 0 for node in pack.nodes), "make_batch(..., sharing=learner.sharing)"
+    starts, lengths = np.array([(node.start, node.length) for node in pack.nodes]).T
     columns = np.arange(lengths.max())
     real = columns < lengths[:, None]  # [n, T]
     places = np.where(real, starts[:, None] + columns, 0)
@@ -102,24 +96,23 @@ def why_not_shared(model: PreTrainedModel) -> str | None:
     if not model._can_set_attn_implementation():
         return "its attention does not go through transformers' attention interface"
     with _evaluating(model):
-        plain = row_states(model, _probe(model, sharing=False))
-        probe = _probe(model, sharing=True)
+        apart, probe = _probe(model, sharing=False), _probe(model, sharing=True)
+        plain = row_states(model, apart)
         try:
             with tree_mode(model):
                 shared = tree_states(model, probe)
         except Exception as error:  # foreign code, which may not know our keyword or ask for what we lack
             return f"its layers do not run over a tree ({str(error).splitlines()[0]})"
     # The probe trains all tokens but the first, so `source` lists where the tokens of the rows stand.
-    rows = [plain[s] for s in _split(_probe(model, sharing=False))]
-    trees = [shared[s] for s in _split(probe)]
-    if not _alike(torch.cat(trees), torch.cat(rows), 5e-2 if model.dtype != torch.float32 else 1e-3):
+    rows, trees = (states[_places(pack)] for states, pack in ((plain, apart), (shared, probe)))
+    if not _alike(trees, rows, 5e-2 if model.dtype != torch.float32 else 1e-3):
         return "over a tree its layers give something else than over rows"
     return None
 
 
-def _split(pack: Pack) -> list[torch.Tensor]:
-    """Where the tokens of each row stand, rows in the order of the samples."""
-    return [torch.from_numpy(pack.source[pack.row == row]) for row in sorted(pack.rows)]
+def _places(pack: Pack) -> torch.Tensor:
+    """Where the tokens of the rows stand, rows in the order of the samples."""
+    return torch.from_numpy(pack.source[np.argsort(pack.row, kind="stable")])
 
 
 def _alike(left: torch.Tensor, right: torch.Tensor, tolerance: float) -> bool:
@@ -130,13 +123,9 @@ def _probe(model: PreTrainedModel, sharing: bool) -> Pack:
     """Three rows, a tree of three levels."""
     vocabulary = model.config.get_text_config().vocab_size
     ids = [(13 + 7919 * place) % vocabulary for place in range(200)]
-    rows = [
-        ids[:30] + ids[40:90] + ids[100:107],
-        ids[:30] + ids[40:90] + ids[110:122],
-        ids[:30] + ids[130:150],
-    ]
     samples = []
-    for row in rows:
+    for rest in (ids[40:90] + ids[100:107], ids[40:90] + ids[110:122], ids[130:150]):
+        row = ids[:30] + rest
         zeros = [0.0] * len(row)
         samples.append(Sample(row, [False] + [True] * (len(row) - 1), zeros, zeros, zeros, [0] * len(row)))
     (only,) = pack(samples, 10_000, sharing)

@@ -15,8 +15,7 @@ ABOUT = "reward_model.json"
 
 
 class ScalarHead(nn.Module):
-    """One linear unit in float32 over the model's last hidden states. It starts as zero everywhere. `about` says what
-    its numbers mean where they are those of a reward model: what is in reward_model.json beside it."""
+    """One linear unit in float32 over the last hidden states, zero at first. `about` goes to reward_model.json."""
 
     def __init__(
         self, width: int, device: torch.device | str = "cpu", about: dict[str, Any] | None = None
@@ -43,8 +42,6 @@ def save_head(folder: Path, head: ScalarHead) -> None:
 
 def load_head(folder: Path, causal: Any) -> ScalarHead:
     """The head beside a model that was trained with one."""
-    if not (folder / FILE).is_file():
-        raise ValueError(f"{folder} holds no reward model: it has no {FILE}")
     head = head_for(causal)
     head.load_state_dict(load_file(folder / FILE, device=str(causal.device)))
     return head

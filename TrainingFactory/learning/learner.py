@@ -38,10 +38,8 @@ COUNTS = {"trained_tokens": "tokens", "rows": "rows", "trained_episodes": "episo
 
 class Learner:
     """`temperature` is the sampler's: training sees the distribution that was sampled from. `reference` is a frozen
-    model, or None: then
-    an adapter's base is its own reference. `head` gives a number for each token, for objectives that need values or
-    scores; it sits on the model itself, or on `critic`, a model of its own. `sharing` says whether the model can
-    compute common prefixes once; batches for one that cannot are made with `make_batch(..., sharing=False)`."""
+    model; without one an adapter's base is it. `head` gives a number for each token, on the model or on a `critic` of
+    its own. `sharing` says whether common prefixes are computed once, for `make_batch(..., sharing)`."""
 
     def __init__(
         self,
@@ -54,14 +52,8 @@ class Learner:
         temperature: float = 1.0,
         gradient_checkpointing: bool = False,
     ) -> None:
-        if not temperature > 0:
-            raise ValueError(f"the learner's temperature is {temperature}; it must be over 0")
-        self.model = model
-        self.causal = causal_model(model)
-        self.options = options
-        self.reference = reference
-        self.head = head
-        self.critic = critic
+        self.model, self.causal, self.options = model, causal_model(model), options
+        self.reference, self.head, self.critic = reference, head, critic
         self.temperature = temperature
         self.steps = 0
         for each in self._trained_models() if gradient_checkpointing else ():
@@ -102,9 +94,7 @@ class Learner:
         """What the batch must carry beside its rows, by the models as they are now."""
         self._set_training(False)
         for pack in batch.packs:
-            if (
-                "reference" in needs and pack.reference is None
-            ):  # a batch may bring what was computed beforehand
+            if "reference" in needs and pack.reference is None:  # it may have been computed beforehand
                 pack.reference = self._reference_logprobs(pack)
             if "old" in needs:
                 pack.old = self.logprobs(pack)[0].cpu().numpy()
@@ -115,8 +105,7 @@ class Learner:
         return batch
 
     def update(self, batch: Batch, loss: Loss, needs: frozenset[str] = frozenset()) -> dict[str, float]:
-        """One step of the optimiser, over the rows of all processes. A step without rows leaves everything as it
-        is, and so does one whose gradient is not finite (`skipped` is 1 then)."""
+        """Make one step over the rows of all processes; none without rows or with a gradient that is not finite."""
         sums: dict[str, float] = defaultdict(float)
         sums["row_tokens"] = sum(pack.row_tokens for pack in batch.packs)
         sums["computed_tokens"] = sum(len(pack.token_ids) for pack in batch.packs)
@@ -127,7 +116,10 @@ class Learner:
             self._set_training(True)
             self._weights.clear_grads()  # of a step that ended in an error
             for pack in step.packs:
-                with self._tree_modes():
+                # Around forward and backward: with gradient checkpointing the layers run again in the latter.
+                with contextlib.ExitStack() as stack:
+                    for model in self._trained_models():
+                        stack.enter_context(tree_mode(causal_model(model), self.sharing))
                     trained = self._trained(pack, step, needs)
                     value, metrics = loss(trained)
                     value.backward()
@@ -167,8 +159,7 @@ class Learner:
     def logprobs(
         self, pack: Pack, model: PreTrainedModel | None = None, states: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probs and entropies of the trained tokens of a pack. Rows that went the same way have the same token
-        after the same place of the tree: the head runs once for all of them."""
+        """Log-probs and entropies of the trained tokens; the head runs once for rows that went the same way."""
         causal = model or self.causal
         hidden = self.states(pack, causal) if states is None else states
         vocabulary = causal.config.get_text_config().vocab_size
@@ -180,10 +171,7 @@ class Learner:
 
     def _scalars(self, pack: Pack, places: np.ndarray, states: torch.Tensor | None = None) -> torch.Tensor:
         """What the head says at these places of the tree. `states` are the model's, where it is known."""
-        if self.head is None:
-            raise ValueError(
-                "the objective needs values or scores, and this learner has no head to give them"
-            )
+        assert self.head is not None, "the objective needs values or scores, and there is no head"
         if self.critic is not None:
             states = self.states(pack, causal_model(self.critic))
         elif states is None:
@@ -215,24 +203,13 @@ class Learner:
     def _on_device(self, *arrays: np.ndarray) -> list[torch.Tensor]:
         return [torch.from_numpy(array).to(self.causal.device) for array in arrays]
 
-    @contextlib.contextmanager
-    def _tree_modes(self) -> Iterator[None]:
-        """Around forward and backward together: with gradient checkpointing the layers run again in the latter."""
-        with contextlib.ExitStack() as stack:
-            for model in (self.model, self.critic):
-                if model is not None:
-                    stack.enter_context(tree_mode(causal_model(model), self.sharing))
-            yield
-
     def _reference_logprobs(self, pack: Pack) -> np.ndarray:
         if self.reference is not None:
             self.reference.eval()
             return self.logprobs(pack, causal_model(self.reference))[0].cpu().numpy()
-        if self.model is self.causal:
-            raise ValueError(
-                "the objective compares with a reference model, and this learner has none: give it a frozen copy "
-                "as `reference`, train an adapter, or set the weight of the KL term to 0"
-            )
+        assert self.model is not self.causal, (
+            "there is no reference model: neither a frozen copy nor an adapter"
+        )
         with self.model.disable_adapter():
             return self.logprobs(pack)[0].cpu().numpy()
 
@@ -255,8 +232,7 @@ class Learner:
 
 
 def _can_share(model: PreTrainedModel) -> bool:
-    reason = why_not_shared(model)
-    if reason is not None:
+    if (reason := why_not_shared(model)) is not None:
         log.warning(
             "A %r model cannot share prefixes between rows: %s. Rows are computed one by one; results are the "
             "same, updates take longer.", model.config.model_type, reason,

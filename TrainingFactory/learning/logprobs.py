@@ -15,9 +15,8 @@ GPU_FACTOR = 8
 
 
 class _Pick(torch.autograd.Function):
-    """Logits [C, V] -> log-probs of the wanted tokens [C] and entropies [C]. Written out because autograd would
-    keep and pass over [C, V] several times more: with z = logits / temperature, the gradient of a log-prob is
-    one-hot - p, and that of an entropy H is -p (log p + H)."""
+    """Logits [C, V] -> log-probs of the wanted tokens [C] and entropies [C]. Written out because autograd would keep
+    [C, V] several times more. Gradients by logits / temperature: one-hot - p, and of an entropy -p (log p + H)."""
 
     @staticmethod
     def forward(

@@ -20,9 +20,8 @@ def add_lora(
     rslora: bool = False,
     seed: int = 0,
 ) -> PeftModel:
-    """The model with a fresh adapter: its weights are frozen, the adapter's are float32 and start as no change.
-    `target_modules` is all-linear (every linear layer but the head), or the endings of layer names. `dora` learns the
-    length of each row of a weight beside its direction, `rslora` weighs the adapter by alpha / sqrt(r)."""
+    """Return the model, frozen, with a fresh adapter in float32 that starts as no change. `target_modules` is
+    all-linear (every linear layer but the head), or the endings of layer names."""
     targets = target_modules if isinstance(target_modules, str) else list(target_modules)
     config = LoraConfig(
         r=r, lora_alpha=alpha, lora_dropout=dropout, target_modules=targets, task_type=TaskType.CAUSAL_LM,

@@ -27,34 +27,19 @@ class OptimizerOptions:
     total_steps: int | None = None  # needed by linear and cosine
     max_grad_norm: float = 1.0  # infinity: no clipping
 
-    def __post_init__(self) -> None:
-        if self.name not in ("adamw", "adamw_8bit", "muon"):
-            raise ValueError(f"the optimiser is {self.name!r}; it must be adamw, adamw_8bit or muon")
-        if self.schedule not in ("constant", "linear", "cosine"):
-            raise ValueError(f"the schedule is {self.schedule!r}; it must be constant, linear or cosine")
-        for name in ("learning_rate", "matrix_learning_rate", "max_grad_norm"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"training.{name} is {getattr(self, name)}; it must be over 0")
-        for name in ("weight_decay", "warmup_steps"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"training.{name} is {getattr(self, name)}; it must be 0 or more")
-        if self.schedule != "constant" and self.total_steps is None:
-            raise ValueError(f"training.schedule {self.schedule!r} needs to know the number of steps")
-
     def factor(self, step: int) -> float:
         """What the peak learning rates are multiplied with at a step, counted from 0."""
         if step < self.warmup_steps:
             return (step + 1) / self.warmup_steps
-        if self.schedule == "constant" or self.total_steps is None:
+        if self.schedule == "constant":
             return 1.0
-        share = (step - self.warmup_steps) / max(1, self.total_steps - self.warmup_steps)
-        share = min(1.0, share)
+        assert self.total_steps is not None, "the schedule needs to know the number of steps"
+        share = min(1.0, (step - self.warmup_steps) / max(1, self.total_steps - self.warmup_steps))
         return 1 - share if self.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * share))
 
 
 class Muon(torch.optim.Optimizer):
-    """Momentum, made orthogonal by Newton-Schulz steps in float32: for matrices of models trained from
-    scratch. (torch's own works in bfloat16, which is slow on a CPU.)"""
+    """Momentum, made orthogonal by Newton-Schulz in float32 (torch's own in bfloat16 is slow on a CPU)."""
 
     def __init__(self, params: Iterable[nn.Parameter], lr: float, momentum: float = 0.95) -> None:
         super().__init__(params, {"lr": lr, "momentum": momentum})
@@ -107,7 +92,9 @@ def make_optimizers(
     groups = [group for group in groups if group["params"]]
     optimizers: list[torch.optim.Optimizer] = []
     if groups:
-        kind = _adamw_8bit() if options.name == "adamw_8bit" else torch.optim.AdamW
+        kind: Any = torch.optim.AdamW
+        if options.name == "adamw_8bit":
+            from bitsandbytes.optim.adamw import AdamW8bit as kind  # pyright: ignore[reportMissingImports]
         optimizers.append(kind(groups, lr=options.learning_rate, betas=options.betas))
     if matrices:
         optimizers.append(Muon(matrices, lr=options.matrix_learning_rate))
@@ -126,26 +113,17 @@ def check_adamw_8bit(device: str = "auto") -> None:
         raise ValueError(f"{wanted} runs on CUDA devices only; use adamw")
 
 
-def _adamw_8bit() -> Any:
-    check_adamw_8bit()
-    from bitsandbytes.optim.adamw import AdamW8bit  # pyright: ignore[reportMissingImports]
-
-    return AdamW8bit
-
-
 class MixedPrecision:
     """Weights in bfloat16 are trained through float32 copies: small updates would be rounded away."""
 
     def __init__(self, named: Iterable[tuple[str, nn.Parameter]]) -> None:
-        self.names: list[str] = []
-        self.params: list[nn.Parameter] = []
-        self.masters: list[nn.Parameter] = []
-        for name, param in named:
-            if param.requires_grad:
-                exact = param.dtype in (torch.float32, torch.float64)
-                self.names.append(name)
-                self.params.append(param)
-                self.masters.append(param if exact else nn.Parameter(param.detach().float()))
+        trained = [(name, param) for name, param in named if param.requires_grad]
+        self.names = [name for name, _ in trained]
+        self.params = [param for _, param in trained]
+        self.masters = [
+            param if param.dtype in (torch.float32, torch.float64) else nn.Parameter(param.detach().float())
+            for param in self.params
+        ]
 
     def gather_grads(self) -> None:
         """After every backward pass: many small gradients added up in bfloat16 would lose digits as well."""

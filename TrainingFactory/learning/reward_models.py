@@ -11,15 +11,15 @@ None is positive, so that a model which learns from them gains nothing by making
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
+from pydantic import TypeAdapter
 
 from TrainingFactory.data.packing import make_batch
 from TrainingFactory.data.rewriting import written_by
@@ -52,19 +52,15 @@ def read_about(folder: Path) -> About:
         if not (folder / name).is_file():
             raise ValueError(f"{folder} holds no reward model: it has no {name}, so it {what}")
     try:
-        about = About(**json.loads((folder / ABOUT).read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError) as error:
+        return TypeAdapter(About).validate_json((folder / ABOUT).read_bytes())
+    except (OSError, ValueError) as error:
         raise ValueError(f"{folder / ABOUT} cannot be read: {error}") from error
-    if about.kind not in get_args(Kind):
-        raise ValueError(f"{folder / ABOUT}: kind is {about.kind!r}; it must be outcome or process")
-    return about
 
 
 class RewardScorer:
     """`chat` is how the reward model writes a conversation: episodes of a model that writes otherwise are rewritten.
-    Threads may share it; one scores at a time. Which episodes are scored together depends on when they end, and
-    rounding on which are: `together=False` scores them one by one, so that an episode always gets the same score, bit
-    for bit."""
+    Threads may share it. Rounding depends on which episodes are scored together: `together=False` scores them one by
+    one, so that an episode always gets the same score, bit for bit."""
 
     def __init__(
         self,
@@ -97,8 +93,6 @@ class RewardScorer:
         folder = Path(folder).expanduser()
         about = read_about(folder)
         adapter = str(folder) if (folder / "adapter_config.json").is_file() else None
-        if adapter and not about.base:
-            raise ValueError(f"{folder / ABOUT} does not say on which model (base) its adapter was trained")
         loaded = load_model(
             str(about.base) if adapter else str(folder),
             dtype=dtype,
@@ -113,8 +107,7 @@ class RewardScorer:
         return cls(loaded.model, head, chat, about.kind, token_budget=token_budget, together=together)
 
     def score(self, trajectories: Sequence[Trajectory]) -> list[Reward]:
-        """Raises ValueError where an episode cannot be scored: it has no turn, cannot be written in the reward model's
-        template, or is longer than the model takes."""
+        """Raise ValueError where an episode has no turn, cannot be written in this template, or is too long."""
         if self._together:
             found = self.scores(trajectories)
         else:

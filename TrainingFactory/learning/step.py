@@ -31,21 +31,15 @@ class StepOptions:
 def train_step(
     learner: Learner, algorithm: Algorithm, rows: Sequence[Sample], step: int, options: StepOptions
 ) -> dict[str, float]:
-    """Pack the rows, annotate them, let the algorithm prepare them, and update the weights.
-
-    What the algorithm compares with (old log-probs, values, the reference) is computed before the first update. Dropout
-    and the order of mini-batches are keyed by the step, so that a resumed run does the same."""
+    """Pack the rows, annotate them, let the algorithm prepare them, and update the weights. Dropout and the order of
+    mini-batches are keyed by the step, so that a resumed run does the same."""
     seed = turn_seed(options.seed, step, "update", 0, 0)
     torch.manual_seed(seed)
     parts = split(rows, options.minibatches, seed)
     batches = [_annotated(learner, algorithm, part, options.token_budget) for part in parts]
     algorithm.prepare(batches, step, learner.total)
     return merged(
-        [
-            learner.update(batch, algorithm.loss, algorithm.needs)
-            for _ in range(options.epochs)
-            for batch in batches
-        ]
+        [learner.update(batch, algorithm.loss, algorithm.needs) for batch in batches * options.epochs]
     )
 
 
@@ -75,8 +69,7 @@ def _annotated(learner: Learner, algorithm: Algorithm, rows: Sequence[Sample], t
 
 
 def split(samples: Sequence[Sample], parts: int, seed: int = 0) -> list[list[Sample]]:
-    """Deal the rows out, in random order, into parts of about equal numbers of episodes; what belongs together stays
-    together. A part may be empty where there are fewer."""
+    """Deal the rows out at random into parts with about as many episodes; what belongs together stays together."""
     if parts == 1:
         return [list(samples)]
     units: dict[int, list[Sample]] = {}

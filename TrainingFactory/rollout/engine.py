@@ -25,10 +25,8 @@ class AsyncRolloutEngine:
     Without `reward` the environment's own is used. One that scores whole groups (`protocols.GroupReward`, or a function
     that takes `episodes`, `trajectories` or `completions`) is called once for each group, when its last episode has
     ended. `on_episode` is told of every episode when its reward is known.
-    `max_concurrency` episodes run at a time; an episode's clock (`episode_timeout`) starts when it is let in,
-    so with more episodes than the sampler has slots, set it to the number of slots. `runtime` is what the tools of
-    all episodes share: limits, a cache, a recording, figures.
-    """
+    `max_concurrency` episodes run at a time; an episode's clock (`episode_timeout`) starts when it is let in, so with
+    more episodes than the sampler has slots, set it to the number of slots. `runtime` is what all tools share."""
 
     def __init__(
         self,
@@ -45,10 +43,6 @@ class AsyncRolloutEngine:
         on_episode: Callable[[Trajectory], None] | None = None,
         runtime: ToolRuntime | None = None,
     ) -> None:
-        if max_concurrency is not None and max_concurrency < 1:
-            raise ValueError(
-                f"max_concurrency is {max_concurrency}; it must be 1 or more, or None for no limit"
-            )
         params = dataclasses.replace(params, stop_ids=params.stop_ids or chat.stop_ids)
         self.group_reward = group_reward(reward)
         single = reward if self.group_reward is None else None
@@ -67,12 +61,8 @@ class AsyncRolloutEngine:
         step: int = 0,
         recorded_as: str | None = None,
     ) -> list[list[Trajectory]]:
-        """`group_size` episodes of each task, with their rewards: one list per task, members in order.
-
-        Random numbers are keyed by `step`, and so are the tool calls in a recording unless they are
-        `recorded_as` something else: evaluations that use the same random numbers are told apart by it."""
-        if group_size < 1:
-            raise ValueError(f"group_size is {group_size}; it must be 1 or more")
+        """Play `group_size` episodes of each task: one list per task, members in order. Random numbers are keyed by
+        `step`, and so are the tool calls in a recording unless they are `recorded_as` something else."""
         runs = self._open(tasks, sampler, group_size, step, step if recorded_as is None else recorded_as)
         groups = [runs[start : start + group_size] for start in range(0, len(runs), group_size)]
         gate = asyncio.Semaphore(self.max_concurrency or len(runs) or 1)
@@ -119,26 +109,16 @@ class AsyncRolloutEngine:
     def _open(
         self, tasks: Sequence[Task], sampler: Sampler, group_size: int, step: int, recorded_as: int | str
     ) -> list[EpisodeRun]:
-        """All sessions, in (task, member) order and before anything is awaited: which one an episode gets
-        must not depend on how long others take."""
+        """All sessions in order, before anything is awaited: which one an episode gets must not depend on timing."""
         runs: list[EpisodeRun] = []
         seen: Counter[str] = Counter()
-        try:
-            for task in tasks:
-                seen[task.id] += 1
-                # A task may come twice in a batch: its second group has its own name and its own seeds.
-                name = task.id if seen[task.id] == 1 else f"{task.id}#{seen[task.id]}"
-                for member in range(group_size):
-                    trajectory = Trajectory(task, group=f"{step}/{name}", member=member)
-                    seed_of = functools.partial(turn_seed, self.seed, step, name, member)
-                    key = EpisodeKey(recorded_as, name, member)
-                    runs.append(
-                        EpisodeRun(
-                            self.rules, trajectory, sampler.session(), sampler.max_length, seed_of, key
-                        )
-                    )
-        except BaseException:
-            for one in runs:
-                one.leave()
-            raise
+        for task in tasks:
+            seen[task.id] += 1
+            # A task may come twice in a batch: its second group has its own name and its own seeds.
+            name = task.id if seen[task.id] == 1 else f"{task.id}#{seen[task.id]}"
+            for member in range(group_size):
+                trajectory = Trajectory(task, group=f"{step}/{name}", member=member)
+                seed_of = functools.partial(turn_seed, self.seed, step, name, member)
+                key, session = EpisodeKey(recorded_as, name, member), sampler.session()
+                runs.append(EpisodeRun(self.rules, trajectory, session, sampler.max_length, seed_of, key))
         return runs

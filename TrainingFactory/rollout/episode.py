@@ -54,19 +54,13 @@ class EpisodeRules:
     max_reply_tokens: int = 1024
     runtime: ToolRuntime | None = None
 
-    def __post_init__(self) -> None:
-        for name in ("max_turns", "timeout", "max_reply_tokens"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"an episode's {name} is {getattr(self, name)}; it must be over 0")
 
-
+@dataclass(eq=False)
 class _Over(Exception):
     """The episode ends here, for this reason."""
 
-    def __init__(self, status: Status, error: str | None = None) -> None:
-        super().__init__(status, error)
-        self.status: Status = status
-        self.error = error
+    status: Status
+    error: str | None = None
 
 
 @contextlib.contextmanager
@@ -82,8 +76,7 @@ def _foreign(what: str, caught: type[Exception] = Exception) -> Iterator[None]:
 
 
 class EpisodeRun:
-    """`max_length` is the sampler's; `seed_of` gives the seed of a turn by its number; `key` says whose the tool calls
-    are in a recording."""
+    """`max_length` is the sampler's; `seed_of` gives the seed of a turn; `key` says whose its recorded calls are."""
 
     def __init__(
         self,
@@ -94,11 +87,8 @@ class EpisodeRun:
         seed_of: Callable[[int], int],
         key: EpisodeKey | None = None,
     ) -> None:
-        self.rules = rules
-        self.trajectory = trajectory
-        self.session = session
-        self.max_length = max_length
-        self.seed_of = seed_of
+        self.rules, self.trajectory, self.session = rules, trajectory, session
+        self.max_length, self.seed_of = max_length, seed_of
         self.key = key or EpisodeKey(0, trajectory.task.id, trajectory.member)
         self.environment: Environment | None = None  # open from `play` to `close`
         self._ended = False
@@ -120,10 +110,16 @@ class EpisodeRun:
         try:
             with _foreign("making the environment"):
                 self.environment = self.rules.environment(self.trajectory.task)
+            await within(self.rules.timeout, self._turns(self.environment))
         except _Over as over:
             self._end(over.status, over.error)
-        else:
-            await self._play(self.environment)
+        except OutOfTime:
+            self._end("error", f"the episode took longer than {self.rules.timeout:g} s")
+        except SelfCancelled:
+            self._end("error", "the environment cancelled its own episode")
+        for turn, following in pairwise(self.trajectory.turns):
+            so_far = turn.prompt_ids + turn.completion.token_ids
+            assert following.prompt_ids[: len(so_far)] == so_far, "a prompt must continue what was sampled"
         self.trajectory.seconds = time.perf_counter() - started
 
     def leave(self) -> None:
@@ -142,19 +138,6 @@ class EpisodeRun:
         # It runs its calls in a way of its own; those of the reward go by ours.
         executor = self._attached(AsyncToolExecutor(environment.tools), environment)
         return Episode(trajectory, environment, executor)
-
-    async def _play(self, environment: Environment) -> None:
-        try:
-            await within(self.rules.timeout, self._turns(environment))
-        except _Over as over:
-            self._end(over.status, over.error)
-        except OutOfTime:
-            self._end("error", f"the episode took longer than {self.rules.timeout:g} s")
-        except SelfCancelled:
-            self._end("error", "the environment cancelled its own episode")
-        for turn, following in pairwise(self.trajectory.turns):
-            so_far = turn.prompt_ids + turn.completion.token_ids
-            assert following.prompt_ids[: len(so_far)] == so_far, "a prompt must continue what was sampled"
 
     async def _turns(self, environment: Environment) -> None:
         """Ends by raising `_Over`."""
@@ -189,9 +172,7 @@ class EpisodeRun:
             raise asyncio.CancelledError
         max_tokens = min(self.rules.params.max_tokens, room)
         params = dataclasses.replace(self.rules.params, seed=self.seed_of(number), max_tokens=max_tokens)
-        before = list(ids)
         completion = await self.session.sample(ids, params)
-        assert ids == before, "a sampler must leave its prompt alone"
         assert completion.token_ids, "a turn has at least one token"
         assert (completion.finish == "stop") == (completion.token_ids[-1] in params.stop_ids), "forged stop"
         return completion
@@ -219,11 +200,8 @@ class EpisodeRun:
 
     def _cut(self, replies: Sequence[Message]) -> list[Message]:
         """Cut replies that are too long, in their content, before the template sees them."""
-        chat, limit = self.rules.chat, self.rules.max_reply_tokens
-        return [
-            dataclasses.replace(reply, content=chat.cut(valid_text(reply.content), limit))
-            for reply in replies
-        ]
+        cut, limit = self.rules.chat.cut, self.rules.max_reply_tokens
+        return [dataclasses.replace(each, content=cut(valid_text(each.content), limit)) for each in replies]
 
     async def _score(self) -> None:
         trajectory = self.trajectory
@@ -249,12 +227,8 @@ class EpisodeRun:
             with _foreign("the environment's close"):
                 await environment.close()
 
-        inherited = (
-            isinstance(environment, ToolEnvironment) and type(environment).close is ToolEnvironment.close
-        )
         try:
-            if not inherited:  # that one does nothing
-                await within(self.rules.timeout, close())
+            await within(self.rules.timeout, close())
         except (_Over, OutOfTime, SelfCancelled) as error:  # too late to spoil the episode
             log.warning("task %s: the environment did not close: %r", self.trajectory.task.id, error)
         finally:  # whatever the environment does, its sessions are given back

@@ -22,9 +22,8 @@ T = TypeVar("T")
 
 
 class GroupRun:
-    """The episodes of one task. An episode that has ended gives back its place at the gate and in the sampler, which
-    its siblings may need; its environment stays open until the group is scored, so there may be more environments
-    than the gate lets in."""
+    """The episodes of one task. One that has ended gives back its place at the gate and in the sampler, which its
+    siblings may need; its environment stays open until the group is scored."""
 
     def __init__(self, runs: Sequence[EpisodeRun], reward: GroupReward) -> None:
         self.runs, self.reward = runs, reward

@@ -35,8 +35,7 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def evaluation_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """`rollout_metrics`, and `success`: the share of scored episodes whose outcome is over 0, with its 95 %
-    interval `success_low` to `success_high`. What could not be scored is counted in `episodes/unscored`."""
+    """`rollout_metrics`, and `success`: the share of scored outcomes over 0, with its 95 % interval."""
     metrics = rollout_metrics(trajectories)
     outcomes = [trajectory.reward.outcome for trajectory in trajectories if trajectory.reward is not None]
     if outcomes:

@@ -27,9 +27,8 @@ class Episode:
         return self.trajectory.task
 
     async def call(self, tool: str, **arguments: Any) -> ToolResult:
-        """A tool of the environment, called by the reward. That a call failed is in its result, for instance that
-        the model's query is wrong. Where the tool could not be asked (a time-out, a server that is gone) nothing is
-        known: that raises ToolFailure, and a reward that lets it pass leaves the episode unscored."""
+        """Call a tool of the environment. That a call failed is in its result; where the tool could not be asked,
+        nothing is known: that raises ToolFailure, and a reward that lets it pass leaves the episode unscored."""
         [result] = await self.executor.batch_execute([ToolCall(tool, arguments)])
         if result.error in ("timeout", "unavailable"):
             raise ToolFailure(result.content)

@@ -17,8 +17,7 @@ from TrainingFactory.types import Completion, Message, SamplingParams, Trajector
 
 
 class _Script:
-    """A sampling session that says what the script says. The next message is asked for when its turn has
-    come, so a script written as a generator can look at what the environment did meanwhile."""
+    """A sampling session that says what the script says; the next message is asked for when its turn has come."""
 
     def __init__(self, messages: Iterable[Message], chat: ChatFormat) -> None:
         self._messages = iter(messages)

@@ -1,11 +1,9 @@
 """Guessing the next tokens, so that one forward can settle several of them.
 
-Agents repeat themselves: the frame of a tool call, what siblings of a group have just written, what was
-written in the steps before. A table like a processor's branch predictor notes which token followed three
-given ones last time, and whether that came true when it was next looked up. Trusted guesses are fed along
-with a row's last token. Every token is still drawn from the model's own distribution with the random number
-of its own position; a guess only saves a forward where that draw turns out to equal it. So guessing changes
-how long sampling takes, and never what is sampled (but for the rounding of the logits).
+Agents repeat themselves and their siblings. A table like a processor's branch predictor notes which token followed
+three given ones last time, and whether that came true when it was next looked up. Every token is still drawn from the
+model's own distribution with the random number of its own position; a guess only saves a forward where that draw turns
+out to equal it. So guessing never changes what is sampled (but for the rounding of the logits).
 """
 
 from __future__ import annotations

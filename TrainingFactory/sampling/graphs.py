@@ -1,9 +1,8 @@
 """CUDA graphs of the decode step. A step of a small model is hundreds of small kernels, and launching them
 one by one takes longer than running them; a recorded step is launched as a whole.
 
-One graph for each number of rows and each width, recorded on first use. Its inputs are read from one buffer
-that is filled before each replay. A graph holds addresses, not tensors: `check` throws all of them away when
-weights have moved, adapters were switched or the cache has grown.
+One graph for each number of rows and each width, recorded on first use. A graph holds addresses, not tensors:
+`check` throws all of them away when weights have moved, adapters were switched or the cache has grown.
 """
 
 from __future__ import annotations
@@ -55,23 +54,20 @@ class DecodeGraphs:
             self._state = state
 
     def run(self, key: Hashable, arrays: list[np.ndarray], step: Step) -> torch.Tensor | None:
-        """`step` on the arrays, as a graph; None if it cannot be recorded. Arrays of 8-byte numbers only."""
-        packed = torch.from_numpy(np.concatenate([array.view(np.int64) for array in arrays]))
+        """`step` on the arrays, as a graph; None if it cannot be recorded."""
         found = self._graphs.get(key)
         if found is None and not self.broken:
-            found = self._record(key, packed, arrays, step)
+            found = self._record(key, arrays, step)
         if found is None:
             return None
         graph, inputs, result = found
-        inputs.copy_(packed)
+        inputs.copy_(packed(arrays))
         graph.replay()
         return result
 
-    def _record(self, key: Hashable, packed: torch.Tensor, arrays: list[np.ndarray], step: Step) -> Any:
-        inputs = packed.to(self.device)
-        kinds = {np.dtype(np.int64): torch.int64, np.dtype(np.float64): torch.float64}
-        parts = inputs.split([len(array) for array in arrays])
-        tensors = [part.view(kinds[array.dtype]) for part, array in zip(parts, arrays, strict=True)]
+    def _record(self, key: Hashable, arrays: list[np.ndarray], step: Step) -> Any:
+        inputs = packed(arrays).to(self.device)
+        tensors = unpacked(inputs, arrays)
         try:
             stream = torch.cuda.Stream()
             stream.wait_stream(torch.cuda.current_stream())
@@ -89,6 +85,17 @@ class DecodeGraphs:
         self._pool = self._pool or graph.pool()
         self._graphs[key] = (graph, inputs, result)
         return self._graphs[key]
+
+
+def packed(arrays: list[np.ndarray]) -> torch.Tensor:
+    """Arrays of int64 and float64 as one tensor, for one transfer."""
+    return torch.from_numpy(np.concatenate([array.view(np.int64) for array in arrays]))
+
+
+def unpacked(packed: torch.Tensor, arrays: list[np.ndarray]) -> list[torch.Tensor]:
+    kinds = {np.dtype(np.int64): torch.int64, np.dtype(np.float64): torch.float64}
+    parts = packed.split([len(array) for array in arrays])
+    return [part.view(kinds[array.dtype]) for part, array in zip(parts, arrays, strict=True)]
 
 
 def adapter_state(model: torch.nn.Module) -> Hashable:

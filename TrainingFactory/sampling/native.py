@@ -94,8 +94,6 @@ class NativeEngine:
         prefill_tokens: int | None = None,
         guesses: int = 7,  # most tokens that a row feeds on a guess in one step; 0: none
     ) -> None:
-        if slots < 1 or max_length < 2:
-            raise ValueError(f"the engine needs a slot and room for two tokens, not {slots=}, {max_length=}")
         causal = causal_model(model)
         if deterministic and routes_tokens(causal):
             reason = "its experts see batches that depend on timing, so deterministic mode cannot hold"
@@ -108,11 +106,12 @@ class NativeEngine:
         self._drafts = Drafts() if guesses and not deterministic else None
         budget = prefill_tokens or (4096 if on_cuda else 1024)
         self._planner = Planner(self._table, budget, self._drafts, guesses, few_shapes=on_cuda)
-        self._version = 0
+        self.policy_version = 0
+        self.max_length = max_length
+        self.sessions = 0  # open now
         self._counts = EngineStats()
         self._deterministic = deterministic
         self._opened = 0  # sessions so far
-        self._sessions = 0  # open now
         # Shared with the worker, under the lock: the inbox, whether it works, whether turns are held back.
         self._lock = threading.RLock()  # a session may be collected, hence closed, by whoever holds it
         self._inbox: deque[Request | Seat] = deque()
@@ -124,35 +123,21 @@ class NativeEngine:
         self._pool = ThreadPoolExecutor(1, "native-engine")
 
     @property
-    def policy_version(self) -> int:
-        return self._version
-
-    @property
-    def max_length(self) -> int:
-        return self._table.max_length
-
-    @property
-    def sessions(self) -> int:
-        """How many are open."""
-        return self._sessions
-
-    @property
     def stats(self) -> EngineStats:
         table, counts = self._table, self._counts
         counts.shared, counts.kept, counts.evictions = table.shared, table.kept, table.evictions
         return counts
 
     def session(self) -> NativeSession:
-        if self._deterministic and not self._sessions:
+        if self._deterministic and not self.sessions:
             self._align()
         self._opened += 1
         with self._lock:
-            self._sessions += 1
+            self.sessions += 1
         return NativeSession(self, self._opened - 1)
 
     def _align(self) -> None:
-        """Give the next session the first slot, however many came before: in deterministic mode a batch of episodes
-        then depends on nothing but itself."""
+        """Give the next session the first slot, so that in deterministic mode a batch depends on nothing but itself."""
         while self._opened % self._table.slots:
             self._opened += 1
             self._post(Seat(self._opened - 1, closed=True))
@@ -165,8 +150,11 @@ class NativeEngine:
             session.close()
 
     async def update(self, weights: Weights) -> None:
-        """Hold new turns back, let the running ones finish, take the new weights, go on. Stored keys and values are
-        dropped; open sessions prefill their history again under the new weights."""
+        """Hold new turns back, let the running ones finish, drop stored keys and values, go on with new weights."""
+        if weights.where != "shared":
+            raise ValueError(
+                f"the native engine shares the learner's weights and cannot load {weights.where}"
+            )
         loop = asyncio.get_running_loop()
         idle = loop.create_future()
         with self._lock:
@@ -177,11 +165,9 @@ class NativeEngine:
                 idle.set_result(None)
         try:
             await idle
-            try:
-                self._load(weights)
-            finally:
-                self._forget()
-            self._version = weights.version
+            self._table.forget()
+            self._runner.refresh()
+            self.policy_version = weights.version
         finally:
             with self._lock:
                 self._held = None
@@ -190,16 +176,6 @@ class NativeEngine:
     async def close(self) -> None:
         """End the worker thread; nothing can be sampled afterwards."""
         self._pool.shutdown(wait=False)
-
-    def _load(self, weights: Weights) -> None:
-        if weights.where != "shared":
-            raise ValueError(
-                f"the native engine shares the learner's weights and cannot load {weights.where}"
-            )
-
-    def _forget(self) -> None:
-        self._table.forget()
-        self._runner.refresh()
 
     # -- the event loop's side
 
@@ -227,7 +203,7 @@ class NativeEngine:
 
     def _leave(self, seat: Seat) -> None:
         with self._lock:
-            self._sessions -= 1
+            self.sessions -= 1
         self._post(seat)
 
     def _post(self, item: Request | Seat) -> None:
@@ -315,7 +291,7 @@ class NativeEngine:
         counts.forwards += 1
         counts.decodes += bool(plan.rows)
         counts.rows += plan.rows if plan.fixed else len(plan.dense)
-        done = [table.finish(slot, self._version) for slot in table.accept(*sampled)]
+        done = [table.finish(slot, self.policy_version) for slot in table.accept(*sampled)]
         if self._drafts is not None:
             context = table.recent(sampled.slots, sampled.places, CONTEXT)
             self._drafts.learn(context, sampled.tokens)
@@ -323,8 +299,7 @@ class NativeEngine:
             self._deliver(done)
 
     def _compact(self) -> None:
-        """With CUDA graphs: move running slots to the front once it has been worth while for some steps. After a
-        turn many come back at once, and then it would have been for nothing."""
+        """With CUDA graphs: move running slots to the front once it has been worth while for some steps."""
         if not self._planner.few_shapes:
             return
         pairs = self._table.scattered()
@@ -337,7 +312,7 @@ class NativeEngine:
         self._table.exchange(pairs)
 
     def _deliver(self, results: Sequence[tuple[Request, Completion | BaseException]]) -> None:
-        """Hand results to the event loops that wait for them, one call for each loop."""
+        """Hand results to the event loops that wait, one call for each: every call may cost the worker its turn."""
         loops: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Future[Any], Any]]] = {}
         for request, result in results:
             loops.setdefault(request.future.get_loop(), []).append((request.future, result))
@@ -349,8 +324,7 @@ class NativeEngine:
         """A step has failed: everyone who waits hears of it, and the engine starts afresh."""
         with self._lock:
             waiting = [item for item in self._inbox if isinstance(item, Request)]
-            closed = [item for item in self._inbox if isinstance(item, Seat)]
-            self._inbox = deque(closed)
+            self._inbox = deque(item for item in self._inbox if isinstance(item, Seat))
         waiting += [*self._waiting, *self._table.clear()]
         self._waiting.clear()
         self._runner.cache = None

@@ -1,8 +1,7 @@
 """From logits to tokens and log-probs.
 
-Every draw is one uniform number that depends on the request's seed and the token's position in its sequence
-only, and the token is found by inverting the cumulative distribution. So what is sampled does not depend on
-which other requests share the batch (but for the rounding of the logits).
+Every draw is one uniform number that depends on the request's seed and the token's position only, and inverts the
+cumulative distribution. So what is sampled does not depend on who shares the batch (but for rounding).
 """
 
 from __future__ import annotations
@@ -40,8 +39,7 @@ class Filters:
 
 
 def restrict(weights: torch.Tensor, filters: Filters) -> torch.Tensor:
-    """Zero what top-k, then top-p (of what top-k left), then min-p (of the largest) exclude. [M, V], not
-    necessarily summing to one."""
+    """Zero what top-k, then top-p (of what top-k left), then min-p (of the largest) exclude. [M, V]"""
     ordered, order = weights.sort(dim=-1, descending=True, stable=True)
     ranks = torch.arange(weights.shape[-1], device=weights.device)
     top_k = torch.where(filters.top_k > 0, filters.top_k, weights.shape[-1])

@@ -22,9 +22,7 @@ class Plan:
     dense: np.ndarray  # [D] slots that feed their next token
     rows: int = 0  # R, dense rows with the unused ones among them
     fixed: bool = False  # unused rows are fed too, so that shapes come back
-    guesses: np.ndarray | None = (
-        None  # [D, most] what follows: the rest of a reply, or a guess; None: nothing
-    )
+    guesses: np.ndarray | None = None  # [D, most] what follows: the rest of a reply, or a guess
     guessed: np.ndarray = field(default_factory=lambda: NONE)  # [D] how many of them are fed
     span: int = 0  # feed all rows so many tokens, for shapes that come back; 0: as many as they have
     slots: np.ndarray = field(default_factory=lambda: NONE)  # [P] slots that feed a chunk, in order
@@ -67,8 +65,7 @@ class Planner:
         return plan
 
     def _follow(self, plan: Plan) -> None:
-        """Let rows feed more than their next token, within what one forward takes at little more cost: what they
-        will probably sample, and with CUDA graphs what they still have to feed."""
+        """Let rows feed more: what they will probably sample, with CUDA graphs what they still have to feed."""
         table, count = self.table, len(plan.dense)
         rows = plan.rows if plan.fixed else count
         most = min(max(SPANS) - 1 if self.few_shapes else self.guesses, GUESSED_TOKENS // rows - 1)

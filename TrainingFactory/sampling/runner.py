@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from TrainingFactory.sampling.graphs import DecodeGraphs
+from TrainingFactory.sampling.graphs import DecodeGraphs, packed, unpacked
 from TrainingFactory.sampling.picking import Filters, pick, uniforms
 from TrainingFactory.sampling.planning import CHUNK, NONE, Plan
 from TrainingFactory.sampling.slots import ATTENTION, Part, Shape, SlotCache, StepContext
@@ -88,8 +88,7 @@ class Runner:
 
     @torch.inference_mode()
     def _compare(self) -> None:
-        """Eight tokens through our attention, seven as a chunk and one as a dense row, and through the
-        model's own. One that does something with attention that we do not know of is refused here."""
+        """Refuse a model whose own attention gives something else for seven tokens as a chunk and one as a row."""
         ids = torch.arange(8, device=self.device)[None] % self.vocabulary
         expected = shared_view(self.model, "eager")(input_ids=ids, use_cache=False).logits[0].float()
         cache, positions = SlotCache(1, 64, self.shapes), self._span[:8]
@@ -139,8 +138,7 @@ class Runner:
         return min(round_up(length, 512), self.full) if self._fused else self.full
 
     def trunk(self, slots: np.ndarray) -> int:
-        """How many leading positions these have in common, where it pays to read them once. Not in
-        deterministic mode, where nothing may depend on who else is there."""
+        """How many leading positions these have in common, where it pays to read them once; deterministic: 0."""
         if len(slots) < 4 or self.table.deterministic or not self._fused:
             return 0
         key = (self.table.changes, slots.tobytes())
@@ -155,8 +153,7 @@ class Runner:
 
     @torch.inference_mode()
     def run(self, plan: Plan) -> Sampled:
-        """Feed what the plan says; the tokens that were drawn, guesses that came true among them. The table's
-        `stored` counts are moved on; the new tokens are the caller's to enter."""
+        """Feed what the plan says, and move the table's `stored` on; the new tokens are the caller's to enter."""
         table = self.table
         stored, guessed = table.stored, plan.guessed if plan.guesses is not None else 0
         dense_end = int((stored[plan.dense] + guessed).max()) + 1 if len(plan.dense) else 0
@@ -189,11 +186,8 @@ class Runner:
             keep, again = np.unique(source[keep], return_inverse=True)
         rows, fed = (slice(0, plan.rows), flat.fed) if plan.fixed else _covered(dense, fed)
         chunks, counts = _covered(slots, counts)
-        arrays, padding = (
-            [tokens, positions, flat.where, keep, source, again],
-            [*_padding(fed), *_padding(counts)],
-        )
-        tensors = to_device([*arrays, *padding, *draws], self.device)
+        arrays = [tokens, positions, flat.where, keep, source, again]
+        tensors = to_device([*arrays, *_padding(fed), *_padding(counts), *draws], self.device)
         step.where, step.tokens = tensors[2], int(fed.sum())
         step.source = tensors[4] if twins is not None else None
         if plan.rows:
@@ -265,8 +259,7 @@ class Runner:
         return Sampled(rows, table.known[rows] + flat.offsets[live], tokens[live], logprobs[live])
 
     def _flat(self, plan: Plan, cache: SlotCache, trunk: int) -> Flat:
-        """Unused places feed token 0, right behind the trunk, to the scratch slot, and look at whatever is
-        there: they cost time and touch nothing."""
+        """Unused places feed token 0, right behind the trunk, to the scratch slot: they touch nothing."""
         table, capacity = self.table, cache.capacity
         fed = np.full(plan.rows, int(plan.fixed))
         fed[plan.dense] = 1
@@ -389,10 +382,7 @@ def _pick(
 
 
 def to_device(arrays: list[np.ndarray], device: torch.device) -> list[torch.Tensor]:
-    """All in one transfer, which is what small copies to a GPU cost by. int64 and float64 only."""
+    """All in one transfer, which is what small copies to a GPU cost by."""
     if device.type == "cpu":
         return [torch.from_numpy(array) for array in arrays]
-    packed = torch.from_numpy(np.concatenate([array.view(np.int64) for array in arrays])).to(device)
-    kinds = {np.dtype(np.int64): torch.int64, np.dtype(np.float64): torch.float64}
-    parts = packed.split([len(array) for array in arrays])
-    return [part.view(kinds[array.dtype]) for part, array in zip(parts, arrays, strict=True)]
+    return unpacked(packed(arrays).to(device), arrays)

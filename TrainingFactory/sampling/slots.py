@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from TrainingFactory.sampling.view import refuse
@@ -66,15 +66,9 @@ class SlotCache:
 
     def grow(self, capacity: int) -> None:
         for layer in self.layers:
-            layer.keys = self._wider(layer.keys, capacity)
-            layer.values = self._wider(layer.values, capacity)
+            more = (0, 0, 0, 0, 0, capacity - self.capacity)  # zeros after the places of each slot
+            layer.keys, layer.values = pad(layer.keys, more), pad(layer.values, more)
         self.capacity = capacity
-
-    @staticmethod
-    def _wider(old: torch.Tensor, capacity: int) -> torch.Tensor:
-        new = old.new_zeros(old.shape[0], capacity, *old.shape[2:])
-        new[:, : old.shape[1]] = old
-        return new
 
     def copy(self, sources: torch.Tensor, targets: torch.Tensor, length: int) -> None:
         """The first `length` positions of slots `sources` to `targets`; all read before any is written."""
@@ -86,8 +80,7 @@ class SlotCache:
 
 @dataclass(slots=True)
 class Part:
-    """One part of a forward: P rows of up to T tokens, each row against its own slot; some may have none. The
-    dense part has rows of one token, or of one and the guesses that follow it; the other part has the chunks."""
+    """One part of a forward: P rows of up to T tokens, each row against its own slot; some may have none."""
 
     slots: torch.Tensor | slice  # [P], or a slice where that saves the copy
     mask: torch.Tensor  # [P, 1, T, width], additive
@@ -106,8 +99,7 @@ class Part:
         return rows.transpose(1, 2)
 
     def fold(self, q: torch.Tensor) -> torch.Tensor:
-        """[n, Hkv, G, d] -> [P, Hkv, G * T, d]: the query heads that share a key head become query positions
-        of one call, so that keys are neither repeated nor copied."""
+        """[n, Hkv, G, d] -> [P, Hkv, G * T, d]: query heads that share a key head become query positions."""
         length = self.mask.shape[2]
         q = q if self.pad is None else q.index_select(0, self.pad)
         if length == 1:
@@ -155,16 +147,9 @@ def part_attention(query: torch.Tensor, layer: Layer, part: Part, scale: Any) ->
 
 
 def trunk_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    mask: torch.Tensor,
-    layer: Layer,
-    part: Part,
-    scale: Any,
-) -> torch.Tensor:
-    """Where all rows begin alike: the keys of the trunk are read once for all rows instead of once for each.
-    Two softmaxes are merged by the logarithms of their sums. CPU only. [n, Hkv, G, d] -> same."""
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, layer: Layer, part: Part, scale: Any
+) -> torch.Tensor:  # fmt: skip
+    """Read keys that all rows begin with once; two softmaxes are merged by the logarithms of their sums. CPU only."""
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     one = slice(part.trunk_slot, part.trunk_slot + 1)
     head = (cache[one, : part.trunk].transpose(1, 2) for cache in (layer.keys, layer.values))

@@ -41,12 +41,10 @@ class Request:
 
 @dataclass(slots=True)
 class Round:
-    """What one round of admissions remembers. Copies are made at its end, all at once; until then `moved`
-    says for each slot that is to get a prefix where that prefix lies. What one prompt must wait for, its
-    equals must wait for too."""
+    """What one round of admissions remembers. Copies are made at its end, all at once."""
 
-    moved: dict[int, int] = field(default_factory=dict)
-    must_wait: set[bytes] = field(default_factory=set)
+    moved: dict[int, int] = field(default_factory=dict)  # slot that is to get a prefix: where that lies
+    must_wait: set[bytes] = field(default_factory=set)  # prompts; equal ones must wait too
     full: bool = False  # no slot is left, and none can be taken from an idle session
 
 
@@ -61,9 +59,7 @@ class SlotTable:
         self.stored = np.zeros(slots, np.int64)  # tokens whose keys and values are in the cache
         self.known = np.zeros(slots, np.int64)  # tokens of the sequence; stored < known while running
         self.pure = np.zeros(slots, np.int64)  # leading tokens that another session may copy
-        self.chunked = np.zeros(
-            slots, np.int64
-        )  # prefill in chunks up to here, feed in dense rows from here on
+        self.chunked = np.zeros(slots, np.int64)  # prefill in chunks up to here, in dense rows from here on
         self.running = np.zeros(slots, bool)
         self.limit = np.zeros(slots, np.int64)  # the length at which the turn ends
         self.used = np.zeros(slots, np.float64)  # when the slot was last of use
@@ -160,11 +156,9 @@ class SlotTable:
         else:
             this.moved[slot] = this.moved.get(source, source)
             self.used[source] = time.monotonic()
-        if own == source:
-            self.kept += best
-        else:
-            self.shared += best
-        self._take(slot, seat)
+        self.kept += best if own == source else 0
+        self.shared += best if own != source else 0
+        self.seats[slot], seat.slot = seat, slot
         self.pure[slot] = best
         self._start(request, slot, best)
         return True
@@ -191,26 +185,20 @@ class SlotTable:
         if free:
             return min(free, key=lambda slot: (self.stored[slot] > 0, self.used[slot]))
         slot = self._longest_idle()
-        assert slot is not None
-        evicted = self.seats[slot]
-        assert evicted is not None
+        evicted = self.seats[slot] if slot is not None else None
+        assert slot is not None and evicted is not None
         evicted.slot = None
         self.evictions += 1
         return slot
 
     def _longest_idle(self) -> int | None:
-        """Whose slot to take when none is free: idle for long, or for any time if nothing runs, since a
-        parent that waits for a child without a slot must not keep it waiting."""
+        """Whose slot to take: idle for long, or for any time if nothing runs, as a parent may wait for its child."""
         idle = np.flatnonzero(~self.running)
         if not len(idle):
             return None
         slot = int(idle[self.used[idle].argmin()])
         enough = not self.running.any() or time.monotonic() - self.used[slot] >= EVICT_AFTER
         return slot if enough else None
-
-    def _take(self, slot: int, seat: Seat) -> None:
-        self.seats[slot] = seat
-        seat.slot = slot
 
     def recent(self, slots: np.ndarray, ends: np.ndarray, count: int) -> np.ndarray:
         """[len(slots), count] the tokens before these places; 0 where a sequence has not begun."""
@@ -264,8 +252,7 @@ class SlotTable:
     def accept(
         self, slots: np.ndarray, places: np.ndarray, tokens: np.ndarray, logprobs: np.ndarray
     ) -> list[int]:
-        """Enter sampled tokens at these places, each right behind what is known; the slots whose turn has
-        ended are returned."""
+        """Enter sampled tokens, each right behind what is known; return the slots whose turn has ended."""
         self.ids[slots, places] = tokens
         self.logprobs[slots, places] = logprobs
         np.maximum.at(self.known, slots, places + 1)

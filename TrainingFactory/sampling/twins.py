@@ -1,7 +1,5 @@
-"""Rows that feed the same tokens after the same history: siblings of a group until they part, and again where the
-same call got the same reply. Such tokens go through the layers once; what comes out is written to every slot, and
-every row draws from it with its own random number. The learner packs them in the same way (`data/packing.py`).
-"""
+"""Rows that feed the same tokens after the same history, such as siblings of a group until they part. These tokens go
+through the layers once; what comes out is written to every slot, and every row draws with its own random number."""
 
 from __future__ import annotations
 
@@ -19,8 +17,8 @@ class Twins(NamedTuple):
 
 
 def find_twins(histories: np.ndarray, marks: np.ndarray, counts: np.ndarray) -> Twins | None:
-    """Rows of `counts` [rows] tokens, one after the other. `histories` [rows] and `marks` [N] are hashes, of what
-    is known in a row and of each token with its position. None if no two rows are alike."""
+    """`histories` [rows] and `marks` [N] are hashes, of what is known in a row and of each token with its position; a
+    row feeds `counts` [rows] tokens. None if no two rows are alike."""
     starts = counts.cumsum() - counts
     _, first, kind = np.unique(
         histories + np.add.reduceat(marks, starts), return_index=True, return_inverse=True

@@ -1,8 +1,7 @@
 """A second view of a model: the same weights, modules and settings of its own.
 
-The engine samples from weights that a learner trains. Instead of switching the learner's model to another
-attention function and to eval mode for every step (and racing with a learner in another thread), the engine
-makes a second tree of modules around the same parameters. Nothing is copied but Python objects.
+Instead of switching the learner's model to another attention function and to eval mode for every step (and racing
+with a learner in another thread), the engine makes a second tree of modules around the same parameters.
 """
 
 from __future__ import annotations
@@ -24,8 +23,7 @@ def refuse(model_type: str, reason: str) -> ValueError:
 
 
 def causal_model(model: Any) -> PreTrainedModel:
-    """The transformers model inside `model`. PEFT's wrapper is peeled off; its LoRA layers stay in place, so
-    what is sampled is the adapted model, unmerged."""
+    """The transformers model inside `model`, with PEFT's LoRA layers in place, unmerged."""
     if isinstance(model, PreTrainedModel):
         return model
     unwrap = getattr(model, "get_base_model", None)
@@ -39,8 +37,7 @@ def causal_model(model: Any) -> PreTrainedModel:
 
 
 class OneCallNorm(nn.Module):
-    """What Llama, Qwen, Mistral and others call RMSNorm, in one call instead of six: on a CPU, where a forward of few
-    tokens is spent on calls."""
+    """What Llama, Qwen, Mistral and others call RMSNorm, in one call instead of six, which counts on a CPU."""
 
     weight: torch.Tensor
     variance_epsilon: float
@@ -51,8 +48,7 @@ class OneCallNorm(nn.Module):
 
 @torch.no_grad()
 def fuses(module: nn.Module) -> bool:
-    """Only where it gives the same numbers, which is tried for each; in bfloat16 it rounds otherwise. One that has been
-    changed (hooks, a forward of its own, modules inside) is left alone."""
+    """Only where it gives the same numbers, which is tried, and for one that nobody has changed."""
     weight, kind = module._parameters.get("weight"), type(module)
     if not hasattr(module, "variance_epsilon") or weight is None or weight.dim() != 1:
         return False
@@ -110,8 +106,7 @@ def shared_view(model: PreTrainedModel, attention: str) -> PreTrainedModel:
 
 
 def check_model(model: PreTrainedModel) -> None:
-    """Refuse what the slot cache cannot represent, as far as the config tells. What it does not tell (soft
-    caps, sinks, layers without attention) is found by the probe, see `Runner.probe`."""
+    """Refuse what the slot cache cannot represent, as far as the config tells; the probe finds the rest."""
     config = model.config
     kind = config.model_type
     if config.is_encoder_decoder:

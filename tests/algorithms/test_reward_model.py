@@ -428,7 +428,7 @@ def test_tokens_that_were_sampled_stay() -> None:
 @pytest.mark.parametrize(
     ("name", "text", "wrong"),
     [("scalar_head.safetensors", None, "has no scalar_head"), ("reward_model.json", None, "is a critic"),
-     ("reward_model.json", "{", "cannot be read"), ("reward_model.json", '{"kind": "best"}', "outcome or process")],
+     ("reward_model.json", "{", "cannot be read"), ("reward_model.json", '{"kind": "best"}', "'outcome' or 'process'")],
 )  # fmt: skip
 def test_a_folder_without_a_reward_model(tmp_path: Path, name: str, text: str | None, wrong: str) -> None:
     (tmp_path / "scalar_head.safetensors").touch()

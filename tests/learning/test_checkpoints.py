@@ -96,14 +96,11 @@ def test_checkpoints_of_other_models_are_refused(tmp_path: Path) -> None:
     save_checkpoint(tmp_path / "c", learner, loaded.tokenizer, {})
     smaller = Learner(tiny_model(500, 0, 1), OptimizerOptions("adamw", learning_rate=1e-3))
     before = weights(smaller)
-    with pytest.raises(
-        ValueError, match=r"embed_tokens.weight has the shape \d+x128 in it and 500x128 in the model"
-    ):
+    wrong = r"embed_tokens.weight is \[\d+, 128\] in it and \[500, 128\] in the model"
+    with pytest.raises(ValueError, match=wrong):
         load_checkpoint(tmp_path / "c", smaller)
     assert all(torch.equal(before[key], value) for key, value in weights(smaller).items())
-    with pytest.raises(
-        ValueError, match=r"trained weights that the model does not train, such as .*; it lacks \d+ trained"
-    ):
+    with pytest.raises(ValueError, match=r"lora_A.* is not trained in it and \[4, \d+\] in the model"):
         load_checkpoint(tmp_path / "c", make(lora=4)[1])
     with pytest.raises(ValueError, match="trained with AdamW, this run uses AdamW and Muon"):
         load_checkpoint(tmp_path / "c", make("muon")[1])
@@ -118,7 +115,7 @@ def test_an_adapter_fits_its_own_base_only(tmp_path: Path) -> None:
 
 def test_folders_that_are_none(tmp_path: Path) -> None:
     loaded, learner = make()
-    with pytest.raises(ValueError, match=r"is no checkpoint: it has no learner.json"):
+    with pytest.raises(ValueError, match=r"is no checkpoint: learner.json cannot be read"):
         load_checkpoint(tmp_path, learner)
     save_checkpoint(tmp_path / "c", learner, loaded.tokenizer, {})
     (tmp_path / "c" / "learner.safetensors").write_bytes(b"x" * 100)

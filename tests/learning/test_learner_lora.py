@@ -131,7 +131,7 @@ def test_kl_against_the_reference(how: str) -> None:
 
 
 def test_a_reference_that_is_not_there_is_asked_for() -> None:
-    with pytest.raises(ValueError, match="frozen copy"):
+    with pytest.raises(AssertionError, match="frozen copy"):
         make_learner().annotate(make_batch(rows_of(1)), frozenset({"reference"}))
 
 

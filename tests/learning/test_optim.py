@@ -71,19 +71,6 @@ def test_schedules() -> None:
     assert [cosine.factor(step) for step in range(5)] == pytest.approx(wanted)
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"learning_rate": 0.0}, {"learning_rate": -1.0}, {"learning_rate": math.nan}, {"max_grad_norm": 0.0},
-        {"matrix_learning_rate": 0.0}, {"weight_decay": -1.0}, {"warmup_steps": -1}, {"name": "sgd"},
-        {"schedule": "linear"}, {"schedule": "steps"},
-    ],
-)  # fmt: skip
-def test_options_are_checked(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=next(iter(wrong)) if "name" not in wrong else "adamw_8bit or muon"):
-        OptimizerOptions(**wrong)
-
-
 def test_clipping_and_the_rate_of_a_step() -> None:
     """One step of AdamW moves every weight by the rate, whatever the gradient's size; the schedule scales it."""
     from tests.kits.learner import ragged_rows, weighted

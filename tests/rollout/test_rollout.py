@@ -219,15 +219,5 @@ def test_a_script_that_ends_too_early():
         asyncio.run(play(Echo(tasks("a")[0]), FakeChat(), []))
 
 
-def test_bad_settings_are_refused():
-    for name, value in [
-        ("max_turns", 0),
-        ("episode_timeout", 0),
-        ("max_reply_tokens", 0),
-        ("max_concurrency", 0),
-    ]:
-        with pytest.raises(ValueError, match=name.removeprefix("episode_")):
-            rollout(**{name: value})
-    with pytest.raises(ValueError, match="group_size"):
-        rollout(group_size=0)
+def test_no_tasks_no_groups():
     assert rollout(names=()) == []

@@ -235,13 +235,18 @@ async def _update_in_an_episode(engine: NativeEngine, model: nn.Module) -> tuple
     while not (engine._table.running.any() or running.done()):
         await asyncio.sleep(0.001)  # a turn that has not begun when the update comes waits for it
 
-    def apply(weights: Weights) -> None:
+    refresh = engine._runner.refresh
+
+    def apply() -> None:
         assert running.done() or len(engine._table.requests) == engine._table.requests.count(None)
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(torch.randn_like(parameter), alpha=0.1)
+        refresh()
 
-    engine._load = apply  # between the last turn under the old weights and the first under the new ones
+    engine._runner.refresh = (
+        apply  # between the last turn under the old weights and the first under the new ones
+    )
     update = asyncio.create_task(engine.update(Weights(7)))
     await asyncio.sleep(0)
     longer = prompt + first.token_ids + words(rng, 6)

@@ -121,7 +121,7 @@ def test_a_file_that_was_shortened_is_not_trusted(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError):
         train(small(tmp_path), "a", Quiet(fail_at=5))
     (tmp_path / "a" / "metrics.jsonl").write_text("")
-    with pytest.raises(ValueError, match=r"metrics.jsonl has 0 bytes, and its checkpoint knows of \d+"):
+    with pytest.raises(ValueError, match=r"metrics.jsonl has 0 bytes, its checkpoint knows of \d+"):
         go_on(tmp_path / "a")
 
 

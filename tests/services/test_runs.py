@@ -88,7 +88,7 @@ def test_names_that_are_none(tmp_path: Path, name: str) -> None:
 
 def test_a_file_in_the_way(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match="a file in the way"):
+    with pytest.raises(ValueError, match="cannot be written"):
         train(small(tmp_path / "file"), "a")
 
 
@@ -177,7 +177,7 @@ def test_a_run_goes_on_with_the_same_rows_only(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"the 4 tasks or rows that run a was started with have changed"):
         resume("a", tmp_path)
     path.write_text("\n".join(lines[:3]))
-    with pytest.raises(ValueError, match=r"run a was started with 4 tasks or rows, and now there are 3"):
+    with pytest.raises(ValueError, match=r"the 4 tasks or rows that run a .* now there are 3"):
         resume("a", tmp_path)
     path.write_text("\n".join(lines))
     assert resume("a", tmp_path, Quiet()).train().state == "finished"

@@ -1,8 +1,7 @@
 """Attention over a prefix tree: every token sees the tokens before it on its own path to the top.
 
 The layers around attention see each token of the tree once. Attention itself goes over pairs of a node and
-what lies below it on a CPU (`tree_parts`), and is one FlexAttention call on a GPU (`tree_flex`); so cost
-follows the tree, not the square of the pack.
+what lies below it on a CPU (`parts.py`), and is one FlexAttention call on a GPU (`flex.py`).
 """
 
 from __future__ import annotations
@@ -43,12 +42,11 @@ def tree_attention(
     value: torch.Tensor,  # [1, K, N, dv]
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
-    tfactory_tree: TreePlan | None = None,
+    *,
+    tfactory_tree: TreePlan,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """The registered attention function. [1, N, H, dv] out. Dropout of attention weights is not applied."""
-    if tfactory_tree is None:
-        raise ValueError(f"{ATTENTION!r} is the learner's own attention; models do not use it by name")
     if odd := [name for name in NOT_HANDLED if kwargs.get(name) is not None]:
         raise ValueError(f"tree attention knows no {odd[0]}")
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5

@@ -13,8 +13,7 @@ BLOCK = 128  # FlexAttention's own
 
 
 def seen_pairs(pack: Pack) -> np.ndarray:
-    """How many (token, seen token) pairs lie in each block, [N / BLOCK, N / BLOCK] rounded up. Counted node by
-    node, because a mask of all N x N pairs is what a long pack has no memory for."""
+    """Count the (token, seen token) pairs in each block, node by node: all N x N have no room in a long pack."""
     blocks = -(-len(pack.token_ids) // BLOCK)
     pairs = np.zeros((blocks, blocks), np.int64)
     shares = [_share(node) for node in pack.nodes]
@@ -37,8 +36,7 @@ def _share(node: Node) -> tuple[int, np.ndarray]:
 
 
 def block_mask(pack: Pack, device: torch.device) -> Any:
-    """A token sees another if that one's node is on its path (nodes are numbered so that all below a node
-    follow it) and it does not come later in the row."""
+    """A token sees another that is on its path (all below a node are numbered after it) and not later in the row."""
     from torch.nn.attention.flex_attention import BlockMask
 
     ends = list(range(1, len(pack.nodes) + 1))  # one past the last node below each

@@ -25,8 +25,7 @@ FREE_PADDING = 256  # tokens; to compute so many more costs no more than one mor
 
 @dataclass(slots=True)
 class Side:
-    """The queries or the keys of a part: n rows of tokens, padded to one length. A single row is a slice, which
-    needs no copies."""
+    """The queries or the keys of a part: n rows of tokens, padded to one length. A single row is a slice."""
 
     rows: int  # n
     padded: torch.Tensor | slice  # [n * length] flat indices, padded with 0
@@ -81,8 +80,7 @@ class Part:
 
 
 def plan_parts(nodes: list[Node], device: torch.device) -> list[Part]:
-    """First the nodes against themselves, those of like length together, so that every token has a first part; then,
-    level by level, what lies below the nodes that have anything below them."""
+    """First the nodes against themselves; then, level by level, what lies below nodes against these."""
     below = _below(nodes)
     levels: list[list[int]] = [[] for _ in range(1 + max(node.level for node in nodes))]
     for number, node in enumerate(nodes):

@@ -27,8 +27,7 @@ class EvaluationReport:
 
 
 class Evaluation:
-    """A model in an environment, on tasks it has not been trained on, scored as a run scores its evaluations. Names and
-    files are checked when it is made."""
+    """A model on tasks it has not been trained on, scored as a run scores its evaluations."""
 
     def __init__(
         self,
@@ -50,8 +49,7 @@ class Evaluation:
 
 
 def model_of(name: str, runs: str | Path = "runs") -> dict[str, dict[str, Any]]:
-    """The sections of a config for a model, or for what a run has made: of a run's folder or name its last
-    checkpoint, with the environment it was trained in."""
+    """The sections of a config for a model, or for a run's last checkpoint, with the environment it was trained in."""
     found = checkpoint_of(name, runs)
     if found is None:
         return {"model": {"name": name}}

@@ -20,6 +20,7 @@ from TrainingFactory.services.build.assemble import make_rollouts, make_sampler
 from TrainingFactory.services.build.environment import check_tools, make_environment
 from TrainingFactory.services.build.rewards import check_group, check_reward, make_reward
 from TrainingFactory.services.build.run_tools import RunTools, recording_beside
+from TrainingFactory.services.runs.folder import not_taken, short_name
 from TrainingFactory.services.training.dataset import make_tasks
 from TrainingFactory.services.training.interrupts import Interrupts, Stopped
 from TrainingFactory.tools.recording import CALLS
@@ -29,8 +30,7 @@ from TrainingFactory.types import Trajectory
 
 @dataclass(slots=True)
 class Report:
-    """What came of it. `trajectories` are in the order of tasks and members; with `interrupted`, those that
-    had ended. `metrics` are those of `rollout_metrics` with `seconds` and `tokens_per_second` added."""
+    """What came of it; with `interrupted`, the episodes that had ended."""
 
     trajectories: list[Trajectory]
     metrics: dict[str, float]
@@ -38,12 +38,9 @@ class Report:
 
 
 class Rollouts:
-    """Made before anything slow happens, so that wrong names and folders show at once.
-
-    `out` is the JSONL file for the episodes; by default a new one in `rollouts` under logging.output_dir. With
-    logging.record_tools set to true the tool calls are in a folder beside it, which `replay` can name. `tools` are
-    tools as Python objects. `choose` says what of the config's reward scores them.
-    """
+    """`out` is the JSONL file for the episodes; by default a new one in `rollouts` under logging.output_dir. With
+    logging.record_tools set to true the tool calls are in a folder beside it, which `replay` can name. `choose` says
+    what of the config's reward scores them."""
 
     def __init__(
         self,
@@ -64,7 +61,9 @@ class Rollouts:
         build_rewards.check_tasks(checked, self.tasks)
         save_trajectories(os.devnull, (Trajectory(task, group="") for task in self.tasks))  # can they be?
         self.total = len(self.tasks) * group_size
-        self.path = out.expanduser() if out is not None else _new_file(config)
+        name = short_name(config.environment.environment_id or "tools")
+        folder = Path(config.logging.output_dir).expanduser() / "rollouts"
+        self.path = out.expanduser() if out is not None else not_taken(folder, name, ".jsonl")
         self._target = self.path.resolve()  # a link stays, what it leads to is written
         self._recording = self._new_recording()
         self._part = writable(self._target)
@@ -147,10 +146,7 @@ class Rollouts:
 
 def writable(path: Path) -> Path:
     """The file beside `path` that grows until all is done; ValueError if it cannot be written."""
-    if path.is_dir():
-        raise ValueError(f"{path} is a folder; name a file, such as {path / 'episodes.jsonl'}")
-    if path.exists() and not path.is_file():
-        # It would be replaced by a file, and a device or a pipe must not be.
+    if path.exists() and not path.is_file():  # it would be replaced, and a device or a pipe must not be
         raise ValueError(f"{path} is not a regular file; name one, such as episodes.jsonl")
     part = path.with_name(path.name + ".part")
     try:
@@ -159,14 +155,3 @@ def writable(path: Path) -> Path:
     except OSError as error:
         raise ValueError(f"{path} cannot be written: {error.strerror}") from error
     return part
-
-
-def _new_file(config: TrainingConfig) -> Path:
-    folder = Path(config.logging.output_dir).expanduser() / "rollouts"
-    name = Path(config.environment.environment_id or "tools").name.partition(".py")[0]
-    stem = f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    path, number = folder / f"{stem}.jsonl", 1
-    while path.exists() or path.with_name(path.name + ".part").exists():
-        number += 1
-        path = folder / f"{stem}-{number}.jsonl"
-    return path

@@ -17,6 +17,7 @@ back to what they were then, and all that follows is a function of the config an
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import platform
@@ -39,11 +40,6 @@ from TrainingFactory.config import TrainingConfig, load_config
 from TrainingFactory.data.trajectories import save_trajectories
 from TrainingFactory.tools.recording import CALLS
 from TrainingFactory.types import Trajectory
-
-try:
-    import fcntl
-except ImportError:  # not on Windows: there two processes are not kept apart
-    fcntl = None
 
 METRICS, CONSUMED, TRAJECTORIES, KEPT = "metrics.jsonl", "consumed.jsonl", "trajectories.jsonl", "kept.jsonl"
 GROWING = (METRICS, CONSUMED, TRAJECTORIES, KEPT, CALLS)
@@ -102,14 +98,12 @@ class RunFolder:
             run.lock()
             _write_aside(run.path / CONFIG, yaml.safe_dump(config.model_dump(), sort_keys=False))
             _write_aside(run.path / "environment.json", json.dumps(fingerprint() | about, indent=1))
-        except FileExistsError:
-            if not run.path.is_dir():
-                raise ValueError(f"{run.path} cannot be a run's folder: there is a file in the way") from None
-            raise ValueError(
-                f"run {name} exists already in {run.path}; choose another name with --name, "
-                f"or go on with it: {run.resume_command}"
-            ) from None
         except OSError as error:
+            if isinstance(error, FileExistsError) and run.path.is_dir():
+                raise ValueError(
+                    f"run {name} exists already in {run.path}; choose another name with --name, "
+                    f"or go on with it: {run.resume_command}"
+                ) from None
             raise ValueError(f"the run's folder {run.path} cannot be written: {error.strerror}") from error
         return run
 
@@ -124,20 +118,15 @@ class RunFolder:
 
     def lock(self) -> None:
         """One process writes a run; the system gives the lock back when the process ends, however it does."""
-        if fcntl is None or self._lock is not None:
+        if self._lock is not None:
             return
         descriptor = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT, 0o644)
-        for patience in (0.1, 0.2, 0.0):  # somebody may just be looking whether it is held
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except OSError:
-                if not patience:
-                    os.close(descriptor)
-                    raise ValueError(
-                        f"run {self.name} is being written by another process; wait for it to end or stop it"
-                    ) from None
-                time.sleep(patience)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(descriptor)
+            text = f"run {self.name} is being written by another process; wait for it to end or stop it"
+            raise ValueError(text) from None
         self._lock = descriptor
 
     def unlock(self) -> None:
@@ -172,9 +161,8 @@ class RunFolder:
 
     def metrics(self) -> list[dict[str, Any]]:
         """Return one row per step; metrics that older versions wrote under another name have today's."""
-        return [
-            {OLD_METRICS.get(name, name): value for name, value in row.items()} for row in self._rows(METRICS)
-        ]
+        rows = self._rows(METRICS)
+        return [{OLD_METRICS.get(name, name): value for name, value in row.items()} for row in rows]
 
     def consumed(self) -> dict[int, list[str]]:
         """Ids of the tasks that each step took."""
@@ -211,7 +199,13 @@ class RunFolder:
 
     def offsets(self) -> dict[str, int]:
         """Return how long the growing files are, when all of it is on the disk."""
-        return {name: self._synced_size(name) for name in GROWING}
+        found: dict[str, int] = dict.fromkeys(GROWING, 0)
+        for name in GROWING:
+            if (path := self.path / name).exists():
+                with path.open("rb") as file:
+                    os.fsync(file.fileno())
+                found[name] = path.stat().st_size
+        return found
 
     def prune(self, last: int, every: int | None) -> None:
         """Keeps the last so many checkpoints, and those at multiples of so many steps."""
@@ -227,24 +221,14 @@ class RunFolder:
             path, wanted = self.path / name, offsets.get(name, 0)
             size = path.stat().st_size if path.exists() else 0
             if size < wanted:
-                raise ValueError(
-                    f"{path} has {size} bytes, and its checkpoint knows of {wanted}: it was changed"
-                )
+                raise ValueError(f"{path} has {size} bytes, its checkpoint knows of {wanted}: it was changed")
             if size > wanted:
                 os.truncate(path, wanted)
         for leftover in (self.path / "checkpoints").glob(".*"):
             shutil.rmtree(leftover, ignore_errors=True)
 
-    def _synced_size(self, name: str) -> int:
-        path = self.path / name
-        if not path.exists():
-            return 0
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
-        return path.stat().st_size
-
     def _held(self) -> bool:
-        if fcntl is None or self._lock is not None:
+        if self._lock is not None:
             return True
         try:
             descriptor = os.open(self.path / "lock", os.O_RDONLY)
@@ -289,13 +273,22 @@ def list_runs(runs: str | Path = "runs") -> list[RunFolder]:
 
 def new_name(config: TrainingConfig) -> str:
     """Such as grpo-search-20260131-120000."""
-    environment = Path(config.environment.environment_id or "custom").name.partition(".py")[0]
-    stem = f"{config.training.algorithm}-{environment}-{time.strftime('%Y%m%d-%H%M%S')}"
-    name, number = stem, 1
-    while (Path(config.logging.output_dir).expanduser() / name).exists():
+    folder, environment = Path(config.logging.output_dir).expanduser(), config.environment.environment_id
+    return not_taken(folder, f"{config.training.algorithm}-{short_name(environment or 'custom')}").name
+
+
+def short_name(environment: str) -> str:
+    return Path(environment).name.partition(".py")[0]
+
+
+def not_taken(folder: Path, stem: str, suffix: str = "") -> Path:
+    """Return a path in the folder that does not exist yet, with the time in its name."""
+    stem = f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    path, number = folder / f"{stem}{suffix}", 1
+    while path.exists() or path.with_name(path.name + ".part").exists():
         number += 1
-        name = f"{stem}-{number}"
-    return name
+        path = folder / f"{stem}-{number}{suffix}"
+    return path
 
 
 def fingerprint() -> dict[str, Any]:

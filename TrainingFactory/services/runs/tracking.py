@@ -14,7 +14,6 @@ from TrainingFactory.protocols import Tracker
 from TrainingFactory.types import Trajectory
 
 log = logging.getLogger(__name__)
-MODULES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow"}
 
 
 class TensorBoard:
@@ -74,7 +73,7 @@ TRACKERS: dict[str, Any] = {"tensorboard": TensorBoard, "wandb": WandB, "mlflow"
 def check_trackers(names: Sequence[str]) -> None:
     """Before anything slow: whether the packages are there."""
     for name in names:
-        if importlib.util.find_spec(MODULES[name]) is None:
+        if importlib.util.find_spec(name) is None:
             raise ValueError(
                 f"logging.trackers: {name} is not installed; pip install 'training-factory[{name}]', "
                 "or leave it out: the run's folder has all metrics anyway"
@@ -82,8 +81,7 @@ def check_trackers(names: Sequence[str]) -> None:
 
 
 class Trackers:
-    """All of them as one. They are other people's code, often at the far end of a network: one that fails is
-    said once and left out, and the run goes on."""
+    """All of them as one. They are foreign code: one that fails is said once and left out, and the run goes on."""
 
     def __init__(self, run: Path, config: TrainingConfig) -> None:
         self._open: list[tuple[str, Tracker]] = []
@@ -149,12 +147,10 @@ SHORT = {
 
 def in_short(metrics: dict[str, float]) -> str:
     told = [text.format(metrics[name]) for name, text in SHORT.items() if name in metrics]
-    sampled = "episodes/unscored" in metrics
-    if sampled and "reward" not in metrics:
+    if "episodes/unscored" in metrics and "reward" not in metrics:
         told.insert(0, "no episode could be scored")
-    elif sampled:
-        unscored = int(metrics["episodes/unscored"])
-        if unscored:
+    elif "episodes/unscored" in metrics:
+        if unscored := int(metrics["episodes/unscored"]):
             told.append(f"{unscored} of {int(metrics['episodes'])} unscored")
         if not metrics.get("rows"):
             equal = "no two scored ones of a task differ" if unscored else "all groups equal"

@@ -57,8 +57,7 @@ class Dataset:
 
     @property
     def digest(self) -> str:
-        """Another one where there is something else to learn from. Of a task's answer only what is a plain value
-        counts: objects may look different in another process."""
+        """Another one where there is something else to learn from; objects may look different in another process."""
         digest = blake2b(digest_size=16)
         for example in self.examples.found if self.examples is not None else ():
             digest.update(repr((example.id, example.conversations)).encode(errors="surrogatepass"))
@@ -70,15 +69,11 @@ class Dataset:
 
 def check_same(found: Dataset, about: dict[str, Any], name: str) -> None:
     """A run goes on with what it was started with. `about` is what was written down then."""
-    if (was := about.get("size", found.size)) != found.size:
+    was = about.get("size", found.size)
+    if was != found.size or about.get("digest", found.digest) != found.digest:
         raise ValueError(
-            f"run {name} was started with {was} tasks or rows, and now there are {found.size}: "
-            "it goes on with the same data only"
-        )
-    if "digest" in about and about["digest"] != found.digest:
-        raise ValueError(
-            f"the {found.size} tasks or rows that run {name} was started with have changed since then: it goes on "
-            "with the same data only. Put them back, or start a new run"
+            f"the {was} tasks or rows that run {name} was started with have changed since then, and now there are "
+            f"{found.size}: it goes on with the same data only. Put them back, or start a new run"
         )
 
 
@@ -95,20 +90,15 @@ def gather(config: TrainingConfig, objects: Objects, environment: EnvironmentFac
 
 
 def read_examples(config: TrainingConfig, source: Any, heldout: bool = False) -> Examples:
-    """The rows of a dataset (see `data/datasets.py`) in the form that the config's algorithm learns from. Everything
-    that is wrong with them is told at once, before any model is loaded."""
+    """Read a dataset in the form that the config's algorithm learns from; all that is wrong is told at once."""
     data = config.data
     count = data.heldout_count if heldout else data.count
     split = data.heldout_split if heldout else data.dataset_split
     if isinstance(source, Path):
         source = str(source)
+    skip = data.skip_bad_rows
     return load_examples(
-        source,
-        form_of(config),
-        split=split,
-        count=count,
-        skip_bad_rows=data.skip_bad_rows,
-        fits=arguments_fit,
+        source, form_of(config), split=split, count=count, skip_bad_rows=skip, fits=arguments_fit
     )
 
 
@@ -122,8 +112,8 @@ def read_heldout(config: TrainingConfig, source: Any, dataset: Any) -> Examples:
     data = config.data
     if _same_rows(dataset, source, data.dataset_split == data.heldout_split):
         raise ValueError(
-            f"data.heldout and data.dataset are the same rows ({_named(source)}), so that nothing would be held out; "
-            "name another file, or for a dataset with several splits another data.heldout_split"
+            "data.heldout and data.dataset are the same rows, so that nothing would be held out; name another file, or "
+            "for a dataset with several splits another data.heldout_split"
         )
     return read_examples(config, source, heldout=True)
 
@@ -136,10 +126,6 @@ def _same_rows(dataset: Any, heldout: Any, same_split: bool) -> bool:
     if ours.exists() and theirs.exists():
         return ours.samefile(theirs) and (same_split or not (ours / "dataset_dict.json").is_file())
     return str(dataset) == str(heldout) and same_split
-
-
-def _named(source: Any) -> str:
-    return str(source) if isinstance(source, str | Path) else "one object"
 
 
 def form_of(config: TrainingConfig) -> Form:
@@ -184,10 +170,9 @@ def _tasks(
 ) -> list[Task]:
     tasks = list(given or []) or make_tasks(config, environment, TRAINING_TASKS)
     if KINDS[config.training.algorithm].demonstrations and not hasattr(environment, "expert"):
-        name = environment_name(environment)
         raise ValueError(
-            f"sft learns from demonstrations, and {name} has no method `expert` that makes them; write one, "
-            "or give a file: data.dataset=FILE.jsonl"
+            f"sft learns from demonstrations, and {environment_name(environment)} has no method `expert` that makes "
+            "them; write one, or give a file: data.dataset=FILE.jsonl"
         )
     return tasks
 
@@ -202,8 +187,11 @@ def _gather_heldout(config: TrainingConfig, objects: Objects, found: Dataset) ->
             found.heldout_examples = read_heldout(config, config.data.heldout, learned)
     own = config.environment.environment_id is not None or objects.environment is not None
     if found.environment is not None and (own or found.heldout_examples is None):
-        path = None if rows else config.data.heldout
-        found.heldout = make_heldout_tasks(config, found.environment, path)
+        count = config.data.heldout_count
+        if rows or config.data.heldout is None:
+            found.heldout = own_tasks(config, found.environment, "heldout", "heldout", count)
+        else:
+            found.heldout = load_tasks(Path(config.data.heldout).expanduser())[:count]
     elif found.heldout_examples is None:
         wanted = (
             "held-out rows: data.heldout=FILE" if rows else "an environment to evaluate in: environment=NAME"
@@ -218,29 +206,19 @@ def make_tasks(
     data = config.data
     if data.tasks is not None:
         return load_tasks(Path(data.tasks).expanduser())[: data.count]
-    name = config.environment.environment_id or environment_name(environment)
+    return own_tasks(config, environment, "tasks", data.split, data.count or default_count)
+
+
+def own_tasks(
+    config: TrainingConfig, environment: EnvironmentFactory, key: str, split: str, count: int
+) -> list[Task]:
+    """Return what the environment makes; `key` of the data section would name a file of them."""
+    name, seed = config.environment.environment_id or environment_name(environment), config.data.seed
     if name == ToolEnvironment.__name__:
         raise ValueError(
             "tools without an environment make a plain conversation, and its tasks come from a file: "
-            "data.tasks=FILE.jsonl, with a prompt and an answer in each line"
+            f"data.{key}=FILE.jsonl, with a prompt and an answer in each line"
         )
-    return own_tasks(environment, name, data.split, data.seed, data.count or default_count)
-
-
-def make_heldout_tasks(
-    config: TrainingConfig, environment: EnvironmentFactory, path: str | None
-) -> list[Task]:
-    """The tasks for evaluation during training: of a file, or the environment's own."""
-    data = config.data
-    if path is not None:
-        return load_tasks(Path(path).expanduser())[: data.heldout_count]
-    name = config.environment.environment_id or environment_name(environment)
-    if name == ToolEnvironment.__name__:
-        raise ValueError("held-out tasks of a plain conversation come from a file: data.heldout=FILE.jsonl")
-    return own_tasks(environment, name, "heldout", data.seed, data.heldout_count)
-
-
-def own_tasks(environment: EnvironmentFactory, name: str, split: str, seed: int, count: int) -> list[Task]:
     try:
         tasks = list(islice(environment.tasks(split, seed, count), count))
     except Exception as error:  # foreign code

@@ -23,10 +23,8 @@ class Finding:
 
 
 class Guards:
-    """Count steps in a row of which too little could be scored, and steps in which the reward says nothing.
-
-    `scored` tells whether any episode of the run has had a reward before. Where tools are down, which may pass, the run
-    waits between its attempts, unless it is a replay, which calls none."""
+    """Count steps in a row of which too little could be scored, and steps in which the reward says nothing. `scored`
+    tells whether any episode of the run has had a reward before; a replay does not wait for tools that are down."""
 
     def __init__(self, max_equal_steps: int | None, *, scored: bool = False, replayed: bool = False) -> None:
         self._max_equal, self._scored, self._replayed = max_equal_steps, scored, replayed

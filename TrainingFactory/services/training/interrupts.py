@@ -18,10 +18,7 @@ class Stopped(Exception):
 
 class Interrupts:
     """Stop sampling at once and an update when it is done. A second Ctrl-C stops whatever is under way, and then the
-    last checkpoint is what remains.
-
-    Signals are taken only where the loop runs on the main thread; elsewhere, in a notebook, whoever owns that thread
-    calls `ask`. A signal handler of the loop runs between two of its callbacks, so nothing is interrupted half-way."""
+    last checkpoint is what remains. Signals are taken on the main thread; elsewhere whoever owns it calls `ask`."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self.asked = False
@@ -36,16 +33,12 @@ class Interrupts:
         here = threading.current_thread() is threading.main_thread()
         before = signal.getsignal(signal.SIGINT) if here else None
         if here:
-            with contextlib.suppress(
-                NotImplementedError
-            ):  # Windows: Ctrl-C ends the run as it ends any program
-                loop.add_signal_handler(signal.SIGINT, self.ask)
+            loop.add_signal_handler(signal.SIGINT, self.ask)
         try:
             yield
         finally:
             if here:
-                with contextlib.suppress(NotImplementedError):
-                    loop.remove_signal_handler(signal.SIGINT)
+                loop.remove_signal_handler(signal.SIGINT)
                 signal.signal(signal.SIGINT, before)
 
     def ask(self) -> None:

@@ -74,8 +74,7 @@ class HeldOut:
 
 @dataclass(slots=True)
 class TrainingLoop:
-    """Everything a run needs, made by `services/build/training.py`. `run` goes to the end, or to Ctrl-C: then what was
-    learned is in a checkpoint, and the report's state is `interrupted`."""
+    """Everything a run needs, made by `services/build/training.py`. At Ctrl-C what was learned is in a checkpoint."""
 
     policy: Policy
     sampler: Sampler | None  # None: nothing is sampled
@@ -175,8 +174,7 @@ class TrainingLoop:
         await self._log(epoch, metrics)
 
     def _write_episodes(self, batch: StepGroups) -> dict[str, float]:
-        """Write the episodes of a step, and apart from them those that are learned from as demonstrations. `kept` is
-        their share of all, `kept_tasks` the share of tasks that have any."""
+        """Write the episodes of a step, and apart those that are learned from: `kept` of all, of `kept_tasks` any."""
         if not batch.sampled:
             return {}
         if self.schedule.save_trajectories:
@@ -254,14 +252,13 @@ class TrainingLoop:
         if self.saved == progress.done or not progress.done:
             return
         self.watcher.phase("checkpoint")
-        consumed = [[0, progress.done * self.order.batch_size]]  # numbers of groups, from and up to
         state = {
             "step": progress.done,
             "taken": progress.taken,
             "seconds": progress.seconds,
-            "consumed": consumed,
+            "consumed": [[0, progress.done * self.order.batch_size]],  # numbers of groups, from and up to
+            "offsets": await in_thread(self.run.offsets),
         }
-        state["offsets"] = await in_thread(self.run.offsets)
         await self.policy.save(str(self.run.checkpoint_folder(progress.done)), state)
         self.saved = progress.done
         await in_thread(self.run.prune, keep.keep_checkpoints, keep.keep_every)
@@ -270,8 +267,7 @@ class TrainingLoop:
         with contextlib.suppress(OSError):  # a full disk may have brought us here
             await self._write_status(state, reason)
         last = self.rows[-1] if self.rows else {}
-        done, tools = self.progress.done, self.tools.totals()
-        return TrainingReport(self.run.path, done, state, last, self.rows, tools)
+        return TrainingReport(self.run.path, self.progress.done, state, last, self.rows, self.tools.totals())
 
     async def _write_status(self, state: State, reason: str | None = None) -> None:
         progress = self.progress

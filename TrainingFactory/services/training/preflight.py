@@ -47,11 +47,8 @@ def check(config: TrainingConfig, recorded: bool) -> None:
         )
     if kind.samples:
         _check_sampling(config)
-    if recorded and kind.samples:
-        takers = ", ".join(other for other, kind in KINDS.items() if kind.form is not None)
-        raise ValueError(
-            f"data.dataset is for {takers}; {name} learns from episodes that it samples in an environment"
-        )
+    if recorded:
+        form_of(config)  # raises for algorithms that take no rows
     if not (recorded or kind.samples or kind.demonstrations):
         raise ValueError(
             f"training.algorithm={name} learns from rows that exist: data.dataset=FILE, with "

@@ -15,25 +15,49 @@ from TrainingFactory.types import Reward
 FIRST, AGAIN = 10.0, 30.0  # seconds
 
 
-class RewardsAwaited:
-    """Count the rewards that are being computed, and say so where they take long: a judge that does not answer is asked
-    again, which may take minutes in silence."""
+class RewardClock:
+    """The reward of a run, timed, with what it spends. Seconds add up over episodes and groups that are scored side by
+    side. `stats` are the counts of what judges and pools in it have asked, done and spent so far. Where rewards take
+    long, `say` is told so: a judge that does not answer is asked again, which may take minutes in silence."""
 
-    def __init__(self, say: Callable[[str], None]) -> None:
-        self._say = say
+    def __init__(
+        self,
+        reward: RewardFunction | None,
+        say: Callable[[str], None] = lambda _: None,
+        stats: Callable[[], dict[str, float]] = dict,
+    ) -> None:
+        self.reward, self._group = reward, group_reward(reward)
+        self.grouped = self._group is not None
+        self.compares = self._group is not None and self._group.compares
+        self.seconds = 0.0
+        self._say, self._stats, self._before = say, stats, stats()
         self._open: dict[object, tuple[float, int]] = {}  # since when, and of how many episodes
         self._timer: asyncio.TimerHandle | None = None
 
+    def spent(self) -> dict[str, float]:
+        """Return what judges and pools in the reward have asked, done and spent since the last time."""
+        before, self._before = self._before, self._stats()
+        return {name: value - before.get(name, 0.0) for name, value in self._before.items()}
+
+    async def __call__(self, episode: Episode) -> Reward:
+        with self._timed(1):
+            return await score(episode, self.reward)  # type: ignore[arg-type]
+
+    async def group(self, episodes: Sequence[Episode]) -> Sequence[Reward | Exception]:
+        assert self._group is not None
+        with self._timed(len(episodes)):
+            return await self._group.group(episodes)
+
     @contextmanager
-    def one(self, episodes: int) -> Iterator[None]:
-        """Count so many episodes, scored together, while the block runs."""
-        this = object()
-        self._open[this] = time.monotonic(), episodes
+    def _timed(self, episodes: int) -> Iterator[None]:
+        this, started = object(), time.monotonic()
+        self._open[this] = started, episodes
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(FIRST, self._tell)
         try:
             yield
         finally:
+            self.seconds += time.monotonic() - started
             del self._open[this]
             if not self._open and self._timer is not None:
                 self._timer.cancel()
@@ -47,43 +71,3 @@ class RewardsAwaited:
             self._say(f"waiting for {count} reward{'s' * (count > 1)}, the longest for {waited:.0f} s so far")
         again = AGAIN if late else FIRST - waited
         self._timer = asyncio.get_running_loop().call_later(again, self._tell)
-
-
-class RewardClock:
-    """The reward of a run, timed, with what it spends. Seconds add up over episodes and groups that are scored side by
-    side. `stats` are the counts of what judges and pools in it have asked, done and spent so far."""
-
-    def __init__(
-        self,
-        reward: RewardFunction | None,
-        say: Callable[[str], None] = lambda _: None,
-        stats: Callable[[], dict[str, float]] = dict,
-    ) -> None:
-        self.reward, self._group = reward, group_reward(reward)
-        self._awaited = RewardsAwaited(say)
-        self.grouped = self._group is not None
-        self.compares = self._group is not None and self._group.compares
-        self.seconds = 0.0
-        self._stats, self._before = stats, stats()
-
-    def spent(self) -> dict[str, float]:
-        """Return what judges and pools in the reward have asked, done and spent since the last time."""
-        before, self._before = self._before, self._stats()
-        return {name: value - before.get(name, 0.0) for name, value in self._before.items()}
-
-    async def __call__(self, episode: Episode) -> Reward:
-        with self._timed(), self._awaited.one(1):
-            return await score(episode, self.reward)  # type: ignore[arg-type]
-
-    async def group(self, episodes: Sequence[Episode]) -> Sequence[Reward | Exception]:
-        assert self._group is not None
-        with self._timed(), self._awaited.one(len(episodes)):
-            return await self._group.group(episodes)
-
-    @contextmanager
-    def _timed(self) -> Iterator[None]:
-        started = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds += time.perf_counter() - started

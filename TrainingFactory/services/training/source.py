@@ -60,10 +60,8 @@ class Source(Protocol):
 
 
 class Stream:
-    """The steps of a run, one after the other, as an asynchronous iterator.
-
-    `bound` says how many steps the source may run ahead of the one that is being learned from. At 0 sampling and
-    learning never overlap: the next groups are asked for when the last ones have been learned from."""
+    """The steps of a run, one after the other. `bound` says how many the source may run ahead of the one that is being
+    learned from; at 0 sampling and learning never overlap."""
 
     def __init__(self, source: Source, first: int, total: int, bound: int = 0) -> None:
         self._source, self._next, self._total, self._bound = source, first, total, bound
@@ -93,9 +91,8 @@ class Stream:
 
 class SampledSource:
     """`group_size` episodes of each task of the step, by the newest weights. Where the algorithm refills, tasks that
-    teach nothing are made up for by the next ones of the order, in so many rounds at most; no step goes beyond the end
-    of an epoch, so that none has a task twice. Where more than the share `max_unscored` has no reward, the step has a
-    problem. `taken` is how many tasks were taken before."""
+    teach nothing are made up for by the next ones of the order, but not beyond an epoch. Where more than the share
+    `max_unscored` has no reward, the step has a problem. `taken` is how many tasks were taken before."""
 
     def __init__(
         self,
@@ -140,9 +137,8 @@ class SampledSource:
         return [Group(number, group, rows, attempt) for number, group, rows in found]
 
     def _metrics(self, groups: Sequence[Group], seconds: float) -> dict[str, float]:
-        """`accuracy` is the share of scored episodes whose outcome is over 0. `tools` and `reward` seconds add up
-        over episodes that run side by side; `tools_share` is the part of the episodes' time that tools took.
-        `groups/dropped` taught nothing, `groups/refilled` were sampled to make up for such."""
+        """Sum the step up. Seconds of `tools` and `reward` add up over episodes that run side by side; `tools_share` is
+        the part of the episodes' time that tools took."""
         episodes = [trajectory for group in groups for trajectory in group.trajectories]
         metrics = rollout_metrics(episodes)
         outcomes = [trajectory.reward.outcome for trajectory in episodes if trajectory.reward is not None]
@@ -205,8 +201,7 @@ class ExpertSource:
 
 
 class DatasetSource:
-    """The examples of the step, in an order of its own every epoch. `references` are the reference model's log-probs
-    of the rows of each example, where they are known beforehand."""
+    """The examples of the step; `references` are the reference model's log-probs of their rows, if known beforehand."""
 
     def __init__(
         self,
@@ -257,8 +252,7 @@ def demonstrated(step: int, order: Order, groups: list[Group], seconds: float) -
 
 
 def most_frequent(unscored: Sequence[Trajectory]) -> str:
-    """Return one reason of the most frequent kind for which episodes have no reward. Those that differ in numbers or
-    in what they quote are alike."""
+    """Return a reason of the most frequent kind; those that differ in numbers or in what they quote are alike."""
     reasons = [trajectory.error or "no reason given" for trajectory in unscored]
     kinds = [re.sub(r"\d+|'[^']*'|\"[^\"]*\"", "", reason) for reason in reasons]
     [(most, _)] = Counter(kinds).most_common(1)

@@ -24,8 +24,7 @@ TOLD_EVERY = 10.0  # seconds
 
 @dataclass(slots=True)
 class Written:
-    """A conversation in tokens: one row, and where in it each learned turn begins and ends. Small: an epoch later it
-    is a trajectory again, and is not written again."""
+    """A conversation in tokens, written once, and where in it each learned turn begins and ends."""
 
     conversation: Conversation
     token_ids: np.ndarray  # [N]
@@ -48,9 +47,8 @@ class Written:
 
 class TokenizedDataset:
     """Examples in tokens, written once by this model's own template; tokens that were sampled stay. Those longer than
-    `max_length` are left out, whole, and counted in `long`; what the template cannot write is an error, or with
-    `skip_bad_rows` one more of `bad`. Of recorded episodes that belong together there are the best and the worst of
-    those that fit."""
+    `max_length` are left out and counted in `long`; what the template cannot write is an error, or with `skip_bad_rows`
+    one more of `bad`. Of recorded episodes that belong together there are the best and the worst of those that fit."""
 
     def __init__(
         self,
@@ -193,8 +191,7 @@ class TokenizedDataset:
         return written
 
     def _as_sampled(self, message: Message, bad: bool) -> Message:
-        """A text of the assistant is read as the model's own first, so that tags in it become the real tokens. A bad
-        example whose calls cannot be read stays a text."""
+        """Read a text of the assistant as the model's own, so that tags become tokens; a bad one may stay a text."""
         if message.role != "assistant" or message.tool_calls or message.reasoning is not None:
             return message
         read = self.chat.parse_text(message.content)
