@@ -55,8 +55,6 @@ class AsyncToolExecutor:
     """
 
     def __init__(self, tools: Sequence[Any], timeout: float = 30.0, max_output_chars: int = 100_000) -> None:
-        if timeout <= 0 or max_output_chars < 1:
-            raise ValueError(f"timeout ({timeout}) and max_output_chars ({max_output_chars}) must be over 0")
         self.timeout = timeout
         self.max_output_chars = max_output_chars
         self.tools: list[Tool] = []
@@ -116,12 +114,10 @@ class AsyncToolExecutor:
         # start in call order and take their turns in groups before they wait for anything.
         running = map(self._execute, calls, places)
         results = await asyncio.gather(*running, return_exceptions=True)
-        finished = []
         for result in results:
             if isinstance(result, BaseException):
                 raise result
-            finished.append(result)
-        return finished
+        return results  # type: ignore[return-value]
 
     def _places(self, calls: Sequence[ToolCall]) -> list[Place]:
         part = next((name for executor, name in reversed(_parts.get()) if executor is self), None)
@@ -225,9 +221,15 @@ class AsyncToolExecutor:
 
     def _pending(self, entry: _Entry, arguments: dict[str, Any]) -> PendingCall:
         runtime, timeout = self._runtime, entry.options.timeout or self.timeout
-        seconds, size = max(runtime.deadline, timeout), self.max_output_chars
         return PendingCall(
-            entry.tool, entry.options, arguments, entry.state, timeout, seconds, size, runtime.call
+            entry.tool,
+            entry.options,
+            arguments,
+            entry.state,
+            timeout=timeout,
+            seconds=max(runtime.deadline, timeout),
+            max_output_chars=self.max_output_chars,
+            make=runtime.call,
         )
 
     async def _obtain(self, call: PendingCall) -> ToolResult:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from TrainingFactory.endpoint import Endpoint
-from TrainingFactory.tools import AsyncToolExecutor, ToolCache, ToolRuntime, as_tool, tool
+from TrainingFactory.tools import AsyncToolExecutor, ToolCache, as_tool, tool
 from TrainingFactory.tools.builtin.making import make_tool
 from TrainingFactory.tools.custom_tools import AgentTool, SearchTool, SqlTool, calculator
 from TrainingFactory.tools.recording import CALLS, Recording, load_specs
@@ -82,8 +82,6 @@ DECLARED: list[Mistake] = [
     (lambda _: tool(pure=True, stateful=True), "not both"),
     (lambda _: tool(3), "function or a method"),  # type: ignore[call-overload]
     (lambda _: AsyncToolExecutor([calculator, calculator]), "the same name: calculator"),
-    (lambda _: AsyncToolExecutor([], timeout=0), "timeout"),
-    (lambda _: ToolRuntime(deadline=0), "deadline"),
     (lambda _: as_tool(NeedsKey), "NeedsKey.*cannot be made without arguments"),
     (lambda _: as_tool(Shaped()), "tool shaped: a parameter is an object with a name"),
     *((lambda _, thing=thing: as_tool(thing), "is no tool") for thing in (3, "text", object(), dict)),
