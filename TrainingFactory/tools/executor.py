@@ -239,10 +239,9 @@ class AsyncToolExecutor:
 
 
 def _check_names(tools: Sequence[Tool]) -> None:
-    names = [tool.spec.name for tool in tools]
-    if len(set(names)) < len(names):
-        twice = ", ".join(sorted({name for name in names if names.count(name) > 1}))
-        raise ValueError(f"two tools have the same name: {twice}; rename one with @tool(name=...)")
+    names = Counter(tool.spec.name for tool in tools)
+    if twice := sorted(name for name, count in names.items() if count > 1):
+        raise ValueError(f"two tools have the same name: {', '.join(twice)}; rename one with @tool(name=...)")
 
 
 def _with_states(tools: Sequence[Tool]) -> dict[str, _Entry]:
