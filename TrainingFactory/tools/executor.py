@@ -17,10 +17,9 @@ from typing import Any
 from TrainingFactory.protocols import Tool, ToolSession, ToolSource
 from TrainingFactory.texts import describe
 from TrainingFactory.tools.adapt import as_tool
-from TrainingFactory.tools.by_identity import ByIdentity
 from TrainingFactory.tools.calls import EpisodeCache, PendingCall, ToolState
 from TrainingFactory.tools.decorator import FunctionTool
-from TrainingFactory.tools.fingerprint import digest
+from TrainingFactory.tools.fingerprint import ByIdentity, digest
 from TrainingFactory.tools.options import ToolOptions
 from TrainingFactory.tools.recording import BrokenOff, Place, Recorder
 from TrainingFactory.tools.runtime import ToolRuntime
@@ -49,8 +48,8 @@ class AsyncToolExecutor:
     A call that fails is a result that the model reads; only `ToolFailure` (the tools are gone) is raised, when the
     other calls of the turn have ended. Cancelling `batch_execute` cancels its calls.
 
-    `tools` are tools, sources of tools, and whatever `as_tool` can make one of.
-    `timeout` is for tools without one of their own. How long a call may take in all, limits, further attempts, the
+    `tools` are tools, sources of tools, and whatever `as_tool` can make one of. `timeout` is for tools without one of
+    their own. How long a call may take in all, limits, further attempts, the
     cache and the recorder are matters of the `ToolRuntime`, which `attach` makes one for all executors of a run.
     """
 

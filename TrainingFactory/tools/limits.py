@@ -35,11 +35,8 @@ class Limits:
 
 class CircuitBreaker:
     """Stops calls to a server that is down. `failures` in a row open it for `pause` seconds; then one call is let
-    through as a probe: if that fails it stays open for twice as long (at most `longest`), a success closes it.
-
-    Failures of calls that were under way together count as one: a server that dies takes all of them along, and may
-    be back for the next.
-    """
+    through as a probe: if that fails it stays open for twice as long (at most `longest`), a success closes it. Failures
+    of calls that were under way together count as one: a server that dies takes all of them along."""
 
     def __init__(
         self, failures: int = 3, pause: float = 1.0, longest: float = 30.0, clock: Clock = time.monotonic

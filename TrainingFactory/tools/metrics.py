@@ -82,11 +82,7 @@ class _Period:
 
 
 class ToolMetrics:
-    """Counts since the last `snapshot`, and since the beginning. Memory is bounded by the number of tools.
-
-    `p50` and `p95` are seconds of calls that were really made, waiting and further attempts included; `waited` are
-    seconds spent at limits, `wall_share` is the share of the time in which at least one call was under way.
-    """
+    """Counts since the last `snapshot`, and since the beginning. Memory is bounded by the number of tools."""
 
     def __init__(self) -> None:
         now = time.perf_counter()

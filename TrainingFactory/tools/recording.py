@@ -1,14 +1,6 @@
 """Writes down every tool call of a run, and serves the calls again with no tool called.
 
-A recording is two files in the folder of a run:
-
-    tools.json          what the model was told about the tools that were handed to the run
-    tool_calls.jsonl    one JSON object per call: where it belongs, the tool, its arguments, its result
-
-A call belongs to a step, a task, a member of its group, a batch (the calls of one turn) and a place in it. Those that a
-reward or another tool makes are known by who makes them, the tool and its arguments, and how often that was called
-before. Nothing depends on who came first, so a replay gives every call its own result whatever the tools' latencies
-were.
+Nothing depends on who came first, so a replay gives every call its own result whatever the tools' latencies were.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from referencing import Registry
 from referencing.exceptions import Unresolvable
 from referencing.jsonschema import DRAFT202012
 
-from TrainingFactory.tools.by_identity import ByIdentity
+from TrainingFactory.tools.fingerprint import ByIdentity
 from TrainingFactory.types import ToolSpec
 
 MAX_PROBLEMS = 3  # as many are told at once

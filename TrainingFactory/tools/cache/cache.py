@@ -17,7 +17,7 @@ from pydantic import validate_call
 from TrainingFactory.options import STRICT, Count, Positive, ZeroOrMore
 from TrainingFactory.texts import describe
 from TrainingFactory.tools.cache.history import EpisodeHistory
-from TrainingFactory.tools.cache.stores import Store, StoreError, open_store
+from TrainingFactory.tools.cache.stores import IN_REDIS, RedisStore, SQLiteStore, Store, StoreError
 from TrainingFactory.tools.executor import AsyncToolExecutor
 from TrainingFactory.tools.runtime import ToolRuntime
 from TrainingFactory.tools.threads import in_thread
@@ -33,12 +33,6 @@ CANCELLED, FAILED = "cancelled", "failed"
 
 class ToolCache:
     """A cache in an SQLite file (any number of processes may share it) or, for several machines, in Redis.
-
-    ```python
-    cache = ToolCache("tools.sqlite", [search])
-    result = await cache.execute_with_cache(ToolCall("search", {"query": "Oslo"}))
-    ```
-
     In a run, `ToolRuntime(cache=cache)` lets the tools of all episodes use it. Only tools marked `pure` or
     `stateful` are cached, and only results that are ok. Whatever goes wrong with the cache itself is counted in
     `failures` and told once; the call is then simply made.
@@ -58,7 +52,10 @@ class ToolCache:
         memory_bytes: ZeroOrMore = 64 << 20,
     ) -> None:
         self._ttl, self._max_entry = ttl, min(max_bytes, MAX_ENTRY_BYTES)
-        self._store: Store = open_store(target, ttl, max_bytes)
+        in_redis = isinstance(target, str) and IN_REDIS.match(target)
+        self._store: Store = (
+            RedisStore(str(target), ttl) if in_redis else SQLiteStore(Path(target), ttl, max_bytes)
+        )
         self._memory = _Memory(memory_bytes)
         self._flights: dict[str, asyncio.Future[ToolResult | str]] = {}
         self._writer = _Writer(self._store, self._failed)

@@ -53,12 +53,6 @@ class Store(Protocol):
     def close(self) -> None: ...
 
 
-def open_store(target: str | Path, ttl: float | None, max_bytes: int) -> Store:
-    if isinstance(target, str) and IN_REDIS.match(target):
-        return RedisStore(target, ttl)
-    return SQLiteStore(Path(target), ttl, max_bytes)
-
-
 class SQLiteStore:
     """A file in WAL mode: any number of processes read while one writes. Not for network drives, where SQLite's
     locks do not work."""
@@ -220,10 +214,7 @@ class RedisStore:
         except self._errors as error:
             raise StoreError(type(error).__name__) from error
         made, _, value = (found or "").partition(" ")
-        try:
-            return (value, float(made)) if found else None
-        except ValueError as error:
-            raise StoreError(f"{self.PREFIX}{key} holds something else") from error
+        return (value, float(made)) if found else None
 
     def write(self, entries: Sequence[tuple[str, str, float]], used: Iterable[tuple[str, float]]) -> None:
         try:
