@@ -17,14 +17,16 @@ class Limits:
     runs: else a few hung calls would lock everybody out."""
 
     def __init__(self, concurrency: int | None, rate: float | None) -> None:
-        self._places = asyncio.Semaphore(concurrency or sys.maxsize)
+        self._concurrency = concurrency or sys.maxsize
         self._gap = None if rate is None else 1 / rate
-        self._turn = asyncio.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._next = 0.0
 
     @asynccontextmanager
     async def place(self) -> AsyncIterator[None]:
         """Wait for a place and hold it."""
+        if self._loop is not (loop := asyncio.get_running_loop()):  # who holds tools over two runs has two
+            self._loop, self._places, self._turn = loop, asyncio.Semaphore(self._concurrency), asyncio.Lock()
         async with self._places:
             if self._gap is not None:  # with the place in hand, so that no burst can build up before it
                 async with self._turn:

@@ -105,7 +105,7 @@ def test_results_have_the_order_and_the_ids_of_their_calls(plan: list[tuple[int,
     visits=st.lists(st.tuples(st.integers(0, 3), st.booleans()), min_size=1, max_size=15),
 )
 def test_limits_never_let_in_too_many_and_lose_no_place(limit: int, visits: list[tuple[int, bool]]):
-    """Some visitors are cancelled while they wait or while they are inside."""
+    """Some visitors are cancelled while they wait or while they are inside; and a second run has another loop."""
     limits = Limits(limit, None)
     inside, most, order = 0, 0, list[int]()
 
@@ -135,7 +135,9 @@ def test_limits_never_let_in_too_many_and_lose_no_place(limit: int, visits: list
                 await held.enter_async_context(limits.place())
         assert order == sorted(order)  # first come, first served
 
-    asyncio.run(main())
+    for _ in range(2):
+        order.clear()
+        asyncio.run(main())
     assert most <= limit and inside == 0
 
 
@@ -157,7 +159,8 @@ def test_a_limit_holds_over_all_episodes_and_batches():
         executors = [attached([search], runtime, f"0/a/{member}") for member in range(4)]
         return await asyncio.gather(*(each.batch_execute([ToolCall("search")] * 3) for each in executors))
 
-    assert all(result.ok for batch in asyncio.run(episodes()) for result in batch)
+    for _ in range(2):  # each in an event loop of its own
+        assert all(result.ok for batch in asyncio.run(episodes()) for result in batch)
     assert most == 2
     assert runtime.snapshot()["tools/search/waited"] > 0
 

@@ -63,7 +63,6 @@ class AgentTool:
         self.options = ToolOptions(timeout=timeout, concurrency=concurrency, rate=rate, version=version)
 
     async def open(self) -> None:
-        self._runtime = ToolRuntime()  # of the running loop
         for each in self.tools:
             if isinstance(each, ToolSource):
                 await each.open()
