@@ -8,9 +8,9 @@ import math
 import os
 import re
 import ssl
+import time
 from collections.abc import Callable, Mapping, Sequence
-from datetime import UTC, datetime
-from email.utils import parsedate_to_datetime
+from email.utils import mktime_tz, parsedate_tz
 from functools import cache
 from typing import Any, TypeVar
 from urllib.parse import quote, quote_plus, urlsplit
@@ -158,17 +158,13 @@ class Endpoint:
 
 def check_address(base_url: str) -> None:
     """Raise ValueError for what is no address, and for one with a key in it, which every log would show."""
-    try:
-        parts = urlsplit(base_url)
-        known = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or True)
-    except ValueError:
-        raise ValueError("base_url is no address; it looks like https://host/v1") from None
+    parts = urlsplit(base_url)
     if parts.query or parts.fragment or "@" in base_url:
         raise ValueError(
             "base_url must hold no password and nothing after a ? or #; put the key into an environment variable, "
             "which api_key_env names"
         )
-    if not known:
+    if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ValueError(f"base_url is an address such as https://host/v1, not {base_url!r:.100}")
 
 
@@ -179,12 +175,8 @@ def seconds_of(retry_after: str | None) -> float | None:
     try:
         seconds = float(retry_after)
     except ValueError:
-        try:
-            until = parsedate_to_datetime(retry_after)
-        except (ValueError, TypeError, OverflowError):
-            return None
-        until = until if until.tzinfo else until.replace(tzinfo=UTC)
-        seconds = (until - datetime.now(UTC)).total_seconds()
+        date = parsedate_tz(retry_after)
+        seconds = mktime_tz(date) - time.time() if date else math.nan
     return max(seconds, 0.0) if math.isfinite(seconds) else None
 
 

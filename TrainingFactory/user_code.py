@@ -11,7 +11,6 @@ import traceback
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -76,43 +75,31 @@ def _imported(path: Path) -> ModuleType:
     return module
 
 
-class _Beside:
-    """Finds modules in a folder before those of the same name in the folders of other files. What is installed comes
-    first: a json.py there replaces nothing."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        if path is not None or name in sys.stdlib_module_names or name == PACKAGE.name:
-            return None
-        found, usual = PathFinder.find_spec(name, [str(self.folder)]), PathFinder.find_spec(name)
-        if usual is not None and (usual.origin or "").startswith(INSTALLED):
-            return None
-        return found if found is not None and found.origin else None
-
-
 @contextmanager
 def _siblings(folder: Path) -> Iterator[None]:
-    """Let a file import what lies beside it. Modules of these names that came from elsewhere are not seen meanwhile,
-    and are there again afterwards."""
-    finder = _Beside(folder)
-    if str(folder) not in sys.path:
-        sys.path.append(str(folder))  # for imports inside functions
-    taken = set[str]()
-    for name in {each.stem for each in folder.iterdir()} & sys.modules.keys():
-        found = finder.find_spec(name)
-        if found is not None and found.origin != getattr(sys.modules[name], "__file__", None):
-            taken.add(name)
+    """Let a file import what lies beside it, before what lies beside other files. What is installed comes first: a
+    json.py there replaces nothing. Modules of the same names that came from elsewhere are not seen meanwhile, and are
+    there again afterwards."""
+    path = list(sys.path)
+    installed = [each for each in path if each.startswith(INSTALLED)]
+    sys.path[:] = [*installed, str(folder), *(each for each in path if each not in installed)]
+    beside = {each.stem for each in folder.iterdir()} - {PACKAGE.name, *sys.stdlib_module_names}
+    taken = {
+        name for name in beside & sys.modules.keys() if not _lies_in(sys.modules[name], (folder, *INSTALLED))
+    }
     aside = _take(taken)
     sys.modules.update(_beside.get(folder, {}))
-    sys.meta_path.insert(0, finder)
     try:
         yield
     finally:
-        sys.meta_path.remove(finder)
+        sys.path[:] = path if str(folder) in path else [*path, str(folder)]  # for imports inside functions
         _beside.setdefault(folder, {}).update(_take(taken))
         sys.modules.update(aside)
+
+
+def _lies_in(module: ModuleType, folders: tuple[str | Path, ...]) -> bool:
+    file = Path(getattr(module, "__file__", None) or "/")
+    return any(file.is_relative_to(folder) for folder in folders)
 
 
 def _take(names: Collection[str]) -> dict[str, ModuleType]:

@@ -13,6 +13,10 @@ from typing import Any
 from TrainingFactory.sql.database import CUT_VALUE
 from TrainingFactory.types import ToolResult
 
+NO_ROWS = (
+    'the tool does not show the rows of the right query as whole JSON, {"rows": [[1, "a"], ...]}: use SqlTool, let '
+    "your tool answer in this form, or name the SQLite file in the task's metadata database"
+)
 Ask = Callable[[str], Awaitable[ToolResult]]  # runs one query and shows its rows, as `Database` does in JSON
 
 
@@ -34,10 +38,7 @@ async def same_result(ask: Ask, query: str, right: str) -> bool:
         raise ValueError(f"the right query fails: {wanted.content[:200]}")
     known = read_rows(wanted.content)
     if known is None:
-        raise ValueError(
-            'the tool does not show the rows of the right query as whole JSON, {"rows": [[1, "a"], ...]}: use SqlTool, '
-            "let your tool answer in this form, or name the SQLite file in the task's metadata database"
-        )
+        raise ValueError(NO_ROWS)
     if known.more:
         raise ValueError(
             "the right query gives more than the tool shows; raise its max_rows, or ask for less"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import re
 import sqlite3
 import tempfile
@@ -61,7 +62,7 @@ class Database:
         if not query.strip():
             return ToolResult("the query is empty", ok=False, error="exception")
         with self._lock:
-            deadline = time.monotonic() + self.timeout
+            deadline = math.inf
             try:
                 connection = self._connection or self._open()
                 deadline = time.monotonic() + self.timeout

@@ -22,7 +22,7 @@ def as_tool(thing: Any) -> Tool | ToolSource:
     if isinstance(thing, FunctionTool):  # by far the most frequent, and the checks below take their time
         return thing
     if inspect.isclass(thing):
-        return BaseToolAdapter(_made(thing)) if _is_base_tool(thing) else _refuse(thing)
+        return BaseToolAdapter(thing()) if _is_base_tool(thing) else _refuse(thing)
     if isinstance(thing, ToolSource):
         return thing
     if isinstance(thing, Tool):
@@ -39,11 +39,9 @@ class BaseToolAdapter:
 
     def __init__(self, thing: Any) -> None:
         self.thing = thing
-        name = thing.name
-        if not isinstance(name, str) or not name:
-            raise ValueError(f"{type(thing).__name__}.name must be the tool's name, not {name!r}")
-        parameters = _parameters(name, getattr(thing, "parameters", None))
-        self.spec = ToolSpec(name, str(getattr(thing, "description", "") or ""), parameters)
+        self.spec = ToolSpec(
+            thing.name, thing.description or "", _parameters(getattr(thing, "parameters", None))
+        )
         check_schema(self.spec, type(thing).__name__)
         options = getattr(thing, "options", None)  # not qwen_agent's; whoever wants limits may set it
         options = options if isinstance(options, ToolOptions) else ToolOptions()
@@ -64,28 +62,17 @@ def _is_base_tool(thing: Any) -> bool:
     return callable(getattr(thing, "call", None)) and hasattr(thing, "name") and hasattr(thing, "description")
 
 
-def _made(cls: type) -> Any:
-    try:
-        return cls()
-    except Exception as error:
-        raise ValueError(
-            f"{cls.__name__}() cannot be made without arguments ({error}); hand in an object instead of the class"
-        ) from error
-
-
-def _parameters(name: str, given: Any) -> dict[str, Any]:
+def _parameters(given: Any) -> dict[str, Any]:
     """Read a schema; qwen_agent's older form is a list of {"name", "type", "description", "required"}."""
     if given is None:
         return {"type": "object", "properties": {}}
     if not isinstance(given, list):
         return given
-    properties, required = {}, []
-    for entry in given:
-        if not isinstance(entry, dict) or not isinstance(entry.get("name"), str):
-            raise ValueError(f"tool {name}: a parameter is an object with a name, not {str(entry)[:60]}")
-        properties[entry["name"]] = {k: v for k, v in entry.items() if k not in ("name", "required")}
-        if entry.get("required"):
-            required.append(entry["name"])
+    properties = {
+        entry["name"]: {key: value for key, value in entry.items() if key not in ("name", "required")}
+        for entry in given
+    }
+    required = [entry["name"] for entry in given if entry.get("required")]
     return {"type": "object", "properties": properties} | ({"required": required} if required else {})
 
 

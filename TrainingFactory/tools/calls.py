@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from TrainingFactory.protocols import Tool
-from TrainingFactory.tools.limits import PerLoop
 from TrainingFactory.tools.options import ToolOptions
 from TrainingFactory.types import ToolFailure, ToolResult
 
@@ -54,7 +53,7 @@ class ToolState:
     def __init__(self, server: str) -> None:
         self.server = server
         self.stateful = False  # whether any of its tools is
-        self._lock = PerLoop(asyncio.Lock)
+        self._lock = asyncio.Lock()
         self._skipped: list[tuple[PendingCall, str]] = []
 
     @asynccontextmanager
@@ -64,7 +63,7 @@ class ToolState:
         if self in outer:
             yield
             return
-        async with self._lock.get():
+        async with self._lock:
             token = _inside.set((*outer, self))
             try:
                 yield

@@ -109,13 +109,13 @@ def tool(
     of `ToolOptions`; methods are `ordered` unless they say otherwise.
     """
     ordered: bool | None = options.pop("ordered", None)
-    chosen = _options(options)
+    chosen: ToolOptions = make_from(ToolOptions, options, "@tool")
+    if "retries" in options and chosen.retries and not chosen.repeatable:
+        raise ValueError("a tool with retries must be marked pure or idempotent: others are never repeated")
 
     def make(function: Callable[..., Any]) -> FunctionTool:
         if isinstance(function, staticmethod):
             function = function.__func__
-        if not inspect.isroutine(function) or isinstance(function, classmethod):
-            raise ValueError(f"@tool goes on a function or a method, not on {function!r}")
         called = name or function.__name__
         if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", called):
             raise ValueError(
@@ -128,13 +128,6 @@ def tool(
         return FunctionTool(function, ToolSpec(called, text, parameters_schema(model)), full, model)
 
     return make if function is None else make(function)
-
-
-def _options(given: dict[str, Any]) -> ToolOptions:
-    options: ToolOptions = make_from(ToolOptions, given, "@tool")
-    if "retries" in given and options.retries and not options.repeatable:
-        raise ValueError("a tool with retries must be marked pure or idempotent: others are never repeated")
-    return options
 
 
 def _takes_self(function: Callable[..., Any]) -> bool:

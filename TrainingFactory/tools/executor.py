@@ -17,10 +17,9 @@ from typing import Any
 from TrainingFactory.protocols import Tool, ToolSession, ToolSource
 from TrainingFactory.texts import describe
 from TrainingFactory.tools.adapt import as_tool
-from TrainingFactory.tools.by_identity import ByIdentity
 from TrainingFactory.tools.calls import EpisodeCache, PendingCall, ToolState
 from TrainingFactory.tools.decorator import FunctionTool
-from TrainingFactory.tools.fingerprint import digest
+from TrainingFactory.tools.fingerprint import ByIdentity, digest
 from TrainingFactory.tools.options import ToolOptions
 from TrainingFactory.tools.recording import BrokenOff, Place, Recorder
 from TrainingFactory.tools.runtime import ToolRuntime
@@ -49,14 +48,12 @@ class AsyncToolExecutor:
     A call that fails is a result that the model reads; only `ToolFailure` (the tools are gone) is raised, when the
     other calls of the turn have ended. Cancelling `batch_execute` cancels its calls.
 
-    `tools` are tools, sources of tools, and whatever `as_tool` can make one of.
-    `timeout` is for tools without one of their own. How long a call may take in all, limits, further attempts, the
+    `tools` are tools, sources of tools, and whatever `as_tool` can make one of. `timeout` is for tools without one of
+    their own. How long a call may take in all, limits, further attempts, the
     cache and the recorder are matters of the `ToolRuntime`, which `attach` makes one for all executors of a run.
     """
 
     def __init__(self, tools: Sequence[Any], timeout: float = 30.0, max_output_chars: int = 100_000) -> None:
-        if timeout <= 0 or max_output_chars < 1:
-            raise ValueError(f"timeout ({timeout}) and max_output_chars ({max_output_chars}) must be over 0")
         self.timeout = timeout
         self.max_output_chars = max_output_chars
         self.tools: list[Tool] = []
@@ -116,12 +113,10 @@ class AsyncToolExecutor:
         # start in call order and take their turns in groups before they wait for anything.
         running = map(self._execute, calls, places)
         results = await asyncio.gather(*running, return_exceptions=True)
-        finished = []
         for result in results:
             if isinstance(result, BaseException):
                 raise result
-            finished.append(result)
-        return finished
+        return results  # type: ignore[return-value]
 
     def _places(self, calls: Sequence[ToolCall]) -> list[Place]:
         part = next((name for executor, name in reversed(_parts.get()) if executor is self), None)
@@ -225,9 +220,15 @@ class AsyncToolExecutor:
 
     def _pending(self, entry: _Entry, arguments: dict[str, Any]) -> PendingCall:
         runtime, timeout = self._runtime, entry.options.timeout or self.timeout
-        seconds, size = max(runtime.deadline, timeout), self.max_output_chars
         return PendingCall(
-            entry.tool, entry.options, arguments, entry.state, timeout, seconds, size, runtime.call
+            entry.tool,
+            entry.options,
+            arguments,
+            entry.state,
+            timeout=timeout,
+            seconds=max(runtime.deadline, timeout),
+            max_output_chars=self.max_output_chars,
+            make=runtime.call,
         )
 
     async def _obtain(self, call: PendingCall) -> ToolResult:
@@ -237,10 +238,9 @@ class AsyncToolExecutor:
 
 
 def _check_names(tools: Sequence[Tool]) -> None:
-    names = [tool.spec.name for tool in tools]
-    if len(set(names)) < len(names):
-        twice = ", ".join(sorted({name for name in names if names.count(name) > 1}))
-        raise ValueError(f"two tools have the same name: {twice}; rename one with @tool(name=...)")
+    names = Counter(tool.spec.name for tool in tools)
+    if twice := sorted(name for name, count in names.items() if count > 1):
+        raise ValueError(f"two tools have the same name: {', '.join(twice)}; rename one with @tool(name=...)")
 
 
 def _with_states(tools: Sequence[Tool]) -> dict[str, _Entry]:

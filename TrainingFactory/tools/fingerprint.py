@@ -5,13 +5,32 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
 
 from TrainingFactory.protocols import Tool
-from TrainingFactory.tools.by_identity import ByIdentity
 from TrainingFactory.tools.options import ToolOptions
 
+T = TypeVar("T")
+MAX_KNOWN = 1000
 _FORMAT = "1"  # of the names; a new one makes all that is cached old
+
+
+class ByIdentity(Generic[T]):
+    """Computes `make(thing)` once per object, which need not be hashable: every episode has tools of its own over the
+    same schemas and functions."""
+
+    def __init__(self, make: Callable[[Any], T]) -> None:
+        self._make = make
+        self._known: dict[int, tuple[Any, T]] = {}
+
+    def __call__(self, thing: Any) -> T:
+        known = self._known.get(id(thing))
+        if known is None or known[0] is not thing:  # an id may be used again
+            if len(self._known) >= MAX_KNOWN:
+                self._known.clear()
+            known = self._known[id(thing)] = (thing, self._make(thing))
+        return known[1]
 
 
 def call_name(tool: Tool, options: ToolOptions, arguments: dict[str, Any]) -> str | None:

@@ -3,27 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
-from collections.abc import Callable
-from typing import Generic, TypeVar
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 
-T = TypeVar("T")
 Clock = Callable[[], float]
-
-
-class PerLoop(Generic[T]):
-    """Something that belongs to an event loop. A run has one loop; who holds tools over two runs has two, one after the
-    other, and gets it made anew on the second."""
-
-    def __init__(self, make: Callable[[], T]) -> None:
-        self._make = make
-        self._made: tuple[asyncio.AbstractEventLoop, T] | None = None
-
-    def get(self) -> T:
-        loop = asyncio.get_running_loop()
-        if self._made is None or self._made[0] is not loop:
-            self._made = (loop, self._make())
-        return self._made[1]
 
 
 class Limits:
@@ -32,38 +17,28 @@ class Limits:
     runs: else a few hung calls would lock everybody out."""
 
     def __init__(self, concurrency: int | None, rate: float | None) -> None:
-        self._places = None
-        if concurrency is not None:
-            self._places = PerLoop(lambda: asyncio.Semaphore(concurrency))
+        self._concurrency = concurrency or sys.maxsize
         self._gap = None if rate is None else 1 / rate
-        self._turn = PerLoop(asyncio.Lock)
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._next = 0.0
 
-    async def acquire(self) -> None:
-        if self._places is not None:
-            await self._places.get().acquire()
-        if self._gap is None:
-            return
-        try:  # with the place in hand, so that no burst can build up before it
-            async with self._turn.get():
-                await asyncio.sleep(max(0.0, self._next - time.monotonic()))
-                self._next = max(time.monotonic(), self._next) + self._gap
-        except BaseException:
-            self.release()
-            raise
-
-    def release(self) -> None:
-        if self._places is not None:
-            self._places.get().release()
+    @asynccontextmanager
+    async def place(self) -> AsyncIterator[None]:
+        """Wait for a place and hold it."""
+        if self._loop is not (loop := asyncio.get_running_loop()):  # who holds tools over two runs has two
+            self._loop, self._places, self._turn = loop, asyncio.Semaphore(self._concurrency), asyncio.Lock()
+        async with self._places:
+            if self._gap is not None:  # with the place in hand, so that no burst can build up before it
+                async with self._turn:
+                    await asyncio.sleep(max(0.0, self._next - time.monotonic()))
+                    self._next = max(time.monotonic(), self._next) + self._gap
+            yield
 
 
 class CircuitBreaker:
     """Stops calls to a server that is down. `failures` in a row open it for `pause` seconds; then one call is let
-    through as a probe: if that fails it stays open for twice as long (at most `longest`), a success closes it.
-
-    Failures of calls that were under way together count as one: a server that dies takes all of them along, and may
-    be back for the next.
-    """
+    through as a probe: if that fails it stays open for twice as long (at most `longest`), a success closes it. Failures
+    of calls that were under way together count as one: a server that dies takes all of them along."""
 
     def __init__(
         self, failures: int = 3, pause: float = 1.0, longest: float = 30.0, clock: Clock = time.monotonic

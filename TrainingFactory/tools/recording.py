@@ -1,26 +1,18 @@
 """Writes down every tool call of a run, and serves the calls again with no tool called.
 
-A recording is two files in the folder of a run:
-
-    tools.json          what the model was told about the tools that were handed to the run
-    tool_calls.jsonl    one JSON object per call: where it belongs, the tool, its arguments, its result
-
-A call belongs to a step, a task, a member of its group, a batch (the calls of one turn) and a place in it. Those that a
-reward or another tool makes are known by who makes them, the tool and its arguments, and how often that was called
-before. Nothing depends on who came first, so a replay gives every call its own result whatever the tools' latencies
-were.
+Nothing depends on who came first, so a replay gives every call its own result whatever the tools' latencies were.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from TrainingFactory.texts import describe
 from TrainingFactory.types import ToolCall, ToolFailure, ToolResult, ToolSpec
 
 CALLS, SPECS = "tool_calls.jsonl", "tools.json"
@@ -81,14 +73,10 @@ class Recorder:
         """Answer as when it was recorded (a failure of the tools is raised again); None if nothing is replayed."""
         if self._recording is None:
             return None
-        try:
-            answered = self._recording.answer(place, call)
-        except NotRecorded as problem:
-            self._problem = self._problem or problem
-            raise
+        answered = self._recording.answer(place, call)
         if isinstance(answered, ToolResult):
             return answered
-        raise answered
+        raise self._noted(answered)
 
     def compare(
         self, place: Place, call: ToolCall, recorded: ToolResult, made: ToolResult | ToolFailure
@@ -103,9 +91,12 @@ class Recorder:
         ]
         if said[0] == said[1]:
             return
-        problem = NotRecorded(self._recording.changed(place, call, said[0][2], said[1][2]))
-        self._problem = self._problem or problem
-        raise problem
+        raise self._noted(self._recording.changed(place, call, said[0][2], said[1][2]))
+
+    def _noted(self, problem: Exception) -> Exception:
+        if isinstance(problem, NotRecorded):
+            self._problem = self._problem or problem
+        return problem
 
     def check(self) -> None:
         """End a run that has left its recording; whoever called the tool may have swallowed the error."""
@@ -149,37 +140,36 @@ class Recording:
     def answer(self, place: Place, call: ToolCall) -> ToolResult | ToolFailure | BrokenOff:
         offset = self._offsets.get(place)
         if offset is None:
-            raise NotRecorded(self._text(place, call, "and no such call was recorded"))
+            return self._departure(place, call, "and no such call was recorded")
         self._file.seek(offset)
         row = json.loads(self._file.readline())
         if row["tool"] != call.name or _canonical(row["arguments"]) != _canonical(call.arguments):
             recorded = ToolCall(row["tool"], row["arguments"])
-            raise NotRecorded(self._text(place, call, f"but what was recorded there is {_shown(recorded)}"))
+            return self._departure(place, call, f"but what was recorded there is {_shown(recorded)}")
         if "result" in row:
             return ToolResult(**row["result"])
         return ToolFailure(row["failure"]) if "failure" in row else BrokenOff()
 
-    def changed(self, place: Place, call: ToolCall, recorded: str, made: str) -> str:
+    def changed(self, place: Place, call: ToolCall, recorded: str, made: str) -> NotRecorded:
         answers = f"which now answers {_cut(repr(made))}, and what was recorded is {_cut(repr(recorded))}"
         remedy = "such methods are run again in a replay, except pure ones: hand in as a tool what answers by chance"
-        return self._text(place, call, f"a method of the environment, {answers}; {remedy}")
+        return self._departure(place, call, f"a method of the environment, {answers}; {remedy}")
 
     def close(self) -> None:
         self._file.close()
 
-    def _text(self, place: Place, call: ToolCall, difference: str) -> str:
+    def _departure(self, place: Place, call: ToolCall, difference: str) -> NotRecorded:
         (step, task, member), turn, index = _key(place), place.batch, place.index
         part = f"turn {turn}" if isinstance(turn, int) else turn
         where = f"step {step}, task {task}, member {member}, {part}, call {index}"
-        return f"replay of {self.folder}: {where}: the run calls {_shown(call)}, {difference}. {REMEDY}"
+        text = f"replay of {self.folder}: {where}: the run calls {_shown(call)}, {difference}. {REMEDY}"
+        return NotRecorded(text)
 
 
 def save_specs(folder: Path, specs: Iterable[ToolSpec]) -> None:
     """Write what the model is told; a run that is replayed reads it instead of asking a server."""
     rows = [dataclasses.asdict(spec) for spec in specs]
-    part = folder / f".{SPECS}.part"
-    part.write_text(json.dumps(rows, indent=1, ensure_ascii=False), encoding="utf-8")
-    os.replace(part, folder / SPECS)
+    (folder / SPECS).write_text(json.dumps(rows, indent=1, ensure_ascii=False), encoding="utf-8")
 
 
 def load_specs(folder: Path) -> list[ToolSpec]:
@@ -190,11 +180,11 @@ def load_specs(folder: Path) -> list[ToolSpec]:
         raise ValueError(f"{path} is not the list of tools of a recording: {error}") from error
 
 
+@dataclass(slots=True)
 class RecordedTool:
     """A tool of a recording: shown to the model; its calls are answered before they get here."""
 
-    def __init__(self, spec: ToolSpec) -> None:
-        self.spec = spec
+    spec: ToolSpec
 
     async def run(self, arguments: dict[str, Any]) -> ToolResult:
         raise NotRecorded(f"{self.spec.name} is replayed from a recording and cannot be called")
@@ -217,28 +207,24 @@ def _line(place: Place, call: ToolCall, result: ToolResult | ToolFailure | Broke
     elif isinstance(result, BrokenOff):
         row["broken_off"] = True
     else:
-        values = {name: getattr(result, name) for name in _DEFAULTS}
-        row["result"] = {name: value for name, value in values.items() if value != _DEFAULTS[name]}
+        usual = ToolResult("")
+        values = {field.name: getattr(result, field.name) for field in dataclasses.fields(result)}
+        row["result"] = {
+            name: value
+            for name, value in values.items()
+            if name == "content" or value != getattr(usual, name)
+        }
     # default=str: a reward may call a tool with any Python value
     return json.dumps(row, default=str) + "\n"
-
-
-_DEFAULTS = {"content": None} | {
-    field.name: getattr(ToolResult(""), field.name) for field in dataclasses.fields(ToolResult)[1:]
-}
 
 
 def _place(line: bytes, where: str) -> Place:
     """Read the place of one line of a recording; ValueError if it is none."""
     try:
         row = json.loads(line)
-    except ValueError as error:
-        raise ValueError(f"{where} is not valid JSON: {error}") from error
-    wanted = {"step", "task", "member", "batch", "call", "tool", "arguments"}
-    ends = {"result", "failure", "broken_off"}
-    if not isinstance(row, dict) or not wanted <= row.keys() or not row.keys() & ends:
-        raise ValueError(f"{where} is not a recorded call: it needs {', '.join(sorted(wanted))} and a result")
-    return Place(EpisodeKey(row["step"], row["task"], row["member"]), row["batch"], row["call"])
+        return Place(EpisodeKey(row["step"], row["task"], row["member"]), row["batch"], row["call"])
+    except (ValueError, LookupError, TypeError) as error:
+        raise ValueError(f"{where} is not a recorded call: {describe(error)}") from error
 
 
 def _order(place: Place) -> tuple[Any, ...]:

@@ -7,6 +7,7 @@ import logging
 import random
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
 from typing import Any
 
 from TrainingFactory.texts import bounded, describe
@@ -31,6 +32,8 @@ LOST_NAMES = {
 }  # fmt: skip
 # These are about a path, which the model may have written.
 NOT_LOST = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError)
+DOWN = "is not available at the moment"
+BUSY = "is in use by others and did not become free in time"
 
 
 class ToolRuntime:
@@ -42,14 +45,8 @@ class ToolRuntime:
     """
 
     def __init__(
-        self,
-        *,
-        cache: ResultCache | None = None,
-        recorder: Recorder | None = None,
-        deadline: float = 240.0,
+        self, *, cache: ResultCache | None = None, recorder: Recorder | None = None, deadline: float = 240.0
     ) -> None:
-        if deadline <= 0:
-            raise ValueError(f"a call's deadline is in seconds and over 0, not {deadline}")
         self.cache = cache
         self.recorder = recorder
         self.deadline = deadline
@@ -90,38 +87,34 @@ class ToolRuntime:
     async def _attempt(self, call: PendingCall, deadline: float) -> Outcome:
         breaker, limits = self.breaker(call.options.server), self._limits_of(call)
         if breaker is not None and breaker.is_open:
-            return _down(call.name)
+            return _unavailable(call, DOWN)
         # A tool may have `async def until_ready()`, which waits until a call can begin, for a session say. It comes
         # before the limits: who has a session would else wait for places that are held by those who have none.
         ready: Callable[[], Awaitable[None]] | None = getattr(call.tool, "until_ready", None)
-        if limits is None and ready is None:
+        async with AsyncExitStack() as held:
+            if limits is not None or ready is not None:
+                arrived = time.monotonic()
+                try:
+                    async with asyncio.timeout(deadline - arrived):
+                        if ready is not None:
+                            await ready()
+                        if limits is not None:
+                            await held.enter_async_context(limits.place())
+                except TimeoutError:
+                    return _unavailable(call, BUSY)
+                finally:
+                    self.metrics.waited(call.name, time.monotonic() - arrived)
             return await self._let_in(call, deadline, breaker)
-        arrived = time.monotonic()
-        try:
-            async with asyncio.timeout(deadline - arrived):
-                if ready is not None:
-                    await ready()
-                if limits is not None:
-                    await limits.acquire()
-        except TimeoutError:
-            return _busy(call.name)
-        finally:
-            self.metrics.waited(call.name, time.monotonic() - arrived)
-        try:
-            return await self._let_in(call, deadline, breaker)
-        finally:
-            if limits is not None:
-                limits.release()
 
     async def _let_in(self, call: PendingCall, deadline: float, breaker: CircuitBreaker | None) -> Outcome:
         left = deadline - time.monotonic()
         if left <= 0:
-            return _busy(call.name)
+            return _unavailable(call, BUSY)
         if breaker is None:
             return await _bounded(call, min(call.timeout, left))
         begun = breaker.allow()
         if begun is None:
-            return _down(call.name)
+            return _unavailable(call, DOWN)
         answered: bool | None = None
         try:
             outcome = await _bounded(call, min(call.timeout, left))
@@ -138,25 +131,22 @@ class ToolRuntime:
         if options.concurrency is None and options.rate is None:
             return None
         key = (options.server, call.name, options.concurrency, options.rate)
-        found = self._limits.get(key)
-        return found or self._limits.setdefault(key, Limits(options.concurrency, options.rate))
+        return self._limits.setdefault(key, Limits(options.concurrency, options.rate))
 
 
 async def _bounded(call: PendingCall, timeout: float) -> Outcome:
-    name = call.name
     try:
         result = await within(timeout, _run(call))
     except ToolFailure:
         raise
     except OutOfTime:
-        log.info("tool %s was given up after %g s", name, timeout)
-        text = f"{name} took longer than {timeout:.3g} s and was stopped"
+        log.info("tool %s was given up after %g s", call.name, timeout)
+        text = f"{call.name} took longer than {timeout:.3g} s and was stopped"
         return Outcome(ToolResult(text, ok=False, error="timeout"), lost=True)
     except Exception as error:
-        log.info("tool %s failed", name, exc_info=True)
-        text = f"{name} failed: {describe(error)}"
-        result = ToolResult(text, ok=False, error="exception")
-        return Outcome(result, lost=_is_lost(error))
+        log.info("tool %s failed", call.name, exc_info=True)
+        text = f"{call.name} failed: {describe(error)}"
+        return Outcome(ToolResult(text, ok=False, error="exception"), lost=_is_lost(error))
     return Outcome(result, lost=not result.ok and result.error in ("timeout", "unavailable"))
 
 
@@ -176,13 +166,5 @@ def _is_lost(error: BaseException) -> bool:
     return any(cls.__name__ in LOST_NAMES for cls in type(error).__mro__)
 
 
-def _down(name: str) -> Outcome:
-    return _unavailable(f"{name} is not available at the moment")
-
-
-def _busy(name: str) -> Outcome:
-    return _unavailable(f"{name} is in use by others and did not become free in time")
-
-
-def _unavailable(text: str) -> Outcome:
-    return Outcome(ToolResult(text, ok=False, error="unavailable"), made=False)
+def _unavailable(call: PendingCall, why: str) -> Outcome:
+    return Outcome(ToolResult(f"{call.name} {why}", ok=False, error="unavailable"), made=False)

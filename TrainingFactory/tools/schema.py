@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 from jsonschema import Draft202012Validator
@@ -14,13 +14,12 @@ from jsonschema.exceptions import ValidationError as SchemaError
 from jsonschema.protocols import Validator
 from jsonschema.validators import validator_for
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
-from pydantic.errors import PydanticUserError
 from pydantic.fields import FieldInfo
 from referencing import Registry
 from referencing.exceptions import Unresolvable
 from referencing.jsonschema import DRAFT202012
 
-from TrainingFactory.tools.by_identity import ByIdentity
+from TrainingFactory.tools.fingerprint import ByIdentity
 from TrainingFactory.types import ToolSpec
 
 MAX_PROBLEMS = 3  # as many are told at once
@@ -30,10 +29,7 @@ MAX_VALUE_CHARS = 60
 def arguments_model(function: Callable[..., Any], name: str, skip_first: bool) -> type[BaseModel]:
     """Make a pydantic model with one field per parameter. Its fields are called a0, a1, ... and carry the real
     names as aliases, because a parameter may have any name, also one that BaseModel uses itself."""
-    try:
-        hints = get_type_hints(function, include_extras=True)
-    except NameError as error:
-        raise ValueError(f"tool {name}: {error}; types in hints must be defined at module level") from error
+    hints = get_type_hints(function, include_extras=True)
     explained = _parameter_docs(inspect.getdoc(function) or "")
     fields: dict[str, Any] = {}
     parameters = list(inspect.signature(function).parameters.values())[1 if skip_first else 0 :]
@@ -48,10 +44,7 @@ def arguments_model(function: Callable[..., Any], name: str, skip_first: bool) -
         default = ... if parameter.default is parameter.empty else parameter.default
         description = _annotated_text(hint) or explained.get(parameter.name)
         fields[f"a{index}"] = (hint, Field(default, alias=parameter.name, description=description))
-    try:
-        return create_model(name, __config__=ConfigDict(extra="forbid"), **fields)
-    except PydanticUserError as error:
-        raise ValueError(f"tool {name}: a type hint cannot be turned into a JSON schema: {error}") from error
+    return create_model(name, __config__=ConfigDict(extra="forbid"), **fields)
 
 
 def parameters_schema(model: type[BaseModel]) -> dict[str, Any]:
@@ -175,31 +168,30 @@ def _references(schema: Any) -> Iterator[str]:
 def schema_problems(spec: ToolSpec, validator: Validator, arguments: Any) -> str | None:
     """Say what is wrong with the arguments; None if nothing is."""
     errors = sorted(validator.iter_errors(arguments), key=lambda error: len(error.absolute_path))
-    return _explain(spec, (_schema_problem(error) for error in errors)) if errors else None
+    return _explain(spec, [_schema_problem(error) for error in errors]) if errors else None
 
 
 def model_problems(spec: ToolSpec, error: ValidationError) -> str:
     """Say the same for what pydantic found."""
     problems = []
     for found in error.errors(include_url=False, include_context=False):
-        where = ".".join(str(part) for part in found["loc"]) or "the arguments"
-        if found["type"] == "extra_forbidden":
-            problems.append(f"there is no argument `{_short(where)}`")
-        else:
-            problems.append(f"`{_short(where)}`: {found['msg']}")
+        where = _short(".".join(str(part) for part in found["loc"]) or "the arguments")
+        unknown = found["type"] == "extra_forbidden"
+        problems.append(f"there is no argument `{where}`" if unknown else f"`{where}`: {found['msg']}")
     return _explain(spec, problems)
 
 
-def _explain(spec: ToolSpec, problems: Iterable[str]) -> str:
-    listed = list(problems)
-    more = f"; and {len(listed) - MAX_PROBLEMS} more" if len(listed) > MAX_PROBLEMS else ""
+def _explain(spec: ToolSpec, problems: list[str]) -> str:
+    more = f"; and {len(problems) - MAX_PROBLEMS} more" if len(problems) > MAX_PROBLEMS else ""
     properties = spec.parameters.get("properties", {})
     required = spec.parameters.get("required", [])
     wanted = [
         f"{name} ({_expected(schema)}{'' if name in required else ', optional'})"
         for name, schema in properties.items()
     ]
-    return f"{spec.name}: {'; '.join(listed[:MAX_PROBLEMS])}{more}. Arguments: {', '.join(wanted) or 'none'}."
+    return (
+        f"{spec.name}: {'; '.join(problems[:MAX_PROBLEMS])}{more}. Arguments: {', '.join(wanted) or 'none'}."
+    )
 
 
 def _schema_problem(error: SchemaError) -> str:

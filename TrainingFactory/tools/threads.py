@@ -1,8 +1,5 @@
-"""Blocking code beside the event loop: daemon threads that are reused and grow in number as needed.
-
-Not asyncio's default pool: that one has a fixed size, so that a few hung tools stop all others, and the
-interpreter waits for its threads at exit. Here a hung call costs one thread, and nobody waits for it.
-"""
+"""Blocking code beside the event loop: daemon threads that are reused and grow in number as needed. In asyncio's own
+pool a few hung tools stop all others, and the interpreter waits for them at exit."""
 
 from __future__ import annotations
 

@@ -21,11 +21,8 @@ class SelfCancelled(Exception):
 
 
 async def within(seconds: float | None, coroutine: Coroutine[Any, Any, T]) -> T:
-    """Return the coroutine's result; raise OutOfTime when it takes longer.
-
-    Unlike `asyncio.timeout` this also comes back when the coroutine ignores its cancelling: it is then
-    left behind. Cancelling the caller cancels the coroutine.
-    """
+    """Return the coroutine's result; raise OutOfTime when it takes longer. Unlike `asyncio.timeout` this also comes
+    back when the coroutine ignores its cancelling: it is then left behind."""
     task = asyncio.ensure_future(coroutine)
     try:
         await asyncio.wait({task}, timeout=seconds)

@@ -112,7 +112,7 @@ def test_a_cache_over_some_tools(tmp_path: Path):
     assert asyncio.run(later.execute_with_cache(call(city="Oslo"))).cached
     later.close()
     [row] = sqlite3.connect(tmp_path / "tools.sqlite").execute("SELECT value FROM entries").fetchall()
-    assert json.loads(row[0]) == {"content": 'about {"city": "Oslo"}'}
+    assert json.loads(row[0]) == {"content": 'about {"city": "Oslo"}', "attachments": []}
 
 
 def test_what_makes_two_calls_the_same():

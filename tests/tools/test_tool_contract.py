@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import time
 from types import SimpleNamespace
@@ -110,16 +111,15 @@ def test_limits_never_let_in_too_many_and_lose_no_place(limit: int, visits: list
 
     async def visit(number: int, rounds: int) -> None:
         nonlocal inside, most
-        await limits.acquire()
-        order.append(number)
-        inside += 1
-        most = max(most, inside)
-        try:
-            for _ in range(rounds):
-                await asyncio.sleep(0)
-        finally:
-            inside -= 1
-            limits.release()
+        async with limits.place():
+            order.append(number)
+            inside += 1
+            most = max(most, inside)
+            try:
+                for _ in range(rounds):
+                    await asyncio.sleep(0)
+            finally:
+                inside -= 1
 
     async def main() -> None:
         tasks = [asyncio.create_task(visit(number, rounds)) for number, (rounds, _) in enumerate(visits)]
@@ -130,11 +130,9 @@ def test_limits_never_let_in_too_many_and_lose_no_place(limit: int, visits: list
                 task.cancel()
         for ended in await asyncio.gather(*tasks, return_exceptions=True):
             assert ended is None or isinstance(ended, asyncio.CancelledError)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(10), contextlib.AsyncExitStack() as held:
             for _ in range(limit):  # all places are free again
-                await limits.acquire()
-        for _ in range(limit):
-            limits.release()
+                await held.enter_async_context(limits.place())
         assert order == sorted(order)  # first come, first served
 
     for _ in range(2):
@@ -162,8 +160,7 @@ def test_a_limit_holds_over_all_episodes_and_batches():
         return await asyncio.gather(*(each.batch_execute([ToolCall("search")] * 3) for each in executors))
 
     for _ in range(2):  # each in an event loop of its own
-        results = asyncio.run(episodes())
-        assert all(result.ok for batch in results for result in batch)
+        assert all(result.ok for batch in asyncio.run(episodes()) for result in batch)
     assert most == 2
     assert runtime.snapshot()["tools/search/waited"] > 0
 
@@ -173,14 +170,19 @@ def test_a_rate_spaces_calls_and_who_gives_up_uses_no_slot():
 
     async def main() -> None:
         limits = Limits(None, 10.0)
+
+        async def visit() -> None:
+            async with limits.place():
+                pass
+
         starts.append(time.monotonic())
-        waiting = [asyncio.create_task(limits.acquire()) for _ in range(1000)]
+        waiting = [asyncio.create_task(visit()) for _ in range(1000)]
         await asyncio.sleep(0)
         for task in waiting[1:]:
             task.cancel()
         await asyncio.gather(*waiting, return_exceptions=True)
         for _ in range(4):
-            await limits.acquire()
+            await visit()
             starts.append(time.monotonic())
 
     asyncio.run(asyncio.wait_for(main(), 60))  # the slots of those who left would take 100 s

@@ -93,9 +93,9 @@ def campaign(
     make: Callable[[], list[Any]], calls: list[ToolCall], timeout: float, source: MCPTools | None = None
 ) -> list[ToolResult]:
     """All calls in eight episodes at once, twice over in event loops of their own."""
-    runtime = ToolRuntime(deadline=15.0)
 
     async def batch(part: list[ToolCall]) -> list[ToolResult]:
+        runtime = ToolRuntime(deadline=15.0)
         if source is not None:
             await source.open()
         executors = [AsyncToolExecutor(make(), timeout, MAX_CHARS) for _ in range(8)]
@@ -110,12 +110,11 @@ def campaign(
         async with asyncio.timeout(GUARD):  # or tasks are left
             while asyncio.all_tasks() != {asyncio.current_task()}:
                 await asyncio.sleep(0.01)
+        assert 0 < runtime.snapshot()["tools/calls"] <= len(part)
         return [result for share in done for result in share]
 
     half = len(calls) // 2
-    results = asyncio.run(batch(calls[:half])) + asyncio.run(batch(calls[half:]))
-    assert 0 < runtime.snapshot()["tools/calls"] <= len(calls)
-    return results
+    return asyncio.run(batch(calls[:half])) + asyncio.run(batch(calls[half:]))
 
 
 async def kept_up(source: MCPTools) -> None:

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -20,13 +20,10 @@ import pytest
 from tests.kits.tools import one
 from TrainingFactory.endpoint import Endpoint
 from TrainingFactory.tools import AsyncToolExecutor, tool
-from TrainingFactory.tools.builtin.agent import SampledModel
 from TrainingFactory.tools.builtin.making import make_tool
 from TrainingFactory.tools.custom_tools import AgentTool, ModelTool, calculator
 from TrainingFactory.types import (
-    Completion,
     Message,
-    SamplingParams,
     ToolCall,
     ToolFailure,
     ToolResult,
@@ -360,28 +357,15 @@ def test_an_agent_from_a_config(server: Server):
     assert isinstance(helper, AgentTool) and ask(helper).content == "pong"
 
 
-def test_an_agent_on_a_sampler_of_ours():
-    class Chat:
-        stop_ids = (0,)
-
-        def render(self, messages: Any, tools: Any = ()) -> list[int]:
-            return [len(messages), len(tools)]
-
-        def parse(self, token_ids: Any) -> Message:
-            if token_ids[0] == 1:
+def test_an_agent_on_a_model_of_this_process():
+    class Mine:
+        async def complete(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> Message:
+            assert [spec.name for spec in tools] == ["calculator"]
+            if len(messages) == 1:
                 return Message("assistant", tool_calls=[ToolCall("calculator", {"expression": "2+2"})])
-            return Message("assistant", "done")
+            return Message("assistant", f"done: {messages[-1].content}")
 
-        def __getattr__(self, name: str) -> Any:
-            raise AttributeError(name)
-
-    class Sampler:
-        async def sample(self, prompt_ids: Any, params: SamplingParams) -> Completion:
-            assert params.max_tokens == 9 and prompt_ids[1] == 1
-            return Completion([prompt_ids[0]], [0.0], "stop")
-
-    model: Any = SampledModel(Sampler(), Chat(), SamplingParams(max_tokens=9))  # type: ignore[arg-type]
-    assert ask(AgentTool("helper", "", model, [calculator])).content == "done"
+    assert ask(AgentTool("helper", "", Mine(), [calculator])).content == "done: 4"
 
 
 def test_cancelling_an_episode_cancels_its_agent(server: Server):

@@ -171,13 +171,10 @@ class JudgeClient:
             await asyncio.sleep(pause)
 
     async def _attempt(self, messages: Sequence[Message], number: int) -> Reply:
-        await self._limits.acquire()
-        try:
+        async with self._limits.place():
             self._check_budget()
             self.usage.requests += 1
             reply = await self.model.ask(messages, number)
-        finally:
-            self._limits.release()
         usage = self.usage
         usage.input_tokens += reply.input_tokens
         usage.output_tokens += reply.output_tokens

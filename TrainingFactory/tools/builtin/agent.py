@@ -10,7 +10,7 @@ from pydantic import validate_call
 
 from TrainingFactory.endpoint import Endpoint, ModelError
 from TrainingFactory.options import STRICT, Count, Positive, Text, nested
-from TrainingFactory.protocols import ChatFormat, Sampler, Tool, ToolSource
+from TrainingFactory.protocols import Tool, ToolSource
 from TrainingFactory.tools.adapt import as_tool
 from TrainingFactory.tools.builtin.making import make_tool
 from TrainingFactory.tools.builtin.model import PROMPT, OneTool, failed, opening
@@ -18,7 +18,7 @@ from TrainingFactory.tools.executor import DEFAULT_OPTIONS, AsyncToolExecutor
 from TrainingFactory.tools.fingerprint import call_name, definition, digest
 from TrainingFactory.tools.options import ToolOptions
 from TrainingFactory.tools.runtime import ToolRuntime
-from TrainingFactory.types import Message, SamplingParams, ToolFailure, ToolResult, ToolSpec
+from TrainingFactory.types import Message, ToolFailure, ToolResult, ToolSpec
 
 
 @runtime_checkable
@@ -26,18 +26,6 @@ class ChatModel(Protocol):
     """Answers a conversation with one message; ModelError if it cannot."""
 
     async def complete(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> Message: ...
-
-
-class SampledModel:
-    """A sampler of ours as a chat model, for an agent that runs on weights in this process."""
-
-    def __init__(self, sampler: Sampler, chat: ChatFormat, params: SamplingParams) -> None:
-        self.sampler, self.chat, self.params = sampler, chat, params
-
-    async def complete(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> Message:
-        prompt = self.chat.render(messages, tools)
-        completion = await self.sampler.sample(prompt, self.params)
-        return self.chat.parse(completion.token_ids)
 
 
 class AgentTool:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
-import logging
 import os
 import re
+import secrets
 import sqlite3
-import tempfile
 import unicodedata
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,11 +16,11 @@ from typing import Annotated, Any
 from pydantic import Field, validate_call
 
 from TrainingFactory.options import STRICT, Count, Text
+from TrainingFactory.tools.fingerprint import digest
 from TrainingFactory.tools.options import ToolOptions
 from TrainingFactory.tools.threads import in_thread
 from TrainingFactory.types import ToolResult, ToolSpec
 
-log = logging.getLogger(__name__)
 FORMAT = "1"  # of the index; a new one makes all that were built old
 SUFFIXES = (".txt", ".md")
 MAX_TERMS = 64  # of a query
@@ -61,8 +59,7 @@ class SearchTool:
             self.documents: int = connection.execute("SELECT count(*) FROM documents").fetchone()[0]
             state = connection.execute("SELECT state FROM about").fetchone()[0]
         self.spec = ToolSpec(name, description or "Search documents by keywords.", _parameters(top_k))
-        version = hashlib.blake2b(f"{state} {max_chars} {top_k}".encode(), digest_size=10).hexdigest()
-        self.options = ToolOptions(pure=True, version=version)
+        self.options = ToolOptions(pure=True, version=digest(state, f"{max_chars} {top_k}"))
 
     async def run(self, arguments: dict[str, Any]) -> ToolResult:
         top_k = int(arguments.get("top_k", self.top_k))
@@ -115,26 +112,21 @@ def ready_index(path: Path, fields: tuple[str, str, str], folder: Path, name: st
     path = path.resolve()
     files = _files(path, name)
     listed = [(str(file), file.stat().st_mtime_ns, file.stat().st_size) for file in files]
-    state = hashlib.blake2b(json.dumps([FORMAT, fields, listed]).encode(), digest_size=16).hexdigest()
-    place = hashlib.blake2b(json.dumps([str(path), fields]).encode(), digest_size=10).hexdigest()
-    index = folder / f"{path.stem[:40]}-{place}.sqlite"
+    state = digest(FORMAT, *fields, json.dumps(listed))
+    index = folder / f"{path.stem[:40]}-{digest(str(path), *fields)[:20]}.sqlite"
     if _state(index) == state:
         return index
+    aside = folder / f"{index.stem}.{secrets.token_hex(8)}.part"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        handle, aside = tempfile.mkstemp(dir=folder, prefix=f"{index.stem}.", suffix=".part")
-    except OSError as error:
-        raise ValueError(
-            f"tool {name}: the index cannot be written to {folder} ({error}); set index_dir"
-        ) from error
-    os.close(handle)
-    try:
-        _build(Path(aside), state, _documents(path, files, fields, name))
+        _build(aside, state, _documents(path, files, fields, name))
         os.replace(aside, index)
-    except sqlite3.Error as error:
-        raise ValueError(f"tool {name}: the index cannot be built in {folder}: {error}") from error
+    except (OSError, sqlite3.Error) as error:
+        raise ValueError(
+            f"tool {name}: the index cannot be built in {folder} ({error}); set index_dir"
+        ) from error
     finally:
-        Path(aside).unlink(missing_ok=True)
+        aside.unlink(missing_ok=True)
     return index
 
 
@@ -147,7 +139,6 @@ def _build(target: Path, state: str, documents: Iterator[tuple[str, str, str]]) 
             "CREATE TABLE documents(number INTEGER PRIMARY KEY, name TEXT, title TEXT, text TEXT)"
         )
         connection.execute("CREATE VIRTUAL TABLE terms USING fts5(words, content='', tokenize='unicode61')")
-        count = 0
         for count, (name, title, text) in enumerate(documents, 1):
             connection.execute("INSERT INTO documents VALUES (?, ?, ?, ?)", (count, name, title, text))
             spaced = " ".join(words(f"{title}\n{text}"))
@@ -156,13 +147,10 @@ def _build(target: Path, state: str, documents: Iterator[tuple[str, str, str]]) 
         connection.execute("CREATE TABLE about(state TEXT)")
         connection.execute("INSERT INTO about VALUES (?)", (state,))
         connection.execute("COMMIT")
-    log.info("indexed %d documents", count)
 
 
 def _state(index: Path) -> str | None:
     """Read of which data it is the index; None if there is none that can be read."""
-    if not index.is_file():
-        return None
     try:
         with contextlib.closing(_opened(index)) as connection:
             return connection.execute("SELECT state FROM about").fetchone()[0]
@@ -182,10 +170,11 @@ def _files(path: Path, name: str) -> list[Path]:
         raise ValueError(
             f"tool {name}: there is no file or folder {path}; set path to a JSONL file or a folder"
         )
-    files = sorted(file for file in path.rglob("*") if file.suffix.lower() in SUFFIXES and file.is_file())
-    if not files:
-        raise ValueError(f"tool {name}: the folder {path} has no {' or '.join(SUFFIXES)} files")
-    return files
+    if files := sorted(
+        file for file in path.rglob("*") if file.suffix.lower() in SUFFIXES and file.is_file()
+    ):
+        return files
+    raise ValueError(f"tool {name}: the folder {path} has no {' or '.join(SUFFIXES)} files")
 
 
 def _documents(
@@ -198,24 +187,21 @@ def _documents(
             yield file.relative_to(path).as_posix(), "", text
         return
     with path.open(encoding="utf-8-sig") as lines:
-        try:
-            for number, line in enumerate(lines, 1):
-                if line.strip():
-                    yield _document(line, fields, number, f"tool {name}: {path}:{number}")
-        except UnicodeDecodeError as error:
-            raise ValueError(f"tool {name}: {path} is not UTF-8 text: {error}") from error
+        for number, line in enumerate(lines, 1):
+            if line.strip():
+                yield _document(line, fields, number, f"tool {name}: {path}:{number}")
 
 
 def _document(line: str, fields: tuple[str, str, str], number: int, where: str) -> tuple[str, str, str]:
     text_field, title_field, id_field = fields
     try:
-        row = json.loads(line)
-    except ValueError as error:
+        row = dict(json.loads(line))
+    except (ValueError, TypeError) as error:
         raise ValueError(f"{where}: not a JSON object: {error}") from error
-    if not isinstance(row, dict) or not isinstance(row.get(text_field), str):
-        has = f"it has {', '.join(map(str, row))}" if isinstance(row, dict) else "it is no object"
+    if not isinstance(row.get(text_field), str):
+        has = ", ".join(row)
         raise ValueError(
-            f"{where}: needs a text under {text_field!r}; {has}. Set text_field to the right one"
+            f"{where}: needs a text under {text_field!r}; it has {has}. Set text_field to the right one"
         )
     title, document = row.get(title_field), row.get(id_field)
     return str(number if document is None else document), "" if title is None else str(title), row[text_field]

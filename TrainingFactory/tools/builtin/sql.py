@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from pydantic import validate_call
 from TrainingFactory.options import STRICT, Count, Positive, Text, ZeroOrMore
 from TrainingFactory.protocols import Tool
 from TrainingFactory.sql.database import Database, Format
+from TrainingFactory.tools.fingerprint import digest
 from TrainingFactory.tools.options import ToolOptions
 from TrainingFactory.tools.threads import in_thread
 from TrainingFactory.types import ToolResult, ToolSpec
@@ -45,10 +45,11 @@ class SqlTool:
         schema_chars: ZeroOrMore = 2000,
     ) -> None:
         self.path = Path(path).resolve()
-        self.write, self.timeout, self.max_rows = write, timeout, max_rows
-        self.format: Format = format
+        self.database = partial(
+            Database, self.path, write=write, timeout=timeout, max_rows=max_rows, format=format
+        )
         try:
-            tables = self.session().database.tables(schema_chars)
+            tables = self.database().tables(schema_chars)
         except ValueError as error:
             raise ValueError(f"tool {name}: {error}; set path to an existing one") from error
         can = "statement; reading and writing" if write else "query (read-only)"
@@ -65,31 +66,20 @@ class SqlTool:
         return SqlSession(self)
 
     async def open(self) -> None:
-        """Do nothing: a session opens its own connection."""
+        """Do nothing: a session has its own connection."""
 
-    async def close(self) -> None:
-        """Do nothing: a session closes its own connection."""
+    close = open
 
 
 class SqlSession:
     """The tool in one episode: a connection of its own."""
 
     def __init__(self, tool: SqlTool) -> None:
-        self._tool = tool
-        self.database = Database(
-            tool.path, write=tool.write, timeout=tool.timeout, max_rows=tool.max_rows, format=tool.format
-        )
+        self.spec, self.options = tool.spec, tool.options
+        self.database = tool.database()
 
     @property
-    def spec(self) -> ToolSpec:
-        return self._tool.spec
-
-    @property
-    def options(self) -> ToolOptions:
-        return self._tool.options
-
-    @property
-    def tools(self) -> Sequence[Tool]:
+    def tools(self) -> Sequence[Tool]:  # no attribute: an object that holds itself is not freed at once
         return [self]
 
     async def run(self, arguments: dict[str, Any]) -> ToolResult:
@@ -102,5 +92,4 @@ class SqlSession:
 def _fingerprint(path: Path, *settings: Any) -> str:
     """Name the file, its content and the way to show it: what is cached fits nothing else."""
     stats = [file.stat() for file in (path, Path(f"{path}-wal")) if file.exists()]
-    seen = [str(path), *((stat.st_mtime_ns, stat.st_size) for stat in stats), *settings]
-    return hashlib.blake2b(json.dumps(seen).encode(), digest_size=10).hexdigest()
+    return digest(str(path), str([(stat.st_mtime_ns, stat.st_size) for stat in stats]), str(settings))

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import json
 import logging
-import threading
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
 from pydantic import validate_call
@@ -19,7 +17,7 @@ from pydantic import validate_call
 from TrainingFactory.options import STRICT, Count, Positive, ZeroOrMore
 from TrainingFactory.texts import describe
 from TrainingFactory.tools.cache.history import EpisodeHistory
-from TrainingFactory.tools.cache.stores import Store, StoreError, open_store
+from TrainingFactory.tools.cache.stores import IN_REDIS, RedisStore, SQLiteStore, Store, StoreError
 from TrainingFactory.tools.executor import AsyncToolExecutor
 from TrainingFactory.tools.runtime import ToolRuntime
 from TrainingFactory.tools.threads import in_thread
@@ -35,12 +33,6 @@ CANCELLED, FAILED = "cancelled", "failed"
 
 class ToolCache:
     """A cache in an SQLite file (any number of processes may share it) or, for several machines, in Redis.
-
-    ```python
-    cache = ToolCache("tools.sqlite", [search])
-    result = await cache.execute_with_cache(ToolCall("search", {"query": "Oslo"}))
-    ```
-
     In a run, `ToolRuntime(cache=cache)` lets the tools of all episodes use it. Only tools marked `pure` or
     `stateful` are cached, and only results that are ok. Whatever goes wrong with the cache itself is counted in
     `failures` and told once; the call is then simply made.
@@ -60,15 +52,15 @@ class ToolCache:
         memory_bytes: ZeroOrMore = 64 << 20,
     ) -> None:
         self._ttl, self._max_entry = ttl, min(max_bytes, MAX_ENTRY_BYTES)
-        self._store: Store = open_store(target, ttl, max_bytes)
+        in_redis = isinstance(target, str) and IN_REDIS.match(target)
+        self._store: Store = (
+            RedisStore(str(target), ttl) if in_redis else SQLiteStore(Path(target), ttl, max_bytes)
+        )
         self._memory = _Memory(memory_bytes)
         self._flights: dict[str, asyncio.Future[ToolResult | str]] = {}
         self._writer = _Writer(self._store, self._failed)
         self._rests_until = 0.0
         self.failures = 0
-        damage = getattr(self._store, "damage", None)
-        if damage is not None:
-            log.warning("the cache %s was damaged: %s", target, damage)
         self.executor = AsyncToolExecutor(tools)
         self.executor.attach(ToolRuntime(cache=self), "")
 
@@ -97,7 +89,7 @@ class ToolCache:
             await asyncio.wait({flight}, timeout=max(0.0, deadline - time.monotonic()))
             answer = flight.result() if flight.done() else FAILED
             if isinstance(answer, ToolResult):
-                return _copy(answer)
+                return _decoded(_encoded(answer))  # its own copy
             if answer == FAILED:
                 return await self._run(key, run)
 
@@ -202,72 +194,42 @@ class _Writer:
 
     def __init__(self, store: Store, failed: Callable[[BaseException], None]) -> None:
         self._store, self._failed = store, failed
-        self._jobs: SimpleQueue[tuple[str, str, float] | threading.Event | None] = SimpleQueue()
+        self._entries: deque[tuple[str, str, float]] = deque()
         self._used: dict[str, float] = {}
-        self._thread: threading.Thread | None = None
+        self._thread = ThreadPoolExecutor(1, "tool-cache")
 
     def add(self, key: str, value: str, made: float) -> None:
-        if self._jobs.qsize() < MAX_WAITING:
-            self._put((key, value, made))
+        if len(self._entries) < MAX_WAITING:
+            self._entries.append((key, value, made))
+            self._thread.submit(self._write)
 
     def used(self, key: str) -> None:
         """Note a use; written with the next entry, or when there are many."""
         self._used[key] = time.time()
         if len(self._used) > MAX_USED:
-            self._put(threading.Event())
+            self._thread.submit(self._write)
 
     def flush(self) -> None:
-        done = threading.Event()
-        self._put(done)
-        done.wait()
+        self._thread.submit(self._write).result()
 
     def close(self) -> None:
-        if self._used or self._jobs.qsize():
-            self.flush()
-        thread, self._thread = self._thread, None
-        if thread is not None:
-            self._jobs.put(None)
-            thread.join()
+        self.flush()
+        self._thread.shutdown()
 
-    def _put(self, job: tuple[str, str, float] | threading.Event) -> None:
-        self._jobs.put(job)
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._work, daemon=True, name="tool-cache")
-            self._thread.start()
-
-    def _work(self) -> None:
-        while True:
-            jobs = [self._jobs.get()]
-            while not self._jobs.empty():
-                jobs.append(self._jobs.get())
-            used, self._used = self._used, {}
-            entries = [job for job in jobs if isinstance(job, tuple)]
-            try:
-                if entries or used:
-                    self._store.write(entries, used.items())
-            except Exception as error:
-                self._failed(error)
-            for job in jobs:
-                if isinstance(job, threading.Event):
-                    job.set()
-            if None in jobs:
-                return
+    def _write(self) -> None:
+        entries = [self._entries.popleft() for _ in range(len(self._entries))]
+        used, self._used = self._used, {}
+        try:
+            if entries or used:
+                self._store.write(entries, used.items())
+        except Exception as error:
+            self._failed(error)
 
 
 def _encoded(result: ToolResult) -> str:
-    value: dict[str, Any] = {"content": result.content}
-    if result.attachments:
-        value["attachments"] = result.attachments
+    value = {"content": result.content, "attachments": result.attachments}
     return json.dumps(value, ensure_ascii=False)
 
 
 def _decoded(value: str) -> ToolResult:
-    row = json.loads(value)
-    if not isinstance(row, dict) or not isinstance(row.get("content"), str):
-        raise ValueError("a cached result has no content")
-    return ToolResult(row["content"], cached=True, attachments=list(row.get("attachments", ())))
-
-
-def _copy(result: ToolResult) -> ToolResult:
-    """Copy a result for somebody else who waited for it."""
-    return _decoded(_encoded(result)) if result.attachments else dataclasses.replace(result, cached=True)
+    return ToolResult(**json.loads(value), cached=True)

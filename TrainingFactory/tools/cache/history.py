@@ -63,9 +63,7 @@ class EpisodeHistory:
     async def _in_history(
         self, call: PendingCall, state: ToolState, name: str | None, deadline: float
     ) -> ToolResult:
-        history = self._histories.get(state.server)
-        if history is None:
-            history = self._histories[state.server] = History(state.server, self._scope)
+        history = self._histories.setdefault(state.server, History(state.server, self._scope))
         outer, history.busy = history.busy, True
         if outer:
             history.lose()

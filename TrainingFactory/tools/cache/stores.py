@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import os
+import contextlib
+import logging
 import re
 import sqlite3
 import threading
@@ -13,11 +14,11 @@ from typing import Any, Protocol
 
 from TrainingFactory.texts import describe
 
+log = logging.getLogger(__name__)
 APPLICATION_ID = 0x7F_70_01_C4  # in the header of the file: says that it is ours
 FORMAT = 1
 BUSY_SECONDS = 5.0  # a writer waits so long for other processes; readers never wait for writers
 REST = 0.9  # eviction goes down to this part of the limit, so that it does not come at every write
-BATCH = 500
 IN_REDIS = re.compile(r"rediss?://|unix://")
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS entries (
@@ -52,12 +53,6 @@ class Store(Protocol):
     def close(self) -> None: ...
 
 
-def open_store(target: str | Path, ttl: float | None, max_bytes: int) -> Store:
-    if isinstance(target, str) and IN_REDIS.match(target):
-        return RedisStore(target, ttl)
-    return SQLiteStore(Path(target), ttl, max_bytes)
-
-
 class SQLiteStore:
     """A file in WAL mode: any number of processes read while one writes. Not for network drives, where SQLite's
     locks do not work."""
@@ -84,45 +79,21 @@ class SQLiteStore:
             ) from error
 
     def _open(self) -> None:
-        if not self.path.exists():
-            self._create()
         self._writer = _connect(self.path)
         try:
-            if _format(self._writer) != FORMAT:  # an empty file, or an old one
-                _set_up(self._writer)
+            _set_up(self._writer)
             self._reader = _connect(self.path)
             self._reader.execute("SELECT key, value, size, made, used FROM entries LIMIT 1").fetchall()
         except BaseException:
             self._writer.close()
             raise
 
-    def _create(self) -> None:
-        """Make the file aside and put it in place whole: another process may be doing the same."""
-        aside = self.path.with_name(f".{self.path.name}.{os.getpid()}-{threading.get_ident()}")
-        try:
-            made = _connect(aside)
-            try:
-                _set_up(made)
-            finally:
-                made.close()
-            try:
-                os.link(aside, self.path)
-            except FileExistsError:  # the other was quicker
-                pass
-            except OSError:  # no links on this drive
-                if not self.path.exists():
-                    aside.rename(self.path)
-        finally:
-            aside.unlink(missing_ok=True)
-
     def _set_aside(self, error: sqlite3.DatabaseError) -> None:
         kept = self.path.with_name(f"{self.path.name}.damaged-{time.time_ns()}")
         self.path.rename(kept)
         for suffix in ("-wal", "-shm"):
             Path(f"{self.path}{suffix}").unlink(missing_ok=True)
-        self.damage = f"{describe(error)}; it is kept as {kept.name}, and a new one is begun"
-
-    damage: str | None = None
+        log.warning("the cache %s was damaged: %s; it is kept as %s", self.path, describe(error), kept.name)
 
     def get(self, key: str) -> tuple[str, float] | None:
         try:
@@ -158,24 +129,16 @@ class SQLiteStore:
 
     def _evict(self) -> None:
         """Delete what is too old, then the least recently used."""
-        size = self._size()
-        if size <= self._max_bytes:
+        if self._size() <= self._max_bytes:
             return
         if self._ttl is not None:
             self._writer.execute("DELETE FROM entries WHERE made < ?", (time.time() - self._ttl,))
-        while (excess := self._size() - self._max_bytes * REST) > 0:
-            oldest = self._writer.execute(
-                "SELECT key, size FROM entries ORDER BY used LIMIT ?", (BATCH,)
-            ).fetchall()
-            if not oldest:
-                return
-            gone: list[tuple[str]] = []
-            for key, bytes_ in oldest:
-                if excess <= 0:
-                    break
-                gone.append((key,))
-                excess -= bytes_
-            self._writer.executemany("DELETE FROM entries WHERE key = ?", gone)
+        if self._size() > self._max_bytes * REST:
+            self._writer.execute(
+                "DELETE FROM entries WHERE key IN (SELECT key FROM (SELECT key, sum(size) OVER "
+                "(ORDER BY used DESC, key) AS so_far FROM entries) WHERE so_far > ?)",
+                (self._max_bytes * REST,),
+            )
 
     def _size(self) -> int:
         return self._writer.execute("SELECT bytes FROM total").fetchone()[0]
@@ -194,15 +157,16 @@ def _connect(path: Path) -> sqlite3.Connection:
 
 
 def _set_up(database: sqlite3.Connection) -> None:
-    if version := _format(database):
+    """Make the tables, unless another process has. They come in one transaction with what says that the file is ours,
+    and before WAL mode, which writes to the file: who looks meanwhile finds it empty, or whole."""
+    version = database.execute("PRAGMA user_version").fetchone()[0]
+    if version not in (0, FORMAT):
         raise sqlite3.DatabaseError(f"its format is {version}, not {FORMAT}")
-    database.execute("PRAGMA journal_mode = WAL")
-    database.execute(f"PRAGMA application_id = {APPLICATION_ID}")
-    database.executescript(f"BEGIN IMMEDIATE; {SCHEMA} PRAGMA user_version = {FORMAT}; COMMIT;")
-
-
-def _format(database: sqlite3.Connection) -> int:
-    return database.execute("PRAGMA user_version").fetchone()[0]
+    if version == 0:
+        ours = f"PRAGMA application_id = {APPLICATION_ID}; PRAGMA user_version = {FORMAT};"
+        database.executescript(f"BEGIN IMMEDIATE; {ours} {SCHEMA} COMMIT;")
+    with contextlib.suppress(sqlite3.OperationalError):  # another process is at it; the next one switches
+        database.execute("PRAGMA journal_mode = WAL")
 
 
 def _check_owner(path: Path) -> None:
@@ -250,10 +214,7 @@ class RedisStore:
         except self._errors as error:
             raise StoreError(type(error).__name__) from error
         made, _, value = (found or "").partition(" ")
-        try:
-            return (value, float(made)) if found else None
-        except ValueError as error:
-            raise StoreError(f"{self.PREFIX}{key} holds something else") from error
+        return (value, float(made)) if found else None
 
     def write(self, entries: Sequence[tuple[str, str, float]], used: Iterable[tuple[str, float]]) -> None:
         try:

@@ -26,6 +26,11 @@ class Isolation:
     disk: str | None
     missing: tuple[str, ...] = ()  # layers that this machine does not offer, with the reason
 
+    @property
+    def open_ways(self) -> str:
+        """Name what code must be kept from and is not."""
+        return " and ".join(what for what in ("files", "network") if getattr(self, what) is None)
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Limits:

@@ -24,11 +24,21 @@ from TrainingFactory.types import ToolResult, ToolSpec
 from TrainingFactory.workers import WorkerDied, WorkerError, WorkerTooSlow
 
 log = logging.getLogger(__name__)
-MAX_CODE_CHARS = 100_000
 # What the executor grants beyond the interpreter's own limit, which must always strike first: code that never ends
 # is the model's doing, an executor's time-out is not.
 ALLOWANCE = START_SECONDS + 30.0
 NOT_STARTED = (WorkerDied, WorkerError, WorkerTooSlow, OSError)
+NO_PROCESS = "the interpreter of the python tool cannot be used: %s"
+GONE = "Variables and files are gone; the next call begins with a fresh interpreter."
+DESCRIPTION = (
+    "Run Python code. Variables are kept between calls. You see what it prints and the value of its last "
+    "expression. At most {timeout:g} s a call; no network; files only in the current folder."
+)
+PARAMETERS = {
+    "type": "object",
+    "properties": {"code": {"type": "string", "description": "Python source"}},
+    "required": ["code"],
+}
 
 
 class PythonTool:
@@ -62,7 +72,7 @@ class PythonTool:
         self.allow_unsafe = allow_unsafe
         readable = _package_folders(name, packages)
         self.limits = Limits(memory_mb, disk_mb, cpu_seconds, max_output_chars, threads, readable)
-        self.spec = ToolSpec(name, description or _description(timeout), _PARAMETERS)
+        self.spec = ToolSpec(name, description or DESCRIPTION.format(timeout=timeout), PARAMETERS)
         # Ordered: calls share variables. Not more processes at work than the machine can serve in time.
         many = concurrency or max(4, 2 * (os.cpu_count() or 1))
         # What is cached is old where another Python, other limits or other packages might answer otherwise.
@@ -71,17 +81,21 @@ class PythonTool:
             timeout=timeout + ALLOWANCE, ordered=True, stateful=stateful, concurrency=many, version=version
         )
         self.isolation = isolation_here(self.limits)
-        if not allow_unsafe:
-            _demand(name, self.isolation)
+        if not allow_unsafe and self.isolation.open_ways:
+            raise ValueError(
+                f"tool {name}: this machine cannot keep code from {self.isolation.open_ways} "
+                f"({'; '.join(self.isolation.missing)}). Use Linux 5.13 or later on x86_64 or aarch64, with "
+                "Landlock on, or set allow_unsafe=True if the machine holds nothing that model-written code may not "
+                "touch"
+            )
 
     def session(self) -> PythonSession:
         return PythonSession(self)
 
     async def open(self) -> None:
-        """Do nothing: every session starts a process of its own."""
+        """Do nothing: every session has a process of its own."""
 
-    async def close(self) -> None:
-        """Do nothing: every process belongs to a session, and ends with it."""
+    close = open
 
 
 class PythonSession:
@@ -96,14 +110,10 @@ class PythonSession:
         self._turn = asyncio.Lock()
 
     @property
-    def tools(self) -> Sequence[Tool]:
+    def tools(self) -> Sequence[Tool]:  # no attribute: an object that holds itself is not freed at once
         return [self]
 
     async def run(self, arguments: dict[str, Any]) -> ToolResult:
-        code = arguments["code"]
-        if len(code) > MAX_CODE_CHARS:
-            text = f"the code has {len(code)} characters, at most {MAX_CODE_CHARS} are allowed"
-            return ToolResult(text, ok=False, error="schema")
         async with self._turn:
             process, note = self._process, ""
             if process is None or not process.alive:
@@ -113,17 +123,16 @@ class PythonSession:
                 try:
                     process = await self._started()
                 except NOT_STARTED as error:
-                    text = _not_started(error)
-                    log.warning("%s", text)
-                    return ToolResult(text, ok=False, error="unavailable")
-            return await self._answer(process, code, note)
+                    log.warning(NO_PROCESS, error)
+                    return ToolResult(NO_PROCESS % error, ok=False, error="unavailable")
+            return await self._answer(process, arguments["code"], note)
 
     async def _started(self) -> SandboxProcess:
         if self._closed:
             raise WorkerDied("was closed")
         self._process = process = SandboxProcess(self.source.limits)
         isolation = await process.start()
-        if not self.source.allow_unsafe and not (isolation.files and isolation.network):
+        if not self.source.allow_unsafe and isolation.open_ways:
             process.kill()
             raise WorkerDied("has lost its isolation: " + "; ".join(isolation.missing))
         return process
@@ -134,16 +143,16 @@ class PythonSession:
             answer = await process.run(code, self.source.timeout)
         except WorkerTooSlow:
             self._lost = f"was stopped after {self.source.timeout:g} s"
-            text = f"{note}stopped after {self.source.timeout:g} s. {_GONE}"
+            text = f"{note}stopped after {self.source.timeout:g} s. {GONE}"
             return ToolResult(text, ok=False, error="exception")
         except (WorkerDied, WorkerError) as error:
             self._lost = str(error)
-            return ToolResult(f"{note}the interpreter {error}. {_GONE}", ok=False, error="exception")
+            return ToolResult(f"{note}the interpreter {error}. {GONE}", ok=False, error="exception")
         parts = [answer["text"].rstrip("\n"), str(answer.get("error") or "")]
         text = note + ("\n".join(part for part in parts if part) or "(no output)")
         if answer.get("spent"):
             self._lost = "ran out of memory"
-            text += f"\nAll of its {self.source.limits.memory_mb} MiB of memory are in use. {_GONE}"
+            text += f"\nAll of its {self.source.limits.memory_mb} MiB of memory are in use. {GONE}"
         failed = bool(answer.get("error"))
         return ToolResult(text, ok=not failed, error="exception" if failed else None)
 
@@ -151,21 +160,6 @@ class PythonSession:
         self._closed = True
         if self._process is not None:
             await self._process.close()
-
-
-_GONE = "Variables and files are gone; the next call begins with a fresh interpreter."
-_PARAMETERS = {
-    "type": "object",
-    "properties": {"code": {"type": "string", "description": "Python source"}},
-    "required": ["code"],
-}
-
-
-def _description(timeout: float) -> str:
-    return (
-        "Run Python code. Variables are kept between calls. You see what it prints and the value of its last "
-        f"expression. At most {timeout:g} s a call; no network; files only in the current folder."
-    )
 
 
 @functools.cache
@@ -182,22 +176,7 @@ def isolation_here(limits: Limits) -> Isolation:
     try:
         return run(probe)
     except NOT_STARTED as error:
-        raise ValueError(_not_started(error)) from error
-
-
-def _not_started(error: Exception) -> str:
-    how = str(error) if isinstance(error, WorkerDied | WorkerTooSlow) else f"could not be started: {error}"
-    return f"the interpreter of the python tool {how}"
-
-
-def _demand(name: str, isolation: Isolation) -> None:
-    open_ways = [what for what in ("files", "network") if getattr(isolation, what) is None]
-    if open_ways:
-        raise ValueError(
-            f"tool {name}: this machine cannot keep code from {' and '.join(open_ways)} "
-            f"({'; '.join(isolation.missing)}). Use Linux 5.13 or later on x86_64 or aarch64, with Landlock on, "
-            "or set allow_unsafe=True if the machine holds nothing that model-written code may not touch"
-        )
+        raise ValueError(NO_PROCESS % error) from error
 
 
 def _package_folders(name: str, packages: bool | str | Sequence[str]) -> tuple[str, ...]:
