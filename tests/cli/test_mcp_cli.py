@@ -67,10 +67,15 @@ def test_mistakes(tools: Run) -> None:
     status, _, err = tools("call", "say", "text")
     assert status == 2 and "'text' is not key=value" in err
     status, _, err = tools("call", "say", "{text")
-    assert status == 2 and "not JSON" in err
+    assert status == 2 and "property name" in err
     Path("mcp.json").write_text("{")
     status, _, err = tools("list")
-    assert status == 2 and "mcp.json, line 1, column 2" in err and "Traceback" not in err
+    assert (
+        status == 2
+        and "mcp.json: cannot be read" in err
+        and "line 1 column 2" in err
+        and "Traceback" not in err
+    )
 
 
 def test_bench(tools: Run) -> None:
