@@ -9,10 +9,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from TrainingFactory.options import OptionError, make_from
-from TrainingFactory.tools.mcp.server_config import OneTool, ServerConfig, ToolText, server_config
+from TrainingFactory.tools.mcp.server_config import OneTool, ServerConfig, server_config
 
 
 def read_config(path: str | Path) -> list[ServerConfig]:
@@ -74,8 +73,7 @@ def _entries(data: Any, origin: str) -> Iterator[tuple[str, Any, OneTool | None]
 
 
 def _seed(data: dict[str, Any], origin: str) -> tuple[str, Any, OneTool]:
-    """Return a server without a name for `{"name", "description", "parameters", "mcp_server"}`, which is one tool of
-    it described anew."""
+    """Return the server of `{"name", "description", "parameters", "mcp_server"}`, which is one tool described anew."""
     try:
         tool: OneTool = make_from(OneTool, data, "a tool")
     except OptionError as error:
@@ -88,24 +86,20 @@ def _seed(data: dict[str, Any], origin: str) -> tuple[str, Any, OneTool]:
         entry = {"command": command, "args": args}
     if tool.tfactory is not None:
         entry = entry | {"tfactory": tool.tfactory}
-    url = entry.get("url") or entry.get("serverUrl")
-    server = urlsplit(str(url)).hostname if url else Path(str(entry.get("command", ""))).name
-    return server or "server", entry, tool
+    return tool.name, entry, tool
 
 
 def _add_tool(servers: dict[str, ServerConfig], server: ServerConfig, tool: OneTool) -> None:
-    """Add one tool of a server to that server if it is there already, else the server under a name that is free."""
+    """Add one tool of a server to that server if it is there already, else the server under the tool's name."""
     parameters = tool.parameters
     if parameters and not parameters.keys() & {"type", "properties"}:  # the properties alone
         needed = [key for key, schema in parameters.items() if "default" not in schema]
         parameters = {"type": "object", "properties": parameters, "required": needed}
-    name, number = server.name, 2
-    while (known := servers.get(name)) is not None:
-        if known.texts is not None and replace(known, name=server.name, texts=None) == server:
-            break
-        name, number = f"{server.name}-{number}", number + 1
-    texts = (known.texts if known else None) or {}
-    if tool.name in texts:
+    if any(tool.name in (known.texts or {}) for known in servers.values()):
         raise ValueError(f"{server.origin}: two entries describe the tool {tool.name!r}; remove one")
-    texts |= {tool.name: ToolText(tool.description, parameters)}
-    servers[name] = replace(server, name=name, texts=texts)
+    texts = {tool.name: replace(tool, parameters=parameters)}
+    for name, known in servers.items():
+        if known.texts and replace(known, name=server.name, texts=None) == server:
+            servers[name] = replace(known, texts=known.texts | texts)
+            return
+    servers[server.name] = replace(server, texts=texts)

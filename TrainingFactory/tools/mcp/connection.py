@@ -119,7 +119,7 @@ class Connection:
         self._client = client
         changes = client.server_capabilities.tools
         if changes is not None and changes.list_changed and client.protocol_version >= "2026":
-            self._relisting = asyncio.create_task(self._listen(client))
+            self._relisting = asyncio.create_task(self._relist(client, subscribe=True))
 
     async def _transport(self, stack: contextlib.AsyncExitStack) -> Any:
         config = self.config
@@ -162,16 +162,15 @@ class Connection:
                 self._relisting.cancel()
             self._relisting = asyncio.create_task(self._relist(self._client))
 
-    async def _listen(self, client: Client) -> None:
-        """List the tools again at every change: the newest protocol tells of them only those who subscribe."""
-        with contextlib.suppress(Exception):  # then changes are seen at the next connection
+    async def _relist(self, client: Client, subscribe: bool = False) -> None:
+        """List the tools again, once or at every change: the newest protocol tells of them only those who
+        subscribe. A connection that dies meanwhile is noticed elsewhere."""
+        with contextlib.suppress(Exception):
+            if not subscribe:
+                return await self._list_tools(client)
             async with client.listen(tools_list_changed=True) as changes:
                 async for _ in changes:
-                    await self._relist(client)
-
-    async def _relist(self, client: Client) -> None:
-        with contextlib.suppress(Exception):  # a connection that dies meanwhile is noticed elsewhere
-            await self._list_tools(client)
+                    await self._list_tools(client)
 
     async def _list_tools(self, client: Client) -> None:
         tools, cursor = [], None
@@ -183,8 +182,7 @@ class Connection:
                 safe = hints is not None and bool(hints.read_only_hint or hints.idempotent_hint)
                 schemas = dict(tool.input_schema), tool.output_schema
                 tools.append(OfferedTool(tool.name, tool.description or "", *schemas, safe, version))
-            cursor = page.next_cursor
-            if cursor is None:
+            if (cursor := page.next_cursor) is None:
                 break
         self._outputs = {}
         for tool in tools:

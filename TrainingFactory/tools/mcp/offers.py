@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from TrainingFactory.options import did_you_mean, nearest
-from TrainingFactory.tools.mcp.server_config import ServerConfig, ToolText
+from TrainingFactory.tools.mcp.server_config import OneTool, ServerConfig
 from TrainingFactory.tools.options import ToolOptions
 from TrainingFactory.tools.schema import check_schema, without_titles
 from TrainingFactory.types import ToolSpec
@@ -49,10 +49,10 @@ def make_offers(config: ServerConfig, offered: Sequence[OfferedTool]) -> list[Of
             near = did_you_mean(nearest(name, by_name)) or f"; there are {', '.join(by_name)}"
             raise ValueError(f"{config.where} offers no tool {name!r}{near}")
     chosen = texts or [name for name in by_name if name in (settings.tools or by_name)]
-    return [_offer(config, by_name[name], texts.get(name, ToolText())) for name in chosen]
+    return [_offer(config, by_name[name], texts.get(name)) for name in chosen]
 
 
-def _offer(config: ServerConfig, tool: OfferedTool, text: ToolText) -> Offer:
+def _offer(config: ServerConfig, tool: OfferedTool, text: OneTool | None) -> Offer:
     settings = config.settings
     prefix = settings.prefix
     if isinstance(prefix, bool):
@@ -76,8 +76,10 @@ def _offer(config: ServerConfig, tool: OfferedTool, text: ToolText) -> Offer:
         server=config.name,
         version=f"{tool.version} {config.launch}".strip(),
     )
-    parameters = without_titles(tool.parameters) if text.parameters is None else text.parameters
-    description = tool.description if text.description is None else text.description
+    parameters, description = without_titles(tool.parameters), tool.description
+    if text is not None:
+        parameters = parameters if text.parameters is None else text.parameters
+        description = description if text.description is None else text.description
     return Offer(config.name, tool.name, _spec(name, description.strip(), parameters, config.where), options)
 
 

@@ -82,12 +82,6 @@ class OneTool:
     type: Any = None
 
 
-@dataclass(slots=True, frozen=True)
-class ToolText:
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-
-
 class ServerDown(Exception):
     """The connection is gone, or could not be made. `sent`: the server may have seen the call."""
 
@@ -110,7 +104,7 @@ class ServerConfig:
     url: str = field(default="", repr=False)
     headers: dict[str, str] = field(default_factory=dict, repr=False)
     settings: ServerSettings = field(default_factory=ServerSettings)
-    texts: dict[str, ToolText] | None = field(default=None, repr=False)  # the only tools to offer, by name
+    texts: dict[str, OneTool] | None = field(default=None, repr=False)  # the only tools to offer, by name
     filled: dict[str, str] = field(default_factory=dict, repr=False)  # variables that were filled in
 
     @property

@@ -255,21 +255,17 @@ class Binding:
         self.server = server
         self._taken: asyncio.Task[Connection] | None = None
 
-    def _take(self) -> asyncio.Task[Connection]:
-        if self._taken is None:
-            self._taken = self.server.take()
-        return self._taken
-
     async def until_ready(self) -> None:
         """Wait until it is known whether there is a connection."""
-        if not self._take().done():
-            await asyncio.wait({self._take()})
+        self._taken = self._taken or self.server.take()
+        await asyncio.wait({self._taken})
 
     async def call(self, tool: str, arguments: dict[str, Any]) -> ToolResult:
         if gone := self.server.gone(tool):
             return gone
+        self._taken = self._taken or self.server.take()
         try:
-            connection = await asyncio.shield(self._take())
+            connection = await asyncio.shield(self._taken)
         except ServerDown as error:  # nothing has happened yet in this episode: it may go on without
             self._taken = None
             return self.server.unavailable(error)

@@ -82,16 +82,17 @@ class MCPTools:
             raise
 
     async def _connect(self) -> None:
-        servers = list(self.here().values())
-        outcomes = await asyncio.gather(*(server.open() for server in servers), return_exceptions=True)
-        problems = []
-        for server, outcome in zip(servers, outcomes, strict=True):
-            if isinstance(outcome, ServerDown):
-                hint = '\n  (if it speaks the older SSE transport, write "type": "sse")'
-                over_http = server.config.transport == "http"
-                problems.append(f"{server.config.origin}: {outcome}{hint if over_http else ''}")
-            elif isinstance(outcome, BaseException):
-                raise outcome
+        problems: list[str] = []
+
+        async def connect(server: AnyServer) -> None:
+            try:
+                await server.open()
+            except ServerDown as error:
+                older = server.config.transport == "http"
+                hint = '\n  (if it speaks the older SSE transport, write "type": "sse")' if older else ""
+                problems.append(f"{server.config.origin}: {error}{hint}")
+
+        await asyncio.gather(*map(connect, self.here().values()))
         if problems:
             raise ValueError("\n".join(problems))
 
@@ -145,9 +146,6 @@ class MCPTool:
         self.options = offer.options
         self._remote_name = offer.remote_name
         self._session = session
-
-    def __repr__(self) -> str:
-        return f"<tool {self.spec.name} of MCP server {self.options.server}>"
 
     async def until_ready(self) -> None:
         """Wait for the start of a server or for a session of the episode's own; the clock of a call starts after
