@@ -287,7 +287,7 @@ class Process:
     async def open(self) -> None:
         self.started.append(self)
 
-    def session(self) -> Process.Session:
+    def session(self) -> Any:
         return Process.Session()
 
     async def close(self) -> None:
