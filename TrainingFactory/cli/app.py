@@ -35,21 +35,11 @@ app = App(
     result_action="return_value",
     default_parameter=Parameter(negative=""),  # a flag is given or not; there is no --no-flag
 )
-app.command(demo)
-app.command(train)
-app.command(evaluate, name="eval")
-app.command(runs)
-app.command(export)
-app.command(rollout)
-app.command(data)
-app.command(serve)
 new = App(name="new", help="Write a file to start from.")
 new.command(env)
-app.command(new)
-app.command(tools)
-app.command(judge)
-app.command(envs)
-app.command(models)
+app.command(evaluate, name="eval")
+for command in (demo, train, runs, export, rollout, data, serve, new, tools, judge, envs, models):
+    app.command(command)
 
 
 @app.meta.default
@@ -59,16 +49,11 @@ def run(
 ) -> Any:
     try:
         return app(tokens)
-    except ValueError as error:  # a user's mistake, told in the text
+    except (ValueError, OSError) as error:  # a user's mistake, told in the text; a full disk
         if debug:
             traceback.print_exc()
         fail(str(error))
-        return USER_ERROR
-    except OSError as error:  # a full disk, a folder that went away
-        if debug:
-            traceback.print_exc()
-        fail(str(error))
-        return FAILED
+        return USER_ERROR if isinstance(error, ValueError) else FAILED
     except KeyboardInterrupt:
         fail("interrupted")
         return INTERRUPTED

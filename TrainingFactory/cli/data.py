@@ -130,12 +130,13 @@ def show_(
                 title += f", {number} of {len(example.conversations)}"
             title += f", reward {each.reward.outcome:g}" if each.reward else ""
             title += f", steps {each.reward.steps}" if each.reward and each.reward.steps else ""
-            show.conversation(title, each.messages[: each.start], each.tools, each.messages[each.start :])
-    told = [("rows", f"{found.rows} read{' (there are more)' if found.more else ''}")]
-    told.append(("columns", ", ".join(found.columns)))
-    told.append(("fits", ", ".join(found.fits) or "no algorithm"))
-    told += [(f"not {form}", why) for form, why in found.misfits.items()]
-    show.table(told)
+            show.conversation(title, each.messages, each.start, each.tools)
+    told = [
+        ("rows", f"{found.rows} read{' (there are more)' if found.more else ''}"),
+        ("columns", ", ".join(found.columns)),
+        ("fits", ", ".join(found.fits) or "no algorithm"),
+    ]
+    show.table(told + [(f"not {form}", why) for form, why in found.misfits.items()])
 
 
 @data.command
@@ -157,10 +158,13 @@ def check(
     algorithm
         sft, dpo, kto, reward_model (or rm), prm (a process reward model).
     """
-    from TrainingFactory.services.datasets import checked, dataset_of
+    from TrainingFactory.data.examples import load_examples
+    from TrainingFactory.services.datasets import dataset_of
+    from TrainingFactory.services.training.dataset import arguments_fit
 
     form = "rm" if algorithm == "reward_model" else algorithm
-    examples = checked(dataset_of(source, where), form, split)
+    found = dataset_of(source, where)
+    examples = load_examples(found, form, split=split, skip_bad_rows=True, fits=arguments_fit)
     for problem in examples.bad:
         show.fail(problem)
     told = [("rows", str(examples.rows)), ("usable", f"{len(examples)} examples for {form}")]

@@ -79,7 +79,11 @@ def _report(config: TrainingConfig, scored_by: str, result: EvaluationReport, as
         model, environment = config.model.adapter or config.model.name, config.environment.environment_id
         print(json.dumps({"model": model, "environment": environment, "scored_by": scored_by} | metrics))
     else:
-        show.table([*_success(metrics), *summary(metrics, played), ("scored by", scored_by)])
+        rows = [*summary(metrics, played), ("scored by", scored_by)]
+        if "success" in metrics:
+            interval = f"{metrics['success_low']:.3f} to {metrics['success_high']:.3f}"
+            rows.insert(0, ("success", f"{metrics['success']:.3f} (95 % interval {interval})"))
+        show.table(rows)
     if played:
         show.note(f"saved {show.count(len(played), 'episode')} to {result.path}")
     if result.report.interrupted:
@@ -88,13 +92,6 @@ def _report(config: TrainingConfig, scored_by: str, result: EvaluationReport, as
         show.fail(f"no episode could be scored; mostly: {why_unscored(played)}")
         return UNSCORED
     return 0
-
-
-def _success(metrics: dict[str, float]) -> list[tuple[str, str]]:
-    if "success" not in metrics:
-        return []
-    low, high = metrics["success_low"], metrics["success_high"]
-    return [("success", f"{metrics['success']:.3f} (95 % interval {low:.3f} to {high:.3f})")]
 
 
 def _reward(model: str, other: bool) -> dict[str, dict[str, Any]]:

@@ -43,9 +43,10 @@ def export(
     print(f"wrote {what[done.kind]} of {done.source} to {done.path}")
     for text in done.notes:
         show.note(f"note: {text}")
+    trial = str(done.path)
     if done.kind == "adapter":
         print(f"it needs {done.base}, which is loaded with it; --merge makes a model that stands alone")
-    trial = f"{done.base} model.adapter={done.path}" if done.kind == "adapter" else done.path
+        trial = f"{done.base} model.adapter={done.path}"
     if done.reward_model:
         print(f"as a reward: reward.type=learned reward.model={done.path}")
     else:

@@ -8,17 +8,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import yaml
-from cyclopts import App, Parameter, validators
+from cyclopts import App, Parameter
 
 from TrainingFactory.cli import show
 from TrainingFactory.cli.display import Display
+from TrainingFactory.cli.options import Count
 
 if TYPE_CHECKING:
     from TrainingFactory.rewards.model_judge import ModelJudge
     from TrainingFactory.services.judge_audit.gold import Gold
     from TrainingFactory.services.judge_audit.report import Audit
 
-Count = Annotated[int, Parameter(validator=validators.Number(gte=1))]
 NO_VERDICT = 1
 TEXTS = ("base_url", "model", "rubric", "template")  # taken as they are; other values are read as YAML
 
@@ -32,7 +32,7 @@ def audit_judge(
     judge: Path | None = None,
     repeats: Count = 2,
     out: Path = Path("judge-audit.html"),
-    as_json: Annotated[bool, Parameter(name="--json", negative="")] = False,
+    as_json: Annotated[bool, Parameter(name="--json")] = False,
 ) -> int:
     """Compare a judge with gold labels: agreement, biases, consistency, injections, cost.
 
@@ -68,7 +68,7 @@ def audit_judge(
     if not isinstance(made, ModelJudge):
         raise ValueError(f"verdict is {settings['verdict']}; an audit needs score, yes_no or json")
     items = load_gold(gold, made)
-    _check_page(out)
+    out.parent.mkdir(parents=True, exist_ok=True)  # before anything is spent
     found = asyncio.run(_audited(made, items, repeats))
     if as_json:
         print(json.dumps(found.as_json(), indent=2))
@@ -79,8 +79,7 @@ def audit_judge(
         kept = f"; {out} is that of an earlier audit" if out.exists() else ""
         show.note(f"no page was written, because there is nothing to show{kept}")
         return NO_VERDICT
-    out.write_text(audit_page(found, f"{settings['model']} at {settings['base_url']}"), encoding="utf-8")
-    show.note(f"the page: {out}")
+    show.write_page(out, audit_page(found, f"{settings['model']} at {settings['base_url']}"))
     return 0
 
 
@@ -101,24 +100,8 @@ async def _audited(judge: ModelJudge, items: list[Gold], repeats: int) -> Audit:
             await judge.close()
 
 
-def _check_page(out: Path) -> None:
-    """Raise if the page cannot be written, before anything is spent."""
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"--out is {out}, and its folder cannot be made ({error.strerror})") from None
-    if out.is_dir():
-        raise ValueError(f"--out is {out}, which is a folder; name a file such as {out / 'judge-audit.html'}")
-
-
 def _settings(path: Path | None, options: tuple[str, ...]) -> dict[str, Any]:
-    settings: dict[str, Any] = {}
-    if path is not None:
-        if not path.is_file():
-            raise ValueError(f"there is no judge file at {path}")
-        settings = _yaml(path.read_text(encoding="utf-8"), str(path))
-        if not isinstance(settings, dict):
-            raise ValueError(f"{path} must hold options of a judge such as base_url and model")
+    settings = _yaml(path.read_text(encoding="utf-8"), str(path)) if path is not None else {}
     for text in options:
         key, equals, value = text.partition("=")
         if not equals or not key:

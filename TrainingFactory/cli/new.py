@@ -37,6 +37,4 @@ def env(name: str) -> None:
             file.write(code + "\n")
     except FileExistsError:
         raise ValueError(f"{path} exists already; choose another name") from None
-    except OSError as error:
-        raise ValueError(f"{path} cannot be written: {error.strerror}") from None
     note(f"wrote {path}; try it: tfactory rollout {path}")

@@ -88,7 +88,8 @@ def summary(metrics: dict[str, float], trajectories: Sequence[Trajectory]) -> li
     """Sum up episodes, one thing a row."""
     rewards = [trajectory.reward.outcome for trajectory in trajectories if trajectory.reward]
     statuses = Counter(trajectory.status for trajectory in trajectories).most_common()
-    rows = [("episodes", f"{len(trajectories)}: " + ", ".join(f"{count} {name}" for name, count in statuses))]
+    ended = ", ".join(f"{count} {name}" for name, count in statuses)
+    rows = [("episodes", f"{len(trajectories)}: {ended}")]
     if rewards:
         above = sum(reward > 0 for reward in rewards)
         rows.append(("reward", f"{metrics['reward']:.3f} on average, over 0 in {above} of {len(rewards)}"))

@@ -49,11 +49,9 @@ def show_(name: Run, *, where: Where = "runs") -> None:
         ("steps", f"{status.step} of {status.steps}, {duration(status.seconds)}"),
         ("model", config.model.name),
         ("training", f"{config.training.algorithm} in {environment}"),
-        (
-            "started",
-            f"{about['started']}, torch {about['versions']['torch']}, commit {about['commit'] or 'none'}",
-        ),
     ]
+    version = f"torch {about['versions']['torch']}, commit {about['commit'] or 'none'}"
+    rows.append(("started", f"{about['started']}, {version}"))
     rows += [("checkpoint", str(path)) for path in run.checkpoints()]
     show.table(rows)
     metrics, table = run.metrics(), []
@@ -138,7 +136,7 @@ def episodes(
     shown = choose(credit, found[:limit], best, worst)
     title = credit_title(run, step)
     if html is not None:
-        show.write_page(html, credit_page(replace(credit, groups=shown), title), "--html")
+        show.write_page(html, credit_page(replace(credit, groups=shown), title))
         return
     printing.groups(credit, shown, found)
     for text in (title, *credit.notes):

@@ -3,6 +3,7 @@ markup and never as terminal commands."""
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,12 +21,8 @@ PLAIN_WIDTH = 120  # columns where there is no terminal to ask
 INTERRUPTED = 130  # exit status
 STATUS_STYLES = {"done": "green", "max_turns": "yellow", "truncated": "yellow"}
 ROLE_STYLES = {
-    "system": "dim",
-    "user": "cyan",
-    "assistant": "bold",
-    "tool": "magenta",
-    "calls": "bold yellow",
-}
+    "system": "dim", "user": "cyan", "assistant": "bold", "tool": "magenta", "calls": "bold yellow"
+}  # fmt: skip
 
 
 def console(stderr: bool) -> Console:
@@ -47,13 +44,10 @@ def fail(text: str) -> None:
     console(stderr=True).print(Text.assemble(("error: ", "bold red"), clean(text)), soft_wrap=True)
 
 
-def write_page(path: Path, page: str, option: str) -> None:
-    """Write a page to the file that `option` named, and say where it is."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(page, encoding="utf-8")
-    except OSError as error:
-        raise ValueError(f"{option} {path} cannot be written: {error.strerror}") from error
+def write_page(path: Path, page: str) -> None:
+    """Write a page and say where it is."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(page, encoding="utf-8")
     note(f"the page: {path}")
 
 
@@ -69,12 +63,8 @@ def tool_rows(metrics: dict[str, float]) -> list[tuple[str, str]]:
     calls = int(metrics["tool_calls"])
     succeeded = f", {metrics['tool_success']:.0%} succeeded" if calls else ""
     rows = [("tool calls", f"{calls}{succeeded}")]
-    found = (name.removeprefix("tools/") for name in metrics if name.startswith("tools/"))
-    names = [name.removesuffix("/calls") for name in found if name.endswith("/calls")]
-    for name in names if len(names) > 1 or metrics["tools/calls"] != calls else []:
+    for name in re.findall(r"^tools/(.+)/calls$", "\n".join(metrics), re.MULTILINE):
         rows.append((f"  {name}", tool_text(metrics, f"tools/{name}")))
-    if len(names) == 1 and len(rows) == 1:
-        rows[0] = ("tool calls", tool_text(metrics, f"tools/{names[0]}"))
     return rows
 
 
@@ -95,6 +85,7 @@ def tool_text(metrics: dict[str, float], prefix: str = "tools") -> str:
 
 
 def columns(names: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print a table with a head."""
     grid = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     for name in names:
         grid.add_column(Text(clean(name)), overflow="fold")
@@ -124,12 +115,10 @@ def episode(trajectory: Trajectory, title: str) -> None:
     _print(title, rows, _ending(trajectory))
 
 
-def conversation(
-    title: str, prompt: Sequence[Message], tools: Sequence[ToolSpec], answers: Sequence[Message]
-) -> None:
-    """Print a conversation of a dataset."""
-    rows = _opening(prompt, tools)
-    for message in answers:
+def conversation(title: str, messages: Sequence[Message], start: int, tools: Sequence[ToolSpec]) -> None:
+    """Print a conversation of a dataset, whose answers begin at `start`."""
+    rows = _opening(messages[:start], tools)
+    for message in messages[start:]:
         _add_message(rows, message)
     _print(title, rows)
 
@@ -139,10 +128,8 @@ def _opening(prompt: Sequence[Message], tools: Sequence[ToolSpec]) -> Table:
     for message in prompt:
         _add_message(rows, message)
     if tools:
-        listed = ", ".join(
-            f"{tool.name}({', '.join(tool.parameters.get('properties', {}))})" for tool in tools
-        )
-        rows.add_row(Text("tools", style="dim"), Text(clean(listed)))
+        listed = [f"{tool.name}({', '.join(tool.parameters.get('properties', {}))})" for tool in tools]
+        rows.add_row(Text("tools", style="dim"), Text(clean(", ".join(listed))))
     return rows
 
 

@@ -6,18 +6,19 @@ import asyncio
 import inspect
 import json
 import statistics
+import textwrap
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
-from dataclasses import asdict, fields
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
-from cyclopts import App, Parameter, validators
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from cyclopts import App, Parameter
 
 from TrainingFactory.cli import show
+from TrainingFactory.cli.display import Display
+from TrainingFactory.cli.options import Count
 from TrainingFactory.options import did_you_mean, nearest
 from TrainingFactory.services.reports.texts import clean
 from TrainingFactory.types import ToolCall, ToolFailure, ToolResult, ToolSpec
@@ -25,7 +26,6 @@ from TrainingFactory.types import ToolCall, ToolFailure, ToolResult, ToolSpec
 TOOL_FAILED = 1
 MAX_BRIEF = 80  # characters of a description
 WARM_UP = 5  # calls before the clock starts
-Count = Annotated[int, Parameter(validator=validators.Number(gte=1))]
 Config = Annotated[Path, Parameter(help="The mcpServers file (JSON or .pydata).")]
 
 tools = App(name="tools", help="Look at tools, call one, measure one.")
@@ -33,7 +33,7 @@ tools = App(name="tools", help="Look at tools, call one, measure one.")
 
 @tools.command(name="list")
 def list_tools(
-    config: Path | None = None, as_json: Annotated[bool, Parameter(name="--json", negative="")] = False
+    config: Path | None = None, as_json: Annotated[bool, Parameter(name="--json")] = False
 ) -> None:
     """Show servers, their tools, the arguments of each and the options it has.
 
@@ -50,8 +50,8 @@ def list_tools(
     """
     if config is None:
         _list_builtin(as_json)
-        return
-    asyncio.run(_list_servers(config, as_json))
+    else:
+        asyncio.run(_list_servers(config, as_json))
 
 
 async def _list_servers(config: Path, as_json: bool) -> None:
@@ -65,9 +65,11 @@ async def _list_servers(config: Path, as_json: bool) -> None:
             offers = [offer for offer in loaded.offers if offer.server == name]
             how = f"{server.transport}, {server.settings.isolation}"
             show.table([(name, f"{server.target} ({how}): {show.count(len(offers), 'tool')}")])
-            rows = []
-            for spec, options in ((offer.spec, offer.options) for offer in offers):
-                rows.append((spec.name, _arguments(spec), _marks(options), _brief(spec.description)))
+            rows = [
+                (spec.name, _arguments(spec), _marks(offer.options), _brief(spec.description))
+                for offer in offers
+                for spec in [offer.spec]
+            ]
             show.columns(("tool", "arguments", "options", "description"), rows)
 
 
@@ -93,7 +95,7 @@ def call_tool(name: str, /, *arguments: str, config: Config) -> int:
     else:
         show.fail(f"{name}: {result.error}: {result.content}")
     for attached in result.attachments:
-        kept = {key: value for key, value in attached.items() if key not in ("data", "text")}
+        kept = {key: value for key, value in attached.items() if key not in ("data", "blob", "text")}
         show.note(f"attached: {json.dumps(kept, ensure_ascii=False)}")
     show.note(f"{result.seconds * 1000:.1f} ms")
     return 0 if result.ok else TOOL_FAILED
@@ -120,15 +122,10 @@ def bench_tool(
     concurrency
         Calls at the same time in the second one.
     """
-    rows = asyncio.run(_bench(config, name, arguments, calls, concurrency))
-    if rows is None:
-        return TOOL_FAILED
-    show.columns(("at once", "calls/s", "p50 ms", "p95 ms", "failed"), rows)
-    return 0
+    return asyncio.run(_bench(config, name, arguments, calls, concurrency))
 
 
 Call = Callable[[], Awaitable[ToolResult]]
-Measured = tuple[tuple[str, ...], list[str]]  # a row of the table, and what went wrong
 
 
 @asynccontextmanager
@@ -159,25 +156,25 @@ async def _call(config: Path, name: str, arguments: tuple[str, ...]) -> ToolResu
         return await call()
 
 
-async def _bench(
-    config: Path, name: str, arguments: tuple[str, ...], calls: int, concurrency: int
-) -> list[tuple[str, ...]] | None:
-    """Return the rows of the table; None where every call failed, which is told."""
+async def _bench(config: Path, name: str, arguments: tuple[str, ...], calls: int, concurrency: int) -> int:
+    """Print the table and return the exit status."""
     rows = []
     async with _episode(config, name, arguments) as call:
         for _ in range(WARM_UP):
             await call()
         for width in dict.fromkeys((1, min(concurrency, calls))):
-            with progress(f"{width} at a time", calls) as advance:
-                row, problems = await _measure(call, calls, width, advance)
+            with Display() as display:
+                row, problems = await _measure(call, calls, width, display)
             if len(problems) == calls:
                 show.fail(f"every call of {name} failed: {problems[-1]}")
-                return None
+                return TOOL_FAILED
             rows.append(row)
-    return rows
+    show.columns(("at once", "calls/s", "p50 ms", "p95 ms", "failed"), rows)
+    return 0
 
 
-async def _measure(call: Call, calls: int, width: int, advance: Callable[[], None]) -> Measured:
+async def _measure(call: Call, calls: int, width: int, display: Display) -> tuple[tuple[str, ...], list[str]]:
+    """Return a row of the table, and what went wrong."""
     left = iter(range(calls))
     seconds: list[float] = []
     problems: list[str] = []
@@ -189,7 +186,7 @@ async def _measure(call: Call, calls: int, width: int, advance: Callable[[], Non
             seconds.append(time.perf_counter() - begun)
             if not result.ok:
                 problems.append(result.content)
-            advance()
+            display.advance(f"calls, {width} at a time", calls)
 
     started = time.perf_counter()
     await asyncio.gather(*(work() for _ in range(width)))
@@ -197,20 +194,6 @@ async def _measure(call: Call, calls: int, width: int, advance: Callable[[], Non
     p95 = sorted(seconds)[min(calls - 1, int(calls * 0.95))]
     times = (f"{statistics.median(seconds) * 1000:.1f}", f"{p95 * 1000:.1f}")
     return (str(width), f"{rate:.0f}", *times, str(len(problems))), problems
-
-
-@contextmanager
-def progress(text: str, total: int, thing: str = "call") -> Iterator[Callable[[], None]]:
-    """A bar on a terminal, one line elsewhere."""
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        show.note(f"{text}: {show.count(total, thing)} ...")
-        yield lambda: None
-        return
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True) as bar:
-        row = bar.add_task(text, total=total)
-        yield lambda: bar.advance(row)
 
 
 def _list_builtin(as_json: bool) -> None:
@@ -235,10 +218,7 @@ def _spec(specs: list[ToolSpec], name: str, config: Path) -> ToolSpec:
 def _read_arguments(spec: ToolSpec, given: tuple[str, ...]) -> dict[str, Any]:
     """What is not readable is left to the tool's own schema to complain about."""
     if len(given) == 1 and given[0].lstrip().startswith("{"):
-        try:
-            return json.loads(given[0])
-        except json.JSONDecodeError as error:
-            raise ValueError(f"the arguments are not JSON: {error}") from None
+        return json.loads(given[0])  # its ValueError says where it is none
     values = {}
     for text in given:
         key, equals, value = text.partition("=")
@@ -263,12 +243,10 @@ def _marks(options: Any) -> str:
     """The options that are not at their defaults."""
     from TrainingFactory.tools import ToolOptions
 
-    names = [field.name for field in fields(ToolOptions) if field.name not in ("server", "version")]
-    changed = {name: getattr(options, name) for name in names}
-    changed = {name: value for name, value in changed.items() if value != getattr(ToolOptions(), name)}
+    defaults = asdict(ToolOptions()) | {"server": options.server, "version": options.version}
+    changed = {name: value for name, value in asdict(options).items() if value != defaults[name]}
     return " ".join(name if value is True else f"{name}={value}" for name, value in changed.items())
 
 
 def _brief(text: str) -> str:
-    line = text.strip().splitlines()[0] if text.strip() else ""
-    return line if len(line) <= MAX_BRIEF else line[: MAX_BRIEF - 3] + "..."
+    return textwrap.shorten(text.strip().partition("\n")[0], MAX_BRIEF, placeholder="...")

@@ -66,15 +66,6 @@ def fitting(source: str, split: str, count: int) -> Fitting:
     return found
 
 
-def checked(source: str, form: Form, split: str) -> Examples:
-    """Read all rows, bad ones told in `bad`; raise if none is usable."""
-    try:
-        return load_examples(source, form, split=split, skip_bad_rows=True, fits=arguments_fit)
-    except ValueError:
-        # Told as it would be in training.
-        return load_examples(source, form, split=split, fits=arguments_fit)
-
-
 def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
     """Write one object a line, aside first: what was there is whole until what comes is."""
     path.parent.mkdir(parents=True, exist_ok=True)

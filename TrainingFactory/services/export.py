@@ -16,7 +16,7 @@ from TrainingFactory.services.evaluation.evaluation import checkpoint_of
 from TrainingFactory.services.runs.folder import RunFolder
 
 Kind = Literal["model", "adapter", "merged"]
-DTYPES = ("float32", "bfloat16", "float16")
+Dtype = Literal["float32", "bfloat16", "float16"]
 ADAPTER = "adapter_config.json"
 TRAINING = (
     "learner.safetensors",
@@ -38,7 +38,7 @@ class Exported:
 
 
 def export(
-    name: str, out: str | Path, merge: bool = False, dtype: str | None = None, runs: str | Path = "runs"
+    name: str, out: str | Path, merge: bool = False, dtype: Dtype | None = None, runs: str | Path = "runs"
 ) -> Exported:
     """Write the model of a run (its last checkpoint is taken) or of a checkpoint into a new folder. `merge` folds an
     adapter into the model under it; `dtype` is the number format of the weights, by default that of the model."""
@@ -49,8 +49,6 @@ def export(
     adapter = (checkpoint / ADAPTER).is_file()
     if merge and not adapter:
         raise ValueError(f"{checkpoint} holds a whole model, not an adapter: there is nothing to merge")
-    if dtype is not None and dtype not in DTYPES:
-        raise ValueError(f"dtype is {dtype!r}; it must be one of {', '.join(DTYPES)}")
     if dtype is not None and adapter and not merge:
         raise ValueError("dtype is for whole models; an adapter is exported as it was trained, or with merge")
     done = Exported(target, "merged" if merge else "adapter" if adapter else "model", checkpoint)
@@ -83,12 +81,7 @@ def _base_of(checkpoint: Path, run: RunFolder | None) -> str:
     """Return the name of the model under an adapter."""
     if run is not None:
         return run.config.model.name
-    base = json.loads((checkpoint / ADAPTER).read_text(encoding="utf-8")).get("base_model_name_or_path")
-    if not base:
-        raise ValueError(
-            f"{checkpoint / ADAPTER} does not say to which model it belongs: base_model_name_or_path"
-        )
-    return str(base)
+    return json.loads((checkpoint / ADAPTER).read_text(encoding="utf-8"))["base_model_name_or_path"]
 
 
 @contextmanager
@@ -99,9 +92,7 @@ def _written_aside(target: Path) -> Iterator[Path]:
     part.mkdir(parents=True)
     try:
         yield part
-        if target.is_dir():
-            target.rmdir()  # empty
-        os.rename(part, target)
+        os.rename(part, target)  # over an empty folder too
     except BaseException:
         shutil.rmtree(part, ignore_errors=True)
         raise
@@ -117,7 +108,7 @@ def _copy(done: Exported, part: Path) -> None:
         (part / ADAPTER).write_text(json.dumps(about, indent=2), encoding="utf-8")
 
 
-def _convert(done: Exported, run: RunFolder | None, dtype: str | None, part: Path) -> None:
+def _convert(done: Exported, run: RunFolder | None, dtype: Dtype | None, part: Path) -> None:
     """Save the model in another number format, or with its adapter merged."""
     from TrainingFactory.models import load_model
     from TrainingFactory.models.loading import pick_dtype, stored_dtype

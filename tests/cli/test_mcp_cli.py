@@ -3,29 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.kits import mcp as kit
-from TrainingFactory.cli import main
-
-Run = Callable[..., tuple[int, str, str]]
+from tests.kits.cli import Run
 
 
 @pytest.fixture
-def tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+def tools(tfactory: Run) -> Run:
     """Runs a command over one tiny server: (status, stdout, stderr)."""
-    monkeypatch.chdir(tmp_path)
     entry = kit.own("tiny.py", pure=["count"], timeout=5, error_text="^Database")
     Path("mcp.json").write_text(json.dumps({"mcpServers": {"tiny": entry}}))
 
     def run(*arguments: str, config: bool = True) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as ended:
-            main(["tools", *arguments, *(("--config", "mcp.json") if config else ())])
-        out, err = capsys.readouterr()
-        return int(ended.value.code or 0), out, err
+        return tfactory("tools", *arguments, *(("--config", "mcp.json") if config else ()))
 
     return run
 
@@ -50,27 +43,40 @@ def test_list_of_what_comes_along(tools: Run) -> None:
 def test_call(tools: Run) -> None:
     assert tools("call", "say", "text=123")[:2] == (0, "123\n")  # a text stays one
     assert tools("call", "say", '{"text": "a=b"}')[:2] == (0, "a=b\n")
-    status, out, err = tools("call", "say")
-    assert (status, out) == (1, "") and "'text' is a required property" in err
-    status, _, err = tools("call", "fail")
-    assert status == 1 and "Database error" in err
-    status, _, err = tools("call", "die")
-    assert status == 1 and "unavailable" in err
+    for command, says in (
+        (("call", "say"), "'text' is a required property"),
+        (("call", "fail"), "Database error"),
+        (("call", "die"), "unavailable"),
+    ):
+        status, out, err = tools(*command)
+        assert (status, out) == (1, "") and says in err
     Path("mcp.json").write_text(json.dumps({"mcpServers": {"tiny": kit.own("tiny.py", isolation="process")}}))
     status, _, err = tools("call", "die")
     assert status == 1 and "the session of this episode ended" in err and "Traceback" not in err
 
 
-def test_mistakes(tools: Run) -> None:
-    status, _, err = tools("call", "sey", "text=x")
-    assert status == 2 and "did you mean say?" in err
-    status, _, err = tools("call", "say", "text")
-    assert status == 2 and "'text' is not key=value" in err
-    status, _, err = tools("call", "say", "{text")
-    assert status == 2 and "not JSON" in err
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("call", "sey", "text=x"), "did you mean say?"),
+        (("call", "say", "text"), "'text' is not key=value"),
+        (("call", "say", "{text"), "property name"),
+    ],
+)
+def test_mistakes(tools: Run, arguments: tuple[str, ...], says: str) -> None:
+    status, _, err = tools(*arguments)
+    assert status == 2 and says in err
+
+
+def test_a_file_that_is_none(tools: Run) -> None:
     Path("mcp.json").write_text("{")
     status, _, err = tools("list")
-    assert status == 2 and "mcp.json, line 1, column 2" in err and "Traceback" not in err
+    assert (
+        status == 2
+        and "mcp.json: cannot be read" in err
+        and "line 1 column 2" in err
+        and "Traceback" not in err
+    )
 
 
 def test_bench(tools: Run) -> None:

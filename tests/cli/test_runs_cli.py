@@ -71,43 +71,25 @@ def test_a_run_of_an_earlier_version_goes_on(
     assert status == 0 and "success" in out, err
 
 
-def broken_config(run: Path) -> None:
-    (run / "config.yaml").write_text("training: [")
-
-
-def unknown_option(run: Path) -> None:
-    (run / "config.yaml").write_text("training: {learning_rat: 1}")
-
-
-def half_written(run: Path) -> None:
-    (run / "environment.json").unlink()
-
-
-def broken_status(run: Path) -> None:
-    (run / "status.json").write_text('{"status": "fini')
-
-
-def foreign_status(run: Path) -> None:
-    (run / "status.json").write_text('["finished"]')
-
-
 @pytest.mark.parametrize(
-    ("spoil", "reason"),
+    ("file", "text", "reason"),
     [
-        (broken_config, "config.yaml"),
-        (unknown_option, "learning_rat"),
-        (half_written, "half written"),
-        (broken_status, "status.json"),
-        (foreign_status, "status.json"),
+        ("config.yaml", "training: [", "config.yaml"),
+        ("config.yaml", "training: {learning_rat: 1}", "learning_rat"),
+        ("environment.json", None, "half written"),
+        ("status.json", '{"status": "fini', "status.json"),
+        ("status.json", '["finished"]', "status.json"),
     ],
 )
-def test_one_unreadable_run_does_not_hide_the_others(before: Path, tfactory: Run, spoil, reason: str) -> None:
-    shutil.copytree(before, "runs/spoilt")
-    spoil(Path("runs/spoilt"))
+def test_one_unreadable_run_does_not_hide_the_others(
+    before: Path, tfactory: Run, file: str, text: str | None, reason: str
+) -> None:
+    spoilt = Path(shutil.copytree(before, "runs/spoilt")) / file
+    spoilt.unlink() if text is None else spoilt.write_text(text)
     Path("runs/rollouts").mkdir()  # no run
     status, out, err = tfactory("runs", "list")
     assert status == 0 and "Traceback" not in err, err
     [whole] = [line for line in out.splitlines() if line.startswith("before")]
-    [spoilt] = [line for line in out.splitlines() if line.startswith("spoilt")]
-    assert "3/4" in whole and "unreadable" in spoilt and "rollouts" not in out
+    [told] = [line for line in out.splitlines() if line.startswith("spoilt")]
+    assert "3/4" in whole and "unreadable" in told and "rollouts" not in out
     assert reason in out

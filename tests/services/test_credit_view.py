@@ -71,28 +71,21 @@ def test_the_values_are_those_of_the_training_rows(name: str) -> None:
     assert credit.measure == ("reward" if name == "ppo-head" else "advantage")
     seen, compared = {group.name: group for group in credit.groups}, 0
     for group in groups:
-        rows = algorithm.samples(group)
-        wanted = [
-            value
-            for row in rows
-            for value, used in zip(
-                row.rewards if name == "ppo-head" else row.advantages, row.loss_mask, strict=True
-            )
-            if used
-        ]
-        found = [
-            value for each in seen[group[0].group].episodes for turn in each.turns for value in turn.values
-        ]
+        wanted: list[float] = []
+        for row in algorithm.samples(group):
+            given = row.rewards if name == "ppo-head" else row.advantages
+            wanted += [value for value, used in zip(given, row.loss_mask, strict=True) if used]
+        shown = seen[group[0].group].episodes
+        found = [value for each in shown for turn in each.turns for value in turn.values]
         assert found == pytest.approx(wanted, rel=1e-6)
         compared += len(found)
-        for each, trajectory in zip(seen[group[0].group].episodes, group, strict=True):
+        for each, trajectory in zip(shown, group, strict=True):
             assert each.trajectory == trajectory
             for turn in each.turns:  # nothing but what was sampled, all of it
                 assert [n for piece in turn.pieces for n in piece.token_ids] == turn.turn.completion.token_ids
     assert compared > 100
-    assert [group.largest for group in credit.groups] == sorted(
-        (g.largest for g in credit.groups), reverse=True
-    )
+    largest = [group.largest for group in credit.groups]
+    assert largest == sorted(largest, reverse=True)
 
 
 def test_credit_by_turn_and_by_trajectory() -> None:
@@ -128,8 +121,7 @@ def test_what_takes_all_groups_of_a_step() -> None:
     plain = np.array([0.5, *[-0.5] * 3, 2.5, -2.5, -2.5])
     wanted = (plain - plain.mean()) / plain.std()
     seen = {
-        group.name: [v for e in group.episodes for turn in e.turns for v in turn.values]
-        for group in credit.groups
+        group.name: [v for e in group.episodes for vs in values(e) for v in vs] for group in credit.groups
     }
     assert [*seen["0/t"], *seen["0/u"]] == pytest.approx(wanted, rel=1e-5)
     assert credit.groups[0].name == "0/u" and credit.largest == pytest.approx(abs(wanted).max(), rel=1e-5)
@@ -139,11 +131,8 @@ def test_rft_shows_what_was_kept() -> None:
     # The same words three times: only the reward and the order say which one is kept.
     group = [episode(0, ["a", "bb"], 0.0), episode(1, ["a", "bb"], 1.0), episode(2, ["a", "bb"], 1.0)]
     credit = coloured(group, RFT(threshold=1.0), TOKENIZER)
-    assert credit.measure == "weight" and [each.left_out for each in members(credit)] == [
-        "not kept",
-        None,
-        "not kept",
-    ]
+    left_out = [each.left_out for each in members(credit)]
+    assert credit.measure == "weight" and left_out == ["not kept", None, "not kept"]
     assert values(members(credit)[1]) == [[1.0], [1.0, 1.0]] and values(members(credit)[0]) == [[], []]
     assert members(credit)[0].turns[0].summary("weight") == ["not trained"]
 
@@ -171,21 +160,11 @@ def test_why_an_episode_is_not_trained() -> None:
     ]
     seen = members(coloured(group, GRPO(train_truncated=False), TOKENIZER))
     cut = "a length limit cut it, and train_truncated is false"
-    assert [each.left_out for each in seen] == [
-        None,
-        "not scored: the judge is silent",
-        cut,
-        "it has no turn",
-        None,
-    ]
+    reasons = [None, "not scored: the judge is silent", cut, "it has no turn", None]
+    assert [each.left_out for each in seen] == reasons
     assert [each.total for each in seen] == [1.0, None, 0.5, 0.0, 0.0]
     same = members(coloured([episode(n, ["a"], 1.0) for n in range(2)], GRPO(), TOKENIZER))
     assert all("earned the same" in (each.left_out or "") for each in same)
-    empty = episode(0, ["a"], 1.0)
-    empty.turns[0].completion = Completion([], [], "stop")
-    credit = coloured([empty, episode(1, ["b"], 0.0)], GRPO(), TOKENIZER)
-    assert "0/t has a turn without token ids" in credit.notes[1]
-    assert members(credit)[0].turns[0].pieces[0].text == "a" and not members(credit)[1].turns[0].values
     assert coloured([], GRPO(), TOKENIZER).groups == []
 
 
@@ -261,18 +240,11 @@ def test_the_page_is_well_formed_and_obeys_nobody() -> None:
     page = credit_page(hostile(), HOSTILE)
     page.encode()
     root = ElementTree.fromstring(page.removeprefix("<!DOCTYPE html>\n"))
-    assert not {element.tag for element in root.iter()} & {
-        "script",
-        "link",
-        "img",
-        "iframe",
-        "object",
-        "form",
-    }
+    tags = {element.tag for element in root.iter()}
+    assert not tags & {"script", "link", "img", "iframe", "object", "form"}
     names = {name for element in root.iter() for name in element.attrib}
-    assert not names & {"src", "srcset", "action", "style"} and not any(
-        name.startswith("on") for name in names
-    )
+    assert not names & {"src", "srcset", "action", "style"}
+    assert not any(name.startswith("on") for name in names)
     assert {link.attrib["href"] for link in root.iter("a")} == {"#g0"}
     assert "url(" not in page and "@import" not in page and not re.search(r"[\x00-\x08\x0b-\x1f\u202e]", page)
     text = "".join(root.itertext())

@@ -101,7 +101,6 @@ def test_mistakes(tmp_path: Path) -> None:
     for name, out, options, text in [
         (checkpoint, "full", {}, "is there already"),
         (checkpoint, "out", {"merge": True}, "nothing to merge"),
-        (checkpoint, "out", {"dtype": "int8"}, "dtype is 'int8'; it must be one of float32"),
         (str(tmp_path / "nothing"), "out", {}, "neither a run in runs nor a folder with a model"),
     ]:
         with pytest.raises(ValueError, match=text):
@@ -116,11 +115,8 @@ def test_mistakes(tmp_path: Path) -> None:
         export(str(tmp_path / "own"), tmp_path / "out")
     with pytest.raises(ValueError, match="dtype is for whole models"):
         export(str(tmp_path / "own"), tmp_path / "out", dtype="bfloat16")
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "checkpoint",
-        "full",
-        "own",
-    ]  # nothing half done
+    left = sorted(path.name for path in tmp_path.iterdir())
+    assert left == ["checkpoint", "full", "own"]  # nothing half done
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -160,7 +160,7 @@ def test_the_page(runs: Path, episodes: Run, tmp_path: Path) -> None:
     assert sorted(tokens) == sorted(sampled) and len(list(root.iter("h2"))) == 3
     (tmp_path / "file").touch()
     status, _, err = episodes("a", "--html", str(tmp_path / "file" / "x.html"))
-    assert status == 2 and "cannot be written" in err and len(err.splitlines()) == 1
+    assert status == 1 and "File exists" in err and len(err.splitlines()) == 1
 
 
 def test_a_run_that_is_being_written_or_lost_its_checkpoints(

@@ -6,17 +6,16 @@ import asyncio
 import json
 import sqlite3
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 
+from tests.kits.cli import Run
 from tests.kits.rollout import FakeChat, call_text, rollout
 from tests.kits.run import Quiet, small
 from tests.tools.test_recording import no_turn_is_cut
 from TrainingFactory import catalog
-from TrainingFactory.cli import main
 from TrainingFactory.config import TrainingConfig, load_config
 from TrainingFactory.data.trajectories import load_trajectories
 from TrainingFactory.envs import SearchEnvironment, ToolEnvironment
@@ -194,20 +193,6 @@ def test_environments_are_given_tools_and_a_prompt() -> None:
         equipped(NoToolEnvironment, environment={"system_prompt": "x"})
 
 
-Run = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def tfactory(folder: Path, capsys: pytest.CaptureFixture[str]) -> Run:
-    def run(*arguments: str) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as ended:
-            main(arguments)
-        out, err = capsys.readouterr()
-        return int(ended.value.code or 0), out, err
-
-    return run
-
-
 RECORDED = (
     '{"step": 9, "task": "a", "member": 0, "batch": 0, "call": 0, "tool": "double", "arguments": {}, '
     '"result": {"content": "x"}}\n'
@@ -221,7 +206,7 @@ sampling: {max_tokens: 4, deterministic: true}
 """
 
 
-def test_tools_and_tasks_alone_make_a_run(tfactory: Run) -> None:
+def test_tools_and_tasks_alone_make_a_run(folder: Path, tfactory: Run) -> None:
     Path("plain.yaml").write_text(PLAIN)
     status, out, err = tfactory("rollout", "plain.yaml", "logging.record_tools=true", "--out", "e.jsonl")
     assert status == 0, err
@@ -297,11 +282,12 @@ class Process:
 
     started: ClassVar[list[Process]] = []
     ended: ClassVar[list[Process]] = []
+    closed: ClassVar[list[str]] = []  # sessions
 
     async def open(self) -> None:
         self.started.append(self)
 
-    def session(self) -> Process.Session:
+    def session(self) -> Any:
         return Process.Session()
 
     async def close(self) -> None:
@@ -310,30 +296,18 @@ class Process:
     class Session:
         tools: ClassVar[list[Any]] = []
 
-        async def close(self) -> None: ...
+        async def close(self) -> None:
+            Process.closed.append("session")
 
 
 @pytest.mark.parametrize("how", ["raises", "hangs"])
 def test_an_environment_that_does_not_close_gives_its_sessions_back(how: str) -> None:
-    closed: list[str] = []
-
-    class Session:
-        tools: ClassVar[list[Any]] = []
-
-        async def close(self) -> None:
-            closed.append("session")
-
-    class Source:
-        async def open(self) -> None: ...
-
-        def session(self) -> Session:
-            return Session()
-
-        async def close(self) -> None: ...
+    closed = Process.closed
+    closed.clear()
 
     class Broken(ToolEnvironment):
         def __init__(self, task: Task) -> None:
-            super().__init__(task, [Source()])
+            super().__init__(task, [Process()])
 
         async def close(self) -> None:
             if how == "raises":

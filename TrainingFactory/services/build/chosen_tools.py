@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any
 
 from TrainingFactory.protocols import Tool, ToolSession, ToolSource
 from TrainingFactory.tools import ToolOptions
-from TrainingFactory.types import ToolResult
 
 DEFAULT_OPTIONS = ToolOptions()
 # From the names of the tools on offer, each with that of its server, to the names of those that are taken and of those
@@ -47,10 +45,6 @@ class _ChosenSession:
         self.close = session.close
 
 
-def cache_all(offered: Mapping[str, str]) -> tuple[set[str], set[str]]:
-    return set(offered), set(offered)
-
-
 def choose_names(name: str, offered: Mapping[str, str], where: str, path: str) -> set[str]:
     """Return which tools of a file an entry means: the tool of that name, else all of the server of that name; where
     the file has one server only, the name is a label for all of its tools."""
@@ -70,13 +64,10 @@ class _Cacheable:
     """A tool that the config calls cacheable."""
 
     def __init__(self, tool: Tool, options: ToolOptions) -> None:
-        self._tool, self.spec, self.options = tool, tool.spec, options
+        self.spec, self.run, self.options = tool.spec, tool.run, options
         self.__wrapped__ = tool  # the cache has to see who answers
         if ready := getattr(tool, "until_ready", None):
             self.until_ready = ready
-
-    async def run(self, arguments: dict[str, Any]) -> ToolResult:
-        return await self._tool.run(arguments)
 
 
 def cacheable(tool: Tool) -> Tool:

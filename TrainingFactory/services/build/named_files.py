@@ -3,15 +3,17 @@ config, and a run that goes on finds them where they were, wherever it is resume
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+from pydantic import BaseModel
 
 from TrainingFactory.config import TrainingConfig, load_config
-from TrainingFactory.config.schema import RewardSection
 from TrainingFactory.user_code import is_file_name, split_name
 
+Section = TypeVar("Section", bound=BaseModel)
 Move = Callable[[str], str]  # from the name of a file to the one that is meant
 DATA = ("tasks", "dataset", "heldout")
 ABOUT = "files"  # where a run remembers them
@@ -32,7 +34,7 @@ def read_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Train
 
 
 def moved(config: TrainingConfig, move: Move) -> TrainingConfig:
-    """The config with every file that it names moved."""
+    """Return the config with every file that it names moved."""
 
     def named(name: str) -> str:
         if not is_file_name(name):
@@ -40,33 +42,32 @@ def moved(config: TrainingConfig, move: Move) -> TrainingConfig:
         file, wanted = split_name(name)
         return f"{move(file)}:{wanted}" if wanted else move(file)
 
-    updates: dict[str, Any] = {}
-    if (name := config.environment.environment_id) is not None and named(name) != name:
-        updates["environment"] = config.environment.model_copy(update={"environment_id": named(name)})
+    environment, reward = config.environment, config.reward
     data = {key: move(name) for key in DATA if (name := getattr(config.data, key)) is not None}
-    if any(getattr(config.data, key) != name for key, name in data.items()):
-        updates["data"] = config.data.model_copy(update=data)
     tools = [
-        entry.model_copy(
-            update={"name": named(entry.name)} if entry.config is None else {"config": move(entry.config)}
-        )
+        _with(entry, name=named(entry.name))
+        if entry.config is None
+        else _with(entry, config=move(entry.config))
         for entry in config.tools
     ]
-    if tools != config.tools:
-        updates["tools"] = tools
-    if (reward := _reward(config.reward, named)) != config.reward:
-        updates["reward"] = reward
-    return config.model_copy(update=updates) if updates else config
-
-
-def _reward(reward: RewardSection, named: Move) -> RewardSection:
     parts = {
         name: part | {"options": _options(part["options"], named)}
         for name, part in reward.parts.items()
         if isinstance(part.get("options"), Mapping)
     }
-    update = {"options": _options(reward.options, named), "parts": reward.parts | parts}
-    return reward.model_copy(update=update)
+    return _with(
+        config,
+        environment=_with(environment, environment_id=(name := environment.environment_id) and named(name)),
+        data=_with(config.data, **data),
+        tools=tools,
+        reward=_with(reward, options=_options(reward.options, named), parts=reward.parts | parts),
+    )
+
+
+def _with(section: Section, **values: Any) -> Section:
+    """Return the section with other values; what stays the same is not marked as set."""
+    changed = {key: value for key, value in values.items() if value != getattr(section, key)}
+    return section.model_copy(update=changed) if changed else section
 
 
 def _options(options: Mapping[str, Any], named: Move) -> dict[str, Any]:
@@ -81,8 +82,7 @@ def _options(options: Mapping[str, Any], named: Move) -> dict[str, Any]:
 
 
 def about_files(config: TrainingConfig) -> dict[str, dict[str, str | None]]:
-    """What a run remembers: where the files are that its config names, and of Python files what is in them. Whether
-    the data are the same is looked at row by row."""
+    """Return what a run remembers: where the files are that its config names, and of Python files what is in them."""
     found: dict[str, dict[str, str | None]] = {}
 
     def note(name: str) -> str:
@@ -96,26 +96,27 @@ def about_files(config: TrainingConfig) -> dict[str, dict[str, str | None]]:
 
 
 def as_then(config: TrainingConfig, about: Mapping[str, Any]) -> TrainingConfig:
-    """The config of a run, with the files where they were when it started."""
-    places = dict(_places(about))
+    """Return the config of a run, with the files where they were when it started."""
+    places = _places(about)
     return moved(config, lambda name: places.get(name, name))
 
 
 def changed_files(about: Mapping[str, Any]) -> list[str]:
-    """The Python files that are not any more what they were when the run started."""
-    remembered = about.get(ABOUT, {})
+    """Return the Python files that are not any more what they were when the run started."""
     return [
         name
-        for name, place in _places(about)
-        if (was := remembered[name]["digest"]) is not None and _exists(place) and was != _digest(Path(place))
+        for name, place in _places(about).items()
+        if (was := about[ABOUT][name]["digest"]) is not None
+        and _exists(place)
+        and was != _digest(Path(place))
     ]
 
 
-def _places(about: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Where each file is now: where it was, or where that is gone, in the current folder."""
-    for name, known in about.get(ABOUT, {}).items():
-        same = Path(name).expanduser().resolve() == Path(known["path"])
-        yield name, name if same or not _exists(known["path"]) else known["path"]
+def _places(about: Mapping[str, Any]) -> dict[str, str]:
+    """Return where each file is now: where it was, or where that is gone, in the current folder."""
+    known = {name: file["path"] for name, file in about.get(ABOUT, {}).items()}
+    here = {name for name in known if str(Path(name).expanduser().resolve()) == known[name]}
+    return {name: path if name not in here and _exists(path) else name for name, path in known.items()}
 
 
 def _exists(name: str) -> bool:

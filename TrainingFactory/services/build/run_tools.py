@@ -37,9 +37,8 @@ class RunTools:
         self._recorder = Recorder(self._recording)
         self._sources: list[ToolSource] = []
         self._specs: list[ToolSpec] = []
-        self._cache, self._borrowed = None, cache is not None
-        if self._recording is None:
-            self._cache = cache or make_tool_cache(config)
+        self._borrowed = cache is not None
+        self._cache = None if self._recording else cache or make_tool_cache(config)
         self.runtime = ToolRuntime(cache=self._cache, recorder=self._recorder)
 
     @property

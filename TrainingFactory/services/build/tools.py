@@ -13,7 +13,7 @@ from TrainingFactory.config import TrainingConfig
 from TrainingFactory.config.schema import ToolEntry
 from TrainingFactory.options import is_secret
 from TrainingFactory.protocols import EnvironmentFactory, Tool, ToolSource
-from TrainingFactory.services.build.chosen_tools import Chosen, cache_all, cacheable, choose_names
+from TrainingFactory.services.build.chosen_tools import Chosen, cacheable, choose_names
 from TrainingFactory.services.build.user_code import tools_from_file
 from TrainingFactory.tools.adapt import as_tool
 from TrainingFactory.tools.builtin.making import make_tool
@@ -28,9 +28,8 @@ VARIABLE = re.compile(r"\$\{(\w+)\}")
 
 def listed(tools: Any) -> list[Any]:
     """Return what `tools=` was given as a list: several, or a single one."""
-    if isinstance(tools, ToolSource | Tool | str | Mapping) or not isinstance(tools, Iterable):
-        return [tools]
-    return list(tools)
+    single = isinstance(tools, ToolSource | Tool | str | Mapping) or not isinstance(tools, Iterable)
+    return [tools] if single else list(tools)
 
 
 def make_tools(
@@ -75,7 +74,12 @@ def _tools_of(entry: ToolEntry, where: str) -> list[Handed]:
             raise ValueError(f"{where}: {error}") from error
     if not entry.cache_enabled:
         return made
-    return [Chosen(tool, cache_all) if isinstance(tool, ToolSource) else cacheable(tool) for tool in made]
+    return [
+        Chosen(tool, lambda offered: (set(offered), set(offered)))
+        if isinstance(tool, ToolSource)
+        else cacheable(tool)
+        for tool in made
+    ]
 
 
 def _from_servers(path: str, entries: Sequence[ToolEntry]) -> ToolSource:
@@ -100,7 +104,7 @@ def make_tool_cache(config: TrainingConfig) -> ToolCache | None:
     if not wanted and not any(entry.cache_enabled for entry in config.tools):
         return None
     if isinstance(wanted, str) and wanted:
-        target = filled_in({"tool_cache": wanted}, "optimization")["tool_cache"]
+        target = _filled("tool_cache", wanted, "optimization.tool_cache")
         return ToolCache(os.path.expanduser(target))
     folder = Path(config.logging.output_dir).expanduser()
     folder.mkdir(parents=True, exist_ok=True)
@@ -126,10 +130,7 @@ def _filled(key: str, value: Any, where: str) -> Any:
             f"{where} holds a secret, and the config is kept with the run; put it into an environment variable "
             f"and write {key}: ${{NAME}}"
         )
-    return VARIABLE.sub(lambda found: _variable(found[1], where), value)
-
-
-def _variable(name: str, where: str) -> str:
-    if name not in os.environ:
-        raise ValueError(f"{where}: the environment variable {name} is not set")
-    return os.environ[name]
+    try:
+        return VARIABLE.sub(lambda found: os.environ[found[1]], value)
+    except KeyError as error:
+        raise ValueError(f"{where}: the environment variable {error.args[0]} is not set") from None

@@ -15,13 +15,13 @@ from TrainingFactory.user_code import defined, opened
 
 
 def environment_from_file(name: str) -> type[ToolEnvironment]:
-    """The environment class in `weather.py`, or the one named in `weather.py:Weather`."""
+    """Return the environment class in `weather.py`, or the one named in `weather.py:Weather`."""
     module, path, wanted = opened("environment", name)
-    if wanted:
-        return _named(module, path, wanted)
-    found = [value for value in defined(module) if _is_environment(value)]
+    found = [_named(module, path, wanted)] if wanted else defined(module)
+    found = [value for value in found if inspect.isclass(value) and issubclass(value, ToolEnvironment)]
     if not found:
-        raise ValueError(f"{path} defines no environment: a class that inherits from ToolEnvironment")
+        what = f"{wanted} in {path} is" if wanted else f"{path} defines"
+        raise ValueError(f"{what} no environment: a class that inherits from ToolEnvironment")
     if len(found) > 1:
         names = ", ".join(f"{path}:{value.__name__}" for value in found)
         raise ValueError(f"{path} defines several environments; say which: {names}")
@@ -29,28 +29,18 @@ def environment_from_file(name: str) -> type[ToolEnvironment]:
 
 
 def tools_from_file(name: str) -> list[Tool | ToolSource]:
-    """All `@tool` functions of `mytools.py`, or the one named in `mytools.py:lookup`, which may also be a plain
+    """Return all `@tool` functions of `mytools.py`, or the one named in `mytools.py:lookup`, which may also be a plain
     typed function."""
     module, path, wanted = opened("tool", name)
     if wanted:
-        value: Any = vars(module).get(wanted)
-        if value is None:
-            raise ValueError(f"{path} has no {wanted!r}")
-        return [as_tool(value)]
+        return [as_tool(_named(module, path, wanted))]
     found = [value for value in defined(module) if isinstance(value, FunctionTool)]
     if not found:
         raise ValueError(f"{path} defines no tool: put @tool (from TrainingFactory.tools) over a function")
     return list(found)
 
 
-def _named(module: ModuleType, path: Path, wanted: str) -> type[ToolEnvironment]:
-    value: Any = vars(module).get(wanted)
-    if value is None:
+def _named(module: ModuleType, path: Path, wanted: str) -> Any:
+    if wanted not in vars(module):
         raise ValueError(f"{path} has no {wanted!r}")
-    if not _is_environment(value):
-        raise ValueError(f"{wanted} in {path} is no environment: a class that inherits from ToolEnvironment")
-    return value
-
-
-def _is_environment(value: Any) -> bool:
-    return inspect.isclass(value) and issubclass(value, ToolEnvironment)
+    return vars(module)[wanted]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 from TrainingFactory.algorithms.credit import OVERLONG
@@ -17,7 +18,7 @@ from TrainingFactory.algorithms.kinds import KINDS
 from TrainingFactory.algorithms.ppo import PPO
 from TrainingFactory.algorithms.rft import RFT
 from TrainingFactory.data.packing import make_batch
-from TrainingFactory.data.samples import turn_spans
+from TrainingFactory.data.samples import to_samples, turn_spans
 from TrainingFactory.protocols import Algorithm
 from TrainingFactory.services.reports.texts import said
 from TrainingFactory.types import Sample, Trajectory, Turn
@@ -79,10 +80,9 @@ class TurnCredit:
             return [*told, "not trained"]
         if measure == "reward":
             return [*told, f"reward {sum(values):+.2f}"]
-        low, high, mean = min(values), max(values), sum(values) / len(values)
-        if high - low <= 1e-6 * max(abs(low), abs(high)):
-            return [*told, f"{measure} {values[0]:+.2f}"]
-        return [*told, f"{measure} {mean:+.2f} on average, from {low:+.2f} to {high:+.2f}"]
+        low, high, mean = f"{min(values):+.2f}", f"{max(values):+.2f}", sum(values) / len(values)
+        varied = f" on average, from {low} to {high}" if low != high else ""
+        return [*told, f"{measure} {mean:+.2f}{varied}"]
 
 
 @dataclass(slots=True, frozen=True)
@@ -152,19 +152,18 @@ class Credit:
 def coloured(trajectories: Sequence[Trajectory], algorithm: Algorithm, tokenizer: Any = None) -> Credit:
     """Show what `algorithm` makes of the episodes of one step, token by token. Those with the same `group` are compared
     with each other. Without a tokenizer, turns are shown as they were read, in one piece."""
-    measure, notes = _measure_of(algorithm), list[str]()
+    measure = _measure_of(algorithm)
+    notes = [NOTES[measure]]
     groups: dict[str, list[Trajectory]] = {}
     for trajectory in trajectories:
         groups.setdefault(trajectory.group, []).append(trajectory)
-    rows: dict[str, list[Sample]] = {}
-    for name, group in groups.items():
-        rows[name] = list(algorithm.samples(group)) if _has_tokens(group) else []
-        if not _has_tokens(group):
-            notes.append(f"group {name} has a turn without token ids, so that only rewards can be shown")
+    rows = {name: algorithm.samples(group) for name, group in groups.items()}
     _prepare([row for made in rows.values() for row in made], algorithm)
+    decode = None
     if tokenizer is None:
         notes.append("without a tokenizer the turns are shown as they were read, in one piece")
-    decode = None if tokenizer is None else _decoder(tokenizer)
+    else:
+        decode = partial(tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False)
     found = []
     for name, group in groups.items():
         reasons = [_reason_against(trajectory, group, algorithm) for trajectory in group]
@@ -176,7 +175,7 @@ def coloured(trajectories: Sequence[Trajectory], algorithm: Algorithm, tokenizer
             episodes.append(EpisodeCredit(trajectory, turns, None if trained else reasons[place] or EQUAL))
         found.append(GroupCredit(name, episodes))
     found.sort(key=lambda group: -group.largest)
-    return Credit(measure, found, [NOTES[measure], *notes], found[0].largest if found else 0.0)
+    return Credit(measure, found, notes, found[0].largest if found else 0.0)
 
 
 def pieces_of(token_ids: Sequence[int], decode: Decode) -> Iterator[tuple[int, int, str]]:
@@ -184,7 +183,7 @@ def pieces_of(token_ids: Sequence[int], decode: Decode) -> Iterator[tuple[int, i
     after the ones before them, because with some tokenizers a text loses its first blank."""
     before = start = 0  # of the piece before, and of the next one
     for end in range(1, len(token_ids) + 1):
-        text, known = decode(token_ids[before:end]), decode(token_ids[before:start])
+        text, known = decode(token_ids[before:end]), decode(token_ids[before:start]) if start else ""
         if text.endswith(HALF) and end - start < LONGEST_CHARACTER and end < len(token_ids):
             continue
         yield start, end, text[len(known) :] if text.startswith(known) else decode(token_ids[start:end])
@@ -193,17 +192,13 @@ def pieces_of(token_ids: Sequence[int], decode: Decode) -> Iterator[tuple[int, i
 
 def _measure_of(algorithm: Algorithm) -> Measure:
     name = type(algorithm).__name__
-    if name in [kind.home.partition(":")[2] for kind in KINDS.values() if not kind.samples]:
+    if any(kind.home.endswith(f":{name}") for kind in KINDS.values() if not kind.samples):
         raise ValueError(
             f"{name} learns from examples, not from rewards: none of its tokens has an advantage"
         )
     if algorithm.accepted([]) is not None:
         return "weight"
     return "reward" if "values" in algorithm.needs else "advantage"
-
-
-def _has_tokens(group: Sequence[Trajectory]) -> bool:
-    return all(turn.completion.token_ids for trajectory in group for turn in trajectory.turns)
 
 
 def _prepare(rows: Sequence[Sample], algorithm: Algorithm) -> None:
@@ -230,19 +225,10 @@ def _rows_of_episodes(
     found = {}
     for own in made.values():
         tokens = [row.token_ids for row in own]
-        place = next(each for each in left if _row_tokens(group[each]) == tokens)
+        place = next(each for each in left if [row.token_ids for row in to_samples(group[each])] == tokens)
         left.remove(place)
         found[place] = own
     return found
-
-
-def _row_tokens(trajectory: Trajectory) -> list[list[int]]:
-    """Return the tokens of each row: the last turn in it, with all that it saw."""
-    rows = {
-        span.row: turn.prompt_ids + turn.completion.token_ids
-        for turn, span in zip(trajectory.turns, turn_spans(trajectory), strict=True)
-    }
-    return list(rows.values())
 
 
 def _turns(
@@ -256,20 +242,12 @@ def _turns(
             row, place = rows[span.row], slice(span.begin, span.end)
             given = (row.rewards if measure == "reward" else row.advantages)[place]
             values = [v if used else None for v, used in zip(given, row.loss_mask[place], strict=True)]
-        parts = pieces_of(ids, decode) if decode is not None and ids else [(0, len(ids), _as_read(turn))]
+        parts = pieces_of(ids, decode) if decode is not None else [(0, len(ids), _as_read(turn))]
         pieces = [
             Piece(text, ids[start:end], logprobs[start:end], [v for v in values[start:end] if v is not None])
             for start, end, text in parts
         ]
         yield TurnCredit(turn, steps[number] if steps else None, pieces)
-
-
-def _decoder(tokenizer: Any) -> Decode:
-    def decode(token_ids: Sequence[int]) -> str:
-        options = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
-        return tokenizer.decode(list(token_ids), **options) if token_ids else ""
-
-    return decode
 
 
 def _as_read(turn: Turn) -> str:
@@ -283,8 +261,6 @@ def _reason_against(trajectory: Trajectory, group: Sequence[Trajectory], algorit
         return f"not scored: {trajectory.error or 'no reason given'}"
     if not trajectory.turns:
         return "it has no turn"
-    if not _has_tokens(group):
-        return "its group has a turn without token ids"
     accepted = algorithm.accepted(group)
     if accepted is not None:
         return None if any(each is trajectory for each in accepted) else "not kept"

@@ -9,7 +9,7 @@ from typing import Any
 from TrainingFactory.algorithms.kinds import KINDS
 from TrainingFactory.data.trajectories import load_trajectories
 from TrainingFactory.models.loading import load_tokenizer
-from TrainingFactory.options import nearest
+from TrainingFactory.options import did_you_mean, nearest
 from TrainingFactory.services.build.learner import make_algorithm
 from TrainingFactory.services.reports.credit_view import Credit, GroupCredit, coloured
 from TrainingFactory.services.runs.folder import TRAJECTORIES, RunFolder
@@ -21,12 +21,11 @@ def run_credit(run: RunFolder, step: int | None = None, task: str | None = None)
     step = _resolve_step(run, step, task)
     # Groups are named by their step, counted from 0.
     episodes = list(load_trajectories(run.path / TRAJECTORIES, f"{step - 1}/", growing=True))
-    if not episodes:
-        raise ValueError(f"{run.path / TRAJECTORIES} has no episode of step {step}: it was changed")
-    tokenizer, problem = _tokenizer(run)
-    credit = coloured(episodes, make_algorithm(run.config), tokenizer)
-    if problem:
-        credit.notes.append(problem)
+    tokenizer = _tokenizer(run)
+    missing = isinstance(tokenizer, ValueError)
+    credit = coloured(episodes, make_algorithm(run.config), None if missing else tokenizer)
+    if missing:
+        credit.notes.append(str(tokenizer))
     return step, credit
 
 
@@ -51,10 +50,8 @@ def choose(
 
 
 def _chosen(group: GroupCredit, best: int, worst: int) -> GroupCredit:
-    scored = [
-        (episode.total, place) for place, episode in enumerate(group.episodes) if episode.total is not None
-    ]
-    ranked = [place for _, place in sorted(scored, key=lambda each: -each[0])]
+    totals = {place: each.total for place, each in enumerate(group.episodes) if each.total is not None}
+    ranked = sorted(totals, key=lambda place: -totals[place])
     kept = {*ranked[:best], *ranked[max(0, len(ranked) - worst) :]}
     return replace(group, episodes=[group.episodes[place] for place in sorted(kept)])
 
@@ -76,32 +73,29 @@ def _resolve_step(run: RunFolder, step: int | None, task: str | None) -> int:
     if not taken:
         raise ValueError(f"run {run.name} has finished no step yet, so there are no episodes to show")
     if not (run.path / TRAJECTORIES).is_file():
-        off = "" if config.logging.save_trajectories else ": it ran with logging.save_trajectories=false"
-        raise ValueError(f"run {run.name} kept no episodes{off}")
+        raise ValueError(
+            f"run {run.name} kept no episodes: it ran with logging.save_trajectories=false, or they were removed"
+        )
     if step is not None and step not in taken:
         raise ValueError(f"run {run.name} has no step {step}; it has steps {min(taken)} to {max(taken)}")
-    if task is None:
-        return step or max(taken)
-    steps = [number for number, ids in taken.items() if task in ids]
+    steps = [number for number, ids in taken.items() if task is None or task in ids]
     if not steps:
-        near = nearest(task, (name for names in taken.values() for name in names))
-        shown = ", ".join(taken[step or max(taken)][:5])
-        hint = f"did you mean {near!r}?" if near else f"there are for example {shown}"
-        raise ValueError(f"run {run.name} took no task {task!r}; {hint}")
+        known = [name for ids in taken.values() for name in ids]
+        near = did_you_mean(nearest(str(task), known)) or f"; there are for example {', '.join(known[:5])}"
+        raise ValueError(f"run {run.name} took no task {task!r}{near}")
     if step is not None and step not in steps:
         told = ", ".join(map(str, steps))
         raise ValueError(f"step {step} of run {run.name} took no task {task!r}, which was in step {told}")
-    return step or steps[-1]
+    return step or max(steps)
 
 
-def _tokenizer(run: RunFolder) -> tuple[Any, str | None]:
-    """Return the tokenizer of the last checkpoint, or of the model that the run started with; or say why there is
-    none."""
-    model = run.config.model
-    problem = None
+def _tokenizer(run: RunFolder) -> Any:
+    """Return the tokenizer of the last checkpoint, or of the model that the run started with; or the error that says
+    why there is none."""
+    model, problem = run.config.model, None
     for place in [*map(str, run.checkpoints()[-1:]), model.name]:
         try:
-            return load_tokenizer(place, model.revision, model.trust_remote_code), None
+            return load_tokenizer(place, model.revision, model.trust_remote_code)
         except ValueError as error:
-            problem = problem or str(error)
-    return None, problem
+            problem = problem or error
+    return problem

@@ -10,28 +10,14 @@ from TrainingFactory.services.runs.folder import CONFIG, METRICS, RunFolder, is_
 
 # Metrics that are shown where a run has them -> format
 FORMATS = {
-    "loss": "{:.4f}",
-    "reward": "{:.3f}",
-    "accuracy": "{:.3f}",
-    "eval/success": "{:.3f}",
-    "eval/loss": "{:.4f}",
-    "eval/perplexity": "{:.3f}",
-    "eval/accuracy": "{:.3f}",
-    "tool_success": "{:.3f}",
-    "turns": "{:.2f}",
-    "entropy": "{:.3f}",
-    "tokens_per_second": "{:.0f}",
-    "tokens_saved": "{:.1%}",
-    "seconds/step": "{:.2f}",
-    "seconds/generate": "{:.2f}",
-    "seconds/tools": "{:.2f}",
-    "seconds/reward": "{:.2f}",
-    "seconds/update": "{:.2f}",
+    "loss": "{:.4f}", "reward": "{:.3f}", "accuracy": "{:.3f}",
+    "eval/success": "{:.3f}", "eval/loss": "{:.4f}", "eval/perplexity": "{:.3f}", "eval/accuracy": "{:.3f}",
+    "tool_success": "{:.3f}", "turns": "{:.2f}", "entropy": "{:.3f}",
+    "tokens_per_second": "{:.0f}", "tokens_saved": "{:.1%}",
+    **{f"seconds/{name}": "{:.2f}" for name in ("step", "generate", "tools", "reward", "update")},
     "episodes/failed": "{:.0f}",
-    "rows_left_out/bad": "{:.0f}",
-    "rows_left_out/long": "{:.0f}",
-    "rows_left_out/unused": "{:.0f}",
-}
+    **{f"rows_left_out/{why}": "{:.0f}" for why in ("bad", "long", "unused")},
+}  # fmt: skip
 PARTED = {"reward": "reward/", "eval/success": "eval/reward/"}  # parts of the reward go after these
 ASKED = ("judge/", "pool/")
 COLUMNS = ("run", "state", "steps", "last", "what")

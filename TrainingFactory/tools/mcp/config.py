@@ -4,33 +4,28 @@ from __future__ import annotations
 
 import ast
 import json
-import re
 import shlex
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
-from TrainingFactory.options import did_you_mean, nearest
-from TrainingFactory.tools.mcp.server_config import ServerConfig, ToolText, server_config
-
-ENTRY_KEYS = {"command", "url", "serverUrl"}  # one of these is in every entry
-TOOL_KEYS = ("name", "description", "parameters", "mcp_server", "tfactory", "type")
+from TrainingFactory.options import OptionError, make_from
+from TrainingFactory.tools.mcp.server_config import OneTool, ServerConfig, server_config
 
 
 def read_config(path: str | Path) -> list[ServerConfig]:
     """Return the servers of a file; raise ValueError with file, server and remedy if it is none of the known
-    forms."""
+    forms. A .pydata file holds a Python literal, which is read and never executed."""
     path = Path(path).expanduser()
     try:
         text = path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        data = ast.literal_eval(text.strip()) if path.suffix == ".pydata" else json.loads(text)
+    except (OSError, ValueError, SyntaxError) as error:
         raise ValueError(
-            f"{path}: cannot be read: {reason}; give the mcpServers file of your servers"
+            f"{path}: cannot be read: {error}; give the mcpServers file of your servers"
         ) from None
-    return parse_config(_literal(path, text), str(path), path.resolve().parent)
+    return parse_config(data, str(path), path.resolve().parent)
 
 
 def parse_config(data: Any, origin: str, folder: Path) -> list[ServerConfig]:
@@ -39,7 +34,7 @@ def parse_config(data: Any, origin: str, folder: Path) -> list[ServerConfig]:
     for name, entry, tool in _entries(data, origin):
         server = server_config(name, origin, folder, entry)
         if tool is not None:
-            _add_tool(servers, server, *tool)
+            _add_tool(servers, server, tool)
         elif name in servers:
             raise ValueError(f"{origin}: two servers are called {name!r}; rename one")
         else:
@@ -49,103 +44,62 @@ def parse_config(data: Any, origin: str, folder: Path) -> list[ServerConfig]:
     return list(servers.values())
 
 
-def _literal(path: Path, text: str) -> Any:
-    """Return JSON; from a .pydata file a Python literal, which is read and never executed."""
-    if path.suffix == ".pydata":
-        try:
-            return ast.literal_eval(text.strip())
-        except (ValueError, SyntaxError) as error:
-            line = f", line {error.lineno}" if isinstance(error, SyntaxError) else ""
-            raise ValueError(
-                f"{path}{line}: is not a Python literal; .pydata holds only lists, dicts, texts and numbers"
-            ) from None
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        commented = re.search(r"^\s*//|/\*", text, re.MULTILINE)
-        hint = "; JSON has no comments" if commented else ""
-        raise ValueError(
-            f"{path}, line {error.lineno}, column {error.colno}: is not JSON: {error.msg}{hint}"
-        ) from None
-
-
-def _entries(data: Any, origin: str) -> Iterator[tuple[str, Any, tuple[str, ToolText] | None]]:
-    """Yield name, entry and, in the seeds' form, the one tool and its text, for every server that is not disabled."""
+def _entries(data: Any, origin: str) -> Iterator[tuple[str, Any, OneTool | None]]:
+    """Yield name, entry and, in the seeds' form, the one tool, for every server that is not disabled."""
     if isinstance(data, list):
         for item in data:
             yield from _entries(item, origin)
         return
-    if isinstance(data, str):
-        raise ValueError(
-            f"{origin}: {data!r} is the name of a tool that qwen_agent brings along, not a server; "
-            "name tools that are not from a server in the tools list of the training config"
-        )
     if not isinstance(data, dict):
         raise ValueError(f"{origin}: expected an object with mcpServers, found {type(data).__name__}")
     if "mcp_server" in data:
         yield _seed(data, origin)
         return
-    for name, entry in _servers(data, origin).items():
-        off = isinstance(entry, dict) and (entry.get("disabled") is True or entry.get("enabled") is False)
-        if not off:
-            yield str(name), entry, None
+    holder = data["mcp"] if isinstance(data.get("mcp"), dict) else data
+    servers = holder.get("mcpServers", holder.get("servers"))
+    if not isinstance(servers, dict):
+        keys = ", ".join(map(repr, list(data)[:8])) or "none"
+        raise ValueError(
+            f'{origin}: needs an object of servers by name under "mcpServers" or "servers", or "mcp_server"; '
+            f"its keys are {keys}"
+        )
+    for name, entry in servers.items():
+        if not isinstance(entry, dict):
+            raise ValueError(
+                f'{origin}: server {name!r} must be an object such as {{"command": "npx", "args": [...]}}'
+            )
+        if not entry.get("disabled") and entry.get("enabled", True):
+            yield name, entry, None
 
 
-def _servers(data: dict[str, Any], origin: str) -> dict[str, Any]:
-    """Return the entries by name, under whichever key they stand."""
-    nested = data.get("mcp")
-    for holder in (data, nested if isinstance(nested, dict) else {}):
-        for key in ("mcpServers", "servers"):
-            if key in holder:
-                if not isinstance(holder[key], dict):
-                    raise ValueError(f"{origin}: {key} must be an object of servers by name")
-                return holder[key]
-    if data and all(isinstance(entry, dict) and entry.keys() & ENTRY_KEYS for entry in data.values()):
-        return data  # without a key above
-    raise ValueError(
-        f'{origin}: has neither "mcpServers" nor "servers" nor "mcp_server"'
-        f"; its keys are {', '.join(map(repr, list(data)[:8])) or 'none'}"
-    )
-
-
-def _seed(data: dict[str, Any], origin: str) -> tuple[str, Any, tuple[str, ToolText]]:
-    """Return a server without a name for `{"name", "description", "parameters", "mcp_server"}`, which is one tool of
-    it described anew."""
-    name = data.get("name")
-    if not isinstance(name, str) or not name:
-        raise ValueError(f'{origin}: an entry with mcp_server needs a "name", that of the tool')
-    for key in data.keys() - set(TOOL_KEYS):
-        near = did_you_mean(nearest(key, TOOL_KEYS))
-        raise ValueError(f"{origin}: tool {name!r} has an unknown key {key!r}{near}")
-    description, parameters = data.get("description"), data.get("parameters")
-    if not isinstance(description, str | None) or not isinstance(parameters, dict | None):
-        raise ValueError(f"{origin}: tool {name!r}: description is a text, and parameters are a JSON schema")
-    if parameters and not parameters.keys() & {"type", "properties"}:  # the properties alone
-        needed = [key for key, schema in parameters.items() if "default" not in schema]
-        parameters = {"type": "object", "properties": parameters, "required": needed}
-    entry = data["mcp_server"]
+def _seed(data: dict[str, Any], origin: str) -> tuple[str, Any, OneTool]:
+    """Return the server of `{"name", "description", "parameters", "mcp_server"}`, which is one tool described anew."""
+    try:
+        tool: OneTool = make_from(OneTool, data, "a tool")
+    except OptionError as error:
+        raise ValueError(f"{origin}: tool {data.get('name')!r}: {error}") from None
+    entry = tool.mcp_server
     if isinstance(entry, str) and "://" in entry:
         entry = {"url": entry}
     elif isinstance(entry, str):
         command, *args = shlex.split(entry) or [""]
         entry = {"command": command, "args": args}
-    if not isinstance(entry, dict):
-        raise ValueError(f"{origin}: tool {name!r}: mcp_server must be a URL, a command or an object")
-    if "tfactory" in data:
-        entry = entry | {"tfactory": data["tfactory"]}
-    url = entry.get("url") or entry.get("serverUrl")
-    server = urlsplit(str(url)).hostname if url else Path(str(entry.get("command", ""))).name
-    return server or "server", entry, (name, ToolText(description, parameters))
+    if tool.tfactory is not None:
+        entry = entry | {"tfactory": tool.tfactory}
+    return tool.name, entry, tool
 
 
-def _add_tool(servers: dict[str, ServerConfig], server: ServerConfig, tool: str, text: ToolText) -> None:
-    """Add one tool of a server to that server if it is there already, else the server under a name that is free."""
-    name, number = server.name, 2
-    while (known := servers.get(name)) is not None:
-        if known.texts is not None and replace(known, name=server.name, texts=None) == server:
-            if tool in known.texts:
-                raise ValueError(f"{server.origin}: two entries describe the tool {tool!r}; remove one")
-            known.texts[tool] = text
+def _add_tool(servers: dict[str, ServerConfig], server: ServerConfig, tool: OneTool) -> None:
+    """Add one tool of a server to that server if it is there already, else the server under the tool's name."""
+    parameters = tool.parameters
+    if parameters and not parameters.keys() & {"type", "properties"}:  # the properties alone
+        needed = [key for key, schema in parameters.items() if "default" not in schema]
+        parameters = {"type": "object", "properties": parameters, "required": needed}
+    if any(tool.name in (known.texts or {}) for known in servers.values()):
+        raise ValueError(f"{server.origin}: two entries describe the tool {tool.name!r}; remove one")
+    texts = {tool.name: replace(tool, parameters=parameters)}
+    for name, known in servers.items():
+        if known.texts and replace(known, name=server.name, texts=None) == server:
+            servers[name] = replace(known, texts=known.texts | texts)
             return
-        name, number = f"{server.name}-{number}", number + 1
-    servers[name] = replace(server, name=name, texts={tool: text})
+    servers[server.name] = replace(server, texts=texts)

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import anyio
@@ -25,8 +25,9 @@ from mcp.types import CallToolRequest, CallToolRequestParams
 from pydantic import TypeAdapter, ValidationError
 
 from TrainingFactory.tools.mcp.content import tool_result
-from TrainingFactory.tools.mcp.noise import Noise, stderr_into
-from TrainingFactory.tools.mcp.server_config import ServerConfig
+from TrainingFactory.tools.mcp.noise import Noise
+from TrainingFactory.tools.mcp.offers import OfferedTool
+from TrainingFactory.tools.mcp.server_config import ServerConfig, ServerDown
 from TrainingFactory.tools.schema import check_schema, validator_of
 from TrainingFactory.types import ToolResult, ToolSpec
 
@@ -34,8 +35,8 @@ CLOSE_SECONDS = 8.0  # the SDK's own patience with a server that ignores its end
 CHECK_SECONDS = 30.0  # for a sign of life, or a call's time-out if that is longer: it may be busy with one
 MAX_PAGES = 100
 # How the SDK words, as if they were the server's answers, what happened to the connection.
-CLOSED = "Connection closed"
 SESSION_GONE = "Session terminated"  # an HTTP server that was restarted
+ENDS = {"Connection closed": "it closed the connection", SESSION_GONE: "it no longer knows our session"}
 CUT_OFF = "SSE stream ended without a response"  # this call's stream alone
 HTTP_ERROR = "Server returned an error response"
 LONG = 24 * 3600.0  # an idle stream is no error; calls have time-outs of their own
@@ -44,26 +45,6 @@ _AS_IT_CAME: TypeAdapter[Any] = TypeAdapter(dict[str, Any])
 # What the SDK logs is told in our own errors, and what its HTTP client logs has URLs with secrets.
 for _name in ("mcp", "httpx2", "httpcore2"):
     logging.getLogger(_name).setLevel(logging.CRITICAL + 1)
-
-
-class ServerDown(Exception):
-    """The connection is gone, or could not be made. `sent`: the server may have seen the call."""
-
-    def __init__(self, reason: str, sent: bool = True) -> None:
-        super().__init__(reason)
-        self.sent = sent
-
-
-@dataclass(slots=True)
-class OfferedTool:
-    """A tool as its server describes it."""
-
-    name: str
-    description: str
-    parameters: dict[str, Any]
-    output: dict[str, Any] | None = None  # the schema of structured answers
-    idempotent: bool = False  # by the server's own hints
-    version: str = ""
 
 
 class Connection:
@@ -118,7 +99,7 @@ class Connection:
         self._lose(reason)
         if not ready.done():
             self._reason = reason  # it says more than that the connection ended
-            ready.set_exception(self._down("could not be connected", sent=False))
+            ready.set_exception(self.down("could not be connected", sent=False))
             ready.exception()  # looked at, in case that nobody waits any more
 
     async def _enter(self, stack: contextlib.AsyncExitStack) -> None:
@@ -126,7 +107,7 @@ class Connection:
         # A session of its own needs the handshake of older protocols: the newest one has no sessions over HTTP.
         own_session = self.config.settings.isolation != "shared" and self.config.transport != "stdio"
         client = Client(
-            _watched(transport, self._heard, self._ended),
+            self._watched(transport),
             mode="legacy" if own_session else "auto",
             cache=None,
             message_handler=self._notified,
@@ -138,7 +119,7 @@ class Connection:
         self._client = client
         changes = client.server_capabilities.tools
         if changes is not None and changes.list_changed and client.protocol_version >= "2026":
-            self._relisting = asyncio.create_task(self._listen(client))
+            self._relisting = asyncio.create_task(self._relist(client, subscribe=True))
 
     async def _transport(self, stack: contextlib.AsyncExitStack) -> Any:
         config = self.config
@@ -153,24 +134,23 @@ class Connection:
             )
             return streamable_http_client(config.url, http_client=await stack.enter_async_context(http))
         parameters = StdioServerParameters(
-            command=config.command,
-            args=list(config.args),
-            env=config.env,
-            cwd=config.cwd,
+            command=config.command, args=list(config.args), env=config.env, cwd=config.cwd,
             encoding_error_handler="replace",
-        )
-        return stdio_client(parameters, errlog=stack.enter_context(stderr_into(self._noise)))
+        )  # fmt: skip
+        return stdio_client(parameters, errlog=stack.enter_context(self._noise.stderr()))
 
     # what comes from the server
+
+    @contextlib.asynccontextmanager
+    async def _watched(self, transport: Any) -> AsyncIterator[Any]:
+        async with transport as (reader, writer):
+            ended = partial(self._lose, "it closed the connection")
+            yield _WatchedReader(reader, self._heard, ended), writer
 
     def _heard(self, item: Any) -> None:
         self._messages += 1
         if isinstance(item, ValidationError):
             self._noise.count(item)
-
-    def _ended(self) -> None:
-        """Note that the server's side of the transport is at its end."""
-        self._lose("it closed the connection")
 
     async def _saw_response(self, response: httpx2.Response) -> None:
         self._has_session = self._has_session or "mcp-session-id" in response.headers
@@ -182,16 +162,15 @@ class Connection:
                 self._relisting.cancel()
             self._relisting = asyncio.create_task(self._relist(self._client))
 
-    async def _listen(self, client: Client) -> None:
-        """List the tools again at every change: the newest protocol tells of them only those who subscribe."""
-        with contextlib.suppress(Exception):  # then changes are seen at the next connection
+    async def _relist(self, client: Client, subscribe: bool = False) -> None:
+        """List the tools again, once or at every change: the newest protocol tells of them only those who
+        subscribe. A connection that dies meanwhile is noticed elsewhere."""
+        with contextlib.suppress(Exception):
+            if not subscribe:
+                return await self._list_tools(client)
             async with client.listen(tools_list_changed=True) as changes:
                 async for _ in changes:
-                    await self._relist(client)
-
-    async def _relist(self, client: Client) -> None:
-        with contextlib.suppress(Exception):  # a connection that dies meanwhile is noticed elsewhere
-            await self._list_tools(client)
+                    await self._list_tools(client)
 
     async def _list_tools(self, client: Client) -> None:
         tools, cursor = [], None
@@ -203,8 +182,7 @@ class Connection:
                 safe = hints is not None and bool(hints.read_only_hint or hints.idempotent_hint)
                 schemas = dict(tool.input_schema), tool.output_schema
                 tools.append(OfferedTool(tool.name, tool.description or "", *schemas, safe, version))
-            cursor = page.next_cursor
-            if cursor is None:
+            if (cursor := page.next_cursor) is None:
                 break
         self._outputs = {}
         for tool in tools:
@@ -220,7 +198,7 @@ class Connection:
         """Return the server's answer; raise ServerDown. Cancelling the call cancels it on the server."""
         client = self._client
         if client is None or self.lost.done():
-            raise self._down("is not available", sent=False)
+            raise self.down("is not available", sent=False)
         self.busy += 1
         try:
             answer = await self._answer(client, name, arguments)
@@ -228,7 +206,7 @@ class Connection:
             return self._refused(name, error)
         except (OSError, httpx2.HTTPError, anyio.ClosedResourceError, anyio.BrokenResourceError) as error:
             self._lose(_cause(error))
-            raise self._down("was lost during the call") from None
+            raise self.down("was lost during the call") from None
         except (RuntimeError, ValidationError) as error:  # an answer that breaks the protocol
             return self._invalid(name, str(error) or type(error).__name__)
         finally:
@@ -259,7 +237,7 @@ class Connection:
         if not sending.done() or sending.cancelled():
             sending.cancel()
             self._lose("the connection broke")
-            raise self._down("was lost during the call")
+            raise self.down("was lost during the call")
         return sending.result()
 
     async def _check(self, client: Client) -> None:
@@ -274,10 +252,10 @@ class Connection:
 
     def _refused(self, name: str, error: MCPError) -> ToolResult:
         """Return an error in place of an answer; raise ServerDown where that is how the connection ended."""
-        if error.message in (CLOSED, SESSION_GONE, CUT_OFF):
+        if error.message in (*ENDS, CUT_OFF):
             if error.message != CUT_OFF:
                 self._lose(_cause(error))
-            raise self._down("was lost during the call", sent=error.message != SESSION_GONE)
+            raise self.down("was lost during the call", sent=error.message != SESSION_GONE)
         self.served = True
         text = self.config.hide(error.message)
         kind = "unavailable" if error.message == HTTP_ERROR else "exception"
@@ -294,14 +272,11 @@ class Connection:
             self._reason = reason
             self.lost.set_result(None)
 
-    def _down(self, what: str, sent: bool = True) -> ServerDown:
+    def down(self, what: str = "was lost", sent: bool = True) -> ServerDown:
+        """Return what happened, as an error to raise or to log."""
         reason = f": {self._reason}" if self._reason else ""
         text = f"server {self.config.name!r} ({self.config.target}) {what}{reason}{self._noise.story()}"
         return ServerDown(self.config.hide(text), sent)
-
-    def farewell(self) -> ServerDown:
-        """Return why it was lost, for the log."""
-        return self._down("was lost")
 
     async def close(self) -> None:
         """End the connection, and the process where it is ours; come back when both are gone."""
@@ -317,16 +292,9 @@ class Connection:
                 await asyncio.wait({self._owner}, timeout=1.0)
 
 
-@contextlib.asynccontextmanager
-async def _watched(
-    transport: Any, heard: Callable[[Any], None], ended: Callable[[], None]
-) -> AsyncIterator[Any]:
-    """Give a transport that tells of everything that comes from the server, and when its side ends."""
-    async with transport as (reader, writer):
-        yield _WatchedReader(reader, heard, ended), writer
-
-
 class _WatchedReader:
+    """The server's side of a transport; tells of everything that comes from there, and of its end."""
+
     def __init__(self, inner: Any, heard: Callable[[Any], None], ended: Callable[[], None]) -> None:
         self.inner, self.heard, self.ended = inner, heard, ended
 
@@ -352,19 +320,17 @@ class _WatchedReader:
         await self.inner.aclose()
 
 
-def _cause(error: BaseException | None) -> str:
+def _cause(error: BaseException) -> str:
     """Return the innermost reason, in one line."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
-    if error is None or isinstance(error, asyncio.CancelledError):
+    if isinstance(error, asyncio.CancelledError):
         return "the connection broke"
-    if isinstance(error, httpx2.HTTPStatusError):
-        return f"it answered with HTTP status {error.response.status_code}"
     if isinstance(error, httpx2.ConnectError):
         return "nothing answers at that address; is the server running?"
-    if isinstance(error, MCPError) and error.message in (CLOSED, SESSION_GONE):
-        return "it closed the connection" if error.message == CLOSED else "it no longer knows our session"
+    if isinstance(error, MCPError) and error.message in ENDS:
+        return ENDS[error.message]
     if isinstance(error, ServerDown):
         return str(error)
-    text = str(error).splitlines()[0][:200] if str(error) else ""
-    return f"{type(error).__name__}: {text}".rstrip(": ")
+    first = str(error).partition("\n")[0]
+    return f"{type(error).__name__}: {first[:200]}".rstrip(": ")

@@ -14,8 +14,8 @@ from TrainingFactory.types import ToolResult
 def tool_result(
     answer: dict[str, Any], error_text: re.Pattern[str] | None, secrets: Sequence[str]
 ) -> ToolResult:
-    """`answer` is a CallToolResult as it came over the wire. Failure is what the server says is one, or a text
-    that the config says is one: some servers report errors as plain texts."""
+    """Return the result for a CallToolResult as it came over the wire. Failure is what the server says is one, or a
+    text that the config says is one."""
     attachments: list[dict[str, Any]] = []
     texts = [_shown(part, attachments) for part in answer.get("content") or []]
     structured = answer.get("structuredContent")
@@ -35,27 +35,12 @@ def _shown(part: dict[str, Any], attachments: list[dict[str, Any]]) -> str:
     kind = part.get("type")
     if kind == "text":
         return str(part.get("text", ""))
-    if kind in ("image", "audio"):
-        attachments.append(_kept(part, "mimeType", "data") | {"type": kind})
-        return f"[{kind} {part.get('mimeType', '')}, {_size(str(part.get('data', '')))}]"
-    if kind == "resource":
-        resource = part.get("resource") or {}
-        attachments.append(_kept(resource, "uri", "mimeType", "text", "data", "blob") | {"type": "resource"})
-        name = f"resource {resource.get('uri', '')}"
-        if "text" in resource:
-            return f"[{name}]\n{resource['text']}"
-        return f"[{name} {resource.get('mimeType', '')}, {_size(str(resource.get('blob', '')))}]"
-    if kind == "resource_link":
-        attachments.append(_kept(part, "uri", "name", "mimeType", "description") | {"type": "resource_link"})
-        return f"[resource {part.get('uri', '')} {part.get('name', '')}]".replace(" ]", "]")
-    attachments.append(dict(part))
-    return f"[{kind}]"
-
-
-def _kept(part: dict[str, Any], *keys: str) -> dict[str, Any]:
-    return {("data" if key == "blob" else key): part[key] for key in keys if part.get(key) is not None}
-
-
-def _size(base64_text: str) -> str:
-    size = len(base64_text) * 3 // 4
-    return f"{size} bytes" if size < 1000 else f"{size // 1000} kB"
+    about = (part.get("resource") or {}) | {"type": kind} if kind == "resource" else part
+    attachments.append(about)
+    if "text" in about:
+        return f"[{kind} {about.get('uri', '')}]\n{about['text']}"
+    words = ["resource" if kind == "resource_link" else kind]
+    words += [about[key] for key in ("uri", "name", "mimeType") if about.get(key)]
+    size = len(str(about.get("data", about.get("blob", "")))) * 3 // 4  # of base64
+    told = "" if not size else f", {size} bytes" if size < 1000 else f", {size // 1000} kB"
+    return f"[{' '.join(map(str, words))}{told}]"

@@ -6,17 +6,25 @@ import contextlib
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from TrainingFactory.options import did_you_mean, nearest
-from TrainingFactory.tools.mcp.server_config import ServerConfig, ToolText
-from TrainingFactory.tools.mcp.settings import marked
+from TrainingFactory.tools.mcp.server_config import OneTool, ServerConfig
 from TrainingFactory.tools.options import ToolOptions
 from TrainingFactory.tools.schema import check_schema, without_titles
 from TrainingFactory.types import ToolSpec
 
-if TYPE_CHECKING:
-    from TrainingFactory.tools.mcp.connection import OfferedTool
+
+@dataclass(slots=True)
+class OfferedTool:
+    """A tool as its server describes it."""
+
+    name: str
+    description: str
+    parameters: dict[str, Any]
+    output: dict[str, Any] | None = None  # the schema of structured answers
+    idempotent: bool = False  # by the server's own hints
+    version: str = ""
 
 
 @dataclass(slots=True)
@@ -34,15 +42,17 @@ def make_offers(config: ServerConfig, offered: Sequence[OfferedTool]) -> list[Of
     that is not there, or where models could not use one."""
     by_name = {tool.name: tool for tool in offered}
     texts = config.texts or {}
-    for name in [*texts, *config.settings.named]:
+    settings = config.settings
+    lists = (texts, settings.tools, settings.pure, settings.stateful, settings.idempotent)
+    for name in [name for names in lists if isinstance(names, list | dict) for name in names]:
         if name not in by_name:
             near = did_you_mean(nearest(name, by_name)) or f"; there are {', '.join(by_name)}"
             raise ValueError(f"{config.where} offers no tool {name!r}{near}")
-    chosen = texts or [name for name in by_name if name in (config.settings.tools or by_name)]
-    return [_offer(config, by_name[name], texts.get(name, ToolText())) for name in chosen]
+    chosen = texts or [name for name in by_name if name in (settings.tools or by_name)]
+    return [_offer(config, by_name[name], texts.get(name)) for name in chosen]
 
 
-def _offer(config: ServerConfig, tool: OfferedTool, text: ToolText) -> Offer:
+def _offer(config: ServerConfig, tool: OfferedTool, text: OneTool | None) -> Offer:
     settings = config.settings
     prefix = settings.prefix
     if isinstance(prefix, bool):
@@ -66,33 +76,39 @@ def _offer(config: ServerConfig, tool: OfferedTool, text: ToolText) -> Offer:
         server=config.name,
         version=f"{tool.version} {config.launch}".strip(),
     )
-    parameters = without_titles(tool.parameters) if text.parameters is None else text.parameters
-    description = tool.description if text.description is None else text.description
+    parameters, description = without_titles(tool.parameters), tool.description
+    if text is not None:
+        parameters = parameters if text.parameters is None else text.parameters
+        description = description if text.description is None else text.description
     return Offer(config.name, tool.name, _spec(name, description.strip(), parameters, config.where), options)
+
+
+def marked(option: bool | list[str], tool: str) -> bool:
+    """Return whether an option such as `pure` holds for the tool."""
+    return tool in option if isinstance(option, list) else option
 
 
 def _spec(name: str, description: str, parameters: dict[str, Any], where: str) -> ToolSpec:
     """Return a checked one. `$schema` says nothing to a model, so it stays only where the schema is wrong without."""
     given = {"type": "object", "properties": {}} | parameters
     bare = ToolSpec(name, description, {key: value for key, value in given.items() if key != "$schema"})
-    try:
+    with contextlib.suppress(ValueError):
         check_schema(bare, where)
+        return bare
+    try:
+        check_schema(whole := ToolSpec(name, description, given), where)
     except ValueError as error:
-        whole = ToolSpec(name, description, given)
-        with contextlib.suppress(ValueError):
-            check_schema(whole, where)
-            return whole
         raise ValueError(f"{error}; mend the server, or leave the tool out with tfactory.tools") from None
-    return bare
+    return whole
 
 
-def check_names(offers: Sequence[Offer], configs: dict[str, ServerConfig]) -> None:
+def check_names(offers: Sequence[Offer]) -> None:
     """Raise ValueError where two servers offer a tool of the same name."""
     owners: dict[str, str] = {}
     for offer in offers:
         other = owners.setdefault(offer.spec.name, offer.server)
         if other != offer.server:
             raise ValueError(
-                f"{configs[offer.server].origin}: the servers {other!r} and {offer.server!r} both offer a tool "
-                f'{offer.spec.name!r}; write "tfactory": {{"prefix": true}} in one of them'
+                f"the servers {other!r} and {offer.server!r} both offer a tool {offer.spec.name!r}; write "
+                '"tfactory": {"prefix": true} in one of them'
             )

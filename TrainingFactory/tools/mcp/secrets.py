@@ -31,8 +31,6 @@ def _in_url(text: str) -> set[str]:
         parts = urlsplit(text)
     except ValueError:
         return set()
-    if not parts.scheme or not parts.netloc:
-        return set()
     password = parts.netloc.rpartition("@")[0].partition(":")[2]
     found = {password, unquote(password)}
     return found | {value for name, value in parse_qsl(parts.query) if _SECRET_NAME.search(name)}

@@ -1,4 +1,4 @@
-"""One MCP server as a config describes it: what is started or connected to, and what of it is secret.
+"""One MCP server as a config describes it: what is started or connected to, its options, and what of it is secret.
 
 Nothing is executed and nothing is connected here. Values of variables, environment and headers are secrets: they
 are kept out of errors and reprs, and `ServerConfig.hide` takes them out of other people's texts.
@@ -11,42 +11,83 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit
 
-from pydantic import Field
+from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass as checked_dataclass
 
-from TrainingFactory.options import STRICT, OptionError, make_from, nested
+from TrainingFactory.options import STRICT, Count, OptionError, Positive, Text, ZeroOrMore, make_from, nested
 from TrainingFactory.tools.mcp.secrets import secret_values, without
-from TrainingFactory.tools.mcp.settings import ServerSettings
 
 Transport = Literal["stdio", "http", "sse"]
-# Keys of other programs that make no difference here ...
+Named = Literal["stdio", "http", "streamable-http", "streamable_http", "streamableHttp", "sse"]
+# Keys of other programs that make no difference here.
 IGNORED = {"disabled", "enabled", "description", "icon", "icons", "name", "note", "gallery", "version", "dev"} | {
     "autoApprove", "alwaysAllow", "trust", "timeout", "sse_read_timeout", "disabledTools", "_comment"
 }  # fmt: skip
-# ... and some that do, which we cannot honour.
-REFUSED = {
-    "envFile": "write the variables under env, as ${NAME}",
-    "auth": "write a header, such as Authorization: Bearer ${TOKEN}",
-    "oauth": "write a header, such as Authorization: Bearer ${TOKEN}",
-    "authProviderType": "write a header, such as Authorization: Bearer ${TOKEN}",
-}
+OTHER_NAMES = {"serverUrl": "url", "transport": "type"}
 SHOWN_ANYWAY = 4  # values shorter than this are no secrets: true, 8080
-_VARIABLE = re.compile(r"\$\{([^}]*)\}")
+_VARIABLE = re.compile(r"\$\{(?:env:)?([^}]*?)(?::-([^}]*))?\}")
 _Value = str | int | float
+Fill = Callable[[str], str]
 
 
-@dataclass(slots=True, frozen=True)
-class ToolText:
-    """What the seeds' form says about a tool, in place of what its server says."""
+@checked_dataclass(config=STRICT, kw_only=True, frozen=True)
+class ServerSettings:
+    """What an entry may say under the key `tfactory`. Without it, it is a shared server that nothing is assumed
+    about."""
 
+    # shared: all episodes use the same connections. session, process: each episode has one of its own, which
+    # is thrown away after it (over stdio both are a process of their own, over HTTP only session exists).
+    isolation: Literal["shared", "session", "process"] = "shared"
+    # shared: connections over which calls are spread. Otherwise: how many are started ahead of episodes.
+    instances: Count = 1
+    max: Count = 64  # own connections at the same time; more episodes wait, within their call's deadline
+    timeout: Positive | None = None  # seconds for one call
+    connect_timeout: Positive = 30.0  # seconds for start, handshake and list of tools
+    concurrency: Count | None = None  # calls of one tool at the same time
+    rate: Positive | None = None  # calls of one tool per second
+    # Of the server's tools: true (all of them), false, or a list of names. See `ToolOptions`.
+    pure: bool | list[str] = False
+    stateful: bool | list[str] = False
+    idempotent: bool | list[str] | None = None  # None: as the server's own hints say
+    retries: ZeroOrMore = 2
+    tools: list[str] | None = None  # the only ones to offer
+    prefix: str | bool = False  # before the names of tools; true: the server's name and _
+    error_text: re.Pattern[str] | None = None  # a text in which it is found is a failure
+
+    @model_validator(mode="after")
+    def _check_stateful(self) -> Self:
+        if self.stateful and self.isolation == "shared":
+            raise ValueError(
+                "tools of a shared server see the calls of all episodes, so they cannot be stateful; "
+                "write isolation session or process"
+            )
+        return self
+
+
+@checked_dataclass(config=STRICT, kw_only=True, frozen=True)
+class OneTool:
+    """The seeds' form: one tool of a server, with what is said about it in place of what the server says."""
+
+    name: Text
+    mcp_server: str | dict[str, Any]
     description: str | None = None
     parameters: dict[str, Any] | None = None
+    tfactory: Any = None
+    type: Any = None
+
+
+class ServerDown(Exception):
+    """The connection is gone, or could not be made. `sent`: the server may have seen the call."""
+
+    def __init__(self, reason: str, sent: bool = True) -> None:
+        super().__init__(reason)
+        self.sent = sent
 
 
 @dataclass(slots=True, frozen=True)
@@ -63,7 +104,7 @@ class ServerConfig:
     url: str = field(default="", repr=False)
     headers: dict[str, str] = field(default_factory=dict, repr=False)
     settings: ServerSettings = field(default_factory=ServerSettings)
-    texts: dict[str, ToolText] | None = field(default=None, repr=False)  # the only tools to offer, by name
+    texts: dict[str, OneTool] | None = field(default=None, repr=False)  # the only tools to offer, by name
     filled: dict[str, str] = field(default_factory=dict, repr=False)  # variables that were filled in
 
     @property
@@ -109,110 +150,84 @@ class ServerConfig:
 class _Entry:
     """The keys of a server in a file, as they are written there."""
 
-    command: str | None = None
+    command: str = ""
     args: list[_Value] = Field(default_factory=list)
     env: dict[str, _Value] = Field(default_factory=dict)
     cwd: str = ""
-    url: str | None = None
-    serverUrl: str | None = None
+    url: str = ""
     headers: dict[str, _Value] = Field(default_factory=dict)
-    type: str | None = None
-    transport: str | None = None
+    type: Named | None = None
     tfactory: Annotated[ServerSettings, nested(ServerSettings, "a server")] = Field(
         default_factory=ServerSettings
     )
 
 
-def server_config(name: str, origin: str, folder: Path, given: Any) -> ServerConfig:
+def server_config(name: str, origin: str, folder: Path, given: Mapping[str, Any]) -> ServerConfig:
     """Return the server that an entry describes; raise ValueError with file, server and remedy. Relative paths are
     looked up from `folder`."""
     where = f"{origin}: server {name!r}"
-    entry, address = _read(given, where), ""
-    transport = _transport(entry, where)
-    fill = _Fill(where, folder)
-    if transport != "stdio":
-        address = _address(fill(entry.url or entry.serverUrl or ""), where)
-        if entry.tfactory.isolation == "process":
-            raise ValueError(
-                f"{where}: an HTTP server's process is not ours to start; write isolation session, "
-                "or give a command instead of a URL"
-            )
-    config = ServerConfig(
-        name,
-        origin,
-        transport,
-        url=address,
-        headers={key: fill(str(value)) for key, value in entry.headers.items()},
-        settings=entry.tfactory,
-        filled=fill.used,
-    )
-    return config if transport != "stdio" else _with_command(config, entry, folder, fill)
-
-
-def _read(given: Any, where: str) -> _Entry:
-    if not isinstance(given, Mapping):
-        raise ValueError(f'{where} must be an object such as {{"command": "npx", "args": [...]}}')
-    for key in REFUSED:
-        if key in given:
-            raise ValueError(f"{where}: {key} is not supported; {REFUSED[key]}")
-    options = {key: value for key, value in given.items() if key not in IGNORED and value is not None}
+    filled: dict[str, str] = {}
     try:
-        return make_from(_Entry, options, "a server")
+        entry = _read(given)
+        config = ServerConfig(name, origin, _transport(entry), settings=entry.tfactory, filled=filled)
+        fill = _filler(folder, filled)
+        if config.transport == "stdio":
+            return replace(config, **_process(entry, folder, fill))
+        headers = {key: fill(str(value)) for key, value in entry.headers.items()}
+        return replace(config, url=_address(fill(entry.url)), headers=headers)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
+
+
+def _read(given: Mapping[str, Any]) -> _Entry:
+    options = {OTHER_NAMES.get(key, key): value for key, value in given.items() if value is not None}
+    try:
+        return make_from(_Entry, {key: options[key] for key in options if key not in IGNORED}, "a server")
     except OptionError as error:
         # Only what stands under our own key is no secret.
         wrong = (
             each if each.option.startswith("tfactory") else replace(each, value=...) for each in error.wrong
         )
-        raise ValueError(f"{where}: {OptionError(*wrong)}") from None
+        raise OptionError(*wrong) from None
 
 
-def _transport(entry: _Entry, where: str) -> Transport:
-    url, named = entry.url or entry.serverUrl, entry.type or entry.transport
-    if named is None:
-        if (url is None) == (entry.command is None):
-            both = "has both a command and a url; remove one" if url else "needs a command or a url"
-            raise ValueError(f"{where} {both}")
-        if url is None:
-            return "stdio"
-        return "sse" if urlsplit(url).path.rstrip("/").endswith("/sse") else "http"
-    kind = named.lower()
-    if kind in ("stdio", "sse"):
-        transport: Transport = "stdio" if kind == "stdio" else "sse"
-    elif kind in ("http", "streamable-http", "streamable_http", "streamablehttp"):
-        transport = "http"
-    else:
-        known = "stdio, http (also streamable-http) and sse"
-        raise ValueError(f"{where}: unknown transport {named!r}; there are {known}")
-    if (entry.command if transport == "stdio" else url) is None:
-        needed = "a command" if transport == "stdio" else "a url"
-        raise ValueError(f"{where}: a server of type {named} needs {needed}")
-    return transport
+def _transport(entry: _Entry) -> Transport:
+    if bool(entry.command) == bool(entry.url):
+        raise ValueError("it needs a command or a url, and not both")
+    if entry.type == "stdio" or (entry.type is None and entry.command):
+        return "stdio"
+    if entry.tfactory.isolation == "process":
+        raise ValueError(
+            "an HTTP server's process is not ours to start; write isolation session, or give a command instead of a URL"
+        )
+    older = entry.type == "sse" or (
+        entry.type is None and urlsplit(entry.url).path.rstrip("/").endswith("/sse")
+    )
+    return "sse" if older else "http"
 
 
-def _address(url: str, where: str) -> str:
+def _address(url: str) -> str:
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.netloc:
-        raise ValueError(f"{where}: its url must begin with http:// or https:// and name a host")
+        raise ValueError("its url must begin with http:// or https:// and name a host")
     return url if parts.path else parts._replace(path="/mcp").geturl()  # the customary place
 
 
-def _with_command(config: ServerConfig, entry: _Entry, folder: Path, fill: _Fill) -> ServerConfig:
+def _process(entry: _Entry, folder: Path, fill: Fill) -> dict[str, Any]:
+    """Return what is started: command, args, env and cwd."""
     cwd = str(folder / Path(fill(entry.cwd)).expanduser()) if entry.cwd else None
-    if cwd is not None and not Path(cwd).is_dir():
-        raise ValueError(f"{config.where}: its cwd is not a folder: {entry.cwd}")
     env = {key: fill(str(value)) for key, value in entry.env.items()}
-    command = fill(entry.command or "")
-    if "/" in command or os.sep in command:
+    command = fill(entry.command)
+    if "/" in command:
         # A relative path is looked up from cwd, from beside the file, and from here.
-        starts = [start for start in (cwd, folder, Path.cwd()) if start is not None]
-        tried = (shutil.which(Path(start) / Path(command).expanduser()) for start in starts)
+        tried = (
+            shutil.which(Path(start) / Path(command).expanduser()) for start in (cwd or folder, folder, ".")
+        )
         found = next((path for path in tried if path), None)
     else:
         found = shutil.which(command, path=env.get("PATH"))
     if found is None:
-        raise ValueError(
-            f"{config.where}: there is no program {entry.command!r}; install it, or write its full path"
-        )
+        raise ValueError(f"there is no program {entry.command!r}; install it, or write its full path")
 
     def from_the_file(text: str) -> str:
         """Return the full path of a file beside the config, which may be named from there."""
@@ -222,35 +237,24 @@ def _with_command(config: ServerConfig, entry: _Entry, folder: Path, fill: _Fill
         return text
 
     args = tuple(from_the_file(fill(str(text))) for text in entry.args)
-    return replace(config, command=os.path.abspath(found), args=args, env=env, cwd=cwd)
+    return {"command": os.path.abspath(found), "args": args, "env": env, "cwd": cwd}
 
 
-class _Fill:
-    """Puts the values of variables in place of ${NAME}, and remembers them."""
+def _filler(folder: Path, used: dict[str, str]) -> Fill:
+    """Return a function that puts the values of variables in place of ${NAME}, and notes them in `used`."""
+    workspace = folder.parent if folder.name in (".vscode", ".cursor") else folder
+    known = {"workspaceFolder": str(workspace), "userHome": str(Path.home())}
 
-    def __init__(self, where: str, folder: Path) -> None:
-        self.where = where
-        workspace = folder.parent if folder.name in (".vscode", ".cursor") else folder
-        self.known = {"workspaceFolder": str(workspace), "userHome": str(Path.home())}
-        self.used: dict[str, str] = {}
-
-    def __call__(self, text: str) -> str:
-        return _VARIABLE.sub(self._value, text)
-
-    def _value(self, match: re.Match[str]) -> str:
-        name, has_default, default = match.group(1).partition(":-")
-        if name.startswith("input:"):
+    def value(match: re.Match[str]) -> str:
+        name, default = match.groups()
+        if name in known:
+            return known[name]
+        found = os.environ.get(name, default)
+        if found is None:
             raise ValueError(
-                f"{self.where}: ${{{name}}} would be asked for in an editor; put the value into an "
-                "environment variable and write ${NAME}"
+                f"the environment variable {name} is not set; set it, or write ${{{name}:-default}}"
             )
-        name = name.removeprefix("env:")
-        if name in self.known:
-            return self.known[name]
-        value = os.environ.get(name, default if has_default else None)
-        if value is None:
-            raise ValueError(
-                f"{self.where}: the environment variable {name} is not set; set it, or write ${{{name}:-default}}"
-            )
-        self.used[name] = value
-        return value
+        used[name] = found
+        return found
+
+    return lambda text: _VARIABLE.sub(value, text)

@@ -13,11 +13,12 @@ from collections import deque
 from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any
 
-from TrainingFactory.tools.mcp.server_config import ServerConfig
+from TrainingFactory.tools.mcp.offers import OfferedTool
+from TrainingFactory.tools.mcp.server_config import ServerConfig, ServerDown
 from TrainingFactory.types import ToolFailure, ToolResult
 
 if TYPE_CHECKING:
-    from TrainingFactory.tools.mcp.connection import Connection, OfferedTool
+    from TrainingFactory.tools.mcp.connection import Connection
 
 log = logging.getLogger(__name__)
 FIRST_PAUSE = 0.5  # seconds before the second attempt to connect; every further one takes twice as long
@@ -41,9 +42,7 @@ class Server:
     def __init__(self, config: ServerConfig) -> None:
         self.config = config
         self.offered: list[OfferedTool] = []
-        self.wanted: set[str] | None = None  # the tools that are used, by the server's names; None: all
         self._vanished: set[str] = set()
-        self._changed: set[str] = set()
         self._starts = asyncio.Semaphore(STARTS_AT_ONCE)
         self._tasks: set[asyncio.Task[Any]] = set()  # the loop itself keeps only weak references
 
@@ -55,28 +54,20 @@ class Server:
             await connection.open()
         return connection
 
-    def start(self, coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+    def start(self, coroutine: Coroutine[Any, Any, Any]) -> None:
         """Start a task that `close` of the server waits for."""
         task = asyncio.create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        return task
 
     def _saw(self, tools: list[OfferedTool]) -> None:
-        if not self.offered:
-            self.offered = tools
-            return
-        before = {tool.name: tool.parameters for tool in self.offered}
-        now = {tool.name: tool.parameters for tool in tools}
-        used = before.keys() if self.wanted is None else before.keys() & self.wanted
-        vanished = used - now.keys()
-        changed = {name for name in used & now.keys() if before[name] != now[name]}
-        if (vanished, changed) != (self._vanished, self._changed):
-            log.warning(
-                "server %r changed its tools; this run keeps those it began with (gone: %s; other arguments: %s)",
-                self.config.name, ", ".join(sorted(vanished)) or "none", ", ".join(sorted(changed)) or "none",
-            )  # fmt: skip
-        self._vanished, self._changed = vanished, changed
+        self.offered = self.offered or tools
+        vanished = {tool.name for tool in self.offered} - {tool.name for tool in tools}
+        if vanished != self._vanished:
+            gone = ", ".join(sorted(vanished)) or "none"
+            text = "server %r changed its tools; this run keeps those it began with (gone: %s)"
+            log.warning(text, self.config.name, gone)
+        self._vanished = vanished
 
     def gone(self, tool: str) -> ToolResult | None:
         """Return the answer of a tool that the server no longer has."""
@@ -92,14 +83,14 @@ class Server:
 
 
 class Line:
-    """One shared connection that a task keeps up. `attempt` is what calls wait for: the first connection, or after a
-    loss the next one, but not for longer than a model may be kept in the dark."""
+    """One shared connection that a task keeps up. Calls wait until it is `settled`: until the first connection is made,
+    or after a loss the next one, but not for longer than a model may be kept in the dark."""
 
     def __init__(self, server: SharedServer) -> None:
         self.server = server
         self.connection: Connection | None = None
-        self.problem: Exception | None = None  # why there is none
-        self.attempt: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.problem = ServerDown(f"server {server.config.name!r} is not available")  # why there is none
+        self.settled = asyncio.Event()
         self.task = asyncio.create_task(self._keep())
 
     @property
@@ -108,8 +99,6 @@ class Line:
         return None if connection is None or connection.lost.done() else connection
 
     async def _keep(self) -> None:
-        from TrainingFactory.tools.mcp.connection import ServerDown
-
         failures, was_up = 0, False
         try:
             while True:
@@ -120,36 +109,29 @@ class Line:
                     log.info("%s", error)
                     failures, self.problem = failures + 1, error
                     if not was_up:
-                        _settle(self.attempt)
+                        self.settled.set()
                     continue
                 if was_up:
                     log.warning("server %r is back", self.server.config.name)
-                self.problem, was_up = None, True
-                _settle(self.attempt)
-                connection = self.connection
+                was_up, connection = True, self.connection
+                self.settled.set()
                 await asyncio.wait({connection.lost})
-                self.connection, self.problem = None, connection.farewell()
+                self.connection, self.problem = None, connection.down()
                 log.warning("%s", self.problem)
                 # One that dies before it has answered a single call is not worth waiting for.
                 failures = 0 if connection.served else failures + 1
                 if failures < 2:
-                    loop = asyncio.get_running_loop()
-                    self.attempt = loop.create_future()
-                    loop.call_later(PATIENCE, _settle, self.attempt)
+                    self.settled.clear()
+                    asyncio.get_running_loop().call_later(PATIENCE, self.settled.set)
                 self.server.start(connection.close())
         finally:
-            _settle(self.attempt)
+            self.settled.set()
             if self.connection is not None:
                 await self.connection.close()
 
     async def close(self) -> None:
         self.task.cancel()
         await asyncio.wait({self.task})
-
-
-def _settle(attempt: asyncio.Future[None]) -> None:
-    if not attempt.done():
-        attempt.set_result(None)
 
 
 class SharedServer(Server):
@@ -162,8 +144,8 @@ class SharedServer(Server):
     async def open(self) -> None:
         """Connect; raise ServerDown if it cannot be reached at all."""
         for line in self._lines:
-            await asyncio.wait({line.attempt})
-            if line.problem is not None:
+            await line.settled.wait()
+            if line.connection is None:
                 raise line.problem
 
     async def until_ready(self) -> None:
@@ -172,28 +154,24 @@ class SharedServer(Server):
             return
         while any(line.connection is not None for line in self._lines):
             await asyncio.sleep(0)  # let the lines see that they are down
-        attempts = {line.attempt for line in self._lines if not line.attempt.done()}
-        if attempts:
-            await asyncio.wait(attempts, return_when=asyncio.FIRST_COMPLETED)
+        await self._lines[0].settled.wait()
 
     async def call(self, tool: str, arguments: dict[str, Any]) -> ToolResult:
-        from TrainingFactory.tools.mcp.connection import ServerDown
-
-        for last in (False, True):
+        problem = None
+        for _ in range(2):
             await self.until_ready()
             up = [connection for line in self._lines if (connection := line.up)]
             if not up:
-                where = f"server {self.config.name!r} ({self.config.target})"
-                problem = self._lines[0].problem or ConnectionError(f"{where} is not available")
-                return self.unavailable(problem)
+                break
             connection = min(up, key=lambda connection: connection.busy)
             try:
                 return self.gone(tool) or await connection.call(tool, arguments)
             except ServerDown as error:
+                problem = error
                 # What never reached the server may be sent once more, whatever the tool does.
-                if error.sent or last:
-                    return self.unavailable(error)
-        raise AssertionError("unreachable")
+                if error.sent:
+                    break
+        return self.unavailable(problem or self._lines[0].problem)
 
     async def close(self) -> None:
         await asyncio.gather(*(line.close() for line in self._lines))
@@ -209,7 +187,6 @@ class EpisodeServer(Server):
         self._room = asyncio.Semaphore(config.settings.max)  # taken from a connection's start to its end
         self._ahead: deque[asyncio.Task[Connection]] = deque()  # nobody's yet
         self._alive: set[asyncio.Task[Connection]] = set()
-        self._told = False
 
     async def open(self) -> None:
         """Start those that are kept ready; raise ServerDown if the first one cannot be."""
@@ -226,12 +203,6 @@ class EpisodeServer(Server):
                 break
             self.give_back(taken)  # it died before anybody came
         self._fill()
-        if self._room.locked() and not taken.done() and not self._told:
-            self._told = True
-            log.warning(
-                "all %d sessions of server %r are in use and episodes wait; tfactory.max sets the number",
-                self.config.settings.max, self.config.name,
-            )  # fmt: skip
         return taken
 
     def give_back(self, taken: asyncio.Task[Connection]) -> None:
@@ -261,12 +232,12 @@ class EpisodeServer(Server):
 
     def _check(self, begun: asyncio.Task[Connection]) -> None:
         """Forget one that could not be started."""
-        problem = None if begun.cancelled() else begun.exception()
-        if begun.cancelled() or problem is not None:
-            self._alive.discard(begun)
-        if problem is not None and begun in self._ahead:
+        if not begun.cancelled() and begun.exception() is None:
+            return
+        self._alive.discard(begun)
+        if begun in self._ahead and not begun.cancelled():
             self._ahead.remove(begun)
-            log.warning("%s", problem)
+            log.warning("%s", begun.exception())
 
     async def _end(self, taken: asyncio.Task[Connection]) -> None:
         taken.cancel()  # does nothing to one that has started
@@ -284,24 +255,17 @@ class Binding:
         self.server = server
         self._taken: asyncio.Task[Connection] | None = None
 
-    def _take(self) -> asyncio.Task[Connection]:
-        if self._taken is None:
-            self._taken = self.server.take()
-        return self._taken
-
     async def until_ready(self) -> None:
         """Wait until it is known whether there is a connection."""
-        if not self._take().done():
-            await asyncio.wait({self._take()})
+        self._taken = self._taken or self.server.take()
+        await asyncio.wait({self._taken})
 
     async def call(self, tool: str, arguments: dict[str, Any]) -> ToolResult:
-        from TrainingFactory.tools.mcp.connection import ServerDown
-
-        gone = self.server.gone(tool)
-        if gone is not None:
+        if gone := self.server.gone(tool):
             return gone
+        self._taken = self._taken or self.server.take()
         try:
-            connection = await asyncio.shield(self._take())
+            connection = await asyncio.shield(self._taken)
         except ServerDown as error:  # nothing has happened yet in this episode: it may go on without
             self._taken = None
             return self.server.unavailable(error)
@@ -315,7 +279,3 @@ class Binding:
         if self._taken is not None:
             self.server.give_back(self._taken)
             self._taken = None
-
-
-def make_server(config: ServerConfig) -> SharedServer | EpisodeServer:
-    return (SharedServer if config.settings.isolation == "shared" else EpisodeServer)(config)

@@ -9,8 +9,8 @@ from typing import Any
 
 from TrainingFactory.tools.mcp.config import parse_config, read_config
 from TrainingFactory.tools.mcp.offers import Offer, check_names, make_offers
-from TrainingFactory.tools.mcp.server_config import ServerConfig
-from TrainingFactory.tools.mcp.servers import Binding, EpisodeServer, SharedServer, make_server
+from TrainingFactory.tools.mcp.server_config import ServerConfig, ServerDown
+from TrainingFactory.tools.mcp.servers import Binding, EpisodeServer, SharedServer
 from TrainingFactory.types import ToolResult, ToolSpec
 
 AnyServer = SharedServer | EpisodeServer
@@ -73,30 +73,26 @@ class MCPTools:
         try:
             await self._connect()
             if self._offers is None:
-                offers = []
-                for server in self._here().values():
-                    offers += make_offers(server.config, server.offered)
-                check_names(offers, self.configs)
+                servers = self.here().values()
+                offers = [offer for each in servers for offer in make_offers(each.config, each.offered)]
+                check_names(offers)
                 self._offers = offers
-            for name, server in self._here().items():
-                server.wanted = {offer.remote_name for offer in self._offers if offer.server == name}
         except BaseException:
             await self.close()
             raise
 
     async def _connect(self) -> None:
-        from TrainingFactory.tools.mcp.connection import ServerDown
+        problems: list[str] = []
 
-        servers = list(self._here().values())
-        outcomes = await asyncio.gather(*(server.open() for server in servers), return_exceptions=True)
-        problems = []
-        for server, outcome in zip(servers, outcomes, strict=True):
-            if isinstance(outcome, ServerDown):
-                hint = '\n  (if it speaks the older SSE transport, write "type": "sse")'
-                over_http = server.config.transport == "http"
-                problems.append(f"{server.config.origin}: {outcome}{hint if over_http else ''}")
-            elif isinstance(outcome, BaseException):
-                raise outcome
+        async def connect(server: AnyServer) -> None:
+            try:
+                await server.open()
+            except ServerDown as error:
+                older = server.config.transport == "http"
+                hint = '\n  (if it speaks the older SSE transport, write "type": "sse")' if older else ""
+                problems.append(f"{server.config.origin}: {error}{hint}")
+
+        await asyncio.gather(*map(connect, self.here().values()))
         if problems:
             raise ValueError("\n".join(problems))
 
@@ -108,17 +104,15 @@ class MCPTools:
     def session(self) -> MCPSession:
         return MCPSession(self)
 
-    def server(self, name: str) -> AnyServer:
-        """Return a server of the running loop."""
-        return self._here()[name]
-
-    def _here(self) -> dict[str, AnyServer]:
+    def here(self) -> dict[str, AnyServer]:
         """Return the servers of the running loop. Each loop has its own: a connection cannot change over."""
         loop = asyncio.get_running_loop()
         if loop not in self._servers:
-            for other in [other for other in self._servers if other.is_closed()]:
-                del self._servers[other]
-            self._servers[loop] = {name: make_server(config) for name, config in self.configs.items()}
+            self._servers = {each: servers for each, servers in self._servers.items() if not each.is_closed()}
+            self._servers[loop] = {
+                name: (SharedServer if config.settings.isolation == "shared" else EpisodeServer)(config)
+                for name, config in self.configs.items()
+            }
         return self._servers[loop]
 
 
@@ -132,12 +126,12 @@ class MCPSession:
 
     def connections(self, name: str) -> SharedServer | Binding:
         """Return what makes the calls of this episode to a server."""
-        if name in self._bindings:
-            return self._bindings[name]
-        server = self._source.server(name)
-        if isinstance(server, EpisodeServer):
-            return self._bindings.setdefault(name, Binding(server))
-        return server
+        if name not in self._bindings:
+            server = self._source.here()[name]
+            if isinstance(server, SharedServer):
+                return server
+            self._bindings[name] = Binding(server)
+        return self._bindings[name]
 
     async def close(self) -> None:
         while self._bindings:
@@ -152,9 +146,6 @@ class MCPTool:
         self.options = offer.options
         self._remote_name = offer.remote_name
         self._session = session
-
-    def __repr__(self) -> str:
-        return f"<tool {self.spec.name} of MCP server {self.options.server}>"
 
     async def until_ready(self) -> None:
         """Wait for the start of a server or for a session of the episode's own; the clock of a call starts after
