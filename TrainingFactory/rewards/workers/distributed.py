@@ -11,7 +11,6 @@ rewards = await pool.compute_rewards(trajectories)  # None where there is no rew
 from __future__ import annotations
 
 import asyncio
-import inspect
 import logging
 import time
 from collections import Counter, deque
@@ -28,10 +27,8 @@ from TrainingFactory.rewards.adapt import Adapted, as_reward, one_by_one
 from TrainingFactory.rewards.judge.base import Judge
 from TrainingFactory.rewards.judge.endpoints import JudgeFailure
 from TrainingFactory.rewards.judge.pool import judges_at
-from TrainingFactory.rewards.loading import load_reward
-from TrainingFactory.rewards.workers.failures import is_rows_own
 from TrainingFactory.rewards.workers.finished_episode import FinishedEpisode
-from TrainingFactory.rewards.workers.process import RewardProcess
+from TrainingFactory.rewards.workers.process import RewardProcess, is_rows_own
 from TrainingFactory.tools.limits import CircuitBreaker
 from TrainingFactory.tools.waiting import OutOfTime, SelfCancelled, within
 from TrainingFactory.types import Reward, Trajectory
@@ -116,23 +113,14 @@ class DistributedRewardModel:
     def _models(self, model: Any, num_workers: int | None) -> list[Any]:
         """Return one for each worker."""
         given = list(model) if isinstance(model, Sequence) and not isinstance(model, str) else [model]
-        count = num_workers if num_workers is not None else len(given)
-        if not given or not all(isinstance(each, str) or callable(each) for each in given):
-            raise ValueError(
-                f"model must be a reward (a callable that takes an episode, or a text that names one), or a list of "
-                f"such, not {model!r:.60}; num_workers is their number"
-            )
-        if len(given) not in (1, count):
+        count = num_workers or len(given)
+        if not given or len(given) not in (1, count):
             raise ValueError(
                 f"num_workers is {count}, but there are {len(given)} models: give one, or one for each"
             )
-        known = {each: load_reward(each) for each in given if isinstance(each, str)}
-        made: list[Any] = []
-        for one in given * count if len(given) == 1 else given:
-            if isinstance(one, str):
-                one = RewardProcess(one, self.timeout, like=known[one])
-                self._opened.append(one)
-            made.append(one)
+        models = given * count if len(given) == 1 else given
+        made = [RewardProcess(one, self.timeout) if isinstance(one, str) else one for one in models]
+        self._opened += [one for one, named in zip(made, models, strict=True) if isinstance(named, str)]
         return made
 
     async def compute_rewards(self, trajectories: Sequence[Trajectory]) -> list[Reward | None]:
@@ -183,9 +171,7 @@ class DistributedRewardModel:
     async def close(self) -> None:
         """End what it has started itself: processes, judges. What was handed in stays open."""
         for each in self._opened:
-            closing = each.close()
-            if inspect.isawaitable(closing):
-                await closing
+            await each.close()
 
     @property
     def metrics(self) -> dict[str, float]:
