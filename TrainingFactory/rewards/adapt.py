@@ -1,12 +1,7 @@
 """Any callable as a reward: sync or async, on an episode, on a trajectory, on a group of them, or in TRL's shape.
 
-    def short(trajectory): return float(len(trajectory.answer) < 80)
-    async def judged(episode): return Reward(await ask(episode.trajectory.answer))
-    def shortest(trajectories): return [-len(each.answer) for each in trajectories]
-    def right(completions, answer, **columns): return [float(c == a) for c, a in zip(completions, answer)]
-
-The last two get all episodes of a group in one call. Each gives a number, a `Reward`, or None for "cannot score", which
-raises `Unscored`: nothing that went wrong ever counts as zero.
+It gives a number, a `Reward`, or None for "cannot score", which raises `Unscored`: nothing that went wrong ever counts
+as zero. docs/REWARDS.md has an example of each shape.
 """
 
 from __future__ import annotations
@@ -76,8 +71,7 @@ class Adapted:
         return checked(value, len(episode.trajectory.turns), self.name)
 
     async def group(self, episodes: Sequence[Episode]) -> list[Reward | Exception]:
-        """Score all episodes in one call, or at the same time where the reward takes one. An episode that could not be
-        scored has the reason in its place."""
+        """Score all episodes; one that could not be scored has the reason in its place."""
         if not self.grouped:
             return await one_by_one(self, episodes)
         values = await self._limited(self._together(episodes))
@@ -115,8 +109,7 @@ class Adapted:
         return await called(self.function, **self._columns(trajectories))
 
     def _columns(self, trajectories: Sequence[Trajectory]) -> dict[str, Any]:
-        """Return TRL's keywords: completions, prompts and every column of the tasks, each a list with one entry per
-        episode. A function without **columns gets those that it names; Unscored if the tasks lack one of them."""
+        """Return TRL's keywords as far as the function takes them; Unscored if the tasks lack one that it names."""
         tasks = [trajectory.task for trajectory in trajectories]
         keys = sorted({key for task in tasks for key in task.metadata})
         columns: dict[str, list[Any]] = {key: [task.metadata.get(key) for task in tasks] for key in keys}
@@ -172,15 +165,14 @@ def as_reward(function: Any, name: str | None = None, timeout: Positive | None =
     `episodes` or `trajectories` (or a hint such as list[Trajectory]) a whole group, anything else the episode."""
     if isinstance(function, Adapted):
         return replace(function, name=name or function.name, timeout=timeout or function.timeout)
-    name = name or getattr(function, "__name__", type(function).__name__)
+    name = name or str(getattr(function, "__name__", type(function).__name__))
     if isinstance(function, type) or not callable(function):
         raise ValueError(f"the reward {name} is {shown(function)}; it must be a function or callable object")
     return Adapted(function, name, _shape_of(function, name), timeout)
 
 
 def _shape_of(function: Callable[..., Any], name: str) -> Shape:
-    """Return what the function takes, by the name or type hint of its first parameter; the episode where neither says
-    so. ValueError if it cannot be called with one argument."""
+    """Return what the function takes, by the name or type hint of its first parameter; else the episode."""
     if isinstance(function, GroupReward):
         return "whole" if function.grouped else "episode"
     try:
@@ -207,8 +199,7 @@ def _shape_of(function: Callable[..., Any], name: str) -> Shape:
 
 
 def _completion(trajectory: Trajectory) -> str | list[dict[str, Any]]:
-    """Write it as TRL does: a text where the prompt is one (the model's answer, nothing that a tool said), else all
-    messages that came after the prompt."""
+    """Write it as TRL does: the answer where the prompt is a text, else all messages after the prompt."""
     if isinstance(trajectory.task.prompt, str):
         return trajectory.answer
     return [message_to_dict(each) for turn in trajectory.turns for each in (turn.message, *turn.replies)]
@@ -231,8 +222,7 @@ def checked(value: Any, turns: int, name: str) -> Reward:
 
 
 def as_float(value: Any, who: str, what: str = "") -> float:
-    """Return a finite number of any library as a float. A text is none, even if it looks like one. `what` describes a
-    number that is not the whole reward."""
+    """Return a finite number of any library as a float; `what` is for one that is not the whole reward."""
     try:
         number = None if isinstance(value, str | bytes | bytearray) else float(value)
     except (TypeError, ValueError, RuntimeError, OverflowError):  # an array of several numbers
@@ -251,8 +241,7 @@ def shown(value: Any) -> str:
 
 
 async def called(function: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
-    """Call the function: on the loop if it is async, else on a thread, because it may block for long or start an event
-    loop of its own."""
+    """Call the function: on the loop if it is async, else on a thread, because it may block."""
     code = function if inspect.isroutine(function) else type(function).__call__
     if inspect.iscoroutinefunction(code):
         return await function(*args, **keywords)

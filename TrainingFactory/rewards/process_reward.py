@@ -201,14 +201,17 @@ class ProcessReward:
             raise Unscored(
                 f"the episode ended with status {trajectory.status}: what it is worth is not known"
             )
-        known = _with_shortest(trajectory, shortest)
+        if shortest:
+            metadata = {"shortest": shortest} | trajectory.task.metadata
+            task = dataclasses.replace(trajectory.task, metadata=metadata)
+            trajectory = dataclasses.replace(trajectory, task=task)
         seen = dict.fromkeys(self._rules, (0.0, 0.0))  # least and most that a rule has said so far
         parts = dict.fromkeys(self._rules, 0.0)
         steps: list[float] = []
         total = capped = clawed_back = 0.0
         for turn in range(len(trajectory.turns)):
             earned = 0.0
-            view = _as_it_was(known, turn)
+            view = _as_it_was(trajectory, turn)
             for name, rule in self._rules.items():
                 value = _value(name, rule, view, turn)
                 low, high = seen[name]
@@ -265,14 +268,6 @@ def _value(name: str, rule: StepRule, view: Trajectory, turn: int) -> float:
     except (Exception, SystemExit) as error:  # rules are foreign code
         raise Unscored(failure(error, f"the rule {name} at turn {turn}")) from error
     return as_float(value, f"the rule {name}", f"at turn {turn}")
-
-
-def _with_shortest(trajectory: Trajectory, shortest: int | None) -> Trajectory:
-    task = trajectory.task
-    if not shortest or "shortest" in task.metadata:
-        return trajectory
-    task = dataclasses.replace(task, metadata=task.metadata | {"shortest": shortest})
-    return dataclasses.replace(trajectory, task=task)
 
 
 def _expert_turns(environment: Environment) -> int | None:

@@ -1,12 +1,4 @@
-"""Rewards from a pool of workers: judges, reward models, or any callable.
-
-```python
-pool = DistributedRewardModel(model="Qwen/QwQ-32B", base_url=["http://a:8000/v1", "http://b:8000/v1"], api_key_env=None)
-pool = DistributedRewardModel(model="rewards.py:score", num_workers=4)  # in processes
-pool = DistributedRewardModel(model=[judge_on_host_a, judge_on_host_b])
-rewards = await pool.compute_rewards(trajectories)  # None where there is no reward; pool.dropped says why
-```
-"""
+"""Rewards from a pool of workers: judges, reward models, or any callable."""
 
 from __future__ import annotations
 
@@ -124,8 +116,7 @@ class DistributedRewardModel:
         return made
 
     async def compute_rewards(self, trajectories: Sequence[Trajectory]) -> list[Reward | None]:
-        """Return the rewards in order; None for what could not be scored, which is counted in `dropped`. Where whole
-        groups are scored, those with the same `group` belong together."""
+        """Return the rewards in order; None for what could not be scored, which is counted in `dropped`."""
         together: dict[Any, list[int]] = {}
         for number, trajectory in enumerate(trajectories):
             together.setdefault(trajectory.group if self.grouped else number, []).append(number)
