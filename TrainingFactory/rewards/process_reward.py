@@ -90,9 +90,8 @@ def clear_reasoning(trajectory: Trajectory, turn: int) -> bool:
 
 
 def efficient_path(trajectory: Trajectory, turn: int) -> float:
-    """On the turn that ends the episode well: the shortest number of turns over the number that were taken. The
-    shortest is the task's metadata `shortest`, else the number of turns of the environment's expert; where neither is
-    known it is the share of turns that were no failure and no repetition."""
+    """On the turn that ends the episode well: the shortest number of turns (metadata `shortest`, else the expert's)
+    over that taken; where neither is known, the share of turns that were no failure and no repetition."""
     if trajectory.status != "done" or turn != len(trajectory.turns) - 1:
         return 0.0
     shortest = trajectory.task.metadata.get("shortest")

@@ -55,17 +55,13 @@ class PoolWorker:
 
 
 class DistributedRewardModel:
-    """`model`: one reward for all workers, or a list with one for each. What is not async runs in threads. A text such
-    as `rewards.py:score` or `package.module:function` runs in a process for each worker, one call at a time, and a call
-    that takes longer than `timeout` ends its process. With `base_url`, one address or several, the text is the name of
-    a model that judges there; `judge_options` are those of `model_judge`, and a budget among them is for all together.
+    """`model`: one reward for all workers, or a list with one for each. What is not async runs in threads, a text
+    such as `rewards.py:score` in a process for each worker. With `base_url`, one address or several, the text names a
+    model that judges there; `judge_options` are those of `model_judge`.
 
-    Every row goes to the worker with the fewest under way, at most `per_worker` each (8, or 1 for processes); what a
-    worker fails at goes to another, and one that fails twice running is left alone until a row succeeds there. A row
-    whose own content is the trouble (an unreadable verdict, a ValueError) is not tried again. Rewards of whole groups
-    (rankings) take a group for a row.
-
-    `timeout` is for one attempt; a row waits at most `patience` seconds while all workers are down."""
+    Every row (a group, where the reward scores groups) goes to the worker with the fewest under way, at most
+    `per_worker` each (8, or 1 for processes); what a worker fails at goes to another, unless the row's own content is
+    the trouble. `timeout` is for one attempt; a row waits at most `patience` seconds while all workers are down."""
 
     @validate_call(config=STRICT)
     def __init__(
