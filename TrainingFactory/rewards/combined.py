@@ -15,7 +15,6 @@ from TrainingFactory.types import Reward
 from TrainingFactory.user_code import failure
 
 ENVIRONMENT = "environment"  # stands for the environment's own reward
-Name = Annotated[str, Field(pattern=r"^[^/]+$")]
 
 
 class Combined:
@@ -30,13 +29,15 @@ class Combined:
     @validate_call(config=STRICT)
     def __init__(
         self,
-        parts: Annotated[Mapping[Name, tuple[float, Any]], Field(min_length=1)],
+        parts: Annotated[Mapping[str, tuple[float, Any]], Field(min_length=1)],
         *,
         timeout: float | None = 60.0,
     ) -> None:
         self.weights = {name: weight for name, (weight, _) in parts.items()}
         self.rewards: dict[str, Adapted] = {}
         for name, (_, reward) in parts.items():
+            if not name or "/" in name:
+                raise ValueError(f"{name!r} cannot be the name of a part; it must be a text without /")
             own = reward.timeout if isinstance(reward, Adapted) else None
             function = environment_reward if reward == ENVIRONMENT else reward
             self.rewards[name] = as_reward(function, name, own or timeout)
