@@ -1,12 +1,10 @@
 """Rewards that are handed to a rollout instead of the environment's own. Rules, verifiers and judges have their own
 entrances: rule_based.py, tool_verified.py and model_judge.py."""
 
-from TrainingFactory.rewards.adapt import as_reward
+from TrainingFactory.rewards.adapt import Unscored, as_reward
 from TrainingFactory.rewards.combined import Combined
 from TrainingFactory.rewards.learned import LearnedReward
-from TrainingFactory.rewards.process_reward import ProcessReward, calculate_process_reward
-from TrainingFactory.rewards.process_rules import register_rule
-from TrainingFactory.rewards.values import Unscored
+from TrainingFactory.rewards.process_reward import ProcessReward, calculate_process_reward, register_rule
 
 __all__ = [
     "Combined",

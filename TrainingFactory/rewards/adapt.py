@@ -1,12 +1,7 @@
 """Any callable as a reward: sync or async, on an episode, on a trajectory, on a group of them, or in TRL's shape.
 
-    def short(trajectory): return float(len(trajectory.answer) < 80)
-    async def judged(episode): return Reward(await ask(episode.trajectory.answer))
-    def shortest(trajectories): return [-len(each.answer) for each in trajectories]
-    def right(completions, answer, **columns): return [float(c == a) for c, a in zip(completions, answer)]
-
-The last two get all episodes of a group in one call. shapes.py reads what a callable takes, values.py checks what it
-gives: a number, a `Reward`, or None for "cannot score", which raises `Unscored`.
+It gives a number, a `Reward`, or None for "cannot score", which raises `Unscored`: nothing that went wrong ever counts
+as zero. docs/REWARDS.md has an example of each shape.
 """
 
 from __future__ import annotations
@@ -14,36 +9,38 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
+import re
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal, get_args
 
+from pydantic import validate_call
+
+from TrainingFactory.openai_form import message_to_dict
+from TrainingFactory.options import STRICT, Positive
 from TrainingFactory.protocols import Episode, GroupReward
-from TrainingFactory.rewards.shapes import SINGLE, Shape, columns_for, shape_of
-from TrainingFactory.rewards.values import BrokeOff, Unscored, checked, shown
 from TrainingFactory.tools.threads import in_thread
 from TrainingFactory.tools.waiting import OutOfTime, within
 from TrainingFactory.types import Reward, Task, Trajectory
 from TrainingFactory.user_code import place_of
 
+# "whole" is an object of ours that scores a group by its own method `group`.
+Shape = Literal["episode", "trajectory", "episodes", "trajectories", "completions", "whole"]
+_NAMES: dict[str, Shape] = {"traj": "trajectory", "trajs": "trajectories"}
+_NAMES |= {name: name for name in get_args(Shape) if name != "whole"}
+_SEVERAL: dict[str, Shape] = {"Trajectory": "trajectories", "Episode": "episodes"}
+_HINT = re.compile(  # also "Trajectory | None" and list[types.Trajectory]
+    r"(?:(?:\w+\.)*Optional\[)?(?:\w+\.)*(?P<several>(?i:list|tuple|sequence|iterable|collection)\[)?"
+    r"(?:\w+\.)*(?P<kind>Trajectory|Episode)(?:, \.\.\.)?\]*(?: \| None)?"
+)
 
-def as_reward(function: Any, name: str | None = None, timeout: float | None = None) -> Adapted:
-    """Return the callable as a reward with a time limit for each call; ValueError if it cannot be one. Its parameters
-    say what it is given: `completions` means TRL's shape, `trajectory` (or a type hint that says so) the trajectory,
-    `episodes` or `trajectories` (or a hint such as list[Trajectory]) a whole group, anything else the episode."""
-    own_name = function.name if isinstance(function, Adapted) else getattr(function, "__name__", None)
-    known_as = name or own_name or type(function).__name__
-    if timeout is not None and (type(timeout) not in (int, float) or not 0 < timeout < math.inf):
-        raise ValueError(
-            f"the timeout of reward {known_as} is {timeout!r}; it must be a number of seconds, over 0"
-        )
-    if isinstance(function, Adapted):
-        return replace(function, name=known_as, timeout=timeout or function.timeout)
-    if isinstance(function, type) or not callable(function):
-        raise ValueError(
-            f"the reward {known_as} is {shown(function)}; it must be a function or callable object"
-        )
-    return Adapted(function, known_as, shape_of(function, known_as), timeout)
+
+class Unscored(ValueError):
+    """Raised where nobody knows what an episode is worth; the text says why."""
+
+
+class BrokeOff(Unscored):
+    """Raised where a reward did not come to its end: it cancelled itself, or tried to end the program."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -57,7 +54,7 @@ class Adapted:
 
     @property
     def grouped(self) -> bool:
-        return self.shape not in SINGLE
+        return self.shape not in ("episode", "trajectory")
 
     @property
     def compares(self) -> bool:
@@ -74,46 +71,73 @@ class Adapted:
         return checked(value, len(episode.trajectory.turns), self.name)
 
     async def group(self, episodes: Sequence[Episode]) -> list[Reward | Exception]:
-        """Score all episodes in one call, or at the same time where the reward takes one. An episode that could not be
-        scored has the reason in its place."""
+        """Score all episodes; one that could not be scored has the reason in its place."""
         if not self.grouped:
             return await one_by_one(self, episodes)
         values = await self._limited(self._together(episodes))
-        takes = "episodes" if self.shape == "whole" else self.shape
         if isinstance(values, str) or not isinstance(values, Sequence):
             raise Unscored(
-                f"the reward {self.name} takes {takes}, so it must give a list with one number for each, "
+                f"the reward {self.name} scores a group: it must give a list with one number for each, "
                 f"not {shown(values)}"
             )
         if len(values) != len(episodes):
+            takes = "episodes" if self.shape == "whole" else self.shape
             raise Unscored(f"the reward {self.name} gave {len(values)} values for {len(episodes)} {takes}")
-        found: list[Reward | Exception] = []
-        for value, episode in zip(values, episodes, strict=True):
-            try:
-                found.append(
-                    value
-                    if isinstance(value, Exception)
-                    else checked(value, len(episode.trajectory.turns), self.name)
-                )
-            except Unscored as error:
-                found.append(error)
-        return found
+        return list(map(self._entry, values, episodes))
+
+    def _entry(self, value: Any, episode: Episode) -> Reward | Exception:
+        if isinstance(value, Exception):
+            return value
+        try:
+            return checked(value, len(episode.trajectory.turns), self.name)
+        except Unscored as error:
+            return error
 
     def check_tasks(self, tasks: Sequence[Task]) -> None:
         """Raise ValueError if the reward takes columns that none of the tasks has."""
         if self.shape == "completions" and tasks:
-            columns_for(self.function, [Trajectory(task, group="") for task in tasks], self.name)
+            self._columns([Trajectory(task, group="") for task in tasks])
 
     async def _together(self, episodes: Sequence[Episode]) -> Any:
-        if self.shape == "whole":
-            assert isinstance(self.function, GroupReward)
+        if isinstance(self.function, GroupReward):
             return await self.function.group(episodes)
         if self.shape == "episodes":
             return await called(self.function, list(episodes))
         trajectories = [episode.trajectory for episode in episodes]
         if self.shape == "trajectories":
             return await called(self.function, trajectories)
-        return await called(self.function, **columns_for(self.function, trajectories, self.name))
+        return await called(self.function, **self._columns(trajectories))
+
+    def _columns(self, trajectories: Sequence[Trajectory]) -> dict[str, Any]:
+        """Return TRL's keywords as far as the function takes them; Unscored if the tasks lack one that it names."""
+        tasks = [trajectory.task for trajectory in trajectories]
+        keys = sorted({key for task in tasks for key in task.metadata})
+        columns: dict[str, list[Any]] = {key: [task.metadata.get(key) for task in tasks] for key in keys}
+        columns |= {
+            "prompts": [
+                task.prompt if isinstance(task.prompt, str) else list(map(message_to_dict, task.prompt))
+                for task in tasks
+            ],
+            "completions": [_completion(trajectory) for trajectory in trajectories],
+            "completion_ids": [
+                [token for turn in trajectory.turns for token in turn.completion.token_ids]
+                for trajectory in trajectories
+            ],
+            "answer": [task.answer for task in tasks],
+            "task_id": [task.id for task in tasks],
+        }
+        parameters = inspect.signature(self.function).parameters.values()
+        named = {each.name: each for each in parameters if each.kind != each.VAR_KEYWORD}
+        missing = sorted(
+            key for key, each in named.items() if each.default is each.empty and key not in columns
+        )
+        if missing:
+            raise Unscored(
+                f"the reward {self.name} asks for {', '.join(missing)}, which the tasks do not have; "
+                f"they have {', '.join(sorted(columns))}"
+            )
+        takes_all = len(named) < len(parameters)
+        return {key: column for key, column in columns.items() if takes_all or key in named}
 
     async def _limited(self, call: Coroutine[Any, Any, Any]) -> Any:
         try:
@@ -134,9 +158,90 @@ class Adapted:
             raise BrokeOff(f"the reward {self.name}{place_of(error)} tried to end the program") from error
 
 
+@validate_call(config=STRICT)
+def as_reward(function: Any, name: str | None = None, timeout: Positive | None = None) -> Adapted:
+    """Return the callable as a reward with a time limit for each call; ValueError if it cannot be one. Its parameters
+    say what it is given: `completions` means TRL's shape, `trajectory` (or a type hint that says so) the trajectory,
+    `episodes` or `trajectories` (or a hint such as list[Trajectory]) a whole group, anything else the episode."""
+    if isinstance(function, Adapted):
+        return replace(function, name=name or function.name, timeout=timeout or function.timeout)
+    name = name or str(getattr(function, "__name__", type(function).__name__))
+    if isinstance(function, type) or not callable(function):
+        raise ValueError(f"the reward {name} is {shown(function)}; it must be a function or callable object")
+    return Adapted(function, name, _shape_of(function, name), timeout)
+
+
+def _shape_of(function: Callable[..., Any], name: str) -> Shape:
+    """Return what the function takes, by the name or type hint of its first parameter; else the episode."""
+    if isinstance(function, GroupReward):
+        return "whole" if function.grouped else "episode"
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # written in C: it does not say what it takes
+        return "episode"
+    parameters = signature.parameters
+    if "completions" in parameters:
+        return "completions"
+    try:
+        signature.bind(None)
+    except TypeError:
+        listed = ", ".join(map(str, parameters.values())) or "nothing"
+        raise ValueError(
+            f"the reward {name} takes {listed}; it must take one episode, one trajectory, "
+            "episodes or trajectories (a list of them), or (completions, **columns)"
+        ) from None
+    first = next(iter(parameters.values()))
+    hint = first.annotation
+    found = _HINT.fullmatch(hint.__qualname__ if isinstance(hint, type) and not get_args(hint) else str(hint))
+    if found is None:
+        return _NAMES.get(first.name, "episode")
+    return _SEVERAL[found["kind"]] if found["several"] else _NAMES[found["kind"].lower()]
+
+
+def _completion(trajectory: Trajectory) -> str | list[dict[str, Any]]:
+    """Write it as TRL does: the answer where the prompt is a text, else all messages after the prompt."""
+    if isinstance(trajectory.task.prompt, str):
+        return trajectory.answer
+    return [message_to_dict(each) for turn in trajectory.turns for each in (turn.message, *turn.replies)]
+
+
+def checked(value: Any, turns: int, name: str) -> Reward:
+    """Return the value as a `Reward`; raise Unscored if it is None, no finite number, or has the wrong length."""
+    who = f"the reward {name}"
+    if value is None:
+        raise Unscored(f"{who} could not score it (it gave None)")
+    if not isinstance(value, Reward):
+        return Reward(as_float(value, who))
+    if value.steps and len(value.steps) != turns:
+        raise Unscored(f"{who} gave {len(value.steps)} step rewards for {turns} turns")
+    return Reward(
+        as_float(value.outcome, who, "as its outcome"),
+        [as_float(step, who, f"for turn {turn}") for turn, step in enumerate(value.steps)],
+        {part: as_float(number, who, f"as its part {part}") for part, number in value.parts.items()},
+    )
+
+
+def as_float(value: Any, who: str, what: str = "") -> float:
+    """Return a finite number of any library as a float; `what` is for one that is not the whole reward."""
+    try:
+        number = None if isinstance(value, str | bytes | bytearray) else float(value)
+    except (TypeError, ValueError, RuntimeError, OverflowError):  # an array of several numbers
+        number = None
+    if number is not None and math.isfinite(number):
+        return number
+    wanted = "a number" if what else "a number, a Reward, or None for 'cannot score'"
+    must = f"it must give {wanted}" if number is None else "a reward must be finite"
+    raise Unscored(f"{who} gave {shown(value)} {what}".rstrip() + f"; {must}")
+
+
+def shown(value: Any) -> str:
+    """Return the start of a value's repr with its type, for messages."""
+    text = repr(value)
+    return f"{text[:60]}{'...' if len(text) > 60 else ''} ({type(value).__name__})"
+
+
 async def called(function: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
-    """Call the function: on the loop if it is async, else on a thread, because it may block for long or start an event
-    loop of its own."""
+    """Call the function: on the loop if it is async, else on a thread, because it may block."""
     code = function if inspect.isroutine(function) else type(function).__call__
     if inspect.iscoroutinefunction(code):
         return await function(*args, **keywords)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import Field, validate_call
+
+from TrainingFactory.options import STRICT
 from TrainingFactory.protocols import Episode
-from TrainingFactory.rewards.adapt import Adapted, alone, as_reward, environment_reward
-from TrainingFactory.rewards.values import Unscored
+from TrainingFactory.rewards.adapt import Adapted, Unscored, alone, as_reward, environment_reward
 from TrainingFactory.types import Reward
 from TrainingFactory.user_code import failure
 
@@ -25,24 +26,20 @@ class Combined:
     scores whole groups, all of it does; the other parts still look at each episode by itself.
     """
 
-    def __init__(self, parts: Mapping[str, tuple[float, Any]], *, timeout: float | None = 60.0) -> None:
-        if not isinstance(parts, Mapping) or not parts:
-            raise ValueError(
-                f'a combined reward needs parts such as {{"right": (1.0, reward)}}, not {parts!r:.100}'
-            )
-        self.weights: dict[str, float] = {}
+    @validate_call(config=STRICT)
+    def __init__(
+        self,
+        parts: Annotated[Mapping[str, tuple[float, Any]], Field(min_length=1)],
+        *,
+        timeout: float | None = 60.0,
+    ) -> None:
+        self.weights = {name: weight for name, (weight, _) in parts.items()}
         self.rewards: dict[str, Adapted] = {}
-        for name, part in parts.items():
-            if not isinstance(name, str) or not name or "/" in name:
+        for name, (_, reward) in parts.items():
+            if not name or "/" in name:
                 raise ValueError(f"{name!r} cannot be the name of a part; it must be a text without /")
-            if not isinstance(part, tuple | list) or len(part) != 2:
-                raise ValueError(f"part {name} must be a pair (weight, reward), not {part!r:.100}")
-            weight, reward = part
-            if type(weight) not in (int, float) or not math.isfinite(weight):
-                raise ValueError(f"the weight of part {name} is {weight!r}; it must be a finite number")
             own = reward.timeout if isinstance(reward, Adapted) else None
             function = environment_reward if reward == ENVIRONMENT else reward
-            self.weights[name] = float(weight)
             self.rewards[name] = as_reward(function, name, own or timeout)
 
     @property
@@ -77,20 +74,14 @@ class Combined:
             unscored = Unscored("; ".join(f"part {name}: {failure(error)}" for name, error in failed.items()))
             unscored.__cause__ = next(iter(failed.values()))
             return unscored
-        try:
-            rewards = {name: reward for name, reward in found.items() if isinstance(reward, Reward)}
-            return weighted(rewards, self.weights)
-        except Unscored as error:
-            return error
+        return weighted(
+            {name: each for name, each in found.items() if isinstance(each, Reward)}, self.weights
+        )
 
 
 def weighted(rewards: Mapping[str, Reward], weights: Mapping[str, float]) -> Reward:
-    """Return the sum of rewards of one episode. Steps must be of one length; a part without any has zeros."""
-    sizes = {name: len(reward.steps) for name, reward in rewards.items() if reward.steps}
-    if len(set(sizes.values())) > 1:
-        told = ", ".join(f"{name} {size}" for name, size in sizes.items())
-        raise Unscored(f"parts of one reward have different numbers of step rewards: {told}")
-    steps = [0.0] * max(sizes.values(), default=0)
+    """Return the sum of rewards of one episode. A part without steps has zeros."""
+    steps = [0.0] * max(len(reward.steps) for reward in rewards.values())
     outcome, parts = 0.0, {}
     for name, reward in rewards.items():
         weight = weights[name]

@@ -18,8 +18,6 @@ class LearnedReward:
     reward raises, which leaves the episode unscored; others in the same batch are not harmed."""
 
     def __init__(self, scorer: Scorer, patience: float = 0.005) -> None:
-        if patience < 0:
-            raise ValueError(f"patience is {patience}; it must be 0 or more")
         self.scorer, self.patience = scorer, patience
         # An object may outlive a run and its loop: what belongs to an earlier one is left alone.
         self._loop: asyncio.AbstractEventLoop | None = None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Callable, Mapping
 from importlib import import_module
@@ -10,20 +9,20 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from TrainingFactory.options import did_you_mean, nearest
 from TrainingFactory.rewards.adapt import Adapted, as_reward
 from TrainingFactory.user_code import defined, is_file_name, opened, split_name, told
 
 KIND = "reward"
 
 
-def load_reward(target: Any, options: Mapping[str, Any] | None = None) -> Adapted:
-    """Return the reward that is named; with `options`, what the function that is named makes of them. Raise ValueError
-    if there is no such thing."""
+def load_reward(target: str, options: Mapping[str, Any] | None = None) -> Adapted:
+    """Return the reward that is named; with `options`, what the function that is named makes of them."""
     found = find_callable(target)
     return as_reward(found if options is None else found(options))
 
 
-def find_callable(target: Any) -> Callable[..., Any]:
+def find_callable(target: str) -> Callable[..., Any]:
     """Return what is named; raise ValueError if it is nothing to call."""
     found = _found(target)
     if not callable(found):
@@ -36,16 +35,17 @@ def with_whole_path(target: str) -> str:
     if not is_file_name(target):
         return target
     file, name = split_name(target)
-    path = Path(file).expanduser().resolve()
-    return f"{path}:{name}" if name else str(path)
+    return f"{Path(file).expanduser().resolve()}:{name}".removesuffix(":")
 
 
-def _found(target: Any) -> Any:
-    if not isinstance(target, str):
-        raise ValueError(f"{target!r:.60} names no reward; write rewards.py:score or package.module:function")
+def _found(target: str) -> Any:
     if is_file_name(target):
         module, path, name = opened(KIND, target)
-        return _named(module, str(path), name) if name else _only(module, path)
+        names = [name] if name else _functions(module)
+        if len(names) != 1:
+            which = ", ".join(f"{path}:{each}" for each in names) or "it defines none"
+            raise ValueError(f"{path}: a reward is one function; say which: {which}")
+        return _named(module, str(path), names[0])
     place, colon, name = target.partition(":")
     if not colon or not place or not name.isidentifier():
         raise ValueError(
@@ -65,19 +65,11 @@ def _named(module: ModuleType, where: str, name: str) -> Any:
     found = vars(module)
     if name in found:
         return found[name]
-    near = difflib.get_close_matches(name, _functions(module) or found, n=1)
-    has = f"; did you mean {near[0]}?" if near else f"; it has {', '.join(_functions(module)) or 'none'}"
+    names = _functions(module)
+    has = did_you_mean(nearest(name, names)) or f"; it has {', '.join(names) or 'none'}"
     raise ValueError(f"{where} has no function {name!r}{has}")
 
 
-def _only(module: ModuleType, path: Path) -> Any:
-    names = _functions(module)
-    if len(names) != 1:
-        which = f"say which: {', '.join(f'{path}:{name}' for name in names)}" if names else "it defines none"
-        raise ValueError(f"{path}: a reward is one function; {which}")
-    return vars(module)[names[0]]
-
-
 def _functions(module: ModuleType) -> list[str]:
-    found = [value for value in defined(module) if inspect.isroutine(value)]
-    return [value.__name__ for value in found if not value.__name__.startswith("_")]
+    found = [value.__name__ for value in defined(module) if inspect.isroutine(value)]
+    return [name for name in found if not name.startswith("_")]

@@ -2,15 +2,20 @@
 
 A turn's entry is fixed when the turn ends. Limits and claw-backs are negative amounts on the turn that settles them;
 earlier entries never change, which is what makes credit by turn unbiased.
+
+A rule over turns, `rule(trajectory, turn)`, is a number or a truth value for that turn. It sees the trajectory as it
+was when the turn ended: later turns are not there, and `status` is `done` only if that turn ended the episode well.
 """
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Mapping
+import json
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY
-from itertools import islice
+from itertools import islice, zip_longest
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -18,25 +23,137 @@ from pydantic.dataclasses import dataclass
 
 from TrainingFactory.options import STRICT, OptionError, Wrong, one_of
 from TrainingFactory.protocols import Environment, Episode
-from TrainingFactory.rewards.adapt import Unscored, as_reward, environment_reward
+from TrainingFactory.rewards.adapt import Unscored, as_float, as_reward, checked, environment_reward
 from TrainingFactory.rewards.combined import weighted
-from TrainingFactory.rewards.process_rules import PROCESS_RULES, StepRule
-from TrainingFactory.rewards.values import as_float
+from TrainingFactory.tools.schema import schema_problems, validator_of
 from TrainingFactory.tools.threads import in_thread
-from TrainingFactory.types import Reward, Trajectory
+from TrainingFactory.types import Reward, ToolCall, ToolResult, Trajectory, Turn
 from TrainingFactory.user_code import failure
 
+StepRule = Callable[[Trajectory, int], float | bool]
 STEP_REWARDS = {"correct_tool": 0.5, "clear_reasoning": 0.3, "efficient_path": 0.2}
 MAX_EXPERT_TURNS = 100
 ROUNDING = 1e-9
 CAPPED, CLAWED_BACK, OUTCOME = "capped", "clawed_back", "outcome"
 
 
+MIN_WORDS = 5  # different ones, of a reasoning that counts as one
+
+
+def correct_tool(trajectory: Trajectory, turn: int) -> bool:
+    """All calls of the turn went to the right tool and were answered well. Which one is right stands in the task's
+    metadata `correct_tool`, a name or a list of names; else every tool that there is."""
+    calls = _answered(trajectory.turns[turn])
+    right = trajectory.task.metadata.get("correct_tool")
+    if right is None:
+        right = [spec.name for spec in trajectory.tools]
+    right = [right] if isinstance(right, str) else list(right)
+    return bool(calls) and all(call.name in right and _went_well(result) for call, result in calls)
+
+
+def valid_arguments(trajectory: Trajectory, turn: int) -> bool:
+    """All calls of the turn could be read, name a tool, and fit its schema."""
+    specs = {spec.name: spec for spec in trajectory.tools}
+    calls = _answered(trajectory.turns[turn])
+    for call, result in calls:
+        spec = specs.get(call.name)
+        if spec is None or call.error or (result and result.error in ("schema", "malformed", "unknown")):
+            return False
+        if schema_problems(spec, validator_of(spec.parameters), call.arguments):
+            return False
+    return bool(calls)
+
+
+def no_repeated_call(trajectory: Trajectory, turn: int) -> bool:
+    """The turn calls something, and nothing that was called before with the same arguments."""
+    seen = {_key(call) for one in trajectory.turns[:turn] for call in one.message.tool_calls}
+    now = [_key(call) for call in trajectory.turns[turn].message.tool_calls]
+    return bool(now) and len(set(now)) == len(now) and seen.isdisjoint(now)
+
+
+def error_recovered(trajectory: Trajectory, turn: int) -> bool:
+    """A tool that had failed at its last use is used well."""
+    last: dict[str, bool] = {}
+    for one in trajectory.turns[:turn]:
+        last |= {call.name: _went_well(result) for call, result in _answered(one)}
+    now = _answered(trajectory.turns[turn])
+    return any(_went_well(result) and last.get(call.name) is False for call, result in now)
+
+
+def clear_reasoning(trajectory: Trajectory, turn: int) -> bool:
+    """The turn says why, as reasoning or as text beside its calls. A text that was there before counts as none."""
+    text = _reasoning(trajectory.turns[turn])
+    if len(set(re.findall(r"\w+", text.lower()))) < MIN_WORDS:
+        return False
+    before = {_plain(_reasoning(one)) for one in trajectory.turns[:turn]}
+    return _plain(text) not in before
+
+
+def efficient_path(trajectory: Trajectory, turn: int) -> float:
+    """On the turn that ends the episode well: the shortest number of turns (metadata `shortest`, else the expert's)
+    over that taken; where neither is known, the share of turns that were no failure and no repetition."""
+    if trajectory.status != "done" or turn != len(trajectory.turns) - 1:
+        return 0.0
+    shortest = trajectory.task.metadata.get("shortest")
+    if shortest is None:
+        wasted = sum(
+            not all(_went_well(result) for _, result in _answered(one))
+            or not no_repeated_call(trajectory, number)
+            for number, one in enumerate(trajectory.turns)
+            if one.message.tool_calls
+        )
+        return 1.0 - wasted / (turn + 1)
+    if not shortest > 0:
+        raise ValueError(f"the task's metadata shortest is {shortest!r}; it must be a number of turns")
+    return min(1.0, shortest / (turn + 1))
+
+
+_BUILT_IN = (
+    correct_tool,
+    valid_arguments,
+    no_repeated_call,
+    error_recovered,
+    clear_reasoning,
+    efficient_path,
+)
+PROCESS_RULES: dict[str, StepRule] = {rule.__name__: rule for rule in _BUILT_IN}
+
+
+def register_rule(name: str, rule: StepRule) -> None:
+    """Make a rule of one's own known by name to every `ProcessReward`."""
+    if PROCESS_RULES.get(name, rule) is not rule:
+        raise ValueError(f"there is a rule {name} already; take another name")
+    PROCESS_RULES[name] = rule
+
+
+def _answered(turn: Turn) -> list[tuple[ToolCall, ToolResult | None]]:
+    """Return the calls with their results; None where the environment did not report any."""
+    calls = turn.message.tool_calls
+    return list(zip_longest(calls, turn.tool_results[: len(calls)]))
+
+
+def _went_well(result: ToolResult | None) -> bool:
+    return result is not None and result.ok
+
+
+def _key(call: ToolCall) -> str:
+    return f"{call.name} {json.dumps(call.arguments, sort_keys=True, default=str)}"
+
+
+def _reasoning(turn: Turn) -> str:
+    message = turn.message
+    return message.reasoning or (message.content if message.tool_calls else "")
+
+
+def _plain(text: str) -> str:
+    return " ".join(text.lower().split())
+
+
 @dataclass(config=STRICT, eq=False)
 class ProcessReward:
     """`ProcessReward(outcome_weight=1.0, step_rewards={"correct_tool": 0.5, "efficient_path": 0.2})`
 
-    `step_rewards` are names of rules (process_rules.py, `register_rule`, or functions in `rules`) and what a turn earns
+    `step_rewards` are names of rules (PROCESS_RULES, `register_rule`, or functions in `rules`) and what a turn earns
     by each. `outcome` is the reward of the whole episode: any callable, or None for the environment's own. With an
     `outcome_weight` of 0 it is not asked.
     `pay`: "once" rewards a rule when it first holds (of a graded one, what is better than before), "per_turn" every
@@ -83,14 +200,17 @@ class ProcessReward:
             raise Unscored(
                 f"the episode ended with status {trajectory.status}: what it is worth is not known"
             )
-        known = _with_shortest(trajectory, shortest)
+        if shortest:
+            metadata = {"shortest": shortest} | trajectory.task.metadata
+            task = dataclasses.replace(trajectory.task, metadata=metadata)
+            trajectory = dataclasses.replace(trajectory, task=task)
         seen = dict.fromkeys(self._rules, (0.0, 0.0))  # least and most that a rule has said so far
         parts = dict.fromkeys(self._rules, 0.0)
         steps: list[float] = []
         total = capped = clawed_back = 0.0
         for turn in range(len(trajectory.turns)):
             earned = 0.0
-            view = _as_it_was(known, turn)
+            view = _as_it_was(trajectory, turn)
             for name, rule in self._rules.items():
                 value = _value(name, rule, view, turn)
                 low, high = seen[name]
@@ -128,7 +248,7 @@ def calculate_process_reward(
 ) -> Reward:
     """Return the same for a trajectory whose outcome is known already; options are those of ProcessReward."""
     reward = ProcessReward(outcome_weight, step_rewards, **options)
-    known = outcome if isinstance(outcome, Reward) else Reward(as_float(outcome, "the outcome"))
+    known = checked(outcome, len(trajectory.turns), OUTCOME)
     return reward.add_outcome(known, reward.reward_turns(trajectory))
 
 
@@ -147,14 +267,6 @@ def _value(name: str, rule: StepRule, view: Trajectory, turn: int) -> float:
     except (Exception, SystemExit) as error:  # rules are foreign code
         raise Unscored(failure(error, f"the rule {name} at turn {turn}")) from error
     return as_float(value, f"the rule {name}", f"at turn {turn}")
-
-
-def _with_shortest(trajectory: Trajectory, shortest: int | None) -> Trajectory:
-    task = trajectory.task
-    if not shortest or "shortest" in task.metadata:
-        return trajectory
-    task = dataclasses.replace(task, metadata=task.metadata | {"shortest": shortest})
-    return dataclasses.replace(trajectory, task=task)
 
 
 def _expert_turns(environment: Environment) -> int | None:

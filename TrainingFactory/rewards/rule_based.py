@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from TrainingFactory.options import OptionError, make_named
-from TrainingFactory.protocols import RewardFunction
-from TrainingFactory.rewards.adapt import as_reward
-from TrainingFactory.rewards.rules.base import OnlyIf
+from TrainingFactory.protocols import Episode, RewardFunction
+from TrainingFactory.rewards.adapt import Adapted, as_reward
 from TrainingFactory.rewards.rules.choice import Choice
 from TrainingFactory.rewards.rules.code import CodeTests
 from TrainingFactory.rewards.rules.form import Format, Length, Pattern
@@ -17,6 +17,7 @@ from TrainingFactory.rewards.rules.maths import Maths
 from TrainingFactory.rewards.rules.numeric import Auto, Numeric
 from TrainingFactory.rewards.rules.sql import SqlResult
 from TrainingFactory.rewards.rules.text import F1, Contains, Exact, ExactMatch, Normalised
+from TrainingFactory.types import Reward
 
 _COMPARE_ANSWERS = (Auto, Exact, Normalised, Numeric, Choice, Contains, ExactMatch, F1, Maths, JsonMatch)
 _LOOK_AT_FORM = (SchemaMatch, Pattern, Format, Length)
@@ -24,9 +25,21 @@ _ASK_A_TOOL = (CodeTests, SqlResult)
 RULES: dict[str, Any] = {kind.rule: kind for kind in (*_COMPARE_ANSWERS, *_LOOK_AT_FORM, *_ASK_A_TOOL)}
 
 
+@dataclass(slots=True, frozen=True)
+class OnlyIf:
+    """Gives what `rule` gives if `condition` gives all there is, else 0: no bonus for short wrong answers."""
+
+    rule: Adapted
+    condition: Adapted
+
+    async def __call__(self, episode: Episode) -> Reward:
+        condition, reward = await self.condition(episode), await self.rule(episode)
+        outcome = reward.outcome if condition.outcome >= 1 else 0.0
+        return Reward(outcome, reward.steps, reward.parts | condition.parts)
+
+
 def make_rule(rule: str = "auto", **options: Any) -> RewardFunction:
-    """Return a reward by its name in RULES and the options of its class; ValueError with the nearest name for a wrong
-    one. `only_if` is another rule: this one gives something only where that one gives all there is."""
+    """Return a reward by its name in RULES and its options; with `only_if` 0 where that rule gives not all."""
     return rule_from_options({"rule": rule, **options})
 
 

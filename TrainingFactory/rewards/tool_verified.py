@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 import re
 from collections import Counter
 from fractions import Fraction
@@ -22,6 +21,7 @@ from TrainingFactory.options import STRICT, Text, make_named
 from TrainingFactory.protocols import Episode, RewardFunction
 from TrainingFactory.rewards.rules.answers import references
 from TrainingFactory.rewards.rules.code import CodeTests, ToolRule, through, value_after
+from TrainingFactory.rewards.rules.json_answers import same_json
 from TrainingFactory.rewards.rules.numbers import Number, plain
 from TrainingFactory.rewards.rules.numeric import Numeric
 from TrainingFactory.rewards.rules.sql import SqlExecution
@@ -77,8 +77,8 @@ class CodeCases(ToolRule):
         size = len(json.dumps(expected))
         said = await value_after(ask, f"{code}\n\nimport json as _json", shown, expected=size)
         try:
-            return said is not None and _equal(json.loads(said), expected)
-        except (ValueError, RecursionError, OverflowError):  # a number that is too large to be compared
+            return said is not None and same_json(json.loads(said), expected)
+        except (ValueError, RecursionError):
             return False
 
 
@@ -90,20 +90,6 @@ def _cases(task: Task) -> list[tuple[list[Any], Any]]:
         like = '[{"args": [2], "expected": 4}, ...]'
         raise ValueError(f"task {task.id}: cases in its metadata must be a list such as {like}") from error
     return [(case.args, json.loads(json.dumps(case.expected))) for case in cases]
-
-
-def _equal(given: Any, expected: Any) -> bool:
-    """Return whether it is the same JSON value; of numbers that are not whole, up to rounding. True is not 1."""
-    if isinstance(given, bool) or isinstance(expected, bool):
-        return given is expected
-    if isinstance(given, int | float) and isinstance(expected, int | float):
-        whole = isinstance(given, int) and isinstance(expected, int)
-        return given == expected or (not whole and math.isclose(given, expected, rel_tol=1e-9))
-    if isinstance(given, list) and isinstance(expected, list):
-        return len(given) == len(expected) and all(map(_equal, given, expected))
-    if isinstance(given, dict) and isinstance(expected, dict):
-        return given.keys() == expected.keys() and all(_equal(given[key], expected[key]) for key in given)
-    return type(given) is type(expected) and given == expected
 
 
 @dataclass(config=STRICT, frozen=True, kw_only=True)
@@ -122,7 +108,7 @@ class Calculated(Numeric):
         try:
             right = self._right(task)
             numbers = _numbers(task) if self.expressions else None
-        except (ValueError, ZeroDivisionError, RecursionError) as error:
+        except (ValueError, TypeError, ZeroDivisionError, RecursionError) as error:
             raise ValueError(f"task {task.id}: {error}") from error
         answers = self.answers_of(episode)
         if numbers is not None:
@@ -154,11 +140,7 @@ def _calculated(answer: str) -> dict[str, Fraction]:
 def _numbers(task: Task) -> Counter[Fraction] | None:
     """Return what may stand in an expression; None: anything."""
     listed = task.metadata.get("numbers")
-    if listed is None:
-        return None
-    if not isinstance(listed, list | tuple) or not all(isinstance(one, int | float | str) for one in listed):
-        raise ValueError(f"its metadata numbers is {listed!r:.60}; it must be a list of numbers")
-    return Counter(Fraction(str(number)) for number in listed)
+    return None if listed is None else Counter(Fraction(str(number)) for number in listed)
 
 
 def _made_of(answer: str, numbers: Counter[Fraction]) -> bool:

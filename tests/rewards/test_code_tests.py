@@ -11,7 +11,7 @@ import pytest
 from tests.kits.judge import finished
 from TrainingFactory.envs import ToolEnvironment
 from TrainingFactory.rewards.rule_based import make_rule
-from TrainingFactory.rewards.verified.code_asserts import read_asserts
+from TrainingFactory.rewards.rules.code_asserts import read_asserts
 from TrainingFactory.rollout.scoring import Episode
 from TrainingFactory.tools.custom_tools import PythonTool
 

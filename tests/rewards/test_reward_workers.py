@@ -203,7 +203,7 @@ def test_workers_in_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     ("model", "options", "says"),
     [
         ("own_rewards.reward", {}, "package.module:function"),
-        (3, {}, "model must be a reward"),
+        (3, {}, "it must be a function"),
         ([], {}, "num_workers"),
         (print, {"num_workers": 0}, "num_workers\n  Input should be greater"),
         ([print, print], {"num_workers": 3}, "there are 2 models"),

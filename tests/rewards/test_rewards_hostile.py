@@ -8,7 +8,7 @@ import pytest
 
 from tests.kits.rules import episode, scored
 from TrainingFactory.rewards.rule_based import make_rule
-from TrainingFactory.rewards.rules.wording import squad_words
+from TrainingFactory.rewards.rules.text import squad_words
 from TrainingFactory.rewards.tool_verified import make_verifier
 from TrainingFactory.workers import Worker
 

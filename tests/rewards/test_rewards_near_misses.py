@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.kits.rules import scored
-from TrainingFactory.rewards.rules.wording import normalised
+from TrainingFactory.rewards.rules.text import normalised
 from TrainingFactory.workers import Worker
 
 SIGNS_BEFORE = [
@@ -112,7 +112,7 @@ def test_formulas_that_would_run_for_ever_are_wrong():
     pytest.importorskip("math_verify", reason="math-verify is not installed")
 
     async def compared() -> list[list[bool]]:
-        worker = Worker("TrainingFactory.rewards.rules.formulas:comparing", 1)
+        worker = Worker("TrainingFactory.rewards.rules.maths:comparing", 1)
         try:
             endless = [await worker.ask(["\\sqrt{2}", formula], 60) for formula in ENDLESS]
             return [endless, [await worker.ask([formula, formula], 60) for formula in FINITE]]

@@ -9,8 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.kits.rules import GSM8K
-from TrainingFactory.rewards.rules.numbers import Number, is_number, same_number
-from TrainingFactory.rewards.rules.statements import last_number_text, only_number
+from TrainingFactory.rewards.rules.numbers import (
+    Number,
+    is_number,
+    last_number_text,
+    only_number,
+    same_number,
+)
 
 
 def value(text: str) -> Fraction | None:

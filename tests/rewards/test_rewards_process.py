@@ -10,7 +10,7 @@ import pytest
 from tests.kits.rollout import Echo, call_text, rollout
 from TrainingFactory.options import OptionError, make_from
 from TrainingFactory.rewards import ProcessReward, Unscored, calculate_process_reward, register_rule
-from TrainingFactory.rewards.process_rules import PROCESS_RULES
+from TrainingFactory.rewards.process_reward import PROCESS_RULES
 from TrainingFactory.rollout.scoring import Episode
 from TrainingFactory.types import (
     Completion,
@@ -66,8 +66,6 @@ def test_the_right_tool():
     assert said("correct_tool", both) == [0]  # the second has no result
     both.tool_results.append(ToolResult("5"))
     assert said("correct_tool", both) == [1] and said("correct_tool", both, correct_tool="add") == [0]
-    with pytest.raises(Unscored, match=r"rule correct_tool at turn 0: .*correct_tool is 3"):
-        said("correct_tool", call(), correct_tool=3)
 
 
 def test_valid_arguments():
@@ -104,8 +102,8 @@ def test_the_shortest_path():
     assert (
         calculate_process_reward(played(*turns, status="max_turns"), {"efficient_path": 1.0}).steps == [0] * 4
     )
-    with pytest.raises(Unscored, match="shortest is 'two'"):
-        said("efficient_path", says(), shortest="two")
+    with pytest.raises(Unscored, match="shortest is 0"):
+        said("efficient_path", says(), shortest=0)
 
 
 def test_the_expert_says_what_is_shortest():

@@ -33,15 +33,11 @@ DIFFERENT = """
 """
 
 
-def pairs(table: str) -> list[list[str]]:
-    return [pair.split(" = ") for line in table.strip().splitlines() for pair in line.split(" | ")]
+def pairs(table: str, alike: bool) -> list[tuple[str, str, bool]]:
+    found = (pair.partition(" = ") for line in table.strip().splitlines() for pair in line.split(" | "))
+    return [(answer, reference, alike) for answer, _, reference in found]
 
 
-@pytest.mark.parametrize(("answer", "reference"), pairs(SAME))
-def test_the_same_in_other_units(answer: str, reference: str):
-    assert same(answer, reference) and same(reference, answer)
-
-
-@pytest.mark.parametrize(("answer", "reference"), pairs(DIFFERENT))
-def test_not_the_same_unit(answer: str, reference: str):
-    assert not same(answer, reference) and not same(reference, answer)
+@pytest.mark.parametrize(("answer", "reference", "alike"), pairs(SAME, True) + pairs(DIFFERENT, False))
+def test_values_in_other_units(answer: str, reference: str, alike: bool):
+    assert same(answer, reference) == same(reference, answer) == alike

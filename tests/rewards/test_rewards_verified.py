@@ -269,58 +269,51 @@ def test_code_that_never_ends_is_stopped_once(python: PythonTool):
     assert worth(make_verifier("code_cases", entry="f"), endless, tools=(python,), cases=cases) == 0
 
 
-@pytest.mark.parametrize(
-    ("text", "data", "expected"),
-    [
-        ("The answer is 1,234.", {"expression": "1000+234"}, 1),
-        ("1235", {"expression": "1000+234"}, 0),
-        ("It is 0.3333333", {"expression": "1/3"}, 1),
-        ("I do not know", {"expression": "1+1"}, 0),
-        ("7", {"answer": 7}, 1),
-    ],
-)
-def test_answers_by_the_calculator(text: str, data: dict[str, Any], expected: float):
-    assert worth(make_verifier("calculated"), text, **data) == expected
+CALCULATED = [
+    ("The answer is 1,234.", {"expression": "1000+234"}, 1),
+    ("1235", {"expression": "1000+234"}, 0),
+    ("It is 0.3333333", {"expression": "1/3"}, 1),
+    ("I do not know", {"expression": "1+1"}, 0),
+    ("7", {"answer": 7}, 1),
+]
+EXPRESSIONS = [  # of 3, 4 and 5, for 32
+    ("Answer: (3+5)*4", 1),
+    ("(3+5)*4 = 32", 1),
+    ("(3+4)*4 = 32", 0),  # 4 twice
+    ("3+5 = 32", 0),  # not so
+    ("32", 0),  # none of the numbers
+    ("(3+5)*4*1", 0),
+    ("3+5*4", 0),
+    ("(3+5)/0", 0),
+    ("__import__('os')", 0),
+    ("Answer: (3+5)×4", 1),
+    ("Answer: $(3+5)\\times 4$", 1),
+    ("32 = (3+5)*4", 1),
+    ("(3+5)*4 = 8*4 = 32", 1),
+    ("32 = 32", 0),
+    ("4*8 = 32", 0),
+]
+NOT_GIVEN = [  # found in every notation
+    ("8 thousand", [8], 8000),
+    ("50%", [50], 0.5),
+    ("5 万", [5], 50000),
+    ("6½", [6], 6.5),
+    ("1.5e3", [1.5, 3], 1500),
+    ("10*.5", [10, 5], 5),
+    ("3 kg", [3], 3),
+]
 
 
 @pytest.mark.parametrize(
-    ("text", "expected"),
+    ("text", "expressions", "data", "expected"),
     [
-        ("Answer: (3+5)*4", 1),
-        ("(3+5)*4 = 32", 1),
-        ("(3+4)*4 = 32", 0),  # 4 twice
-        ("3+5 = 32", 0),  # not so
-        ("32", 0),  # none of the numbers
-        ("(3+5)*4*1", 0),
-        ("3+5*4", 0),
-        ("(3+5)/0", 0),
-        ("__import__('os')", 0),
-        ("Answer: (3+5)×4", 1),
-        ("Answer: $(3+5)\\times 4$", 1),
-        ("32 = (3+5)*4", 1),
-        ("(3+5)*4 = 8*4 = 32", 1),
-        ("32 = 32", 0),
-        ("4*8 = 32", 0),
+        *((text, False, data, expected) for text, data, expected in CALCULATED),
+        *((text, True, {"answer": 32, "numbers": [3, 4, 5]}, expected) for text, expected in EXPRESSIONS),
+        *((text, True, {"answer": answer, "numbers": given}, 0) for text, given, answer in NOT_GIVEN),
     ],
 )
-def test_answers_that_are_expressions(text: str, expected: float):
-    assert worth(make_verifier("calculated", expressions=True), text, 32, numbers=[3, 4, 5]) == expected
-
-
-@pytest.mark.parametrize(
-    ("text", "numbers", "answer"),
-    [
-        ("8 thousand", [8], 8000),
-        ("50%", [50], 0.5),
-        ("5 万", [5], 50000),
-        ("6½", [6], 6.5),
-        ("1.5e3", [1.5, 3], 1500),
-        ("10*.5", [10, 5], 5),
-        ("3 kg", [3], 3),
-    ],
-)
-def test_numbers_that_were_not_given_are_found_in_every_notation(text: str, numbers: list[Any], answer: Any):
-    assert worth(make_verifier("calculated", expressions=True), text, answer, numbers=numbers) == 0
+def test_answers_by_the_calculator(text: str, expressions: bool, data: dict[str, Any], expected: float):
+    assert worth(make_verifier("calculated", expressions=expressions), text, **data) == expected
 
 
 def test_what_cannot_be_calculated():

@@ -16,7 +16,7 @@ from TrainingFactory.algorithms.grpo import GRPO
 from TrainingFactory.catalog import find
 from TrainingFactory.config import TrainingConfig, load_config
 from TrainingFactory.data.trajectories import load_trajectories
-from TrainingFactory.rewards.process_rules import PROCESS_RULES
+from TrainingFactory.rewards.process_reward import PROCESS_RULES
 from TrainingFactory.rollout import play
 from TrainingFactory.services import GRPOTrainer
 from TrainingFactory.services.build.notices import notices

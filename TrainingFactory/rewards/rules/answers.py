@@ -1,4 +1,4 @@
-"""Which part of an episode is its answer.
+"""Which part of an episode is its answer, and what the rules have in common that compare it with the right ones.
 
 Only the model's own final text counts. What a tool said is never looked at, and what stands in the reasoning only if
 that is asked for.
@@ -10,23 +10,18 @@ import re
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator
+from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from TrainingFactory.options import STRICT, Text
-from TrainingFactory.rewards.rules.statements import last_number_text
+from TrainingFactory.protocols import Episode
+from TrainingFactory.rewards.rules.numbers import last_number_text
 from TrainingFactory.types import Reward, Task, Trajectory
 
 MAX_BOXES, MAX_BOX_CHARS = 50, 2000  # looked at from the end
 MAX_TAGS = 200  # characters of closing tags after an answer
 OPENING, CLOSING = "<think>", "</think>"
 Extract = Literal["auto", "whole", "marker", "boxed", "tag", "last_line", "last_number"]
-
-
-def _tag(name: str) -> str:
-    if not re.fullmatch(r"[A-Za-z][\w-]*", name):
-        raise ValueError("must be a name such as answer, without < and >")
-    return name
 
 
 @dataclass(config=STRICT, frozen=True, kw_only=True)
@@ -61,7 +56,7 @@ class Marks(FinalText):
     another name; without a marker also by `Answer:`, `The answer is`, `####` and \\boxed{}."""
 
     marker: Text | list[Text] | tuple[Text, ...] = ()
-    tag: Annotated[str, AfterValidator(_tag)] = "answer"
+    tag: Annotated[str, Field(pattern=r"^[A-Za-z][\w-]*$")] = "answer"
 
     def __post_init__(self) -> None:
         if self.tag != Marks.tag and self.marker:
@@ -87,7 +82,6 @@ class Extraction(Marks):
     boxed: in \\boxed{}. tag: in <answer></answer>. last_line, last_number: as they say.
     """
 
-    reads_numbers: ClassVar[bool] = False
     extract: Extract = "auto"
 
     def __post_init__(self) -> None:
@@ -95,10 +89,6 @@ class Extraction(Marks):
         for option in ("marker", "tag"):
             if getattr(self, option) != getattr(Marks, option) and self.extract not in ("auto", option):
                 raise ValueError(f"{option} is set, but extract is {self.extract}; set extract to {option}")
-        if self.extract == "last_number" and not self.reads_numbers:
-            raise ValueError(
-                f"extract is last_number, which goes with numeric, auto and math, not with {self.rule}"
-            )
 
     def answer_of(self, trajectory: Trajectory) -> str | None:
         """Return the answer that the episode gives in the way asked for, or None."""
@@ -110,9 +100,9 @@ class Extraction(Marks):
         match self.extract:
             case "auto":
                 return self.marked(text) or last_line(text)
+            case "marker" if self.markers:
+                return _after_last(text, self.markers)
             case "marker":
-                if self.markers:
-                    return _after_last(text, self.markers)
                 return _only_one(text, _after_phrase(text))
             case "boxed":
                 return _only_one(text, _boxed(text))
@@ -121,11 +111,8 @@ class Extraction(Marks):
             case "last_line":
                 return last_line(text)
             case "last_number":
-                return self.last_number(text)
+                return last_number_text(text, getattr(self, "decimal_comma", False))
         return text
-
-    def last_number(self, text: str) -> str | None:
-        return last_number_text(text)
 
 
 def references(task: Task, rule: str) -> list[Any]:
@@ -137,9 +124,50 @@ def references(task: Task, rule: str) -> list[Any]:
     return answers
 
 
+@dataclass(config=STRICT, frozen=True, kw_only=True)
+class ReferenceRule(Extraction):
+    """A rule that needs the task's right answers: one without any cannot be scored."""
+
+    # Where nothing is marked, the answer may be the last line or all of the text: right is whichever is.
+    whole_too: ClassVar[bool] = True
+
+    def right_answers(self, episode: Episode) -> list[Any]:
+        """Return the right answers as `read_reference` gives them; ValueError that names the task if there is none."""
+        right = references(episode.task, self.rule)
+        try:
+            return [self.read_reference(reference) for reference in right]
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"task {episode.task.id}: {error}") from error
+
+    def read_reference(self, reference: Any) -> Any:
+        """Return a right answer in the form that is compared; ValueError if this rule cannot compare with it."""
+        return str(reference)
+
+    def answers_of(self, episode: Episode) -> Sequence[str]:
+        """Return the texts that may be the answer: none for an episode that did not come to its own end."""
+        text = self.text_of(episode.trajectory)
+        if text is None:
+            return []
+        answers = [self.answer_in(text)]
+        if self.extract == "auto" and self.whole_too and not self.marked(text):
+            answers.append(text)
+        return [answer for answer in answers if answer]
+
+
+class AnswerRule(ReferenceRule):
+    """A rule that compares one answer with one right answer; the best pair counts, and no answer is worth 0."""
+
+    def __call__(self, episode: Episode) -> Reward:
+        right = self.right_answers(episode)
+        scores = [self.score(answer, one) for answer in self.answers_of(episode) for one in right]
+        return self.rewarded(max(scores, default=0.0))
+
+    def score(self, answer: str, reference: Any) -> float:
+        raise NotImplementedError
+
+
 def without_reasoning(text: str) -> str:
-    """Return the text without <think> blocks. One that was never closed goes on to the end; one that was closed and
-    never opened began before the text."""
+    """Return the text without <think> blocks, also those that were never closed, or never opened."""
     kept: list[str] = []
     inside = False
     for piece in re.split(f"({OPENING}|{CLOSING})", text):

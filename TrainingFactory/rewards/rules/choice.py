@@ -6,21 +6,15 @@ import re
 from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar
 
-from pydantic import AfterValidator
+from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from TrainingFactory.options import STRICT
 from TrainingFactory.protocols import Episode
-from TrainingFactory.rewards.rules.base import ReferenceRule
+from TrainingFactory.rewards.rules.answers import ReferenceRule
 from TrainingFactory.rewards.rules.numbers import plain
-from TrainingFactory.rewards.rules.wording import normalised
+from TrainingFactory.rewards.rules.text import normalised
 from TrainingFactory.types import Reward
-
-
-def _letters(letters: str) -> str:
-    if not re.fullmatch(r"[A-Z]{2,26}", letters):
-        raise ValueError("must be capital letters such as ABCD")
-    return letters
 
 
 @dataclass(config=STRICT, frozen=True, kw_only=True)
@@ -31,7 +25,7 @@ class Choice(ReferenceRule):
 
     rule: ClassVar[str] = "choice"
     whole_too: ClassVar[bool] = False
-    letters: Annotated[str, AfterValidator(_letters)] = "ABCDEFGHIJ"
+    letters: Annotated[str, Field(pattern=r"^[A-Z]{2,26}$")] = "ABCDEFGHIJ"
 
     def __call__(self, episode: Episode) -> Reward:
         right, texts = self.right_answers(episode), episode.task.metadata.get("choices") or []
@@ -66,8 +60,7 @@ class Choice(ReferenceRule):
 
 
 def _letters_in(text: str) -> Iterator[str]:
-    """Yield the letters that stand for choices: alone after a mark or a word such as `or`, or before a mark. Not those
-    of: a city, I think, Vitamin A."""
+    """Yield the letters that stand for choices. Not those of: a city, I think, Vitamin A."""
     for found in _LONE.finditer(text):
         before, after = text[max(0, found.start() - 10) : found.start()], text[found.end() : found.end() + 10]
         word = found.group() in "aAiI" and _WORD.match(after) and not _JOINED.match(after)

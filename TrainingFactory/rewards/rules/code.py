@@ -10,8 +10,8 @@ from pydantic.dataclasses import dataclass
 from TrainingFactory.options import STRICT, Text
 from TrainingFactory.protocols import Environment, Episode
 from TrainingFactory.rewards.rules.answers import Extract, Extraction, references
+from TrainingFactory.rewards.rules.code_asserts import read_asserts
 from TrainingFactory.rewards.rules.json_answers import last_fenced
-from TrainingFactory.rewards.verified.code_asserts import read_asserts
 from TrainingFactory.sql.compare import Ask
 from TrainingFactory.tools.fingerprint import digest
 from TrainingFactory.types import Reward, Task, ToolFailure, ToolResult

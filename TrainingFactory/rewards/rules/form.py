@@ -32,8 +32,7 @@ Seconds = Annotated[float, Field(ge=0.001)]
 
 
 def matches(pattern: Any, text: str, full: bool, timeout: float) -> bool:
-    """Search with the interpreter's lock released, so that a slow one holds up nobody; ValueError if it takes longer
-    than `timeout` seconds."""
+    """Search with the lock released, so that a slow one holds up nobody; ValueError after `timeout` seconds."""
     search = pattern.fullmatch if full else pattern.search
     try:
         return search(text, timeout=timeout, concurrent=True) is not None
@@ -98,9 +97,7 @@ class Format(Marks):
             case "tool_call":  # before the final text: a call beside the answer has not informed it
                 return any(call.error is None for turn in before for call in turn.message.tool_calls)
             case "readable_calls":
-                return all(
-                    call.error is None for turn in trajectory.turns for call in turn.message.tool_calls
-                )
+                return not any(call.error for turn in trajectory.turns for call in turn.message.tool_calls)
             case "marked_answer":
                 return self.marked(text) is not None
             case "reasoning":
@@ -131,18 +128,13 @@ class Length(FinalText):
         text = self.text_of(episode.trajectory)
         if text is None:
             return self.rewarded(0.0)
-        length = self._measured(episode.trajectory, text)
+        turns = episode.trajectory.turns
+        length = {
+            "tokens": sum(len(turn.completion.token_ids) for turn in turns),
+            "turns": len(turns),
+            "words": len(text.split()),
+            "characters": len(text),
+        }[self.unit]
         if length <= self.soft:
             return self.rewarded(length >= self.least)
         return self.rewarded((self.hard - length) / (self.hard - self.soft) if length < self.hard else 0.0)
-
-    def _measured(self, trajectory: Trajectory, text: str) -> int:
-        match self.unit:
-            case "tokens":
-                return sum(len(turn.completion.token_ids) for turn in trajectory.turns)
-            case "turns":
-                return len(trajectory.turns)
-            case "words":
-                return len(text.split())
-            case "characters":
-                return len(text)

@@ -16,7 +16,7 @@ from TrainingFactory.options import STRICT, NotNegative
 from TrainingFactory.protocols import Episode
 from TrainingFactory.rewards.rules.answers import Extract, Extraction
 from TrainingFactory.tools.schema import unknown_reference, validator_of
-from TrainingFactory.types import Reward, Trajectory
+from TrainingFactory.types import Reward
 
 MAX_JSON_CHARS = 200_000
 NOTHING: Any = object()  # null is a value
@@ -36,8 +36,7 @@ def read_json(text: str) -> Any:
 
 
 def strict_json(text: str) -> Any:
-    """Read all of the text as JSON; NOTHING if it is none. A key that occurs twice and NaN are no JSON here: what they
-    mean depends on the reader."""
+    """Read all of the text as JSON, else NOTHING. A key that occurs twice and NaN are no JSON here."""
     try:
         if len(text) <= MAX_JSON_CHARS:
             return json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse)
@@ -56,6 +55,47 @@ def _refuse(name: str) -> None:
     raise ValueError(f"{name} is no JSON")
 
 
+def same_json(
+    given: Any,
+    right: Any,
+    relative: float = 1e-9,
+    tolerance: float = 0.0,
+    extra_keys: bool = False,
+    ordered: bool = True,
+) -> bool:
+    """Return whether it is the same JSON value; of numbers that are not whole, up to rounding. True is not 1."""
+
+    def same(given: Any, right: Any) -> bool:
+        if isinstance(given, bool) or isinstance(right, bool):
+            return given is right
+        if isinstance(given, int | float) and isinstance(right, int | float):
+            whole = isinstance(given, int) and isinstance(right, int)
+            try:
+                close = not whole and math.isclose(given, right, rel_tol=relative, abs_tol=tolerance)
+            except OverflowError:  # a whole number that no float can hold
+                return False
+            return close or given == right
+        if isinstance(given, dict) and isinstance(right, dict):
+            keys = right.keys() <= given.keys() if extra_keys else right.keys() == given.keys()
+            return keys and all(same(given[key], value) for key, value in right.items())
+        if isinstance(given, list) and isinstance(right, list):
+            return len(given) == len(right) and (
+                all(map(same, given, right)) if ordered else paired(given, right)
+            )
+        return type(given) is type(right) and given == right
+
+    def paired(given: list[Any], right: list[Any]) -> bool:
+        left = list(given)
+        for value in right:
+            found = next((place for place, item in enumerate(left) if same(item, value)), None)
+            if found is None:
+                return False
+            left.pop(found)
+        return True
+
+    return same(given, right)
+
+
 def _schema(schema: Any) -> dict[str, Any]:
     try:
         validator_for(schema, default=type(validator_of({}))).check_schema(schema)
@@ -68,22 +108,12 @@ def _schema(schema: Any) -> dict[str, Any]:
 
 
 @dataclass(config=STRICT, frozen=True, kw_only=True)
-class JsonRule(Extraction):
-    """A rule that reads the answer as JSON."""
-
-    extract: Extract = "whole"
-
-    def given(self, trajectory: Trajectory) -> Any:
-        """Return the JSON value of the answer, or NOTHING."""
-        return read_json(self.answer_of(trajectory) or "")
-
-
-@dataclass(config=STRICT, frozen=True, kw_only=True)
-class JsonMatch(JsonRule):
+class JsonMatch(Extraction):
     """The same JSON value as the task's answer; text that is JSON is read. `partial`: for objects the share of the
     right keys. `extra_keys`: further keys do no harm. `ordered: false`: lists in any order."""
 
     rule: ClassVar[str] = "json"
+    extract: Extract = "whole"
     tolerance: NotNegative = 1e-9
     extra_keys: bool = False
     ordered: bool = True
@@ -97,7 +127,7 @@ class JsonMatch(JsonRule):
             raise ValueError(
                 f"task {episode.task.id}: its answer is no JSON value, so the rule json cannot score it"
             )
-        given = self.given(episode.trajectory)
+        given = read_json(self.answer_of(episode.trajectory) or "")
         return self.rewarded(0.0 if given is NOTHING else self._share(given, right))
 
     def _share(self, given: Any, right: Any) -> float:
@@ -108,43 +138,19 @@ class JsonMatch(JsonRule):
         return hits / keys
 
     def _same(self, given: Any, right: Any) -> bool:
-        if isinstance(given, bool) or isinstance(right, bool):
-            return given is right  # true is not 1
-        if isinstance(given, int) and isinstance(right, int):
-            return given == right
-        if isinstance(given, int | float) and isinstance(right, int | float):
-            try:
-                return math.isclose(given, right, rel_tol=self.tolerance, abs_tol=self.tolerance)
-            except OverflowError:  # a whole number that no float can hold
-                return False
-        if isinstance(given, dict) and isinstance(right, dict):
-            keys = right.keys() <= given.keys() if self.extra_keys else right.keys() == given.keys()
-            return keys and all(self._same(given[key], value) for key, value in right.items())
-        if isinstance(given, list) and isinstance(right, list):
-            return len(given) == len(right) and self._same_items(given, right)
-        return type(given) is type(right) and given == right
-
-    def _same_items(self, given: list[Any], right: list[Any]) -> bool:
-        if self.ordered:
-            return all(map(self._same, given, right))
-        left = list(given)
-        for value in right:
-            found = next((place for place, item in enumerate(left) if self._same(item, value)), None)
-            if found is None:
-                return False
-            left.pop(found)
-        return True
+        return same_json(given, right, self.tolerance, self.tolerance, self.extra_keys, self.ordered)
 
 
 @dataclass(config=STRICT, frozen=True, kw_only=True)
-class SchemaMatch(JsonRule):
+class SchemaMatch(Extraction):
     """The answer is JSON of the given schema. Whether it is right is another rule's business."""
 
     rule: ClassVar[str] = "schema"
+    extract: Extract = "whole"
     schema: Annotated[dict[str, Any], BeforeValidator(_schema)]
 
     def __call__(self, episode: Episode) -> Reward:
-        given = self.given(episode.trajectory)
+        given = read_json(self.answer_of(episode.trajectory) or "")
         try:
             return self.rewarded(given is not NOTHING and validator_of(self.schema).is_valid(given))
         except (OverflowError, RecursionError):  # a number or a depth that cannot be checked

@@ -1,7 +1,11 @@
-"""The rule of mathematical answers: numbers as numeric compares them, all else by the package math-verify."""
+"""The rule of mathematical answers: numbers as numeric compares them, all else by the package math-verify, in a worker
+process, because a few characters can stand for a number or a polynomial without end."""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
+from contextlib import suppress
 from functools import cached_property
 from importlib.util import find_spec
 from typing import Any, ClassVar
@@ -10,14 +14,14 @@ from pydantic.dataclasses import dataclass
 
 from TrainingFactory.options import STRICT, Count
 from TrainingFactory.protocols import Episode
-from TrainingFactory.rewards.rules.base import ReferenceRule
-from TrainingFactory.rewards.rules.numbers import is_number, same_number
-from TrainingFactory.rewards.rules.statements import only_number
-from TrainingFactory.rewards.rules.wording import normalised
+from TrainingFactory.rewards.rules.answers import ReferenceRule
+from TrainingFactory.rewards.rules.numbers import is_number, only_number, same_number
+from TrainingFactory.rewards.rules.text import normalised
 from TrainingFactory.types import Reward
 from TrainingFactory.workers import Worker, WorkerTooSlow
 
 MAX_CHARS = 300  # of a formula; what is longer is no answer
+MAX_BYTES = 4 * 2**30  # of memory; a formula that needs more has no value
 
 
 @dataclass(config=STRICT, frozen=True, kw_only=True)
@@ -26,7 +30,6 @@ class Maths(ReferenceRule):
     simplify or compare within `timeout` seconds each is wrong."""
 
     rule: ClassVar[str] = "math"
-    reads_numbers: ClassVar[bool] = True
     timeout: Count = 3
 
     def __post_init__(self) -> None:
@@ -39,7 +42,7 @@ class Maths(ReferenceRule):
 
     @cached_property
     def _worker(self) -> Worker:
-        return Worker(f"{__package__}.formulas:comparing", self.timeout)
+        return Worker(f"{__name__}:comparing", self.timeout)
 
     async def close(self) -> None:
         """End the process; the next question starts another."""
@@ -72,3 +75,25 @@ class Maths(ReferenceRule):
         if same is None:
             raise ValueError(f"math-verify cannot read the right answer {reference[:60]!r}")
         return same
+
+
+def comparing(seconds: int) -> Callable[[tuple[str, str]], bool | None]:
+    """Return the function that answers in the worker process; each of its steps may take so many seconds."""
+    import resource
+
+    from math_verify import LatexExtractionConfig, parse, verify
+
+    logging.disable()  # math-verify tells each formula that takes too long
+    with suppress(ValueError, OSError):  # not on every system
+        resource.setrlimit(resource.RLIMIT_AS, (MAX_BYTES, MAX_BYTES))
+
+    def same(formulas: tuple[str, str]) -> bool | None:
+        """Compare the right formula with the given one; None if the right one cannot be read."""
+        # Only LaTeX: the reader of plain expressions hands its text to Python.
+        right, given = (
+            parse(f"${text.strip().strip('$')}$", [LatexExtractionConfig()], parsing_timeout=seconds)
+            for text in formulas
+        )
+        return bool(given) and verify(right, given, timeout_seconds=seconds) if right else None
+
+    return same

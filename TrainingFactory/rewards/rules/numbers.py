@@ -1,8 +1,8 @@
 """Numbers as people and models write them: 1,234.5, 3/4, 1 1/2, 50%, $5, 1.5e3, 1.5 x 10^3, 5 km, \\frac{1}{2}.
 
 A text is cut into the longest runs that could be one number, and a run is read as a whole or not at all. So nothing
-is ever read out of the middle of something else: 1,234 holds no 234, 1/2 holds no 1, 10-3 holds no 3. Which number a
-sentence states, if any, is statements.py's business.
+is ever read out of the middle of something else: 1,234 holds no 234, 1/2 holds no 1, 10-3 holds no 3. A text states
+one number or none: not what it denies, leaves open or takes back.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import re
 import unicodedata
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import pairwise
 
 from TrainingFactory.rewards.rules.units import UNITS, Unit, units_of
 
@@ -55,13 +56,10 @@ def figures(text: str, decimal_comma: bool = False) -> list[Figure]:
 
 
 def is_number(text: str, decimal_comma: bool = False) -> bool:
-    """Return true if the text is one number with at most a sign, a currency, a percent sign or a common unit: `72`,
-    `$5`, `5 km`; not `12 Angry Men`."""
+    """Return true if the text is one number, perhaps with a sign or a common unit; not `12 Angry Men`."""
     clean = plain(text).strip().removesuffix(".")
-    match figures(clean, decimal_comma):
-        case [Figure(0, end, number)]:
-            return number is not None and end == len(clean)
-    return False
+    found = figures(clean, decimal_comma)
+    return len(found) == 1 and found[0].number is not None and clean == clean[found[0].start : found[0].end]
 
 
 def same_number(
@@ -237,8 +235,7 @@ _OTHER_UNIT = re.compile(  # 5 clips, 5 kΩ
 
 
 def plain(text: str) -> str:
-    """Return the text with one spelling for what has many: signs, digits of other scripts, LaTeX, markdown. What
-    stands for no number is kept as far as possible; lines stay lines."""
+    """Return the text with one spelling for signs, digits of other scripts, LaTeX and markdown."""
     text = text[-MAX_CHARS:]
     if not text.isascii():
         text = lowered(_FRACTION_SIGN.sub(_fraction_sign, text))
@@ -312,3 +309,69 @@ _LATEX = [
         (r"\\[dt]?frac\s?(\d)\s?(\d)", r"\1/\2"),
     ]
 ]
+
+
+def only_number(text: str, decimal_comma: bool = False) -> Number | None:
+    """Return the only number in the text, or the value that several in it have; else None. An equation states its
+    right side (48+24 = 72), an approximation its left one (1/3 ≈ 0.33)."""
+    text = plain(text).strip() if len(text) <= MAX_CHARS else ""
+    if "≈" in text and "\n" in text:
+        return None  # whose approximation the last line is cannot be known
+    stated = next((part for part in text.split("≈") if RUN.search(part)), "")
+    equation, _, stated = stated.rpartition("=")
+    found = [figure.number for figure in figures(stated, decimal_comma)]
+    first = found[0] if found else None
+    if first is None or any(number is None or number.value != first.value for number in found):
+        return None
+    if _DENIAL.search(stated) or _REFUSAL.search(stated) or (len(found) == 1 and _CHOICE.search(stated)):
+        return None
+    return None if equation and _is_unclear(equation, stated, decimal_comma) else first
+
+
+def last_number_text(text: str, decimal_comma: bool = False) -> str | None:
+    """Return the last number of the text as it is written, with its sign and unit; None if it is denied (not 7), one
+    of a choice (5 or 7), or no number after all (10-3)."""
+    text = plain(text)
+    found = figures(text, decimal_comma)
+    if not found or found[-1].number is None:
+        return None
+    start, end = found[-1].start, found[-1].end
+    between = text[found[-2].end if len(found) > 1 else 0 : start].rpartition("\n")[2]
+    after = text[end:].partition("\n")[0]
+    denied = _DENIAL.search(between) or _CHOICE.search(between) or _REFUSAL.search(between + "5" + after)
+    return None if denied or _TAKEN_BACK.search(between.rpartition("=")[0]) else text[start:end]
+
+
+def _is_unclear(equation: str, stated: str, decimal_comma: bool) -> bool:
+    """Return true if what stands before the last = of a line takes it back, or gives other values: not x = 72,
+    x = 5 or x = 72, 5 < x = 72."""
+    line = equation.rpartition("\n")[2]
+    left = _CLAUSE.split(line)[-1].rpartition("=")[2]
+    if _REFUSED_LINE.search(line) or _TAKEN_BACK.search(left):
+        return True
+    if not re.search(r"\d", left) and (_DENIAL.search(left) or _CHOICE.search(left)):
+        return True
+    sides = f"{line}={stated}".split("=")
+    named = [_NEXT.split(right)[0] for left, right in pairwise(sides) if _NAME.search(left)]
+    values = [each for each in (figures(side, decimal_comma) for side in named) if len(each) == 1]
+    return len({figure.number.value for [figure] in values if figure.number}) > 1
+
+
+_DENIAL = re.compile(r"\b(?:not|neither|nor|never|cannot)\b|n't\b|≠|不是|并非", re.I)
+_REFUSAL = re.compile(  # 72 is wrong; 72? No; wrong: 72. Not: he got 72 wrong
+    r"\b(?:is|are|was|be|seems|looks) (?:an? |the )?(?:wrong|incorrect|false|untrue|mistaken|impossible)\b"
+    r"|[?(] ?(?:no|nope|wrong|incorrect|false)\b|\b(?:wrong|incorrect|false) ?:",
+    re.I,
+)
+_CHOICE = re.compile(r"\bor\b(?! so\b)", re.I)
+_CLAUSE = re.compile(r"[,;.:] ")
+_REFUSED_LINE = re.compile(r"\b(?:wrong|incorrect|false) ?:", re.I)
+_TAKEN_BACK = re.compile(  # not 12*6 = 72, 5 or x = 72, 5 < x = 72
+    r"(?:\b(?:not|never)|n't) [-+*/x^()$.\d ]+\Z|\d or (?:[A-Za-z]\w*|[-+*/x^()$.\d ]+) ?\Z|[<>≤≥≠] ?[\w.]+ ?\Z",
+    re.I,
+)
+_NEXT = re.compile(r"[,;:] |\. |\b(?:or|and|then|so|but)\b", re.I)
+_NAME = re.compile(  # of what is said to be equal: x, then the total
+    r"(?:\A|[,;:.] ?|\b(?:or|and|then|so|but|if|let|are|either) )(?:\b[A-Za-z_]\w*+(?:\([A-Za-z]\))? ?){1,4}\Z",
+    re.I,
+)

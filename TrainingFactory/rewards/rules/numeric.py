@@ -11,10 +11,9 @@ from typing import Any, ClassVar, Literal
 from pydantic.dataclasses import dataclass
 
 from TrainingFactory.options import STRICT, NotNegative
-from TrainingFactory.rewards.rules.base import AnswerRule
-from TrainingFactory.rewards.rules.numbers import Number, is_number, same_number
-from TrainingFactory.rewards.rules.statements import last_number_text, only_number
-from TrainingFactory.rewards.rules.wording import holds, normalised
+from TrainingFactory.rewards.rules.answers import AnswerRule
+from TrainingFactory.rewards.rules.numbers import Number, is_number, only_number, same_number
+from TrainingFactory.rewards.rules.text import holds, normalised
 
 
 @dataclass(config=STRICT, frozen=True, kw_only=True)
@@ -27,15 +26,11 @@ class Numeric(AnswerRule):
     """
 
     rule: ClassVar[str] = "numeric"
-    reads_numbers: ClassVar[bool] = True
     tolerance: NotNegative | None = None
     relative: NotNegative | None = None
     percent: Literal["auto", "strict"] = "auto"
     units: bool = True
     decimal_comma: bool = False
-
-    def last_number(self, text: str) -> str | None:
-        return last_number_text(text, self.decimal_comma)
 
     def read_reference(self, reference: Any) -> Any:
         number = as_number(reference, self.decimal_comma)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
@@ -45,7 +45,7 @@ class SqlResult(ToolRule):
             return self.rewarded(0.0)
         try:
             return self.rewarded(await self.same(episode, query, str(right)))
-        except ValueError as error:
+        except (ValueError, TypeError) as error:
             raise ValueError(f"task {episode.task.id}: {error}") from error
 
     async def same(self, episode: Episode, query: str, right: str) -> bool:
@@ -74,9 +74,14 @@ class SqlExecution(SqlResult):
     async def same(self, episode: Episode, query: str, right: str) -> bool:
         if (named := episode.task.metadata.get(self.database)) is None:
             return await super().same(episode, query, right)
+        files = [named] if isinstance(named, str | Path) else list(named)
+        if not files:
+            raise ValueError(
+                f"its metadata {self.database} is empty; it must be a SQLite file, or a list of them"
+            )
         results = []
-        for path in _files(named, self.database):
-            async with _opened(path, self.timeout, self.max_rows) as ask:
+        for path in files:
+            async with _opened(Path(path), self.timeout, self.max_rows) as ask:
                 results.append(await same_result(ask, query, right))
         return all(results)
 
@@ -86,17 +91,6 @@ def _source(environment: Environment, tool: str) -> Database | None:
     tools = (one for one in getattr(environment, "tools", ()) if one.spec.name == tool)
     found = (getattr(one, "database", None) for one in (environment, *tools))
     return next((database for database in found if isinstance(database, Database)), None)
-
-
-def _files(named: Any, key: str) -> list[Path]:
-    files = [named] if isinstance(named, str | Path) else named
-    if (
-        not isinstance(files, list | tuple)
-        or not files
-        or not all(isinstance(one, str | Path) for one in files)
-    ):
-        raise ValueError(f"its metadata {key} is {named!r:.60}; it must be a SQLite file, or a list of them")
-    return [Path(one) for one in files]
 
 
 @contextlib.asynccontextmanager

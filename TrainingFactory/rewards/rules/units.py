@@ -15,8 +15,7 @@ class Unit(NamedTuple):
 
 
 def units_of(text: str) -> tuple[tuple[Unit, ...], int]:
-    """Return what the unit at the start of a text may mean, and where it ends: km, sq km, m/s^2, miles per hour.
-    Nothing for other words: clips say nothing about a number."""
+    """Return what the unit at the start of a text may mean (km, m/s^2, miles per hour), and where it ends."""
     match = _UNIT.match(text)
     units = _named(match["name"]) if match else ()
     if match is None or not units:

@@ -1,17 +1,8 @@
-"""Rewards from a pool of workers: judges, reward models, or any callable.
-
-```python
-pool = DistributedRewardModel(model="Qwen/QwQ-32B", base_url=["http://a:8000/v1", "http://b:8000/v1"], api_key_env=None)
-pool = DistributedRewardModel(model="rewards.py:score", num_workers=4)  # in processes
-pool = DistributedRewardModel(model=[judge_on_host_a, judge_on_host_b])
-rewards = await pool.compute_rewards(trajectories)  # None where there is no reward; pool.dropped says why
-```
-"""
+"""Rewards from a pool of workers: judges, reward models, or any callable."""
 
 from __future__ import annotations
 
 import asyncio
-import inspect
 import logging
 import time
 from collections import Counter, deque
@@ -28,10 +19,8 @@ from TrainingFactory.rewards.adapt import Adapted, as_reward, one_by_one
 from TrainingFactory.rewards.judge.base import Judge
 from TrainingFactory.rewards.judge.endpoints import JudgeFailure
 from TrainingFactory.rewards.judge.pool import judges_at
-from TrainingFactory.rewards.loading import load_reward
-from TrainingFactory.rewards.workers.failures import is_rows_own
 from TrainingFactory.rewards.workers.finished_episode import FinishedEpisode
-from TrainingFactory.rewards.workers.process import RewardProcess
+from TrainingFactory.rewards.workers.process import RewardProcess, is_rows_own
 from TrainingFactory.tools.limits import CircuitBreaker
 from TrainingFactory.tools.waiting import OutOfTime, SelfCancelled, within
 from TrainingFactory.types import Reward, Trajectory
@@ -66,17 +55,13 @@ class PoolWorker:
 
 
 class DistributedRewardModel:
-    """`model`: one reward for all workers, or a list with one for each. What is not async runs in threads. A text such
-    as `rewards.py:score` or `package.module:function` runs in a process for each worker, one call at a time, and a call
-    that takes longer than `timeout` ends its process. With `base_url`, one address or several, the text is the name of
-    a model that judges there; `judge_options` are those of `model_judge`, and a budget among them is for all together.
+    """`model`: one reward for all workers, or a list with one for each. What is not async runs in threads, a text
+    such as `rewards.py:score` in a process for each worker. With `base_url`, one address or several, the text names a
+    model that judges there; `judge_options` are those of `model_judge`.
 
-    Every row goes to the worker with the fewest under way, at most `per_worker` each (8, or 1 for processes); what a
-    worker fails at goes to another, and one that fails twice running is left alone until a row succeeds there. A row
-    whose own content is the trouble (an unreadable verdict, a ValueError) is not tried again. Rewards of whole groups
-    (rankings) take a group for a row.
-
-    `timeout` is for one attempt; a row waits at most `patience` seconds while all workers are down."""
+    Every row (a group, where the reward scores groups) goes to the worker with the fewest under way, at most
+    `per_worker` each (8, or 1 for processes); what a worker fails at goes to another, unless the row's own content is
+    the trouble. `timeout` is for one attempt; a row waits at most `patience` seconds while all workers are down."""
 
     @validate_call(config=STRICT)
     def __init__(
@@ -116,28 +101,18 @@ class DistributedRewardModel:
     def _models(self, model: Any, num_workers: int | None) -> list[Any]:
         """Return one for each worker."""
         given = list(model) if isinstance(model, Sequence) and not isinstance(model, str) else [model]
-        count = num_workers if num_workers is not None else len(given)
-        if not given or not all(isinstance(each, str) or callable(each) for each in given):
-            raise ValueError(
-                f"model must be a reward (a callable that takes an episode, or a text that names one), or a list of "
-                f"such, not {model!r:.60}; num_workers is their number"
-            )
-        if len(given) not in (1, count):
+        count = num_workers or len(given)
+        if not given or len(given) not in (1, count):
             raise ValueError(
                 f"num_workers is {count}, but there are {len(given)} models: give one, or one for each"
             )
-        known = {each: load_reward(each) for each in given if isinstance(each, str)}
-        made: list[Any] = []
-        for one in given * count if len(given) == 1 else given:
-            if isinstance(one, str):
-                one = RewardProcess(one, self.timeout, like=known[one])
-                self._opened.append(one)
-            made.append(one)
+        models = given * count if len(given) == 1 else given
+        made = [RewardProcess(one, self.timeout) if isinstance(one, str) else one for one in models]
+        self._opened += [one for one, named in zip(made, models, strict=True) if isinstance(named, str)]
         return made
 
     async def compute_rewards(self, trajectories: Sequence[Trajectory]) -> list[Reward | None]:
-        """Return the rewards in order; None for what could not be scored, which is counted in `dropped`. Where whole
-        groups are scored, those with the same `group` belong together."""
+        """Return the rewards in order; None for what could not be scored, which is counted in `dropped`."""
         together: dict[Any, list[int]] = {}
         for number, trajectory in enumerate(trajectories):
             together.setdefault(trajectory.group if self.grouped else number, []).append(number)
@@ -183,9 +158,7 @@ class DistributedRewardModel:
     async def close(self) -> None:
         """End what it has started itself: processes, judges. What was handed in stays open."""
         for each in self._opened:
-            closing = each.close()
-            if inspect.isawaitable(closing):
-                await closing
+            await each.close()
 
     @property
     def metrics(self) -> dict[str, float]:

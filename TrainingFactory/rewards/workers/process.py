@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
-from TrainingFactory.data.trajectories import trajectory_to_dict
+from pydantic import JsonValue, TypeAdapter, ValidationError
+
+from TrainingFactory.data.trajectories import trajectory_from_dict, trajectory_to_dict
 from TrainingFactory.protocols import Episode
-from TrainingFactory.rewards.adapt import Adapted, Unscored, alone
+from TrainingFactory.rewards.adapt import Adapted, BrokeOff, Unscored, alone
+from TrainingFactory.rewards.judge.endpoints import JudgeFailure
 from TrainingFactory.rewards.loading import load_reward, with_whole_path
-from TrainingFactory.rewards.workers.failures import WorkerFailure, failure_from_dict
-from TrainingFactory.types import Reward, Task
+from TrainingFactory.rewards.workers.finished_episode import FinishedEpisode
+from TrainingFactory.types import Reward, Task, ToolFailure
+from TrainingFactory.user_code import failure
 from TrainingFactory.workers import Worker, WorkerDied, WorkerError, WorkerTooSlow
+
+Rows = list[dict[str, Any]]
+# What a reward raises at a row that it does not understand; anything else may be the worker's.
+ROWS_OWN = (ValueError, TypeError, LookupError, ArithmeticError, AttributeError, AssertionError, ToolFailure)
+_JSON: TypeAdapter[Any] = TypeAdapter(JsonValue)
+
+
+class WorkerFailure(Exception):
+    """A process could not score anything: it cannot be started, or what its reward needs is out of reach."""
 
 
 class RewardProcess:
@@ -28,17 +43,9 @@ class RewardProcess:
         like: Adapted | None = None,  # the same reward in this process, where it has been loaded already
     ) -> None:
         self.like = like or load_reward(target, options)
+        self.grouped, self.compares = self.like.grouped, self.like.compares
         self.target, self.timeout = with_whole_path(target), timeout
-        settings = {"target": self.target, "options": options}
-        self._worker = Worker("TrainingFactory.rewards.workers.child:start", settings)
-
-    @property
-    def grouped(self) -> bool:
-        return self.like.grouped
-
-    @property
-    def compares(self) -> bool:
-        return self.like.compares
+        self._worker = Worker(f"{__name__}:start", {"target": self.target, "options": options})
 
     @property
     def alive(self) -> bool:
@@ -62,8 +69,8 @@ class RewardProcess:
         except WorkerError as error:
             raise WorkerFailure(f"a process for {self.target} could not be started: {error}") from None
         if "error" in answer:
-            raise failure_from_dict(answer)
-        return [failure_from_dict(each) if "error" in each else Reward(**each) for each in answer["rewards"]]
+            raise _failure_from_dict(answer)
+        return [_failure_from_dict(each) if "error" in each else Reward(**each) for each in answer["rewards"]]
 
     def kill(self) -> None:
         """End the process at once; the next call starts another."""
@@ -76,21 +83,44 @@ class RewardProcess:
 
 def _check_json(task: Task) -> None:
     """Raise Unscored for a task that would be another one there: its reward may be another one too."""
-    parts = {"answer": task.answer} | {
-        f"metadata.{key}": {key: value} for key, value in task.metadata.items()
-    }
+    parts = {"answer": task.answer} | {f"metadata.{key}": {key: each} for key, each in task.metadata.items()}
     for name, part in parts.items():
-        if not _is_json(part):
+        try:
+            _JSON.validate_python(part, strict=True)
+        except ValidationError:
             raise Unscored(
                 f"task {task.id}: {name} cannot go to a process as it is: {part!r:.80}; make it what JSON has (a list "
                 "for a tuple, a text for a key), or score it in this process (processes: 0)"
-            )
+            ) from None
 
 
-def _is_json(value: Any) -> bool:
-    """Return whether JSON gives back what it gets."""
-    if isinstance(value, dict):
-        return all(isinstance(key, str) and _is_json(each) for key, each in value.items())
-    if isinstance(value, list):
-        return all(map(_is_json, value))
-    return value is None or isinstance(value, str | int | float)
+def start(settings: dict[str, Any]) -> Callable[[Rows], dict[str, Any]]:
+    """Load the reward inside the process, and return what scores the trajectories of one call."""
+    reward = load_reward(settings["target"], settings["options"])
+    runner = asyncio.Runner()  # one for all calls: an async reward may keep a connection
+    return lambda rows: runner.run(_score(reward, rows))
+
+
+async def _score(reward: Adapted, rows: Rows) -> dict[str, Any]:
+    try:
+        found = await reward.group([FinishedEpisode(trajectory_from_dict(row)) for row in rows])
+    except Exception as error:  # rewards are foreign code
+        return _failure_to_dict(error)
+    made = [_failure_to_dict(each) if isinstance(each, Exception) else asdict(each) for each in found]
+    return {"rewards": made}
+
+
+def is_rows_own(error: Exception) -> bool:
+    return isinstance(error, ROWS_OWN) and not isinstance(error, BrokeOff)
+
+
+def _failure_to_dict(error: Exception) -> dict[str, Any]:
+    if isinstance(error, JudgeFailure):
+        return {"error": str(error), "judge": error.kind}
+    return {"error": failure(error), "own": is_rows_own(error)}
+
+
+def _failure_from_dict(told: dict[str, Any]) -> Exception:
+    if "judge" in told:
+        return JudgeFailure(told["error"], told["judge"])
+    return (Unscored if told["own"] else WorkerFailure)(told["error"])

@@ -31,10 +31,8 @@ from TrainingFactory.rewards.adapt import Adapted, as_reward, compares
 from TrainingFactory.rewards.judge.pool import judges_at
 from TrainingFactory.rewards.loading import find_callable, load_reward
 from TrainingFactory.rewards.model_judge import model_judge
-from TrainingFactory.rewards.process_reward import ProcessReward
-from TrainingFactory.rewards.process_rules import PROCESS_RULES
-from TrainingFactory.rewards.rule_based import rule_from_options
-from TrainingFactory.rewards.rules.base import OnlyIf
+from TrainingFactory.rewards.process_reward import PROCESS_RULES, ProcessReward
+from TrainingFactory.rewards.rule_based import OnlyIf, rule_from_options
 from TrainingFactory.rewards.rules.code import ToolRule
 from TrainingFactory.rewards.tool_verified import VERIFIERS
 from TrainingFactory.rewards.workers.distributed import DistributedRewardModel

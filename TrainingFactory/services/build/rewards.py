@@ -22,7 +22,7 @@ from TrainingFactory.rewards.judge.base import Judge
 from TrainingFactory.rewards.judge.groups import RankingJudge
 from TrainingFactory.rewards.judge.verdicts import MAX_CANDIDATES
 from TrainingFactory.rewards.process_reward import ProcessReward
-from TrainingFactory.rewards.rules.base import OnlyIf
+from TrainingFactory.rewards.rule_based import OnlyIf
 from TrainingFactory.rewards.rules.code import ToolRule
 from TrainingFactory.rewards.workers.distributed import DistributedRewardModel
 from TrainingFactory.rewards.workers.process import RewardProcess

@@ -102,8 +102,7 @@ class _Other(Exception):
 
 
 def _statements(tree: ast.Module) -> Iterator[ast.stmt]:
-    """Yield the statements of a test. Of `def check(candidate): ...` and `check(double)` these are `candidate = double`
-    and the body."""
+    """Yield the statements of a test; of `check(double)` these are `candidate = double` and the body."""
     checks = {each.name: each for each in tree.body if isinstance(each, ast.FunctionDef) and _is_check(each)}
     for statement in tree.body:
         match statement:
@@ -160,8 +159,7 @@ class _Reading:
         return [each for each in found if (name := self._expected(each)) is None or name in used]
 
     def _expected(self, statement: ast.stmt) -> str | None:
-        """Return the name that the statement gives to a value which stands in the test, and which the code must not see
-        unless it is used there."""
+        """Return the name that the statement gives to a value of the test, which the code must not see."""
         given = _assigned(statement)
         return given[0] if given is not None and given[0] in self.known else None
 
