@@ -48,6 +48,6 @@ def find(kind: str, name: str) -> Any:
 
 
 def _known(kind: str) -> dict[str, str]:
-    """Return the names of ours and those of other packages: entry points in the group `TrainingFactory.environments`."""
+    """Return our names, and those of other packages: entry points in a group such as `TrainingFactory.tools`."""
     plugins = {point.name: point.value for point in entry_points(group=f"TrainingFactory.{kind}s")}
     return plugins | _CATALOG[kind]

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, ParamSpec, TypeVar, get_args
 
-from pydantic import BeforeValidator, JsonValue, validate_call
+from pydantic import JsonValue, validate_call
 
 from TrainingFactory.endpoint import BY_HOST
 from TrainingFactory.options import (
@@ -30,10 +30,11 @@ from TrainingFactory.options import (
     Wrong,
     ZeroOrMore,
     make_from,
+    nested,
 )
 from TrainingFactory.protocols import Episode
 from TrainingFactory.rewards.judge.base import Judge
-from TrainingFactory.rewards.judge.client import Budget, JudgeClient, make_budget
+from TrainingFactory.rewards.judge.client import Budget, JudgeClient
 from TrainingFactory.rewards.judge.endpoints import AnthropicEndpoint, JudgeModel, OpenAIEndpoint
 from TrainingFactory.rewards.judge.groups import PairJudge, RankingJudge
 from TrainingFactory.rewards.judge.prompts import (
@@ -71,7 +72,6 @@ FORMS: dict[VerdictName, Callable[..., Any]] = {
     "ranking": Ranking,
 }
 KINDS = {"pairwise": PAIR, "ranking": GROUP}
-OF_REQUESTS = ("model", "messages", "stream")  # a judge sets them itself, and reads whole replies
 
 
 @dataclass(kw_only=True, eq=False)
@@ -119,7 +119,7 @@ def model_judge(
     verdict: VerdictName = "score",
     verdict_options: Mapping[str, Any] | None = None,
     template: str = "",
-    rubric: str = RUBRIC,
+    rubric: Text = RUBRIC,
     reference: bool = False,
     reasoning: bool = False,
     samples: Count = 1,
@@ -133,7 +133,7 @@ def model_judge(
     retries: ZeroOrMore = 3,
     pause: NotNegative = 0.5,
     cache: ToolCache | Text | Path | None = None,
-    budget: Annotated[Mapping[str, Any] | Budget | None, BeforeValidator(make_budget)] = None,
+    budget: Annotated[Mapping[str, Any] | Budget | None, nested(Budget, "the judge's budget")] = None,
 ) -> ModelJudge | PairJudge | RankingJudge:
     """Make a judge from plain options; everything wrong with them is a ValueError here. `model` is a name at
     `base_url`, or a `JudgeModel` such as `SampledJudge(sampler, chat, params, name)`. `verdict`: score, yes_no, json
@@ -170,11 +170,6 @@ def model_judge(
 
 
 def _endpoint(kind: type[OpenAIEndpoint], base_url: str, model: str, **options: Any) -> OpenAIEndpoint:
-    if not base_url:
-        text = "is missing; a judge needs the address of its endpoint: http://localhost:8000/v1"
-        raise OptionError(Wrong("base_url", text))
-    if own := [option for option in OF_REQUESTS if option in (options["options"] or {})]:
-        raise OptionError(Wrong(f"options.{own[0]}", "is set by the judge itself; leave it out"))
     endpoint = kind(base_url, model, **options)
     if endpoint.api_key_env is not None and not os.environ.get(endpoint.api_key_env):
         raise ValueError(

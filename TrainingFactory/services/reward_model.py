@@ -13,5 +13,7 @@ class RewardModelTrainer(Trainer):
 
     algorithm = "reward_model"
 
-    def __init__(self, model: Any = None, environment: Any = None, **options: Unpack[RewardModelKeywords]) -> None:
+    def __init__(
+        self, model: Any = None, environment: Any = None, **options: Unpack[RewardModelKeywords]
+    ) -> None:
         super().__init__(model, environment, **options)

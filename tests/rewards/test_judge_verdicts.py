@@ -74,7 +74,7 @@ def test_a_ranking_with_markup():
     ("about", "options", "text", "value"),
     [
         ({"type": "integer", "minimum": 0, "maximum": 10}, {}, '{"score": 1}', 0.1),
-        ({"type": "integer", "minimum": 0, "maximum": 10}, {"high": 10}, '{"score": 7}', 0.7),
+        ({"type": "integer", "minimum": 0, "maximum": 10}, {"high": 1}, '{"score": 7}', 0.7),
         ({"type": "number", "maximum": 4}, {}, '{"score": 3}', 0.75),
         ({"type": "number", "minimum": -1}, {}, '{"score": 0}', 0.5),
         ({"enum": [1, 2, 3, 4, 5]}, {}, '{"score": 2}', 0.25),
