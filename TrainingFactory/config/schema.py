@@ -136,7 +136,7 @@ class OneReward(Section):
 
 
 class RewardPart(OneReward):
-    type: RewardType
+    type: RewardType  # pyright: ignore[reportGeneralTypeIssues]  # no default here
     """As above; each part says which reward it is."""
     weight: float = 1.0
     """What the part's outcome and steps are multiplied by."""
