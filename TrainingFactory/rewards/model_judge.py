@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, ParamSpec, TypeVar, get_args
@@ -177,3 +177,26 @@ def _endpoint(kind: type[OpenAIEndpoint], base_url: str, model: str, **options: 
             "set it, name another one with api_key_env, or give api_key_env: null if the judge needs no key"
         )
     return endpoint
+
+
+def judges_at(
+    base_url: str | Sequence[str], options: Mapping[str, Any], workers: int | None = None
+) -> list[Any]:
+    """Return one judge at several endpoints, for the workers of a pool: a judge for each worker, to be closed by the
+    caller. Workers at one address share their judge; what they may spend is meant for all of them together."""
+    urls = [base_url] if isinstance(base_url, str) else list(base_url)
+    if not urls or not all(isinstance(url, str) for url in urls) or len(set(urls)) < len(urls):
+        raise ValueError(f"base_url is {base_url!r:.100}; it must be an address, or a list of different ones")
+    count = len(urls) if workers is None else workers
+    if count < len(urls):
+        raise ValueError(f"num_workers is {count}, but base_url has {len(urls)} addresses")
+    options = dict(options)
+    options.setdefault("concurrency", 8 * -(-count // len(urls)))  # of a judge that several workers share
+    judges: list[Any] = []
+    for url in urls:
+        judges.append(model_judge(**options | {"base_url": url}))
+        options["cache"] = judges[0].client.cache  # opened once, and closed with the first
+    spent = [judge.client.usage for judge in judges]
+    for judge in judges:
+        judge.client.spent = spent
+    return [judges[number % len(urls)] for number in range(count)]
