@@ -194,7 +194,7 @@ def judges_at(
     options.setdefault("concurrency", 8 * -(-count // len(urls)))  # of a judge that several workers share
     judges: list[Any] = []
     for url in urls:
-        judges.append(model_judge(**options | {"base_url": url}))
+        judges.append(model_judge(base_url=url, **options))
         options["cache"] = judges[0].client.cache  # opened once, and closed with the first
     spent = [judge.client.usage for judge in judges]
     for judge in judges:
