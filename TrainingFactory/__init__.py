@@ -32,21 +32,14 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
-    "DPOTrainer": "services",
-    "GRPOTrainer": "services",
-    "KTOTrainer": "services",
     "MCPTools": "tools",
-    "PPOTrainer": "services",
-    "RFTTrainer": "services",
     "Reward": "types",
-    "RewardModelTrainer": "services",
-    "SFTTrainer": "services",
     "Task": "types",
     "ToolEnvironment": "envs",
     "TrainingConfig": "config",
     "load_config": "config",
     "tool": "tools",
-}
+}  # the others are in services
 __all__ = [
     "DPOTrainer",
     "GRPOTrainer",
@@ -66,6 +59,6 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    return getattr(import_module(f"{__name__}.{_HOMES.get(name, 'services')}"), name)

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, ConfigDict, Field, StringConstraints, ValidationError, validate_call
+from pydantic import BeforeValidator, ConfigDict, Field, StringConstraints, ValidationError
 from pydantic_core import ErrorDetails
 
 # strict: no "8" for 8 and no true for 1. Inputs stay out of pydantic's own text, as they may be secrets.
@@ -83,13 +83,14 @@ def make_from(target: Callable[..., Any], options: Mapping[str, Any], what: str)
             Wrong("", f"the options of {what} must be a mapping such as {{name: value}}", options)
         )
     options = {str(option): value for option, value in options.items()}
+    known = list(inspect.signature(target).parameters)
     try:
-        return _validated(target)(**options)
+        if not _is_checked(target):
+            _bind(target, options, what)
+        return target(**options)
     except ValidationError as error:
         # `from None`: pydantic's own text may repeat the values, secrets among them.
-        raise OptionError(
-            *_explain(error, options, list(inspect.signature(target).parameters), what)
-        ) from None
+        raise OptionError(*_explain(error, options, known, what)) from None
 
 
 def make_named(
@@ -165,22 +166,20 @@ def is_secret(key: str, value: Any) -> bool:
     return bool(_SECRET_KEY.search(key.rsplit(".", 1)[-1]) or _SECRET_VALUE.search(str(value)))
 
 
-def _validated(target: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the target itself where pydantic checks its options, else one whose options' names are checked."""
-    init = getattr(target, "__init__", None)
-    if any(
-        hasattr(each, "__pydantic_validator__") or hasattr(each, "raw_function") for each in (target, init)
-    ):
-        return target
+def _is_checked(target: Callable[..., Any]) -> bool:
+    """Tell whether pydantic checks its options."""
+    places = (target, getattr(target, "__init__", None))
+    return any(hasattr(each, name) for each in places for name in ("__pydantic_validator__", "raw_function"))
 
-    def call(*options: Any, **named: Any) -> Any:
-        return target(*options, **named)
 
-    plain = inspect.signature(target)
-    parameters = [each.replace(annotation=Any) for each in plain.parameters.values()]
-    call.__signature__ = plain.replace(parameters=parameters, return_annotation=Any)  # type: ignore[attr-defined]
-    call.__annotations__ = dict.fromkeys(plain.parameters, Any)
-    return validate_call(call)
+def _bind(target: Callable[..., Any], options: Mapping[str, Any], what: str) -> None:
+    """Raise if the names of the options are not those of a plain function or class."""
+    signature = inspect.signature(target)
+    try:
+        signature.bind(**options)
+    except TypeError as error:
+        text = f"{what} takes {', '.join(signature.parameters) or 'no options'}: {error}"
+        raise OptionError(Wrong("", text)) from None
 
 
 def _explain(
@@ -216,25 +215,22 @@ def _explain_one(details: ErrorDetails, key: Key, known: Sequence[str], what: st
 
 def _in_options(details: ErrorDetails, options: Mapping[str, Any]) -> Key:
     """Return where in the options an error is: pydantic's own place, without the labels of a union's branches."""
-    *outer, last = details["loc"] or [""]
     key: list[str | int] = []
     value: Any = options
-    for part in outer:
+    for place, part in enumerate(details["loc"], 1):
         if (isinstance(value, Mapping) and part in value) or (
             isinstance(value, list) and isinstance(part, int)
         ):
             key.append(part)
             value = value[part]  # type: ignore[index]
-    there = (isinstance(value, Mapping) and last in value) or (
-        isinstance(value, list) and isinstance(last, int)
-    )
-    return (*key, last) if last != "" and (there or details["type"] in _MISSING) else tuple(key)
+        elif place == len(details["loc"]) and details["type"] in _MISSING:
+            key.append(part)
+    return tuple(key)
 
 
 def _together(wrong: list[Wrong]) -> list[Wrong]:
     """Join what the branches of a union say of one option."""
     if len({each.option for each in wrong}) > 1 or len(wrong) == 1:
         return wrong
-    texts = list(dict.fromkeys(each.text for each in wrong))
-    first, *rest = texts
+    first, *rest = dict.fromkeys(each.text for each in wrong)
     return [replace(wrong[0], text=" or ".join([first, *(text.removeprefix("must be ") for text in rest)]))]

@@ -21,16 +21,8 @@ def test_a_wrong_name_gets_the_nearest() -> None:
         catalog.find("environment", "serch")
 
 
-def test_registering(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(catalog, "_CATALOG", {"environment": {"search": "a:b"}})
-    catalog.register("environment", "mine", SearchEnvironment)
-    assert catalog.find("environment", "mine") is SearchEnvironment
-    catalog.register("environment", "mine", SearchEnvironment)  # again, the same: fine
-    with pytest.raises(ValueError, match="registered already"):
-        catalog.register("environment", "mine", CalculatorEnvironment)
-    with pytest.raises(ValueError, match="no kind 'envs'"):
-        catalog.register("envs", "x", SearchEnvironment)
-    catalog.register("environment", "broken", "TrainingFactory.nothing:X")
+def test_what_cannot_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(catalog, "_CATALOG", {"environment": {"broken": "TrainingFactory.nothing:X"}})
     with pytest.raises(ValueError, match="could not be imported"):
         catalog.find("environment", "broken")
 

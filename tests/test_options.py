@@ -106,9 +106,9 @@ def test_what_is_right_is_made():
         (checked, {"samples": 0}, ["model is missing; a judge needs it",
                                    "samples must be greater than or equal to 1 (got 0)"]),
         (Checked, {"sample": 0}, ["sample is no option of a judge; did you mean samples? (it has samples)"]),
-        (Plain, {"pat": 0}, ["pat is no option of a judge; did you mean path? (it has path, size)"]),
-        (Plain, {"xx": 0}, ["path is missing; a judge needs it", "xx is no option of a judge (it has path, size)"]),
-        (lambda: 1, {"x": 0}, ["x is no option of a judge (it has none)"]),
+        (Plain, {"pat": 0}, ["a judge takes path, size: missing a required argument: 'path'"]),
+        (Plain, {"path": 0, "xx": 0}, ["a judge takes path, size: got an unexpected keyword argument 'xx'"]),
+        (lambda: 1, {"x": 0}, ["a judge takes no options: got an unexpected keyword argument 'x'"]),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_told_all_at_once(target: Any, options: Any, told: list[str]):

@@ -30,8 +30,8 @@ _Loader.add_implicit_resolver(
 
 
 def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> TrainingConfig:
-    """Reads a config file (None: the defaults) and applies overrides such as `training.batch_size=4` or
-    `tools.0.name=search`. Raises ConfigError, whose text names every problem at once."""
+    """Read a config file (None: the defaults) and applies overrides such as `training.batch_size=4` or
+    `tools.0.name=search`. Raise ConfigError, whose text names every problem at once."""
     problems: list[Problem] = []
     written: dict[Key, str] = {}
     data = expand(_read(Path(path), written, problems)) if path is not None else {}
@@ -54,65 +54,48 @@ def key_value(key: str, value: Any) -> str:
 
 
 def _read(path: Path, places: dict[Key, str], problems: list[Problem]) -> dict[Any, Any]:
-    text = _text(path)
     try:
-        loader = _Loader(text)
+        loader = _Loader(path.read_text(encoding="utf-8-sig"))
         node = loader.get_single_node()
-        if node is None:
-            raise _wrong(path, "is empty; a config holds sections such as model and environment")
         if not isinstance(node, yaml.MappingNode):
             raise _wrong(path, "must hold sections such as model and environment, written as `model:`")
         _note_places(node, (), str(path), places, problems)
         data = loader.construct_document(node)
     except yaml.MarkedYAMLError as error:
-        raise _wrong(path, _yaml_text(error), error.problem_mark) from None
+        # Not str(error): that quotes the line, and a secret may stand in it.
+        text = " ".join(part for part in (error.context, error.problem) if part)
+        raise _wrong(path, f"is not valid YAML: {text}", error.problem_mark) from None
     except yaml.YAMLError as error:
         raise _wrong(path, f"is not YAML: {str(error).splitlines()[0]}") from None
     except RecursionError:
         raise _wrong(path, "is nested too deeply") from None
+    except FileNotFoundError:
+        near = nearest(path.name, [file.name for file in path.parent.glob("*.y*ml")])
+        raise _wrong(path, f"there is no such file{did_you_mean(near and str(path.parent / near))}") from None
+    except UnicodeDecodeError:
+        raise _wrong(path, "is not a text file in UTF-8") from None
+    except OSError as error:
+        raise _wrong(path, f"cannot be read: {error.strerror}") from None
     for alias, key in ALIASES.items():
         if written := places.get(tuple(alias.split("."))):
             places.setdefault(tuple(key.split(".")), written)
     return data
 
 
-def _text(path: Path) -> str:
-    if path.is_dir():
-        found = ", ".join(sorted(file.name for file in path.glob("*.y*ml"))[:5])
-        raise _wrong(path, "is a folder, not a config file" + (f"; it holds {found}" if found else ""))
-    try:
-        return path.read_text(encoding="utf-8-sig")
-    except FileNotFoundError:
-        beside = [file.name for file in path.parent.glob("*.y*ml")] if path.parent.is_dir() else []
-        hint = nearest(path.name, beside)
-        text = did_you_mean(hint and str(path.parent / hint))
-        raise _wrong(path, f"there is no such file{text}") from None
-    except UnicodeDecodeError:
-        raise _wrong(path, "is not a text file in UTF-8") from None
-    except OSError as error:
-        raise _wrong(path, f"cannot be read: {error.strerror}") from None
-
-
 def _wrong(path: Path, text: str, mark: yaml.Mark | None = None) -> ConfigError:
     return ConfigError([Problem((), text, where=f"{path}:{mark.line + 1}" if mark else str(path))])
 
 
-def _yaml_text(error: yaml.MarkedYAMLError) -> str:
-    # Not str(error): that quotes the line, and a secret may stand in it.
-    text = " ".join(part for part in (error.context, error.problem) if part)
-    return f"is not valid YAML: {text}"
-
-
 def _note_places(
-    node: yaml.Node, key: Key, path: str, places: dict[Key, str], problems: list[Problem], depth: int = 0
+    node: yaml.Node, key: Key, path: str, places: dict[Key, str], problems: list[Problem]
 ) -> None:
-    """Remembers the line of every key, and finds keys that are written twice."""
-    if depth > 8:
+    """Remember the line of every key, and find keys that are written twice."""
+    if len(key) > 8:
         return  # deeper than any config, and an alias may even hold itself; the schema refuses it
     if isinstance(node, yaml.SequenceNode):
         for index, entry in enumerate(node.value):
             places[(*key, index)] = f"{path}:{entry.start_mark.line + 1}"
-            _note_places(entry, (*key, index), path, places, problems, depth + 1)
+            _note_places(entry, (*key, index), path, places, problems)
     elif isinstance(node, yaml.MappingNode):
         lines: dict[Key, int] = {}
         for name, value in node.value:
@@ -122,11 +105,11 @@ def _note_places(
                 problems.append(Problem(inner, text, where=f"{path}:{line}"))
             lines[inner] = line
             places[inner] = f"{path}:{line}"
-            _note_places(value, inner, path, places, problems, depth + 1)
+            _note_places(value, inner, path, places, problems)
 
 
 def _apply(override: str, data: dict[str, Any], places: dict[Key, str], problems: list[Problem]) -> None:
-    """Puts one `key=value` into the data; whether such a key exists is for the schema to say."""
+    """Put one `key=value` into the data; whether such a key exists is for the schema to say."""
     written, equals, text = override.partition("=")
     if not equals or not written.strip():
         problems.append(Problem((), f"expected key=value, got {override!r}", where=COMMAND_LINE))
@@ -145,7 +128,7 @@ def _apply(override: str, data: dict[str, Any], places: dict[Key, str], problems
 
 
 def _set(holder: Any, key: Key, value: Any) -> str | None:
-    """Sets data["a"]["b"] for the key a.b, making what is missing on the way; a text if that cannot be."""
+    """Set data["a"]["b"] for the key a.b, making what is missing on the way; a text if that cannot be."""
     part: Any = key[0]
     if isinstance(holder, list):
         if not isinstance(part, int) or part > len(holder):

@@ -112,10 +112,13 @@ class ToolEntry(Section):
     """Answer repeated calls from the cache; says that equal arguments give equal results."""
 
 
+RewardType = Literal[
+    "environment", "rule_based", "process_reward", "model_judge", "tool_verified", "learned", "function"
+]
+
+
 class OneReward(Section):
-    type: Literal[
-        "environment", "rule_based", "process_reward", "model_judge", "tool_verified", "learned", "function"
-    ] = "environment"
+    type: RewardType = "environment"
     """Who scores an episode; environment: its own reward method; learned: a reward model; function: one of yours."""
     model: PathText | None = None
     """learned: a run of training.algorithm=reward_model (name or folder), or a checkpoint of one. model_judge: the
@@ -133,6 +136,8 @@ class OneReward(Section):
 
 
 class RewardPart(OneReward):
+    type: RewardType  # pyright: ignore[reportGeneralTypeIssues]  # no default here
+    """As above; each part says which reward it is."""
     weight: float = 1.0
     """What the part's outcome and steps are multiplied by."""
 

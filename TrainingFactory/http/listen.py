@@ -30,17 +30,16 @@ def key_from(variable: str | None) -> str | None:
 
 def bind(host: str, port: int) -> socket.socket:
     """Bind a socket, which nobody can connect to before it listens."""
+    bound = None
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         bound = socket.socket(family, kind)
-    except (OSError, OverflowError) as error:
-        raise ValueError(f"--host {host}, --port {port}: no such address ({error})") from error
-    try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind(address)
-    except OSError as error:
-        bound.close()
-        text = f"cannot serve at {host}, port {port}: {error.strerror}; --port 0 picks a free one"
+    except (OSError, OverflowError) as error:
+        if bound is not None:
+            bound.close()
+        text = f"cannot serve at --host {host}, --port {port}: {error}; --port 0 picks a free one"
         raise ValueError(text) from error
     return bound
 

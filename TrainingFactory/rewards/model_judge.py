@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, ParamSpec, TypeVar, get_args
 
-from pydantic import BeforeValidator, JsonValue, validate_call
+from pydantic import JsonValue, validate_call
 
 from TrainingFactory.endpoint import BY_HOST
 from TrainingFactory.options import (
@@ -30,10 +30,11 @@ from TrainingFactory.options import (
     Wrong,
     ZeroOrMore,
     make_from,
+    nested,
 )
 from TrainingFactory.protocols import Episode
 from TrainingFactory.rewards.judge.base import Judge
-from TrainingFactory.rewards.judge.client import Budget, JudgeClient, make_budget
+from TrainingFactory.rewards.judge.client import Budget, JudgeClient
 from TrainingFactory.rewards.judge.endpoints import AnthropicEndpoint, JudgeModel, OpenAIEndpoint
 from TrainingFactory.rewards.judge.groups import PairJudge, RankingJudge
 from TrainingFactory.rewards.judge.prompts import (
@@ -71,7 +72,6 @@ FORMS: dict[VerdictName, Callable[..., Any]] = {
     "ranking": Ranking,
 }
 KINDS = {"pairwise": PAIR, "ranking": GROUP}
-OF_REQUESTS = ("model", "messages", "stream")  # a judge sets them itself, and reads whole replies
 
 
 @dataclass(kw_only=True, eq=False)
@@ -119,7 +119,7 @@ def model_judge(
     verdict: VerdictName = "score",
     verdict_options: Mapping[str, Any] | None = None,
     template: str = "",
-    rubric: str = RUBRIC,
+    rubric: Text = RUBRIC,
     reference: bool = False,
     reasoning: bool = False,
     samples: Count = 1,
@@ -133,7 +133,7 @@ def model_judge(
     retries: ZeroOrMore = 3,
     pause: NotNegative = 0.5,
     cache: ToolCache | Text | Path | None = None,
-    budget: Annotated[Mapping[str, Any] | Budget | None, BeforeValidator(make_budget)] = None,
+    budget: Annotated[Mapping[str, Any] | Budget | None, nested(Budget, "the judge's budget")] = None,
 ) -> ModelJudge | PairJudge | RankingJudge:
     """Make a judge from plain options; everything wrong with them is a ValueError here. `model` is a name at
     `base_url`, or a `JudgeModel` such as `SampledJudge(sampler, chat, params, name)`. `verdict`: score, yes_no, json
@@ -170,11 +170,6 @@ def model_judge(
 
 
 def _endpoint(kind: type[OpenAIEndpoint], base_url: str, model: str, **options: Any) -> OpenAIEndpoint:
-    if not base_url:
-        text = "is missing; a judge needs the address of its endpoint: http://localhost:8000/v1"
-        raise OptionError(Wrong("base_url", text))
-    if own := [option for option in OF_REQUESTS if option in (options["options"] or {})]:
-        raise OptionError(Wrong(f"options.{own[0]}", "is set by the judge itself; leave it out"))
     endpoint = kind(base_url, model, **options)
     if endpoint.api_key_env is not None and not os.environ.get(endpoint.api_key_env):
         raise ValueError(
@@ -182,3 +177,26 @@ def _endpoint(kind: type[OpenAIEndpoint], base_url: str, model: str, **options: 
             "set it, name another one with api_key_env, or give api_key_env: null if the judge needs no key"
         )
     return endpoint
+
+
+def judges_at(
+    base_url: str | Sequence[str], options: Mapping[str, Any], workers: int | None = None
+) -> list[Any]:
+    """Return one judge at several endpoints, for the workers of a pool: a judge for each worker, to be closed by the
+    caller. Workers at one address share their judge; what they may spend is meant for all of them together."""
+    urls = [base_url] if isinstance(base_url, str) else list(base_url)
+    if not urls or not all(isinstance(url, str) for url in urls) or len(set(urls)) < len(urls):
+        raise ValueError(f"base_url is {base_url!r:.100}; it must be an address, or a list of different ones")
+    count = len(urls) if workers is None else workers
+    if count < len(urls):
+        raise ValueError(f"num_workers is {count}, but base_url has {len(urls)} addresses")
+    options = dict(options)
+    options.setdefault("concurrency", 8 * -(-count // len(urls)))  # of a judge that several workers share
+    judges: list[Any] = []
+    for url in urls:
+        judges.append(model_judge(base_url=url, **options))
+        options["cache"] = judges[0].client.cache  # opened once, and closed with the first
+    spent = [judge.client.usage for judge in judges]
+    for judge in judges:
+        judge.client.spent = spent
+    return [judges[number % len(urls)] for number in range(count)]

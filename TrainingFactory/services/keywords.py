@@ -10,6 +10,7 @@ from typing import Any, Literal, TypedDict
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.config.names import ALIASES, SHORT, expand
 from TrainingFactory.config.schema import ALGORITHMS, sections
+from TrainingFactory.protocols import AnyReward
 from TrainingFactory.services.runs.tracking import Watcher
 from TrainingFactory.tools.cache.cache import ToolCache
 from TrainingFactory.types import Task
@@ -21,6 +22,7 @@ class Keywords(TypedDict, total=False):
     """Those of every trainer."""
 
     # of the trainer itself
+    reward_function: AnyReward | str | None
     tools: Any
     tasks: Sequence[Task] | str | Path | None
     dataset: Any

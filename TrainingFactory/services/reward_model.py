@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any, Unpack
 
-from TrainingFactory.protocols import AnyReward
 from TrainingFactory.services.keywords import RewardModelKeywords
 from TrainingFactory.services.trainers import Trainer
 
@@ -15,10 +14,6 @@ class RewardModelTrainer(Trainer):
     algorithm = "reward_model"
 
     def __init__(
-        self,
-        model: Any = None,
-        environment: Any = None,
-        reward_function: AnyReward | str | None = None,
-        **options: Unpack[RewardModelKeywords],
+        self, model: Any = None, environment: Any = None, **options: Unpack[RewardModelKeywords]
     ) -> None:
-        super().__init__(model, environment, reward_function, **options)
+        super().__init__(model, environment, **options)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any, Unpack
 
-from TrainingFactory.protocols import AnyReward
 from TrainingFactory.services.keywords import GRPOKeywords, PPOKeywords, RFTKeywords
 from TrainingFactory.services.sft_trainer import DPOTrainer
 from TrainingFactory.services.trainers import Trainer
@@ -17,14 +16,8 @@ class GRPOTrainer(Trainer):
 
     algorithm = "grpo"
 
-    def __init__(
-        self,
-        model: Any = None,
-        environment: Any = None,
-        reward_function: AnyReward | str | None = None,
-        **options: Unpack[GRPOKeywords],
-    ) -> None:
-        super().__init__(model, environment, reward_function, **options)
+    def __init__(self, model: Any = None, environment: Any = None, **options: Unpack[GRPOKeywords]) -> None:
+        super().__init__(model, environment, **options)
 
 
 class PPOTrainer(Trainer):
@@ -32,14 +25,8 @@ class PPOTrainer(Trainer):
 
     algorithm = "ppo"
 
-    def __init__(
-        self,
-        model: Any = None,
-        environment: Any = None,
-        reward_function: AnyReward | str | None = None,
-        **options: Unpack[PPOKeywords],
-    ) -> None:
-        super().__init__(model, environment, reward_function, **options)
+    def __init__(self, model: Any = None, environment: Any = None, **options: Unpack[PPOKeywords]) -> None:
+        super().__init__(model, environment, **options)
 
 
 class RFTTrainer(Trainer):
@@ -47,11 +34,5 @@ class RFTTrainer(Trainer):
 
     algorithm = "rft"
 
-    def __init__(
-        self,
-        model: Any = None,
-        environment: Any = None,
-        reward_function: AnyReward | str | None = None,
-        **options: Unpack[RFTKeywords],
-    ) -> None:
-        super().__init__(model, environment, reward_function, **options)
+    def __init__(self, model: Any = None, environment: Any = None, **options: Unpack[RFTKeywords]) -> None:
+        super().__init__(model, environment, **options)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any, Unpack
 
-from TrainingFactory.protocols import AnyReward
 from TrainingFactory.services.keywords import DPOKeywords, KTOKeywords, SFTKeywords
 from TrainingFactory.services.trainers import Trainer
 
@@ -15,14 +14,8 @@ class SFTTrainer(Trainer):
 
     algorithm = "sft"
 
-    def __init__(
-        self,
-        model: Any = None,
-        environment: Any = None,
-        reward_function: AnyReward | str | None = None,
-        **options: Unpack[SFTKeywords],
-    ) -> None:
-        super().__init__(model, environment, reward_function, **options)
+    def __init__(self, model: Any = None, environment: Any = None, **options: Unpack[SFTKeywords]) -> None:
+        super().__init__(model, environment, **options)
 
 
 class DPOTrainer(Trainer):
@@ -30,14 +23,8 @@ class DPOTrainer(Trainer):
 
     algorithm = "dpo"
 
-    def __init__(
-        self,
-        model: Any = None,
-        environment: Any = None,
-        reward_function: AnyReward | str | None = None,
-        **options: Unpack[DPOKeywords],
-    ) -> None:
-        super().__init__(model, environment, reward_function, **options)
+    def __init__(self, model: Any = None, environment: Any = None, **options: Unpack[DPOKeywords]) -> None:
+        super().__init__(model, environment, **options)
 
 
 class KTOTrainer(Trainer):
@@ -45,11 +32,5 @@ class KTOTrainer(Trainer):
 
     algorithm = "kto"
 
-    def __init__(
-        self,
-        model: Any = None,
-        environment: Any = None,
-        reward_function: AnyReward | str | None = None,
-        **options: Unpack[KTOKeywords],
-    ) -> None:
-        super().__init__(model, environment, reward_function, **options)
+    def __init__(self, model: Any = None, environment: Any = None, **options: Unpack[KTOKeywords]) -> None:
+        super().__init__(model, environment, **options)

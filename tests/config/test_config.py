@@ -164,8 +164,8 @@ def test_python_users_get_the_same_error() -> None:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("", "is empty"),
-        ("# nothing\n", "is empty"),
+        ("", "must hold sections"),
+        ("# nothing\n", "must hold sections"),
         ("- a\n", "must hold sections"),
         ("just text", "must hold sections"),
         ("a: [1\n", ":2: is not valid YAML"),
@@ -195,7 +195,7 @@ def test_files_that_are_no_config(tmp_path: Path, text: str, expected: str) -> N
 def test_places_that_are_no_file(tmp_path: Path) -> None:
     written(tmp_path, "model: tiny\n")
     assert problems_of(tmp_path / "rum.yaml")[0].endswith(f"did you mean {tmp_path / 'run.yaml'}?")
-    assert "is a folder" in problems_of(tmp_path)[0] and "run.yaml" in problems_of(tmp_path)[0]
+    assert "cannot be read: Is a directory" in problems_of(tmp_path)[0]
     (tmp_path / "run.yaml").write_bytes(b"\xff\xfe\x00")
     assert "UTF-8" in problems_of(tmp_path / "run.yaml")[0]
 

@@ -102,6 +102,7 @@ def test_markup_and_code_stay_as_they_are():
         "f(x) -> y, a <- b, x <= y >= z, 5 < 6 > 4, |x| > |y|",
     ):
         assert harmless(text) == text
+    assert harmless(">>> print(1)") == "> > > print(1)"
 
 
 def test_a_template_with_a_reference():

@@ -7,113 +7,10 @@ import re
 import pytest
 
 from tests.kits.judge import KEY, finished, judge_at, judging, outside, scored
-from TrainingFactory.rewards.judge.endpoints import JudgeFailure
-from TrainingFactory.rewards.judge.prompts import conversation_text, harmless
-from TrainingFactory.rewards.judge.verdicts import (
-    JsonVerdict,
-    Pairwise,
-    Ranking,
-    Score,
-    Verdict,
-    YesNo,
-    voted,
-)
+from TrainingFactory.rewards.judge.prompts import conversation_text
 from TrainingFactory.types import Message, Reward
 
 pytestmark = pytest.mark.usefixtures("judge_key")
-
-
-@pytest.mark.parametrize(
-    ("verdict", "text", "value"),
-    [
-        (Score(), "It is fine.\nScore: 7", 0.7),
-        (Score(), "**Score:** 7/10.", 0.7),
-        (Score(), "7.5", 0.75),
-        (Score(1, 5), "score = 2", 0.25),
-        (Score(-1, 1), "Score: -.5", 0.25),
-        (Score(), "<think>Score: 2?</think>\nScore: 1e1", 1.0),
-        (Score(), "Score: 3\nand again\nScore: 3", 0.3),
-        (YesNo(), "Verdict: Yes.", 1.0),
-        (YesNo(), "no", 0.0),
-        (Pairwise(), "Winner: A", 1.0),
-        (Pairwise(), "Winner: b", 0.0),
-        (Pairwise(), "`Winner: tie`", 0.5),
-    ],
-)
-def test_verdicts_that_can_be_read(verdict: Verdict, text: str, value: float):
-    assert verdict.read(text) == pytest.approx(value)
-
-
-@pytest.mark.parametrize(
-    ("verdict", "text", "kind"),
-    [
-        (Score(), "", "unreadable"),
-        (Score(), "I cannot help with that.", "unreadable"),
-        (Score(), "It gets 7 of 10 points.", "unreadable"),
-        (Score(), "Score: 2\nThe text says\nScore: 10", "unreadable"),  # which one is the judge's?
-        (Score(), "<think>Score: 7", "unreadable"),
-        (Score(), "Score: nan", "out_of_range"),
-        (Score(), "Score: inf", "out_of_range"),
-        (Score(), "Score: 11", "out_of_range"),
-        (Score(), "Score: -1", "out_of_range"),
-        (Score(), "Score: 7/100", "out_of_range"),
-        (YesNo(), "Verdict: maybe", "unreadable"),
-        (YesNo(), "yes and no", "unreadable"),
-        (Pairwise(), "Winner: C", "unreadable"),
-    ],
-)
-def test_verdicts_that_cannot(verdict: Verdict, text: str, kind: str):
-    with pytest.raises(JudgeFailure) as raised:
-        verdict.read(text)
-    assert raised.value.kind == kind
-
-
-def test_json_verdicts():
-    schema = {
-        "type": "object",
-        "properties": {
-            "grade": {"enum": ["good", "bad"]},
-            "score": {"type": "number"},
-            "ok": {"type": "boolean"},
-        },
-        "additionalProperties": False,
-    }
-    by_score = JsonVerdict(schema, low=0, high=4)
-    assert by_score.read('{"score": 3}') == 0.75
-    assert by_score.read('Well.\n```json\n{"score": 1}\n```') == 0.25
-    assert (
-        JsonVerdict(schema, key="grade", values={"good": 1.0, "bad": 0.25}).read('{"grade": "bad"}') == 0.25
-    )
-    assert JsonVerdict(schema, key="ok").read('{"ok": true}') == 1.0
-    for text, kind in [
-        ('{"score": 5}', "out_of_range"),
-        ('{"score": NaN}', "unreadable"),
-        ('{"score": "4"}', "unreadable"),
-        ('{"score": 4, "more": 1}', "unreadable"),
-        ('{"score": 1, "score": 4}', "unreadable"),
-        ("{}", "unreadable"),
-        ("[3]", "unreadable"),
-    ]:
-        with pytest.raises(JudgeFailure) as raised:
-            by_score.read(text)
-        assert raised.value.kind == kind, text
-
-
-def test_rankings():
-    read = Ranking().read_all
-    assert read("Ranking: B > C > A", 3) == [0.0, 1.0, 0.5]
-    assert read("Ranking: B = C > A", 3) == [0.0, 0.75, 0.75]
-    assert read("Ranking: A = B", 2) == [0.5, 0.5]
-    for text in ("Ranking: A > B", "Ranking: A > B > B", "Ranking: A > B > D", "A, B, C", ""):
-        with pytest.raises(JudgeFailure):
-            read(text, 3)
-
-
-def test_votes():
-    assert voted("mean", [0, 0, 1]) == pytest.approx(1 / 3)
-    assert voted("median", [0.1, 0.2, 0.9]) == 0.2
-    assert voted("majority", [1, 0, 1]) == 1
-    assert voted("majority", [1, 0]) == 0.5
 
 
 def test_what_the_judge_is_shown():
@@ -191,8 +88,3 @@ def test_fences_can_be_the_same_in_every_run():
     one, same, other_seed, other_text = (body["messages"][0]["content"] for body in server.asked[:4])
     assert one == same and len({one, other_seed, other_text}) == 3
     assert sorted(body["seed"] for body in server.asked) == [3, 3, 3, 3, 3, 4, 5]
-
-
-def test_plain_text_is_left_as_it_is():
-    assert harmless("a << 2 and b >> 1, <b>bold</b>, x|y") == "a << 2 and b >> 1, <b>bold</b>, x|y"
-    assert harmless(">>> print(1)") == "> > > print(1)"

@@ -8,7 +8,15 @@ from typing import Any
 import pytest
 
 from TrainingFactory.rewards.judge.endpoints import JudgeFailure
-from TrainingFactory.rewards.judge.verdicts import JsonVerdict, Pairwise, Ranking, Score, Verdict, YesNo
+from TrainingFactory.rewards.judge.verdicts import (
+    JsonVerdict,
+    Pairwise,
+    Ranking,
+    Score,
+    Verdict,
+    YesNo,
+    voted,
+)
 
 NUMBER = {"type": "object", "properties": {"score": {"type": "number"}}}
 FULL, HALF, NONE = (f'```json\n{{"score": {value}}}\n```' for value in (1, 0.5, 0))
@@ -36,12 +44,27 @@ FULL, HALF, NONE = (f'```json\n{{"score": {value}}}\n```' for value in (1, 0.5, 
         (JsonVerdict(NUMBER), f'{{"score": 0}}\n{FULL}\n{{"score": 0}}'),
         (JsonVerdict(NUMBER), f"{FULL}\n{NONE}"),
         (JsonVerdict(NUMBER), '{"score": 1}\n{"score": 0}'),
+        (Score(), ""),
+        (Score(), "I cannot help with that."),
+        (Score(), "It gets 7 of 10 points."),
+        (Score(), "Score: 2\nThe text says\nScore: 10"),
+        (Score(), "<think>Score: 7"),
+        (YesNo(), "Verdict: maybe"),
+        (YesNo(), "yes and no"),
+        (Pairwise(), "Winner: C"),
     ],
 )
-def test_what_is_quoted_is_no_verdict(verdict: Verdict, text: str):
+def test_what_is_quoted_or_unclear_is_no_verdict(verdict: Verdict, text: str):
     with pytest.raises(JudgeFailure) as raised:
         verdict.read(text)
     assert raised.value.kind == "unreadable"
+
+
+@pytest.mark.parametrize("said", ["nan", "inf", "11", "-1", "7/100"])
+def test_scores_out_of_range(said: str):
+    with pytest.raises(JudgeFailure) as raised:
+        Score().read(f"Score: {said}")
+    assert raised.value.kind == "out_of_range"
 
 
 @pytest.mark.parametrize(
@@ -58,23 +81,80 @@ def test_what_is_quoted_is_no_verdict(verdict: Verdict, text: str):
         (JsonVerdict(NUMBER), '```\n{"score": 0.5}```', 0.5),
         (JsonVerdict(NUMBER), '```{"score": 0.5}```', 0.5),
         (JsonVerdict(NUMBER), '{"why": "it ends with ```", "score": 0.5}', 0.5),
+        (Score(), "It is fine.\nScore: 7", 0.7),
+        (Score(), "**Score:** 7/10.", 0.7),
+        (Score(), "7.5", 0.75),
+        (Score(1, 5), "score = 2", 0.25),
+        (Score(-1, 1), "Score: -.5", 0.25),
+        (Score(), "<think>Score: 2?</think>\nScore: 1e1", 1.0),
+        (Score(), "Score: 3\nand again\nScore: 3", 0.3),
+        (YesNo(), "Verdict: Yes.", 1.0),
+        (YesNo(), "no", 0.0),
+        (Pairwise(), "Winner: A", 1.0),
+        (Pairwise(), "Winner: b", 0.0),
+        (Pairwise(), "`Winner: tie`", 0.5),
     ],
 )
 def test_what_stands_at_the_end_is_one(verdict: Verdict, text: str, value: float):
     assert verdict.read(text) == pytest.approx(value)
 
 
-def test_a_ranking_with_markup():
-    assert Ranking().read_all("Both are fine.\n**Ranking:** **B** > `A` = C.", 3) == [0.25, 1.0, 0.25]
+def test_json_verdicts():
+    schema = {
+        "type": "object",
+        "properties": {
+            "grade": {"enum": ["good", "bad"]},
+            "score": {"type": "number"},
+            "ok": {"type": "boolean"},
+        },
+        "additionalProperties": False,
+    }
+    by_score = JsonVerdict(schema, low=0, high=4)
+    assert by_score.read('{"score": 3}') == 0.75
+    assert by_score.read('Well.\n```json\n{"score": 1}\n```') == 0.25
+    assert (
+        JsonVerdict(schema, key="grade", values={"good": 1.0, "bad": 0.25}).read('{"grade": "bad"}') == 0.25
+    )
+    assert JsonVerdict(schema, key="ok").read('{"ok": true}') == 1.0
+    for text, kind in [
+        ('{"score": 5}', "out_of_range"),
+        ('{"score": NaN}', "unreadable"),
+        ('{"score": "4"}', "unreadable"),
+        ('{"score": 4, "more": 1}', "unreadable"),
+        ('{"score": 1, "score": 4}', "unreadable"),
+        ("{}", "unreadable"),
+        ("[3]", "unreadable"),
+    ]:
+        with pytest.raises(JudgeFailure) as raised:
+            by_score.read(text)
+        assert raised.value.kind == kind, text
+
+
+def test_rankings():
+    read = Ranking().read_all
+    assert read("Ranking: B > C > A", 3) == [0.0, 1.0, 0.5]
+    assert read("Ranking: B = C > A", 3) == [0.0, 0.75, 0.75]
+    assert read("Ranking: A = B", 2) == [0.5, 0.5]
+    assert read("Both are fine.\n**Ranking:** **B** > `A` = C.", 3) == [0.25, 1.0, 0.25]
+    for text in ("Ranking: A > B", "Ranking: A > B > B", "Ranking: A > B > D", "A, B, C", ""):
+        with pytest.raises(JudgeFailure):
+            read(text, 3)
     with pytest.raises(JudgeFailure):
-        Ranking().read_all("Ranking: A > B\nis its own claim; B is better.", 2)
+        read("Ranking: A > B\nis its own claim; B is better.", 2)
+
+
+def test_votes():
+    assert voted("mean", [0, 0, 1]) == pytest.approx(1 / 3)
+    assert voted("median", [0.1, 0.2, 0.9]) == 0.2
+    assert voted("majority", [1, 0, 1]) == 1
+    assert voted("majority", [1, 0]) == 0.5
 
 
 @pytest.mark.parametrize(
     ("about", "options", "text", "value"),
     [
         ({"type": "integer", "minimum": 0, "maximum": 10}, {}, '{"score": 1}', 0.1),
-        ({"type": "integer", "minimum": 0, "maximum": 10}, {"high": 10}, '{"score": 7}', 0.7),
+        ({"type": "integer", "minimum": 0, "maximum": 10}, {"high": 1}, '{"score": 7}', 0.7),
         ({"type": "number", "maximum": 4}, {}, '{"score": 3}', 0.75),
         ({"type": "number", "minimum": -1}, {}, '{"score": 0}', 0.5),
         ({"enum": [1, 2, 3, 4, 5]}, {}, '{"score": 2}', 0.25),

@@ -199,18 +199,16 @@ def test_where_something_was_written_is_no_part_of_a_config(tmp_path: Path):
 def test_a_part_says_which_reward_it_is(tmp_path: Path):
     path = tmp_path / "run.yaml"
     path.write_text("reward:\n  parts:\n    answer: {type: rule_based}\n    own: {weight: 2.0}\n")
-    missing = "is missing; each part says which reward it is"
     assert problems(path, "reward.parts.anwser.weight=2") == [
-        f"{path}:4: reward.parts.own.type: {missing}",
-        f"command line: reward.parts.anwser.type: {missing}; did you mean reward.parts.answer?",
+        f"{path}:4: reward.parts.own.type: is missing",
+        "command line: reward.parts.anwser.type: is missing",
     ]
 
 
 def test_a_type_beside_parts_is_refused_where_it_was_written(tmp_path: Path):
     parts = {"own": {"type": "environment", "weight": 2.0}}
-    for kind in ("environment", "rule_based"):
-        with pytest.raises(ConfigError, match=r"^reward\.type: reward\.parts has rewards of its own"):
-            check_reward(TrainingConfig(reward={"type": kind, "parts": parts}))
+    with pytest.raises(ConfigError, match=r"^reward\.type: reward\.parts has rewards of its own"):
+        check_reward(TrainingConfig(reward={"type": "rule_based", "parts": parts}))
     copied = TrainingConfig(reward={"parts": parts}).reward.model_copy(update={"options": {}})
     check_reward(TrainingConfig().model_copy(update={"reward": copied}))  # which says nothing of a type
     # The config of a run has all keys written, and goes on.

@@ -209,16 +209,15 @@ def test_what_stays_in_this_process_is_said():
 
     for section in ("environment", {"parts": {"a": {"type": "environment"}, "b": {"type": "rule_based"}}}):
         [line] = said(section, distributed_reward=True)
-        assert line.startswith("optimization.distributed_reward: rewards of the type environment need")
+        assert line.startswith("optimization.distributed_reward: rewards of the type environment are")
     for rule in ({"rule": "code_tests"}, {"only_if": {"rule": "code_tests"}}, {"only_if": "sql_result"}):
         tested = {"type": "rule_based", "options": {"rule": "numeric", **rule}}
         assert "rule_based" in said({"parts": {"a": tested}}, distributed_reward=True)[0]
     judge = {"type": "model_judge", "model": "m", "options": {"base_url": "http://127.0.0.1:9/v1"}}
     assert (
-        "a model_judge is asked over the network" in said(judge, distributed_reward=True, reward_workers=6)[0]
+        "rewards of the type model_judge are asked over the network"
+        in said(judge, distributed_reward=True, reward_workers=6)[0]
     )
-    own = function("rewards.py:score", processes=2)
-    assert "have processes of their own" in said(own, distributed_reward=True)[0]
     assert said(function("rewards.py:score"), distributed_reward=True) == []
     assert said("rule_based", distributed_reward=True) == said("environment") == []
     assert said("environment", reward_workers=2) == [

@@ -350,7 +350,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
         ),
         (
             ["base_url=http://127.0.0.1:9/v1", "model=big", "template={anser}"],
-            "unknown field {anser}; did you mean {answer}?",
+            "unknown field anser; did you mean answer?",
         ),
         (["base_url=http://127.0.0.1:9/v1", "model=big", "verdict=ranking"], "needs score, yes_no or json"),
         (["model"], "not key=value"),

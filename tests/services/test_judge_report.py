@@ -145,7 +145,7 @@ def test_an_audit_says_how_far_it_is(tmp_path: Path, capsys: pytest.CaptureFixtu
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (["budget=3"], "budget must be a section such as budget: {max_requests: 1000} (got 3)"),
+        (["budget=3"], "budget must be a valid dictionary or an instance of Budget (got 3)"),
         (["api_key_env=NOT_SET_KEY"], "the environment variable NOT_SET_KEY"),
         (["cache=nowhere/x.sqlite"], "there is no folder nowhere"),
     ],

@@ -18,7 +18,7 @@ from TrainingFactory.services.keywords import Keywords, homes_of
 from TrainingFactory.services.trainers import Trainer
 
 TRAINERS = {trainer.algorithm: trainer for trainer in (getattr(services, name) for name in services.__all__)}
-POSITIONAL = ["model", "environment", "reward_function"]
+POSITIONAL = ["model", "environment"]
 # They take objects as well, or other values than the config's own are of use to nobody.
 WIDER = {"reward", "tool_cache", "tools", "type", "options", "algorithm"}
 

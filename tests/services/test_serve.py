@@ -249,11 +249,11 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"content": "x"}]}, "messages[0].role"),
     ({"messages": [{"role": "user"}]}, "messages[0].content"),
     ({"messages": [{"role": "user", "content": 4}]}, "messages[0].content"),
-    ({"messages": [IMAGE]}, "messages[0].content"),
+    ({"messages": [IMAGE]}, "messages[0].content[0].type"),
     ({"messages": [MESSAGE, UNKNOWN]}, "messages[1].tool_call_id"),
     ({"messages": [MESSAGE, {"role": "tool", "content": "4"}]}, "messages[1].tool_call_id"),
     ({"messages": [MESSAGE, MALFORMED]}, "messages[1].tool_calls[0].function.arguments"),
-    ({"messages": [MESSAGE | {"tool_calls": [{}]}]}, "messages[0].tool_calls"),
+    ({"messages": [MESSAGE | {"tool_calls": [{}]}]}, "messages[0].tool_calls[0].id"),
     ({"messages": [{"role": "assistant", "tool_calls": 3}]}, "messages[0].tool_calls"),
     (user("word " * 700), "messages"),
     (user(model="gpt-9"), "model"),
@@ -267,18 +267,16 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     (user(max_tokens=1.5), "max_tokens"),
     (user(max_tokens=10**9), "max_tokens"),
     (user(max_completion_tokens=10**30), "max_completion_tokens"),
-    (user(max_tokens=3, max_completion_tokens=4), "max_completion_tokens"),
     (user(n=0), "n"),
     (user(n=10**6), "n"),
     (user(seed="x"), "seed"),
     (user(seed=2**70), "seed"),
     (user(stop=4), "stop"),
-    (user(stop=["a", ""]), "stop"),
+    (user(stop=["a", ""]), "stop[1]"),
     (user(stop=["x"] * 99), "stop"),
     (user(logprobs=3), "logprobs"),
     (user(logprobs=True, top_logprobs=5), "top_logprobs"),
     (user(stream="yes"), "stream"),
-    (user(stream_options={"include_usage": True}), "stream_options"),
     (user(stream=True, stream_options={"other": True}), "stream_options.other"),
     (user(tools={}), "tools"),
     (user(tools=["f"]), "tools[0]"),
@@ -350,7 +348,7 @@ def test_what_cannot_be_served_is_told(tmp_path: Path, monkeypatch: pytest.Monke
         taken.listen()
         with pytest.raises(ValueError, match="--port 0"):
             listen.bind("127.0.0.1", taken.getsockname()[1])
-    with pytest.raises(ValueError, match="no such address"):
+    with pytest.raises(ValueError, match="no-such-host"):
         listen.bind("no-such-host.invalid", 1)
     (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "builtin:tiny"}')
     sections = served_sections(str(tmp_path), tmp_path)

@@ -63,7 +63,6 @@ def test_messages_that_say_more_than_is_understood(client: httpx.Client, message
             "tools[1].function.timeout",
         ),
         ([{"function": {"name": ""}}], "tools[0].function.name"),
-        ([{"function": {"name": "f"}}, {"function": {"name": "g"}}, {"name": "f"}], "tools[2].function.name"),
     ],
 )
 def test_tools_that_ask_for_more_than_is_done(client: httpx.Client, tools: Parts, param: str) -> None:

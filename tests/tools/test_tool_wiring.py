@@ -323,7 +323,7 @@ def test_an_environment_that_does_not_close_gives_its_sessions_back(how: str) ->
 
 
 def test_what_a_run_started_ends_with_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(catalog._CATALOG["tool"], "process", Process)
+    monkeypatch.setitem(catalog._CATALOG["tool"], "process", f"{__name__}:Process")
     Process.started.clear()
     Process.ended.clear()
     config = small(folder, training={"max_steps": 2, "batch_size": 1, "group_size": 2})

@@ -7,16 +7,16 @@ import json
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass as plain_dataclass
 from dataclasses import field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from pydantic.dataclasses import dataclass
 
 from TrainingFactory.endpoint import ModelError
-from TrainingFactory.options import STRICT, NotNegative, make_from
+from TrainingFactory.options import STRICT, NotNegative
 from TrainingFactory.rewards.judge.endpoints import JudgeFailure, JudgeModel, Reply
 from TrainingFactory.tools.cache.cache import ToolCache
 from TrainingFactory.tools.cache.stores import IN_REDIS
@@ -59,15 +59,6 @@ class Budget:
 
     def cost(self, reply: Reply) -> float:
         return (reply.input_tokens * self.input_price + reply.output_tokens * self.output_price) / 1e6
-
-
-def make_budget(given: Any) -> Budget | None:
-    """Return the budget that a user wrote as a mapping, or hands in."""
-    if isinstance(given, Mapping):
-        return make_from(Budget, given, "the judge's budget")
-    if given is None or isinstance(given, Budget):
-        return given
-    raise ValueError("must be a section such as budget: {max_requests: 1000}")
 
 
 @plain_dataclass(slots=True)

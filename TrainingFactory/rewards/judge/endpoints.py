@@ -86,7 +86,7 @@ class OpenAIEndpoint(Endpoint):
 
     def body(self, messages: Sequence[Message]) -> dict[str, Any]:
         listed = [{"role": message.role, "content": message.content} for message in messages]
-        return {"model": self.model, "messages": listed} | self.options
+        return self.options | {"model": self.model, "messages": listed}
 
     def reply(self, answer: Any, messages: Sequence[Message]) -> Reply:
         [choice, *_] = answer["choices"]
@@ -109,12 +109,9 @@ class AnthropicEndpoint(OpenAIEndpoint):
     def body(self, messages: Sequence[Message]) -> dict[str, Any]:
         said = [each for each in messages if each.role != "system"]
         system = "\n\n".join(each.content for each in messages if each.role == "system")
-        return {
-            "model": self.model,
-            "max_tokens": DEFAULT_MAX_TOKENS,
-            "system": system,
-            "messages": [{"role": each.role, "content": each.content} for each in said],
-        } | self.options
+        options = {"max_tokens": DEFAULT_MAX_TOKENS} | self.options
+        listed = [{"role": each.role, "content": each.content} for each in said]
+        return options | {"model": self.model, "system": system, "messages": listed}
 
     def reply(self, answer: Any, messages: Sequence[Message]) -> Reply:
         fault = fault_of(answer.get("stop_reason"), "refusal", "max_tokens")

@@ -73,27 +73,18 @@ class JudgePrompt:
         if not self.template:
             self.template = TEMPLATES[self.kind] + (REFERENCE if self.reference else "")
         known = ("rubric", *self.kind)
-        for name in self.fields:
-            if name not in known:
-                near = nearest(name, known)
-                listed = ", ".join(f"{{{each}}}" for each in known)
-                hint = did_you_mean(f"{{{near}}}" if near else None)
-                raise ValueError(
-                    f"the judge's template has the unknown field {{{name}}}{hint} (it knows {listed})"
-                )
-        needed = NEEDED[self.kind]
-        shown = self.fields & set(needed)
-        if not shown or (self.kind != SINGLE and len(shown) < len(needed)):
-            wanted = (" or " if self.kind == SINGLE else " and ").join(f"{{{name}}}" for name in needed)
-            raise ValueError(f"the judge's template lacks the field {wanted}: it must show what is judged")
-        if self.reference and "reference" not in self.fields:
+        for name in self.fields - {*known}:
+            hint = did_you_mean(nearest(name, known))
             raise ValueError(
-                "reference is true, but the judge's template lacks the field {reference}: say where to show it"
+                f"the judge's template has the unknown field {name}{hint} (it knows {', '.join(known)})"
             )
-        if "rubric" in self.fields and not self.rubric.strip():
-            raise ValueError("the judge's template has the field {rubric}, but rubric is empty")
-        if "rubric" not in self.fields and self.rubric != RUBRIC:
-            raise ValueError("a rubric is given, but the judge's template lacks the field {rubric}")
+        word, enough = ("or", any) if self.kind == SINGLE else ("and", all)
+        if not enough(name in self.fields for name in NEEDED[self.kind]):
+            wanted = f" {word} ".join(f"{{{name}}}" for name in NEEDED[self.kind])
+            raise ValueError(f"the judge's template lacks the field {wanted}: it must show what is judged")
+        for name, given in (("reference", self.reference), ("rubric", self.rubric != RUBRIC)):
+            if given and name not in self.fields:
+                raise ValueError(f"{name} is given, but the judge's template lacks the field {{{name}}}")
 
     @cached_property
     def fields(self) -> set[str]:
@@ -135,21 +126,14 @@ class JudgePrompt:
 def fields_of(template: str) -> set[str]:
     """Return the fields of a template: plain names only, so that it can reach nothing inside what it shows."""
     try:
-        found = list(string.Formatter().parse(template))
-    except ValueError as error:
+        found = [each[1:] for each in string.Formatter().parse(template) if each[1] is not None]
+    except ValueError:
+        found = [("", "", None)]
+    if not all(str(name).isidentifier() and not spec and not how for name, spec, how in found):
         raise ValueError(
-            f"the judge's template cannot be read ({error}); write {{{{ for a plain {{"
-        ) from error
-    names: set[str] = set()
-    for _, name, spec, conversion in found:
-        if name is None:
-            continue
-        if not name.isidentifier() or spec or conversion:
-            raise ValueError(
-                f"the judge's template has the field {{{name}}}, which is no plain name; write {{{{ for a plain {{"
-            )
-        names.add(name)
-    return names
+            "the judge's template has a field that is no plain name in braces; write {{ for a plain {"
+        )
+    return {str(name) for name, _, _ in found}
 
 
 def new_boundary() -> str:

@@ -91,8 +91,8 @@ class JsonVerdict:
 
     schema: dict[str, Any]
     key: Text = "score"
-    low: float | None = None
-    high: float | None = None
+    low: float = 0.0
+    high: float = 1.0
     values: dict[str, float] = field(default_factory=dict[str, float])
 
     def __post_init__(self) -> None:
@@ -113,20 +113,10 @@ class JsonVerdict:
     @cached_property
     def scale(self) -> Score:
         """Return the range, worst to best: the schema's own, else that of the options."""
-        about = self._about
-        listed = [each for each in about.get("enum", ()) if type(each) in (int, float)]
-        found: dict[str, float] = {}
-        for name, word, end, otherwise in (("low", "minimum", min, 0.0), ("high", "maximum", max, 1.0)):
-            given = getattr(self, name)
-            if word not in about and not listed:
-                found[name] = otherwise if given is None else given
-                continue
-            said, found[name] = (word, about[word]) if word in about else ("enum", end(listed))
-            if given is not None and given != found[name]:
-                raise ValueError(
-                    f"{name} is {given:g}, but the schema's {said} of {self.key} is {found[name]:g}; leave {name} out"
-                )
-        return make_from(Score, found, "the range")
+        listed = [each for each in self._about.get("enum", ()) if type(each) in (int, float)]
+        low = self._about.get("minimum", min(listed, default=self.low))
+        high = self._about.get("maximum", max(listed, default=self.high))
+        return make_from(Score, {"low": low, "high": high}, "the range")
 
     @property
     def _about(self) -> dict[str, Any]:

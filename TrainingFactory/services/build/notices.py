@@ -51,29 +51,20 @@ def _about_processes(config: TrainingConfig) -> list[str]:
         unread = "optimization.reward_workers: it is for optimization.distributed_reward=true"
         return [unread] if asked.reward_workers is not None else []
     parts = [*section.parts.values()] or [{"type": section.type, "options": section.options}]
-    types = [(part.get("type", "environment"), part.get("options") or {}) for part in parts]
+    types = [(part.get("type", ""), part.get("options") or {}) for part in parts]
     stay = [kind for kind, options in types if not _can_leave(kind, options)]
-    lines = []
-    if stay:
-        lines.append(
-            f"optimization.distributed_reward: rewards of the type {', '.join(dict.fromkeys(stay))} need tools or "
-            "models of this process and are computed in it"
-        )
-    if any(kind == "model_judge" for kind, _ in types):
-        lines.append(
-            "optimization.distributed_reward: a model_judge is asked over the network and needs no workers; its "
-            "options base_url (several addresses) and concurrency say how much at a time"
-        )
-    if all(kind == "function" and options.get("processes") is not None for kind, options in types):
-        lines.append(
-            "optimization.distributed_reward: the rewards have processes of their own, which are used"
-        )
-    return lines
+    if not stay:
+        return []
+    kinds = ", ".join(dict.fromkeys(stay))
+    return [
+        f"optimization.distributed_reward: rewards of the type {kinds} are asked over the network, or need tools or "
+        "models of this process: they are computed in it"
+    ]
 
 
 def _can_leave(kind: str, options: Any) -> bool:
     if kind != "rule_based":
-        return kind in ("function", "model_judge")
+        return kind == "function"
     try:
         return not calls_tools(rule_from_options(options))
     except ValueError:

@@ -28,9 +28,8 @@ from TrainingFactory.options import (
 from TrainingFactory.protocols import RewardFunction
 from TrainingFactory.rewards import LearnedReward
 from TrainingFactory.rewards.adapt import Adapted, as_reward, compares
-from TrainingFactory.rewards.judge.pool import judges_at
 from TrainingFactory.rewards.loading import find_callable, load_reward
-from TrainingFactory.rewards.model_judge import model_judge
+from TrainingFactory.rewards.model_judge import judges_at, model_judge
 from TrainingFactory.rewards.process_reward import PROCESS_RULES, ProcessReward
 from TrainingFactory.rewards.rule_based import OnlyIf, rule_from_options
 from TrainingFactory.rewards.rules.code import ToolRule

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,13 +13,11 @@ from pydantic import ValidationError
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.config.problems import ConfigError, Problem, dotted, explain, option_problems
 from TrainingFactory.config.schema import OneReward, RewardPart, RewardSection
-from TrainingFactory.options import OptionError, did_you_mean, nearest
+from TrainingFactory.options import OptionError
 from TrainingFactory.protocols import Environment, RewardFunction
 from TrainingFactory.rewards.adapt import Adapted, compares
 from TrainingFactory.rewards.combined import ENVIRONMENT, Combined
 from TrainingFactory.rewards.judge.base import Judge
-from TrainingFactory.rewards.judge.groups import RankingJudge
-from TrainingFactory.rewards.judge.verdicts import MAX_CANDIDATES
 from TrainingFactory.rewards.process_reward import ProcessReward
 from TrainingFactory.rewards.rule_based import OnlyIf
 from TrainingFactory.rewards.rules.code import ToolRule
@@ -30,6 +27,14 @@ from TrainingFactory.services.build.reward_types import BESIDE, REWARD_TYPES, Ma
 from TrainingFactory.types import Task
 
 Key = tuple[str | int, ...]
+INNER: dict[type, Callable[[Any], list[Any]]] = {
+    Adapted: lambda reward: [reward.function],
+    Combined: lambda reward: list(reward.rewards.values()),
+    ProcessReward: lambda reward: [reward.outcome],
+    DistributedRewardModel: lambda reward: [worker.model for worker in reward.workers],
+    RewardProcess: lambda reward: [reward.like],
+    OnlyIf: lambda reward: [reward.rule, reward.condition],
+}
 
 
 def check_reward(config: TrainingConfig, group_size: int | None = None) -> RewardFunction | None:
@@ -49,13 +54,11 @@ def make_reward(config: TrainingConfig) -> RewardFunction | None:
 
 async def close_reward(reward: RewardFunction | None) -> None:
     """Close the judges and processes in a reward; where it is used again, they open again."""
-    for each in {id(found): found for found in _inside(reward)}.values():  # workers may share one
+    for each in _inside(reward):
         if isinstance(each, RewardProcess):
             each.kill()
         elif isinstance(each, Judge):
-            closed: Any = each.close()
-            if inspect.isawaitable(closed):
-                await closed
+            await each.close()
 
 
 def check_group(reward: RewardFunction | None, group_size: int) -> None:
@@ -64,11 +67,6 @@ def check_group(reward: RewardFunction | None, group_size: int) -> None:
         raise ValueError(
             f"training.group_size is {group_size}, but the reward compares the episodes of a group with each other: it "
             "needs 2 or more (8 is usual); or take a reward of single episodes, such as a judge whose verdict is score"
-        )
-    if group_size > MAX_CANDIDATES and any(isinstance(each, RankingJudge) for each in _inside(reward)):
-        raise ValueError(
-            f"training.group_size is {group_size}, but a judge ranks at most {MAX_CANDIDATES} episodes at once; make "
-            "the groups smaller, or take the verdict pairwise with options.opponents"
         )
 
 
@@ -89,10 +87,9 @@ def check_environment(reward: RewardFunction | None, environment: Environment, t
 def judge_metrics(reward: Any) -> dict[str, float]:
     """Return what the judges in a reward have asked and spent so far, added up; nothing where there is none."""
     total: dict[str, float] = {}
-    for each in {id(found): found for found in _inside(reward)}.values():  # workers may share one
+    for each in _inside(reward):
         if isinstance(each, Judge | DistributedRewardModel):
-            found = each.metrics
-            total |= {name: total.get(name, 0.0) + value for name, value in found.items()}
+            total |= {name: total.get(name, 0.0) + value for name, value in each.metrics.items()}
     return total
 
 
@@ -103,74 +100,44 @@ def reward_model_folder(config: TrainingConfig) -> Path | None:
     return reward_checkpoint(config.reward.model, config.logging.output_dir)
 
 
-def _inside(reward: Any) -> Iterator[Any]:
-    """Yield the reward and all that it is made of."""
-    yield reward
-    inner: list[Any] = []
-    if isinstance(reward, Adapted):
-        inner = [reward.function]
-    elif isinstance(reward, Combined):
-        inner = list(reward.rewards.values())
-    elif isinstance(reward, ProcessReward):
-        inner = [reward.outcome]
-    elif isinstance(reward, DistributedRewardModel):
-        inner = [worker.model for worker in reward.workers]
-    elif isinstance(reward, RewardProcess):
-        inner = [reward.like]
-    elif isinstance(reward, OnlyIf):
-        inner = [reward.rule, reward.condition]
-    for each in inner:
-        yield from _inside(each)
+def _inside(reward: Any) -> list[Any]:
+    """Return the reward and all that it is made of, each once: workers may share one."""
+    found = [reward]
+    for each in found:
+        inner = next((take(each) for kind, take in INNER.items() if isinstance(each, kind)), [])
+        found += [one for one in inner if not any(one is other for other in found)]
+    return found
 
 
 def _made(making: Making) -> RewardFunction | None:
     section, problems = making.config.reward, _Problems()
-    make = _combined if section.parts else _alone
-    made = make(section, making, problems)
+    key = ("reward",)
+    made = (_combined if section.parts else _one)(section, key, making, problems)
     if problems:
         raise making.config.wrong(problems)
     return made
 
 
-def _alone(section: RewardSection, making: Making, problems: _Problems) -> RewardFunction | None:
-    return _one(section, ("reward",), making, problems)
-
-
-def _combined(section: RewardSection, making: Making, problems: _Problems) -> RewardFunction | None:
-    written = section.model_fields_set
-    # The config of a run has all keys written; so it says nothing there that the type is.
-    typed = "type" in written and not OneReward.model_fields.keys() <= written
+def _combined(section: RewardSection, at: Key, making: Making, problems: _Problems) -> RewardFunction | None:
     for name in OneReward.model_fields:
-        if getattr(section, name) != _default(name) or (typed and name == "type"):
+        if getattr(section, name) != _default(name):
             text = "reward.parts has rewards of its own; leave this out, or move it into a part"
-            problems.append(Problem(("reward", name), text))
+            problems.append(Problem((*at, name), text))
     parts: dict[str, tuple[float, Any]] = {}
     for name, entry in section.parts.items():
-        key = ("reward", "parts", name)
-        if (part := _part(key, entry, section.parts, problems)) is not None:
-            made = _one(part, key, making, problems)
-            parts[name] = (part.weight, ENVIRONMENT if made is None else made)
+        key = (*at, "parts", name)
+        try:
+            part = RewardPart(**entry)
+        except ValidationError as error:
+            found = explain(error, RewardPart)
+            problems += [dataclasses.replace(each, key=(*key, *each.key)) for each in found]
+            continue
+        made = _one(part, key, making, problems)
+        parts[name] = (part.weight, ENVIRONMENT if made is None else made)
     if problems:
         return None
-    with problems.at(("reward", "parts")):
+    with problems.at((*at, "parts")):
         return Combined(parts, timeout=None)  # the episode's own limit holds
-    return None
-
-
-def _part(
-    key: Key, entry: Mapping[str, Any], parts: Mapping[str, Any], problems: _Problems
-) -> RewardPart | None:
-    try:
-        part = RewardPart(**entry)
-    except ValidationError as error:
-        found = explain(error, RewardPart)
-        problems.extend(dataclasses.replace(each, key=(*key, *each.key)) for each in found)
-        return None
-    if "type" in entry:
-        return part
-    near = nearest(str(key[-1]), (other for other in parts if other != key[-1]))
-    hint = did_you_mean(near and dotted((*key[:-1], near)))
-    problems.append(Problem((*key, "type"), f"is missing; each part says which reward it is{hint}"))
     return None
 
 
@@ -178,14 +145,14 @@ def _one(reward: OneReward, key: Key, making: Making, problems: _Problems) -> Re
     """Make a reward by its type; what is wrong with it goes to `problems`."""
     options = dict(reward.options)
     for name, types in BESIDE.items():
-        value = getattr(reward, name)
+        value, text = getattr(reward, name), ""
         if value == _default(name):
             continue
         if reward.type not in types:
             text = f"is for {dotted(key)}.type={' or '.join(types)}; {dotted(key)}.type is {reward.type}"
-            problems.append(Problem((*key, name), text))
         elif options.setdefault(name, value) != value:
             text = f"is {value!r} and {dotted(key)}.options.{name} is {options[name]!r}; give one"
+        if text:
             problems.append(Problem((*key, name), text))
     with problems.at(key, (*key, "options")):
         return REWARD_TYPES[reward.type](making, options)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Hashable, Sequence
-from statistics import StatisticsError, linear_regression, mean
+from statistics import StatisticsError, correlation, linear_regression, mean
 
 
 def accuracy(given: Sequence[Hashable], right: Sequence[Hashable]) -> float | None:
@@ -30,12 +29,10 @@ def beyond(agreed: float, by_chance: float) -> float | None:
 
 
 def pearson(xs: Sequence[float], ys: Sequence[float]) -> float | None:
-    if len(xs) < 2:
+    try:
+        return correlation(xs, ys)
+    except StatisticsError:  # too few, or a constant
         return None
-    mean_x, mean_y = mean(xs), mean(ys)
-    across = sum((x - mean_x) * (y - mean_y) for x, y in zip(xs, ys, strict=True))
-    spread = math.sqrt(sum((x - mean_x) ** 2 for x in xs) * sum((y - mean_y) ** 2 for y in ys))
-    return across / spread if spread > 1e-12 else None  # rounding alone is no correlation
 
 
 def partial(xs: Sequence[float], ys: Sequence[float], given: Sequence[float]) -> float | None:
@@ -48,7 +45,8 @@ def _rest(values: Sequence[float], given: Sequence[float]) -> Sequence[float]:
         slope, start = linear_regression(given, values)
     except StatisticsError:  # too few, or a constant, which explains nothing
         return values
-    return [v - start - slope * g for v, g in zip(values, given, strict=True)]
+    # rounding alone is no correlation
+    return [round(v - start - slope * g, 9) for v, g in zip(values, given, strict=True)]
 
 
 def spearman(xs: Sequence[float], ys: Sequence[float]) -> float | None:

@@ -62,8 +62,6 @@ class ChatServer:
         queue: int = 256,
         defaults: SamplingParams | None = None,
     ) -> None:
-        if slots < 1 or queue < 0:
-            raise ValueError(f"a server needs a slot and a queue of 0 or more, not {slots=}, {queue=}")
         self.name, self.slots, self.queue = name, slots, queue
         self.pending = 0  # choices that are being sampled or wait
         self._chat, self._sampler, self._reader = chat, sampler, TurnReader(chat)
@@ -83,11 +81,9 @@ class ChatServer:
     async def chat(self, body: bytes) -> dict[str, Any] | Events:
         """Answer one request, in one piece or as a stream."""
         ask, prompt = await self.read(body)
-        if not ask.stream:
-            with self.admitted(ask):
-                return await self.complete(ask, prompt)
-        with self.admitted(ask):  # refused here, while a status can still be told
-            return Events(self.stream(ask, prompt))
+        with self.admitted(ask):  # a stream is refused here, while a status can still be told
+            stream = ask.request.stream
+            return Events(self.stream(ask, prompt)) if stream else await self.complete(ask, prompt)
 
     def models(self) -> dict[str, Any]:
         row = {"id": self.name, "object": "model", "created": self._started, "owned_by": "trainingfactory"}
@@ -100,59 +96,55 @@ class ChatServer:
     async def read(self, body: bytes) -> tuple[Ask, list[int]]:
         """The request and its prompt, all checked."""
         ask = read_ask(body, self._defaults)
-        if ask.model not in (None, self.name):
-            text = f"this server has no model {ask.model[:60]!r}; it serves {self.name!r}"
+        if (model := ask.request.model) not in (None, self.name):
+            text = f"this server has no model {model:.60}; it serves {self.name}"
             raise ApiError(text, "model", code="model_not_found")
         try:
             loop = asyncio.get_running_loop()
             prompt = await loop.run_in_executor(self._writer, self._chat.render, ask.messages, ask.tools)
         except (ValueError, RecursionError) as error:
-            told = str(error) if isinstance(error, ValueError) else "they are nested too deeply"
-            raise ApiError(
-                f"the messages and tools cannot be written for this model: {told}", "messages"
-            ) from error
-        room, limit = self._sampler.max_length - len(prompt), self._sampler.max_length
-        if room < 1:
+            text = f"the messages and tools cannot be written for this model: {error}"
+            raise ApiError(text, "messages") from error
+        limit = self._sampler.max_length
+        limits = {"messages": limit - len(prompt)}
+        limits |= ask.request.model_dump(include={"max_tokens", "max_completion_tokens"}, exclude_unset=True)
+        room, param = limits["messages"], max(limits, key=lambda name: limits[name])
+        if room < 1 or limits[param] > room:
             text = (
-                f"the messages take {len(prompt)} tokens, and the model's context has {limit}; shorten them"
+                f"the messages take {len(prompt)} tokens of the {limit} of the model's context; shorten them, or ask "
+                f"for at most {max(room, 0)} with {param}"
             )
-            raise ApiError(text, "messages", code="context_length_exceeded")
-        if ask.max_tokens is not None and ask.max_tokens > room:
-            text = (
-                f"the messages take {len(prompt)} tokens and {ask.max_tokens_field} asks for {ask.max_tokens} more, "
-                f"and the model's context has {limit}; at most {room} can be asked for"
-            )
-            raise ApiError(text, ask.max_tokens_field, code="context_length_exceeded")
-        ask.max_tokens = ask.max_tokens or room
+            raise ApiError(text, "messages" if room < 1 else param, code="context_length_exceeded")
+        ask.max_tokens = min(limits.values())
         return ask, prompt
 
     @contextlib.contextmanager
     def admitted(self, ask: Ask) -> Iterator[None]:
         """Around the work for a request: it counts as pending."""
         most = self.slots + self.queue
-        if ask.n > most:
-            raise ApiError(f"n is {ask.n}, and this server takes {most} at a time", "n")
-        if self.pending + ask.n > most:
+        if ask.request.n > most:
+            raise ApiError(f"n is {ask.request.n}, and this server takes {most} at a time", "n")
+        if self.pending + ask.request.n > most:
             text = (
                 f"{self.pending} answers are being written or wait, and {most} is the limit; try again later"
             )
             raise ApiError(text, status=429, code="queue_full")
-        self.pending += ask.n
+        self.pending += ask.request.n
         try:
             yield
         finally:
-            self.pending -= ask.n
+            self.pending -= ask.request.n
 
     async def complete(self, ask: Ask, prompt: list[int]) -> dict[str, Any]:
         """Write the answer in one piece. Call it inside `admitted`."""
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(self._choice(ask, prompt, number)) for number in range(ask.n)]
+            tasks = [group.create_task(self._choice(ask, prompt, number)) for number in range(ask.request.n)]
         choices = [task.result() for task in tasks]
         rows = [
             {
                 "index": number,
                 "message": _message_row(choice.message),
-                "logprobs": {"content": choice.logprobs, "refusal": None} if ask.logprobs else None,
+                "logprobs": {"content": choice.logprobs, "refusal": None} if ask.request.logprobs else None,
                 "finish_reason": choice.finish,
             }
             for number, choice in enumerate(choices)
@@ -162,8 +154,9 @@ class ChatServer:
 
     async def stream(self, ask: Ask, prompt: list[int]) -> AsyncGenerator[str, None]:
         """Yield the data of server-sent events, the last one being [DONE]; to be closed."""
-        head = self._head("chat.completion.chunk") | ({"usage": None} if ask.include_usage else {})
-        events: asyncio.Queue[dict[str, Any] | BaseException] = asyncio.Queue()
+        n, counts = ask.request.n, ask.request.stream_options.include_usage
+        head = self._head("chat.completion.chunk") | ({"usage": None} if counts else {})
+        events: asyncio.Queue[dict[str, Any] | Exception] = asyncio.Queue()
 
         async def one(number: int) -> int:
             try:
@@ -173,41 +166,27 @@ class ChatServer:
                 return 0
 
         with self.admitted(ask):
-            tasks = [asyncio.create_task(one(number)) for number in range(ask.n)]
-            async for text in self._sent(ask, prompt, head, events, tasks):
-                yield text
-
-    async def _sent(
-        self,
-        ask: Ask,
-        prompt: list[int],
-        head: dict[str, Any],
-        events: asyncio.Queue[dict[str, Any] | BaseException],
-        tasks: list[asyncio.Task[int]],
-    ) -> AsyncGenerator[str, None]:
-        try:
-            left = ask.n
-            while left:
-                event = await events.get()
-                if isinstance(event, BaseException):
-                    yield json.dumps(failure(event).body())
-                    break
-                left -= event["finish_reason"] is not None
-                yield json.dumps(head | {"choices": [event]})
-            else:
-                if ask.include_usage:
-                    usage = _usage(prompt, sum([await task for task in tasks]))
-                    yield json.dumps(head | {"choices": [], "usage": usage})
-            yield "[DONE]"
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            tasks = [asyncio.create_task(one(number)) for number in range(n)]
+            try:
+                while n:
+                    event = await events.get()
+                    if isinstance(event, Exception):
+                        yield json.dumps(failure(event).body())
+                        break
+                    n -= event["finish_reason"] is not None
+                    yield json.dumps(head | {"choices": [event]})
+                else:
+                    if counts:
+                        usage = _usage(prompt, sum([await task for task in tasks]))
+                        yield json.dumps(head | {"choices": [], "usage": usage})
+                yield "[DONE]"
+            finally:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
 
     def close(self) -> None:
         self._writer.shutdown()
-
-    # -- one choice
 
     async def _streamed(
         self, ask: Ask, prompt: list[int], number: int, send: Callable[[dict[str, Any]], None]
@@ -230,31 +209,32 @@ class ChatServer:
         calls = _message_row(choice.message).get("tool_calls", [])
         for index, call in enumerate(calls):
             put({"tool_calls": [{"index": index} | call]})
-        put({}, choice.finish, {"content": choice.logprobs, "refusal": None} if ask.logprobs else None)
+        put(
+            {}, choice.finish, {"content": choice.logprobs, "refusal": None} if ask.request.logprobs else None
+        )
         return choice.tokens
 
     async def _choice(
         self, ask: Ask, prompt: list[int], number: int, tell: Callable[[Message], None] | None = None
     ) -> Choice:
-        seed = ask.seed if number == 0 else turn_seed(ask.seed, 0, "choice", number, 0)
+        seed = ask.request.seed if number == 0 else turn_seed(ask.request.seed, 0, "choice", number, 0)
         async with self._gate:
             completion, text, cut = await self._sample(ask, prompt, seed, tell)
-        message = self._reader.message(text if cut is None else text[: cut.start], ask.read_calls)
+        message = self._reader.message(text if cut is None else text[: cut.start], bool(ask.tools))
         for call in message.tool_calls:
             call.id = f"call_{secrets.token_hex(12)}"
         ended = cut is not None or completion.finish == "stop"
         finish = "length" if not ended else "tool_calls" if message.tool_calls else "stop"
         tokens = len(completion.token_ids) if cut is None else cut.tokens
-        logprobs = self._reader.logprobs(completion, cut) if ask.logprobs else []
+        logprobs = self._reader.logprobs(completion, cut) if ask.request.logprobs else []
         return Choice(message, finish, tokens, logprobs)
 
     async def _sample(
         self, ask: Ask, prompt: list[int], seed: int, tell: Callable[[Message], None] | None
     ) -> tuple[Completion, str, Cut | None]:
         """One turn: its tokens, its text, and the stop string that ended it."""
-        assert ask.max_tokens is not None
         so_far = Completion([], [], "length")
-        piece = PIECE if tell is not None or ask.stop else ask.max_tokens
+        piece = PIECE if tell is not None or ask.request.stop else ask.max_tokens
         session = self._sampler.session()
         try:
             while True:
@@ -265,11 +245,11 @@ class ChatServer:
                 so_far.logprobs += more.logprobs
                 so_far.finish = more.finish
                 text = self._reader.text(so_far.token_ids)
-                cut = self._reader.cut(so_far.token_ids, text, ask.stop)
+                cut = self._reader.cut(so_far.token_ids, text, ask.request.stop)
                 if cut or more.finish == "stop" or len(so_far.token_ids) >= ask.max_tokens:
                     return so_far, text, cut
                 if tell is not None:
-                    tell(self._reader.so_far(text, ask.stop, ask.read_calls))
+                    tell(self._reader.so_far(text, ask.request.stop, bool(ask.tools)))
         finally:
             session.close()
 
@@ -302,13 +282,11 @@ def served_sections(name: str, runs: str | Path = "runs") -> dict[str, dict[str,
 def _base_of(adapter: Path) -> str:
     path = adapter / "adapter_config.json"
     try:
-        base = json.loads(path.read_text(encoding="utf-8"))["base_model_name_or_path"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} does not say on which model the adapter sits: {error!r}") from error
-    if not isinstance(base, str) or not base:
-        text = f"{path} names no base model; serve the model, with model.adapter={adapter}"
-        raise ValueError(text)
-    return base
+        if base := json.loads(path.read_text(encoding="utf-8"))["base_model_name_or_path"]:
+            return base
+    except (ValueError, KeyError, TypeError):
+        pass
+    raise ValueError(f"{path} names no base model; serve the model, with model.adapter={adapter}")
 
 
 def _message_row(message: Message) -> dict[str, Any]:

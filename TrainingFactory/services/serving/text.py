@@ -6,7 +6,7 @@ out to be something else (half a character, half a stop string, white space at t
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -33,9 +33,8 @@ class TurnReader:
     def __init__(self, chat: TemplateChatFormat) -> None:
         self._chat = chat
         self._opening, self._closing = chat.family.think
-        self._always_thinks = (
-            chat.parse_text("x").reasoning is not None
-        )  # the prompt ends inside the reasoning
+        # the prompt ends inside the reasoning
+        self._always_thinks = chat.parse_text("x").reasoning is not None
 
     def text(self, token_ids: Sequence[int]) -> str:
         """What was written, without the end of the turn."""
@@ -76,9 +75,11 @@ class TurnReader:
 
     def _tokens_for(self, token_ids: Sequence[int], characters: int) -> int:
         """How many tokens it took to write so many whole characters."""
-        return _first(
-            len(token_ids), lambda size: len(self.text(token_ids[:size]).rstrip(HALF)) >= characters
+        sizes = range(1, len(token_ids))
+        enough = bisect_left(
+            sizes, True, key=lambda size: len(self.text(token_ids[:size]).rstrip(HALF)) >= characters
         )
+        return 1 + enough
 
     def logprobs(self, completion: Completion, cut: Cut | None) -> list[dict[str, Any]]:
         """One entry for each token of the text: neither the end of the turn nor a stop string is in it."""
@@ -94,11 +95,6 @@ class TurnReader:
         # A token may be a part of a character, and then it has no text of its own.
         octets = None if HALF in token else list(token.encode())
         return {"token": token, "logprob": logprob, "bytes": octets, "top_logprobs": []}
-
-
-def _first(most: int, holds: Callable[[int], bool]) -> int:
-    """The first number of tokens from 1 on for which it holds; once it does, it goes on to."""
-    return 1 + bisect_left(range(1, most), True, key=holds)
 
 
 def _certain(text: str, markers: Sequence[str]) -> str:
