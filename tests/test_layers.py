@@ -35,8 +35,10 @@ EDGE = ["services/build"]
 SATELLITES = [
     "cli", "http", "workers", "sql", "arithmetic.py", "endpoint.py", "envs/builtin",
     "tools/mcp", "tools/cache", "tools/builtin", "tools/sandbox", "rewards/rules",
-    "rewards/judge", "rewards/workers", "rewards/verified", "services/evaluation", "services/serving",
-    "services/reports", "services/judge_audit", "services/demo", "services/export.py", "services/datasets.py",
+    "rewards/judge", "rewards/workers", "services/evaluation", "services/serving",
+    "services/reports", "services/judge_audit", "services/demo", "services/export.py",
+    "services/datasets.py", "data/convert.py", "learning/reward_models.py", "models/faces.py", "models/qwen3.py",
+    "models/llama.py", "models/deepseek.py",
     # faces of satellite folders, and what users call
     "tools/custom_tools.py", "tools/mcp_tools.py", "tools/tool_cache.py", "rewards/rule_based.py",
     "rewards/model_judge.py", "rewards/tool_verified.py", "services/trainers.py",
@@ -45,7 +47,41 @@ SATELLITES = [
 ]  # fmt: skip
 CORE_LINES = 14_500
 # Lines of Python in each folder. A change that raises one says why in its commit.
-BUDGET: dict[str, int] = {}
+BUDGET: dict[str, int] = {
+    ".": 1590,
+    "algorithms": 990,
+    "cli": 1880,
+    "config": 870,
+    "data": 1640,
+    "envs": 110,
+    "envs/builtin": 560,
+    "http": 280,
+    "learning": 1250,
+    "learning/tree": 370,
+    "models": 1550,
+    "rewards": 1260,
+    "rewards/judge": 1050,
+    "rewards/rules": 2020,
+    "rewards/workers": 430,
+    "rollout": 680,
+    "sampling": 1810,
+    "services": 850,
+    "services/build": 1740,
+    "services/demo": 470,
+    "services/evaluation": 280,
+    "services/judge_audit": 620,
+    "services/reports": 590,
+    "services/runs": 510,
+    "services/serving": 680,
+    "services/training": 1380,
+    "sql": 310,
+    "tools": 1770,
+    "tools/builtin": 590,
+    "tools/cache": 590,
+    "tools/mcp": 1420,
+    "tools/sandbox": 770,
+    "workers": 290,
+}
 
 NO_TORCH = [
     "types", "protocols", "openai_form", "options", "running", "seeds", "config", "catalog", "user_code", "workers",

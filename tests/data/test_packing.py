@@ -18,7 +18,7 @@ from TrainingFactory.types import Sample
 def row(ids: list[int], mask: list[bool] | None = None, value: float = 0.0) -> Sample:
     size = len(ids)
     mask = [False] + [True] * (size - 1) if mask is None else mask
-    return Sample(ids, mask, [value] * size, [value + 1] * size, [value + 2] * size, [0] * size)
+    return Sample(ids, mask, [value] * size, [value + 1] * size, [value + 2] * size, list(range(size)))
 
 
 def path_to(tree: Pack, flat: int) -> list[int]:
@@ -47,12 +47,14 @@ def check(rows: list[Sample], packs: list[Pack]) -> None:
         for at in range(len(tree.target)):
             before = path_to(tree, int(tree.source[at]))
             assert tree.positions[tree.source[at]] == len(before) - 1
-            values = tree.logprobs[at], tree.advantages[at], tree.rewards[at]
+            values = tree.logprobs[at], tree.advantages[at], tree.rewards[at], tree.versions[at]
             found.append((int(tree.row[at]), before, int(tree.target[at]), *(float(v) for v in values)))
     wanted = [
         (number, one.token_ids[:at], one.token_ids[at], *(float(np.float32(v)) for v in values))
         for number, one in enumerate(rows)
-        for at, values in enumerate(zip(one.logprobs, one.advantages, one.rewards, strict=True))
+        for at, values in enumerate(
+            zip(one.logprobs, one.advantages, one.rewards, one.policy_version, strict=True)
+        )
         if one.loss_mask[at]
     ]
     assert sorted(found) == sorted(wanted)

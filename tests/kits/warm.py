@@ -26,7 +26,7 @@ from TrainingFactory.envs.builtin.splits import belongs
 from TrainingFactory.models import chat_format
 from TrainingFactory.models.tiny import tiny_tokenizer
 from TrainingFactory.models.words import NAMES, PLACES
-from TrainingFactory.services.build import assemble
+from TrainingFactory.services.build import sampler as build_sampler
 from TrainingFactory.services.build.training import Training
 from TrainingFactory.services.demo.demo import WARM_START
 from TrainingFactory.services.demo.lessons import Lessons
@@ -121,8 +121,8 @@ def success(folder: Path, adapter: Path | None = None, count: int = HELDOUT, **s
         model={"name": str(folder), "adapter": None if adapter is None else str(adapter)},
         **SECTIONS | sections,
     )
-    chat, sampler = assemble.make_sampler(config, count)
-    rollouts = assemble.make_rollouts(config, Homes, chat)
+    chat, sampler = build_sampler.make_sampler(config, count)
+    rollouts = build_sampler.make_rollouts(config, Homes, chat)
     groups = rollouts.rollout(list(Homes.tasks("heldout", 0, count)), sampler)
     return evaluation_metrics([trajectory for group in groups for trajectory in group])["success"]
 

@@ -37,7 +37,7 @@ from TrainingFactory.learning.lora import add_lora
 from TrainingFactory.learning.optim import OptimizerOptions
 from TrainingFactory.models import load_model
 from TrainingFactory.sampling import NativeEngine
-from TrainingFactory.services.build import assemble
+from TrainingFactory.services.build import sampler as build_sampler
 from TrainingFactory.services.build.learner import make_algorithm, make_critic, make_trainable
 from TrainingFactory.services.build.learner import make_learner as make_learner_of
 from TrainingFactory.services.training.preflight import check
@@ -174,7 +174,7 @@ def test_the_reference_is_the_model_that_training_starts_with(tmp_path: Path, st
         model["adapter"] = str(tmp_path)
     lora = {"enabled": start == "fresh"}
     config = TrainingConfig(model=model, lora=lora, training={"algorithm": "dpo", "learning_rate": 1e-2})
-    loaded = assemble.load(config)
+    loaded = build_sampler.load(config)
     make_trainable(config, loaded)
     learner = make_learner_of(config, loaded, make_algorithm(config), 5)
     assert (learner.reference is None) == (start == "fresh")

@@ -12,6 +12,7 @@ import pytest
 from tests.kits.rollout import Echo, call_text, rollout
 from tests.kits.run import Quiet, assert_same_run, rows, small
 from TrainingFactory.protocols import Episode
+from TrainingFactory.services.build import sampler as build_sampler
 from TrainingFactory.services.build.training import Training
 from TrainingFactory.services.runs.folder import RunFolder, TrainingReport
 from TrainingFactory.services.training.dataset import Objects
@@ -484,9 +485,8 @@ def test_recording_can_be_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def no_turn_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     """Any token may end a turn: an untrained model hardly ever samples the right one."""
     from TrainingFactory.models import chat_format
-    from TrainingFactory.services.build import assemble
 
     def make_chat(config: Any, loaded: Any, day: Any = None) -> Any:
         return chat_format(loaded.tokenizer, stop_ids=range(len(loaded.tokenizer)))
 
-    monkeypatch.setattr(assemble, "make_chat", make_chat)
+    monkeypatch.setattr(build_sampler, "make_chat", make_chat)

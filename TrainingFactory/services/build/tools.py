@@ -28,8 +28,9 @@ VARIABLE = re.compile(r"\$\{(\w+)\}")
 
 def listed(tools: Any) -> list[Any]:
     """Return what `tools=` was given as a list: several, or a single one."""
-    single = isinstance(tools, ToolSource | Tool | str | Mapping) or not isinstance(tools, Iterable)
-    return [tools] if single else list(tools)
+    if isinstance(tools, ToolSource | Tool | str | Mapping) or not isinstance(tools, Iterable):
+        return [tools]
+    return list(tools)
 
 
 def make_tools(

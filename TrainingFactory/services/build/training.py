@@ -16,8 +16,8 @@ from TrainingFactory.data.examples import Examples
 from TrainingFactory.protocols import Algorithm, EnvironmentFactory, Policy, Sampler
 from TrainingFactory.rollout import AsyncRolloutEngine
 from TrainingFactory.running import run as run_anywhere
-from TrainingFactory.services.build import assemble
 from TrainingFactory.services.build import rewards as build_rewards
+from TrainingFactory.services.build import sampler as build_sampler
 from TrainingFactory.services.build.environment import check_tools, make_environment
 from TrainingFactory.services.build.learner import make_algorithm, make_policy, make_trainable
 from TrainingFactory.services.build.measure import evaluation_reward
@@ -189,7 +189,9 @@ async def _played(
     training: Training, environment: EnvironmentFactory, chat: Any, loaded: LoadedModel, held: AsyncExitStack
 ) -> _Played:
     config, say = training.config, training.watcher.say
-    sampler = assemble.make_engine(config, loaded, config.training.batch_size * config.training.group_size)
+    sampler = build_sampler.make_engine(
+        config, loaded, config.training.batch_size * config.training.group_size
+    )
     held.push_async_callback(sampler.close)
     reward = training.objects.reward or build_rewards.make_reward(config)
     held.push_async_callback(build_rewards.close_reward, reward)
@@ -199,7 +201,7 @@ async def _played(
     measure = RewardClock(measured, say)
     if tasks := training.data.tasks or training.data.heldout:
         await check_tools(environment, tasks[0], chat, reward)
-    return _Played(environment, chat, assemble.max_length(config, loaded), sampler, clock, measure)
+    return _Played(environment, chat, build_sampler.max_length(config, loaded), sampler, clock, measure)
 
 
 def _source(
@@ -231,7 +233,9 @@ def _source(
 
 def _rollouts(training: Training, played: _Played, reward: RewardClock) -> AsyncRolloutEngine:
     watch, runtime = training.watcher.episode, training.tools.runtime
-    return assemble.make_rollouts(training.config, played.environment, played.chat, watch, reward, runtime)
+    return build_sampler.make_rollouts(
+        training.config, played.environment, played.chat, watch, reward, runtime
+    )
 
 
 def _heldout(
@@ -265,16 +269,16 @@ def _guards(training: Training) -> Guards:
 
 
 def _load(config: TrainingConfig, day: date) -> tuple[LoadedModel, TemplateChatFormat]:
-    loaded = assemble.load(config)
+    loaded = build_sampler.load(config)
     make_trainable(config, loaded)
-    return loaded, assemble.make_chat(config, loaded, day)
+    return loaded, build_sampler.make_chat(config, loaded, day)
 
 
 def _tokenized(
     training: Training, loaded: LoadedModel, chat: Any
 ) -> tuple[TokenizedDataset | None, TokenizedDataset | None]:
     """Write the dataset and the held-out rows in tokens. Which rows are too long is known only now."""
-    data, limit = training.data, assemble.max_length(training.config, loaded)
+    data, limit = training.data, build_sampler.max_length(training.config, loaded)
     found = (
         _in_tokens(training, data.examples, chat, limit, ""),
         _in_tokens(training, data.heldout_examples, chat, limit, "held-out: "),

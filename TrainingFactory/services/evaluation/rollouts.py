@@ -16,10 +16,10 @@ from TrainingFactory.protocols import EnvironmentFactory, RewardFunction
 from TrainingFactory.rollout import rollout_metrics
 from TrainingFactory.running import run as run_anywhere
 from TrainingFactory.services.build import rewards as build_rewards
-from TrainingFactory.services.build.assemble import make_rollouts, make_sampler
 from TrainingFactory.services.build.environment import check_tools, make_environment
 from TrainingFactory.services.build.rewards import check_group, check_reward, make_reward
 from TrainingFactory.services.build.run_tools import RunTools, recording_beside
+from TrainingFactory.services.build.sampler import make_rollouts, make_sampler
 from TrainingFactory.services.runs.folder import not_taken, short_name
 from TrainingFactory.services.training.dataset import make_tasks
 from TrainingFactory.services.training.interrupts import Interrupts, Stopped

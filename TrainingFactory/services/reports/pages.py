@@ -39,16 +39,3 @@ def _environment() -> Environment:
 def _shown(value: object) -> object:
     """Return HTML of our own (from a macro) as it is, anything else as text that is safe to show."""
     return value if isinstance(value, Markup) else clean(str(value))
-
-
-def page(title: str, body: str, style: str = "") -> str:
-    """Put HTML of a page without a template of its own into the frame."""
-    framed = render("base.html.jinja", title=title)
-    head, _, rest = framed.partition("\n</style>")
-    begin, end = rest.split("</body>")
-    return f"{head}{style}\n</style>{begin}{body}</body>{end}"
-
-
-def text(value: object) -> str:
-    """Return text of anybody as text of a page: no markup, no characters that a page may not hold."""
-    return str(Markup.escape(clean(str(value))))

@@ -17,7 +17,6 @@ back to what they were then, and all that follows is a function of the config an
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import platform
@@ -40,6 +39,11 @@ from TrainingFactory.config import TrainingConfig, load_config
 from TrainingFactory.data.trajectories import save_trajectories
 from TrainingFactory.tools.recording import CALLS
 from TrainingFactory.types import Trajectory
+
+try:
+    import fcntl
+except ImportError:  # not on Windows: there two processes are not kept apart
+    fcntl = None
 
 METRICS, CONSUMED, TRAJECTORIES, KEPT = "metrics.jsonl", "consumed.jsonl", "trajectories.jsonl", "kept.jsonl"
 GROWING = (METRICS, CONSUMED, TRAJECTORIES, KEPT, CALLS)
@@ -118,15 +122,20 @@ class RunFolder:
 
     def lock(self) -> None:
         """One process writes a run; the system gives the lock back when the process ends, however it does."""
-        if self._lock is not None:
+        if fcntl is None or self._lock is not None:
             return
         descriptor = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT, 0o644)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            os.close(descriptor)
-            text = f"run {self.name} is being written by another process; wait for it to end or stop it"
-            raise ValueError(text) from None
+        for patience in (0.1, 0.2, 0.0):  # somebody may just be looking whether it is held
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except OSError:
+                if not patience:
+                    os.close(descriptor)
+                    raise ValueError(
+                        f"run {self.name} is being written by another process; wait for it to end or stop it"
+                    ) from None
+                time.sleep(patience)
         self._lock = descriptor
 
     def unlock(self) -> None:
@@ -228,7 +237,7 @@ class RunFolder:
             shutil.rmtree(leftover, ignore_errors=True)
 
     def _held(self) -> bool:
-        if self._lock is not None:
+        if fcntl is None or self._lock is not None:
             return True
         try:
             descriptor = os.open(self.path / "lock", os.O_RDONLY)

@@ -25,7 +25,7 @@ from TrainingFactory.http.errors import ApiError
 from TrainingFactory.openai_form import message_to_dict
 from TrainingFactory.protocols import Sampler
 from TrainingFactory.seeds import turn_seed
-from TrainingFactory.services.build.assemble import load, make_chat, make_engine
+from TrainingFactory.services.build.sampler import load, make_chat, make_engine
 from TrainingFactory.services.evaluation.evaluation import model_of
 from TrainingFactory.services.serving.request import Ask, read_ask
 from TrainingFactory.services.serving.text import Cut, TurnReader

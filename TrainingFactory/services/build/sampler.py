@@ -1,4 +1,4 @@
-"""The one place where names become objects."""
+"""The model that a config names, its chat format, what samples from it, and the rollouts over that."""
 
 from __future__ import annotations
 
