@@ -20,8 +20,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from TrainingFactory.running import OneThread
-
 CHILD = Path(__file__).with_name("child.py")
 START_SECONDS = 120.0  # its function may import much
 LAST_SECONDS = 1.0  # to leave, for a process that has closed its pipe
@@ -129,33 +127,38 @@ class Worker:
 
 
 class _Child:
-    """One process, and the thread that talks to it."""
+    """One process and the pipes to it."""
 
     def __init__(self, command: list[str], launch: Mapping[str, Any]) -> None:
+        commands, self.commands = os.pipe()
+        self.answers, answers = os.pipe()
         self.life, self._alive = os.pipe()  # while our end is open, the process may live
         try:
             self.process = subprocess.Popen(
                 command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
+                stdin=commands,
+                stdout=answers,
                 pass_fds=[self.life],
                 start_new_session=True,  # so that it can be ended with all that it has started
                 **launch,
             )
         except BaseException:
-            os.close(self._alive)
+            self._close_pipes()
             raise
         finally:
-            os.close(self.life)
-        self._thread = OneThread("worker")
+            for theirs in (commands, answers, self.life):
+                os.close(theirs)
+        os.set_blocking(self.commands, False)
+        os.set_blocking(self.answers, False)
+        self._buffer = bytearray()
 
     async def exchange(self, message: Any) -> tuple[Any, str | None]:
         """Send the message and return the answer and the problem. The answer carries the ticket of its message: code
         can find the pipe and write to it; one answer too many, and every later one would be that of the call before."""
         ticket = secrets.token_hex(8)
         try:
-            line = await self._thread.call(self._exchange, json.dumps([ticket, message]).encode() + b"\n")
-            match json.loads(line):
+            await self._send(json.dumps([ticket, message]).encode() + b"\n")
+            match json.loads(await self._read_line()):
                 case [str(found), answer, problem] if found == ticket:
                     return answer, problem
         except BrokenPipeError:
@@ -164,15 +167,35 @@ class _Child:
             pass
         raise WorkerDied("was stopped, because code wrote into the pipe for its answers")
 
-    def _exchange(self, line: bytes) -> bytes:
-        commands, answers = self.process.stdin, self.process.stdout
-        assert commands is not None and answers is not None
-        commands.write(line)
-        commands.flush()
-        answer = answers.readline(MAX_ANSWER_BYTES)
-        if not answer.endswith(b"\n"):
-            raise BrokenPipeError
-        return answer
+    async def _send(self, line: bytes) -> None:
+        rest = memoryview(line)
+        while rest:
+            try:
+                rest = rest[os.write(self.commands, rest) :]
+            except BlockingIOError:
+                await self._ready(self.commands, writing=True)
+
+    async def _read_line(self) -> bytes:
+        while b"\n" not in self._buffer:
+            with suppress(BlockingIOError):
+                data = os.read(self.answers, 65536)
+                if not data or len(self._buffer) > MAX_ANSWER_BYTES:
+                    raise BrokenPipeError
+                self._buffer += data
+                continue
+            await self._ready(self.answers)
+        line, _, rest = bytes(self._buffer).partition(b"\n")
+        self._buffer = bytearray(rest)
+        return line
+
+    async def _ready(self, pipe: int, writing: bool = False) -> None:
+        loop = asyncio.get_running_loop()
+        ready = asyncio.Event()
+        (loop.add_writer if writing else loop.add_reader)(pipe, ready.set)
+        try:
+            await ready.wait()
+        finally:
+            (loop.remove_writer if writing else loop.remove_reader)(pipe)
 
     async def _epitaph(self) -> str:
         with suppress(subprocess.TimeoutExpired):
@@ -191,8 +214,8 @@ class _Child:
     def end(self) -> None:
         self.signal()
         self.process.wait()
-        self._thread.close()
-        os.close(self._alive)
-        for pipe in (self.process.stdin, self.process.stdout):
-            with suppress(BrokenPipeError):  # of what was not sent any more
-                pipe.close()  # type: ignore[union-attr]
+        self._close_pipes()
+
+    def _close_pipes(self) -> None:
+        for pipe in (self.commands, self.answers, self._alive):
+            os.close(pipe)
