@@ -158,13 +158,17 @@ class Endpoint:
 
 def check_address(base_url: str) -> None:
     """Raise ValueError for what is no address, and for one with a key in it, which every log would show."""
-    parts = urlsplit(base_url)
+    try:
+        parts = urlsplit(base_url)
+        known = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or True)
+    except ValueError:
+        raise ValueError("base_url is no address; it looks like https://host/v1") from None
     if parts.query or parts.fragment or "@" in base_url:
         raise ValueError(
             "base_url must hold no password and nothing after a ? or #; put the key into an environment variable, "
             "which api_key_env names"
         )
-    if parts.scheme not in ("http", "https") or not parts.hostname:
+    if not known:
         raise ValueError(f"base_url is an address such as https://host/v1, not {base_url!r:.100}")
 
 

@@ -80,7 +80,7 @@ BUDGET: dict[str, int] = {
     "tools/cache": 590,
     "tools/mcp": 1420,
     "tools/sandbox": 770,
-    "workers": 290,
+    "workers": 310,
 }
 
 NO_TORCH = [

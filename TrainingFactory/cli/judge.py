@@ -68,7 +68,12 @@ def audit_judge(
     if not isinstance(made, ModelJudge):
         raise ValueError(f"verdict is {settings['verdict']}; an audit needs score, yes_no or json")
     items = load_gold(gold, made)
-    out.parent.mkdir(parents=True, exist_ok=True)  # before anything is spent
+    if out.is_dir():  # before anything is spent
+        raise ValueError(f"--out {out} is a folder; name a file, such as {out / 'audit.html'}")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"--out {out}: its folder cannot be made: {error.strerror}") from error
     found = asyncio.run(_audited(made, items, repeats))
     if as_json:
         print(json.dumps(found.as_json(), indent=2))

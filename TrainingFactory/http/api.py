@@ -8,7 +8,6 @@ import json
 import logging
 import re
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
-from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -67,7 +66,7 @@ class Api:
             if found is None:
                 return Response(status_code=499)  # nobody reads it
             if isinstance(found, Events):
-                return _Stream(_closed(found.texts), ping=0, sep="\n")
+                return _Stream(found.texts)
             return _json(found)
 
         self._add("POST", path, handler)
@@ -111,7 +110,12 @@ class Api:
 
 
 class _Stream(EventSourceResponse):
-    """Server-sent events; one that outlasts the time after Ctrl-C ends with an error."""
+    """Server-sent events; one that outlasts the time after Ctrl-C ends with an error. However the client leaves, the
+    generator of the texts is closed, and with it what it holds."""
+
+    def __init__(self, texts: AsyncGenerator[str, None]) -> None:
+        super().__init__(texts, ping=0, sep="\n")
+        self._texts = texts
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         try:
@@ -119,6 +123,8 @@ class _Stream(EventSourceResponse):
         except asyncio.CancelledError:
             last = ServerSentEvent(json.dumps(_stopping().body()), sep="\n").encode()
             await send({"type": "http.response.body", "body": last, "more_body": False})
+        finally:
+            await self._texts.aclose()
 
 
 def _stopping() -> ApiError:
@@ -151,13 +157,6 @@ async def _unless_gone(request: Request, work: Coroutine[Any, Any, T] | Awaitabl
         for each in (task, watch):
             each.cancel()
         await asyncio.gather(task, watch, return_exceptions=True)
-
-
-async def _closed(texts: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
-    """Give the texts, and close their generator however the client leaves."""
-    async with aclosing(texts):
-        async for text in texts:
-            yield text
 
 
 async def _body(request: Request) -> bytes:

@@ -262,7 +262,7 @@ def test_a_precomputed_reference_gives_the_same_training(adapter: bool) -> None:
 
 def test_without_a_known_reference_it_is_missed() -> None:
     rows = [row for group in pair_groups(2) for row in DPO().samples(group)]
-    with pytest.raises(ValueError, match="reference"):
+    with pytest.raises(AssertionError, match="no reference model"):
         train_step(make_learner(tiny()), DPO(), rows, 0, StepOptions())
 
 

@@ -128,7 +128,7 @@ def test_names_that_are_none(tfactory: Run, name: str) -> None:
         (["search", "smapling.top_p=1"], "did you mean sampling?"),
         (["search", "model.max_length=100000000"], "model.max_length"),
         (["search", "--out", "empty.jsonl/x.jsonl"], "cannot be written"),
-        (["search", "--out", "."], "is a folder"),
+        (["search", "--out", "."], "is not a regular file"),
         (["search", "--bogus", "1"], "--bogus"),
         (["search", "--temperature", "warm"], "--temperature"),
     ],

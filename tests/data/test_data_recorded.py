@@ -260,7 +260,10 @@ def test_a_run_over_rows_goes_on_exactly(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="broken off"):
         run(config(tmp_path, {"dataset": str(path)}), "changed", Quiet(fail_at=3))
     write(path, tool_dialogues(11))
-    with pytest.raises(ValueError, match="started with 10 tasks or rows, and now there are 11"):
+    with pytest.raises(
+        ValueError,
+        match="the 10 tasks or rows.*have changed since then, and now there are 11",
+    ):
         resume("changed", runs, Quiet())
 
 

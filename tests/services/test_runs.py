@@ -427,7 +427,7 @@ def test_trainers_take_objects(tmp_path: Path) -> None:
     watcher = Quiet()
     seed_form = {"environment_id": "calculator", "async_execution": True}
     GRPOTrainer(
-        "tiny", seed_form, "rule_based", async_rollout=True, name="b", watcher=watcher,
+        "tiny", seed_form, reward_function="rule_based", async_rollout=True, name="b", watcher=watcher,
         config=small(tmp_path, training={"max_steps": 1}),
     ).train()  # fmt: skip
     assert any("optimization.async_rollout" in text for text in watcher.said)
