@@ -262,7 +262,7 @@ def test_a_run_over_rows_goes_on_exactly(tmp_path: Path) -> None:
     write(path, tool_dialogues(11))
     with pytest.raises(
         ValueError,
-        match="the 10 tasks or rows.*have changed since then, and now there are 11",
+        match=r"the 10 tasks or rows.*have changed since then, and now there are 11",
     ):
         resume("changed", runs, Quiet())
 
