@@ -33,12 +33,14 @@ class Interrupts:
         here = threading.current_thread() is threading.main_thread()
         before = signal.getsignal(signal.SIGINT) if here else None
         if here:
-            loop.add_signal_handler(signal.SIGINT, self.ask)
+            with contextlib.suppress(NotImplementedError):  # Windows: Ctrl-C ends a run as it ends any program
+                loop.add_signal_handler(signal.SIGINT, self.ask)
         try:
             yield
         finally:
             if here:
-                loop.remove_signal_handler(signal.SIGINT)
+                with contextlib.suppress(NotImplementedError):
+                    loop.remove_signal_handler(signal.SIGINT)
                 signal.signal(signal.SIGINT, before)
 
     def ask(self) -> None:
