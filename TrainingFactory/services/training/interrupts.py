@@ -33,7 +33,7 @@ class Interrupts:
         here = threading.current_thread() is threading.main_thread()
         before = signal.getsignal(signal.SIGINT) if here else None
         if here:
-            with contextlib.suppress(NotImplementedError):  # Windows: Ctrl-C ends a run as it ends any program
+            with contextlib.suppress(NotImplementedError):  # Windows
                 loop.add_signal_handler(signal.SIGINT, self.ask)
         try:
             yield
