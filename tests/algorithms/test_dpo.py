@@ -135,7 +135,8 @@ def test_loss_and_gradient_are_trls(kind: Any, smoothing: float) -> None:
     model = learner.model.eval()
     loss, metrics = by_trl(model, frozen, rows, kind, smoothing)
     wanted = model_gradients(model, loss)
-    assert figures["loss"] == pytest.approx(loss.item(), rel=1e-5)
+    # robust is a difference of larger numbers, whose rounding it keeps
+    assert figures["loss"] == pytest.approx(loss.item(), rel=1e-5, abs=1e-6)
     assert far(gradients(learner, batch, algorithm.loss), wanted) < 1e-5
     if metrics and kind != "ipo":  # there rewards are what is compared: means over tokens
         for ours, theirs in {
