@@ -182,7 +182,9 @@ def test_a_served_model_that_cannot_judge(tmp_path: Path):
     config = TrainingConfig(sampling={"slots": 8})
     with live(make_server(config, "judge")) as client:
         url = f"{str(client.base_url).rstrip('/')}/v1"
-        found = scored(judge(Noting(url, temperature=1.0, stop=["e"], seed=0)), *(each for each, _ in answers(6, 2)))
+        found = scored(
+            judge(Noting(url, temperature=1.0, stop=["e"], seed=0)), *(each for each, _ in answers(6, 2))
+        )
         assert {each.kind for each in found if isinstance(each, JudgeFailure)} <= {"unreadable", "cut"}
         assert len(found) == 6 and all(isinstance(each, JudgeFailure) for each in found)
         options = {"base_url": url, "api_key_env": None, "judge_unfinished": True, "retries": 0}
