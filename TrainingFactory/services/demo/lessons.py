@@ -22,6 +22,7 @@ from TrainingFactory.running import run
 from TrainingFactory.types import Message, Task, Trajectory
 
 DRILL_WORDS = 12
+DRILL_SUMS = 4
 
 
 class Teachable(Environment, Protocol):
@@ -39,14 +40,8 @@ def word_drill(rng: random.Random) -> tuple[str, str]:
 
 
 def sum_drill(rng: random.Random) -> tuple[str, str]:
-    """Return sums and results, twice. They differ in number and length, so that it is not enough to count back."""
-    items = [
-        f"{rng.randint(10, 99)}{rng.choice('+-*')}{rng.randint(10, 99)}"
-        if rng.random() < 0.5
-        else str(rng.choice((rng.randint(-89, 198), rng.randint(100, 9801))))
-        for _ in range(rng.randint(2, 5))
-    ]
-    return " ".join(items), " ".join(items)
+    sums = [f"{rng.randint(10, 99)}{rng.choice('+-*')}{rng.randint(10, 99)}" for _ in range(DRILL_SUMS)]
+    return " ".join(sums), "\n".join(sums)
 
 
 @dataclass(slots=True, frozen=True)
