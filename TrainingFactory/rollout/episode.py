@@ -172,7 +172,7 @@ class EpisodeRun:
             raise asyncio.CancelledError
         max_tokens = min(self.rules.params.max_tokens, room)
         params = dataclasses.replace(self.rules.params, seed=self.seed_of(number), max_tokens=max_tokens)
-        completion = await self.session.sample(ids, params)
+        completion = await self.session.sample(list(ids), params)  # the sampler's own: ours is trained on
         assert completion.token_ids, "a turn has at least one token"
         assert (completion.finish == "stop") == (completion.token_ids[-1] in params.stop_ids), "forged stop"
         return completion

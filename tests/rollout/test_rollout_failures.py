@@ -283,6 +283,27 @@ def test_what_a_sampler_must_not_do_is_noticed(said: list[int], finish: Any):
         rollout(sampler=Faulty(say_echo_then_ok))
 
 
+def test_a_sampler_that_writes_into_its_prompt_changes_no_row():
+    class Scribbles(FakeSampler):
+        def session(self) -> Any:
+            session = super().session()
+            sample = session.sample
+
+            async def scribbling(prompt_ids: Any, params: SamplingParams) -> Completion:
+                found = await sample(prompt_ids, params)
+                prompt_ids.append(7)
+                return found
+
+            session.sample = scribbling  # type: ignore[method-assign]
+            return session
+
+    prompts = [
+        [turn.prompt_ids for turn in rollout(sampler=kind(say_echo_then_ok))[0][0].turns]
+        for kind in (FakeSampler, Scribbles)
+    ]
+    assert prompts[0] == prompts[1]
+
+
 def test_a_chat_format_that_rewrites_history_is_noticed():
     class Rewrites(FakeChat):
         def extend(self, turn: Turn, replies: Sequence[Message]) -> list[int]:
