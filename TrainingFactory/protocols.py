@@ -67,12 +67,21 @@ class ChatFormat(Protocol):
         """What follows a sampled turn: the rest of its end, the replies, the next assistant header."""
         ...
 
-    def parse(self, token_ids: Sequence[int]) -> Message:
-        """A sampled turn as a message; never raises on what a model can write."""
+    def parse(
+        self, token_ids: Sequence[int], prompt_ids: Sequence[int] = (), tools: Sequence[ToolSpec] = ()
+    ) -> Message:
+        """Read a turn that was sampled after this prompt, with these tools; never raises on what a model can write."""
         ...
 
-    def write(self, message: Message) -> list[int]:
-        """The ids of an assistant message as the model would sample them, stop token included."""
+    def write(
+        self,
+        message: Message,
+        prompt_ids: Sequence[int] = (),
+        tools: Sequence[ToolSpec] = (),
+        exact: bool = True,
+    ) -> list[int]:
+        """Return an assistant message as the model would sample it after this prompt, stop token included. `exact`:
+        raise ValueError where `parse` would read it as another message."""
         ...
 
     def cut(self, text: str, max_tokens: int) -> str:

@@ -18,7 +18,8 @@ def written_by(chat: ChatFormat, trajectory: Trajectory) -> Trajectory:
     turns: list[Turn] = []
     ids = chat.render(trajectory.prompt, trajectory.tools)
     if ids == trajectory.turns[0].prompt_ids and all(
-        chat.parse(turn.completion.token_ids).content == turn.message.content for turn in trajectory.turns
+        chat.parse(turn.completion.token_ids, turn.prompt_ids, trajectory.tools).content == turn.message.content
+        for turn in trajectory.turns
     ):
         return trajectory
     for number, old in enumerate(trajectory.turns):
@@ -26,7 +27,7 @@ def written_by(chat: ChatFormat, trajectory: Trajectory) -> Trajectory:
             ids = ids + chat.extend(turns[-1], turns[-1].replies)
         if broken := next((call.error for call in old.message.tool_calls if call.error), None):
             raise Unreadable(f"turn {number} cannot be written in another template: {broken}")
-        sampled = chat.write(old.message)
+        sampled = chat.write(old.message, ids, trajectory.tools)
         if old.completion.finish == "length":
             sampled = sampled[:-1] or sampled
         completion = Completion(sampled, [0.0] * len(sampled), old.completion.finish)

@@ -3,14 +3,14 @@
 History is never decoded and encoded again. `render` writes the first prompt; after that a turn's ids stay as
 they were sampled, and `extend` adds what the template puts between this turn and the next one. That text is
 cut out of a rendering of the template itself (`probes.py`), so no family is special-cased here; families
-differ in how a completion is read (`families.py`). Foreign text cannot give a control token (`encoding.py`).
+differ in how a completion is read (`families.py`, `forms.py`). Foreign text cannot give a control token
+(`encoding.py`), and what is written as a message is read back as that message, or it is not written.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from copy import deepcopy
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import date
 from itertools import groupby
@@ -19,13 +19,19 @@ from typing import Any
 from TrainingFactory.models import probes
 from TrainingFactory.models.encoding import Control, TextEncoder
 from TrainingFactory.models.families import FAMILIES, Family, get_family
-from TrainingFactory.models.templates import Template, Transform
-from TrainingFactory.openai_form import message_from_dict, spec_from_dict, spec_to_dict
+from TrainingFactory.models.forms import learn_reader
+from TrainingFactory.models.outlines import Outlines, Texts
+from TrainingFactory.models.round_trip import NotReadBack, difference, same_turn
+from TrainingFactory.models.templates import Template
+from TrainingFactory.openai_form import message_from_dict, spec_from_dict
 from TrainingFactory.types import Message, ToolCall, ToolSpec, Turn
 
-Texts = list[str]  # foreign text number i is what mark number i stands for
 Pieces = list[str | int | Control]  # a template's own text, a mark's number, or a control token
 MAX_SKELETONS = 512
+WAYS_OUT = (
+    "family 'generic' (model.family) puts the tool list into the system message instead, and "
+    "TrainingFactory.models.register_family adds a family of your own"
+)
 
 
 class TemplateChatFormat:
@@ -44,24 +50,28 @@ class TemplateChatFormat:
     ) -> None:
         chosen = get_family(family) if family else None
         self._encoder = TextEncoder(tokenizer)
-        options = {} if thinking is None else {"enable_thinking": thinking}
+        options = {} if thinking is None else {"enable_thinking": thinking, "thinking": thinking}
         self._template = Template(tokenizer, options, day)
         self._marks = self._template.marks
         self._style = probes.find_call_style(self._template)
         self._end = probes.end_of_turn(self._template, self._encoder.control_texts)
+        self._header = (
+            self._template.text([probes.user(self._marks[0])]).rpartition(self._marks[0])[2].rstrip()
+        )
         self.family = chosen or self._detect() or FAMILIES["generic"]
         native = self._reads_template(self.family)
         self._template_tools = native and probes.renders_tools(self._template)
         knows_results = probes.shows_tool_results(self._template, self._style, self._end)
         self._replies_as_user = self.family.replies_as_user and not (native or (knows_results and not chosen))
-        self._refusal = "" if chosen or native else self._why_no_tools()
-        header = self._template.text([probes.user(self._marks[0])]).rpartition(self._marks[0])[2]
-        self._opens_thinking = header.rstrip().endswith(self.family.think[0])
-        self._transforms: dict[str, Transform] = {}
+        self._opens_thinking = self._header.endswith(self.family.think[0])
+        self._outlines = Outlines(self._template, self._style, self._encoder)
         self._skeletons: dict[str, Pieces] = {}
-        self._last_specs: list[ToolSpec] = []
-        self._last_schemas: tuple[list[dict[str, Any]], str, Texts] = ([], "", [])
         self.stop_ids = self._find_stops(tokenizer.eos_token_id, stop_ids)
+        self._calls_text: Callable[[Sequence[ToolCall]], str] | None = None
+        # Our own form of calls is for templates that have none, or lose what stands beside a call.
+        self._calls_text = None if native and not self._misread() else self.family.calls_text
+        self._outlines.calls_as_json = self._calls_text is not None
+        self._refusal = self._misread() if chosen or native else self._why_no_tools()
 
     # writing
 
@@ -74,8 +84,10 @@ class TemplateChatFormat:
         specs = [as_spec(tool) for tool in tools]
         if not conversation:
             raise ValueError("a conversation needs at least one message")
-        schemas, schemas_text, texts = self._schemas(specs) if self._template_tools else ([], "", [])
-        outlines = [self._outline(message, texts) for message in self._as_user(conversation)]
+        if specs and self._refusal:
+            raise ValueError(self._refusal)
+        schemas, schemas_text, texts = self._outlines.schemas(specs) if self._template_tools else ([], "", [])
+        outlines = [self._outlines.message(message, texts) for message in self._as_user(conversation)]
         if specs and not self._template_tools:
             self._put_tools_into_system(outlines, specs, texts)
         key = json.dumps(outlines) + schemas_text
@@ -95,45 +107,124 @@ class TemplateChatFormat:
         texts: Texts = ["", ""]  # marks 0 and 1 stand in the part before the replies
         for reply in answers:
             texts += [
-                self._as_shown(reply.role, reply.content) if reply.content else "",
+                self._outlines.shown(reply.role, reply.content) if reply.content else "",
                 reply.name or "tool",
             ]
         ids = self._fill(self._continuation(answers), texts)
         # where a turn has no end of its own, its stop token is the first token of what follows (GLM)
         return ids[1:] if self._end is None and ids[:1] == sampled[-1:] else ids
 
-    def write(self, message: Message | Mapping[str, Any]) -> list[int]:
+    def write(
+        self,
+        message: Message | Mapping[str, Any],
+        prompt_ids: Sequence[int] = (),
+        tools: Sequence[ToolSpec] = (),
+        exact: bool = True,
+    ) -> list[int]:
         message = as_message(message)
-        texts: Texts = [""]  # mark 0 is the user's
-        write_calls = self.family.calls_text if message.tool_calls else None
-        outline = self._outline(replace(message, tool_calls=[]) if write_calls else message, texts)
-        body = probes.assistant_body(self._template, outline, self.family.think)
-        if self._end and self._end in body:
-            body = body[: body.rindex(self._end)]
+        opened = self._opened(prompt_ids)
+        problem: ValueError | None = None
+        for compose in (self._as_template, self._in_parts):
+            texts: Texts = [""]  # mark 0 is the user's
+            try:
+                body = compose(message, texts, opened)
+            except ValueError as error:
+                problem = problem or error
+                continue
+            ids = self._fill(self._pieces(body), texts)
+            if ids[-1:] not in [[stop] for stop in self.stop_ids]:
+                ids.append(self._encoder.control_texts[self._end] if self._end else self.stop_ids[0])
+            if not exact or same_turn(read := self.parse(ids, prompt_ids, tools), message):
+                return ids
+            problem = problem or NotReadBack(difference(self.family.name, message, read))
+        assert problem is not None
+        raise problem
+
+    def _as_template(self, message: Message, texts: Texts, opened: bool) -> str:
+        """Return a turn as the template writes it, from where the model begins to write to its end."""
+        write_calls = self._calls_text if message.tool_calls else None
+        outline = self._outlines.message(replace(message, tool_calls=[]) if write_calls else message, texts)
+        body = self._cut_end(probes.assistant_body(self._template, outline, self.family.think))
         if write_calls:
-            body += write_calls([self._shielded_call(call, texts) for call in message.tool_calls])
-        end = self.stop_ids[:1] if self._end is None else [self._encoder.control_texts[self._end]]
-        return [*self._fill(self._pieces(body), texts), *end]
+            body += write_calls([self._outlines.call(call, texts) for call in message.tool_calls])
+        if opened == self._opens_thinking:
+            return body
+        if opened:
+            raise ValueError("the chat template opens this turn with a thought, and the first one without")
+        # the first header opens a thought, that of this turn does not
+        opening, closing = self.family.think
+        thought, _, rest = body.partition(closing)
+        return f"{opening}\n{thought.strip()}\n{closing}{rest}" if message.reasoning else rest.lstrip("\n")
+
+    def _in_parts(self, message: Message, texts: Texts, opened: bool) -> str:
+        """Return a turn as its thought, its text and its calls, each as the template writes it alone, for templates
+        that drop one beside another."""
+        opening, closing = self.family.think
+        alone = [Message("assistant", message.content)] if message.content else []
+        alone += [Message("assistant", tool_calls=message.tool_calls)] if message.tool_calls else []
+        bodies = [self._as_template(part, texts, self._opens_thinking) for part in alone]
+        text = "\n".join(
+            _after_thought(body, self.family.think, self._opens_thinking).strip("\n") for body in bodies
+        )
+        if not (opened or message.reasoning):
+            return text
+        thought = self._outlines.mark(message.reasoning.strip("\n"), texts) if message.reasoning else ""
+        return f"{'' if opened else opening + chr(10)}{thought}\n{closing}\n\n{text}"
+
+    def _cut_end(self, body: str) -> str:
+        return body[: body.rindex(self._end)] if self._end and self._end in body else body
 
     # reading
 
-    def parse(self, token_ids: Sequence[int]) -> Message:
+    def parse(
+        self, token_ids: Sequence[int], prompt_ids: Sequence[int] = (), tools: Sequence[ToolSpec] = ()
+    ) -> Message:
         ids = list(token_ids)
         if ids and ids[-1] in self.stop_ids:
             ids.pop()
-        return self.parse_text(self._encoder.decode(ids))
+        quotes: Texts = []
+        text = self._encoder.quoted(ids, lambda found: self._outlines.mark(found, quotes))
+        message = self._read(text, self._opened(prompt_ids), tools)
+        return self._unquoted(message, quotes) if quotes else message
 
-    def parse_text(self, text: str) -> Message:
-        """An assistant's text as a message; what stands inside its reasoning is not read as a call."""
+    def parse_text(self, text: str, tools: Sequence[ToolSpec] = ()) -> Message:
+        """Read an assistant's text as a message, its tags as the model's own."""
+        return self._read(text, self._opens_thinking, tools)
+
+    def _read(self, text: str, opened: bool, tools: Sequence[ToolSpec]) -> Message:
+        """Read a turn; what stands inside its reasoning is not read as a call."""
         opening, closing = self.family.think
         reasoning = None
-        if self._opens_thinking or closing in text or text.lstrip().startswith(opening):
+        closes = closing in text and closing in self._encoder.control_texts
+        if opened or closes or text.lstrip().startswith(opening):
             thought, closed, rest = text.lstrip().removeprefix(opening).partition(closing)
             if not closed:
                 return Message("assistant", reasoning=thought.strip())
             reasoning, text = thought.strip(), rest
-        content, calls = self.family.read_calls(text)
+        content, calls = self.family.read_calls(text, tools)
         return Message("assistant", content.strip(), calls, reasoning=reasoning)
+
+    def _opened(self, prompt_ids: Sequence[int]) -> bool:
+        """Return whether a turn after this prompt begins inside a thought; without one, the first turn is meant."""
+        if not prompt_ids:
+            return self._opens_thinking
+        return self._encoder.decode(prompt_ids[-16:]).rstrip().endswith(self.family.think[0])
+
+    def _unquoted(self, message: Message, quotes: Texts) -> Message:
+        def plain(value: Any) -> Any:
+            if isinstance(value, str):
+                return "".join(
+                    quotes[part] if isinstance(part, int) else part for part in self._marks.split(value)
+                )
+            if isinstance(value, dict):
+                return {plain(key): plain(item) for key, item in value.items()}
+            return [plain(item) for item in value] if isinstance(value, list) else value
+
+        calls = [
+            ToolCall(plain(call.name), plain(call.arguments), call.id, plain(call.error))
+            for call in message.tool_calls
+        ]
+        return Message("assistant", plain(message.content), calls, reasoning=plain(message.reasoning))
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return self._encoder.decode(token_ids)
@@ -166,58 +257,6 @@ class TemplateChatFormat:
             self._skeletons.clear()
         self._skeletons[key] = self._pieces(text)
 
-    def _mark(self, text: str, texts: Texts) -> str:
-        texts.append(text)
-        return self._marks[len(texts) - 1]
-
-    def _as_shown(self, role: str, text: str) -> str:
-        """The text as the template writes it (some strip it, some write it as JSON)."""
-        if role not in self._transforms:
-            self._transforms[role] = self._template.transform(role, probes.conversation_of(role, self._style))
-        return self._transforms[role](text)
-
-    def _shield(self, value: Any, texts: Texts) -> Any:
-        """A copy of JSON data in which every string that could give a control token is a mark."""
-        if isinstance(value, dict):
-            return {self._shield(key, texts): self._shield(item, texts) for key, item in value.items()}
-        if isinstance(value, list | tuple):
-            return [self._shield(item, texts) for item in value]
-        # a half tag at its end could be completed by what the template writes behind it
-        if isinstance(value, str) and (
-            self._encoder.holds_control(value) or value.endswith(("<", "|", "｜", "["))
-        ):
-            return self._mark(json.dumps(value, ensure_ascii=False)[1:-1], texts)
-        return value
-
-    def _schemas(self, specs: list[ToolSpec]) -> tuple[list[dict[str, Any]], str, Texts]:
-        """The tool list as the template gets it, the same as text, and the texts its marks stand for. The last
-        list is kept: the episodes of a batch have the same tools."""
-        if specs != self._last_specs:
-            texts: Texts = []
-            schemas = self._shield([spec_to_dict(spec) for spec in specs], texts)
-            self._last_specs, self._last_schemas = deepcopy(specs), (schemas, json.dumps(schemas), texts)
-        schemas, text, texts = self._last_schemas
-        return schemas, text, list(texts)
-
-    def _shielded_call(self, call: ToolCall, texts: Texts) -> ToolCall:
-        return ToolCall(self._shield(call.name, texts), self._shield(call.arguments, texts))
-
-    def _outline(self, message: Message, texts: Texts) -> dict[str, Any]:
-        """The message as templates expect it, with marks in place of its texts."""
-        content = self._mark(self._as_shown(message.role, message.content), texts) if message.content else ""
-        outline: dict[str, Any] = {"role": message.role, "content": content}
-        if message.tool_calls:
-            if self._style is None:
-                raise ValueError("the chat template renders no tool calls, so none can be written")
-            calls = [self._shielded_call(call, texts) for call in message.tool_calls]
-            outline = self._style.message(calls, content)
-        if message.reasoning:
-            outline["reasoning_content"] = self._mark(message.reasoning.strip("\n"), texts)
-        if message.role == "tool":
-            outline["tool_call_id"] = f"{probes.CALL_ID}0"
-            outline["name"] = self._mark(message.name or "tool", texts)
-        return outline
-
     def _continuation(self, replies: Sequence[Message]) -> Pieces:
         key = json.dumps(["after", [(reply.role, bool(reply.content)) for reply in replies]])
         if key not in self._skeletons:
@@ -245,39 +284,69 @@ class TemplateChatFormat:
         self, outlines: list[dict[str, Any]], specs: list[ToolSpec], texts: Texts
     ) -> None:
         describe, text = self.family.describe_tools, self.family.tools_text
-        if self._refusal or describe is None or text is None:
-            raise ValueError(self._refusal or self._why_no_tools())
+        if describe is None or text is None:
+            raise ValueError(self._why_no_tools())
         if outlines[0]["role"] != "system":
             outlines.insert(0, {"role": "system", "content": ""})
         separator = "\n\n" if outlines[0]["content"] else ""
-        outlines[0]["content"] += separator + text.replace("{tools}", self._mark(describe(specs), texts))
+        outlines[0]["content"] += separator + text.replace(
+            "{tools}", self._outlines.mark(describe(specs), texts)
+        )
 
     # probes
 
     def _reads_template(self, family: Family) -> bool:
-        """Whether the family's reader understands the calls that this template writes."""
-        if self._style is None:
-            return False
+        """Return whether the family's reader understands the calls that this template writes."""
         call = ToolCall("probe_tool", {"text": "a b"})
         try:
-            body = probes.assistant_body(self._template, self._style.message([call]), family.think)
+            return family.read_calls(self._calls_body(family.think)([call]), ())[1] == [call]
         except ValueError:
             return False
-        body = body.rpartition(family.think[1])[2]
-        body = body[: body.rindex(self._end)] if self._end and self._end in body else body
-        return family.read_calls(body)[1] == [call]
+
+    def _calls_body(self, think: tuple[str, str]) -> Callable[[Sequence[ToolCall]], str]:
+        def body(calls: Sequence[ToolCall]) -> str:
+            if self._style is None:
+                raise ValueError("the chat template renders no tool calls")
+            written = probes.assistant_body(self._template, self._style.message(calls), think)
+            return self._cut_end(_after_thought(written, think, self._header.endswith(think[0])))
+
+        return body
 
     def _detect(self) -> Family | None:
         tokens = (None, *self._encoder.control_texts)
         here = (family for family in FAMILIES.values() if family.needs_token in tokens)
-        return next(filter(self._reads_template, here), None)
+        return next(filter(self._reads_template, here), None) or self._learned()
+
+    def _learned(self) -> Family | None:
+        """Return a family whose reader was found from what the template writes around its calls."""
+        plain = Family("template", lambda text, tools: (text, []))
+        try:
+            reader = learn_reader(self._calls_body(plain.think), self._marks)
+        except ValueError:
+            return None
+        learned = replace(plain, read_calls=reader or plain.read_calls)
+        return learned if self._reads_template(learned) else None
+
+    def _misread(self) -> str:
+        """Return which canary turn is read as another than was written; "" where none is."""
+        tags = f"{self.family.think[1]} </tool_call> "
+        call = ToolCall("probe_tool", {"text": f'{tags}"quoted"\n\\ é', "n": 5, "deep": {"x": ["y", True]}})
+        spec = ToolSpec("probe_tool", "", {"type": "object", "properties": {"text": {"type": "string"}}})
+        for calls in ([call], [call, ToolCall("probe_tool", {})]):
+            for content, reasoning in (("", None), ("Some text.", None), ("Some text.", "A thought.")):
+                try:
+                    self.write(Message("assistant", content, calls, reasoning=reasoning), tools=[spec])
+                except NotReadBack as error:
+                    return f"{error}; {WAYS_OUT}"
+                except ValueError as error:  # some templates take one call a turn
+                    if len(calls) == 1:
+                        return f"{error}; {WAYS_OUT}"
+        return ""
 
     def _why_no_tools(self) -> str:
         why = f"writes tool calls in a form that family {self.family.name!r} does not read"
         return (
-            f"the chat template of this model {why if self._style else 'renders no tool calls'}; family 'generic' "
-            "(model.family) puts the tool list into the system message instead, and "
-            "TrainingFactory.models.register_family adds a family of your own"
+            f"the chat template of this model {why if self._style else 'renders no tool calls'}; {WAYS_OUT}"
         )
 
     def _find_stops(self, eos: int | None, extra: Sequence[int]) -> tuple[int, ...]:
@@ -291,7 +360,21 @@ class TemplateChatFormat:
                     continue
                 stops += [first.token] if isinstance(first, Control) else []
         known = [vocabulary.get(text) for text in self.family.stop_texts]
-        return tuple(dict.fromkeys(stop for stop in (*stops, eos, *known, *extra) if stop is not None))
+        found = (*stops, eos, self._end_of_calls(), *known, *extra)
+        return tuple(dict.fromkeys(stop for stop in found if stop is not None))
+
+    def _end_of_calls(self) -> int | None:
+        """Return the control token with which a turn with calls ends where it has another end (Gemma 4)."""
+        call = {"role": "user", "content": "m"}, ToolCall("f", {"a": "b"})
+        try:
+            calls = [self._style.message([call[1]] * count) if self._style else {} for count in (1, 2)]
+            one, two = (self._template.text([call[0], each], header=False).rstrip() for each in calls)
+        except ValueError:
+            return None
+        last = self._encoder.split(one)[-1]
+        text = self._encoder.decode([last.token]) if isinstance(last, Control) else ""
+        ends = text and two.endswith(text) and two.count(text) == one.count(text)
+        return self._encoder.control_texts[text] if ends else None
 
 
 chat_format = TemplateChatFormat
@@ -304,3 +387,9 @@ def as_message(message: Message | Mapping[str, Any]) -> Message:
 
 def as_spec(tool: ToolSpec | Mapping[str, Any]) -> ToolSpec:
     return tool if isinstance(tool, ToolSpec) else spec_from_dict(tool)
+
+
+def _after_thought(body: str, think: tuple[str, str], opened: bool) -> str:
+    """Return a turn without the thought that it begins with."""
+    thinks = opened or body.lstrip().startswith(think[0])
+    return body.partition(think[1])[2] if thinks and think[1] in body else body

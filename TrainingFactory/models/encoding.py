@@ -1,29 +1,40 @@
 """Text to ids, so that only a template's own text can give a control token.
 
-Control means every added token of the tokenizer, also those not flagged special: Qwen3's <tool_call> and
-</tool_response> are such, and `encode_special_tokens` leaves them live. So control tokens are found in the
-template's own text by us, and everything between two of them, own and foreign text together, goes through a
-clone of the tokenizer that has no added tokens at all. Own and foreign text are encoded as one string, so
-the ids are those that the tokenizer itself would give, merges over the border included; they are checked after.
+Control means special tokens, and added tokens that look like markup though they are not flagged special: Qwen3's
+<tool_call> and </tool_response> are such, and `encode_special_tokens` leaves them live. Other added tokens are text
+(Gemma adds its newlines and tabs). So control tokens are found in the template's own text by us, and everything
+between two of them, own and foreign text together, goes through a clone of the tokenizer that has no control tokens.
+Own and foreign text are encoded as one string, so the ids are those that the tokenizer itself would give, merges over
+the border included; they are checked after.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
+from itertools import groupby
 from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer
 
 from TrainingFactory.texts import valid_text
 
+MARKUP = re.compile(r"[<\[{|｜].*[>\]}|｜]", re.DOTALL)
+CANARY = "Hello world,  f(x):\n\treturn '<b>wörld</b> 你好'\n\n"
+
 
 class Control(NamedTuple):
     """A control token in a template's own text."""
 
     token: int
+
+
+def gives_back(tokenizer: Tokenizer) -> bool:
+    """Return whether a text with everything that tokenizers lose comes back as it was."""
+    ids = tokenizer.encode(CANARY, add_special_tokens=False).ids
+    return tokenizer.decode(ids, skip_special_tokens=False) == CANARY
 
 
 class TextEncoder:
@@ -33,18 +44,35 @@ class TextEncoder:
             raise ValueError(
                 f"{type(tokenizer).__name__} is not a fast tokenizer (tokenizer.json), as is needed"
             )
-        state = json.loads(backend.to_str()) | {"added_tokens": [], "post_processor": None}
+        state = json.loads(backend.to_str()) | {"post_processor": None}
+        added = {token["content"]: token for token in state["added_tokens"]}
+        self.control_texts: dict[str, int] = {
+            text: token["id"]
+            for text, token in added.items()
+            if text and (token["special"] or MARKUP.fullmatch(text))
+        }
+        state["added_tokens"] = [token for text, token in added.items() if text not in self.control_texts]
         for part in ("normalizer", "pre_tokenizer"):
             state[part] = _without_prefix_space(state.get(part))
         self._plain = Tokenizer.from_str(json.dumps(state))
         self._whole = backend
-        self.control_texts: dict[str, int] = {
-            text: i for text, i in tokenizer.get_added_vocab().items() if text
+        # The clone numbers the added tokens that are left anew, except those in the vocabulary itself.
+        self._numbers = {
+            self._plain.token_to_id(token["content"]): token["id"] for token in state["added_tokens"]
         }
         self.control_ids = frozenset(self.control_texts.values())
         longest_first = sorted(self.control_texts, key=len, reverse=True)
         self._control = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
         self._cached = lru_cache(maxsize=4096)(self._encode)
+        self._joined = "\0".join(["", *self.control_texts, ""])
+        self._words = {_word(text) for text in self.control_texts} - {""}
+        self._longest = max(map(len, self.control_texts), default=0)
+        ids = self._encode(CANARY)
+        if self.decode(ids) != CANARY and tokenizer.unk_token_id not in ids:
+            raise ValueError(
+                f"the tokenizer does not give texts back: {CANARY!r} becomes {self.decode(ids)!r}; its tokenizer.json "
+                "does not fit the tokenizer_class in its tokenizer_config.json, or is not made for a language model"
+            )
 
     def split(self, text: str) -> list[str | Control]:
         """A template's own text, cut at its control tokens."""
@@ -65,10 +93,11 @@ class TextEncoder:
         # a lone surrogate (a model can write one in JSON) has no UTF-8 form
         text = valid_text(text)
         encoding = self._plain.encode(text, add_special_tokens=False)
-        if self.control_ids.isdisjoint(encoding.ids):
-            return encoding.ids
+        ids = [self._numbers.get(token, token) for token in encoding.ids] if self._numbers else encoding.ids
+        if self.control_ids.isdisjoint(ids):
+            return ids
         # A vocabulary may hold a control token as an ordinary entry, too. Cut in two, its text cannot give it.
-        position = next(i for i, token in enumerate(encoding.ids) if token in self.control_ids)
+        position = next(i for i, token in enumerate(ids) if token in self.control_ids)
         start, end = encoding.offsets[position]
         if end - start < 2:
             return self._encode(text[:start]) + self._encode(text[end:])  # one character: left out
@@ -78,8 +107,31 @@ class TextEncoder:
     def decode(self, token_ids: Sequence[int]) -> str:
         return self._whole.decode(list(token_ids), skip_special_tokens=False)
 
-    def holds_control(self, text: str) -> bool:
-        return any(control in text for control in self.control_texts)
+    def quoted(self, token_ids: Sequence[int], quote: Callable[[str], str]) -> str:
+        """Decode a turn; text in ordinary tokens that reads like a control token is given to `quote`."""
+        text = self.decode(token_ids)
+        if len(self._control.findall(text)) == sum(token in self.control_ids for token in token_ids):
+            return text
+        parts = [
+            (control, self.decode(list(run)))
+            for control, run in groupby(token_ids, self.control_ids.__contains__)
+        ]
+        return "".join(
+            part if control else self._control.sub(lambda found: quote(found.group()), part)
+            for control, part in parts
+        )
+
+    def can_join(self, text: str) -> bool:
+        """Return whether the text holds a control token, is the word in one, or could be its beginning or end."""
+        text = text.strip()
+        sizes = range(1, min(len(text), self._longest) + 1)
+        return bool(text) and (
+            _word(text) in self._words
+            or self._control.search(text) is not None
+            or any(
+                "\0" + text[-size:] in self._joined or text[:size] + "\0" in self._joined for size in sizes
+            )
+        )
 
     def cut(self, text: str, max_tokens: int) -> str:
         """The text if it fits, else its beginning and its end with the cut marked between them."""
@@ -111,6 +163,10 @@ class TextEncoder:
                 return piece
             size -= excess
         return ""
+
+
+def _word(text: str) -> str:
+    return re.sub(r"^\W+|\W+$", "", text)
 
 
 def _without_prefix_space(node: Any) -> Any:

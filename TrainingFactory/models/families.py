@@ -14,7 +14,8 @@ from TrainingFactory.types import ToolCall, ToolSpec
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """`tools_text` and `calls_text` are for templates that render no tools or calls themselves; `tools_text`
+    """How a family's completions are read: `read_calls` gets the text after the reasoning and the tools there are.
+    `tools_text` and `calls_text` are for templates that render no tools or calls themselves; `tools_text`
     is ours, so control tokens in it are live, and `{tools}` in it is where the (foreign) list goes.
     `replies_as_user`: there, results are sent as the user's messages."""
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from TrainingFactory.models.encoding import gives_back
 from TrainingFactory.models.names import BUILTIN, SUPPORTED_MODELS, resolve
 from TrainingFactory.models.tiny import tiny_model, tiny_tokenizer
 from TrainingFactory.options import did_you_mean, nearest
@@ -82,14 +83,11 @@ def load_tokenizer(name: str, revision: str | None = None, trust_remote_code: bo
     target = resolve(name)
     if target == BUILTIN:
         return tiny_tokenizer()
-    from transformers import AutoTokenizer
-
     alone = (Path(target).expanduser() / "tokenizer_config.json").is_file()
     source, options = (str(Path(target).expanduser()), {}) if alone else _locate(name, target)
     try:
-        return AutoTokenizer.from_pretrained(
-            source, revision=revision or "main", trust_remote_code=trust_remote_code, **options
-        )
+        options |= {"revision": revision or "main", "trust_remote_code": trust_remote_code}
+        return _read_tokenizer(source, options)
     except LOADING as error:
         raise ValueError(f"the tokenizer of {name!r} could not be loaded: {_first_line(error)}") from error
 
@@ -177,14 +175,14 @@ def stored_dtype(name: str, revision: str | None = None, trust_remote_code: bool
 
 
 def _load_pretrained(name: str, target: str, options: dict[str, Any], how: dict[str, Any]) -> tuple[Any, Any]:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
 
     source, where = _locate(name, target)
     options |= where
     # safetensors only: other weight files are pickles, which run code when they are read
     how |= {} if where else {"use_safetensors": True}
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source, **options)
+        tokenizer = _read_tokenizer(source, options)
         loaded: Any = AutoModelForCausalLM.from_pretrained(source, output_loading_info=True, **options, **how)
         model, report = loaded
     except LOADING as error:
@@ -202,6 +200,17 @@ def _load_pretrained(name: str, target: str, options: dict[str, Any], how: dict[
         del model.config.quantization_config
         model.hf_quantizer = None
     return model, tokenizer
+
+
+def _read_tokenizer(source: str, options: dict[str, Any]) -> Any:
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    tokenizer = AutoTokenizer.from_pretrained(source, **options)
+    backend = getattr(tokenizer, "backend_tokenizer", None)  # foreign object: slow tokenizers have none
+    if backend is None or "gguf_file" in options or gives_back(backend):
+        return tokenizer
+    # Transformers makes some anew by the class that their config names, which may not be what tokenizer.json holds.
+    return PreTrainedTokenizerFast.from_pretrained(source, **options)
 
 
 def _locate(name: str, target: str) -> tuple[str, dict[str, Any]]:

@@ -1,7 +1,7 @@
-"""Readers of tool calls, one per syntax: text after the reasoning -> (content, calls).
+"""Readers of tool calls, one per syntax: text after the reasoning, and the tools there are -> (content, calls).
 
 A reader never raises on what a model can write. A call that cannot be read is returned with its `error`,
-which is what the model is told.
+which is what the model is told. Syntaxes that a template shows by itself are in `forms.py`.
 """
 
 from __future__ import annotations
@@ -10,80 +10,97 @@ import ast
 import json
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from TrainingFactory.texts import valid_text
-from TrainingFactory.types import ToolCall
+from TrainingFactory.types import ToolCall, ToolSpec
 
-CallReader = Callable[[str], tuple[str, list[ToolCall]]]
+CallReader = Callable[[str, Sequence[ToolSpec]], tuple[str, list[ToolCall]]]
+_TAG = re.compile("</?tool_call>")
 MAX_DEPTH = 64  # of nested arguments; what comes later (schema check, saving) walks them recursively
 
 
-def read_tagged(text: str) -> tuple[str, list[ToolCall]]:
-    """Qwen2.5, Qwen3, Hermes: <tool_call>{"name": ..., "arguments": {...}}</tool_call>, any number."""
-    unclosed = _unreadable("found <tool_call> without </tool_call> after it")
-    outside, calls = "", list[ToolCall]()
-    inside: str | None = None
-    for part in re.split("(</?tool_call>)", text):
-        if part == "<tool_call>":
-            calls += [unclosed] if inside is not None else []
-            inside = ""
-        elif part == "</tool_call>" and inside is None:
-            calls.append(_unreadable("found </tool_call> without <tool_call> before it"))
-        elif part == "</tool_call>":
-            calls.append(_call_from_json(str(inside)))
-            inside = None
-        elif inside is None:
-            outside += part
+def read_tagged(text: str, tools: Sequence[ToolSpec] = ()) -> tuple[str, list[ToolCall]]:
+    """Read <tool_call>{"name": ..., "arguments": {...}}</tool_call>, any number: Qwen2.5, Qwen3, Hermes. A tag inside
+    a string of the arguments is a part of it."""
+    outside, calls, position = "", list[ToolCall](), 0
+    while tag := _TAG.search(text, position):
+        outside += text[position : tag.start()]
+        position = tag.end()
+        if tag.group() == "</tool_call>":
+            calls.append(unreadable("found </tool_call> without <tool_call> before it"))
+            continue
+        try:
+            value, end = DECODER.raw_decode(
+                text, position + len(text[position:]) - len(text[position:].lstrip())
+            )
+        except (ValueError, RecursionError):
+            value, end = None, position
+        closing = _TAG.search(text, end)
+        if closing is None or closing.group() == "<tool_call>":
+            calls.append(unreadable("found <tool_call> without </tool_call> after it"))
+            position = closing.start() if closing else len(text)
         else:
-            inside = part
-    calls += [unclosed] if inside is not None else []
-    return outside.strip() if calls else text, calls
+            whole = end > position and not text[end : closing.start()].strip()
+            calls.append(
+                call_from_value(value) if whole else _call_from_json(text[position : closing.start()])
+            )
+            position = closing.end()
+    return (outside + text[position:]).strip() if calls else text, calls
 
 
-def read_bare_json(text: str) -> tuple[str, list[ToolCall]]:
-    """A text that is one or several JSON objects {"name": ..., "parameters" or "arguments": {...}},
-    separated by white space, commas or semicolons, as they are or in a ```json fence."""
-    body = text.strip()
-    fence = re.fullmatch(r"```(?:json)?\s*(.*?)\s*```", body, re.DOTALL)
-    if fence:
-        body = fence.group(1)
-    body = body.removeprefix("[").removesuffix("]") if body.startswith("[{") else body
-    if not re.match(r'\{\s*"(name|function|type)"', body):
+def read_bare_json(text: str, tools: Sequence[ToolSpec] = ()) -> tuple[str, list[ToolCall]]:
+    """Read JSON objects {"name": ..., "parameters" or "arguments": {...}} from the first line that begins with one,
+    separated by white space, commas or semicolons, as they are or in a ```json fence. Without arguments it is a call
+    only if it names a tool; any other JSON is an answer."""
+    found = re.search(
+        r'^[ \t]*(?:```(?:json)?\s*)?(\[?\s*(?=\{\s*"(?:name|function|type)"))', text, re.MULTILINE
+    )
+    if found is None:
         return text, []
-    calls, position = [], 0
+    body = re.sub(r"\s*```\s*\Z", "", text[found.end() :])
+    names = [tool.name for tool in tools]
+    calls, position = list[ToolCall](), 0
     while position < len(body):
         try:
-            value, position = _DECODER.raw_decode(body, position)
+            value, position = DECODER.raw_decode(body, position)
         except (ValueError, RecursionError):
-            if not calls or body[position:].lstrip().startswith("{"):
-                calls.append(_unreadable("the call is not valid JSON"))
+            rest = body[position:].lstrip()
+            if not calls and not re.search(r'"(arguments|parameters)"', rest):
+                return text, []
+            calls += [unreadable("the call is not valid JSON")] if not calls or rest.startswith("{") else []
             break
-        if isinstance(value, dict) and isinstance(value.get("function"), dict):
-            value = value["function"]
-        calls.append(_call_from_value(value))
+        value = (
+            value["function"]
+            if isinstance(value, dict) and isinstance(value.get("function"), dict)
+            else value
+        )
+        if isinstance(value, dict) and (
+            {"arguments", "parameters"} & set(value) or value.get("name") in names
+        ):
+            calls.append(call_from_value(value))
+        elif not calls:
+            return text, []
         position += len(body[position:]) - len(body[position:].lstrip(" \t\r\n,;"))
-    if all(call.error for call in calls) and '"name"' not in body:
-        return text, []  # JSON, but no call: an answer
-    return "", calls
+    return text[: found.start()].strip(), calls
 
 
-def read_llama(text: str) -> tuple[str, list[ToolCall]]:
+def read_llama(text: str, tools: Sequence[ToolSpec] = ()) -> tuple[str, list[ToolCall]]:
     """Llama 3.x: bare JSON; after <|python_tag|> JSON, name.call(key="value") or code."""
     before, tag, after = text.partition("<|python_tag|>")
     if not tag:
-        return read_bare_json(text)
-    content, calls = read_bare_json(after)
+        return read_bare_json(text, tools)
+    content, calls = read_bare_json(after, tools)
     if calls:
         return before.strip(), calls
     built_in = re.fullmatch(r"\s*(\w+)\.call\((.*)\)\s*", content, re.DOTALL)
     if built_in:
-        return before.strip(), [_call_from_keywords(built_in.group(1), built_in.group(2))]
+        return before.strip(), [call_from_keywords(built_in.group(1), built_in.group(2))]
     return before.strip(), [ToolCall("python", {"code": content.strip()})]
 
 
-def read_deepseek(text: str) -> tuple[str, list[ToolCall]]:
+def read_deepseek(text: str, tools: Sequence[ToolSpec] = ()) -> tuple[str, list[ToolCall]]:
     """DeepSeek V3 and R1 (type, separator, name, fenced JSON) and V3.1 (name, separator, JSON)."""
     begin, sep, end = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
     content, *blocks = text.split(begin)
@@ -92,35 +109,35 @@ def read_deepseek(text: str) -> tuple[str, list[ToolCall]]:
         inside, closed, _ = block.partition(end)
         first, found, second = inside.partition(sep)
         if not closed or not found:
-            calls.append(_unreadable(f"a call needs {sep} inside and {end} at its end"))
+            calls.append(unreadable(f"a call needs {sep} inside and {end} at its end"))
         elif first.strip() == "function":
             name, _, arguments = second.strip().partition("\n")
             fence = re.fullmatch(r"\s*```(?:json)?\s*(.*?)\s*```\s*", arguments, re.DOTALL)
-            calls.append(_call(name, fence.group(1) if fence else arguments))
+            calls.append(make_call(name, fence.group(1) if fence else arguments))
         else:
-            calls.append(_call(first, second))
+            calls.append(make_call(first, second))
     if not calls and "<｜tool▁calls▁begin｜>" in text:
-        calls.append(_unreadable(f"no call in it starts with {begin}"))
+        calls.append(unreadable(f"no call in it starts with {begin}"))
     return content.replace("<｜tool▁calls▁begin｜>", "").strip() if calls else text, calls
 
 
 def _call_from_json(text: str) -> ToolCall:
     try:
-        return _call_from_value(_decoded(text))
+        return call_from_value(_decoded(text))
     except ValueError as error:
-        return _unreadable(f"the call is {error}")
+        return unreadable(f"the call is {error}")
 
 
-def _call_from_value(value: Any) -> ToolCall:
+def call_from_value(value: Any) -> ToolCall:
     if not isinstance(value, dict):
-        return _unreadable(f"the call is a JSON {type(value).__name__}, not an object")
-    return _call(value.get("name"), value.get("arguments", value.get("parameters")))
+        return unreadable(f"the call is a JSON {type(value).__name__}, not an object")
+    return make_call(value.get("name"), value.get("arguments", value.get("parameters")))
 
 
-def _call(name: Any, arguments: Any) -> ToolCall:
+def make_call(name: Any, arguments: Any) -> ToolCall:
     """Return a call; in the OpenAI form and DeepSeek's its arguments are JSON text of their own."""
     if not isinstance(name, str) or not name.strip():
-        return _unreadable('"name" must be the name of a tool')
+        return unreadable('"name" must be the name of a tool')
     try:
         if isinstance(arguments, str):
             arguments = _decoded(arguments) if arguments.strip() else {}
@@ -128,30 +145,47 @@ def _call(name: Any, arguments: Any) -> ToolCall:
             raise ValueError("no JSON object")
         return ToolCall(valid_text(name.strip()), _tidy(arguments or {}))
     except ValueError as error:
-        return _unreadable(f"the arguments are {error}", name)
+        return unreadable(f"the arguments are {error}", name)
 
 
 def _decoded(text: str) -> Any:
     try:
-        return _DECODER.decode(text.strip())
+        return DECODER.decode(text.strip())
     except ValueError as error:
         raise ValueError(f"not valid JSON ({error})") from error
     except RecursionError as error:
         raise ValueError("nested too deeply") from error
 
 
-def _call_from_keywords(name: str, keywords: str) -> ToolCall:
-    """`key="value", other=2`: parsed as Python literals, never run."""
+def call_from_keywords(name: str, keywords: str) -> ToolCall:
+    """Read `key="value", other=2` as literals of Python or JSON, which are never run."""
     try:
         tree = ast.parse(f"call({keywords})", mode="eval").body
         assert isinstance(tree, ast.Call)
-        if tree.args or any(keyword.arg is None for keyword in tree.keywords):
-            return _unreadable('arguments must be written as key="value"', name)
-        values = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in tree.keywords}
+        return call_from_tree(name, tree)
+    except (ValueError, SyntaxError, RecursionError, MemoryError, AssertionError):
+        return unreadable('the arguments are not of the form key="value"', name)
+
+
+def call_from_tree(name: str, tree: ast.Call) -> ToolCall:
+    if tree.args or any(keyword.arg is None for keyword in tree.keywords):
+        return unreadable('arguments must be written as key="value"', name)
+    try:
+        values = {
+            str(keyword.arg): ast.literal_eval(_Constants().visit(keyword.value)) for keyword in tree.keywords
+        }
         json.dumps(values, allow_nan=False)
-    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError, AssertionError):
-        return _unreadable('the arguments are not of the form key="value"', name)
-    return _call(name, values)
+    except (ValueError, TypeError, RecursionError, MemoryError):
+        return unreadable('the arguments are not of the form key="value"', name)
+    return make_call(name, values)
+
+
+class _Constants(ast.NodeTransformer):
+    """Turns JSON's constants, which are names to Python, into Python's."""
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        known = {"true": True, "false": False, "null": None}
+        return ast.Constant(known[node.id]) if node.id in known else node
 
 
 def _tidy(value: Any, depth: int = 0) -> Any:
@@ -173,8 +207,8 @@ def _finite(number: str) -> float | str:
 
 
 # What JSON cannot hold (NaN, 1e999) stays text, and the schema check tells the model.
-_DECODER = json.JSONDecoder(strict=False, parse_constant=str, parse_float=_finite)
+DECODER = json.JSONDecoder(strict=False, parse_constant=str, parse_float=_finite)
 
 
-def _unreadable(reason: str, name: str = "") -> ToolCall:
+def unreadable(reason: str, name: str = "") -> ToolCall:
     return ToolCall(valid_text(name.strip()), error=f"The tool call could not be read: {reason}.")

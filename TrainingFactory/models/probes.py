@@ -42,16 +42,20 @@ def find_call_style(template: Template) -> CallStyle | None:
             text = template.text([user("m"), style.message([ToolCall(name, {"a": argument})])], header=False)
         except ValueError:
             continue
-        if name in text and argument in text:
+        if name in text and argument in text and "None" not in text:
             return style
     return None
 
 
+def tool(name: str, description: str) -> dict[str, Any]:
+    schema = {"type": "object", "properties": {"a": {"type": "string"}}}
+    return {"type": "function", "function": {"name": name, "description": description, "parameters": schema}}
+
+
 def renders_tools(template: Template) -> bool:
     name = template.marks[1]
-    function = {"name": name, "description": "d", "parameters": {"type": "object", "properties": {}}}
     try:
-        return name in template.text([user("m")], [{"type": "function", "function": function}])
+        return name in template.text([user("m")], [tool(name, "d")])
     except ValueError:
         return False
 
@@ -87,22 +91,47 @@ def assistant_body(template: Template, outline: dict[str, Any], think: tuple[str
         raise ValueError(
             "the chat template writes an assistant turn differently from the header it gives the model"
         )
+    rest = whole[len(before) :]
+    if start.rstrip().endswith(think[1]):
+        return rest
+    if rest.startswith(
+        think[0]
+    ):  # the header writes white space after it that a thought of no words leaves out
+        return rest.removeprefix(think[0])
     thought = outline.get("reasoning_content", "")
-    closed = start.rstrip().endswith(think[1])
-    return whole[len(before) :] if closed else f"{thought}\n{think[1]}\n\n" + whole[len(before) :]
+    return thought + rest if rest.startswith(think[1]) else f"{thought}\n{think[1]}\n\n{rest}"
 
 
-def conversation_of(role: str, style: CallStyle | None) -> Callable[[str], list[dict[str, Any]]]:
-    """A shortest conversation in which a text of that role stands last (or first, for system)."""
-    if role == "system":
-        return lambda text: [{"role": "system", "content": text}, user("m")]
-    if role == "user":
-        return lambda text: [user(text)]
-    if role == "assistant":
-        return lambda text: [user("m"), {"role": "assistant", "content": text}]
-    asked = style.message([ToolCall("f", {"a": "b"})]) if style else {"role": "assistant", "content": "m"}
-    reply = {"role": "tool", "tool_call_id": f"{CALL_ID}0", "name": "f"}
-    return lambda text: [user("m"), asked, {**reply, "content": text}]
+def shown(template: Template, what: str, style: CallStyle | None) -> Callable[[str], str]:
+    """Return a rendering of the shortest conversation with a text in that place: of a role, or in a call or tool."""
+
+    def render(text: str) -> str:
+        tools: list[dict[str, Any]] = []
+        call = {"argument": ToolCall("f", {"a": text}), "nested argument": ToolCall("f", {"a": [text]})}.get(
+            what
+        )
+        called = (
+            style.message([call or ToolCall("f", {"a": "b"})])
+            if style
+            else {"role": "assistant", "content": "m"}
+        )
+        conversation = [user("m")]
+        if what == "system":
+            conversation = [{"role": "system", "content": text}, user("m")]
+        elif what == "user":
+            conversation = [user(text)]
+        elif what == "assistant":
+            conversation = [user("m"), {"role": "assistant", "content": text}]
+        elif what == "tool":
+            reply = {"role": "tool", "tool_call_id": f"{CALL_ID}0", "name": "f", "content": text}
+            conversation = [user("m"), called, reply]
+        elif call:
+            conversation = [user("m"), called]
+        else:
+            tools = [tool(text, "d") if what == "tool name" else tool("f", text)]
+        return template.text(conversation, tools, header=False)
+
+    return render
 
 
 def continuation(

@@ -25,8 +25,12 @@ CANARIES = (
 )
 
 
-def _json_inner(text: str) -> str:
+def json_inner(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)[1:-1]
+
+
+def _python_inner(text: str) -> str:
+    return text.replace("\\", "\\\\").replace("'", "\\'").replace("\n", "\\n")
 
 
 TRANSFORMS: tuple[Transform, ...] = (
@@ -35,9 +39,11 @@ TRANSFORMS: tuple[Transform, ...] = (
     str.lstrip,
     str.rstrip,
     lambda text: text.strip("\n"),
-    _json_inner,
-    lambda text: _json_inner(text.strip()),
+    json_inner,
+    lambda text: json_inner(text.strip()),
     lambda text: json.dumps(text)[1:-1],
+    _python_inner,
+    lambda text: _python_inner(text).replace("\t", "\\t"),
 )
 
 
@@ -90,18 +96,20 @@ class Template:
         except (TemplateError, TypeError, KeyError, IndexError, AttributeError) as error:
             raise ValueError(f"the chat template refuses this conversation: {error}") from error
 
-    def transform(self, role: str, conversation: Callable[[str], list[dict[str, Any]]]) -> Transform:
-        """What the template does to the text of a role, found by rendering canaries in its place."""
+    def transform(self, what: str, render: Callable[[str], str]) -> Transform:
+        """Return what the template does to a text, found by rendering canaries in its place."""
         mark = self.marks[0]
-        pattern = self.text(conversation(mark), header=False)
+        pattern = render(mark)
+        if mark not in pattern and what.startswith("tool "):
+            return str  # it shows no such part of a tool
         if mark not in pattern:
             raise ValueError(
-                f"the chat template drops or rewrites the text of {role} messages, so this model cannot be given one"
+                f"the chat template drops or rewrites a text ({what}), so this model cannot be given one"
             )
-        shown = [self.text(conversation(canary), header=False) for canary in CANARIES]
+        shown = [render(canary) for canary in CANARIES]
         for transform in TRANSFORMS:
             if all(pattern.replace(mark, transform(c)) == s for c, s in zip(CANARIES, shown, strict=True)):
                 return transform
         raise ValueError(
-            f"the chat template rewrites the text of {role} messages in a way that cannot be followed token by token"
+            f"the chat template rewrites a text ({what}) in a way that cannot be followed token by token"
         )

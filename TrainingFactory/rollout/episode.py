@@ -144,7 +144,8 @@ class EpisodeRun:
         ids = await self._first_prompt(environment)
         for number in range(self.rules.max_turns):
             completion = await self._sample(ids, number)
-            turn = Turn(ids, completion, self.rules.chat.parse(completion.token_ids))
+            message = self.rules.chat.parse(completion.token_ids, ids, self.trajectory.tools)
+            turn = Turn(ids, completion, message)
             for index, call in enumerate(turn.message.tool_calls):
                 call.id = call.id or f"call_{number}_{index}"
             self.trajectory.turns.append(turn)

@@ -19,15 +19,15 @@ from TrainingFactory.types import Completion, Message, SamplingParams, Trajector
 class _Script:
     """A sampling session that says what the script says; the next message is asked for when its turn has come."""
 
-    def __init__(self, messages: Iterable[Message], chat: ChatFormat) -> None:
+    def __init__(self, messages: Iterable[Message], chat: ChatFormat, environment: Environment) -> None:
         self._messages = iter(messages)
-        self._chat = chat
+        self._chat, self._environment = chat, environment
 
     async def sample(self, prompt_ids: Sequence[int], params: SamplingParams) -> Completion:
         message = next(self._messages, None)
         if message is None:
             raise ValueError("the script ended before the episode did: its last message must end the episode")
-        ids = self._chat.write(message)
+        ids = self._chat.write(message, prompt_ids, [tool.spec for tool in self._environment.tools])
         return Completion(ids, [0.0] * len(ids), "stop")
 
     def close(self) -> None: ...
@@ -53,4 +53,4 @@ async def play(
         lambda _: environment, chat, params, group or reward, max_turns, timeout, max_reply_tokens, runtime
     )
     trajectory = Trajectory(environment.task, group=f"script/{environment.task.id}")
-    return await EpisodeRun(rules, trajectory, _Script(script, chat), max_length, seed_of=int, key=key).run()
+    return await EpisodeRun(rules, trajectory, _Script(script, chat, environment), max_length, seed_of=int, key=key).run()

@@ -46,7 +46,7 @@ class FakeChat:
     def extend(self, turn: Turn, replies: Sequence[Message]) -> list[int]:
         return self.render(replies)
 
-    def parse(self, token_ids: Sequence[int]) -> Message:
+    def parse(self, token_ids: Sequence[int], prompt_ids: Sequence[int] = (), tools=()) -> Message:
         text = self.decode(token_ids)
         calls = []
         for line in text.split("\n"):

@@ -235,12 +235,12 @@ def test_bad_input_is_answered_in_words() -> None:
         "'<|im_start|>' + message.role + '\\n' + text", "message.role + text | upper"
     )
     assert shouting != template()
-    with pytest.raises(ValueError, match="drops or rewrites the text of user messages"):
+    with pytest.raises(ValueError, match="drops or rewrites a text \(user\)"):
         chat_format(byte_tokenizer(shouting, QWEN3)).render([Message("user", "hi")])
 
 
 def test_a_family_of_ones_own() -> None:
-    def read(text: str):
+    def read(text: str, tools):
         return ("", [ToolCall(text[5:])]) if text.startswith("CALL ") else (text, [])
 
     register_family(Family("mine", read))

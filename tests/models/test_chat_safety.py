@@ -6,7 +6,7 @@ import json
 import random
 
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from tests.kits.tokenizers import LLAMA3, QWEN3, deepseek, llama3, qwen3
@@ -114,6 +114,7 @@ def test_a_control_token_that_is_an_ordinary_entry_too_is_cut_in_two() -> None:
         vocabulary[left + right] = len(vocabulary)
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<s>"])
     encoder = TextEncoder(PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<s>"))
     assert encoder.split("<s>") == [(vocabulary["<s>"],)]

@@ -142,7 +142,7 @@ class SampledJudge:
             self.params, seed=self.params.seed + number, max_tokens=min(room, self.params.max_tokens)
         )
         completion = await self.sampler.sample(prompt, params)
-        text = self.chat.parse(completion.token_ids).content
+        text = self.chat.parse(completion.token_ids, prompt).content
         fault = fault_of(completion.finish, "", "length")
         return Reply(text, len(prompt), len(completion.token_ids), fault=fault)
 

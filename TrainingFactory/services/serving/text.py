@@ -45,7 +45,7 @@ class TurnReader:
         """A whole turn. Calls that cannot be read are left in the text, as the model wrote them."""
         reasoning, content = self._split(text)
         if read_calls:
-            before, calls = self._chat.family.read_calls(content)
+            before, calls = self._chat.family.read_calls(content, ())
             if calls and not any(call.error for call in calls):
                 return Message("assistant", before.strip(), calls, reasoning=reasoning)
         return Message("assistant", content.strip(), reasoning=reasoning)

@@ -155,9 +155,8 @@ class TokenizedDataset:
         place = start
         while True:
             message, begin = messages[place], len(ids)
-            turn = Turn(
-                ids, Completion(sampled := chat.write(message), [0.0] * len(sampled), "stop"), message
-            )
+            sampled = chat.write(message, ids, conversation.tools, exact=place not in conversation.bad)
+            turn = Turn(ids, Completion(sampled, [0.0] * len(sampled), "stop"), message)
             ids = ids + sampled
             borders.append((begin, len(ids)))
             said.append(message)
@@ -178,7 +177,7 @@ class TokenizedDataset:
         whole, cuts = written.token_ids[begin:end], [begin]
         for number in range(1, len(steps)):
             text = "\n".join(steps[:number]) + "\n"
-            part = np.asarray(self.chat.write(Message("assistant", text))[:-1])
+            part = np.asarray(self.chat.write(Message("assistant", text), exact=False)[:-1])
             size = min(len(part), len(whole))
             same = np.flatnonzero(part[:size] != whole[:size])
             cuts.append(begin + (int(same[0]) if len(same) else size))

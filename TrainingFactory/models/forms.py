@@ -1,0 +1,329 @@
+"""Readers of tool calls learned from a template: what it writes around the names and values of canary calls.
+
+The tags are the template's own; the syntax between them is one of five: a JSON object or a list of them, a name
+before a JSON object (Mistral, DeepSeek), the same with bare keys and a quote of its own (Gemma), tagged pairs of keys
+and values (Qwen3-Coder, GLM, Nemotron), and Python calls (LFM2). A family that writes calls so needs no code here.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from TrainingFactory.models.parsers import (
+    DECODER,
+    CallReader,
+    call_from_tree,
+    call_from_value,
+    make_call,
+    unreadable,
+)
+from TrainingFactory.models.templates import Marks
+from TrainingFactory.types import ToolCall, ToolSpec
+
+# The assistant's text with these calls as the template writes it, without a thought and without the turn's end.
+Body = Callable[[Sequence[ToolCall]], str]
+# Reads the calls at a position of a text; returns them and where they end, or None where there is none.
+ReadAt = Callable[[str, int, Sequence[ToolSpec]], tuple[list[ToolCall], int] | None]
+# Where the text of a canary call begins and ends, and the reader for it, given what the template writes behind it.
+Shape = tuple[int, int, Callable[[str], ReadAt]]
+MAX_DEPTH = 64
+
+
+def learn_reader(body: Body, marks: Marks) -> CallReader | None:
+    """Return the reader of the calls that this template writes; None where they are in no known syntax."""
+    arguments = {marks[2]: marks[3], marks[4]: marks[5]}
+    one = body([ToolCall(marks[1], arguments)])
+    try:
+        two = body([ToolCall(marks[1], arguments), ToolCall(marks[6], arguments)])
+    except ValueError:  # this template takes one call a turn
+        two = one
+    for syntax in (_json, _named, _python, _pairs):
+        shape = syntax(one, marks[1], marks)
+        if shape is None:
+            continue
+        start, end, make = shape
+        second = syntax(two, marks[6], marks)
+        head, tail, between = one[:start], one[end:], two[end : second[0]] if second else ""
+        begin = _common_end(head, between) if between else head
+        close = _common_start(tail, between.removesuffix(begin)) if between else tail
+        if begin.strip():
+            return _Tagged(head.removesuffix(begin), begin, close, tail.removeprefix(close), make(close))
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class _Tagged:
+    """Reads calls that each stand between two tags, all of them between two outer ones. What is outside is content."""
+
+    outer_begin: str
+    begin: str
+    close: str
+    outer_close: str
+    read_at: ReadAt
+
+    def __call__(self, text: str, tools: Sequence[ToolSpec]) -> tuple[str, list[ToolCall]]:
+        tag, close = _literal(self.begin), _literal(self.close)
+        outside, calls, position = "", list[ToolCall](), 0
+        while found := tag.search(text, position):
+            outside += text[position : found.start()]
+            read = self.read_at(text, found.end(), tools)
+            if read is None:
+                calls.append(unreadable(f"what follows {self.begin.strip()} is not a whole call"))
+                position = found.end()
+                closing = close.search(text, position) if self.close.strip() else None
+                position = closing.end() if closing else len(text)
+            else:
+                calls += read[0]
+                closing = close.match(text, read[1])
+                position = closing.end() if closing else read[1]
+        if not calls:
+            return text, []
+        outside += text[position:]
+        for outer in (self.outer_begin.strip(), self.outer_close.strip()):
+            outside = outside.replace(outer, "", 1) if outer else outside
+        return outside.strip(), calls
+
+
+def _json(text: str, name: str, marks: Marks) -> Shape | None:
+    """Find {"name": NAME, "arguments": {...}}, under any keys and in any order, or a list of such objects."""
+    for start in (place.start() for place in re.finditer(r"[\[{]", text)):
+        value, end = _decode(text, start) or (None, 0)
+        path = _path(value[-1] if isinstance(value, list) and value else value, name, marks[2])
+        if path is None:
+            continue
+
+        def read_at(
+            text: str, position: int, tools: Sequence[ToolSpec], path: tuple[list[str], str, str] = path
+        ) -> tuple[list[ToolCall], int] | None:
+            decoded = _decode(text, position)
+            if decoded is None:
+                return None
+            rows = decoded[0] if isinstance(decoded[0], list) else [decoded[0]]
+            return [_call_of(row, path) for row in rows], decoded[1]
+
+        return start, end, lambda close: read_at
+    return None
+
+
+def _named(text: str, name: str, marks: Marks) -> Shape | None:
+    """Find NAME, a separator and {...}, as JSON or with bare keys and a quote of the template's own."""
+    start = text.find(name)
+    after = start + len(name)
+    place = text.find("{", after) if start >= 0 else -1
+    bare = (
+        re.compile(rf"\{{{marks[2]}:(?P<quote>\S+?){marks[3]}(?P=quote),").match(text, place)
+        if place >= 0
+        else None
+    )
+    decode = _decode_with(bare["quote"]) if bare else _decode
+    found = decode(text, place) if place >= 0 else None
+    if found is None or found[0] != {marks[2]: marks[3], marks[4]: marks[5]}:
+        return None
+    middle = re.compile(_loose(text[after:place]) + r"\s*(?=\{)")
+
+    def read_at(text: str, position: int, tools: Sequence[ToolSpec]) -> tuple[list[ToolCall], int] | None:
+        between = middle.search(text, position)
+        decoded = decode(text, between.end()) if between else None
+        if between is None or decoded is None:
+            return None
+        return [make_call(text[position : between.start()], decoded[0])], decoded[1]
+
+    return start, found[1], lambda close: read_at
+
+
+def _python(text: str, name: str, marks: Marks) -> Shape | None:
+    """Find [NAME(KEY=VALUE, ...), ...]."""
+    found = re.search(rf"\[[^\[]*\b{name}\({marks[2]}\s*=.*\)\s*\]", text, re.DOTALL)
+    if found is None:
+        return None
+
+    def make(close: str) -> ReadAt:
+        ending = _literal(close) if close.strip() else re.compile(r"\Z")
+
+        def read_at(text: str, position: int, tools: Sequence[ToolSpec]) -> tuple[list[ToolCall], int] | None:
+            end = ending.search(text, position)
+            return _python_calls(text[position : end.start()].strip(), end.start()) if end else None
+
+        return read_at
+
+    return found.start(), found.end(), make
+
+
+def _python_calls(code: str, end: int) -> tuple[list[ToolCall], int] | None:
+    for text in (code, code.replace("\n", "\\n")):  # some templates leave newlines in strings as they are
+        try:
+            with warnings.catch_warnings(action="ignore"):
+                tree = ast.parse(text, mode="eval").body
+        except (ValueError, SyntaxError, RecursionError, MemoryError):
+            continue
+        rows = tree.elts if isinstance(tree, ast.List) else [tree]
+        calls = [
+            row
+            for row in rows
+            if isinstance(row, ast.Call) and isinstance(row.func, ast.Name | ast.Attribute)
+        ]
+        if rows and len(calls) == len(rows):
+            return [call_from_tree(ast.unparse(call.func), call) for call in calls], end
+    return None
+
+
+def _pairs(text: str, name: str, marks: Marks) -> Shape | None:
+    """Find NAME and any number of pairs, each with a tag before its key, before its value and behind it."""
+    start = text.find(name)
+    pieces = re.split("|".join(marks[n] for n in range(2, 6)), text[start + len(name) :])
+    if start < 0 or len(pieces) < 5:
+        return None
+    to_key, to_value, between, again, tail = pieces[:5]
+    opening = _common_end(to_key, between)
+    closing = between.removesuffix(opening)
+    if again != to_value or not to_value.strip() or not opening.strip() or not tail.startswith(closing):
+        return None
+    end = start + len(name) + len(text[start + len(name) :].partition(marks[5])[0]) + len(marks[5] + closing)
+    ahead = to_key.removesuffix(opening)
+    return (
+        start,
+        end,
+        lambda close: (
+            _PairForm(
+                _literal(ahead + opening),
+                _literal(ahead + close),
+                re.compile(_tight(to_value)),
+                re.compile(_tight(closing) + _loose(opening)),
+                re.compile(f"{_tight(closing)}(?={_loose(close)})"),
+            ).read_at
+        ),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _PairForm:
+    first_key: re.Pattern[str]
+    no_key: re.Pattern[str]
+    to_value: re.Pattern[str]
+    next_key: re.Pattern[str]
+    end: re.Pattern[str]
+
+    def read_at(
+        self, text: str, position: int, tools: Sequence[ToolSpec]
+    ) -> tuple[list[ToolCall], int] | None:
+        first, ending = self.first_key.search(text, position), self.no_key.search(text, position)
+        if ending and (first is None or ending.start() < first.start()):
+            return [make_call(text[position : ending.start()], {})], ending.start()
+        if first is None:
+            return None
+        name, values, position = text[position : first.start()].strip(), dict[str, Any](), first.end()
+        types = next((tool.parameters.get("properties", {}) for tool in tools if tool.name == name), {})
+        while True:
+            middle = self.to_value.search(text, position)
+            if middle is None:
+                return None
+            key = text[position : middle.start()].strip()
+            following, ending = self.next_key.search(text, middle.end()), self.end.search(text, middle.end())
+            stop = min((each for each in (following, ending) if each), key=re.Match.start, default=None)
+            if stop is None:
+                return None
+            values[key] = _typed(text[middle.end() : stop.start()], types.get(key))
+            position = stop.end()
+            if stop is ending:
+                return [make_call(name, values)], position
+
+
+def _typed(text: str, schema: Any) -> Any:
+    """Return what a bare text stands for: itself where the tool wants a string, else the JSON that it is."""
+    value, end = _decode(text, 0) or (text, 0)
+    wanted = schema.get("type") if isinstance(schema, dict) else None
+    return text if wanted == "string" or isinstance(value, str) or text[end:].strip() else value
+
+
+def _decode(text: str, position: int) -> tuple[Any, int] | None:
+    space = re.compile(r"\s*").match(text, position)
+    try:
+        return DECODER.raw_decode(text, space.end() if space else position)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _decode_with(quote: str) -> Callable[[str, int], tuple[Any, int] | None]:
+    """Return a decoder of {key:QUOTEtextQUOTE,other:[1,true]}."""
+    token = re.compile(
+        rf"\s*(?:{re.escape(quote)}(.*?){re.escape(quote)}|([{{}}\[\]:,])|([^{{}}\[\]:,<]+))", re.DOTALL
+    )
+
+    def value_at(text: str, position: int, depth: int) -> tuple[Any, int]:
+        found = token.match(text, position)
+        if found is None or depth > MAX_DEPTH or (found[2] or "{") not in "{[":
+            raise ValueError("no value")
+        if found[1] is not None:
+            return found[1], found.end()
+        if found[3] is not None:
+            bare = found[3].strip()
+            known = {"None": None, "True": True, "False": False}
+            return known[bare] if bare in known else (_decode(bare, 0) or (bare, 0))[0], found.end()
+        keyed, position, rows = found[2] == "{", found.end(), list[tuple[str, Any]]()
+        while not (closing := re.compile(r"\s*,?\s*[}\]]").match(text, position)):
+            comma = re.compile(r"\s*,").match(text, position)
+            position, key = comma.end() if comma else position, ""
+            if keyed:
+                label = re.compile(r"\s*([^:{}]+):").match(text, position)
+                if label is None:
+                    raise ValueError("no key")
+                key, position = label[1].strip().removeprefix(quote).removesuffix(quote), label.end()
+            inner, position = value_at(text, position, depth + 1)
+            rows.append((key, inner))
+        return dict(rows) if keyed else [row for _, row in rows], closing.end()
+
+    def decode(text: str, position: int) -> tuple[Any, int] | None:
+        try:
+            return value_at(text, position, 0)
+        except ValueError:
+            return None
+
+    return decode
+
+
+def _path(value: Any, name: str, key: str) -> tuple[list[str], str, str] | None:
+    """Return the keys that lead to the object of a call, and its keys of name and arguments."""
+    for field, inner in value.items() if isinstance(value, dict) else ():
+        if inner == name:
+            arguments = [other for other, held in value.items() if other != field and key in str(held)]
+            return ([], field, arguments[0]) if arguments else None
+        if deeper := _path(inner, name, key):
+            return [field, *deeper[0]], deeper[1], deeper[2]
+    return None
+
+
+def _call_of(value: Any, path: tuple[list[str], str, str]) -> ToolCall:
+    way, name, arguments = path
+    for field in way:
+        value = value.get(field) if isinstance(value, dict) else None
+    if isinstance(value, dict):
+        value = {"name": value.get(name), "arguments": value.get(arguments)}
+    return call_from_value(value)
+
+
+def _common_end(first: str, second: str) -> str:
+    return _common_start(first[::-1], second[::-1])[::-1]
+
+
+def _common_start(first: str, second: str) -> str:
+    sizes = range(min(len(first), len(second)), -1, -1)
+    return next(first[:size] for size in sizes if first[:size] == second[:size])
+
+
+def _literal(text: str) -> re.Pattern[str]:
+    return re.compile(r"\s*" + _loose(text.strip()))
+
+
+def _tight(text: str) -> str:
+    """Return a pattern for a tag beside a value, to which white space other than the tag's newline belongs."""
+    return re.escape(text).replace("\\\n", "\n?")
+
+
+def _loose(text: str) -> str:
+    """Return a pattern for the text in which white space may be missing or different."""
+    return r"\s*".join(re.escape(part) for part in re.split(r"\s+", text))

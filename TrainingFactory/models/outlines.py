@@ -1,0 +1,93 @@
+"""Messages and tool lists as a chat template gets them, with a mark in place of every text that is foreign to it."""
+
+from __future__ import annotations
+
+import json
+from copy import deepcopy
+from typing import Any
+
+from TrainingFactory.models import probes
+from TrainingFactory.models.encoding import TextEncoder
+from TrainingFactory.models.probes import CallStyle
+from TrainingFactory.models.templates import Template, Transform, json_inner
+from TrainingFactory.openai_form import spec_to_dict
+from TrainingFactory.types import Message, ToolCall, ToolSpec
+
+Texts = list[str]  # foreign text number i is what mark number i stands for
+# Words of JSON schemas that templates look for; every other string of a tool list is foreign.
+SCHEMA_WORDS = frozenset(
+    "type function name description parameters properties required items enum default anyOf return "
+    "object string integer number boolean array null".split()
+)
+
+
+class Outlines:
+    """`calls_as_json`: calls are not written by the template but by us, as JSON."""
+
+    def __init__(self, template: Template, style: CallStyle | None, encoder: TextEncoder) -> None:
+        self._template, self._style, self._encoder = template, style, encoder
+        self.calls_as_json = False
+        self._transforms: dict[str, Transform] = {}
+        self._last_specs: list[ToolSpec] = []
+        self._last_schemas: tuple[list[dict[str, Any]], str, Texts] = ([], "", [])
+
+    def mark(self, text: str, texts: Texts) -> str:
+        texts.append(text)
+        return self._template.marks[len(texts) - 1]
+
+    def shown(self, what: str, text: str) -> str:
+        """Return the text as the template writes it in that place (some strip it, some write it as JSON)."""
+        if self.calls_as_json and what.endswith("argument"):
+            return json_inner(text)
+        if what not in self._transforms:
+            render = probes.shown(self._template, what, self._style)
+            self._transforms[what] = self._template.transform(what, render)
+        return self._transforms[what](text)
+
+    def shield(self, value: Any, texts: Texts, what: str, key: str = "nested argument") -> Any:
+        """Return a copy of JSON data in which every string that could give a control token is a mark. `what` says
+        where its strings stand, `key` where the keys of its objects do."""
+        inner = "nested argument" if what == "argument" else what
+        if isinstance(value, dict):
+            return {
+                self.shield(name, texts, key): self.shield(item, texts, key if name == "name" else inner, key)
+                for name, item in value.items()
+            }
+        if isinstance(value, list | tuple):
+            return [self.shield(item, texts, inner, key) for item in value]
+        if isinstance(value, str) and value not in SCHEMA_WORDS and self._encoder.can_join(value):
+            return self.mark(self.shown(what, value), texts)
+        return value
+
+    def schemas(self, specs: list[ToolSpec]) -> tuple[list[dict[str, Any]], str, Texts]:
+        """The tool list as the template gets it, the same as text, and the texts its marks stand for. The last
+        list is kept: the episodes of a batch have the same tools."""
+        if specs != self._last_specs:
+            texts: Texts = []
+            schemas = self.shield([spec_to_dict(spec) for spec in specs], texts, "tool text", "tool name")
+            self._last_specs, self._last_schemas = deepcopy(specs), (schemas, json.dumps(schemas), texts)
+        schemas, text, texts = self._last_schemas
+        return schemas, text, list(texts)
+
+    def call(self, call: ToolCall, texts: Texts) -> ToolCall:
+        arguments = {
+            self.shield(key, texts, "nested argument"): self.shield(value, texts, "argument")
+            for key, value in call.arguments.items()
+        }
+        return ToolCall(self.shield(call.name, texts, "argument"), arguments)
+
+    def message(self, message: Message, texts: Texts) -> dict[str, Any]:
+        """The message as templates expect it, with marks in place of its texts."""
+        content = self.mark(self.shown(message.role, message.content), texts) if message.content else ""
+        outline: dict[str, Any] = {"role": message.role, "content": content}
+        if message.tool_calls:
+            if self._style is None:
+                raise ValueError("the chat template renders no tool calls, so none can be written")
+            calls = [self.call(call, texts) for call in message.tool_calls]
+            outline = self._style.message(calls, content)
+        if message.reasoning:
+            outline["reasoning_content"] = self.mark(message.reasoning.strip("\n"), texts)
+        if message.role == "tool":
+            outline["tool_call_id"] = f"{probes.CALL_ID}0"
+            outline["name"] = self.mark(message.name or "tool", texts)
+        return outline

@@ -1,0 +1,37 @@
+"""Whether a turn is read back as it was written."""
+
+from __future__ import annotations
+
+import json
+
+from TrainingFactory.types import Message
+
+
+class NotReadBack(ValueError):
+    """A message that this model's reader would take for another one."""
+
+
+def same_turn(read: Message, written: Message) -> bool:
+    def calls(message: Message) -> list[tuple[str, str]]:
+        return [(call.name, json.dumps(call.arguments, sort_keys=True)) for call in message.tool_calls]
+
+    return (
+        read.content.strip() == written.content.strip()
+        and (read.reasoning or "").strip() == (written.reasoning or "").strip()
+        and calls(read) == calls(written)
+    )
+
+
+def difference(family: str, written: Message, read: Message) -> str:
+    def shown(message: Message) -> str:
+        calls = [
+            f"{call.name}({json.dumps(call.arguments, ensure_ascii=False)})" for call in message.tool_calls
+        ]
+        thought = [f"thought {message.reasoning!r}"] if message.reasoning else []
+        text = [f"text {message.content!r}"] if message.content else []
+        return ", ".join([*thought, *text, *(f"call {call}" for call in calls)])[:300] or "nothing"
+
+    return (
+        f"this model (family {family!r}) would not read back what it is to learn to write: {shown(written)} is read "
+        f"as {shown(read)}"
+    )
