@@ -12,12 +12,10 @@ It is written aside and renamed, so that a folder with this name is whole, whate
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -89,8 +87,8 @@ def remove(folder: Path) -> None:
 
 def _write(part: Path, learner: Learner, tokenizer: Any, state: dict[str, Any]) -> None:
     adapter = {"save_embedding_layers": False} if learner.model is not learner.causal else {}
-    with _no_bars():
-        learner.model.save_pretrained(part, **adapter)
+    hf_logging.disable_progress_bar()  # one for each file that it writes, over whatever the run shows
+    learner.model.save_pretrained(part, **adapter)
     tokenizer.save_pretrained(part)
     if learner.head is not None and learner.critic is None:  # that of a critic says nothing about the model
         save_head(part, learner.head)
@@ -111,18 +109,6 @@ def _write(part: Path, learner: Learner, tokenizer: Any, state: dict[str, Any]) 
     about = {"format": FORMAT, "steps": learner.steps, "model": model, "optimizers": numbers}
     (part / "learner.json").write_text(json.dumps(about, indent=1), encoding="utf-8")
     (part / "state.json").write_text(json.dumps(state, indent=1), encoding="utf-8")
-
-
-@contextlib.contextmanager
-def _no_bars() -> Iterator[None]:
-    """transformers draws a bar for each file that it writes, over whatever the run shows."""
-    shown = hf_logging.is_progress_bar_enabled()
-    hf_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            hf_logging.enable_progress_bar()
 
 
 def _masters(learner: Learner) -> dict[str, torch.nn.Parameter]:

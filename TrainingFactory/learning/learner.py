@@ -187,14 +187,14 @@ class Learner:
             else:
                 logprobs, entropy = self.logprobs(pack, states=states)
         sampled, advantages, rewards = self._on_device(pack.logprobs, pack.advantages, pack.rewards)
-        row, episode, labels, pairs = self._on_device(pack.row, pack.episode, pack.labels, pack.pairs)
+        episode, labels, pairs = self._on_device(pack.episode, pack.labels, pack.pairs)
         extra = (pack.reference, pack.old, pack.values, pack.returns)
         reference, old, old_values, returns = (
             None if array is None else self._on_device(array)[0] for array in extra
         )
         return Trained(
-            logprobs, entropy, sampled, advantages, rewards, row, episode, labels, pairs,
-            batch.tokens, batch.rows, batch.episodes, batch.pairs,
+            logprobs, entropy, sampled, advantages, rewards, episode, labels, pairs,
+            batch.tokens, batch.episodes, batch.pairs,
             reference=reference, old=old, old_values=old_values, returns=returns, baseline=batch.baseline,
             values=self._scalars(pack, pack.source, states) if "values" in needs else None,
             scores=self._scalars(pack, pack.place, states) if "scores" in needs else None,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import json
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -249,13 +248,9 @@ class EpisodeRun:
         self.trajectory.error = error
 
 
-def _scope(environment: Environment, task: Task) -> str | None:
+def _scope(environment: Environment, task: Task) -> str:
     """What the state of an environment begins with: all of the task, because ids repeat in other data."""
-    values = [type(environment).__qualname__, task.id, task.prompt, task.answer, task.metadata]
-    try:
-        return digest(json.dumps(values, sort_keys=True, default=str))
-    except (TypeError, ValueError, RecursionError):
-        return None
+    return digest(repr([type(environment).__qualname__, task]))
 
 
 async def _off_loop(messages: Sequence[Message], function: Callable[..., T], *args: Any) -> T:

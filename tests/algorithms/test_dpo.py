@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from tests.kits.algorithm import made
 from tests.kits.engine import tiny
 from tests.kits.learner import far, gradients, make_learner, row_logprobs, weights_of, words
 from tests.kits.preference import (
@@ -67,18 +66,6 @@ def test_a_group_gives_its_best_against_its_worst() -> None:
 def test_groups_without_a_preference_give_no_rows(rewards: tuple[float | None, ...]) -> None:
     rng = random.Random(0)
     assert DPO().samples([dialogue(rng, [1, 2], 1, reward) for reward in rewards]) == []
-
-
-def test_options_are_checked() -> None:
-    wrong: list[dict[str, Any]] = [
-        {"beta": 0.0}, {"label_smoothing": 0.5}, {"loss_kind": "hinge", "label_smoothing": 0.1},
-        {"loss_kind": "orpo", "reference": "precomputed"},
-    ]  # fmt: skip
-    for options in wrong:
-        with pytest.raises(ValueError, match=list(options)[-1]):
-            made("dpo", **options)
-    assert all(DPO(kind).needs == {"reference"} for kind in ("sigmoid", "ipo", "hinge", "robust"))
-    assert all(DPO(kind).needs == frozenset() for kind in ("orpo", "simpo"))
 
 
 # -- values
@@ -147,21 +134,6 @@ def test_loss_and_gradient_are_trls(kind: Any, smoothing: float) -> None:
             assert figures[ours] == pytest.approx(metrics[f"rewards/{theirs}"], rel=1e-4, abs=1e-6)
 
 
-def test_packing_and_order_do_not_matter() -> None:
-    learner, _ = moved_learner()
-    rows, algorithm = rows_of(pair_groups(2)), DPO(beta=BETA)
-
-    def found(rows: list[Sample], *packing: Any) -> Any:
-        batch = learner.annotate(make_batch(rows, *packing), algorithm.needs)
-        return gradients(learner, batch, algorithm.loss)
-
-    wanted = found(rows, 10_000, True)
-    assert far(found(rows, 60, True), wanted) < 1e-5
-    assert far(found(rows[::-1], 10_000, True), wanted) < 1e-5
-    learner.sharing = False
-    assert far(found(rows, 300, False), wanted) < 1e-5
-
-
 def test_it_starts_at_ln_2() -> None:
     model: Any = tiny()
     learner = make_learner(model, reference=copy.deepcopy(model))
@@ -171,26 +143,6 @@ def test_it_starts_at_ln_2() -> None:
         figures = learner.evaluate(batch, DPO(kind).loss)
         assert figures["loss"] == torch.tensor(wanted).item()
         assert figures["rewards/margin"] == 0 == figures["accuracy"]
-
-
-def test_tokens_that_were_not_sampled_have_no_part_of_their_own() -> None:
-    """The gradient at the outputs is zero wherever the next token was not sampled, and nowhere else."""
-    learner, _ = moved_learner()
-    rows, algorithm = rows_of(pair_groups(4, 3)), DPO(beta=BETA)
-    batch = learner.annotate(make_batch(rows), algorithm.needs)
-    (pack,) = batch.packs
-    states: list[torch.Tensor] = []
-    plain = learner.states
-
-    def watched(*args: Any) -> torch.Tensor:
-        states.append(plain(*args).detach().requires_grad_())
-        return states[0]
-
-    learner.states = watched  # pyright: ignore[reportAttributeAccessIssue]
-    algorithm.loss(learner._trained(pack, batch, algorithm.needs))[0].backward()
-    assert states[0].grad is not None
-    touched = states[0].grad.abs().sum(-1).nonzero()[:, 0].tolist()
-    assert touched == sorted(set(pack.source.tolist())) and len(touched) < len(pack.token_ids) / 2
 
 
 def test_turns_that_both_sides_begin_with_cancel() -> None:
@@ -212,19 +164,6 @@ def test_turns_that_both_sides_begin_with_cancel() -> None:
 
 
 # -- the reference
-
-
-class Recorded:
-    """Groups as a dataset gives them."""
-
-    def __init__(self, groups: list[Group]) -> None:
-        self.groups = groups
-
-    def __len__(self) -> int:
-        return len(self.groups)
-
-    def group(self, number: int) -> Group:
-        return copy.deepcopy(self.groups[number])
 
 
 def trained(kind: str, groups: list[Group], adapter: bool) -> tuple[Any, list[dict[str, float]]]:
@@ -259,12 +198,6 @@ def test_a_precomputed_reference_gives_the_same_training(adapter: bool) -> None:
     assert abs(found[-1]["rewards/margin"]) > 1e-3
     weights = weights_of(live)
     assert all(torch.allclose(value, weights[name], atol=1e-5) for name, value in kept.state_dict().items())
-
-
-def test_without_a_known_reference_it_is_missed() -> None:
-    rows = [row for group in pair_groups(2) for row in DPO().samples(group)]
-    with pytest.raises(AssertionError, match="no reference model"):
-        train_step(make_learner(tiny()), DPO(), rows, 0, StepOptions())
 
 
 # -- runs

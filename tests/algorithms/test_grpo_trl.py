@@ -90,8 +90,8 @@ def our_loss(data: Padded, algorithm: GRPO) -> torch.Tensor:
         episode = mask.nonzero()[:, 0]
         zeros = torch.zeros_like(now)
         trained = Trained(
-            now, entropy, sampled, advantages, zeros, episode, episode, torch.zeros(len(mask)),
-            torch.zeros(0, 2), tokens, episodes, episodes, 0, reference, old,
+            now, entropy, sampled, advantages, zeros, episode, torch.zeros(len(mask)),
+            torch.zeros(0, 2), tokens, episodes, 0, reference, old,
         )  # fmt: skip
         total = total + algorithm.loss(trained)[0]
     return total

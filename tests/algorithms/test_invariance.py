@@ -23,7 +23,7 @@ from tests.kits.algorithm import (
     samples_of,
     step_gradients,
 )
-from tests.kits.learner import Gradients, words
+from tests.kits.learner import Gradients, gradients, words
 from TrainingFactory.data.samples import mismatched
 from TrainingFactory.learning.learner import Learner
 from TrainingFactory.types import Sample
@@ -136,3 +136,23 @@ def test_what_was_not_sampled_has_no_part(name: str) -> None:
                     values[place] = rng.randrange(-1000, 1000)
     found = found_with(name, perturbed)
     assert all(torch.equal(found[key], value) for key, value in wanted(name).items())
+
+
+@pytest.mark.parametrize("name", ["sft", "grpo", "ppo-head", "dpo", "kto"])
+def test_the_model_is_asked_for_sampled_tokens_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its output gets a gradient of exactly zero at every place that predicts another token."""
+    learner, algorithm, seen = learner_of(name), ALGORITHMS[name], list[torch.Tensor]()
+    batch = batch_for(learner, algorithm, rows_of(name), 250)
+
+    def states(*given: Any) -> torch.Tensor:
+        seen.append(Learner.states(learner, *given))
+        seen[-1].retain_grad()
+        return seen[-1]
+
+    monkeypatch.setattr(learner, "states", states)
+    gradients(learner, batch, algorithm.loss, algorithm.needs)
+    for pack, output in zip(batch.packs, seen, strict=True):
+        assert output.grad is not None
+        touched = output.grad.any(-1).nonzero()[:, 0].tolist()
+        assert set(touched) <= set(pack.source.tolist()) and len(touched) > 0.5 * len(set(pack.source))
+        assert len(set(pack.source)) < len(pack.token_ids) / 2

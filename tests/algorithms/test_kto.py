@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from tests.kits.algorithm import made
 from tests.kits.engine import tiny
 from tests.kits.learner import far, gradients, learn, make_learner, row_logprobs, words
 from tests.kits.preference import (
@@ -63,12 +62,6 @@ def test_scored_episodes_are_examples_by_themselves() -> None:
     assert [row.label for row in rows] == [0.0, 1.0, 1.0]
     assert len({row.pair for row in rows}) == 3
     assert [row.label for row in KTO(threshold=-1.0).samples(group)] == [1.0] * 3
-
-
-def test_options_are_checked() -> None:
-    for wrong in ("beta", "desirable_weight", "undesirable_weight"):
-        with pytest.raises(ValueError, match=wrong):
-            made("kto", **{wrong: 0.0})
 
 
 def test_answers_move_to_the_next_prompt() -> None:

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import threading
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from tests.kits.algorithm import made
 from tests.kits.engine import tiny
 from tests.kits.ppo import make, plain, played, prepared, rows_of, summed_gae
-from tests.kits.run import small, train
-from TrainingFactory.algorithms.gae import moments
+from TrainingFactory.algorithms.base import moments
 from TrainingFactory.algorithms.ppo import PPO
 from TrainingFactory.algorithms.trained import Trained
 from TrainingFactory.data.packing import make_batch
@@ -151,8 +148,8 @@ def random_tokens(seed: int, size: int = 60) -> Trained:
     sampled = -2 + 0.5 * normal()
     old_values = normal()
     return Trained(
-        (sampled + 0.3 * normal()).requires_grad_(), normal().abs().requires_grad_(), sampled, normal(), zeros, zeros,
-        zeros.long(), zeros[:1], torch.zeros(0, 2), 100, 7, 7, 0, reference=sampled + 0.2 * normal(),
+        (sampled + 0.3 * normal()).requires_grad_(), normal().abs().requires_grad_(), sampled, normal(), zeros,
+        zeros.long(), zeros[:1], torch.zeros(0, 2), 100, 7, 0, reference=sampled + 0.2 * normal(),
         old_values=old_values, values=(old_values + 0.3 * normal()).requires_grad_(), returns=old_values + normal(),
         baseline=1.7,
     )  # fmt: skip
@@ -205,19 +202,3 @@ def test_the_loss_is_the_formula(value_clip: float | None, kl_in: Any) -> None:
         np.testing.assert_allclose(tensor.grad.numpy(), np.array(slope) / 100, rtol=1e-4, atol=1e-7)
     if value_clip is not None:
         assert 0 < sum(slope == 0 for slope in value_slopes) < 60
-
-
-def test_options_are_checked() -> None:
-    wrong: dict[str, Any] = {
-        "clip": 1.0, "gamma": 1.1, "lam": -0.1, "value_clip": 0.0, "value_weight": 0.0, "kl": -0.1, "entropy": -1.0,
-        "critic_warmup": -1,
-    }  # fmt: skip
-    for name, value in wrong.items():
-        with pytest.raises(ValueError, match=rf"ppo\.{name}"):
-            made("ppo", **{name: value})
-    assert PPO().needs == {"values"} and PPO(kl=0.1, kl_in="reward").needs == {"values", "reference"}
-
-
-def test_a_policy_that_would_never_learn_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"critic_warmup is 6 of training.max_steps 6"):
-        train(small(tmp_path, training={"algorithm": "ppo"}, ppo={"critic_warmup": 6}), "a")

@@ -12,7 +12,7 @@ import torch
 
 from tests.kits.algorithm import made
 from tests.kits.engine import tiny
-from tests.kits.learner import far, gradients, learn, make_learner, row_logprobs, weights_of, words
+from tests.kits.learner import far, gradients, make_learner, row_logprobs, words
 from tests.kits.preference import Group, dialogue, model_gradients, random_prompt
 from tests.kits.run import Quiet, assert_same_run, go_on, rows, small, train
 from tests.kits.warm import lift
@@ -127,14 +127,6 @@ def test_tasks_weigh_the_same_in_the_mean() -> None:
     assert make_learner(model).evaluate(batch, algorithm.loss)["loss"] == pytest.approx(
         wanted.item(), rel=1e-5
     )
-
-
-def test_a_step_that_keeps_nothing_changes_nothing() -> None:
-    model: Any = tiny()
-    learner, before = make_learner(model), weights_of(model)
-    metrics = learn(learner, RFT(threshold=9.0), kept_groups(1), 0, token_budget=1000)
-    assert metrics["rows"] == 0
-    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
 
 
 # -- runs
