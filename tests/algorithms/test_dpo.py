@@ -166,11 +166,10 @@ def test_turns_that_both_sides_begin_with_cancel() -> None:
 # -- the reference
 
 
-def trained(kind: str, groups: list[Group], adapter: bool) -> tuple[Any, list[dict[str, float]]]:
-    model: Any = add_lora(tiny(), r=4) if adapter else tiny()
-    algorithm, options = DPO(beta=0.5, reference=kind), StepOptions(token_budget=200)  # type: ignore[arg-type]
-    live = kind == "live" and not adapter
-    learner = make_learner(model, reference=copy.deepcopy(model) if live else None)
+def trained(kind: Any, groups: list[Group]) -> tuple[Any, list[dict[str, float]]]:
+    model: Any = add_lora(tiny(), r=4)
+    algorithm, options = DPO(beta=0.5, reference=kind), StepOptions(token_budget=200)
+    learner = make_learner(model)
     rows = [algorithm.samples(copy.deepcopy(group)) for group in groups]
     if kind == "precomputed":
         for group in rows:
@@ -178,21 +177,18 @@ def trained(kind: str, groups: list[Group], adapter: bool) -> tuple[Any, list[di
                 row.reference = known
     figures = []
     for step, chosen in enumerate([rows[:3], rows[3:], rows[3:], rows]):
-        figures.append(
-            train_step(learner, algorithm, [row for group in chosen for row in group], step, options)
-        )
+        every = [row for group in chosen for row in group]
+        figures.append(train_step(learner, algorithm, every, step, options))
     return model, figures
 
 
-@pytest.mark.parametrize("adapter", [False, True])
-def test_a_precomputed_reference_gives_the_same_training(adapter: bool) -> None:
+def test_a_precomputed_reference_gives_the_same_training_of_an_adapter() -> None:
+    """Without an adapter: the runs below."""
     groups = pair_groups(5)
-    live, wanted = trained("live", groups, adapter)
-    kept, found = trained("precomputed", groups, adapter)
+    live, wanted = trained("live", groups)
+    kept, found = trained("precomputed", groups)
     for step, (ours, theirs) in enumerate(zip(found, wanted, strict=True)):
-        if (
-            step == 0
-        ):  # policy and reference are the same, and which of two equal margins is larger is rounding
+        if step == 0:  # policy and reference are the same: which of two equal margins is larger is rounding
             theirs["accuracy"] = ours["accuracy"]
         assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-5)  # rows are packed in another company
     assert abs(found[-1]["rewards/margin"]) > 1e-3
@@ -207,10 +203,10 @@ def config_of(folder: Path, reference: str, dataset: Path) -> TrainingConfig:
     heldout = folder / "heldout.jsonl"
     heldout.write_bytes(dataset.read_bytes())
     return TrainingConfig(
-        training={"algorithm": "dpo", "max_steps": 5, "batch_size": 3, "learning_rate": 1e-3, "eval_every": 3},
+        training={"algorithm": "dpo", "max_steps": 3, "batch_size": 3, "learning_rate": 2e-3, "eval_every": 3},
         data={"dataset": str(dataset), "heldout": str(heldout), "heldout_count": 3},
         dpo={"reference": reference, "beta": 0.5},
-        logging={"output_dir": str(folder), "checkpoint_every": 2},
+        logging={"output_dir": str(folder), "checkpoint_every": 1},
     )  # fmt: skip
 
 
@@ -225,17 +221,17 @@ def test_a_run_with_a_precomputed_reference_and_its_resume(tmp_path: Path) -> No
     for ours, theirs in zip(kept.rows, live.rows, strict=True):
         for name in ("loss", "rewards/chosen", "eval/loss", "eval/rewards/margin", "grad_norm"):
             assert ours.get(name, 0) == pytest.approx(theirs.get(name, 0), rel=1e-4, abs=1e-5), name
-    assert kept.metrics["rewards/margin"] > 0.5
+    assert kept.metrics["rewards/margin"] > 0.1
     with pytest.raises(RuntimeError, match="broken off"):
-        run(config_of(tmp_path, "precomputed", dataset), "broken", fail_at=4)
+        run(config_of(tmp_path, "precomputed", dataset), "broken", fail_at=2)
     again = RunFolder(tmp_path / "broken")
     Training(again.config, run=again, watcher=Quiet()).train()
     assert_same_run(tmp_path / "broken", kept.run)
 
 
-def test_it_learns_from_recorded_episodes(warm: Path, tmp_path: Path) -> None:
+def test_it_learns_from_recorded_episodes(warm: Path, recorded: Path, tmp_path: Path) -> None:
     """From pairs of a lookup and a guess the model learns to look up, in tasks it has not seen."""
-    gain, start, end = lift_by_episodes(warm, tmp_path, algorithm="dpo", max_steps=8, batch_size=16)
+    gain, start, end = lift_by_episodes(warm, recorded, tmp_path, algorithm="dpo", max_steps=8, batch_size=16)
     assert start["eval/loss"] == pytest.approx(math.log(2)) and start["eval/accuracy"] == 0
     assert end["eval/accuracy"] > 0.9 and end["eval/rewards/margin"] > 0.2
     assert gain > 0.1

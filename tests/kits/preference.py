@@ -143,17 +143,14 @@ def write_episodes(path: Path, split: str, count: int) -> Path:
 
 
 def lift_by_episodes(
-    warm: Path, folder: Path, **training: Any
+    warm: Path, recorded: Path, folder: Path, **training: Any
 ) -> tuple[float, dict[str, float], dict[str, float]]:
     """Learns from recorded lookups and guesses; by how much success on held-out tasks rose, and the first and the last
     evaluation on held-out episodes."""
     before, after, report = lift(
         warm, folder,
         training={"learning_rate": 3e-4, "warmup_steps": 0} | training,
-        data={
-            "dataset": str(write_episodes(folder / "train.jsonl", "train", 128)),
-            "heldout": str(write_episodes(folder / "heldout.jsonl", "heldout", 32)),
-        },
+        data={"dataset": str(recorded / "train.jsonl"), "heldout": str(recorded / "heldout.jsonl")},
     )  # fmt: skip
     start, *_, end = [row for row in report.rows if "eval/accuracy" in row]
     return after - before, start, end

@@ -51,7 +51,17 @@ def train(shares: list[list[slice]], path: Path) -> list[dict[str, float]]:
 # The groups of each process: unequal shares, and for those that look at the step as a whole, nothing on one side.
 SHARES = {"unequal": (slice(0, 3), slice(3, 4)), "one-sided": (NONE, slice(0, 4))}
 WHOLE = ("grpo", "reinforce++", "ppo-head", "dpo", "kto", "rft", "reward-model")
-CASES = [("unequal", name) for name in ALGORITHMS] + [("one-sided", name) for name in WHOLE]
+# Whatever else a loss adds, it is divided by one of the counts that these divide by.
+EVERY = (
+    *WHOLE,
+    "sft",
+    "grpo-sequence",
+    "grpo-constant",
+    "ppo-separate",
+    "ppo-warmup",
+    "process-reward-model",
+)
+CASES = [("unequal", name) for name in EVERY] + [("one-sided", name) for name in WHOLE]
 
 
 @cache
@@ -88,8 +98,9 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
-    spawn = multiprocessing.get_context("spawn")
-    processes = [spawn.Process(target=in_process, args=(rank, port, folder)) for rank in range(2)]
+    server = multiprocessing.get_context("forkserver")
+    server.set_forkserver_preload([__name__])  # torch is imported once for both
+    processes = [server.Process(target=in_process, args=(rank, port, folder)) for rank in range(2)]
     for process in processes:
         process.start()
     for process in processes:

