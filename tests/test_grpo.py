@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -165,13 +164,6 @@ def test_truncated_episodes_are_an_option() -> None:
     assert advantages(kept) == [0.5, 0.0]
 
 
-def by_hand(now: float, sampled: float, advantage: float, low: float, high: float) -> float:
-    ratio = math.exp(now - sampled)
-    if advantage >= 0:
-        return min(ratio, 1 + high) * advantage
-    return max(ratio, 1 - low) * advantage
-
-
 def trained_tokens(seed: int, size: int = 40) -> Trained:
     generator = torch.Generator().manual_seed(seed)
     now, sampled, reference = (-torch.rand(3, size, generator=generator) * 2).unbind()
@@ -183,34 +175,22 @@ def trained_tokens(seed: int, size: int = 40) -> Trained:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(("low", "high"), [(0.2, 0.2), (0.2, 0.5)])
-@pytest.mark.parametrize("kl", [0.0, 0.3])
-def test_the_loss_is_the_formula(low: float, high: float, kl: float) -> None:
+def test_metrics_are_means_over_the_tokens_of_the_step() -> None:
+    """By hand; the loss itself is compared with TRL's."""
     trained = trained_tokens(1)
     assert trained.reference is not None
-    loss, figures = GRPO(clip_low=low, clip_high=high, kl=kl).loss(trained)
+    _, figures = GRPO(clip_low=0.2, clip_high=0.5, kl=0.3).loss(trained)
     now, sampled, advantage, reference = (
         part.tolist() for part in (trained.logprobs, trained.sampled, trained.advantages, trained.reference)
     )
-    gains = [by_hand(n, s, a, low, high) for n, s, a in zip(now, sampled, advantage, strict=True)]
-    drift = [math.exp(r - n) - (r - n) - 1 for n, r in zip(now, reference, strict=True)]
-    assert loss.item() == pytest.approx((-sum(gains) + kl * sum(drift)) / 100, rel=1e-5)
     ratios = [math.exp(n - s) for n, s in zip(now, sampled, strict=True)]
-    bound = [r > 1 + high if a > 0 else r < 1 - low for r, a in zip(ratios, advantage, strict=True)]
-    assert any(bound) and figures["clip_fraction"] == pytest.approx(sum(bound) / 100)
-    assert figures["logprob_diff"] == pytest.approx(
-        sum(abs(n - s) for n, s in zip(now, sampled, strict=True)) / 100, rel=1e-5
-    )
-    if kl:
-        assert figures["kl"] == pytest.approx(sum(drift) / 100, rel=1e-5)
-    # the gradient: -A w / n where the clip does not bind, nothing where it does, and the drift's own
-    loss.backward()
-    wanted = [
-        (0.0 if stopped else -a * r) / 100 + kl * (1 - math.exp(ref - n)) / 100
-        for stopped, a, r, ref, n in zip(bound, advantage, ratios, reference, now, strict=True)
-    ]
-    assert trained.logprobs.grad is not None
-    assert trained.logprobs.grad.tolist() == pytest.approx(wanted, rel=1e-4, abs=1e-8)
+    bound = [r > 1.5 if a > 0 else r < 0.8 for r, a in zip(ratios, advantage, strict=True)]
+    wanted = {
+        "clip_fraction": sum(bound),
+        "logprob_diff": sum(abs(n - s) for n, s in zip(now, sampled, strict=True)),
+        "kl": sum(math.exp(r - n) - (r - n) - 1 for n, r in zip(now, reference, strict=True)),
+    }
+    assert any(bound) and figures == pytest.approx({name: value / 100 for name, value in wanted.items()})
 
 
 def test_the_estimators_of_the_distance() -> None:
@@ -234,28 +214,3 @@ def test_the_estimators_of_the_distance() -> None:
     for each in (k1, k2):
         assert slope((weights * each).sum()) == pytest.approx(slope(onto_reference))
     assert slope((weights * k3).sum()) == pytest.approx(slope(from_reference))
-
-
-VARIANTS: dict[str, dict[str, Any]] = {
-    "defaults": {},
-    "gspo": {"ratio": "sequence", "normalization": "sequence", "clip_low": 3e-2, "clip_high": 4e-2},
-    "cispo": {"loss_kind": "cispo", "entropy": 0.01},
-    "dr_grpo": {"normalization": "constant", "constant_length": 64, "kl": 0.1, "kl_estimator": "k2"},
-    "importance": {"importance_cap": 1.1},
-}
-
-
-def test_the_loss_of_an_episode_of_several_rows() -> None:
-    """However the tokens of an episode are spread over rows, it counts once."""
-    generator = torch.Generator().manual_seed(3)
-    whole = trained_tokens(3)
-    for options in VARIANTS.values():
-        algorithm = GRPO(**options)
-        whole.old = whole.sampled + 0.1
-        whole.episode = torch.randint(0, 3, (40,), generator=generator).sort().values
-        whole.labels = torch.zeros(3)
-        wanted, _ = algorithm.loss(whole)
-        order = torch.randperm(40, generator=generator)  # tokens of an episode in any rows, in any order
-        names = ("logprobs", "entropy", "sampled", "advantages", "episode", "reference", "old")
-        found, _ = algorithm.loss(replace(whole, **{name: getattr(whole, name)[order] for name in names}))
-        assert float(found.detach()) == pytest.approx(float(wanted.detach()), rel=1e-5)

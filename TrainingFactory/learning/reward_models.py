@@ -48,9 +48,9 @@ class About:
 
 def read_about(folder: Path) -> About:
     """Of a folder that holds a reward model; ValueError if it does not."""
-    for name, what in ((FILE, "was not trained with a head"), (ABOUT, "is a critic, or not a reward model")):
+    for name in (FILE, ABOUT):  # a critic has no second one
         if not (folder / name).is_file():
-            raise ValueError(f"{folder} holds no reward model: it has no {name}, so it {what}")
+            raise ValueError(f"{folder} holds no reward model: it has no {name}")
     try:
         return TypeAdapter(About).validate_json((folder / ABOUT).read_bytes())
     except (OSError, ValueError) as error:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.kits.engine import tiny
-from tests.kits.learner import far, gradients, make_learner, row_logprobs, weights_of, words
+from tests.kits.learner import far, gradients, make_learner, row_logprobs, samples_of, weights_of, words
 from tests.kits.preference import (
     Alone,
     Group,
@@ -38,10 +38,6 @@ from TrainingFactory.types import Reward, Sample
 BETA, MARGIN = 0.3, 0.4
 CASES = [("sigmoid", 0.0), ("sigmoid", 0.2), ("robust", 0.2), ("hinge", 0.0), ("ipo", 0.0), ("orpo", 0.0),
          ("simpo", 0.0), ("simpo", 0.1)]  # fmt: skip
-
-
-def rows_of(groups: list[Group]) -> list[Sample]:
-    return [row for group in groups for row in DPO().samples(group)]
 
 
 # -- pairs
@@ -113,7 +109,7 @@ def by_trl(
 @pytest.mark.parametrize(("kind", "smoothing"), CASES)
 def test_loss_and_gradient_are_trls(kind: Any, smoothing: float) -> None:
     learner, frozen = moved_learner()
-    rows = rows_of(pair_groups(1))
+    rows = samples_of(DPO(), pair_groups(1))
     assert len({len(row.token_ids) for row in rows}) > 5
     algorithm = DPO(kind, BETA, smoothing, MARGIN)
     batch = learner.annotate(make_batch(rows, 150), algorithm.needs)
@@ -132,35 +128,6 @@ def test_loss_and_gradient_are_trls(kind: Any, smoothing: float) -> None:
             "rewards/margin": "margins",
         }.items():
             assert figures[ours] == pytest.approx(metrics[f"rewards/{theirs}"], rel=1e-4, abs=1e-6)
-
-
-def test_it_starts_at_ln_2() -> None:
-    model: Any = tiny()
-    learner = make_learner(model, reference=copy.deepcopy(model))
-    batch = learner.annotate(make_batch(rows_of(pair_groups(3, 4))), DPO().needs)
-    cases: list[tuple[Any, float]] = [("sigmoid", math.log(2)), ("hinge", 1.0), ("ipo", 25.0)]
-    for kind, wanted in cases:
-        figures = learner.evaluate(batch, DPO(kind).loss)
-        assert figures["loss"] == torch.tensor(wanted).item()
-        assert figures["rewards/margin"] == 0 == figures["accuracy"]
-
-
-def test_turns_that_both_sides_begin_with_cancel() -> None:
-    """Episodes of one group may have sampled the same first turn. It is counted in both, so for losses of sums it is as
-    if it were part of the prompt."""
-    rng = random.Random(7)
-    start = dialogue(rng, words(rng, 40), 1, None).turns[0]
-    prompt = start.prompt_ids + start.completion.token_ids + words(rng, 4)
-    short = [dialogue(rng, prompt, 2, reward) for reward in (1.0, 0.0)]
-    whole = copy.deepcopy(short)
-    for trajectory in whole:
-        trajectory.turns.insert(0, copy.deepcopy(start))
-    learner, _ = moved_learner()
-    found = []
-    for group in (whole, short):
-        batch = learner.annotate(make_batch(DPO().samples(group)), DPO().needs)
-        found.append(gradients(learner, batch, DPO(beta=BETA).loss))
-    assert far(found[0], found[1]) < 1e-5
 
 
 # -- the reference

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +12,7 @@ from transformers import Qwen3ForSequenceClassification
 from trl.trainer.reward_trainer import DataCollatorForPreference, RewardTrainer
 
 from tests.kits.engine import VOCABULARY, tiny
-from tests.kits.learner import far, gradients, make_learner, words
+from tests.kits.learner import far, gradients, make_learner, samples_of, words
 from tests.kits.preference import Group, bare_trainer, dialogue, model_gradients, pair_groups
 from tests.kits.reward_model import chat, good_and_bad, one_bad_turn, row_scores
 from TrainingFactory.algorithms.reward_model import RewardModel
@@ -23,7 +22,7 @@ from TrainingFactory.learning.learner import Learner
 from TrainingFactory.learning.optim import OptimizerOptions
 from TrainingFactory.learning.reward_models import RewardScorer
 from TrainingFactory.models import load_model
-from TrainingFactory.types import Reward, Sample
+from TrainingFactory.types import Reward
 
 PAD = VOCABULARY  # a token that no row has
 CASES = [
@@ -41,10 +40,6 @@ def headed_learner(seed: int = 0) -> Learner:
     with torch.no_grad():
         head.weight.copy_(torch.randn(head.weight.shape, generator=torch.Generator().manual_seed(seed)))
     return make_learner(model, head=head)
-
-
-def rows_of(algorithm: RewardModel, groups: Sequence[Group]) -> list[Sample]:
-    return [row for group in groups for row in algorithm.samples(group)]
 
 
 def labelled_groups(seed: int) -> list[Group]:
@@ -116,7 +111,7 @@ def classifier(learner: Learner) -> Any:
 @pytest.mark.parametrize("algorithm", CASES)
 def test_outcome_equals_trl(algorithm: RewardModel) -> None:
     learner = headed_learner()
-    samples = rows_of(algorithm, pair_groups(3))
+    samples = samples_of(algorithm, pair_groups(3))
     pairs = list(zip(samples[::2], samples[1::2], strict=True))
     other = classifier(learner)
     args = SimpleNamespace(center_rewards_coefficient=algorithm.center or None)
@@ -148,7 +143,7 @@ def test_outcome_equals_trl(algorithm: RewardModel) -> None:
 def test_process_equals_plain_rows(algorithm: RewardModel, seed: int) -> None:
     """TRL has no such trainer: against the formula, a row at a time. 0 is good where only penalties are bad."""
     learner = headed_learner(1)
-    samples = rows_of(algorithm, labelled_groups(seed))
+    samples = samples_of(algorithm, labelled_groups(seed))
     parts, right, whole, labels = [], [], [], []
     for row in samples:
         good = [
@@ -177,14 +172,6 @@ def test_process_equals_plain_rows(algorithm: RewardModel, seed: int) -> None:
     assert far(ours, theirs) < 1e-5
 
 
-def test_a_fresh_head_prefers_nothing() -> None:
-    model: Any = tiny()
-    learner = make_learner(model, head=head_for(model))
-    for algorithm, groups in ((RewardModel(center=0.1), pair_groups(0)), (PROCESS, labelled_groups(0))):
-        found = learner.evaluate(make_batch(rows_of(algorithm, groups)), algorithm.loss, algorithm.needs)
-        assert found["loss"] == pytest.approx(0.6931472, rel=1e-6)
-
-
 # -- learning
 
 
@@ -194,7 +181,7 @@ def taught(algorithm: RewardModel, groups: list[Group], steps: int, batch: int =
     learner = Learner(loaded.model, options, head=head_for(loaded.model))
     for _ in range(steps):
         learner.update(
-            make_batch(rows_of(algorithm, rng.sample(groups, batch))), algorithm.loss, algorithm.needs
+            make_batch(samples_of(algorithm, rng.sample(groups, batch))), algorithm.loss, algorithm.needs
         )
     assert learner.head is not None
     return RewardScorer(loaded.model, learner.head, chat(), algorithm.kind)

@@ -38,18 +38,30 @@ from TrainingFactory.types import Reward, Task, Trajectory
 PROCESS = RewardModel("process")
 
 
-def saved(folder: Path, kind: Any = "outcome", lora: bool = False) -> Learner:
+def saved(folder: Path, lora: bool = False) -> Learner:
     """A checkpoint with random numbers in its head, as a run of training.algorithm=reward_model leaves it."""
     loaded = load_model("builtin:tiny", seed=0)
     model = add_lora(loaded.model, seed=1) if lora else loaded.model
-    head = head_for(loaded.model, {"kind": kind, "base": "builtin:tiny"})
+    head = head_for(loaded.model, {"kind": "process", "base": "builtin:tiny"})
     with torch.no_grad():
         for number, param in enumerate((*model.parameters(), *head.parameters())):
             noise = torch.randn(param.shape, generator=torch.Generator().manual_seed(number))
             param += 0.1 * noise if param.requires_grad else 0.0
     learner = Learner(model, OptimizerOptions(), head=head)
     save_checkpoint(folder, learner, loaded.tokenizer, {})
+    learner.model.eval()
     return learner
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Learner]:
+    """A process reward model on disk, and the learner that it comes from."""
+    folder = tmp_path_factory.mktemp("made") / "rm"
+    return folder, saved(folder)
+
+
+def episodes_of(count: int) -> list[Trajectory]:
+    return [each for [each] in one_bad_turn("train", count)]
 
 
 def test_a_base_in_a_folder_is_found_from_everywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,14 +77,6 @@ def test_a_base_in_a_folder_is_found_from_everywhere(tmp_path: Path, monkeypatch
     assert (assemble_learner.about_reward_model(config, frozenset({"scores"})) or {})["base"] == "tiny"
 
 
-def test_the_base_is_loaded_as_it_was_trained(tmp_path: Path) -> None:
-    saved(tmp_path / "rm", lora=True)
-    about = json.loads((tmp_path / "rm" / "reward_model.json").read_text())
-    (tmp_path / "rm" / "reward_model.json").write_text(json.dumps(about | {"quantization": "4bit"}))
-    with pytest.raises(ValueError, match="quantization is 4bit, but builtin:tiny is read as it is"):
-        RewardScorer.load(tmp_path / "rm")
-
-
 def cut(trajectory: Trajectory) -> Trajectory:
     """The same episode, as if its last turn had reached the length limit."""
     *before, last = trajectory.turns
@@ -86,34 +90,38 @@ def cut(trajectory: Trajectory) -> Trajectory:
 
 
 @pytest.mark.parametrize("lora", [False, True])
-def test_what_was_saved_scores_as_what_was_trained(tmp_path: Path, lora: bool) -> None:
-    learner = saved(tmp_path / "rm", "process", lora)
-    learner.model.eval()
-    episodes = [each for [each] in one_bad_turn("train", 5)]
+def test_what_was_saved_scores_as_what_was_trained(
+    made: tuple[Path, Learner], tmp_path: Path, lora: bool
+) -> None:
+    folder, learner = (tmp_path / "rm", saved(tmp_path / "rm", lora)) if lora else made
+    episodes = episodes_of(5)
     episodes[2] = cut(episodes[2])
-    found = RewardScorer.load(tmp_path / "rm").scores(episodes)
+    found = RewardScorer.load(folder).scores(episodes)
     for trajectory, scores in zip(episodes, found, strict=True):
         [row] = PROCESS.samples([trajectory])
         with torch.no_grad():
             assert scores == pytest.approx(row_scores(learner, row).tolist(), abs=1e-5)
     assert [len(scores) for scores in found] == [len(each.turns) for each in episodes]
+    if lora:  # the base is loaded as it was trained
+        about = json.loads((folder / "reward_model.json").read_text())
+        (folder / "reward_model.json").write_text(json.dumps(about | {"quantization": "4bit"}))
+        with pytest.raises(ValueError, match="quantization is 4bit, but builtin:tiny is read as it is"):
+            RewardScorer.load(folder)
 
 
-def test_one_by_one_an_episode_always_gets_the_same_score(tmp_path: Path) -> None:
-    saved(tmp_path / "rm", "process")
-    episodes = [each for [each] in one_bad_turn("train", 4)]
-    alone = RewardScorer.load(tmp_path / "rm", together=False)
-    together = RewardScorer.load(tmp_path / "rm", token_budget=100_000)
+def test_one_by_one_an_episode_always_gets_the_same_score(made: tuple[Path, Learner]) -> None:
+    episodes, (folder, _) = episodes_of(4), made
+    alone = RewardScorer.load(folder, together=False)
+    together = RewardScorer.load(folder, token_budget=100_000)
     rewards = alone.score(episodes)
     assert rewards == [alone.score([each])[0] for each in reversed(episodes)][::-1]
     # Rounding depends on what is computed beside it; a reward has no digits that show it.
     assert rewards == together.score(episodes) == [together.score([each])[0] for each in episodes]
 
 
-def test_scores_become_rewards(tmp_path: Path) -> None:
-    learner = saved(tmp_path / "rm")
+def test_scores_become_rewards(made: tuple[Path, Learner]) -> None:
+    episodes, (_, learner) = episodes_of(3), made
     assert learner.head is not None
-    episodes = [each for [each] in one_bad_turn("train", 3)]
     outcome = RewardScorer(learner.model, learner.head, chat(), "outcome", token_budget=10)
     process = RewardScorer(learner.model, learner.head, chat(), "process")
     for trajectory, plain, judged, [last], every in zip(
@@ -132,7 +140,7 @@ def test_scores_become_rewards(tmp_path: Path) -> None:
 
 def test_episodes_of_another_tokenizer_are_rewritten() -> None:
     """What a byte tokenizer sampled is scored as if the reward model's own had written it."""
-    [own] = [each for [each] in one_bad_turn("train", 1)]
+    [own] = episodes_of(1)
     foreign = written_by(chat_format(from_wheel("qwen3", QWEN3)), own)
     assert foreign.turns[0].prompt_ids != own.turns[0].prompt_ids
     back = written_by(chat(), foreign)
@@ -146,7 +154,7 @@ def test_episodes_of_another_tokenizer_are_rewritten() -> None:
 
 def test_tokens_that_were_sampled_stay() -> None:
     """A model may write a text in tokens that its tokenizer would not choose; they are scored as they are."""
-    [own] = [each for [each] in one_bad_turn("train", 1)]
+    [own] = episodes_of(1)
     last = own.turns[-1]
     text = chat().decode(last.completion.token_ids[:-1])
     odd = [
@@ -160,7 +168,7 @@ def test_tokens_that_were_sampled_stay() -> None:
 
 @pytest.mark.parametrize(
     ("name", "text", "wrong"),
-    [("scalar_head.safetensors", None, "has no scalar_head"), ("reward_model.json", None, "is a critic"),
+    [("scalar_head.safetensors", None, "has no scalar_head"), ("reward_model.json", None, "has no reward_model.json"),
      ("reward_model.json", "{", "cannot be read"), ("reward_model.json", '{"kind": "best"}', "'outcome' or 'process'")],
 )  # fmt: skip
 def test_a_folder_without_a_reward_model(tmp_path: Path, name: str, text: str | None, wrong: str) -> None:
@@ -171,10 +179,9 @@ def test_a_folder_without_a_reward_model(tmp_path: Path, name: str, text: str | 
         RewardScorer.load(tmp_path)
 
 
-def test_what_cannot_be_scored_is_an_error(tmp_path: Path) -> None:
-    learner = saved(tmp_path / "rm")
-    scorer = RewardScorer.load(tmp_path / "rm")
-    [[own]] = one_bad_turn("train", 1)
+def test_what_cannot_be_scored_is_an_error(made: tuple[Path, Learner]) -> None:
+    [own], (folder, learner) = episodes_of(1), made
+    scorer = RewardScorer.load(folder)
     with pytest.raises(ValueError, match="has no turn"):
         scorer.score([own, Trajectory(Task("t", "p"), "g")])
     limit = learner.causal.config.max_position_embeddings
@@ -244,18 +251,17 @@ def test_a_wrong_number_of_rewards_is_noticed() -> None:
         asyncio.run(score(episode(0), LearnedReward(Short())))
 
 
-def test_a_run_is_scored_by_a_reward_model(tmp_path: Path) -> None:
-    saved(tmp_path / "rm")
+def test_a_run_is_scored_by_a_reward_model(made: tuple[Path, Learner], tmp_path: Path) -> None:
     config = small(
         tmp_path,
-        training={"max_steps": 2},
-        reward={"type": "learned", "model": str(tmp_path / "rm")},
+        training={"max_steps": 1},
+        reward={"type": "learned", "model": str(made[0])},
         environment={"environment_id": "search"},
         data={"count": 6},
     )
     assert Training(config, name="run", watcher=Quiet()).train().state == "finished"
     episodes = list(load_trajectories(tmp_path / "run" / "trajectories.jsonl"))
-    again = RewardScorer.load(tmp_path / "rm").score(episodes)
+    again = RewardScorer.load(made[0]).score(episodes)
     assert len({reward.outcome for reward in again}) > 6
     for trajectory, reward in zip(episodes, again, strict=True):
         assert trajectory.reward is not None

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from tests.kits.engine import plain_logprobs, tiny
-from tests.kits.learner import Gradients, gradients, make_learner, words
+from tests.kits.learner import Gradients, gradients, make_learner, moved, words
 from TrainingFactory.algorithms.dpo import DPO
 from TrainingFactory.algorithms.grpo import GRPO
 from TrainingFactory.algorithms.kinds import make_algorithm
@@ -101,10 +101,6 @@ def _rewarded(rng: random.Random, trajectory: Trajectory, outcome: float) -> Rew
     return Reward(outcome, [rng.choice((-0.1, 0.1)) for _ in trajectory.turns])
 
 
-def samples_of(algorithm: Any, groups: Sequence[Sequence[Trajectory]]) -> list[Sample]:
-    return [row for group in groups for row in algorithm.samples(group)]
-
-
 def learner_for(algorithm: Any, model: Any = None, **options: Any) -> Learner:
     """A learner whose model has moved away from its reference, with the head or the critic that the algorithm needs."""
     reference = tiny().eval()
@@ -117,14 +113,6 @@ def learner_for(algorithm: Any, model: Any = None, **options: Any) -> Learner:
     if needs & {"values", "scores"}:
         options["head"] = _head(reference)
     return make_learner(made, **options)
-
-
-def moved(model: Any, seed: int) -> Any:
-    noise = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for param in model.parameters():
-            param += 0.02 * torch.randn(param.shape, generator=noise)
-    return model
 
 
 def _head(model: Any) -> ScalarHead:

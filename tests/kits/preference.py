@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from tests.kits.engine import tiny
-from tests.kits.learner import Gradients, make_learner, words
+from tests.kits.learner import Gradients, make_learner, moved, words
 from tests.kits.warm import Homes, lift
 from TrainingFactory.data.trajectories import save_trajectories
 from TrainingFactory.learning.learner import Learner
@@ -50,12 +50,8 @@ def pair_groups(seed: int, count: int = 5) -> list[Group]:
 
 def moved_learner(seed: int = 0) -> tuple[Learner, Any]:
     """A learner whose model has moved away from its reference, and the reference."""
-    frozen, model = tiny(seed=seed).eval(), tiny(seed=seed)
-    with torch.no_grad():
-        noise = torch.Generator().manual_seed(seed)
-        for param in model.parameters():
-            param += 0.02 * torch.randn(param.shape, generator=noise)
-    return make_learner(model, reference=frozen), frozen
+    frozen = tiny(seed=seed).eval()
+    return make_learner(moved(tiny(seed=seed), seed), reference=frozen), frozen
 
 
 def model_gradients(model: Any, loss: torch.Tensor) -> Gradients:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.kits.algorithm import ALGORITHMS, batch_for, groups_of, learner_for, samples_of
+from tests.kits.algorithm import ALGORITHMS, batch_for, groups_of, learner_for
 from tests.kits.engine import tiny
 from tests.kits.learner import (
     batch_gradients,
@@ -24,6 +24,7 @@ from tests.kits.learner import (
     row_gradients,
     row_logprobs,
     sample,
+    samples_of,
     weighted,
     weighted_part,
     weights_of,
@@ -50,10 +51,8 @@ def rows_of(count: int = 5) -> list[Sample]:
     return [sample(rng, head + words(rng, 10 + n), 55) for n in range(count)]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_base_is_bit_identical_after_updates(dtype: torch.dtype) -> None:
-    base: Any = tiny()
-    base.to(dtype)
+def test_a_base_in_bfloat16_is_bit_identical_after_updates() -> None:
+    base: Any = tiny().to(torch.bfloat16)  # pyright: ignore[reportArgumentType]
     before = weights_of(base)
     model = add_lora(base, r=4, alpha=8)
     learner = Learner(model, OptimizerOptions(learning_rate=1e-2))
@@ -102,32 +101,6 @@ def test_a_fresh_adapter_changes_nothing_and_comes_from_its_seed() -> None:
 def test_targets_that_do_not_exist_are_named() -> None:
     with pytest.raises(ValueError, match=r"Target modules \{'nope'\} not found"):
         add_lora(tiny(), target_modules=["nope"])
-
-
-@pytest.mark.parametrize("how", ["frozen copy", "adapters off"])
-def test_kl_against_the_reference(how: str) -> None:
-    """After an update the reference is still the model before it."""
-    base: Any = tiny()
-    frozen = copy.deepcopy(base).eval()
-    model = add_lora(base, r=4) if how == "adapters off" else base
-    learner = make_learner(model, reference=None if how == "adapters off" else frozen)
-    rows, algorithm = rows_of(), GRPO(kl=0.5)
-    for _ in range(2):
-        learner.update(make_batch(rows), weighted)
-    batch = learner.annotate(make_batch(rows, 100), algorithm.needs)
-    assert len(batch.packs) > 1
-    for pack in batch.packs:
-        assert pack.reference is not None
-        for number in pack.rows:
-            wanted = row_logprobs(frozen, rows[number]).detach()
-            found = torch.from_numpy(pack.reference[pack.row == number])
-            torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
-    figures = learner.evaluate(batch, algorithm.loss)
-    tokens = sum(sum(row.loss_mask) for row in rows)
-    model.eval()
-    gaps = [row_logprobs(frozen, row) - row_logprobs(model, row) for row in rows]
-    wanted = sum((gap.exp() - gap - 1).sum().item() for gap in gaps) / tokens
-    assert figures["kl"] == pytest.approx(wanted, rel=1e-3) and wanted > 1e-6
 
 
 def test_a_reference_that_is_not_there_is_asked_for() -> None:

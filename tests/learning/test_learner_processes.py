@@ -14,8 +14,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.kits.algorithm import ALGORITHMS, distance, groups_of, learner_for, samples_of, step_gradients
-from tests.kits.learner import Gradients, ragged_rows
+from tests.kits.algorithm import ALGORITHMS, distance, groups_of, learner_for, step_gradients
+from tests.kits.learner import Gradients, ragged_rows, samples_of
 from TrainingFactory.algorithms.grpo import GRPO
 from TrainingFactory.data.packing import make_batch
 from TrainingFactory.data.samples import mismatched
