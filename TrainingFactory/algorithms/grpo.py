@@ -7,11 +7,8 @@ the geometric mean of those of its episode (GSPO); v is 1. The loss `cispo` has 
 the minimum, with no gradient through w. With `importance_cap`, for samplers that compute differently from the learner,
 w = p_now / p_old and v = min(p_old / p_sampled, cap), p_old being the learner's own before the step.
 
-The mean is over all trained tokens of the step (normalization `token`), over its episodes of their means (`sequence`),
-or the sum over (episodes * constant_length) (`constant`). With advantage `reinforce++`, A is that of `group`, less the
-mean and over the deviation of all trained tokens of the step.
-
-Groups whose episodes all earned the same teach nothing and are left out; so are episodes without a reward.
+With advantage `reinforce++`, A is that of `group`, whitened over all trained tokens of the step. Groups whose episodes
+all earned the same teach nothing and are left out; so are episodes without a reward.
 """
 
 from __future__ import annotations

@@ -38,12 +38,11 @@ class KTO(BaseAlgorithm):
 
     def samples(self, group: Sequence[Trajectory]) -> list[Sample]:
         """Every scored episode is an example; its label is 1 or 0."""
-        scored = [trajectory for trajectory in group if trajectory.reward is not None]
-        return [
-            row
-            for each in scored
-            for row in to_samples(each, label=float(total_reward(each) > self.threshold))
-        ]
+        rows = []
+        for each in group:
+            if each.reward is not None:
+                rows += to_samples(each, label=float(total_reward(each) > self.threshold))
+        return rows
 
     def prepare(self, batches: Sequence[Batch], step: int, total: Total = dict) -> None:
         for batch in batches:

@@ -188,15 +188,15 @@ def taught(algorithm: RewardModel, groups: list[Group], steps: int, batch: int =
 
 
 def test_an_outcome_model_tells_good_from_bad() -> None:
-    scorer = taught(RewardModel(center=0.01), good_and_bad("train", 80), steps=12)
-    heldout = [pair for pair in good_and_bad("heldout", 60) if pair[1].reward and pair[1].reward.outcome == 0]
+    scorer = taught(RewardModel(center=0.01), good_and_bad("train", 48), steps=8)
+    heldout = [pair for pair in good_and_bad("heldout", 40) if pair[1].reward and pair[1].reward.outcome == 0]
     good, bad = ([reward.outcome for reward in scorer.score(side)] for side in zip(*heldout, strict=True))
     assert sum(g > b for g, b in zip(good, bad, strict=True)) / len(heldout) > 0.9
 
 
 def test_a_process_model_finds_the_bad_turn() -> None:
-    scorer = taught(PROCESS, one_bad_turn("train", 250), steps=36)
-    heldout = [trajectory for [trajectory] in one_bad_turn("heldout", 60)]
+    scorer = taught(PROCESS, one_bad_turn("train", 160), steps=26)
+    heldout = [trajectory for [trajectory] in one_bad_turn("heldout", 40)]
     places = [each.reward.steps.index(0.0) for each in heldout if each.reward]
     assert len(set(places)) >= 3  # a constant guess will not do
     found = [scores.index(min(scores)) for scores in scorer.scores(heldout)]

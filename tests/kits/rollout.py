@@ -143,5 +143,6 @@ def rollout(
     **options: Any,
 ) -> list[list[Trajectory]]:
     Echo.closed.clear()
-    engine = AsyncRolloutEngine(environment, FakeChat(), options.pop("params", PARAMS), **options)
+    chat = options.pop("chat", None) or FakeChat()
+    engine = AsyncRolloutEngine(environment, chat, options.pop("params", PARAMS), **options)
     return asyncio.run(engine.rollout_batch(tasks(*names), sampler or FakeSampler(say), group_size, step))

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.kits.engine import tiny
+from tests.kits.engine import plain_logprobs, tiny
 from tests.kits.learner import far, gradients, learn, samples_of
 from tests.kits.ppo import make, plain, played, prepared, summed_gae
 from tests.kits.run import Quiet, assert_same_run, go_on, small, train
@@ -74,15 +74,8 @@ def test_gradients_through_the_learner_equal_plain_turns(critic: bool) -> None:
     model = learner.model
     for trajectory in (t for group in groups for t in group):
         for turn in trajectory.turns:  # sampled log-probs near the model's own, so that only some are clipped
-            with torch.no_grad():
-                every = torch.log_softmax(
-                    model(torch.tensor([turn.prompt_ids + turn.completion.token_ids])).logits[0], -1
-                )
-            start = len(turn.prompt_ids)
-            turn.completion.logprobs = [
-                float(every[start + n - 1, token]) + 0.2 * ((7 * n) % 3 - 1)
-                for n, token in enumerate(turn.completion.token_ids)
-            ]
+            own = plain_logprobs(model, turn.prompt_ids, turn.completion.token_ids)
+            turn.completion.logprobs = [value + 0.2 * ((7 * n) % 3 - 1) for n, value in enumerate(own)]
     ppo = PPO(value_clip=None, value_weight=0.5, kl=0.1)
     wanted = plain_gradients(learner, ppo, groups)
     assert set(wanted) > {"head.weight", "model.norm.weight"}

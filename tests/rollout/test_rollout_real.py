@@ -158,18 +158,6 @@ def test_deterministic_whatever_the_latencies():
     assert without_times(other_step[0]).turns != runs[0][0].turns
 
 
-def test_long_replies_and_a_full_context():
-    class Long(Forced):
-        @tool
-        def blocking(self, text: str) -> str:
-            return "many words " * 2000
-
-    played = rollout(Long, forced_tasks(2), max_reply_tokens=64)
-    assert all(len(t.turns[-1].prompt_ids) < 1000 for t in played)
-    played = rollout(Long, forced_tasks(2), max_reply_tokens=900)
-    assert {t.status for t in played} == {"truncated"}
-
-
 def test_replies_that_are_no_valid_text():
     class Odd(Forced):
         async def step(self, message: Message) -> Step:
