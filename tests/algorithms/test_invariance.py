@@ -14,14 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.kits.algorithm import (
-    ALGORITHMS,
-    batch_for,
-    distance,
-    groups_of,
-    learner_for,
-    step_gradients,
-)
+from tests.kits.algorithm import ALGORITHMS, batch_for, distance, groups_of, learner_for, step_gradients
 from tests.kits.learner import Gradients, gradients, samples_of, words
 from TrainingFactory.data.samples import mismatched
 from TrainingFactory.learning.learner import Learner

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.kits.preference import Group
-from tests.kits.reward_model import chat, fresh, good_and_bad, one_bad_turn, row_scores
+from tests.kits.reward_model import chat, good_and_bad, one_bad_turn, row_scores
 from tests.kits.run import Quiet, small
 from tests.kits.tokenizers import QWEN3, from_wheel
 from TrainingFactory.algorithms.reward_model import RewardModel
@@ -150,20 +150,6 @@ def test_episodes_of_another_tokenizer_are_rewritten() -> None:
     ]
     ended = written_by(chat(), cut(foreign)).turns[-1].completion
     assert ended.token_ids == own.turns[-1].completion.token_ids[:-1] and ended.finish == "length"
-
-
-def test_tokens_that_were_sampled_stay() -> None:
-    """A model may write a text in tokens that its tokenizer would not choose; they are scored as they are."""
-    [own] = episodes_of(1)
-    last = own.turns[-1]
-    text = chat().decode(last.completion.token_ids[:-1])
-    odd = [
-        token for letter in text for token in fresh().tokenizer(letter, add_special_tokens=False).input_ids
-    ]
-    odd = [*odd, last.completion.token_ids[-1]]
-    assert odd != last.completion.token_ids
-    last.completion = replace(last.completion, token_ids=odd, logprobs=[0.0] * len(odd))
-    assert written_by(chat(), own) is own
 
 
 @pytest.mark.parametrize(

@@ -28,17 +28,13 @@ from TrainingFactory.types import Completion, Message, Reward, Sample, Task, Tra
 
 ALGORITHMS: dict[str, Any] = {
     "sft": SFT(),
-    "sft-last": SFT(turns="last"),
     "grpo": GRPO(),
-    "grpo-scaled": GRPO(scale_rewards=True, credit="trajectory"),
     "grpo-sequence": GRPO(normalization="sequence"),
     "grpo-constant": GRPO(normalization="constant", constant_length=50),
     "grpo-rloo": GRPO(advantage="rloo", clip_low=0.1, clip_high=0.1),
     "reinforce++": GRPO(advantage="reinforce++"),
     "gspo": GRPO(ratio="sequence", normalization="sequence", clip_low=0.5, clip_high=0.5),
     "cispo": GRPO(loss_kind="cispo"),
-    "grpo-kl-k1": GRPO(kl=0.1, kl_estimator="k1"),
-    "grpo-kl-k2": GRPO(kl=0.1, kl_estimator="k2"),
     "grpo-kl-k3": GRPO(kl=0.1, kl_estimator="k3"),
     "grpo-entropy": GRPO(entropy=0.05),
     "grpo-importance": GRPO(importance_cap=2.0),
@@ -47,7 +43,6 @@ ALGORITHMS: dict[str, Any] = {
     "ppo-separate": PPO(critic="separate"),
     "ppo-warmup": PPO(critic="separate", critic_warmup=1),
     "dpo": DPO(),
-    "dpo-smoothed": DPO(label_smoothing=0.2),
     "dpo-ipo": DPO(loss_kind="ipo"),
     "dpo-hinge": DPO(loss_kind="hinge"),
     "dpo-robust": DPO(loss_kind="robust", label_smoothing=0.2),
@@ -55,7 +50,6 @@ ALGORITHMS: dict[str, Any] = {
     "simpo": DPO(loss_kind="simpo"),
     "kto": KTO(beta=0.3, undesirable_weight=2.0),
     "rft": RFT(threshold=0.5),
-    "rft-unbalanced": RFT(threshold=0.5, balance=False),
     "reward-model": RewardModel(margin=True, center=0.1),
     "process-reward-model": RewardModel(kind="process"),
 }

@@ -51,9 +51,8 @@ def plain_gradients(model: Any, rows: list[Sample]) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_logprobs_equal_plain_rows(kind: str, temperature: float) -> None:
-    model, rows = two_layers(kind), ragged_rows(3)
+def test_logprobs_equal_plain_rows(kind: str) -> None:
+    model, rows, temperature = two_layers(kind), ragged_rows(3), 0.7
     learner = make_learner(model, temperature=temperature)
     model.eval()
     for tree in pack(rows, 400):
@@ -72,9 +71,8 @@ def test_logprobs_equal_plain_rows(kind: str, temperature: float) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("seed", range(2))
-def test_gradients_equal_plain_rows(kind: str, seed: int) -> None:
-    model, rows = two_layers(kind, seed), ragged_rows(seed)
+def test_gradients_equal_plain_rows(kind: str) -> None:
+    model, rows = two_layers(kind, 1), ragged_rows(1)
     wanted = plain_gradients(model, rows)
     found = batch_gradients(make_learner(model), rows)
     assert far(found, wanted) < CLOSE

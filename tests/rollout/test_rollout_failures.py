@@ -22,16 +22,7 @@ from tests.kits.rollout import (
     tasks,
 )
 from TrainingFactory.rollout import AsyncRolloutEngine
-from TrainingFactory.types import (
-    Completion,
-    Message,
-    Reward,
-    SamplingParams,
-    Step,
-    Task,
-    ToolFailure,
-    Turn,
-)
+from TrainingFactory.types import Completion, Message, Reward, SamplingParams, Step, Task, ToolFailure, Turn
 
 
 class Broken(Echo):
