@@ -6,8 +6,7 @@ With R = sum over trained tokens of log p_now - log p_reference:
                                  w (1 - sig(beta (z - R)))   bad ones,  w = undesirable_weight
     z  = max(0, mean of R over the step's mismatched rows)
 
-A mismatched row is the answer of one dialogue after the prompt of another: how much likelier the model has made text of
-this kind as such, whatever the question. z has no gradient.
+A mismatched row is the answer of one dialogue after the prompt of another. z has no gradient.
 """
 
 from __future__ import annotations

@@ -8,8 +8,7 @@
 
 where w = p_now / p_sampled for each token, and the mean is over all trained tokens of the step. A turn's step reward
 stands on its last token, the outcome on the last token of the last turn. With `kl_in="reward"` each token's reward
-loses kl (log p_sampled - log p_reference) instead. An episode that a limit cut ends there: nothing is expected after
-it, and its reward is what it earned so far.
+loses kl (log p_sampled - log p_reference) instead.
 """
 
 from __future__ import annotations

@@ -31,6 +31,7 @@ ALGORITHMS: dict[str, Any] = {
     "grpo": GRPO(),
     "grpo-sequence": GRPO(normalization="sequence"),
     "grpo-constant": GRPO(normalization="constant", constant_length=50),
+    "grpo-scaled": GRPO(scale_rewards=True, credit="trajectory"),
     "grpo-rloo": GRPO(advantage="rloo", clip_low=0.1, clip_high=0.1),
     "reinforce++": GRPO(advantage="reinforce++"),
     "gspo": GRPO(ratio="sequence", normalization="sequence", clip_low=0.5, clip_high=0.5),
