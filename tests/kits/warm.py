@@ -1,7 +1,8 @@
 """One warm start for the whole suite: a tiny model that has seen a task with one tool done well and badly. What learns
 from rewards or comparisons is measured from there, all on the same held-out tasks.
 
-Making it takes 240 steps, once for all processes of the tests: with 170 it does as many tasks and learns more slowly. The warm model does about 0.3 of the tasks.
+Making it takes 240 steps, once for all processes of the tests; with 170 it does as many tasks, and learns more slowly.
+The warm model does about 0.3 of the tasks.
 """
 
 from __future__ import annotations
