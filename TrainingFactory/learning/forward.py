@@ -92,8 +92,6 @@ def why_not_shared(model: PreTrainedModel) -> str | None:
     layers = getattr(model.config.get_text_config(), "layer_types", None) or []  # foreign attribute
     if odd := sorted({str(layer) for layer in layers} - {"full_attention"}):
         return f"it has {' and '.join(odd)} layers"
-    if not model._can_set_attn_implementation():
-        return "its attention does not go through transformers' attention interface"
     model.eval()
     apart, probe = _probe(model, sharing=False), _probe(model, sharing=True)
     plain = row_states(model, apart)

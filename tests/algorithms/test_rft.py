@@ -123,9 +123,8 @@ def test_tasks_weigh_the_same_in_the_mean() -> None:
     batch = make_batch([row for group in groups for row in algorithm.samples(group)], 120)
     algorithm.prepare([batch], 0)
     wanted = -torch.stack([part.mean() for part in parts]).mean()
-    assert make_learner(model).evaluate(batch, algorithm.loss)["loss"] == pytest.approx(
-        wanted.item(), rel=1e-5
-    )
+    found = make_learner(model).evaluate(batch, algorithm.loss)
+    assert found["loss"] == pytest.approx(wanted.item(), rel=1e-5)
 
 
 # -- runs

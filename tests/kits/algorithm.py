@@ -104,7 +104,7 @@ def learner_for(algorithm: Any, model: Any = None, **options: Any) -> Learner:
     if model is None and "reference" in needs:
         options["reference"] = reference
     if isinstance(algorithm, PPO) and algorithm.critic == "separate":
-        options["critic"] = moved(tiny(), 4)
+        options.setdefault("critic", moved(tiny(), 4))
     if needs & {"values", "scores"}:
         options["head"] = _head(reference)
     return make_learner(made, **options)

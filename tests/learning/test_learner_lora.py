@@ -129,6 +129,9 @@ def test_every_algorithm_trains_an_adapter(name: str) -> None:
     before, frozen = weights_of(base), copy.deepcopy(base).eval()
     model = add_lora(base, r=4)
     options = {"critic": make_critic(model)} if "separate" in name or "warmup" in name else {}
+    for critic in options.values():  # what is frozen takes no memory twice, what is trained is apart
+        theirs = dict(critic.named_parameters())
+        assert all((theirs[n] is weight) != weight.requires_grad for n, weight in model.named_parameters())
     learner = learner_for(algorithm, model, **options)
     rows = samples_of(algorithm, groups_of())
     learner.update(make_batch(rows), weighted)  # away from the reference

@@ -17,12 +17,7 @@ from tests.kits.ppo import make, plain, played, prepared, summed_gae
 from tests.kits.run import Quiet, assert_same_run, go_on, small, train
 from tests.kits.warm import lift
 from TrainingFactory.algorithms.ppo import PPO
-from TrainingFactory.learning.heads import ScalarHead
 from TrainingFactory.learning.learner import Learner
-from TrainingFactory.learning.lora import add_lora
-from TrainingFactory.learning.optim import OptimizerOptions
-from TrainingFactory.models.loading import load_model
-from TrainingFactory.services.build.learner import make_critic
 from TrainingFactory.types import Trajectory
 
 
@@ -150,28 +145,6 @@ def test_gradient_checkpointing_with_a_critic() -> None:
         found.append(gradients(learner, batch, ppo.loss, ppo.needs))
         assert sorted(calls) == ([0, 0, 1, 1] if on else [0, 1])  # computed again in the backward pass
     assert far(found[1], found[0]) < 1e-5
-
-
-def test_an_adapter_with_a_critic() -> None:
-    model = add_lora(load_model("builtin:tiny").model, r=4)
-    critic = make_critic(model)
-    base = {n: w.detach().clone() for n, w in model.named_parameters() if not w.requires_grad}
-    ours, theirs = dict(model.named_parameters()), dict(critic.named_parameters())
-    for name, weight in ours.items():  # what is frozen takes no memory twice, what is trained is apart
-        assert (theirs[name] is weight) != weight.requires_grad, name
-    learner = Learner(
-        model, OptimizerOptions(learning_rate=1e-2), critic=critic,
-        head=ScalarHead(model.config.get_text_config().hidden_size),
-    )  # fmt: skip
-    for step in range(2):  # adapters start as a product with zeros, half of which moves in the first step
-        learn(learner, PPO(), played(6), step, token_budget=1000)
-    assert all(torch.equal(base[name], weight) for name, weight in ours.items() if name in base)
-    moved = [
-        name
-        for name, weight in ours.items()
-        if weight.requires_grad and not torch.equal(weight, theirs[name])
-    ]
-    assert any("lora_A" in name for name in moved) and any("lora_B" in name for name in moved)
 
 
 # -- whole runs
