@@ -22,6 +22,7 @@ from TrainingFactory.types import (
     ToolSpec,
     Trajectory,
     Turn,
+    Weights,
 )
 
 STOP, HEADER = 1, 2  # end of a message, and "the assistant speaks"
@@ -106,6 +107,9 @@ class FakeSampler:
 
     async def sample(self, prompt_ids: Sequence[int], params: SamplingParams) -> Completion:
         return await self.session().sample(prompt_ids, params)
+
+    async def update(self, weights: Weights) -> None: ...
+    async def close(self) -> None: ...
 
 
 PARAMS = SamplingParams(max_tokens=200)

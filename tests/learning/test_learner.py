@@ -57,17 +57,19 @@ def test_logprobs_equal_plain_rows(kind: str) -> None:
     model.eval()
     for tree in pack(rows, 400):
         with torch.no_grad():
-            found, entropy = learner.logprobs(tree)
+            found, entropies = learner.logprobs(tree)
         for number in tree.rows:
             wanted = row_logprobs(model, rows[number], temperature).detach()
             torch.testing.assert_close(
                 found[torch.from_numpy(tree.row == number)], wanted, rtol=1e-5, atol=1e-5
             )
-    with torch.no_grad():
-        row = rows[tree.rows[0]]
-        logits = model(torch.tensor([row.token_ids])).logits[0, row.loss_mask.index(True) - 1] / temperature
-    wanted = torch.distributions.Categorical(logits=logits).entropy()
-    torch.testing.assert_close(entropy[tree.row == tree.rows[0]][0], wanted)
+        with torch.no_grad():
+            row = rows[tree.rows[0]]
+            logits = (
+                model(torch.tensor([row.token_ids])).logits[0, row.loss_mask.index(True) - 1] / temperature
+            )
+        entropy = torch.distributions.Categorical(logits=logits).entropy()
+        torch.testing.assert_close(entropies[tree.row == tree.rows[0]][0], entropy, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -282,7 +284,7 @@ def short_rows(count: int) -> list[Sample]:
 
 
 def test_bfloat16_weights_accumulate_small_updates() -> None:
-    model: Any = tiny().to(torch.bfloat16)
+    model: Any = tiny().to(torch.bfloat16)  # pyright: ignore[reportArgumentType]
     learner = Learner(model, OptimizerOptions(learning_rate=1e-5))
     before, batch = weights_of(model), make_batch(short_rows(2))
     for _ in range(40):
@@ -298,7 +300,7 @@ def test_bfloat16_weights_accumulate_small_updates() -> None:
 
 def test_bfloat16_gradients_are_added_up_in_float32() -> None:
     """In bfloat16 small parts would be lost in the sum over packs."""
-    model: Any = tiny().to(torch.bfloat16)
+    model: Any = tiny().to(torch.bfloat16)  # pyright: ignore[reportArgumentType]
     learner, rows = make_learner(model), short_rows(12)
 
     def plain_sum(trained: Any) -> Any:
