@@ -11,7 +11,7 @@ import torch
 
 from tests.kits.engine import VOCABULARY, plain_logprobs, tiny, words
 from TrainingFactory.sampling import NativeEngine
-from TrainingFactory.sampling.picking import Filters, pick, restrict, uniforms
+from TrainingFactory.sampling.picking import pick, restrict, uniforms
 from TrainingFactory.types import SamplingParams
 
 
@@ -68,7 +68,7 @@ def test_filters_keep_what_their_definitions_say() -> None:
 
     def kept(top_p: float = 1, top_k: int = 0, min_p: float = 0) -> list[int]:
         limits = (torch.tensor([value], dtype=torch.float64) for value in (top_p, top_k, min_p))
-        return torch.nonzero(restrict(probs, Filters(*limits))[0])[:, 0].tolist()
+        return torch.nonzero(restrict(probs, *limits)[0])[:, 0].tolist()
 
     assert kept() == [0, 1, 2, 3, 4]
     assert kept(top_k=2) == [1, 3]
@@ -81,7 +81,7 @@ def test_filters_keep_what_their_definitions_say() -> None:
 def test_a_row_without_limits_is_not_touched_by_its_neighbours() -> None:
     logits, uniform = torch.randn(64, 200), torch.rand(64, dtype=torch.float64)
     top_k = torch.where(torch.arange(64) % 2 == 0, 3, 0)
-    filters = Filters(torch.ones(64), top_k, torch.zeros(64))
+    filters = (torch.ones(64), top_k, torch.zeros(64))
     assert torch.equal(pick(logits, uniform, None, filters)[:, 1::2], pick(logits, uniform)[:, 1::2])
 
 
