@@ -1,5 +1,4 @@
-"""Options without effect, because their feature is not there yet. Nothing is ignored in silence: commands print these
-notices."""
+"""List options without effect, because their feature is not there yet: commands print a notice for each."""
 
 from __future__ import annotations
 
@@ -31,10 +30,8 @@ def not_yet(config: TrainingConfig) -> list[str]:
 
 
 def changed(config: TrainingConfig, section: str) -> list[str]:
-    """Return the keys of a section that are not as they are by default. (That they were written says little: the
-    config of a run has them all.)"""
+    """Return the keys of a section that are not as they are by default: the config of a run has them all written."""
     holder: Section = getattr(config, section)
     plain = type(holder)()
-    return [
-        f"{section}.{key}" for key in type(holder).model_fields if getattr(holder, key) != getattr(plain, key)
-    ]
+    keys = type(holder).model_fields
+    return [f"{section}.{key}" for key in keys if getattr(holder, key) != getattr(plain, key)]

@@ -1,4 +1,4 @@
-"""Files with one JSON object a line, read so that everything wrong with them is told at once."""
+"""Read files with one JSON object a line, so that everything wrong with them is told at once."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ MAX_PROBLEMS = 10  # told at once
 def read_lines(
     path: str | Path, what: str, form: str, read: Callable[[dict[str, Any], int], Row]
 ) -> list[Row]:
-    """`read` makes a row of each line's object and number; the text of its ValueError goes on after "FILE, line N".
-    `what` names the rows and `form` an object that would be right, both for the texts."""
+    """Return what `read` makes of each line's object and number; its ValueError goes on after "FILE, line N"."""
     path = Path(path)
     if not path.is_file():
         raise ValueError(f"there is no file of {what} at {path}")
@@ -34,7 +33,7 @@ def read_lines(
 
 
 def text_lines(path: Path) -> Iterator[tuple[int, str]]:
-    """The lines that are not blank, with their numbers, one at a time."""
+    """Yield the lines that are not blank, with their numbers."""
     # utf-8-sig: some programs put a mark at the beginning. surrogatepass: what a model wrote may hold half a character.
     with path.open(encoding="utf-8-sig", errors="surrogatepass") as file:
         try:
@@ -54,6 +53,6 @@ def as_object(line: str, form: str) -> dict[str, Any]:
 
 
 def in_one(problems: Sequence[str]) -> str:
-    """The first of them, and how many more there are."""
+    """Return the first of them, and how many more there are."""
     more = [f"and {len(problems) - MAX_PROBLEMS} more"] if len(problems) > MAX_PROBLEMS else []
     return "\n".join([*problems[:MAX_PROBLEMS], *more])

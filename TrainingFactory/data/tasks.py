@@ -1,4 +1,4 @@
-"""Tasks from a file: one JSON object a line with a "prompt" and, as wanted, "id", "answer" and other keys."""
+"""Read tasks from a file: one JSON object a line with a "prompt" and, as wanted, "id", "answer" and other keys."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from TrainingFactory.types import Message, Task
 
 
 def load_tasks(path: str | Path) -> list[Task]:
-    """`prompt` is a text or a list of OpenAI-style messages. A task without `id` is named after its line;
-    keys that are not part of a task go to its metadata."""
+    """Return the tasks; one without `id` is named after its line, keys that are not part of a task are metadata."""
     stem = Path(path).stem
     line_of: dict[str, int] = {}
 
@@ -41,7 +40,5 @@ def _prompt(row: dict[str, Any]) -> str | list[Message]:
         return row["prompt"]
     messages = text_or_messages(row, "prompt", "user")
     if messages[-1].role == "assistant":
-        raise ValueError(
-            'has a "prompt" that must end before the model\'s turn, not with an assistant message'
-        )
+        raise ValueError('has a "prompt" that must end before the model\'s turn')
     return messages
