@@ -51,7 +51,9 @@ class NativeSession:
     def close(self) -> None:
         if not self._seat.closed:
             self._seat.closed = True
-            self._engine._leave(self._seat)
+            with self._engine._lock:
+                self._engine.sessions -= 1
+                self._engine._post(self._seat)
 
     def __del__(self) -> None:
         self.close()  # a forgotten session must not hold its slot
@@ -110,11 +112,8 @@ class NativeEngine:
         return NativeSession(self, self._opened - 1)
 
     async def sample(self, prompt_ids: Sequence[int], params: SamplingParams) -> Completion:
-        session = self.session()
-        try:
+        with contextlib.closing(self.session()) as session:
             return await session.sample(prompt_ids, params)
-        finally:
-            session.close()
 
     async def update(self, weights: Weights) -> None:
         """Hold new turns back, let the running ones finish, drop stored keys and values, go on with new weights."""
@@ -166,11 +165,6 @@ class NativeEngine:
         if len(wrong := prompt[(prompt < 0) | (prompt >= vocabulary)]):
             raise ValueError(f"token id {wrong[0]} is not in the model's vocabulary of {vocabulary}")
         return prompt.astype(np.int32)
-
-    def _leave(self, seat: Seat) -> None:
-        with self._lock:
-            self.sessions -= 1
-        self._post(seat)
 
     def _post(self, item: Request | Seat) -> None:
         with self._lock:

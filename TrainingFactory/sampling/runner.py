@@ -217,11 +217,11 @@ class Runner:
         assert self._graphs is not None
 
         def step(tensors: list[torch.Tensor]) -> torch.Tensor:
-            ids, positions, where, _, draws, *temperature = tensors
+            ids, positions, where, _, draws, *limits = tensors
             mask = self._mask(positions.unflatten(0, (plan.rows, -1)), width)
             part = Part(slice(0, plan.rows), mask, width)
             context = StepContext(cache=cache, where=where, dense=part, tokens=len(ids))
-            return pick(self._logits(ids, positions, context, 0), draws, *temperature)
+            return pick(self._logits(ids, positions, context, 0), draws, limits[0] if limits else None)
 
         if self._moved:
             self._graphs.check(self.model, [layer.keys for layer in cache.layers])
