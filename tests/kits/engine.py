@@ -99,6 +99,16 @@ async def episode(
     return record
 
 
+def sample_each(engine: NativeEngine, prompts: list[list[int]], **params: Any) -> Turns:
+    """Sample one turn for each prompt, all at once, each with its own seed."""
+
+    async def everything() -> list[Completion]:
+        how = [SamplingParams(seed=seed, **params) for seed in range(len(prompts))]
+        return await asyncio.gather(*map(engine.sample, prompts, how))
+
+    return list(zip(prompts, asyncio.run(everything()), strict=True))
+
+
 def grouped_prompts(groups: int, members: int, system: int = 30, question: int = 9) -> list[list[int]]:
     """Groups of equal prompts under one system prompt."""
     rng = random.Random(5)
