@@ -245,21 +245,14 @@ def test_a_run_over_rows_goes_on_exactly(tmp_path: Path) -> None:
     whole = run(config(tmp_path, {"dataset": str(path)}), "whole")
     with pytest.raises(RuntimeError, match="broken off"):
         run(config(tmp_path, {"dataset": str(path)}), "cut", Quiet(fail_at=3))
-    runs = tmp_path / "runs"
-    write(path, tool_dialogues(11))
-    with pytest.raises(ValueError, match=r"the 10 tasks or rows.*have changed since then.*there are 11"):
-        resume("cut", runs, Quiet())
-    write(path, tool_dialogues(10))
-    resume("cut", runs, Quiet()).train()
-    assert_same_run(whole.run, runs / "cut")
+    resume("cut", tmp_path / "runs", Quiet()).train()
+    assert_same_run(whole.run, tmp_path / "runs" / "cut")
 
 
 @pytest.mark.parametrize(
     ("training", "data", "expected"),
     [
         ({"eval_every": 2}, {}, "eval_every needs held-out rows: data.heldout=FILE"),
-        ({"algorithm": "dpo"}, {}, "line 1 has not what dpo needs"),
-        ({"algorithm": "kto"}, {}, "line 1 has not what kto needs"),
         ({"algorithm": "reward_model"}, {}, "line 1 has not what rm needs"),
         ({"algorithm": "dpo"}, {"dataset": None}, "dpo learns from rows that exist: data.dataset=FILE"),
     ],

@@ -35,11 +35,11 @@ def bits(runs: list[Turns]) -> list:
 @pytest.mark.parametrize("slots", [5, 16])
 def test_deterministic_mode_ignores_timing(slots: int) -> None:
     model = tiny("mha")
-    prompts = grouped_prompts(4, 3, system=40, question=9)
-    pauses = (0, 0.001, 0.01, 0.05)
+    prompts = grouped_prompts(3, 3, system=40, question=9)
+    pauses = (0, 0.001, 0.02)
     engines = [NativeEngine(model, slots=slots, max_length=700, deterministic=True) for _ in pauses]
     runs = [play(engine, prompts, pause) for engine, pause in zip(engines, pauses, strict=True)]
-    assert bits(runs[0]) == bits(runs[1]) == bits(runs[2]) == bits(runs[3])
+    assert bits(runs[0]) == bits(runs[1]) == bits(runs[2])
     for turns in runs[0]:
         assert worst(model, turns) < 1e-4
     assert engines[0].stats.shared > 0 and engines[0].stats.evictions == 0
@@ -125,17 +125,6 @@ def test_cancelling_one_leaves_the_others() -> None:
     assert not engine._table.running.any()
 
 
-def test_a_time_out_is_a_cancellation() -> None:
-    engine = NativeEngine(tiny(), slots=2, max_length=4000)
-
-    async def everything() -> Completion:
-        with pytest.raises(asyncio.TimeoutError):
-            await asyncio.wait_for(engine.sample([5, 6], SamplingParams(max_tokens=3990)), 0.05)
-        return await engine.sample([5, 6], SamplingParams(max_tokens=3))
-
-    assert len(asyncio.run(everything()).token_ids) == 3
-
-
 def test_a_failing_step_reaches_all_who_wait() -> None:
     model = tiny()
     engine = NativeEngine(model, slots=2, max_length=128)
@@ -169,13 +158,9 @@ def test_nan_logits_are_an_error() -> None:
 
 def test_a_failed_update_keeps_the_version_and_goes_on() -> None:
     engine = NativeEngine(tiny(), slots=2, max_length=128)
-
-    async def everything() -> Completion:
-        with pytest.raises(ValueError, match=r"cannot load elsewhere\.safetensors"):
-            await engine.update(Weights(3, "elsewhere.safetensors"))
-        return await engine.sample([5, 6], SamplingParams(max_tokens=3))
-
-    assert asyncio.run(everything()).policy_version == 0
+    with pytest.raises(ValueError, match=r"cannot load elsewhere\.safetensors"):
+        asyncio.run(engine.update(Weights(3, "elsewhere.safetensors")))
+    assert sample_each(engine, [[5, 6]], max_tokens=3)[0][1].policy_version == 0
 
 
 def test_bad_prompts() -> None:
