@@ -76,10 +76,6 @@ class SamplingParams:
     min_p: float = 0.0
     seed: int = 0  # with the position in the sequence it determines every random number of the turn
 
-    @property
-    def full_softmax(self) -> bool:
-        return self.top_p == 1.0 and self.top_k == 0 and self.min_p == 0.0
-
 
 @dataclass(slots=True)
 class Completion:

@@ -64,9 +64,8 @@ class ConfigError(ValueError):
 
 def option_problems(error: OptionError, key: tuple[str | int, ...]) -> list[Problem]:
     """Return what is wrong with the options that stand at a key."""
-    return [
-        Problem((*key, *filter(None, each.option.split("."))), each.text, each.value) for each in error.wrong
-    ]
+    places = [(*key, *filter(None, each.option.split("."))) for each in error.wrong]
+    return [Problem(place, each.text, each.value) for place, each in zip(places, error.wrong, strict=True)]
 
 
 def dotted(key: Iterable[str | int]) -> str:

@@ -296,7 +296,5 @@ ALGORITHMS: tuple[str, ...] = get_args(TrainingSection.model_fields["algorithm"]
 
 def sections() -> dict[str, type[Section]]:
     """Return every section that has keys of its own; `tools` is a list."""
-    fields = {name: field.annotation for name, field in TrainingConfig.model_fields.items()}
-    return {
-        name: kind for name, kind in fields.items() if isinstance(kind, type) and issubclass(kind, Section)
-    }
+    fields = [(name, field.annotation) for name, field in TrainingConfig.model_fields.items()]
+    return {name: kind for name, kind in fields if isinstance(kind, type) and issubclass(kind, Section)}

@@ -31,8 +31,7 @@ from TrainingFactory.data.conversations import (
     tools_in,
     with_system,
 )
-from TrainingFactory.data.datasets import read_rows
-from TrainingFactory.data.lines import in_one
+from TrainingFactory.data.datasets import in_one, read_rows
 from TrainingFactory.data.ranking import best_and_worst, one_sided, total
 from TrainingFactory.data.trajectories import Kept, trajectory_from_dict
 from TrainingFactory.types import Message, Reward, Trajectory

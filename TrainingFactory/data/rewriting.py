@@ -16,9 +16,10 @@ def written_by(chat: ChatFormat, trajectory: Trajectory) -> Trajectory:
     """Return the episode as this model would have written it; the very same where its tokens are this model's."""
     turns: list[Turn] = []
     ids = chat.render(trajectory.prompt, trajectory.tools)
-    if ids == trajectory.turns[0].prompt_ids and all(
+    read = (
         chat.parse(turn.completion.token_ids).content == turn.message.content for turn in trajectory.turns
-    ):
+    )
+    if ids == trajectory.turns[0].prompt_ids and all(read):
         return trajectory
     for number, old in enumerate(trajectory.turns):
         if number:

@@ -31,9 +31,8 @@ def to_samples(
     zeros, spans = [0.0] * count, turn_spans(trajectory)
     given = (zeros if advantages is None else advantages, zeros if rewards is None else rewards)
     rows: list[Sample] = []
-    for number, (turn, span, advantage, reward) in enumerate(
-        zip(trajectory.turns, spans, *given, strict=True)
-    ):
+    values = zip(trajectory.turns, spans, *given, strict=True)
+    for number, (turn, span, advantage, reward) in enumerate(values):
         if span.row == len(rows):
             rows.append(Sample([], [], [], [], [], [], pair=pair, label=label))
             rows[-1].episode, rows[-1].pair = rows[0].episode, rows[0].pair
@@ -46,8 +45,8 @@ def to_samples(
             trained[:-1] = [False] * (new - 1)
         row.token_ids += context + sampled.token_ids
         row.loss_mask += [False] * known + trained
-        values = zip(sampled.logprobs, trained, strict=True)
-        row.logprobs += [0.0] * known + [value if used else 0.0 for value, used in values]
+        known_as = zip(sampled.logprobs, trained, strict=True)
+        row.logprobs += [0.0] * known + [value if used else 0.0 for value, used in known_as]
         row.advantages += [0.0] * known + [advantage if used else 0.0 for used in trained]
         row.rewards += [0.0] * (known + new - 1) + [reward]
         row.policy_version += [sampled.policy_version] * (known + new)

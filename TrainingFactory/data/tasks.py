@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from TrainingFactory.data.conversations import text_or_messages
-from TrainingFactory.data.lines import read_lines
+from TrainingFactory.data.datasets import read_lines
 from TrainingFactory.types import Message, Task
 
 

@@ -124,10 +124,8 @@ class Kept:
     @property
     def length(self) -> int:
         """Return the tokens of the longest prompt with its answer."""
-        lengths = [0]
-        for continues, new_ids, token_ids, _, _ in self.turns:
-            lengths.append((lengths[-1] if continues else 0) + len(new_ids) + len(token_ids))
-        return max(lengths)
+        turns = self.trajectory().turns
+        return max((len(turn.prompt_ids) + len(turn.completion.token_ids) for turn in turns), default=0)
 
 
 def _new_ids(turn: Turn, before: list[int]) -> tuple[bool, list[int]]:

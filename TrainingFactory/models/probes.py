@@ -115,9 +115,8 @@ def continuation(
         calls = [ToolCall(marks[3 + 2 * number], {"a": marks[1]}) for number in tool_replies[:amount]]
         turn = style.message(calls) if style and calls else {"role": "assistant", "content": marks[1]}
         answers: list[dict[str, Any]] = []
-        for number, reply in enumerate(
-            replies
-        ):  # mark 2 + 2i is the text of reply i, mark 3 + 2i its tool's name
+        # mark 2 + 2i is the text of reply i, mark 3 + 2i the name of its tool
+        for number, reply in enumerate(replies):
             answer = {"role": reply.role, "content": marks[2 + 2 * number] if reply.content else ""}
             if reply.role == "tool":
                 call_id = f"{CALL_ID}{min(len(answers), max(amount - 1, 0))}"

@@ -119,7 +119,7 @@ class NativeEngine:
         """Hold new turns back, let the running ones finish, drop stored keys and values, go on with new weights."""
         if weights.where != "shared":
             raise ValueError(
-                f"the native engine shares the learner's weights and cannot load {weights.where}"
+                f"the native engine shares the learner's weights: it cannot load {weights.where}"
             )
         loop = asyncio.get_running_loop()
         idle = loop.create_future()

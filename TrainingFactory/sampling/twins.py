@@ -20,14 +20,12 @@ def find_twins(histories: np.ndarray, marks: np.ndarray, counts: np.ndarray) -> 
     """Return the twins of rows that feed `counts` [rows] tokens; `histories` [rows] and `marks` [N] are hashes, of what
     is known in a row and of each token with its position. None if no two rows are alike."""
     starts = counts.cumsum() - counts
-    _, first, kind = np.unique(
-        histories + np.add.reduceat(marks, starts), return_index=True, return_inverse=True
-    )
+    known = histories + np.add.reduceat(marks, starts)
+    _, first, kind = np.unique(known, return_index=True, return_inverse=True)
     if len(first) == len(counts):
         return None
-    row = np.arange(len(counts))
     leader = first[kind]
-    leaders = leader == row
+    leaders = leader == np.arange(len(counts))
     kept = np.repeat(leaders, counts)
     same = np.arange(len(marks)) + np.repeat(starts[leader] - starts, counts)  # [N] the leader's token
     return Twins(leaders, kept, (kept.cumsum() - 1)[same])
