@@ -220,10 +220,7 @@ class Policy(Protocol):
     """Trains weights, with their algorithm. A port: it may live in other processes; only plain data crosses it. Every
     call is awaited before the next one is made."""
 
-    async def step(self, rows: Sequence[Sample], step: int) -> dict[str, float]:
-        """Learn from the rows of one training step."""
-        ...
-
+    async def step(self, rows: Sequence[Sample], step: int) -> dict[str, float]: ...
     async def evaluate(self, rows: Sequence[Sample], step: int) -> dict[str, float]:
         """Measure the loss over rows without learning from them."""
         ...
@@ -236,10 +233,7 @@ class Policy(Protocol):
         """Write a checkpoint; `state` is what `load` gives back."""
 
     async def load(self, folder: str) -> dict[str, Any]: ...
-    async def publish(self) -> Weights:
-        """Make the newest weights available to samplers."""
-        ...
-
+    async def publish(self) -> Weights: ...
     async def close(self) -> None: ...
 
 

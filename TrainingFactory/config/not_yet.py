@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from TrainingFactory.config.schema import TrainingConfig
-from TrainingFactory.config.section import Section
 
 # key -> (the value that says what happens now anyway, what to tell a user who set another one)
 NOT_YET: dict[str, tuple[Any, str]] = {
@@ -31,7 +30,4 @@ def not_yet(config: TrainingConfig) -> list[str]:
 
 def changed(config: TrainingConfig, section: str) -> list[str]:
     """Return the keys of a section that are not as they are by default: the config of a run has them all written."""
-    holder: Section = getattr(config, section)
-    plain = type(holder)()
-    keys = type(holder).model_fields
-    return [f"{section}.{key}" for key in keys if getattr(holder, key) != getattr(plain, key)]
+    return [f"{section}.{key}" for key in getattr(config, section).model_dump(exclude_defaults=True)]

@@ -32,13 +32,9 @@ def _task(row: dict[str, Any], default_id: str) -> Task:
     if not isinstance(metadata, dict):
         raise ValueError('has a "metadata" that is not an object')
     rest = {key: value for key, value in row.items() if key not in ("id", "prompt", "answer", "metadata")}
-    return Task(str(row.get("id", default_id)), _prompt(row), row.get("answer"), rest | metadata)
-
-
-def _prompt(row: dict[str, Any]) -> str | list[Message]:
-    if isinstance(row["prompt"], str) and row["prompt"].strip():
-        return row["prompt"]
-    messages = text_or_messages(row, "prompt", "user")
-    if messages[-1].role == "assistant":
-        raise ValueError('has a "prompt" that must end before the model\'s turn')
-    return messages
+    prompt: str | list[Message] = row["prompt"]
+    if not isinstance(prompt, str) or not prompt.strip():
+        prompt = text_or_messages(row, "prompt", "user")
+        if prompt[-1].role == "assistant":
+            raise ValueError('has a "prompt" that must end before the model\'s turn')
+    return Task(str(row.get("id", default_id)), prompt, row.get("answer"), rest | metadata)

@@ -209,26 +209,23 @@ class NativeEngine:
     def _take_in(self, news: list[Request | Seat]) -> None:
         """Let new requests wait, cancelled ones leave, and closed sessions give up their slot."""
         for item in news:
-            if isinstance(item, Seat):
-                self._drop([r for r in self._pending() if r.seat is item])
-                self._table.close(item)
-            elif item.cancelled:
-                self._drop([r for r in self._pending() if r is item])
-            else:
+            if isinstance(item, Request) and not item.cancelled:
                 self._waiting.append(item)
+                continue
+            for request in [*self._waiting, *self._table.requests]:
+                if request is not None and (request is item or request.seat is item):
+                    self._drop(request)
+            if isinstance(item, Seat):
+                self._table.close(item)
 
-    def _pending(self) -> list[Request]:
-        return [*self._waiting, *(r for r in self._table.requests if r is not None)]
-
-    def _drop(self, requests: list[Request]) -> None:
-        for request in requests:
-            slot = request.seat.slot
-            if slot is not None and self._table.requests[slot] is request:
-                self._table.stop(slot)
-            else:
-                self._waiting.remove(request)
-            if not request.cancelled:
-                self._deliver([(request, ValueError("the session was closed while it was sampling"))])
+    def _drop(self, request: Request) -> None:
+        slot = request.seat.slot
+        if slot is not None and self._table.requests[slot] is request:
+            self._table.stop(slot)
+        else:
+            self._waiting.remove(request)
+        if not request.cancelled:
+            self._deliver([(request, ValueError("the session was closed while it was sampling"))])
 
     def _admit(self) -> None:
         """Seat what can be seated, first come first served, and copy the prefixes that they share."""

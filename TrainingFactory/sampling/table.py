@@ -148,13 +148,15 @@ class SlotTable:
         seat, own, need = request.seat, request.seat.slot, len(request.prompt) - 1
         if own is None and (not self._may_sit(seat, this) or request.prompt.tobytes() in this.must_wait):
             return False
-        if own is not None and self._continues(own, request.prompt):
-            self.stats.kept += int(self.stored[own])
-            self._start(request, own, int(self.stored[own]), continues=True)
+        stored = 0 if own is None else int(self.stored[own])
+        same = 0 < stored <= need and np.array_equal(self.ids[own, :stored], request.prompt[:stored])
+        if own is not None and same:
+            self.stats.kept += stored
+            self._start(request, own, stored, continues=True)
             return True
         common = np.minimum(self.common(request.prompt), need)
         have = np.minimum(common, self.pure)
-        if own is not None and (mine := min(int(common[own]), int(self.stored[own]))) > have[own]:
+        if own is not None and (mine := min(int(common[own]), stored)) > have[own]:
             self.stats.kept += mine  # deterministic mode: what this session has decoded is its own and stays
             self._start(request, own, mine)
             return True
@@ -176,10 +178,6 @@ class SlotTable:
         self.pure[slot] = best
         self._start(request, slot, best)
         return True
-
-    def _continues(self, slot: int, prompt: np.ndarray) -> bool:
-        stored = int(self.stored[slot])
-        return 0 < stored < len(prompt) and bool(np.array_equal(self.ids[slot, :stored], prompt[:stored]))
 
     def _may_sit(self, seat: Seat, this: Round) -> bool:
         if self.deterministic:
@@ -234,7 +232,10 @@ class SlotTable:
         self.hashes[slot] = self.marks(prompt, np.arange(size)).sum()
         self.stored[slot] = stored
         self.pure[slot] = min(int(self.pure[slot]), stored)
-        self.chunked[slot] = self._chunk_end(stored, size, first)
+        if self.deterministic:  # short replies go token by token with the decoding rows, which step anyway
+            self.chunked[slot] = size - 1 if first or size - stored > 32 else 0
+        else:
+            self.chunked[slot] = size if size - stored > (1 if first else self.ride) else 0
         self.limit[slot] = min(size + params.max_tokens, self.max_length)
         self.seed[slot] = params.seed & 0xFFFFFFFFFFFFFFFF
         self.temperature[slot] = params.temperature
@@ -246,12 +247,6 @@ class SlotTable:
         self.running[slot] = True
         self.used[slot] = time.monotonic()
         self.requests[slot] = request
-
-    def _chunk_end(self, stored: int, size: int, first: bool) -> int:
-        if not self.deterministic:
-            return size if size - stored > (1 if first else self.ride) else 0
-        # Short replies go token by token with the decoding rows, which step anyway.
-        return size - 1 if first or size - stored > 32 else 0
 
     def advance(self, slots: np.ndarray, counts: np.ndarray | int) -> None:
         """Note that so many more tokens of these slots are in the cache."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.kits.rows import ANSWER, BROKEN, CALL, DIALOGUE, RESULT, SEARCH, USER, calling, load, one
+from tests.kits.data import ANSWER, BROKEN, CALL, DIALOGUE, RESULT, SEARCH, USER, calling, load, one
 from TrainingFactory.data.examples import load_examples
 from TrainingFactory.services.training.dataset import arguments_fit
 from TrainingFactory.types import Message

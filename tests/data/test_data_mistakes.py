@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.kits.rows import ANSWER, BROKEN, DIALOGUE, SEARCH, USER, calling, load, one
+from tests.kits.data import ANSWER, BROKEN, DIALOGUE, SEARCH, USER, calling, load, one
 from TrainingFactory.data import datasets as rows_of
 from TrainingFactory.data.examples import Form, load_examples
 from TrainingFactory.types import ToolCall

@@ -101,7 +101,7 @@ def test_adapter_is_loaded_unmerged(saved: Path, tmp_path: Path) -> None:
     )
     changed = logits(trained)
     assert not torch.equal(expected, changed)
-    trained.save_pretrained(tmp_path)
+    trained.save_pretrained(str(tmp_path))
     loaded = load_model(str(saved), adapter=str(tmp_path)).model
     torch.testing.assert_close(logits(loaded), changed)
     with loaded.disable_adapter():
@@ -128,7 +128,7 @@ def write_gguf(path: Path, model, tokenizer) -> None:
         getattr(writer, f"add_{name}")(value)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN2, config.num_hidden_layers)
     for name, tensor in model.state_dict().items():
-        writer.add_tensor(names.get_name(name, try_suffixes=(".weight", ".bias")), tensor.numpy())
+        writer.add_tensor(str(names.get_name(name, try_suffixes=(".weight", ".bias"))), tensor.numpy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
