@@ -1,4 +1,4 @@
-"""Texts that a model will read."""
+"""Make texts fit for a model to read."""
 
 from __future__ import annotations
 
@@ -13,10 +13,8 @@ def valid_text(text: str) -> str:
 def bounded(text: str, limit: int) -> str:
     """Cut a text, so that no later step has to handle one of absurd size, and make it valid Unicode."""
     if len(text) > limit:
-        head = limit * 3 // 4
-        tail = limit - head
-        cut = len(text) - head - tail
-        text = f"{text[:head]}\n[... {cut} characters cut ...]\n{text[len(text) - tail :]}"
+        head, cut = limit * 3 // 4, len(text) - limit
+        text = f"{text[:head]}\n[... {cut} characters cut ...]\n{text[head + cut :]}"
     return valid_text(text)
 
 

@@ -1,10 +1,6 @@
-"""How a conversation becomes tokens and a sampled turn becomes a message, for any Hugging Face template.
-
-History is never decoded and encoded again. `render` writes the first prompt; after that a turn's ids stay as
-they were sampled, and `extend` adds what the template puts between this turn and the next one. That text is
-cut out of a rendering of the template itself (`probes.py`), so no family is special-cased here; families
-differ in how a completion is read (`families.py`). Foreign text cannot give a control token (`encoding.py`).
-"""
+"""Turn a conversation into tokens and a sampled turn into a message, for any Hugging Face template. `render` writes the
+first prompt; after that a turn's ids stay as they were sampled, and `extend` adds what the template puts between this
+turn and the next one: cut out of a rendering of the template itself (`probes.py`), so no family is special-cased."""
 
 from __future__ import annotations
 
@@ -29,9 +25,8 @@ MAX_SKELETONS = 512
 
 
 class TemplateChatFormat:
-    """The chat layer for a tokenizer. Without `family`: the one whose reader understands the calls that the template
-    writes. `thinking` goes to templates that know it; `stop_ids` are ends of a turn known from elsewhere (a model's
-    generation config); `day` is what a template that prints the date prints."""
+    """Writes and reads for a tokenizer. Without `family`: the one whose reader understands the template's calls.
+    `stop_ids` are ends of a turn known from elsewhere; `day` is what a template that prints the date prints."""
 
     def __init__(
         self,
@@ -124,7 +119,7 @@ class TemplateChatFormat:
         return self.parse_text(self._encoder.decode(ids))
 
     def parse_text(self, text: str) -> Message:
-        """An assistant's text as a message; what stands inside its reasoning is not read as a call."""
+        """Read an assistant's text as a message; what stands inside its reasoning is not read as a call."""
         opening, closing = self.family.think
         reasoning = None
         if self._opens_thinking or closing in text or text.lstrip().startswith(opening):
@@ -150,7 +145,7 @@ class TemplateChatFormat:
         return pieces
 
     def _fill(self, pieces: Pieces, texts: Texts) -> list[int]:
-        """Ids: what stands between two control tokens, own and foreign, is encoded as one text."""
+        """Return ids; what stands between two control tokens, own and foreign, is encoded as one text."""
         ids: list[int] = []
         run = ""
         for piece in pieces:
@@ -171,13 +166,13 @@ class TemplateChatFormat:
         return self._marks[len(texts) - 1]
 
     def _as_shown(self, role: str, text: str) -> str:
-        """The text as the template writes it (some strip it, some write it as JSON)."""
+        """Return the text as the template writes it (some strip it, some write it as JSON)."""
         if role not in self._transforms:
             self._transforms[role] = self._template.transform(role, probes.conversation_of(role, self._style))
         return self._transforms[role](text)
 
     def _shield(self, value: Any, texts: Texts) -> Any:
-        """A copy of JSON data in which every string that could give a control token is a mark."""
+        """Return a copy of JSON data in which every string that could give a control token is a mark."""
         if isinstance(value, dict):
             return {self._shield(key, texts): self._shield(item, texts) for key, item in value.items()}
         if isinstance(value, list | tuple):
@@ -190,9 +185,8 @@ class TemplateChatFormat:
         return value
 
     def _schemas(self, specs: list[ToolSpec]) -> tuple[list[dict[str, Any]], str, Texts]:
-        """The tool list as the template gets it, the same as text, and the texts its marks stand for. The last
-        list is kept: the episodes of a batch have the same tools."""
-        if specs != self._last_specs:
+        """Return the tool list as the template gets it, the same as text, and the texts its marks stand for."""
+        if specs != self._last_specs:  # the episodes of a batch have the same tools
             texts: Texts = []
             schemas = self._shield([spec_to_dict(spec) for spec in specs], texts)
             self._last_specs, self._last_schemas = deepcopy(specs), (schemas, json.dumps(schemas), texts)
@@ -203,7 +197,7 @@ class TemplateChatFormat:
         return ToolCall(self._shield(call.name, texts), self._shield(call.arguments, texts))
 
     def _outline(self, message: Message, texts: Texts) -> dict[str, Any]:
-        """The message as templates expect it, with marks in place of its texts."""
+        """Return the message as templates expect it, with marks in place of its texts."""
         content = self._mark(self._as_shown(message.role, message.content), texts) if message.content else ""
         outline: dict[str, Any] = {"role": message.role, "content": content}
         if message.tool_calls:
@@ -231,7 +225,7 @@ class TemplateChatFormat:
     # what the template leaves out
 
     def _as_user(self, messages: Sequence[Message]) -> list[Message]:
-        """Where the template knows no tool messages, the results of one turn are one message of the user."""
+        """Make the results of a turn one message of the user, where the template knows no tool messages."""
         if not self._replies_as_user:
             return list(messages)
         changed: list[Message] = []
@@ -255,7 +249,7 @@ class TemplateChatFormat:
     # probes
 
     def _reads_template(self, family: Family) -> bool:
-        """Whether the family's reader understands the calls that this template writes."""
+        """Tell whether the family's reader understands the calls that this template writes."""
         if self._style is None:
             return False
         call = ToolCall("probe_tool", {"text": "a b"})
@@ -298,7 +292,7 @@ chat_format = TemplateChatFormat
 
 
 def as_message(message: Message | Mapping[str, Any]) -> Message:
-    """OpenAI-style dicts are converted here, at the edge."""
+    """Convert OpenAI-style dicts, here at the edge."""
     return message if isinstance(message, Message) else message_from_dict(message)
 
 

@@ -1,11 +1,7 @@
-"""Text to ids, so that only a template's own text can give a control token.
-
-Control means every added token of the tokenizer, also those not flagged special: Qwen3's <tool_call> and
-</tool_response> are such, and `encode_special_tokens` leaves them live. So control tokens are found in the
-template's own text by us, and everything between two of them, own and foreign text together, goes through a
-clone of the tokenizer that has no added tokens at all. Own and foreign text are encoded as one string, so
-the ids are those that the tokenizer itself would give, merges over the border included; they are checked after.
-"""
+"""Turn text into ids so that only a template's own text can give a control token, which is every added token: Qwen3's
+<tool_call> is not flagged special, and `encode_special_tokens` leaves it live. So control tokens are found in the
+template's own text by us; everything between two of them, own and foreign text as one string (merges over the border
+are the tokenizer's own), goes through a clone of the tokenizer without added tokens, and is checked after."""
 
 from __future__ import annotations
 
@@ -21,7 +17,7 @@ from TrainingFactory.texts import valid_text
 
 
 class Control(NamedTuple):
-    """A control token in a template's own text."""
+    """Stands for a control token in a template's own text."""
 
     token: int
 
@@ -47,7 +43,7 @@ class TextEncoder:
         self._cached = lru_cache(maxsize=4096)(self._encode)
 
     def split(self, text: str) -> list[str | Control]:
-        """A template's own text, cut at its control tokens."""
+        """Cut a template's own text at its control tokens."""
         parts: list[str | Control] = []
         end = 0
         for match in self._control.finditer(text):
@@ -56,7 +52,7 @@ class TextEncoder:
         return [part for part in [*parts, text[end:]] if part != ""]
 
     def plain(self, text: str) -> list[int]:
-        """Ids of a text, none of which is a control token, whatever the text contains."""
+        """Return ids of a text, none of which is a control token, whatever the text contains."""
         return list(self._cached(text) if len(text) < 20_000 else self._encode(text))
 
     def _encode(self, text: str) -> list[int]:
@@ -82,7 +78,7 @@ class TextEncoder:
         return any(control in text for control in self.control_texts)
 
     def cut(self, text: str, max_tokens: int) -> str:
-        """The text if it fits, else its beginning and its end with the cut marked between them."""
+        """Return the text if it fits, else its beginning and its end with the cut marked between them."""
         text = valid_text(text)
         # No token is longer than the longest entry, so much of a huge text need not be encoded at all.
         keep_chars = max_tokens * 40
@@ -101,7 +97,7 @@ class TextEncoder:
         return beginning + marker + ending
 
     def _slice(self, text: str, tokens: int, from_end: bool) -> str:
-        """The longest beginning (or end) of the text that encodes to at most so many tokens."""
+        """Return the longest beginning (or end) of the text that encodes to at most so many tokens."""
         offsets = self._plain.encode(text, add_special_tokens=False).offsets
         size = max(0, min(tokens, len(offsets)))
         while size > 0:
@@ -114,7 +110,7 @@ class TextEncoder:
 
 
 def _without_prefix_space(node: Any) -> Any:
-    """Inner pieces of a text must not get the space that some tokenizers put before a whole text."""
+    """Drop the space that some tokenizers put before a whole text: inner pieces must not get it."""
     if isinstance(node, list):
         return [cleaned for item in node if (cleaned := _without_prefix_space(item)) is not None]
     if not isinstance(node, dict):

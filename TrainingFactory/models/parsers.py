@@ -1,8 +1,5 @@
-"""Readers of tool calls, one per syntax: text after the reasoning -> (content, calls).
-
-A reader never raises on what a model can write. A call that cannot be read is returned with its `error`,
-which is what the model is told.
-"""
+"""Read tool calls, one reader per syntax: text after the reasoning -> (content, calls). A reader never raises on what a
+model can write: a call that cannot be read is returned with its `error`, which is what the model is told."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ MAX_DEPTH = 64  # of nested arguments; what comes later (schema check, saving) w
 
 
 def read_tagged(text: str) -> tuple[str, list[ToolCall]]:
-    """Qwen2.5, Qwen3, Hermes: <tool_call>{"name": ..., "arguments": {...}}</tool_call>, any number."""
+    """Read Qwen2.5, Qwen3, Hermes: <tool_call>{"name": ..., "arguments": {...}}</tool_call>, any number."""
     unclosed = _unreadable("found <tool_call> without </tool_call> after it")
     outside, calls = "", list[ToolCall]()
     inside: str | None = None
@@ -43,8 +40,7 @@ def read_tagged(text: str) -> tuple[str, list[ToolCall]]:
 
 
 def read_bare_json(text: str) -> tuple[str, list[ToolCall]]:
-    """A text that is one or several JSON objects {"name": ..., "parameters" or "arguments": {...}},
-    separated by white space, commas or semicolons, as they are or in a ```json fence."""
+    """Read one or several JSON objects {"name": ..., "parameters" or "arguments": {...}}, maybe in a ```json fence."""
     body = text.strip()
     fence = re.fullmatch(r"```(?:json)?\s*(.*?)\s*```", body, re.DOTALL)
     if fence:
@@ -70,7 +66,7 @@ def read_bare_json(text: str) -> tuple[str, list[ToolCall]]:
 
 
 def read_llama(text: str) -> tuple[str, list[ToolCall]]:
-    """Llama 3.x: bare JSON; after <|python_tag|> JSON, name.call(key="value") or code."""
+    """Read Llama 3.x: bare JSON; after <|python_tag|> JSON, name.call(key="value") or code."""
     before, tag, after = text.partition("<|python_tag|>")
     if not tag:
         return read_bare_json(text)
@@ -84,7 +80,7 @@ def read_llama(text: str) -> tuple[str, list[ToolCall]]:
 
 
 def read_deepseek(text: str) -> tuple[str, list[ToolCall]]:
-    """DeepSeek V3 and R1 (type, separator, name, fenced JSON) and V3.1 (name, separator, JSON)."""
+    """Read DeepSeek V3 and R1 (type, separator, name, fenced JSON) and V3.1 (name, separator, JSON)."""
     begin, sep, end = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
     content, *blocks = text.split(begin)
     calls = []
@@ -141,7 +137,7 @@ def _decoded(text: str) -> Any:
 
 
 def _call_from_keywords(name: str, keywords: str) -> ToolCall:
-    """`key="value", other=2`: parsed as Python literals, never run."""
+    """Read `key="value", other=2` as Python literals, which are never run."""
     try:
         tree = ast.parse(f"call({keywords})", mode="eval").body
         assert isinstance(tree, ast.Call)
@@ -155,7 +151,7 @@ def _call_from_keywords(name: str, keywords: str) -> ToolCall:
 
 
 def _tidy(value: Any, depth: int = 0) -> Any:
-    """The value in plain JSON types and with every string in a form that has UTF-8."""
+    """Return the value in plain JSON types and with every string in a form that has UTF-8."""
     if depth > MAX_DEPTH:
         raise ValueError("nested too deeply")
     if isinstance(value, str):

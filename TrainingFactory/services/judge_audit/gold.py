@@ -10,7 +10,7 @@ from typing import Any, Literal
 from pydantic import ConfigDict
 from pydantic.dataclasses import dataclass as checked_dataclass
 
-from TrainingFactory.data.lines import read_lines
+from TrainingFactory.data.datasets import read_lines
 from TrainingFactory.openai_form import message_from_dict
 from TrainingFactory.options import STRICT, make_from
 from TrainingFactory.rewards.judge.verdicts import JsonVerdict, Score

@@ -12,7 +12,6 @@ from TrainingFactory.config.not_yet import changed
 from TrainingFactory.data.examples import NEEDS
 from TrainingFactory.services.runs.tracking import check_trackers
 from TrainingFactory.services.training.dataset import form_of
-from TrainingFactory.types import SamplingParams
 
 # options of lora as PEFT's adapter_config.json names them
 ADAPTER_KEYS = {
@@ -64,7 +63,7 @@ def _check_sampling(config: TrainingConfig) -> None:
     sampling = config.sampling
     if sampling.temperature == 0:
         raise ValueError("sampling.temperature is 0: all episodes of a task would be the same; train at 1")
-    if not SamplingParams(top_p=sampling.top_p, top_k=sampling.top_k, min_p=sampling.min_p).full_softmax:
+    if (sampling.top_p, sampling.top_k, sampling.min_p) != (1.0, 0, 0.0):
         raise ValueError(
             "sampling.top_p, top_k and min_p are for evaluation: training needs log-probs of the full "
             "softmax; leave them out of a training config"

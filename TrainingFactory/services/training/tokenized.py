@@ -11,10 +11,9 @@ from typing import Any
 import numpy as np
 
 from TrainingFactory.data.conversations import Conversation
-from TrainingFactory.data.examples import Example, Examples
-from TrainingFactory.data.lines import in_one
+from TrainingFactory.data.datasets import in_one
+from TrainingFactory.data.examples import Example, Examples, reward_of
 from TrainingFactory.data.ranking import best_and_worst
-from TrainingFactory.data.recordings import reward_of
 from TrainingFactory.data.rewriting import Unreadable, written_by
 from TrainingFactory.data.trajectories import Kept
 from TrainingFactory.types import Completion, Message, Task, Trajectory, Turn
