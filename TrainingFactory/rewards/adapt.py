@@ -39,6 +39,12 @@ class Unscored(ValueError):
     """Raised where nobody knows what an episode is worth; the text says why."""
 
 
+def check_known(trajectory: Trajectory) -> None:
+    """Raise Unscored for an episode that failed for reasons of its own."""
+    if trajectory.status in ("error", "tool_failure"):
+        raise Unscored(f"the episode ended with status {trajectory.status}: what it is worth is not known")
+
+
 class BrokeOff(Unscored):
     """Raised where a reward did not come to its end: it cancelled itself, or tried to end the program."""
 

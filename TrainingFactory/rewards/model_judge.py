@@ -1,21 +1,13 @@
-"""A model that judges episodes.
-
-```python
-judge = model_judge(base_url="http://localhost:8000/v1", model="Qwen/QwQ-32B", api_key_env=None, rubric="...")
-reward = await judge(episode)
-```
-
-No verdict, whatever the reason, raises: the episode is then dropped and counted, never rewarded with a zero.
-"""
+"""A model that judges episodes. No verdict, whatever the reason, raises: the episode is then dropped and counted, never
+rewarded with a zero."""
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, ParamSpec, TypeVar, get_args
+from typing import Annotated, Any, Literal
 
 from pydantic import JsonValue, validate_call
 
@@ -58,11 +50,8 @@ from TrainingFactory.rewards.judge.verdicts import (
 from TrainingFactory.tools.cache.cache import ToolCache
 from TrainingFactory.types import Reward, Trajectory
 
-P = ParamSpec("P")
-R = TypeVar("R")
 Api = Literal["openai", "anthropic"]
 VerdictName = Literal["score", "yes_no", "json", "pairwise", "ranking"]
-VERDICTS: tuple[VerdictName, ...] = get_args(VerdictName)
 APIS: dict[Api, type[OpenAIEndpoint]] = {"openai": OpenAIEndpoint, "anthropic": AnthropicEndpoint}
 FORMS: dict[VerdictName, Callable[..., Any]] = {
     "score": Score,
@@ -71,6 +60,7 @@ FORMS: dict[VerdictName, Callable[..., Any]] = {
     "pairwise": Pairwise,
     "ranking": Ranking,
 }
+
 KINDS = {"pairwise": PAIR, "ranking": GROUP}
 
 
@@ -96,18 +86,7 @@ class ModelJudge(Judge):
         return await self._samples(values, self.verdict.instruction, self.verdict.read, repeat)
 
 
-def _checked(function: Callable[P, R]) -> Callable[P, R]:
-    """Check the options by their annotations, and raise OptionError with all that is wrong."""
-    validated = validate_call(config=STRICT)(function)
-
-    @functools.wraps(validated)
-    def call(*_: P.args, **options: P.kwargs) -> R:
-        return make_from(validated, options, "a model judge")
-
-    return call
-
-
-@_checked
+@validate_call(config=STRICT)
 def model_judge(
     *,
     model: Text | JudgeModel,
@@ -135,11 +114,7 @@ def model_judge(
     cache: ToolCache | Text | Path | None = None,
     budget: Annotated[Mapping[str, Any] | Budget | None, nested(Budget, "the judge's budget")] = None,
 ) -> ModelJudge | PairJudge | RankingJudge:
-    """Make a judge from plain options; everything wrong with them is a ValueError here. `model` is a name at
-    `base_url`, or a `JudgeModel` such as `SampledJudge(sampler, chat, params, name)`. `verdict`: score, yes_no, json
-    (with `verdict_options`), pairwise (with `opponents`) or ranking. `api_key_env`: the variable that holds the key;
-    None: no key; left out: OPENAI_API_KEY for https://api.openai.com, ANTHROPIC_API_KEY for
-    https://api.anthropic.com, and no key for any other address."""
+    """Make a judge from the options that docs/JUDGES.md lists."""
     if opponents is not None and verdict != "pairwise":
         raise OptionError(Wrong("opponents", f"is for the verdict pairwise, not for {verdict}"))
     try:
@@ -194,7 +169,7 @@ def judges_at(
     options.setdefault("concurrency", 8 * -(-count // len(urls)))  # of a judge that several workers share
     judges: list[Any] = []
     for url in urls:
-        judges.append(model_judge(base_url=url, **options))
+        judges.append(make_from(model_judge, {"base_url": url, **options}, "a model judge"))
         options["cache"] = judges[0].client.cache  # opened once, and closed with the first
     spent = [judge.client.usage for judge in judges]
     for judge in judges:

@@ -23,7 +23,14 @@ from pydantic.dataclasses import dataclass
 
 from TrainingFactory.options import STRICT, OptionError, Wrong, one_of
 from TrainingFactory.protocols import Environment, Episode
-from TrainingFactory.rewards.adapt import Unscored, as_float, as_reward, checked, environment_reward
+from TrainingFactory.rewards.adapt import (
+    Unscored,
+    as_float,
+    as_reward,
+    check_known,
+    checked,
+    environment_reward,
+)
 from TrainingFactory.rewards.combined import weighted
 from TrainingFactory.tools.schema import schema_problems, validator_of
 from TrainingFactory.tools.threads import in_thread
@@ -119,13 +126,6 @@ _BUILT_IN = (
 PROCESS_RULES: dict[str, StepRule] = {rule.__name__: rule for rule in _BUILT_IN}
 
 
-def register_rule(name: str, rule: StepRule) -> None:
-    """Make a rule of one's own known by name to every `ProcessReward`."""
-    if PROCESS_RULES.get(name, rule) is not rule:
-        raise ValueError(f"there is a rule {name} already; take another name")
-    PROCESS_RULES[name] = rule
-
-
 def _answered(turn: Turn) -> list[tuple[ToolCall, ToolResult | None]]:
     """Return the calls with their results; None where the environment did not report any."""
     calls = turn.message.tool_calls
@@ -153,7 +153,7 @@ def _plain(text: str) -> str:
 class ProcessReward:
     """`ProcessReward(outcome_weight=1.0, step_rewards={"correct_tool": 0.5, "efficient_path": 0.2})`
 
-    `step_rewards` are names of rules (PROCESS_RULES, `register_rule`, or functions in `rules`) and what a turn earns
+    `step_rewards` are names of rules (PROCESS_RULES, or functions in `rules`) and what a turn earns
     by each. `outcome` is the reward of the whole episode: any callable, or None for the environment's own. With an
     `outcome_weight` of 0 it is not asked.
     `pay`: "once" rewards a rule when it first holds (of a graded one, what is better than before), "per_turn" every
@@ -196,10 +196,7 @@ class ProcessReward:
 
     def reward_turns(self, trajectory: Trajectory, shortest: int | None = None) -> Reward:
         """Return one entry per turn; `parts` say what each rule gave, and what was capped and clawed back."""
-        if trajectory.status in ("error", "tool_failure"):
-            raise Unscored(
-                f"the episode ended with status {trajectory.status}: what it is worth is not known"
-            )
+        check_known(trajectory)
         if shortest:
             metadata = {"shortest": shortest} | trajectory.task.metadata
             task = dataclasses.replace(trajectory.task, metadata=metadata)

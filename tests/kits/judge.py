@@ -15,7 +15,7 @@ from typing import Any
 
 from TrainingFactory.rewards.judge.prompts import CLOSE, OPEN
 from TrainingFactory.rewards.model_judge import model_judge
-from TrainingFactory.rewards.workers.finished_episode import FinishedEpisode
+from TrainingFactory.rewards.workers.process import FinishedEpisode
 from TrainingFactory.types import Completion, Message, Status, Task, ToolCall, Trajectory, Turn
 
 KEY = "sk-judge-9876"

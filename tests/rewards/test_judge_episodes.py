@@ -13,7 +13,7 @@ from tests.kits.judge import Said, finished, judge_at, judging, scored
 from tests.kits.rollout import rollout
 from TrainingFactory.rewards.judge.endpoints import JudgeFailure
 from TrainingFactory.rewards.model_judge import PairJudge, RankingJudge
-from TrainingFactory.rewards.workers.finished_episode import FinishedEpisode
+from TrainingFactory.rewards.workers.process import FinishedEpisode
 from TrainingFactory.types import Reward, Trajectory
 
 pytestmark = pytest.mark.usefixtures("judge_key")

@@ -17,8 +17,7 @@ from tests.kits.mcp import children, wait_until
 from TrainingFactory.rewards.adapt import Unscored
 from TrainingFactory.rewards.judge.endpoints import JudgeFailure
 from TrainingFactory.rewards.workers.distributed import DistributedRewardModel
-from TrainingFactory.rewards.workers.finished_episode import FinishedEpisode
-from TrainingFactory.rewards.workers.process import RewardProcess, WorkerFailure
+from TrainingFactory.rewards.workers.process import FinishedEpisode, RewardProcess, WorkerFailure
 from TrainingFactory.types import Reward, Trajectory
 
 GUARD = 60  # seconds; only a hang takes so long

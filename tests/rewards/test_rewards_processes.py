@@ -17,8 +17,7 @@ from TrainingFactory.config import TrainingConfig
 from TrainingFactory.rewards.rule_based import RULES
 from TrainingFactory.rewards.rules.code import ToolRule
 from TrainingFactory.rewards.workers.distributed import DistributedRewardModel
-from TrainingFactory.rewards.workers.finished_episode import FinishedEpisode
-from TrainingFactory.rewards.workers.process import RewardProcess
+from TrainingFactory.rewards.workers.process import FinishedEpisode, RewardProcess
 from TrainingFactory.services import GRPOTrainer
 from TrainingFactory.services.build.notices import notices
 from TrainingFactory.services.build.rewards import check_reward, close_reward, make_reward

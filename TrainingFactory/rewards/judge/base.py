@@ -7,6 +7,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from TrainingFactory.rewards.adapt import check_known
 from TrainingFactory.rewards.judge.client import JudgeClient
 from TrainingFactory.rewards.judge.endpoints import JudgeFailure
 from TrainingFactory.rewards.judge.prompts import SINGLE, JudgePrompt, Shown, answer_text, new_boundary
@@ -47,10 +48,7 @@ class Judge:
     def failed(self, trajectory: Trajectory) -> bool:
         """Tell whether there is nothing to judge: no end of its own, or one without a word, unless the judge is shown
         what was done by calls. Raise for an episode of which nothing is known."""
-        if trajectory.status in ("error", "tool_failure"):
-            raise ValueError(
-                f"the episode ended with status {trajectory.status}: what it is worth is not known"
-            )
+        check_known(trajectory)
         shows_calls = self.prompt.kind != SINGLE or "conversation" in self.prompt.fields
         acted = shows_calls and any(turn.message.tool_calls for turn in trajectory.turns)
         nothing = trajectory.status != "done" or not (answer_text(trajectory) or acted)

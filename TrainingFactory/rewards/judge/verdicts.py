@@ -11,16 +11,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import field
 from functools import cached_property
 from statistics import mean, median
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Annotated, Any, ClassVar, Literal, Protocol
 
-from jsonschema.exceptions import SchemaError
+from pydantic import AfterValidator
 from pydantic.dataclasses import dataclass
 
 from TrainingFactory.options import STRICT, Text, make_from
 from TrainingFactory.rewards.judge.endpoints import JudgeFailure
 from TrainingFactory.rewards.rules.answers import without_reasoning
-from TrainingFactory.rewards.rules.json_answers import strict_json
-from TrainingFactory.tools.schema import unknown_reference, validator_of
+from TrainingFactory.rewards.rules.json_answers import checked_schema, strict_json
+from TrainingFactory.tools.schema import validator_of
 
 Vote = Literal["mean", "majority", "median"]
 MAX_CANDIDATES = len(string.ascii_uppercase)
@@ -89,20 +89,13 @@ class JsonVerdict:
     mapping from texts to numbers in that range. Where the schema limits the number, these are `low` and `high`; else
     they are 0 and 1."""
 
-    schema: dict[str, Any]
+    schema: Annotated[dict[str, Any], AfterValidator(checked_schema)]
     key: Text = "score"
     low: float = 0.0
     high: float = 1.0
     values: dict[str, float] = field(default_factory=dict[str, float])
 
     def __post_init__(self) -> None:
-        try:
-            validator_of(self.schema).check_schema(self.schema)
-        except (SchemaError, TypeError, AttributeError) as error:
-            said = getattr(error, "message", error)
-            raise ValueError(f"schema is no JSON schema ({said!s:.120})") from error
-        if unknown := unknown_reference(self.schema):
-            raise ValueError(f"schema refers to {unknown}, which is not in it")
         if self.key not in self.schema.get("properties", {}):
             raise ValueError(f"key is {self.key!r}, which is not among the properties of schema")
         low, high = self.scale.low, self.scale.high

@@ -67,12 +67,10 @@ def same_number(
     reference: Number,
     tolerance: float | None = None,
     relative: float | None = None,
-    strict_percent: bool = False,
-    units: bool = True,
 ) -> bool:
     """Compare two numbers. Without tolerances whole numbers must be equal, others within 1e-6 of the reference's size.
     Known units are converted, and two of different kinds never match. A percentage matches its value, and its bare
-    figure (50% and 50) where that is 1 or more, unless `strict_percent`."""
+    figure (50% and 50) where that is 1 or more."""
 
     def close(left: Fraction, right: Fraction) -> bool:
         share = relative
@@ -83,14 +81,14 @@ def same_number(
         return abs(left - right) <= room
 
     left, right = answer.value, reference.value
-    if units and answer.units and reference.units:
+    if answer.units and reference.units:
         pairs = [(one, other) for one in answer.units for other in reference.units if one.kind == other.kind]
         return any(close(left * one.factor, right * other.factor) for one, other in pairs)
-    if units and ((answer.units and reference.word) or (answer.word and reference.units)):
+    if (answer.units and reference.word) or (answer.word and reference.units):
         return False
     if close(left, right):
         return True
-    if strict_percent or answer.percent == reference.percent:
+    if answer.percent == reference.percent:
         return False
     left, right = left * (100 if answer.percent else 1), right * (100 if reference.percent else 1)
     bare = right if answer.percent else left

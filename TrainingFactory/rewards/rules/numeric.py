@@ -6,7 +6,7 @@ import math
 import re
 from decimal import Decimal
 from fractions import Fraction
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 from pydantic.dataclasses import dataclass
 
@@ -18,19 +18,13 @@ from TrainingFactory.rewards.rules.text import holds, normalised
 
 @dataclass(config=STRICT, frozen=True, kw_only=True)
 class Numeric(AnswerRule):
-    """The same number. The answer must state exactly one; several are no answer.
-
-    `tolerance` is absolute, `relative` a share of the right one; the larger counts. Without them whole numbers must
-    be equal, others within 1e-6. `percent: strict` takes 50% as 0.5 only, not as 50. `units: false` ignores units.
-    `decimal_comma` reads 1.234,5 and 3,14 as in most of Europe, also in right answers that are texts.
-    """
+    """Reward the same number, of which the answer must state exactly one. `tolerance` is absolute, `relative` a share
+    of the right one; the larger counts. Without them whole numbers must be equal, others within 1e-6."""
 
     rule: ClassVar[str] = "numeric"
     tolerance: NotNegative | None = None
     relative: NotNegative | None = None
-    percent: Literal["auto", "strict"] = "auto"
-    units: bool = True
-    decimal_comma: bool = False
+    decimal_comma: bool = False  # 1.234,5 and 3,14 as in most of Europe, also in right answers that are texts
 
     def read_reference(self, reference: Any) -> Any:
         number = as_number(reference, self.decimal_comma)
@@ -42,11 +36,7 @@ class Numeric(AnswerRule):
 
     def score(self, answer: str, reference: Any) -> float:
         number = only_number(answer, self.decimal_comma)
-        strict = self.percent == "strict"
-        return float(
-            number is not None
-            and same_number(number, reference, self.tolerance, self.relative, strict, self.units)
-        )
+        return float(number is not None and same_number(number, reference, self.tolerance, self.relative))
 
 
 def as_number(reference: Any, decimal_comma: bool = False) -> Number | None:
@@ -64,7 +54,7 @@ def as_number(reference: Any, decimal_comma: bool = False) -> Number | None:
 
 @dataclass(config=STRICT, frozen=True, kw_only=True)
 class Auto(Numeric):
-    """numeric where the right answer is a number, else normalised. A right answer with zeros in front (02139) is no
+    """Compare as numeric where the right answer is a number, else as normalised. One with zeros in front (02139) is no
     number: it must be given with them."""
 
     rule: ClassVar[str] = "auto"

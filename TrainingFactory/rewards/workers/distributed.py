@@ -19,8 +19,7 @@ from TrainingFactory.rewards.adapt import Adapted, as_reward, one_by_one
 from TrainingFactory.rewards.judge.base import Judge
 from TrainingFactory.rewards.judge.endpoints import JudgeFailure
 from TrainingFactory.rewards.model_judge import judges_at
-from TrainingFactory.rewards.workers.finished_episode import FinishedEpisode
-from TrainingFactory.rewards.workers.process import RewardProcess, is_rows_own
+from TrainingFactory.rewards.workers.process import FinishedEpisode, RewardProcess, is_rows_own
 from TrainingFactory.tools.limits import CircuitBreaker
 from TrainingFactory.tools.waiting import OutOfTime, SelfCancelled, within
 from TrainingFactory.types import Reward, Trajectory

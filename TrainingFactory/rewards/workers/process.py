@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from pydantic import JsonValue, TypeAdapter, ValidationError
 
 from TrainingFactory.data.trajectories import trajectory_from_dict, trajectory_to_dict
-from TrainingFactory.protocols import Episode
+from TrainingFactory.protocols import Environment, Episode
 from TrainingFactory.rewards.adapt import Adapted, BrokeOff, Unscored, alone
 from TrainingFactory.rewards.judge.endpoints import JudgeFailure
 from TrainingFactory.rewards.loading import load_reward, with_whole_path
-from TrainingFactory.rewards.workers.finished_episode import FinishedEpisode
-from TrainingFactory.types import Reward, Task, ToolFailure
+from TrainingFactory.types import Reward, Task, ToolFailure, ToolResult, Trajectory
 from TrainingFactory.user_code import failure
 from TrainingFactory.workers import Worker, WorkerDied, WorkerError, WorkerTooSlow
 
@@ -27,6 +26,24 @@ _JSON: TypeAdapter[Any] = TypeAdapter(JsonValue)
 
 class WorkerFailure(Exception):
     """A process could not score anything: it cannot be started, or what its reward needs is out of reach."""
+
+
+@dataclass(slots=True)
+class FinishedEpisode:
+    """Hold a trajectory as a reward wants it, long after its environment was closed."""
+
+    trajectory: Trajectory
+
+    @property
+    def task(self) -> Task:
+        return self.trajectory.task
+
+    @property
+    def environment(self) -> Environment:
+        raise ToolFailure("the environment of this episode is closed; a reward that needs it cannot run here")
+
+    async def call(self, tool: str, **arguments: Any) -> ToolResult:
+        raise ToolFailure(f"the environment of this episode is closed, so {tool} cannot be called")
 
 
 class RewardProcess:
