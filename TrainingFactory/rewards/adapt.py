@@ -1,8 +1,5 @@
 """Any callable as a reward: sync or async, on an episode, on a trajectory, on a group of them, or in TRL's shape.
-
-It gives a number, a `Reward`, or None for "cannot score", which raises `Unscored`: nothing that went wrong ever counts
-as zero. docs/REWARDS.md has an example of each shape.
-"""
+Nothing that went wrong ever counts as zero."""
 
 from __future__ import annotations
 
@@ -26,12 +23,9 @@ from TrainingFactory.user_code import place_of
 
 # "whole" is an object of ours that scores a group by its own method `group`.
 Shape = Literal["episode", "trajectory", "episodes", "trajectories", "completions", "whole"]
-_NAMES: dict[str, Shape] = {"traj": "trajectory", "trajs": "trajectories"}
-_NAMES |= {name: name for name in get_args(Shape) if name != "whole"}
-_SEVERAL: dict[str, Shape] = {"Trajectory": "trajectories", "Episode": "episodes"}
-_HINT = re.compile(  # also "Trajectory | None" and list[types.Trajectory]
-    r"(?:(?:\w+\.)*Optional\[)?(?:\w+\.)*(?P<several>(?i:list|tuple|sequence|iterable|collection)\[)?"
-    r"(?:\w+\.)*(?P<kind>Trajectory|Episode)(?:, \.\.\.)?\]*(?: \| None)?"
+_SEVERAL: dict[str, Shape] = {"trajectory": "trajectories", "episode": "episodes"}
+_HINT = re.compile(
+    r"(?P<several>(?i:list|tuple|sequence|iterable|collection)\[)?(?:\w+\.)*(?P<kind>Trajectory|Episode)\b"
 )
 
 
@@ -166,9 +160,7 @@ class Adapted:
 
 @validate_call(config=STRICT)
 def as_reward(function: Any, name: str | None = None, timeout: Positive | None = None) -> Adapted:
-    """Return the callable as a reward with a time limit for each call; ValueError if it cannot be one. Its parameters
-    say what it is given: `completions` means TRL's shape, `trajectory` (or a type hint that says so) the trajectory,
-    `episodes` or `trajectories` (or a hint such as list[Trajectory]) a whole group, anything else the episode."""
+    """Return the callable as a reward with a time limit for each call; ValueError if it cannot be one."""
     if isinstance(function, Adapted):
         return replace(function, name=name or function.name, timeout=timeout or function.timeout)
     name = name or str(getattr(function, "__name__", type(function).__name__))
@@ -198,10 +190,11 @@ def _shape_of(function: Callable[..., Any], name: str) -> Shape:
         ) from None
     first = next(iter(parameters.values()))
     hint = first.annotation
-    found = _HINT.fullmatch(hint.__qualname__ if isinstance(hint, type) and not get_args(hint) else str(hint))
-    if found is None:
-        return _NAMES.get(first.name, "episode")
-    return _SEVERAL[found["kind"]] if found["several"] else _NAMES[found["kind"].lower()]
+    found = _HINT.search(hint.__qualname__ if isinstance(hint, type) and not get_args(hint) else str(hint))
+    takes = found["kind"].lower() if found else first.name
+    if found and found["several"]:
+        return _SEVERAL[takes]
+    return takes if takes in get_args(Shape) else "episode"  # type: ignore[return-value]
 
 
 def _completion(trajectory: Trajectory) -> str | list[dict[str, Any]]:

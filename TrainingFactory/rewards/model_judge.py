@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -24,31 +23,12 @@ from TrainingFactory.options import (
     make_from,
     nested,
 )
-from TrainingFactory.protocols import Episode
-from TrainingFactory.rewards.judge.base import Judge
 from TrainingFactory.rewards.judge.client import Budget, JudgeClient
 from TrainingFactory.rewards.judge.endpoints import AnthropicEndpoint, JudgeModel, OpenAIEndpoint
-from TrainingFactory.rewards.judge.groups import PairJudge, RankingJudge
-from TrainingFactory.rewards.judge.prompts import (
-    GROUP,
-    PAIR,
-    RUBRIC,
-    SINGLE,
-    JudgePrompt,
-    answer_text,
-    trajectory_text,
-)
-from TrainingFactory.rewards.judge.verdicts import (
-    JsonVerdict,
-    Pairwise,
-    Ranking,
-    Score,
-    Verdict,
-    Vote,
-    YesNo,
-)
+from TrainingFactory.rewards.judge.judges import ModelJudge, PairJudge, RankingJudge
+from TrainingFactory.rewards.judge.prompts import GROUP, PAIR, RUBRIC, SINGLE, JudgePrompt
+from TrainingFactory.rewards.judge.verdicts import JsonVerdict, Pairwise, Ranking, Score, Vote, YesNo
 from TrainingFactory.tools.cache.cache import ToolCache
-from TrainingFactory.types import Reward, Trajectory
 
 Api = Literal["openai", "anthropic"]
 VerdictName = Literal["score", "yes_no", "json", "pairwise", "ranking"]
@@ -60,30 +40,7 @@ FORMS: dict[VerdictName, Callable[..., Any]] = {
     "pairwise": Pairwise,
     "ranking": Ranking,
 }
-
 KINDS = {"pairwise": PAIR, "ranking": GROUP}
-
-
-@dataclass(kw_only=True, eq=False)
-class ModelJudge(Judge):
-    """Judges every episode by itself. One that did not come to its own end, or ended without having said or done
-    anything that the judge is shown, gets 0 without asking, unless `judge_unfinished`."""
-
-    verdict: Verdict
-
-    async def __call__(self, episode: Episode) -> Reward:
-        trajectory = episode.trajectory
-        return self._rewarded(0.0 if self.failed(trajectory) else await self.judge(trajectory))
-
-    async def judge(self, trajectory: Trajectory, repeat: int = 0) -> float:
-        """Return the verdict, from 0 to 1. `repeat` tells several judgements of one trajectory apart, for which the
-        cache would give one answer."""
-        values = self.prompt.values(
-            trajectory.task,
-            conversation=trajectory_text(trajectory, self.prompt.reasoning),
-            answer=answer_text(trajectory),
-        )
-        return await self._samples(values, self.verdict.instruction, self.verdict.read, repeat)
 
 
 @validate_call(config=STRICT)
@@ -127,13 +84,13 @@ def model_judge(
             APIS[api], base_url, model, api_key_env=api_key_env, timeout=timeout, options=options
         )
     client = JudgeClient(
-        model,
+        model=model,
         concurrency=concurrency,
         rate=rate,
         retries=retries,
         pause=pause,
         cache=cache,  # a file is made when nothing else can be wrong
-        budget=budget,  # type: ignore[arg-type]  # made of the mapping
+        budget=budget or Budget(),  # type: ignore[arg-type]  # made of the mapping
     )
     shared: dict[str, Any] = {"client": client, "prompt": prompt, "samples": samples, "vote": vote}
     shared |= {"name": name, "judge_unfinished": judge_unfinished, "fence_seed": fence_seed}
@@ -157,8 +114,7 @@ def _endpoint(kind: type[OpenAIEndpoint], base_url: str, model: str, **options: 
 def judges_at(
     base_url: str | Sequence[str], options: Mapping[str, Any], workers: int | None = None
 ) -> list[Any]:
-    """Return one judge at several endpoints, for the workers of a pool: a judge for each worker, to be closed by the
-    caller. Workers at one address share their judge; what they may spend is meant for all of them together."""
+    """Return a judge for each worker of a pool, one at each address, with one budget for all."""
     urls = [base_url] if isinstance(base_url, str) else list(base_url)
     if not urls or not all(isinstance(url, str) for url in urls) or len(set(urls)) < len(urls):
         raise ValueError(f"base_url is {base_url!r:.100}; it must be an address, or a list of different ones")

@@ -1,11 +1,7 @@
 """`reward.type: process_reward`: the outcome, and what single turns earn on the way to it.
 
-A turn's entry is fixed when the turn ends. Limits and claw-backs are negative amounts on the turn that settles them;
-earlier entries never change, which is what makes credit by turn unbiased.
-
-A rule over turns, `rule(trajectory, turn)`, is a number or a truth value for that turn. It sees the trajectory as it
-was when the turn ended: later turns are not there, and `status` is `done` only if that turn ended the episode well.
-"""
+A turn's entry is fixed when the turn ends, which makes credit by turn unbiased. So a rule, `rule(trajectory, turn)`,
+sees the trajectory as it was then."""
 
 from __future__ import annotations
 
@@ -42,14 +38,11 @@ STEP_REWARDS = {"correct_tool": 0.5, "clear_reasoning": 0.3, "efficient_path": 0
 MAX_EXPERT_TURNS = 100
 ROUNDING = 1e-9
 CAPPED, CLAWED_BACK, OUTCOME = "capped", "clawed_back", "outcome"
-
-
 MIN_WORDS = 5  # different ones, of a reasoning that counts as one
 
 
 def correct_tool(trajectory: Trajectory, turn: int) -> bool:
-    """All calls of the turn went to the right tool and were answered well. Which one is right stands in the task's
-    metadata `correct_tool`, a name or a list of names; else every tool that there is."""
+    """Tell whether all calls of the turn went to a right tool (metadata `correct_tool`, else any) and went well."""
     calls = _answered(trajectory.turns[turn])
     right = trajectory.task.metadata.get("correct_tool")
     if right is None:
@@ -59,7 +52,7 @@ def correct_tool(trajectory: Trajectory, turn: int) -> bool:
 
 
 def valid_arguments(trajectory: Trajectory, turn: int) -> bool:
-    """All calls of the turn could be read, name a tool, and fit its schema."""
+    """Tell whether all calls of the turn could be read, name a tool, and fit its schema."""
     specs = {spec.name: spec for spec in trajectory.tools}
     calls = _answered(trajectory.turns[turn])
     for call, result in calls:
@@ -72,14 +65,14 @@ def valid_arguments(trajectory: Trajectory, turn: int) -> bool:
 
 
 def no_repeated_call(trajectory: Trajectory, turn: int) -> bool:
-    """The turn calls something, and nothing that was called before with the same arguments."""
+    """Tell whether the turn calls something, and nothing that was called before with the same arguments."""
     seen = {_key(call) for one in trajectory.turns[:turn] for call in one.message.tool_calls}
     now = [_key(call) for call in trajectory.turns[turn].message.tool_calls]
     return bool(now) and len(set(now)) == len(now) and seen.isdisjoint(now)
 
 
 def error_recovered(trajectory: Trajectory, turn: int) -> bool:
-    """A tool that had failed at its last use is used well."""
+    """Tell whether a tool that had failed at its last use is used well."""
     last: dict[str, bool] = {}
     for one in trajectory.turns[:turn]:
         last |= {call.name: _went_well(result) for call, result in _answered(one)}
@@ -88,7 +81,7 @@ def error_recovered(trajectory: Trajectory, turn: int) -> bool:
 
 
 def clear_reasoning(trajectory: Trajectory, turn: int) -> bool:
-    """The turn says why, as reasoning or as text beside its calls. A text that was there before counts as none."""
+    """Tell whether the turn says why, as reasoning or as text beside its calls, and not as an earlier one did."""
     text = _reasoning(trajectory.turns[turn])
     if len(set(re.findall(r"\w+", text.lower()))) < MIN_WORDS:
         return False
@@ -97,8 +90,8 @@ def clear_reasoning(trajectory: Trajectory, turn: int) -> bool:
 
 
 def efficient_path(trajectory: Trajectory, turn: int) -> float:
-    """On the turn that ends the episode well: the shortest number of turns (metadata `shortest`, else the expert's)
-    over that taken; where neither is known, the share of turns that were no failure and no repetition."""
+    """Return, for the turn that ends the episode well, the shortest number of turns over that taken; where it is not
+    known, the share of turns that were no failure and no repetition."""
     if trajectory.status != "done" or turn != len(trajectory.turns) - 1:
         return 0.0
     shortest = trajectory.task.metadata.get("shortest")
@@ -151,23 +144,19 @@ def _plain(text: str) -> str:
 
 @dataclass(config=STRICT, eq=False)
 class ProcessReward:
-    """`ProcessReward(outcome_weight=1.0, step_rewards={"correct_tool": 0.5, "efficient_path": 0.2})`
-
-    `step_rewards` are names of rules (PROCESS_RULES, or functions in `rules`) and what a turn earns
-    by each. `outcome` is the reward of the whole episode: any callable, or None for the environment's own. With an
-    `outcome_weight` of 0 it is not asked.
-    `pay`: "once" rewards a rule when it first holds (of a graded one, what is better than before), "per_turn" every
-    time. `cap` limits what all rules together have earned at any time; None: as much as each of them once.
-    `claw_back`: an episode that does not come to its own end gives back on its last turn what it has earned.
-    """
+    """Reward the outcome, and turns by `step_rewards`: rules by name (PROCESS_RULES, or in `rules`), and weights."""
 
     outcome_weight: float = 1.0
     step_rewards: Mapping[str, float] | None = None
-    outcome: Any = None
+    outcome: Any = None  # any callable; None: the environment's own; not asked where it weighs 0
     _: KW_ONLY
-    pay: Literal["once", "per_turn"] = "once"
-    cap: Annotated[float, Field(ge=0, allow_inf_nan=True)] | None = None
-    claw_back: bool = True
+    pay: Literal["once", "per_turn"] = (
+        "once"  # when a rule first holds, of a graded one what is better than before
+    )
+    cap: Annotated[float, Field(ge=0, allow_inf_nan=True)] | None = (
+        None  # at any time; None: what all give once
+    )
+    claw_back: bool = True  # what an episode has earned that does not come to its own end, on its last turn
     rules: Mapping[str, StepRule] | None = None
     timeout: float | None = 60.0  # seconds for the outcome
 

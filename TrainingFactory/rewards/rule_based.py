@@ -11,8 +11,7 @@ from TrainingFactory.rewards.rules.choice import Choice
 from TrainingFactory.rewards.rules.code import CodeTests
 from TrainingFactory.rewards.rules.form import Format, Length, Pattern
 from TrainingFactory.rewards.rules.json_answers import JsonMatch, SchemaMatch
-from TrainingFactory.rewards.rules.maths import Maths
-from TrainingFactory.rewards.rules.numeric import Auto, Numeric
+from TrainingFactory.rewards.rules.numeric import Auto, Maths, Numeric
 from TrainingFactory.rewards.rules.sql import SqlResult
 from TrainingFactory.rewards.rules.text import F1, Contains, Exact, ExactMatch, Normalised
 

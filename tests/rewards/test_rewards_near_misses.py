@@ -112,7 +112,7 @@ def test_formulas_that_would_run_for_ever_are_wrong():
     pytest.importorskip("math_verify", reason="math-verify is not installed")
 
     async def compared() -> list[list[bool]]:
-        worker = Worker("TrainingFactory.rewards.rules.maths:comparing", 1)
+        worker = Worker("TrainingFactory.rewards.rules.numeric:comparing", 1)
         try:
             endless = [await worker.ask(["\\sqrt{2}", formula], 60) for formula in ENDLESS]
             return [endless, [await worker.ask([formula, formula], 60) for formula in FINITE]]

@@ -32,7 +32,7 @@ LARGE = 1e300  # a whole number beyond it may be too large for a float
 
 
 class Verdict(Protocol):
-    """Reads the verdict on one text as a number from 0 (bad) to 1 (good)."""
+    """Read the verdict on one text as a number from 0 (bad) to 1 (good)."""
 
     @property
     def instruction(self) -> str: ...
@@ -41,7 +41,7 @@ class Verdict(Protocol):
 
 @dataclass(config=STRICT, frozen=True)
 class Score:
-    """A number from `low` to `high`, mapped to 0 to 1."""
+    """Read a number from `low` to `high`, mapped to 0 to 1."""
 
     low: float = 0.0
     high: float = 10.0
@@ -85,9 +85,8 @@ class YesNo:
 
 @dataclass(config=STRICT)
 class JsonVerdict:
-    """A JSON object of `schema`, whose `key` is a truth value, a number from `low` to `high`, or one of `values`, a
-    mapping from texts to numbers in that range. Where the schema limits the number, these are `low` and `high`; else
-    they are 0 and 1."""
+    """Read an object of `schema`, whose `key` is a truth value, a number from `low` to `high` (or in the schema's own
+    range), or one of `values`, which stand for such numbers."""
 
     schema: Annotated[dict[str, Any], AfterValidator(checked_schema)]
     key: Text = "score"
@@ -145,8 +144,7 @@ class JsonVerdict:
         return self.scale.scaled(found if abs(found) < LARGE else math.inf)
 
     def _verdict_in(self, text: str) -> str:
-        """Return all of the text, or the fenced block that it ends with, if nothing before that looks like another
-        object: it may be quoted from what is judged."""
+        """Return all of the text, or the fenced block that it ends with, if nothing before it looks like another."""
         before, fence, block = text.removesuffix(FENCE).rpartition(FENCE)
         if not fence or not text.endswith(FENCE):
             return text
@@ -156,7 +154,7 @@ class JsonVerdict:
 
 @dataclass(config=STRICT, frozen=True)
 class Pairwise:
-    """Tells which of two is better: 1 if A is, 0 if B is, 0.5 for a tie."""
+    """Read which of two is better: 1 if A is, 0 if B is, 0.5 for a tie."""
 
     instruction: ClassVar[str] = (
         "Say which of the two is better, A or B; the order in which they stand means nothing. End with one line that "
@@ -169,8 +167,7 @@ class Pairwise:
 
 @dataclass(config=STRICT, frozen=True)
 class Ranking:
-    """Orders all candidates from best to worst, `=` between equals. `read_all` gives 1 to the best and 0 to the worst,
-    evenly spaced; equals get the mean of their places."""
+    """Give 1 to the best and 0 to the worst, evenly spaced; equals get the mean of their places."""
 
     instruction: ClassVar[str] = (
         "Order all candidates from best to worst by their letters; the order in which they stand means nothing. End "
@@ -193,9 +190,8 @@ class Ranking:
 
 
 def final_line(text: str, mark: str) -> str:
-    """Return what the last line says, which is of the form `mark: ...`, in lower case; all of the text may be one line
-    without the mark. A line of that form with something after it may be quoted from what is judged, and one that says
-    something else before it as well: that is no verdict."""
+    """Return what the last line says after `mark:`, in lower case; all of the text may be one line without the mark."""
+    # With something after it, or another such line before it, it may be quoted from what is judged.
     lines = [line.strip(MARKUP) for line in without_reasoning(text).splitlines()]
     lines = [line for line in lines if any(map(str.isalnum, line))]  # a closing fence says nothing
     said = [found for line in lines if (found := _after(mark, line)) is not None]

@@ -1,9 +1,6 @@
-"""Numbers as people and models write them: 1,234.5, 3/4, 1 1/2, 50%, $5, 1.5e3, 1.5 x 10^3, 5 km, \\frac{1}{2}.
-
-A text is cut into the longest runs that could be one number, and a run is read as a whole or not at all. So nothing
-is ever read out of the middle of something else: 1,234 holds no 234, 1/2 holds no 1, 10-3 holds no 3. A text states
-one number or none: not what it denies, leaves open or takes back.
-"""
+"""Numbers as people and models write them. A text is cut into the longest runs that could be one number, and a run is
+read as a whole or not at all: 1,234 holds no 234, 10-3 holds no 3. A text states one number or none: not what it
+denies, leaves open or takes back."""
 
 from __future__ import annotations
 
@@ -22,19 +19,17 @@ MAX_EXPONENT = 400  # a little over what a float can hold
 
 @dataclass(slots=True, frozen=True)
 class Number:
-    """A number that was read. A percentage has its value (50% is 1/2) and says that it was one. `units` is what its
-    unit may mean (5 pounds: weight or money), or nothing: other words (72 clips) say nothing about the number. `word`
-    is such a word if it looks like a unit: 72 clips are not 72 miles."""
+    """Hold a number that was read."""
 
     value: Fraction
-    percent: bool = False
-    units: tuple[Unit, ...] = ()
-    word: str = ""
+    percent: bool = False  # 50%, whose value is 1/2
+    units: tuple[Unit, ...] = ()  # what its unit may mean (5 pounds: weight or money)
+    word: str = ""  # another one that looks like a unit: 72 clips are not 72 miles
 
 
 @dataclass(slots=True, frozen=True)
 class Figure:
-    """A place in a text where a number stands; `number` is None for what looks like one and is not: 10-3, 1.2.3."""
+    """Mark a place where a number stands; `number` is None for what looks like one and is not: 10-3, 1.2.3."""
 
     start: int
     end: int

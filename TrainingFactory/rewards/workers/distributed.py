@@ -16,8 +16,8 @@ from TrainingFactory.endpoint import Endpoint
 from TrainingFactory.options import STRICT, Count, NotNegative, Positive
 from TrainingFactory.protocols import Episode
 from TrainingFactory.rewards.adapt import Adapted, as_reward, one_by_one
-from TrainingFactory.rewards.judge.base import Judge
 from TrainingFactory.rewards.judge.endpoints import JudgeFailure
+from TrainingFactory.rewards.judge.judges import Judge
 from TrainingFactory.rewards.model_judge import judges_at
 from TrainingFactory.rewards.workers.process import FinishedEpisode, RewardProcess, is_rows_own
 from TrainingFactory.tools.limits import CircuitBreaker
@@ -54,13 +54,9 @@ class PoolWorker:
 
 
 class DistributedRewardModel:
-    """`model`: one reward for all workers, or a list with one for each. What is not async runs in threads, a text
-    such as `rewards.py:score` in a process for each worker. With `base_url`, one address or several, the text names a
-    model that judges there; `judge_options` are those of `model_judge`.
-
-    Every row (a group, where the reward scores groups) goes to the worker with the fewest under way, at most
-    `per_worker` each (8, or 1 for processes); what a worker fails at goes to another, unless the row's own content is
-    the trouble. `timeout` is for one attempt; a row waits at most `patience` seconds while all workers are down."""
+    """Spread rewards over workers. `model` is one reward for all, or a list with one for each; a text such as
+    `rewards.py:score` runs in a process for each worker, or with `base_url` names a model that judges there. `timeout`
+    is for one attempt; a row waits at most `patience` seconds while all workers are down."""
 
     @validate_call(config=STRICT)
     def __init__(

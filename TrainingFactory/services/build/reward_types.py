@@ -80,7 +80,7 @@ def environment_reward(making: Making, options: Options) -> None:
 
 
 def rule_based(making: Making, options: Options) -> RewardFunction:
-    rule = rule_from_options(options)
+    rule: Any = rule_from_options(options)
     if not making.processes or isinstance(rule, ToolRule):
         return rule
     return making.in_processes(RULE_MAKER, as_reward(rule), making.processes, options=options)

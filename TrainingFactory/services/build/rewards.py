@@ -17,7 +17,7 @@ from TrainingFactory.options import OptionError
 from TrainingFactory.protocols import Environment, RewardFunction
 from TrainingFactory.rewards.adapt import Adapted, compares
 from TrainingFactory.rewards.combined import ENVIRONMENT, Combined
-from TrainingFactory.rewards.judge.base import Judge
+from TrainingFactory.rewards.judge.judges import Judge
 from TrainingFactory.rewards.process_reward import ProcessReward
 from TrainingFactory.rewards.rules.code import ToolRule
 from TrainingFactory.rewards.workers.distributed import DistributedRewardModel
