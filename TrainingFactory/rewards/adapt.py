@@ -17,7 +17,7 @@ from TrainingFactory.openai_form import message_to_dict
 from TrainingFactory.options import STRICT, Positive
 from TrainingFactory.protocols import Episode, GroupReward
 from TrainingFactory.tools.threads import in_thread
-from TrainingFactory.tools.waiting import OutOfTime, within
+from TrainingFactory.tools.waiting import OutOfTime, SelfCancelled, within
 from TrainingFactory.types import Reward, Task, Trajectory
 from TrainingFactory.user_code import place_of
 
@@ -140,22 +140,18 @@ class Adapted:
         return {key: column for key, column in columns.items() if takes_all or key in named}
 
     async def _limited(self, call: Coroutine[Any, Any, Any]) -> Any:
+        async def kept_inside() -> Any:  # or it would end the loop
+            try:
+                return await call
+            except SystemExit as error:
+                raise BrokeOff(f"the reward {self.name}{place_of(error)} tried to end the program") from error
+
         try:
-            return await within(self.timeout, self._kept_inside(call))
+            return await within(self.timeout, kept_inside())
         except OutOfTime:
             raise Unscored(f"the reward {self.name} took longer than {self.timeout:g} s") from None
-
-    async def _kept_inside(self, call: Coroutine[Any, Any, Any]) -> Any:
-        """Await the call; what would end its task or the loop becomes BrokeOff."""
-        try:
-            return await call
-        except asyncio.CancelledError as error:
-            task = asyncio.current_task()
-            if task is None or task.cancelling():
-                raise
-            raise BrokeOff(f"the reward {self.name}{place_of(error)} cancelled itself") from error
-        except SystemExit as error:
-            raise BrokeOff(f"the reward {self.name}{place_of(error)} tried to end the program") from error
+        except SelfCancelled:
+            raise BrokeOff(f"the reward {self.name} cancelled itself") from None
 
 
 @validate_call(config=STRICT)
