@@ -95,10 +95,8 @@ def test_only_the_models_own_final_text_counts():
     assert played.reward == Reward(1.0, [], {"auto": 1.0})
 
 
-def test_reasoning_counts_only_if_asked():
+def test_reasoning_does_not_count():
     assert scored({}, "I am sure.", reasoning="Answer: 72") == 0.0
-    assert scored({"reasoning": True}, "I am sure.", reasoning="Answer: 72") == 1.0
-    assert scored({"reasoning": True}, "I am", status="truncated", reasoning="Answer: 72") == 0.0
     for text in (
         "<think>Answer: 72</think>",
         "<think>Answer: 72",
@@ -137,25 +135,22 @@ def test_a_task_without_an_answer_cannot_be_scored(answer: Any):
 
 
 def test_where_the_answer_is_looked_for():
-    text = "First \\boxed{1}.\n<answer>2</answer>\nTotal: 3\n#### 4\nAnswer: 5\n6 apples"
+    text = "First \\boxed{1}.\n<answer>2</answer>\nAnswer: 5\n6 apples"
     for options, answer in [
         ({"extract": "boxed"}, "1"),
         ({"extract": "tag"}, "2"),
-        ({"extract": "marker", "marker": "total:"}, "3"),
-        ({"extract": "marker", "marker": ["Total:", "####"]}, "4"),
         ({"extract": "marker"}, "5"),
         ({"extract": "last_line"}, "6"),
         ({"extract": "last_number"}, "6"),
-        ({"marker": "Sum:"}, "6"),  # not there: the last line
         ({}, "5"),
     ]:
-        for wanted in "123456":
+        for wanted in "1256":
             assert scored({"rule": "numeric", **options}, text, wanted) == float(wanted == answer), (
                 options,
                 wanted,
             )
     assert scored({"rule": "numeric", "extract": "whole"}, text, "6") == 0.0
-    assert scored({"extract": "tag", "tag": "final"}, "<FINAL>72</FINAL>") == 1.0
+    assert scored({"extract": "tag"}, "<ANSWER>72</ANSWER>") == 1.0
     for missing in ("boxed", "tag", "marker"):
         assert scored({"extract": missing}, "72") == 0.0
     assert scored({"extract": "boxed"}, "\\boxed{72") == 0.0 and scored({}, "\\boxed{{72}}") == 1.0
@@ -175,9 +170,7 @@ def test_numeric_options():
     assert scored({"rule": "numeric", "tolerance": 0.5}, "72.4") == 1.0 and scored("numeric", "72.4") == 0.0
     assert scored({"rule": "numeric", "relative": 0.1}, "66") == 1.0
     assert scored({"rule": "numeric", "decimal_comma": True}, "3,14", "3.14") == 1.0
-    assert scored({"rule": "numeric", "percent": "strict"}, "72%") == 0.0 and scored("numeric", "72%") == 1.0
-    assert scored("numeric", "72 kg", "72 km") == 0.0
-    assert scored({"rule": "numeric", "units": False}, "72 kg", "72 km") == 1.0
+    assert scored("numeric", "72%") == 1.0 and scored("numeric", "72 kg", "72 km") == 0.0
 
 
 CHOSEN = [
@@ -232,9 +225,6 @@ def test_contains_finds_whole_words_only():
     for wrong in ("172", "72,000", "7.72", "72.5"):
         assert scored("contains", wrong, "72") == 0.0
     assert scored("contains", "Rome and Paris", ["Oslo", "Paris"]) == 1.0
-    every = {"rule": "contains", "every": True}
-    assert scored(every, "Rome and Paris", ["Paris", "Rome"]) == 1.0
-    assert scored(every, "Rome and Paris", ["Paris", "Oslo"]) == 0.0
 
 
 def test_squad_scores():
