@@ -149,37 +149,6 @@ def test_step_rewards_reach_single_turns():
         assert min(other.advantages) == pytest.approx(-0.25)
 
 
-@pytest.mark.parametrize(
-    ("section", "says"),
-    [
-        ({"type": "rule_based", "options": {"rule": "numerc"}}, "reward.options.rule: must be.*mean numeric"),
-        ({"type": "rule_based", "options": {"rule": "numeric", "tolerence": 1}}, "options.tolerence: .*mean tolerance"),
-        ({"type": "tool_verified"}, "reward.options.verify: is missing; it must be one of sql_execution"),
-        ({"type": "tool_verified", "options": {"verify": "sql_exec"}}, "reward.options.verify.*mean sql_execution"),
-        ({"type": "process_reward", "step_rewards": {"corect_tool": 1.0}}, "reward.step_rewards.*mean correct_tool"),
-        ({"type": "process_reward", "options": {"clawback": True}}, "reward.options.clawback: .*mean claw_back"),
-        ({"type": "process_reward", "options": {"pay": "often"}}, "reward.options.pay: must be one of once, per_turn"),
-        ({"type": "process_reward", "options": {"outcome": {"rule": "f2"}}}, "reward.options.outcome.rule.*mean f1"),
-        ({"type": "process_reward", "options": {"outcome": 3}}, "reward.options.outcome: a rule is its name"),
-        ({"type": "environment", "options": {"rule": "f1"}}, "reward.options.rule: is for another type"),
-        ({"type": "rule_based", "step_rewards": {"correct_tool": 1.0}}, "reward.step_rewards: is for reward.type=pro"),
-        ({"type": "model_judge", "options": {"api_key_env": None}}, "reward.model: is missing"),
-        ({"type": "model_judge", "model": "m", "options": {"verdict": "rank"}}, "reward.options.verdict.*mean ranking"),
-        ({"type": "rule_based", "parts": {"a": {"type": "environment"}}}, "reward.type: reward.parts has"),
-        ({"parts": {"a": {"typ": "rule_based"}}}, "reward.parts.a.typ: unknown key; did you mean type"),
-        ({"parts": {"a": {"type": "rule"}}}, "reward.parts.a.type: must be one of.*did you mean rule_based"),
-        ({"parts": {"a": {"weight": "1"}}}, "reward.parts.a.weight: must be a valid number"),
-        ({"parts": {"a": {"type": "rule_based", "options": {"rule": "x"}}}}, "reward.parts.a.options.rule: must be"),
-        ({"parts": {"a/b": {"type": "environment"}}}, "reward.parts: 'a/b' cannot be the name of a part"),
-        ({"max_unscored": 2.0}, "reward.max_unscored"),
-    ],
-)  # fmt: skip
-def test_what_is_wrong_is_told_at_the_start(tmp_path: Path, section: dict[str, Any], says: str):
-    with pytest.raises(ValueError, match=says):
-        train(small(tmp_path, reward=section), "run")
-    assert not (tmp_path / "run").exists()
-
-
 def parity(trajectory: Trajectory, turn: int) -> float:
     return float(sum(trajectory.turns[turn].completion.token_ids) % 3)
 
