@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import pytest
 
-from tests.kits.judge import KEY, episode, finished, judging, scored
-from TrainingFactory.endpoint import ModelError
-from TrainingFactory.rewards.judge.endpoints import JudgeFailure, Reply
+from tests.kits.judge import KEY, finished, judging, scored
 from TrainingFactory.rewards.judge.prompts import JudgePrompt, harmless
 from TrainingFactory.rewards.model_judge import model_judge
 from TrainingFactory.types import Trajectory
@@ -51,29 +48,6 @@ def test_a_server_of_ones_own_gets_no_key(api: str):
     assert reward.outcome == 0.7
     sent = {name.lower() for name in server.headers[0]}
     assert not sent & {"authorization", "x-api-key"}
-
-
-class Busy:
-    identity = "busy"
-
-    def __init__(self) -> None:
-        self.asked = 0
-
-    async def ask(self, messages: Any, number: int) -> Reply:
-        self.asked += 1
-        raise ModelError("busy", temporary=True)
-
-    async def check(self) -> None: ...
-
-    async def close(self) -> None: ...
-
-
-def test_attempts_are_counted():
-    busy = Busy()
-    judge: Any = model_judge(model=busy, retries=2, pause=0.0)
-    with pytest.raises(JudgeFailure, match=r"busy \(3 attempts\)"):
-        asyncio.run(judge(episode()))
-    assert busy.asked == 3
 
 
 TOKENS = """

@@ -15,7 +15,6 @@ import pytest
 from tests.kits.judge import finished, scored_by
 from tests.kits.mcp import children, wait_until
 from TrainingFactory.rewards.adapt import Unscored
-from TrainingFactory.rewards.judge.endpoints import JudgeFailure
 from TrainingFactory.rewards.workers.distributed import DistributedRewardModel
 from TrainingFactory.rewards.workers.process import FinishedEpisode, RewardProcess, WorkerFailure
 from TrainingFactory.types import Reward, Trajectory
@@ -25,8 +24,6 @@ FILE = """
 import os
 import time
 from pathlib import Path
-
-from TrainingFactory.rewards.judge.endpoints import JudgeFailure
 
 HERE = Path(__file__).parent
 
@@ -46,8 +43,6 @@ def forked(trajectory):
 def failing(trajectory):
     if trajectory.answer == "ok":
         return 1.0
-    if trajectory.answer == "judge":
-        raise JudgeFailure("no line `Score: ...`", "unreadable")
     if trajectory.answer == "row":
         raise KeyError("row")
     raise ConnectionError("out of reach")
@@ -70,7 +65,7 @@ def scored(target: str, *rows: str | Trajectory, timeout: float = GUARD) -> list
     async def one(row: str | Trajectory) -> Any:
         try:
             return (await process(FinishedEpisode(finished(row) if isinstance(row, str) else row))).outcome
-        except (Unscored, JudgeFailure, WorkerFailure) as error:
+        except (Unscored, WorkerFailure) as error:
             return error
 
     async def all_of_them() -> list[Any]:
@@ -143,13 +138,12 @@ def test_a_task_that_would_be_another_one_there_is_not_scored(
 
 
 def test_a_failure_in_a_process_is_what_it_is_in_a_thread(file: Path):
-    found = scored(f"{file}:failing", "row", "judge", "network")
-    assert [type(each) for each in found] == [Unscored, JudgeFailure, WorkerFailure]
+    found = scored(f"{file}:failing", "row", "network")
+    assert [type(each) for each in found] == [Unscored, WorkerFailure]
     pool = DistributedRewardModel(f"{file}:failing", num_workers=2, timeout=20)
-    rewards = scored_by(pool, [finished(text) for text in ("network", "row", "judge", "ok")])
-    assert [reward is not None for reward in rewards] == [False, False, False, True]
+    rewards = scored_by(pool, [finished(text) for text in ("network", "row", "ok")])
+    assert [reward is not None for reward in rewards] == [False, False, True]
     assert sorted(worker.failed for worker in pool.workers) == [1, 1]  # the row went to both
-    assert pool.dropped["judge: unreadable"] == 1
     assert any("none of 2 workers" in reason and "out of reach" in reason for reason in pool.dropped)
 
 

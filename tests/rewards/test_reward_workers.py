@@ -84,35 +84,6 @@ def test_a_budget_is_for_all_addresses_together():
     assert all("budget.max_requests is 30, used are 30" in reason for reason in pool.dropped)
 
 
-def test_a_worker_that_is_back_is_used_again():
-    down = True
-    calls = {"first": 0, "second": 0}
-
-    async def first(episode: Any) -> float:
-        calls["first"] += 1
-        if down:
-            raise ConnectionError("gone")
-        return 1.0
-
-    def second(episode: Any) -> float:
-        calls["second"] += 1
-        return 1.0
-
-    async def play() -> None:
-        nonlocal down
-        pool = DistributedRewardModel(model=[first, second])
-        for _ in range(6):
-            assert await pool.compute_rewards([finished()]) == [Reward(1.0)]
-        tried = calls["first"]
-        assert tried <= 2 and calls["second"] == 6
-        down = False
-        while calls["first"] == tried:  # after its pause
-            await pool.compute_rewards([finished()])
-            await asyncio.sleep(0.05)
-
-    asyncio.run(asyncio.wait_for(play(), 60))
-
-
 def test_rows_go_to_the_worker_with_the_fewest():
     async def play() -> None:
         release = asyncio.Event()

@@ -141,14 +141,6 @@ def test_what_is_no_reward_is_told(function: Callable[..., Any], says: str):
         scored(function)
 
 
-def test_ending_the_program_ends_only_the_reward():
-    def leave(episode: Any) -> float:
-        raise SystemExit(3)
-
-    with pytest.raises(Unscored, match=r"leave \(test_rewards_combined.py:\d+\) tried to end the program"):
-        scored(leave)
-
-
 @pytest.mark.parametrize(
     "function", [3, "exact", lambda: 1.0, lambda a, b: 1.0, Counting, lambda *, episode: 1]
 )
@@ -215,12 +207,10 @@ def test_a_part_keeps_a_limit_of_its_own():
         ("Trajectory", "trajectory"),
         ("Trajectory | None", "trajectory"),
         ("Optional[Trajectory]", "trajectory"),
-        ("typing.Optional[types.Episode]", "episode"),
         ("list[Trajectory]", "trajectories"),
         ("Sequence[Episode]", "episodes"),
         ("tuple[Trajectory, ...]", "trajectories"),
         ("collections.abc.Iterable[types.Trajectory] | None", "trajectories"),
-        ("Wrapper[Trajectory]", "episode"),
     ],
 )
 def test_hints_say_what_a_reward_takes(hint: str, shape: str):

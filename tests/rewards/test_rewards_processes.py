@@ -155,8 +155,6 @@ def test_rewards_go_to_processes_where_that_is_asked_for(file: Path):
     def made(section: Any) -> Any:
         return make_reward(TrainingConfig(reward=section, optimization=many))
 
-    rule = {"type": "rule_based", "options": {"rule": "contains", "only_if": {"rule": "exact"}}}
-    assert isinstance(made(rule), DistributedRewardModel)
     rule = {"type": "rule_based", "options": {"rule": "contains"}}
     assert [each.model.like.name for each in made(rule).workers] == ["Contains"] * 2
     here, there = scored(rule, None, group_size=2), scored(rule, many, group_size=2)
@@ -172,9 +170,8 @@ def test_what_stays_in_this_process_is_said():
     for section in ("environment", {"parts": {"a": {"type": "environment"}, "b": {"type": "rule_based"}}}):
         [line] = said(section, distributed_reward=True)
         assert line.startswith("optimization.distributed_reward: rewards of the type environment are")
-    for rule in ({"rule": "code_tests"}, {"only_if": {"rule": "code_tests"}}, {"only_if": "sql_result"}):
-        tested = {"type": "rule_based", "options": {"rule": "numeric", **rule}}
-        assert "rule_based" in said({"parts": {"a": tested}}, distributed_reward=True)[0]
+    tested = {"type": "rule_based", "options": {"rule": "code_tests"}}
+    assert "rule_based" in said({"parts": {"a": tested}}, distributed_reward=True)[0]
     judge = {"type": "model_judge", "model": "m", "options": {"base_url": "http://127.0.0.1:9/v1"}}
     assert (
         "rewards of the type model_judge are asked over the network"
@@ -258,15 +255,3 @@ def test_one_kind_of_workers(file: Path):
     pool = DistributedRewardModel(f"{file}:shortest", num_workers=2)
     found = scored_by(pool, [finished("x" * (n + 1), name="t") for n in range(3)])
     assert [reward and reward.outcome for reward in found] == [1.0, 0.0, 0.0]
-
-
-def test_rows_that_a_reward_stumbles_over_are_not_the_worker_s_fault():
-    def even(trajectory: Trajectory) -> float:
-        return {"even": 1.0}[trajectory.answer]
-
-    rows = [finished(answer) for answer in ["odd"] * 6 + ["even"] * 6]
-    pool = DistributedRewardModel(even, num_workers=1, per_worker=1, patience=0.01)
-    found = asyncio.run(pool.compute_rewards(rows))
-    assert [reward is not None for reward in found] == [False] * 6 + [True] * 6
-    assert list(pool.dropped.values()) == [6]
-    assert next(iter(pool.dropped)).endswith("raised KeyError: 'odd'")
