@@ -60,7 +60,7 @@ def test_what_is_quoted_or_unclear_is_no_verdict(verdict: Verdict, text: str):
     assert raised.value.kind == "unreadable"
 
 
-@pytest.mark.parametrize("said", ["nan", "inf", "11", "-1", "7/100"])
+@pytest.mark.parametrize("said", ["nan", "inf", "11", "-1", "7/100", "-0.001", "1e999999", "9" * 5000])
 def test_scores_out_of_range(said: str):
     with pytest.raises(JudgeFailure) as raised:
         Score().read(f"Score: {said}")
