@@ -166,8 +166,6 @@ class ProcessReward:
         for name in self._weights:
             if name not in known:
                 raise OptionError(Wrong(f"step_rewards.{name}", one_of(name, known)))
-            if name in (CAPPED, CLAWED_BACK, OUTCOME):
-                raise OptionError(Wrong(f"rules.{name}", "is a name that the parts of a reward have already"))
         self._rules = {name: known[name] for name in self._weights}
         all_once = sum(weight for weight in self._weights.values() if weight > 0)
         self._cap = all_once if self.cap is None else self.cap

@@ -159,13 +159,6 @@ def test_replies_are_kept_and_junk_is_not(tmp_path: Path):
         assert KEY.encode() not in file.read_bytes()
 
 
-def test_equal_requests_at_the_same_time_are_made_once(tmp_path: Path):
-    with judging(delay=0.05) as server:
-        judge = judge_at(server.url, cache=tmp_path / "judge.sqlite")
-        rewards = scored(judge, *(finished() for _ in range(5)))
-    assert len(server.asked) == 1 and [reward.outcome for reward in rewards] == [0.7] * 5
-
-
 def test_a_budget_stops_politely(tmp_path: Path):
     prices = {"input_price": 2.0, "output_price": 50.0}  # 100 and 10 tokens: 0.0007 a request
     with judging() as server:

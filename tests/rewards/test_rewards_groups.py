@@ -302,21 +302,6 @@ def test_a_run_with_a_ranking_judge(tmp_path: Path):
     assert sorted(ranks)[::5] == pytest.approx([0.0, 1 / 3, 2 / 3, 1.0])
 
 
-def test_pairs_in_a_run_and_an_evaluation_by_the_environment(tmp_path: Path):
-    watcher = Quiet()
-    with judging("Winner: A") as judge:
-        config = small(
-            tmp_path,
-            training={"max_steps": 1, "eval_every": 1, "batch_size": 1},
-            data={"heldout_count": 2},
-            reward=judge_section(judge, verdict="pairwise", opponents=1),
-        )
-        report = train(config, "run", watcher)
-    assert len(judge.asked) == 8 and report.metrics["reward"] == 0.5
-    assert report.metrics["eval/episodes/unscored"] == 0
-    assert sum("evaluation goes by the environment's own reward" in text for text in watcher.said) == 1
-
-
 def test_the_example(capsys: pytest.CaptureFixture[str]):
     path = Path(__file__).resolve().parents[2] / "examples" / "group_reward.py"
     runpy.run_path(str(path), run_name="__main__")

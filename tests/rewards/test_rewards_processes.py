@@ -14,6 +14,7 @@ from tests.kits.judge import finished, judging, scored_by
 from tests.kits.rollout import rollout
 from tests.kits.run import Parity, Quiet, small, train
 from TrainingFactory.config import TrainingConfig
+from TrainingFactory.data.trajectories import load_trajectories
 from TrainingFactory.rewards.rule_based import RULES
 from TrainingFactory.rewards.rules.code import ToolRule
 from TrainingFactory.rewards.workers.distributed import DistributedRewardModel
@@ -89,8 +90,6 @@ def test_a_function_of_a_file(file: Path):
     assert outcomes(scored(function(f"{file}:tools"))) == [4.0]
     [closed] = scored(function(f"{file}:tools", processes=1))
     assert "environment of this episode is closed" in str(closed.error)
-    (file.parent / "single.py").write_text("def only(episode):\n    return 2\n")
-    assert outcomes(scored(function(str(file.parent / "single.py"), processes=1))) == [2.0]
     assert outcomes(scored(function("tests.rewards.test_rewards_processes:seven"))) == [7.0]
 
 
@@ -187,11 +186,11 @@ def test_what_stays_in_this_process_is_said():
 
 
 def test_a_run_with_functions_in_processes(file: Path, tmp_path: Path):
-    """Every step has an event loop of its own, which the processes survive."""
     section = {"parts": {"parity": function(f"{file}:parity", processes=2, timeout=60)}}
     report = train(small(tmp_path, training={"max_steps": 2}, reward=section), "run")
-    own = train(small(tmp_path, training={"max_steps": 2}), "own")
-    assert [row["reward"] for row in report.rows] == [row["reward"] for row in own.rows]
+    kept = list(load_trajectories(tmp_path / "run" / "trajectories.jsonl"))
+    expected = [float(sum(each.turns[0].completion.token_ids) % 3) for each in kept]
+    assert outcomes(kept) == expected and len(set(expected)) > 1
     assert [row["pool/worker_0_done"] + row["pool/worker_1_done"] for row in report.rows] == [3, 3]  # groups
 
 
@@ -252,6 +251,3 @@ def test_rankings_by_a_pool():
 def test_one_kind_of_workers(file: Path):
     with pytest.raises(ValueError, match="some of the models score whole groups"):
         DistributedRewardModel([f"{file}:score", f"{file}:shortest"])
-    pool = DistributedRewardModel(f"{file}:shortest", num_workers=2)
-    found = scored_by(pool, [finished("x" * (n + 1), name="t") for n in range(3)])
-    assert [reward and reward.outcome for reward in found] == [1.0, 0.0, 0.0]
