@@ -246,8 +246,3 @@ def test_rankings_by_a_pool():
         rewards = scored_by(pool, [finished(f"answer {n}", name=f"t{n // 2}") for n in range(8)])
     assert [reward and reward.outcome for reward in rewards] == [0.0, 1.0] * 4
     assert len(one.asked) + len(other.asked) == 4 and one.asked and other.asked
-
-
-def test_one_kind_of_workers(file: Path):
-    with pytest.raises(ValueError, match="some of the models score whole groups"):
-        DistributedRewardModel([f"{file}:score", f"{file}:shortest"])

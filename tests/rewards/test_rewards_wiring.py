@@ -10,18 +10,16 @@ import pytest
 import yaml
 
 from tests.kits.judge import judging
-from tests.kits.rollout import FakeChat, call_text, rollout
+from tests.kits.rollout import call_text, rollout
 from tests.kits.run import Parity, Quiet, rows, small, train
 from TrainingFactory.algorithms.grpo import GRPO
-from TrainingFactory.catalog import find
 from TrainingFactory.config import TrainingConfig, load_config
 from TrainingFactory.data.trajectories import load_trajectories
 from TrainingFactory.rewards.process_reward import PROCESS_RULES
-from TrainingFactory.rollout import play
 from TrainingFactory.services import GRPOTrainer
 from TrainingFactory.services.build.notices import notices
 from TrainingFactory.services.build.rewards import check_reward, close_reward, make_reward
-from TrainingFactory.types import Message, Reward, Trajectory
+from TrainingFactory.types import Reward, Trajectory
 
 SEED_CONFIG = Path(__file__).resolve().parents[2] / "configs" / "qwen3_grpo.yaml"
 
@@ -67,25 +65,6 @@ def test_options_of_process_rewards():
     assert paid(section, say=answers("it is ok")).outcome == 0.0  # the environment wants the plain word
     [unscored] = scored(section | {"options": {"outcome": {"verify": "calculated"}}}, say=answers("3"))
     assert "its answer 'ok' is not one number" in str(unscored.error)  # so the verifier was asked
-
-
-def test_the_text2sql_environment_verified_by_execution():
-    environment = find("environment", "text2sql")
-    reward = make_reward(
-        TrainingConfig(reward={"type": "tool_verified", "options": {"verify": "sql_execution"}})
-    )
-
-    async def answered(task: Any, query: str | None) -> Trajectory:
-        made = environment(task)
-        script = list(made.expert())
-        if query is not None:
-            script[-1] = Message("assistant", query)
-        return await play(made, FakeChat(), script, reward=reward)
-
-    [task] = environment.tasks("train", 3, 1)
-    right, wrong = asyncio.run(answered(task, None)), asyncio.run(answered(task, "SELECT 'no'"))
-    assert right.reward == Reward(1.0, parts={"sql_execution": 1.0}), right.error
-    assert wrong.reward == Reward(0.0, parts={"sql_execution": 0.0}), wrong.error
 
 
 def test_several_rewards_as_parts():

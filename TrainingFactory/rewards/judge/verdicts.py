@@ -215,10 +215,10 @@ def _plain(text: str) -> str:
 
 
 def one_of(text: str, mark: str, values: Mapping[str, float]) -> float:
-    said = final_line(text, mark)
-    if said not in values:
+    value = values.get(final_line(text, mark))
+    if value is None:
         raise without_line(text, mark)
-    return values[said]
+    return value
 
 
 def without_line(text: str, mark: str) -> JudgeFailure:

@@ -7,6 +7,7 @@ import logging
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -86,8 +87,6 @@ class DistributedRewardModel:
             for number, one in enumerate(models)
         ]
         self.grouped, self.compares = self.workers[0].reward.grouped, self.workers[0].reward.compares
-        if any(worker.reward.grouped != self.grouped for worker in self.workers):
-            raise ValueError("some of the models score whole groups and some single episodes; give one kind")
         self.per_worker = per_worker or (1 if isinstance(models[0], RewardProcess) else 8)
         self.dropped: Counter[str] = Counter()  # reasons, since the beginning
         self.moved = 0  # rows that another worker had to take
@@ -114,13 +113,10 @@ class DistributedRewardModel:
         found: list[Reward | None] = [None] * len(trajectories)
 
         async def one(numbers: list[int]) -> None:
-            episodes = [FinishedEpisode(trajectories[number]) for number in numbers]
-            try:
-                rewards = await self.group(episodes) if self.grouped else [await self(episodes[0])]
-            except Exception:  # rewards are foreign code; counted where it came up
-                return
-            for number, reward in zip(numbers, rewards, strict=True):
-                found[number] = reward if isinstance(reward, Reward) else None
+            with suppress(Exception):  # rewards are foreign code; counted where it came up
+                rewards = await self.group([FinishedEpisode(trajectories[number]) for number in numbers])
+                for number, reward in zip(numbers, rewards, strict=True):
+                    found[number] = reward if isinstance(reward, Reward) else None
 
         await asyncio.gather(*map(one, together.values()))
         return found
