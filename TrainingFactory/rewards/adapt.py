@@ -75,14 +75,11 @@ class Adapted:
         if not self.grouped:
             return await one_by_one(self, episodes)
         values = await self._limited(self._together(episodes))
-        if isinstance(values, str) or not isinstance(values, Sequence):
+        if isinstance(values, str) or not isinstance(values, Sequence) or len(values) != len(episodes):
             raise Unscored(
-                f"the reward {self.name} scores a group: it must give a list with one number for each, "
-                f"not {shown(values)}"
+                f"the reward {self.name} scores a group: it must give a list with one number for each of "
+                f"{len(episodes)} episodes, not {shown(values)}"
             )
-        if len(values) != len(episodes):
-            takes = "episodes" if self.shape == "whole" else self.shape
-            raise Unscored(f"the reward {self.name} gave {len(values)} values for {len(episodes)} {takes}")
         return list(map(self._entry, values, episodes))
 
     def _entry(self, value: Any, episode: Episode) -> Reward | Exception:
@@ -219,14 +216,14 @@ def checked(value: Any, turns: int, name: str) -> Reward:
 def as_float(value: Any, who: str, what: str = "") -> float:
     """Return a finite number of any library as a float; `what` is for one that is not the whole reward."""
     try:
-        number = None if isinstance(value, str | bytes | bytearray) else float(value)
+        number = math.nan if isinstance(value, str | bytes | bytearray) else float(value)
     except (TypeError, ValueError, RuntimeError, OverflowError):  # an array of several numbers
-        number = None
-    if number is not None and math.isfinite(number):
-        return number
-    wanted = "a number" if what else "a number, a Reward, or None for 'cannot score'"
-    must = f"it must give {wanted}" if number is None else "a reward must be finite"
-    raise Unscored(f"{who} gave {shown(value)} {what}".rstrip() + f"; {must}")
+        number = math.nan
+    if not math.isfinite(number):
+        raise Unscored(
+            f"{who} gave {shown(value)} {what}".rstrip() + "; it must give a number, which must be finite"
+        )
+    return number
 
 
 def shown(value: Any) -> str:

@@ -85,8 +85,8 @@ def clear_reasoning(trajectory: Trajectory, turn: int) -> bool:
     text = _reasoning(trajectory.turns[turn])
     if len(set(re.findall(r"\w+", text.lower()))) < MIN_WORDS:
         return False
-    before = {_plain(_reasoning(one)) for one in trajectory.turns[:turn]}
-    return _plain(text) not in before
+    before = [_reasoning(one).lower().split() for one in trajectory.turns[:turn]]
+    return text.lower().split() not in before
 
 
 def efficient_path(trajectory: Trajectory, turn: int) -> float:
@@ -108,14 +108,8 @@ def efficient_path(trajectory: Trajectory, turn: int) -> float:
     return min(1.0, shortest / (turn + 1))
 
 
-_BUILT_IN = (
-    correct_tool,
-    valid_arguments,
-    no_repeated_call,
-    error_recovered,
-    clear_reasoning,
-    efficient_path,
-)
+_ABOUT_CALLS = (correct_tool, valid_arguments, no_repeated_call, error_recovered)
+_BUILT_IN = (*_ABOUT_CALLS, clear_reasoning, efficient_path)
 PROCESS_RULES: dict[str, StepRule] = {rule.__name__: rule for rule in _BUILT_IN}
 
 
@@ -136,10 +130,6 @@ def _key(call: ToolCall) -> str:
 def _reasoning(turn: Turn) -> str:
     message = turn.message
     return message.reasoning or (message.content if message.tool_calls else "")
-
-
-def _plain(text: str) -> str:
-    return " ".join(text.lower().split())
 
 
 @dataclass(config=STRICT, eq=False)

@@ -152,7 +152,6 @@ def test_votes():
         ({"type": "integer", "minimum": 0, "maximum": 10}, {"high": 1}, '{"score": 7}', 0.7),
         ({"type": "number", "maximum": 4}, {}, '{"score": 3}', 0.75),
         ({"type": "number", "minimum": -1}, {}, '{"score": 0}', 0.5),
-        ({"enum": [1, 2, 3, 4, 5]}, {}, '{"score": 2}', 0.25),
         ({"type": "number"}, {"low": 1, "high": 3}, '{"score": 2}', 0.5),
         ({"type": "boolean"}, {}, '{"score": true}', 1.0),
         (True, {}, '{"score": 0.25}', 0.25),

@@ -123,7 +123,7 @@ def test_trl_shape():
 @pytest.mark.parametrize(
     ("function", "says"),
     [
-        (lambda completions: [1.0, 2.0], "2 values for 1 completions"),
+        (lambda completions: [1.0, 2.0], "a list with one number for each of 1 episodes"),
         (lambda completions: 1.0, "a list with one number for each"),
         (lambda completions: ["1"], "gave '1'"),
         (lambda completions: [None], "could not score it"),

@@ -118,21 +118,6 @@ def test_the_expert_says_what_is_shortest():
     assert result.reward.parts == pytest.approx({"outcome": 1.0, "efficient_path": 0.4} | NOTHING)
 
 
-def test_the_seeds_example():
-    reward = calculate_process_reward(
-        played(call(text=THOUGHT), says(), shortest=2),
-        {"correct_tool": 0.5, "clear_reasoning": 0.3, "efficient_path": 0.2},
-        outcome=1.0,
-        outcome_weight=2.0,
-    )
-    assert reward.outcome == 2.0 and reward.steps == pytest.approx([0.8, 0.2])
-    earned = {"correct_tool": 0.5, "clear_reasoning": 0.3, "efficient_path": 0.2}
-    assert reward.parts == {"outcome": 1.0, **earned, **NOTHING}
-    assert reward == calculate_process_reward(
-        played(call(text=THOUGHT), says(), shortest=2), outcome=1.0, outcome_weight=2.0
-    )
-
-
 def test_once_or_per_turn():
     turns = [call(q="a"), call(ok=False), call(q="b"), says()]
     rules = {"correct_tool": 0.5}

@@ -40,20 +40,16 @@ class Reply:
 
 @runtime_checkable
 class JudgeModel(Protocol):
+    """Answer, or raise ModelError. `number` tells samples of one prompt apart, `identity` models in the cache."""
+
     @property
-    def identity(self) -> str:
-        """Name what a cached reply belongs to: the endpoint, the model and all parameters."""
-        ...
-
-    async def ask(self, messages: Sequence[Message], number: int) -> Reply:
-        """Return the answer; raise ModelError if none came. `number` tells several samples of one prompt apart."""
-        ...
-
+    def identity(self) -> str: ...
+    async def ask(self, messages: Sequence[Message], number: int) -> Reply: ...
     async def close(self) -> None: ...
 
 
 class OpenAIEndpoint(Endpoint):
-    """Asks any `/chat/completions`: vLLM, SGLang, hosted models. `options` go into the request (temperature, ...)."""
+    """Ask any `/chat/completions`: vLLM, SGLang, hosted models. `options` go into the request (temperature, ...)."""
 
     @property
     def identity(self) -> str:
@@ -80,7 +76,7 @@ class OpenAIEndpoint(Endpoint):
 
 
 class AnthropicEndpoint(OpenAIEndpoint):
-    """Asks Anthropic's `/messages`, such as `https://api.anthropic.com/v1`."""
+    """Ask Anthropic's `/messages`, such as `https://api.anthropic.com/v1`."""
 
     PATH = "/messages"
 

@@ -105,9 +105,7 @@ class JsonVerdict:
     @cached_property
     def scale(self) -> Score:
         """Return the range, worst to best: the schema's own, else that of the options."""
-        listed = [each for each in self._about.get("enum", ()) if type(each) in (int, float)]
-        low = self._about.get("minimum", min(listed, default=self.low))
-        high = self._about.get("maximum", max(listed, default=self.high))
+        low, high = self._about.get("minimum", self.low), self._about.get("maximum", self.high)
         return make_from(Score, {"low": low, "high": high}, "the range")
 
     @property

@@ -73,14 +73,12 @@ class Auto(Numeric):
 
     def read_reference(self, reference: Any) -> Any:
         text = reference.rpartition("####")[2].strip() if isinstance(reference, str) else ""
-        if text and (_ZEROS_IN_FRONT.fullmatch(text) or not self._is_number(text)):
+        number = is_number(text) or (self.decimal_comma and is_number(text, True))
+        if text and (_ZEROS_IN_FRONT.fullmatch(text) or not number):
             return text
         if isinstance(reference, bool | dict):
             return str(reference)
         return super().read_reference(reference)
-
-    def _is_number(self, text: str) -> bool:
-        return is_number(text) or (self.decimal_comma and is_number(text, True))
 
     def score(self, answer: str, reference: Any) -> float:
         if not isinstance(reference, str):

@@ -22,7 +22,7 @@ from TrainingFactory.rewards.judge.judges import Judge
 from TrainingFactory.rewards.model_judge import judges_at
 from TrainingFactory.rewards.workers.process import FinishedEpisode, RewardProcess, is_rows_own
 from TrainingFactory.tools.limits import CircuitBreaker
-from TrainingFactory.tools.waiting import OutOfTime, SelfCancelled, within
+from TrainingFactory.tools.waiting import OutOfTime, within
 from TrainingFactory.types import Reward, Trajectory
 from TrainingFactory.user_code import failure
 
@@ -236,8 +236,6 @@ class DistributedRewardModel:
             return await within(limit, score(worker))
         except OutOfTime:
             raise TimeoutError(f"worker {worker.number} did not answer within {self.timeout:g} s") from None
-        except SelfCancelled:
-            raise ConnectionError(f"worker {worker.number} cancelled the call") from None
 
 
 def _blame(error: Exception) -> tuple[bool | None, bool]:
