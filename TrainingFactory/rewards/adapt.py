@@ -30,7 +30,7 @@ _HINT = re.compile(
 
 
 class Unscored(ValueError):
-    """Raised where nobody knows what an episode is worth; the text says why."""
+    """Say why nobody knows what an episode is worth."""
 
 
 def check_known(trajectory: Trajectory) -> None:
@@ -40,12 +40,12 @@ def check_known(trajectory: Trajectory) -> None:
 
 
 class BrokeOff(Unscored):
-    """Raised where a reward did not come to its end: it cancelled itself, or tried to end the program."""
+    """Say that a reward did not come to its end: it cancelled itself, or tried to end the program."""
 
 
 @dataclass(slots=True, frozen=True)
 class Adapted:
-    """A reward that always gives a checked `Reward` or raises. Made by `as_reward`."""
+    """Give a checked `Reward` or raise. Made by `as_reward`."""
 
     function: Callable[..., Any]
     name: str

@@ -20,7 +20,7 @@ Kind = Literal["unavailable", "refused", "cut", "unreadable", "out_of_range", "b
 
 
 class JudgeFailure(Exception):
-    """Says that there is no verdict, so that what was to be judged cannot be scored. Never a zero."""
+    """Say that there is no verdict, so that what was to be judged cannot be scored. Never a zero."""
 
     def __init__(self, text: str, kind: Kind) -> None:
         super().__init__(text)
