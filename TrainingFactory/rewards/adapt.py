@@ -58,7 +58,7 @@ class Adapted:
 
     @property
     def compares(self) -> bool:
-        """A list of completions is scored one by one, as TRL does it; whoever takes episodes may compare them."""
+        """Tell whether episodes may be compared; a list of completions is scored one by one, as TRL does it."""
         if isinstance(self.function, GroupReward):
             return self.function.compares
         return self.shape in ("episodes", "trajectories")
