@@ -80,8 +80,8 @@ def environment_reward(making: Making, options: Options) -> None:
 
 
 def rule_based(making: Making, options: Options) -> RewardFunction:
-    rule: Any = rule_from_options(options)
-    if not making.processes or isinstance(rule, ToolRule):
+    rule = rule_from_options(options)
+    if not making.processes or issubclass(type(rule), ToolRule):
         return rule
     return making.in_processes(RULE_MAKER, as_reward(rule), making.processes, options=options)
 
