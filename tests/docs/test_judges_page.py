@@ -17,7 +17,7 @@ from tests.kits.judge import judging
 from tests.services.test_judge_audit import command, compares
 from TrainingFactory.endpoint import BY_HOST
 from TrainingFactory.rewards.judge.prompts import GROUP, PAIR, RUBRIC, SINGLE
-from TrainingFactory.rewards.model_judge import VERDICTS, model_judge
+from TrainingFactory.rewards.model_judge import FORMS, model_judge
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "JUDGES.md").read_text(encoding="utf-8")
@@ -47,7 +47,7 @@ def test_the_options_are_all_there_with_their_defaults():
     listed = {row[0].strip("`"): row[1] for row in table("Options")}
     wanted = {name: shown(parameter.default) for name, parameter in parameters.items()}
     assert listed == wanted | {"template": "built in"}
-    assert [row[0].strip("`") for row in table("Verdicts")] == list(VERDICTS)
+    assert [row[0].strip("`") for row in table("Verdicts")] == list(FORMS)
     fields = re.findall(r"\{(\w+)\}", " ".join(row[0] for row in table("Template")))
     assert set(fields) == {"rubric", *SINGLE, *PAIR, *GROUP}
 

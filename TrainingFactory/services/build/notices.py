@@ -8,7 +8,7 @@ from TrainingFactory.algorithms.kinds import KINDS
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.config.not_yet import changed, not_yet
 from TrainingFactory.rewards.rule_based import rule_from_options
-from TrainingFactory.services.build.reward_types import calls_tools
+from TrainingFactory.rewards.rules.code import ToolRule
 
 
 def notices(config: TrainingConfig) -> list[str]:
@@ -66,6 +66,6 @@ def _can_leave(kind: str, options: Any) -> bool:
     if kind != "rule_based":
         return kind == "function"
     try:
-        return not calls_tools(rule_from_options(options))
+        return not isinstance(rule_from_options(options), ToolRule)
     except ValueError:
         return True  # told when the reward is made

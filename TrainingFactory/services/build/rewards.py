@@ -17,9 +17,8 @@ from TrainingFactory.options import OptionError
 from TrainingFactory.protocols import Environment, RewardFunction
 from TrainingFactory.rewards.adapt import Adapted, compares
 from TrainingFactory.rewards.combined import ENVIRONMENT, Combined
-from TrainingFactory.rewards.judge.base import Judge
+from TrainingFactory.rewards.judge.judges import Judge
 from TrainingFactory.rewards.process_reward import ProcessReward
-from TrainingFactory.rewards.rule_based import OnlyIf
 from TrainingFactory.rewards.rules.code import ToolRule
 from TrainingFactory.rewards.workers.distributed import DistributedRewardModel
 from TrainingFactory.rewards.workers.process import RewardProcess
@@ -33,7 +32,6 @@ INNER: dict[type, Callable[[Any], list[Any]]] = {
     ProcessReward: lambda reward: [reward.outcome],
     DistributedRewardModel: lambda reward: [worker.model for worker in reward.workers],
     RewardProcess: lambda reward: [reward.like],
-    OnlyIf: lambda reward: [reward.rule, reward.condition],
 }
 
 

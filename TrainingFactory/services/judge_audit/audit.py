@@ -8,8 +8,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from statistics import mean, pstdev
 
 from TrainingFactory.rewards.judge.endpoints import JudgeFailure
-from TrainingFactory.rewards.judge.groups import PairJudge
-from TrainingFactory.rewards.model_judge import ModelJudge
+from TrainingFactory.rewards.judge.judges import ModelJudge, PairJudge
 from TrainingFactory.services.evaluation.evaluation import wilson
 from TrainingFactory.services.judge_audit.gold import Gold
 from TrainingFactory.services.judge_audit.metrics import accuracy, chance, kappa, partial, pearson, spearman

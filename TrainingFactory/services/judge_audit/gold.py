@@ -13,8 +13,8 @@ from pydantic.dataclasses import dataclass as checked_dataclass
 from TrainingFactory.data.datasets import read_lines
 from TrainingFactory.openai_form import message_from_dict
 from TrainingFactory.options import STRICT, make_from
+from TrainingFactory.rewards.judge.judges import ModelJudge
 from TrainingFactory.rewards.judge.verdicts import JsonVerdict, Score
-from TrainingFactory.rewards.model_judge import ModelJudge
 from TrainingFactory.types import Completion, Message, Task, Trajectory, Turn
 
 FORM = 'like {"prompt": "...", "response": "...", "label": true}'
