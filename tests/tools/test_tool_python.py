@@ -23,7 +23,7 @@ from TrainingFactory.tools import AsyncToolExecutor
 from TrainingFactory.tools.cache.cache import ToolCache
 from TrainingFactory.tools.runtime import ToolRuntime
 from TrainingFactory.tools.sandbox import Isolation, PythonTool, python_tool
-from TrainingFactory.tools.sandbox.process import START_SECONDS
+from TrainingFactory.tools.sandbox.python_tool import START_SECONDS
 from TrainingFactory.types import ToolCall, ToolResult
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -120,7 +120,7 @@ def test_an_endless_loop_is_stopped_and_the_next_call_told():
     tool = make(timeout=3.0)
     results = run(tool, "x = 1", "while True:\n    pass", "'x' in globals()", "2")
     # The model's own doing, so no "timeout", which would leave a reward that runs its code unscored.
-    assert results[1].error == "exception" and results[1].content.startswith("stopped after 3 s")
+    assert results[1].error == "exception" and results[1].content.startswith("the interpreter was stopped after 3 s")
     assert tool.options.timeout is not None and tool.options.timeout > START_SECONDS + tool.timeout
     assert results[2].content == (
         "[a fresh interpreter: the last one was stopped after 3 s; its variables and files are gone]\nFalse"
@@ -134,7 +134,7 @@ def test_a_loop_that_ignores_signals_is_stopped_and_cpu_time_is_bounded():
         "    signal.signal(s, signal.SIG_IGN)\n"
         "while True:\n    try:\n        while True: pass\n    except BaseException: pass"
     )
-    assert texts(make(timeout=1.0), code)[0].startswith("stopped after 1 s")
+    assert texts(make(timeout=1.0), code)[0].startswith("the interpreter was stopped after 1 s")
     assert texts(make(cpu_seconds=1), "while True: pass")[0].startswith("the interpreter died of SIGXCPU")
 
 
