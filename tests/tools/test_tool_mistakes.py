@@ -13,7 +13,7 @@ from TrainingFactory.endpoint import Endpoint
 from TrainingFactory.tools import AsyncToolExecutor, ToolCache, as_tool, tool
 from TrainingFactory.tools.builtin.making import make_tool
 from TrainingFactory.tools.custom_tools import AgentTool, SearchTool, SqlTool, calculator
-from TrainingFactory.tools.recording import CALLS, Recording, load_specs
+from TrainingFactory.tools.recording import CALLS, Recorder, recorded_tools
 from TrainingFactory.tools.schema import check_schema
 from TrainingFactory.types import ToolResult, ToolSpec
 
@@ -46,7 +46,7 @@ def recording(calls: str) -> Callable[[Path], Any]:
     def read(folder: Path) -> None:
         written(folder, "tools.json", "[]")
         written(folder, CALLS, calls)
-        Recording(folder)
+        Recorder(folder)
 
     return read
 
@@ -141,11 +141,11 @@ FILES: list[Mistake] = [
         lambda folder: ToolCache(written(folder, "a", "") / "b.sqlite"),
         "cannot be opened: .*give another path",
     ),
-    (Recording, "has no recording of tool calls .*logging.record_tools=true"),
+    (Recorder, "has no recording of tool calls .*logging.record_tools=true"),
     (recording("{\n"), "tool_calls.jsonl:1 is not a recorded call"),
     (recording('{"step": 1}\n'), "tool_calls.jsonl:1 is not a recorded call"),
     (
-        lambda folder: load_specs(written(folder, "tools.json", json.dumps([{"nam": 1}])).parent),
+        lambda folder: recorded_tools(written(folder, "tools.json", json.dumps([{"nam": 1}])).parent),
         "is not the list of tools of a recording",
     ),
 ]
