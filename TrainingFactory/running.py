@@ -64,9 +64,7 @@ class _Beside:
         self._task: asyncio.Task[Any] | None = None
         self._value: Any = None
         self._error: BaseException | None = None
-        self._ended = (
-            threading.Event()
-        )  # not Thread.join: interrupted, it takes a living thread for an ended one
+        self._ended = threading.Event()  # Thread.join, interrupted, takes a living thread for an ended one
 
     def join(self) -> Any:
         threading.Thread(target=self._work, daemon=True, name="run").start()

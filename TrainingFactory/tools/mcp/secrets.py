@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from typing import Any
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 SHORTEST = 8  # characters; shorter ones stand in any text by chance
@@ -16,8 +15,8 @@ _SECRET_NAME = re.compile(
 def secret_values(
     named: Iterable[tuple[str, str]], headers: Iterable[str], texts: Iterable[str]
 ) -> list[str]:
-    """Headers, values whose name says that they are secret, and what is secret in values that are URLs, of `texts`
-    too. The longest first, since one may be part of another."""
+    """Return headers, values whose name says that they are secret, and what is secret in values that are URLs, of
+    `texts` too. The longest first, since one may be part of another."""
     named, headers = list(named), list(headers)
     values = {value for name, value in named if _SECRET_NAME.search(name)} | set(headers)
     values |= {value.split(" ", 1)[1] for value in headers if " " in value}  # Bearer x
@@ -34,16 +33,3 @@ def _in_url(text: str) -> set[str]:
     password = parts.netloc.rpartition("@")[0].partition(":")[2]
     found = {password, unquote(password)}
     return found | {value for name, value in parse_qsl(parts.query) if _SECRET_NAME.search(name)}
-
-
-def without(data: Any, secrets: Iterable[str]) -> Any:
-    """JSON data with *** in place of the secrets in all its texts."""
-    if isinstance(data, str):
-        for secret in secrets:
-            data = data.replace(secret, "***")
-        return data
-    if isinstance(data, list):
-        return [without(item, secrets) for item in data]
-    if isinstance(data, dict):
-        return {without(key, secrets): without(value, secrets) for key, value in data.items()}
-    return data

@@ -21,7 +21,8 @@ from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass as checked_dataclass
 
 from TrainingFactory.options import STRICT, Count, OptionError, Positive, Text, ZeroOrMore, make_from, nested
-from TrainingFactory.tools.mcp.secrets import secret_values, without
+from TrainingFactory.texts import without
+from TrainingFactory.tools.mcp.secrets import secret_values
 
 Transport = Literal["stdio", "http", "sse"]
 Named = Literal["stdio", "http", "streamable-http", "streamable_http", "streamableHttp", "sse"]
