@@ -281,10 +281,9 @@ async def test_tools_that_cannot_be_used(mode: str, settings: dict[str, Any], to
 
 async def test_tools_that_are_there_twice() -> None:
     two = {"mcpServers": {"one": kit.own("tiny.py"), "my two": kit.own("tiny.py")}}
-    with pytest.raises(
-        ValueError, match=r"the servers 'one' and 'my two' both offer a tool 'say'.*\"prefix\": true"
-    ):
-        await MCPTools.from_dict(two).open()
+    async with MCPTools.from_dict(two) as tools:
+        with pytest.raises(ValueError, match=r'the same name: .*say; .*"prefix": true'):
+            AsyncToolExecutor([tools])
     two["mcpServers"]["my two"] = kit.own("tiny.py", prefix=True)
     async with MCPTools.from_dict(two) as tools:
         assert {"say", "my_two_say"} <= set(kit.by_name(tools))

@@ -120,7 +120,9 @@ def test_an_endless_loop_is_stopped_and_the_next_call_told():
     tool = make(timeout=3.0)
     results = run(tool, "x = 1", "while True:\n    pass", "'x' in globals()", "2")
     # The model's own doing, so no "timeout", which would leave a reward that runs its code unscored.
-    assert results[1].error == "exception" and results[1].content.startswith("the interpreter was stopped after 3 s")
+    assert results[1].error == "exception" and results[1].content.startswith(
+        "the interpreter was stopped after 3 s"
+    )
     assert tool.options.timeout is not None and tool.options.timeout > START_SECONDS + tool.timeout
     assert results[2].content == (
         "[a fresh interpreter: the last one was stopped after 3 s; its variables and files are gone]\nFalse"

@@ -198,7 +198,9 @@ class EpisodeHistory:
         # Servers begin alike for all; objects of this process, such as an environment, may be made from a task.
         start = digest("start", server, "" if server else self._scope)
         before = self._histories.get(server, start)
-        self._histories[server] = None  # and stays so where this call raises, or another one comes from inside it
+        self._histories[server] = (
+            None  # and stays so where this call raises, or another one comes from inside it
+        )
         self._begun[server] += 1
         number = self._begun[server]
         key = digest(before, name) if call.options.stateful and before and name else None
