@@ -12,7 +12,7 @@ import pytest
 from TrainingFactory.endpoint import Endpoint
 from TrainingFactory.tools import AsyncToolExecutor, ToolCache, as_tool, tool
 from TrainingFactory.tools.builtin.making import make_tool
-from TrainingFactory.tools.custom_tools import AgentTool, SearchTool, SqlTool, calculator
+from TrainingFactory.tools.custom_tools import AgentTool, PythonTool, SearchTool, SqlTool, calculator
 from TrainingFactory.tools.recording import CALLS, Recorder, recorded_tools
 from TrainingFactory.tools.schema import check_schema
 from TrainingFactory.types import ToolResult, ToolSpec
@@ -108,6 +108,10 @@ NAMED: list[Mistake] = [
         "model.modell is no option of an agent's model; did you mean model",
     ),
     (lambda _: AgentTool("a", "", Endpoint("http://h/v1", "m"), max_turns=0), "max_turns"),
+    *(
+        (lambda _, option=option: PythonTool(**{option: 0}), rf"{option}\n  Input should be greater than")
+        for option in ("timeout", "memory_mb", "disk_mb", "cpu_seconds", "max_output_chars")
+    ),
     *(
         (lambda _, url=url: Endpoint(url, "m"), "base_url")
         for url in ("localhost:80", "ftp://host", "", "https://user:pass@host/v1")
