@@ -6,7 +6,10 @@ import asyncio
 import json
 from typing import Any
 
-from TrainingFactory.tools import AsyncToolExecutor, ToolOptions, ToolRuntime
+import pytest
+
+from TrainingFactory.envs import ToolEnvironment
+from TrainingFactory.tools import AsyncToolExecutor, ToolOptions, ToolRuntime, tool
 from TrainingFactory.types import ToolCall, ToolResult, ToolSpec
 
 
@@ -59,3 +62,20 @@ class Lookup:
 
 def call(name: str = "lookup", **arguments: Any) -> ToolCall:
     return ToolCall(name, arguments)
+
+
+def no_turn_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let any token end a turn: an untrained model hardly ever samples the right one."""
+    from TrainingFactory.models import chat_format
+    from TrainingFactory.services.build import sampler
+
+    def make_chat(config: Any, loaded: Any, day: Any = None) -> Any:
+        return chat_format(loaded.tokenizer, stop_ids=range(len(loaded.tokenizer)))
+
+    monkeypatch.setattr(sampler, "make_chat", make_chat)
+
+
+class Down(ToolEnvironment):
+    @tool
+    async def gone(self) -> ToolResult:
+        return ToolResult("it is down", ok=False, error="unavailable")

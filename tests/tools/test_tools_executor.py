@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from tests.kits.tools import execute, one
+from TrainingFactory.running import hand_over
 from TrainingFactory.tools import AsyncToolExecutor, tool
-from TrainingFactory.tools import threads as threads_module
 from TrainingFactory.tools.custom_tools import calculator
 from TrainingFactory.types import ToolCall, ToolFailure, ToolResult
 
@@ -181,29 +181,6 @@ def test_an_async_tool_that_ignores_its_cancelling_is_left_behind(monkeypatch: p
     assert asyncio.run(main())[0].error == "timeout"
 
 
-def test_cancelling_reaches_async_tools():
-    stopped: list[str] = []
-
-    @tool
-    async def wait() -> str:
-        try:
-            await asyncio.sleep(30)
-        except asyncio.CancelledError:
-            stopped.append("wait")
-            raise
-        return ""
-
-    async def main() -> None:
-        batch = asyncio.create_task(AsyncToolExecutor([wait]).batch_execute([ToolCall("wait")]))
-        await asyncio.sleep(0.05)
-        batch.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await batch
-        assert stopped == ["wait"]
-
-    asyncio.run(main())
-
-
 def test_hung_tools_hold_up_neither_other_tools_nor_the_exit():
     """More hung threads than any fixed pool has, then a call that works, then the end of the program."""
     program = """
@@ -232,39 +209,15 @@ def test_hung_tools_hold_up_neither_other_tools_nor_the_exit():
     assert done.stdout == "fine\n" and done.returncode == 0, done.stderr
 
 
-def test_threads_are_reused_and_end_when_idle(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(threads_module, "IDLE_SECONDS", 0.3)
-    monkeypatch.setattr(threads_module, "_pool", threads_module.DaemonPool())
-    used: set[threading.Thread] = set()
+def test_a_result_that_comes_after_the_loop_is_closed_is_dropped():
+    jobs: list[Any] = []
 
     async def main() -> None:
-        for _ in range(20):
-            used.add(await threads_module.in_thread(threading.current_thread))
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(hand_over(jobs.append, lambda: "too late"), 0.01)
 
     asyncio.run(main())
-    assert len(used) < 20  # one, unless a thread was still on its way back
-    for thread in used:
-        thread.join(10)
-        assert not thread.is_alive()
-    assert asyncio.run(threads_module.in_thread(lambda: 7)) == 7
-
-
-def test_a_result_that_comes_after_the_loop_is_closed_is_dropped(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(threads_module, "IDLE_SECONDS", 0.01)
-    monkeypatch.setattr(threads_module, "_pool", threads_module.DaemonPool())
-    let_go, errors, threads = threading.Event(), list[Any](), list[threading.Thread]()
-    monkeypatch.setattr(threading, "excepthook", errors.append)
-
-    @tool(timeout=0.05)
-    def late() -> str:
-        threads.append(threading.current_thread())
-        let_go.wait(30)
-        return "too late"
-
-    one(late)
-    let_go.set()
-    threads[0].join(10)
-    assert not threads[0].is_alive() and not errors
+    jobs[0]()
 
 
 def test_large_and_odd_outputs():
