@@ -188,7 +188,7 @@ def test_faults_of_functions():
 
 @pytest.mark.skipif(sys.platform == "win32", reason="counts file handles as on Unix")
 def test_faults_of_an_mcp_server():
-    ended = run_mcp(150, crashes=2, large=1, timeout=3.0)
+    ended = run_mcp(80, crashes=1, large=0, timeout=1.5)
     assert {"ok", "timeout", "unavailable", "schema", "unknown", "malformed"} <= ended.keys(), ended
 
 
