@@ -87,20 +87,6 @@ def test_a_call_that_was_never_recorded(tmp_path: Path, where: Place, call: Tool
         recorder.check()
 
 
-def test_equal_runs_have_equal_files(tmp_path: Path) -> None:
-    calls = [
-        (place(b, i, EpisodeKey(2, task, member)), ToolCall("sql", {"n": b}), ToolResult(f"{task}{b}{i}"))
-        for task in "ab" for member in range(3) for b in range(2) for i in range(2)
-    ]  # fmt: skip
-    texts = []
-    for seed in range(2):
-        random.Random(seed).shuffle(calls)
-        folder = tmp_path / str(seed)
-        folder.mkdir()
-        texts.append((recorded(folder, *calls) / CALLS).read_text())
-    assert texts[0] == texts[1] and texts[0].count("\n") == 24
-
-
 def test_what_is_not_committed_is_not_written(tmp_path: Path) -> None:
     recorder = Recorder()
     recorder.record_to(tmp_path)

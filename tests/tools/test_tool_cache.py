@@ -68,31 +68,6 @@ def test_what_makes_two_calls_the_same():
     assert name({"a": object()}) is None
 
 
-def test_a_function_that_is_changed_is_another_function(tmp_path: Path):
-    program = """
-        import asyncio, sys
-        from TrainingFactory.tools import tool
-        from TrainingFactory.tools.cache.cache import ToolCache
-        from TrainingFactory.types import ToolCall
-
-        @tool(pure=True)
-        async def price(of: str) -> str:
-            return "PRICE"
-
-        cache = ToolCache(sys.argv[1], [price])
-        print(asyncio.run(cache.execute_with_cache(ToolCall("price", {"of": "tea"}))).content)
-        cache.close()
-    """
-
-    def run(price: str) -> str:
-        script = tmp_path / "script.py"
-        script.write_text(textwrap.dedent(program).replace("PRICE", price))
-        command = [sys.executable, str(script), str(tmp_path / "tools.sqlite")]
-        return subprocess.run(command, capture_output=True, text=True, timeout=100, check=True).stdout.strip()
-
-    assert run("3 euros") == "3 euros" and run("4 euros") == "4 euros"
-
-
 def test_a_tool_that_is_no_function_is_known_by_its_definition():
     class Bare:
         name, description = "ask", "As in qwen_agent."

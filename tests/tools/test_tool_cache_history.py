@@ -157,6 +157,23 @@ def test_after_a_lost_call_nothing_is_shared(cache: ToolCache):
     assert results[0].cached and flaky.calls == [{"q": 1}, {"q": 2}]
 
 
+def test_a_call_that_failed_is_not_the_same_history_as_one_that_did_not(cache: ToolCache):
+    """Code may be stopped by its time limit in one episode and not in another."""
+    stopped, fine = ToolResult("stopped", ok=False, error="exception"), ToolResult("fine")
+    for first, cached in ((stopped, False), (fine, False), (fine, True), (stopped, True)):
+        changing = Lookup(pure=False, stateful=True, server="shop")
+        changing.answer = first
+
+        async def after(arguments: dict[str, Any], tool: Lookup = changing) -> ToolResult:
+            result = await Lookup.run(tool, arguments)
+            tool.answer = fine
+            return result
+
+        changing.run = after  # type: ignore[method-assign]
+        results = ask(cache, [changing], call(q=1), call(q=2))
+        assert results[1].cached == cached
+
+
 def test_a_state_that_cannot_be_restored_ends_the_episode(cache: ToolCache):
     ask(cache, [Lookup(pure=False, stateful=True, server="shop")], call(q=1))
     dead = Lookup(pure=False, stateful=True, server="shop")

@@ -24,8 +24,7 @@ from TrainingFactory.services.build.chosen_tools import cacheable, choose_names
 from TrainingFactory.services.build.run_tools import RunTools
 from TrainingFactory.services.build.training import Training
 from TrainingFactory.services.evaluation.rollouts import Rollouts, check_tools
-from TrainingFactory.tools import AsyncToolExecutor, MCPTools, ToolCache, tool
-from TrainingFactory.tools.runtime import ToolRuntime
+from TrainingFactory.tools import MCPTools, ToolCache, tool
 from TrainingFactory.types import Reward, Task, ToolCall
 
 FILE = '''
@@ -368,24 +367,8 @@ def test_an_entry_marks_its_own_tools(folder: Path) -> None:
     assert (metrics["tools/double/cache_hits"], metrics["tools/half/cache_hits"]) == (1, 0)
 
 
-def test_a_tool_with_a_state_is_cached_by_the_calls_before(tmp_path: Path) -> None:
+def test_what_an_entry_says_of_its_tools() -> None:
     """Equal arguments do not mean equal answers where calls are taken in order."""
-    made = 0
-
-    @tool(ordered=True)
-    def count() -> int:
-        """How often it was called."""
-        nonlocal made
-        made += 1
-        return made
-
-    async def episode(cache: ToolCache) -> list[str]:
-        executor = AsyncToolExecutor([cacheable(count)])
-        executor.attach(ToolRuntime(cache=cache), "episode", "task")
-        calls = [ToolCall("count"), ToolCall("count")]
-        return [result.content for result in await executor.batch_execute(calls)]
-
-    cache = ToolCache(tmp_path / "cache.sqlite")
-    assert asyncio.run(episode(cache)) == asyncio.run(episode(cache)) == ["1", "2"]
-    assert made == 2  # the second episode was answered from the cache
-    cache.close()
+    for options, pure in (({}, True), ({"ordered": True}, False), ({"stateful": True}, False)):
+        marked = cacheable(tool(name="count", **options)(lambda: 1)).options  # type: ignore[call-overload]
+        assert (marked.pure, marked.stateful) == (pure, not pure)

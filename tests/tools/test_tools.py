@@ -162,6 +162,7 @@ def test_methods_bind_to_their_instance():
 
     box, other = Box(1), Box(100)
     assert list(box.add.spec.parameters["properties"]) == ["by"]
+    assert box.add.options.ordered and not box.double.options.ordered  # methods share state
     assert one(box.add, {"by": 2}).content == "3"
     assert one(other.add, {"by": 2}).content == "102"
     assert box.add(1) == 4
