@@ -34,8 +34,7 @@ KEYS = {"https://api.openai.com": "OPENAI_API_KEY", "https://api.anthropic.com":
 
 
 class ModelError(Exception):
-    """No answer. `temporary`: the endpoint was busy or out of reach, so that another attempt may help, after
-    `wait` seconds if the endpoint has named a time."""
+    """No answer. `temporary`: another attempt may help, after `wait` seconds if the endpoint has named a time."""
 
     def __init__(self, text: str, temporary: bool = False, wait: float | None = None) -> None:
         super().__init__(text)
@@ -183,9 +182,8 @@ def seconds_of(retry_after: str | None) -> float | None:
 
 def _is_variable(name: str) -> bool:
     """Tell names of variables from what looks like a key: long, in small letters, with digits."""
-    if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
-        return False
-    return len(name) < 20 or not (re.search(r"\d", name) and re.search(r"[a-z]", name))
+    looks_like_a_key = len(name) >= 20 and re.search(r"\d", name) and re.search(r"[a-z]", name)
+    return bool(re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII)) and not looks_like_a_key
 
 
 def _secrets(key: str | None) -> list[str]:

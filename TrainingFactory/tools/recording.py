@@ -1,7 +1,4 @@
-"""Writes down every tool call of a run, and serves the calls again with no tool called.
-
-Nothing depends on who came first, so a replay gives every call its own result whatever the tools' latencies were.
-"""
+"""Writes down every tool call of a run, and serves the calls again with no tool called, whoever comes first."""
 
 from __future__ import annotations
 

@@ -243,7 +243,7 @@ def test_what_else_is_a_tool():
 
 def test_tools_by_name(tmp_path: Any):
     (tmp_path / "a.txt").write_text("hello")
-    assert make_tool("calculator") is calculator and catalog.find("tool", "calculator")() is calculator
+    assert make_tool("calculator") is calculator and catalog.find("tool", "calculator") is calculator
     options = {"path": str(tmp_path), "index_dir": str(tmp_path / "index"), "name": "look"}
     made = make_tool({"name": "search", "options": options})
     assert isinstance(made, SearchTool) and made.spec.name == "look"

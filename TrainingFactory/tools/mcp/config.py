@@ -15,8 +15,7 @@ from TrainingFactory.tools.mcp.server_config import OneTool, ServerConfig, serve
 
 
 def read_config(path: str | Path) -> list[ServerConfig]:
-    """Return the servers of a file; raise ValueError with file, server and remedy if it is none of the known
-    forms. A .pydata file holds a Python literal, which is read and never executed."""
+    """Return the servers of a file. One in .pydata holds a Python literal, which is read and never executed."""
     path = Path(path).expanduser()
     try:
         text = path.read_text(encoding="utf-8-sig")

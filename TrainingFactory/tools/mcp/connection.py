@@ -1,9 +1,6 @@
-"""One connection to one MCP server, and the only file that imports the SDK (which takes a second: import this
-module where a connection is opened, not before).
-
-A connection is owned by one task, which enters the SDK's client and waits in it for the end. Whatever goes wrong
-(a dead process, a refused request, a cancellation out of nowhere, a group of exceptions) becomes `ServerDown`.
-"""
+"""One connection to one MCP server, and the only file that imports the SDK (which takes a second: import it where a
+connection is opened). One task enters the SDK's client and waits in it for the end; whatever goes wrong becomes
+`ServerDown`."""
 
 from __future__ import annotations
 

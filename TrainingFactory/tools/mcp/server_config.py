@@ -1,8 +1,5 @@
 """One MCP server as a config describes it: what is started or connected to, its options, and what of it is secret.
-
-Nothing is executed and nothing is connected here. Values of variables, environment and headers are secrets: they
-are kept out of errors and reprs, and `ServerConfig.hide` takes them out of other people's texts.
-"""
+Values of variables, environment and headers stay out of errors and reprs."""
 
 from __future__ import annotations
 
@@ -122,8 +119,7 @@ class ServerConfig:
         return self.hide(f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}")
 
     def hide(self, text: str) -> str:
-        """Return the text without any value of a variable, of the environment or of a header, and without what is
-        private in the URL."""
+        """Return the text without values of variables, environment and headers, and what is private in the URL."""
         parts = urlsplit(self.url)
         values = {*self.filled.values(), *self.env.values(), *self.headers.values(), *self.secrets}
         values |= {parts.password or "", parts.query}
@@ -131,8 +127,7 @@ class ServerConfig:
 
     @property
     def secrets(self) -> list[str]:
-        """Return what must not be shown even where a tool's own result has it: headers, what is named a secret,
-        passwords in URLs. Other values, such as paths, are part of what tools talk about."""
+        """Return what must not be shown even in a tool's own result; other values, such as paths, may be."""
         named = [*self.filled.items(), *self.env.items()]
         return secret_values(named, self.headers.values(), [self.url, *self.args])
 
@@ -162,8 +157,7 @@ class _Entry:
 
 
 def server_config(name: str, origin: str, folder: Path, given: Mapping[str, Any]) -> ServerConfig:
-    """Return the server that an entry describes; raise ValueError with file, server and remedy. Relative paths are
-    looked up from `folder`."""
+    """Return the server that an entry describes; relative paths are looked up from `folder`."""
     where = f"{origin}: server {name!r}"
     filled: dict[str, str] = {}
     try:
