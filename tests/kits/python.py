@@ -14,8 +14,9 @@ HANG_GUARD = 30.0  # seconds; nothing here takes long
 
 
 def make(**options: Any) -> PythonTool:
+    options.setdefault("timeout", HANG_GUARD)
     try:
-        return PythonTool(**{"timeout": HANG_GUARD} | options)
+        return PythonTool(**options)
     except ValueError as error:
         pytest.skip(f"no isolation on this machine: {error}")
 

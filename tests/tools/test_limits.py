@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
+from types import SimpleNamespace
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from TrainingFactory.tools import limits as limits_module
 from TrainingFactory.tools.limits import CircuitBreaker, Limits
 
 
@@ -54,28 +56,35 @@ def test_limits_never_let_in_too_many_and_lose_no_place(limit: int, visits: list
     assert most <= limit and inside == 0
 
 
-def test_a_rate_spaces_calls_and_who_gives_up_uses_no_slot():
-    starts: list[float] = []
+def test_a_rate_spaces_calls_and_who_gives_up_uses_no_slot(monkeypatch: pytest.MonkeyPatch):
+    now, wait = 0.0, asyncio.sleep
+
+    async def sleep(seconds: float) -> None:
+        nonlocal now
+        await wait(0)
+        now += seconds
+
+    monkeypatch.setattr(limits_module, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(limits_module, "asyncio", SimpleNamespace(**vars(asyncio) | {"sleep": sleep}))
 
     async def main() -> None:
         limits = Limits(None, 10.0)
 
-        async def visit() -> None:
+        async def visit() -> float:
             async with limits.place():
-                pass
+                return now
 
-        starts.append(time.monotonic())
         waiting = [asyncio.create_task(visit()) for _ in range(1000)]
-        await asyncio.sleep(0)
+        await wait(0)
         for task in waiting[1:]:
             task.cancel()
         await asyncio.gather(*waiting, return_exceptions=True)
-        for _ in range(4):
-            await visit()
-            starts.append(time.monotonic())
+        starts = [waiting[0].result()] + [await visit() for _ in range(4)]
+        assert starts == pytest.approx(
+            [0.0, 0.1, 0.2, 0.3, 0.4]
+        )  # the slots of those who left would take 100 s
 
-    asyncio.run(asyncio.wait_for(main(), 60))  # the slots of those who left would take 100 s
-    assert all(start >= starts[0] + 0.099 * number for number, start in enumerate(starts))
+    asyncio.run(main())
 
 
 def test_a_breaker():

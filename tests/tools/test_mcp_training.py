@@ -49,7 +49,7 @@ def served(folder: Path) -> Path:
     return path
 
 
-def training_with(folder: Path, environment: Any, watcher: Quiet, **sections: dict[str, Any]) -> Training:
+def training_with(folder: Path, environment: Any, watcher: Quiet, **sections: Any) -> Training:
     tools = [{"name": "homes", "config": str(served(folder))}]
     config = TrainingConfig(tools=tools, logging={"output_dir": str(folder / "runs")}, **sections)
     return Training(config, name="a", objects=Objects(environment=environment), watcher=watcher)

@@ -38,6 +38,10 @@ def written(folder: Path, name: str, text: str | bytes) -> Path:
     return path
 
 
+def python(**options: Any) -> PythonTool:
+    return PythonTool(**options)
+
+
 def searching(text: str | bytes) -> Callable[[Path], Any]:
     return lambda folder: SearchTool(written(folder, "bad.jsonl", text), index_dir=folder)
 
@@ -109,7 +113,7 @@ NAMED: list[Mistake] = [
     ),
     (lambda _: AgentTool("a", "", Endpoint("http://h/v1", "m"), max_turns=0), "max_turns"),
     *(
-        (lambda _, option=option: PythonTool(**{option: 0}), rf"{option}\n  Input should be greater than")
+        (lambda _, given={option: 0}: python(**given), rf"{option}\n  Input should be greater than")
         for option in ("timeout", "memory_mb", "disk_mb", "cpu_seconds", "max_output_chars")
     ),
     *(
