@@ -144,7 +144,7 @@ def seed(**given: Any) -> dict[str, Any]:
     ("data", "told"),
     [
         ({"mcpServers": {}}, "names no servers"),
-        ({"mcpServer": {"one": ECHO}}, "its keys are 'mcpServer'"),
+        ({"mcpServer": {"one": ECHO}}, "found 'mcpServer'"),
         ({"mcpServers": []}, 'needs an object of servers by name under "mcpServers"'),
         ({"mcpServers": {"one": "npx"}}, "must be an object such as"),
         (one(), "needs a command or a url"),

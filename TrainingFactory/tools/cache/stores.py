@@ -125,8 +125,8 @@ def _connect(path: Path) -> sqlite3.Connection:
 
 
 def _set_up(database: sqlite3.Connection) -> None:
-    """Make the tables, unless another process has. They come in one transaction with what says that the file is ours,
-    and before WAL mode, which writes to the file: who looks meanwhile finds it empty, or whole."""
+    """Make the tables, unless another process has, in one transaction with what says that the file is ours and before
+    WAL mode, which writes to the file: who looks meanwhile finds it empty, or whole."""
     version = database.execute("PRAGMA user_version").fetchone()[0]
     if version not in (0, FORMAT):
         raise sqlite3.DatabaseError(f"its format is {version}, not {FORMAT}")
@@ -139,15 +139,13 @@ def _set_up(database: sqlite3.Connection) -> None:
 
 def _check_owner(path: Path) -> None:
     """Refuse a file of somebody else's: it is neither changed nor moved."""
-    if not path.exists() or (path.is_file() and path.stat().st_size == 0):
-        return
-    what = "a folder" if path.is_dir() else "no file of ours"
+    header = b""
     if path.is_file():
         with path.open("rb") as file:
             header = file.read(100)
-        if header[:16] == b"SQLite format 3\0" and header[68:72] == APPLICATION_ID.to_bytes(4, "big"):
-            return
-    raise ValueError(f"the cache cannot use {path}: it is {what}; give another path")
+    ours = header[:16] == b"SQLite format 3\0" and header[68:72] == APPLICATION_ID.to_bytes(4, "big")
+    if path.is_dir() or (header and not ours):
+        raise ValueError(f"the cache cannot use {path}: it is no file of ours; give another path")
 
 
 class RedisStore:
