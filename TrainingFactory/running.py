@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import threading
 from collections.abc import Callable, Coroutine
 from queue import SimpleQueue
@@ -63,9 +64,7 @@ class _Beside:
         self._task: asyncio.Task[Any] | None = None
         self._value: Any = None
         self._error: BaseException | None = None
-        self._ended = (
-            threading.Event()
-        )  # not Thread.join: interrupted, it takes a living thread for an ended one
+        self._ended = threading.Event()  # Thread.join, interrupted, takes a living thread for an ended one
 
     def join(self) -> Any:
         threading.Thread(target=self._work, daemon=True, name="run").start()
@@ -110,20 +109,7 @@ class OneThread:
 
     async def call(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Return what the function returns. A cancelled wait leaves it running."""
-        loop = asyncio.get_running_loop()
-        outcome: asyncio.Future[T] = loop.create_future()
-
-        def job() -> None:
-            value, error = None, None
-            try:
-                value = function(*args, **kwargs)
-            except BaseException as caught:
-                error = caught
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
-                loop.call_soon_threadsafe(_settle, outcome, value, error)
-
-        self._jobs.put(job)
-        return await outcome
+        return await hand_over(self._jobs.put, function, *args, **kwargs)
 
     def close(self) -> None:
         """End the thread after what it has been given."""
@@ -135,10 +121,26 @@ class OneThread:
             del job  # or what it holds would live until the next one comes
 
 
-def _settle(outcome: asyncio.Future[Any], value: Any, error: BaseException | None) -> None:
-    if outcome.done():
-        return
-    if error is None:
-        outcome.set_result(value)
-    else:
-        outcome.set_exception(error)
+async def hand_over(
+    start: Callable[[Callable[[], None]], None], function: Callable[..., T], *args: Any, **kwargs: Any
+) -> T:
+    """Return what the function returns, called by a job that `start` hands to another thread."""
+    loop = asyncio.get_running_loop()
+    outcome: asyncio.Future[tuple[Any, BaseException | None]] = loop.create_future()
+    context = contextvars.copy_context()
+
+    def job() -> None:
+        value, error = None, None
+        try:
+            value = context.run(function, *args, **kwargs)
+        except BaseException as caught:  # also SystemExit: it must not end the thread without an answer
+            error = caught
+        with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile, nobody waits any more
+            loop.call_soon_threadsafe(lambda: outcome.done() or outcome.set_result((value, error)))
+
+    start(job)
+    # The error travels as a value: a future refuses StopIteration, and its wait would never end.
+    value, error = await outcome
+    if error is not None:
+        raise error
+    return value

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 MAX_ERROR_CHARS = 300
 
 
@@ -31,3 +34,16 @@ def message_of(error: BaseException) -> str:
     except Exception:  # the exception's own code is foreign too
         text = ""
     return " ".join(text.split())[:MAX_ERROR_CHARS]
+
+
+def without(data: Any, secrets: Sequence[str]) -> Any:
+    """Return JSON data with *** in place of the secrets in all its texts."""
+    if isinstance(data, str):
+        for secret in secrets:
+            data = data.replace(secret, "***")
+        return data
+    if isinstance(data, list):
+        return [without(item, secrets) for item in data]
+    if isinstance(data, dict):
+        return {without(key, secrets): without(value, secrets) for key, value in data.items()}
+    return data
