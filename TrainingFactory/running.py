@@ -10,6 +10,8 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import Callable, Coroutine
+from concurrent.futures import Future, wait
+from functools import partial
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
@@ -25,7 +27,7 @@ def run(main: Callable[[], Coroutine[Any, Any, T]], interrupt: Callable[[], None
         asyncio.get_running_loop()
     except RuntimeError:
         return _run_here(main)
-    return _Beside(main, interrupt).join()
+    return _run_beside(main, interrupt)
 
 
 def _run_here(main: Callable[[], Coroutine[Any, Any, T]]) -> T:
@@ -37,6 +39,36 @@ def _run_here(main: Callable[[], Coroutine[Any, Any, T]]) -> T:
 
     asyncio.run(keep())
     return found[0]
+
+
+def _run_beside(main: Callable[[], Coroutine[Any, Any, T]], interrupt: Callable[[], None] | None) -> T:
+    """Run a coroutine on a thread of its own, beside a loop that is blocked meanwhile."""
+    outcome: Future[T] = Future()
+    stops: list[Callable[[], object]] = []
+
+    async def noted() -> T:
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        assert task is not None
+        stops.append(partial(loop.call_soon_threadsafe, interrupt or task.cancel))
+        return await main()
+
+    def work() -> None:
+        try:
+            outcome.set_result(_run_here(noted))
+        except asyncio.CancelledError:
+            outcome.set_exception(KeyboardInterrupt())
+        except BaseException as error:  # it belongs to the caller's thread
+            outcome.set_exception(error)
+
+    threading.Thread(target=work, daemon=True, name="run").start()
+    while not outcome.done():
+        try:
+            wait([outcome])
+        except KeyboardInterrupt:
+            with contextlib.suppress(RuntimeError):  # it has just ended
+                for stop in stops:
+                    stop()
+    return outcome.result()
 
 
 def other_loop(error: BaseException) -> str:
@@ -52,52 +84,6 @@ def other_loop(error: BaseException) -> str:
     return ""
 
 
-class _Beside:
-    """A coroutine on a thread of its own, beside a loop that is blocked meanwhile."""
-
-    def __init__(
-        self, main: Callable[[], Coroutine[Any, Any, Any]], interrupt: Callable[[], None] | None
-    ) -> None:
-        self._main, self._interrupt = main, interrupt
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._task: asyncio.Task[Any] | None = None
-        self._value: Any = None
-        self._error: BaseException | None = None
-        self._ended = (
-            threading.Event()
-        )  # not Thread.join: interrupted, it takes a living thread for an ended one
-
-    def join(self) -> Any:
-        threading.Thread(target=self._work, daemon=True, name="run").start()
-        while not self._ended.is_set():
-            try:
-                self._ended.wait()
-            except KeyboardInterrupt:
-                self._stop()
-        if self._error is not None:
-            raise self._error
-        return self._value
-
-    def _work(self) -> None:
-        try:
-            self._value = _run_here(self._noted)
-        except asyncio.CancelledError:
-            self._error = KeyboardInterrupt()
-        except BaseException as error:  # it belongs to the caller's thread
-            self._error = error
-        finally:
-            self._ended.set()
-
-    async def _noted(self) -> Any:
-        self._loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
-        return await self._main()
-
-    def _stop(self) -> None:
-        if self._loop is not None and self._task is not None:
-            with contextlib.suppress(RuntimeError):  # it has just ended
-                self._loop.call_soon_threadsafe(self._interrupt or self._task.cancel)
-
-
 class OneThread:
     """Run blocking functions on one fixed daemon thread, one after the other.
 
@@ -109,21 +95,19 @@ class OneThread:
         self._thread.start()
 
     async def call(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        """Return what the function returns. A cancelled wait leaves it running."""
-        loop = asyncio.get_running_loop()
-        outcome: asyncio.Future[T] = loop.create_future()
+        """Return what the function returns; a cancelled wait leaves it running."""
+        outcome: Future[T] = Future()
 
         def job() -> None:
-            value, error = None, None
+            if not outcome.set_running_or_notify_cancel():
+                return
             try:
-                value = function(*args, **kwargs)
-            except BaseException as caught:
-                error = caught
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
-                loop.call_soon_threadsafe(_settle, outcome, value, error)
+                outcome.set_result(function(*args, **kwargs))
+            except BaseException as error:
+                outcome.set_exception(error)
 
         self._jobs.put(job)
-        return await outcome
+        return await asyncio.wrap_future(outcome)
 
     def close(self) -> None:
         """End the thread after what it has been given."""
@@ -133,12 +117,3 @@ class OneThread:
         while (job := self._jobs.get()) is not None:
             job()
             del job  # or what it holds would live until the next one comes
-
-
-def _settle(outcome: asyncio.Future[Any], value: Any, error: BaseException | None) -> None:
-    if outcome.done():
-        return
-    if error is None:
-        outcome.set_result(value)
-    else:
-        outcome.set_exception(error)

@@ -46,6 +46,14 @@ def opened(kind: str, name: str) -> tuple[ModuleType, Path, str]:
         return _imported(path), path, wanted
 
 
+def chosen(kind: str, name: str) -> tuple[Path, str, list[Any]]:
+    """Import `file.py` or `file.py:wanted`; return its path, what is wanted, and that alone or all that it defines."""
+    module, path, wanted = opened(kind, name)
+    if wanted and wanted not in vars(module):
+        raise ValueError(f"{path} has no {wanted!r}")
+    return path, wanted, [vars(module)[wanted]] if wanted else defined(module)
+
+
 def defined(module: ModuleType) -> list[Any]:
     """Return what was written in the file itself, not imported by it."""
     return [value for value in vars(module).values() if getattr(value, "__module__", "") == module.__name__]

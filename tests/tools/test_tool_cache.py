@@ -16,7 +16,7 @@ from tests.kits.rollout import FakeChat
 from TrainingFactory.endpoint import Endpoint
 from TrainingFactory.envs import ToolEnvironment
 from TrainingFactory.rollout.scripted import play
-from TrainingFactory.services.build.chosen_tools import cacheable
+from TrainingFactory.services.build.tools import cacheable
 from TrainingFactory.tools import AsyncToolExecutor, tool
 from TrainingFactory.tools.adapt import as_tool
 from TrainingFactory.tools.cache import cache as cache_module

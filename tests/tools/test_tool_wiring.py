@@ -22,8 +22,8 @@ from TrainingFactory.envs import SearchEnvironment, ToolEnvironment
 from TrainingFactory.protocols import Episode
 from TrainingFactory.rollout import rollout_metrics
 from TrainingFactory.services import GRPOTrainer
-from TrainingFactory.services.build.chosen_tools import cacheable, choose_names
 from TrainingFactory.services.build.run_tools import RunTools
+from TrainingFactory.services.build.tools import cacheable, choose_names
 from TrainingFactory.services.build.training import Training
 from TrainingFactory.services.evaluation.rollouts import Rollouts, check_tools
 from TrainingFactory.services.runs.folder import RunFolder

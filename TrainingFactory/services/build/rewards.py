@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,9 @@ INNER: dict[type, Callable[[Any], list[Any]]] = {
     RewardProcess: lambda reward: [reward.like],
     OnlyIf: lambda reward: [reward.rule, reward.condition],
 }
+OWN = "the environment's own reward"
+# reward.type -> the option that tells one of this type from another
+TOLD_BY = {"function": "function", "rule_based": "rule", "tool_verified": "verify"}
 
 
 def check_reward(config: TrainingConfig, group_size: int | None = None) -> RewardFunction | None:
@@ -98,6 +101,38 @@ def reward_model_folder(config: TrainingConfig) -> Path | None:
     if config.reward.type != "learned" or config.reward.parts:
         return None
     return reward_checkpoint(config.reward.model, config.logging.output_dir)
+
+
+def evaluation_reward(
+    reward: RewardFunction | None, say: Callable[[str], None] = lambda _: None
+) -> RewardFunction | None:
+    """Return what a model is measured by. Comparisons within a group have the same mean however good
+    the model is, so they are left out: the other parts of the reward measure, or where there are none, the
+    environment's own reward."""
+    if not compares(reward):
+        return reward
+    inner: Any = reward.function if isinstance(reward, Adapted) else reward
+    rest = inner.without_comparisons() if isinstance(inner, Combined) else None
+    by = OWN if rest is None else _parts(rest.rewards)
+    say(
+        f"note: the reward compares the episodes of a group, which cannot measure progress; evaluation goes by {by}"
+    )
+    return rest
+
+
+def scored_by(config: TrainingConfig, measuring: RewardFunction | None) -> str:
+    """Say in words whose reward that is; `measuring` is what `evaluation_reward` made of the config's."""
+    reward = config.reward
+    if isinstance(measuring, Combined):
+        return _parts(measuring.rewards)
+    if reward.type == "environment" or (measuring is None and reward.type != "learned"):
+        return OWN
+    name = reward.options.get(TOLD_BY.get(reward.type, "")) or reward.model
+    return f"reward.type={reward.type}" + (f" ({name})" if name else "")
+
+
+def _parts(names: Iterable[str]) -> str:
+    return f"the parts {', '.join(names)}"
 
 
 def _inside(reward: Any) -> list[Any]:

@@ -20,16 +20,15 @@ from TrainingFactory.services.build import rewards as build_rewards
 from TrainingFactory.services.build import sampler as build_sampler
 from TrainingFactory.services.build.environment import check_tools, make_environment
 from TrainingFactory.services.build.learner import make_algorithm, make_policy, make_trainable
-from TrainingFactory.services.build.measure import evaluation_reward
-from TrainingFactory.services.build.named_files import changed_files
+from TrainingFactory.services.build.named_files import about_start, as_started, changed_files
+from TrainingFactory.services.build.rewards import evaluation_reward
 from TrainingFactory.services.build.run_tools import RunTools
-from TrainingFactory.services.build.started import about_start, as_started
 from TrainingFactory.services.runs.folder import RunFolder, Status, TrainingReport, new_name
 from TrainingFactory.services.runs.tracking import PlainLines, Trackers, Watcher
 from TrainingFactory.services.training.dataset import Objects, check_same, gather, told_left_out
 from TrainingFactory.services.training.guards import Guards
 from TrainingFactory.services.training.interrupts import Interrupts
-from TrainingFactory.services.training.loop import HeldOut, Progress, Schedule, TrainingLoop
+from TrainingFactory.services.training.loop import HeldOut, Progress, TrainingLoop
 from TrainingFactory.services.training.order import Order
 from TrainingFactory.services.training.preflight import check, check_steps
 from TrainingFactory.services.training.reward_clock import RewardClock
@@ -130,7 +129,7 @@ def steps_in(config: TrainingConfig, order: Order) -> int:
 async def make_loop(training: Training, held: AsyncExitStack) -> TrainingLoop:
     """Make everything that a run needs. `held` closes at its end what is opened here."""
     config, data, run, watcher = training.config, training.data, training.run, training.watcher
-    tools, options, logging = training.tools, config.training, config.logging
+    tools = training.tools
     environment = None if data.environment is None else await tools.equip(data.environment)
     watcher.phase("load")
     loaded, chat = await in_thread(_load, config, date.fromisoformat(run.about["day"]))
@@ -141,29 +140,26 @@ async def make_loop(training: Training, held: AsyncExitStack) -> TrainingLoop:
     algorithm = make_algorithm(config)
     policy = await in_thread(make_policy, config, loaded, algorithm, total)
     held.push_async_callback(policy.close)
-    precomputed = "precomputed" in algorithm.needs
-    known = [
-        await _references(policy, algorithm, each, options.batch_size, watcher)
-        if precomputed and each
-        else None
-        for each in (dataset, heldout)
-    ]
+    for each in (dataset, heldout):
+        if each is not None and "precomputed" in algorithm.needs:
+            each.references = await _references(policy, algorithm, each, config.training.batch_size, watcher)
     progress = await _resume(run, policy, order)
-    if logging.record_tools:
+    if config.logging.record_tools:
         tools.record_to(run.path)
     played = None if environment is None else await _played(training, environment, chat, loaded, held)
     trackers = Trackers(run.path, config)
     held.callback(trackers.close)
     return TrainingLoop(
+        config=config,
+        total=total,
         policy=policy,
         sampler=None if played is None else played.sampler,
-        source=_source(training, algorithm, order, progress.taken, played, dataset, known[0]),
+        source=_source(training, algorithm, order, progress.taken, played, dataset),
         algorithm=algorithm,
         order=order,
         run=run,
         tools=tools,
-        schedule=_schedule(config, total),
-        heldout=_heldout(training, played, heldout, known[1]),
+        heldout=_heldout(training, played, heldout),
         guards=_guards(training),
         watcher=watcher,
         trackers=trackers,
@@ -211,11 +207,10 @@ def _source(
     taken: int,
     played: _Played | None,
     dataset: TokenizedDataset | None,
-    references: list[list[list[float]]] | None,
 ) -> Source:
     config, tasks = training.config, training.data.tasks
     if dataset is not None:
-        return DatasetSource(dataset, order, algorithm, references)
+        return DatasetSource(dataset, order, algorithm)
     assert played is not None
     if KINDS[config.training.algorithm].demonstrations:
         limits = {
@@ -238,28 +233,11 @@ def _rollouts(training: Training, played: _Played, reward: RewardClock) -> Async
     )
 
 
-def _heldout(
-    training: Training,
-    played: _Played | None,
-    dataset: TokenizedDataset | None,
-    references: list[list[list[float]]] | None,
-) -> HeldOut:
+def _heldout(training: Training, played: _Played | None, dataset: TokenizedDataset | None) -> HeldOut:
     if played is None:
-        return HeldOut(dataset=dataset, references=references)
+        return HeldOut(dataset=dataset)
     rollouts = _rollouts(training, played, played.measure)
-    return HeldOut(training.data.heldout, rollouts, played.clock, dataset, references)
-
-
-def _schedule(config: TrainingConfig, total: int) -> Schedule:
-    keep = config.logging
-    return Schedule(
-        total,
-        config.training.eval_every,
-        keep.checkpoint_every,
-        keep.keep_checkpoints,
-        keep.keep_every,
-        keep.save_trajectories,
-    )
+    return HeldOut(training.data.heldout, rollouts, played.clock, dataset)
 
 
 def _guards(training: Training) -> Guards:
@@ -323,8 +301,13 @@ async def _resume(run: RunFolder, policy: Policy, order: Order) -> Progress:
     progress, offsets = Progress(), dict[str, int]()
     if found := run.checkpoints():
         state = await policy.load(str(found[-1]))
-        progress = Progress(state["step"], state.get("taken", order.start(state["step"])), state["seconds"])
-        offsets = state["offsets"]
+        done, offsets = state["step"], state["offsets"]
+        progress = Progress(done, state.get("taken", order.start(done)), state["seconds"])
+        [[_, consumed]] = state.get("consumed", [[0, done * order.batch_size]])
+        if consumed != done * order.batch_size:
+            raise ValueError(
+                f"run {run.name} has taken {consumed} groups in {done} steps: its training.batch_size cannot change"
+            )
     await in_thread(run.rewind, offsets)
     return progress
 

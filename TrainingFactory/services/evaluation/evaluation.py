@@ -11,9 +11,8 @@ from TrainingFactory.config import TrainingConfig
 from TrainingFactory.config.schema import RewardSection
 from TrainingFactory.rollout.metrics import Z95, evaluation_metrics, wilson  # noqa: F401
 from TrainingFactory.services.build import rewards as assemble_rewards
-from TrainingFactory.services.build.measure import evaluation_reward, scored_by
-from TrainingFactory.services.build.named_files import as_then
-from TrainingFactory.services.build.started import as_started
+from TrainingFactory.services.build.named_files import as_started, as_then
+from TrainingFactory.services.build.rewards import evaluation_reward, scored_by
 from TrainingFactory.services.evaluation.rollouts import Report, Rollouts
 from TrainingFactory.services.runs.folder import RunFolder, is_run, list_runs
 from TrainingFactory.types import Trajectory

@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
-from pathlib import Path
 
 from TrainingFactory.algorithms.kinds import KINDS, make_algorithm
 from TrainingFactory.config import TrainingConfig
-from TrainingFactory.config.not_yet import changed
 from TrainingFactory.data.examples import NEEDS
 from TrainingFactory.services.runs.tracking import check_trackers
 from TrainingFactory.services.training.dataset import form_of
 from TrainingFactory.types import SamplingParams
-
-# options of lora as PEFT's adapter_config.json names them
-ADAPTER_KEYS = {
-    "r": "r", "alpha": "lora_alpha", "dropout": "lora_dropout", "target_modules": "target_modules",
-    "dora": "use_dora", "rslora": "use_rslora",
-}  # fmt: skip
 
 
 def check(config: TrainingConfig, recorded: bool) -> None:
@@ -55,7 +46,6 @@ def check(config: TrainingConfig, recorded: bool) -> None:
             f"{NEEDS[form_of(config)]}; or with recorded trajectories"
         )
     _check_precision(config)
-    _check_adapter(config)
     make_algorithm(name, getattr(config, name).model_dump())  # its options may contradict each other
     check_trackers(config.logging.trackers)
 
@@ -79,27 +69,6 @@ def check_steps(config: TrainingConfig, total: int) -> None:
             f"ppo.critic_warmup is {config.ppo.critic_warmup} of {steps}: the policy would never learn; make it "
             "smaller, or the run longer"
         )
-
-
-def _check_adapter(config: TrainingConfig) -> None:
-    """An adapter that is loaded keeps the form it was made in."""
-    if config.model.adapter is None:
-        return
-    path = Path(config.model.adapter).expanduser() / "adapter_config.json"
-    known = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    for key in changed(config, "lora"):
-        name = key.removeprefix("lora.")
-        if name == "enabled":
-            continue
-        wanted, has = getattr(config.lora, name), known.get(ADAPTER_KEYS[name])
-        if isinstance(wanted, list) and isinstance(has, list):
-            wanted, has = sorted(wanted), sorted(has)
-        if wanted != has:
-            is_so = f"was made with {has}" if path.is_file() else "has its own"
-            raise ValueError(
-                f"{key} is {wanted}, and the adapter in {config.model.adapter} {is_so}: the options of lora are for "
-                f"new adapters; leave {key} out, or model.adapter"
-            )
 
 
 def _check_precision(config: TrainingConfig) -> None:

@@ -201,17 +201,10 @@ class ExpertSource:
 
 
 class DatasetSource:
-    """The examples of the step; `references` are the reference model's log-probs of their rows, if known beforehand."""
+    """The examples of the step."""
 
-    def __init__(
-        self,
-        dataset: TokenizedDataset,
-        order: Order,
-        algorithm: Algorithm,
-        references: Sequence[list[list[float]]] | None = None,
-    ) -> None:
-        self._dataset, self._order = dataset, order
-        self._algorithm, self._references = algorithm, references
+    def __init__(self, dataset: TokenizedDataset, order: Order, algorithm: Algorithm) -> None:
+        self._dataset, self._order, self._algorithm = dataset, order, algorithm
 
     async def take(self, step: int) -> StepGroups:
         started = time.perf_counter()
@@ -224,15 +217,9 @@ class DatasetSource:
         examples = self._order.batch(step)
         played = [self._dataset.group(number) for number in examples]
         groups = numbered(step, self._order, played, self._algorithm)
-        if self._references is not None:
-            for number, group in zip(examples, groups, strict=True):
-                fill_references(group.rows, self._references[number])
+        for number, group in zip(examples, groups, strict=True):
+            self._dataset.fill(number, group.rows)
         return groups
-
-
-def fill_references(rows: Sequence[Sample], references: Sequence[list[float]]) -> None:
-    for row, known in zip(rows, references, strict=True):
-        row.reference = known
 
 
 def numbered(

@@ -17,7 +17,7 @@ from TrainingFactory.data.ranking import best_and_worst
 from TrainingFactory.data.recordings import reward_of
 from TrainingFactory.data.rewriting import Unreadable, written_by
 from TrainingFactory.data.trajectories import Kept
-from TrainingFactory.types import Completion, Message, Task, Trajectory, Turn
+from TrainingFactory.types import Completion, Message, Sample, Task, Trajectory, Turn
 
 TOLD_EVERY = 10.0  # seconds
 
@@ -62,6 +62,9 @@ class TokenizedDataset:
         self.bad, self.long = list(examples.bad), list[str]()
         self.unused = sum(examples.unused.values())
         self.ids: list[str] = []
+        self.references: list[
+            list[list[float]]
+        ] = []  # log-probs of the rows of each example, if known beforehand
         self._groups: list[list[Written | Kept]] = []
         problems: list[str] = []
         told = time.monotonic()
@@ -91,6 +94,12 @@ class TokenizedDataset:
             each.trajectory(name, member) if isinstance(each, Written) else each.trajectory()
             for member, each in enumerate(self._groups[number])
         ]
+
+    def fill(self, number: int, rows: list[Sample]) -> list[Sample]:
+        """Give the rows of an example the log-probs of the reference model where these are known; return them."""
+        for row, known in zip(rows, self.references[number], strict=True) if self.references else ():
+            row.reference = known
+        return rows
 
     @property
     def left_out(self) -> dict[str, float]:
