@@ -80,15 +80,14 @@ def two_steps(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("trainer", "rows", "options"),
+    ("trainer", "rows", "options", "how"),
     [
-        (SFTTrainer, "sft", {"turns": "last"}),
-        (DPOTrainer, "dpo", {"beta": 0.2, "loss_kind": "ipo"}),
-        (KTOTrainer, "kto", {"desirable_weight": 2.0}),
-        (RewardModelTrainer, "dpo", {"center": 0.01}),
+        (SFTTrainer, "sft", {"turns": "last"}, "objects"),
+        (DPOTrainer, "dpo", {"beta": 0.2, "loss_kind": "ipo"}, "file"),
+        (KTOTrainer, "kto", {"desirable_weight": 2.0}, "objects"),
+        (RewardModelTrainer, "dpo", {"center": 0.01}, "file"),
     ],
 )
-@pytest.mark.parametrize("how", ["objects", "file"])
 def test_from_rows_that_exist(
     tmp_path: Path, trainer: Callable[..., Any], rows: str, options: dict[str, Any], how: str
 ) -> None:
@@ -213,6 +212,8 @@ def test_what_the_run_does_not_use_is_said() -> None:
     assert said(GRPOTrainer, environment=Parity, max_tokens=9, group_size=4) == []
     (text,) = said(DPOTrainer, dataset=ROWS["dpo"], heldout=ROWS["dpo"][:1])
     assert text == "heldout: nothing is evaluated without training.eval_every"
+    (text,) = said(GRPOTrainer, environment=Parity, adapter="x", lora={"enabled": True, "r": 4})
+    assert text == "lora.r: model.adapter is loaded in the form that it was made in"
 
 
 @pytest.mark.parametrize("how", ["objects", "file"])

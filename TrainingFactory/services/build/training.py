@@ -3,7 +3,6 @@ the loop and runs it. The edge that knows the core and everything around it."""
 
 from __future__ import annotations
 
-import time
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from datetime import date
@@ -25,7 +24,7 @@ from TrainingFactory.services.build.rewards import evaluation_reward
 from TrainingFactory.services.build.run_tools import RunTools
 from TrainingFactory.services.runs.folder import RunFolder, Status, TrainingReport, new_name
 from TrainingFactory.services.runs.tracking import PlainLines, Trackers, Watcher
-from TrainingFactory.services.training.dataset import Objects, check_same, gather, told_left_out
+from TrainingFactory.services.training.dataset import Objects, check_same, gather
 from TrainingFactory.services.training.guards import Guards
 from TrainingFactory.services.training.interrupts import Interrupts
 from TrainingFactory.services.training.loop import HeldOut, Progress, TrainingLoop
@@ -38,8 +37,6 @@ from TrainingFactory.tools.threads import in_thread
 
 if TYPE_CHECKING:
     from TrainingFactory.models import LoadedModel, TemplateChatFormat
-
-TOLD_EVERY = 10.0  # seconds
 
 
 class Training:
@@ -257,23 +254,15 @@ def _tokenized(
 ) -> tuple[TokenizedDataset | None, TokenizedDataset | None]:
     """Write the dataset and the held-out rows in tokens. Which rows are too long is known only now."""
     data, limit = training.data, build_sampler.max_length(training.config, loaded)
-    found = (
-        _in_tokens(training, data.examples, chat, limit, ""),
-        _in_tokens(training, data.heldout_examples, chat, limit, "held-out: "),
-    )
+
+    def written(examples: Examples | None, which: str) -> TokenizedDataset | None:
+        if examples is None:
+            return None
+        say, skip = training.watcher.say, training.config.data.skip_bad_rows
+        return TokenizedDataset(examples, chat, limit, skip, lambda text: say(f"note: {which}{text}"))
+
+    found = written(data.examples, ""), written(data.heldout_examples, "held-out: ")
     data.examples = data.heldout_examples = None  # their texts are not needed any more
-    return found
-
-
-def _in_tokens(
-    training: Training, examples: Examples | None, chat: Any, limit: int, which: str
-) -> TokenizedDataset | None:
-    if examples is None:
-        return None
-    say = training.watcher.say
-    found = TokenizedDataset(examples, chat, limit, training.config.data.skip_bad_rows, say)
-    for text in told_left_out(found.bad, found.long, found.unused):
-        say(f"note: {which}{text}")
     return found
 
 
@@ -284,15 +273,11 @@ async def _references(
     checkpoint is loaded: the policy is its own reference only until it is trained."""
     watcher.phase("reference")
     found: list[list[list[float]]] = []
-    told = time.monotonic()
     for start in range(0, len(dataset), batch_size):
         numbers = range(start, min(start + batch_size, len(dataset)))
         groups = [algorithm.samples(dataset.group(number)) for number in numbers]
         scored = iter(await policy.score([row for group in groups for row in group]))
         found += [[next(scored) for _ in group] for group in groups]
-        if time.monotonic() - told > TOLD_EVERY:
-            told = time.monotonic()
-            watcher.say(f"log-probs of the reference model: {len(found)} of {len(dataset)} examples")
     return found
 
 

@@ -20,7 +20,6 @@ from TrainingFactory.tools.schema import check_schema, schema_problems, validato
 from TrainingFactory.types import Task, ToolSpec
 from TrainingFactory.user_code import told
 
-TOLD = 3  # rows that were left out, by name
 DEFAULT_TASKS = 16
 TRAINING_TASKS = 1000
 
@@ -147,22 +146,6 @@ def arguments_fit(spec: ToolSpec, arguments: dict[str, Any]) -> str | None:
     except ValueError:
         return None
     return schema_problems(spec, validator_of(spec.parameters), arguments)
-
-
-def told_left_out(bad: Sequence[str], long: Sequence[str], unused: int) -> list[str]:
-    """What a user should know about rows that are not learned from."""
-    told = []
-    if bad:
-        told.append(f"{len(bad)} bad rows are left out: {_first(bad)}")
-    if long:
-        told.append(f"{len(long)} rows are longer than model.max_length and left out: {_first(long)}")
-    if unused:
-        told.append(f"{unused} recorded episodes teach nothing here and are left out")
-    return told
-
-
-def _first(texts: Sequence[str]) -> str:
-    return "; ".join(texts[:TOLD]) + (" ..." if len(texts) > TOLD else "")
 
 
 def _tasks(

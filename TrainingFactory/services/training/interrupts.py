@@ -33,14 +33,12 @@ class Interrupts:
         here = threading.current_thread() is threading.main_thread()
         before = signal.getsignal(signal.SIGINT) if here else None
         if here:
-            with contextlib.suppress(NotImplementedError):  # Windows
-                loop.add_signal_handler(signal.SIGINT, self.ask)
+            loop.add_signal_handler(signal.SIGINT, self.ask)
         try:
             yield
         finally:
             if here:
-                with contextlib.suppress(NotImplementedError):
-                    loop.remove_signal_handler(signal.SIGINT)
+                loop.remove_signal_handler(signal.SIGINT)
                 signal.signal(signal.SIGINT, before)
 
     def ask(self) -> None:

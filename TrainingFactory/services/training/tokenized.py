@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -19,7 +18,7 @@ from TrainingFactory.data.rewriting import Unreadable, written_by
 from TrainingFactory.data.trajectories import Kept
 from TrainingFactory.types import Completion, Message, Sample, Task, Trajectory, Turn
 
-TOLD_EVERY = 10.0  # seconds
+TOLD = 3  # rows that were left out, by name
 
 
 @dataclass(slots=True)
@@ -67,23 +66,19 @@ class TokenizedDataset:
         ] = []  # log-probs of the rows of each example, if known beforehand
         self._groups: list[list[Written | Kept]] = []
         problems: list[str] = []
-        told = time.monotonic()
-        for note in examples.notes:
-            say(f"note: {note}")
-        for number, example in enumerate(examples.found):
+        for example in examples.found:
             try:
                 self._add(example)
             except ValueError as error:
                 problems.append(f"{example.where} cannot be written by the chat template: {error}")
-            if time.monotonic() - told > TOLD_EVERY:
-                told = time.monotonic()
-                say(f"{number + 1} of {len(examples.found)} rows are in tokens")
         self.bad += problems
         if problems and not skip_bad_rows:
             raise ValueError(in_one(problems))
         if not self.ids:
             unused = [f"{self.unused} recorded episodes teach nothing here"] if self.unused else []
             raise ValueError(f"no row can be used:\n{in_one([*self.bad, *self.long, *unused])}")
+        for note in [*examples.notes, *self._told()]:
+            say(note)
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -106,6 +101,15 @@ class TokenizedDataset:
         """How many rows were, and why; nothing where none was."""
         counts = {"bad": len(self.bad), "long": len(self.long), "unused": self.unused}
         return {f"rows_left_out/{why}": float(count) for why, count in counts.items() if count}
+
+    def _told(self) -> Iterator[str]:
+        """Yield what a user should know about rows that are not learned from."""
+        if self.bad:
+            yield f"{len(self.bad)} bad rows are left out: {_first(self.bad)}"
+        if self.long:
+            yield f"{len(self.long)} rows are longer than model.max_length and left out: {_first(self.long)}"
+        if self.unused:
+            yield f"{self.unused} recorded episodes teach nothing here and are left out"
 
     def _add(self, example: Example) -> None:
         recorded = example.conversations[0].recorded is not None
@@ -211,3 +215,7 @@ class TokenizedDataset:
         # A model that always thinks reads a plain answer as a thought that did not end.
         unended = read.reasoning is not None and not read.content and not read.tool_calls
         return read if (read.tool_calls or read.reasoning is not None) and not unended else message
+
+
+def _first(texts: Sequence[str]) -> str:
+    return "; ".join(texts[:TOLD]) + (" ..." if len(texts) > TOLD else "")
