@@ -12,7 +12,7 @@ import pytest
 
 from tests.kits.cli import Run
 from tests.kits.judge import Said, judging
-from tests.kits.run import Parity, Quiet, go_on, small, train
+from tests.kits.run import Quiet, go_on, small, train
 from TrainingFactory.cli.display import Display
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.services import GRPOTrainer
@@ -134,16 +134,6 @@ def test_a_short_run_of_which_nothing_was_scored(tfactory: Run) -> None:
     status, _, err = tfactory("runs", "resume", "a")
     assert status == 0 and "finished" in err and "rewards.py has changed since run a was started" in err
     assert [row["episodes/unscored"] for row in run.metrics() if row["step"]] == [0, 0]
-
-
-def test_a_run_that_has_learned_something_ends_as_usual(tmp_path: Path) -> None:
-    def reward(episode: Any) -> float:
-        if not episode.trajectory.group.startswith("0/"):
-            raise RuntimeError("away")
-        return episode.environment.reward(episode)
-
-    config = small(tmp_path, training={"max_steps": 2})
-    assert train(config, "a", environment=Parity, reward=reward).state == "finished"
 
 
 def test_files_are_found_beside_the_config(tfactory: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -155,30 +155,22 @@ def test_what_a_run_cannot_do_is_said_first(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_run_goes_on_with_the_same_rows_only(tmp_path: Path) -> None:
-    path, lines = tmp_path / "d.jsonl", [json.dumps({"messages": CHAT, "n": n}) for n in range(4)]
+@pytest.mark.parametrize("key", ["dataset", "tasks"])
+def test_a_run_goes_on_with_the_same_data_only(tmp_path: Path, key: str) -> None:
+    rows = key == "dataset"
+    made = [{"messages": CHAT, "n": n} if rows else {"prompt": f"{n}+1?", "answer": "Oslo"} for n in range(4)]
+    path, lines = tmp_path / "d.jsonl", [json.dumps(row) for row in made]
     path.write_text("\n".join(lines))
-    config = brief(tmp_path, training={"algorithm": "sft"}, data={"dataset": str(path)})
-    with pytest.raises(RuntimeError):
-        Training(config, name="a", watcher=Quiet(fail_at=3)).train()
-    path.write_text("\n".join([*lines[:3], lines[3].replace("Oslo", "Lima")]))
-    with pytest.raises(ValueError, match=r"the 4 tasks or rows that run a was started with have changed"):
-        resume("a", tmp_path)
-    path.write_text("\n".join(lines[:3]))
-    with pytest.raises(ValueError, match=r"the 4 tasks or rows that run a .* now there are 3"):
-        resume("a", tmp_path)
-    path.write_text("\n".join(lines))
-    assert resume("a", tmp_path, Quiet()).train().state == "finished"
-
-
-def test_a_run_goes_on_with_the_same_tasks_only(tmp_path: Path) -> None:
-    path, lines = tmp_path / "t.jsonl", [json.dumps({"prompt": f"{n}+1?", "answer": n + 1}) for n in range(3)]
-    path.write_text("\n".join(lines))
-    config = small(tmp_path, environment={"environment_id": "calculator"}, data={"tasks": str(path)})
-    Training(config, name="a", watcher=Quiet()).run.unlock()
-    path.write_text("\n".join([*lines[:2], lines[2].replace("3", "4")]))
-    with pytest.raises(ValueError, match="have changed since then"):
-        resume("a", tmp_path)
+    sections = (
+        {"training": {"algorithm": "sft"}} if rows else {"environment": {"environment_id": "calculator"}}
+    )
+    Training(small(tmp_path, data={key: str(path)}, **sections), name="a", watcher=Quiet()).run.unlock()
+    for changed, count in ([*lines[:3], lines[3].replace("Oslo", "Lima")], 4), (lines[:3], 3):
+        path.write_text("\n".join(changed))
+        with pytest.raises(
+            ValueError, match=rf"the 4 tasks or rows that run a was .* changed .* are {count}"
+        ):
+            resume("a", tmp_path)
     path.write_text("\n".join(lines))
     resume("a", tmp_path).run.unlock()
 
