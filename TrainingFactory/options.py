@@ -26,11 +26,7 @@ from pydantic_core import ErrorDetails
 
 # strict: no "8" for 8 and no true for 1. Inputs stay out of pydantic's own text, as they may be secrets.
 STRICT = ConfigDict(
-    extra="forbid",
-    strict=True,
-    allow_inf_nan=False,
-    arbitrary_types_allowed=True,
-    hide_input_in_errors=True,
+    extra="forbid", strict=True, allow_inf_nan=False, arbitrary_types_allowed=True, hide_input_in_errors=True
 )
 
 Count = Annotated[int, Field(ge=1)]
@@ -85,8 +81,11 @@ def make_from(target: Callable[..., Any], options: Mapping[str, Any], what: str)
     options = {str(option): value for option, value in options.items()}
     known = list(inspect.signature(target).parameters)
     try:
-        if not _is_checked(target):
-            _bind(target, options, what)
+        places = (target, getattr(target, "__init__", None))
+        if not any(
+            hasattr(each, mark) for each in places for mark in ("__pydantic_validator__", "raw_function")
+        ):
+            _bind(target, options, what)  # pydantic does not check its options
         return target(**options)
     except ValidationError as error:
         # `from None`: pydantic's own text may repeat the values, secrets among them.
@@ -164,12 +163,6 @@ def show(key: str, value: Any) -> str:
 
 def is_secret(key: str, value: Any) -> bool:
     return bool(_SECRET_KEY.search(key.rsplit(".", 1)[-1]) or _SECRET_VALUE.search(str(value)))
-
-
-def _is_checked(target: Callable[..., Any]) -> bool:
-    """Tell whether pydantic checks its options."""
-    places = (target, getattr(target, "__init__", None))
-    return any(hasattr(each, name) for each in places for name in ("__pydantic_validator__", "raw_function"))
 
 
 def _bind(target: Callable[..., Any], options: Mapping[str, Any], what: str) -> None:

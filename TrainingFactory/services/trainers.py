@@ -200,10 +200,8 @@ def _rows(source: Any) -> Any:
 
 
 def _model_section(model: Any) -> Mapping[str, Any]:
-    if isinstance(model, Mapping):
-        return model
-    if isinstance(model, str | Path):
-        return {"name": model}
+    if isinstance(model, Mapping | str | Path):
+        return model if isinstance(model, Mapping) else {"name": model}
     from TrainingFactory.models.faces import ModelFace  # torch, which whoever has one of these has already
 
     if not isinstance(model, ModelFace):

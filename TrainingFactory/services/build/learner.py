@@ -56,6 +56,7 @@ def make_learner(config: TrainingConfig, loaded: LoadedModel, algorithm: Algorit
     options, needs = config.training, algorithm.needs
     updates = options.update_epochs * options.minibatches
     referred = "reference" in needs and "precomputed" not in needs  # else its log-probs come with the rows
+    fresh = config.lora.enabled and config.model.adapter is None
     scored = not needs.isdisjoint({"values", "scores"})
     return Learner(
         loaded.model,
@@ -69,17 +70,14 @@ def make_learner(config: TrainingConfig, loaded: LoadedModel, algorithm: Algorit
             total_steps=steps * updates,
             max_grad_norm=options.max_grad_norm,
         ),
-        reference=make_reference(config, loaded.model) if referred else None,
+        reference=copy_of(loaded.model)
+        if referred and not fresh
+        else None,  # else the model under the adapter
         head=head_for(loaded.model, about_reward_model(config, needs)) if scored else None,
         critic=make_critic(loaded.model) if "critic" in needs else None,
         temperature=config.sampling.temperature if KINDS[options.algorithm].samples else 1.0,
         gradient_checkpointing=options.gradient_checkpointing,
     )
-
-
-def make_reference(config: TrainingConfig, model: Any) -> Any:
-    """Copy the model that training starts with; None where it is the model under a fresh adapter."""
-    return None if config.lora.enabled and config.model.adapter is None else copy_of(model)
 
 
 def about_reward_model(config: TrainingConfig, needs: frozenset[str]) -> dict[str, Any] | None:

@@ -7,12 +7,7 @@ from datetime import date
 from typing import TYPE_CHECKING
 
 from TrainingFactory.config import TrainingConfig
-from TrainingFactory.protocols import (
-    ChatFormat,
-    EnvironmentFactory,
-    RewardFunction,
-    Sampler,
-)
+from TrainingFactory.protocols import ChatFormat, EnvironmentFactory, RewardFunction, Sampler
 from TrainingFactory.rollout import AsyncRolloutEngine
 from TrainingFactory.tools.runtime import ToolRuntime
 from TrainingFactory.types import SamplingParams, Trajectory

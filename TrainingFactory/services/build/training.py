@@ -144,6 +144,7 @@ async def make_loop(training: Training, held: AsyncExitStack) -> TrainingLoop:
     if config.logging.record_tools:
         tools.record_to(run.path)
     played = None if environment is None else await _played(training, environment, chat, loaded, held)
+    scored = any("reward" in row for row in run.metrics())
     trackers = Trackers(run.path, config)
     held.callback(trackers.close)
     return TrainingLoop(
@@ -157,7 +158,7 @@ async def make_loop(training: Training, held: AsyncExitStack) -> TrainingLoop:
         run=run,
         tools=tools,
         heldout=_heldout(training, played, heldout),
-        guards=_guards(training),
+        guards=Guards(config.reward.max_equal_steps, scored=scored, replayed=tools.replayed is not None),
         watcher=watcher,
         trackers=trackers,
         interrupts=training.interrupts,
@@ -235,12 +236,6 @@ def _heldout(training: Training, played: _Played | None, dataset: TokenizedDatas
         return HeldOut(dataset=dataset)
     rollouts = _rollouts(training, played, played.measure)
     return HeldOut(training.data.heldout, rollouts, played.clock, dataset)
-
-
-def _guards(training: Training) -> Guards:
-    scored = any("reward" in row for row in training.run.metrics())
-    replayed = training.tools.replayed is not None
-    return Guards(training.config.reward.max_equal_steps, scored=scored, replayed=replayed)
 
 
 def _load(config: TrainingConfig, day: date) -> tuple[LoadedModel, TemplateChatFormat]:

@@ -106,7 +106,8 @@ class TrainingLoop:
     async def _steps(self) -> None:
         stream = Stream(self.source, self.progress.done, self.total)
         await self._publish()
-        await self._evaluate_before()
+        if self.config.training.eval_every is not None and self.progress.done == 0:
+            await self._log(0, await self.interrupts.at_once(self._evaluate()))
         self.watcher.phase("generate")
         async for batch in self.interrupts.over(stream):
             await self._guard(batch)
@@ -194,16 +195,13 @@ class TrainingLoop:
         every, done = self.config.training.eval_every, self.progress.done
         return every is not None and (done % every == 0 or done == self.total)
 
-    async def _evaluate_before(self) -> None:
-        if self.config.training.eval_every is not None and self.progress.done == 0:
-            await self._log(0, await self.interrupts.at_once(self._evaluate()))
-
     async def _evaluate(self) -> dict[str, float]:
         self.watcher.phase("evaluate")
         started = time.perf_counter()
         metrics = await self._play_heldout() if self.heldout.tasks else {}
         if self.heldout.dataset is not None:
-            metrics |= await self._measure_heldout(self.heldout.dataset)
+            rows = await in_thread(self._heldout_rows, self.heldout.dataset)
+            metrics |= await self.policy.evaluate(rows, self.progress.done) | self.heldout.dataset.left_out
         metrics["seconds"] = time.perf_counter() - started
         return {f"eval/{name}": value for name, value in metrics.items()}
 
@@ -215,10 +213,6 @@ class TrainingLoop:
         await in_thread(self.tools.commit)
         metrics = evaluation_metrics([trajectory for group in groups for trajectory in group])
         return metrics | self.tools.metrics() | (given.clock.spent() if given.clock is not None else {})
-
-    async def _measure_heldout(self, dataset: TokenizedDataset) -> dict[str, float]:
-        rows = await in_thread(self._heldout_rows, dataset)
-        return await self.policy.evaluate(rows, self.progress.done) | dataset.left_out
 
     def _heldout_rows(self, dataset: TokenizedDataset) -> list[Sample]:
         groups = (dataset.fill(n, self.algorithm.samples(dataset.group(n))) for n in range(len(dataset)))
