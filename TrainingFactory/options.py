@@ -1,14 +1,8 @@
-"""Make objects from options that a user wrote. The object is its own schema:
+"""Make objects from options that a user wrote: `make_from(Numeric, {"tolerance": 0.01}, "rule numeric")`.
 
-    @dataclass(config=STRICT, kw_only=True, frozen=True)      # of pydantic.dataclasses
-    class Numeric:
-        tolerance: NotNegative = 0.0
-
-    make_from(Numeric, {"tolerance": 0.01}, "rule numeric")
-
-The same holds for a function, or an `__init__`, under `@validate_call(config=STRICT)`. An option that holds the options
-of another object takes `Annotated[Budget | None, nested(Budget, "the budget")]`. Every mistake becomes an OptionError
-that names all wrong options at once, with the nearest right name and never with a secret.
+The object is its own schema: a pydantic dataclass with `config=STRICT`, or a function or `__init__` under
+`@validate_call(config=STRICT)`. Every mistake becomes an OptionError that names all wrong options at once, with the
+nearest right name and never with a secret.
 """
 
 from __future__ import annotations
@@ -95,8 +89,7 @@ def make_from(target: Callable[..., Any], options: Mapping[str, Any], what: str)
 def make_named(
     kinds: Mapping[str, Callable[..., Any]], options: Mapping[str, Any] | str, key: str, what: str
 ) -> Any:
-    """Return the object that `options[key]` names among `kinds`, made from the other options; a plain text is the
-    name alone. `what` is the word for such an object in errors."""
+    """Return the object that `options[key]` names among `kinds`, made from the other options; a text names it alone."""
     if isinstance(options, str):
         options = {key: options}
     if not isinstance(options, Mapping):

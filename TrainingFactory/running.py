@@ -1,8 +1,4 @@
-"""Run asynchronous code from anywhere, and blocking code beside it.
-
-A run is one asynchronous program on one event loop. `run` starts it from a script, from a notebook, or from inside any
-other running loop; `OneThread` keeps blocking work (updates of the weights) off the loop, always on the same thread.
-"""
+"""Run asynchronous code from anywhere, and blocking code beside it on one thread."""
 
 from __future__ import annotations
 
@@ -19,10 +15,8 @@ T = TypeVar("T")
 
 
 def run(main: Callable[[], Coroutine[Any, Any, T]], interrupt: Callable[[], None] | None = None) -> T:
-    """Run a coroutine to its end and return its result.
-
-    Without a running loop it runs here. Inside one, as in a notebook, it runs on a thread with a loop of its own;
-    Ctrl-C in the caller then calls `interrupt` on that loop, or cancels the coroutine where none is given."""
+    """Run a coroutine to its end: here, or inside a running loop, as in a notebook's, on a thread with a loop of its
+    own. There Ctrl-C in the caller calls `interrupt` on that loop, or cancels the coroutine where none is given."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -85,9 +79,7 @@ def other_loop(error: BaseException) -> str:
 
 
 class OneThread:
-    """Run blocking functions on one fixed daemon thread, one after the other.
-
-    A daemon: a program that is told to stop at once does not wait for an update to end."""
+    """Run blocking functions on one fixed daemon thread: a program that stops at once does not wait for an update."""
 
     def __init__(self, name: str) -> None:
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()

@@ -173,8 +173,7 @@ class Trainer:
             )
 
     def _take_environment(self, environment: Any, given: dict[str, Any]) -> list[Any]:
-        """Put it among the options, or as an object in the place of whatever a config names; return the tools that
-        it brings."""
+        """Put it among the options, or as an object in the place of what a config names; return the tools it brings."""
         if isinstance(environment, Mapping):
             into(given, "environment", {key: value for key, value in environment.items() if key != "tools"})
             return listed(environment.get("tools", ()))

@@ -95,8 +95,8 @@ class Dull(Parity):
 
 def test_equal_rewards_are_an_empty_step(tmp_path: Path) -> None:
     """Not even the decay of the weights moves them; versions count such steps too."""
-    config = half(tmp_path, refill=0, max_steps=2, weight_decay=0.5)
-    config.logging.checkpoint_every = 1
+    training = {"max_steps": 2, "batch_size": 2, "weight_decay": 0.5}
+    config = small(tmp_path, training=training, logging={"checkpoint_every": 1})
     folder = run(config, "a", environment=Dull)
     assert all(row["rows"] == row["trained_tokens"] == 0 for row in rows(folder / "metrics.jsonl"))
     one, other = (folder / "checkpoints").glob("step-*/model.safetensors")

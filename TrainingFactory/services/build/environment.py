@@ -40,8 +40,7 @@ def environment_from_file(name: str) -> type[ToolEnvironment]:
 async def check_tools(
     factory: EnvironmentFactory, task: Task, chat: ChatFormat, reward: RewardFunction | None = None
 ) -> None:
-    """Check that the environment can be made, has what the reward calls, and the model's template can show its tools:
-    once, with a clear text, instead of one failed episode after another."""
+    """Check that the environment can be made, has what the reward calls, and that the template can show its tools."""
     try:
         environment = factory(task)
         try:

@@ -136,8 +136,7 @@ def about_start(config: TrainingConfig, objects: Objects, tools: RunTools, found
 
 
 def as_started(config: TrainingConfig, run: RunFolder | None) -> TrainingConfig:
-    """Return the config of a run that goes on, with its files where they were and the very reward model that it was
-    started with: where a run is named, its last checkpoint may be another one by now."""
+    """Return the config of a run that goes on, with its files and the very reward model that it was started with."""
     if run is None:
         return config
     config, folder = as_then(config, run.about), run.about.get("reward_model")

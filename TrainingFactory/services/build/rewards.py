@@ -41,8 +41,7 @@ TOLD_BY = {"function": "function", "rule_based": "rule", "tool_verified": "verif
 
 
 def check_reward(config: TrainingConfig, group_size: int | None = None) -> RewardFunction | None:
-    """Raise what `make_reward` would, without loading a model; also if groups of that size cannot be scored. Nothing
-    is opened: the reward that is returned is for further checks."""
+    """Raise what `make_reward` would, and if groups of that size cannot be scored; return a reward for more checks."""
     reward = _made(Making(config, load=False))
     if group_size is not None:
         check_group(reward, group_size)
@@ -50,8 +49,7 @@ def check_reward(config: TrainingConfig, group_size: int | None = None) -> Rewar
 
 
 def make_reward(config: TrainingConfig) -> RewardFunction | None:
-    """Return who scores the episodes; None: the environment's own reward. What it opens when it is first called is
-    closed by `close_reward`. ConfigError with all that is wrong, and where it stands."""
+    """Return who scores the episodes, to be closed by `close_reward`; None: the environment's own reward."""
     return _made(Making(config, load=True))
 
 
@@ -106,9 +104,8 @@ def reward_model_folder(config: TrainingConfig) -> Path | None:
 def evaluation_reward(
     reward: RewardFunction | None, say: Callable[[str], None] = lambda _: None
 ) -> RewardFunction | None:
-    """Return what a model is measured by. Comparisons within a group have the same mean however good
-    the model is, so they are left out: the other parts of the reward measure, or where there are none, the
-    environment's own reward."""
+    """Return what a model is measured by: the reward without comparisons within a group, which have the same mean
+    however good the model is; the environment's own where nothing else is left."""
     if not compares(reward):
         return reward
     inner: Any = reward.function if isinstance(reward, Adapted) else reward

@@ -1,5 +1,4 @@
-"""From a config to a training run: `Training` checks everything that can be checked at once, then makes the parts of
-the loop and runs it. The edge that knows the core and everything around it."""
+"""From a config to a training run, at the edge that knows the core and everything around it."""
 
 from __future__ import annotations
 
@@ -40,11 +39,9 @@ if TYPE_CHECKING:
 
 
 class Training:
-    """A training run from its config to its last checkpoint.
-
-    Everything that can be wrong with names, files and folders shows when it is made; `train` then loads the model and
-    goes to the end. With `run` it goes on with that run from its last checkpoint. With `replay` the tool calls are
-    answered from the recording of that run (its name or folder), and no tool is started."""
+    """A training run. What is wrong with names, files and folders shows when it is made; `train` loads the model and
+    goes to the end. With `run` it goes on with that run; with `replay` the tool calls are answered from the recording
+    of that run (its name or folder), and no tool is started."""
 
     def __init__(
         self,
@@ -97,8 +94,7 @@ class Training:
         return make_environment(config, self.tools.wanted) if named or not rows else None
 
     def train(self) -> TrainingReport:
-        """Train to the end, or to Ctrl-C: then what was learned is in a checkpoint and `state` is interrupted. It works
-        in a script, in a notebook and inside a running loop; there it has a thread and a loop of its own."""
+        """Train to the end, or to Ctrl-C: then what was learned is in a checkpoint and `state` is interrupted."""
         return run_anywhere(self.train_async, self.interrupts.ask)
 
     async def train_async(self) -> TrainingReport:

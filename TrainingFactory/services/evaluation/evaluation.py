@@ -48,7 +48,7 @@ class Evaluation:
 
 
 def model_of(name: str, runs: str | Path = "runs") -> dict[str, dict[str, Any]]:
-    """The sections of a config for a model, or for a run's last checkpoint, with the environment it was trained in."""
+    """Return the sections of a config for a model, or for a run's last checkpoint, with the environment it had."""
     found = checkpoint_of(name, runs)
     if found is None:
         return {"model": {"name": name}}
@@ -75,7 +75,7 @@ def model_of(name: str, runs: str | Path = "runs") -> dict[str, dict[str, Any]]:
 
 
 def reward_of(run: RunFolder) -> RewardSection | None:
-    """The reward of a run as another command can make it, wherever it is started; None where it was a Python object."""
+    """Return the reward of a run as another command can make it, anywhere; None where it was a Python object."""
     if "reward" in run.about.get("objects", []):
         return None
     config = as_started(run.config, run)
@@ -95,7 +95,7 @@ def reward_of(run: RunFolder) -> RewardSection | None:
 
 
 def checkpoint_of(name: str, runs: str | Path = "runs") -> tuple[RunFolder, Path] | None:
-    """A run and one of its checkpoints, by the name of either; None for what is no run."""
+    """Return a run and one of its checkpoints, by the name of either; None for what is no run."""
     path = Path(name).expanduser()
     if path.parent.name == "checkpoints" and path.is_dir():
         return RunFolder.find(str(path.parent.parent), runs), path

@@ -72,7 +72,7 @@ def check_steps(config: TrainingConfig, total: int) -> None:
 
 
 def _check_precision(config: TrainingConfig) -> None:
-    """Weights and optimiser states in few bits."""
+    """Refuse weights and optimiser states in few bits where they cannot be."""
     if (few := config.model.quantization) != "none":
         if not config.lora.enabled and config.model.adapter is None:
             raise ValueError(

@@ -1,8 +1,5 @@
-"""Where the episodes of a step come from: sampled now, played by an expert, or read from a dataset.
-
-A source gives groups of episodes with their credit: the training rows. `Stream` asks it for one step after the other.
-Which tasks a step takes follows from the seed and from how many were taken before, so that a resumed run goes on as if
-nothing had happened."""
+"""Where the groups of a step come from, with their credit: sampled now, played by an expert, or read from a dataset.
+Which tasks a step takes follows from the seed and from how many were taken before: so a resumed run goes on exactly."""
 
 from __future__ import annotations
 
@@ -137,8 +134,7 @@ class SampledSource:
         return [Group(number, group, rows, attempt) for number, group, rows in found]
 
     def _metrics(self, groups: Sequence[Group], seconds: float) -> dict[str, float]:
-        """Sum the step up. Seconds of `tools` and `reward` add up over episodes that run side by side; `tools_share` is
-        the part of the episodes' time that tools took."""
+        """Sum the step up; seconds of `tools` and `reward` add up over episodes that run side by side."""
         episodes = [trajectory for group in groups for trajectory in group.trajectories]
         metrics = rollout_metrics(episodes)
         outcomes = [trajectory.reward.outcome for trajectory in episodes if trajectory.reward is not None]

@@ -98,7 +98,7 @@ class TokenizedDataset:
 
     @property
     def left_out(self) -> dict[str, float]:
-        """How many rows were, and why; nothing where none was."""
+        """Return how many rows were left out, and why; nothing where none was."""
         counts = {"bad": len(self.bad), "long": len(self.long), "unused": self.unused}
         return {f"rows_left_out/{why}": float(count) for why, count in counts.items() if count}
 
@@ -124,7 +124,7 @@ class TokenizedDataset:
             self.ids.append(example.id)
 
     def _best_and_worst(self, example: Example) -> list[Written | Kept]:
-        """Where one of the two cannot be used, the next best or the next worst takes its place."""
+        """Return the two; where one cannot be used, the next best or the next worst takes its place."""
         left, found = example.conversations, dict[int, list[Written | Kept]]()
         while pair := best_and_worst(left, reward_of):
             for side in pair:
@@ -137,7 +137,7 @@ class TokenizedDataset:
         return []
 
     def _fitting(self, example: Example, episode: list[Conversation]) -> list[Written | Kept]:
-        """One recorded episode; nothing where it cannot be used, which is counted."""
+        """Return one recorded episode; nothing where it cannot be used, which is counted."""
         try:
             return self._if_it_fits(example, [self._written(each) for each in episode])
         except Unreadable:
@@ -145,7 +145,7 @@ class TokenizedDataset:
             return []
 
     def _if_it_fits(self, example: Example, group: list[Written | Kept]) -> list[Written | Kept]:
-        """The group, or nothing where it does not fit."""
+        """Return the group, or nothing where it does not fit."""
         longest = max(each.length for each in group)
         if longest <= self.max_length:
             return group
@@ -185,7 +185,7 @@ class TokenizedDataset:
         return self._in_steps(written) if conversation.steps else written
 
     def _in_steps(self, written: Written) -> Written:
-        """The last message cut into its labelled parts, as if each had been sampled by itself."""
+        """Cut the last message into its labelled parts, as if each had been sampled by itself."""
         steps = written.conversation.steps
         begin, end = written.borders.pop()
         whole, cuts = written.token_ids[begin:end], [begin]
