@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +17,8 @@ from TrainingFactory.services.runs.folder import RunFolder, is_run, list_runs
 from TrainingFactory.types import Trajectory
 
 
-@dataclass(slots=True)
-class EvaluationReport:
-    report: Report
-    metrics: dict[str, float]
-    path: Path  # the saved episodes
-
-
-class Evaluation:
-    """A model on tasks it has not been trained on, scored as a run scores its evaluations."""
+class Evaluation(Rollouts):
+    """Episodes of a model on tasks it has not been trained on, scored as a run scores its evaluations."""
 
     def __init__(
         self,
@@ -35,16 +27,14 @@ class Evaluation:
         replay: str | Path | None = None,
         say: Callable[[str], None] = lambda _: None,
     ) -> None:
-        measuring = evaluation_reward(assemble_rewards.check_reward(config), say)
-        self.scored_by = scored_by(config, measuring)
+        self.scored_by = scored_by(config, evaluation_reward(assemble_rewards.check_reward(config), say))
         group = config.training.group_size if "group_size" in config.training.model_fields_set else 1
-        self._rollouts = Rollouts(config, out, group, replay=replay, choose=evaluation_reward)
-        self.total = self._rollouts.total
+        super().__init__(config, out, group, replay=replay, choose=evaluation_reward)
 
-    def run(self, on_episode: Callable[[Trajectory], None] = lambda _: None) -> EvaluationReport:
-        report = self._rollouts.run(on_episode)
-        metrics = report.metrics | evaluation_metrics(report.trajectories)
-        return EvaluationReport(report, metrics, self._rollouts.path)
+    async def run_async(self, on_episode: Callable[[Trajectory], None] = lambda _: None) -> Report:
+        report = await super().run_async(on_episode)
+        report.metrics |= evaluation_metrics(report.trajectories)
+        return report
 
 
 def model_of(name: str, runs: str | Path = "runs") -> dict[str, dict[str, Any]]:

@@ -158,9 +158,8 @@ class TrainingLoop:
         if self._evaluation_is_due():
             metrics |= await self._evaluate()
         metrics |= await in_thread(self._write_episodes, batch)
-        await in_thread(
-            self.run.append, CONSUMED, {"step": batch.step + 1, "epoch": epoch, "tasks": batch.ids}
-        )
+        tasks = [group.trajectories[0].task.id for group in batch.groups]
+        await in_thread(self.run.append, CONSUMED, {"step": batch.step + 1, "epoch": epoch, "tasks": tasks})
         await self._log(epoch, metrics)
 
     def _write_episodes(self, batch: StepGroups) -> dict[str, float]:

@@ -41,14 +41,6 @@ class StepGroups:
     def trajectories(self) -> list[Trajectory]:
         return [trajectory for group in self.groups for trajectory in group.trajectories]
 
-    @property
-    def teaching(self) -> int:
-        return sum(bool(group.rows) for group in self.groups)
-
-    @property
-    def ids(self) -> list[str]:
-        return [group.trajectories[0].task.id for group in self.groups]
-
 
 class Source(Protocol):
     async def take(self, step: int) -> StepGroups:
