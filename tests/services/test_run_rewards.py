@@ -101,10 +101,6 @@ def test_what_compares_does_not_measure(tfactory: Run) -> None:
     found, err = evaluated(tfactory, "a")
     assert found["success"] == 1.0 and found["scored_by"] == "the environment's own reward"
     assert "evaluation goes by the environment's own reward" in err
-    parts = "{rank: {type: function, options: {function: 'rewards.py:best'}}, low: {type: function, options: "
-    parts += "{function: 'rewards.py:never'}}}"
-    found, err = evaluated(tfactory, "a", f"reward.parts={parts}")
-    assert found["success"] == 0.0 and found["scored_by"] == "the parts low" in err
 
 
 def test_a_reward_that_was_an_object_cannot_be_restored(tfactory: Run, tmp_path: Path) -> None:
