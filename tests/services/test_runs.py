@@ -14,18 +14,14 @@ import yaml
 from tests.kits.run import Parity, Quiet, assert_same_run, brief, go_on, rows, small, train
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.data.trajectories import load_trajectories
-from TrainingFactory.models import chat_format, load_model
 from TrainingFactory.services import GRPOTrainer
 from TrainingFactory.services.build.rewards import reward_model_folder
 from TrainingFactory.services.build.training import Training, resume
 from TrainingFactory.services.evaluation.evaluation import reward_of, wilson
 from TrainingFactory.services.runs import tracking
 from TrainingFactory.services.runs.folder import RunFolder, list_runs
-from TrainingFactory.services.training.dataset import Objects, read_examples
+from TrainingFactory.services.training.dataset import Objects
 from TrainingFactory.services.training.order import Order
-from TrainingFactory.services.training.tokenized import TokenizedDataset
-from TrainingFactory.tools import tool
-from TrainingFactory.types import Task
 
 CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello Oslo"}]
 
@@ -201,22 +197,6 @@ def test_a_run_goes_on_with_the_reward_model_it_started_with(tmp_path: Path) -> 
         Training(run.config, run=run, objects=Objects(environment=Parity), watcher=Quiet())
 
 
-def test_rewards_that_fail_are_counted(tmp_path: Path) -> None:
-    def reward(episode: Any) -> float:
-        number = sum(episode.trajectory.turns[0].completion.token_ids)
-        if number % 4 == 0:
-            raise RuntimeError("no idea")
-        return float("nan") if number % 4 == 1 else float(number % 3)
-
-    train(small(tmp_path, training={"max_steps": 2}), "a", environment=Parity, reward=reward)
-    saved = list(load_trajectories(tmp_path / "a" / "trajectories.jsonl"))
-    assert any("no idea" in (t.error or "") for t in saved) and any(
-        "finite" in (t.error or "") for t in saved
-    )
-    unscored = [row["episodes/unscored"] for row in RunFolder(tmp_path / "a").metrics()]
-    assert sum(unscored) == sum(t.reward is None for t in saved) > 0
-
-
 def test_a_run_without_any_score_stops_and_can_go_on(whole: Path, tmp_path: Path) -> None:
     def reward(episode: Any) -> float:
         if not episode.trajectory.group.startswith("0/"):
@@ -299,43 +279,6 @@ def test_sft_from_conversations_and_trajectories(tmp_path: Path) -> None:
     )
     report = Training(config, name="a", watcher=Quiet()).train()
     assert report.rows[-1]["loss"] < report.rows[0]["loss"] - 1
-    from TrainingFactory.models.tiny import tiny_tokenizer  # the literal tag became the real token
-
-    loaded = load_model("builtin:tiny", device="cpu")
-    examples = read_examples(config, str(path))
-    dataset = TokenizedDataset(examples, chat_format(loaded.tokenizer, stop_ids=loaded.stop_ids), 1000)
-    group = next(g for n in range(len(dataset)) if len((g := dataset.group(n))[0].turns) == 2)
-    vocabulary = tiny_tokenizer().get_vocab()
-    assert vocabulary["<tool_call>"] in group[0].turns[0].completion.token_ids
-    assert group[0].turns[0].message.tool_calls[0].arguments == {"x": 1}
-
-
-def test_trainers_take_objects(tmp_path: Path) -> None:
-    @tool
-    def double(number: int) -> str:
-        """Twice a number."""
-        return str(2 * number)
-
-    trainer = GRPOTrainer(
-        "builtin:tiny",
-        tools=[double],
-        tasks=[Task(str(n), f"What is {n}+{n}?", str(2 * n)) for n in range(4)],
-        reward_function=lambda episode: float(len(episode.trajectory.turns[0].completion.token_ids) % 2),
-        config=small(tmp_path, training={"max_steps": 2}),
-        batch_size=2,
-        name="a",
-        watcher=Quiet(),
-    )
-    assert (trainer.config.training.batch_size, trainer.config.training.group_size) == (2, 4)
-    assert trainer.train().state == "finished"
-    saved = next(load_trajectories(tmp_path / "a" / "trajectories.jsonl"))
-    assert [spec.name for spec in saved.tools] == ["double"]
-    with pytest.raises(ValueError, match=r"tool len: .* cannot be shown to a model"):
-        GRPOTrainer(tools=[len], tasks=[])
-    seed_form = {"environment_id": "calculator", "async_execution": True}
-    made = GRPOTrainer("tiny", seed_form, reward_function="rule_based", async_rollout=True)
-    assert any("optimization.async_rollout" in text for text in made.notices)
-    assert not any("reward" in text for text in made.notices)
 
 
 def test_a_run_from_python_goes_on_in_python(whole: Path, tmp_path: Path) -> None:

@@ -130,6 +130,8 @@ def test_plain_keys_find_their_section() -> None:
     config = made.config
     assert (config.dpo.beta, config.dpo.margin) == (0.3, 1.0)
     assert (config.training.warmup_steps, config.sampling.max_tokens, config.lora.r) == (5, 9, 4)
+    over = GRPOTrainer(config=TrainingConfig(batch_size=4, group_size=4), batch_size=2).config.training
+    assert (over.batch_size, over.group_size) == (2, 4)
     assert GRPOTrainer(kl=0.5).config.grpo.kl == 0.5 and PPOTrainer(kl=0.5).config.ppo.kl == 0.5
 
 
@@ -266,6 +268,7 @@ def test_train_takes_a_config_and_the_model_can_be_saved(tmp_path: Path) -> None
         (SFTTrainer, {"model": 3}, "model is a int; give a name"),
         (SFTTrainer, {"dataset": [{"text": "x"}]}, "row"),
         (SFTTrainer, {"dataset": []}, "empty"),
+        (GRPOTrainer, {"tools": [len], "tasks": []}, r"tool len: .* cannot be shown to a model"),
         (SFTTrainer, {"learning_rate": 0.0}, "training.learning_rate"),
         (GRPOTrainer, {"dataset": [{"messages": []}]}, "takes no dataset"),
     ],

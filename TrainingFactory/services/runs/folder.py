@@ -96,8 +96,8 @@ class RunFolder:
             run.path.parent.mkdir(parents=True, exist_ok=True)
             run.path.mkdir()
             run.lock()
-            _write_aside(run.path / CONFIG, yaml.safe_dump(config.model_dump(), sort_keys=False))
-            _write_aside(run.path / "environment.json", json.dumps(fingerprint() | about, indent=1))
+            write_aside(run.path / CONFIG, yaml.safe_dump(config.model_dump(), sort_keys=False))
+            write_aside(run.path / "environment.json", json.dumps(fingerprint() | about, indent=1))
         except OSError as error:
             if isinstance(error, FileExistsError) and run.path.is_dir():
                 raise ValueError(
@@ -121,18 +121,16 @@ class RunFolder:
         if self._lock is not None:
             return
         descriptor = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT, 0o644)
-        for patience in (0.1, 0.2, 0.0):  # somebody may just be looking whether it is held
-            try:
+        for _ in range(3):  # somebody may just be looking whether it is held
+            with contextlib.suppress(BlockingIOError):
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except OSError:
-                if not patience:
-                    os.close(descriptor)
-                    raise ValueError(
-                        f"run {self.name} is being written by another process; wait for it to end or stop it"
-                    ) from None
-                time.sleep(patience)
-        self._lock = descriptor
+                self._lock = descriptor
+                return
+            time.sleep(0.1)
+        os.close(descriptor)
+        raise ValueError(
+            f"run {self.name} is being written by another process; wait for it to end or stop it"
+        )
 
     def unlock(self) -> None:
         if self._lock is not None:
@@ -190,7 +188,7 @@ class RunFolder:
     # writing
 
     def write_status(self, status: Status) -> None:
-        _write_aside(self.path / "status.json", json.dumps(asdict(status), indent=1))
+        write_aside(self.path / "status.json", json.dumps(asdict(status), indent=1))
 
     def append(self, name: str, row: dict[str, Any]) -> None:
         with (self.path / name).open("a", encoding="utf-8", newline="\n") as file:
@@ -323,7 +321,8 @@ def _step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.removeprefix("step-"))
 
 
-def _write_aside(path: Path, text: str) -> None:
+def write_aside(path: Path, text: str) -> None:
+    """Write a file aside first: what was there is whole until what comes is."""
     part = path.with_name(f".{path.name}.part")
-    part.write_text(text, encoding="utf-8")
+    part.write_text(text, encoding="utf-8", errors="surrogatepass", newline="\n")
     os.replace(part, path)
