@@ -72,7 +72,7 @@ class RunFolder:
 
     @property
     def shown(self) -> str:
-        """What commands find it by: its name alone only in the usual folder."""
+        """Return what commands find it by: its name alone only in the usual folder."""
         return shlex.quote(self.name if self.path.parent == Path("runs") else str(self.path))
 
     @property
@@ -81,7 +81,7 @@ class RunFolder:
 
     @property
     def mend(self) -> str:
-        """What to do about a run that has stopped."""
+        """Say what to do about a run that has stopped."""
         return f"Mend it (options are in {self.path / CONFIG}), then go on with: {self.resume_command}"
 
     # making and opening
