@@ -190,7 +190,7 @@ def test_labels_of_one_class_are_told() -> None:
     row = {"prompt": "a", "completions": ["b", "c"], "labels": [1, 1]}
     TokenizedDataset(load_examples([row], "prm"), loaded()[2], 4096, say=said.append)
     assert said == [
-        "note: all 2 labels are good where reward_model.threshold is 0, so there is nothing to tell apart"
+        "all 2 labels are good where reward_model.threshold is 0, so there is nothing to tell apart"
     ]
 
 

@@ -6,10 +6,11 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass as plain_dataclass
+from dataclasses import field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, validate_call
+from pydantic import AfterValidator, Field, ValidationInfo, field_validator
 from pydantic.dataclasses import dataclass
 
 from TrainingFactory.config import TrainingConfig
@@ -117,37 +118,46 @@ def _outcome(options: Any) -> RewardFunction | None:
     return None if options is None else rule_from_options(options)
 
 
-@validate_call(config=STRICT)
-def _process_reward(
-    *,
-    rules: dict[str, Text] | None = None,
-    step_rewards: dict[str, float] | None = None,
-    outcome_weight: float = 1.0,
-    pay: Literal["once", "per_turn"] = "once",
-    cap: Annotated[float, Field(ge=0, allow_inf_nan=True)] | None = None,
-    claw_back: bool = True,
-    outcome: Annotated[Any, AfterValidator(_outcome)] = None,
-) -> ProcessReward:
-    known = {*PROCESS_RULES, *(rules or ())}
-    wrong = [
-        Wrong(f"step_rewards.{name}", one_of(name, known)) for name in step_rewards or () if name not in known
-    ]
-    found = {}
-    for name, target in (rules or {}).items():
-        try:
-            found[name] = find_callable(target)
-        except ValueError as error:
-            wrong.append(Wrong(f"rules.{name}", str(error)))
-    if wrong:
-        raise OptionError(*wrong)
-    return ProcessReward(
-        outcome_weight, step_rewards or None, outcome, pay=pay, cap=cap, claw_back=claw_back, rules=found,
-        timeout=None,  # the episode's own limit holds
-    )  # fmt: skip
+@dataclass(config=STRICT, kw_only=True, frozen=True)
+class ProcessOptions:
+    """Those of ProcessReward that can be written in a config."""
+
+    rules: dict[str, Text] | None = None
+    step_rewards: dict[str, float] = field(default_factory=dict)
+    outcome_weight: float = 1.0
+    pay: Literal["once", "per_turn"] = "once"
+    cap: Annotated[float, Field(ge=0, allow_inf_nan=True)] | None = None
+    claw_back: bool = True
+    outcome: Annotated[Any, AfterValidator(_outcome)] = None
+
+    @field_validator("step_rewards")
+    @classmethod
+    def _known(cls, step_rewards: dict[str, float], info: ValidationInfo) -> dict[str, float]:
+        known = {*PROCESS_RULES, *(info.data.get("rules") or ())}
+        wrong = [Wrong(name, one_of(name, known)) for name in step_rewards if name not in known]
+        if wrong:
+            raise OptionError(*wrong)
+        return step_rewards
 
 
 def process_reward(making: Making, options: Options) -> RewardFunction:
-    return make_from(_process_reward, options, "process_reward")
+    chosen = make_from(ProcessOptions, options, "process_reward")
+    rules = {}
+    for name, target in (chosen.rules or {}).items():
+        try:
+            rules[name] = find_callable(target)
+        except ValueError as error:
+            raise OptionError(Wrong(f"rules.{name}", str(error))) from error
+    return ProcessReward(
+        chosen.outcome_weight,
+        chosen.step_rewards or None,
+        chosen.outcome,
+        pay=chosen.pay,
+        cap=chosen.cap,
+        claw_back=chosen.claw_back,
+        rules=rules,
+        timeout=None,  # the episode's own limit holds
+    )
 
 
 def judge(making: Making, options: Options) -> RewardFunction:

@@ -73,6 +73,10 @@ class Interrupts:
         finally:
             self._sampling = None
 
+    async def pause(self, seconds: float) -> None:
+        """Sleep until the time is over or Ctrl-C comes."""
+        await self.at_once(asyncio.sleep(seconds))
+
     async def over(self, stream: AsyncIterator[T]) -> AsyncIterator[T]:
         """Yield what the stream gives, each of it awaited by `at_once`."""
         while True:

@@ -136,7 +136,7 @@ class TrainingLoop:
         if finding.stop is not None:
             raise ValueError(f"{finding.stop}. {self.run.mend}")
         if finding.pause:
-            await self.interrupts.at_once(asyncio.sleep(finding.pause))
+            await self.interrupts.pause(finding.pause)
 
     async def _record(self, batch: StepGroups, updated: dict[str, float], updating: float) -> None:
         seconds = batch.seconds + updating
