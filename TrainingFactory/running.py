@@ -1,8 +1,4 @@
-"""Run asynchronous code from anywhere, and blocking code beside it.
-
-A run is one asynchronous program on one event loop. `run` starts it from a script, from a notebook, or from inside any
-other running loop; `OneThread` keeps blocking work (updates of the weights) off the loop, always on the same thread.
-"""
+"""Run asynchronous code from anywhere, and blocking code beside it on one thread."""
 
 from __future__ import annotations
 
@@ -11,6 +7,8 @@ import contextlib
 import contextvars
 import threading
 from collections.abc import Callable, Coroutine
+from concurrent.futures import Future, wait
+from functools import partial
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
@@ -18,15 +16,13 @@ T = TypeVar("T")
 
 
 def run(main: Callable[[], Coroutine[Any, Any, T]], interrupt: Callable[[], None] | None = None) -> T:
-    """Run a coroutine to its end and return its result.
-
-    Without a running loop it runs here. Inside one, as in a notebook, it runs on a thread with a loop of its own;
-    Ctrl-C in the caller then calls `interrupt` on that loop, or cancels the coroutine where none is given."""
+    """Run a coroutine to its end: here, or inside a running loop, as in a notebook's, on a thread with a loop of its
+    own. There Ctrl-C in the caller calls `interrupt` on that loop, or cancels the coroutine where none is given."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
         return _run_here(main)
-    return _Beside(main, interrupt).join()
+    return _run_beside(main, interrupt)
 
 
 def _run_here(main: Callable[[], Coroutine[Any, Any, T]]) -> T:
@@ -38,6 +34,36 @@ def _run_here(main: Callable[[], Coroutine[Any, Any, T]]) -> T:
 
     asyncio.run(keep())
     return found[0]
+
+
+def _run_beside(main: Callable[[], Coroutine[Any, Any, T]], interrupt: Callable[[], None] | None) -> T:
+    """Run a coroutine on a thread of its own, beside a loop that is blocked meanwhile."""
+    outcome: Future[T] = Future()
+    stops: list[Callable[[], object]] = []
+
+    async def noted() -> T:
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        assert task is not None
+        stops.append(partial(loop.call_soon_threadsafe, interrupt or task.cancel))
+        return await main()
+
+    def work() -> None:
+        try:
+            outcome.set_result(_run_here(noted))
+        except asyncio.CancelledError:
+            outcome.set_exception(KeyboardInterrupt())
+        except BaseException as error:  # it belongs to the caller's thread
+            outcome.set_exception(error)
+
+    threading.Thread(target=work, daemon=True, name="run").start()
+    while not outcome.done():
+        try:
+            wait([outcome])
+        except KeyboardInterrupt:
+            with contextlib.suppress(RuntimeError):  # it has just ended
+                for stop in stops:
+                    stop()
+    return outcome.result()
 
 
 def other_loop(error: BaseException) -> str:
@@ -53,54 +79,8 @@ def other_loop(error: BaseException) -> str:
     return ""
 
 
-class _Beside:
-    """A coroutine on a thread of its own, beside a loop that is blocked meanwhile."""
-
-    def __init__(
-        self, main: Callable[[], Coroutine[Any, Any, Any]], interrupt: Callable[[], None] | None
-    ) -> None:
-        self._main, self._interrupt = main, interrupt
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._task: asyncio.Task[Any] | None = None
-        self._value: Any = None
-        self._error: BaseException | None = None
-        self._ended = threading.Event()  # Thread.join, interrupted, takes a living thread for an ended one
-
-    def join(self) -> Any:
-        threading.Thread(target=self._work, daemon=True, name="run").start()
-        while not self._ended.is_set():
-            try:
-                self._ended.wait()
-            except KeyboardInterrupt:
-                self._stop()
-        if self._error is not None:
-            raise self._error
-        return self._value
-
-    def _work(self) -> None:
-        try:
-            self._value = _run_here(self._noted)
-        except asyncio.CancelledError:
-            self._error = KeyboardInterrupt()
-        except BaseException as error:  # it belongs to the caller's thread
-            self._error = error
-        finally:
-            self._ended.set()
-
-    async def _noted(self) -> Any:
-        self._loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
-        return await self._main()
-
-    def _stop(self) -> None:
-        if self._loop is not None and self._task is not None:
-            with contextlib.suppress(RuntimeError):  # it has just ended
-                self._loop.call_soon_threadsafe(self._interrupt or self._task.cancel)
-
-
 class OneThread:
-    """Run blocking functions on one fixed daemon thread, one after the other.
-
-    A daemon: a program that is told to stop at once does not wait for an update to end."""
+    """Run blocking functions on one fixed daemon thread: a program that stops at once does not wait for an update."""
 
     def __init__(self, name: str) -> None:
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()

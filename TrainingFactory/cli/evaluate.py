@@ -12,12 +12,13 @@ from TrainingFactory.cli import show
 from TrainingFactory.cli.display import Display
 from TrainingFactory.cli.options import Flags, Json, Overrides
 from TrainingFactory.cli.rollout import summary, why_unscored
-from TrainingFactory.config import TrainingConfig, load_config
+from TrainingFactory.config import load_config
 from TrainingFactory.config.loading import key_value
 from TrainingFactory.config.names import full_key
 
 if TYPE_CHECKING:
-    from TrainingFactory.services.evaluation.evaluation import EvaluationReport
+    from TrainingFactory.services.evaluation.evaluation import Evaluation
+    from TrainingFactory.services.evaluation.rollouts import Report
 
 UNSCORED = 1  # exit status
 OTHER_REWARD = ("reward.type", "reward.parts")  # who names one of these wants another reward than the run's
@@ -69,12 +70,13 @@ def evaluate(
     evaluation = Evaluation(config, out, replay, show.note)
     with Display(evaluation.total) as display:
         result = evaluation.run(display.episode)
-    return _report(config, evaluation.scored_by, result, as_json)
+    return _report(evaluation, result, as_json)
 
 
-def _report(config: TrainingConfig, scored_by: str, result: EvaluationReport, as_json: bool) -> int:
+def _report(evaluation: Evaluation, result: Report, as_json: bool) -> int:
     """Print what came of it and return the exit status."""
-    metrics, played = result.metrics, result.report.trajectories
+    config, scored_by = evaluation.config, evaluation.scored_by
+    metrics, played = result.metrics, result.trajectories
     if as_json:
         model, environment = config.model.adapter or config.model.name, config.environment.environment_id
         print(json.dumps({"model": model, "environment": environment, "scored_by": scored_by} | metrics))
@@ -85,8 +87,8 @@ def _report(config: TrainingConfig, scored_by: str, result: EvaluationReport, as
             rows.insert(0, ("success", f"{metrics['success']:.3f} (95 % interval {interval})"))
         show.table(rows)
     if played:
-        show.note(f"saved {show.count(len(played), 'episode')} to {result.path}")
-    if result.report.interrupted:
+        show.note(f"saved {show.count(len(played), 'episode')} to {evaluation.path}")
+    if result.interrupted:
         return show.INTERRUPTED
     if "success" not in metrics:
         show.fail(f"no episode could be scored; mostly: {why_unscored(played)}")

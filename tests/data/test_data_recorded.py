@@ -94,7 +94,7 @@ def test_steps_of_one_answer_are_labelled_at_their_ends() -> None:
     said: list[str] = []
     good = load_examples([row | {"labels": [1, 1, 1]}], "prm")
     TokenizedDataset(good, chat, 4096, say=said.append)
-    assert said[0].startswith("note: all 3 labels are good where reward_model.threshold is 0")
+    assert said[0].startswith("all 3 labels are good where reward_model.threshold is 0")
 
 
 def test_texts_with_tags_become_calls_and_broken_ones_are_told() -> None:

@@ -24,8 +24,7 @@ from TrainingFactory.rewards.combined import Combined
 from TrainingFactory.rewards.process_reward import ProcessReward
 from TrainingFactory.rollout import AsyncRolloutEngine, group_scoring, play
 from TrainingFactory.services import PPOTrainer
-from TrainingFactory.services.build.measure import OWN, evaluation_reward
-from TrainingFactory.services.build.rewards import check_reward, make_reward
+from TrainingFactory.services.build.rewards import OWN, check_reward, evaluation_reward, make_reward
 from TrainingFactory.services.evaluation.evaluation import Evaluation
 from TrainingFactory.services.evaluation.rollouts import Rollouts
 from TrainingFactory.tools.recording import CALLS, SPECS, Recorder

@@ -14,7 +14,7 @@ import pytest
 
 from tests.kits.tools import Lookup, ask, call
 from TrainingFactory.endpoint import Endpoint
-from TrainingFactory.services.build.chosen_tools import cacheable
+from TrainingFactory.services.build.tools import cacheable
 from TrainingFactory.tools import AsyncToolExecutor, tool
 from TrainingFactory.tools.adapt import as_tool
 from TrainingFactory.tools.cache import cache as cache_module

@@ -20,8 +20,8 @@ from TrainingFactory.config import TrainingConfig
 from TrainingFactory.data.trajectories import load_trajectories
 from TrainingFactory.envs import SearchEnvironment, ToolEnvironment
 from TrainingFactory.services import GRPOTrainer
-from TrainingFactory.services.build.chosen_tools import cacheable, choose_names
 from TrainingFactory.services.build.run_tools import RunTools
+from TrainingFactory.services.build.tools import cacheable, choose_names
 from TrainingFactory.services.build.training import Training
 from TrainingFactory.services.evaluation.rollouts import Rollouts, check_tools
 from TrainingFactory.tools import MCPTools, ToolCache, tool

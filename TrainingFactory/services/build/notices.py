@@ -39,7 +39,10 @@ def unused(config: TrainingConfig, *, played: bool = False, heldout: bool = Fals
         measured = [key for key in changed(config, "data") if key.startswith("data.heldout")]
         measured += ["heldout"] if heldout else []
         lines.append((measured, "nothing is evaluated without training.eval_every"))
-    if not config.lora.enabled and config.model.adapter is None:
+    if config.model.adapter is not None:
+        form = [key for key in changed(config, "lora") if key != "lora.enabled"]
+        lines.append((form, "model.adapter is loaded in the form that it was made in"))
+    elif not config.lora.enabled:
         lines.append((changed(config, "lora"), "there is no adapter without lora.enabled=true"))
     return [f"{', '.join(keys)}: {text}" for keys, text in lines if keys]
 

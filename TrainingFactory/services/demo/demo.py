@@ -110,7 +110,7 @@ class Demo:
         sections = model_of(str(run))
         sections["sampling"]["temperature"] = 1.0
         result = Evaluation(TrainingConfig(**sections), run / HELDOUT).run(watcher.episode)
-        if result.report.interrupted:
+        if result.interrupted:
             raise KeyboardInterrupt
 
     def report(self) -> Report:
