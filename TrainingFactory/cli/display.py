@@ -1,17 +1,11 @@
-"""How far work is: bars and metrics drawn live on a terminal, plain lines elsewhere.
-
-A display is the watcher of a run, counts the episodes of a rollout or an evaluation, and whatever else there is:
-
-    with Display() as display:
-        for row in display.counted(rows, "rows", len(rows)):
-            ...
-"""
+"""How far work is: bars and metrics drawn live on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
 import os
 import time
 from collections.abc import Iterable, Iterator
+from datetime import timedelta
 from typing import TypeVar
 
 from rich import progress
@@ -28,7 +22,6 @@ T = TypeVar("T")
 SPARKS = "▁▂▃▄▅▆▇█"
 CURVE = 40  # steps shown
 LINE_EVERY = 5.0  # seconds between lines of one bar
-HOUR = 3600.0
 # metric -> how the panel tells it
 SHOWN = {
     "accuracy": "{:.2f}",
@@ -38,11 +31,15 @@ SHOWN = {
     "eval/loss": "{:.4f} on held-out rows",
     "tokens_per_second": "{:.0f} sampled a second",
     "tokens_saved": "{:.0%} of the update's tokens saved by shared prefixes",
+    "seconds/step": "{:.2f}",
+    "seconds/generate": "{:.2f}, with tools and rewards beside it",
+    "seconds/update": "{:.2f}",
 }
 
 
 class Display:
-    """With `episodes`, so many are expected, and each that ends moves a bar. Steps are shown under the name `task`."""
+    """Watches a run, a rollout or an evaluation, or counts other things. With `episodes`, so many are expected, and each
+    that ends moves a bar. Steps are shown under the name `task`."""
 
     def __init__(self, episodes: int | None = None, console: Console | None = None) -> None:
         self.task = "steps"
@@ -55,7 +52,7 @@ class Display:
             progress.TimeRemainingColumn(),
             progress.TextColumn("{task.fields[note]}"),
             console=self._console,
-            speed_estimate_period=HOUR,
+            speed_estimate_period=3600.0,
         )
         self._rows: dict[str, progress.TaskID] = {}
         self._last_line = time.monotonic()
@@ -73,8 +70,6 @@ class Display:
     def __exit__(self, *error: object) -> None:
         self._phase = ""
         self._live.stop()
-
-    # what a run tells
 
     def phase(self, name: str) -> None:
         self._phase = name
@@ -110,8 +105,6 @@ class Display:
 
     def say(self, text: str) -> None:
         show.note(text, self._console)
-
-    # what else is counted
 
     def counted(self, items: Iterable[T], name: str, total: int | None = None) -> Iterator[T]:
         """Yield the items, each counted when it was dealt with."""
@@ -149,8 +142,6 @@ class Display:
         for key, text in SHOWN.items():
             if key in metrics and (metrics[key] or key != "episodes/unscored"):
                 grid.add_row(Text(key.replace("_", " "), "bold"), Text(text.format(metrics[key])))
-        if "seconds/step" in metrics:
-            grid.add_row(Text("time", "bold"), Text(phases(metrics)))
         if self._phase and self._expected is None:
             count = f", {show.count(self._ended, 'episode')} ended" if self._ended else ""
             grid.add_row(Text("now", "bold"), Text(self._phase + count))
@@ -158,19 +149,7 @@ class Display:
 
 
 def duration(seconds: float) -> str:
-    minutes, hours = int(seconds // 60), int(seconds // HOUR)
-    if hours:
-        return f"{hours} h {minutes % 60} min"
-    return f"{minutes} min {int(seconds % 60)} s" if minutes else f"{seconds:.0f} s"
-
-
-def phases(metrics: dict[str, float]) -> str:
-    """Tell where a step's time went. Tools and rewards run beside sampling, so their seconds are no part of the sum."""
-    text = f"{metrics['seconds/step']:.2f} s a step: generate {metrics['seconds/generate']:.2f}"
-    if "seconds/tools" in metrics:
-        tools, reward = metrics["seconds/tools"], metrics["seconds/reward"]
-        text += f" (tools {tools:.2f}, reward {reward:.2f} side by side)"
-    return f"{text}, update {metrics['seconds/update']:.2f}"
+    return str(timedelta(seconds=round(seconds)))
 
 
 def curve(values: list[float]) -> str:

@@ -115,12 +115,9 @@ def episode(trajectory: Trajectory, title: str) -> None:
     _print(title, rows, _ending(trajectory))
 
 
-def conversation(title: str, messages: Sequence[Message], start: int, tools: Sequence[ToolSpec]) -> None:
-    """Print a conversation of a dataset, whose answers begin at `start`."""
-    rows = _opening(messages[:start], tools)
-    for message in messages[start:]:
-        _add_message(rows, message)
-    _print(title, rows)
+def conversation(title: str, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> None:
+    """Print a conversation of a dataset."""
+    _print(title, _opening(messages, tools))
 
 
 def _opening(prompt: Sequence[Message], tools: Sequence[ToolSpec]) -> Table:

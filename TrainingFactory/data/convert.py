@@ -27,26 +27,33 @@ from TrainingFactory.data.ranking import best_and_worst, one_sided, total
 from TrainingFactory.data.recordings import useless
 from TrainingFactory.data.trajectories import trajectory_from_dict
 from TrainingFactory.openai_form import message_to_dict, spec_to_dict
-from TrainingFactory.types import Trajectory
+from TrainingFactory.types import Status, Trajectory
 
 THRESHOLDS: dict[Form, float] = {"kto": 0.5, "prm": 0.0}
 
 
 @dataclass(slots=True)
 class Filters:
-    """What is kept. `tasks` are ids or patterns such as search-*; empty lists keep everything. `max_per_task` rows are
-    chosen at random by `seed`. `threshold` tells good from bad, rewards for kto (0.5 if None) and step rewards for prm
-    (0 if None)."""
+    """Choose the episodes that become rows; the text under each is its help on the command line."""
 
     min_reward: float | None = None
+    """Least reward, step rewards included."""
     max_reward: float | None = None
-    status: list[str] = field(default_factory=list)
+    """Greatest reward."""
+    status: list[Status] = field(default_factory=list)
+    """How the episode ended: done, max_turns, truncated. May be given several times."""
     tasks: list[str] = field(default_factory=list)
+    """Ids of tasks, or patterns such as 'search-*'. May be given several times."""
     max_per_task: int | None = None
+    """At most so many rows of a task, chosen at random."""
     dedupe: bool = False
+    """Rows that say the same of the same task count once."""
     min_margin: float = 0.0
+    """dpo, rm: by how much the better side of a pair must lead."""
     threshold: float | None = None
+    """kto: rewards above it are good (0.5 if not given). prm: turns with step rewards above it are good (0)."""
     seed: int = 0
+    """For the choice that --max-per-task makes."""
 
 
 @dataclass(slots=True)
@@ -90,7 +97,7 @@ def convert(rows: Iterable[Row], to: Form, filters: Filters | None = None) -> Co
         done.note = one_sided(judged, threshold, "--threshold")
     if filters.dedupe:
         made = _once(made, done.dropped)
-    done.rows = made if filters.max_per_task is None else _limited(made, filters, done.dropped)
+    done.rows = _limited(made, filters.max_per_task, filters.seed, done.dropped)
     return done
 
 
@@ -176,13 +183,17 @@ def _once(made: list[dict[str, Any]], dropped: Counter[str]) -> list[dict[str, A
     return list(seen.values())
 
 
-def _limited(made: list[dict[str, Any]], filters: Filters, dropped: Counter[str]) -> list[dict[str, Any]]:
-    assert filters.max_per_task is not None
+def _limited(
+    made: list[dict[str, Any]], most: int | None, seed: int, dropped: Counter[str]
+) -> list[dict[str, Any]]:
+    """Draw at most so many rows of each task, and leave them in their order."""
+    if most is None:
+        return made
     numbers: dict[str, list[int]] = defaultdict(list)
     for number, row in enumerate(made):
         numbers[row["task"]].append(number)
-    rng = random.Random(filters.seed)
-    drawn = (rng.sample(found, min(filters.max_per_task, len(found))) for found in numbers.values())
+    rng = random.Random(seed)
+    drawn = (rng.sample(found, min(most, len(found))) for found in numbers.values())
     kept = sorted(chain.from_iterable(drawn))
     dropped["--max-per-task"] += len(made) - len(kept)
     return [made[number] for number in kept]

@@ -35,7 +35,7 @@ from TrainingFactory.data.datasets import name_of, read_rows
 from TrainingFactory.data.lines import in_one
 from TrainingFactory.data.ranking import best_and_worst, one_sided
 from TrainingFactory.data.recordings import is_recording, recording, reward_of
-from TrainingFactory.types import Message, Reward
+from TrainingFactory.types import Message, Reward, ToolSpec
 
 Form = Literal["sft", "dpo", "kto", "rm", "prm"]
 PAIRS = ("dpo", "rm")
@@ -89,6 +89,7 @@ def load_examples(
     `skip_bad_rows` they are kept in `bad` instead. At most the first `count` examples are kept."""
     examples, stem = Examples(form, []), name_of(source)
     together: dict[str, Example] = {}  # recorded episodes of a group, by its name
+    fits = fits and _shared(fits)
     for row in read_rows(source, split):
         examples.rows += 1
         try:
@@ -124,6 +125,16 @@ def load_examples(
         raise ValueError(_why_empty(examples, source))
     examples.notes += _one_sided(examples)
     return examples
+
+
+def _shared(fits: Fits) -> Fits:
+    """Ask `fits` with one object for all equal tools: it looks at the schema of each object once."""
+    known: dict[str, ToolSpec] = {}
+
+    def shared(spec: ToolSpec, arguments: dict[str, Any]) -> str | None:
+        return fits(known.setdefault(repr(spec), spec), arguments)
+
+    return shared
 
 
 def _one_sided(examples: Examples) -> list[str]:

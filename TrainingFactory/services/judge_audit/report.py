@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from TrainingFactory.services.evaluation.evaluation import Z95, wilson
 from TrainingFactory.services.judge_audit.metrics import beyond
+from TrainingFactory.services.reports.pages import render
 
 PASSES = 0.5  # from here on a value counts as yes
 FEW = 30
@@ -97,6 +99,31 @@ class Audit:
         if self.accuracy_low is None or self.chance is None:
             return None
         return beyond(self.accuracy_low, self.chance)
+
+    def page(self, judge: str) -> str:
+        """Return an HTML page with pictures that needs nothing beside it; a plot's line begins at (0, 0)."""
+        agreed = Counter((right, given) for right, given, _ in self.points)
+        errors = Counter((float(length), given - right) for right, given, length in self.points)
+        longest = max((length for length, _ in errors), default=0.0) or 1.0
+        agreement = {
+            "across": "gold",
+            "up": "judge",
+            "right": 1.0,
+            "bottom": 0.0,
+            "top": 1.0,
+            "line_end": 1.0,
+        }
+        by_length = agreement | {"across": "characters", "up": "judge minus gold", "right": longest}
+        return render(
+            "judge_audit.html.jinja",
+            title="Audit of a judge",
+            judge=judge,
+            found=self,
+            verdict=verdict_of(self),
+            passes=f"{PASSES:g}",
+            agreement=agreement | {"dots": agreed.items()},
+            errors=by_length | {"bottom": -1.0, "line_end": 0.0, "dots": errors.items()},
+        )
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self) | {"kappa_low": self.kappa_low, "verdict": verdict_of(self)}
