@@ -38,7 +38,7 @@ SHOWN = {
 
 
 class Display:
-    """Watches a run, a rollout or an evaluation, or counts other things. With `episodes`, so many are expected, and each
+    """Watches a run, a rollout or an evaluation, or counts things. With `episodes`, so many are expected, and each
     that ends moves a bar. Steps are shown under the name `task`."""
 
     def __init__(self, episodes: int | None = None, console: Console | None = None) -> None:

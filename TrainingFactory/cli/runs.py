@@ -126,7 +126,6 @@ def episodes(
         Write a page with everything to this file, instead of printing it.
     """
     from TrainingFactory.cli import credit as printing
-    from TrainingFactory.services.reports.credit_page import credit_page
     from TrainingFactory.services.reports.run_credit import choose, credit_title, run_credit
 
     run = RunFolder.find(name, where)
@@ -136,7 +135,7 @@ def episodes(
     shown = choose(credit, found[:limit], best, worst)
     title = credit_title(run, step)
     if html is not None:
-        show.write_page(html, credit_page(replace(credit, groups=shown), title))
+        show.write_page(html, replace(credit, groups=shown).page(title))
         return
     printing.groups(credit, shown, found)
     for text in (title, *credit.notes):

@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 
+from tests.kits.cli import Run
 from tests.kits.judge import judging
-from tests.services.test_judge_audit import command, compares
+from tests.services.test_judge_audit import compares
 from TrainingFactory.endpoint import BY_HOST
 from TrainingFactory.rewards.judge.prompts import GROUP, PAIR, RUBRIC, SINGLE
 from TrainingFactory.rewards.model_judge import VERDICTS, model_judge
@@ -65,18 +66,16 @@ def test_the_snippets_run_as_printed(tmp_path: Path):
     assert f"```\n{done.stdout}```" in PAGE
 
 
-def test_the_gold_file_and_the_commands_run_as_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.chdir(tmp_path)
+@pytest.mark.usefixtures("judge_key")
+def test_the_gold_file_and_the_commands_run_as_printed(tfactory: Run):
     Path("gold.jsonl").write_text(blocks("json")[0], encoding="utf-8")
     commands = [shlex.split(line) for line in blocks("bash")[0].splitlines()]
     assert len(commands) == 2
     with judging(lambda prompt, number: "Winner: A" if compares(prompt) else "Score: 6") as server:
         Path("judge.yaml").write_text(f"base_url: {server.url}\nmodel: big\n")
-        for program, group, name, *given in commands:
-            assert (program, group, name) == ("tfactory", "judge", "audit")
+        for program, *given in commands:
+            assert program == "tfactory"
             here = [f"base_url={server.url}" if each.startswith("base_url=") else each for each in given]
-            assert command(*here) == 0
+            assert tfactory(*here)[0] == 0
         assert len(server.asked) == (4 * 3 + 2) * (1 + 3)  # 4 items and a pair; 1 sample, then 3
     assert Path("judge-audit.html").is_file()

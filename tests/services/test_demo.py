@@ -13,7 +13,6 @@ from safetensors.torch import load_file
 
 from tests.kits.run import Quiet, assert_same_run
 from TrainingFactory.cli import main
-from TrainingFactory.cli.demo import chart
 from TrainingFactory.data.trajectories import load_trajectories
 from TrainingFactory.models import load_model
 from TrainingFactory.rollout import rollout_metrics
@@ -155,15 +154,3 @@ def test_mistakes_do_not_wait_for_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout.strip() == "False", done.stderr
-
-
-@pytest.mark.parametrize("plain", [False, True])
-def test_the_chart(plain: bool) -> None:
-    lines = chart([0.0, 0.5, 1.0, 1.0], plain=plain).split("\n")
-    full = "#" if plain else "█"
-    assert lines[0].startswith("reward by step") and lines[-1].split() == ["step", "1", "step", "4"]
-    assert lines[1] == f" 1.0 |  {full}{full}" and lines[5] == f" 0.5 | {full * 3}"
-    assert lines[-2] == " 0.0 +----"
-    assert max(map(len, chart([0.5] * 1000).split("\n"))) <= 70
-    assert chart([]).startswith("reward by step")
-    assert not plain or chart([0.3], plain=True).isascii()

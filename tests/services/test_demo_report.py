@@ -77,7 +77,7 @@ def test_a_reader_sees_what_was_learned() -> None:
     assert "from 45.0% to 97.0%" in text and "chain two lookups" in text
     assert "45.0% (38% to 52%)" in text and "no calls" in text
     assert "wrong: the answer is Oslo" in text and "right" in text
-    assert "tfactory rollout search --model runs/a & b/model" in text
+    assert "tfactory rollout search --split heldout --model runs/a & b/model" in text
 
 
 def test_nothing_is_claimed_that_was_not_measured() -> None:

@@ -1,8 +1,7 @@
 """Which token was rewarded how much: episodes with the advantages that training gave to what the model wrote.
-`credit_page.py` makes a page of them, and `tfactory runs episodes` shows them on a terminal.
 
-    credit = coloured(trajectories, GRPO(), tokenizer)
-    Path("credit.html").write_text(credit_page(credit, "my episodes"), encoding="utf-8")
+credit = coloured(trajectories, GRPO(), tokenizer)
+Path("credit.html").write_text(credit.page("my episodes"), encoding="utf-8")
 """
 
 from __future__ import annotations
@@ -10,17 +9,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 from typing import Any, Literal
 
 from TrainingFactory.algorithms.credit import OVERLONG
 from TrainingFactory.algorithms.grpo import GRPO
-from TrainingFactory.algorithms.kinds import KINDS
 from TrainingFactory.algorithms.ppo import PPO
 from TrainingFactory.algorithms.rft import RFT
 from TrainingFactory.data.packing import make_batch
 from TrainingFactory.data.samples import to_samples, turn_spans
 from TrainingFactory.protocols import Algorithm
-from TrainingFactory.services.reports.texts import said
+from TrainingFactory.services.reports.pages import render
+from TrainingFactory.services.reports.texts import reward_text, said
 from TrainingFactory.types import Sample, Trajectory, Turn
 
 # advantage: what the gradient is multiplied with. weight: the same for demonstrations. reward: what ppo begins with.
@@ -141,6 +141,10 @@ class Credit:
     def columns(self) -> list[str]:
         return ["task", "episodes", "trained", "rewards", f"largest {self.measure}"]
 
+    def page(self, title: str) -> str:
+        """Return an HTML page that needs nothing beside it; `title` says which episodes these are."""
+        return render("credit.html.jinja", title=title, credit=self, levels=LEVELS, reward_text=reward_text)
+
     def level(self, value: float | None) -> int:
         """Return the strength of a value's colour from -LEVELS to LEVELS; 0 only where there is nothing to show."""
         if not value or not self.largest:
@@ -191,11 +195,6 @@ def pieces_of(token_ids: Sequence[int], decode: Decode) -> Iterator[tuple[int, i
 
 
 def _measure_of(algorithm: Algorithm) -> Measure:
-    name = type(algorithm).__name__
-    if any(kind.home.endswith(f":{name}") for kind in KINDS.values() if not kind.samples):
-        raise ValueError(
-            f"{name} learns from examples, not from rewards: none of its tokens has an advantage"
-        )
     if algorithm.accepted([]) is not None:
         return "weight"
     return "reward" if "values" in algorithm.needs else "advantage"
@@ -217,17 +216,13 @@ def _rows_of_episodes(
     group: Sequence[Trajectory], rows: Sequence[Sample], reasons: Sequence[str | None]
 ) -> dict[int, list[Sample]]:
     """Return the rows by the place in the group of the episode that they were made of. Rows come in the order of the
-    episodes, so that those with the same tokens are told apart; ones with a reason against them come last."""
-    made: dict[int, list[Sample]] = {}
-    for row in rows:
-        made.setdefault(row.episode, []).append(row)
-    left = sorted(range(len(group)), key=lambda place: reasons[place] is not None)
+    episodes, so that those with the same tokens are told apart."""
+    made = [list(own) for _, own in groupby(rows, lambda row: row.episode)]
     found = {}
-    for own in made.values():
-        tokens = [row.token_ids for row in own]
-        place = next(each for each in left if [row.token_ids for row in to_samples(group[each])] == tokens)
-        left.remove(place)
-        found[place] = own
+    for place, trajectory in enumerate(group):
+        tokens = [row.token_ids for row in to_samples(trajectory)] if reasons[place] is None else []
+        if made and tokens == [row.token_ids for row in made[0]]:
+            found[place] = made.pop(0)
     return found
 
 
@@ -251,8 +246,7 @@ def _turns(
 
 
 def _as_read(turn: Turn) -> str:
-    thought = [turn.message.reasoning] if turn.message.reasoning else []
-    return "\n".join([*thought, *(what for _, what in said(turn.message))])
+    return "\n".join(filter(None, [turn.message.reasoning, *(what for _, what in said(turn.message))]))
 
 
 def _reason_against(trajectory: Trajectory, group: Sequence[Trajectory], algorithm: Algorithm) -> str | None:

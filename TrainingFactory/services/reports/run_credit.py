@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from TrainingFactory.algorithms.kinds import KINDS
 from TrainingFactory.data.trajectories import load_trajectories
@@ -21,11 +20,14 @@ def run_credit(run: RunFolder, step: int | None = None, task: str | None = None)
     step = _resolve_step(run, step, task)
     # Groups are named by their step, counted from 0.
     episodes = list(load_trajectories(run.path / TRAJECTORIES, f"{step - 1}/", growing=True))
-    tokenizer = _tokenizer(run)
-    missing = isinstance(tokenizer, ValueError)
-    credit = coloured(episodes, make_algorithm(run.config), None if missing else tokenizer)
-    if missing:
-        credit.notes.append(str(tokenizer))
+    model, tokenizer, notes = run.config.model, None, list[str]()
+    name = str([model.name, *run.checkpoints()][-1])
+    try:
+        tokenizer = load_tokenizer(name, model.revision, model.trust_remote_code)
+    except ValueError as error:
+        notes.append(str(error))
+    credit = coloured(episodes, make_algorithm(run.config), tokenizer)
+    credit.notes.extend(notes)
     return step, credit
 
 
@@ -36,13 +38,11 @@ def choose(
     or where none is scored: then why is what there is to see. What is left out becomes a note."""
     if best is None and worst is None:
         return list(groups)
-    without = sum(not group.totals for group in groups)
-    if without:
+    if without := sum(not group.totals for group in groups):
         credit.notes.append(
             f"{without} of {len(groups)} tasks have no scored episode, so that none is best or worst: all are shown"
         )
-    left = sum(len(group.episodes) - len(group.totals) for group in groups if group.totals)
-    if left:
+    if left := sum(len(group.episodes) - len(group.totals) for group in groups if group.totals):
         credit.notes.append(
             f"best and worst are among scored episodes; {left} that could not be scored are not shown"
         )
@@ -87,15 +87,3 @@ def _resolve_step(run: RunFolder, step: int | None, task: str | None) -> int:
         told = ", ".join(map(str, steps))
         raise ValueError(f"step {step} of run {run.name} took no task {task!r}, which was in step {told}")
     return step or max(steps)
-
-
-def _tokenizer(run: RunFolder) -> Any:
-    """Return the tokenizer of the last checkpoint, or of the model that the run started with; or the error that says
-    why there is none."""
-    model, problem = run.config.model, None
-    for place in [*map(str, run.checkpoints()[-1:]), model.name]:
-        try:
-            return load_tokenizer(place, model.revision, model.trust_remote_code)
-        except ValueError as error:
-            problem = problem or error
-    return problem
