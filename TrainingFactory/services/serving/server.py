@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import dataclasses
 import json
-import logging
 import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator
@@ -33,8 +32,6 @@ from TrainingFactory.types import Completion, Message, SamplingParams
 
 if TYPE_CHECKING:
     from TrainingFactory.models import TemplateChatFormat
-
-log = logging.getLogger(__name__)
 
 PIECE = 8  # tokens between two looks at a turn that is streamed or may meet a stop string
 
@@ -94,7 +91,7 @@ class ChatServer:
         return {"status": "ok", "model": self.name, "running": running, "waiting": self.pending - running}
 
     async def read(self, body: bytes) -> tuple[Ask, list[int]]:
-        """The request and its prompt, all checked."""
+        """Return the request and its prompt, all checked."""
         ask = read_ask(body, self._defaults)
         if (model := ask.request.model) not in (None, self.name):
             text = f"this server has no model {model:.60}; it serves {self.name}"
@@ -191,7 +188,7 @@ class ChatServer:
     async def _streamed(
         self, ask: Ask, prompt: list[int], number: int, send: Callable[[dict[str, Any]], None]
     ) -> int:
-        """Sends what one choice is made of as it becomes known; the number of its tokens."""
+        """Send what one choice is made of as it becomes known, and return the number of its tokens."""
         sent = {"reasoning_content": "", "content": ""}
 
         def put(delta: dict[str, Any], finish: str | None = None, logprobs: Any = None) -> None:
@@ -232,7 +229,7 @@ class ChatServer:
     async def _sample(
         self, ask: Ask, prompt: list[int], seed: int, tell: Callable[[Message], None] | None
     ) -> tuple[Completion, str, Cut | None]:
-        """One turn: its tokens, its text, and the stop string that ended it."""
+        """Return one turn: its tokens, its text, and the stop string that ended it."""
         so_far = Completion([], [], "length")
         piece = PIECE if tell is not None or ask.request.stop else ask.max_tokens
         session = self._sampler.session()
@@ -259,7 +256,7 @@ class ChatServer:
 
 
 def make_server(config: TrainingConfig, name: str, queue: int = 256) -> ChatServer:
-    """Loads the model of the config; its sampling section holds what a client leaves out."""
+    """Load the model of the config; its sampling section holds what a client leaves out."""
     loaded, sampling = load(config), config.sampling
     defaults = SamplingParams(
         temperature=sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k, min_p=sampling.min_p
@@ -270,23 +267,14 @@ def make_server(config: TrainingConfig, name: str, queue: int = 256) -> ChatServ
 
 
 def served_sections(name: str, runs: str | Path = "runs") -> dict[str, dict[str, Any]]:
-    """The model and sampling sections for whatever can be served: a model, a run, a checkpoint, or the folder of
-    an adapter, which names its base model itself."""
+    """Return the model and sampling sections for whatever can be served: a model, a run, a checkpoint, or the folder
+    of an adapter, which names its base model itself."""
     sections = model_of(name, runs)
-    folder = Path(name).expanduser()
-    if sections == {"model": {"name": name}} and (folder / "adapter_config.json").is_file():
-        return {"model": {"name": _base_of(folder), "adapter": name}}
+    adapter = Path(name).expanduser() / "adapter_config.json"
+    if sections == {"model": {"name": name}} and adapter.is_file():
+        base = json.loads(adapter.read_text(encoding="utf-8")).get("base_model_name_or_path")
+        return {"model": {"name": base, "adapter": name}}
     return {key: sections[key] for key in ("model", "sampling") if key in sections}
-
-
-def _base_of(adapter: Path) -> str:
-    path = adapter / "adapter_config.json"
-    try:
-        if base := json.loads(path.read_text(encoding="utf-8"))["base_model_name_or_path"]:
-            return base
-    except (ValueError, KeyError, TypeError):
-        pass
-    raise ValueError(f"{path} names no base model; serve the model, with model.adapter={adapter}")
 
 
 def _message_row(message: Message) -> dict[str, Any]:
