@@ -62,7 +62,6 @@ def serve(
     with listen.bind(host, port) as bound:
         server = make_server(config, name or model, queue)
         app = server.api(key, local).app
-        bound.listen(1024)  # from here on clients can connect
         print(f"serving {server.name} at {listen.address_of(bound)}/v1 (Ctrl-C stops)", flush=True)
         with contextlib.suppress(KeyboardInterrupt), contextlib.closing(server):
             listen.make_server(app).run(sockets=[bound])

@@ -16,12 +16,24 @@ from sse_starlette.event import ServerSentEvent
 from sse_starlette.sse import AppStatus, EventSourceResponse
 from starlette.exceptions import HTTPException
 
-from TrainingFactory.http.errors import ApiError
 from TrainingFactory.http.listen import is_loopback
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 MAX_BODY = 16 * 1024 * 1024  # bytes
+KINDS = {401: "authentication_error", 429: "rate_limit_error", 500: "server_error", 503: "server_error"}
+
+
+class ApiError(Exception):
+    """Tells a client what is wrong, as OpenAI's servers do: a status, and in JSON the field and why."""
+
+    def __init__(
+        self, message: str, param: str | None = None, *, status: int = 400, code: str = "invalid_value"
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        kind = KINDS.get(status, "invalid_request_error")
+        self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 @dataclass(slots=True)
@@ -42,7 +54,6 @@ class Api:
         self.app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
         self.app.add_exception_handler(HTTPException, self._no_such_page)
         self._key, self._local = key, local
-        self._pages: list[str] = []
         AppStatus.disable_automatic_graceful_drain()  # streams may finish within the time after Ctrl-C
 
     def get(self, path: str, answer: Callable[[], dict[str, Any]], keyed: bool = True) -> None:
@@ -81,9 +92,8 @@ class Api:
             except Exception as caught:
                 error = caught
             told = failure(error)
-            return _json(told.body(), told.status, {"retry-after": "1"} if told.status == 429 else None)
+            return _json(told.body, told.status, {"retry-after": "1"} if told.status == 429 else None)
 
-        self._pages.append(f"{method} {path}")
         self.app.add_api_route(path, guarded, methods=[method], response_model=None)
 
     def _check(self, request: Request, keyed: bool) -> None:
@@ -104,9 +114,8 @@ class Api:
     async def _no_such_page(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         text = f"{request.method} {request.url.path[:80]}: {error.detail}"
-        pages = f"{', '.join(self._pages[:-1])} and {self._pages[-1]}"
-        told = ApiError(f"{text}; there are {pages}", status=error.status_code, code="not_found")
-        return _json(told.body(), told.status)
+        told = ApiError(text, status=error.status_code, code="not_found")
+        return _json(told.body, told.status)
 
 
 class _Stream(EventSourceResponse):
@@ -121,7 +130,7 @@ class _Stream(EventSourceResponse):
         try:
             await super().__call__(scope, receive, send)
         except asyncio.CancelledError:
-            last = ServerSentEvent(json.dumps(_stopping().body()), sep="\n").encode()
+            last = ServerSentEvent(json.dumps(_stopping().body), sep="\n").encode()
             await send({"type": "http.response.body", "body": last, "more_body": False})
         finally:
             await self._texts.aclose()

@@ -149,10 +149,8 @@ def test_what_cannot_be_served_is_told(tmp_path: Path, monkeypatch: pytest.Monke
     for name in ("EMPTY_KEY", "NO_SUCH_KEY"):
         with pytest.raises(ValueError, match=name):
             listen.key_from(name)
-    with listen.bind("127.0.0.1", 0) as taken:
-        taken.listen()
-        with pytest.raises(ValueError, match="--port 0"):
-            listen.bind("127.0.0.1", taken.getsockname()[1])
+    with listen.bind("127.0.0.1", 0) as taken, pytest.raises(ValueError, match="--port 0"):
+        listen.bind("127.0.0.1", taken.getsockname()[1])
     with pytest.raises(ValueError, match="no-such-host"):
         listen.bind("no-such-host.invalid", 1)
     (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "builtin:tiny"}')

@@ -19,7 +19,7 @@ from pydantic import (
     model_validator,
 )
 
-from TrainingFactory.http.errors import ApiError
+from TrainingFactory.http.api import ApiError
 from TrainingFactory.options import Count, Share, Text
 from TrainingFactory.types import Message, SamplingParams, ToolCall, ToolSpec
 

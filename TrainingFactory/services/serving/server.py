@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from TrainingFactory.config import TrainingConfig
-from TrainingFactory.http.api import Api, Events, failure
-from TrainingFactory.http.errors import ApiError
+from TrainingFactory.http.api import Api, ApiError, Events, failure
 from TrainingFactory.openai_form import message_to_dict
 from TrainingFactory.protocols import Sampler
 from TrainingFactory.seeds import turn_seed
@@ -43,7 +42,7 @@ class Choice:
     message: Message
     finish: str
     tokens: int
-    logprobs: list[dict[str, Any]]
+    logprobs: dict[str, Any] | None
 
 
 class ChatServer:
@@ -122,9 +121,7 @@ class ChatServer:
         if ask.request.n > most:
             raise ApiError(f"n is {ask.request.n}, and this server takes {most} at a time", "n")
         if self.pending + ask.request.n > most:
-            text = (
-                f"{self.pending} answers are being written or wait, and {most} is the limit; try again later"
-            )
+            text = f"{self.pending} answers are being written or wait, {most} is the limit; try again later"
             raise ApiError(text, status=429, code="queue_full")
         self.pending += ask.request.n
         try:
@@ -138,12 +135,8 @@ class ChatServer:
             tasks = [group.create_task(self._choice(ask, prompt, number)) for number in range(ask.request.n)]
         choices = [task.result() for task in tasks]
         rows = [
-            {
-                "index": number,
-                "message": _message_row(choice.message),
-                "logprobs": {"content": choice.logprobs, "refusal": None} if ask.request.logprobs else None,
-                "finish_reason": choice.finish,
-            }
+            {"index": number, "message": _message_row(choice.message), "finish_reason": choice.finish}
+            | {"logprobs": choice.logprobs}
             for number, choice in enumerate(choices)
         ]
         usage = _usage(prompt, sum(choice.tokens for choice in choices))
@@ -168,7 +161,7 @@ class ChatServer:
                 while n:
                     event = await events.get()
                     if isinstance(event, Exception):
-                        yield json.dumps(failure(event).body())
+                        yield json.dumps(failure(event).body)
                         break
                     n -= event["finish_reason"] is not None
                     yield json.dumps(head | {"choices": [event]})
@@ -203,12 +196,9 @@ class ChatServer:
         put({"role": "assistant", "content": ""})
         choice = await self._choice(ask, prompt, number, tell)
         tell(choice.message)
-        calls = _message_row(choice.message).get("tool_calls", [])
-        for index, call in enumerate(calls):
+        for index, call in enumerate(_message_row(choice.message).get("tool_calls", [])):
             put({"tool_calls": [{"index": index} | call]})
-        put(
-            {}, choice.finish, {"content": choice.logprobs, "refusal": None} if ask.request.logprobs else None
-        )
+        put({}, choice.finish, choice.logprobs)
         return choice.tokens
 
     async def _choice(
@@ -223,7 +213,9 @@ class ChatServer:
         ended = cut is not None or completion.finish == "stop"
         finish = "length" if not ended else "tool_calls" if message.tool_calls else "stop"
         tokens = len(completion.token_ids) if cut is None else cut.tokens
-        logprobs = self._reader.logprobs(completion, cut) if ask.request.logprobs else []
+        logprobs = None
+        if ask.request.logprobs:
+            logprobs = {"content": self._reader.logprobs(completion, cut), "refusal": None}
         return Choice(message, finish, tokens, logprobs)
 
     async def _sample(
@@ -257,13 +249,12 @@ class ChatServer:
 
 def make_server(config: TrainingConfig, name: str, queue: int = 256) -> ChatServer:
     """Load the model of the config; its sampling section holds what a client leaves out."""
-    loaded, sampling = load(config), config.sampling
+    loaded, slots = load(config), config.sampling.slots
     defaults = SamplingParams(
-        temperature=sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k, min_p=sampling.min_p
+        **config.sampling.model_dump(include={"temperature", "top_p", "top_k", "min_p"})
     )
-    engine = make_engine(config, loaded, sampling.slots)
-    chat = make_chat(config, loaded)
-    return ChatServer(name, chat, engine, slots=sampling.slots, queue=queue, defaults=defaults)
+    engine = make_engine(config, loaded, slots)
+    return ChatServer(name, make_chat(config, loaded), engine, slots=slots, queue=queue, defaults=defaults)
 
 
 def served_sections(name: str, runs: str | Path = "runs") -> dict[str, dict[str, Any]]:
@@ -287,8 +278,5 @@ def _message_row(message: Message) -> dict[str, Any]:
 
 
 def _usage(prompt: list[int], sampled: int) -> dict[str, int]:
-    return {
-        "prompt_tokens": len(prompt),
-        "completion_tokens": sampled,
-        "total_tokens": len(prompt) + sampled,
-    }
+    total = len(prompt) + sampled
+    return {"prompt_tokens": len(prompt), "completion_tokens": sampled, "total_tokens": total}
