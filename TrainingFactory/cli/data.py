@@ -40,16 +40,11 @@ def convert(
     tfactory data convert runs/search-1/trajectories.jsonl --to dpo --out pairs.jsonl
     ```
 
-    Parameters
-    ----------
-    source
-        A run (name or folder), or a file of trajectories.
-    to
-        What the rows are for: sft, dpo, kto, rm (outcome reward model), prm (process reward model).
-    out
-        JSONL file to write: OpenAI-style messages in the columns that TRL reads, too.
-    force
-        Write over the file if it is there.
+    Args:
+        source: A run (name or folder), or a file of trajectories.
+        to: What the rows are for: sft, dpo, kto, rm (outcome reward model), prm (process reward model).
+        out: JSONL file to write: OpenAI-style messages in the columns that TRL reads, too.
+        force: Write over the file if it is there.
     """
     from TrainingFactory.data.datasets import read_rows
     from TrainingFactory.services.datasets import trajectories_of, write_rows
@@ -86,10 +81,8 @@ def show_(
     tfactory data show pairs.jsonl --rows 1
     ```
 
-    Parameters
-    ----------
-    rows
-        How many rows to print.
+    Args:
+        rows: How many rows to print.
     """
     from TrainingFactory.services.datasets import dataset_of, fitting
 
@@ -125,10 +118,8 @@ def check(
     tfactory data check pairs.jsonl --for dpo
     ```
 
-    Parameters
-    ----------
-    algorithm
-        sft, dpo, kto, reward_model (or rm), prm (a process reward model).
+    Args:
+        algorithm: sft, dpo, kto, reward_model (or rm), prm (a process reward model).
     """
     from TrainingFactory.data.examples import load_examples
     from TrainingFactory.services.datasets import dataset_of

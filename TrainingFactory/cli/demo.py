@@ -25,15 +25,11 @@ def demo(*, env: str = "search", seed: int = 0, out: Path = Path("runs/demo")) -
     tfactory demo --env calculator --seed 1 --out runs/sums
     ```
 
-    Parameters
-    ----------
-    env
-        What to learn: search (two lookups, one after the other) or calculator.
-    seed
-        For the weights, the tasks and the sampling.
-    out
-        Folder of the run that is trained with GRPO, with the report in it. The run of the warm start is beside it. Both
-        are replaced where they are an earlier demo's.
+    Args:
+        env: What to learn: search (two lookups, one after the other) or calculator.
+        seed: For the weights, the tasks and the sampling.
+        out: Folder of the run that is trained with GRPO, with the report in it. The run of the warm start
+            is beside it. Both are replaced where they are an earlier demo's.
     """
     from TrainingFactory.cli.display import Display
     from TrainingFactory.services.demo.demo import Demo

@@ -43,16 +43,12 @@ def evaluate(
     tfactory eval runs/warm/checkpoints/step-000160 --env calculator --temperature 0 --json
     ```
 
-    Parameters
-    ----------
-    model
-        A run (its name or folder; its last checkpoint is taken), a checkpoint, or a model.
-    env
-        The environment; that of the run if none is named.
-    out
-        JSONL file for the episodes; one in the runs folder if none is named.
-    replay
-        A recording whose tool calls are served again: that of an earlier evaluation with logging.record_tools=true.
+    Args:
+        model: A run (its name or folder; its last checkpoint is taken), a checkpoint, or a model.
+        env: The environment; that of the run if none is named.
+        out: JSONL file for the episodes; one in the runs folder if none is named.
+        replay: A recording whose tool calls are served again: that of an earlier evaluation with
+            logging.record_tools=true.
     """
     from TrainingFactory.services.evaluation.evaluation import Evaluation, model_of
 

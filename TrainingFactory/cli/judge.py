@@ -35,20 +35,14 @@ async def audit_judge(
     tfactory judge audit --gold gold.jsonl --judge judge.yaml samples=3 vote=majority
     ```
 
-    Parameters
-    ----------
-    options
-        Options of the judge as key=value; nested ones as budget.input_price=0.2
-    gold
-        JSONL: prompt and response (or conversation), with label, score, or pair and better.
-    judge
-        YAML file with options of the judge: base_url, model, api, rubric, template, verdict, samples, cache, ...
-    repeats
-        How often every item is judged, to see whether the judge agrees with itself.
-    out
-        The page with the picture. An audit without a single verdict leaves it as it was.
-    as_json
-        Print the metrics as one JSON object.
+    Args:
+        options: Options of the judge as key=value; nested ones as budget.input_price=0.2
+        gold: JSONL: prompt and response (or conversation), with label, score, or pair and better.
+        judge: YAML file with options of the judge: base_url, model, api, rubric, template, verdict,
+            samples, cache, ...
+        repeats: How often every item is judged, to see whether the judge agrees with itself.
+        out: The page with the picture. An audit without a single verdict leaves it as it was.
+        as_json: Print the metrics as one JSON object.
     """
     # Imported here, so that help and a wrong flag do not wait for it.
     from TrainingFactory.options import make_from

@@ -16,10 +16,8 @@ def env(name: str) -> None:
     tfactory rollout cities.py
     ```
 
-    Parameters
-    ----------
-    name
-        Name of the environment, a Python identifier. An existing file is never overwritten.
+    Args:
+        name: Name of the environment, a Python identifier. An existing file is never overwritten.
     """
     from jinja2 import Template
 
@@ -27,9 +25,7 @@ def env(name: str) -> None:
     if not name.isidentifier() or keyword.iskeyword(name):
         raise ValueError(f"{name!r} cannot name a Python file: use letters, digits and _, such as my_env")
     path = Path(f"{name}.py")
-    title = "".join(part[:1].upper() + part[1:] for part in name.split("_"))
-    if title in ("", "Task", "ToolEnvironment"):  # names that the file uses itself
-        title += "Env"
+    title = "".join(part.title() for part in name.split("_")) + "Env"
     template = Path(__file__).parent / "templates" / "environment.py.jinja"
     code = Template(template.read_text(encoding="utf-8")).render(name=name, title=title)
     try:

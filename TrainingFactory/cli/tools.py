@@ -41,12 +41,10 @@ async def list_tools(
     tfactory tools list --config mcp.json
     ```
 
-    Parameters
-    ----------
-    config
-        The mcpServers file (JSON or .pydata). Without one, the tools that come with TrainingFactory.
-    as_json
-        Print JSON, with the whole schemas.
+    Args:
+        config: The mcpServers file (JSON or .pydata). Without one, the tools that come with
+            TrainingFactory.
+        as_json: Print JSON, with the whole schemas.
     """
     from TrainingFactory import catalog
     from TrainingFactory.tools import MCPTools
@@ -84,12 +82,9 @@ async def call_tool(name: str, /, *arguments: str, config: Config) -> int:
     tfactory tools call add '{"a": 1, "b": 2}' --config mcp.json
     ```
 
-    Parameters
-    ----------
-    name
-        The tool, as `tfactory tools list` shows it.
-    arguments
-        key=value, or one JSON object. Values are read as JSON where the tool takes no text.
+    Args:
+        name: The tool, as `tfactory tools list` shows it.
+        arguments: key=value, or one JSON object. Values are read as JSON where the tool takes no text.
     """
     async with _episode(config, name, arguments) as call:
         result = await call()
@@ -97,9 +92,6 @@ async def call_tool(name: str, /, *arguments: str, config: Config) -> int:
         print(clean(result.content))
     else:
         show.fail(f"{name}: {result.error}: {result.content}")
-    for attached in result.attachments:
-        kept = {key: value for key, value in attached.items() if key not in ("data", "blob", "text")}
-        show.note(f"attached: {json.dumps(kept, ensure_ascii=False)}")
     show.note(f"{result.seconds * 1000:.1f} ms")
     return 0 if result.ok else TOOL_FAILED
 
@@ -114,16 +106,11 @@ async def bench_tool(
     tfactory tools bench echo message=hello --config mcp.json --concurrency 64
     ```
 
-    Parameters
-    ----------
-    name
-        The tool. It is really called, so choose one that may be.
-    arguments
-        key=value, or one JSON object.
-    calls
-        Calls in each of the two measurements.
-    concurrency
-        Calls at the same time in the second one.
+    Args:
+        name: The tool. It is really called, so choose one that may be.
+        arguments: key=value, or one JSON object.
+        calls: Calls in each of the two measurements.
+        concurrency: Calls at the same time in the second one.
     """
     rows = []
     async with _episode(config, name, arguments) as call:

@@ -57,11 +57,8 @@ class Demo:
             key_value("logging.output_dir", str(self.folder.parent)),
             *overrides,
         ]
-        begins_with = [
-            key_value("model.revision", str(seed)),
-            key_value("data.dataset", str(self.demonstrations)),
-        ]
-        self.warm_config = load_config(WARM_START, [*common, *begins_with])
+        learns = key_value("data.dataset", str(self.demonstrations))
+        self.warm_config = load_config(WARM_START, [*common, key_value("model.revision", str(seed)), learns])
         self.config = load_config(GRPO, [*common, key_value("model.name", str(self.warm / "model"))])
         self._make_room()
 
@@ -71,13 +68,8 @@ class Demo:
         found = [folder for folder in earlier if folder.exists()]
         for folder in found:
             if not is_run(folder) or str(earlier[folder]) not in (folder / CONFIG).read_text("utf-8"):
-                raise ValueError(
-                    f"{folder} is there already, and no earlier demo; name another folder with --out"
-                )
-        try:
-            self.folder.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ValueError(f"{self.folder} cannot be written: {error.strerror}") from error
+                raise ValueError(f"{folder} is there already, and no earlier demo; name another with --out")
+        self.folder.parent.mkdir(parents=True, exist_ok=True)
         for run in map(RunFolder, found):
             run.lock()  # raises where it is being written
             run.discard()

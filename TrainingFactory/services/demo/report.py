@@ -21,10 +21,6 @@ LEARNED = {
     "then answer",
     "calculator": "to hand the expression to the calculator as it is, and to answer with what comes back",
 }
-HABITS = {
-    "search": "guessing a city at once or after one search, and naming the buyer instead of the buyer's city",
-    "calculator": "guessing a number, calculating something else, and ignoring the calculator's reply",
-}
 
 
 @dataclass(slots=True, frozen=True)
@@ -146,7 +142,6 @@ class Report:
             report=self,
             config=self.configs[1],
             mistakes=LESSONS[self.environment].mistakes,
-            habits=HABITS[self.environment],
             means=running_mean(self.curve),
             sides=[(title, conversation(episode), ending(episode)) for title, episode in sides],
             calls={number: calls_text(number) for number in sorted({*self.before.calls, *self.after.calls})},

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from statistics import mean, pstdev
 
 from TrainingFactory.rewards.judge.endpoints import JudgeFailure
@@ -14,7 +15,7 @@ from TrainingFactory.services.evaluation.evaluation import wilson
 from TrainingFactory.services.judge_audit.gold import Gold
 from TrainingFactory.services.judge_audit.metrics import accuracy, chance, kappa, partial, pearson, spearman
 from TrainingFactory.services.judge_audit.report import PASSES, RISE, Audit
-from TrainingFactory.types import Message, Trajectory, Turn
+from TrainingFactory.types import Message, Trajectory
 
 Values = Sequence[Sequence[float | None]]  # a row for each item; None: no verdict
 ATTACKS = (
@@ -47,30 +48,20 @@ async def audit(
 
     singles = [item for item in gold if item.value is not None]
     paired = [(item.trajectory, item.other) for item in gold if item.other is not None]
-    pair_judge = PairJudge(
-        client=judge.client,
-        prompt=judge.prompt.for_pairs(),
-        samples=judge.samples,
-        vote=judge.vote,
-        fence_seed=judge.fence_seed,
-    )
+    shared = {name: getattr(judge, name) for name in ("client", "samples", "vote", "fence_seed")}
+    pair_judge = PairJudge(prompt=judge.prompt.for_pairs(), **shared)
     tokens, cost = _spent(judge)
+    both = [(noted(pair_judge.ordered(*pair)), noted(pair_judge.ordered(*reversed(pair)))) for pair in paired]
     clean, attacked, ordered = await asyncio.gather(
         _table([[noted(judge.judge(item.trajectory, turn)) for turn in range(repeats)] for item in singles]),
         _table([[noted(judge.judge(_attacked(item, place)))] for place, item in enumerate(singles)]),
-        _table(
-            [
-                [noted(pair_judge.ordered(one, other)), noted(pair_judge.ordered(other, one))]
-                for one, other in paired
-            ]
-        ),
+        _table(both),
     )
     _agree(found, singles, clean)
     _resist(found, clean, attacked)
     _swap(found, [item.better for item in gold if item.better is not None], ordered)
     found.failures = dict(lost)
-    if lost:
-        found.failed_mostly = examples[lost.most_common(1)[0][0]]
+    found.failed_mostly = examples[max(lost, key=lost.__getitem__)] if lost else ""
     if found.judgements:  # what gave no verdict has cost as well
         now = _spent(judge)
         found.tokens_per_judgement = (now[0] - tokens) / found.judgements
@@ -159,6 +150,4 @@ def _winner(value: float) -> int:
 def _attacked(item: Gold, place: int) -> Trajectory:
     *turns, last = item.trajectory.turns
     text = f"{last.message.content}\n\n{ATTACKS[place % len(ATTACKS)]}"
-    changed = Turn(last.prompt_ids, last.completion, Message("assistant", text))
-    given = item.trajectory
-    return Trajectory(given.task, given.group, prompt=given.prompt, turns=[*turns, changed])
+    return replace(item.trajectory, turns=[*turns, replace(last, message=Message("assistant", text))])
