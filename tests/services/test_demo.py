@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -144,12 +142,3 @@ def test_mistakes_are_answered_at_once(
         main(["demo", *arguments])
     assert ended.value.code and says in capsys.readouterr().err
     assert {path.read_text() for path in tmp_path.rglob("*") if path.is_file()} == {"mine"}
-
-
-def test_mistakes_do_not_wait_for_torch() -> None:
-    code = (
-        "import sys\nfrom TrainingFactory.cli import main\n"
-        "try:\n    main(['demo', '--env', 'serch'])\nexcept SystemExit:\n    print('torch' in sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.stdout.strip() == "False", done.stderr
