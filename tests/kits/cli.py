@@ -1,4 +1,4 @@
-"""Commands in tests: in this process by the fixture `tfactory`, which returns (status, stdout, stderr), or in their own."""
+"""Commands in tests: here by the fixture `tfactory`, which gives (status, stdout, stderr), or in their own process."""
 
 from __future__ import annotations
 

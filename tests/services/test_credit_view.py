@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
-from xml.etree import ElementTree
 
 import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models
 
 from tests.kits.algorithm import ALGORITHMS, groups_of
+from tests.kits.pages import HOSTILE, SHOWN, parsed, words
 from tests.kits.tokenizers import qwen3
 from TrainingFactory.algorithms.base import BaseAlgorithm
 from TrainingFactory.algorithms.grpo import GRPO
@@ -24,7 +24,6 @@ from TrainingFactory.data.samples import to_samples
 from TrainingFactory.services.reports.credit_view import Credit, EpisodeCredit, coloured, pieces_of
 from TrainingFactory.types import Completion, Message, Reward, Sample, Task, ToolCall, Trajectory, Turn
 
-HOSTILE = '<script src="http://evil/x.js">alert(1)</script>"\'&amp;\x1b[31m\u202e]]>'
 TOKENIZER = qwen3()
 
 
@@ -230,24 +229,16 @@ def hostile() -> Credit:
 
 
 def test_the_page_is_well_formed_and_obeys_nobody() -> None:
-    page = hostile().page(HOSTILE)
-    page.encode()
-    root = ElementTree.fromstring(page.removeprefix("<!DOCTYPE html>\n"))
-    tags = {element.tag for element in root.iter()}
-    assert not tags & {"script", "link", "img", "iframe", "object", "form"}
-    names = {name for element in root.iter() for name in element.attrib}
-    assert not names & {"src", "srcset", "action", "style"}
-    assert not any(name.startswith("on") for name in names)
+    root = parsed(hostile().page(HOSTILE))
     assert {link.attrib["href"] for link in root.iter("a")} == {"#g0"}
-    assert "url(" not in page and "@import" not in page and not re.search(r"[\x00-\x08\x0b-\x1f\u202e]", page)
-    text = "".join(root.itertext())
+    assert not any("style" in element.attrib for element in root.iter())
     # title, heading, table, task, prompt, parts, both turns, the tool's reply, the error
-    assert text.count('<script src="http://evil/x.js">alert(1)</script>') == 10
+    assert words(root).count(SHOWN) == 10
 
 
 def test_the_page_colours_what_was_sampled_and_nothing_else() -> None:
     group = [episode(0, ["ab", "c"], 1.0, reply="REPLY"), episode(1, ["é"], 0.0)]
-    root = ElementTree.fromstring(coloured(group, GRPO(), TOKENIZER).page("x").split("\n", 1)[1])
+    root = parsed(coloured(group, GRPO(), TOKENIZER).page("x"))
     spans = [span for span in root.iter("span") if "title" in span.attrib]
     assert [(span.text, span.attrib["class"]) for span in spans] == [
         ("a", "p8"), ("b", "p8"), ("c", "p8"), ("é", "n8")
