@@ -11,7 +11,6 @@ from typing import TypeVar
 from rich import progress
 from rich.console import Console, Group
 from rich.live import Live
-from rich.table import Table
 from rich.text import Text
 
 from TrainingFactory.cli import show
@@ -22,19 +21,6 @@ T = TypeVar("T")
 SPARKS = "▁▂▃▄▅▆▇█"
 CURVE = 40  # steps shown
 LINE_EVERY = 5.0  # seconds between lines of one bar
-# metric -> how the panel tells it
-SHOWN = {
-    "accuracy": "{:.2f}",
-    "episodes/unscored": "{:.0f} could not be scored",
-    "tool_success": "{:.0%} of tool calls succeeded",
-    "eval/success": "{:.3f} on held-out tasks",
-    "eval/loss": "{:.4f} on held-out rows",
-    "tokens_per_second": "{:.0f} sampled a second",
-    "tokens_saved": "{:.0%} of the update's tokens saved by shared prefixes",
-    "seconds/step": "{:.2f}",
-    "seconds/generate": "{:.2f}, with tools and rewards beside it",
-    "seconds/update": "{:.2f}",
-}
 
 
 class Display:
@@ -135,17 +121,14 @@ class Display:
             self._live.start()
 
     def _draw(self) -> Group:
-        metrics, grid = self._metrics, Table.grid(padding=(0, 2))
-        name = "reward" if "reward" in metrics else "loss"
+        lines = [in_short(self._metrics)]
         if self._curve:
-            grid.add_row(Text(name, "bold"), Text(f"{metrics.get(name, 0):.3f}  {curve(self._curve)}"))
-        for key, text in SHOWN.items():
-            if key in metrics and (metrics[key] or key != "episodes/unscored"):
-                grid.add_row(Text(key.replace("_", " "), "bold"), Text(text.format(metrics[key])))
+            lines.insert(0, curve(self._curve))
         if self._phase and self._expected is None:
-            count = f", {show.count(self._ended, 'episode')} ended" if self._ended else ""
-            grid.add_row(Text("now", "bold"), Text(self._phase + count))
-        return Group(self._bars, grid)
+            lines.append(
+                self._phase + (f", {show.count(self._ended, 'episode')} ended" if self._ended else "")
+            )
+        return Group(self._bars, Text("\n".join(lines)))
 
 
 def duration(seconds: float) -> str:

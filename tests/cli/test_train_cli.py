@@ -115,21 +115,20 @@ def test_the_panel_of_a_terminal() -> None:
     with Display(console=console) as panel:
         panel.phase("generate")
         panel.say("a note [bold]as it is[/bold]")
-        metrics = {"reward": 0.5, "tool_success": 0.9, "tokens_per_second": 1234.0, "tokens_saved": 0.7}
-        metrics |= {f"seconds/{name}": 0.25 for name in ("step", "generate", "tools", "reward", "update")}
+        metrics = {"reward": 0.5, "tool_success": 0.9, "tokens_per_second": 1234.0, "seconds/step": 0.25}
         panel.step(1, 4, metrics)
         panel.step(2, 4, metrics)
     text = console.export_text()
-    wanted = (
+    for part in (
         "[bold]as it is",
-        "0.500",
-        "90% of tool calls",
-        "1234 sampled",
-        "70%",
-        "0.25, with tools",
+        "reward 0.500",
+        "tools 90%",
+        "1234 tokens/s",
+        "0.2 s",
         "2/4",
-    )
-    for part in (*wanted, "0:00:0"):
+        "▁▁",
+        "0:00:0",
+    ):
         assert part in text
     assert curve([0, 1, 2]) == "▁▅█" and curve([1, 1]) == "▁▁"
     assert [duration(s) for s in (5, 65, 3700)] == ["0:00:05", "0:01:05", "1:01:40"]
