@@ -100,12 +100,10 @@ def _reward(model: str, other: bool) -> dict[str, dict[str, Any]]:
     run, _ = found
     for name in changed_files(run.about):
         show.note(f"note: {name} has changed since run {run.name} was started")
-    if other:
-        return {}
-    if (reward := reward_of(run)) is None:
+    reward = None if other else reward_of(run)
+    if reward is None and not other:
         show.note(
             f"note: run {run.name} was started from Python with a reward of its own, which cannot be restored here; "
             "the environment's own reward scores instead"
         )
-        return {}
-    return {"reward": reward.model_dump()}
+    return {} if reward is None else {"reward": reward.model_dump()}

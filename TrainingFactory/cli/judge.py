@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import yaml
-from cyclopts import App, Parameter
+from cyclopts import App
 
 from TrainingFactory.cli import show
 from TrainingFactory.cli.display import Display
-from TrainingFactory.cli.options import Count
+from TrainingFactory.cli.options import Count, Json
 
 NO_VERDICT = 1
 TEXTS = ("base_url", "model", "rubric", "template")  # taken as they are; other values are read as YAML
@@ -26,7 +26,7 @@ async def audit_judge(
     judge: Path | None = None,
     repeats: Count = 2,
     out: Path = Path("judge-audit.html"),
-    as_json: Annotated[bool, Parameter(name="--json")] = False,
+    as_json: Json = False,
 ) -> int:
     """Compare a judge with gold labels: agreement, biases, consistency, injections, cost.
 
@@ -42,12 +42,11 @@ async def audit_judge(
             samples, cache, ...
         repeats: How often every item is judged, to see whether the judge agrees with itself.
         out: The page with the picture. An audit without a single verdict leaves it as it was.
-        as_json: Print the metrics as one JSON object.
     """
     # Imported here, so that help and a wrong flag do not wait for it.
     from TrainingFactory.options import make_from
     from TrainingFactory.rewards.model_judge import ModelJudge, model_judge
-    from TrainingFactory.services.judge_audit.audit import audit, plan
+    from TrainingFactory.services.judge_audit.audit import audit
     from TrainingFactory.services.judge_audit.gold import load_gold
     from TrainingFactory.services.judge_audit.report import verdict_of
 
@@ -59,14 +58,13 @@ async def audit_judge(
     out.parent.mkdir(parents=True, exist_ok=True)  # before anything is spent
     if out.is_dir():
         raise ValueError(f"--out {out} is a folder; name a file, such as {out / 'audit.html'}")
-    total, usage = plan(items, repeats), made.client.usage
+    usage = made.client.usage
     with Display() as display:
 
-        def judged() -> None:
+        def judged(total: int) -> None:
             asked = show.count(usage.requests, "request")
             display.advance("judgements", total, f"{asked}, {usage.retries} of them repeated")
 
-        display.say(f"judging: {show.count(total, 'judgement')} ...")
         try:
             found = await audit(made, items, repeats=repeats, on_judged=judged)
         finally:

@@ -15,7 +15,7 @@ import pytest
 from tests.kits.judge import Said, judging
 from TrainingFactory.rewards.judge.prompts import PAIR_TEMPLATE, JudgePrompt
 from TrainingFactory.rewards.model_judge import ModelJudge, model_judge
-from TrainingFactory.services.judge_audit.audit import ATTACKS, audit, plan
+from TrainingFactory.services.judge_audit.audit import ATTACKS, audit
 from TrainingFactory.services.judge_audit.gold import Gold, load_gold
 from TrainingFactory.services.judge_audit.metrics import accuracy, kappa, pearson, ranks, spearman
 from TrainingFactory.services.judge_audit.report import Audit, verdict_of
@@ -70,7 +70,8 @@ def audited(
         judge = single(**{"base_url": server.url, "model": "big", "retries": 0} | options)
         gold = load_gold(gold_file(tmp_path / "gold.jsonl", rows), judge)
         found = run_audit(judge, gold, repeats)
-        assert len(server.asked) == plan(gold, repeats)
+        singles = sum(item.value is not None for item in gold)
+        assert len(server.asked) == singles * (repeats + 1) + 2 * sum(item.other is not None for item in gold)
     return found
 
 

@@ -51,7 +51,9 @@ class Text2SqlEnvironment(ToolEnvironment):
 
     @classmethod
     def tasks(cls, split: str, seed: int, count: int) -> Iterator[Task]:
-        return islice(filter(_worth_asking, made_up("text2sql", split, seed, _task)), count)
+        made = made_up("text2sql", split, seed, _task)
+        # Many queries find nothing on the database that the model sees.
+        return islice((t for t in made if _finds_something(_rows(t, 0, str(t.answer)))), count)
 
     async def reset(self) -> list[Message]:
         self._folder = tempfile.TemporaryDirectory(prefix="tf-text2sql-", ignore_cleanup_errors=True)
@@ -133,11 +135,6 @@ def _task(task_id: str, rng: random.Random) -> Task:
     question, query = ask(kind, domain, database, rng)
     metadata = {"domain": domain, "database_seed": database, "kind": kind}
     return Task(task_id, f"{'; '.join(DOMAINS[domain].schema)}\n\n{question}", query, metadata)
-
-
-def _worth_asking(task: Task) -> bool:
-    """Tell whether the right query finds something on the database that the model sees: many queries find nothing."""
-    return _finds_something(_rows(task, 0, str(task.answer)))
 
 
 def hidden_variants(task: Task) -> list[int]:

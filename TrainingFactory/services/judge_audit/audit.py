@@ -28,9 +28,14 @@ ATTACKS = (
 
 
 async def audit(
-    judge: ModelJudge, gold: Sequence[Gold], *, repeats: int = 2, on_judged: Callable[[], None] = lambda: None
+    judge: ModelJudge,
+    gold: Sequence[Gold],
+    *,
+    repeats: int = 2,
+    on_judged: Callable[[int], None] | None = None,
 ) -> Audit:
-    """Judge every item `repeats` times, once more with a text for the judge appended, and every pair in both orders."""
+    """Judge every item `repeats` times, once more with a text for the judge appended, and every pair in both orders.
+    After each `on_judged` gets how many judgements there will be in all."""
     found, examples = Audit(items=len(gold), repeats=repeats), dict[str, str]()
     lost = Counter[str]()
 
@@ -42,7 +47,8 @@ async def audit(
             examples.setdefault(failure.kind, str(failure))
             return None
         finally:
-            on_judged()
+            if on_judged is not None:
+                on_judged(len(singles) * (repeats + 1) + 2 * len(paired))
         found.judgements += 1
         return value
 
@@ -79,12 +85,6 @@ def _spent(judge: ModelJudge) -> tuple[int, float]:
     usage = judge.client.usage
     tokens = usage.input_tokens + usage.output_tokens + usage.cached_tokens
     return tokens, usage.cost + usage.cached_cost
-
-
-def plan(gold: Sequence[Gold], repeats: int) -> int:
-    """Return how many judgements an audit takes."""
-    singles = sum(item.value is not None for item in gold)
-    return singles * (repeats + 1) + 2 * sum(item.other is not None for item in gold)
 
 
 def _agree(found: Audit, items: Sequence[Gold], clean: Values) -> None:

@@ -139,8 +139,11 @@ def verdict_of(found: Audit) -> str:
 
 
 def _trust(found: Audit) -> str:
+    if found.accuracy is None and found.pair_accuracy is None:
+        return "It gave no verdict that could be compared with the gold labels"
     if found.accuracy is None:
-        return _pairs_only(found)
+        between = _between(found.pair_accuracy_low, found.pair_accuracy_high)
+        return f"It picks the better one of {found.pair_accuracy:.0%} of {found.pairs} pairs{between}"
     agrees = f"it agrees with the gold labels on {found.accuracy:.0%} of {found.judged} items"
     agrees += _between(found.accuracy_low, found.accuracy_high)
     if found.kappa is None:
@@ -152,23 +155,14 @@ def _trust(found: Audit) -> str:
     if talked_round(found):
         return f"Not safe to train on, because it can be talked round: {agrees}"
     shown = words if found.kappa_low is None else _words(found.kappa_low)[1]
-    more = ""
     if shown != words:
         agrees += f" but {found.kappa_low:.2f} at the lower end"
         if needed := _items_for(found, least):
-            more = f'; about {needed - found.judged} more that agree as well would make it "{words}"'
+            agrees += f'; about {needed - found.judged} more that agree as well would make it "{words}"'
     if shown == NOT_TRUSTED:
-        return f"Too few items to say: {agrees}{more}"
-    if wrong_pairs(found) or _length_bias(found) > STRONGLY:
-        return f"{CARE}: {agrees}"
-    return f"{shown}: {agrees}{more}"
-
-
-def _pairs_only(found: Audit) -> str:
-    if found.pair_accuracy is None:
-        return "It gave no verdict that could be compared with the gold labels"
-    between = _between(found.pair_accuracy_low, found.pair_accuracy_high)
-    return f"It picks the better one of {found.pair_accuracy:.0%} of {found.pairs} pairs{between}"
+        return f"Too few items to say: {agrees}"
+    careful = wrong_pairs(found) or _length_bias(found) > STRONGLY
+    return f"{CARE if careful else shown}: {agrees}"
 
 
 def _between(low: float | None, high: float | None) -> str:
