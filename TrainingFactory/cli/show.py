@@ -72,15 +72,9 @@ def tool_text(metrics: dict[str, float], prefix: str = "tools") -> str:
     text = f"{int(metrics[f'{prefix}/calls'])}, {metrics[f'{prefix}/success']:.0%} succeeded"
     if (median := metrics.get(f"{prefix}/p50")) is not None:
         text += f", {1000 * median:.3g} ms at the median"
-    for metric, name in (
-        ("schema_errors", "wrong arguments"),
-        ("timeouts", "timed out"),
-        ("unavailable", "with the server down"),
-        ("cache_hits", "from the cache"),
-        ("retries", "tried again"),
-    ):
-        if number := int(metrics.get(f"{prefix}/{metric}", 0)):
-            text += f", {number} {name}"
+    for name in ("schema_errors", "timeouts", "unavailable", "cache_hits", "retries"):
+        if number := int(metrics.get(f"{prefix}/{name}", 0)):
+            text += f", {number} {name.replace('_', ' ')}"
     return text
 
 

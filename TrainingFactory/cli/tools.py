@@ -66,9 +66,8 @@ async def list_tools(
             how = f"{server.transport}, {server.settings.isolation}"
             show.table([(name, f"{server.target} ({how}): {show.count(len(offers), 'tool')}")])
             rows = [
-                (spec.name, _arguments(spec), _marks(offer.options), _brief(spec.description))
-                for offer in offers
-                for spec in [offer.spec]
+                (each.spec.name, _arguments(each.spec), _marks(each.options), _brief(each.spec.description))
+                for each in offers
             ]
             show.columns(("tool", "arguments", "options", "description"), rows)
 

@@ -22,7 +22,7 @@ from TrainingFactory.algorithms.rft import RFT
 from TrainingFactory.cli import credit as printing
 from TrainingFactory.data.samples import to_samples
 from TrainingFactory.services.reports.credit_view import Credit, EpisodeCredit, coloured, pieces_of
-from TrainingFactory.types import Completion, Message, Reward, Sample, Task, ToolCall, Trajectory, Turn
+from TrainingFactory.types import Completion, Message, Reward, Sample, Task, Trajectory, Turn
 
 TOKENIZER = qwen3()
 
@@ -65,7 +65,7 @@ def members(credit: Credit) -> list[EpisodeCredit]:
 @pytest.mark.parametrize("name", ["grpo", "grpo-scaled", "grpo-rloo", "ppo-head"])
 def test_the_values_are_those_of_the_training_rows(name: str) -> None:
     algorithm, groups = ALGORITHMS[name], groups_of()
-    credit = coloured([trajectory for group in groups for trajectory in group], algorithm)
+    credit = coloured([trajectory for group in groups for trajectory in group], algorithm, TOKENIZER)
     assert credit.measure == ("reward" if name == "ppo-head" else "advantage")
     seen, compared = {group.name: group for group in credit.groups}, 0
     for group in groups:
@@ -205,14 +205,6 @@ def test_blanks_of_tokenizers_that_strip_the_first() -> None:
     words.decoder = decoders.Metaspace()
     assert words.decode([1]) == "cat"
     assert [part for *_, part in pieces_of([0, 1, 2, 1], words.decode)] == ["the", " cat", "s", " cat"]
-
-
-def test_without_a_tokenizer_turns_are_shown_as_read() -> None:
-    group = [episode(0, ["a", "b"], 1.0), episode(1, ["c"], 0.0)]
-    group[0].turns[0].message = Message("assistant", "", [ToolCall("find", {"x": "y"})], reasoning="hm")
-    credit = coloured(group, GRPO())
-    assert [piece.text for piece in members(credit)[0].turns[0].pieces] == ['hm\nfind {"x": "y"}']
-    assert members(credit)[0].turns[0].pieces[0].value == 0.5 and "without a tokenizer" in credit.notes[1]
 
 
 # pages and terminals

@@ -24,7 +24,7 @@ from TrainingFactory.services.demo.report import HELDOUT, Report
 from TrainingFactory.services.evaluation.evaluation import Evaluation, model_of
 from TrainingFactory.services.export import export
 from TrainingFactory.services.runs.folder import CONFIG, RunFolder, TrainingReport, is_run
-from TrainingFactory.services.runs.tracking import PlainLines, Watcher
+from TrainingFactory.services.runs.tracking import Watcher
 
 WARM_START, GRPO = (Path(__file__).parent / name for name in ("warm_start.yaml", "grpo.yaml"))
 DEMONSTRATED = 1_000_000  # tasks of a seed so far away that GRPO does not ask them again
@@ -74,7 +74,7 @@ class Demo:
             run.lock()  # raises where it is being written
             run.discard()
 
-    def warm_start(self, watcher: Watcher | None = None) -> TrainingReport:
+    def warm_start(self, watcher: Watcher) -> TrainingReport:
         """Write the demonstrations, and learn from them."""
         from TrainingFactory.models import chat_format
         from TrainingFactory.models.tiny import tiny_tokenizer
@@ -82,11 +82,11 @@ class Demo:
         tasks = list(self.environment.tasks("train", DEMONSTRATED + self.seed, self.lessons.played))
         chat, rng = chat_format(tiny_tokenizer()), random.Random(f"demo {self.seed}")
         self.lessons.write(self.demonstrations, self.environment, chat, tasks, rng)
-        return self._run(self.warm_config, self.warm.name, watcher or PlainLines())
+        return self._run(self.warm_config, self.warm.name, watcher)
 
-    def train(self, watcher: Watcher | None = None) -> TrainingReport:
+    def train(self, watcher: Watcher) -> TrainingReport:
         """Learn from rewards, beginning where the warm start has ended."""
-        return self._run(self.config, self.folder.name, watcher or PlainLines())
+        return self._run(self.config, self.folder.name, watcher)
 
     def _run(self, config: TrainingConfig, name: str, watcher: Watcher) -> TrainingReport:
         with _one_thread():

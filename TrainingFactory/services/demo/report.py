@@ -116,7 +116,7 @@ class Report:
             "success",
             "tool calls that worked",
             "turns an episode",
-            f"episodes with {calls_text(usual)}",
+            f"episodes with {usual} calls",
         )
         return list(zip(names, *columns, strict=True))
 
@@ -144,7 +144,7 @@ class Report:
             mistakes=LESSONS[self.environment].mistakes,
             means=running_mean(self.curve),
             sides=[(title, conversation(episode), ending(episode)) for title, episode in sides],
-            calls={number: calls_text(number) for number in sorted({*self.before.calls, *self.after.calls})},
+            calls=sorted({*self.before.calls, *self.after.calls}),
         )
 
 
@@ -166,10 +166,6 @@ def running_mean(values: Sequence[float], window: int = 5) -> list[float]:
     """Return the mean of each value and the ones before it."""
     parts = [values[max(0, end - window) : end] for end in range(1, len(values) + 1)]
     return [sum(part) / len(part) for part in parts]
-
-
-def calls_text(number: int) -> str:
-    return "1 call" if number == 1 else f"{number or 'no'} calls"
 
 
 def _telling(before: Sequence[Trajectory], after: Sequence[Trajectory]) -> Trial:

@@ -85,9 +85,7 @@ class Row:
 
 
 def load_gold(path: str | Path, judge: ModelJudge) -> list[Gold]:
-    """Read the file: `prompt` and `response`, or a `conversation` of messages that ends with the assistant's; `label`
-    (true or false) or `score` (in the judge's own range); with a pair, `pair` (the other response) and `better`
-    (first, second or tie); `reference` and `id` as wanted."""
+    """Read the file, whose scores are in the judge's own range; raise where a line is no `Row`."""
     low, high = _range(judge)
 
     def read(given: dict[str, Any], number: int) -> Gold:

@@ -20,7 +20,7 @@ from TrainingFactory.data.packing import make_batch
 from TrainingFactory.data.samples import to_samples, turn_spans
 from TrainingFactory.protocols import Algorithm
 from TrainingFactory.services.reports.pages import render
-from TrainingFactory.services.reports.texts import reward_text, said
+from TrainingFactory.services.reports.texts import reward_text
 from TrainingFactory.types import Sample, Trajectory, Turn
 
 # advantage: what the gradient is multiplied with. weight: the same for demonstrations. reward: what ppo begins with.
@@ -153,21 +153,18 @@ class Credit:
         return size if value > 0 else -size
 
 
-def coloured(trajectories: Sequence[Trajectory], algorithm: Algorithm, tokenizer: Any = None) -> Credit:
+def coloured(trajectories: Sequence[Trajectory], algorithm: Algorithm, tokenizer: Any) -> Credit:
     """Show what `algorithm` makes of the episodes of one step, token by token. Those with the same `group` are compared
-    with each other. Without a tokenizer, turns are shown as they were read, in one piece."""
-    measure = _measure_of(algorithm)
-    notes = [NOTES[measure]]
+    with each other."""
+    measure: Measure = "reward" if "values" in algorithm.needs else "advantage"
+    if algorithm.accepted([]) is not None:
+        measure = "weight"
     groups: dict[str, list[Trajectory]] = {}
     for trajectory in trajectories:
         groups.setdefault(trajectory.group, []).append(trajectory)
     rows = {name: algorithm.samples(group) for name, group in groups.items()}
     _prepare([row for made in rows.values() for row in made], algorithm)
-    decode = None
-    if tokenizer is None:
-        notes.append("without a tokenizer the turns are shown as they were read, in one piece")
-    else:
-        decode = partial(tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    decode = partial(tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False)
     found = []
     for name, group in groups.items():
         reasons = [_reason_against(trajectory, group, algorithm) for trajectory in group]
@@ -179,7 +176,7 @@ def coloured(trajectories: Sequence[Trajectory], algorithm: Algorithm, tokenizer
             episodes.append(EpisodeCredit(trajectory, turns, None if trained else reasons[place] or EQUAL))
         found.append(GroupCredit(name, episodes))
     found.sort(key=lambda group: -group.largest)
-    return Credit(measure, found, notes, found[0].largest if found else 0.0)
+    return Credit(measure, found, [NOTES[measure]], found[0].largest if found else 0.0)
 
 
 def pieces_of(token_ids: Sequence[int], decode: Decode) -> Iterator[tuple[int, int, str]]:
@@ -192,12 +189,6 @@ def pieces_of(token_ids: Sequence[int], decode: Decode) -> Iterator[tuple[int, i
             continue
         yield start, end, text[len(known) :] if text.startswith(known) else decode(token_ids[start:end])
         before, start = start, end
-
-
-def _measure_of(algorithm: Algorithm) -> Measure:
-    if algorithm.accepted([]) is not None:
-        return "weight"
-    return "reward" if "values" in algorithm.needs else "advantage"
 
 
 def _prepare(rows: Sequence[Sample], algorithm: Algorithm) -> None:
@@ -227,7 +218,7 @@ def _rows_of_episodes(
 
 
 def _turns(
-    trajectory: Trajectory, rows: Sequence[Sample] | None, measure: Measure, decode: Decode | None
+    trajectory: Trajectory, rows: Sequence[Sample] | None, measure: Measure, decode: Decode
 ) -> Iterator[TurnCredit]:
     steps = trajectory.reward.steps if trajectory.reward is not None else []
     for number, (turn, span) in enumerate(zip(trajectory.turns, turn_spans(trajectory), strict=True)):
@@ -237,16 +228,11 @@ def _turns(
             row, place = rows[span.row], slice(span.begin, span.end)
             given = (row.rewards if measure == "reward" else row.advantages)[place]
             values = [v if used else None for v, used in zip(given, row.loss_mask[place], strict=True)]
-        parts = pieces_of(ids, decode) if decode is not None else [(0, len(ids), _as_read(turn))]
         pieces = [
             Piece(text, ids[start:end], logprobs[start:end], [v for v in values[start:end] if v is not None])
-            for start, end, text in parts
+            for start, end, text in pieces_of(ids, decode)
         ]
         yield TurnCredit(turn, steps[number] if steps else None, pieces)
-
-
-def _as_read(turn: Turn) -> str:
-    return "\n".join(filter(None, [turn.message.reasoning, *(what for _, what in said(turn.message))]))
 
 
 def _reason_against(trajectory: Trajectory, group: Sequence[Trajectory], algorithm: Algorithm) -> str | None:

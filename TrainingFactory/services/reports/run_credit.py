@@ -20,15 +20,10 @@ def run_credit(run: RunFolder, step: int | None = None, task: str | None = None)
     step = _resolve_step(run, step, task)
     # Groups are named by their step, counted from 0.
     episodes = list(load_trajectories(run.path / TRAJECTORIES, f"{step - 1}/", growing=True))
-    model, tokenizer, notes = run.config.model, None, list[str]()
-    name = str([model.name, *run.checkpoints()][-1])
-    try:
-        tokenizer = load_tokenizer(name, model.revision, model.trust_remote_code)
-    except ValueError as error:
-        notes.append(str(error))
-    credit = coloured(episodes, make_algorithm(run.config), tokenizer)
-    credit.notes.extend(notes)
-    return step, credit
+    model = run.config.model
+    place = str([model.name, *run.checkpoints()][-1])  # a checkpoint has the tokenizer, too
+    tokenizer = load_tokenizer(place, model.revision, model.trust_remote_code)
+    return step, coloured(episodes, make_algorithm(run.config), tokenizer)
 
 
 def choose(

@@ -205,23 +205,19 @@ def _messages(rows: list[_Message]) -> list[Message]:
         calls = [ToolCall(**dict(each.function), id=each.id) for each in row.tool_calls]
         names |= {call.id: call.name for call in calls}
         reasoning = row.reasoning if row.reasoning_content is None else row.reasoning_content
-        wrong = None
+        place = f"messages[{number}]"
         if calls and row.role != "assistant":
-            wrong = "tool_calls", "is set, but only the assistant makes calls"
-        elif row.content is None and not calls and reasoning is None:
-            wrong = "content", "is missing"
-        elif row.role == "tool" and row.tool_call_id not in names:
-            wrong = "tool_call_id", "is that of no call which an assistant message made"
-        if wrong:
-            place = f"messages[{number}].{wrong[0]}"
-            raise ApiError(f"{place} {wrong[1]}", place)
-        message = Message(
-            "system" if row.role == "developer" else row.role,
-            "".join(part.text for part in row.content or ()),
-            calls,
-            row.tool_call_id,
-            names[row.tool_call_id or ""] if row.role == "tool" else row.name,
-            reasoning,
-        )
-        messages.append(message)
+            raise ApiError(
+                f"{place} has tool_calls, but only the assistant makes them", f"{place}.tool_calls"
+            )
+        if row.content is None and not calls and reasoning is None:
+            raise ApiError(f"{place} has no content", f"{place}.content")
+        if row.role == "tool" and row.tool_call_id not in names:
+            raise ApiError(
+                f"{place} has a tool_call_id that no assistant's call has", f"{place}.tool_call_id"
+            )
+        role = "system" if row.role == "developer" else row.role
+        text = "".join(part.text for part in row.content or ())
+        name = names[row.tool_call_id or ""] if role == "tool" else row.name
+        messages.append(Message(role, text, calls, row.tool_call_id, name, reasoning))
     return messages
