@@ -112,12 +112,7 @@ class Report:
             )
             for side in (self.before, self.after)
         ]
-        names = (
-            "success",
-            "tool calls that worked",
-            "turns an episode",
-            f"episodes with {usual} calls",
-        )
+        names = ("success", "tool calls that worked", "turns an episode", f"episodes with {usual} calls")
         return list(zip(names, *columns, strict=True))
 
     @property
