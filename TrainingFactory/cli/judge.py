@@ -74,7 +74,7 @@ async def audit_judge(
     else:
         show.columns(("metric", "value", "what it means"), found.rows)
         show.table([("verdict", verdict_of(found))])
-    if not found.compared:
+    if not (found.judged or found.pairs):  # nothing could be held against a gold label
         kept = f"; {out} is that of an earlier audit" if out.exists() else ""
         show.note(f"no page was written, because there is nothing to show{kept}")
         return NO_VERDICT

@@ -8,7 +8,6 @@ import json
 import logging
 import re
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request, Response
@@ -36,14 +35,9 @@ class ApiError(Exception):
         self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
-@dataclass(slots=True)
-class Events:
-    """Answer with server-sent events: each text is the data of one."""
-
-    texts: AsyncGenerator[str, None]
-
-
-Handler = Callable[[bytes], Awaitable[dict[str, Any] | Events]]
+# JSON, or the data of server-sent events
+Answer = dict[str, Any] | AsyncGenerator[str, None]
+Handler = Callable[[bytes], Awaitable[Answer]]
 
 
 class Api:
@@ -76,9 +70,7 @@ class Api:
             found = await _unless_gone(request, answer(body))
             if found is None:
                 return Response(status_code=499)  # nobody reads it
-            if isinstance(found, Events):
-                return _Stream(found.texts)
-            return _json(found)
+            return _json(found) if isinstance(found, dict) else _Stream(found)
 
         self._add("POST", path, handler)
 

@@ -81,12 +81,9 @@ def test_a_new_environment_runs_at_once(tfactory: Run) -> None:
     status, _, err = tfactory("new", "env", "my_cities")
     assert status == 2 and "exists already" in err
     assert Path("my_cities.py").read_text() == before
-
-
-@pytest.mark.parametrize("name", ["task", "tool_environment", "_", "tool"])
-def test_new_environments_with_awkward_names_run(tfactory: Run, name: str) -> None:
-    assert tfactory("new", "env", name)[0] == 0
-    assert tfactory("rollout", f"{name}.py", "--max-tokens", "2", "--show", "0")[0] == 0
+    for name in ("task", "tool", "_"):  # names that the file uses itself, or that are hardly any
+        assert tfactory("new", "env", name)[0] == 0
+        assert tfactory("rollout", f"{name}.py", "--max-tokens", "2", "--show", "0")[0] == 0
 
 
 def test_a_named_class_of_a_file(tfactory: Run) -> None:

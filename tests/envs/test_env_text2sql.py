@@ -42,7 +42,7 @@ def some_tasks(count: int, split: str = "train", seed: int = 1) -> list[Task]:
 
 def rows(task: Task, query: str, variant: int = 0) -> list[Any]:
     with closing(sqlite3.connect(":memory:")) as connection:
-        connection.executescript(script_of(task.metadata["domain"], task.metadata["database_seed"], variant))
+        connection.executescript(script_of(task, variant))
         return connection.execute(query).fetchall()
 
 

@@ -89,16 +89,6 @@ def test_both_runs_change_the_weights(folder: Path) -> None:
     assert 0 < (warm[name] - final[name]).abs().max() < 0.1  # GRPO's steps are small ones
 
 
-def test_the_saved_model_can_be_used(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    model = str(folder / "out" / "model")
-    with pytest.raises(SystemExit) as ended:
-        main(["rollout", "search", "--model", model, "--tasks", "2", "--max-tokens", "4"])
-    assert ended.value.code == 0, capsys.readouterr().err
-
-
 def test_the_same_seed_gives_the_same_runs_and_an_earlier_demo_is_replaced(tmp_path: Path) -> None:
     def play(name: str) -> Path:
         demo = Demo("calculator", 1, tmp_path / name, LESSONS, OVERRIDES)

@@ -177,7 +177,7 @@ def _finds_something(rows: list[Any]) -> bool:
 def _rows(task: Task, variant: int, query: str) -> list[Any]:
     """Return what a query finds in a database; a slip may leave no query, which finds nothing."""
     with contextlib.closing(sqlite3.connect(":memory:")) as connection:
-        connection.executescript(_script(task, variant))
+        connection.executescript(script_of(task, variant))
         with contextlib.suppress(sqlite3.Error):
             return connection.execute(query).fetchall()
         return []
@@ -187,8 +187,4 @@ def _build(path: Path, task: Task, variant: int) -> None:
     with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as connection:
         connection.execute("PRAGMA synchronous = OFF")  # thrown away after the episode
         connection.execute("PRAGMA journal_mode = OFF")
-        connection.executescript(f"BEGIN;{_script(task, variant)}COMMIT;")
-
-
-def _script(task: Task, variant: int) -> str:
-    return script_of(task.metadata["domain"], task.metadata["database_seed"], variant)
+        connection.executescript(f"BEGIN;{script_of(task, variant)}COMMIT;")

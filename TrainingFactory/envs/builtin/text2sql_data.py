@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 
 from TrainingFactory.models.words import NAMES, PLACES, THINGS
+from TrainingFactory.types import Task
 
 PEOPLE, TITLES, CITIES, KINDS, LINKS = 10, 8, 4, 3, 24  # rows, and different values in a column
 YEARS = range(2018, 2026)
@@ -76,9 +77,10 @@ def values_of(domain: str, seed: str) -> Values:
     )
 
 
-def script_of(domain: str, seed: str, variant: int) -> str:
+def script_of(task: Task, variant: int) -> str:
     """Return the SQL that makes the database: for each variant other rows of the same values. Names, titles and the
     values of things are unique, so that orders by them are. In hidden variants (from 1) one value is the average."""
+    domain, seed = task.metadata["domain"], task.metadata["database_seed"]
     words, values = DOMAINS[domain], values_of(domain, seed)
     rng = random.Random(f"text2sql rows {domain} {seed} {variant}")
     names, titles = rng.sample(values.names, PEOPLE), rng.sample(values.titles, TITLES)

@@ -89,11 +89,6 @@ class Audit:
         return found
 
     @property
-    def compared(self) -> bool:
-        """Tell whether any verdict could be held against a gold label."""
-        return bool(self.judged or self.pairs)
-
-    @property
     def kappa_low(self) -> float | None:
         """Return kappa at the lower end of the interval of accuracy."""
         if self.accuracy_low is None or self.chance is None:

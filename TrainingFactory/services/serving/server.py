@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from TrainingFactory.config import TrainingConfig
-from TrainingFactory.http.api import Api, ApiError, Events, failure
+from TrainingFactory.http.api import Answer, Api, ApiError, failure
 from TrainingFactory.openai_form import message_to_dict
 from TrainingFactory.protocols import Sampler
 from TrainingFactory.seeds import turn_seed
@@ -74,12 +74,11 @@ class ChatServer:
         api.get("/health", self.health, keyed=False)
         return api
 
-    async def chat(self, body: bytes) -> dict[str, Any] | Events:
+    async def chat(self, body: bytes) -> Answer:
         """Answer one request, in one piece or as a stream."""
         ask, prompt = await self.read(body)
         with self.admitted(ask):  # a stream is refused here, while a status can still be told
-            stream = ask.request.stream
-            return Events(self.stream(ask, prompt)) if stream else await self.complete(ask, prompt)
+            return self.stream(ask, prompt) if ask.request.stream else await self.complete(ask, prompt)
 
     def models(self) -> dict[str, Any]:
         row = {"id": self.name, "object": "model", "created": self._started, "owned_by": "trainingfactory"}
