@@ -113,8 +113,9 @@ async def bench_tool(
     """
     rows = []
     async with _episode(config, name, arguments) as call:
+        result = await call()
         for _ in range(WARM_UP):
-            result = await call()
+            await call()
         for width in (1, concurrency):
             with Display() as display:
                 rows.append(await _measure(call, calls, width, display))

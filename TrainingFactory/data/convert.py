@@ -77,7 +77,7 @@ class _Episode:
 
 
 def convert(rows: Iterable[Row], to: Form, filters: Filters | None = None) -> Converted:
-    """`rows` are those of a trajectories file, of which one at a time is in memory."""
+    """Read `rows`, those of a trajectories file, one at a time."""
     filters, done = filters or Filters(), Converted()
     episodes: list[_Episode] = []
     for row in rows:
@@ -97,7 +97,7 @@ def convert(rows: Iterable[Row], to: Form, filters: Filters | None = None) -> Co
         done.note = one_sided(judged, threshold, "--threshold")
     if filters.dedupe:
         made = _once(made, done.dropped)
-    done.rows = _limited(made, filters.max_per_task, filters.seed, done.dropped)
+    done.rows = made if filters.max_per_task is None else _limited(made, filters, done.dropped)
     return done
 
 
@@ -183,17 +183,12 @@ def _once(made: list[dict[str, Any]], dropped: Counter[str]) -> list[dict[str, A
     return list(seen.values())
 
 
-def _limited(
-    made: list[dict[str, Any]], most: int | None, seed: int, dropped: Counter[str]
-) -> list[dict[str, Any]]:
-    """Draw at most so many rows of each task, and leave them in their order."""
-    if most is None:
-        return made
+def _limited(made: list[dict[str, Any]], filters: Filters, dropped: Counter[str]) -> list[dict[str, Any]]:
     numbers: dict[str, list[int]] = defaultdict(list)
     for number, row in enumerate(made):
         numbers[row["task"]].append(number)
-    rng = random.Random(seed)
-    drawn = (rng.sample(found, min(most, len(found))) for found in numbers.values())
+    rng = random.Random(filters.seed)
+    drawn = (rng.sample(found, min(filters.max_per_task or 0, len(found))) for found in numbers.values())
     kept = sorted(chain.from_iterable(drawn))
     dropped["--max-per-task"] += len(made) - len(kept)
     return [made[number] for number in kept]

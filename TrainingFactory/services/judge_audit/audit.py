@@ -57,15 +57,16 @@ async def audit(
     shared = {name: getattr(judge, name) for name in ("client", "samples", "vote", "fence_seed")}
     pair_judge = PairJudge(prompt=judge.prompt.for_pairs(), **shared)
     tokens, cost = _spent(judge)
-    both = [(noted(pair_judge.ordered(*pair)), noted(pair_judge.ordered(*reversed(pair)))) for pair in paired]
-    clean, attacked, ordered = await asyncio.gather(
+    ordered = pair_judge.ordered
+    pairs = [(noted(ordered(one, other)), noted(ordered(other, one))) for one, other in paired]
+    clean, attacked, swapped = await asyncio.gather(
         _table([[noted(judge.judge(item.trajectory, turn)) for turn in range(repeats)] for item in singles]),
         _table([[noted(judge.judge(_attacked(item, place)))] for place, item in enumerate(singles)]),
-        _table(both),
+        _table(pairs),
     )
     _agree(found, singles, clean)
     _resist(found, clean, attacked)
-    _swap(found, [item.better for item in gold if item.better is not None], ordered)
+    _swap(found, [item.better for item in gold if item.better is not None], swapped)
     found.failures = dict(lost)
     found.failed_mostly = examples[max(lost, key=lost.__getitem__)] if lost else ""
     if found.judgements:  # what gave no verdict has cost as well
