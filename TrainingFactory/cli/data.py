@@ -12,13 +12,13 @@ from TrainingFactory.cli.display import Display
 from TrainingFactory.cli.options import Where
 from TrainingFactory.data.convert import Filters
 from TrainingFactory.data.convert import convert as converted
+from TrainingFactory.data.examples import Form
 
 data = App(name="data", help="Turn recorded episodes into datasets; show and check datasets.")
 Dataset = Annotated[
     str, Parameter(help="A file (JSONL, JSON, Parquet, CSV), a saved dataset, a hub id, or a run.")
 ]
 Split = Annotated[str, Parameter(help="Which split, where there are several.")]
-Target = Literal["sft", "dpo", "kto", "rm", "prm"]
 Algorithm = Literal["sft", "dpo", "kto", "reward_model", "rm", "prm"]
 SAMPLE = 500  # rows from which is told what a file is good for
 
@@ -27,7 +27,7 @@ SAMPLE = 500  # rows from which is told what a file is good for
 def convert(
     source: str,
     *,
-    to: Target,
+    to: Form,
     out: Path,
     filters: Annotated[Filters | None, Parameter(name="*")] = None,
     force: bool = False,

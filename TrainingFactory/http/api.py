@@ -7,8 +7,8 @@ import hmac
 import json
 import logging
 import re
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
-from typing import Any, TypeVar
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from sse_starlette.event import ServerSentEvent
@@ -18,7 +18,6 @@ from starlette.exceptions import HTTPException
 from TrainingFactory.http.listen import is_loopback
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
 MAX_BODY = 16 * 1024 * 1024  # bytes
 KINDS = {401: "authentication_error", 429: "rate_limit_error", 500: "server_error", 503: "server_error"}
 
@@ -143,7 +142,7 @@ def failure(error: BaseException) -> ApiError:
     return ApiError(text, status=500, code="internal_error")
 
 
-async def _unless_gone(request: Request, work: Coroutine[Any, Any, T] | Awaitable[T]) -> T | None:
+async def _unless_gone(request: Request, work: Awaitable[Answer]) -> Answer | None:
     """Await the work; None where the client hangs up before it is done, and then it is cancelled."""
 
     async def hung_up() -> None:

@@ -96,13 +96,10 @@ def test_debug_shows_the_traceback(tfactory: Run) -> None:
     assert status == 2 and "Traceback" in err and "did you mean search?" in err
 
 
-def test_an_existing_result_survives_a_failed_start(tfactory: Run) -> None:
+def test_only_files_are_replaced_and_only_by_a_result(tfactory: Run) -> None:
     Path("old.jsonl").write_text("precious")
     assert tfactory("rollout", "search", "--model", "./nothing", "--out", "old.jsonl")[0] == 2
     assert Path("old.jsonl").read_text() == "precious"
-
-
-def test_only_files_are_replaced(tfactory: Run) -> None:
     os.mkfifo("pipe")
     status, _, err = tfactory("rollout", "search", "--out", "pipe")
     assert status == 2 and "not a regular file" in err
@@ -112,7 +109,8 @@ def test_only_files_are_replaced(tfactory: Run) -> None:
     assert Path("link.jsonl").is_symlink() and len(list(load_trajectories("real.jsonl"))) == 1
 
 
-def test_lists(tfactory: Run) -> None:
+def test_lists_and_the_version(tfactory: Run) -> None:
+    assert tfactory("--version")[1].strip() == __version__
     assert "calculator" in tfactory("envs")[1]
     out = tfactory("models")[1]
     assert "builtin:tiny" in out and "Qwen/Qwen3-4B-Instruct-2507" in out
@@ -135,10 +133,6 @@ def test_every_command_has_help_with_examples(tfactory: Run, command: tuple[str,
     assert status == 0 and f"Usage: {typed}" in told
     group = any(other[:-1] == command for other in COMMANDS if other)
     assert group or told.count(f"{typed} ") > 1, "there is no example"
-
-
-def test_version(tfactory: Run) -> None:
-    assert tfactory("--version")[1].strip() == __version__
 
 
 @pytest.mark.parametrize(

@@ -42,9 +42,15 @@ def test_hostile_text_is_shown_as_text() -> None:
 
 
 def test_a_reader_sees_what_was_learned() -> None:
-    text = words(parsed(report("Oslo").page()))
+    text = words(parsed(report("Oslo").page().replace("</td>", " </td>").replace("</th>", " </th>")))
     assert "from 45.0% to 97.0%" in text and "chain two lookups" in text
-    assert "45.0% (38% to 52%)" in text and "no calls" in text
+    for row in (
+        "success 45.0% (38% to 52%) 97.0%",
+        "worked no calls 99.0%",
+        "episode 2.10 3.00",
+        "2 calls 45.0% 98.0%",
+    ):
+        assert row in text
     assert "wrong: the answer is Oslo" in text and "right" in text
     assert "tfactory rollout search --split heldout --model runs/a & b/model" in text
 
@@ -55,13 +61,6 @@ def test_nothing_is_claimed_that_was_not_measured() -> None:
     assert "It learned" in good.learned and "It learned" not in same.learned
     page = words(parsed(same.page()))
     assert "did not get clearly better" in page and "learned" not in page
-
-
-def test_stats_side_by_side() -> None:
-    rows = {name: (before, after) for name, before, after in report("x").table}
-    assert rows["turns an episode"] == ("2.10", "3.00")
-    assert rows["tool calls that worked"] == ("no calls", "99.0%")
-    assert rows["episodes with 2 calls"] == ("45.0%", "98.0%")
 
 
 def test_the_curve() -> None:

@@ -53,9 +53,8 @@ def _chosen(group: GroupCredit, best: int, worst: int) -> GroupCredit:
 
 def credit_title(run: RunFolder, step: int) -> str:
     """Say which episodes these are, and what gave them their credit."""
-    config = run.config
-    name = config.training.algorithm
-    how = f", credit {config.grpo.credit}, advantage {config.grpo.advantage}" if name == "grpo" else ""
+    name, grpo = run.config.training.algorithm, run.config.grpo
+    how = f", credit {grpo.credit}, advantage {grpo.advantage}" if name == "grpo" else ""
     return f"Run {run.name}, step {step}: {name}{how}"
 
 
