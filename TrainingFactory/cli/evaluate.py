@@ -44,16 +44,12 @@ def evaluate(
     tfactory eval runs/warm/checkpoints/step-000160 --env calculator --temperature 0 --json
     ```
 
-    Parameters
-    ----------
-    model
-        A run (its name or folder; its last checkpoint is taken), a checkpoint, or a model.
-    env
-        The environment; that of the run if none is named.
-    out
-        JSONL file for the episodes; one in the runs folder if none is named.
-    replay
-        A recording whose tool calls are served again: that of an earlier evaluation with logging.record_tools=true.
+    Args:
+        model: A run (its name or folder; its last checkpoint is taken), a checkpoint, or a model.
+        env: The environment; that of the run if none is named.
+        out: JSONL file for the episodes; one in the runs folder if none is named.
+        replay: A recording whose tool calls are served again: that of an earlier evaluation with
+            logging.record_tools=true.
     """
     from TrainingFactory.services.evaluation.evaluation import Evaluation, model_of
 
@@ -106,12 +102,10 @@ def _reward(model: str, other: bool) -> dict[str, dict[str, Any]]:
     run, _ = found
     for name in changed_files(run.about):
         show.note(f"note: {name} has changed since run {run.name} was started")
-    if other:
-        return {}
-    if (reward := reward_of(run)) is None:
+    reward = None if other else reward_of(run)
+    if reward is None and not other:
         show.note(
             f"note: run {run.name} was started from Python with a reward of its own, which cannot be restored here; "
             "the environment's own reward scores instead"
         )
-        return {}
-    return {"reward": reward.model_dump()}
+    return {} if reward is None else {"reward": reward.model_dump()}

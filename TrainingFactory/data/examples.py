@@ -34,7 +34,7 @@ from TrainingFactory.data.conversations import (
 from TrainingFactory.data.datasets import in_one, read_rows
 from TrainingFactory.data.ranking import best_and_worst, one_sided, total
 from TrainingFactory.data.trajectories import Kept, trajectory_from_dict
-from TrainingFactory.types import Message, Reward, Trajectory
+from TrainingFactory.types import Message, Reward, ToolSpec, Trajectory
 
 Form = Literal["sft", "dpo", "kto", "rm", "prm"]
 PAIRS = ("dpo", "rm")
@@ -86,6 +86,7 @@ def load_examples(
     `skip_bad_rows` keep them in `bad`."""
     examples, stem = Examples(form, []), Path(source).stem if isinstance(source, str | Path) else "row"
     together: dict[str, Example] = {}  # recorded episodes of a group, by its name
+    fits = fits and _shared(fits)
     for row in read_rows(source, split):
         examples.rows += 1
         try:
@@ -121,6 +122,16 @@ def load_examples(
         raise ValueError(_why_empty(examples, source))
     examples.notes += _one_sided(examples)
     return examples
+
+
+def _shared(fits: Fits) -> Fits:
+    """Ask `fits` with one object for all equal tools: it looks at the schema of each object once."""
+    known: dict[str, ToolSpec] = {}
+
+    def shared(spec: ToolSpec, arguments: dict[str, Any]) -> str | None:
+        return fits(known.setdefault(repr(spec), spec), arguments)
+
+    return shared
 
 
 def _one_sided(examples: Examples) -> list[str]:
