@@ -173,7 +173,6 @@ def _pairs(episodes: list[_Episode], filters: Filters, dropped: Counter[str]) ->
 
 
 def _once(made: list[dict[str, Any]], dropped: Counter[str]) -> list[dict[str, Any]]:
-    """Rows that say the same of the same task count once."""
     seen: dict[str, dict[str, Any]] = {}
     for row in made:
         told = {key: value for key, value in row.items() if key not in ("id", "reward", "margin")}
