@@ -110,6 +110,8 @@ def tool(
         raise ValueError("a tool with retries must be marked pure or idempotent: others are never repeated")
 
     def make(function: Callable[..., Any]) -> FunctionTool:
+        if isinstance(function, staticmethod):  # which hides that its function is async
+            function = function.__func__
         called = name or function.__name__
         if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", called):
             raise ValueError(

@@ -126,7 +126,7 @@ def test_a_cache_is_a_file_of_ours(tmp_path: Path):
     own.write_text("x = 1\n")
     for cache, says in (
         (own, "the cache cannot use .*rewards.py: it is no file of ours"),
-        (tmp_path, "the cache cannot use .*: it is a folder"),
+        (tmp_path, "the cache cannot use .*: it is no file of ours"),
     ):
         with pytest.raises(ValueError, match=says):
             model_judge(**JUDGE, cache=cache)

@@ -142,7 +142,6 @@ def test_a_failed_audit_says_why_and_keeps_the_page(tfactory: Run):
         (["samples=[1"], "samples is not YAML"),
         (["budget=3"], "budget must be a valid dictionary or an instance of Budget (got 3)"),
         (["api_key_env=NOT_SET_KEY"], "the environment variable NOT_SET_KEY"),
-        (["cache=nowhere/x.sqlite"], "there is no folder nowhere"),
         (["--out", "."], "is a folder"),
         (["--out", "gold.jsonl/x.html"], "gold.jsonl"),
     ],

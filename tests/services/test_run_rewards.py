@@ -229,7 +229,7 @@ def test_unscored_episodes_are_seen(capsys: pytest.CaptureFixture[str]) -> None:
     with Display(console=console) as display:
         display.phase("generate")
         display.step(1, 4, metrics)
-    assert "3 could not be scored" in console.export_text()
+    assert "3 of 8 unscored" in console.export_text()
 
 
 def test_hints_work_as_printed(tfactory: Run) -> None:

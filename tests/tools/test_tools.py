@@ -157,7 +157,7 @@ def test_methods_bind_to_their_instance():
 
         @tool
         @staticmethod
-        def triple(a: int) -> int:
+        async def triple(a: int) -> int:
             return 3 * a
 
     box, other = Box(1), Box(100)

@@ -31,7 +31,7 @@ from TrainingFactory.services.training.order import Order
 from TrainingFactory.services.training.preflight import check, check_steps
 from TrainingFactory.services.training.reward_clock import RewardClock
 from TrainingFactory.services.training.source import DatasetSource, ExpertSource, SampledSource, Source
-from TrainingFactory.services.training.tokenized import TokenizedDataset
+from TrainingFactory.services.training.tokenized import TokenizedDataset, Told
 from TrainingFactory.tools.threads import in_thread
 
 if TYPE_CHECKING:
@@ -264,11 +264,13 @@ async def _references(
     checkpoint is loaded: the policy is its own reference only until it is trained."""
     watcher.phase("reference")
     found: list[list[list[float]]] = []
+    told = Told(watcher.say, len(dataset))
     for start in range(0, len(dataset), batch_size):
         numbers = range(start, min(start + batch_size, len(dataset)))
         groups = [algorithm.samples(dataset.group(number)) for number in numbers]
         scored = iter(await policy.score([row for group in groups for row in group]))
         found += [[next(scored) for _ in group] for group in groups]
+        told.at(len(found), "examples have log-probs of the reference model")
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -18,6 +19,19 @@ from TrainingFactory.data.trajectories import Kept
 from TrainingFactory.types import Completion, Message, Sample, Task, Trajectory, Turn
 
 TOLD = 3  # rows that were left out, by name
+TOLD_EVERY = 10.0  # seconds
+
+
+class Told:
+    """Tells how far long work is, every few seconds."""
+
+    def __init__(self, say: Callable[[str], None], total: int) -> None:
+        self._say, self._total, self._told = say, total, time.monotonic()
+
+    def at(self, number: int, what: str) -> None:
+        if time.monotonic() - self._told > TOLD_EVERY:
+            self._told = time.monotonic()
+            self._say(f"{number} of {self._total} {what}")
 
 
 @dataclass(slots=True)
@@ -60,16 +74,17 @@ class TokenizedDataset:
         self.bad, self.long = list(examples.bad), list[str]()
         self.unused = sum(examples.unused.values())
         self.ids: list[str] = []
-        self.references: list[
-            list[list[float]]
-        ] = []  # log-probs of the rows of each example, if known beforehand
+        # log-probs of the rows of each example, if known beforehand
+        self.references: list[list[list[float]]] = []
         self._groups: list[list[Written | Kept]] = []
         problems: list[str] = []
-        for example in examples.found:
+        told = Told(say, len(examples.found))
+        for number, example in enumerate(examples.found, 1):
             try:
                 self._add(example)
             except ValueError as error:
                 problems.append(f"{example.where} cannot be written by the chat template: {error}")
+            told.at(number, "rows are in tokens")
         self.bad += problems
         if problems and not skip_bad_rows:
             raise ValueError(in_one(problems))
