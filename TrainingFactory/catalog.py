@@ -18,7 +18,7 @@ _CATALOG: dict[str, dict[str, str]] = {
         "env_search_v1": "search",
     },
     "tool": {  # called with a config's options they give a tool or a source of tools
-        "calculator": "TrainingFactory.tools.custom_tools:make_calculator",
+        "calculator": "TrainingFactory.tools.custom_tools:calculator",
         "python": "TrainingFactory.tools.custom_tools:PythonTool",
         "sql": "TrainingFactory.tools.custom_tools:SqlTool",
         "search": "TrainingFactory.tools.custom_tools:SearchTool",

@@ -20,6 +20,7 @@ from pydantic import validate_call
 
 from TrainingFactory.openai_form import message_from_dict, message_to_dict, spec_to_dict
 from TrainingFactory.options import STRICT, Positive
+from TrainingFactory.texts import describe, without
 from TrainingFactory.types import Message, ToolSpec
 
 T = TypeVar("T")
@@ -33,8 +34,7 @@ KEYS = {"https://api.openai.com": "OPENAI_API_KEY", "https://api.anthropic.com":
 
 
 class ModelError(Exception):
-    """No answer. `temporary`: the endpoint was busy or out of reach, so that another attempt may help, after
-    `wait` seconds if the endpoint has named a time."""
+    """No answer. `temporary`: another attempt may help, after `wait` seconds if the endpoint has named a time."""
 
     def __init__(self, text: str, temporary: bool = False, wait: float | None = None) -> None:
         super().__init__(text)
@@ -43,9 +43,8 @@ class ModelError(Exception):
 
 class Endpoint:
     """A model behind any OpenAI-compatible `/chat/completions`. The key is read from the environment variable
-    `api_key_env` at every call and kept nowhere; None: the endpoint needs none. Left out, only the hosts in `KEYS` get
-    a key: one must not go to a stranger because it happens to be there. `options` go into the request as they are
-    (temperature, max_tokens, ...). Connections are kept until `close`."""
+    `api_key_env` at every call and kept nowhere; left out, only the hosts in `KEYS` get a key. `options` go into the
+    request as they are (temperature, max_tokens, ...). Connections are kept until `close`."""
 
     PATH = "/chat/completions"
 
@@ -91,14 +90,14 @@ class Endpoint:
         try:
             status, headers, data = await self._post(body, key)
         except (httpx.TimeoutException, TimeoutError):
-            raise ModelError(
-                f"{self.host} did not answer within {self.timeout:g} s", temporary=True
-            ) from None
+            text = f"{self.host} did not answer within {self.timeout:g} s"
+            raise ModelError(text, temporary=True) from None
         except httpx.HTTPError as error:
-            what = type(error).__name__
-            raise ModelError(f"{self.host} could not be reached ({what})", temporary=True) from None
+            text = f"{self.host} could not be reached ({type(error).__name__})"
+            raise ModelError(text, temporary=True) from None
         if status != 200:
-            said = _without(" ".join(data.decode("utf-8", errors="replace").split()), key)[:MAX_SAID_CHARS]
+            text = " ".join(data.decode("utf-8", errors="replace").split())
+            said = without(text, _secrets(key))[:MAX_SAID_CHARS]
             temporary = status in (408, 409, 425, 429) or status >= 500
             wait = seconds_of(headers.get("retry-after"))
             raise ModelError(f"{self.host} answered with status {status}: {said}", temporary, wait)
@@ -108,12 +107,11 @@ class Endpoint:
         """Return what `take` finds in the answer; raise ModelError where that is not there."""
         try:
             key = os.environ.get(self.api_key_env) if self.api_key_env else None
-            return take(_without(json.loads(data), key))
+            return take(without(json.loads(data), _secrets(key)))
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-            why = f"{type(error).__name__}: {error}"[:100]
-            raise ModelError(
-                f"{self.host} answered with something that is no chat completion ({why})"
-            ) from None
+            why = describe(error)[:100]
+            text = f"{self.host} answered with something that is no chat completion ({why})"
+            raise ModelError(text) from None
 
     def headers(self, key: str | None) -> dict[str, str]:
         return {"Authorization": f"Bearer {key}"} if key else {}
@@ -163,7 +161,7 @@ def check_address(base_url: str) -> None:
         known = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or True)
     except ValueError:
         raise ValueError("base_url is no address; it looks like https://host/v1") from None
-    if parts.query or parts.fragment or "@" in base_url:
+    if any(sign in base_url for sign in "?#@"):
         raise ValueError(
             "base_url must hold no password and nothing after a ? or #; put the key into an environment variable, "
             "which api_key_env names"
@@ -174,36 +172,25 @@ def check_address(base_url: str) -> None:
 
 def seconds_of(retry_after: str | None) -> float | None:
     """Read a Retry-After header: seconds, or a date."""
-    if retry_after is None:
-        return None
     try:
-        seconds = float(retry_after)
+        seconds = float(retry_after or "")
     except ValueError:
-        date = parsedate_tz(retry_after)
+        date = parsedate_tz(retry_after or "")
         seconds = mktime_tz(date) - time.time() if date else math.nan
     return max(seconds, 0.0) if math.isfinite(seconds) else None
 
 
 def _is_variable(name: str) -> bool:
     """Tell names of variables from what looks like a key: long, in small letters, with digits."""
-    if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
-        return False
-    return len(name) < 20 or not (re.search(r"\d", name) and re.search(r"[a-z]", name))
+    looks_like_a_key = len(name) >= 20 and re.search(r"\d", name) and re.search(r"[a-z]", name)
+    return bool(re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII)) and not looks_like_a_key
 
 
-def _without(said: Any, key: str | None) -> Any:
-    """Replace the key, which a server may repeat in an error or an answer, also where it stands in JSON or in an
-    address. What is shorter is no secret, and stands in any text."""
+def _secrets(key: str | None) -> list[str]:
+    """Return how a server may repeat the key in an error or an answer: plain, in JSON, in an address."""
     if key is None or len(key) < MIN_SECRET_CHARS:
-        return said
-    if isinstance(said, dict):
-        return {name: _without(value, key) for name, value in said.items()}
-    if isinstance(said, list):
-        return [_without(value, key) for value in said]
-    if isinstance(said, str):
-        for written in (key, json.dumps(key)[1:-1], quote(key), quote_plus(key)):
-            said = said.replace(written, "***")
-    return said
+        return []
+    return [key, json.dumps(key)[1:-1], quote(key), quote_plus(key)]
 
 
 def first_message(answer: Any) -> Message:

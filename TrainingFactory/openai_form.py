@@ -1,4 +1,4 @@
-"""Messages and tool specs as OpenAI-style dicts, converted at the edges only."""
+"""Convert messages and tool specs from and to OpenAI-style dicts, at the edges only."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from TrainingFactory.types import Message, Role, ToolCall, ToolSpec
 
 
 def message_to_dict(message: Message) -> dict[str, Any]:
-    """Everything is kept: what OpenAI has no key for goes by `reasoning_content` (as in vLLM and DeepSeek),
-    and by `error` on a call that could not be read."""
+    """Keep everything: what OpenAI has no key for goes by `reasoning_content` and, on a broken call, by `error`."""
     row: dict[str, Any] = {"role": message.role, "content": message.content}
     if message.reasoning is not None:
         row["reasoning_content"] = message.reasoning
@@ -80,9 +79,7 @@ def _call_to_dict(call: ToolCall) -> dict[str, Any]:
 def _call_from_dict(row: Any) -> ToolCall:
     function = row.get("function", row) if isinstance(row, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise ValueError(
-            f'a tool call is an object with "function": {{"name", "arguments"}}, not {str(row)[:60]}'
-        )
+        raise ValueError(f'a tool call is an object with a "function" and its "name", not {str(row)[:60]}')
     arguments, error = function.get("arguments") or {}, row.get("error")
     if isinstance(arguments, str):
         try:

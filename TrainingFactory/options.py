@@ -1,14 +1,8 @@
-"""Make objects from options that a user wrote. The object is its own schema:
+"""Make objects from options that a user wrote: `make_from(Numeric, {"tolerance": 0.01}, "rule numeric")`.
 
-    @dataclass(config=STRICT, kw_only=True, frozen=True)      # of pydantic.dataclasses
-    class Numeric:
-        tolerance: NotNegative = 0.0
-
-    make_from(Numeric, {"tolerance": 0.01}, "rule numeric")
-
-The same holds for a function, or an `__init__`, under `@validate_call(config=STRICT)`. An option that holds the options
-of another object takes `Annotated[Budget | None, nested(Budget, "the budget")]`. Every mistake becomes an OptionError
-that names all wrong options at once, with the nearest right name and never with a secret.
+The object is its own schema: a pydantic dataclass with `config=STRICT`, or a function or `__init__` under
+`@validate_call(config=STRICT)`. Every mistake becomes an OptionError that names all wrong options at once, with the
+nearest right name and never with a secret.
 """
 
 from __future__ import annotations
@@ -26,11 +20,7 @@ from pydantic_core import ErrorDetails
 
 # strict: no "8" for 8 and no true for 1. Inputs stay out of pydantic's own text, as they may be secrets.
 STRICT = ConfigDict(
-    extra="forbid",
-    strict=True,
-    allow_inf_nan=False,
-    arbitrary_types_allowed=True,
-    hide_input_in_errors=True,
+    extra="forbid", strict=True, allow_inf_nan=False, arbitrary_types_allowed=True, hide_input_in_errors=True
 )
 
 Count = Annotated[int, Field(ge=1)]
@@ -85,8 +75,11 @@ def make_from(target: Callable[..., Any], options: Mapping[str, Any], what: str)
     options = {str(option): value for option, value in options.items()}
     known = list(inspect.signature(target).parameters)
     try:
-        if not _is_checked(target):
-            _bind(target, options, what)
+        places = (target, getattr(target, "__init__", None))
+        if not any(
+            hasattr(each, mark) for each in places for mark in ("__pydantic_validator__", "raw_function")
+        ):
+            _bind(target, options, what)  # pydantic does not check its options
         return target(**options)
     except ValidationError as error:
         # `from None`: pydantic's own text may repeat the values, secrets among them.
@@ -96,8 +89,7 @@ def make_from(target: Callable[..., Any], options: Mapping[str, Any], what: str)
 def make_named(
     kinds: Mapping[str, Callable[..., Any]], options: Mapping[str, Any] | str, key: str, what: str
 ) -> Any:
-    """Return the object that `options[key]` names among `kinds`, made from the other options; a plain text is the
-    name alone. `what` is the word for such an object in errors."""
+    """Return the object that `options[key]` names among `kinds`, made from the other options; a text names it alone."""
     if isinstance(options, str):
         options = {key: options}
     if not isinstance(options, Mapping):
@@ -164,12 +156,6 @@ def show(key: str, value: Any) -> str:
 
 def is_secret(key: str, value: Any) -> bool:
     return bool(_SECRET_KEY.search(key.rsplit(".", 1)[-1]) or _SECRET_VALUE.search(str(value)))
-
-
-def _is_checked(target: Callable[..., Any]) -> bool:
-    """Tell whether pydantic checks its options."""
-    places = (target, getattr(target, "__init__", None))
-    return any(hasattr(each, name) for each in places for name in ("__pydantic_validator__", "raw_function"))
 
 
 def _bind(target: Callable[..., Any], options: Mapping[str, Any], what: str) -> None:

@@ -1,4 +1,4 @@
-"""Every seam, on one page. What a layer needs from a sibling or from above is handed in as one of these."""
+"""Define every seam: what a layer needs from a sibling or from above is handed in as one of these."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from TrainingFactory.types import (
 
 
 class SamplingSession(Protocol):
-    """The sampler's side of one episode: what was computed for a turn is kept for the next one."""
+    """Keeps, on the sampler's side of one episode, what was computed for a turn for the next one."""
 
     async def sample(self, prompt_ids: Sequence[int], params: SamplingParams) -> Completion: ...
     def close(self) -> None: ...
 
 
 class Sampler(Protocol):
-    """Port: tokens in, tokens and log-probs out. It may live in another process; only plain data crosses it.
+    """Turns tokens into tokens and log-probs. A port: it may live in another process; only plain data crosses it.
     Cancelling the awaiting task cancels the request."""
 
     @property
     def policy_version(self) -> int: ...
     @property
     def max_length(self) -> int:
-        """Longest prompt and completion together, in tokens."""
+        """Return the longest prompt and completion together, in tokens."""
         ...
 
     def session(self) -> SamplingSession:
@@ -49,22 +49,21 @@ class Sampler(Protocol):
 
     async def update(self, weights: Weights) -> None:
         """Go on with another version of the weights. Turns under way end with the old one."""
-        ...
 
     async def close(self) -> None: ...
 
 
 class ChatFormat(Protocol):
-    """How one model family writes and reads a conversation, in tokens."""
+    """Writes and reads a conversation in tokens, as one model family does."""
 
     @property
     def stop_ids(self) -> tuple[int, ...]: ...
     def render(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> list[int]:
-        """The prompt of a first turn, the assistant's header included."""
+        """Return the prompt of a first turn, the assistant's header included."""
         ...
 
     def extend(self, turn: Turn, replies: Sequence[Message]) -> list[int]:
-        """What follows a sampled turn: the rest of its end, the replies, the next assistant header."""
+        """Return what follows a sampled turn: the rest of its end, the replies, the next assistant header."""
         ...
 
     def parse(
@@ -85,7 +84,7 @@ class ChatFormat(Protocol):
         ...
 
     def cut(self, text: str, max_tokens: int) -> str:
-        """The text if it fits into so many tokens, else its beginning and end with the cut marked."""
+        """Return the text if it fits into so many tokens, else its beginning and end with the cut marked."""
         ...
 
     def decode(self, token_ids: Sequence[int]) -> str: ...
@@ -93,8 +92,7 @@ class ChatFormat(Protocol):
 
 @runtime_checkable
 class Tool(Protocol):
-    """Anything that can be called by name with JSON arguments. Runs on the event loop: code that
-    blocks goes to a thread inside `run`."""
+    """Is called by name with JSON arguments, on the event loop: code that blocks goes to a thread inside `run`."""
 
     @property
     def spec(self) -> ToolSpec: ...
@@ -102,7 +100,7 @@ class Tool(Protocol):
 
 
 class ToolSession(Protocol):
-    """The tools of one episode; `close` gives back what they hold (a process, a connection)."""
+    """Holds the tools of one episode; `close` gives back what they hold (a process, a connection)."""
 
     @property
     def tools(self) -> Sequence[Tool]: ...
@@ -111,29 +109,26 @@ class ToolSession(Protocol):
 
 @runtime_checkable
 class ToolSource(Protocol):
-    """Where tools with a life of their own come from (an MCP server, an interpreter). A run opens it on its event
-    loop and closes it at its end; the next run may open it again. Every episode opens a session, which is cheap and
-    holds nothing: what takes time is done at the first call."""
+    """Gives tools with a life of their own (an MCP server, an interpreter). A run opens it on its event loop and closes
+    it at its end. Every episode opens a session, which is cheap: what takes time is done at the first call."""
 
     async def open(self) -> None:
         """Connect, so that `session` knows what tools there are; again does nothing."""
-        ...
 
     def session(self) -> ToolSession: ...
     async def close(self) -> None:
         """End what the running loop has open."""
-        ...
 
 
 class Environment(Protocol):
-    """Single use and stateful: made for one episode of one task, closed after its reward is known."""
+    """Lives for one episode of one task, and is closed after its reward is known."""
 
     @property
     def task(self) -> Task: ...
     @property
     def tools(self) -> Sequence[Tool]: ...
     async def reset(self) -> list[Message]:
-        """The conversation before the model's first turn."""
+        """Return the conversation before the model's first turn."""
         ...
 
     async def step(self, message: Message) -> Step: ...
@@ -148,7 +143,7 @@ class EnvironmentFactory(Protocol):
 
 
 class Episode(Protocol):
-    """What a reward sees: the finished trajectory and the still open environment."""
+    """Shows a reward the finished trajectory and the still open environment."""
 
     @property
     def trajectory(self) -> Trajectory: ...
@@ -166,81 +161,75 @@ AnyReward = Callable[..., Any]  # in any of the shapes that `rewards.adapt.as_re
 
 @runtime_checkable
 class GroupReward(Protocol):
-    """A reward that can score the episodes of one task in one call. `as_reward` makes one of a function that takes
-    `episodes`, `trajectories` or `completions`."""
+    """Scores the episodes of one task in one call; `as_reward` makes one of a function that takes `episodes`."""
 
     @property
     def grouped(self) -> bool:
-        """Whether it wants a whole group; else it scores each episode by itself."""
+        """Tell whether it wants a whole group; else it scores each episode by itself."""
         ...
 
     @property
     def compares(self) -> bool:
-        """Whether it pays by comparison: then one episode alone, or the mean over many, says nothing."""
+        """Tell whether it rewards by comparison: then one episode alone, or the mean over many, says nothing."""
         ...
 
     async def group(self, episodes: Sequence[Episode]) -> Sequence[Reward | Exception]:
-        """One entry per episode, in order: its reward, or why there is none. Raises where no episode has one."""
+        """Return one entry per episode, its reward or why there is none; raise where no episode has one."""
         ...
 
 
 class Scorer(Protocol):
-    """A trained reward model. It blocks while it computes, and raises where it cannot score."""
+    """Scores by a trained reward model. It blocks while it computes, and raises where it cannot score."""
 
     def score(self, trajectories: Sequence[Trajectory]) -> list[Reward]: ...
 
 
 class Objective(Protocol):
-    """What a batch must carry and the loss over it. Torch lives behind `Any`."""
+    """Says what a batch must carry and computes the loss over it. Torch lives behind `Any`."""
 
     @property
     def needs(self) -> frozenset[str]:
-        """reference, old: log-probs of the reference model, and of the model before the step. precomputed: those of
-        the reference come with the rows. values: of a critic, before each token; critic: it is a model of its own.
-        scores: of a reward model, at each token; then there are no log-probs. mismatched: both kinds of log-probs of
-        answers after the prompts of others."""
+        """Return of: reference, old (log-probs of the reference model, and of the model before the step), precomputed
+        (those of the reference come with the rows), values (of a critic, before each token), critic (a model of its
+        own), scores (of a reward model, at each token, instead of log-probs), mismatched (answers after the prompts of
+        others)."""
         ...
 
     def loss(self, batch: Any, /) -> Any: ...
 
 
 class Algorithm(Objective, Protocol):
-    """An objective that also assigns credit: from a group of episodes to training rows."""
+    """Also assigns credit: from a group of episodes to training rows."""
 
     @property
     def refill(self) -> int:
-        """Rounds in which tasks that teach nothing are made up for by others; 0: none."""
+        """Return the rounds in which tasks that teach nothing are made up for by others; 0: none."""
         ...
 
     def adjusted(self, group: Sequence[Trajectory]) -> list[Trajectory]:
-        """The group with what the algorithm itself adds to its rewards; the given episodes stay as they are."""
+        """Return the group with what the algorithm itself adds to its rewards; the given episodes stay as they are."""
         ...
 
     def accepted(self, group: Sequence[Trajectory]) -> list[Trajectory] | None:
-        """Those that are learned from as demonstrations; None for an algorithm that compares good and bad ones."""
+        """Return those that are learned from as demonstrations; None for one that compares good and bad ones."""
         ...
 
     def samples(self, group: Sequence[Trajectory]) -> list[Sample]: ...
     def prepare(
         self, batches: Sequence[Any], step: int, total: Callable[[dict[str, float]], dict[str, float]] = ...
     ) -> None:
-        """Fill in what takes all rows of a training step: `batches` are its mini-batches, annotated; `total` adds
-        sums up over the processes that train together."""
-        ...
+        """Fill in what takes all rows of a step (its mini-batches); `total` adds up over the processes that train."""
 
     def evaluated(self, metrics: dict[str, float]) -> dict[str, float]:
-        """The metrics of an evaluation, with what follows from them."""
+        """Return the metrics of an evaluation, with what follows from them."""
         ...
 
 
 class Policy(Protocol):
-    """Port: the weights being trained, built with their algorithm. It may live in other processes; only plain data
-    crosses it. Every call is awaited before the next one is made."""
+    """Trains weights, with their algorithm. A port: it may live in other processes; only plain data crosses it. Every
+    call is awaited before the next one is made."""
 
-    async def step(self, rows: Sequence[Sample], step: int) -> dict[str, float]:
-        """Learn from the rows of one training step."""
-        ...
-
+    async def step(self, rows: Sequence[Sample], step: int) -> dict[str, float]: ...
     async def evaluate(self, rows: Sequence[Sample], step: int) -> dict[str, float]:
         """Measure the loss over rows without learning from them."""
         ...
@@ -251,13 +240,9 @@ class Policy(Protocol):
 
     async def save(self, folder: str, state: dict[str, Any]) -> None:
         """Write a checkpoint; `state` is what `load` gives back."""
-        ...
 
     async def load(self, folder: str) -> dict[str, Any]: ...
-    async def publish(self) -> Weights:
-        """Make the newest weights available to samplers."""
-        ...
-
+    async def publish(self) -> Weights: ...
     async def close(self) -> None: ...
 
 

@@ -1,6 +1,9 @@
-"""Texts that a model will read."""
+"""Make texts fit for a model to read."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
 
 MAX_ERROR_CHARS = 300
 
@@ -13,10 +16,8 @@ def valid_text(text: str) -> str:
 def bounded(text: str, limit: int) -> str:
     """Cut a text, so that no later step has to handle one of absurd size, and make it valid Unicode."""
     if len(text) > limit:
-        head = limit * 3 // 4
-        tail = limit - head
-        cut = len(text) - head - tail
-        text = f"{text[:head]}\n[... {cut} characters cut ...]\n{text[len(text) - tail :]}"
+        head, cut = limit * 3 // 4, len(text) - limit
+        text = f"{text[:head]}\n[... {cut} characters cut ...]\n{text[head + cut :]}"
     return valid_text(text)
 
 
@@ -33,3 +34,16 @@ def message_of(error: BaseException) -> str:
     except Exception:  # the exception's own code is foreign too
         text = ""
     return " ".join(text.split())[:MAX_ERROR_CHARS]
+
+
+def without(data: Any, secrets: Sequence[str]) -> Any:
+    """Return JSON data with *** in place of the secrets in all its texts."""
+    if isinstance(data, str):
+        for secret in secrets:
+            data = data.replace(secret, "***")
+        return data
+    if isinstance(data, list):
+        return [without(item, secrets) for item in data]
+    if isinstance(data, dict):
+        return {without(key, secrets): without(value, secrets) for key, value in data.items()}
+    return data

@@ -1,4 +1,4 @@
-"""Every data type that flows through a step. Plain slots dataclasses; nothing here imports anything heavy."""
+"""Define every data type that flows through a step. Plain slots dataclasses; nothing here imports anything heavy."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Status = Literal["done", "max_turns", "truncated", "tool_failure", "error"]
 
 @dataclass(slots=True)
 class ToolSpec:
-    """What a model is told about a tool. `parameters` is a JSON schema of type object."""
+    """Says what a model is told about a tool. `parameters` is a JSON schema of type object."""
 
     name: str
     description: str = ""
@@ -22,7 +22,7 @@ class ToolSpec:
 
 @dataclass(slots=True)
 class ToolCall:
-    """One call as the model wrote it. A call that could not be read keeps the reason in `error`."""
+    """Holds a call as the model wrote it. A call that could not be read keeps the reason in `error`."""
 
     name: str
     arguments: dict[str, Any] = field(default_factory=dict)
@@ -32,13 +32,11 @@ class ToolCall:
 
 @dataclass(slots=True)
 class ToolResult:
-    """What came back from one call. `content` is what the model sees, for failures too."""
+    """Holds what came back from one call. `content` is what the model sees, for failures too."""
 
     content: str
     ok: bool = True
-    error: str | None = (
-        None  # the kind of failure, for the logs: schema, timeout, exception, unknown, malformed, unavailable
-    )
+    error: str | None = None  # for the logs: schema, timeout, exception, unknown, malformed, unavailable
     cached: bool = False
     seconds: float = 0.0
     # Images, audio and resources that came with it, as MCP writes them; `content` says that they are there.
@@ -58,7 +56,7 @@ class Message:
 
 @dataclass(slots=True)
 class Task:
-    """One problem. `prompt` is the user's text, or a whole conversation that ends before the model's turn."""
+    """Holds one problem: `prompt` is the user's text, or a whole conversation that ends before the model's turn."""
 
     id: str
     prompt: str | list[Message]
@@ -68,8 +66,7 @@ class Task:
 
 @dataclass(slots=True, frozen=True)
 class SamplingParams:
-    """How one turn is sampled. top_p, top_k and min_p are for evaluation: in training the recorded
-    log-probs must be those of the full softmax."""
+    """Says how one turn is sampled. top_p, top_k and min_p are for evaluation: training needs the full softmax."""
 
     temperature: float = 1.0  # 0 is greedy
     max_tokens: int = 256
@@ -79,29 +76,11 @@ class SamplingParams:
     min_p: float = 0.0
     seed: int = 0  # with the position in the sequence it determines every random number of the turn
 
-    def __post_init__(self) -> None:
-        checks = {
-            "temperature": self.temperature >= 0,
-            "max_tokens": self.max_tokens >= 1,
-            "top_p": 0 < self.top_p <= 1,
-            "top_k": self.top_k >= 0,
-            "min_p": 0 <= self.min_p <= 1,
-        }
-        ranges = {"temperature": "0 or more", "max_tokens": "1 or more", "top_p": "over 0 and at most 1"}
-        for name, fine in checks.items():
-            if not fine:
-                wanted = ranges.get(name, "0 or more" if name == "top_k" else "between 0 and 1")
-                raise ValueError(f"sampling.{name} is {getattr(self, name)}; it must be {wanted}")
-
-    @property
-    def full_softmax(self) -> bool:
-        return self.top_p == 1.0 and self.top_k == 0 and self.min_p == 0.0
-
 
 @dataclass(slots=True)
 class Completion:
-    """What was sampled: ids (the stop token included where one was sampled) and one log-prob each,
-    of the full softmax at the sampling temperature (at temperature 1 for greedy turns)."""
+    """Holds what was sampled: ids (the stop token included where one was sampled) and one log-prob each, of the full
+    softmax at the sampling temperature (at temperature 1 for greedy turns)."""
 
     token_ids: list[int]
     logprobs: list[float]
@@ -115,10 +94,8 @@ class Completion:
 
 @dataclass(slots=True)
 class Turn:
-    """One sampled message and what the environment answered.
-
-    prompt_ids of turn n+1 == prompt_ids + completion.token_ids of turn n + what `ChatFormat.extend` adds.
-    """
+    """Holds one sampled message and what the environment answered. prompt_ids of turn n+1 == prompt_ids +
+    completion.token_ids of turn n + what `ChatFormat.extend` adds."""
 
     prompt_ids: list[int]
     completion: Completion
@@ -130,7 +107,7 @@ class Turn:
 
 @dataclass(slots=True)
 class Reward:
-    """`steps` has one entry per turn, or none; `parts` are named figures for the logs."""
+    """Holds a reward; `steps` has one entry per turn, or none; `parts` are named figures for the logs."""
 
     outcome: float
     steps: list[float] = field(default_factory=list)
@@ -139,7 +116,7 @@ class Reward:
 
 @dataclass(slots=True)
 class Trajectory:
-    """One episode. `group` names the siblings that share a task in one step, `member` counts them."""
+    """Holds one episode. `group` names the siblings that share a task in one step, `member` counts them."""
 
     task: Task
     group: str
@@ -154,13 +131,13 @@ class Trajectory:
 
     @property
     def answer(self) -> str:
-        """The text of the last turn if the episode came to its own end, else nothing."""
+        """Return the text of the last turn if the episode came to its own end, else nothing."""
         return self.turns[-1].message.content if self.status == "done" and self.turns else ""
 
 
 @dataclass(slots=True)
 class Step:
-    """What an environment answers to one message of the model."""
+    """Holds what an environment answers to one message of the model."""
 
     replies: list[Message] = field(default_factory=list)
     done: bool = False
@@ -173,11 +150,8 @@ _numbers = count()
 
 @dataclass(slots=True)
 class Sample:
-    """One training row; every list has one entry per token. Made from turns in `data/samples.py` only.
-
-    Rows of one episode have its number; episodes that are compared with each other have the same `pair`, and are
-    never torn apart. Of two in a pair, the one with the higher `label` is the better. Those numbers are names: rows
-    that hold the same are equal, whatever theirs are."""
+    """Holds one training row; every list has one entry per token. Made from turns in `data/samples.py` only. Episodes
+    that are compared have the same `pair` and are never torn apart; the one with the higher `label` is the better."""
 
     token_ids: list[int]
     loss_mask: list[bool]  # true on sampled tokens only, and on all of them unless an algorithm wants fewer
@@ -185,7 +159,7 @@ class Sample:
     advantages: list[float]
     rewards: list[float]
     policy_version: list[int]
-    episode: int = field(default_factory=_numbers.__next__, compare=False)
+    episode: int = field(default_factory=_numbers.__next__, compare=False)  # the number of its rows
     pair: int = field(default=-1, compare=False)  # -1: the episode's own number, it is compared with no other
     label: float = 0.0
     # Log-probs of the reference model where they are known beforehand; 0 where the mask is false.
@@ -201,28 +175,23 @@ class Sample:
 
 @dataclass(slots=True)
 class Group:
-    """The episodes of one task in one step, and what they teach: their training rows, with credit.
+    """Holds the episodes of one task in one step, and what they teach: their training rows, with credit."""
 
-    `number` is the group's place in the order of the run: step n has those from n * batch_size on. `attempt` counts the
-    tasks tried for that place, where one that teaches nothing is made up for by the next one."""
-
-    number: int
+    number: int  # place in the order of the run: step n has those from n * batch_size on
     trajectories: list[Trajectory]
     rows: list[Sample] = field(default_factory=list)
-    attempt: int = 0
+    attempt: int = 0  # tasks tried for that place before, which taught nothing
 
 
 @dataclass(slots=True, frozen=True)
 class Weights:
-    """A published version of the policy's weights. `where` is a file that holds them, or "shared" where sampler and
-    learner have the same tensors."""
+    """Names a published version of the policy's weights."""
 
     version: int
-    where: str = "shared"
+    where: str = "shared"  # a file that holds them; shared: sampler and learner have the same tensors
     kind: Literal["full", "adapter"] = "full"
     digest: str = ""
 
 
 class ToolFailure(Exception):
-    """The tools behind an environment are gone, so the episode cannot go on (status `tool_failure`).
-    A call that merely fails is a `ToolResult` with ok=False, not this."""
+    """Says that the tools behind an environment are gone; a call that merely fails is a `ToolResult` with ok=False."""

@@ -46,6 +46,14 @@ def opened(kind: str, name: str) -> tuple[ModuleType, Path, str]:
         return _imported(path), path, wanted
 
 
+def chosen(kind: str, name: str) -> tuple[Path, str, list[Any]]:
+    """Import `file.py` or `file.py:wanted`; return its path, what is wanted, and that alone or all that it defines."""
+    module, path, wanted = opened(kind, name)
+    if wanted and wanted not in vars(module):
+        raise ValueError(f"{path} has no {wanted!r}")
+    return path, wanted, [vars(module)[wanted]] if wanted else defined(module)
+
+
 def defined(module: ModuleType) -> list[Any]:
     """Return what was written in the file itself, not imported by it."""
     return [value for value in vars(module).values() if getattr(value, "__module__", "") == module.__name__]
@@ -77,9 +85,8 @@ def _imported(path: Path) -> ModuleType:
 
 @contextmanager
 def _siblings(folder: Path) -> Iterator[None]:
-    """Let a file import what lies beside it, before what lies beside other files. What is installed comes first: a
-    json.py there replaces nothing. Modules of the same names that came from elsewhere are not seen meanwhile, and are
-    there again afterwards."""
+    """Let a file import what lies beside it, after what is installed: a json.py there replaces nothing. Modules of the
+    same names that came from elsewhere are not seen meanwhile, and are there again afterwards."""
     path = list(sys.path)
     installed = [each for each in path if each.startswith(INSTALLED)]
     sys.path[:] = [*installed, str(folder), *(each for each in path if each not in installed)]
@@ -140,8 +147,7 @@ def place_of(error: BaseException) -> str:
 
 
 def failure(error: BaseException, who: str = "") -> str:
-    """Say who failed, where and of what, in one line. `who`: a name for it, else the function of the user's that we
-    called. Exceptions of ours are told by their text alone."""
+    """Say in one line who failed (by default the user's function that we called), where and of what."""
     own, plain = own_frames(error), is_plain(error)
     if not own and not who:
         return (message_of(error) if plain else "") or describe(error)

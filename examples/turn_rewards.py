@@ -15,7 +15,6 @@ from TrainingFactory.envs import SearchEnvironment
 from TrainingFactory.models import chat_format, load_model
 from TrainingFactory.rewards import ProcessReward
 from TrainingFactory.rollout.scripted import play
-from TrainingFactory.services.reports.credit_page import credit_page
 from TrainingFactory.services.reports.credit_view import coloured
 from TrainingFactory.types import Message
 
@@ -42,7 +41,7 @@ def main():
     credit = coloured(episodes, GRPO(credit="turn"), loaded.tokenizer)
     terminal.groups(credit, credit.groups)
     if len(sys.argv) > 1:
-        Path(sys.argv[1]).write_text(credit_page(credit, TITLE), encoding="utf-8")
+        Path(sys.argv[1]).write_text(credit.page(TITLE), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import pytest
 
 from tests.kits.judge import episode
 from TrainingFactory.rewards.loading import load_reward
-from TrainingFactory.services.build.user_code import environment_from_file
+from TrainingFactory.services.build.environment import environment_from_file
 
 BOTH = """
 from TrainingFactory.envs import ToolEnvironment

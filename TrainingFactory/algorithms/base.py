@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from TrainingFactory.data.packing import Batch
+import numpy as np
+
+from TrainingFactory.data.packing import Batch, Pack
 from TrainingFactory.types import Sample, Trajectory
 
 Total = Callable[[dict[str, float]], dict[str, float]]  # sums over the processes that train together
+SMALLEST = 1e-6  # deviation; numbers that are closer together than that are the same but for rounding
 
 
 class BaseAlgorithm:
@@ -32,3 +35,19 @@ class BaseAlgorithm:
 
     def evaluated(self, metrics: dict[str, float]) -> dict[str, float]:
         return metrics
+
+
+def moments(arrays: Sequence[np.ndarray], total: Total) -> tuple[float, float]:
+    """Return mean and deviation of all numbers in the arrays of all processes."""
+    every = np.concatenate([np.zeros(0), *arrays])  # float64
+    sums = total({"count": float(len(every)), "sum": float(every.sum())})
+    count = max(1.0, sums["count"])
+    mean = sums["sum"] / count
+    return mean, (total({"squares": float(((every - mean) ** 2).sum())})["squares"] / count) ** 0.5
+
+
+def whiten(packs: Sequence[Pack], total: Total) -> None:
+    """Give the advantages of all trained tokens of a step, in all processes, mean 0 and deviation 1."""
+    mean, deviation = moments([pack.advantages for pack in packs], total)
+    for pack in packs:
+        pack.advantages = ((pack.advantages - mean) / max(deviation, SMALLEST)).astype(np.float32)

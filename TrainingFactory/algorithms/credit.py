@@ -58,8 +58,3 @@ def advantages(
         deviation = gains[..., :1].std(-2, ddof=1, keepdims=True)  # from the first turn on: the whole reward
         distance = distance / np.where(deviation > least, deviation, np.inf)
     return distance
-
-
-def overlong(lengths: np.ndarray, limit: int, buffer: int) -> np.ndarray:
-    """The share of the penalty that is due: 0 up to `limit - buffer` sampled tokens, rising to 1 at `limit`."""
-    return np.clip((lengths - (limit - buffer)) / buffer, 0.0, 1.0)

@@ -64,14 +64,14 @@ class DPO(BaseAlgorithm):
         total = self._losses(better - worse).sum()
         if self.loss_kind == "orpo":
             total = total - _mean_logprobs(trained)[trained.pairs[:, 0]].sum()
-        pairs = trained.step_pairs
-        metrics = {
-            "accuracy": float((better > worse).sum()) / pairs,
-            "rewards/margin": float((better - worse).detach().sum()) / pairs,
-            "rewards/chosen": float(better.detach().sum()) / pairs,
-            "rewards/rejected": float(worse.detach().sum()) / pairs,
+        sums = {
+            "accuracy": better > worse,
+            "rewards/margin": better - worse,
+            "rewards/chosen": better,
+            "rewards/rejected": worse,
         }
-        return total / pairs, metrics
+        metrics = {name: float(each.detach().sum()) / trained.step_pairs for name, each in sums.items()}
+        return total / trained.step_pairs, metrics
 
     def _scores(self, trained: Trained) -> torch.Tensor:
         """s of every dialogue. [E]"""
@@ -96,9 +96,9 @@ class DPO(BaseAlgorithm):
             lead = lead - self.margin
         wrong = self.label_smoothing
         right_way, other_way = -(1 - wrong) * logsigmoid(lead), -wrong * logsigmoid(-lead)
-        if self.loss_kind == "robust":
-            return (right_way - other_way) / (1 - 2 * wrong)
-        return right_way + other_way
+        return (
+            (right_way - other_way) / (1 - 2 * wrong) if self.loss_kind == "robust" else right_way + other_way
+        )
 
 
 def _mean_logprobs(trained: Trained) -> torch.Tensor:

@@ -9,15 +9,11 @@ over: after a turn's last token comes the first token of the next turn. After th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
-
-from TrainingFactory.algorithms.base import Total
 
 
 def gae(rewards: np.ndarray, values: np.ndarray, gamma: float, lam: float) -> np.ndarray:
-    """The advantages of one episode's tokens, in order. [T], [T] -> [T], in float64"""
+    """Return the advantages of one episode's tokens, in order. [T], [T] -> [T], in float64"""
     expected = values.astype(np.float64)
     deltas = rewards + gamma * np.append(expected[1:], 0.0) - expected
     advantages, later = np.empty(len(deltas)), 0.0
@@ -29,24 +25,10 @@ def gae(rewards: np.ndarray, values: np.ndarray, gamma: float, lam: float) -> np
 def gae_of_episodes(
     rewards: np.ndarray, values: np.ndarray, episode: np.ndarray, row: np.ndarray, gamma: float, lam: float
 ) -> np.ndarray:
-    """The same for many episodes [M]; rows of an episode are numbered in the order they were played."""
+    """Do so for many episodes [M]; rows of an episode are numbered in the order they were played."""
     advantages = np.zeros(len(rewards))
     order = np.lexsort((row, episode))  # stable
     borders = np.flatnonzero(np.diff(episode[order])) + 1
     for places in np.split(order, borders):
         advantages[places] = gae(rewards[places], values[places], gamma, lam)
     return advantages
-
-
-def moments(arrays: Sequence[np.ndarray], total: Total) -> tuple[float, float]:
-    """Mean and deviation of all numbers in the arrays of all processes."""
-    sums = total(
-        {
-            "count": float(sum(len(array) for array in arrays)),
-            "sum": sum(float(array.sum(dtype=np.float64)) for array in arrays),
-        }
-    )
-    count = max(1.0, sums["count"])
-    mean = sums["sum"] / count
-    squares = sum(float(((array.astype(np.float64) - mean) ** 2).sum()) for array in arrays)
-    return mean, (total({"squares": squares})["squares"] / count) ** 0.5

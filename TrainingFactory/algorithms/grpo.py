@@ -7,30 +7,26 @@ the geometric mean of those of its episode (GSPO); v is 1. The loss `cispo` has 
 the minimum, with no gradient through w. With `importance_cap`, for samplers that compute differently from the learner,
 w = p_now / p_old and v = min(p_old / p_sampled, cap), p_old being the learner's own before the step.
 
-The mean is over all trained tokens of the step (normalization `token`), over its episodes of their means (`sequence`),
-or the sum over (episodes * constant_length) (`constant`). With advantage `reinforce++`, A is that of `group`, less the
-mean and over the deviation of all trained tokens of the step.
-
-Groups whose episodes all earned the same teach nothing and are left out; so are episodes without a reward.
+With advantage `reinforce++`, A is that of `group`, whitened over all trained tokens of the step. Groups whose episodes
+all earned the same teach nothing and are left out; so are episodes without a reward.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import sqrt
 from typing import Literal
 
 import numpy as np
 import torch
 
-from TrainingFactory.algorithms.base import BaseAlgorithm, Total
-from TrainingFactory.algorithms.credit import OVERLONG, Credit, advantages, overlong, reward_tables
+from TrainingFactory.algorithms.base import BaseAlgorithm, Total, whiten
+from TrainingFactory.algorithms.credit import OVERLONG, Credit, advantages, reward_tables
 from TrainingFactory.algorithms.policy_loss import Estimator, clipped_gain, kl_terms
 from TrainingFactory.algorithms.trained import Trained
 from TrainingFactory.data.packing import Batch
 from TrainingFactory.data.samples import to_samples
-from TrainingFactory.types import Reward, Sample, Trajectory
+from TrainingFactory.types import Sample, Trajectory
 
 Advantage = Literal["group", "rloo", "reinforce++"]
 Normalization = Literal["token", "sequence", "constant"]
@@ -99,30 +95,23 @@ class GRPO(BaseAlgorithm):
         if self.overlong_length is None:
             return list(group)
         penalties = self._penalties(group, self.overlong_length).tolist()
-        return [
-            each if each.reward is None else replace(each, reward=_penalised(each.reward, penalty))
-            for each, penalty in zip(group, penalties, strict=True)
-        ]
+        rows = []
+        for each, penalty in zip(group, penalties, strict=True):
+            if each.reward is not None:
+                parts = each.reward.parts | {OVERLONG: 0.0 - penalty}  # -0.0 reads badly
+                each = replace(each, reward=replace(each.reward, parts=parts))
+            rows.append(each)
+        return rows
 
     def _penalties(self, group: Sequence[Trajectory], limit: int) -> np.ndarray:
         """Return what episodes lose that come near the length limit. [n]"""
         lengths = np.array([sum(len(turn.completion.token_ids) for turn in t.turns) for t in group])
-        return self.overlong_penalty * overlong(lengths, limit, self.overlong_buffer)
+        over = (lengths - (limit - self.overlong_buffer)) / self.overlong_buffer
+        return self.overlong_penalty * np.clip(over, 0.0, 1.0)
 
     def prepare(self, batches: Sequence[Batch], step: int, total: Total = dict) -> None:
-        if self.advantage != "reinforce++":
-            return
-        packs = [pack for batch in batches for pack in batch.packs]
-        every = np.concatenate([np.zeros(0), *(pack.advantages for pack in packs)])  # float64
-        sums = {"count": float(len(every)), "sum": float(every.sum()), "squares": float(every @ every)}
-        sums = total(sums)
-        if not sums["count"]:
-            return
-        mean = sums["sum"] / sums["count"]
-        deviation = sqrt(max(sums["squares"] / sums["count"] - mean**2, 0.0))
-        for pack in packs:
-            centred = pack.advantages - mean
-            pack.advantages = (centred / deviation if deviation else centred).astype(np.float32)
+        if self.advantage == "reinforce++":
+            whiten([pack for batch in batches for pack in batch.packs], total)
 
     def loss(self, trained: Trained) -> tuple[torch.Tensor, dict[str, float]]:
         before = trained.sampled if self.importance_cap is None else trained.old
@@ -162,10 +151,6 @@ class GRPO(BaseAlgorithm):
         if self.normalization == "constant":
             return terms.sum() / (trained.step_episodes * self.constant_length)
         return (trained.per_episode(terms) / trained.lengths).sum() / trained.step_episodes
-
-
-def _penalised(reward: Reward, penalty: float) -> Reward:
-    return replace(reward, parts=reward.parts | {OVERLONG: 0.0 - penalty})  # -0.0 reads badly
 
 
 def _mean(trained: Trained, values: torch.Tensor) -> float:

@@ -1,7 +1,4 @@
-"""Describe every algorithm without importing torch: where its class is, and how a run has to feed it.
-
-What depends on an algorithm's options is told by its object (`algorithms/base.py`); this is what must be known before
-anything heavy is loaded."""
+"""Describe every algorithm without importing torch: where its class is, and how a run has to feed it."""
 
 from __future__ import annotations
 

@@ -6,8 +6,7 @@ With R = sum over trained tokens of log p_now - log p_reference:
                                  w (1 - sig(beta (z - R)))   bad ones,  w = undesirable_weight
     z  = max(0, mean of R over the step's mismatched rows)
 
-A mismatched row is the answer of one dialogue after the prompt of another: how much likelier the model has made text of
-this kind as such, whatever the question. z has no gradient.
+A mismatched row is the answer of one dialogue after the prompt of another. z has no gradient.
 """
 
 from __future__ import annotations
@@ -38,12 +37,11 @@ class KTO(BaseAlgorithm):
 
     def samples(self, group: Sequence[Trajectory]) -> list[Sample]:
         """Every scored episode is an example; its label is 1 or 0."""
-        scored = [trajectory for trajectory in group if trajectory.reward is not None]
-        return [
-            row
-            for each in scored
-            for row in to_samples(each, label=float(total_reward(each) > self.threshold))
-        ]
+        rows = []
+        for each in group:
+            if each.reward is not None:
+                rows += to_samples(each, label=float(total_reward(each) > self.threshold))
+        return rows
 
     def prepare(self, batches: Sequence[Batch], step: int, total: Total = dict) -> None:
         for batch in batches:

@@ -8,8 +8,7 @@
 
 where w = p_now / p_sampled for each token, and the mean is over all trained tokens of the step. A turn's step reward
 stands on its last token, the outcome on the last token of the last turn. With `kl_in="reward"` each token's reward
-loses kl (log p_sampled - log p_reference) instead. An episode that a limit cut ends there: nothing is expected after
-it, and its reward is what it earned so far.
+loses kl (log p_sampled - log p_reference) instead.
 """
 
 from __future__ import annotations
@@ -20,15 +19,13 @@ from typing import Literal
 
 import torch
 
-from TrainingFactory.algorithms.base import BaseAlgorithm, Total
-from TrainingFactory.algorithms.gae import gae_of_episodes, moments
+from TrainingFactory.algorithms.base import SMALLEST, BaseAlgorithm, Total, moments, whiten
+from TrainingFactory.algorithms.gae import gae_of_episodes
 from TrainingFactory.algorithms.policy_loss import clipped_gain, kl_terms
 from TrainingFactory.algorithms.trained import Trained
 from TrainingFactory.data.packing import Batch, Pack
 from TrainingFactory.data.samples import to_samples
 from TrainingFactory.types import Sample, Trajectory
-
-SMALLEST = 1e-6  # deviation; numbers that are closer together than that are the same but for rounding
 
 
 @dataclass(slots=True, frozen=True)
@@ -69,11 +66,9 @@ class PPO(BaseAlgorithm):
         packs = [pack for batch in batches for pack in batch.packs]
         for pack in packs:
             self._credit(pack)
-        mean, deviation = moments([pack.advantages for pack in packs], total)
         _, spread = moments([pack.returns for pack in packs if pack.returns is not None], total)
         if self.whiten:
-            for pack in packs:
-                pack.advantages = (pack.advantages - mean) / max(deviation, SMALLEST)
+            whiten(packs, total)
         for pack in packs:
             pack.advantages = pack.advantages.astype("float32")
         for batch in batches:

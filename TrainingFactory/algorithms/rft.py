@@ -6,9 +6,8 @@ them as demonstrations.
     w = 1 / n     n: tokens of the kept episodes of the same task      (`balance`: every task weighs the same)
     w = 1                                                              (without: every token does)
 
-An episode is kept if its reward (outcome and steps together) is at least `threshold`. Of episodes of a task that made
-the same calls and gave the same answer one is kept (`dedupe`), and of those that remain the `best_of` with the highest
-rewards. Episodes that a length limit cut are no example of how to end, so they are left out unless asked for.
+Of episodes of a task that made the same calls and gave the same answer one is kept (`dedupe`). Episodes that a length
+limit cut are no example of how to end, so they are left out unless asked for.
 """
 
 from __future__ import annotations
@@ -60,13 +59,10 @@ class RFT(BaseAlgorithm):
     def prepare(self, batches: Sequence[Batch], step: int, total: Total = dict) -> None:
         """Advantages are the weights; here they get a mean of 1 over the tokens of each step of the optimiser."""
         for batch in batches:
-            own = {
-                "tokens": float(sum(len(pack.target) for pack in batch.packs)),
-                "weight": float(sum(pack.advantages.sum(dtype=float) for pack in batch.packs)),
-            }
-            everywhere = total(own)
+            weight = float(sum(pack.advantages.sum(dtype=float) for pack in batch.packs))
+            sums = total({"tokens": float(batch.tokens), "weight": weight})
             for pack in batch.packs:
-                pack.advantages *= everywhere["tokens"] / everywhere["weight"]
+                pack.advantages *= sums["tokens"] / sums["weight"]
 
     def loss(self, trained: Trained) -> tuple[torch.Tensor, dict[str, float]]:
         return -(trained.advantages * trained.logprobs).sum() / trained.step_tokens, {}

@@ -17,12 +17,10 @@ class Trained:
     sampled: torch.Tensor  # [M] log-probs of the sampler
     advantages: torch.Tensor  # [M]
     rewards: torch.Tensor  # [M]
-    row: torch.Tensor  # [M] which training row a token belongs to
-    episode: torch.Tensor  # [M] and which episode, counted from 0 within the pack
+    episode: torch.Tensor  # [M] which episode a token belongs to, counted from 0 within the pack
     labels: torch.Tensor  # [E]
     pairs: torch.Tensor  # [P, 2] episodes that are compared: the better one, the worse one
     step_tokens: int  # trained tokens of the whole step
-    step_rows: int
     step_episodes: int
     step_pairs: int
     reference: torch.Tensor | None = None  # [M] log-probs of the reference model

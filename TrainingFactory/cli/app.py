@@ -15,8 +15,7 @@ from TrainingFactory.cli.demo import demo
 from TrainingFactory.cli.evaluate import evaluate
 from TrainingFactory.cli.export import export
 from TrainingFactory.cli.judge import judge
-from TrainingFactory.cli.listing import envs, models
-from TrainingFactory.cli.new import env
+from TrainingFactory.cli.new import env, envs, models
 from TrainingFactory.cli.rollout import rollout
 from TrainingFactory.cli.runs import runs
 from TrainingFactory.cli.serve import serve

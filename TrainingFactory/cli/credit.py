@@ -60,13 +60,11 @@ def _episode(credit: Credit, episode: EpisodeCredit) -> None:
 
 
 def _coloured(turn: TurnCredit, credit: Credit) -> Text:
-    text, length = Text(), sum(len(piece.text) for piece in turn.pieces)
+    text = Text()
     for piece in turn.pieces:
-        if len(text) + len(piece.text) > show.MAX_CHARS:
-            text.append(f" [... {length - len(text)} more characters]")
-            break
         text.append(clean(piece.text), _style(credit.level(piece.value)))
-    return text
+    cut = len(text) - show.MAX_CHARS
+    return text if cut <= 0 else Text.assemble(text[: show.MAX_CHARS], f" [... {cut} more characters]")
 
 
 def _style(level: int) -> Style | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -10,51 +9,27 @@ from cyclopts import App, Parameter, validators
 
 from TrainingFactory.cli import show
 from TrainingFactory.cli.display import Display
-from TrainingFactory.cli.options import Count, Where
-from TrainingFactory.types import Status
+from TrainingFactory.cli.options import Where
+from TrainingFactory.data.convert import Filters
+from TrainingFactory.data.convert import convert as converted
+from TrainingFactory.data.examples import Form
 
 data = App(name="data", help="Turn recorded episodes into datasets; show and check datasets.")
 Dataset = Annotated[
     str, Parameter(help="A file (JSONL, JSON, Parquet, CSV), a saved dataset, a hub id, or a run.")
 ]
 Split = Annotated[str, Parameter(help="Which split, where there are several.")]
-Target = Literal["sft", "dpo", "kto", "rm", "prm"]
 Algorithm = Literal["sft", "dpo", "kto", "reward_model", "rm", "prm"]
 SAMPLE = 500  # rows from which is told what a file is good for
-
-
-@Parameter(name="*")
-@dataclass(slots=True)
-class Kept:
-    """Which episodes become rows."""
-
-    min_reward: float | None = None
-    """Least reward, step rewards included."""
-    max_reward: float | None = None
-    """Greatest reward."""
-    status: list[Status] = field(default_factory=list)
-    """How the episode ended: done, max_turns, truncated. May be given several times."""
-    tasks: list[str] = field(default_factory=list)
-    """Ids of tasks, or patterns such as 'search-*'. May be given several times."""
-    max_per_task: Count | None = None
-    """At most so many rows of a task, chosen at random."""
-    dedupe: bool = False
-    """Rows that say the same of the same task count once."""
-    min_margin: Annotated[float, Parameter(validator=validators.Number(gte=0))] = 0.0
-    """dpo, rm: by how much the better side of a pair must lead."""
-    threshold: float | None = None
-    """kto: rewards above it are good (0.5 if not given). prm: turns with step rewards above it are good (0)."""
-    seed: int = 0
-    """For the choice that --max-per-task makes."""
 
 
 @data.command
 def convert(
     source: str,
     *,
-    to: Target,
+    to: Form,
     out: Path,
-    kept: Kept | None = None,
+    filters: Annotated[Filters | None, Parameter(name="*")] = None,
     force: bool = False,
     where: Where = "runs",
 ) -> int:
@@ -65,19 +40,12 @@ def convert(
     tfactory data convert runs/search-1/trajectories.jsonl --to dpo --out pairs.jsonl
     ```
 
-    Parameters
-    ----------
-    source
-        A run (name or folder), or a file of trajectories.
-    to
-        What the rows are for: sft, dpo, kto, rm (outcome reward model), prm (process reward model).
-    out
-        JSONL file to write: OpenAI-style messages in the columns that TRL reads, too.
-    force
-        Write over the file if it is there.
+    Args:
+        source: A run (name or folder), or a file of trajectories.
+        to: What the rows are for: sft, dpo, kto, rm (outcome reward model), prm (process reward model).
+        out: JSONL file to write: OpenAI-style messages in the columns that TRL reads, too.
+        force: Write over the file if it is there.
     """
-    from TrainingFactory.data.convert import Filters
-    from TrainingFactory.data.convert import convert as converted
     from TrainingFactory.data.datasets import read_rows
     from TrainingFactory.services.datasets import trajectories_of, write_rows
 
@@ -85,8 +53,7 @@ def convert(
         raise ValueError(f"{out} is there already; choose another file, or write over it with --force")
     path = trajectories_of(source, where)
     with Display() as display:
-        counted = display.counted(read_rows(path), "episodes")
-        done = converted(counted, to, Filters(**asdict(kept or Kept())))
+        done = converted(display.counted(read_rows(path), "episodes"), to, filters)
     rows = [("episodes read", f"{done.read} from {path}")]
     rows += [(f"  {why}", f"{count} left out") for why, count in done.dropped.items() if count]
     show.table([*rows, ("rows", str(len(done.rows)))])
@@ -114,10 +81,8 @@ def show_(
     tfactory data show pairs.jsonl --rows 1
     ```
 
-    Parameters
-    ----------
-    rows
-        How many rows to print.
+    Args:
+        rows: How many rows to print.
     """
     from TrainingFactory.services.datasets import dataset_of, fitting
 
@@ -130,7 +95,7 @@ def show_(
                 title += f", {number} of {len(example.conversations)}"
             title += f", reward {each.reward.outcome:g}" if each.reward else ""
             title += f", steps {each.reward.steps}" if each.reward and each.reward.steps else ""
-            show.conversation(title, each.messages, each.start, each.tools)
+            show.conversation(title, each.messages, each.tools)
     told = [
         ("rows", f"{found.rows} read{' (there are more)' if found.more else ''}"),
         ("columns", ", ".join(found.columns)),
@@ -153,10 +118,8 @@ def check(
     tfactory data check pairs.jsonl --for dpo
     ```
 
-    Parameters
-    ----------
-    algorithm
-        sft, dpo, kto, reward_model (or rm), prm (a process reward model).
+    Args:
+        algorithm: sft, dpo, kto, reward_model (or rm), prm (a process reward model).
     """
     from TrainingFactory.data.examples import load_examples
     from TrainingFactory.services.datasets import dataset_of

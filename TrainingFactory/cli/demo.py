@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,7 +15,6 @@ A Qwen3 of half a million random weights learns to use tools: first from generat
 wrong on purpose, then with GRPO from nothing but whether its answers are right. It is tried before and after GRPO
 on held-out tasks. Offline, on any CPU; a few minutes on two cores.
 """
-CHART_WIDTH, CHART_HEIGHT = 60, 8
 
 
 def demo(*, env: str = "search", seed: int = 0, out: Path = Path("runs/demo")) -> int:
@@ -29,15 +25,11 @@ def demo(*, env: str = "search", seed: int = 0, out: Path = Path("runs/demo")) -
     tfactory demo --env calculator --seed 1 --out runs/sums
     ```
 
-    Parameters
-    ----------
-    env
-        What to learn: search (two lookups, one after the other) or calculator.
-    seed
-        For the weights, the tasks and the sampling.
-    out
-        Folder of the run that is trained with GRPO, with the report in it. The run of the warm start is beside it. Both
-        are replaced where they are an earlier demo's.
+    Args:
+        env: What to learn: search (two lookups, one after the other) or calculator.
+        seed: For the weights, the tasks and the sampling.
+        out: Folder of the run that is trained with GRPO, with the report in it. The run of the warm start
+            is beside it. Both are replaced where they are an earlier demo's.
     """
     from TrainingFactory.cli.display import Display
     from TrainingFactory.services.demo.demo import Demo
@@ -58,13 +50,12 @@ def demo(*, env: str = "search", seed: int = 0, out: Path = Path("runs/demo")) -
 
 
 def _show(report: Report) -> None:
+    from TrainingFactory.cli.display import curve
     from TrainingFactory.services.demo.report import ending
 
     for title, episode in report.trial._asdict().items():
         show.episode(episode, f"held-out task {episode.task.id}, {title}: {ending(episode)}")
-    plain = not _can_print("█▄")
-    print(chart(report.curve, plain=plain))
-    print()
+    show.table([("share of right answers by step", curve(report.curve))])
     show.columns(("held-out tasks", "before", "after"), report.table)
     print()
     show.note(report.learned)
@@ -75,40 +66,3 @@ def _show(report: Report) -> None:
     show.note("What to type next:")
     for command, what in report.next_commands:
         show.note(f"  {command}  # {what}")
-
-
-def chart(values: Sequence[float], width: int = CHART_WIDTH, plain: bool = False) -> str:
-    """Values between 0 and 1 by step, as bars; `plain` where the terminal has no block characters."""
-    columns = [_mean(part) for part in _parts(values, min(width, len(values)))]
-    lines = ["reward by step: the share of right answers while training"]
-    for row in range(CHART_HEIGHT, 0, -1):
-        label = {CHART_HEIGHT: "1.0", CHART_HEIGHT // 2: "0.5"}.get(row, "")
-        lines.append(
-            f"{label:>4} |" + "".join(_cell(value * CHART_HEIGHT - row + 1, plain) for value in columns)
-        )
-    lines.append(f"{'0.0':>4} +" + "-" * len(columns))
-    last = f"step {len(values)}"
-    lines.append("      " + "step 1".ljust(max(len(columns) - len(last), 7)) + last)
-    return "\n".join(line.rstrip() for line in lines)
-
-
-def _cell(filled: float, plain: bool) -> str:
-    full, half = ("#", ".") if plain else ("█", "▄")
-    return full if filled >= 0.75 else half if filled >= 0.25 else " "
-
-
-def _parts(values: Sequence[float], count: int) -> list[Sequence[float]]:
-    borders = [round(number * len(values) / count) for number in range(count + 1)] if count else [0]
-    return [values[start:end] for start, end in pairwise(borders)]
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
-
-
-def _can_print(text: str) -> bool:
-    try:
-        text.encode(sys.stdout.encoding or "ascii")
-    except UnicodeEncodeError:
-        return False
-    return True

@@ -1,23 +1,16 @@
-"""How far work is: bars and metrics drawn live on a terminal, plain lines elsewhere.
-
-A display is the watcher of a run, counts the episodes of a rollout or an evaluation, and whatever else there is:
-
-    with Display() as display:
-        for row in display.counted(rows, "rows", len(rows)):
-            ...
-"""
+"""How far work is: bars and metrics drawn live on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
 import os
 import time
 from collections.abc import Iterable, Iterator
+from datetime import timedelta
 from typing import TypeVar
 
 from rich import progress
 from rich.console import Console, Group
 from rich.live import Live
-from rich.table import Table
 from rich.text import Text
 
 from TrainingFactory.cli import show
@@ -28,21 +21,11 @@ T = TypeVar("T")
 SPARKS = "▁▂▃▄▅▆▇█"
 CURVE = 40  # steps shown
 LINE_EVERY = 5.0  # seconds between lines of one bar
-HOUR = 3600.0
-# metric -> how the panel tells it
-SHOWN = {
-    "accuracy": "{:.2f}",
-    "episodes/unscored": "{:.0f} could not be scored",
-    "tool_success": "{:.0%} of tool calls succeeded",
-    "eval/success": "{:.3f} on held-out tasks",
-    "eval/loss": "{:.4f} on held-out rows",
-    "tokens_per_second": "{:.0f} sampled a second",
-    "tokens_saved": "{:.0%} of the update's tokens saved by shared prefixes",
-}
 
 
 class Display:
-    """With `episodes`, so many are expected, and each that ends moves a bar. Steps are shown under the name `task`."""
+    """Watches a run, a rollout or an evaluation, or counts things. With `episodes`, so many are expected, and each
+    that ends moves a bar. Steps are shown under the name `task`."""
 
     def __init__(self, episodes: int | None = None, console: Console | None = None) -> None:
         self.task = "steps"
@@ -55,7 +38,7 @@ class Display:
             progress.TimeRemainingColumn(),
             progress.TextColumn("{task.fields[note]}"),
             console=self._console,
-            speed_estimate_period=HOUR,
+            speed_estimate_period=3600.0,
         )
         self._rows: dict[str, progress.TaskID] = {}
         self._last_line = time.monotonic()
@@ -73,8 +56,6 @@ class Display:
     def __exit__(self, *error: object) -> None:
         self._phase = ""
         self._live.stop()
-
-    # what a run tells
 
     def phase(self, name: str) -> None:
         self._phase = name
@@ -111,8 +92,6 @@ class Display:
     def say(self, text: str) -> None:
         show.note(text, self._console)
 
-    # what else is counted
-
     def counted(self, items: Iterable[T], name: str, total: int | None = None) -> Iterator[T]:
         """Yield the items, each counted when it was dealt with."""
         for item in items:
@@ -142,35 +121,18 @@ class Display:
             self._live.start()
 
     def _draw(self) -> Group:
-        metrics, grid = self._metrics, Table.grid(padding=(0, 2))
-        name = "reward" if "reward" in metrics else "loss"
+        lines = [in_short(self._metrics)]
         if self._curve:
-            grid.add_row(Text(name, "bold"), Text(f"{metrics.get(name, 0):.3f}  {curve(self._curve)}"))
-        for key, text in SHOWN.items():
-            if key in metrics and (metrics[key] or key != "episodes/unscored"):
-                grid.add_row(Text(key.replace("_", " "), "bold"), Text(text.format(metrics[key])))
-        if "seconds/step" in metrics:
-            grid.add_row(Text("time", "bold"), Text(phases(metrics)))
+            lines.insert(0, curve(self._curve))
         if self._phase and self._expected is None:
-            count = f", {show.count(self._ended, 'episode')} ended" if self._ended else ""
-            grid.add_row(Text("now", "bold"), Text(self._phase + count))
-        return Group(self._bars, grid)
+            lines.append(
+                self._phase + (f", {show.count(self._ended, 'episode')} ended" if self._ended else "")
+            )
+        return Group(self._bars, Text("\n".join(lines)))
 
 
 def duration(seconds: float) -> str:
-    minutes, hours = int(seconds // 60), int(seconds // HOUR)
-    if hours:
-        return f"{hours} h {minutes % 60} min"
-    return f"{minutes} min {int(seconds % 60)} s" if minutes else f"{seconds:.0f} s"
-
-
-def phases(metrics: dict[str, float]) -> str:
-    """Tell where a step's time went. Tools and rewards run beside sampling, so their seconds are no part of the sum."""
-    text = f"{metrics['seconds/step']:.2f} s a step: generate {metrics['seconds/generate']:.2f}"
-    if "seconds/tools" in metrics:
-        tools, reward = metrics["seconds/tools"], metrics["seconds/reward"]
-        text += f" (tools {tools:.2f}, reward {reward:.2f} side by side)"
-    return f"{text}, update {metrics['seconds/update']:.2f}"
+    return str(timedelta(seconds=round(seconds)))
 
 
 def curve(values: list[float]) -> str:

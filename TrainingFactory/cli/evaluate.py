@@ -12,12 +12,13 @@ from TrainingFactory.cli import show
 from TrainingFactory.cli.display import Display
 from TrainingFactory.cli.options import Flags, Json, Overrides
 from TrainingFactory.cli.rollout import summary, why_unscored
-from TrainingFactory.config import TrainingConfig, load_config
+from TrainingFactory.config import load_config
 from TrainingFactory.config.loading import key_value
 from TrainingFactory.config.names import full_key
 
 if TYPE_CHECKING:
-    from TrainingFactory.services.evaluation.evaluation import EvaluationReport
+    from TrainingFactory.services.evaluation.evaluation import Evaluation
+    from TrainingFactory.services.evaluation.rollouts import Report
 
 UNSCORED = 1  # exit status
 OTHER_REWARD = ("reward.type", "reward.parts")  # who names one of these wants another reward than the run's
@@ -43,16 +44,12 @@ def evaluate(
     tfactory eval runs/warm/checkpoints/step-000160 --env calculator --temperature 0 --json
     ```
 
-    Parameters
-    ----------
-    model
-        A run (its name or folder; its last checkpoint is taken), a checkpoint, or a model.
-    env
-        The environment; that of the run if none is named.
-    out
-        JSONL file for the episodes; one in the runs folder if none is named.
-    replay
-        A recording whose tool calls are served again: that of an earlier evaluation with logging.record_tools=true.
+    Args:
+        model: A run (its name or folder; its last checkpoint is taken), a checkpoint, or a model.
+        env: The environment; that of the run if none is named.
+        out: JSONL file for the episodes; one in the runs folder if none is named.
+        replay: A recording whose tool calls are served again: that of an earlier evaluation with
+            logging.record_tools=true.
     """
     from TrainingFactory.services.evaluation.evaluation import Evaluation, model_of
 
@@ -69,12 +66,13 @@ def evaluate(
     evaluation = Evaluation(config, out, replay, show.note)
     with Display(evaluation.total) as display:
         result = evaluation.run(display.episode)
-    return _report(config, evaluation.scored_by, result, as_json)
+    return _report(evaluation, result, as_json)
 
 
-def _report(config: TrainingConfig, scored_by: str, result: EvaluationReport, as_json: bool) -> int:
+def _report(evaluation: Evaluation, result: Report, as_json: bool) -> int:
     """Print what came of it and return the exit status."""
-    metrics, played = result.metrics, result.report.trajectories
+    config, scored_by = evaluation.config, evaluation.scored_by
+    metrics, played = result.metrics, result.trajectories
     if as_json:
         model, environment = config.model.adapter or config.model.name, config.environment.environment_id
         print(json.dumps({"model": model, "environment": environment, "scored_by": scored_by} | metrics))
@@ -85,8 +83,8 @@ def _report(config: TrainingConfig, scored_by: str, result: EvaluationReport, as
             rows.insert(0, ("success", f"{metrics['success']:.3f} (95 % interval {interval})"))
         show.table(rows)
     if played:
-        show.note(f"saved {show.count(len(played), 'episode')} to {result.path}")
-    if result.report.interrupted:
+        show.note(f"saved {show.count(len(played), 'episode')} to {evaluation.path}")
+    if result.interrupted:
         return show.INTERRUPTED
     if "success" not in metrics:
         show.fail(f"no episode could be scored; mostly: {why_unscored(played)}")
@@ -104,12 +102,10 @@ def _reward(model: str, other: bool) -> dict[str, dict[str, Any]]:
     run, _ = found
     for name in changed_files(run.about):
         show.note(f"note: {name} has changed since run {run.name} was started")
-    if other:
-        return {}
-    if (reward := reward_of(run)) is None:
+    reward = None if other else reward_of(run)
+    if reward is None and not other:
         show.note(
             f"note: run {run.name} was started from Python with a reward of its own, which cannot be restored here; "
             "the environment's own reward scores instead"
         )
-        return {}
-    return {"reward": reward.model_dump()}
+    return {} if reward is None else {"reward": reward.model_dump()}

@@ -25,16 +25,11 @@ def export(
     tfactory export runs/sft-lora/checkpoints/step-000100 --out my-model --merge --dtype bfloat16
     ```
 
-    Parameters
-    ----------
-    run
-        A run (its name or folder; its last checkpoint is taken), or a checkpoint.
-    out
-        The new folder.
-    merge
-        Fold the adapter into the model under it.
-    dtype
-        Number format of the weights; that of the model if none is named.
+    Args:
+        run: A run (its name or folder; its last checkpoint is taken), or a checkpoint.
+        out: The new folder.
+        merge: Fold the adapter into the model under it.
+        dtype: Number format of the weights; that of the model if none is named.
     """
     from TrainingFactory.services.export import export as write
 

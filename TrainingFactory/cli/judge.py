@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Any
 
 import yaml
-from cyclopts import App, Parameter
+from cyclopts import App
 
 from TrainingFactory.cli import show
 from TrainingFactory.cli.display import Display
-from TrainingFactory.cli.options import Count
-
-if TYPE_CHECKING:
-    from TrainingFactory.rewards.model_judge import ModelJudge
-    from TrainingFactory.services.judge_audit.gold import Gold
-    from TrainingFactory.services.judge_audit.report import Audit
+from TrainingFactory.cli.options import Count, Json
 
 NO_VERDICT = 1
 TEXTS = ("base_url", "model", "rubric", "template")  # taken as they are; other values are read as YAML
@@ -26,13 +20,13 @@ judge = App(name="judge", help="Look at model judges before their verdicts are t
 
 
 @judge.command(name="audit")
-def audit_judge(
+async def audit_judge(
     *options: str,
     gold: Path,
     judge: Path | None = None,
     repeats: Count = 2,
     out: Path = Path("judge-audit.html"),
-    as_json: Annotated[bool, Parameter(name="--json")] = False,
+    as_json: Json = False,
 ) -> int:
     """Compare a judge with gold labels: agreement, biases, consistency, injections, cost.
 
@@ -41,26 +35,19 @@ def audit_judge(
     tfactory judge audit --gold gold.jsonl --judge judge.yaml samples=3 vote=majority
     ```
 
-    Parameters
-    ----------
-    options
-        Options of the judge as key=value; nested ones as budget.input_price=0.2
-    gold
-        JSONL: prompt and response (or conversation), with label, score, or pair and better.
-    judge
-        YAML file with options of the judge: base_url, model, api, rubric, template, verdict, samples, cache, ...
-    repeats
-        How often every item is judged, to see whether the judge agrees with itself.
-    out
-        The page with the picture. An audit without a single verdict leaves it as it was.
-    as_json
-        Print the metrics as one JSON object.
+    Args:
+        options: Options of the judge as key=value; nested ones as budget.input_price=0.2
+        gold: JSONL: prompt and response (or conversation), with label, score, or pair and better.
+        judge: YAML file with options of the judge: base_url, model, api, rubric, template, verdict,
+            samples, cache, ...
+        repeats: How often every item is judged, to see whether the judge agrees with itself.
+        out: The page with the picture. An audit without a single verdict leaves it as it was.
     """
     # Imported here, so that help and a wrong flag do not wait for it.
     from TrainingFactory.options import make_from
     from TrainingFactory.rewards.model_judge import ModelJudge, model_judge
+    from TrainingFactory.services.judge_audit.audit import audit
     from TrainingFactory.services.judge_audit.gold import load_gold
-    from TrainingFactory.services.judge_audit.page import audit_page
     from TrainingFactory.services.judge_audit.report import verdict_of
 
     settings = _settings(judge, options)
@@ -68,55 +55,41 @@ def audit_judge(
     if not isinstance(made, ModelJudge):
         raise ValueError(f"verdict is {settings['verdict']}; an audit needs score, yes_no or json")
     items = load_gold(gold, made)
-    if out.is_dir():  # before anything is spent
+    out.parent.mkdir(parents=True, exist_ok=True)  # before anything is spent
+    if out.is_dir():
         raise ValueError(f"--out {out} is a folder; name a file, such as {out / 'audit.html'}")
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"--out {out}: its folder cannot be made: {error.strerror}") from error
-    found = asyncio.run(_audited(made, items, repeats))
+    usage = made.client.usage
+    with Display() as display:
+
+        def judged(total: int) -> None:
+            asked = show.count(usage.requests, "request")
+            display.advance("judgements", total, f"{asked}, {usage.retries} of them repeated")
+
+        try:
+            found = await audit(made, items, repeats=repeats, on_judged=judged)
+        finally:
+            await made.close()
     if as_json:
         print(json.dumps(found.as_json(), indent=2))
     else:
         show.columns(("metric", "value", "what it means"), found.rows)
         show.table([("verdict", verdict_of(found))])
-    if not found.compared:
+    if not (found.judged or found.pairs):  # nothing could be held against a gold label
         kept = f"; {out} is that of an earlier audit" if out.exists() else ""
         show.note(f"no page was written, because there is nothing to show{kept}")
         return NO_VERDICT
-    show.write_page(out, audit_page(found, f"{settings['model']} at {settings['base_url']}"))
+    show.write_page(out, found.page(f"{settings['model']} at {settings['base_url']}"))
     return 0
-
-
-async def _audited(judge: ModelJudge, items: list[Gold], repeats: int) -> Audit:
-    from TrainingFactory.services.judge_audit.audit import audit, plan
-
-    total, usage = plan(items, repeats), judge.client.usage
-    with Display() as display:
-
-        def judged() -> None:
-            asked = show.count(usage.requests, "request")
-            display.advance("judgements", total, f"{asked}, {usage.retries} of them repeated")
-
-        display.say(f"judging: {show.count(total, 'judgement')} ...")
-        try:
-            return await audit(judge, items, repeats=repeats, on_judged=judged)
-        finally:
-            await judge.close()
 
 
 def _settings(path: Path | None, options: tuple[str, ...]) -> dict[str, Any]:
     settings = _yaml(path.read_text(encoding="utf-8"), str(path)) if path is not None else {}
     for text in options:
         key, equals, value = text.partition("=")
-        if not equals or not key:
-            raise ValueError(f"{text!r} is not key=value, such as model=QwQ-32B")
-        *sections, last = key.split(".")
-        place = settings
-        for section in sections:
-            place = place.setdefault(section, {})
-            if not isinstance(place, dict):
-                raise ValueError(f"{key}: {section} is a value, not a section")
+        section, _, last = key.rpartition(".")
+        place = settings.setdefault(section, {}) if section else settings
+        if not equals or not isinstance(place, dict):
+            raise ValueError(f"{text!r} is not key=value, such as model=QwQ-32B or budget.input_price=0.2")
         place[last] = value if key in TEXTS else _yaml(value, key)
     return settings
 

@@ -1,11 +1,11 @@
-"""`tfactory new`: files to start from."""
+"""`tfactory new`, `tfactory envs` and `tfactory models`: files to start from, and what can be named."""
 
 from __future__ import annotations
 
 import keyword
 from pathlib import Path
 
-from TrainingFactory.cli.show import note
+from TrainingFactory.cli.show import note, table
 
 
 def env(name: str) -> None:
@@ -16,10 +16,8 @@ def env(name: str) -> None:
     tfactory rollout cities.py
     ```
 
-    Parameters
-    ----------
-    name
-        Name of the environment, a Python identifier. An existing file is never overwritten.
+    Args:
+        name: Name of the environment, a Python identifier. An existing file is never overwritten.
     """
     from jinja2 import Template
 
@@ -27,9 +25,7 @@ def env(name: str) -> None:
     if not name.isidentifier() or keyword.iskeyword(name):
         raise ValueError(f"{name!r} cannot name a Python file: use letters, digits and _, such as my_env")
     path = Path(f"{name}.py")
-    title = "".join(part[:1].upper() + part[1:] for part in name.split("_"))
-    if title in ("", "Task", "ToolEnvironment"):  # names that the file uses itself
-        title += "Env"
+    title = "".join(part.title() for part in name.split("_")) + "Env"
     template = Path(__file__).parent / "templates" / "environment.py.jinja"
     code = Template(template.read_text(encoding="utf-8")).render(name=name, title=title)
     try:
@@ -38,3 +34,30 @@ def env(name: str) -> None:
     except FileExistsError:
         raise ValueError(f"{path} exists already; choose another name") from None
     note(f"wrote {path}; try it: tfactory rollout {path}")
+
+
+def envs() -> None:
+    """List the environments that can be named in a config or on the command line.
+
+    ```
+    tfactory envs
+    tfactory rollout search
+    ```
+    """
+    from TrainingFactory import catalog
+
+    known = catalog.names("environment")
+    table([(name, f"same as {alias}" if alias else "") for name, alias in known.items()])
+
+
+def models() -> None:
+    """List the short names of models; any hub id, local folder or GGUF file works as well.
+
+    ```
+    tfactory models
+    tfactory rollout search --model qwen3-4b
+    ```
+    """
+    from TrainingFactory.models.names import BUILTIN, SUPPORTED_MODELS, resolve
+
+    table([(BUILTIN, "made on the spot, untrained")] + [(name, resolve(name)) for name in SUPPORTED_MODELS])

@@ -34,18 +34,13 @@ def rollout(
     tfactory rollout configs/qwen3_grpo.yaml model.name=tiny --temperature 0
     ```
 
-    Parameters
-    ----------
-    source
-        An environment (a name, or a Python file such as weather.py or weather.py:Weather), or a config
-        that names one (a YAML file).
-    out
-        JSONL file for the episodes; one in the runs folder if none is named.
-    show_episodes
-        How many episodes to print.
-    replay
-        A recording whose tool calls are served again: a run, or a file of episodes that was made with
-        logging.record_tools=true.
+    Args:
+        source: An environment (a name, or a Python file such as weather.py or weather.py:Weather), or a
+            config that names one (a YAML file).
+        out: JSONL file for the episodes; one in the runs folder if none is named.
+        show_episodes: How many episodes to print.
+        replay: A recording whose tool calls are served again: a run, or a file of episodes that was made
+            with logging.record_tools=true.
     """
     from TrainingFactory.services.build.named_files import read_config
 

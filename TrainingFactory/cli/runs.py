@@ -73,10 +73,8 @@ def compare(*names: Run, where: Where = "runs") -> None:
     tfactory runs compare grpo-search-1 grpo-search-2
     ```
 
-    Parameters
-    ----------
-    names
-        Names or folders of two runs or more.
+    Args:
+        names: Names or folders of two runs or more.
     """
     if len(names) < 2:
         raise ValueError("name two runs or more to compare")
@@ -110,23 +108,16 @@ def episodes(
     tfactory runs episodes search --step 12 --html credit.html
     ```
 
-    Parameters
-    ----------
-    step
-        Which step, from 1; the last if none is named, or the last that took the task.
-    task
-        Only the episodes of this task.
-    best
-        Of each task only so many episodes with the highest rewards.
-    worst
-        Of each task only so many with the lowest rewards; with --best both.
-    show_tasks
-        How many tasks, those with the largest advantages first; one on a terminal, all on a page.
-    html
-        Write a page with everything to this file, instead of printing it.
+    Args:
+        step: Which step, from 1; the last if none is named, or the last that took the task.
+        task: Only the episodes of this task.
+        best: Of each task only so many episodes with the highest rewards.
+        worst: Of each task only so many with the lowest rewards; with --best both.
+        show_tasks: How many tasks, those with the largest advantages first; one on a terminal, all on a
+            page.
+        html: Write a page with everything to this file, instead of printing it.
     """
     from TrainingFactory.cli import credit as printing
-    from TrainingFactory.services.reports.credit_page import credit_page
     from TrainingFactory.services.reports.run_credit import choose, credit_title, run_credit
 
     run = RunFolder.find(name, where)
@@ -136,7 +127,7 @@ def episodes(
     shown = choose(credit, found[:limit], best, worst)
     title = credit_title(run, step)
     if html is not None:
-        show.write_page(html, credit_page(replace(credit, groups=shown), title))
+        show.write_page(html, replace(credit, groups=shown).page(title))
         return
     printing.groups(credit, shown, found)
     for text in (title, *credit.notes):

@@ -30,22 +30,15 @@ def serve(
     MY_KEY=... tfactory serve qwen3-4b --host 0.0.0.0 --api-key-env MY_KEY
     ```
 
-    Parameters
-    ----------
-    model
-        A run (its name or folder; its last checkpoint is taken), a checkpoint, the folder of an adapter, or a model.
-    overrides
-        Options of the config, as key=value: model.dtype=bfloat16
-    host
-        The address to serve at; by default programs on this machine only can connect.
-    port
-        0 picks a free one.
-    name
-        What clients call the model; by default what it is called here.
-    queue
-        Answers that may wait while all slots are in use; more are refused with status 429.
-    api_key_env
-        Environment variable with a key that clients must send as `authorization: Bearer KEY`.
+    Args:
+        model: A run (its name or folder; its last checkpoint is taken), a checkpoint, the folder of an
+            adapter, or a model.
+        overrides: Options of the config, as key=value: model.dtype=bfloat16
+        host: The address to serve at; by default programs on this machine only can connect.
+        port: 0 picks a free one.
+        name: What clients call the model; by default what it is called here.
+        queue: Answers that may wait while all slots are in use; more are refused with status 429.
+        api_key_env: Environment variable with a key that clients must send as `authorization: Bearer KEY`.
     """
     # Imported here: fastapi, uvicorn, torch and transformers take seconds, and help should not wait for them.
     from TrainingFactory.http import listen
@@ -62,7 +55,6 @@ def serve(
     with listen.bind(host, port) as bound:
         server = make_server(config, name or model, queue)
         app = server.api(key, local).app
-        bound.listen(1024)  # from here on clients can connect
         print(f"serving {server.name} at {listen.address_of(bound)}/v1 (Ctrl-C stops)", flush=True)
         with contextlib.suppress(KeyboardInterrupt), contextlib.closing(server):
             listen.make_server(app).run(sockets=[bound])

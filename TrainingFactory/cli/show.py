@@ -72,15 +72,9 @@ def tool_text(metrics: dict[str, float], prefix: str = "tools") -> str:
     text = f"{int(metrics[f'{prefix}/calls'])}, {metrics[f'{prefix}/success']:.0%} succeeded"
     if (median := metrics.get(f"{prefix}/p50")) is not None:
         text += f", {1000 * median:.3g} ms at the median"
-    for metric, name in (
-        ("schema_errors", "wrong arguments"),
-        ("timeouts", "timed out"),
-        ("unavailable", "with the server down"),
-        ("cache_hits", "from the cache"),
-        ("retries", "tried again"),
-    ):
-        if number := int(metrics.get(f"{prefix}/{metric}", 0)):
-            text += f", {number} {name}"
+    for name in ("schema_errors", "timeouts", "unavailable", "cache_hits", "retries"):
+        if number := int(metrics.get(f"{prefix}/{name}", 0)):
+            text += f", {number} {name.replace('_', ' ')}"
     return text
 
 
@@ -115,12 +109,9 @@ def episode(trajectory: Trajectory, title: str) -> None:
     _print(title, rows, _ending(trajectory))
 
 
-def conversation(title: str, messages: Sequence[Message], start: int, tools: Sequence[ToolSpec]) -> None:
-    """Print a conversation of a dataset, whose answers begin at `start`."""
-    rows = _opening(messages[:start], tools)
-    for message in messages[start:]:
-        _add_message(rows, message)
-    _print(title, rows)
+def conversation(title: str, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> None:
+    """Print a conversation of a dataset."""
+    _print(title, _opening(messages, tools))
 
 
 def _opening(prompt: Sequence[Message], tools: Sequence[ToolSpec]) -> Table:

@@ -19,7 +19,6 @@ from cyclopts import App, Parameter
 from TrainingFactory.cli import show
 from TrainingFactory.cli.display import Display
 from TrainingFactory.cli.options import Count
-from TrainingFactory.options import did_you_mean, nearest
 from TrainingFactory.services.reports.texts import clean
 from TrainingFactory.types import ToolCall, ToolFailure, ToolResult, ToolSpec
 
@@ -27,12 +26,13 @@ TOOL_FAILED = 1
 MAX_BRIEF = 80  # characters of a description
 WARM_UP = 5  # calls before the clock starts
 Config = Annotated[Path, Parameter(help="The mcpServers file (JSON or .pydata).")]
+Call = Callable[[], Awaitable[ToolResult]]
 
 tools = App(name="tools", help="Look at tools, call one, measure one.")
 
 
 @tools.command(name="list")
-def list_tools(
+async def list_tools(
     config: Path | None = None, as_json: Annotated[bool, Parameter(name="--json")] = False
 ) -> None:
     """Show servers, their tools, the arguments of each and the options it has.
@@ -41,22 +41,22 @@ def list_tools(
     tfactory tools list --config mcp.json
     ```
 
-    Parameters
-    ----------
-    config
-        The mcpServers file (JSON or .pydata). Without one, the tools that come with TrainingFactory.
-    as_json
-        Print JSON, with the whole schemas.
+    Args:
+        config: The mcpServers file (JSON or .pydata). Without one, the tools that come with
+            TrainingFactory.
+        as_json: Print JSON, with the whole schemas.
     """
-    if config is None:
-        _list_builtin(as_json)
-    else:
-        asyncio.run(_list_servers(config, as_json))
-
-
-async def _list_servers(config: Path, as_json: bool) -> None:
+    from TrainingFactory import catalog
     from TrainingFactory.tools import MCPTools
 
+    if config is None:
+        known = [(name, inspect.getdoc(catalog.find("tool", name)) or "") for name in catalog.names("tool")]
+        if as_json:
+            print(json.dumps(dict(known), indent=2, ensure_ascii=False))
+        else:
+            show.table([(name, _brief(text)) for name, text in known])
+            show.note("the tools of your servers: tfactory tools list --config mcp.json")
+        return
     async with MCPTools.load_from_config(config) as loaded:
         if as_json:
             print(json.dumps([asdict(offer) for offer in loaded.offers], indent=2, ensure_ascii=False))
@@ -66,15 +66,14 @@ async def _list_servers(config: Path, as_json: bool) -> None:
             how = f"{server.transport}, {server.settings.isolation}"
             show.table([(name, f"{server.target} ({how}): {show.count(len(offers), 'tool')}")])
             rows = [
-                (spec.name, _arguments(spec), _marks(offer.options), _brief(spec.description))
-                for offer in offers
-                for spec in [offer.spec]
+                (each.spec.name, _arguments(each.spec), _marks(each.options), _brief(each.spec.description))
+                for each in offers
             ]
             show.columns(("tool", "arguments", "options", "description"), rows)
 
 
 @tools.command(name="call")
-def call_tool(name: str, /, *arguments: str, config: Config) -> int:
+async def call_tool(name: str, /, *arguments: str, config: Config) -> int:
     """Call one tool and print its result as a model would see it.
 
     ```
@@ -82,27 +81,22 @@ def call_tool(name: str, /, *arguments: str, config: Config) -> int:
     tfactory tools call add '{"a": 1, "b": 2}' --config mcp.json
     ```
 
-    Parameters
-    ----------
-    name
-        The tool, as `tfactory tools list` shows it.
-    arguments
-        key=value, or one JSON object. Values are read as JSON where the tool takes no text.
+    Args:
+        name: The tool, as `tfactory tools list` shows it.
+        arguments: key=value, or one JSON object. Values are read as JSON where the tool takes no text.
     """
-    result = asyncio.run(_call(config, name, arguments))
+    async with _episode(config, name, arguments) as call:
+        result = await call()
     if result.ok:
         print(clean(result.content))
     else:
         show.fail(f"{name}: {result.error}: {result.content}")
-    for attached in result.attachments:
-        kept = {key: value for key, value in attached.items() if key not in ("data", "blob", "text")}
-        show.note(f"attached: {json.dumps(kept, ensure_ascii=False)}")
     show.note(f"{result.seconds * 1000:.1f} ms")
     return 0 if result.ok else TOOL_FAILED
 
 
 @tools.command(name="bench")
-def bench_tool(
+async def bench_tool(
     name: str, /, *arguments: str, config: Config, calls: Count = 200, concurrency: Count = 16
 ) -> int:
     """Measure latency and throughput of one tool, one call at a time and many at once.
@@ -111,21 +105,24 @@ def bench_tool(
     tfactory tools bench echo message=hello --config mcp.json --concurrency 64
     ```
 
-    Parameters
-    ----------
-    name
-        The tool. It is really called, so choose one that may be.
-    arguments
-        key=value, or one JSON object.
-    calls
-        Calls in each of the two measurements.
-    concurrency
-        Calls at the same time in the second one.
+    Args:
+        name: The tool. It is really called, so choose one that may be.
+        arguments: key=value, or one JSON object.
+        calls: Calls in each of the two measurements.
+        concurrency: Calls at the same time in the second one.
     """
-    return asyncio.run(_bench(config, name, arguments, calls, concurrency))
-
-
-Call = Callable[[], Awaitable[ToolResult]]
+    rows = []
+    async with _episode(config, name, arguments) as call:
+        result = await call()
+        for _ in range(WARM_UP):
+            await call()
+        for width in (1, concurrency):
+            with Display() as display:
+                rows.append(await _measure(call, calls, width, display))
+    show.columns(("at once", "calls/s", "p50 ms", "p95 ms", "failed"), rows)
+    if not result.ok:
+        show.fail(f"{name}: {result.error}: {result.content}")
+    return 0 if result.ok else TOOL_FAILED
 
 
 @asynccontextmanager
@@ -135,7 +132,8 @@ async def _episode(config: Path, name: str, arguments: tuple[str, ...]) -> Async
     from TrainingFactory.tools import AsyncToolExecutor, MCPTools
 
     async with MCPTools.load_from_config(config) as servers:
-        given = _read_arguments(_spec(servers.specs, name, config), arguments)
+        spec = next((spec for spec in servers.specs if spec.name == name), ToolSpec(name, ""))
+        given = _read_arguments(spec, arguments)
         executor = AsyncToolExecutor([servers])
 
         async def call() -> ToolResult:
@@ -151,81 +149,36 @@ async def _episode(config: Path, name: str, arguments: tuple[str, ...]) -> Async
             await executor.close()
 
 
-async def _call(config: Path, name: str, arguments: tuple[str, ...]) -> ToolResult:
-    async with _episode(config, name, arguments) as call:
-        return await call()
-
-
-async def _bench(config: Path, name: str, arguments: tuple[str, ...], calls: int, concurrency: int) -> int:
-    """Print the table and return the exit status."""
-    rows = []
-    async with _episode(config, name, arguments) as call:
-        for _ in range(WARM_UP):
-            await call()
-        for width in dict.fromkeys((1, min(concurrency, calls))):
-            with Display() as display:
-                row, problems = await _measure(call, calls, width, display)
-            if len(problems) == calls:
-                show.fail(f"every call of {name} failed: {problems[-1]}")
-                return TOOL_FAILED
-            rows.append(row)
-    show.columns(("at once", "calls/s", "p50 ms", "p95 ms", "failed"), rows)
-    return 0
-
-
-async def _measure(call: Call, calls: int, width: int, display: Display) -> tuple[tuple[str, ...], list[str]]:
-    """Return a row of the table, and what went wrong."""
-    left = iter(range(calls))
-    seconds: list[float] = []
-    problems: list[str] = []
+async def _measure(call: Call, calls: int, width: int, display: Display) -> tuple[str, ...]:
+    """Return a row of the table."""
+    left, failed, seconds = iter(range(calls)), 0, list[float]()
 
     async def work() -> None:
+        nonlocal failed
         for _ in left:
             begun = time.perf_counter()
             result = await call()
             seconds.append(time.perf_counter() - begun)
-            if not result.ok:
-                problems.append(result.content)
+            failed += not result.ok
             display.advance(f"calls, {width} at a time", calls)
 
     started = time.perf_counter()
     await asyncio.gather(*(work() for _ in range(width)))
     rate = calls / (time.perf_counter() - started)
-    p95 = sorted(seconds)[min(calls - 1, int(calls * 0.95))]
+    p95 = sorted(seconds)[int(calls * 0.95)]
     times = (f"{statistics.median(seconds) * 1000:.1f}", f"{p95 * 1000:.1f}")
-    return (str(width), f"{rate:.0f}", *times, str(len(problems))), problems
-
-
-def _list_builtin(as_json: bool) -> None:
-    from TrainingFactory import catalog
-
-    known = {name: _brief(inspect.getdoc(catalog.find("tool", name)) or "") for name in catalog.names("tool")}
-    if as_json:
-        print(json.dumps(known, indent=2, ensure_ascii=False))
-    else:
-        show.table(list(known.items()))
-        show.note("the tools of your servers: tfactory tools list --config mcp.json")
-
-
-def _spec(specs: list[ToolSpec], name: str, config: Path) -> ToolSpec:
-    by_name = {spec.name: spec for spec in specs}
-    if name not in by_name:
-        near = did_you_mean(nearest(name, by_name)) or f"; there are {', '.join(by_name)}"
-        raise ValueError(f"{config}: no server offers a tool {name!r}{near}")
-    return by_name[name]
+    return str(width), f"{rate:.0f}", *times, str(failed)
 
 
 def _read_arguments(spec: ToolSpec, given: tuple[str, ...]) -> dict[str, Any]:
-    """What is not readable is left to the tool's own schema to complain about."""
+    """Read key=value or JSON; what is wrong with the values is for the tool's own schema to say."""
     if len(given) == 1 and given[0].lstrip().startswith("{"):
         return json.loads(given[0])  # its ValueError says where it is none
     values = {}
     for text in given:
         key, equals, value = text.partition("=")
         if not equals:
-            raise ValueError(
-                f"{text!r} is not key=value; {spec.name} takes {_arguments(spec) or 'no arguments'}"
-            )
+            raise ValueError(f"{text!r} is not key=value")
         values[key] = value
         if spec.parameters.get("properties", {}).get(key, {}).get("type") != "string":
             with suppress(json.JSONDecodeError):
@@ -240,7 +193,7 @@ def _arguments(spec: ToolSpec) -> str:
 
 
 def _marks(options: Any) -> str:
-    """The options that are not at their defaults."""
+    """Return the options that are not at their defaults."""
     from TrainingFactory.tools import ToolOptions
 
     defaults = asdict(ToolOptions()) | {"server": options.server, "version": options.version}

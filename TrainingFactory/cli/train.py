@@ -23,14 +23,11 @@ def train(config: str, /, *overrides: Overrides, name: str | None = None, replay
     tfactory train configs/tiny_grpo.yaml --replay grpo-search-1
     ```
 
-    Parameters
-    ----------
-    config
-        A config (a YAML file).
-    name
-        Name of the run, a folder under logging.output_dir; made from algorithm, environment and time if not given.
-    replay
-        A run whose recorded tool calls are served again, with no tool called and no server started.
+    Args:
+        config: A config (a YAML file).
+        name: Name of the run, a folder under logging.output_dir; made from algorithm, environment and time
+            if not given.
+        replay: A run whose recorded tool calls are served again, with no tool called and no server started.
     """
     from TrainingFactory.services.build.named_files import read_config
 

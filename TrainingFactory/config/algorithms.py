@@ -1,5 +1,4 @@
-"""The options of each algorithm, in a section of its own; the common ones are in `training`. Their names are those of
-the algorithm's own arguments."""
+"""List the options of each algorithm, named like its arguments; the common ones are in `training`."""
 
 from __future__ import annotations
 

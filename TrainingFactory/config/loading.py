@@ -1,4 +1,4 @@
-"""From a YAML file and `key=value` overrides to a checked config."""
+"""Read a checked config from a YAML file and `key=value` overrides."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Key = tuple[str | int, ...]
 
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader that reads 1e-6 as a number, as everybody expects (in YAML 1.1 it is a text)."""
+    """Reads 1e-6 as a number, as everybody expects (in YAML 1.1 it is a text)."""
 
 
 _Loader.add_implicit_resolver(
@@ -30,8 +30,7 @@ _Loader.add_implicit_resolver(
 
 
 def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> TrainingConfig:
-    """Read a config file (None: the defaults) and applies overrides such as `training.batch_size=4` or
-    `tools.0.name=search`. Raise ConfigError, whose text names every problem at once."""
+    """Read a config file (None: the defaults) and apply overrides such as `tools.0.name=search`; raise ConfigError."""
     problems: list[Problem] = []
     written: dict[Key, str] = {}
     data = expand(_read(Path(path), written, problems)) if path is not None else {}
@@ -49,7 +48,7 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Train
 
 
 def key_value(key: str, value: Any) -> str:
-    """An override for `load_config`."""
+    """Return an override for `load_config`."""
     return f"{key}={json.dumps(value)}"  # JSON is YAML that can be read in one way only
 
 
@@ -65,17 +64,11 @@ def _read(path: Path, places: dict[Key, str], problems: list[Problem]) -> dict[A
         # Not str(error): that quotes the line, and a secret may stand in it.
         text = " ".join(part for part in (error.context, error.problem) if part)
         raise _wrong(path, f"is not valid YAML: {text}", error.problem_mark) from None
-    except yaml.YAMLError as error:
-        raise _wrong(path, f"is not YAML: {str(error).splitlines()[0]}") from None
-    except RecursionError:
-        raise _wrong(path, "is nested too deeply") from None
     except FileNotFoundError:
         near = nearest(path.name, [file.name for file in path.parent.glob("*.y*ml")])
         raise _wrong(path, f"there is no such file{did_you_mean(near and str(path.parent / near))}") from None
-    except UnicodeDecodeError:
-        raise _wrong(path, "is not a text file in UTF-8") from None
-    except OSError as error:
-        raise _wrong(path, f"cannot be read: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
+        raise _wrong(path, f"cannot be read: {str(error).splitlines()[0]}") from None
     for alias, key in ALIASES.items():
         if written := places.get(tuple(alias.split("."))):
             places.setdefault(tuple(key.split(".")), written)
@@ -117,7 +110,7 @@ def _apply(override: str, data: dict[str, Any], places: dict[Key, str], problems
     key: Key = tuple(int(part) if part.isdecimal() else part for part in full_key(written.strip()).split("."))
     try:
         value = yaml.load(text, _Loader)  # _Loader is a SafeLoader
-    except (yaml.YAMLError, RecursionError):
+    except yaml.YAMLError:
         problems.append(Problem(key, "the value is not valid YAML; put it in quotes", where=COMMAND_LINE))
         return
     if wrong := _set(data, key, value):
@@ -128,7 +121,7 @@ def _apply(override: str, data: dict[str, Any], places: dict[Key, str], problems
 
 
 def _set(holder: Any, key: Key, value: Any) -> str | None:
-    """Set data["a"]["b"] for the key a.b, making what is missing on the way; a text if that cannot be."""
+    """Set data["a"]["b"] for the key a.b, making what is missing on the way; return a text if that cannot be."""
     part: Any = key[0]
     if isinstance(holder, list):
         if not isinstance(part, int) or part > len(holder):

@@ -1,4 +1,4 @@
-"""The other names of a key: the short form of a config, and the names that the HelloAgents text uses."""
+"""Know the other names of a key: the short form of a config, and the names that the HelloAgents text uses."""
 
 from __future__ import annotations
 
@@ -38,13 +38,12 @@ SHORT = {"model": "name", "environment": "environment_id", "reward": "type"}
 
 
 def full_key(key: str) -> str:
-    """The one name of a key: `environment_id` and `environment` are `environment.environment_id`."""
+    """Return the one name of a key: `environment_id` and `environment` are `environment.environment_id`."""
     return f"{key}.{SHORT[key]}" if key in SHORT else ALIASES.get(key, key)
 
 
 def expand(data: dict[Any, Any]) -> dict[str, Any]:
-    """The full form of a config in short form; the full form comes back equal. An alias whose key is
-    set as well stays where it is and is refused by the schema."""
+    """Return the full form of a config; an alias whose key is set as well stays, and the schema refuses it."""
     # A section with nothing in it (all its lines commented out) reads as null: its defaults.
     data = {str(key): value for key, value in data.items() if value is not None}
     full = {key: dict(value) if isinstance(value, dict) else value for key, value in data.items()}

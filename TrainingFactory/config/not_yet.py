@@ -1,12 +1,10 @@
-"""Options without effect, because their feature is not there yet. Nothing is ignored in silence: commands print these
-notices."""
+"""List options without effect, because their feature is not there yet: commands print a notice for each."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from TrainingFactory.config.schema import TrainingConfig
-from TrainingFactory.config.section import Section
 
 # key -> (the value that says what happens now anyway, what to tell a user who set another one)
 NOT_YET: dict[str, tuple[Any, str]] = {
@@ -31,10 +29,5 @@ def not_yet(config: TrainingConfig) -> list[str]:
 
 
 def changed(config: TrainingConfig, section: str) -> list[str]:
-    """Return the keys of a section that are not as they are by default. (That they were written says little: the
-    config of a run has them all.)"""
-    holder: Section = getattr(config, section)
-    plain = type(holder)()
-    return [
-        f"{section}.{key}" for key in type(holder).model_fields if getattr(holder, key) != getattr(plain, key)
-    ]
+    """Return the keys of a section that are not as they are by default: the config of a run has them all written."""
+    return [f"{section}.{key}" for key in getattr(config, section).model_dump(exclude_defaults=True)]

@@ -1,10 +1,9 @@
-"""What is wrong with a config, in words: every problem at once, with the place and the nearest right name."""
+"""Say what is wrong with a config: every problem at once, with the place and the nearest right name."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
@@ -18,7 +17,7 @@ COMMAND_LINE = "command line"
 
 @dataclass(slots=True)
 class Problem:
-    """One thing to mend. `key` is the full path, `value` what stands there, `where` the file and line."""
+    """Names one thing to mend: `key` is the full path, `value` what stands there, `where` the file and line."""
 
     key: tuple[str | int, ...]
     text: str
@@ -33,29 +32,29 @@ class Problem:
 
 @dataclass(slots=True)
 class Places:
-    """Where each key was written. No part of what a config says: two that say the same are equal."""
+    """Remembers where each key was written. No part of what a config says: two that say the same are equal."""
 
-    found: dict[tuple[str | int, ...], str] = dataclasses.field(default_factory=dict, compare=False)
-    otherwise: str = dataclasses.field(default="", compare=False)
+    found: dict[tuple[str | int, ...], str] = field(default_factory=dict, compare=False)
+    otherwise: str = field(default="", compare=False)
 
     def of(self, key: tuple[str | int, ...]) -> str:
-        """The place of a key, or of the nearest section around it."""
+        """Return the place of a key, or of the nearest section around it."""
         written = (self.found[key[:end]] for end in range(len(key), 0, -1) if key[:end] in self.found)
         return next(written, self.otherwise)
 
     def error(self, problems: Iterable[Problem]) -> ConfigError:
-        """The problems in reading order, each with its place."""
-        located = [dataclasses.replace(each, where=each.where or self.of(each.key)) for each in problems]
-        return ConfigError(sorted(located, key=_reading_order))
+        """Return the problems in reading order, each with its place."""
 
+        def order(problem: Problem) -> tuple[bool, int]:
+            line = problem.where.rpartition(":")[2]
+            return problem.where == COMMAND_LINE, int(line) if line.isdecimal() else 0
 
-def _reading_order(problem: Problem) -> tuple[bool, int]:
-    line = problem.where.rpartition(":")[2]
-    return problem.where == COMMAND_LINE, int(line) if line.isdecimal() else 0
+        located = [replace(each, where=each.where or self.of(each.key)) for each in problems]
+        return ConfigError(sorted(located, key=order))
 
 
 class ConfigError(ValueError):
-    """The one exception for a wrong config; its text names every problem at once."""
+    """Tells every problem of a wrong config at once."""
 
     def __init__(self, problems: Sequence[Problem]) -> None:
         self.problems = list(problems)
@@ -65,9 +64,8 @@ class ConfigError(ValueError):
 
 def option_problems(error: OptionError, key: tuple[str | int, ...]) -> list[Problem]:
     """Return what is wrong with the options that stand at a key."""
-    return [
-        Problem((*key, *filter(None, each.option.split("."))), each.text, each.value) for each in error.wrong
-    ]
+    places = [(*key, *filter(None, each.option.split("."))) for each in error.wrong]
+    return [Problem(place, each.text, each.value) for place, each in zip(places, error.wrong, strict=True)]
 
 
 def dotted(key: Iterable[str | int]) -> str:
@@ -75,16 +73,16 @@ def dotted(key: Iterable[str | int]) -> str:
 
 
 def leaves(model: type[BaseModel], prefix: str = "") -> dict[str, Any]:
-    """Every key of the config with its field; the keys of a list's entries carry no index."""
+    """Return every key of the config with its field; the keys of a list's entries carry no index."""
     found: dict[str, Any] = {}
-    for name, field in model.model_fields.items():
-        section = section_of(field.annotation)
-        found |= leaves(section, f"{prefix}{name}.") if section else {prefix + name: field}
+    for name, info in model.model_fields.items():
+        section = section_of(info.annotation)
+        found |= leaves(section, f"{prefix}{name}.") if section else {prefix + name: info}
     return found
 
 
 def section_of(annotation: Any) -> type[BaseModel] | None:
-    """The section behind a field: itself, or the entry of a list of sections."""
+    """Return the section behind a field: itself, or the entry of a list of sections."""
     for kind in (annotation, *get_args(annotation)):
         if isinstance(kind, type) and issubclass(kind, BaseModel):
             return kind
@@ -97,10 +95,8 @@ def explain(error: ValidationError, root: type[BaseModel]) -> list[Problem]:
 
 def _explain(details: ErrorDetails, root: type[BaseModel]) -> Problem:
     key, kind, value = details["loc"], details["type"], details["input"]
-    if kind == "extra_forbidden" and dotted(key) in ALIASES:
-        return Problem(
-            key, f"is another name of {ALIASES[dotted(key)]}, which is set as well; keep one", value
-        )
+    if kind == "extra_forbidden" and (name := ALIASES.get(dotted(key))):
+        return Problem(key, f"is another name of {name}, which is set as well; keep one", value)
     if kind == "extra_forbidden":
         return Problem(key, f"unknown key{did_you_mean(_right_key(key, root))}", value)
     if kind in ("model_type", "model_attributes_type"):
@@ -120,7 +116,7 @@ def _section_at(key: tuple[str | int, ...], root: type[BaseModel]) -> type[BaseM
 
 
 def _right_key(key: tuple[str | int, ...], root: type[BaseModel]) -> str | None:
-    """First a sibling that is spelled like it, then the same name in another section."""
+    """Return a sibling that is spelled like it, else the same name in another section."""
     *parents, last = key
     siblings = _section_at(tuple(parents), root).model_fields
     split = (alias.rpartition(".") for alias in ALIASES)

@@ -1,4 +1,4 @@
-"""Every option with its meaning, default and range. Those that do nothing yet are listed in `not_yet.py`."""
+"""List every option with its meaning, default and range. Those that do nothing yet are in `not_yet.py`."""
 
 from __future__ import annotations
 
@@ -255,9 +255,8 @@ class LoggingSection(Section):
 
 
 class TrainingConfig(Section):
-    """All options of a run in sections, or in the short form
-    `TrainingConfig(model="Qwen3-4B", environment_id="search", reward_function="rule_based", tools=[...])`.
-    Raises ConfigError, whose text names every problem at once."""
+    """Holds all options of a run in sections, or in short form: `TrainingConfig(model="Qwen3-4B", tools=[...])`; raises
+    ConfigError."""
 
     model: ModelSection = Field(default_factory=ModelSection)
     training: TrainingSection = Field(default_factory=TrainingSection)
@@ -281,7 +280,7 @@ class TrainingConfig(Section):
     _places: Places = PrivateAttr(default_factory=Places)
 
     def wrong(self, problems: Iterable[Problem]) -> ConfigError:
-        """What was found later to be wrong, with the places where it was written."""
+        """Return what was found later to be wrong, with the places where it was written."""
         return self._places.error(problems)
 
     def __init__(self, **data: Any) -> None:
@@ -297,7 +296,5 @@ ALGORITHMS: tuple[str, ...] = get_args(TrainingSection.model_fields["algorithm"]
 
 def sections() -> dict[str, type[Section]]:
     """Return every section that has keys of its own; `tools` is a list."""
-    fields = {name: field.annotation for name, field in TrainingConfig.model_fields.items()}
-    return {
-        name: kind for name, kind in fields.items() if isinstance(kind, type) and issubclass(kind, Section)
-    }
+    fields = [(name, field.annotation) for name, field in TrainingConfig.model_fields.items()]
+    return {name: kind for name, kind in fields if isinstance(kind, type) and issubclass(kind, Section)}

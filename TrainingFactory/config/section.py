@@ -1,4 +1,4 @@
-"""What every section of the config is made of."""
+"""Define what every section of the config is made of."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""Conversations as datasets write them: OpenAI-style messages, ShareGPT, or texts; and what is wrong with them.
-
-A ValueError goes on after the name of the row, and names the column.
-"""
+"""Read conversations as datasets write them: OpenAI-style messages, ShareGPT, or texts. A ValueError goes on after the
+name of the row, and names the column."""
 
 from __future__ import annotations
 
@@ -21,17 +19,9 @@ Fits = Callable[[ToolSpec, dict[str, Any]], str | None]
 
 SHAREGPT_ROLES = {
     "system": "system",
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "assistant": "assistant",
-    "chatgpt": "assistant",
-    "model": "assistant",
-    "function_call": "assistant",
-    "observation": "tool",
-    "tool": "tool",
-    "function": "tool",
-    "function_response": "tool",
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "assistant", "chatgpt", "model", "function_call"), "assistant"),
+    **dict.fromkeys(("observation", "tool", "function", "function_response"), "tool"),
 }
 
 
@@ -44,20 +34,17 @@ class Conversation:
     context: int = 0  # so many messages are not learned, whoever wrote them
     reward: Reward | None = None
     steps: list[str] = field(default_factory=list)  # of the last message, where each has a label
-    bad: frozenset[int] = (
-        frozenset()
-    )  # messages that show how it is not done, maybe with calls nobody can read
+    bad: frozenset[int] = frozenset()  # messages that show how it is not done
 
     @property
     def start(self) -> int:
-        """Number of the first message that is learned."""
+        """Return the number of the first message that is learned."""
         roles = (message.role for message in self.messages)
         return next(n for n, role in enumerate(roles) if role == "assistant" and n >= self.context)
 
 
 def conversation_in(columns: Mapping[str, Any], name: str, bad: bool = False) -> list[Message]:
-    """The whole conversation in "messages" or "conversations". `bad`: messages with calls that cannot be read are kept,
-    as texts."""
+    """Return the conversation in a column; `bad`: calls that cannot be read are kept, as texts."""
     rows = as_list(columns[name], name)
     if not rows:
         raise ValueError(f'has an empty "{name}"')
@@ -67,7 +54,7 @@ def conversation_in(columns: Mapping[str, Any], name: str, bad: bool = False) ->
 
 
 def text_or_messages(columns: Mapping[str, Any], name: str, role: str, bad: bool = False) -> list[Message]:
-    """A column that is a text of that role, or messages; `bad` as in `conversation_in`."""
+    """Return a column that is a text of that role, or messages; `bad` as in `conversation_in`."""
     value = columns[name]
     if isinstance(value, str) and value.lstrip().startswith("[{") and '"role"' in value:
         value = as_list(value, name)
@@ -97,9 +84,8 @@ def messages_in(rows: Sequence[Any], name: str, bad: bool = False) -> list[Messa
             message.content, message.tool_calls = "\n".join(filter(None, [message.content, *calls])), []
         elif broken:
             what = f"broken call of {broken.name!r}" if broken.name else "call without a name"
-            raise ValueError(
-                f'has a {what} in message {number} of "{name}": {broken.error or "it needs one"}'
-            )
+            why = broken.error or "it needs one"
+            raise ValueError(f'has a {what} in message {number} of "{name}": {why}')
         found.append(message)
     return found
 
@@ -120,7 +106,7 @@ def tools_in(columns: Mapping[str, Any]) -> list[ToolSpec]:
 
 
 def as_list(value: Any, name: str) -> list[Any]:
-    """A column that is a list, or JSON of one in a text."""
+    """Return a column that is a list, or JSON of one in a text."""
     if isinstance(value, str):
         try:
             value = json.loads(value)
@@ -132,26 +118,22 @@ def as_list(value: Any, name: str) -> list[Any]:
 
 
 def checked(messages: Sequence[Message], name: str = "messages") -> list[Message]:
-    """Up to the last message of the assistant: what follows it teaches nothing."""
+    """Return the messages up to the last one of the assistant: what follows it teaches nothing."""
     ends = [number for number, message in enumerate(messages) if message.role == "assistant"]
     if not ends:
         raise ValueError(f'has no message of the assistant in "{name}", so there is nothing to learn from')
     if ends[0] == 0:
         raise ValueError(f'has "{name}" that begins with the assistant; first comes the system or the user')
     if twice := next((later for earlier, later in pairwise(ends) if later == earlier + 1), None):
-        raise ValueError(
-            f'has two messages of the assistant in a row in "{name}", the second is message {twice}'
-        )
+        raise ValueError(f'has two messages of the assistant in a row in "{name}", up to message {twice}')
     for number in ends:
-        message = messages[number]
-        if not (message.content or message.tool_calls or message.reasoning):
+        if not (messages[number].content or messages[number].tool_calls or messages[number].reasoning):
             raise ValueError(f'has an empty message {number} of the assistant in "{name}"')
     return list(messages[: ends[-1] + 1])
 
 
 def check_calls(conversation: Conversation, name: str, fits: Fits | None) -> None:
-    """The calls that are learned as good ones can be read and go to tools that are there, with arguments that fit.
-    Where a row lists no tools, nothing is known about them."""
+    """Raise where a call that is learned as a good one cannot be read or does not fit the tools that a row lists."""
     specs = {spec.name: spec for spec in conversation.tools}
     for number, message in enumerate(conversation.messages):
         place = f'in message {number} of "{name}"'
@@ -167,8 +149,7 @@ def check_calls(conversation: Conversation, name: str, fits: Fits | None) -> Non
 
 
 def named_replies(messages: list[Message]) -> list[Message]:
-    """Some templates print the name of the tool that answers, which a message may give by the id of its call, or only
-    by its place after the calls."""
+    """Give tool messages the name of their tool, by the id of its call or their place: some templates print it."""
     names: dict[str, str] = {}
     waiting: list[str] = []
     for message in messages:
@@ -182,7 +163,7 @@ def named_replies(messages: list[Message]) -> list[Message]:
 
 
 def with_system(columns: Mapping[str, Any], messages: list[Message]) -> list[Message]:
-    """With the text of the column "system" before them, unless they begin with a system message of their own."""
+    """Put the column "system" before the messages, unless they begin with a system message of their own."""
     system = columns.get("system")
     if not isinstance(system, str) or not system.strip() or messages[0].role == "system":
         return messages
@@ -190,7 +171,7 @@ def with_system(columns: Mapping[str, Any], messages: list[Message]) -> list[Mes
 
 
 def _broken_text(text: str) -> str | None:
-    """What is wrong with JSON between the tags that most models write calls in; other forms their chat layers know."""
+    """Return what is wrong with JSON between the tags that most models write calls in."""
     for inside, end in re.findall(r"<tool_call>\s*(\{.*?)(</tool_call>|\Z)", text, re.DOTALL):
         if not end:
             return "its text has <tool_call> without </tool_call>"
@@ -202,21 +183,20 @@ def _broken_text(text: str) -> str | None:
 
 
 def _call_text(function: Mapping[str, Any]) -> str:
-    """A call as a model would have written it, whatever its arguments are."""
+    """Return a call as a model would have written it, whatever its arguments are."""
     arguments = function.get("arguments")
     written = arguments if isinstance(arguments, str) else json.dumps(arguments)
     return f'<tool_call>\n{{"name": {json.dumps(function["name"])}, "arguments": {written}}}\n</tool_call>'
 
 
 def _from_sharegpt(rows: Sequence[Mapping[str, Any]], name: str, bad: bool) -> list[dict[str, Any]]:
-    """The same rows in OpenAI's form; what cannot be read as a call is a text, where that is allowed."""
+    """Return the same rows in OpenAI's form; what cannot be read as a call is a text where `bad`."""
     found: list[dict[str, Any]] = []
     for number, row in enumerate(rows):
         kind, value = str(row["from"]), row.get("value", "")
         if kind not in SHAREGPT_ROLES:
-            raise ValueError(
-                f'has a message {number} in "{name}" from {kind!r}; known are: {", ".join(SHAREGPT_ROLES)}'
-            )
+            known = ", ".join(SHAREGPT_ROLES)
+            raise ValueError(f'has a message {number} in "{name}" from {kind!r}; known are: {known}')
         message = {"role": SHAREGPT_ROLES[kind], "content": value}
         if kind == "function_call":
             said = found.pop() if found and found[-1]["role"] == "assistant" else {}  # and then called
@@ -227,8 +207,8 @@ def _from_sharegpt(rows: Sequence[Mapping[str, Any]], name: str, bad: bool) -> l
                 message_from_dict(message)
             except (ValueError, RecursionError) as error:
                 if not bad:
-                    place = f'in message {number} of "{name}"'
-                    raise ValueError(f"has a broken call {place}: it is not valid JSON: {error}") from error
+                    text = f'has a broken call in message {number} of "{name}": it is not valid JSON: {error}'
+                    raise ValueError(text) from error
                 texts = [said.get("content"), f"<tool_call>\n{value}\n</tool_call>"]
                 message = {**said, "role": "assistant", "content": "\n".join(filter(None, texts))}
         found.append(message)

@@ -22,31 +22,37 @@ from itertools import chain
 from typing import Any
 
 from TrainingFactory.data.datasets import Row
-from TrainingFactory.data.examples import PAIRS, Form
+from TrainingFactory.data.examples import PAIRS, Form, useless
 from TrainingFactory.data.ranking import best_and_worst, one_sided, total
-from TrainingFactory.data.recordings import useless
 from TrainingFactory.data.trajectories import trajectory_from_dict
 from TrainingFactory.openai_form import message_to_dict, spec_to_dict
-from TrainingFactory.types import Trajectory
+from TrainingFactory.types import Status, Trajectory
 
 THRESHOLDS: dict[Form, float] = {"kto": 0.5, "prm": 0.0}
 
 
 @dataclass(slots=True)
 class Filters:
-    """What is kept. `tasks` are ids or patterns such as search-*; empty lists keep everything. `max_per_task` rows are
-    chosen at random by `seed`. `threshold` tells good from bad, rewards for kto (0.5 if None) and step rewards for prm
-    (0 if None)."""
+    """Choose the episodes that become rows; the text under each is its help on the command line."""
 
     min_reward: float | None = None
+    """Least reward, step rewards included."""
     max_reward: float | None = None
-    status: list[str] = field(default_factory=list)
+    """Greatest reward."""
+    status: list[Status] = field(default_factory=list)
+    """How the episode ended: done, max_turns, truncated. May be given several times."""
     tasks: list[str] = field(default_factory=list)
+    """Ids of tasks, or patterns such as 'search-*'. May be given several times."""
     max_per_task: int | None = None
+    """At most so many rows of a task, chosen at random."""
     dedupe: bool = False
+    """Rows that say the same of the same task count once."""
     min_margin: float = 0.0
+    """dpo, rm: by how much the better side of a pair must lead."""
     threshold: float | None = None
+    """kto: rewards above it are good (0.5 if not given). prm: turns with step rewards above it are good (0)."""
     seed: int = 0
+    """For the choice that --max-per-task makes."""
 
 
 @dataclass(slots=True)
@@ -70,7 +76,7 @@ class _Episode:
 
 
 def convert(rows: Iterable[Row], to: Form, filters: Filters | None = None) -> Converted:
-    """`rows` are those of a trajectories file, of which one at a time is in memory."""
+    """Read `rows`, those of a trajectories file, one at a time."""
     filters, done = filters or Filters(), Converted()
     episodes: list[_Episode] = []
     for row in rows:
@@ -167,7 +173,6 @@ def _pairs(episodes: list[_Episode], filters: Filters, dropped: Counter[str]) ->
 
 
 def _once(made: list[dict[str, Any]], dropped: Counter[str]) -> list[dict[str, Any]]:
-    """Rows that say the same of the same task count once."""
     seen: dict[str, dict[str, Any]] = {}
     for row in made:
         told = {key: value for key, value in row.items() if key not in ("id", "reward", "margin")}
@@ -177,12 +182,11 @@ def _once(made: list[dict[str, Any]], dropped: Counter[str]) -> list[dict[str, A
 
 
 def _limited(made: list[dict[str, Any]], filters: Filters, dropped: Counter[str]) -> list[dict[str, Any]]:
-    assert filters.max_per_task is not None
     numbers: dict[str, list[int]] = defaultdict(list)
     for number, row in enumerate(made):
         numbers[row["task"]].append(number)
     rng = random.Random(filters.seed)
-    drawn = (rng.sample(found, min(filters.max_per_task, len(found))) for found in numbers.values())
+    drawn = (rng.sample(found, min(filters.max_per_task or 0, len(found))) for found in numbers.values())
     kept = sorted(chain.from_iterable(drawn))
     dropped["--max-per-task"] += len(made) - len(kept)
     return [made[number] for number in kept]

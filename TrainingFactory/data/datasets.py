@@ -1,31 +1,26 @@
-"""Rows of a dataset, wherever it is, one at a time. Each says where it came from, for messages about it.
-
-A column that is null counts as not there. So does every key that Arrow filled with null (Parquet, saved and hub
-datasets give every nested object all keys of all rows): a tool has no parameters of other tools, a call no arguments of
-other calls.
-"""
+"""Read the rows of a dataset, wherever it is, one at a time; a column that is null counts as not there."""
 
 from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from TrainingFactory.data.lines import as_object, text_lines
 from TrainingFactory.texts import describe
 
 FILES = (".jsonl", ".ndjson", ".json", ".parquet", ".csv")
 KINDS = "a JSONL, JSON, Parquet or CSV file, a folder saved by datasets, or the id of a dataset on the hub"
+MAX_PROBLEMS = 10  # told at once
+Made = TypeVar("Made")
 WRAPPERS = ("data", "rows", "examples")  # where a JSON file has its list under a name
-MAX_CELL = 2**31 - 1  # characters; a conversation can be long
 
 
 @dataclass(slots=True)
 class Row:
-    """`problem` says why there are no columns; it goes on after `where`."""
+    """Holds the columns of a row; `problem` says why there are none, after `where` in messages."""
 
     where: str
     columns: dict[str, Any]
@@ -33,7 +28,7 @@ class Row:
 
 
 def read_rows(source: Any, split: str = "train") -> Iterator[Row]:
-    """`source` is a path, a hub id (`name` or `name:configuration`), a `datasets.Dataset` or dicts."""
+    """Yield the rows of a path, a hub id (`name` or `name:configuration`), a `datasets.Dataset` or dicts."""
     if not isinstance(source, str | Path):
         return _of_objects(source, split)
     path = Path(source).expanduser()
@@ -47,11 +42,6 @@ def read_rows(source: Any, split: str = "train") -> Iterator[Row]:
     return _of_dicts(_from_hub(str(source), split), str(source), arrow=True)
 
 
-def name_of(source: Any) -> str:
-    """What rows without an id of their own are named after."""
-    return Path(source).stem if isinstance(source, str | Path) else "row"
-
-
 def _of_lines(path: Path) -> Iterator[Row]:
     for number, line in text_lines(path):
         where = f"{path}, line {number}"
@@ -62,7 +52,7 @@ def _of_lines(path: Path) -> Iterator[Row]:
 
 
 def _of_json(path: Path) -> Iterator[Row]:
-    """A list of objects, alone or under a name such as `data`; or one object a line after all."""
+    """Read a list of objects, alone or under a name such as `data`; or one object a line after all."""
     try:
         value = json.loads(path.read_text(encoding="utf-8-sig", errors="surrogatepass") or "[]")
     except json.JSONDecodeError as error:
@@ -77,7 +67,7 @@ def _of_json(path: Path) -> Iterator[Row]:
 
 
 def _of_csv(path: Path) -> Iterator[Row]:
-    csv.field_size_limit(MAX_CELL)
+    csv.field_size_limit(2**31 - 1)  # characters; a conversation can be long
     with path.open(encoding="utf-8-sig", newline="") as file:
         reader = csv.DictReader(file)
         for row in reader:
@@ -98,9 +88,7 @@ def _of_folder(path: Path, split: str) -> Iterator[Row]:
     if (path / "trajectories.jsonl").is_file():  # a run
         return _of_lines(path / "trajectories.jsonl")
     if not any((path / name).is_file() for name in ("dataset_info.json", "dataset_dict.json")):
-        raise ValueError(
-            f"the folder {path} is no dataset: there is no dataset_info.json; a dataset is {KINDS}"
-        )
+        raise ValueError(f"the folder {path} is no dataset: there is no dataset_info.json in it")
     import datasets
 
     found = _split_of(datasets.load_from_disk(str(path)), str(path), split)
@@ -114,10 +102,8 @@ def _from_hub(source: str, split: str) -> Any:
     try:
         return datasets.load_dataset(name, configuration or None, split=split)
     except Exception as error:  # foreign code, at the far end of a network
-        raise ValueError(
-            f"{source} is no file here, and the hub did not give its split {split!r}: {describe(error)}. "
-            f"A dataset is {KINDS}; without a network, use a file or a saved dataset"
-        ) from error
+        text = f"{source} is no file here, and the hub did not give its split {split!r}"
+        raise ValueError(f"{text}: {describe(error)}. A dataset is {KINDS}") from error
 
 
 def _split_of(dataset: Any, name: str, split: str) -> Any:
@@ -132,8 +118,7 @@ def _of_objects(source: Any, split: str) -> Iterator[Row]:
     source = _split_of(source, "the dataset", split)
     if not isinstance(source, Iterable):
         raise ValueError(f"a dataset is {KINDS}, or a list of dicts, not a {type(source).__name__}")
-    arrow = type(source).__module__.partition(".")[0] == "datasets"  # Dataset or IterableDataset
-    return _of_dicts(source, None, arrow)
+    return _of_dicts(source, None, arrow=type(source).__module__.startswith("datasets."))
 
 
 def _of_dicts(rows: Iterable[Any], name: str | None, arrow: bool = False) -> Iterator[Row]:
@@ -148,7 +133,54 @@ def _of_dicts(rows: Iterable[Any], name: str | None, arrow: bool = False) -> Ite
 
 
 def _there(value: Any, deep: bool) -> Any:
-    """Without the keys that are null, at any depth where Arrow put them there."""
+    """Drop the keys that are null; `deep` where Arrow gave every nested object the keys of all rows."""
     if isinstance(value, Mapping):
         return {key: _there(item, deep) if deep else item for key, item in value.items() if item is not None}
     return [_there(item, deep) for item in value] if isinstance(value, list) else value
+
+
+def read_lines(
+    path: str | Path, what: str, form: str, read: Callable[[dict[str, Any], int], Made]
+) -> list[Made]:
+    """Return what `read` makes of each line's object and number; its ValueError goes on after "FILE, line N"."""
+    path = Path(path)
+    if not path.is_file():
+        raise ValueError(f"there is no file of {what} at {path}")
+    rows: list[Made] = []
+    problems: list[str] = []
+    for number, line in text_lines(path):
+        try:
+            rows.append(read(as_object(line, form), number))
+        except ValueError as error:
+            problems.append(f"{path}, line {number} {error}")
+    if problems:
+        raise ValueError(in_one(problems))
+    if not rows:
+        raise ValueError(f"{path} is empty: one JSON object a line is needed")
+    return rows
+
+
+def text_lines(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield the lines that are not blank, with their numbers."""
+    # utf-8-sig: some programs put a mark at the beginning. surrogatepass: what a model wrote may hold half a character.
+    with path.open(encoding="utf-8-sig", errors="surrogatepass") as file:
+        try:
+            yield from ((number, line) for number, line in enumerate(file, 1) if line.strip())
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path} is not a UTF-8 text: {error.reason}") from error
+
+
+def as_object(line: str, form: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"is not valid JSON: {error}") from error
+    if not isinstance(row, dict):
+        raise ValueError(f"must be an object {form}, not {line.strip()[:40]}")
+    return row
+
+
+def in_one(problems: Sequence[str]) -> str:
+    """Return the first of them, and how many more there are."""
+    more = [f"and {len(problems) - MAX_PROBLEMS} more"] if len(problems) > MAX_PROBLEMS else []
+    return "\n".join([*problems[:MAX_PROBLEMS], *more])

@@ -1,4 +1,4 @@
-"""Rows of a dataset as what an algorithm learns from: groups of conversations with rewards.
+"""Turn rows of a dataset into what an algorithm learns from: groups of conversations with rewards.
 
     sft   a conversation                         no reward
     dpo   a pair: "chosen" and "rejected"        1 (or the row's "margin") and 0
@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -31,14 +31,15 @@ from TrainingFactory.data.conversations import (
     tools_in,
     with_system,
 )
-from TrainingFactory.data.datasets import name_of, read_rows
-from TrainingFactory.data.lines import in_one
-from TrainingFactory.data.ranking import best_and_worst, one_sided
-from TrainingFactory.data.recordings import is_recording, recording, reward_of
-from TrainingFactory.types import Message, Reward
+from TrainingFactory.data.datasets import in_one, read_rows
+from TrainingFactory.data.ranking import best_and_worst, one_sided, total
+from TrainingFactory.data.trajectories import Kept, trajectory_from_dict
+from TrainingFactory.types import Message, Reward, ToolSpec, Trajectory
 
 Form = Literal["sft", "dpo", "kto", "rm", "prm"]
 PAIRS = ("dpo", "rm")
+COLUMNS = {"kto": ["label"], "prm": ["labels"], "dpo": ["chosen", "rejected"], "rm": ["chosen", "rejected"]}
+LOST = ("error", "tool_failure")  # ends of an episode that say nothing about the model
 WHOLE = ("messages", "conversations")
 NEEDS: dict[Form, str] = {
     "sft": '"messages" (and "tools"), "conversations" as ShareGPT has them, or "prompt" and "completion"',
@@ -52,25 +53,21 @@ TRUE, FALSE = ("true", "1", "1.0", "yes"), ("false", "0", "0.0", "no")  # as CSV
 
 @dataclass(slots=True)
 class Example:
-    """One conversation, a pair, or the recorded episodes of a task: what becomes one group of trajectories.
-    `where` says which row it came from, for messages."""
+    """Becomes a group of trajectories: one conversation, a pair, or the recorded episodes of a task."""
 
     id: str
-    where: str
+    where: str  # the row it came from, for messages
     conversations: list[Conversation]
 
 
 @dataclass(slots=True)
 class Examples:
-    """`bad` has a text for each row that was skipped; `unused` counts recorded episodes that teach nothing, by why;
-    `notes` are what a user should know."""
-
     form: Form
     found: list[Example]
     rows: int = 0
-    bad: list[str] = field(default_factory=list)
-    unused: Counter[str] = field(default_factory=Counter)
-    notes: list[str] = field(default_factory=list)
+    bad: list[str] = field(default_factory=list)  # a text for each row that was skipped
+    unused: Counter[str] = field(default_factory=Counter)  # recorded episodes that teach nothing, by why
+    notes: list[str] = field(default_factory=list)  # what a user should know
 
     def __len__(self) -> int:
         return len(self.found)
@@ -85,18 +82,19 @@ def load_examples(
     skip_bad_rows: bool = False,
     fits: Fits | None = None,
 ) -> Examples:
-    """`source` is what `read_rows` takes. All problems are told at once, by row and column, in one ValueError; with
-    `skip_bad_rows` they are kept in `bad` instead. At most the first `count` examples are kept."""
-    examples, stem = Examples(form, []), name_of(source)
+    """Return the first `count` examples; raise one ValueError with all problems, by row and column, or with
+    `skip_bad_rows` keep them in `bad`."""
+    examples, stem = Examples(form, []), Path(source).stem if isinstance(source, str | Path) else "row"
     together: dict[str, Example] = {}  # recorded episodes of a group, by its name
+    fits = fits and _shared(fits)
     for row in read_rows(source, split):
         examples.rows += 1
         try:
             if row.problem is not None:
                 raise ValueError(row.problem)
             name = str(row.columns.get("id", f"{stem}-{examples.rows}"))
-            if is_recording(row.columns):
-                found = recording(row.columns, form)
+            if "turns" in row.columns and "task" in row.columns:
+                found = _recorded(row.columns, form)
                 if isinstance(found, str):
                     examples.unused[found] += 1
                     continue
@@ -126,17 +124,59 @@ def load_examples(
     return examples
 
 
+def _shared(fits: Fits) -> Fits:
+    """Ask `fits` with one object for all equal tools: it looks at the schema of each object once."""
+    known: dict[str, ToolSpec] = {}
+
+    def shared(spec: ToolSpec, arguments: dict[str, Any]) -> str | None:
+        return fits(known.setdefault(repr(spec), spec), arguments)
+
+    return shared
+
+
 def _one_sided(examples: Examples) -> list[str]:
-    """What to say where all labels are the same, by the thresholds that algorithms have unless told otherwise."""
-    if examples.form not in ("kto", "prm"):
-        return []
+    """Return a note where all labels are the same, by the thresholds that algorithms have unless told otherwise."""
     scored = [each for example in examples.found for each in example.conversations]
+    note = None
     if examples.form == "kto":
         note = one_sided([reward_of(each) for each in scored], 0.5, "kto.threshold")
-    else:
+    elif examples.form == "prm":
         steps = [step for each in scored if each.reward for step in each.reward.steps]
         note = one_sided(steps, 0.0, "reward_model.threshold")
     return [note] if note else []
+
+
+def reward_of(conversation: Conversation) -> float:
+    assert conversation.reward is not None
+    return total(conversation.reward)
+
+
+def useless(trajectory: Trajectory, form: str) -> str | None:
+    """Return why an episode teaches nothing of that form."""
+    if trajectory.status in LOST:
+        return f"ended as {trajectory.status}"
+    if not trajectory.turns:
+        return "have no turn that came to its end"
+    if form != "sft" and trajectory.reward is None:
+        return "have no reward"
+    if form == "prm" and trajectory.reward and len(trajectory.reward.steps) != len(trajectory.turns):
+        return "have no reward for each turn"
+    return None
+
+
+def _recorded(columns: Mapping[str, Any], form: str) -> Conversation | str:
+    """Return a recorded episode, or why it teaches nothing."""
+    try:
+        episode = trajectory_from_dict(dict(columns))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"is not a trajectory: {error!r}") from error
+    if form == "sft" and episode.turns and episode.turns[-1].completion.finish != "stop":
+        episode = replace(episode, turns=episode.turns[:-1])  # no example of how to end a turn
+    if why := useless(episode, form):
+        return why
+    said = [message for turn in episode.turns for message in (turn.message, *turn.replies)]
+    found = Conversation(episode.group or episode.task.id, [*episode.prompt, *said], episode.tools)
+    return replace(found, recorded=Kept.of(episode), context=len(episode.prompt), reward=episode.reward)
 
 
 def _why_empty(examples: Examples, source: Any) -> str:
@@ -152,12 +192,12 @@ def _why_empty(examples: Examples, source: Any) -> str:
 def _conversations(
     columns: Mapping[str, Any], form: Form, name: str, fits: Fits | None
 ) -> list[Conversation]:
+    if not all(key in columns for key in COLUMNS.get(form, [])):
+        raise ValueError(_missing(columns, form))
     if form in PAIRS:
-        return _pair(columns, form, name, fits)
+        return _pair(columns, name, fits)
     if form == "prm":
         return [_labelled_turns(columns, name, fits)]
-    if form == "kto" and "label" not in columns:
-        raise ValueError(_missing(columns, form))
     good = form == "sft" or _label(columns["label"], "label")
     conversation, column = _single(columns, form, name, bad=not good)
     if form == "kto":
@@ -167,7 +207,7 @@ def _conversations(
 
 
 def _single(columns: Mapping[str, Any], form: Form, name: str, bad: bool = False) -> tuple[Conversation, str]:
-    """The conversation of a row, and the column to blame for its calls; a bad example may well show bad calls."""
+    """Return the conversation of a row, and the column to blame for its calls; a `bad` one may show bad calls."""
     if (column := next((key for key in WHOLE if key in columns), None)) is not None:
         messages = checked(conversation_in(columns, column, bad), column)
         return Conversation(name, messages, tools_in(columns), bad=_numbers(messages, bad)), column
@@ -189,9 +229,7 @@ def _joined(prompt: list[Message], answer: list[Message], column: str) -> list[M
     return checked(named_replies([*prompt, *answer]), f"prompt and {column}")
 
 
-def _pair(columns: Mapping[str, Any], form: Form, name: str, fits: Fits | None) -> list[Conversation]:
-    if "chosen" not in columns or "rejected" not in columns:
-        raise ValueError(_missing(columns, form))
+def _pair(columns: Mapping[str, Any], name: str, fits: Fits | None) -> list[Conversation]:
     tools, prompt = tools_in(columns), prompt_in(columns) if "prompt" in columns else []
     sides = [_side(columns, side, prompt) for side in ("chosen", "rejected")]
     common = _common(*sides)
@@ -215,14 +253,12 @@ def _pair(columns: Mapping[str, Any], form: Form, name: str, fits: Fits | None) 
 
 
 def _side(columns: Mapping[str, Any], column: str, prompt: list[Message]) -> list[Message]:
-    """The whole conversation of one side; it may repeat the prompt."""
+    """Return the whole conversation of one side; it may repeat the prompt."""
     answer = text_or_messages(columns, column, "assistant", bad=column == "rejected")
     if answer[0].role == "user":
         answer = with_system(columns, answer)
     if not prompt and answer[0].role == "assistant":
-        raise ValueError(
-            f'has no "prompt", and "{column}" begins with the answer: the two need a common prompt'
-        )
+        raise ValueError(f'has no "prompt", and "{column}" begins with the answer')
     asked = [message for message in prompt if message.role == "user"][-1:]
     repeats = isinstance(columns.get("prompt"), str) and any(message in asked for message in answer)
     whole = answer[0].role in ("system", "user") and (repeats or answer[: len(prompt)] == prompt)
@@ -232,25 +268,17 @@ def _side(columns: Mapping[str, Any], column: str, prompt: list[Message]) -> lis
 
 
 def _common(chosen: list[Message], rejected: list[Message]) -> int:
-    """How many messages both begin with, before an answer that differs."""
-    same = 0
-    while same < min(len(chosen), len(rejected)) and chosen[same] == rejected[same]:
-        same += 1
+    """Return how many messages both begin with, before an answer that differs."""
+    pairs = list(zip(chosen, rejected, strict=False))
+    same = next((number for number, (one, other) in enumerate(pairs) if one != other), len(pairs))
     # Where the answer is the same and what came back differs, that answer is where they part.
-    while same and not all(
-        same < len(side) and side[same].role == "assistant" for side in (chosen, rejected)
-    ):
-        same -= 1
-    if not same:
-        raise ValueError(
-            'has no common prompt: "chosen" and "rejected" must begin with the same messages and differ in an answer'
-        )
-    return same
+    answers = [n for n, pair in enumerate(pairs) if all(each.role == "assistant" for each in pair)]
+    if found := max((number for number in answers if number <= same), default=0):
+        return found
+    raise ValueError('has no common prompt before answers that differ in "chosen" and "rejected"')
 
 
 def _labelled_turns(columns: Mapping[str, Any], name: str, fits: Fits | None) -> Conversation:
-    if "labels" not in columns:
-        raise ValueError(_missing(columns, "prm"))
     labels = [_label(label, "labels") for label in as_list(columns["labels"], "labels")]
     if "completions" in columns and "prompt" in columns:
         steps = as_list(columns["completions"], "completions")

@@ -1,9 +1,6 @@
-"""Training rows packed as prefix trees: what rows have in common at their beginning is stored, and later
-computed, once. The only place that shifts: a trained token is predicted by the output at the token before it.
-
-Rows are sorted by their tokens, which puts those that begin alike side by side, and cut into packs of at most
-`token_budget` tokens of the tree (a single episode or pair may have more: its rows stay together). In a pack a node
-holds a run of tokens; a row is a path from the top.
+"""Pack training rows as prefix trees, in which what rows have in common at their beginning is computed once. The only
+place that shifts: a trained token is predicted by the output at the token before it. In a pack, of at most
+`token_budget` tokens unless an episode or pair has more, a node holds a run of tokens; a row is a path from the top.
 
         row 0  P P P a a      nodes   0: P P P            flat  P P P a a b b b
         row 1  P P P b b b            1: a a   (parent 0)
@@ -14,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 import numpy as np
@@ -37,7 +34,7 @@ class Node:
 
 @dataclass(slots=True)
 class Pack:
-    """N tokens of a tree, the M trained tokens of its rows (row by row, in order), and their E episodes."""
+    """Holds N tokens of a tree, the M trained tokens of its rows (row by row, in order), and their E episodes."""
 
     token_ids: np.ndarray  # [N]
     positions: np.ndarray  # [N] position within a row
@@ -63,7 +60,7 @@ class Pack:
 
 
 def pack(samples: Sequence[Sample], token_budget: int = 16_384, sharing: bool = True) -> list[Pack]:
-    """`sharing=False` gives every row a node of its own, and counts the budget as if rows were padded."""
+    """Pack the rows; without `sharing` each has a node of its own, and the budget counts them as if padded."""
     for number, sample in enumerate(samples):
         if sample.loss_mask and sample.loss_mask[0]:
             raise ValueError(f"row {number} trains its first token, which nothing comes before")
@@ -88,7 +85,7 @@ def pack(samples: Sequence[Sample], token_budget: int = 16_384, sharing: bool = 
 
 
 def _units(samples: Sequence[Sample], ids: list[np.ndarray], sharing: bool) -> list[list[int]]:
-    """Numbers of the rows that stay together, in the order in which they are packed."""
+    """Return the numbers of the rows that stay together, in the order in which they are packed."""
 
     # Without sharing, rows of like length side by side need little padding.
     def key(number: int) -> Any:
@@ -101,7 +98,7 @@ def _units(samples: Sequence[Sample], ids: list[np.ndarray], sharing: bool) -> l
 
 
 def _tree_size(ids: list[np.ndarray], rows: list[int]) -> int:
-    """Tokens of a tree over sorted rows that had a node for every saving."""
+    """Count the tokens of a tree over sorted rows that had a node for every saving."""
     common = sum(shared_prefix(ids[left], ids[right]) for left, right in pairwise(rows))
     return sum(len(ids[row]) for row in rows) - common
 
@@ -124,7 +121,7 @@ class _Tree:
         self.grow(0, len(ids), 0, -1)
 
     def grow(self, first: int, last: int, depth: int, parent: int) -> None:
-        """Rows first..last-1 have their first `depth` tokens in the nodes above."""
+        """Add nodes for rows first..last-1, whose first `depth` tokens are in the nodes above."""
         level = self.nodes[parent].level + 1 if parent >= 0 else 0
         if last - first == 1:
             self._node(first, last, depth, len(self.ids[first]), parent, level)
@@ -152,7 +149,7 @@ class _Tree:
         return len(self.nodes) - 1
 
     def places(self, row: int) -> np.ndarray:
-        """The flat index of each token of a row."""
+        """Return the flat index of each token of a row."""
         nodes = (self.nodes[number] for number in self.paths[row])
         return np.concatenate([np.arange(node.start, node.start + node.length) for node in nodes])
 
@@ -160,7 +157,7 @@ class _Tree:
 def _packs(
     samples: Sequence[Sample], ids: list[np.ndarray], units: list[list[int]], budget: int, sharing: bool
 ) -> list[Pack]:
-    """One pack, or several where the tree is larger than was counted on: it has no node for small savings."""
+    """Make one pack, or several where the tree is larger than was counted on: it has no node for small savings."""
     rows = [number for unit in units for number in unit]
     if sharing:
         rows.sort(key=lambda number: samples[number].token_ids)
@@ -168,10 +165,8 @@ def _packs(
     tree = _Tree([ids[number] for number in rows], shared)
     half = len(units) // 2
     if half and tree.size > budget:
-        return [
-            *_packs(samples, ids, units[:half], budget, sharing),
-            *_packs(samples, ids, units[half:], budget, sharing),
-        ]
+        parts = (_packs(samples, ids, part, budget, sharing) for part in (units[:half], units[half:]))
+        return [*chain.from_iterable(parts)]
     return [_pack(samples, ids, rows, tree)]
 
 
@@ -186,10 +181,9 @@ def _pack(samples: Sequence[Sample], ids: list[np.ndarray], batch: list[int], tr
     order = {episode: number for number, episode in enumerate(first)}
 
     def of(values: Iterable[Any], kind: Any, shift: int = 0) -> np.ndarray:
-        """What each row has at its trained tokens, or so many before them."""
-        return np.concatenate(
-            [np.asarray(v, kind)[at - shift] for v, at in zip(values, trained, strict=True)]
-        )
+        """Return what each row has at its trained tokens, or so many before them."""
+        pairs = zip(values, trained, strict=True)
+        return np.concatenate([np.asarray(value, kind)[at - shift] for value, at in pairs])
 
     known = [sample.reference for sample in rows]
     return Pack(
@@ -214,7 +208,7 @@ def _pack(samples: Sequence[Sample], ids: list[np.ndarray], batch: list[int], tr
 
 
 def _pairs(episodes: Iterable[Sample], order: dict[int, int]) -> np.ndarray:
-    """Of every two episodes that belong together, the one with the higher label and the other. [P, 2]"""
+    """Return [P, 2]: of every two episodes that belong together, the one with the higher label and the other."""
     found: dict[int, list[Sample]] = {}
     for sample in episodes:
         found.setdefault(sample.pair, []).append(sample)
@@ -225,8 +219,7 @@ def _pairs(episodes: Iterable[Sample], order: dict[int, int]) -> np.ndarray:
 
 @dataclass(slots=True)
 class Batch:
-    """Everything one update is made from. The counts are over the whole step, so that the gradient does not
-    depend on how the rows were packed."""
+    """Holds all that one update is made from; counts are over the whole step, whatever the packs."""
 
     packs: list[Pack]
     rows: int  # training rows
@@ -241,8 +234,7 @@ class Batch:
 def make_batch(
     samples: Sequence[Sample], token_budget: int = 16_384, sharing: bool = True, mismatched: bool = False
 ) -> Batch:
-    """`sharing=False` is for models that cannot share prefixes, see `Learner.sharing`; `mismatched` for objectives
-    that need it."""
+    """Pack the rows of a step; without `sharing` for models that cannot share prefixes, see `Learner.sharing`."""
     packs = pack(samples, token_budget, sharing)
     return Batch(
         packs,

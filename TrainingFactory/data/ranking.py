@@ -1,4 +1,4 @@
-"""Which episodes of a group are better: the one rule for pairs, whatever they are made of."""
+"""Tell which episodes of a group are better: the one rule for pairs, whatever they are made of."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ ROUNDING = 1e-6  # of the larger of two rewards
 
 
 def total(reward: Reward) -> float:
-    """Outcome and step rewards together."""
+    """Return outcome and step rewards together."""
     return reward.outcome + sum(reward.steps)
 
 
 def best_and_worst(
     group: Iterable[Scored], reward: Callable[[Scored], float]
 ) -> tuple[Scored, Scored] | None:
-    """The first of the best and the first of the worst; None where all earned the same, up to rounding."""
+    """Return the first of the best and the first of the worst; None where all earned the same, up to rounding."""
     members = list(group)
     if not members:
         return None
@@ -29,7 +29,7 @@ def best_and_worst(
 
 
 def one_sided(rewards: Sequence[float], threshold: float, key: str) -> str | None:
-    """What to say where none of the rewards is over the threshold, which `key` sets, or all are."""
+    """Return what to say where none of the rewards is over the threshold, which `key` sets, or all are."""
     low, high = min(rewards, default=0.0), max(rewards, default=0.0)
     if not rewards or low <= threshold < high:
         return None

@@ -1,4 +1,4 @@
-"""Episodes in the tokens of another model: what was sampled stays where the two write alike, else it is rewritten."""
+"""Write episodes in the tokens of another model; what was sampled stays where the two write alike."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from TrainingFactory.types import Completion, Trajectory, Turn
 
 
 class Unreadable(ValueError):
-    """A call in the episode could not be read, so that nobody can say how another model would have written it."""
+    """Says that a call could not be read, so that nobody knows how another model would have written it."""
 
 
 def written_by(chat: ChatFormat, trajectory: Trajectory) -> Trajectory:
-    """The episode as this model would have written it; the very same where its tokens are this model's. A turn that was
-    cut has no stop token here either. Raises Unreadable where it holds a call that could not be read."""
+    """Return the episode as this model would have written it; the very same where its tokens are this model's."""
     turns: list[Turn] = []
     ids = chat.render(trajectory.prompt, trajectory.tools)
     if ids == trajectory.turns[0].prompt_ids and all(
-        chat.parse(turn.completion.token_ids, turn.prompt_ids, trajectory.tools).content == turn.message.content
+        chat.parse(turn.completion.token_ids, turn.prompt_ids, trajectory.tools).content
+        == turn.message.content
         for turn in trajectory.turns
     ):
         return trajectory

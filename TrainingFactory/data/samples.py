@@ -1,4 +1,4 @@
-"""From a trajectory to training rows. The only place that builds a loss mask."""
+"""Turn trajectories into training rows. The only place that builds a loss mask."""
 
 from __future__ import annotations
 
@@ -21,24 +21,18 @@ def to_samples(
     pair: int = -1,
     label: float = 0.0,
 ) -> list[Sample]:
-    """The turns merged into one row; another row starts only where a prompt does not continue the row so far.
+    """Merge the turns into one row; another starts only where a prompt does not continue the row so far.
 
-    With prompt P, sampled turns A0 and A1 and the environment's tokens E0 between them:
+        token_ids  P + A0 + E0 + A1         prompt, a sampled turn, the environment's tokens, a sampled turn
+        loss_mask  0...  1...  0...  1...   `turns="last"` trains A1 alone, `tokens="last"` the last token of each turn
 
-        token_ids  P + A0 + E0 + A1
-        loss_mask  0...  1...  0...  1...
-
-    `advantages` and `rewards` have one entry per turn, zeros if not given. A turn's advantage stands on all
-    its sampled tokens, its reward on the last of them. `turns="last"` trains the last turn alone, and
-    `tokens="last"` the last token of each turn. `pair` and `label` are those of the rows.
-    """
+    `advantages` (on all sampled tokens of a turn) and `rewards` (on the last of them) have one entry per turn."""
     count = len(trajectory.turns)
-    advantages = [0.0] * count if advantages is None else advantages
-    rewards = [0.0] * count if rewards is None else rewards
-    if not len(advantages) == len(rewards) == count:
-        raise ValueError(f"{count} turns, {len(advantages)} advantages, {len(rewards)} rewards: one per turn")
+    zeros, spans = [0.0] * count, turn_spans(trajectory)
+    given = (zeros if advantages is None else advantages, zeros if rewards is None else rewards)
     rows: list[Sample] = []
-    for number, (turn, span) in enumerate(zip(trajectory.turns, turn_spans(trajectory), strict=True)):
+    values = zip(trajectory.turns, spans, *given, strict=True)
+    for number, (turn, span, advantage, reward) in enumerate(values):
         if span.row == len(rows):
             rows.append(Sample([], [], [], [], [], [], pair=pair, label=label))
             rows[-1].episode, rows[-1].pair = rows[0].episode, rows[0].pair
@@ -51,12 +45,10 @@ def to_samples(
             trained[:-1] = [False] * (new - 1)
         row.token_ids += context + sampled.token_ids
         row.loss_mask += [False] * known + trained
-        row.logprobs += [0.0] * known
-        row.logprobs += [
-            value if used else 0.0 for value, used in zip(sampled.logprobs, trained, strict=True)
-        ]
-        row.advantages += [0.0] * known + [advantages[number] if used else 0.0 for used in trained]
-        row.rewards += [0.0] * (known + new - 1) + [rewards[number]]
+        known_as = zip(sampled.logprobs, trained, strict=True)
+        row.logprobs += [0.0] * known + [value if used else 0.0 for value, used in known_as]
+        row.advantages += [0.0] * known + [advantage if used else 0.0 for used in trained]
+        row.rewards += [0.0] * (known + new - 1) + [reward]
         row.policy_version += [sampled.policy_version] * (known + new)
     return rows
 
@@ -82,10 +74,8 @@ def turn_spans(trajectory: Trajectory) -> list[Span]:
 
 
 def mismatched(samples: Sequence[Sample]) -> list[Sample]:
-    """Each prompt with the answer that another episode gave to another prompt, trained where it was sampled. Answers
-    move on by as many places as the most frequent prompt has episodes, equal prompts side by side; one that meets its
-    own prompt again is left out, and so is a row longer than all that were given, which are known to fit. Of an
-    episode in several rows the first one counts."""
+    """Return each prompt with the answer that another episode gave to another prompt. Answers move on by as many places
+    as the most frequent prompt has episodes; a row longer than all given ones, which are known to fit, is left out."""
     first: dict[int, Sample] = {}
     for sample in samples:
         if any(sample.loss_mask):

@@ -1,4 +1,4 @@
-"""Tasks from a file: one JSON object a line with a "prompt" and, as wanted, "id", "answer" and other keys."""
+"""Read tasks from a file: one JSON object a line with a "prompt" and, as wanted, "id", "answer" and other keys."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from TrainingFactory.data.conversations import text_or_messages
-from TrainingFactory.data.lines import read_lines
+from TrainingFactory.data.datasets import read_lines
 from TrainingFactory.types import Message, Task
 
 
 def load_tasks(path: str | Path) -> list[Task]:
-    """`prompt` is a text or a list of OpenAI-style messages. A task without `id` is named after its line;
-    keys that are not part of a task go to its metadata."""
+    """Return the tasks; one without `id` is named after its line, keys that are not part of a task are metadata."""
     stem = Path(path).stem
     line_of: dict[str, int] = {}
 
@@ -33,15 +32,9 @@ def _task(row: dict[str, Any], default_id: str) -> Task:
     if not isinstance(metadata, dict):
         raise ValueError('has a "metadata" that is not an object')
     rest = {key: value for key, value in row.items() if key not in ("id", "prompt", "answer", "metadata")}
-    return Task(str(row.get("id", default_id)), _prompt(row), row.get("answer"), rest | metadata)
-
-
-def _prompt(row: dict[str, Any]) -> str | list[Message]:
-    if isinstance(row["prompt"], str) and row["prompt"].strip():
-        return row["prompt"]
-    messages = text_or_messages(row, "prompt", "user")
-    if messages[-1].role == "assistant":
-        raise ValueError(
-            'has a "prompt" that must end before the model\'s turn, not with an assistant message'
-        )
-    return messages
+    prompt: str | list[Message] = row["prompt"]
+    if not isinstance(prompt, str) or not prompt.strip():
+        prompt = text_or_messages(row, "prompt", "user")
+        if prompt[-1].role == "assistant":
+            raise ValueError('has a "prompt" that must end before the model\'s turn')
+    return Task(str(row.get("id", default_id)), prompt, row.get("answer"), rest | metadata)

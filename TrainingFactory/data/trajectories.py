@@ -1,8 +1,5 @@
-"""Trajectories on disk: one JSON object a line, readable without us, and read back exactly as they were.
-
-Messages and tools are OpenAI-style. Of a turn's prompt only what is new since the turn before is written
-(`new_ids`), because each prompt repeats all that came earlier.
-"""
+"""Write trajectories to disk, one JSON object a line, and read them back exactly as they were. Of a turn's prompt only
+what is new since the turn before is written (`new_ids`), because each prompt repeats all that came earlier."""
 
 from __future__ import annotations
 
@@ -33,8 +30,7 @@ def save_trajectories(path: str | Path, trajectories: Iterable[Trajectory], appe
 
 
 def load_trajectories(path: str | Path, groups: str = "", growing: bool = False) -> Iterator[Trajectory]:
-    """One at a time, so that a long run's file need not fit into memory; only those whose group's name begins with
-    `groups`. Of a file that is still `growing` the last line may not be whole yet, and then it is left out."""
+    """Yield those whose group's name begins with `groups`; the last line of a `growing` file may not be whole."""
     with Path(path).open(encoding="utf-8", errors=KEEP_ALL) as file:
         for number, line in enumerate(file, 1):
             if growing and not line.endswith("\n"):
@@ -94,13 +90,13 @@ def trajectory_from_dict(row: dict[str, Any]) -> Trajectory:
 
 @dataclass(slots=True, eq=False, repr=False)
 class Kept:
-    """A trajectory in little memory: ids and log-probs are arrays, and of prompts there is only what is new."""
+    """Keeps a trajectory in little memory: ids and log-probs are arrays, and of prompts there is only what is new."""
 
     head: Trajectory  # without its turns
     turns: list[tuple[bool, np.ndarray, np.ndarray, np.ndarray, Turn]]
 
     def __repr__(self) -> str:
-        """Quick, and another one where any token is: runs tell by it whether their data are the same."""
+        """Return another text where any token is another: runs tell by it whether their data are the same."""
         turns = [(*turn[:1], *(ids.tobytes() for ids in turn[1:3]), turn[4]) for turn in self.turns]
         return f"Kept({self.head!r}, {turns!r})"
 
@@ -120,24 +116,20 @@ class Kept:
         turns, before = [], []
         for continues, new_ids, token_ids, logprobs, bare in self.turns:
             sampled = replace(bare.completion, token_ids=token_ids.tolist(), logprobs=logprobs.tolist())
-            turn = replace(
-                bare, prompt_ids=(before if continues else []) + new_ids.tolist(), completion=sampled
-            )
-            turns.append(turn)
-            before = turn.prompt_ids + sampled.token_ids
+            prompt_ids = (before if continues else []) + new_ids.tolist()
+            turns.append(replace(bare, prompt_ids=prompt_ids, completion=sampled))
+            before = prompt_ids + sampled.token_ids
         return replace(self.head, turns=turns)
 
     @property
     def length(self) -> int:
-        """Tokens of the longest prompt with its answer."""
-        lengths = [0]
-        for continues, new_ids, token_ids, _, _ in self.turns:
-            lengths.append((lengths[-1] if continues else 0) + len(new_ids) + len(token_ids))
-        return max(lengths)
+        """Return the tokens of the longest prompt with its answer."""
+        turns = self.trajectory().turns
+        return max((len(turn.prompt_ids) + len(turn.completion.token_ids) for turn in turns), default=0)
 
 
 def _new_ids(turn: Turn, before: list[int]) -> tuple[bool, list[int]]:
-    """Whether the turn's prompt continues what came before, and what is new in it."""
+    """Return whether the turn's prompt continues what came before, and what is new in it."""
     continues = bool(before) and turn.prompt_ids[: len(before)] == before
     return continues, turn.prompt_ids[len(before) :] if continues else turn.prompt_ids
 

@@ -7,31 +7,36 @@ import hmac
 import json
 import logging
 import re
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from sse_starlette.event import ServerSentEvent
 from sse_starlette.sse import AppStatus, EventSourceResponse
 from starlette.exceptions import HTTPException
 
-from TrainingFactory.http.errors import ApiError
 from TrainingFactory.http.listen import is_loopback
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
 MAX_BODY = 16 * 1024 * 1024  # bytes
+KINDS = {401: "authentication_error", 429: "rate_limit_error", 500: "server_error", 503: "server_error"}
 
 
-@dataclass(slots=True)
-class Events:
-    """Answer with server-sent events: each text is the data of one."""
+class ApiError(Exception):
+    """Tells a client what is wrong, as OpenAI's servers do: a status, and in JSON the field and why."""
 
-    texts: AsyncGenerator[str, None]
+    def __init__(
+        self, message: str, param: str | None = None, *, status: int = 400, code: str = "invalid_value"
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        kind = KINDS.get(status, "invalid_request_error")
+        self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
-Handler = Callable[[bytes], Awaitable[dict[str, Any] | Events]]
+# JSON, or the data of server-sent events
+Answer = dict[str, Any] | AsyncGenerator[str, None]
+Handler = Callable[[bytes], Awaitable[Answer]]
 
 
 class Api:
@@ -42,7 +47,6 @@ class Api:
         self.app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
         self.app.add_exception_handler(HTTPException, self._no_such_page)
         self._key, self._local = key, local
-        self._pages: list[str] = []
         AppStatus.disable_automatic_graceful_drain()  # streams may finish within the time after Ctrl-C
 
     def get(self, path: str, answer: Callable[[], dict[str, Any]], keyed: bool = True) -> None:
@@ -65,9 +69,7 @@ class Api:
             found = await _unless_gone(request, answer(body))
             if found is None:
                 return Response(status_code=499)  # nobody reads it
-            if isinstance(found, Events):
-                return _Stream(found.texts)
-            return _json(found)
+            return _json(found) if isinstance(found, dict) else _Stream(found)
 
         self._add("POST", path, handler)
 
@@ -81,9 +83,8 @@ class Api:
             except Exception as caught:
                 error = caught
             told = failure(error)
-            return _json(told.body(), told.status, {"retry-after": "1"} if told.status == 429 else None)
+            return _json(told.body, told.status, {"retry-after": "1"} if told.status == 429 else None)
 
-        self._pages.append(f"{method} {path}")
         self.app.add_api_route(path, guarded, methods=[method], response_model=None)
 
     def _check(self, request: Request, keyed: bool) -> None:
@@ -104,9 +105,8 @@ class Api:
     async def _no_such_page(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         text = f"{request.method} {request.url.path[:80]}: {error.detail}"
-        pages = f"{', '.join(self._pages[:-1])} and {self._pages[-1]}"
-        told = ApiError(f"{text}; there are {pages}", status=error.status_code, code="not_found")
-        return _json(told.body(), told.status)
+        told = ApiError(text, status=error.status_code, code="not_found")
+        return _json(told.body, told.status)
 
 
 class _Stream(EventSourceResponse):
@@ -121,7 +121,7 @@ class _Stream(EventSourceResponse):
         try:
             await super().__call__(scope, receive, send)
         except asyncio.CancelledError:
-            last = ServerSentEvent(json.dumps(_stopping().body()), sep="\n").encode()
+            last = ServerSentEvent(json.dumps(_stopping().body), sep="\n").encode()
             await send({"type": "http.response.body", "body": last, "more_body": False})
         finally:
             await self._texts.aclose()
@@ -142,7 +142,7 @@ def failure(error: BaseException) -> ApiError:
     return ApiError(text, status=500, code="internal_error")
 
 
-async def _unless_gone(request: Request, work: Coroutine[Any, Any, T] | Awaitable[T]) -> T | None:
+async def _unless_gone(request: Request, work: Awaitable[Answer]) -> Answer | None:
     """Await the work; None where the client hangs up before it is done, and then it is cancelled."""
 
     async def hung_up() -> None:

@@ -29,19 +29,13 @@ def key_from(variable: str | None) -> str | None:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Bind a socket, which nobody can connect to before it listens."""
-    bound = None
+    """Return a socket that listens; who connects now is answered as soon as the server runs."""
     try:
-        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        bound = socket.socket(family, kind)
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.bind(address)
-    except (OSError, OverflowError) as error:
-        if bound is not None:
-            bound.close()
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        return socket.create_server(address[:2], family=family, backlog=1024)  # type: ignore[arg-type]
+    except OSError as error:
         text = f"cannot serve at --host {host}, --port {port}: {error}; --port 0 picks a free one"
         raise ValueError(text) from error
-    return bound
 
 
 def address_of(bound: socket.socket) -> str:

@@ -12,12 +12,10 @@ It is written aside and renamed, so that a folder with this name is whole, whate
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +28,11 @@ from TrainingFactory.learning.heads import save_head
 from TrainingFactory.learning.learner import Learner
 
 FORMAT = 1
-TOLD = 3  # differences named in an error
 SAMPLED = 1024  # numbers of each frozen weight that tell one base model from another
 
 
 def save_checkpoint(folder: str | Path, learner: Learner, tokenizer: Any, state: dict[str, Any]) -> None:
-    """`state` is JSON. OSError where it cannot be written; then nothing with this name is there or changed."""
+    """Write the learner and `state`, which is JSON; raise OSError, with nothing of that name changed, if it fails."""
     folder = Path(folder)
     part = folder.with_name(f".{folder.name}.part")
     try:
@@ -59,8 +56,7 @@ def load_checkpoint(folder: str | Path, learner: Learner) -> dict[str, Any]:
     if about.get("format") != FORMAT:
         raise ValueError(f"{folder} was written in format {about.get('format')}; this version reads {FORMAT}")
     if differences := _differences(about["model"], _identity(learner)):
-        told = "; ".join(differences[:TOLD])
-        raise ValueError(f"{folder} is not a checkpoint of this model: {told}")
+        raise ValueError(f"{folder} is not a checkpoint of this model: {'; '.join(differences[:3])}")
     try:
         with safe_open(folder / "learner.safetensors", "pt") as file:
             _load_optimizers(learner, file, about["optimizers"])
@@ -79,7 +75,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def remove(folder: Path) -> None:
-    """Takes the name away first, so that half a checkpoint is never taken for a whole one."""
+    """Take the name away first, so that half a checkpoint is never taken for a whole one."""
     if folder.exists():
         gone = folder.with_name(f".{folder.name.removeprefix('.')}.gone")
         shutil.rmtree(gone, ignore_errors=True)
@@ -89,12 +85,13 @@ def remove(folder: Path) -> None:
 
 def _write(part: Path, learner: Learner, tokenizer: Any, state: dict[str, Any]) -> None:
     adapter = {"save_embedding_layers": False} if learner.model is not learner.causal else {}
-    with _no_bars():
-        learner.model.save_pretrained(part, **adapter)
+    hf_logging.disable_progress_bar()  # one for each file that it writes, over whatever the run shows
+    learner.model.save_pretrained(part, **adapter)
     tokenizer.save_pretrained(part)
     if learner.head is not None and learner.critic is None:  # that of a critic says nothing about the model
         save_head(part, learner.head)
-    masters, names = _masters(learner), _names(learner)
+    masters = _masters(learner)
+    names = {id(master): name for name, master in masters.items()}
     tensors = {f"weight/{name}": master.detach().contiguous() for name, master in masters.items()}
     numbers: list[dict[str, dict[str, Any]]] = []
     for index, optimizer in enumerate(learner.optimizers):
@@ -107,30 +104,13 @@ def _write(part: Path, learner: Learner, tokenizer: Any, state: dict[str, Any]) 
                 else:
                     numbers[index].setdefault(name, {})[key] = value
     save_file(tensors, part / "learner.safetensors")
-    model = _identity(learner)
-    about = {"format": FORMAT, "steps": learner.steps, "model": model, "optimizers": numbers}
+    about = {"format": FORMAT, "steps": learner.steps, "model": _identity(learner), "optimizers": numbers}
     (part / "learner.json").write_text(json.dumps(about, indent=1), encoding="utf-8")
     (part / "state.json").write_text(json.dumps(state, indent=1), encoding="utf-8")
 
 
-@contextlib.contextmanager
-def _no_bars() -> Iterator[None]:
-    """transformers draws a bar for each file that it writes, over whatever the run shows."""
-    shown = hf_logging.is_progress_bar_enabled()
-    hf_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            hf_logging.enable_progress_bar()
-
-
 def _masters(learner: Learner) -> dict[str, torch.nn.Parameter]:
     return dict(zip(learner._weights.names, learner._weights.masters, strict=True))
-
-
-def _names(learner: Learner) -> dict[int, str]:
-    return {id(master): name for name, master in _masters(learner).items()}
 
 
 @torch.no_grad()
@@ -141,7 +121,7 @@ def _load_weights(learner: Learner, file: Any) -> None:
 
 
 def _load_optimizers(learner: Learner, file: Any, numbers: list[dict[str, dict[str, Any]]]) -> None:
-    names = _names(learner)
+    names = {id(master): name for name, master in _masters(learner).items()}
     stored: dict[tuple[int, str], dict[str, Any]] = {}
     for full in file.keys():  # noqa: SIM118  (no mapping: safetensors' own object)
         if full.startswith("optimizer/"):

@@ -75,11 +75,10 @@ def head_of(model: PreTrainedModel) -> Head:
 @torch.no_grad()
 def check_head(model: PreTrainedModel) -> None:
     """Refuse a model whose own logits are not what `head_of` makes of its hidden states."""
-    probe = _probe(model, sharing=False)
-    with _evaluating(model):
-        ids = torch.from_numpy(probe.token_ids).to(model.device)[None]
-        own = model(input_ids=ids, use_cache=False).logits[0].float()
-        made = head_of(model)(model.base_model(input_ids=ids, use_cache=False).last_hidden_state[0]).float()
+    ids = torch.from_numpy(_probe(model, sharing=False).token_ids).to(model.device)[None]
+    model.eval()  # an update sets it to train again
+    own = model(input_ids=ids, use_cache=False).logits[0].float()
+    made = head_of(model)(model.base_model(input_ids=ids, use_cache=False).last_hidden_state[0]).float()
     if made.shape != own.shape or not _alike(made, own, 1e-2 if model.dtype != torch.float32 else 1e-4):
         raise ValueError(
             f"a {model.config.model_type!r} model cannot be trained: its forward does something to the logits "
@@ -93,16 +92,14 @@ def why_not_shared(model: PreTrainedModel) -> str | None:
     layers = getattr(model.config.get_text_config(), "layer_types", None) or []  # foreign attribute
     if odd := sorted({str(layer) for layer in layers} - {"full_attention"}):
         return f"it has {' and '.join(odd)} layers"
-    if not model._can_set_attn_implementation():
-        return "its attention does not go through transformers' attention interface"
-    with _evaluating(model):
-        apart, probe = _probe(model, sharing=False), _probe(model, sharing=True)
-        plain = row_states(model, apart)
-        try:
-            with tree_mode(model):
-                shared = tree_states(model, probe)
-        except Exception as error:  # foreign code, which may not know our keyword or ask for what we lack
-            return f"its layers do not run over a tree ({str(error).splitlines()[0]})"
+    model.eval()
+    apart, probe = _probe(model, sharing=False), _probe(model, sharing=True)
+    plain = row_states(model, apart)
+    try:
+        with tree_mode(model):
+            shared = tree_states(model, probe)
+    except Exception as error:  # foreign code, which may not know our keyword or ask for what we lack
+        return f"its layers do not run over a tree ({str(error).splitlines()[0]})"
     # The probe trains all tokens but the first, so `source` lists where the tokens of the rows stand.
     rows, trees = (states[_places(pack)] for states, pack in ((plain, apart), (shared, probe)))
     if not _alike(trees, rows, 5e-2 if model.dtype != torch.float32 else 1e-3):
@@ -130,15 +127,3 @@ def _probe(model: PreTrainedModel, sharing: bool) -> Pack:
         samples.append(Sample(row, [False] + [True] * (len(row) - 1), zeros, zeros, zeros, [0] * len(row)))
     (only,) = pack(samples, 10_000, sharing)
     return only
-
-
-@contextlib.contextmanager
-def _evaluating(model: PreTrainedModel) -> Iterator[None]:
-    """Without dropout for a while."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training

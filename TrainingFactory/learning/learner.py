@@ -81,7 +81,7 @@ class Learner:
         return [self.model] if self.critic is None else [self.model, self.critic]
 
     def _set_training(self, training: bool) -> None:
-        """Dropout, and with it gradient checkpointing, on or off."""
+        """Switch dropout, and with it gradient checkpointing, on or off."""
         for each in self._trained_models():
             each.train(training)
 
@@ -91,7 +91,7 @@ class Learner:
 
     @torch.no_grad()
     def annotate(self, batch: Batch, needs: frozenset[str]) -> Batch:
-        """What the batch must carry beside its rows, by the models as they are now."""
+        """Add what the batch must carry beside its rows, by the models as they are now."""
         self._set_training(False)
         for pack in batch.packs:
             if "reference" in needs and pack.reference is None:  # it may have been computed beforehand
@@ -124,9 +124,9 @@ class Learner:
                     value, metrics = loss(trained)
                     value.backward()
                 self._weights.gather_grads()
-                sums["loss"] += float(value.detach())
+                metrics["loss"] = float(value.detach())
                 if "scores" not in needs:  # a scorer has no distribution
-                    sums["entropy"] += float(trained.entropy.detach().sum()) / step.tokens
+                    metrics["entropy"] = float(trained.entropy.detach().sum()) / step.tokens
                 for name, metric in metrics.items():
                     sums[name] += metric
             # Weights that have no gradient are left alone by the optimiser, by its decay and momentum too.
@@ -138,20 +138,19 @@ class Learner:
         self.steps += 1
         return dict(sums)
 
+    @torch.no_grad()
     def evaluate(self, batch: Batch, loss: Loss, needs: frozenset[str] = frozenset()) -> dict[str, float]:
-        """The loss without a step."""
+        """Return the loss and what goes with it, without a step."""
         sums: dict[str, float] = defaultdict(float)
         self._set_training(False)
-        with torch.no_grad():
-            for pack in batch.packs:
-                value, metrics = loss(self._trained(pack, batch, needs))
-                sums["loss"] += float(value)
-                for name, metric in metrics.items():
-                    sums[name] += metric
+        for pack in batch.packs:
+            value, metrics = loss(self._trained(pack, batch, needs))
+            for name, metric in (metrics | {"loss": float(value)}).items():
+                sums[name] += metric
         return dict(sums)
 
     def states(self, pack: Pack, model: PreTrainedModel | None = None) -> torch.Tensor:
-        """Hidden states of the tokens of a pack. [N, D]"""
+        """Return the hidden states of the tokens of a pack. [N, D]"""
         causal = model or self.causal
         with tree_mode(causal, self.sharing):
             return (tree_states if self.sharing else row_states)(causal, pack)
@@ -159,7 +158,7 @@ class Learner:
     def logprobs(
         self, pack: Pack, model: PreTrainedModel | None = None, states: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probs and entropies of the trained tokens; the head runs once for rows that went the same way."""
+        """Return log-probs and entropies of the trained tokens; the head runs once for rows that went the same way."""
         causal = model or self.causal
         hidden = self.states(pack, causal) if states is None else states
         vocabulary = causal.config.get_text_config().vocab_size
@@ -170,7 +169,7 @@ class Learner:
         return found[0].index_select(0, every), found[1].index_select(0, every)
 
     def _scalars(self, pack: Pack, places: np.ndarray, states: torch.Tensor | None = None) -> torch.Tensor:
-        """What the head says at these places of the tree. `states` are the model's, where it is known."""
+        """Return what the head says at these places of the tree. `states` are the model's, where they are known."""
         assert self.head is not None, "the objective needs values or scores, and there is no head"
         if self.critic is not None:
             states = self.states(pack, causal_model(self.critic))
@@ -187,14 +186,14 @@ class Learner:
             else:
                 logprobs, entropy = self.logprobs(pack, states=states)
         sampled, advantages, rewards = self._on_device(pack.logprobs, pack.advantages, pack.rewards)
-        row, episode, labels, pairs = self._on_device(pack.row, pack.episode, pack.labels, pack.pairs)
+        episode, labels, pairs = self._on_device(pack.episode, pack.labels, pack.pairs)
         extra = (pack.reference, pack.old, pack.values, pack.returns)
         reference, old, old_values, returns = (
             None if array is None else self._on_device(array)[0] for array in extra
         )
         return Trained(
-            logprobs, entropy, sampled, advantages, rewards, row, episode, labels, pairs,
-            batch.tokens, batch.rows, batch.episodes, batch.pairs,
+            logprobs, entropy, sampled, advantages, rewards, episode, labels, pairs,
+            batch.tokens, batch.episodes, batch.pairs,
             reference=reference, old=old, old_values=old_values, returns=returns, baseline=batch.baseline,
             values=self._scalars(pack, pack.source, states) if "values" in needs else None,
             scores=self._scalars(pack, pack.place, states) if "scores" in needs else None,
@@ -207,9 +206,7 @@ class Learner:
         if self.reference is not None:
             self.reference.eval()
             return self.logprobs(pack, causal_model(self.reference))[0].cpu().numpy()
-        assert self.model is not self.causal, (
-            "there is no reference model: neither a frozen copy nor an adapter"
-        )
+        assert self.model is not self.causal, "no reference model: neither a frozen copy nor an adapter"
         with self.model.disable_adapter():
             return self.logprobs(pack)[0].cpu().numpy()
 

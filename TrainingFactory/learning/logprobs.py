@@ -55,17 +55,15 @@ def token_logprobs(
     temperature: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probs [M] and entropies [M], both at the given temperature."""
-    elements = CHUNK_ELEMENTS * GPU_FACTOR if hidden.is_cuda else CHUNK_ELEMENTS
-    size = max(1, elements // vocabulary)
+    size = max(1, CHUNK_ELEMENTS * (GPU_FACTOR if hidden.is_cuda else 1) // vocabulary)
+    several = len(source) > size and torch.is_grad_enabled()
 
     def chunk(rows: torch.Tensor, wanted: torch.Tensor) -> Any:
         return _Pick.apply(head(rows), wanted, temperature)
 
     parts = []
-    for start in range(0, len(source), size):
-        rows = hidden.index_select(0, source[start : start + size])
-        wanted = target[start : start + size]
-        several = len(source) > size and torch.is_grad_enabled()
+    for places, wanted in zip(source.split(size), target.split(size), strict=True):
+        rows = hidden.index_select(0, places)
         parts.append(checkpoint(chunk, rows, wanted, use_reentrant=False) if several else chunk(rows, wanted))
     logprobs, entropies = zip(*parts, strict=True)
     return torch.cat(logprobs), torch.cat(entropies)

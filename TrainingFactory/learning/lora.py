@@ -27,18 +27,9 @@ def add_lora(
         r=r, lora_alpha=alpha, lora_dropout=dropout, target_modules=targets, task_type=TaskType.CAUSAL_LM,
         use_dora=dora, use_rslora=rslora,
     )  # fmt: skip
-    try:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            adapted = get_peft_model(model, config)
-    except ValueError as error:
-        names = sorted(
-            {n.rpartition(".")[2] for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
-        )
-        raise ValueError(
-            f"lora.target_modules {target_modules!r} does not fit the model ({str(error).splitlines()[0]}); "
-            f"use all-linear or names among {', '.join(names)}"
-        ) from error
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        adapted = get_peft_model(model, config)
     assert isinstance(adapted, PeftModel)
     for param in adapted.parameters():
         if param.requires_grad:

@@ -47,10 +47,10 @@ class About:
 
 
 def read_about(folder: Path) -> About:
-    """Of a folder that holds a reward model; ValueError if it does not."""
-    for name, what in ((FILE, "was not trained with a head"), (ABOUT, "is a critic, or not a reward model")):
+    """Read reward_model.json of a folder; raise ValueError where it holds no reward model."""
+    for name in (FILE, ABOUT):  # a critic has no second one
         if not (folder / name).is_file():
-            raise ValueError(f"{folder} holds no reward model: it has no {name}, so it {what}")
+            raise ValueError(f"{folder} holds no reward model: it has no {name}")
     try:
         return TypeAdapter(About).validate_json((folder / ABOUT).read_bytes())
     except (OSError, ValueError) as error:
@@ -89,7 +89,7 @@ class RewardScorer:
         together: bool = True,
         trust_remote_code: bool = False,
     ) -> RewardScorer:
-        """From a checkpoint of a reward model; one that trained an adapter loads the model under it as well."""
+        """Load a checkpoint of a reward model, and where it is an adapter the model under it as well."""
         folder = Path(folder).expanduser()
         about = read_about(folder)
         adapter = str(folder) if (folder / "adapter_config.json").is_file() else None
@@ -107,7 +107,7 @@ class RewardScorer:
         return cls(loaded.model, head, chat, about.kind, token_budget=token_budget, together=together)
 
     def score(self, trajectories: Sequence[Trajectory]) -> list[Reward]:
-        """Raise ValueError where an episode has no turn, cannot be written in this template, or is too long."""
+        """Score episodes; raise ValueError where one cannot be written in this template, or is too long."""
         if self._together:
             found = self.scores(trajectories)
         else:
@@ -120,7 +120,7 @@ class RewardScorer:
 
     @torch.no_grad()
     def scores(self, trajectories: Sequence[Trajectory]) -> list[list[float]]:
-        """What the head says, for each episode: at the last token of each turn (process), or of the last one alone."""
+        """Return what the head says at the last token of each turn (process), or of the last one alone."""
         with self._lock:
             rows = [self._rows(trajectory) for trajectory in trajectories]
             samples = [row for each in rows for row in each]
@@ -136,8 +136,6 @@ class RewardScorer:
         return [[score for _ in each for score in next(rest)] for each in rows]
 
     def _rows(self, trajectory: Trajectory) -> list[Sample]:
-        if not trajectory.turns:
-            raise ValueError(f"the episode of task {trajectory.task.id} has no turn to be scored")
         written = written_by(self._chat, trajectory)
         rows = to_samples(written, turns="all" if self.kind == "process" else "last", tokens="last")
         limit = getattr(self._causal.config.get_text_config(), "max_position_embeddings", None)  # foreign

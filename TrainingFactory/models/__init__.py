@@ -1,7 +1,4 @@
-"""Models: how each family writes and reads a conversation, loading, and the built-in tiny model.
-
-Names are imported on first use, so that `models.words` costs neither torch nor transformers.
-"""
+"""Models. Names are imported on first use, so that `models.words` costs neither torch nor transformers."""
 
 from __future__ import annotations
 
@@ -11,23 +8,21 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from TrainingFactory.models.chat import TemplateChatFormat as TemplateChatFormat
     from TrainingFactory.models.chat import chat_format as chat_format
-    from TrainingFactory.models.deepseek import DeepSeekModel as DeepSeekModel
+    from TrainingFactory.models.faces import DeepSeekModel as DeepSeekModel
+    from TrainingFactory.models.faces import LlamaModel as LlamaModel
+    from TrainingFactory.models.faces import Qwen3Model as Qwen3Model
     from TrainingFactory.models.families import Family as Family
     from TrainingFactory.models.families import register_family as register_family
-    from TrainingFactory.models.llama import LlamaModel as LlamaModel
     from TrainingFactory.models.loading import LoadedModel as LoadedModel
     from TrainingFactory.models.loading import load_model as load_model
     from TrainingFactory.models.names import SUPPORTED_MODELS as SUPPORTED_MODELS
-    from TrainingFactory.models.qwen3 import Qwen3Model as Qwen3Model
 
 _HOMES = {
     "chat": ("TemplateChatFormat", "chat_format"),
-    "deepseek": ("DeepSeekModel",),
+    "faces": ("DeepSeekModel", "LlamaModel", "Qwen3Model"),
     "families": ("Family", "register_family"),
-    "llama": ("LlamaModel",),
     "loading": ("LoadedModel", "load_model"),
     "names": ("SUPPORTED_MODELS",),
-    "qwen3": ("Qwen3Model",),
 }
 
 

@@ -35,9 +35,8 @@ WAYS_OUT = (
 
 
 class TemplateChatFormat:
-    """The chat layer for a tokenizer. Without `family`: the one whose reader understands the calls that the template
-    writes. `thinking` goes to templates that know it; `stop_ids` are ends of a turn known from elsewhere (a model's
-    generation config); `day` is what a template that prints the date prints."""
+    """Writes and reads for a tokenizer. Without `family`: the one whose reader understands the template's calls.
+    `stop_ids` are ends of a turn known from elsewhere; `day` is what a template that prints the date prints."""
 
     def __init__(
         self,
@@ -241,7 +240,7 @@ class TemplateChatFormat:
         return pieces
 
     def _fill(self, pieces: Pieces, texts: Texts) -> list[int]:
-        """Ids: what stands between two control tokens, own and foreign, is encoded as one text."""
+        """Return ids; what stands between two control tokens, own and foreign, is encoded as one text."""
         ids: list[int] = []
         run = ""
         for piece in pieces:
@@ -270,7 +269,7 @@ class TemplateChatFormat:
     # what the template leaves out
 
     def _as_user(self, messages: Sequence[Message]) -> list[Message]:
-        """Where the template knows no tool messages, the results of one turn are one message of the user."""
+        """Make the results of a turn one message of the user, where the template knows no tool messages."""
         if not self._replies_as_user:
             return list(messages)
         changed: list[Message] = []
@@ -381,7 +380,7 @@ chat_format = TemplateChatFormat
 
 
 def as_message(message: Message | Mapping[str, Any]) -> Message:
-    """OpenAI-style dicts are converted here, at the edge."""
+    """Convert OpenAI-style dicts, here at the edge."""
     return message if isinstance(message, Message) else message_from_dict(message)
 
 

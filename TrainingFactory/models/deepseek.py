@@ -1,9 +1,3 @@
 """DeepSeek by its family name."""
 
-from TrainingFactory.models.faces import ModelFace
-
-
-class DeepSeekModel(ModelFace):
-    """DeepSeek V3 and the R1 distils."""
-
-    family = "deepseek"
+from TrainingFactory.models.faces import DeepSeekModel as DeepSeekModel

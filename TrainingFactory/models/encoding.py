@@ -26,7 +26,7 @@ CANARY = "Hello world,  f(x):\n\treturn '<b>wörld</b> 你好'\n\n"
 
 
 class Control(NamedTuple):
-    """A control token in a template's own text."""
+    """Stands for a control token in a template's own text."""
 
     token: int
 
@@ -75,7 +75,7 @@ class TextEncoder:
             )
 
     def split(self, text: str) -> list[str | Control]:
-        """A template's own text, cut at its control tokens."""
+        """Cut a template's own text at its control tokens."""
         parts: list[str | Control] = []
         end = 0
         for match in self._control.finditer(text):
@@ -84,7 +84,7 @@ class TextEncoder:
         return [part for part in [*parts, text[end:]] if part != ""]
 
     def plain(self, text: str) -> list[int]:
-        """Ids of a text, none of which is a control token, whatever the text contains."""
+        """Return ids of a text, none of which is a control token, whatever the text contains."""
         return list(self._cached(text) if len(text) < 20_000 else self._encode(text))
 
     def _encode(self, text: str) -> list[int]:
@@ -134,7 +134,7 @@ class TextEncoder:
         )
 
     def cut(self, text: str, max_tokens: int) -> str:
-        """The text if it fits, else its beginning and its end with the cut marked between them."""
+        """Return the text if it fits, else its beginning and its end with the cut marked between them."""
         text = valid_text(text)
         # No token is longer than the longest entry, so much of a huge text need not be encoded at all.
         keep_chars = max_tokens * 40
@@ -153,7 +153,7 @@ class TextEncoder:
         return beginning + marker + ending
 
     def _slice(self, text: str, tokens: int, from_end: bool) -> str:
-        """The longest beginning (or end) of the text that encodes to at most so many tokens."""
+        """Return the longest beginning (or end) of the text that encodes to at most so many tokens."""
         offsets = self._plain.encode(text, add_special_tokens=False).offsets
         size = max(0, min(tokens, len(offsets)))
         while size > 0:
@@ -170,7 +170,7 @@ def _word(text: str) -> str:
 
 
 def _without_prefix_space(node: Any) -> Any:
-    """Inner pieces of a text must not get the space that some tokenizers put before a whole text."""
+    """Drop the space that some tokenizers put before a whole text: inner pieces must not get it."""
     if isinstance(node, list):
         return [cleaned for item in node if (cleaned := _without_prefix_space(item)) is not None]
     if not isinstance(node, dict):

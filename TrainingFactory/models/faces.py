@@ -1,4 +1,4 @@
-"""Models by family name: a model with its chat layer, for people who write `Qwen3Model("qwen3-4b")`."""
+"""Name models by family: a model with its chat layer, for people who write `Qwen3Model("qwen3-4b")`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from TrainingFactory.models.loading import LoadedModel, load_model
 
 
 class ModelFace:
-    """Loaded on first use, so that naming a model costs nothing."""
+    """Loads the model on first use, so that naming one costs nothing."""
 
     family: ClassVar[str | None] = None
 
@@ -21,7 +21,7 @@ class ModelFace:
 
     @property
     def section(self) -> dict[str, Any]:
-        """As a config names the model."""
+        """Return the model as a config names it."""
         found = {"name": self.name, "family": self.family, "thinking": self._thinking, **self._options}
         return {key: value for key, value in found.items() if value is not None}
 
@@ -39,6 +39,23 @@ class ModelFace:
 
     @cached_property
     def chat(self) -> TemplateChatFormat:
-        return chat_format(
-            self.tokenizer, self.family, thinking=self._thinking, stop_ids=self.loaded.stop_ids
-        )
+        stops = self.loaded.stop_ids
+        return chat_format(self.tokenizer, self.family, thinking=self._thinking, stop_ids=stops)
+
+
+class Qwen3Model(ModelFace):
+    """Qwen3; `thinking=False` has the template close the thought before the model writes."""
+
+    family = "qwen3"
+
+
+class LlamaModel(ModelFace):
+    """Llama 3.x."""
+
+    family = "llama3"
+
+
+class DeepSeekModel(ModelFace):
+    """DeepSeek V3 and the R1 distils."""
+
+    family = "deepseek"

@@ -1,4 +1,4 @@
-"""Model families. They differ only in how a completion is read, and in what their templates leave out."""
+"""List model families, which differ only in how a completion is read, and in what their templates leave out."""
 
 from __future__ import annotations
 
@@ -24,6 +24,8 @@ class Family:
     needs_token: str | None = None  # a control token without which a tokenizer is not of this family
     stop_texts: tuple[str, ...] = ()  # ends of a turn beside the template's own
     think: tuple[str, str] = ("<think>", "</think>")
+    # For templates that render no tools or calls: this text is ours, so control tokens in it are live, and `{tools}` in
+    # it is where the (foreign) list goes; results may be sent as the user's messages.
     tools_text: str | None = None
     describe_tools: Callable[[Sequence[ToolSpec]], str] | None = None
     calls_text: Callable[[Sequence[ToolCall]], str] | None = None

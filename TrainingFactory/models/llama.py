@@ -1,9 +1,3 @@
 """Llama by its family name."""
 
-from TrainingFactory.models.faces import ModelFace
-
-
-class LlamaModel(ModelFace):
-    """Llama 3.x."""
-
-    family = "llama3"
+from TrainingFactory.models.faces import LlamaModel as LlamaModel

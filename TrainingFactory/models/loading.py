@@ -1,4 +1,4 @@
-"""A model and its tokenizer, by hub id, local path, GGUF file, short name or `builtin:tiny`."""
+"""Load a model and its tokenizer, by hub id, local path, GGUF file, short name or `builtin:tiny`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from TrainingFactory.models.tiny import tiny_model, tiny_tokenizer
 from TrainingFactory.options import did_you_mean, nearest
 
 CPU = torch.device("cpu")
-QUANTIZATIONS = ("none", "4bit", "8bit")
 LOADING = (OSError, ValueError, ImportError, KeyError)  # what transformers raises where it cannot load
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -31,7 +30,7 @@ class LoadedModel:
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
-        """What the model's own generation config ends a turn with."""
+        """Return what the model's own generation config ends a turn with."""
         config = getattr(self.model, "generation_config", None)  # foreign object
         eos = None if config is None else config.eos_token_id
         return tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,)
@@ -48,22 +47,13 @@ def load_model(
     trust_remote_code: bool = False,
     quantization: str = "none",
 ) -> LoadedModel:
-    """`dtype` auto is bfloat16 on a GPU that has it, float32 elsewhere; `device` auto is a GPU if there is one.
-
-    `adapter` is a folder with a PEFT adapter, loaded unmerged. `seed` makes the built-in model's weights, and so does
-    its `revision`, which is a number.
-    `quantization` is none, 4bit or 8bit: the linear layers are kept in so many bits and compute in `dtype`.
-    """
+    """Load a model; options are those of the config's section `model`. `seed` makes the built-in model's weights."""
     target = resolve(name)
     check_quantization(quantization, target)
     _freeze_imports()
     place = pick_device(device)
     kind = pick_dtype(dtype, place)
     if target == BUILTIN:
-        if revision is not None and not revision.isdecimal():
-            raise ValueError(
-                f"model.revision is {revision!r}; for {BUILTIN} it is the seed of the weights, a number"
-            )
         tokenizer, seed = tiny_tokenizer(), seed if revision is None else int(revision)
         model = tiny_model(len(tokenizer), tokenizer.eos_token_id, tokenizer.pad_token_id, seed)
         model.generation_config.eos_token_id = [tokenizer.eos_token_id, tokenizer.pad_token_id]
@@ -79,14 +69,14 @@ def load_model(
 
 
 def load_tokenizer(name: str, revision: str | None = None, trust_remote_code: bool = False) -> Any:
-    """The tokenizer alone: of a model as `load_model` names it, or of any folder that has one."""
+    """Load the tokenizer alone: of a model as `load_model` names it, or of any folder that has one."""
     target = resolve(name)
     if target == BUILTIN:
         return tiny_tokenizer()
     alone = (Path(target).expanduser() / "tokenizer_config.json").is_file()
     source, options = (str(Path(target).expanduser()), {}) if alone else _locate(name, target)
+    options |= {"revision": revision or "main", "trust_remote_code": trust_remote_code}
     try:
-        options |= {"revision": revision or "main", "trust_remote_code": trust_remote_code}
         return _read_tokenizer(source, options)
     except LOADING as error:
         raise ValueError(f"the tokenizer of {name!r} could not be loaded: {_first_line(error)}") from error
@@ -94,8 +84,8 @@ def load_tokenizer(name: str, revision: str | None = None, trust_remote_code: bo
 
 @functools.cache
 def _freeze_imports() -> None:
-    """Once, before the first model: torch and transformers bring half a million objects that never die, and
-    every full collection would look at all of them (0.2 s, in the middle of a step)."""
+    """Keep the half a million objects that torch and transformers bring, and that never die, out of full collections
+    (0.2 s each, in the middle of a step)."""
     import transformers.generation  # noqa: F401  # loaded lazily by the first model otherwise
 
     gc.collect()
@@ -120,9 +110,7 @@ def pick_dtype(dtype: str, place: torch.device = CPU) -> torch.dtype:
 
 
 def check_quantization(quantization: str, name: str) -> None:
-    """Whether this machine can keep weights in few bits, and the model's can be; before anything is loaded."""
-    if quantization not in QUANTIZATIONS:
-        raise ValueError(f"model.quantization is {quantization!r}; it must be {', '.join(QUANTIZATIONS)}")
+    """Raise where this machine cannot keep weights in few bits, or not the model's; before anything is loaded."""
     if quantization == "none":
         return
     if name == BUILTIN or name.endswith(".gguf") or name.startswith("package:"):
@@ -132,28 +120,20 @@ def check_quantization(quantization: str, name: str) -> None:
 
 
 def _quantized(quantization: str, dtype: torch.dtype, place: torch.device) -> dict[str, Any]:
-    """What transformers is told about it."""
     if quantization == "none":
         return {}
     from transformers import BitsAndBytesConfig
 
-    if quantization == "8bit":
-        # It says at every call that it computes in float16.
-        logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
-        how = BitsAndBytesConfig(load_in_8bit=True)
-    else:
-        how = BitsAndBytesConfig(
-            load_in_4bit=True,
-            bnb_4bit_quant_type="nf4",
-            bnb_4bit_use_double_quant=True,
-            bnb_4bit_compute_dtype=dtype,
-        )
-    return {"quantization_config": how, "device_map": {"": place}}
+    # In 8 bits it says at every call that it computes in float16.
+    logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
+    few = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True, "bnb_4bit_compute_dtype": dtype}
+    how = {"4bit": {"load_in_4bit": True, **few}, "8bit": {"load_in_8bit": True}}[quantization]
+    return {"quantization_config": BitsAndBytesConfig(**how), "device_map": {"": place}}
 
 
 def _trainable_bits(model: Any) -> Any:
-    """On CPUs with bfloat16 instructions bitsandbytes arranges 4-bit weights anew at the first forward pass without
-    gradient, after which no gradient passes through them. Told that there are no such instructions, it does not."""
+    """Tell bitsandbytes that the CPU has no bfloat16 instructions: with them it arranges 4-bit weights anew at the
+    first forward pass without gradient, after which no gradient passes through them."""
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):  # foreign object
             module.support_avx512bf16_for_cpu = False
@@ -161,16 +141,15 @@ def _trainable_bits(model: Any) -> Any:
 
 
 def stored_dtype(name: str, revision: str | None = None, trust_remote_code: bool = False) -> torch.dtype:
-    """The number format of the weights as they are stored; float32 where the config does not say."""
+    """Return the number format of the weights as they are stored; float32 where the config does not say."""
     from transformers import AutoConfig
 
     target = resolve(name)
     if target == BUILTIN:
         return torch.float32
     source, options = _locate(name, target)
-    config = AutoConfig.from_pretrained(
-        source, revision=revision, trust_remote_code=trust_remote_code, **options
-    )
+    options |= {"revision": revision, "trust_remote_code": trust_remote_code}
+    config = AutoConfig.from_pretrained(source, **options)
     return getattr(config, "dtype", None) or torch.float32  # foreign object
 
 
@@ -186,15 +165,12 @@ def _load_pretrained(name: str, target: str, options: dict[str, Any], how: dict[
         loaded: Any = AutoModelForCausalLM.from_pretrained(source, output_loading_info=True, **options, **how)
         model, report = loaded
     except LOADING as error:
-        raise ValueError(
-            f"model {name!r} could not be loaded from {source!r}: {_first_line(error)}{_near(name)}"
-        ) from error
+        text = f"model {name!r} could not be loaded from {source!r}: {_first_line(error)}{_near(name)}"
+        raise ValueError(text) from error
     missing = sorted(report["missing_keys"])
     if missing:  # transformers fills them with random numbers and goes on
-        raise ValueError(
-            f"model {name!r}: {len(missing)} weights are missing from {source!r}, the first is {missing[0]}; "
-            "the files do not belong to this config, or are not complete"
-        )
+        text = f"{len(missing)} weights are missing from {source!r}, the first is {missing[0]}"
+        raise ValueError(f"model {name!r}: {text}")
     if where:
         # The weights of a GGUF file are whole again; these marks would forbid saving them.
         del model.config.quantization_config
@@ -214,7 +190,7 @@ def _read_tokenizer(source: str, options: dict[str, Any]) -> Any:
 
 
 def _locate(name: str, target: str) -> tuple[str, dict[str, Any]]:
-    """Where transformers finds the model: a hub id or folder, and for a GGUF file in it its name."""
+    """Return where transformers finds the model: a hub id or folder, and for a GGUF file in it its name."""
     if target.startswith("package:"):
         target = str(_gguf_of_package(name, target.removeprefix("package:")))
     path = Path(target).expanduser()
@@ -227,9 +203,7 @@ def _locate(name: str, target: str) -> tuple[str, dict[str, Any]]:
             raise ValueError(f"model {name!r}: the folder {path} has no config.json, so it holds no model")
         return str(path), {}
     if target.startswith((".", "/", "~")) or path.is_file() or target.count("/") != 1:
-        raise ValueError(
-            f"model {name!r}: there is no such folder, hub id (owner/name) or short name{_near(name)}"
-        )
+        raise ValueError(f"model {name!r}: no such folder, hub id (owner/name) or short name{_near(name)}")
     return target, {}
 
 

@@ -1,4 +1,4 @@
-"""Short names of models, and hub ids that people write but that do not exist."""
+"""Know short names of models, and hub ids that people write but that do not exist."""
 
 from __future__ import annotations
 
@@ -30,6 +30,6 @@ HUB_ALIASES = {
 
 
 def resolve(name: str) -> str:
-    """`Qwen3-4B`, `Qwen/Qwen3-4B-Instruct` -> `Qwen/Qwen3-4B-Instruct-2507`; what is not known as it is."""
+    """Return the hub id, package or built-in model that a name means; what is not known as it is."""
     target = SUPPORTED_MODELS.get(name.lower(), name)
     return HUB_ALIASES.get(target, target)

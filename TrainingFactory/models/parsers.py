@@ -189,7 +189,7 @@ class _Constants(ast.NodeTransformer):
 
 
 def _tidy(value: Any, depth: int = 0) -> Any:
-    """The value in plain JSON types and with every string in a form that has UTF-8."""
+    """Return the value in plain JSON types and with every string in a form that has UTF-8."""
     if depth > MAX_DEPTH:
         raise ValueError("nested too deeply")
     if isinstance(value, str):

@@ -1,5 +1,5 @@
-"""What a chat template shows of itself when it is rendered with marks: how it wants tool calls, whether it
-renders tools, how it ends a turn, and what it writes between one assistant turn and the next."""
+"""Probe a chat template with marks: how it wants tool calls, whether it renders tools, how it ends a turn, and what it
+writes between one assistant turn and the next."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CALL_ID = "call0000"  # with a digit behind it nine characters long, which some 
 
 @dataclass(frozen=True, slots=True)
 class CallStyle:
-    """How a template wants an assistant message with tool calls."""
+    """Says how a template wants an assistant message with tool calls."""
 
     arguments_as_text: bool  # JSON text instead of an object
     empty_content: str | None  # what stands for no content
@@ -24,8 +24,8 @@ class CallStyle:
     def message(self, calls: Sequence[ToolCall], content: str = "") -> dict[str, Any]:
         rows = []
         for number, call in enumerate(calls):
-            text = json.dumps(call.arguments, ensure_ascii=False) if self.arguments_as_text else None
-            function = {"name": call.name, "arguments": call.arguments if text is None else text}
+            text = json.dumps(call.arguments, ensure_ascii=False)
+            function = {"name": call.name, "arguments": text if self.arguments_as_text else call.arguments}
             rows.append({"id": f"{CALL_ID}{number}", "type": "function", "function": function})
         return {"role": "assistant", "content": content or self.empty_content, "tool_calls": rows}
 
@@ -35,7 +35,7 @@ def user(text: str) -> dict[str, Any]:
 
 
 def find_call_style(template: Template) -> CallStyle | None:
-    """The first way of giving a call in which its name and its argument come out; None if none does."""
+    """Return the first way of giving a call in which its name and its argument come out; None if none does."""
     name, argument = template.marks[1], template.marks[2]
     for style in (CallStyle(a, c) for a in (False, True) for c in (None, "")):
         try:
@@ -61,7 +61,7 @@ def renders_tools(template: Template) -> bool:
 
 
 def end_of_turn(template: Template, control_texts: Iterable[str]) -> str | None:
-    """The control token with which the template ends an assistant message; None where it writes none."""
+    """Return the control token with which the template ends an assistant message; None where it writes none."""
     mark = template.marks[1]
     text = template.text([user("m"), {"role": "assistant", "content": mark}], header=False)
     if mark not in text:
@@ -79,7 +79,7 @@ def shows_tool_results(template: Template, style: CallStyle | None, end_text: st
 
 
 def assistant_body(template: Template, outline: dict[str, Any], think: tuple[str, str]) -> str:
-    """The assistant's part of a rendering, from where the model begins to write."""
+    """Return the assistant's part of a rendering, from where the model begins to write."""
     mark = template.marks[0]
     start = template.text([user(mark)])
     whole = template.text([user(mark), outline], header=False)
@@ -137,10 +137,7 @@ def shown(template: Template, what: str, style: CallStyle | None) -> Callable[[s
 def continuation(
     template: Template, style: CallStyle | None, end_text: str | None, replies: Sequence[Message]
 ) -> str:
-    """What the template writes after a sampled turn: the rest of its end, the replies, the next header.
-
-    Reply i is given by two marks: 2 + 2i for its text and 3 + 2i for the name of its tool.
-    """
+    """Return what the template writes after a sampled turn: the rest of its end, the replies, the next header."""
     marks = template.marks
     tool_replies = [number for number, reply in enumerate(replies) if reply.role == "tool"]
     refusal: ValueError | None = None
@@ -149,6 +146,7 @@ def continuation(
         calls = [ToolCall(marks[3 + 2 * number], {"a": marks[1]}) for number in tool_replies[:amount]]
         turn = style.message(calls) if style and calls else {"role": "assistant", "content": marks[1]}
         answers: list[dict[str, Any]] = []
+        # mark 2 + 2i is the text of reply i, mark 3 + 2i the name of its tool
         for number, reply in enumerate(replies):
             answer = {"role": reply.role, "content": marks[2 + 2 * number] if reply.content else ""}
             if reply.role == "tool":
@@ -167,7 +165,7 @@ def continuation(
 
 
 def _between(alone: str, whole: str, last: str, end_text: str | None) -> str:
-    """`alone` ends with the turn, `whole` goes on after it; `last` is the last mark inside the turn."""
+    """Return what `whole` has after the turn that `alone` ends with; `last` is the last mark inside the turn."""
     ending, rest = alone.rpartition(last)[2], whole.rpartition(last)[2]
     if last not in whole:
         raise ValueError("the chat template drops the assistant's turn once it is answered")

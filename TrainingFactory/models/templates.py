@@ -1,8 +1,5 @@
-"""A chat template, rendered with marks in place of every text that is not its own.
-
-A mark stands for one foreign text. Rendering once with marks shows which text is the template's and where
-the foreign texts go, so history is never re-encoded and no foreign text is ever read by the template.
-"""
+"""Render a chat template with a mark in place of every text that is not its own: that shows which text is the
+template's and where the foreign texts go, so no foreign text is ever read by the template."""
 
 from __future__ import annotations
 
@@ -48,7 +45,7 @@ TRANSFORMS: tuple[Transform, ...] = (
 
 
 class Marks:
-    """Strings that no foreign text can hold, because they are drawn anew in every process."""
+    """Makes strings that no foreign text can hold, because they are drawn anew in every process."""
 
     def __init__(self) -> None:
         self._salt = secrets.token_hex(8)
@@ -58,7 +55,7 @@ class Marks:
         return f"Tf{self._salt}x{index}fT"
 
     def split(self, text: str) -> list[str | int]:
-        """The text cut at its marks: own texts and mark numbers, in order, without empty texts."""
+        """Cut the text at its marks: own texts and mark numbers, in order, without empty texts."""
         parts: list[str | int] = []
         for position, part in enumerate(self._pattern.split(text)):
             if position % 2:

@@ -1,8 +1,5 @@
-"""The built-in model: a Qwen3 of about half a million parameters, made from a seed in a second.
-
-Nothing binary is shipped: the tokenizer is trained on the texts below, the weights are random. It takes
-exactly the code that a 4B Qwen3 takes: same architecture, same added tokens, same chat template.
-"""
+"""Make the built-in model, a Qwen3 of half a million parameters, from a seed: its tokenizer is trained on the texts
+below, its weights are random. Architecture, added tokens and chat template are those of a 4B Qwen3."""
 
 from __future__ import annotations
 
@@ -38,21 +35,13 @@ def template() -> str:
 
 
 def tiny_tokenizer() -> Any:
-    """A byte-level BPE of under a thousand entries in which every word of `words` is one token."""
-    from tokenizers import (
-        AddedToken,
-        Regex,
-        Tokenizer,
-        decoders,
-        models,
-        normalizers,
-        pre_tokenizers,
-        trainers,
-    )
+    """Return a byte-level BPE of under a thousand entries in which every word of `words` is one token."""
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+    from tokenizers.normalizers import NFC
     from transformers import PreTrainedTokenizerFast
 
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.normalizer = normalizers.NFC()
+    tokenizer.normalizer = NFC()
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     split = pre_tokenizers.Split(Regex(SPLIT), behavior="isolated")
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
@@ -68,9 +57,8 @@ def tiny_tokenizer() -> Any:
             vocabulary.setdefault(form, len(vocabulary))
     state["model"]["ignore_merges"] = True  # a whole word in the vocabulary is taken as it is
     tokenizer = Tokenizer.from_str(json.dumps(state))
-    tokenizer.add_special_tokens(
-        [AddedToken(text, normalized=False, special=True) for text in SPECIAL_TOKENS]
-    )
+    special = [AddedToken(text, normalized=False, special=True) for text in SPECIAL_TOKENS]
+    tokenizer.add_special_tokens(special)
     tokenizer.add_tokens([AddedToken(text, normalized=False, special=False) for text in PLAIN_TOKENS])
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,

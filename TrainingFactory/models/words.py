@@ -1,8 +1,5 @@
-"""The words that the built-in model knows as one token each, with and without a leading space.
-
-The built-in environments write their tasks from these lists, so that a model of half a million
-parameters can copy a name in one step.
-"""
+"""List the words that the built-in model knows as one token each, with and without a leading space: environments
+write their tasks from them, so that a model of half a million parameters can copy a name in one step."""
 
 NAMES = tuple(
     """Ada Amir Anna Boris Carla Chen Clara David Dora Edgar Elena Emma Felix Fiona Frank Greta Hanna

@@ -4,7 +4,7 @@ entrances: rule_based.py, tool_verified.py and model_judge.py."""
 from TrainingFactory.rewards.adapt import Unscored, as_reward
 from TrainingFactory.rewards.combined import Combined
 from TrainingFactory.rewards.learned import LearnedReward
-from TrainingFactory.rewards.process_reward import ProcessReward, calculate_process_reward, register_rule
+from TrainingFactory.rewards.process_reward import ProcessReward, calculate_process_reward
 
 __all__ = [
     "Combined",
@@ -13,5 +13,4 @@ __all__ = [
     "Unscored",
     "as_reward",
     "calculate_process_reward",
-    "register_rule",
 ]

@@ -1,8 +1,5 @@
 """Any callable as a reward: sync or async, on an episode, on a trajectory, on a group of them, or in TRL's shape.
-
-It gives a number, a `Reward`, or None for "cannot score", which raises `Unscored`: nothing that went wrong ever counts
-as zero. docs/REWARDS.md has an example of each shape.
-"""
+Nothing that went wrong ever counts as zero."""
 
 from __future__ import annotations
 
@@ -20,32 +17,35 @@ from TrainingFactory.openai_form import message_to_dict
 from TrainingFactory.options import STRICT, Positive
 from TrainingFactory.protocols import Episode, GroupReward
 from TrainingFactory.tools.threads import in_thread
-from TrainingFactory.tools.waiting import OutOfTime, within
+from TrainingFactory.tools.waiting import OutOfTime, SelfCancelled, within
 from TrainingFactory.types import Reward, Task, Trajectory
 from TrainingFactory.user_code import place_of
 
 # "whole" is an object of ours that scores a group by its own method `group`.
 Shape = Literal["episode", "trajectory", "episodes", "trajectories", "completions", "whole"]
-_NAMES: dict[str, Shape] = {"traj": "trajectory", "trajs": "trajectories"}
-_NAMES |= {name: name for name in get_args(Shape) if name != "whole"}
-_SEVERAL: dict[str, Shape] = {"Trajectory": "trajectories", "Episode": "episodes"}
-_HINT = re.compile(  # also "Trajectory | None" and list[types.Trajectory]
-    r"(?:(?:\w+\.)*Optional\[)?(?:\w+\.)*(?P<several>(?i:list|tuple|sequence|iterable|collection)\[)?"
-    r"(?:\w+\.)*(?P<kind>Trajectory|Episode)(?:, \.\.\.)?\]*(?: \| None)?"
+_SEVERAL: dict[str, Shape] = {"trajectory": "trajectories", "episode": "episodes"}
+_HINT = re.compile(
+    r"(?P<several>(?i:list|tuple|sequence|iterable|collection)\[)?(?:\w+\.)*(?P<kind>Trajectory|Episode)\b"
 )
 
 
 class Unscored(ValueError):
-    """Raised where nobody knows what an episode is worth; the text says why."""
+    """Say why nobody knows what an episode is worth."""
+
+
+def check_known(trajectory: Trajectory) -> None:
+    """Raise Unscored for an episode that failed for reasons of its own."""
+    if trajectory.status in ("error", "tool_failure"):
+        raise Unscored(f"the episode ended with status {trajectory.status}: what it is worth is not known")
 
 
 class BrokeOff(Unscored):
-    """Raised where a reward did not come to its end: it cancelled itself, or tried to end the program."""
+    """Say that a reward did not come to its end: it cancelled itself, or tried to end the program."""
 
 
 @dataclass(slots=True, frozen=True)
 class Adapted:
-    """A reward that always gives a checked `Reward` or raises. Made by `as_reward`."""
+    """Give a checked `Reward` or raise. Made by `as_reward`."""
 
     function: Callable[..., Any]
     name: str
@@ -58,7 +58,7 @@ class Adapted:
 
     @property
     def compares(self) -> bool:
-        """A list of completions is scored one by one, as TRL does it; whoever takes episodes may compare them."""
+        """Tell whether episodes may be compared; a list of completions is scored one by one, as TRL does it."""
         if isinstance(self.function, GroupReward):
             return self.function.compares
         return self.shape in ("episodes", "trajectories")
@@ -75,14 +75,11 @@ class Adapted:
         if not self.grouped:
             return await one_by_one(self, episodes)
         values = await self._limited(self._together(episodes))
-        if isinstance(values, str) or not isinstance(values, Sequence):
+        if isinstance(values, str) or not isinstance(values, Sequence) or len(values) != len(episodes):
             raise Unscored(
-                f"the reward {self.name} scores a group: it must give a list with one number for each, "
-                f"not {shown(values)}"
+                f"the reward {self.name} scores a group: it must give a list with one number for each of "
+                f"{len(episodes)} episodes, not {shown(values)}"
             )
-        if len(values) != len(episodes):
-            takes = "episodes" if self.shape == "whole" else self.shape
-            raise Unscored(f"the reward {self.name} gave {len(values)} values for {len(episodes)} {takes}")
         return list(map(self._entry, values, episodes))
 
     def _entry(self, value: Any, episode: Episode) -> Reward | Exception:
@@ -140,29 +137,23 @@ class Adapted:
         return {key: column for key, column in columns.items() if takes_all or key in named}
 
     async def _limited(self, call: Coroutine[Any, Any, Any]) -> Any:
+        async def kept_inside() -> Any:  # or it would end the loop
+            try:
+                return await call
+            except SystemExit as error:
+                raise BrokeOff(f"the reward {self.name}{place_of(error)} tried to end the program") from error
+
         try:
-            return await within(self.timeout, self._kept_inside(call))
+            return await within(self.timeout, kept_inside())
         except OutOfTime:
             raise Unscored(f"the reward {self.name} took longer than {self.timeout:g} s") from None
-
-    async def _kept_inside(self, call: Coroutine[Any, Any, Any]) -> Any:
-        """Await the call; what would end its task or the loop becomes BrokeOff."""
-        try:
-            return await call
-        except asyncio.CancelledError as error:
-            task = asyncio.current_task()
-            if task is None or task.cancelling():
-                raise
-            raise BrokeOff(f"the reward {self.name}{place_of(error)} cancelled itself") from error
-        except SystemExit as error:
-            raise BrokeOff(f"the reward {self.name}{place_of(error)} tried to end the program") from error
+        except SelfCancelled:
+            raise BrokeOff(f"the reward {self.name} cancelled itself") from None
 
 
 @validate_call(config=STRICT)
 def as_reward(function: Any, name: str | None = None, timeout: Positive | None = None) -> Adapted:
-    """Return the callable as a reward with a time limit for each call; ValueError if it cannot be one. Its parameters
-    say what it is given: `completions` means TRL's shape, `trajectory` (or a type hint that says so) the trajectory,
-    `episodes` or `trajectories` (or a hint such as list[Trajectory]) a whole group, anything else the episode."""
+    """Return the callable as a reward with a time limit for each call; ValueError if it cannot be one."""
     if isinstance(function, Adapted):
         return replace(function, name=name or function.name, timeout=timeout or function.timeout)
     name = name or str(getattr(function, "__name__", type(function).__name__))
@@ -192,10 +183,11 @@ def _shape_of(function: Callable[..., Any], name: str) -> Shape:
         ) from None
     first = next(iter(parameters.values()))
     hint = first.annotation
-    found = _HINT.fullmatch(hint.__qualname__ if isinstance(hint, type) and not get_args(hint) else str(hint))
-    if found is None:
-        return _NAMES.get(first.name, "episode")
-    return _SEVERAL[found["kind"]] if found["several"] else _NAMES[found["kind"].lower()]
+    found = _HINT.search(hint.__qualname__ if isinstance(hint, type) and not get_args(hint) else str(hint))
+    takes = found["kind"].lower() if found else first.name
+    if found and found["several"]:
+        return _SEVERAL[takes]
+    return takes if takes in get_args(Shape) else "episode"  # type: ignore[return-value]
 
 
 def _completion(trajectory: Trajectory) -> str | list[dict[str, Any]]:
@@ -224,14 +216,14 @@ def checked(value: Any, turns: int, name: str) -> Reward:
 def as_float(value: Any, who: str, what: str = "") -> float:
     """Return a finite number of any library as a float; `what` is for one that is not the whole reward."""
     try:
-        number = None if isinstance(value, str | bytes | bytearray) else float(value)
+        number = math.nan if isinstance(value, str | bytes | bytearray) else float(value)
     except (TypeError, ValueError, RuntimeError, OverflowError):  # an array of several numbers
-        number = None
-    if number is not None and math.isfinite(number):
-        return number
-    wanted = "a number" if what else "a number, a Reward, or None for 'cannot score'"
-    must = f"it must give {wanted}" if number is None else "a reward must be finite"
-    raise Unscored(f"{who} gave {shown(value)} {what}".rstrip() + f"; {must}")
+        number = math.nan
+    if not math.isfinite(number):
+        raise Unscored(
+            f"{who} gave {shown(value)} {what}".rstrip() + "; it must give a number, which must be finite"
+        )
+    return number
 
 
 def shown(value: Any) -> str:

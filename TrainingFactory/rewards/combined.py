@@ -18,13 +18,7 @@ ENVIRONMENT = "environment"  # stands for the environment's own reward
 
 
 class Combined:
-    """`Combined({"right": (1.0, numeric), "polite": (0.2, judge), "own": (1.0, "environment")})`
-
-    Outcomes and steps are weighted sums; `parts` hold what each part gave in all, unweighted, under its name, and below
-    it (`right/...`) what it was made of, where that is several numbers. All parts are asked at the same time, `timeout`
-    seconds each. If one cannot score, the whole is unscored: half a reward would be a wrong one. With a part that
-    scores whole groups, all of it does; the other parts still look at each episode by itself.
-    """
+    """Add up rewards by their weights. If one cannot score, the whole is unscored: half a reward would be wrong."""
 
     @validate_call(config=STRICT)
     def __init__(

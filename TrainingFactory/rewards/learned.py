@@ -13,9 +13,7 @@ Waiting = list[tuple[Trajectory, "asyncio.Future[Reward]"]]
 
 
 class LearnedReward:
-    """Scores episodes that end at about the same time together: the first one waits `patience` seconds for others,
-    and for the scoring that is under way, if any. The scorer runs in a thread of its own. Where it cannot score, the
-    reward raises, which leaves the episode unscored; others in the same batch are not harmed."""
+    """Score episodes that end at about the same time together: the first one waits `patience` seconds for others."""
 
     def __init__(self, scorer: Scorer, patience: float = 0.005) -> None:
         self.scorer, self.patience = scorer, patience

@@ -41,11 +41,7 @@ def with_whole_path(target: str) -> str:
 def _found(target: str) -> Any:
     if is_file_name(target):
         module, path, name = opened(KIND, target)
-        names = [name] if name else _functions(module)
-        if len(names) != 1:
-            which = ", ".join(f"{path}:{each}" for each in names) or "it defines none"
-            raise ValueError(f"{path}: a reward is one function; say which: {which}")
-        return _named(module, str(path), names[0])
+        return _named(module, str(path), name)
     place, colon, name = target.partition(":")
     if not colon or not place or not name.isidentifier():
         raise ValueError(
@@ -65,11 +61,6 @@ def _named(module: ModuleType, where: str, name: str) -> Any:
     found = vars(module)
     if name in found:
         return found[name]
-    names = _functions(module)
+    names = [value.__name__ for value in defined(module) if inspect.isroutine(value)]
     has = did_you_mean(nearest(name, names)) or f"; it has {', '.join(names) or 'none'}"
     raise ValueError(f"{where} has no function {name!r}{has}")
-
-
-def _functions(module: ModuleType) -> list[str]:
-    found = [value.__name__ for value in defined(module) if inspect.isroutine(value)]
-    return [name for name in found if not name.startswith("_")]

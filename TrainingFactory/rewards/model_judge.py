@@ -1,21 +1,12 @@
-"""A model that judges episodes.
-
-```python
-judge = model_judge(base_url="http://localhost:8000/v1", model="Qwen/QwQ-32B", api_key_env=None, rubric="...")
-reward = await judge(episode)
-```
-
-No verdict, whatever the reason, raises: the episode is then dropped and counted, never rewarded with a zero.
-"""
+"""A model that judges episodes. No verdict, whatever the reason, raises: the episode is then dropped and counted, never
+rewarded with a zero."""
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, ParamSpec, TypeVar, get_args
+from typing import Annotated, Any, Literal
 
 from pydantic import JsonValue, validate_call
 
@@ -32,37 +23,15 @@ from TrainingFactory.options import (
     make_from,
     nested,
 )
-from TrainingFactory.protocols import Episode
-from TrainingFactory.rewards.judge.base import Judge
 from TrainingFactory.rewards.judge.client import Budget, JudgeClient
 from TrainingFactory.rewards.judge.endpoints import AnthropicEndpoint, JudgeModel, OpenAIEndpoint
-from TrainingFactory.rewards.judge.groups import PairJudge, RankingJudge
-from TrainingFactory.rewards.judge.prompts import (
-    GROUP,
-    PAIR,
-    RUBRIC,
-    SINGLE,
-    JudgePrompt,
-    answer_text,
-    trajectory_text,
-)
-from TrainingFactory.rewards.judge.verdicts import (
-    JsonVerdict,
-    Pairwise,
-    Ranking,
-    Score,
-    Verdict,
-    Vote,
-    YesNo,
-)
+from TrainingFactory.rewards.judge.judges import ModelJudge, PairJudge, RankingJudge
+from TrainingFactory.rewards.judge.prompts import GROUP, PAIR, RUBRIC, SINGLE, JudgePrompt
+from TrainingFactory.rewards.judge.verdicts import JsonVerdict, Pairwise, Ranking, Score, Vote, YesNo
 from TrainingFactory.tools.cache.cache import ToolCache
-from TrainingFactory.types import Reward, Trajectory
 
-P = ParamSpec("P")
-R = TypeVar("R")
 Api = Literal["openai", "anthropic"]
 VerdictName = Literal["score", "yes_no", "json", "pairwise", "ranking"]
-VERDICTS: tuple[VerdictName, ...] = get_args(VerdictName)
 APIS: dict[Api, type[OpenAIEndpoint]] = {"openai": OpenAIEndpoint, "anthropic": AnthropicEndpoint}
 FORMS: dict[VerdictName, Callable[..., Any]] = {
     "score": Score,
@@ -74,40 +43,7 @@ FORMS: dict[VerdictName, Callable[..., Any]] = {
 KINDS = {"pairwise": PAIR, "ranking": GROUP}
 
 
-@dataclass(kw_only=True, eq=False)
-class ModelJudge(Judge):
-    """Judges every episode by itself. One that did not come to its own end, or ended without having said or done
-    anything that the judge is shown, gets 0 without asking, unless `judge_unfinished`."""
-
-    verdict: Verdict
-
-    async def __call__(self, episode: Episode) -> Reward:
-        trajectory = episode.trajectory
-        return self._rewarded(0.0 if self.failed(trajectory) else await self.judge(trajectory))
-
-    async def judge(self, trajectory: Trajectory, repeat: int = 0) -> float:
-        """Return the verdict, from 0 to 1. `repeat` tells several judgements of one trajectory apart, for which the
-        cache would give one answer."""
-        values = self.prompt.values(
-            trajectory.task,
-            conversation=trajectory_text(trajectory, self.prompt.reasoning),
-            answer=answer_text(trajectory),
-        )
-        return await self._samples(values, self.verdict.instruction, self.verdict.read, repeat)
-
-
-def _checked(function: Callable[P, R]) -> Callable[P, R]:
-    """Check the options by their annotations, and raise OptionError with all that is wrong."""
-    validated = validate_call(config=STRICT)(function)
-
-    @functools.wraps(validated)
-    def call(*_: P.args, **options: P.kwargs) -> R:
-        return make_from(validated, options, "a model judge")
-
-    return call
-
-
-@_checked
+@validate_call(config=STRICT)
 def model_judge(
     *,
     model: Text | JudgeModel,
@@ -135,11 +71,7 @@ def model_judge(
     cache: ToolCache | Text | Path | None = None,
     budget: Annotated[Mapping[str, Any] | Budget | None, nested(Budget, "the judge's budget")] = None,
 ) -> ModelJudge | PairJudge | RankingJudge:
-    """Make a judge from plain options; everything wrong with them is a ValueError here. `model` is a name at
-    `base_url`, or a `JudgeModel` such as `SampledJudge(sampler, chat, params, name)`. `verdict`: score, yes_no, json
-    (with `verdict_options`), pairwise (with `opponents`) or ranking. `api_key_env`: the variable that holds the key;
-    None: no key; left out: OPENAI_API_KEY for https://api.openai.com, ANTHROPIC_API_KEY for
-    https://api.anthropic.com, and no key for any other address."""
+    """Make a judge from the options that docs/JUDGES.md lists."""
     if opponents is not None and verdict != "pairwise":
         raise OptionError(Wrong("opponents", f"is for the verdict pairwise, not for {verdict}"))
     try:
@@ -152,13 +84,13 @@ def model_judge(
             APIS[api], base_url, model, api_key_env=api_key_env, timeout=timeout, options=options
         )
     client = JudgeClient(
-        model,
+        model=model,
         concurrency=concurrency,
         rate=rate,
         retries=retries,
         pause=pause,
         cache=cache,  # a file is made when nothing else can be wrong
-        budget=budget,  # type: ignore[arg-type]  # made of the mapping
+        budget=budget or Budget(),  # type: ignore[arg-type]  # made of the mapping
     )
     shared: dict[str, Any] = {"client": client, "prompt": prompt, "samples": samples, "vote": vote}
     shared |= {"name": name, "judge_unfinished": judge_unfinished, "fence_seed": fence_seed}
@@ -182,8 +114,7 @@ def _endpoint(kind: type[OpenAIEndpoint], base_url: str, model: str, **options: 
 def judges_at(
     base_url: str | Sequence[str], options: Mapping[str, Any], workers: int | None = None
 ) -> list[Any]:
-    """Return one judge at several endpoints, for the workers of a pool: a judge for each worker, to be closed by the
-    caller. Workers at one address share their judge; what they may spend is meant for all of them together."""
+    """Return a judge for each worker of a pool, one at each address, with one budget for all."""
     urls = [base_url] if isinstance(base_url, str) else list(base_url)
     if not urls or not all(isinstance(url, str) for url in urls) or len(set(urls)) < len(urls):
         raise ValueError(f"base_url is {base_url!r:.100}; it must be an address, or a list of different ones")
@@ -194,7 +125,7 @@ def judges_at(
     options.setdefault("concurrency", 8 * -(-count // len(urls)))  # of a judge that several workers share
     judges: list[Any] = []
     for url in urls:
-        judges.append(model_judge(base_url=url, **options))
+        judges.append(make_from(model_judge, {"base_url": url, **options}, "a model judge"))
         options["cache"] = judges[0].client.cache  # opened once, and closed with the first
     spent = [judge.client.usage for judge in judges]
     for judge in judges:

@@ -1,11 +1,7 @@
 """`reward.type: process_reward`: the outcome, and what single turns earn on the way to it.
 
-A turn's entry is fixed when the turn ends. Limits and claw-backs are negative amounts on the turn that settles them;
-earlier entries never change, which is what makes credit by turn unbiased.
-
-A rule over turns, `rule(trajectory, turn)`, is a number or a truth value for that turn. It sees the trajectory as it
-was when the turn ended: later turns are not there, and `status` is `done` only if that turn ended the episode well.
-"""
+A turn's entry is fixed when the turn ends, which makes credit by turn unbiased. So a rule, `rule(trajectory, turn)`,
+sees the trajectory as it was then."""
 
 from __future__ import annotations
 
@@ -23,7 +19,14 @@ from pydantic.dataclasses import dataclass
 
 from TrainingFactory.options import STRICT, OptionError, Wrong, one_of
 from TrainingFactory.protocols import Environment, Episode
-from TrainingFactory.rewards.adapt import Unscored, as_float, as_reward, checked, environment_reward
+from TrainingFactory.rewards.adapt import (
+    Unscored,
+    as_float,
+    as_reward,
+    check_known,
+    checked,
+    environment_reward,
+)
 from TrainingFactory.rewards.combined import weighted
 from TrainingFactory.tools.schema import schema_problems, validator_of
 from TrainingFactory.tools.threads import in_thread
@@ -35,14 +38,11 @@ STEP_REWARDS = {"correct_tool": 0.5, "clear_reasoning": 0.3, "efficient_path": 0
 MAX_EXPERT_TURNS = 100
 ROUNDING = 1e-9
 CAPPED, CLAWED_BACK, OUTCOME = "capped", "clawed_back", "outcome"
-
-
 MIN_WORDS = 5  # different ones, of a reasoning that counts as one
 
 
 def correct_tool(trajectory: Trajectory, turn: int) -> bool:
-    """All calls of the turn went to the right tool and were answered well. Which one is right stands in the task's
-    metadata `correct_tool`, a name or a list of names; else every tool that there is."""
+    """Tell whether all calls of the turn went to a right tool (metadata `correct_tool`, else any) and went well."""
     calls = _answered(trajectory.turns[turn])
     right = trajectory.task.metadata.get("correct_tool")
     if right is None:
@@ -52,7 +52,7 @@ def correct_tool(trajectory: Trajectory, turn: int) -> bool:
 
 
 def valid_arguments(trajectory: Trajectory, turn: int) -> bool:
-    """All calls of the turn could be read, name a tool, and fit its schema."""
+    """Tell whether all calls of the turn could be read, name a tool, and fit its schema."""
     specs = {spec.name: spec for spec in trajectory.tools}
     calls = _answered(trajectory.turns[turn])
     for call, result in calls:
@@ -65,14 +65,14 @@ def valid_arguments(trajectory: Trajectory, turn: int) -> bool:
 
 
 def no_repeated_call(trajectory: Trajectory, turn: int) -> bool:
-    """The turn calls something, and nothing that was called before with the same arguments."""
+    """Tell whether the turn calls something, and nothing that was called before with the same arguments."""
     seen = {_key(call) for one in trajectory.turns[:turn] for call in one.message.tool_calls}
     now = [_key(call) for call in trajectory.turns[turn].message.tool_calls]
     return bool(now) and len(set(now)) == len(now) and seen.isdisjoint(now)
 
 
 def error_recovered(trajectory: Trajectory, turn: int) -> bool:
-    """A tool that had failed at its last use is used well."""
+    """Tell whether a tool that had failed at its last use is used well."""
     last: dict[str, bool] = {}
     for one in trajectory.turns[:turn]:
         last |= {call.name: _went_well(result) for call, result in _answered(one)}
@@ -81,17 +81,17 @@ def error_recovered(trajectory: Trajectory, turn: int) -> bool:
 
 
 def clear_reasoning(trajectory: Trajectory, turn: int) -> bool:
-    """The turn says why, as reasoning or as text beside its calls. A text that was there before counts as none."""
+    """Tell whether the turn says why, as reasoning or as text beside its calls, and not as an earlier one did."""
     text = _reasoning(trajectory.turns[turn])
     if len(set(re.findall(r"\w+", text.lower()))) < MIN_WORDS:
         return False
-    before = {_plain(_reasoning(one)) for one in trajectory.turns[:turn]}
-    return _plain(text) not in before
+    before = [_reasoning(one).lower().split() for one in trajectory.turns[:turn]]
+    return text.lower().split() not in before
 
 
 def efficient_path(trajectory: Trajectory, turn: int) -> float:
-    """On the turn that ends the episode well: the shortest number of turns (metadata `shortest`, else the expert's)
-    over that taken; where neither is known, the share of turns that were no failure and no repetition."""
+    """Return, for the turn that ends the episode well, the shortest number of turns over that taken; where it is not
+    known, the share of turns that were no failure and no repetition."""
     if trajectory.status != "done" or turn != len(trajectory.turns) - 1:
         return 0.0
     shortest = trajectory.task.metadata.get("shortest")
@@ -108,22 +108,9 @@ def efficient_path(trajectory: Trajectory, turn: int) -> float:
     return min(1.0, shortest / (turn + 1))
 
 
-_BUILT_IN = (
-    correct_tool,
-    valid_arguments,
-    no_repeated_call,
-    error_recovered,
-    clear_reasoning,
-    efficient_path,
-)
+_ABOUT_CALLS = (correct_tool, valid_arguments, no_repeated_call, error_recovered)
+_BUILT_IN = (*_ABOUT_CALLS, clear_reasoning, efficient_path)
 PROCESS_RULES: dict[str, StepRule] = {rule.__name__: rule for rule in _BUILT_IN}
-
-
-def register_rule(name: str, rule: StepRule) -> None:
-    """Make a rule of one's own known by name to every `ProcessReward`."""
-    if PROCESS_RULES.get(name, rule) is not rule:
-        raise ValueError(f"there is a rule {name} already; take another name")
-    PROCESS_RULES[name] = rule
 
 
 def _answered(turn: Turn) -> list[tuple[ToolCall, ToolResult | None]]:
@@ -145,29 +132,21 @@ def _reasoning(turn: Turn) -> str:
     return message.reasoning or (message.content if message.tool_calls else "")
 
 
-def _plain(text: str) -> str:
-    return " ".join(text.lower().split())
-
-
 @dataclass(config=STRICT, eq=False)
 class ProcessReward:
-    """`ProcessReward(outcome_weight=1.0, step_rewards={"correct_tool": 0.5, "efficient_path": 0.2})`
-
-    `step_rewards` are names of rules (PROCESS_RULES, `register_rule`, or functions in `rules`) and what a turn earns
-    by each. `outcome` is the reward of the whole episode: any callable, or None for the environment's own. With an
-    `outcome_weight` of 0 it is not asked.
-    `pay`: "once" rewards a rule when it first holds (of a graded one, what is better than before), "per_turn" every
-    time. `cap` limits what all rules together have earned at any time; None: as much as each of them once.
-    `claw_back`: an episode that does not come to its own end gives back on its last turn what it has earned.
-    """
+    """Reward the outcome, and turns by `step_rewards`: rules by name (PROCESS_RULES, or in `rules`), and weights."""
 
     outcome_weight: float = 1.0
     step_rewards: Mapping[str, float] | None = None
-    outcome: Any = None
+    outcome: Any = None  # any callable; None: the environment's own; not asked where it weighs 0
     _: KW_ONLY
-    pay: Literal["once", "per_turn"] = "once"
-    cap: Annotated[float, Field(ge=0, allow_inf_nan=True)] | None = None
-    claw_back: bool = True
+    pay: Literal["once", "per_turn"] = (
+        "once"  # when a rule first holds, of a graded one what is better than before
+    )
+    cap: Annotated[float, Field(ge=0, allow_inf_nan=True)] | None = (
+        None  # at any time; None: what all give once
+    )
+    claw_back: bool = True  # what an episode has earned that does not come to its own end, on its last turn
     rules: Mapping[str, StepRule] | None = None
     timeout: float | None = 60.0  # seconds for the outcome
 
@@ -177,8 +156,6 @@ class ProcessReward:
         for name in self._weights:
             if name not in known:
                 raise OptionError(Wrong(f"step_rewards.{name}", one_of(name, known)))
-            if name in (CAPPED, CLAWED_BACK, OUTCOME):
-                raise OptionError(Wrong(f"rules.{name}", "is a name that the parts of a reward have already"))
         self._rules = {name: known[name] for name in self._weights}
         all_once = sum(weight for weight in self._weights.values() if weight > 0)
         self._cap = all_once if self.cap is None else self.cap
@@ -196,10 +173,7 @@ class ProcessReward:
 
     def reward_turns(self, trajectory: Trajectory, shortest: int | None = None) -> Reward:
         """Return one entry per turn; `parts` say what each rule gave, and what was capped and clawed back."""
-        if trajectory.status in ("error", "tool_failure"):
-            raise Unscored(
-                f"the episode ended with status {trajectory.status}: what it is worth is not known"
-            )
+        check_known(trajectory)
         if shortest:
             metadata = {"shortest": shortest} | trajectory.task.metadata
             task = dataclasses.replace(trajectory.task, metadata=metadata)

@@ -1,8 +1,4 @@
-"""`reward.type: tool_verified`: what the model says at the end is run, and what comes of it decides.
-
-A query by the rows that it gives, code by what it computes, an answer by the calculator. `code_tests` and `sql_result`
-among the rules are the short forms.
-"""
+"""`reward.type: tool_verified`: what the model says at the end is run, and what comes of it decides."""
 
 from __future__ import annotations
 
@@ -17,7 +13,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
 from TrainingFactory.arithmetic import calculate, tokens
-from TrainingFactory.options import STRICT, Text, make_named
+from TrainingFactory.options import STRICT, make_named
 from TrainingFactory.protocols import Episode, RewardFunction
 from TrainingFactory.rewards.rules.answers import references
 from TrainingFactory.rewards.rules.code import CodeTests, ToolRule, through, value_after
@@ -40,12 +36,8 @@ CASES = TypeAdapter(Annotated[list[Case], Field(min_length=1)])
 
 @dataclass(config=STRICT, frozen=True, kw_only=True)
 class CodeCases(ToolRule):
-    """The share of cases for which the model's function gives what is expected (without `partial`: all or nothing).
-
-    Cases are the task's metadata `cases`: `[{"args": [2], "expected": 4}, ...]`; `entry` there (or here) names the
-    function. Only arguments are sent to the environment's `tool`; results come back as JSON and are compared here, so
-    that code which looks for the expected values, or returns an object that equals everything, gains nothing.
-    """
+    """Reward a function, `entry`, by the cases in the task's metadata. Only arguments are sent to the tool: code that
+    looks for the expected values, or returns an object that equals everything, gains nothing."""
 
     rule: ClassVar[str] = "code_cases"
     entry: str = ""
@@ -94,13 +86,10 @@ def _cases(task: Task) -> list[tuple[list[Any], Any]]:
 
 @dataclass(config=STRICT, frozen=True, kw_only=True)
 class Calculated(Numeric):
-    """1 if the answer is the number that the calculator gives for the task's metadata `expression`; a task without one
-    has its number as answer. With `expressions` the model may answer with an expression, such as (3+5)*4 for 32; the
-    task's metadata `numbers`, if there are any, are then all that may stand in it, each once; of an
-    equation in one side."""
+    """Reward the number that the calculator gives for the task's metadata `expression`, else the task's answer. With
+    `expressions` one such as (3+5)*4 is an answer too, of the metadata's `numbers`, each once, if there are any."""
 
     rule: ClassVar[str] = "calculated"
-    expression: Text = "expression"  # key in the task's metadata
     expressions: bool = False
 
     def __call__(self, episode: Episode) -> Reward:
@@ -118,7 +107,7 @@ class Calculated(Numeric):
         )
 
     def _right(self, task: Task) -> list[Number]:
-        if (expression := task.metadata.get(self.expression)) is not None:
+        if (expression := task.metadata.get("expression")) is not None:
             return [Number(calculate(str(expression)))]
         return [self.read_reference(reference) for reference in references(task, self.rule)]
 

@@ -20,13 +20,10 @@ from TrainingFactory.types import SamplingParams, Task, Trajectory
 
 
 class AsyncRolloutEngine:
-    """`environment` makes an environment for a task; an environment class is such a thing.
-
-    Without `reward` the environment's own is used. One that scores whole groups (`protocols.GroupReward`, or a function
-    that takes `episodes`, `trajectories` or `completions`) is called once for each group, when its last episode has
-    ended. `on_episode` is told of every episode when its reward is known.
-    `max_concurrency` episodes run at a time; an episode's clock (`episode_timeout`) starts when it is let in, so with
-    more episodes than the sampler has slots, set it to the number of slots. `runtime` is what all tools share."""
+    """Without `reward` the environment's own is used; one that scores whole groups is called when the last episode of a
+    group has ended. `on_episode` is told of every episode when its reward is known. An episode's clock
+    (`episode_timeout`) starts when it is let in: with more episodes than the sampler has slots, set
+    `max_concurrency` to the number of slots. `runtime` is what all tools share."""
 
     def __init__(
         self,
@@ -77,15 +74,10 @@ class AsyncRolloutEngine:
         return [[one.trajectory for one in group] for group in groups]
 
     def rollout(
-        self,
-        tasks: Sequence[Task],
-        sampler: Sampler,
-        group_size: int = 1,
-        step: int = 0,
-        recorded_as: str | None = None,
+        self, tasks: Sequence[Task], sampler: Sampler, group_size: int = 1, step: int = 0
     ) -> list[list[Trajectory]]:
-        """`rollout_batch` for synchronous callers."""
-        return run(lambda: self.rollout_batch(tasks, sampler, group_size, step, recorded_as))
+        """Do so for synchronous callers."""
+        return run(lambda: self.rollout_batch(tasks, sampler, group_size, step))
 
     async def _run(self, one: EpisodeRun, gate: asyncio.Semaphore) -> None:
         try:

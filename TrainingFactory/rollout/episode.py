@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import json
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -105,7 +104,7 @@ class EpisodeRun:
         return self.trajectory
 
     async def play(self) -> None:
-        """All turns. The environment stays open for the reward."""
+        """Play all turns. The environment stays open for the reward."""
         started = time.perf_counter()
         try:
             with _foreign("making the environment"):
@@ -123,24 +122,24 @@ class EpisodeRun:
         self.trajectory.seconds = time.perf_counter() - started
 
     def leave(self) -> None:
-        """Gives the sampler its place back; again does nothing."""
+        """Give the sampler its place back, once."""
         if not self._left:
             self._left = True
             self.session.close()
 
     def episode(self) -> Episode | None:
-        """What a reward sees; None if the episode failed, so that nothing is known of what it is worth."""
+        """Return what a reward sees; None if the episode failed, so that nothing is known of what it is worth."""
         trajectory, environment = self.trajectory, self.environment
         if environment is None or trajectory.status in ("error", "tool_failure") or not trajectory.turns:
             return None
         if isinstance(environment, ToolEnvironment):
-            return Episode(trajectory, environment, environment.executor)
-        # It runs its calls in a way of its own; those of the reward go by ours.
-        executor = self._attached(AsyncToolExecutor(environment.tools), environment)
+            executor = environment.executor
+        else:  # it runs its calls in a way of its own; those of the reward go by ours
+            executor = self._attached(AsyncToolExecutor(environment.tools), environment)
         return Episode(trajectory, environment, executor)
 
     async def _turns(self, environment: Environment) -> None:
-        """Ends by raising `_Over`."""
+        """Play turns until `_Over` is raised."""
         ids = await self._first_prompt(environment)
         for number in range(self.rules.max_turns):
             completion = await self._sample(ids, number)
@@ -179,7 +178,7 @@ class EpisodeRun:
         return completion
 
     async def _step(self, environment: Environment, turn: Turn) -> list[int]:
-        """Lets the environment answer. Returns the prompt of the next turn."""
+        """Let the environment answer; return the prompt of the next turn."""
         with _foreign("the environment's step"):
             step = await environment.step(turn.message)
             if not isinstance(step, Step):
@@ -219,7 +218,7 @@ class EpisodeRun:
             trajectory.error = scoring_failed(error)
 
     async def close(self) -> None:
-        """Closes the environment; again does nothing."""
+        """Close the environment, once."""
         environment, self.environment = self.environment, None
         if environment is None:
             return
@@ -250,13 +249,9 @@ class EpisodeRun:
         self.trajectory.error = error
 
 
-def _scope(environment: Environment, task: Task) -> str | None:
-    """What the state of an environment begins with: all of the task, because ids repeat in other data."""
-    values = [type(environment).__qualname__, task.id, task.prompt, task.answer, task.metadata]
-    try:
-        return digest(json.dumps(values, sort_keys=True, default=str))
-    except (TypeError, ValueError, RecursionError):
-        return None
+def _scope(environment: Environment, task: Task) -> str:
+    """Name what the state of an environment begins with: all of the task, because ids repeat in other data."""
+    return digest(repr([type(environment).__qualname__, task]))
 
 
 async def _off_loop(messages: Sequence[Message], function: Callable[..., T], *args: Any) -> T:

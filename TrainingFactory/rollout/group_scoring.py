@@ -43,13 +43,11 @@ class GroupRun:
             run.leave()
 
     async def _score(self) -> None:
-        """Those that failed are not shown to the reward; one that is left alone still is."""
+        """Show the reward all that did not fail, be it a single one."""
         started = time.perf_counter()
         episodes = [episode for run in self.runs if (episode := self._episode(run)) is not None]
-        if not episodes:
-            return
-        found = await self._rewards(episodes)
-        seconds = (time.perf_counter() - started) / len(episodes)  # added up, what it took
+        found = await self._rewards(episodes) if episodes else []
+        seconds = (time.perf_counter() - started) / (len(episodes) or 1)  # added up, what it took
         for episode, reward in zip(episodes, found, strict=True):
             trajectory = episode.trajectory
             trajectory.seconds += seconds

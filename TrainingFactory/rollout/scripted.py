@@ -53,4 +53,6 @@ async def play(
         lambda _: environment, chat, params, group or reward, max_turns, timeout, max_reply_tokens, runtime
     )
     trajectory = Trajectory(environment.task, group=f"script/{environment.task.id}")
-    return await EpisodeRun(rules, trajectory, _Script(script, chat, environment), max_length, seed_of=int, key=key).run()
+    return await EpisodeRun(
+        rules, trajectory, _Script(script, chat, environment), max_length, seed_of=int, key=key
+    ).run()

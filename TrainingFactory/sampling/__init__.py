@@ -1,5 +1,5 @@
 """Tokens in, tokens and log-probs out."""
 
-from TrainingFactory.sampling.native import EngineStats, NativeEngine
+from TrainingFactory.sampling.native import NativeEngine
 
-__all__ = ["EngineStats", "NativeEngine"]
+__all__ = ["NativeEngine"]

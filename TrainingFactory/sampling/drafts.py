@@ -1,10 +1,5 @@
-"""Guessing the next tokens, so that one forward can settle several of them.
-
-Agents repeat themselves and their siblings. A table like a processor's branch predictor notes which token followed
-three given ones last time, and whether that came true when it was next looked up. Every token is still drawn from the
-model's own distribution with the random number of its own position; a guess only saves a forward where that draw turns
-out to equal it. So guessing never changes what is sampled (but for the rounding of the logits).
-"""
+"""Guess the next tokens, so that one forward can settle several of them: a table like a processor's branch predictor
+notes which token followed three given ones last time, and whether that came true when it was next looked up."""
 
 from __future__ import annotations
 
@@ -22,14 +17,14 @@ class Drafts:
 
     @staticmethod
     def _entry(context: np.ndarray) -> np.ndarray:
-        """[M, CONTEXT] tokens -> [M] places in the table."""
+        """Turn [M, CONTEXT] tokens into [M] places in the table."""
         mixed = context[:, 0].astype(np.uint64)
         for column in range(1, CONTEXT):
             mixed = mixed * np.uint64(0x9E3779B97F4A7C15) + context[:, column].astype(np.uint64)
         return (mixed * np.uint64(0xD6E8FEB86659FD93) >> np.uint64(48)).astype(np.int64)
 
     def guess(self, context: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
-        """What probably follows each context [M, CONTEXT]: tokens [M, most], and how many of them to use."""
+        """Return what probably follows each context [M, CONTEXT]: tokens [M, most], and how many of them to use."""
         count = len(context)
         tokens, lengths = np.zeros((count, most), np.int64), np.zeros(count, np.int64)
         going = np.arange(count)
@@ -45,7 +40,7 @@ class Drafts:
         return tokens, lengths
 
     def learn(self, context: np.ndarray, tokens: np.ndarray) -> None:
-        """These tokens [M] followed these contexts [M, CONTEXT]."""
+        """Note that these tokens [M] followed these contexts [M, CONTEXT]."""
         entry = self._entry(context)
         right, trust = self._next[entry] == tokens, self._trust[entry]
         self._trust[entry] = np.where(right, np.minimum(trust + 1, SURE), np.maximum(trust - 1, 0))

@@ -1,9 +1,5 @@
-"""CUDA graphs of the decode step. A step of a small model is hundreds of small kernels, and launching them
-one by one takes longer than running them; a recorded step is launched as a whole.
-
-One graph for each number of rows and each width, recorded on first use. A graph holds addresses, not tensors:
-`check` throws all of them away when weights have moved, adapters were switched or the cache has grown.
-"""
+"""Record the decode step as CUDA graphs, one for each shape: launching the hundreds of small kernels of a small model
+one by one takes longer than running them."""
 
 from __future__ import annotations
 
@@ -23,13 +19,13 @@ Step = Callable[[list[torch.Tensor]], torch.Tensor]
 
 
 def graph_rows(rows: int, most: int) -> int:
-    """The next number of rows for which there is to be a graph, so that there are few of them."""
+    """Return the next number of rows for which there is to be a graph, so that there are few of them."""
     return min(most, next((size for size in ROWS if size >= rows), -(-rows // 128) * 128))
 
 
 def graph_span(following: np.ndarray, rows: int, most: int) -> int:
-    """How many tokens each row is to be fed, given how many known or guessed ones each could feed after its
-    next: the most for which a third of what is added is of use, or which cost next to nothing; 0: just one."""
+    """Return how many tokens to feed each row, given how many known or guessed ones could follow its next: the most for
+    which a third of what is added is of use, or which cost next to nothing; 0: just one."""
     for span in SPANS:
         useful = int(np.minimum(following, span - 1).sum())
         if span <= most and useful and (useful * 3 >= rows * (span - 1) or rows * span <= FREE_TOKENS):
@@ -46,7 +42,7 @@ class DecodeGraphs:
         self._pool: Any = None
 
     def check(self, model: torch.nn.Module, cache: list[torch.Tensor]) -> None:
-        """Forget the graphs if anything that they point to has changed."""
+        """Forget the graphs, which hold addresses, if weights have moved, adapters were switched or the cache grew."""
         state = (tuple(tensor.data_ptr() for tensor in (*model.parameters(), *cache)), adapter_state(model))
         if state != self._state:
             self._graphs.clear()
@@ -54,7 +50,7 @@ class DecodeGraphs:
             self._state = state
 
     def run(self, key: Hashable, arrays: list[np.ndarray], step: Step) -> torch.Tensor | None:
-        """`step` on the arrays, as a graph; None if it cannot be recorded."""
+        """Run `step` on the arrays, as a graph; None if it cannot be recorded."""
         found = self._graphs.get(key)
         if found is None and not self.broken:
             found = self._record(key, arrays, step)
@@ -88,7 +84,7 @@ class DecodeGraphs:
 
 
 def packed(arrays: list[np.ndarray]) -> torch.Tensor:
-    """Arrays of int64 and float64 as one tensor, for one transfer."""
+    """Return arrays of int64 and float64 as one tensor, for one transfer."""
     return torch.from_numpy(np.concatenate([array.view(np.int64) for array in arrays]))
 
 
@@ -99,7 +95,7 @@ def unpacked(packed: torch.Tensor, arrays: list[np.ndarray]) -> list[torch.Tenso
 
 
 def adapter_state(model: torch.nn.Module) -> Hashable:
-    """Which adapters are in use: PEFT switches them by attributes, which no address shows."""
+    """Tell which adapters are in use: PEFT switches them by attributes, which no address shows."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     layers = (module for module in model.modules() if isinstance(module, BaseTunerLayer))

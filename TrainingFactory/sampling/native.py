@@ -1,18 +1,10 @@
-"""The native engine: stock transformers models, sampled in slots that share prefixes.
-
-Every session (episode) keeps its keys and values in a slot while its tools run, so a new turn only feeds what
-is new. What a prompt has in common with anything stored is copied instead of computed. Requests join and
-leave at any step; a step is one forward over the rows that decode and the chunks that are being prefilled.
-
-A worker thread makes the steps while there is anything to do, so the event loop stays free for tools; the two
-meet in an inbox that the worker empties before each step, and in `loop.call_soon_threadsafe`.
+"""Sample stock transformers models in slots that share prefixes; a worker thread makes the steps.
 
 With `deterministic=True` the same requests give the same bits whatever their timing: session i (in the order
 of opening) sits in slot i mod slots and waits until it is free; a decode step always has one row per slot; a
 prompt is prefilled alone, in chunks of 32 tokens at multiples of 32, so that its keys and values are a pure
-function of its tokens and may be shared; a short reply goes through the decode rows, token by token; nothing
-is evicted and nothing that another session has decoded is shared. Sessions must be closed, and nested agents
-need as many slots as sessions are open at once. It holds on one machine with one number of threads, on CPU.
+function of its tokens and may be shared; a short reply goes through the decode rows; nothing is evicted. Sessions
+must be closed, nested agents need a slot each. It holds on one machine with one number of threads, on CPU.
 """
 
 from __future__ import annotations
@@ -23,7 +15,6 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -38,23 +29,8 @@ from TrainingFactory.types import Completion, SamplingParams, Weights
 COMPACT_AFTER = 3  # steps
 
 
-@dataclass(slots=True)
-class EngineStats:
-    """Counts since the engine was made."""
-
-    prefilled: int = 0  # prompt and reply tokens fed in chunks, also where `twins` computes some once
-    shared: int = 0  # prompt tokens copied from another slot, or found in a freed one
-    kept: int = 0  # tokens of earlier turns still in the session's slot
-    sampled: int = 0
-    forwards: int = 0
-    decodes: int = 0  # forwards with decoding rows
-    rows: int = 0  # decoding rows fed, unused ones included where these are fed
-    guessed: int = 0  # tokens fed on a guess
-    evictions: int = 0
-
-
 class NativeSession:
-    """One episode's side of the engine; one turn at a time."""
+    """Holds one episode's side of the engine; one turn at a time."""
 
     def __init__(self, engine: NativeEngine, order: int) -> None:
         self._engine = engine
@@ -75,7 +51,9 @@ class NativeSession:
     def close(self) -> None:
         if not self._seat.closed:
             self._seat.closed = True
-            self._engine._leave(self._seat)
+            with self._engine._lock:
+                self._engine.sessions -= 1
+                self._engine._post(self._seat)
 
     def __del__(self) -> None:
         self.close()  # a forgotten session must not hold its slot
@@ -109,7 +87,7 @@ class NativeEngine:
         self.policy_version = 0
         self.max_length = max_length
         self.sessions = 0  # open now
-        self._counts = EngineStats()
+        self.stats = self._table.stats
         self._deterministic = deterministic
         self._opened = 0  # sessions so far
         # Shared with the worker, under the lock: the inbox, whether it works, whether turns are held back.
@@ -122,44 +100,31 @@ class NativeEngine:
         self._sparse = 0  # steps in a row in which fewer than half of the rows were in use
         self._pool = ThreadPoolExecutor(1, "native-engine")
 
-    @property
-    def stats(self) -> EngineStats:
-        table, counts = self._table, self._counts
-        counts.shared, counts.kept, counts.evictions = table.shared, table.kept, table.evictions
-        return counts
-
     def session(self) -> NativeSession:
         if self._deterministic and not self.sessions:
-            self._align()
+            # The next session gets the first slot, so that a batch depends on nothing but itself.
+            while self._opened % self._table.slots:
+                self._opened += 1
+                self._post(Seat(self._opened - 1, closed=True))
         self._opened += 1
         with self._lock:
             self.sessions += 1
         return NativeSession(self, self._opened - 1)
 
-    def _align(self) -> None:
-        """Give the next session the first slot, so that in deterministic mode a batch depends on nothing but itself."""
-        while self._opened % self._table.slots:
-            self._opened += 1
-            self._post(Seat(self._opened - 1, closed=True))
-
     async def sample(self, prompt_ids: Sequence[int], params: SamplingParams) -> Completion:
-        session = self.session()
-        try:
+        with contextlib.closing(self.session()) as session:
             return await session.sample(prompt_ids, params)
-        finally:
-            session.close()
 
     async def update(self, weights: Weights) -> None:
         """Hold new turns back, let the running ones finish, drop stored keys and values, go on with new weights."""
         if weights.where != "shared":
             raise ValueError(
-                f"the native engine shares the learner's weights and cannot load {weights.where}"
+                f"the native engine shares the learner's weights: it cannot load {weights.where}"
             )
         loop = asyncio.get_running_loop()
         idle = loop.create_future()
         with self._lock:
-            if self._held is not None:
-                raise RuntimeError("another update of the weights is under way")
+            assert self._held is None, "one update at a time"
             self._held = lambda: loop.call_soon_threadsafe(_settle, [(idle, None)])
             if not self._working:
                 idle.set_result(None)
@@ -180,8 +145,8 @@ class NativeEngine:
     # -- the event loop's side
 
     async def _submit(self, seat: Seat, prompt_ids: Sequence[int], params: SamplingParams) -> Completion:
-        prompt = self._checked(prompt_ids)
-        request = Request(seat, prompt, params, asyncio.get_running_loop().create_future())
+        future = asyncio.get_running_loop().create_future()
+        request = Request(seat, self._checked(prompt_ids), params, future)
         self._post(request)
         try:
             return await request.future
@@ -200,11 +165,6 @@ class NativeEngine:
         if len(wrong := prompt[(prompt < 0) | (prompt >= vocabulary)]):
             raise ValueError(f"token id {wrong[0]} is not in the model's vocabulary of {vocabulary}")
         return prompt.astype(np.int32)
-
-    def _leave(self, seat: Seat) -> None:
-        with self._lock:
-            self.sessions -= 1
-        self._post(seat)
 
     def _post(self, item: Request | Seat) -> None:
         with self._lock:
@@ -247,28 +207,25 @@ class NativeEngine:
             held()
 
     def _take_in(self, news: list[Request | Seat]) -> None:
-        """New requests wait; cancelled ones leave; closed sessions give up their slot."""
+        """Let new requests wait, cancelled ones leave, and closed sessions give up their slot."""
         for item in news:
-            if isinstance(item, Seat):
-                self._drop([r for r in self._pending() if r.seat is item])
-                self._table.close(item)
-            elif item.cancelled:
-                self._drop([r for r in self._pending() if r is item])
-            else:
+            if isinstance(item, Request) and not item.cancelled:
                 self._waiting.append(item)
+                continue
+            for request in [*self._waiting, *self._table.requests]:
+                if request is not None and (request is item or request.seat is item):
+                    self._drop(request)
+            if isinstance(item, Seat):
+                self._table.close(item)
 
-    def _pending(self) -> list[Request]:
-        return [*self._waiting, *(r for r in self._table.requests if r is not None)]
-
-    def _drop(self, requests: list[Request]) -> None:
-        for request in requests:
-            slot = request.seat.slot
-            if slot is not None and self._table.requests[slot] is request:
-                self._table.stop(slot)
-            else:
-                self._waiting.remove(request)
-            if not request.cancelled:
-                self._deliver([(request, ValueError("the session was closed while it was sampling"))])
+    def _drop(self, request: Request) -> None:
+        slot = request.seat.slot
+        if slot is not None and self._table.requests[slot] is request:
+            self._table.stop(slot)
+        else:
+            self._waiting.remove(request)
+        if not request.cancelled:
+            self._deliver([(request, ValueError("the session was closed while it was sampling"))])
 
     def _admit(self) -> None:
         """Seat what can be seated, first come first served, and copy the prefixes that they share."""
@@ -281,7 +238,7 @@ class NativeEngine:
             self._runner.copy([(source, target) for target, source in this.moved.items()], length)
 
     def _step(self) -> None:
-        table, counts = self._table, self._counts
+        table, counts = self._table, self.stats
         self._compact()
         plan = self._planner.plan()
         sampled = self._runner.run(plan)
@@ -293,13 +250,12 @@ class NativeEngine:
         counts.rows += plan.rows if plan.fixed else len(plan.dense)
         done = [table.finish(slot, self.policy_version) for slot in table.accept(*sampled)]
         if self._drafts is not None:
-            context = table.recent(sampled.slots, sampled.places, CONTEXT)
-            self._drafts.learn(context, sampled.tokens)
+            self._drafts.learn(table.recent(sampled.slots, sampled.places, CONTEXT), sampled.tokens)
         if done:
             self._deliver(done)
 
     def _compact(self) -> None:
-        """With CUDA graphs: move running slots to the front once it has been worth while for some steps."""
+        """Move running slots to the front once it has been worth while for some steps (CUDA graphs only)."""
         if not self._planner.few_shapes:
             return
         pairs = self._table.scattered()
@@ -321,7 +277,7 @@ class NativeEngine:
                 loop.call_soon_threadsafe(_settle, settled)
 
     def _fail(self, error: BaseException) -> None:
-        """A step has failed: everyone who waits hears of it, and the engine starts afresh."""
+        """Tell everyone who waits that a step has failed, and start afresh."""
         with self._lock:
             waiting = [item for item in self._inbox if isinstance(item, Request)]
             self._inbox = deque(item for item in self._inbox if isinstance(item, Seat))
@@ -332,7 +288,7 @@ class NativeEngine:
 
 
 def _settle(results: Sequence[tuple[asyncio.Future[Any], Any]]) -> None:
-    """In the event loop: give each future its result, unless it has been cancelled meanwhile."""
+    """Give each future its result, unless it has been cancelled meanwhile; runs in the event loop."""
     for future, result in results:
         if future.done():
             continue

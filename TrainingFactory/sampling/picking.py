@@ -1,12 +1,9 @@
-"""From logits to tokens and log-probs.
-
-Every draw is one uniform number that depends on the request's seed and the token's position only, and inverts the
-cumulative distribution. So what is sampled does not depend on who shares the batch (but for rounding).
-"""
+"""Draw tokens from logits. A draw is one uniform number that depends on seed and position only and inverts the
+cumulative distribution, so what is sampled does not depend on who shares the batch (but for rounding)."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -17,47 +14,40 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 def _mix(z: np.ndarray) -> np.ndarray:
-    """The finaliser of splitmix64: every bit of the result depends on every bit of z (uint64)."""
+    """Mix as splitmix64 ends: every bit of the result depends on every bit of z (uint64)."""
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return z ^ (z >> np.uint64(31))
 
 
 def uniforms(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """One number in [0, 1) for each (seed, position); uint64 seeds, float64 out."""
+    """Return one number in [0, 1) for each (seed, position); uint64 seeds, float64 out."""
     bits = _mix(_mix(seeds + _GOLDEN) + (positions.astype(np.uint64) + np.uint64(1)) * _GOLDEN)
     return (bits >> np.uint64(24)) * 2.0**-40  # 40 bits: times a total in float64 it stays under the total
 
 
-@dataclass(slots=True)
-class Filters:
-    """Limits of the choice, one entry per row."""
-
-    top_p: torch.Tensor  # 1 is off
-    top_k: torch.Tensor  # 0 is off
-    min_p: torch.Tensor  # 0 is off
-
-
-def restrict(weights: torch.Tensor, filters: Filters) -> torch.Tensor:
-    """Zero what top-k, then top-p (of what top-k left), then min-p (of the largest) exclude. [M, V]"""
+def restrict(
+    weights: torch.Tensor, top_p: torch.Tensor, top_k: torch.Tensor, min_p: torch.Tensor
+) -> torch.Tensor:
+    """Zero what top-k, then top-p (of what top-k left), then min-p (of the largest) exclude. [M, V]; limits [M]"""
     ordered, order = weights.sort(dim=-1, descending=True, stable=True)
     ranks = torch.arange(weights.shape[-1], device=weights.device)
-    top_k = torch.where(filters.top_k > 0, filters.top_k, weights.shape[-1])
+    top_k = torch.where(top_k > 0, top_k, weights.shape[-1])  # 0 is off
     kept = torch.where(ranks < top_k[:, None], ordered, 0.0)
     total = kept.cumsum(-1, dtype=torch.float64)
     before = total - kept  # the mass of everything more likely
-    inside = (before < filters.top_p[:, None] * total[:, -1:]) | (filters.top_p[:, None] >= 1)
-    inside &= ordered >= filters.min_p[:, None] * ordered[:, :1]
+    inside = (before < top_p[:, None] * total[:, -1:]) | (top_p[:, None] >= 1)
+    inside &= ordered >= min_p[:, None] * ordered[:, :1]
     return torch.zeros_like(weights).scatter_(-1, order, torch.where(inside, kept, 0.0))
 
 
 def draw(
     weights: torch.Tensor, uniform: torch.Tensor, rows: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The first token at which the running sum of the weights [M, V] exceeds uniform [M] times their total,
-    and that total, both [M, 1]. First the block of tokens, then the token in it: one pass over the
-    vocabulary, and no long sum in float32, in which a token of probability 3e-8 would drown. Never one of
-    weight zero. With `rows` [M], draw i is from that row of the weights."""
+    """Return the first token at which the running sum of the weights [M, V] exceeds uniform [M] times their total,
+    and that total, both [M, 1]; never a token of weight zero. With `rows` [M], draw i is from that row."""
+    # First the block of tokens, then the token in it: one pass over the vocabulary, and no long sum in float32, in
+    # which a token of probability 3e-8 would drown.
     if rest := -weights.shape[-1] % BLOCK:
         weights = torch.nn.functional.pad(weights, (0, rest))
     blocks = weights.unflatten(-1, (-1, BLOCK))
@@ -84,11 +74,11 @@ def pick(
     logits: torch.Tensor,  # [M, V]
     uniform: torch.Tensor,  # [M] float64
     temperature: torch.Tensor | None = None,  # [M], 0 is greedy; None: all are 1
-    filters: Filters | None = None,
+    filters: Sequence[torch.Tensor] = (),  # top-p, top-k and min-p, [M] each
     rows: torch.Tensor | None = None,  # [M]: whose logits each draw is from; None: its own
 ) -> torch.Tensor:
-    """[2, M] in float64: the tokens, and their log-probs under the full softmax at the row's temperature (at
-    temperature 1 for greedy rows). One tensor, so that one copy brings both to the host."""
+    """Return [2, M] in float64, which one copy brings to the host: the tokens, and their log-probs under the full
+    softmax at the row's temperature (at temperature 1 for greedy rows)."""
     logits = logits.float()
     if temperature is not None:
         logits, rows = logits if rows is None else logits[rows], None
@@ -96,8 +86,8 @@ def pick(
     shifted = logits - logits.amax(-1, keepdim=True)
     weights = shifted.exp()
     tokens, total = draw(weights, uniform, rows)
-    if filters is not None:
-        tokens, _ = draw(restrict(weights, filters), uniform)
+    if filters:
+        tokens, _ = draw(restrict(weights, *filters), uniform)
     if temperature is not None:
         tokens = torch.where(temperature[:, None] > 0, tokens, logits.argmax(-1, keepdim=True))
     # Where logits are NaN the token may be out of range; the caller sees it in the log-prob.

@@ -1,4 +1,4 @@
-"""What the next forward feeds: the rows that decode, with guesses, and the chunks that are being prefilled."""
+"""Plan what the next forward feeds: the rows that decode, with guesses, and the chunks that are being prefilled."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ GUESSED_TOKENS = 512  # dense tokens of a forward with guesses, at most
 
 @dataclass(slots=True)
 class Plan:
-    """What one forward feeds. Slot i of the dense part is row i."""
+    """Says what one forward feeds. Slot i of the dense part is row i."""
 
     dense: np.ndarray  # [D] slots that feed their next token
     rows: int = 0  # R, dense rows with the unused ones among them
@@ -30,7 +30,7 @@ class Plan:
 
 
 class Planner:
-    """`few_shapes` is for CUDA graphs, of which there is one for each shape."""
+    """Plans forwards; `few_shapes` is for CUDA graphs, of which there is one for each shape."""
 
     def __init__(
         self, table: SlotTable, prefill_tokens: int, drafts: Drafts | None, guesses: int, few_shapes: bool
@@ -39,7 +39,7 @@ class Planner:
         self.drafts, self.guesses = drafts, guesses
 
     def plan(self) -> Plan:
-        """All rows that decode, and as many chunks as the budget allows, the oldest first."""
+        """Feed all rows that decode, and as many chunks as the budget allows, the oldest first."""
         table = self.table
         running = np.flatnonzero(table.running)
         chunking = table.stored[running] < table.chunked[running]
@@ -84,7 +84,7 @@ class Planner:
             plan.guesses, plan.guessed = guesses, counts
 
     def _ride(self, dense: np.ndarray, known: np.ndarray, guesses: np.ndarray, counts: np.ndarray) -> None:
-        """Where a row still has known tokens to feed, these follow instead of guesses."""
+        """Let known tokens that a row still has to feed follow, instead of guesses."""
         stored = self.table.stored[dense]
         for row in np.flatnonzero(stored + 1 < known):
             rest = self.table.ids[dense[row], stored[row] + 1 : known[row]][: guesses.shape[1]]
@@ -92,7 +92,7 @@ class Planner:
             counts[row] = len(rest)
 
     def _fixed(self, dense: np.ndarray, queue: np.ndarray) -> Plan:
-        """Deterministic mode: one chunk alone, or one row per slot."""
+        """Feed one chunk alone, or one row per slot: deterministic mode."""
         table = self.table
         if not len(queue):
             return Plan(dense, table.slots, fixed=True)

@@ -1,4 +1,4 @@
-"""One forward: from the table's arrays to tensors, through the model, back to tokens and log-probs."""
+"""Run one forward: from the table's arrays to tensors, through the model, back to tokens and log-probs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from TrainingFactory.sampling.graphs import DecodeGraphs, packed, unpacked
-from TrainingFactory.sampling.picking import Filters, pick, uniforms
+from TrainingFactory.sampling.picking import pick, uniforms
 from TrainingFactory.sampling.planning import CHUNK, NONE, Plan
 from TrainingFactory.sampling.slots import ATTENTION, Part, Shape, SlotCache, StepContext
 from TrainingFactory.sampling.table import SlotTable
@@ -21,7 +21,7 @@ from TrainingFactory.sampling.view import check_model, refuse, shared_view
 
 @dataclass(slots=True)
 class Flat:
-    """The tokens of a forward, as arrays; and of each row of logits, which of them it is."""
+    """Holds the tokens of a forward, as arrays; and of each row of logits, which of them it is."""
 
     tokens: np.ndarray  # [N]
     positions: np.ndarray  # [N]
@@ -34,7 +34,7 @@ class Flat:
 
 
 class Sampled(NamedTuple):
-    """New tokens, in the order of slots and places."""
+    """Holds new tokens, in the order of slots and places."""
 
     slots: np.ndarray
     places: np.ndarray  # in their slot's sequence
@@ -78,9 +78,8 @@ class Runner:
     @torch.inference_mode()
     def _shapes(self) -> list[Shape]:
         """Run two tokens through the model to learn the shapes of its layers; refuses what it cannot do."""
-        step = StepContext()
-        ids = torch.zeros(1, 2, dtype=torch.long, device=self.device)
-        self.view(input_ids=ids, position_ids=ids, use_cache=False, tfactory_step=step)
+        step, ids = StepContext(), torch.zeros(2, dtype=torch.long, device=self.device)
+        self._logits(ids, ids, step, 0)
         layers = self.model.config.get_text_config().num_hidden_layers
         if len(step.shapes) != layers:
             raise refuse(self.kind, f"{len(step.shapes)} of its {layers} layers use the attention interface")
@@ -89,29 +88,21 @@ class Runner:
     @torch.inference_mode()
     def _compare(self) -> None:
         """Refuse a model whose own attention gives something else for seven tokens as a chunk and one as a row."""
-        ids = torch.arange(8, device=self.device)[None] % self.vocabulary
-        expected = shared_view(self.model, "eager")(input_ids=ids, use_cache=False).logits[0].float()
-        cache, positions = SlotCache(1, 64, self.shapes), self._span[:8]
-        chunk, row = (
-            Part(slice(0, 1), self._mask(part[None], 64), 64) for part in (positions[:7], positions[7:])
-        )
-        steps = (
-            StepContext(cache, positions[:7], chunks=chunk),
-            StepContext(cache, positions[7:], dense=row, tokens=1),
-        )
-        inputs = zip(ids.split((7, 1), 1), positions[None].split((7, 1), 1), steps, strict=True)
-        parts = [
-            self.view(input_ids=part, position_ids=at, use_cache=False, tfactory_step=step).logits[0]
-            for part, at, step in inputs
-        ]
-        off = (torch.cat(parts).float() - expected).abs().mean() / expected.std().clamp(min=1e-6)
+        ids = self._span[:8] % self.vocabulary
+        expected = shared_view(self.model, "eager")(input_ids=ids[None], use_cache=False).logits[0].float()
+        cache, found = SlotCache(1, 64, self.shapes), []
+        for at in self._span[:8].split((7, 1)):
+            part, alone = Part(slice(0, 1), self._mask(at[None], 64), 64), len(at) == 1
+            row = StepContext(cache, at, dense=part, tokens=1)
+            found.append(self._logits(ids[at], at, row if alone else StepContext(cache, at, chunks=part), 0))
+        off = (torch.cat(found).float() - expected).abs().mean() / expected.std().clamp(min=1e-6)
         if not off < (0.01 if self.dtype == torch.float32 else 0.1):
             raise refuse(self.kind, f"its logits through the slot cache are off by {off:.1%} of their spread")
 
     # -- cache
 
     def reserve(self, length: int) -> SlotCache:
-        """The cache, with room for sequences of this length. Grows by doubling."""
+        """Return the cache, with room for sequences of this length. Grows by doubling."""
         length = min(round_up(length, 128), self.full)
         if self.cache is None or length > self.cache.capacity:
             self._moved = True
@@ -124,21 +115,21 @@ class Runner:
 
     @torch.inference_mode()
     def copy(self, pairs: Sequence[tuple[int, int]], length: int) -> None:
-        """Keys and values from the first to the second slot of each pair; all read before any is written."""
+        """Copy keys and values from the first to the second slot of each pair; all are read before any is written."""
         cache = self.reserve(length)
         sources, targets = torch.tensor(pairs, device=self.device).unbind(1)
         cache.copy(sources, targets, min(round_up(length, 64), cache.capacity))
 
     def width(self, length: int) -> int:
-        """How many cached positions attention looks at. In deterministic mode this must not change what comes
-        out: the CPU kernel works in blocks of 512 keys, and blocks that are masked whole add exact zeros."""
+        """Return how many cached positions attention looks at."""
         if not self.table.deterministic:
             # few widths on a GPU, because each has its graph
             return min(round_up(length, 128 if self.device.type == "cuda" else 64), self.full)
+        # The CPU's kernel works in blocks of 512 keys, and blocks that are masked whole add exact zeros.
         return min(round_up(length, 512), self.full) if self._fused else self.full
 
     def trunk(self, slots: np.ndarray) -> int:
-        """How many leading positions these have in common, where it pays to read them once; deterministic: 0."""
+        """Return how many leading positions these have in common, where it pays to read them once, else 0."""
         if len(slots) < 4 or self.table.deterministic or not self._fused:
             return 0
         key = (self.table.changes, slots.tobytes())
@@ -176,7 +167,7 @@ class Runner:
         self, plan: Plan, flat: Flat, step: StepContext, draws: list[np.ndarray], widths: tuple[int, int],
         trunk: int,
     ) -> torch.Tensor | None:  # fmt: skip
-        """Tokens and log-probs [2, M]; None where none is wanted."""
+        """Return tokens and log-probs [2, M]; None where none is wanted."""
         dense, fed, slots, counts = plan.dense, flat.fed[plan.dense], plan.slots, plan.counts
         tokens, positions, keep, source, again = flat.tokens, flat.positions, flat.keep, NONE, NONE
         if (twins := self._twins(plan, flat)) is not None:
@@ -199,12 +190,12 @@ class Runner:
         logits = self._logits(tensors[0], tensors[1], step, tensors[3] if len(plan.slots) else 0)
         if not flat.live.any():
             return None
-        return _pick(logits, tensors[10], tensors[11:], tensors[5] if twins is not None else None)
+        temperature = tensors[11] if len(tensors) > 11 else None
+        return pick(logits, tensors[10], temperature, tensors[12:], tensors[5] if twins is not None else None)
 
     def _twins(self, plan: Plan, flat: Flat) -> Twins | None:
-        """Not where shapes are fixed: there one row less saves nothing."""
         rows = np.concatenate((plan.dense, plan.slots))
-        if plan.fixed or len(rows) < 2:
+        if plan.fixed or len(rows) < 2:  # where shapes are fixed, one row less saves nothing
             return None
         counts = np.concatenate((flat.fed[plan.dense], plan.counts))
         return find_twins(self.table.hashes[rows], self.table.marks(flat.tokens, flat.positions), counts)
@@ -222,16 +213,15 @@ class Runner:
     def _replay(
         self, plan: Plan, cache: SlotCache, arrays: list[np.ndarray], width: int
     ) -> torch.Tensor | None:
-        """The step of a plan that only decodes, as a CUDA graph; None where that cannot be."""
+        """Run a plan that only decodes as a CUDA graph; None where that cannot be."""
         assert self._graphs is not None
 
         def step(tensors: list[torch.Tensor]) -> torch.Tensor:
             ids, positions, where, _, draws, *limits = tensors
-            part = Part(
-                slice(0, plan.rows), self._mask(positions.unflatten(0, (plan.rows, -1)), width), width
-            )
+            mask = self._mask(positions.unflatten(0, (plan.rows, -1)), width)
+            part = Part(slice(0, plan.rows), mask, width)
             context = StepContext(cache=cache, where=where, dense=part, tokens=len(ids))
-            return _pick(self._logits(ids, positions, context, 0), draws, limits)
+            return pick(self._logits(ids, positions, context, 0), draws, limits[0] if limits else None)
 
         if self._moved:
             self._graphs.check(self.model, [layer.keys for layer in cache.layers])
@@ -259,7 +249,7 @@ class Runner:
         return Sampled(rows, table.known[rows] + flat.offsets[live], tokens[live], logprobs[live])
 
     def _flat(self, plan: Plan, cache: SlotCache, trunk: int) -> Flat:
-        """Unused places feed token 0, right behind the trunk, to the scratch slot: they touch nothing."""
+        # Unused places feed token 0, right behind the trunk, to the scratch slot: they touch nothing.
         table, capacity = self.table, cache.capacity
         fed = np.full(plan.rows, int(plan.fixed))
         fed[plan.dense] = 1
@@ -295,7 +285,7 @@ class Runner:
     def _wanted(
         self, plan: Plan, fed: np.ndarray, first: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """rows, offsets, live and keep of a `Flat`: all dense tokens, and the ends of prompts."""
+        """Return rows, offsets, live and keep of a `Flat`: all dense tokens, and the ends of prompts."""
         table = self.table
         behind = np.zeros(plan.rows, np.int64)  # [R] known tokens that are fed after the row's first
         behind[plan.dense] = table.known[plan.dense] - table.stored[plan.dense] - 1
@@ -325,12 +315,12 @@ class Runner:
         return Part(where, self._mask(positions, width), width, pad, unpad)
 
     def _mask(self, positions: torch.Tensor, width: int) -> torch.Tensor:
-        """Positions [rows, T] -> additive [rows, 1, T, width]: a token sees what is not after it."""
+        """Turn positions [rows, T] into an additive mask [rows, 1, T, width]: a token sees what is not after it."""
         hidden = self._span[:width] > positions[:, None, :, None]
         return torch.where(hidden, self._hidden, self._seen)
 
     def _limits(self, live: np.ndarray, rows: np.ndarray) -> list[np.ndarray]:
-        """Temperature, top-p, top-k and min-p of the rows, as far as one that counts has them set."""
+        """Return temperature, top-p, top-k and min-p of the rows, as far as one that counts has them set."""
         table = self.table
         filters = (table.top_p[live] < 1).any() or table.top_k[live].any() or table.min_p[live].any()
         if not filters and (table.temperature[live] == 1).all():
@@ -340,21 +330,19 @@ class Runner:
 
 
 def _covered(slots: np.ndarray, counts: np.ndarray) -> tuple[slice | np.ndarray, np.ndarray]:
-    """All slots from the first to the last, and the tokens of each, where these are few more: a slice of the
-    cache needs no copy. The slots as they are where they lie too far apart."""
-    if not len(slots):
+    """Return all slots from the first to the last, and the tokens of each, where these are few more: a slice of the
+    cache needs no copy."""
+    if not len(slots) or slots[-1] - slots[0] + 1 > 1.5 * len(slots):
         return slots, counts
-    first, last = int(slots[0]), int(slots[-1])
-    if last - first + 1 > 1.5 * len(slots):
-        return slots, counts
-    covered = np.zeros(last - first + 1, np.int64)
+    first, end = int(slots[0]), int(slots[-1]) + 1
+    covered = np.zeros(end - first, np.int64)
     covered[slots - first] = counts
-    return slice(first, last + 1), covered
+    return slice(first, end), covered
 
 
 def _padding(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """For rows of so many tokens: which token fills each place of [rows, longest], and which place each token
-    fills. Empty where all are of one length."""
+    """Return which token fills each place of [rows, longest], and which place each token fills; nothing where all rows
+    are of one length."""
     if not len(counts) or (counts == counts[0]).all():
         return NONE, NONE
     columns = np.arange(counts.max())
@@ -364,7 +352,7 @@ def _padding(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _came_true(flat: Flat, drawn: np.ndarray, stops: np.ndarray) -> np.ndarray:
-    """[M] whether all guesses before a row of logits are what was drawn there, and none of them a stop."""
+    """Return [M] whether all guesses before a row of logits are what was drawn there, and none of them a stop."""
     wrong = np.zeros(len(drawn), bool)
     later = np.flatnonzero(flat.offsets > 0)
     before = drawn[later - 1]
@@ -374,15 +362,8 @@ def _came_true(flat: Flat, drawn: np.ndarray, stops: np.ndarray) -> np.ndarray:
     return flat.offsets < first[flat.rows]
 
 
-def _pick(
-    logits: torch.Tensor, draws: torch.Tensor, limits: list[torch.Tensor], rows: torch.Tensor | None = None
-) -> torch.Tensor:
-    filters = Filters(*limits[1:]) if len(limits) > 1 else None
-    return pick(logits, draws, limits[0] if limits else None, filters, rows)
-
-
 def to_device(arrays: list[np.ndarray], device: torch.device) -> list[torch.Tensor]:
-    """All in one transfer, which is what small copies to a GPU cost by."""
+    """Move all in one transfer, which is what small copies to a GPU cost by."""
     if device.type == "cpu":
         return [torch.from_numpy(array) for array in arrays]
     return unpacked(packed(arrays).to(device), arrays)

@@ -1,12 +1,10 @@
-"""The keys and values of every slot, and the attention function that reads and writes them.
+"""Keep the keys and values of every slot, and the attention function that reads and writes them.
 
-Legend: S slots, C capacity in tokens, N tokens of one forward, R dense rows, P rows of a part, T tokens of
-its longest row, n tokens of it in all, H query heads, Hkv key heads, G = H / Hkv, d head size (keys and values
-may differ).
+Legend: S slots, C capacity in tokens, N tokens of one forward, R dense rows, P rows of a part, T tokens of its
+longest row, n tokens of it in all, H query heads, Hkv key heads, G = H / Hkv, d head size (of values dv).
 
-One forward has a single flat row of N tokens: first the R dense rows, row i from slot i (one token each, or
-one and the guesses that follow it), then the chunks (prompts and replies being prefilled), one after the
-other. Linear layers see the flat tokens without padding; attention sees each part in its own shape.
+One forward has a single flat row of N tokens: first the R dense rows, row i from slot i (one token each, or one and
+the guesses that follow it), then the chunks being prefilled. Attention sees each part in its own shape.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ ATTENTION = "tfactory_slots"
 
 @dataclass(slots=True)
 class Layer:
-    """The cache of one attention layer. Zeros, never uninitialised memory: a NaN would survive its mask."""
+    """Caches one attention layer. Zeros, never uninitialised memory: a NaN would survive its mask."""
 
     keys: torch.Tensor  # [S+1, C, Hkv, d]; the last slot takes the writes of padding tokens
     values: torch.Tensor  # [S+1, C, Hkv, dv]
@@ -33,8 +31,7 @@ class Layer:
     def write(
         self, where: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, source: torch.Tensor | None
     ) -> None:
-        """Store [1, Hkv, N, d] at the flat positions `where` = slot * C + position; `source` says which token
-        goes to each of them, if not one to each."""
+        """Store [1, Hkv, N, d] at `where` = slot * C + position; `source`: the token of each, if not one to each."""
         for cache, new in ((self.keys, keys), (self.values, values)):
             tokens = new[0].transpose(0, 1).flatten(1)
             tokens = tokens if source is None else tokens.index_select(0, source)
@@ -43,7 +40,7 @@ class Layer:
 
 @dataclass(slots=True)
 class Shape:
-    """What the probe saw of one layer's keys and values."""
+    """Holds what the probe saw of one layer's keys and values."""
 
     heads: int
     key_size: int
@@ -71,7 +68,7 @@ class SlotCache:
         self.capacity = capacity
 
     def copy(self, sources: torch.Tensor, targets: torch.Tensor, length: int) -> None:
-        """The first `length` positions of slots `sources` to `targets`; all read before any is written."""
+        """Copy the first `length` positions of slots `sources` to `targets`; all are read before any is written."""
         for layer in self.layers:
             for cache in (layer.keys, layer.values):
                 head = cache[:, :length]
@@ -80,7 +77,7 @@ class SlotCache:
 
 @dataclass(slots=True)
 class Part:
-    """One part of a forward: P rows of up to T tokens, each row against its own slot; some may have none."""
+    """Holds one part of a forward: P rows of up to T tokens, each against its own slot; some may have none."""
 
     slots: torch.Tensor | slice  # [P], or a slice where that saves the copy
     mask: torch.Tensor  # [P, 1, T, width], additive
@@ -173,7 +170,7 @@ def slot_attention(
     tfactory_step: StepContext | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The registered attention function. [1, N, H, dv] out."""
+    """Store keys and values and attend, as transformers' attention function. [1, N, H, dv] out."""
     if tfactory_step is None:
         raise refuse(_kind(module), "it does not hand keyword arguments on to its attention function")
     step = tfactory_step

@@ -1,4 +1,4 @@
-"""Who sits in which slot, and which tokens have their keys and values there. Numpy only.
+"""Keep the books of the slots: who sits in which, and which tokens have their keys and values there. Numpy only.
 
 A slot's sequence is `ids[slot, :known]`; the keys and values of its first `stored` tokens are in the cache.
 A step feeds tokens from `stored` on; where it feeds the last known token, the next one is sampled. So two
@@ -19,9 +19,24 @@ WAIT_FOR = 4  # a request waits for a prefix that is being computed if it saves 
 EVICT_AFTER = 0.2  # seconds that a session must have been idle before a waiting request may take its slot
 
 
+@dataclass(slots=True)
+class EngineStats:
+    """Counts since the engine was made."""
+
+    prefilled: int = 0  # prompt and reply tokens fed in chunks, also where `twins` computes some once
+    shared: int = 0  # prompt tokens copied from another slot, or found in a freed one
+    kept: int = 0  # tokens of earlier turns still in the session's slot
+    sampled: int = 0
+    forwards: int = 0
+    decodes: int = 0  # forwards with decoding rows
+    rows: int = 0  # decoding rows fed, unused ones included where these are fed
+    guessed: int = 0  # tokens fed on a guess
+    evictions: int = 0
+
+
 @dataclass(slots=True, eq=False)
 class Seat:
-    """A session as the table sees it."""
+    """Holds what the table knows of a session."""
 
     order: int  # sessions are numbered as they are opened
     slot: int | None = None
@@ -41,7 +56,7 @@ class Request:
 
 @dataclass(slots=True)
 class Round:
-    """What one round of admissions remembers. Copies are made at its end, all at once."""
+    """Remembers one round of admissions. Copies are made at its end, all at once."""
 
     moved: dict[int, int] = field(default_factory=dict)  # slot that is to get a prefix: where that lies
     must_wait: set[bytes] = field(default_factory=set)  # prompts; equal ones must wait too
@@ -49,7 +64,7 @@ class Round:
 
 
 class SlotTable:
-    """The bookkeeping of all slots, as arrays, so that a step costs no Python per row."""
+    """Keeps the books of all slots as arrays, so that a step costs no Python per row."""
 
     def __init__(self, slots: int, max_length: int, *, deterministic: bool = False, ride: int = 1) -> None:
         """`ride`: what follows a turn goes with the decoding rows if it has at most so many tokens."""
@@ -74,7 +89,7 @@ class SlotTable:
         self._factors = np.random.default_rng().integers(0, 1 << 64, max_length, np.uint64) | np.uint64(1)
         self.seats: list[Seat | None] = [None] * slots
         self.requests: list[Request | None] = [None] * slots
-        self.evictions = self.shared = self.kept = 0
+        self.stats = EngineStats()
         self.changes = 0  # how often a slot has been given other tokens
         # Deterministic mode: session i sits in slot i mod slots, after session i - slots has been closed.
         self._turn = list(range(slots))
@@ -83,7 +98,7 @@ class SlotTable:
     # -- sessions
 
     def close(self, seat: Seat) -> None:
-        """The slot is free for others; what is stored in it stays until it is overwritten."""
+        """Free the slot for others; what is stored in it stays until it is overwritten."""
         if seat.slot is not None:
             self.seats[seat.slot] = None
             seat.slot = None
@@ -95,12 +110,12 @@ class SlotTable:
                 self._turn[slot] += self.slots
 
     def forget(self) -> None:
-        """Nothing that is stored is valid any more, because the weights have changed."""
+        """Drop all that is stored, because the weights have changed."""
         for array in (self.stored, self.pure, self.chunked, self.known):
             array[:] = 0
 
     def clear(self) -> list[Request]:
-        """After a failed step: no slot is taken, nothing is stored. What was running is returned."""
+        """Free all slots and drop what is stored, after a failed step; return what was running."""
         failed = [request for request in self.requests if request is not None]
         for seat in self.seats:
             if seat is not None:
@@ -113,7 +128,7 @@ class SlotTable:
     # -- prefixes
 
     def common(self, prompt: np.ndarray) -> np.ndarray:
-        """[slots] how many tokens each slot's sequence has in common with the prompt."""
+        """Return [slots] how many tokens each slot's sequence has in common with the prompt."""
         width = min(len(prompt), int(self.known.max()))
         if width == 0:
             return np.zeros(self.slots, np.int64)
@@ -123,25 +138,26 @@ class SlotTable:
         return np.minimum(first, self.known)
 
     def trunk(self, slots: np.ndarray) -> int:
-        """How many leading tokens all these slots have in common and in the cache."""
+        """Return how many leading tokens all these slots have in common and in the cache."""
         width = int(self.stored[slots].min())
         same = (self.ids[slots, :width] == self.ids[slots[0], :width]).all(0)
         return width if same.all() else int(same.argmin())
 
     def place(self, request: Request, this: Round) -> bool:
         """Seat the request if there is a slot for it and no better prefix on its way."""
-        seat, need = request.seat, len(request.prompt) - 1
-        own = seat.slot
+        seat, own, need = request.seat, request.seat.slot, len(request.prompt) - 1
         if own is None and (not self._may_sit(seat, this) or request.prompt.tobytes() in this.must_wait):
             return False
-        if own is not None and self._continues(own, request.prompt):
-            self.kept += int(self.stored[own])
-            self._start(request, own, int(self.stored[own]), continues=True)
+        stored = 0 if own is None else int(self.stored[own])
+        same = 0 < stored <= need and np.array_equal(self.ids[own, :stored], request.prompt[:stored])
+        if own is not None and same:
+            self.stats.kept += stored
+            self._start(request, own, stored, continues=True)
             return True
         common = np.minimum(self.common(request.prompt), need)
         have = np.minimum(common, self.pure)
-        if own is not None and (mine := min(int(common[own]), int(self.stored[own]))) > have[own]:
-            self.kept += mine  # deterministic mode: what this session has decoded is its own and stays
+        if own is not None and (mine := min(int(common[own]), stored)) > have[own]:
+            self.stats.kept += mine  # deterministic mode: what this session has decoded is its own and stays
             self._start(request, own, mine)
             return True
         source = int(have.argmax())
@@ -156,16 +172,12 @@ class SlotTable:
         else:
             this.moved[slot] = this.moved.get(source, source)
             self.used[source] = time.monotonic()
-        self.kept += best if own == source else 0
-        self.shared += best if own != source else 0
+        self.stats.kept += best if own == source else 0
+        self.stats.shared += best if own != source else 0
         self.seats[slot], seat.slot = seat, slot
         self.pure[slot] = best
         self._start(request, slot, best)
         return True
-
-    def _continues(self, slot: int, prompt: np.ndarray) -> bool:
-        stored = int(self.stored[slot])
-        return 0 < stored < len(prompt) and bool(np.array_equal(self.ids[slot, :stored], prompt[:stored]))
 
     def _may_sit(self, seat: Seat, this: Round) -> bool:
         if self.deterministic:
@@ -174,7 +186,7 @@ class SlotTable:
         return not this.full
 
     def _slot_for(self, seat: Seat, have: np.ndarray, best: int) -> int:
-        """After `_may_sit`: its own slot, a free one, or that of an idle session."""
+        """Return its own slot, a free one, or that of an idle session; `_may_sit` has said that there is one."""
         if seat.slot is not None:
             return seat.slot
         if self.deterministic:
@@ -188,11 +200,11 @@ class SlotTable:
         evicted = self.seats[slot] if slot is not None else None
         assert slot is not None and evicted is not None
         evicted.slot = None
-        self.evictions += 1
+        self.stats.evictions += 1
         return slot
 
     def _longest_idle(self) -> int | None:
-        """Whose slot to take: idle for long, or for any time if nothing runs, as a parent may wait for its child."""
+        """Return a slot that may be taken: idle for long, or if nothing runs (a parent waits for its child) at all."""
         idle = np.flatnonzero(~self.running)
         if not len(idle):
             return None
@@ -201,12 +213,12 @@ class SlotTable:
         return slot if enough else None
 
     def recent(self, slots: np.ndarray, ends: np.ndarray, count: int) -> np.ndarray:
-        """[len(slots), count] the tokens before these places; 0 where a sequence has not begun."""
+        """Return [len(slots), count] the tokens before these places; 0 where a sequence has not begun."""
         places = ends[:, None] - np.arange(count, 0, -1)
         return np.where(places >= 0, self.ids[slots[:, None], places], 0)
 
     def marks(self, tokens: np.ndarray, places: np.ndarray) -> np.ndarray:
-        """A number for each token at its place, random but always the same."""
+        """Return a number for each token at its place, random but always the same."""
         return (tokens.astype(np.uint64) + np.uint64(1)) * self._factors[places]
 
     # -- turns
@@ -220,7 +232,10 @@ class SlotTable:
         self.hashes[slot] = self.marks(prompt, np.arange(size)).sum()
         self.stored[slot] = stored
         self.pure[slot] = min(int(self.pure[slot]), stored)
-        self.chunked[slot] = self._chunk_end(stored, size, first)
+        if self.deterministic:  # short replies go token by token with the decoding rows, which step anyway
+            self.chunked[slot] = size - 1 if first or size - stored > 32 else 0
+        else:
+            self.chunked[slot] = size if size - stored > (1 if first else self.ride) else 0
         self.limit[slot] = min(size + params.max_tokens, self.max_length)
         self.seed[slot] = params.seed & 0xFFFFFFFFFFFFFFFF
         self.temperature[slot] = params.temperature
@@ -233,20 +248,13 @@ class SlotTable:
         self.used[slot] = time.monotonic()
         self.requests[slot] = request
 
-    def _chunk_end(self, stored: int, size: int, first: bool) -> int:
-        if not self.deterministic:
-            return size if size - stored > (1 if first else self.ride) else 0
-        # Short replies go token by token with the decoding rows, which step anyway.
-        return size - 1 if first or size - stored > 32 else 0
-
     def advance(self, slots: np.ndarray, counts: np.ndarray | int) -> None:
-        """So many more tokens of these slots are in the cache."""
+        """Note that so many more tokens of these slots are in the cache."""
         before = self.stored[slots]
         self.stored[slots] = after = before + counts
         if self.deterministic:  # what decoding has computed is not for others
-            after = np.where(
-                (self.pure[slots] == before) & (before < self.chunked[slots]), after, self.pure[slots]
-            )
+            pure = (self.pure[slots] == before) & (before < self.chunked[slots])
+            after = np.where(pure, after, self.pure[slots])
         self.pure[slots] = after
 
     def accept(
@@ -262,11 +270,10 @@ class SlotTable:
 
     def finish(self, slot: int, version: int) -> tuple[Request, Completion]:
         request = self.stop(slot)
-        start, end = len(request.prompt), int(self.known[slot])
-        tokens = self.ids[slot, start:end].tolist()
-        stopped = tokens[-1] in request.params.stop_ids
-        logprobs = self.logprobs[slot, start:end].tolist()
-        return request, Completion(tokens, logprobs, "stop" if stopped else "length", version)
+        new = slice(len(request.prompt), int(self.known[slot]))
+        tokens = self.ids[slot, new].tolist()
+        finish = "stop" if tokens[-1] in request.params.stop_ids else "length"
+        return request, Completion(tokens, self.logprobs[slot, new].tolist(), finish, version)
 
     def stop(self, slot: int) -> Request:
         request = self.requests[slot]
@@ -279,7 +286,7 @@ class SlotTable:
     # -- compaction
 
     def scattered(self) -> list[tuple[int, int]]:
-        """Pairs of slots to exchange so that the running ones lie at the front, when that halves the rows."""
+        """Return pairs of slots to exchange so that the running ones lie at the front, when that halves the rows."""
         running = np.flatnonzero(self.running)
         count = len(running)
         if self.deterministic or not count or running[-1] + 1 < max(2 * count, 4):

@@ -1,5 +1,5 @@
-"""Rows that feed the same tokens after the same history, such as siblings of a group until they part. These tokens go
-through the layers once; what comes out is written to every slot, and every row draws with its own random number."""
+"""Find rows that feed the same tokens after the same history, as siblings do until they part: computed once, written
+to every slot, and every row draws with its own random number."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 
 class Twins(NamedTuple):
-    """Of the N tokens of a forward, the U that are computed."""
+    """Names the U tokens that are computed, of the N of a forward."""
 
     leaders: np.ndarray  # [rows] whether a row is the first of its kind
     kept: np.ndarray  # [N] whether a token belongs to one of those
@@ -17,17 +17,15 @@ class Twins(NamedTuple):
 
 
 def find_twins(histories: np.ndarray, marks: np.ndarray, counts: np.ndarray) -> Twins | None:
-    """`histories` [rows] and `marks` [N] are hashes, of what is known in a row and of each token with its position; a
-    row feeds `counts` [rows] tokens. None if no two rows are alike."""
+    """Return the twins of rows that feed `counts` [rows] tokens; `histories` [rows] and `marks` [N] are hashes, of what
+    is known in a row and of each token with its position. None if no two rows are alike."""
     starts = counts.cumsum() - counts
-    _, first, kind = np.unique(
-        histories + np.add.reduceat(marks, starts), return_index=True, return_inverse=True
-    )
+    known = histories + np.add.reduceat(marks, starts)
+    _, first, kind = np.unique(known, return_index=True, return_inverse=True)
     if len(first) == len(counts):
         return None
-    row = np.arange(len(counts))
     leader = first[kind]
-    leaders = leader == row
+    leaders = leader == np.arange(len(counts))
     kept = np.repeat(leaders, counts)
     same = np.arange(len(marks)) + np.repeat(starts[leader] - starts, counts)  # [N] the leader's token
     return Twins(leaders, kept, (kept.cumsum() - 1)[same])

@@ -1,8 +1,5 @@
-"""A second view of a model: the same weights, modules and settings of its own.
-
-Instead of switching the learner's model to another attention function and to eval mode for every step (and racing
-with a learner in another thread), the engine makes a second tree of modules around the same parameters.
-"""
+"""Make a second tree of modules around a model's own parameters, with settings of its own: switching the learner's
+model to another attention and to eval mode for every step would race with a learner in another thread."""
 
 from __future__ import annotations
 
@@ -23,7 +20,7 @@ def refuse(model_type: str, reason: str) -> ValueError:
 
 
 def causal_model(model: Any) -> PreTrainedModel:
-    """The transformers model inside `model`, with PEFT's LoRA layers in place, unmerged."""
+    """Return the transformers model inside `model`, with PEFT's LoRA layers in place, unmerged."""
     if isinstance(model, PreTrainedModel):
         return model
     unwrap = getattr(model, "get_base_model", None)
@@ -37,7 +34,7 @@ def causal_model(model: Any) -> PreTrainedModel:
 
 
 class OneCallNorm(nn.Module):
-    """What Llama, Qwen, Mistral and others call RMSNorm, in one call instead of six, which counts on a CPU."""
+    """Does what Llama, Qwen and others call RMSNorm in one call instead of six, which counts on a CPU."""
 
     weight: torch.Tensor
     variance_epsilon: float
@@ -48,7 +45,7 @@ class OneCallNorm(nn.Module):
 
 @torch.no_grad()
 def fuses(module: nn.Module) -> bool:
-    """Only where it gives the same numbers, which is tried, and for one that nobody has changed."""
+    """Tell whether `OneCallNorm` gives the same numbers, which is tried, for a module that nobody has changed."""
     weight, kind = module._parameters.get("weight"), type(module)
     if not hasattr(module, "variance_epsilon") or weight is None or weight.dim() != 1:
         return False
@@ -58,9 +55,8 @@ def fuses(module: nn.Module) -> bool:
         return False
     size, twin = len(weight), kind.__new__(kind)
     # With weights that hide nothing, and small numbers, in which the epsilon shows.
-    twin.__dict__.update(
-        module.__dict__, _parameters={"weight": nn.Parameter(torch.linspace(0.5, 1.5, size))}
-    )
+    seen = {"weight": nn.Parameter(torch.linspace(0.5, 1.5, size))}
+    twin.__dict__.update(module.__dict__, _parameters=seen)
     states = torch.linspace(-3, 3, 2 * size).view(2, -1)
     states = torch.cat([states, states * 1e-3])
     try:
@@ -71,7 +67,7 @@ def fuses(module: nn.Module) -> bool:
 
 
 def shared_view(model: PreTrainedModel, attention: str) -> PreTrainedModel:
-    """The same weights under modules that are in eval mode and use the given attention function."""
+    """Return the same weights under modules that are in eval mode and use the given attention function."""
     configs: dict[int, PreTrainedConfig] = {}
     modules: dict[int, nn.Module] = {}
 
@@ -122,7 +118,7 @@ def check_model(model: PreTrainedModel) -> None:
 
 
 def routes_tokens(model: PreTrainedModel) -> bool:
-    """Whether tokens go to experts: then the shapes inside a layer depend on the rest of the batch."""
+    """Tell whether tokens go to experts: then the shapes inside a layer depend on the rest of the batch."""
     text = model.config.get_text_config()
     names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
     return any((getattr(text, name, None) or 0) > 1 for name in names)

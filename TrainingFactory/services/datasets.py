@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -12,7 +11,7 @@ from typing import Any, get_args
 
 from TrainingFactory.data.datasets import read_rows
 from TrainingFactory.data.examples import Examples, Form, load_examples
-from TrainingFactory.services.runs.folder import TRAJECTORIES, RunFolder, is_run
+from TrainingFactory.services.runs.folder import TRAJECTORIES, RunFolder, is_run, write_aside
 from TrainingFactory.services.training.dataset import arguments_fit
 
 
@@ -67,10 +66,6 @@ def fitting(source: str, split: str, count: int) -> Fitting:
 
 
 def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    """Write one object a line, aside first: what was there is whole until what comes is."""
+    """Write one object a line."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.part")
-    with part.open("w", encoding="utf-8", errors="surrogatepass", newline="\n") as file:
-        for row in rows:
-            file.write(json.dumps(row, ensure_ascii=False) + "\n")
-    os.replace(part, path)
+    write_aside(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))

@@ -18,12 +18,7 @@ from TrainingFactory.services.runs.folder import RunFolder
 Kind = Literal["model", "adapter", "merged"]
 Dtype = Literal["float32", "bfloat16", "float16"]
 ADAPTER = "adapter_config.json"
-TRAINING = (
-    "learner.safetensors",
-    "learner.json",
-    "state.json",
-    "README.md",
-)  # state; README is PEFT's empty page
+TRAINING = ("learner.safetensors", "learner.json", "state.json", "README.md")  # the last is PEFT's empty page
 HEAD = ("scalar_head.safetensors", "reward_model.json")  # of a reward model
 
 
@@ -53,7 +48,9 @@ def export(
         raise ValueError("dtype is for whole models; an adapter is exported as it was trained, or with merge")
     done = Exported(target, "merged" if merge else "adapter" if adapter else "model", checkpoint)
     done.reward_model = (checkpoint / HEAD[1]).is_file()
-    done.base = _base_of(checkpoint, run) if adapter else None
+    if adapter:
+        about = json.loads((checkpoint / ADAPTER).read_text(encoding="utf-8"))
+        done.base = about["base_model_name_or_path"] if run is None else run.config.model.name
     if done.kind == "adapter" and resolve(str(done.base)) == BUILTIN:
         raise ValueError(
             f"the adapter in {checkpoint} belongs to {BUILTIN}, which other programs cannot load: export it merged"
@@ -75,13 +72,6 @@ def _found(name: str, runs: str | Path) -> tuple[RunFolder | None, Path]:
     if not any((path / file).is_file() for file in ("config.json", ADAPTER)):
         raise ValueError(f"{name!r} is neither a run in {runs} nor a folder with a model or an adapter")
     return None, path
-
-
-def _base_of(checkpoint: Path, run: RunFolder | None) -> str:
-    """Return the name of the model under an adapter."""
-    if run is not None:
-        return run.config.model.name
-    return json.loads((checkpoint / ADAPTER).read_text(encoding="utf-8"))["base_model_name_or_path"]
 
 
 @contextmanager

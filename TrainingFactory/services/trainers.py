@@ -173,8 +173,7 @@ class Trainer:
             )
 
     def _take_environment(self, environment: Any, given: dict[str, Any]) -> list[Any]:
-        """Put it among the options, or as an object in the place of whatever a config names; return the tools that
-        it brings."""
+        """Put it among the options, or as an object in the place of what a config names; return the tools it brings."""
         if isinstance(environment, Mapping):
             into(given, "environment", {key: value for key, value in environment.items() if key != "tools"})
             return listed(environment.get("tools", ()))
@@ -200,10 +199,8 @@ def _rows(source: Any) -> Any:
 
 
 def _model_section(model: Any) -> Mapping[str, Any]:
-    if isinstance(model, Mapping):
-        return model
-    if isinstance(model, str | Path):
-        return {"name": model}
+    if isinstance(model, Mapping | str | Path):
+        return model if isinstance(model, Mapping) else {"name": model}
     from TrainingFactory.models.faces import ModelFace  # torch, which whoever has one of these has already
 
     if not isinstance(model, ModelFace):

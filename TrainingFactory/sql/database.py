@@ -32,12 +32,9 @@ FUNCTIONS = {"load_extension", "fts3_tokenizer", "readfile", "writefile", "edit"
 
 
 class Database:
-    """One connection to the SQLite file `path`, opened at the first query. Its methods block, from any thread.
-
-    Read-only, which nothing in a query can change; with `write` on a private copy. Queries are stopped after `timeout`
-    seconds; at most `max_rows` rows are shown. `format`: a table, JSON, or "exact", which is JSON for comparing: long
-    texts and blobs are shown by their digest.
-    """
+    """Holds one connection to the SQLite file `path`, opened at the first query; its methods block, from any thread.
+    Read-only, or with `write` on a private copy. `format` "exact" is JSON for comparing: long texts and blobs are shown
+    by their digest."""
 
     def __init__(
         self,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import json
 from typing import Any
@@ -17,8 +16,7 @@ from TrainingFactory.types import ToolResult, ToolSpec
 
 
 def as_tool(thing: Any) -> Tool | ToolSource:
-    """Return a tool or source as it is (its schema is checked), a typed function or a `BaseTool` class or object made a
-    tool; raise ValueError for anything else."""
+    """Return a tool or source as it is, a typed function or `BaseTool` made a tool; else raise ValueError."""
     if isinstance(thing, FunctionTool):  # by far the most frequent, and the checks below take their time
         return thing
     if inspect.isclass(thing):
@@ -43,13 +41,8 @@ class BaseToolAdapter:
             thing.name, thing.description or "", _parameters(getattr(thing, "parameters", None))
         )
         check_schema(self.spec, type(thing).__name__)
-        options = getattr(thing, "options", None)  # not qwen_agent's; whoever wants limits may set it
-        options = options if isinstance(options, ToolOptions) else ToolOptions()
         # What is cached must not be served for another class or other settings of the same name.
-        self.options = dataclasses.replace(options, version=digest(options.version, definition(thing)))
-
-    def __repr__(self) -> str:
-        return f"<tool {self.spec.name} of {type(self.thing).__name__}>"
+        self.options = ToolOptions(version=digest(definition(thing)))
 
     async def run(self, arguments: dict[str, Any]) -> ToolResult:
         text = json.dumps(arguments, ensure_ascii=False)

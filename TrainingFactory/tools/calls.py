@@ -20,8 +20,7 @@ _inside: ContextVar[tuple[ToolState, ...]] = ContextVar("whose turn the running 
 
 
 class Outcome(NamedTuple):
-    """`lost`: nobody knows whether the call was done, because no answer came. Worth another attempt. `made` is false
-    where the tool was not reached at all."""
+    """`lost`: no answer came, so that nobody knows whether the call was done. `made`: the tool was reached at all."""
 
     result: ToolResult
     lost: bool = False
@@ -47,8 +46,7 @@ class PendingCall:
 
 
 class ToolState:
-    """State that the tools of a server share, or those of this process that say so. Their calls run one after another,
-    as the model wrote them."""
+    """State that tools of a server or of this process share: their calls run one after another, as written."""
 
     def __init__(self, server: str) -> None:
         self.server = server

@@ -4,10 +4,10 @@
 from __future__ import annotations
 
 from TrainingFactory.tools.builtin.agent import AgentTool
-from TrainingFactory.tools.builtin.calculator import calculator, make_calculator
+from TrainingFactory.tools.builtin.calculator import calculator
 from TrainingFactory.tools.builtin.model import ModelTool
 from TrainingFactory.tools.builtin.search import SearchTool
 from TrainingFactory.tools.builtin.sql import SqlTool
 from TrainingFactory.tools.sandbox import PythonTool
 
-__all__ = ["AgentTool", "ModelTool", "PythonTool", "SearchTool", "SqlTool", "calculator", "make_calculator"]
+__all__ = ["AgentTool", "ModelTool", "PythonTool", "SearchTool", "SqlTool", "calculator"]

@@ -102,19 +102,15 @@ def tool(
     description: str | None = None,
     **options: Any,
 ) -> Any:
-    """Make a tool of a function: `@tool` or `@tool(timeout=5, pure=True)`.
-
-    The schema comes from the type hints, the description from the docstring, descriptions of single
-    parameters from `Annotated[str, "text"]` or from the docstring's Args section. The other keywords are those
-    of `ToolOptions`; methods are `ordered` unless they say otherwise.
-    """
+    """Make a tool of a function: `@tool` or `@tool(timeout=5, pure=True)`. The keywords are those of `ToolOptions`;
+    methods are `ordered` unless they say otherwise."""
     ordered: bool | None = options.pop("ordered", None)
     chosen: ToolOptions = make_from(ToolOptions, options, "@tool")
     if "retries" in options and chosen.retries and not chosen.repeatable:
         raise ValueError("a tool with retries must be marked pure or idempotent: others are never repeated")
 
     def make(function: Callable[..., Any]) -> FunctionTool:
-        if isinstance(function, staticmethod):
+        if isinstance(function, staticmethod):  # which hides that its function is async
             function = function.__func__
         called = name or function.__name__
         if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", called):

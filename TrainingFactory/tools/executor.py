@@ -43,15 +43,9 @@ class _Entry:
 
 
 class AsyncToolExecutor:
-    """The tools of one episode. All calls of a turn run at the same time, except that tools which share state
-    (`ordered`, `stateful`) take their calls in order; results come in call order, each with the id of its call.
-    A call that fails is a result that the model reads; only `ToolFailure` (the tools are gone) is raised, when the
-    other calls of the turn have ended. Cancelling `batch_execute` cancels its calls.
-
-    `tools` are tools, sources of tools, and whatever `as_tool` can make one of. `timeout` is for tools without one of
-    their own. How long a call may take in all, limits, further attempts, the
-    cache and the recorder are matters of the `ToolRuntime`, which `attach` makes one for all executors of a run.
-    """
+    """Answers the calls of one episode, as docs/TOOLS.md says; `attach` makes the `ToolRuntime` (limits, further
+    attempts, cache, recorder) one for all executors of a run. `tools` are tools, sources, and whatever `as_tool` can
+    make one of; `timeout` is for tools without one of their own."""
 
     def __init__(self, tools: Sequence[Any], timeout: float = 30.0, max_output_chars: int = 100_000) -> None:
         self.timeout = timeout
@@ -70,7 +64,12 @@ class AsyncToolExecutor:
                 self.tools += self._sessions[-1].tools
             else:
                 self.tools.append(made)
-        _check_names(self.tools)
+        names = Counter(tool.spec.name for tool in self.tools)
+        if twice := sorted(name for name, count in names.items() if count > 1):
+            raise ValueError(
+                f"two tools have the same name: {', '.join(twice)}; rename one with @tool(name=...), or with "
+                '"tfactory": {"prefix": true} of an MCP server'
+            )
         self._entries = _with_states(self.tools)
 
     def attach(
@@ -193,7 +192,13 @@ class AsyncToolExecutor:
             result: ToolResult | None = None
             try:
                 wrong = self._wrong(entry.tool.spec, call.arguments)
-                result = wrong or await self._obtain(self._pending(entry, call.arguments))
+                pending = self._pending(entry, call.arguments)
+                if wrong is not None:
+                    result = wrong
+                elif self._cache is not None:
+                    result = await self._cache.obtain(pending)
+                else:
+                    result = (await pending.make(pending, time.monotonic() + pending.seconds)).result
             finally:
                 metrics.finished(call.name, started, result)
         assert result is not None
@@ -230,17 +235,6 @@ class AsyncToolExecutor:
             max_output_chars=self.max_output_chars,
             make=runtime.call,
         )
-
-    async def _obtain(self, call: PendingCall) -> ToolResult:
-        if self._cache is not None:
-            return await self._cache.obtain(call)
-        return (await call.make(call, time.monotonic() + call.seconds)).result
-
-
-def _check_names(tools: Sequence[Tool]) -> None:
-    names = Counter(tool.spec.name for tool in tools)
-    if twice := sorted(name for name, count in names.items() if count > 1):
-        raise ValueError(f"two tools have the same name: {', '.join(twice)}; rename one with @tool(name=...)")
 
 
 def _with_states(tools: Sequence[Tool]) -> dict[str, _Entry]:

@@ -17,8 +17,7 @@ _FORMAT = "1"  # of the names; a new one makes all that is cached old
 
 
 class ByIdentity(Generic[T]):
-    """Computes `make(thing)` once per object, which need not be hashable: every episode has tools of its own over the
-    same schemas and functions."""
+    """Computes `make(thing)` once per object, which need not be hashable."""
 
     def __init__(self, make: Callable[[Any], T]) -> None:
         self._make = make
@@ -34,9 +33,8 @@ class ByIdentity(Generic[T]):
 
 
 def call_name(tool: Tool, options: ToolOptions, arguments: dict[str, Any]) -> str | None:
-    """Name a call, whoever makes it, by server, tool, version, schema, code and arguments. The order of keys does not
-    matter; 1, 1.0 and true differ, and so do a default that is written out and one that is not. None for arguments
-    that are no JSON, which only Python code can make."""
+    """Name a call, whoever makes it, by server, tool, version, schema, code and arguments; None where these are no
+    JSON, which only Python code can make."""
     try:
         text = json.dumps(arguments, sort_keys=True, separators=(",", ":"))
     except (TypeError, ValueError, RecursionError):
@@ -48,8 +46,7 @@ def call_name(tool: Tool, options: ToolOptions, arguments: dict[str, Any]) -> st
 
 
 def definition(thing: Any) -> str:
-    """Name an object, for a tool's `version`, by the text of its methods and by its plain attributes; of other
-    attributes the type counts."""
+    """Name an object by the text of its methods and by its plain attributes; of other attributes the type counts."""
     cls, attributes = type(thing), dict[str, Any]()
     for base in reversed(cls.__mro__):
         attributes |= {name: value for name, value in vars(base).items() if name != "__dict__"}
@@ -74,8 +71,7 @@ def _code_of(function: Any) -> Any:
 
 @ByIdentity
 def _source(code: Any) -> str:
-    """Return the text of a function: who changes it does not want the old results. What it calls is not seen; that
-    is what `version` is for. Always by its code: Python would parse the whole file for a class."""
+    """Return the text of a function, by its code: Python would parse the whole file for a class."""
     try:
         return "" if code is None else inspect.getsource(code)
     except (OSError, TypeError):

@@ -13,8 +13,7 @@ Clock = Callable[[], float]
 
 class Limits:
     """Lets in `concurrency` calls at a time and `rate` a second, evenly spaced, first come, first served. Who gives up
-    waiting uses up no slot. A call that was given up at its time-out counts no longer, even where its thread still
-    runs: else a few hung calls would lock everybody out."""
+    waiting uses up no slot."""
 
     def __init__(self, concurrency: int | None, rate: float | None) -> None:
         self._concurrency = concurrency or sys.maxsize
@@ -36,9 +35,8 @@ class Limits:
 
 
 class CircuitBreaker:
-    """Stops calls to a server that is down. `failures` in a row open it for `pause` seconds; then one call is let
-    through as a probe: if that fails it stays open for twice as long (at most `longest`), a success closes it. Failures
-    of calls that were under way together count as one: a server that dies takes all of them along."""
+    """Stops calls to a server that is down: `failures` in a row open it for `pause` seconds; then one call is let in as
+    a probe. Failures of calls that were under way together count as one."""
 
     def __init__(
         self, failures: int = 3, pause: float = 1.0, longest: float = 30.0, clock: Clock = time.monotonic
@@ -63,8 +61,7 @@ class CircuitBreaker:
         return self._incident
 
     def ended(self, begun: int, answered: bool | None) -> None:
-        """Count a call. `answered`: the server did, be it with an error; None: the call was broken off, which says
-        nothing."""
+        """Count a call, which the server `answered`, be it with an error; None: the call was broken off."""
         if answered:
             self._failures, self._until, self._pause, self._probing = 0, None, self._first_pause, False
         elif begun == self._incident:  # else it failed together with others

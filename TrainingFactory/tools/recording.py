@@ -1,7 +1,4 @@
-"""Writes down every tool call of a run, and serves the calls again with no tool called.
-
-Nothing depends on who came first, so a replay gives every call its own result whatever the tools' latencies were.
-"""
+"""Writes down every tool call of a run, and serves the calls again with no tool called, whoever comes first."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ import json
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from TrainingFactory.texts import describe
 from TrainingFactory.types import ToolCall, ToolFailure, ToolResult, ToolSpec
@@ -57,8 +54,17 @@ class Recorder:
     def __init__(self, replay: Path | None = None) -> None:
         self._target: Path | None = None
         self._waiting: dict[Place, str] = {}
-        self._recording = Recording(replay) if replay is not None else None
+        self._replay, self._file = replay, None
+        self._offsets: dict[Place, int] = {}  # where calls stand in the file: only that is kept in memory
         self._problem: NotRecorded | None = None
+        if replay is not None:
+            self._file = _opened(replay)
+            offset = 0
+            for number, line in enumerate(self._file, 1):
+                if line.endswith(b"\n"):  # else half a line, from a process that was killed
+                    # A step that was broken off and done again is there twice; the last one counts.
+                    self._offsets[_place(line, f"{replay / CALLS}:{number}")] = offset
+                offset += len(line)
 
     def record_to(self, folder: Path) -> None:
         self._target = folder / CALLS
@@ -71,32 +77,37 @@ class Recorder:
 
     def replay(self, place: Place, call: ToolCall) -> ToolResult | None:
         """Answer as when it was recorded (a failure of the tools is raised again); None if nothing is replayed."""
-        if self._recording is None:
+        if self._file is None:
             return None
-        answered = self._recording.answer(place, call)
-        if isinstance(answered, ToolResult):
-            return answered
-        raise self._noted(answered)
+        offset = self._offsets.get(place)
+        if offset is None:
+            raise self._departure(place, call, "and no such call was recorded")
+        self._file.seek(offset)
+        row = json.loads(self._file.readline())
+        if row["tool"] != call.name or _canonical(row["arguments"]) != _canonical(call.arguments):
+            recorded = _shown(ToolCall(row["tool"], row["arguments"]))
+            raise self._departure(place, call, f"but what was recorded there is {recorded}")
+        if "result" not in row:
+            raise ToolFailure(row["failure"]) if "failure" in row else BrokenOff
+        return ToolResult(**row["result"])
 
     def compare(
         self, place: Place, call: ToolCall, recorded: ToolResult, made: ToolResult | ToolFailure
     ) -> None:
         """Check a method of the environment, which a replay runs again, against the recording."""
-        assert self._recording is not None
         said = [
             (result.ok, result.error, result.content, result.attachments)
             if isinstance(result, ToolResult)
             else (False, "failure", str(result), [])
             for result in (recorded, made)
         ]
-        if said[0] == said[1]:
-            return
-        raise self._noted(self._recording.changed(place, call, said[0][2], said[1][2]))
-
-    def _noted(self, problem: Exception) -> Exception:
-        if isinstance(problem, NotRecorded):
-            self._problem = self._problem or problem
-        return problem
+        if said[0] != said[1]:
+            before, now = (_cut(repr(content)) for _, _, content, _ in said)
+            answers = (
+                f"a method of the environment, which now answers {now}, and what was recorded is {before}"
+            )
+            remedy = "such methods are run again, except pure ones: hand in as a tool what answers by chance"
+            raise self._departure(place, call, f"{answers}; {remedy}")
 
     def check(self) -> None:
         """End a run that has left its recording; whoever called the tool may have swallowed the error."""
@@ -113,56 +124,15 @@ class Recorder:
             file.writelines(lines)
 
     def close(self) -> None:
-        if self._recording is not None:
-            self._recording.close()
-
-
-class Recording:
-    """The calls of a folder. Only where they stand in the file is kept in memory."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        path = folder / CALLS
-        if not path.is_file() or not (folder / SPECS).is_file():
-            raise ValueError(
-                f"{folder} has no recording of tool calls ({CALLS} and {SPECS}); record one with "
-                "logging.record_tools=true"
-            )
-        self._file = path.open("rb")
-        self._offsets: dict[Place, int] = {}
-        offset = 0
-        for number, line in enumerate(self._file, 1):
-            if line.endswith(b"\n"):  # else half a line, from a process that was killed
-                # A step that was broken off and done again is there twice; the last one counts.
-                self._offsets[_place(line, f"{path}:{number}")] = offset
-            offset += len(line)
-
-    def answer(self, place: Place, call: ToolCall) -> ToolResult | ToolFailure | BrokenOff:
-        offset = self._offsets.get(place)
-        if offset is None:
-            return self._departure(place, call, "and no such call was recorded")
-        self._file.seek(offset)
-        row = json.loads(self._file.readline())
-        if row["tool"] != call.name or _canonical(row["arguments"]) != _canonical(call.arguments):
-            recorded = ToolCall(row["tool"], row["arguments"])
-            return self._departure(place, call, f"but what was recorded there is {_shown(recorded)}")
-        if "result" in row:
-            return ToolResult(**row["result"])
-        return ToolFailure(row["failure"]) if "failure" in row else BrokenOff()
-
-    def changed(self, place: Place, call: ToolCall, recorded: str, made: str) -> NotRecorded:
-        answers = f"which now answers {_cut(repr(made))}, and what was recorded is {_cut(repr(recorded))}"
-        remedy = "such methods are run again in a replay, except pure ones: hand in as a tool what answers by chance"
-        return self._departure(place, call, f"a method of the environment, {answers}; {remedy}")
-
-    def close(self) -> None:
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
 
     def _departure(self, place: Place, call: ToolCall, difference: str) -> NotRecorded:
-        (step, task, member), turn, index = _key(place), place.batch, place.index
-        part = f"turn {turn}" if isinstance(turn, int) else turn
-        where = f"step {step}, task {task}, member {member}, {part}, call {index}"
-        text = f"replay of {self.folder}: {where}: the run calls {_shown(call)}, {difference}. {REMEDY}"
+        step, task, member = _key(place)
+        part = f"turn {place.batch}" if isinstance(place.batch, int) else place.batch
+        where = f"step {step}, task {task}, member {member}, {part}, call {place.index}"
+        text = f"replay of {self._replay}: {where}: the run calls {_shown(call)}, {difference}. {REMEDY}"
+        self._problem = self._problem or NotRecorded(text)
         return NotRecorded(text)
 
 
@@ -170,14 +140,6 @@ def save_specs(folder: Path, specs: Iterable[ToolSpec]) -> None:
     """Write what the model is told; a run that is replayed reads it instead of asking a server."""
     rows = [dataclasses.asdict(spec) for spec in specs]
     (folder / SPECS).write_text(json.dumps(rows, indent=1, ensure_ascii=False), encoding="utf-8")
-
-
-def load_specs(folder: Path) -> list[ToolSpec]:
-    path = folder / SPECS
-    try:
-        return [ToolSpec(**row) for row in json.loads(path.read_text(encoding="utf-8"))]
-    except (OSError, ValueError, TypeError) as error:
-        raise ValueError(f"{path} is not the list of tools of a recording: {error}") from error
 
 
 @dataclass(slots=True)
@@ -191,7 +153,20 @@ class RecordedTool:
 
 
 def recorded_tools(folder: Path) -> Sequence[RecordedTool]:
-    return [RecordedTool(spec) for spec in load_specs(folder)]
+    path = folder / SPECS
+    try:
+        return [RecordedTool(ToolSpec(**row)) for row in json.loads(path.read_text(encoding="utf-8"))]
+    except (OSError, ValueError, TypeError) as error:
+        raise ValueError(f"{path} is not the list of tools of a recording: {error}") from error
+
+
+def _opened(folder: Path) -> BinaryIO:
+    if not (folder / CALLS).is_file() or not (folder / SPECS).is_file():
+        raise ValueError(
+            f"{folder} has no recording of tool calls ({CALLS} and {SPECS}); record one with "
+            "logging.record_tools=true"
+        )
+    return (folder / CALLS).open("rb")
 
 
 def _key(place: Place) -> EpisodeKey:
@@ -207,12 +182,9 @@ def _line(place: Place, call: ToolCall, result: ToolResult | ToolFailure | Broke
     elif isinstance(result, BrokenOff):
         row["broken_off"] = True
     else:
-        usual = ToolResult("")
-        values = {field.name: getattr(result, field.name) for field in dataclasses.fields(result)}
-        row["result"] = {
-            name: value
-            for name, value in values.items()
-            if name == "content" or value != getattr(usual, name)
+        usual, names = ToolResult(""), [field.name for field in dataclasses.fields(result)]
+        row["result"] = {"content": result.content} | {
+            name: getattr(result, name) for name in names if getattr(result, name) != getattr(usual, name)
         }
     # default=str: a reward may call a tool with any Python value
     return json.dumps(row, default=str) + "\n"

@@ -37,12 +37,8 @@ BUSY = "is in use by others and did not become free in time"
 
 
 class ToolRuntime:
-    """Limits per tool, circuit breakers per server, the cache, the recorder and the metrics.
-
-    `deadline` is what one call may take in all, in seconds: waiting at the tool's limits, every attempt, the pauses
-    between them. A tool's own time-out bounds each attempt and starts when the call is let through, so that a tool
-    that is merely in demand does not time out. A time-out longer than the deadline extends it.
-    """
+    """Holds limits per tool, circuit breakers per server, the cache, the recorder and the metrics. `deadline` is the
+    seconds that one call may take in all; a tool's own time-out bounds each attempt, from when the call is let in."""
 
     def __init__(
         self, *, cache: ResultCache | None = None, recorder: Recorder | None = None, deadline: float = 240.0

@@ -1,9 +1,5 @@
 """A function in a process of its own, asked over pipes: what never ends there, or brings the process down, is over
-after a time limit and harms nobody else.
-
-    worker = Worker("package.module:function")  # takes JSON, returns JSON
-    answer = await worker.ask({"text": "x"}, seconds=5)
-"""
+after a time limit and harms nobody else."""
 
 from __future__ import annotations
 
@@ -39,11 +35,10 @@ class WorkerTooSlow(Exception):
 
 
 class Worker:
-    """Starts its process with the first question and again after it has died; asks one question at a time. What the
-    function prints goes to stderr. The process ends with `close`, with this object, and with this program.
-
-    `target` is `package.module:function`. With `settings` it is called with them when the process starts and returns
-    the function that answers. `path` is put in front of the process's `sys.path`; by default it is all of ours."""
+    """Starts its process with the first question and again after it has died; asks one question at a time. The process
+    ends with `close`, with this object, and with this program. `target` is `package.module:function`, which takes and
+    returns JSON; with `settings` it is called with them when the process starts and returns the function that answers.
+    """
 
     def __init__(
         self,
@@ -51,7 +46,7 @@ class Worker:
         settings: Any = None,
         *,
         start_seconds: float = START_SECONDS,
-        path: Sequence[str] | None = None,
+        path: Sequence[str] | None = None,  # in front of the process's `sys.path`; None: all of ours
         flags: Sequence[str] = (),  # of Python
         **launch: Any,  # env, cwd, stderr: as subprocess.Popen takes them
     ) -> None:
@@ -68,8 +63,7 @@ class Worker:
         return self._child is not None
 
     async def ask(self, message: Any, seconds: float) -> Any:
-        """Return the answer. Raise WorkerTooSlow, WorkerDied or WorkerError if there is none; after the first two, and
-        after a cancelled call, the process is gone, and the next call starts another."""
+        """Return the answer; raise WorkerError, or WorkerTooSlow or WorkerDied, after which the process is gone."""
         if self._loop is not (loop := asyncio.get_running_loop()):  # an object may outlive a run and its loop
             self._loop, self._turn = loop, asyncio.Lock()
         async with self._turn:

@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.kits.algorithm import made
 from tests.kits.engine import tiny
-from tests.kits.learner import far, gradients, make_learner, row_logprobs, weights_of, words
+from tests.kits.learner import far, gradients, make_learner, row_logprobs, samples_of, weights_of, words
 from tests.kits.preference import (
     Alone,
     Group,
@@ -41,10 +40,6 @@ CASES = [("sigmoid", 0.0), ("sigmoid", 0.2), ("robust", 0.2), ("hinge", 0.0), ("
          ("simpo", 0.0), ("simpo", 0.1)]  # fmt: skip
 
 
-def rows_of(groups: list[Group]) -> list[Sample]:
-    return [row for group in groups for row in DPO().samples(group)]
-
-
 # -- pairs
 
 
@@ -67,18 +62,6 @@ def test_a_group_gives_its_best_against_its_worst() -> None:
 def test_groups_without_a_preference_give_no_rows(rewards: tuple[float | None, ...]) -> None:
     rng = random.Random(0)
     assert DPO().samples([dialogue(rng, [1, 2], 1, reward) for reward in rewards]) == []
-
-
-def test_options_are_checked() -> None:
-    wrong: list[dict[str, Any]] = [
-        {"beta": 0.0}, {"label_smoothing": 0.5}, {"loss_kind": "hinge", "label_smoothing": 0.1},
-        {"loss_kind": "orpo", "reference": "precomputed"},
-    ]  # fmt: skip
-    for options in wrong:
-        with pytest.raises(ValueError, match=list(options)[-1]):
-            made("dpo", **options)
-    assert all(DPO(kind).needs == {"reference"} for kind in ("sigmoid", "ipo", "hinge", "robust"))
-    assert all(DPO(kind).needs == frozenset() for kind in ("orpo", "simpo"))
 
 
 # -- values
@@ -126,7 +109,7 @@ def by_trl(
 @pytest.mark.parametrize(("kind", "smoothing"), CASES)
 def test_loss_and_gradient_are_trls(kind: Any, smoothing: float) -> None:
     learner, frozen = moved_learner()
-    rows = rows_of(pair_groups(1))
+    rows = samples_of(DPO(), pair_groups(1))
     assert len({len(row.token_ids) for row in rows}) > 5
     algorithm = DPO(kind, BETA, smoothing, MARGIN)
     batch = learner.annotate(make_batch(rows, 150), algorithm.needs)
@@ -147,91 +130,13 @@ def test_loss_and_gradient_are_trls(kind: Any, smoothing: float) -> None:
             assert figures[ours] == pytest.approx(metrics[f"rewards/{theirs}"], rel=1e-4, abs=1e-6)
 
 
-def test_packing_and_order_do_not_matter() -> None:
-    learner, _ = moved_learner()
-    rows, algorithm = rows_of(pair_groups(2)), DPO(beta=BETA)
-
-    def found(rows: list[Sample], *packing: Any) -> Any:
-        batch = learner.annotate(make_batch(rows, *packing), algorithm.needs)
-        return gradients(learner, batch, algorithm.loss)
-
-    wanted = found(rows, 10_000, True)
-    assert far(found(rows, 60, True), wanted) < 1e-5
-    assert far(found(rows[::-1], 10_000, True), wanted) < 1e-5
-    learner.sharing = False
-    assert far(found(rows, 300, False), wanted) < 1e-5
-
-
-def test_it_starts_at_ln_2() -> None:
-    model: Any = tiny()
-    learner = make_learner(model, reference=copy.deepcopy(model))
-    batch = learner.annotate(make_batch(rows_of(pair_groups(3, 4))), DPO().needs)
-    cases: list[tuple[Any, float]] = [("sigmoid", math.log(2)), ("hinge", 1.0), ("ipo", 25.0)]
-    for kind, wanted in cases:
-        figures = learner.evaluate(batch, DPO(kind).loss)
-        assert figures["loss"] == torch.tensor(wanted).item()
-        assert figures["rewards/margin"] == 0 == figures["accuracy"]
-
-
-def test_tokens_that_were_not_sampled_have_no_part_of_their_own() -> None:
-    """The gradient at the outputs is zero wherever the next token was not sampled, and nowhere else."""
-    learner, _ = moved_learner()
-    rows, algorithm = rows_of(pair_groups(4, 3)), DPO(beta=BETA)
-    batch = learner.annotate(make_batch(rows), algorithm.needs)
-    (pack,) = batch.packs
-    states: list[torch.Tensor] = []
-    plain = learner.states
-
-    def watched(*args: Any) -> torch.Tensor:
-        states.append(plain(*args).detach().requires_grad_())
-        return states[0]
-
-    learner.states = watched  # pyright: ignore[reportAttributeAccessIssue]
-    algorithm.loss(learner._trained(pack, batch, algorithm.needs))[0].backward()
-    assert states[0].grad is not None
-    touched = states[0].grad.abs().sum(-1).nonzero()[:, 0].tolist()
-    assert touched == sorted(set(pack.source.tolist())) and len(touched) < len(pack.token_ids) / 2
-
-
-def test_turns_that_both_sides_begin_with_cancel() -> None:
-    """Episodes of one group may have sampled the same first turn. It is counted in both, so for losses of sums it is as
-    if it were part of the prompt."""
-    rng = random.Random(7)
-    start = dialogue(rng, words(rng, 40), 1, None).turns[0]
-    prompt = start.prompt_ids + start.completion.token_ids + words(rng, 4)
-    short = [dialogue(rng, prompt, 2, reward) for reward in (1.0, 0.0)]
-    whole = copy.deepcopy(short)
-    for trajectory in whole:
-        trajectory.turns.insert(0, copy.deepcopy(start))
-    learner, _ = moved_learner()
-    found = []
-    for group in (whole, short):
-        batch = learner.annotate(make_batch(DPO().samples(group)), DPO().needs)
-        found.append(gradients(learner, batch, DPO(beta=BETA).loss))
-    assert far(found[0], found[1]) < 1e-5
-
-
 # -- the reference
 
 
-class Recorded:
-    """Groups as a dataset gives them."""
-
-    def __init__(self, groups: list[Group]) -> None:
-        self.groups = groups
-
-    def __len__(self) -> int:
-        return len(self.groups)
-
-    def group(self, number: int) -> Group:
-        return copy.deepcopy(self.groups[number])
-
-
-def trained(kind: str, groups: list[Group], adapter: bool) -> tuple[Any, list[dict[str, float]]]:
-    model: Any = add_lora(tiny(), r=4) if adapter else tiny()
-    algorithm, options = DPO(beta=0.5, reference=kind), StepOptions(token_budget=200)  # type: ignore[arg-type]
-    live = kind == "live" and not adapter
-    learner = make_learner(model, reference=copy.deepcopy(model) if live else None)
+def trained(kind: Any, groups: list[Group]) -> tuple[Any, list[dict[str, float]]]:
+    model: Any = add_lora(tiny(), r=4)
+    algorithm, options = DPO(beta=0.5, reference=kind), StepOptions(token_budget=200)
+    learner = make_learner(model)
     rows = [algorithm.samples(copy.deepcopy(group)) for group in groups]
     if kind == "precomputed":
         for group in rows:
@@ -239,32 +144,23 @@ def trained(kind: str, groups: list[Group], adapter: bool) -> tuple[Any, list[di
                 row.reference = known
     figures = []
     for step, chosen in enumerate([rows[:3], rows[3:], rows[3:], rows]):
-        figures.append(
-            train_step(learner, algorithm, [row for group in chosen for row in group], step, options)
-        )
+        every = [row for group in chosen for row in group]
+        figures.append(train_step(learner, algorithm, every, step, options))
     return model, figures
 
 
-@pytest.mark.parametrize("adapter", [False, True])
-def test_a_precomputed_reference_gives_the_same_training(adapter: bool) -> None:
+def test_a_precomputed_reference_gives_the_same_training_of_an_adapter() -> None:
+    """Without an adapter: the runs below."""
     groups = pair_groups(5)
-    live, wanted = trained("live", groups, adapter)
-    kept, found = trained("precomputed", groups, adapter)
+    live, wanted = trained("live", groups)
+    kept, found = trained("precomputed", groups)
     for step, (ours, theirs) in enumerate(zip(found, wanted, strict=True)):
-        if (
-            step == 0
-        ):  # policy and reference are the same, and which of two equal margins is larger is rounding
+        if step == 0:  # policy and reference are the same: which of two equal margins is larger is rounding
             theirs["accuracy"] = ours["accuracy"]
         assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-5)  # rows are packed in another company
     assert abs(found[-1]["rewards/margin"]) > 1e-3
     weights = weights_of(live)
     assert all(torch.allclose(value, weights[name], atol=1e-5) for name, value in kept.state_dict().items())
-
-
-def test_without_a_known_reference_it_is_missed() -> None:
-    rows = [row for group in pair_groups(2) for row in DPO().samples(group)]
-    with pytest.raises(AssertionError, match="no reference model"):
-        train_step(make_learner(tiny()), DPO(), rows, 0, StepOptions())
 
 
 # -- runs
@@ -274,10 +170,10 @@ def config_of(folder: Path, reference: str, dataset: Path) -> TrainingConfig:
     heldout = folder / "heldout.jsonl"
     heldout.write_bytes(dataset.read_bytes())
     return TrainingConfig(
-        training={"algorithm": "dpo", "max_steps": 5, "batch_size": 3, "learning_rate": 1e-3, "eval_every": 3},
+        training={"algorithm": "dpo", "max_steps": 3, "batch_size": 3, "learning_rate": 2e-3, "eval_every": 3},
         data={"dataset": str(dataset), "heldout": str(heldout), "heldout_count": 3},
         dpo={"reference": reference, "beta": 0.5},
-        logging={"output_dir": str(folder), "checkpoint_every": 2},
+        logging={"output_dir": str(folder), "checkpoint_every": 1},
     )  # fmt: skip
 
 
@@ -292,17 +188,17 @@ def test_a_run_with_a_precomputed_reference_and_its_resume(tmp_path: Path) -> No
     for ours, theirs in zip(kept.rows, live.rows, strict=True):
         for name in ("loss", "rewards/chosen", "eval/loss", "eval/rewards/margin", "grad_norm"):
             assert ours.get(name, 0) == pytest.approx(theirs.get(name, 0), rel=1e-4, abs=1e-5), name
-    assert kept.metrics["rewards/margin"] > 0.5
+    assert kept.metrics["rewards/margin"] > 0.1
     with pytest.raises(RuntimeError, match="broken off"):
-        run(config_of(tmp_path, "precomputed", dataset), "broken", fail_at=4)
+        run(config_of(tmp_path, "precomputed", dataset), "broken", fail_at=2)
     again = RunFolder(tmp_path / "broken")
     Training(again.config, run=again, watcher=Quiet()).train()
     assert_same_run(tmp_path / "broken", kept.run)
 
 
-def test_it_learns_from_recorded_episodes(warm: Path, tmp_path: Path) -> None:
+def test_it_learns_from_recorded_episodes(warm: Path, recorded: Path, tmp_path: Path) -> None:
     """From pairs of a lookup and a guess the model learns to look up, in tasks it has not seen."""
-    gain, start, end = lift_by_episodes(warm, tmp_path, algorithm="dpo", max_steps=8, batch_size=16)
+    gain, start, end = lift_by_episodes(warm, recorded, tmp_path, algorithm="dpo", max_steps=8, batch_size=16)
     assert start["eval/loss"] == pytest.approx(math.log(2)) and start["eval/accuracy"] == 0
     assert end["eval/accuracy"] > 0.9 and end["eval/rewards/margin"] > 0.2
     assert gain > 0.1

@@ -14,16 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.kits.algorithm import (
-    ALGORITHMS,
-    batch_for,
-    distance,
-    groups_of,
-    learner_for,
-    samples_of,
-    step_gradients,
-)
-from tests.kits.learner import Gradients, words
+from tests.kits.algorithm import ALGORITHMS, batch_for, distance, groups_of, learner_for, step_gradients
+from tests.kits.learner import Gradients, gradients, samples_of, words
 from TrainingFactory.data.samples import mismatched
 from TrainingFactory.learning.learner import Learner
 from TrainingFactory.types import Sample
@@ -60,55 +52,48 @@ def found_with(name: str, rows: Any, budget: int = 16_384, sharing: bool = True)
     )
 
 
-@every_algorithm
-@pytest.mark.parametrize("budget", [1, 120])  # 1: every episode or pair for itself
-def test_any_size_of_micro_batch(name: str, budget: int) -> None:
-    packs = batch_for(learner_of(name), ALGORITHMS[name], rows_of(name), budget).packs
-    assert len(packs) > 1 and (budget > 1 or all(len(set(pack.episode)) <= 2 for pack in packs))
-    assert distance(found_with(name, rows_of(name), budget), wanted(name)) < TOLERANCE
-
-
-@every_algorithm
-def test_no_shared_prefixes(name: str) -> None:
-    assert distance(found_with(name, rows_of(name), 2000, sharing=False), wanted(name)) < TOLERANCE
-
-
-@every_algorithm
-def test_padded_rows_through_the_models_own_attention(name: str) -> None:
-    learner = learner_of(name)
-    learner.sharing = False  # as for a model that cannot
-    try:
-        found = found_with(name, rows_of(name), 2000, sharing=False)
-    finally:
-        learner.sharing = True
-    assert distance(found, wanted(name)) < TOLERANCE
-
-
-@every_algorithm
-def test_any_order_of_rows(name: str) -> None:
+def shuffled(rows: tuple[Sample, ...]) -> list[Sample]:
     """Rows of one episode stay in the order in which they were played."""
     episodes: dict[int, list[Sample]] = {}
-    for row in rows_of(name):
+    for row in rows:
         episodes.setdefault(row.episode, []).append(row)
     units = list(episodes.values())
     random.Random(5).shuffle(units)
-    shuffled = [row for unit in units for row in unit]
-    assert shuffled != list(rows_of(name))
-    assert distance(found_with(name, shuffled), wanted(name)) < TOLERANCE
+    return [row for unit in units for row in unit]
 
 
-@every_algorithm
-def test_padding(name: str) -> None:
+def padded(rows: tuple[Sample, ...]) -> list[Sample]:
     """Rows without a trained token, some of them twice, and tokens of the environment after the last sampled one."""
     rng = random.Random(6)
-    longer = [with_tail(row, words(rng, rng.randrange(0, 20))) for row in rows_of(name)]
+    longer = [with_tail(row, words(rng, rng.randrange(0, 20))) for row in rows]
     padding = [
         replace(row, loss_mask=[False] * len(row.token_ids), episode=-n) for n, row in enumerate(longer, 2)
     ]
-    padded = [row for pair in zip(padding, longer, strict=True) for row in pair] + padding[:3]
+    return [row for pair in zip(padding, longer, strict=True) for row in pair] + padding[:3]
+
+
+LAYOUTS: dict[str, tuple[Any, int, bool]] = {  # rows, size of a micro-batch, whether prefixes are shared
+    "every episode or pair for itself": (list, 1, True),
+    "some together, in any order": (shuffled, 120, True),
+    "no shared prefixes": (list, 2000, False),
+    "padding": (padded, 120, True),
+}
+
+
+@every_algorithm
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_any_layout_gives_the_same_gradient(name: str, layout: str) -> None:
+    change, budget, sharing = LAYOUTS[layout]
+    rows = change(rows_of(name))
+    assert distance(found_with(name, rows, budget, sharing), wanted(name)) < TOLERANCE
     if name == "kto":
-        assert len(mismatched(padded)) == len(mismatched(rows_of(name)))
-    assert distance(found_with(name, padded, 120), wanted(name)) < TOLERANCE
+        assert len(mismatched(rows)) == len(mismatched(rows_of(name)))
+
+
+@every_algorithm
+def test_padded_rows_through_the_models_own_attention(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(learner_of(name), "sharing", False)  # as for a model that cannot
+    assert distance(found_with(name, rows_of(name), 2000, sharing=False), wanted(name)) < TOLERANCE
 
 
 def with_tail(row: Sample, ids: list[int]) -> Sample:
@@ -136,3 +121,23 @@ def test_what_was_not_sampled_has_no_part(name: str) -> None:
                     values[place] = rng.randrange(-1000, 1000)
     found = found_with(name, perturbed)
     assert all(torch.equal(found[key], value) for key, value in wanted(name).items())
+
+
+@pytest.mark.parametrize("name", ["sft", "grpo", "ppo-head", "dpo", "kto"])
+def test_the_model_is_asked_for_sampled_tokens_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its output gets a gradient of exactly zero at every place that predicts another token."""
+    learner, algorithm, seen = learner_of(name), ALGORITHMS[name], list[torch.Tensor]()
+    batch = batch_for(learner, algorithm, rows_of(name), 250)
+
+    def states(*given: Any) -> torch.Tensor:
+        seen.append(Learner.states(learner, *given))
+        seen[-1].retain_grad()
+        return seen[-1]
+
+    monkeypatch.setattr(learner, "states", states)
+    gradients(learner, batch, algorithm.loss, algorithm.needs)
+    for pack, output in zip(batch.packs, seen, strict=True):
+        assert output.grad is not None
+        touched = output.grad.any(-1).nonzero()[:, 0].tolist()
+        assert set(touched) <= set(pack.source.tolist()) and len(touched) > 0.5 * len(set(pack.source))
+        assert len(set(pack.source)) < len(pack.token_ids) / 2

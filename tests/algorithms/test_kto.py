@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import random
 from pathlib import Path
 from typing import Any
@@ -10,9 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.kits.algorithm import made
-from tests.kits.engine import tiny
-from tests.kits.learner import far, gradients, learn, make_learner, row_logprobs, words
+from tests.kits.learner import far, gradients, learn, row_logprobs, samples_of, words
 from tests.kits.preference import (
     Group,
     bare_trainer,
@@ -40,10 +37,6 @@ def examples(seed: int, count: int = 6) -> list[Group]:
     return [[dialogue(rng, random_prompt(rng, head), rng.randrange(1, 4), reward)] for reward in rewards]
 
 
-def rows_of(groups: list[Group]) -> list[Sample]:
-    return [row for group in groups for row in ALGORITHM.samples(group)]
-
-
 def prepared(learner: Learner, rows: list[Sample], budget: int = 10_000) -> Batch:
     batch = make_batch(rows, budget, learner.sharing, mismatched=True)
     learner.annotate(batch, ALGORITHM.needs)
@@ -65,16 +58,10 @@ def test_scored_episodes_are_examples_by_themselves() -> None:
     assert [row.label for row in KTO(threshold=-1.0).samples(group)] == [1.0] * 3
 
 
-def test_options_are_checked() -> None:
-    for wrong in ("beta", "desirable_weight", "undesirable_weight"):
-        with pytest.raises(ValueError, match=wrong):
-            made("kto", **{wrong: 0.0})
-
-
 def test_answers_move_to_the_next_prompt() -> None:
     """As TRL does it: the first prompt gets the last answer, every other one that of its predecessor."""
     groups = examples(0, 4)
-    rows, found = rows_of(groups), mismatched(rows_of(groups))
+    rows, found = samples_of(ALGORITHM, groups), mismatched(samples_of(ALGORITHM, groups))
     assert len(found) == 4
     for place, row in enumerate(found):
         prompt, other = groups[place][0].turns[0].prompt_ids, rows[place - 1]
@@ -87,7 +74,7 @@ def test_answers_move_to_the_next_prompt() -> None:
 def test_no_answer_meets_its_own_prompt() -> None:
     rng = random.Random(1)
     prompts = {name: words(rng, 8) for name in "abc"}
-    rows = rows_of([[dialogue(rng, prompts[name], 1, 1.0)] for name in "aababcc"])
+    rows = samples_of(ALGORITHM, [[dialogue(rng, prompts[name], 1, 1.0)] for name in "aababcc"])
     own = {tuple(row.token_ids[8:]): tuple(row.token_ids[:8]) for row in rows}
     found = mismatched(rows)
     assert len(found) == 7 == len({tuple(row.token_ids[8:]) for row in found})
@@ -123,7 +110,7 @@ def by_trl(model: Any, frozen: Any, rows: list[Sample]) -> tuple[torch.Tensor, A
 @pytest.mark.parametrize(("seed", "clamped"), [(0, True), (2, False)])
 def test_loss_gradient_and_baseline_are_trls(seed: int, clamped: bool) -> None:
     learner, frozen = moved_learner(seed)
-    rows = rows_of(examples(4))
+    rows = samples_of(ALGORITHM, examples(4))
     batch = prepared(learner, rows, 150)
     assert len(batch.packs) > 1 and len(batch.mismatched) > 1
     figures = learner.evaluate(batch, ALGORITHM.loss)
@@ -142,26 +129,17 @@ def test_loss_gradient_and_baseline_are_trls(seed: int, clamped: bool) -> None:
     assert figures["rewards/margin"] == pytest.approx(0.3 * sum(leads) / 6, rel=1e-3, abs=1e-5)
 
 
-def test_at_the_start_everything_is_undecided() -> None:
-    model: Any = tiny()
-    learner = make_learner(model, reference=copy.deepcopy(model))
-    batch = prepared(learner, rows_of(examples(2)))
-    figures = learner.evaluate(batch, ALGORITHM.loss)
-    assert batch.baseline == 0 == figures["rewards/margin"]
-    assert figures["loss"] == pytest.approx((4 * 1.5 + 2 * 0.7) / 6 / 2)
-
-
 def test_one_example_has_no_baseline() -> None:
     learner, _ = moved_learner()
-    batch = prepared(learner, rows_of(examples(2, 1)))
+    batch = prepared(learner, samples_of(ALGORITHM, examples(2, 1)))
     assert batch.mismatched == [] and batch.baseline == 0
     figures = learn(learner, ALGORITHM, examples(2, 1), 0, token_budget=1000)
     assert figures["rows"] == 1 and figures["kl"] == 0
 
 
-def test_it_learns_from_recorded_episodes(warm: Path, tmp_path: Path) -> None:
+def test_it_learns_from_recorded_episodes(warm: Path, recorded: Path, tmp_path: Path) -> None:
     """From episodes that are called good or bad, one by one, the model learns to look up instead of guessing."""
-    gain, start, end = lift_by_episodes(warm, tmp_path, algorithm="kto", max_steps=7, batch_size=24)
+    gain, start, end = lift_by_episodes(warm, recorded, tmp_path, algorithm="kto", max_steps=7, batch_size=24)
     assert start["eval/rewards/margin"] == 0 and start["eval/desirable"] == pytest.approx(0.5, abs=0.05)
     assert end["eval/accuracy"] > 0.9 and end["eval/rewards/margin"] > 0.1
     assert gain > 0.1

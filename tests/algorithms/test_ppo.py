@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import threading
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from tests.kits.algorithm import made
 from tests.kits.engine import tiny
-from tests.kits.ppo import make, plain, played, prepared, rows_of, summed_gae
-from tests.kits.run import small, train
-from TrainingFactory.algorithms.gae import moments
+from tests.kits.learner import samples_of
+from tests.kits.ppo import make, plain, played, prepared, summed_gae
 from TrainingFactory.algorithms.ppo import PPO
 from TrainingFactory.algorithms.trained import Trained
 from TrainingFactory.data.packing import make_batch
@@ -52,7 +48,7 @@ def test_credit_is_the_formula(options: dict[str, Any]) -> None:
         every = np.concatenate(wanted)
         wanted = [(advantage - every.mean()) / every.std() for advantage in wanted]
 
-    rows = rows_of(ppo, groups)
+    rows = samples_of(ppo, groups)
     assert len(rows) > len(episodes)  # some forgot
     numbers = list(dict.fromkeys(row.episode for row in rows))
     place = {number: index for index, number in enumerate(numbers)}
@@ -75,20 +71,6 @@ def test_credit_is_the_formula(options: dict[str, Any]) -> None:
     assert seen == len(episodes) and packs > 3
 
 
-def test_tool_tokens_are_stepped_over() -> None:
-    """However long a tool's reply is, the discount between two turns is that of one token."""
-    for reply in (1, 40):
-        first = Turn([1, 2], Completion([3], [-1.0], "stop"), Message("assistant"))
-        second = Turn([1, 2, 3, *[7] * reply], Completion([4], [-1.0], "stop"), Message("assistant"))
-        episode = Trajectory(Task("t", "p"), "g", turns=[first, second], reward=Reward(1.0, [0.5, 0.25]))
-        ppo = PPO(gamma=0.5, lam=1.0, whiten=False)
-        (batch,) = prepared(
-            Learner(tiny(), OptimizerOptions(), head=ScalarHead(32)), ppo, ppo.samples([episode])
-        )
-        assert batch.packs[0].rewards.tolist() == [0.5, 1.25]
-        assert batch.packs[0].advantages.tolist() == [0.5 + 0.5 * 1.25, 1.25]
-
-
 def test_which_episodes_are_learned_from() -> None:
     def episode(reward: Reward | None, status: Status = "done") -> Trajectory:
         turn = Turn([1, 2], Completion([3, 4], [-1.0, -1.0], "stop"), Message("assistant"))
@@ -99,32 +81,6 @@ def test_which_episodes_are_learned_from() -> None:
     assert [row.rewards for row in PPO().samples(group)] == [[0, 0, 0, 1.0], [0, 0, 0, 0.75]]
     assert [row.rewards for row in PPO(train_truncated=False).samples(group)] == [[0, 0, 0, 1.0]]
     assert PPO().samples(group[:1])[0].loss_mask == [False, False, True, True]  # one episode is enough
-
-
-def test_processes_agree_on_mean_and_deviation() -> None:
-    rng = np.random.default_rng(0)
-    numbers = [rng.normal(3, 2, 50), rng.normal(-1, 1, 7), np.zeros(0)]
-    shares, meeting = [numbers[:2], numbers[2:]], threading.Barrier(2)
-    told: list[dict[str, float]] = [{}, {}]
-    found: list[Any] = [None, None]
-
-    def process(rank: int) -> None:
-        def total(figures: dict[str, float]) -> dict[str, float]:
-            told[rank] = figures
-            meeting.wait(10)
-            sums = {name: told[0][name] + told[1][name] for name in figures}
-            meeting.wait(10)
-            return sums
-
-        found[rank] = moments(shares[rank], total)
-
-    threads = [threading.Thread(target=process, args=(rank,)) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    every = np.concatenate(numbers)
-    assert found[0] == found[1] == pytest.approx((every.mean(), every.std()))
 
 
 def test_equal_advantages_are_not_blown_up() -> None:
@@ -151,8 +107,8 @@ def random_tokens(seed: int, size: int = 60) -> Trained:
     sampled = -2 + 0.5 * normal()
     old_values = normal()
     return Trained(
-        (sampled + 0.3 * normal()).requires_grad_(), normal().abs().requires_grad_(), sampled, normal(), zeros, zeros,
-        zeros.long(), zeros[:1], torch.zeros(0, 2), 100, 7, 7, 0, reference=sampled + 0.2 * normal(),
+        (sampled + 0.3 * normal()).requires_grad_(), normal().abs().requires_grad_(), sampled, normal(), zeros,
+        zeros.long(), zeros[:1], torch.zeros(0, 2), 100, 7, 0, reference=sampled + 0.2 * normal(),
         old_values=old_values, values=(old_values + 0.3 * normal()).requires_grad_(), returns=old_values + normal(),
         baseline=1.7,
     )  # fmt: skip
@@ -205,19 +161,3 @@ def test_the_loss_is_the_formula(value_clip: float | None, kl_in: Any) -> None:
         np.testing.assert_allclose(tensor.grad.numpy(), np.array(slope) / 100, rtol=1e-4, atol=1e-7)
     if value_clip is not None:
         assert 0 < sum(slope == 0 for slope in value_slopes) < 60
-
-
-def test_options_are_checked() -> None:
-    wrong: dict[str, Any] = {
-        "clip": 1.0, "gamma": 1.1, "lam": -0.1, "value_clip": 0.0, "value_weight": 0.0, "kl": -0.1, "entropy": -1.0,
-        "critic_warmup": -1,
-    }  # fmt: skip
-    for name, value in wrong.items():
-        with pytest.raises(ValueError, match=rf"ppo\.{name}"):
-            made("ppo", **{name: value})
-    assert PPO().needs == {"values"} and PPO(kl=0.1, kl_in="reward").needs == {"values", "reference"}
-
-
-def test_a_policy_that_would_never_learn_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"critic_warmup is 6 of training.max_steps 6"):
-        train(small(tmp_path, training={"algorithm": "ppo"}, ppo={"critic_warmup": 6}), "a")

@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.nn.functional import cross_entropy
 
 from tests.kits.data import loaded, tool_dialogues
 from tests.kits.engine import tiny
-from tests.kits.learner import make_learner, sample, words
+from tests.kits.learner import sample, words
 from tests.test_grpo import group_of
 from TrainingFactory.algorithms.sft import SFT
 from TrainingFactory.data.examples import load_examples
@@ -36,26 +35,6 @@ def test_every_episode_is_a_row_whatever_it_earned() -> None:
             sum(row.loss_mask) == size and row.loss_mask[-size:] == whole.loss_mask[-size:] == [True] * size
         )
     assert SFT().needs == frozenset()
-
-
-def test_the_loss_is_the_cross_entropy_of_the_sampled_tokens() -> None:
-    """Against transformers' own loss: labels of -100 where nothing is trained, mean over the rest."""
-    model, rng = tiny().eval(), random.Random(0)
-    head = words(rng, 55)
-    rows = [sample(rng, head + words(rng, 5 + 4 * n), 40) for n in range(4)]
-    size = max(len(row.token_ids) for row in rows)
-    ids = torch.zeros(4, size, dtype=torch.long)
-    labels = torch.full((4, size), -100)
-    for number, row in enumerate(rows):
-        ids[number, : len(row.token_ids)] = torch.tensor(row.token_ids)
-        trained = [t if m else -100 for t, m in zip(row.token_ids, row.loss_mask, strict=True)]
-        labels[number, : len(row.token_ids)] = torch.tensor(trained)
-    logits = model(ids).logits
-    wanted = cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()).item()
-    learner, batch = make_learner(model), make_batch(rows, 70)
-    assert len(batch.packs) > 1
-    assert learner.evaluate(batch, SFT().loss)["loss"] == pytest.approx(wanted, rel=1e-5)
-    assert learner.update(batch, SFT().loss)["loss"] == pytest.approx(wanted, rel=1e-5)
 
 
 @pytest.mark.parametrize("turns", ["all", "last"])

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
+import torch
 
-from tests.kits.cli import Run
+from tests.kits.cli import ROOT, Run, python
 from tests.kits.run import assert_same_run
 from TrainingFactory.cli.display import Display, curve, duration
 from TrainingFactory.config import load_config
@@ -21,9 +20,8 @@ from TrainingFactory.services.build.notices import notices, unused
 from TrainingFactory.services.runs.folder import RunFolder
 from TrainingFactory.services.training.preflight import check
 
-ROOT = Path(__file__).resolve().parents[2]
 SMALL = """
-environment: {environment}
+environment: mine.py
 training: {{max_steps: {steps}, batch_size: 2, group_size: 2, learning_rate: 1e-3}}
 sampling: {{max_tokens: 6, deterministic: true}}
 data: {{count: 4, heldout_count: 4}}
@@ -46,21 +44,14 @@ class Mine(CalculatorEnvironment):
 @pytest.fixture(autouse=True)
 def files(tfactory: Run) -> None:
     """A small config and its environment, in the folder of the test."""
-    Path("small.yaml").write_text(SMALL.format(environment="mine.py", steps=3))
+    Path("small.yaml").write_text(SMALL.format(steps=3))
     Path("mine.py").write_text(ENVIRONMENT.format(delay=0))
 
 
 def test_train_show_compare_and_evaluate(tfactory: Run) -> None:
     status, _, err = tfactory("train", "small.yaml", "--name", "a", "training.eval_every=2")
     assert status == 0, err
-    for text in (
-        "run a in runs/a: 3 steps",
-        "step 3/3",
-        "reward",
-        "tokens/s",
-        "held-out",
-        "finished; the model",
-    ):
+    for text in ("run a in runs/a: 3 steps", "step 3/3", "reward", "tokens/s", "held-out", "finished; the"):
         assert text in err
     assert tfactory("train", "small.yaml", "--name", "b", "lora.enabled=true")[0] == 0
     out = tfactory("runs", "list")[1]
@@ -81,41 +72,6 @@ def test_train_show_compare_and_evaluate(tfactory: Run) -> None:
     assert "is finished" in tfactory("runs", "resume", "a")[2]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        (["train", "nothing.yaml"], "there is no such file"),
-        (["train", "small.yaml", "learning_rate=0"], "training.learning_rate: must be greater than 0"),
-        (["train", "small.yaml", "learning_rate=-1"], "training.learning_rate: must be greater than 0"),
-        (["train", "small.yaml", "training.group_size=1"], "needs 2 or more"),
-        (["train", "small.yaml", "training.algorithm=dpo"], "dpo learns from rows that exist"),
-        (["train", "small.yaml", "environment=serch"], "did you mean search?"),
-        (["train", "small.yaml", "sampling.top_p=0.9"], "for evaluation"),
-        (["train", "small.yaml", "--name", "there"], "run there exists already"),
-        (["train", "small.yaml", "--name", "a/b"], "cannot name a run"),
-        (["train", "small.yaml", "logging.output_dir=small.yaml"], "small.yaml"),
-        (["train", "small.yaml", "logging.trackers=[mlflow]"], "pip install 'training-factory[mlflow]'"),
-        (["train", "small.yaml", "algorithm=sft", "data.demonstrations=bad.jsonl"], "its keys are: text"),
-        (["train", "small.yaml", "data.tasks=bad.jsonl"], 'has no "prompt"; its keys are: text'),
-        (["eval", "./nothing", "--env", "search"], "./nothing"),
-        (["eval", "runs/nothing"], "there is no run 'runs/nothing'"),
-        (["eval", "builtin:tiny"], "no environment is named"),
-        (["eval", "a", "--model", "b"], "named twice"),
-        (["runs", "show", "nothing"], "there is no run 'nothing'"),
-        (["runs", "resume", "nothing"], "there is no run 'nothing'"),
-        (["runs", "compare", "nothing"], "two runs or more"),
-    ],
-)
-def test_mistakes_are_answered_in_words(tfactory: Run, arguments: list[str], expected: str) -> None:
-    Path("bad.jsonl").write_text('{"text": "x"}\n')
-    Path("runs/there").mkdir(parents=True)
-    status, out, err = tfactory(*arguments)
-    assert status == 2
-    assert expected in " ".join(err.split())
-    assert "Traceback" not in out + err
-    assert {path.name for path in Path("runs").iterdir()} <= {"there", "rollouts"}
-
-
 def test_a_checkpoint_of_another_model(tfactory: Run) -> None:
     assert tfactory("train", "small.yaml", "--name", "a", "max_steps=2")[0] == 0
     wrong = "max_steps=4 lora.enabled=true max_tokens=4"
@@ -130,17 +86,13 @@ def test_a_checkpoint_of_another_model(tfactory: Run) -> None:
     assert len(Path("runs/b/metrics.jsonl").read_text().splitlines()) == 2  # nothing was cut
 
 
-def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path: Path) -> None:
-    Path("slow.yaml").write_text(
-        SMALL.format(environment="mine.py", steps=12).replace("every: 2", "every: 30")
-    )
+def test_ctrl_c_saves_and_says_how_to_go_on(tfactory: Run, tmp_path: Path) -> None:
+    Path("slow.yaml").write_text(SMALL.format(steps=8).replace("every: 2", "every: 30"))
     Path("mine.py").write_text(ENVIRONMENT.format(delay=0.05))
-    command = [sys.executable, "-m", "TrainingFactory.cli", "train", "slow.yaml", "--name", "a"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    run = subprocess.Popen(
-        command, cwd=tmp_path, env=environment,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+    # The same bits are promised for the same number of threads.
+    threads = str(torch.get_num_threads())
+    command = ("-m", "TrainingFactory.cli", "train", "slow.yaml", "--name", "a")
+    run = python(tmp_path, *command, OMP_NUM_THREADS=threads)
     metrics = tmp_path / "runs" / "a" / "metrics.jsonl"
     while run.poll() is None and (not metrics.exists() or metrics.read_text().count("\n") < 3):
         time.sleep(0.01)
@@ -149,15 +101,10 @@ def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path: Path) -> None:
     assert run.returncode == 130, err
     assert "go on with: tfactory runs resume a" in err and "Traceback" not in err
     folder = RunFolder(tmp_path / "runs" / "a")
-    assert folder.state == "interrupted" and folder.status.step < 12
+    assert folder.state == "interrupted" and folder.status.step < 8
     assert folder.checkpoints()[-1].name == f"step-{folder.status.step:06d}"
     Path("mine.py").write_text(ENVIRONMENT.format(delay=0))
-    # In processes of their own: the same bits are promised for the same number of threads, and what ran before in
-    # this one may have left another.
-    for arguments in (["runs", "resume", "a"], ["train", "slow.yaml", "--name", "whole"]):
-        subprocess.run(
-            [*command[:3], *arguments], cwd=tmp_path, env=environment, check=True, capture_output=True
-        )
+    assert tfactory("runs", "resume", "a")[0] == tfactory("train", "slow.yaml", "--name", "whole")[0] == 0
     assert_same_run(tmp_path / "runs" / "whole", tmp_path / "runs" / "a")
 
 
@@ -168,16 +115,23 @@ def test_the_panel_of_a_terminal() -> None:
     with Display(console=console) as panel:
         panel.phase("generate")
         panel.say("a note [bold]as it is[/bold]")
-        metrics = {"reward": 0.5, "tool_success": 0.9, "tokens_per_second": 1234.0, "tokens_saved": 0.7}
-        metrics |= {f"seconds/{name}": 0.25 for name in ("step", "generate", "tools", "reward", "update")}
+        metrics = {"reward": 0.5, "tool_success": 0.9, "tokens_per_second": 1234.0, "seconds/step": 0.25}
         panel.step(1, 4, metrics)
         panel.step(2, 4, metrics)
     text = console.export_text()
-    wanted = ("[bold]as it is", "0.500", "90% of tool calls", "1234 sampled", "70%", "update 0.25", "2/4")
-    for part in (*wanted, "0:00:0"):
+    for part in (
+        "[bold]as it is",
+        "reward 0.500",
+        "tools 90%",
+        "1234 tokens/s",
+        "0.2 s",
+        "2/4",
+        "▁▁",
+        "0:00:0",
+    ):
         assert part in text
     assert curve([0, 1, 2]) == "▁▅█" and curve([1, 1]) == "▁▁"
-    assert [duration(s) for s in (5, 65, 3700)] == ["5 s", "1 min 5 s", "1 h 1 min"]
+    assert [duration(s) for s in (5, 65, 3700)] == ["0:00:05", "0:01:05", "1:01:40"]
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.name)

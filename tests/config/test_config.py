@@ -31,16 +31,75 @@ def written(folder: Path, text: str) -> Path:
     return path
 
 
-def test_the_seeds_yaml_loads_as_it_stands() -> None:
-    config = load_config(SEED_CONFIG)
-    assert config.model.name == "Qwen/Qwen3-4B-Instruct"
-    assert config.model.max_length == 4096
-    assert config.training.learning_rate == 1e-6
-    assert config.training.num_epochs == 100
-    assert config.environment.environment_id == "env_search_v1"
-    assert config.tools[0].config == "tools/search.json"
-    assert config.reward.step_rewards == {"correct_tool": 0.5, "clear_reasoning": 0.3, "efficient_path": 0.2}
-    assert config.optimization.async_rollout and config.optimization.tool_cache
+def at(config: Any, key: str) -> Any:
+    for part in key.split("."):
+        config = config[int(part)] if part.isdecimal() else getattr(config, part)
+    return config
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (
+            {"model": "Qwen3-4B", "environment_id": "env_search", "reward_function": "rule_based",
+             "tools": ["search", "calculator"]},
+            {"model.name": "Qwen3-4B", "environment.environment_id": "env_search", "reward.type": "rule_based",
+             "tools.0.name": "search", "tools.1.name": "calculator"},
+        ),
+        (  # the names of the HelloAgents text
+            {"model_name": "Qwen/Qwen2-0.5B-Instruct", "output_dir": "./output/custom", "num_train_epochs": 3,
+             "per_device_train_batch_size": 4, "learning_rate": 5e-5, "use_lora": True, "lora_r": 16},
+            {"model.name": "Qwen/Qwen2-0.5B-Instruct", "logging.output_dir": "./output/custom",
+             "training.num_epochs": 3, "training.batch_size": 4, "training.learning_rate": 5e-5,
+             "lora.enabled": True, "lora.r": 16},
+        ),
+        (  # paths are welcome in Python
+            {"data": {"tasks": Path("a") / "b.jsonl"}, "model": Path("checkpoint")},
+            {"data.tasks": str(Path("a") / "b.jsonl"), "model.name": "checkpoint"},
+        ),
+    ],
+)  # fmt: skip
+def test_short_forms_and_other_names(given: dict[str, Any], expected: dict[str, Any]) -> None:
+    config = TrainingConfig(**given)
+    assert {key: at(config, key) for key in expected} == expected
+
+
+SEED = {
+    "model.name": "Qwen/Qwen3-4B-Instruct",
+    "model.max_length": 4096,
+    "training.learning_rate": 1e-6,
+    "training.num_epochs": 100,
+    "environment.environment_id": "env_search_v1",
+    "tools.0.config": "tools/search.json",
+    "tools.0.cache_enabled": True,
+    "reward.step_rewards": {"correct_tool": 0.5, "clear_reasoning": 0.3, "efficient_path": 0.2},
+    "optimization.async_rollout": True,
+    "optimization.tool_cache": True,
+}
+
+
+@pytest.mark.parametrize(
+    ("override", "changed"),
+    [
+        (None, {}),  # the seed's YAML as it stands
+        ("training.learning_rate=3E-4", {"training.learning_rate": 3e-4}),
+        ("tools.0.name=lookup", {"tools.0.name": "lookup"}),
+        ("tools.1=calculator", {"tools.1.name": "calculator"}),
+        ("model=builtin:tiny", {"model.name": "builtin:tiny"}),
+        ("environment.name=weather.py:Weather", {"environment.environment_id": "weather.py:Weather"}),
+        (
+            "reward.step_rewards.correct_tool=1",
+            {"reward.step_rewards": SEED["reward.step_rewards"] | {"correct_tool": 1}},
+        ),
+        ("logging.trackers=[wandb]", {"logging.trackers": ["wandb"]}),
+        ("data.tasks=", {"data.tasks": None}),
+    ],
+)
+def test_the_seeds_yaml_with_overrides(override: str | None, changed: dict[str, Any]) -> None:
+    """The rest stays as it stands."""
+    config = load_config(SEED_CONFIG, [override] if override else [])
+    expected = SEED | changed
+    assert {key: at(config, key) for key in expected} == expected
 
 
 @pytest.mark.parametrize("path", sorted((CONFIGS / "templates").glob("*.yaml")), ids=lambda path: path.name)
@@ -48,38 +107,6 @@ def test_the_templates_are_right(path: Path) -> None:
     config = load_config(path)
     check_reward(config)
     assert notices(config) == [] and unused(config) == []
-
-
-def test_short_form() -> None:
-    config = TrainingConfig(
-        model="Qwen3-4B",
-        environment_id="env_search",
-        reward_function="rule_based",
-        tools=["search", "calculator"],
-    )
-    assert config.model.name == "Qwen3-4B"
-    assert config.environment.environment_id == "env_search"
-    assert config.reward.type == "rule_based"
-    assert [tool.name for tool in config.tools] == ["search", "calculator"]
-
-
-def test_the_names_of_the_hello_agents_text() -> None:
-    config = TrainingConfig(
-        model_name="Qwen/Qwen2-0.5B-Instruct",
-        output_dir="./output/custom",
-        num_train_epochs=3,
-        per_device_train_batch_size=4,
-        learning_rate=5e-5,
-        use_lora=True,
-        lora_r=16,
-        lora_alpha=32,
-    )
-    assert (config.training.num_epochs, config.training.batch_size, config.training.learning_rate) == (
-        3,
-        4,
-        5e-5,
-    )
-    assert config.lora.enabled and config.logging.output_dir == "./output/custom"
 
 
 def test_every_alias_leads_to_a_key() -> None:
@@ -92,35 +119,6 @@ def test_every_alias_leads_to_a_key() -> None:
 def test_a_config_survives_its_own_dump() -> None:
     config = load_config(SEED_CONFIG, ["data.tasks=tasks.jsonl"])
     assert TrainingConfig(**json.loads(json.dumps(config.model_dump()))) == config
-
-
-def test_paths_are_welcome_in_python() -> None:
-    assert TrainingConfig(data={"tasks": Path("a") / "b.jsonl"}).data.tasks == str(Path("a") / "b.jsonl")
-    assert TrainingConfig(model=Path("checkpoint")).model.name == "checkpoint"
-
-
-def test_overrides() -> None:
-    config = load_config(
-        SEED_CONFIG,
-        [
-            "training.learning_rate=3E-4",
-            "tools.0.name=lookup",
-            "tools.1=calculator",
-            "model=builtin:tiny",
-            "environment.name=weather.py:Weather",
-            "reward.step_rewards.correct_tool=1",
-            "logging.trackers=[wandb]",
-            "data.tasks=",
-        ],
-    )
-    assert config.training.learning_rate == 3e-4
-    assert [tool.name for tool in config.tools] == ["lookup", "calculator"]
-    assert config.tools[0].cache_enabled  # the rest of the entry stays
-    assert config.model.name == "builtin:tiny" and config.model.max_length == 4096
-    assert config.environment.environment_id == "weather.py:Weather"
-    assert config.reward.step_rewards["correct_tool"] == 1
-    assert config.logging.trackers == ["wandb"]
-    assert config.data.tasks is None
 
 
 @pytest.mark.parametrize("text", ["1e-6", "1E-6", "1.0e-6", "+1e-6", "0.000001", "10e-7", "1.e-6"])
@@ -172,17 +170,13 @@ def test_python_users_get_the_same_error() -> None:
         ("a: b: c\n", ":1: is not valid YAML"),
         ("a: 1\n---\nb: 2\n", ":2: is not valid YAML"),
         ("a: !!python/object:os.system x\n", "is not valid YAML"),
-        ("a: \x00\n", "is not YAML"),
+        ("a: \x00\n", "cannot be read: unacceptable character"),
         ("? [a]\n: b\n", "is not valid YAML"),
-        ("model: " + "[" * 5000, "nested too deeply"),
         ("model: &m {name: *m}\n", "must be a valid string"),
         ("training:\n  seed: 1\n  seed: 2\n", ":3: training.seed: is written twice, in lines 2 and 3"),
         ("sampling: 4\n", "must be a section with keys engine, temperature"),
         ("training:\n  learning_rate: .inf\n", "finite"),
-        (
-            "environment_id: a\nenvironment: {environment_id: b}\n",
-            "another name of environment.environment_id",
-        ),
+        ("epochs: 1\ntraining: {num_epochs: 2}\n", "another name of training.num_epochs"),
     ],
 )
 def test_files_that_are_no_config(tmp_path: Path, text: str, expected: str) -> None:
@@ -195,9 +189,9 @@ def test_files_that_are_no_config(tmp_path: Path, text: str, expected: str) -> N
 def test_places_that_are_no_file(tmp_path: Path) -> None:
     written(tmp_path, "model: tiny\n")
     assert problems_of(tmp_path / "rum.yaml")[0].endswith(f"did you mean {tmp_path / 'run.yaml'}?")
-    assert "cannot be read: Is a directory" in problems_of(tmp_path)[0]
+    assert "cannot be read: [Errno 21] Is a directory" in problems_of(tmp_path)[0]
     (tmp_path / "run.yaml").write_bytes(b"\xff\xfe\x00")
-    assert "UTF-8" in problems_of(tmp_path / "run.yaml")[0]
+    assert "cannot be read: 'utf-8' codec" in problems_of(tmp_path / "run.yaml")[0]
 
 
 @pytest.mark.parametrize(
@@ -233,12 +227,8 @@ def test_secrets_are_not_shown(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         TrainingConfig(api_key="hunter2")
     assert caught.value.__cause__ is None and caught.value.__suppress_context__
-
-
-def test_counts_of_tokens_are_no_secrets() -> None:
-    assert problems_of(None, "sampling.max_tokens=0") == [
-        "command line: sampling.max_tokens: must be greater than or equal to 1 (got 0)"
-    ]
+    # counts of tokens are none
+    assert problems_of(None, "sampling.max_tokens=0")[0].endswith("or equal to 1 (got 0)")
 
 
 def test_what_is_not_there_yet_is_said() -> None:
@@ -273,19 +263,13 @@ def test_what_a_run_does_not_use_is_said() -> None:
     assert unused(config) == wanted
     # The config of a run has every key; it is no different.
     assert unused(TrainingConfig(**config.model_dump())) == wanted
-    used: dict[str, Any] = {
-        "environment": "search",
-        "sampling": {"max_tokens": 9},
-        "data": {"heldout": "x"},
-        "lora_r": 4,
-    }
-    used |= {"training": {"algorithm": "dpo", "eval_every": 5}, "use_lora": True}
+    used: dict[str, Any] = {"environment": "search", "sampling": {"max_tokens": 9}, "data": {"heldout": "x"}}
+    used |= {"training": {"algorithm": "dpo", "eval_every": 5}, "use_lora": True, "lora_r": 4}
     assert unused(TrainingConfig(**used)) == []
     used["training"] = {"algorithm": "ppo", "eval_every": 5, "group_size": 2}
     assert unused(TrainingConfig(**used, ppo={"gamma": 0.9})) == []
-    assert (
-        unused(TrainingConfig(algorithm="sft", environment="search", sampling={"max_reply_tokens": 9})) == []
-    )
+    used = {"algorithm": "sft", "environment": "search", "sampling": {"max_reply_tokens": 9}}
+    assert unused(TrainingConfig(**used)) == []
 
 
 def test_a_config_does_not_change() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.kits.rows import ANSWER, BROKEN, CALL, DIALOGUE, RESULT, SEARCH, USER, calling, load, one
+from tests.kits.data import ANSWER, BROKEN, CALL, DIALOGUE, RESULT, SEARCH, USER, calling, load, one
 from TrainingFactory.data.examples import load_examples
 from TrainingFactory.services.training.dataset import arguments_fit
 from TrainingFactory.types import Message
@@ -28,19 +28,15 @@ def test_messages_with_tools() -> None:
 
 def test_sharegpt_with_calls() -> None:
     calls = [{"name": "search", "arguments": {"query": city}} for city in ("Kyoto", "Oslo")]
-    row = {
-        "system": "Use tools.",
-        "tools": json.dumps([SEARCH]),
-        "conversations": [
-            {"from": "human", "value": "Where are Kyoto and Oslo?"},
-            {"from": "gpt", "value": "Let me look."},
-            {"from": "function_call", "value": json.dumps(calls)},
-            {"from": "observation", "value": "Japan"},
-            {"from": "observation", "value": "Norway"},
-            {"from": "gpt", "value": "In Japan and Norway."},
-        ],
+    said = {
+        "human": ["Where are Kyoto and Oslo?"],
+        "gpt": ["Let me look."],
+        "function_call": [json.dumps(calls)],
+        "observation": ["Japan", "Norway"],
+        "chatgpt": ["In Japan and Norway."],
     }
-    found = one(row)
+    turns = [{"from": who, "value": text} for who, texts in said.items() for text in texts]
+    found = one({"system": "Use tools.", "tools": json.dumps([SEARCH]), "conversations": turns})
     roles = [message.role for message in found.messages]
     assert roles == ["system", "user", "assistant", "tool", "tool", "assistant"]
     said = found.messages[2]
@@ -50,10 +46,8 @@ def test_sharegpt_with_calls() -> None:
 
 
 def test_prompts_and_completions() -> None:
-    assert one({"prompt": "hi", "completion": "hello"}).messages == [
-        Message("user", "hi"),
-        Message("assistant", "hello"),
-    ]
+    said = [Message("user", "hi"), Message("assistant", "hello")]
+    assert one({"prompt": "hi", "completion": "hello"}).messages == said
     # answers in a prompt are not learned
     found = one({"prompt": [USER, ANSWER, USER], "completion": [CALL, RESULT, ANSWER], "tools": [SEARCH]})
     assert found.context == found.start == 3 and len(found.messages) == 6
@@ -156,10 +150,8 @@ def test_every_kind_of_file_gives_the_same_rows(tmp_path: Path) -> None:
     import datasets
 
     asked = [calling("search", {"query": f"{n}"}) for n in range(5)]
-    table = [
-        {"id": f"{n}", "messages": [USER, call, RESULT, ANSWER], "tools": [SEARCH]}
-        for n, call in enumerate(asked)
-    ]
+    said = [[USER, call, RESULT, ANSWER] for call in asked]
+    table = [{"id": f"{n}", "messages": messages, "tools": [SEARCH]} for n, messages in enumerate(said)]
     wanted = load(table, "sft").found
     (tmp_path / "a.jsonl").write_text("\n\n".join(map(json.dumps, table)))
     (tmp_path / "a.json").write_text(json.dumps(table, indent=1))
@@ -174,11 +166,9 @@ def test_every_kind_of_file_gives_the_same_rows(tmp_path: Path) -> None:
     made.save_to_disk(str(tmp_path / "saved"))
     datasets.DatasetDict({"train": made, "test": made.select([0])}).save_to_disk(str(tmp_path / "splits"))
     with (tmp_path / "a.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, ["id", "messages", "tools"])
-        writer.writeheader()
-        writer.writerows(
-            {key: json.dumps(value) if key != "id" else value for key, value in row.items()} for row in table
-        )
+        writer = csv.writer(file)
+        writer.writerow(["id", "messages", "tools"])
+        writer.writerows([row["id"], json.dumps(row["messages"]), json.dumps(row["tools"])] for row in table)
     for name in ("a.jsonl", "a.json", "wrapped.json", "lines.json", "a.csv"):
         found = load_examples(tmp_path / name, "sft", fits=arguments_fit).found
         assert [each.conversations for each in found] == [each.conversations for each in wanted], name
@@ -208,9 +198,7 @@ def test_datasets_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(datasets, "load_dataset", give)
     (example,) = load_examples("someone/chats:small", "sft", split="test").found
     assert asked == [("someone/chats", "small", "test")] and example.where == "someone/chats:small, row 0"
-    with pytest.raises(
-        ValueError, match=r"someone/gone is no file here, and the hub did not.*cannot be reached"
-    ):
+    with pytest.raises(ValueError, match=r"someone/gone is no file here, and the hub did.*cannot be reached"):
         load_examples("someone/gone", "sft")
 
 

@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 
-from tests.kits.rows import ANSWER, BROKEN, DIALOGUE, SEARCH, USER, calling, load, one
+from tests.kits.data import ANSWER, BROKEN, DIALOGUE, SEARCH, USER, calling, load, one
 from TrainingFactory.data import datasets as rows_of
 from TrainingFactory.data.examples import Form, load_examples
 from TrainingFactory.types import ToolCall
 
 PAIR = {"prompt": "a", "chosen": "b", "rejected": "c"}
+SYSTEM = {"role": "system", "content": "?"}
 SHAREGPT = [{"from": "human", "value": "x"}, {"from": "function_call", "value": "{"}]
 
 
@@ -33,54 +34,30 @@ def with_tool(name: str, query: Any) -> dict[str, Any]:
         ("sft", {"messages": [USER, ANSWER, ANSWER]}, "two messages of the assistant in a row.*message 2"),
         ("sft", {"messages": [USER, {"role": "assistant", "content": ""}]}, "an empty message 1"),
         ("sft", {"messages": [USER, {"role": "wizard"}]}, 'bad message 1 in "messages".*wizard'),
-        (
-            "sft",
-            {"messages": [USER, calling("search", '{"query": ')]},
-            "broken call of 'search' in message 1",
-        ),
+        ("sft", {"messages": [USER, calling("search", "{")]}, "broken call of 'search' in message 1"),
         ("sft", {"messages": [USER, calling("search", "[1]")]}, "must be a JSON object"),
         ("sft", {"messages": [USER, {"role": "assistant", "tool_calls": [{}]}]}, "bad message 1"),
         ("sft", {"messages": [USER, calling("", {})]}, "call without a name in message 1"),
         ("sft", with_tool("serach", "x"), "calls 'serach' in message 1.*not in \"tools\": search"),
-        (
-            "sft",
-            with_tool("search", 3),
-            'message 1 of "messages" whose.*fit: search: `query` must be string, not 3',
-        ),
+        ("sft", with_tool("search", 3), '1 of "messages" whose.*fit: search: `query` must be string, not 3'),
         ("sft", {"messages": DIALOGUE, "tools": [{"description": "x"}]}, 'bad tool 0 in "tools"'),
         ("sft", {"conversations": [{"from": "elf", "value": "x"}]}, "from 'elf'; known are"),
         ("sft", {"conversations": SHAREGPT}, "broken call in message 1.*not valid JSON"),
         ("sft", {"prompt": "", "completion": "x"}, '"prompt" that must be a text or a list'),
         ("dpo", {"chosen": "a", "rejected": "b"}, 'has no "prompt", and "chosen" begins with the answer'),
-        (
-            "dpo",
-            {"chosen": [USER, ANSWER], "rejected": [USER | {"content": "?"}, ANSWER]},
-            "no common prompt",
-        ),
+        ("dpo", {"chosen": [USER, ANSWER], "rejected": [SYSTEM, ANSWER]}, "no common prompt"),
         ("dpo", PAIR | {"rejected": "b"}, 'the same dialogue in "chosen" and in "rejected"'),
         ("rm", PAIR | {"margin": -1}, '"margin" of -1'),
         ("rm", PAIR | {"margin": "much"}, '"margin" of much'),
-        (
-            "kto",
-            {"prompt": "a", "completion": "b", "label": "good"},
-            "\"label\" with 'good'; it must be true",
-        ),
+        ("kto", {"messages": DIALOGUE, "label": "good"}, "\"label\" with 'good'; it must be true or false"),
         ("prm", {"messages": DIALOGUE, "labels": [1]}, 'has 1 "labels" for 2 turns of the assistant'),
-        (
-            "prm",
-            {"prompt": "a", "completions": ["b"], "labels": [1, 0]},
-            'has 2 "labels" for 1 "completions"',
-        ),
+        ("prm", {"prompt": "a", "completions": ["b"], "labels": [1, 0]}, 'has 2 "labels" for 1 "comp'),
         (
             "prm",
             {"messages": DIALOGUE, "labels": [1, "x"]},
             "\"labels\" with 'x'; it must be true.*, or 1 or 0",
         ),
-        (
-            "prm",
-            {"messages": DIALOGUE, "labels": [0.2, 1]},
-            "\"labels\" with '0.2'; it must be true or false",
-        ),
+        ("prm", {"messages": DIALOGUE, "labels": [0.2, 1]}, "\"labels\" with '0.2'; it must be true or"),
         ("prm", {"messages": DIALOGUE, "labels": [0, -1]}, "\"labels\" with '-1'; it must be true or false"),
         ("sft", {"prompt": "a", "completion": "<tool_call>{bad"}, '1 of "completion".*without </tool_call>'),
         ("dpo", PAIR | {"chosen": BROKEN}, 'message 1 of "chosen".*not valid JSON'),
@@ -88,13 +65,9 @@ def with_tool(name: str, query: Any) -> dict[str, Any]:
     ],
 )
 def test_mistakes_are_told_by_row_and_column(form: Form, row: dict[str, Any], expected: str) -> None:
-    fine = {
-        "sft": {"messages": DIALOGUE},
-        "dpo": PAIR,
-        "rm": PAIR,
-        "kto": {"messages": DIALOGUE, "label": True},
-        "prm": {"messages": DIALOGUE, "labels": [1, 0]},
-    }[form]
+    fine = {**PAIR, "completion": "b"}
+    if form in ("kto", "prm"):
+        fine = {"messages": DIALOGUE, "label": True, "labels": [1, 0]}
     with pytest.raises(ValueError, match=f"(?s)^row 1 of the dataset .*{expected}"):
         load([fine, row, fine], form)
     found = load([fine, row, fine], form, skip_bad_rows=True)
@@ -113,10 +86,8 @@ def test_ten_mistakes_at_once() -> None:
 
 
 def test_a_schema_that_leads_elsewhere_is_not_followed() -> None:
-    remote = {
-        "name": "search",
-        "parameters": {"type": "object", "properties": {"query": {"$ref": "http://x.invalid/y"}}},
-    }
+    query = {"$ref": "http://x.invalid/y"}
+    remote = {"name": "search", "parameters": {"type": "object", "properties": {"query": query}}}
     found = one({"messages": [USER, calling("search", {"query": 3})], "tools": [remote]})
     assert found.messages[1].tool_calls == [ToolCall("search", {"query": 3})]
 

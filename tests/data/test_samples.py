@@ -33,12 +33,9 @@ def test_turns_merge_into_one_row():
 
 def test_no_answer_makes_a_row_longer_than_all_others():
     """A long answer after a long prompt might not fit anywhere."""
-    prompts = [list(range(100, 190)), list(range(10)), list(range(20, 40))]
-    rows = [
-        row
-        for prompt, size in zip(prompts, (10, 90, 30), strict=True)
-        for row in to_samples(trajectory(turn(prompt, [7] * size)))
-    ]
+    sizes = {(100, 190): 10, (0, 10): 90, (20, 40): 30}
+    made = [trajectory(turn(list(range(*prompt)), [7] * size)) for prompt, size in sizes.items()]
+    rows = [row for each in made for row in to_samples(each)]
     # answers move on by one: 90 + 30 and 20 + 90 are over 100, 10 + 10 is not
     assert [len(row.token_ids) for row in mismatched(rows)] == [20]
 
@@ -58,15 +55,13 @@ def test_a_new_row_starts_where_a_prompt_does_not_continue():
     assert second.loss_mask == [False] * 5 + [True, False, True]
     assert second.advantages == [0] * 5 + [3, 0, 4]
     assert turn_spans(played) == [Span(0, 2, 3), Span(0, 4, 5), Span(1, 5, 6), Span(1, 7, 8)]
-
-
-def test_a_prompt_shorter_than_the_row_is_no_continuation():
+    # nor does one that is shorter than the row
     first, second = to_samples(trajectory(turn([1, 2], [3, 4]), turn([1, 2, 3], [5])))
     assert first.token_ids == [1, 2, 3, 4] and second.token_ids == [1, 2, 3, 5]
 
 
 def test_one_value_per_turn():
-    with pytest.raises(ValueError, match="one per turn"):
+    with pytest.raises(ValueError, match="is longer"):
         to_samples(trajectory(turn([1], [2])), advantages=[1.0, 2.0])
     assert to_samples(trajectory()) == []
 

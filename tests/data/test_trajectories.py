@@ -79,21 +79,16 @@ def test_readable_without_us(tmp_path: Path):
     assert "中".encode() in path.read_bytes()
 
 
-def test_bad_lines_are_told(tmp_path: Path):
+def test_what_is_no_trajectory_is_told(tmp_path: Path):
     path = tmp_path / "file.jsonl"
     save_trajectories(path, [full(), full()])
     whole = path.read_bytes()
-    path.write_bytes(whole[:-20])
-    with pytest.raises(ValueError, match="line 2 is not a trajectory"):
-        list(load_trajectories(path))
-    path.write_text('{"task": {}}\n')
-    with pytest.raises(ValueError, match="line 1 is not a trajectory"):
-        list(load_trajectories(path))
-
-
-def test_what_is_no_json_is_refused(tmp_path: Path):
+    for text, line in ((whole[:-20], 2), (b'{"task": {}}\n', 1)):
+        path.write_bytes(text)
+        with pytest.raises(ValueError, match=f"line {line} is not a trajectory"):
+            list(load_trajectories(path))
     with pytest.raises(ValueError, match=r"task t: answer and metadata must be JSON"):
-        save_trajectories(tmp_path / "f", [Trajectory(Task("t", "p", answer=object()), "g")])
+        save_trajectories(path, [Trajectory(Task("t", "p", answer=object()), "g")])
 
 
 def test_openai_messages():
@@ -124,24 +119,23 @@ def test_calls_with_bad_arguments_are_kept_as_such(arguments: Any, problem: str)
 
 
 @pytest.mark.parametrize(
-    "row",
+    ("read", "row"),
     [
-        "text",
-        {"content": "x"},
-        {"role": "bot"},
-        {"role": "user", "content": [{"type": "image_url"}]},
-        {"role": "assistant", "tool_calls": "search"},
-        {"role": "assistant", "tool_calls": [{"function": {"arguments": "{}"}}]},
+        (message_from_dict, "text"),
+        (message_from_dict, {"content": "x"}),
+        (message_from_dict, {"role": "bot"}),
+        (message_from_dict, {"role": "user", "content": [{"type": "image_url"}]}),
+        (message_from_dict, {"role": "assistant", "tool_calls": "search"}),
+        (message_from_dict, {"role": "assistant", "tool_calls": [{"function": {"arguments": "{}"}}]}),
+        (spec_from_dict, {"function": {"description": "no name"}}),
     ],
 )
-def test_what_is_no_message_is_refused(row: Any):
+def test_what_is_no_message_or_tool_is_refused(read: Any, row: Any):
     with pytest.raises(ValueError):
-        message_from_dict(row)
+        read(row)
 
 
 def test_tool_specs():
     spec = ToolSpec("search", "Find.", {"type": "object", "properties": {"q": {}}})
     assert spec_from_dict(spec_to_dict(spec)) == spec
     assert spec_from_dict({"name": "now"}) == ToolSpec("now")
-    with pytest.raises(ValueError):
-        spec_from_dict({"function": {"description": "no name"}})

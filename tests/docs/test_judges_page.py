@@ -3,32 +3,26 @@
 from __future__ import annotations
 
 import inspect
-import os
 import re
-import shlex
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.kits.cli import Run
+from tests.kits.docs import Page
 from tests.kits.judge import judging
-from tests.services.test_judge_audit import command, compares
+from tests.services.test_judge_audit import compares
 from TrainingFactory.endpoint import BY_HOST
 from TrainingFactory.rewards.judge.prompts import GROUP, PAIR, RUBRIC, SINGLE
-from TrainingFactory.rewards.model_judge import VERDICTS, model_judge
+from TrainingFactory.rewards.model_judge import FORMS, model_judge
 
-ROOT = Path(__file__).resolve().parents[2]
-PAGE = (ROOT / "docs" / "JUDGES.md").read_text(encoding="utf-8")
-
-
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+PAGE = Page("docs/JUDGES.md")
 
 
 def table(heading: str) -> list[list[str]]:
-    section = PAGE.split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    section = PAGE.text.split(f"\n## {heading}\n")[1].split("\n## ")[0]
     rows = [line for line in section.splitlines() if line.startswith("|")]
     return [[cell.strip() for cell in row.strip("|").split(" | ")] for row in rows[2:]]
 
@@ -47,36 +41,25 @@ def test_the_options_are_all_there_with_their_defaults():
     listed = {row[0].strip("`"): row[1] for row in table("Options")}
     wanted = {name: shown(parameter.default) for name, parameter in parameters.items()}
     assert listed == wanted | {"template": "built in"}
-    assert [row[0].strip("`") for row in table("Verdicts")] == list(VERDICTS)
+    assert [row[0].strip("`") for row in table("Verdicts")] == list(FORMS)
     fields = re.findall(r"\{(\w+)\}", " ".join(row[0] for row in table("Template")))
     assert set(fields) == {"rubric", *SINGLE, *PAIR, *GROUP}
 
 
-def test_the_snippets_run_as_printed(tmp_path: Path):
-    done = subprocess.run(
-        [sys.executable, "-c", "\n".join(blocks("python"))],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    assert f"```\n{done.stdout}```" in PAGE
+def test_the_snippets_run_as_printed(program: Callable[[str], str]):
+    assert f"```\n{program(chr(10).join(PAGE.of('python')))}```" in PAGE.text
 
 
-def test_the_gold_file_and_the_commands_run_as_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.chdir(tmp_path)
-    Path("gold.jsonl").write_text(blocks("json")[0], encoding="utf-8")
-    commands = [shlex.split(line) for line in blocks("bash")[0].splitlines()]
+@pytest.mark.usefixtures("judge_key")
+def test_the_gold_file_and_the_commands_run_as_printed(tfactory: Run):
+    Path("gold.jsonl").write_text(PAGE.of("json")[0], encoding="utf-8")
+    commands = PAGE.commands()
     assert len(commands) == 2
     with judging(lambda prompt, number: "Winner: A" if compares(prompt) else "Score: 6") as server:
         Path("judge.yaml").write_text(f"base_url: {server.url}\nmodel: big\n")
-        for program, group, name, *given in commands:
-            assert (program, group, name) == ("tfactory", "judge", "audit")
+        for program, *given in commands:
+            assert program == "tfactory"
             here = [f"base_url={server.url}" if each.startswith("base_url=") else each for each in given]
-            assert command(*here) == 0
+            assert tfactory(*here)[0] == 0
         assert len(server.asked) == (4 * 3 + 2) * (1 + 3)  # 4 items and a pair; 1 sample, then 3
     assert Path("judge-audit.html").is_file()

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.docs.test_readme import ROOT, block
+from TrainingFactory.data.trajectories import load_trajectories
 
 manager = pytest.importorskip(
     "jupyter_client.manager", reason="needs a notebook kernel: pip install ipykernel"
@@ -21,8 +22,8 @@ PATIENCE = 300  # seconds
 class Notebook:
     """Cells run one after the other in one kernel."""
 
-    def __init__(self, kernel: Any) -> None:
-        self.kernel, self.client = kernel, kernel.client()
+    def __init__(self, kernel: Any, folder: Path) -> None:
+        self.kernel, self.client, self.folder = kernel, kernel.client(), folder
         self.client.start_channels()
         self.client.wait_for_ready(timeout=PATIENCE)
 
@@ -37,7 +38,7 @@ class Notebook:
             if message["parent_header"].get("msg_id") != cell:
                 continue
             content = message["content"]
-            if message["msg_type"] == "stream":
+            if message["msg_type"] == "stream" and content["name"] == "stdout":
                 printed += content["text"]
             elif message["msg_type"] == "error":
                 pytest.fail("\n".join(content["traceback"]))
@@ -54,19 +55,25 @@ def notebook(tmp_path_factory: pytest.TempPathFactory) -> Any:
     kernel = manager.KernelManager(kernel_name="python3")
     kernel.kernel_spec.argv[0] = sys.executable
     kernel.start_kernel(cwd=str(folder), env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"})
-    made = Notebook(kernel)
+    made = Notebook(kernel, folder)
+    assert made.run("import asyncio; asyncio.get_running_loop(); print('running')") == "running\n"
     yield made
     made.client.stop_channels()
     kernel.shutdown_kernel(now=True)
 
 
-def test_a_loop_runs_in_the_kernel(notebook: Notebook) -> None:
-    assert "running" in notebook.run("import asyncio; asyncio.get_running_loop(); print('running')")
+def test_the_training_program_runs(notebook: Notebook) -> None:
+    code = block("GRPOTrainer(\n")
+    assert len(code.splitlines()) <= 30
+    folder, reward = notebook.run(code).split()
+    run = notebook.folder / folder
+    assert float(reward) >= 0 and (run / "checkpoints" / "step-000002").is_dir()
+    saved = list(load_trajectories(run / "trajectories.jsonl"))
+    assert len(saved) == 2 * 3 * 8 and [spec.name for spec in saved[0].tools] == ["temperature"]
 
 
-@pytest.mark.parametrize("program", ["GRPOTrainer(\n", "Rollouts(config)"])
-def test_the_readme_programs_run(notebook: Notebook, program: str) -> None:
-    assert float(notebook.run(block(program)).split()[-2 if "Rollouts" in program else -1]) >= 0
+def test_the_program_of_rollouts_runs(notebook: Notebook) -> None:
+    assert notebook.run(block("Rollouts(config)")).split()[-1] == "16"
 
 
 def test_interrupting_the_kernel_stops_with_a_checkpoint(notebook: Notebook, tmp_path: Path) -> None:

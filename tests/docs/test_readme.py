@@ -1,83 +1,41 @@
-"""What the README prints runs as printed."""
+"""What the README prints runs as printed; its programs run in test_notebook.py."""
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
-from TrainingFactory.cli.app import app
-from TrainingFactory.config import load_config
+from tests.kits.cli import Run
+from tests.kits.docs import ROOT, Page
 from TrainingFactory.data.trajectories import load_trajectories
 
-ROOT = Path(__file__).resolve().parents[2]
-README = (ROOT / "README.md").read_text(encoding="utf-8")
-BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
-COMMANDS = [line for kind, text in BLOCKS if kind == "bash" for line in text.splitlines()]
+README = Page("README.md")
+block = README.block
 
 
-def block(containing: str) -> str:
-    [found] = [text for _, text in BLOCKS if containing in text]
-    return found
-
-
-def run(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
-
-
-def test_the_environment_runs_as_printed(tmp_path: Path) -> None:
+def test_the_environment_runs_as_printed(tfactory: Run) -> None:
     code = block("class Weather")
     assert len(code.splitlines()) <= 25
-    (tmp_path / "weather.py").write_text(code, encoding="utf-8")
+    Path("weather.py").write_text(code, encoding="utf-8")
     program, *arguments = shlex.split(block("tfactory rollout weather.py\n").strip())
     assert program == "tfactory"
-    done = run([sys.executable, "-m", "TrainingFactory.cli", *arguments], tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "How warm is it in Oslo?" in done.stdout
-    assert "temperature(city)" in done.stdout
-    saved = re.search(r"saved 3 episodes to (\S+)", done.stderr)
-    assert saved, done.stderr
-    trajectories = list(load_trajectories(tmp_path / saved[1]))
+    status, out, err = tfactory(*arguments)
+    assert status == 0 and "How warm is it in Oslo?" in out and "temperature(city)" in out, err
+    saved = re.search(r"saved 3 episodes to (\S+)", err)
+    assert saved, err
+    trajectories = list(load_trajectories(saved[1]))
     assert [trajectory.task.id for trajectory in trajectories] == ["Oslo", "Cairo", "Lima"]
     assert all(trajectory.reward is not None for trajectory in trajectories)
 
 
-def test_the_python_example_runs_as_printed(tmp_path: Path) -> None:
-    done = run([sys.executable, "-c", block("Rollouts(config)")], tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split()[-1] == "16"
-
-
-def test_the_training_script_runs_as_printed(tmp_path: Path) -> None:
-    code = block("GRPOTrainer(\n")
-    assert len(code.splitlines()) <= 30
-    done = run([sys.executable, "-c", code], tmp_path)
-    assert done.returncode == 0, done.stderr
-    folder, reward = done.stdout.split()
-    assert float(reward) >= 0 and (tmp_path / folder / "checkpoints" / "step-000002").is_dir()
-    saved = list(load_trajectories(tmp_path / folder / "trajectories.jsonl"))
-    assert len(saved) == 2 * 3 * 8 and [spec.name for spec in saved[0].tools] == ["temperature"]
-
-
 def test_every_printed_command_exists() -> None:
     targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
-    for line in COMMANDS:
-        words = shlex.split(line, comments=True)
-        if words[0] == "make":
-            assert words[1] in targets
-        elif words[0] == "tfactory":
-            app.parse_args(words[1:], exit_on_error=False, print_error=False)
-        for word in words:
-            if word.startswith("configs/"):
-                load_config(ROOT / word, [word for word in words if "=" in word])
+    assert {words[1] for words in README.commands() if words[0] == "make"} <= targets
 
 
 def test_the_map_is_right() -> None:
-    table = README[README.index("## Map") :]
+    table = README.text[README.text.index("## Map") :]
     for path in (ROOT / "TrainingFactory").iterdir():
         if path.name[0] != "_" and (path.is_dir() or path.suffix == ".py"):
             assert path.name in table, path.name

@@ -1,11 +1,11 @@
 from __future__ import annotations
 
 import asyncio
-import random
 import sqlite3
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -41,12 +41,9 @@ def some_tasks(count: int, split: str = "train", seed: int = 1) -> list[Task]:
 
 
 def rows(task: Task, query: str, variant: int = 0) -> list[Any]:
-    connection = sqlite3.connect(":memory:")
-    try:
-        connection.executescript(script_of(task.metadata["domain"], task.metadata["database_seed"], variant))
+    with closing(sqlite3.connect(":memory:")) as connection:
+        connection.executescript(script_of(task, variant))
         return connection.execute(query).fetchall()
-    finally:
-        connection.close()
 
 
 def played(task: Task, *texts: str | Message, reward: Any = None) -> Trajectory:
@@ -69,26 +66,18 @@ def one_task(wanted: Callable[[Task], bool]) -> Task:
     return next(task for task in Text2SqlEnvironment.tasks("train", 3, 10_000) if wanted(task))
 
 
-def test_tasks_are_seeded_disjoint_and_of_all_kinds():
-    train, heldout = some_tasks(400), some_tasks(100, "heldout")
-    assert train == some_tasks(400) and train[:50] == some_tasks(50) and train != some_tasks(400, seed=2)
-    assert not {str(task.prompt) for task in train} & {str(task.prompt) for task in heldout}
+def test_right_queries_of_all_kinds_find_something():
+    train = some_tasks(300)
     assert {task.metadata["kind"] for task in train} == set(QUESTIONS)
     assert {task.metadata["domain"] for task in train} == set(DOMAINS)
-    assert len({task.id for task in train}) == 400
     assert max(Counter(str(task.prompt) for task in train).values()) < 40
-    with pytest.raises(ValueError, match="no split 'test'"):
-        next(iter(Text2SqlEnvironment.tasks("test", 0, 1)))
-
-
-def test_every_right_query_finds_something():
-    for task in some_tasks(150):
+    for task in train[:150]:
         found = rows(task, task.answer)
         assert found and found not in ([(0,)], [(None,)]), task
 
 
 def test_no_hidden_database_has_the_result_that_is_shown():
-    for task in some_tasks(150):
+    for task in some_tasks(60):
         hidden = hidden_variants(task)
         assert len(set(hidden)) == 2 and 0 not in hidden
         for variant in hidden:
@@ -120,17 +109,6 @@ def test_a_copied_number_pays_nothing_and_a_zero_for_nothing_does_no_harm():
         assert worth(task, f"SELECT {value}") == (0.0, 1.0)
         what, _, rest = task.answer.removeprefix("SELECT ").partition(" FROM ")
         assert worth(task, f"SELECT COALESCE({what}, 0) FROM {rest}") == (1.0, 1.0)
-
-
-def test_the_expert_is_right_and_the_novice_is_not():
-    for task in some_tasks(40):
-        expert = list(Text2SqlEnvironment(task).expert())
-        trajectory = played(task, *expert)
-        assert trajectory.status == "done" and len(trajectory.turns) == 2
-        assert trajectory.turns[0].tool_results[0].ok
-        assert trajectory.reward is not None and trajectory.reward.outcome == 1.0
-        novice = list(Text2SqlEnvironment(task).novice(random.Random(task.id)))
-        assert worth(task, *novice)[0] == 0.0
 
 
 def test_the_model_sees_rows_of_its_database_and_no_other():
@@ -165,16 +143,12 @@ def test_writing_down_what_was_seen_pays_nothing():
     assert reward is not None and reward.outcome == 1.0
 
 
+ENDLESS = "WITH RECURSIVE r(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM r) SELECT n FROM r"
+
+
 @pytest.mark.parametrize(
     "said",
-    [
-        "",
-        "DROP TABLE customers",
-        "ATTACH ':memory:' AS x",
-        "SELECT 1; SELECT 2",
-        "WITH RECURSIVE r(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM r) SELECT n FROM r",
-        "SELECT x'00'",
-    ],
+    ["", "DROP TABLE customers", "ATTACH ':memory:' AS x", "SELECT 1; SELECT 2", ENDLESS, "SELECT x'00'"],
 )
 def test_hostile_answers_are_worth_nothing(said: str):
     assert worth(some_tasks(1)[0], said) == (0.0, 0.0)

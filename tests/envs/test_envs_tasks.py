@@ -8,18 +8,12 @@ from TrainingFactory.data.tasks import load_tasks
 from TrainingFactory.types import Message, Task
 
 
-def written(folder: Path, text: str) -> Path:
-    path = folder / "tasks.jsonl"
-    path.write_text(text, encoding="utf-8")
-    return path
-
-
 def test_tasks_from_a_file(tmp_path: Path):
-    path = written(
-        tmp_path,
-        '{"prompt": "2 + 2?", "answer": 4, "level": "easy", "metadata": {"source": "book"}}\n'
-        "\n"
+    path = tmp_path / "tasks.jsonl"
+    path.write_text(
+        '{"prompt": "2 + 2?", "answer": 4, "level": "easy", "metadata": {"source": "book"}}\n\n'
         '{"id": 7, "prompt": [{"role": "user", "content": "Größe\u2028?"}]}\n',
+        encoding="utf-8",
     )
     assert load_tasks(path) == [
         Task("tasks-1", "2 + 2?", 4, {"level": "easy", "source": "book"}),
@@ -45,27 +39,14 @@ def test_tasks_from_a_file(tmp_path: Path):
         ('{"prompt": [{"role": "assistant", "content": "a"}]}', r"line 1.*end before the model's turn"),
         ('{"prompt": "a", "id": "x"}\n{"prompt": "b", "id": "x"}', r"line 2.*already that of line 1"),
         ('{"prompt": "a", "metadata": 3}', r"line 1.*metadata"),
+        ("nonsense\n" * 30, r"(?s)line 1 .*line 5 .*and 20 more"),
+        (b'{"prompt": "\xff\xfe"}\n', r"tasks\.jsonl is not a UTF-8 text"),
+        (None, "no file of tasks"),
     ],
 )
-def test_bad_files_are_told_by_line(tmp_path: Path, text: str, says: str):
-    with pytest.raises(ValueError, match=says):
-        load_tasks(written(tmp_path, text))
-
-
-def test_all_bad_lines_are_told_at_once(tmp_path: Path):
-    with pytest.raises(ValueError) as caught:
-        load_tasks(written(tmp_path, "nonsense\n" * 30))
-    text = str(caught.value)
-    assert "line 1 " in text and "line 5 " in text and "and 20 more" in text
-
-
-def test_no_file(tmp_path: Path):
-    with pytest.raises(ValueError, match="no file of tasks"):
-        load_tasks(tmp_path / "none.jsonl")
-
-
-def test_a_file_that_is_no_text_is_named(tmp_path: Path) -> None:
+def test_bad_files_are_told_by_line(tmp_path: Path, text: str | bytes | None, says: str):
     path = tmp_path / "tasks.jsonl"
-    path.write_bytes(b'{"prompt": "\xff\xfe"}\n')
-    with pytest.raises(ValueError, match=r"tasks\.jsonl is not a UTF-8 text"):
+    if text is not None:
+        path.write_bytes(text.encode() if isinstance(text, str) else text)
+    with pytest.raises(ValueError, match=says):
         load_tasks(path)

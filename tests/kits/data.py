@@ -9,9 +9,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from TrainingFactory.data.examples import Examples, Form, load_examples
 from TrainingFactory.envs import SearchEnvironment
 from TrainingFactory.models import chat_format, load_model
 from TrainingFactory.rollout import play
+from TrainingFactory.services.training.dataset import arguments_fit
 from TrainingFactory.types import Reward, Trajectory
 
 LOOK = {
@@ -21,20 +23,34 @@ LOOK = {
 }
 
 
+SEARCH = {
+    "name": "search",
+    "parameters": {"type": "object", "properties": {"query": {"type": "string"}}, "required": ["query"]},
+}
+USER = {"role": "user", "content": "Where is Kyoto?"}
+RESULT = {"role": "tool", "content": "Japan", "tool_call_id": "c1"}
+ANSWER = {"role": "assistant", "content": "In Japan."}
+BROKEN = '<tool_call>{"name": "search", "arguments": {]</tool_call>'
+
+
+def calling(name: str, arguments: Any, call_id: str = "") -> dict[str, Any]:
+    calls = [{"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}]
+    return {"role": "assistant", "content": None, "tool_calls": calls}
+
+
+def call(what: str) -> dict[str, Any]:
+    return calling("look", json.dumps({"what": what}), "c") | {"content": ""}
+
+
+CALL = calling("search", '{"query": "Kyoto"}', "c1")
+DIALOGUE = [USER, CALL, RESULT, ANSWER]
+
+
 @cache
 def loaded() -> tuple[Any, Any, Any]:
     """The built-in model, its tokenizer, its way to write conversations. Not to be trained: all tests share it."""
     found = load_model("builtin:tiny")
     return found.model, found.tokenizer, chat_format(found.tokenizer, stop_ids=found.stop_ids)
-
-
-def call(what: str) -> dict[str, Any]:
-    function = {"name": "look", "arguments": json.dumps({"what": what})}
-    return {
-        "role": "assistant",
-        "content": "",
-        "tool_calls": [{"id": "c", "type": "function", "function": function}],
-    }
 
 
 def tool_dialogues(count: int) -> list[dict[str, Any]]:
@@ -86,3 +102,12 @@ def played(tasks: int, rewards: Iterable[Reward | None]) -> list[Trajectory]:
 def write(path: Path, rows: Iterable[dict[str, Any]]) -> Path:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return path
+
+
+def load(rows: list[Any], form: Form, **options: Any) -> Examples:
+    return load_examples(rows, form, fits=arguments_fit, **options)
+
+
+def one(row: dict[str, Any], form: Form = "sft") -> Any:
+    (example,) = load([row], form).found
+    return example.conversations[0] if len(example.conversations) == 1 else example.conversations

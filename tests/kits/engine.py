@@ -28,11 +28,11 @@ KINDS = ("gqa_tied", "gqa_bias", "mha", "mla_moe")
 Turns = list[tuple[list[int], Completion]]
 
 
-def tiny(kind: str = "gqa_tied", seed: int = 0) -> PreTrainedModel:
+def tiny(kind: str = "gqa_tied", seed: int = 0, vocab_size: int = VOCABULARY) -> PreTrainedModel:
     """Random weights, large enough that the distributions have peaks. In train mode, as a learner's is."""
     torch.manual_seed(seed)
     common: dict[str, Any] = {
-        "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+        "vocab_size": vocab_size, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
         "num_attention_heads": 4, "initializer_range": 0.3, "max_position_embeddings": 512,
     }  # fmt: skip
     if kind == "gqa_tied":
@@ -97,6 +97,16 @@ async def episode(
         prompt = prompt + completion.token_ids + words(rng, rng.choice((1, 5, 40)))
     session.close()
     return record
+
+
+def sample_each(engine: NativeEngine, prompts: list[list[int]], **params: Any) -> Turns:
+    """Sample one turn for each prompt, all at once, each with its own seed."""
+
+    async def everything() -> list[Completion]:
+        how = [SamplingParams(seed=seed, **params) for seed in range(len(prompts))]
+        return await asyncio.gather(*map(engine.sample, prompts, how))
+
+    return list(zip(prompts, asyncio.run(everything()), strict=True))
 
 
 def grouped_prompts(groups: int, members: int, system: int = 30, question: int = 9) -> list[list[int]]:

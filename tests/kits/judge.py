@@ -15,7 +15,7 @@ from typing import Any
 
 from TrainingFactory.rewards.judge.prompts import CLOSE, OPEN
 from TrainingFactory.rewards.model_judge import model_judge
-from TrainingFactory.rewards.workers.finished_episode import FinishedEpisode
+from TrainingFactory.rewards.workers.process import FinishedEpisode
 from TrainingFactory.types import Completion, Message, Status, Task, ToolCall, Trajectory, Turn
 
 KEY = "sk-judge-9876"
@@ -40,6 +40,7 @@ class Judge:
     keeps: bool = False  # connections open, as HTTP/1.1 does
     connections: int = 0
     sends: dict[str, str] = field(default_factory=dict[str, str])  # headers of what is no success
+    missing: int = 0  # bytes that are promised and not sent
 
     def __post_init__(self) -> None:
         self.hang.set()
@@ -89,7 +90,7 @@ class Judge:
         data = said[1] if isinstance(said, tuple) else said
         data = data if isinstance(data, bytes) else json.dumps(self._answer(request.path, data)).encode()
         request.send_response(status)
-        request.send_header("Content-Length", str(len(data)))
+        request.send_header("Content-Length", str(len(data) + self.missing))
         for name, value in self.sends.items() if status != 200 else ():
             request.send_header(name, value)
         request.end_headers()

@@ -21,6 +21,10 @@ from TrainingFactory.types import Sample, Trajectory
 Gradients = dict[str, torch.Tensor]
 
 
+def samples_of(algorithm: Any, groups: Sequence[Sequence[Trajectory]]) -> list[Sample]:
+    return [row for group in groups for row in algorithm.samples(group)]
+
+
 def sample(rng: random.Random, ids: list[int], context: int) -> Sample:
     """A row whose first `context` tokens are not trained, and some of the others are not either. The mask
     depends on the tokens alone, so that what rows share is trained in all of them or in none."""
@@ -133,6 +137,15 @@ def far(left: Gradients, right: Gradients) -> float:
     )
 
 
+def moved(model: Any, seed: int) -> Any:
+    """Away from where it was."""
+    noise = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for param in model.parameters():
+            param += 0.02 * torch.randn(param.shape, generator=noise)
+    return model
+
+
 def weights_of(model: Any) -> dict[str, torch.Tensor]:
     return {name: value.detach().clone() for name, value in model.state_dict().items()}
 
@@ -149,5 +162,4 @@ def learn(
     **options: Any,
 ) -> dict[str, float]:
     """One training step over what the groups teach."""
-    rows = [row for group in groups for row in algorithm.samples(group)]
-    return train_step(learner, algorithm, rows, step, StepOptions(**options))
+    return train_step(learner, algorithm, samples_of(algorithm, groups), step, StepOptions(**options))

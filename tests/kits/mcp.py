@@ -25,6 +25,8 @@ SERVERS = ROOT / "tests" / "servers"
 NODE = ROOT / ".servers" / "node" / "node_modules" / ".bin"
 PYTHON = ROOT / ".servers" / "python" / "bin"
 
+Started = Callable[[], set[int]]
+
 needs_node = pytest.mark.skipif(
     not (NODE / "mcp-server-everything").exists() or shutil.which("node") is None,
     reason="the MCP servers from npm are not installed: make servers",
@@ -60,6 +62,10 @@ async def call(tools: MCPTools, tool: str, /, **arguments: Any) -> ToolResult:
         return await next(one for one in session.tools if one.spec.name == tool).run(arguments)
     finally:
         await session.close()
+
+
+async def pid_of(tools: MCPTools) -> int:
+    return int((await call(tools, "count")).content.split()[1])
 
 
 def children() -> set[int]:

@@ -65,10 +65,6 @@ def prepared(
     return batches
 
 
-def rows_of(ppo: PPO, groups: Sequence[Sequence[Trajectory]]) -> list[Sample]:
-    return [row for group in groups for row in ppo.samples(group)]
-
-
 @torch.no_grad()
 def plain(trajectory: Trajectory, model: Any, reference: Any, head: ScalarHead) -> dict[str, np.ndarray]:
     """Token by token from the turns themselves: old and reference log-probs, values, rewards. float64"""

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from tests.kits.engine import tiny
-from tests.kits.learner import Gradients, make_learner, words
+from tests.kits.learner import Gradients, make_learner, moved, words
 from tests.kits.warm import Homes, lift
 from TrainingFactory.data.trajectories import save_trajectories
 from TrainingFactory.learning.learner import Learner
@@ -50,12 +50,8 @@ def pair_groups(seed: int, count: int = 5) -> list[Group]:
 
 def moved_learner(seed: int = 0) -> tuple[Learner, Any]:
     """A learner whose model has moved away from its reference, and the reference."""
-    frozen, model = tiny(seed=seed).eval(), tiny(seed=seed)
-    with torch.no_grad():
-        noise = torch.Generator().manual_seed(seed)
-        for param in model.parameters():
-            param += 0.02 * torch.randn(param.shape, generator=noise)
-    return make_learner(model, reference=frozen), frozen
+    frozen = tiny(seed=seed).eval()
+    return make_learner(moved(tiny(seed=seed), seed), reference=frozen), frozen
 
 
 def model_gradients(model: Any, loss: torch.Tensor) -> Gradients:
@@ -143,17 +139,14 @@ def write_episodes(path: Path, split: str, count: int) -> Path:
 
 
 def lift_by_episodes(
-    warm: Path, folder: Path, **training: Any
+    warm: Path, recorded: Path, folder: Path, **training: Any
 ) -> tuple[float, dict[str, float], dict[str, float]]:
     """Learns from recorded lookups and guesses; by how much success on held-out tasks rose, and the first and the last
     evaluation on held-out episodes."""
     before, after, report = lift(
         warm, folder,
         training={"learning_rate": 3e-4, "warmup_steps": 0} | training,
-        data={
-            "dataset": str(write_episodes(folder / "train.jsonl", "train", 128)),
-            "heldout": str(write_episodes(folder / "heldout.jsonl", "heldout", 32)),
-        },
+        data={"dataset": str(recorded / "train.jsonl"), "heldout": str(recorded / "heldout.jsonl")},
     )  # fmt: skip
     start, *_, end = [row for row in report.rows if "eval/accuracy" in row]
     return after - before, start, end

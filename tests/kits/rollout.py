@@ -22,6 +22,7 @@ from TrainingFactory.types import (
     ToolSpec,
     Trajectory,
     Turn,
+    Weights,
 )
 
 STOP, HEADER = 1, 2  # end of a message, and "the assistant speaks"
@@ -107,6 +108,9 @@ class FakeSampler:
     async def sample(self, prompt_ids: Sequence[int], params: SamplingParams) -> Completion:
         return await self.session().sample(prompt_ids, params)
 
+    async def update(self, weights: Weights) -> None: ...
+    async def close(self) -> None: ...
+
 
 PARAMS = SamplingParams(max_tokens=200)
 
@@ -143,5 +147,6 @@ def rollout(
     **options: Any,
 ) -> list[list[Trajectory]]:
     Echo.closed.clear()
-    engine = AsyncRolloutEngine(environment, FakeChat(), options.pop("params", PARAMS), **options)
+    chat = options.pop("chat", None) or FakeChat()
+    engine = AsyncRolloutEngine(environment, chat, options.pop("params", PARAMS), **options)
     return asyncio.run(engine.rollout_batch(tasks(*names), sampler or FakeSampler(say), group_size, step))

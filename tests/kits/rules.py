@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from tests.kits.rollout import Echo
 from TrainingFactory.rewards.rule_based import rule_from_options
 from TrainingFactory.rollout.scoring import Episode
-from TrainingFactory.types import Completion, Message, Reward, Status, Task, Trajectory, Turn
+from TrainingFactory.types import Completion, Message, Reward, Status, Task, ToolCall, Trajectory, Turn
 
 _DATA = [root / "shared/data/gsm8k" for root in Path(__file__).resolve().parents]
 GSM8K = next((path for path in _DATA if path.is_dir()), None)
@@ -32,27 +33,35 @@ def turn(message: Message, *replies: Message) -> Turn:
 def episode(
     text: str,
     answer: Any = "72",
+    tools: Sequence[Any] = (),
     status: Status = "done",
     reasoning: str | None = None,
     before: tuple[Turn, ...] = (),
+    environment: Any = Echo,
     **metadata: Any,
 ) -> Episode:
     task = Task("t1", "how many?", answer, metadata)
     last = turn(Message("assistant", text, reasoning=reasoning))
-    environment = Echo(task)
+    made = environment(task, tools)
     trajectory = Trajectory(task, "g", turns=[*before, last], status=status)
-    return Episode(trajectory, environment, environment.executor)
+    return Episode(trajectory, made, made.executor)
 
 
-def reward(rule: Any, *args: Any, **keywords: Any) -> Reward:
+def reward(rule: Any, *args: Any, calls: Sequence[ToolCall] = (), **keywords: Any) -> Reward:
+    """What a rule gives for an episode, whose environment has answered `calls` before."""
     made: Any = rule if callable(rule) else rule_from_options(rule)
-    value: Any = made(episode(*args, **keywords))
-    if inspect.isawaitable(value):
 
-        async def wait() -> Any:
-            return await value
+    async def run() -> Any:
+        played = episode(*args, **keywords)
+        executor: Any = played.environment.executor  # type: ignore[attr-defined]
+        try:
+            await executor.batch_execute(calls)
+            value = made(played)
+            return await value if inspect.isawaitable(value) else value
+        finally:
+            await executor.close()
 
-        value = asyncio.run(wait())
+    value = asyncio.run(run())
     assert isinstance(value, Reward)
     return value
 

@@ -63,16 +63,19 @@ def small(folder: Path, **sections: dict[str, Any]) -> TrainingConfig:
     return TrainingConfig(**given)
 
 
+def brief(folder: Path, **sections: dict[str, Any]) -> TrainingConfig:
+    """A run of 4 steps: the first epoch ends after 3, checkpoints are at 2 and 4."""
+    return small(folder, **sections | {"training": {"max_steps": 4} | sections.get("training", {})})
+
+
 def train(config: TrainingConfig, name: str, watcher: Quiet | None = None, **objects: Any) -> TrainingReport:
     given = Objects(environment=Parity) if not objects else Objects(**objects)
     return Training(config, name=name, objects=given, watcher=watcher or Quiet()).train()
 
 
-def go_on(folder: Path, watcher: Quiet | None = None) -> TrainingReport:
-    run = RunFolder(folder)
-    return Training(
-        run.config, run=run, objects=Objects(environment=Parity), watcher=watcher or Quiet()
-    ).train()
+def go_on(folder: Path, environment: Any = Parity) -> TrainingReport:
+    run, objects = RunFolder(folder), Objects(environment=environment)
+    return Training(run.config, run=run, objects=objects, watcher=Quiet()).train()
 
 
 def rows(path: Path) -> list[dict[str, Any]]:

@@ -22,7 +22,6 @@ from tests.kits.learner import (
     weighted,
     weighted_part,
     weights_of,
-    with_values,
     words,
 )
 from TrainingFactory.algorithms.sft import SFT
@@ -52,30 +51,30 @@ def plain_gradients(model: Any, rows: list[Sample]) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_logprobs_equal_plain_rows(kind: str, temperature: float) -> None:
-    model, rows = two_layers(kind), ragged_rows(3)
+def test_logprobs_equal_plain_rows(kind: str) -> None:
+    model, rows, temperature = two_layers(kind), ragged_rows(3), 0.7
     learner = make_learner(model, temperature=temperature)
     model.eval()
     for tree in pack(rows, 400):
         with torch.no_grad():
-            found, entropy = learner.logprobs(tree)
+            found, entropies = learner.logprobs(tree)
         for number in tree.rows:
             wanted = row_logprobs(model, rows[number], temperature).detach()
             torch.testing.assert_close(
                 found[torch.from_numpy(tree.row == number)], wanted, rtol=1e-5, atol=1e-5
             )
-    with torch.no_grad():
-        row = rows[tree.rows[0]]
-        logits = model(torch.tensor([row.token_ids])).logits[0, row.loss_mask.index(True) - 1] / temperature
-    wanted = torch.distributions.Categorical(logits=logits).entropy()
-    torch.testing.assert_close(entropy[tree.row == tree.rows[0]][0], wanted)
+        with torch.no_grad():
+            row = rows[tree.rows[0]]
+            logits = (
+                model(torch.tensor([row.token_ids])).logits[0, row.loss_mask.index(True) - 1] / temperature
+            )
+        entropy = torch.distributions.Categorical(logits=logits).entropy()
+        torch.testing.assert_close(entropies[tree.row == tree.rows[0]][0], entropy, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("seed", range(2))
-def test_gradients_equal_plain_rows(kind: str, seed: int) -> None:
-    model, rows = two_layers(kind, seed), ragged_rows(seed)
+def test_gradients_equal_plain_rows(kind: str) -> None:
+    model, rows = two_layers(kind, 1), ragged_rows(1)
     wanted = plain_gradients(model, rows)
     found = batch_gradients(make_learner(model), rows)
     assert far(found, wanted) < CLOSE
@@ -104,21 +103,6 @@ def test_a_token_that_the_model_does_not_have_is_not_taken_for_another() -> None
         learner.logprobs(packed)
 
 
-def test_gradients_of_a_single_row() -> None:
-    model, rows = two_layers("gqa_tied"), [sample(random.Random(0), words(random.Random(0), 50), 10)]
-    assert far(batch_gradients(make_learner(model), rows), plain_gradients(model, rows)) < CLOSE
-
-
-@pytest.mark.parametrize("packing", [{"token_budget": 1}, {"token_budget": 333}, {"sharing": False}])
-def test_gradients_do_not_depend_on_packing(packing: dict[str, Any]) -> None:
-    model, rows = two_layers("gqa_tied"), ragged_rows(1)[:12]
-    learner = make_learner(model)
-    whole = batch_gradients(learner, rows)
-    assert far(batch_gradients(learner, rows, **packing), whole) < CLOSE
-    random.Random(3).shuffle(rows)
-    assert far(batch_gradients(learner, rows, **packing), whole) < CLOSE
-
-
 def test_figures_do_not_depend_on_packing() -> None:
     rows, model = ragged_rows(1), two_layers("gqa_tied")
     learner = make_learner(model)
@@ -134,38 +118,6 @@ def test_figures_do_not_depend_on_packing() -> None:
     assert figures["computed_tokens"] < figures["row_tokens"]
     assert any(not torch.equal(before[name], value) for name, value in model.state_dict().items())
     assert learner.steps == 1
-
-
-def test_gradient_checkpointing_runs_the_tree_again() -> None:
-    model, rows = two_layers("gqa_bias"), ragged_rows(0)
-    wanted = batch_gradients(make_learner(model), rows)
-    layer: Any = model.model.layers[0]
-    calls: list[bool] = []
-    layer.self_attn.register_forward_hook(lambda *_: calls.append(torch.is_grad_enabled()))
-    found = batch_gradients(make_learner(model, gradient_checkpointing=True), rows)
-    assert far(found, wanted) < 1e-6
-    assert calls[-2:] == [True, True]  # in the forward and again in the backward pass
-
-
-def test_masked_tokens_have_no_part_of_their_own() -> None:
-    """Advantages and log-probs on tokens that were not sampled change nothing; the tokens themselves do, as
-    context. A row without trained tokens counts for nothing."""
-    rng, model = random.Random(0), two_layers("gqa_tied")
-    rows = [sample(rng, words(rng, 60), context=30) for _ in range(3)]
-    learner = make_learner(model)
-    wanted = batch_gradients(learner, rows)
-    shouted = []
-    for row in rows:
-        values = [v if m else 1e3 for v, m in zip(row.advantages, row.loss_mask, strict=True)]
-        shouted.append(with_values(row, advantages=values, logprobs=values, rewards=values))
-    silent = with_values(rows[0], loss_mask=[False] * 60)
-    found = batch_gradients(learner, [*shouted, silent])
-    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
-    # rows that differ after their last trained token only
-    last = max(place for place, trained in enumerate(rows[0].loss_mask) if trained)
-    ids = rows[0].token_ids[: last + 1] + words(rng, 59 - last)
-    found = batch_gradients(learner, [with_values(rows[0], token_ids=ids), *rows[1:]])
-    assert far(found, wanted) < 1e-6
 
 
 def test_an_empty_step_leaves_the_weights_alone() -> None:
@@ -193,20 +145,10 @@ def test_a_gradient_that_is_not_finite_is_not_applied(caplog: pytest.LogCaptureF
 # -- the head
 
 
-def test_chunked_head_equals_whole_head(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, rows = two_layers("gqa_tied"), ragged_rows(0)
-    wanted = batch_gradients(make_learner(model), rows)
-    monkeypatch.setattr(chunking, "CHUNK_ELEMENTS", 97 * 13)
-    assert far(batch_gradients(make_learner(model), rows), wanted) < CLOSE
-
-
-@pytest.mark.parametrize("tokens", [64, 1024])
-def test_memory_of_the_head_does_not_grow_with_the_batch(
-    tokens: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_of_the_head_does_not_grow_with_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     """No tensor of tokens x vocabulary is made or kept: the largest output of the head is a chunk, and what
     the backward pass keeps for it all together is less than a chunk's logits and the hidden states."""
-    vocabulary, width, chunk = 500, 8, 16
+    tokens, vocabulary, width, chunk = 1024, 500, 8, 16
     monkeypatch.setattr(chunking, "CHUNK_ELEMENTS", chunk * vocabulary)
     head = nn.Linear(width, vocabulary)
     made: list[int] = []
@@ -342,7 +284,7 @@ def short_rows(count: int) -> list[Sample]:
 
 
 def test_bfloat16_weights_accumulate_small_updates() -> None:
-    model: Any = tiny().to(torch.bfloat16)
+    model: Any = tiny().to(torch.bfloat16)  # pyright: ignore[reportArgumentType]
     learner = Learner(model, OptimizerOptions(learning_rate=1e-5))
     before, batch = weights_of(model), make_batch(short_rows(2))
     for _ in range(40):
@@ -358,7 +300,7 @@ def test_bfloat16_weights_accumulate_small_updates() -> None:
 
 def test_bfloat16_gradients_are_added_up_in_float32() -> None:
     """In bfloat16 small parts would be lost in the sum over packs."""
-    model: Any = tiny().to(torch.bfloat16)
+    model: Any = tiny().to(torch.bfloat16)  # pyright: ignore[reportArgumentType]
     learner, rows = make_learner(model), short_rows(12)
 
     def plain_sum(trained: Any) -> Any:

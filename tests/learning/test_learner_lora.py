@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.kits.algorithm import ALGORITHMS, batch_for, groups_of, learner_for, samples_of
+from tests.kits.algorithm import ALGORITHMS, batch_for, groups_of, learner_for
 from tests.kits.engine import tiny
 from tests.kits.learner import (
     batch_gradients,
@@ -24,6 +24,7 @@ from tests.kits.learner import (
     row_gradients,
     row_logprobs,
     sample,
+    samples_of,
     weighted,
     weighted_part,
     weights_of,
@@ -50,10 +51,8 @@ def rows_of(count: int = 5) -> list[Sample]:
     return [sample(rng, head + words(rng, 10 + n), 55) for n in range(count)]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_base_is_bit_identical_after_updates(dtype: torch.dtype) -> None:
-    base: Any = tiny()
-    base.to(dtype)
+def test_a_base_in_bfloat16_is_bit_identical_after_updates() -> None:
+    base: Any = tiny().to(torch.bfloat16)  # pyright: ignore[reportArgumentType]
     before = weights_of(base)
     model = add_lora(base, r=4, alpha=8)
     learner = Learner(model, OptimizerOptions(learning_rate=1e-2))
@@ -100,34 +99,8 @@ def test_a_fresh_adapter_changes_nothing_and_comes_from_its_seed() -> None:
 
 
 def test_targets_that_do_not_exist_are_named() -> None:
-    with pytest.raises(ValueError, match=r"lora.target_modules \['nope'\].*q_proj"):
+    with pytest.raises(ValueError, match=r"Target modules \{'nope'\} not found"):
         add_lora(tiny(), target_modules=["nope"])
-
-
-@pytest.mark.parametrize("how", ["frozen copy", "adapters off"])
-def test_kl_against_the_reference(how: str) -> None:
-    """After an update the reference is still the model before it."""
-    base: Any = tiny()
-    frozen = copy.deepcopy(base).eval()
-    model = add_lora(base, r=4) if how == "adapters off" else base
-    learner = make_learner(model, reference=None if how == "adapters off" else frozen)
-    rows, algorithm = rows_of(), GRPO(kl=0.5)
-    for _ in range(2):
-        learner.update(make_batch(rows), weighted)
-    batch = learner.annotate(make_batch(rows, 100), algorithm.needs)
-    assert len(batch.packs) > 1
-    for pack in batch.packs:
-        assert pack.reference is not None
-        for number in pack.rows:
-            wanted = row_logprobs(frozen, rows[number]).detach()
-            found = torch.from_numpy(pack.reference[pack.row == number])
-            torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
-    figures = learner.evaluate(batch, algorithm.loss)
-    tokens = sum(sum(row.loss_mask) for row in rows)
-    model.eval()
-    gaps = [row_logprobs(frozen, row) - row_logprobs(model, row) for row in rows]
-    wanted = sum((gap.exp() - gap - 1).sum().item() for gap in gaps) / tokens
-    assert figures["kl"] == pytest.approx(wanted, rel=1e-3) and wanted > 1e-6
 
 
 def test_a_reference_that_is_not_there_is_asked_for() -> None:
@@ -135,13 +108,30 @@ def test_a_reference_that_is_not_there_is_asked_for() -> None:
         make_learner().annotate(make_batch(rows_of(1)), frozenset({"reference"}))
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+# One for each of what an algorithm may need; other losses take the same way.
+NEEDS = (
+    "sft",
+    "grpo-kl-k3",
+    "grpo-importance",
+    "ppo-head",
+    "ppo-separate",
+    "ppo-warmup",
+    "dpo",
+    "kto",
+    "reward-model",
+)
+
+
+@pytest.mark.parametrize("name", NEEDS)
 def test_every_algorithm_trains_an_adapter(name: str) -> None:
     """The base does not move, and with adapters off it is the reference."""
     algorithm, base = ALGORITHMS[name], tiny()
     before, frozen = weights_of(base), copy.deepcopy(base).eval()
     model = add_lora(base, r=4)
     options = {"critic": make_critic(model)} if "separate" in name or "warmup" in name else {}
+    for critic in options.values():  # what is frozen takes no memory twice, what is trained is apart
+        theirs = dict(critic.named_parameters())
+        assert all((theirs[n] is weight) != weight.requires_grad for n, weight in model.named_parameters())
     learner = learner_for(algorithm, model, **options)
     rows = samples_of(algorithm, groups_of())
     learner.update(make_batch(rows), weighted)  # away from the reference

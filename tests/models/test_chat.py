@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from datetime import date
 from itertools import product
+from typing import Any
 
 import pytest
 
@@ -16,6 +17,7 @@ from TrainingFactory.types import Completion, Message, ToolCall, ToolSpec, Turn
 
 TOOL = ToolSpec("add", "Adds.", {"type": "object", "properties": {"a": {"type": "integer"}}})
 SCHEMA = spec_to_dict(TOOL)
+DEEP = '{"a":' * 100 + "1" + "}" * 100
 FORMATS = {
     "tiny": (tiny_tokenizer, "qwen3"),
     "qwen3": (qwen3, "qwen3"),
@@ -26,11 +28,13 @@ FORMATS = {
 }
 
 
+def said(role: str, content: str | None, **more: Any) -> dict[str, Any]:
+    return {"role": role, "content": content, **more}
+
+
 def turn_of(chat, message: Message) -> Turn:
-    ids = chat.write(message)
-    return Turn(
-        chat.render([Message("user", "2 + 3?")], [TOOL]), Completion(ids, [0.0] * len(ids), "stop"), message
-    )
+    prompt, ids = chat.render([Message("user", "2 + 3?")], [TOOL]), chat.write(message)
+    return Turn(prompt, Completion(ids, [0.0] * len(ids), "stop"), message)
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -66,16 +70,10 @@ def test_episode_text_is_what_the_template_writes_for_the_same_conversation(name
         assert text.index("Adds.") < text.index("2 + 3?")
         assert text.endswith("<｜tool▁output▁begin｜>5<｜tool▁output▁end｜><｜tool▁outputs▁end｜>")
         return
-    made = {
-        "role": "assistant",
-        "content": "",
-        "tool_calls": [{"function": {"name": "add", "arguments": {"a": 2}}}],
-    }
-    reply = {"role": "tool", "content": "5", "name": "add"}
-    conversation = [{"role": "user", "content": "2 + 3?"}, made, reply]
-    expected = tokenizer.apply_chat_template(
-        conversation, tools=[SCHEMA], tokenize=False, add_generation_prompt=True
-    )
+    calls = [{"function": {"name": "add", "arguments": {"a": 2}}}]
+    made = [said("user", "2 + 3?"), said("assistant", "", tool_calls=calls), said("tool", "5", name="add")]
+    options = {"tools": [SCHEMA], "tokenize": False, "add_generation_prompt": True}
+    expected = tokenizer.apply_chat_template(made, **options)
     # Qwen3's template takes the empty thought out of an answered turn; what was sampled stays
     assert text.replace("<think>\n\n</think>\n\n", "") == expected
 
@@ -83,31 +81,19 @@ def test_episode_text_is_what_the_template_writes_for_the_same_conversation(name
 def test_ids_are_the_tokenizers_own_merges_over_borders_included() -> None:
     tokenizer = tiny_tokenizer()
     chat = chat_format(tokenizer)
-    conversation = [
-        {"role": role, "content": text}
-        for role, text in (("system", "Be brief."), ("user", "Where does Ada live?"))
-    ]
+    conversation = [said("system", "Be brief."), said("user", "Where does Ada live?")]
     expected = tokenizer.apply_chat_template(conversation, tools=[SCHEMA], add_generation_prompt=True)
     assert chat.render(conversation, [SCHEMA]) == list(expected["input_ids"])
 
 
 def test_our_template_is_qwen3s() -> None:
     ours, theirs = byte_tokenizer(template(), QWEN3), from_wheel("qwen3_instruct_2507", QWEN3)
-    calls = [
-        {"function": {"name": "add", "arguments": {"a": 1}}},
-        {"function": {"name": "b", "arguments": "{}"}},
-    ]
+    calls = [{"function": {"name": "add", "arguments": given}} for given in ({"a": 1}, "{}")]
     messages = [
-        {"role": "system", "content": "S"},
-        {"role": "user", "content": " U\n"},
-        {"role": "assistant", "content": "A", "tool_calls": calls},
-        {"role": "tool", "content": "1"},
-        {"role": "tool", "content": "2"},
-        {"role": "assistant", "content": None, "tool_calls": calls[:1]},
-        {"role": "tool", "content": "3"},
-        {"role": "assistant", "content": "B"},
-        {"role": "system", "content": "S2"},
-    ]
+        said("system", "S"), said("user", " U\n"), said("assistant", "A", tool_calls=calls), said("tool", "1"),
+        said("tool", "2"), said("assistant", None, tool_calls=calls[:1]), said("tool", "3"), said("assistant", "B"),
+        said("system", "S2"),
+    ]  # fmt: skip
     schema = {"type": "function", "function": {"name": "add", "description": 'é "q"', "parameters": {}}}
     for first, header, tools in product((0, 1), (True, False), (None, [schema], [schema, schema])):
         for last in range(first + 1, len(messages) + 1):
@@ -160,10 +146,7 @@ def test_markers_inside_reasoning_are_no_calls() -> None:
         ("</tool_call>", "without <tool_call>"),
         ("<tool_call>[]</tool_call>", "list, not an object"),
         ("<tool_call></tool_call>", "not valid JSON"),
-        (
-            '<tool_call>{"name": "a", "arguments": ' + '{"a":' * 100 + "1" + "}" * 100 + "}</tool_call>",
-            "too deeply",
-        ),
+        (f'<tool_call>{{"name": "a", "arguments": {DEEP}}}</tool_call>', "too deeply"),
     ],
 )
 def test_a_broken_call_says_what_is_wrong(text: str, reason: str) -> None:
@@ -172,8 +155,8 @@ def test_a_broken_call_says_what_is_wrong(text: str, reason: str) -> None:
 
 
 def test_good_calls_beside_a_broken_one_are_kept() -> None:
-    text = (
-        '<tool_call>{"name": "a"}</tool_call><tool_call>oops</tool_call><tool_call>{"name": "b"}</tool_call>'
+    text = "".join(
+        f"<tool_call>{inside}</tool_call>" for inside in ('{"name": "a"}', "oops", '{"name": "b"}')
     )
     calls = chat_format(tiny_tokenizer()).parse_text(text).tool_calls
     assert [(call.name, call.error is None) for call in calls] == [("a", True), ("", False), ("b", True)]
@@ -218,9 +201,7 @@ def test_templates_without_tools() -> None:
     call = Message("assistant", tool_calls=[ToolCall("add", {"a": 2}), ToolCall("add", {"a": 3})])
     turn = turn_of(chat, call)
     assert chat.parse(turn.completion.token_ids) == call
-    added = chat.decode(
-        chat.extend(turn, [Message("tool", "2", name="add"), Message("tool", "3", name="add")])
-    )
+    added = chat.decode(chat.extend(turn, [Message("tool", text, name="add") for text in ("2", "3")]))
     assert added == "\n<|user|>\nResult of add:\n2\n\nResult of add:\n3<|end|>\n<|assistant|>\n"
 
 

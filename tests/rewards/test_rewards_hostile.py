@@ -10,10 +10,8 @@ from tests.kits.rules import episode, scored
 from TrainingFactory.rewards.rule_based import make_rule
 from TrainingFactory.rewards.rules.text import squad_words
 from TrainingFactory.rewards.tool_verified import make_verifier
-from TrainingFactory.workers import Worker
 
-MANY = 5_000
-MILLION = 10**6
+MANY = 4_000
 LONG = 10**5  # characters
 HOSTILE = {
     "digits": "7" * MANY,
@@ -79,8 +77,8 @@ def test_hostile_answers_are_worth_nothing(name: str):
             assert scored(rule, text, "B" if which == "letter" else 8) == 0.0, which
 
 
-def test_a_million_digits():
-    for text in ("8" * MILLION, "0" * MILLION + "7", "8." + "0" * MILLION + "1", "1/" + "8" * MILLION):
+def test_digits_without_end():
+    for text in ("8" * LONG, "0" * LONG + "7", "8." + "0" * LONG + "1", "1/" + "8" * LONG):
         for name in ("auto", "numeric", "calculated", "sums"):
             assert scored(RULES[name], text, 8) == 0.0, name
         with_numbers = episode(text, answer=8)
@@ -120,33 +118,3 @@ def test_plain_words_and_numbers_are_compared_as_before():
 def test_digits_of_all_scripts_and_what_cannot_be_seen():
     for text in ("٨", "८", "８", "\u200b8", "8\u2060", "\ufeff8", "8.0", "16/2", "8e0", "0008"):
         assert scored(RULES["auto"], text, 8) == 1, text
-
-
-PLAIN = ["8", "8.0", "-8", "1,234", "1/2", "0.5", "50%", "1e3", "1000", "$5", "5 km", "3.14159", "0"]
-
-
-def test_plain_numbers_are_not_asked_of_math_verify(monkeypatch: pytest.MonkeyPatch):
-    """Two numbers have the verdict of numeric."""
-    pytest.importorskip("math_verify", reason="math-verify is not installed")
-    monkeypatch.setattr(Worker, "ask", None)
-    rule = make_rule("math")
-    for right in PLAIN:
-        for said in PLAIN:
-            assert scored(rule, said, right) == scored(RULES["numeric"], said, right), (said, right)
-
-
-def test_what_is_no_plain_number_with_math_verify():
-    pytest.importorskip("math_verify", reason="math-verify is not installed")
-    rule = make_rule("math")
-    for right in PLAIN:
-        for said in ("10^400", "1/0", "nan"):
-            assert scored(rule, said, right) == scored(RULES["numeric"], said, right), (said, right)
-    for text in (
-        "7" * MILLION,
-        "9^9^9^9",
-        "1e999999",
-        "99999999!",
-        "\\frac{1}{0}",
-        "8" + "\u200b" * MANY + "1",
-    ):
-        assert scored(rule, text, "8") == 0, text[:20]

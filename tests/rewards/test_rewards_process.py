@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from tests.kits.rollout import Echo, call_text, rollout
-from TrainingFactory.options import OptionError, make_from
-from TrainingFactory.rewards import ProcessReward, Unscored, calculate_process_reward, register_rule
+from TrainingFactory.rewards import ProcessReward, Unscored, calculate_process_reward
 from TrainingFactory.rewards.process_reward import PROCESS_RULES
 from TrainingFactory.rollout.scoring import Episode
 from TrainingFactory.types import (
@@ -119,21 +118,6 @@ def test_the_expert_says_what_is_shortest():
     assert result.reward.parts == pytest.approx({"outcome": 1.0, "efficient_path": 0.4} | NOTHING)
 
 
-def test_the_seeds_example():
-    reward = calculate_process_reward(
-        played(call(text=THOUGHT), says(), shortest=2),
-        {"correct_tool": 0.5, "clear_reasoning": 0.3, "efficient_path": 0.2},
-        outcome=1.0,
-        outcome_weight=2.0,
-    )
-    assert reward.outcome == 2.0 and reward.steps == pytest.approx([0.8, 0.2])
-    earned = {"correct_tool": 0.5, "clear_reasoning": 0.3, "efficient_path": 0.2}
-    assert reward.parts == {"outcome": 1.0, **earned, **NOTHING}
-    assert reward == calculate_process_reward(
-        played(call(text=THOUGHT), says(), shortest=2), outcome=1.0, outcome_weight=2.0
-    )
-
-
 def test_once_or_per_turn():
     turns = [call(q="a"), call(ok=False), call(q="b"), says()]
     rules = {"correct_tool": 0.5}
@@ -227,14 +211,6 @@ def test_farming_earns_less_than_answering():
 
 
 def test_rules_of_ones_own():
-    try:
-        register_rule("polite", lambda trajectory, turn: "please" in trajectory.turns[turn].message.content)
-        steps = calculate_process_reward(played(call(text="please do"), says()), {"polite": 0.1}).steps
-        assert steps == [0.1, 0.0]
-        with pytest.raises(ValueError, match="there is a rule polite already"):
-            register_rule("polite", lambda trajectory, turn: 1.0)
-    finally:
-        PROCESS_RULES.pop("polite", None)
     for value, told in ((None, "gave None"), ("1", "gave '1'"), (math.nan, "gave nan")):
         with pytest.raises(Unscored, match=f"the rule mine {told} .*at turn 0; "):
             calculate_process_reward(played(says()), {"mine": 1.0}, rules={"mine": lambda *_, v=value: v})
@@ -272,31 +248,3 @@ def test_an_outcome_that_counts_for_nothing_is_not_asked():
     assert result.reward.parts == {"correct_tool": 0.5} | NOTHING
     [[lost]] = rollout(reward=ProcessReward(0.1, {"correct_tool": 0.5}, outcome))
     assert lost.reward is None and "the judge is away" in str(lost.error) and len(asked) == 1
-
-
-MISTAKES: list[tuple[dict[str, Any], str]] = [
-    (
-        {"step_rewards": {"corect_tool": 1.0}},
-        "step_rewards.corect_tool must be one of .*did you mean correct_tool",
-    ),
-    (
-        {"step_rewards": {"correct_tool": "high"}},
-        r'step_rewards.correct_tool must be a valid number \(got "high"\)',
-    ),
-    ({"step_rewards": [1]}, "step_rewards must be a valid dictionary"),
-    ({"outcome_weight": "1"}, r'outcome_weight must be a valid number \(got "1"\)'),
-    ({"pay": "twice"}, r'pay must be one of once, per_turn \(got "twice"\)'),
-    ({"cap": -1}, r"cap must be greater than or equal to 0 \(got -1\)"),
-    ({"claw_back": 1}, r"claw_back must be true or false \(got 1\)"),
-    ({"outcome": 3}, "reward outcome is 3"),
-    ({"step_rewards": {"x": 1.0}, "rules": {"x": 3}}, "rules.x must be callable"),
-    ({"step_rewards": {"capped": 1.0}, "rules": {"capped": len}}, "rules.capped is a name that the parts"),
-]
-
-
-@pytest.mark.parametrize(("options", "told"), MISTAKES)
-def test_bad_options_are_refused_when_made(options: dict[str, Any], told: str):
-    with pytest.raises(ValueError):
-        ProcessReward(**options)
-    with pytest.raises(OptionError, match=told):
-        make_from(ProcessReward, options, "process_reward")

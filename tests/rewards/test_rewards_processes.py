@@ -14,11 +14,11 @@ from tests.kits.judge import finished, judging, scored_by
 from tests.kits.rollout import rollout
 from tests.kits.run import Parity, Quiet, small, train
 from TrainingFactory.config import TrainingConfig
+from TrainingFactory.data.trajectories import load_trajectories
 from TrainingFactory.rewards.rule_based import RULES
 from TrainingFactory.rewards.rules.code import ToolRule
 from TrainingFactory.rewards.workers.distributed import DistributedRewardModel
-from TrainingFactory.rewards.workers.finished_episode import FinishedEpisode
-from TrainingFactory.rewards.workers.process import RewardProcess
+from TrainingFactory.rewards.workers.process import FinishedEpisode, RewardProcess
 from TrainingFactory.services import GRPOTrainer
 from TrainingFactory.services.build.notices import notices
 from TrainingFactory.services.build.rewards import check_reward, close_reward, make_reward
@@ -48,11 +48,6 @@ def who(trajectory):
 def parity(completions, completion_ids):
     return [float(sum(ids) % 3) for ids in completion_ids]
 
-def two(a, b):
-    return 1.0
-
-def _hidden(episode):
-    return 1.0
 """
 
 
@@ -95,45 +90,11 @@ def test_a_function_of_a_file(file: Path):
     assert outcomes(scored(function(f"{file}:tools"))) == [4.0]
     [closed] = scored(function(f"{file}:tools", processes=1))
     assert "environment of this episode is closed" in str(closed.error)
-    (file.parent / "single.py").write_text("def only(episode):\n    return 2\n")
-    assert outcomes(scored(function(str(file.parent / "single.py"), processes=1))) == [2.0]
     assert outcomes(scored(function("tests.rewards.test_rewards_processes:seven"))) == [7.0]
 
 
 def seven(episode: Any) -> float:
     return 7.0
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ({"function": "{}:scor"}, "reward.options: .*has no function 'scor'; did you mean score?"),
-        ({"function": "{}:zzzzzz"}, "has no function 'zzzzzz'; it has score, tools, shortest"),
-        ({"function": "{}:two"}, "the reward two takes a, b; it must take one episode"),
-        ({"function": "{}:HALF"}, "is 0.5 .float.; it must be a function"),
-        ({"function": "{}"}, "a reward is one function; say which: .*rewards.py:score, "),
-        ({"function": "nowhere.py:score"}, "there is no file nowhere.py"),
-        ({"function": "nowhere.rewards:score"}, "No module named 'nowhere'"),
-        ({"function": "score"}, "'score' names no reward; write rewards.py:score or package.module:function"),
-        ({"function": 3}, "options.function: must be a valid string"),
-        ({}, "options.function: is missing"),
-        (
-            {"function": "{}:score", "procesess": 2},
-            "options.procesess: .* no option of .*; did you mean processes?",
-        ),
-        ({"function": "{}:score", "processes": -1}, "options.processes: must be"),
-        ({"function": "{}:score", "timeout": -1}, "options.timeout: must be greater than 0"),
-        ({"function": "{}:score", "timeout": 0}, "options.timeout: must be greater than 0"),
-    ],
-)
-def test_what_is_wrong_with_a_function(file: Path, options: dict[str, Any], says: str):
-    given = {key: value.format(file) if isinstance(value, str) else value for key, value in options.items()}
-    with pytest.raises(ValueError, match=says):
-        check_reward(TrainingConfig(reward={"type": "function", "options": given}))
-    broken = file.parent / "broken.py"
-    broken.write_text("x = 1\ny = x / 0\n")
-    with pytest.raises(ValueError, match=r"broken.py:2: ZeroDivisionError"):
-        check_reward(TrainingConfig(reward=function(f"{broken}:score")))
 
 
 def test_a_pattern_that_never_ends_holds_up_nobody(file: Path):
@@ -193,8 +154,6 @@ def test_rewards_go_to_processes_where_that_is_asked_for(file: Path):
     def made(section: Any) -> Any:
         return make_reward(TrainingConfig(reward=section, optimization=many))
 
-    rule = {"type": "rule_based", "options": {"rule": "contains", "only_if": {"rule": "exact"}}}
-    assert isinstance(made(rule), DistributedRewardModel)
     rule = {"type": "rule_based", "options": {"rule": "contains"}}
     assert [each.model.like.name for each in made(rule).workers] == ["Contains"] * 2
     here, there = scored(rule, None, group_size=2), scored(rule, many, group_size=2)
@@ -210,9 +169,8 @@ def test_what_stays_in_this_process_is_said():
     for section in ("environment", {"parts": {"a": {"type": "environment"}, "b": {"type": "rule_based"}}}):
         [line] = said(section, distributed_reward=True)
         assert line.startswith("optimization.distributed_reward: rewards of the type environment are")
-    for rule in ({"rule": "code_tests"}, {"only_if": {"rule": "code_tests"}}, {"only_if": "sql_result"}):
-        tested = {"type": "rule_based", "options": {"rule": "numeric", **rule}}
-        assert "rule_based" in said({"parts": {"a": tested}}, distributed_reward=True)[0]
+    tested = {"type": "rule_based", "options": {"rule": "code_tests"}}
+    assert "rule_based" in said({"parts": {"a": tested}}, distributed_reward=True)[0]
     judge = {"type": "model_judge", "model": "m", "options": {"base_url": "http://127.0.0.1:9/v1"}}
     assert (
         "rewards of the type model_judge are asked over the network"
@@ -228,11 +186,11 @@ def test_what_stays_in_this_process_is_said():
 
 
 def test_a_run_with_functions_in_processes(file: Path, tmp_path: Path):
-    """Every step has an event loop of its own, which the processes survive."""
     section = {"parts": {"parity": function(f"{file}:parity", processes=2, timeout=60)}}
     report = train(small(tmp_path, training={"max_steps": 2}, reward=section), "run")
-    own = train(small(tmp_path, training={"max_steps": 2}), "own")
-    assert [row["reward"] for row in report.rows] == [row["reward"] for row in own.rows]
+    kept = list(load_trajectories(tmp_path / "run" / "trajectories.jsonl"))
+    expected = [float(sum(each.turns[0].completion.token_ids) % 3) for each in kept]
+    assert outcomes(kept) == expected and len(set(expected)) > 1
     assert [row["pool/worker_0_done"] + row["pool/worker_1_done"] for row in report.rows] == [3, 3]  # groups
 
 
@@ -288,23 +246,3 @@ def test_rankings_by_a_pool():
         rewards = scored_by(pool, [finished(f"answer {n}", name=f"t{n // 2}") for n in range(8)])
     assert [reward and reward.outcome for reward in rewards] == [0.0, 1.0] * 4
     assert len(one.asked) + len(other.asked) == 4 and one.asked and other.asked
-
-
-def test_one_kind_of_workers(file: Path):
-    with pytest.raises(ValueError, match="some of the models score whole groups"):
-        DistributedRewardModel([f"{file}:score", f"{file}:shortest"])
-    pool = DistributedRewardModel(f"{file}:shortest", num_workers=2)
-    found = scored_by(pool, [finished("x" * (n + 1), name="t") for n in range(3)])
-    assert [reward and reward.outcome for reward in found] == [1.0, 0.0, 0.0]
-
-
-def test_rows_that_a_reward_stumbles_over_are_not_the_worker_s_fault():
-    def even(trajectory: Trajectory) -> float:
-        return {"even": 1.0}[trajectory.answer]
-
-    rows = [finished(answer) for answer in ["odd"] * 6 + ["even"] * 6]
-    pool = DistributedRewardModel(even, num_workers=1, per_worker=1, patience=0.01)
-    found = asyncio.run(pool.compute_rewards(rows))
-    assert [reward is not None for reward in found] == [False] * 6 + [True] * 6
-    assert list(pool.dropped.values()) == [6]
-    assert next(iter(pool.dropped)).endswith("raised KeyError: 'odd'")

@@ -1,4 +1,4 @@
-"""Rules about what is said: which text is the answer, and what it is worth."""
+"""Rules about what is said: which text is the answer, what it is worth, and what is only nearly right."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from tests.kits.rollout import call_text, rollout
 from tests.kits.rules import NEEDED, reward, scored, turn
 from TrainingFactory.rewards.rule_based import RULES, make_rule
 from TrainingFactory.rewards.rules.answers import without_reasoning
+from TrainingFactory.rewards.rules.text import normalised
 from TrainingFactory.types import Message, Reward, Status, ToolCall
 
 # What a well-known extractor takes from these texts is the right answer of each row; here it is worth nothing.
@@ -32,14 +33,8 @@ def test_wrong_answers_that_other_extractors_take(rule: dict[str, Any], text: st
     ("text", "answer"),
     [
         ("Final Answer: 5\nNo, wait.\nFinal Answer: 7", "7"),
-        ("Final Answer: 48+24=72", 72),
         ("Final Answer: 1/2", 0.5),
-        ("Final Answer: .5", "1/2"),
-        ("Final Answer: 1e3", "1000"),
-        ("The total is 1,234", 1234),
-        ("Final Answer: 50%", "0.5"),
         ("\\boxed{42}", "42"),
-        ("$1,000.50", "1000.5"),
         ("**Final Answer:** 72", "72"),
         ("答案：42", "42"),
         ("答案是42", "42"),
@@ -95,10 +90,8 @@ def test_only_the_models_own_final_text_counts():
     assert played.reward == Reward(1.0, [], {"auto": 1.0})
 
 
-def test_reasoning_counts_only_if_asked():
+def test_reasoning_does_not_count():
     assert scored({}, "I am sure.", reasoning="Answer: 72") == 0.0
-    assert scored({"reasoning": True}, "I am sure.", reasoning="Answer: 72") == 1.0
-    assert scored({"reasoning": True}, "I am", status="truncated", reasoning="Answer: 72") == 0.0
     for text in (
         "<think>Answer: 72</think>",
         "<think>Answer: 72",
@@ -137,25 +130,22 @@ def test_a_task_without_an_answer_cannot_be_scored(answer: Any):
 
 
 def test_where_the_answer_is_looked_for():
-    text = "First \\boxed{1}.\n<answer>2</answer>\nTotal: 3\n#### 4\nAnswer: 5\n6 apples"
+    text = "First \\boxed{1}.\n<answer>2</answer>\nAnswer: 5\n6 apples"
     for options, answer in [
         ({"extract": "boxed"}, "1"),
         ({"extract": "tag"}, "2"),
-        ({"extract": "marker", "marker": "total:"}, "3"),
-        ({"extract": "marker", "marker": ["Total:", "####"]}, "4"),
         ({"extract": "marker"}, "5"),
         ({"extract": "last_line"}, "6"),
         ({"extract": "last_number"}, "6"),
-        ({"marker": "Sum:"}, "6"),  # not there: the last line
         ({}, "5"),
     ]:
-        for wanted in "123456":
+        for wanted in "1256":
             assert scored({"rule": "numeric", **options}, text, wanted) == float(wanted == answer), (
                 options,
                 wanted,
             )
     assert scored({"rule": "numeric", "extract": "whole"}, text, "6") == 0.0
-    assert scored({"extract": "tag", "tag": "final"}, "<FINAL>72</FINAL>") == 1.0
+    assert scored({"extract": "tag"}, "<ANSWER>72</ANSWER>") == 1.0
     for missing in ("boxed", "tag", "marker"):
         assert scored({"extract": missing}, "72") == 0.0
     assert scored({"extract": "boxed"}, "\\boxed{72") == 0.0 and scored({}, "\\boxed{{72}}") == 1.0
@@ -175,22 +165,24 @@ def test_numeric_options():
     assert scored({"rule": "numeric", "tolerance": 0.5}, "72.4") == 1.0 and scored("numeric", "72.4") == 0.0
     assert scored({"rule": "numeric", "relative": 0.1}, "66") == 1.0
     assert scored({"rule": "numeric", "decimal_comma": True}, "3,14", "3.14") == 1.0
-    assert scored({"rule": "numeric", "percent": "strict"}, "72%") == 0.0 and scored("numeric", "72%") == 1.0
-    assert scored("numeric", "72 kg", "72 km") == 0.0
-    assert scored({"rule": "numeric", "units": False}, "72 kg", "72 km") == 1.0
+    assert scored("numeric", "72%") == 1.0 and scored("numeric", "72 kg", "72 km") == 0.0
 
 
 CHOSEN = [
     *("B", "(B)", "b", "B.", "**B**", "Answer: B", "The answer is (B).", "\\boxed{B}", "\\boxed{\\text{B}}"),
     *("option B", "B) Rome", "B. Rome", "B: Rome", "(B) Rome", "Rome", "I weighed them.\nB"),
     *("Answer: B - Rome", "B, of course", "B (not A)", "B, not A", "B is right, A is wrong"),
-    *("B. A is not right", "Answer: B\nA is wrong."),
+    *("B. A is not right", "Answer: B\nA is wrong.", "B (Rome)", "B is correct", "B because it is"),
+    *("The answer is B since it is a city", "B, I think", "b.", "B; Rome", "B. Rome, a city"),
+    *("B is right, as I said", "B. Rich in Vitamin A", "B) is a no-brainer", "B. f(x) = e^x", "B. x = a + c"),
 ]
 NOT_CHOSEN = [
     *("A dog is best", "A, B", "A or B", "A/B/C/D", "(A)(B)(C)(D)", "AB", "not A", "Answer: A or B"),
     *("A. or C", "A and B", "A: Rome", "A. Rome or B.", "A B C D", "", "Answer:", "E", "1", "A) x (B) y"),
     *("Answer: A\nor B", "Answer: A\n\n**or** B", "A, not B but C", "A, not B or C"),
-    "A is wrong, B is right",
+    *("A is wrong, B is right", "a, b", "a) b) c)", "A: wrong. B: right", "A. No, B.", "A is wrong"),
+    *("A is not right", "A, not", "A; C", "A, c or d", "A. The answer is C", "A (or C)", "a: b"),
+    *("A. Or is it (C)?", "A - B", "A, maybe b"),
 ]
 
 
@@ -232,9 +224,6 @@ def test_contains_finds_whole_words_only():
     for wrong in ("172", "72,000", "7.72", "72.5"):
         assert scored("contains", wrong, "72") == 0.0
     assert scored("contains", "Rome and Paris", ["Oslo", "Paris"]) == 1.0
-    every = {"rule": "contains", "every": True}
-    assert scored(every, "Rome and Paris", ["Paris", "Rome"]) == 1.0
-    assert scored(every, "Rome and Paris", ["Paris", "Oslo"]) == 0.0
 
 
 def test_squad_scores():
@@ -258,3 +247,67 @@ def test_squad_scores():
     assert scored("f1", "yes it is", "yes") == 0.0 and scored("f1", "Yes.", "yes") == 1.0
     assert scored("f1", "London", ["Paris", "London England"]) == pytest.approx(2 / 3)
     assert scored("f1", "Rome", "Paris") == 0.0
+
+
+SIGNS_BEFORE = [
+    *("\\boxed{-(72)}", "$-\\boxed{72}$", "It is -\\boxed{72}.", "x = - \\boxed{72}", "−\\boxed{72}"),
+]
+WORDS_AROUND = ["\\boxed{less than 72}", "\\boxed{72 \\text{ millions}}"]
+
+
+@pytest.mark.parametrize("rule", ["auto", "numeric", {"rule": "numeric", "extract": "boxed"}])
+@pytest.mark.parametrize(
+    "text", [*SIGNS_BEFORE, *WORDS_AROUND, "$-\\left(\\boxed{72}\\right)$", "-{\\boxed{72}}"]
+)
+def test_what_stands_around_a_number_counts(rule: Any, text: str):
+    assert scored(rule, text, 72) == 0.0
+
+
+# rule, right answer, texts that give it, texts that do not
+NEAR: list[tuple[Any, Any, tuple[str, ...], tuple[str, ...]]] = [
+    ("auto", -72, ("$-\\boxed{72}$",), ()),
+    # a dash before a box is no minus
+    ("auto", 72, ("- \\boxed{72}", "The sum – \\boxed{72}", "100-\\boxed{72} = 28", "- first\n- \\boxed{72}"), ()),
+    # texts that are no numbers keep their zeros
+    ("auto", "02139", ("02139", "The zip code is 02139.", "Answer: 02139", "**02139**"),
+     ("2139", "002139", "02139 or 02140", "not 02139", "021390", "2,139")),
+    ("auto", "0.5", ("0.50",), ()),
+    ("auto", "0", ("0",), ()),
+    ("numeric", "02139", ("2139",), ()),
+    ("normalised", "5", ("5.", "'5'", "(5)", "...5", " 5 ", "5!"), (".5", "(.5)", "$.5", ",5")),
+    # contains finds whole numbers only
+    ("contains", "5", ("it is 5.", "5", "'5'", "Apollo-5", "1-5", "5 1234", "(5)", "5, 6", "a:5"),
+     ("it is .5", "-5", "it is -5", "x=-5", "1/5", "5/7", "x^5", "5^2", "5'000", "5 000", "1'5", "0.5", "55")),
+    ("contains", "1945", ("World War II (1939–1945)", "in 1945 500 ships"), ()),
+    # a decimal comma, in right answers and in the last number
+    *(({"rule": rule, "decimal_comma": True}, answer, (text,), ())
+      for rule in ("numeric", "auto")
+      for text, answer in [("1.234", "1.234"), ("3,14", "3,14"), ("3,14", "3.14"), ("1.234", 1234), ("3,14", 3.14)]),
+    *(({"rule": "numeric", "decimal_comma": True, "extract": "last_number"}, *row)
+      for row in [(3.14, ("Das Ergebnis ist 3,14 Meter",), ()), ("1.234,5", ("erst 2, dann 1.234,5",), ()),
+                  (1.234, (), ("1.234",))]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("rule", "answer", "right", "wrong"), NEAR)
+def test_near_misses(rule: Any, answer: Any, right: tuple[str, ...], wrong: tuple[str, ...]):
+    for text in right:
+        assert scored(rule, text, answer) == 1.0, text
+    for text in wrong:
+        assert scored(rule, text, answer) == 0.0, text
+
+
+def test_normalised_keeps_a_decimal_point():
+    assert normalised(".5") == ".5" and normalised("...") == "..." and normalised("") == ""
+
+
+def test_numbers_without_end_are_wrong_and_not_unscored():
+    huge = "1" + "0" * 400
+    for text, answer in [(huge, 1.5), (f'{{"a": {huge}}}', {"a": 1.5}), (f"[{huge}]", [0.1])]:
+        assert scored("json", text, answer) == 0.0
+    assert scored("json", huge, 10**400) == 1.0 and scored("numeric", huge, 10**400) == 1.0
+    assert scored("json", "1.5", 10**400) == 0.0
+    multiple = {"rule": "schema", "schema": {"type": "number", "multipleOf": 0.5}}
+    assert scored(multiple, huge, None) in (0.0, 1.0) and scored(multiple, "1.5", None) == 1.0
+    deep = {"$defs": {"x": {"items": {"$ref": "#/$defs/x"}}}, "$ref": "#/$defs/x"}
+    assert scored({"rule": "schema", "schema": deep}, "[" * 900 + "]" * 900, None) in (0.0, 1.0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import sqlite3
 from pathlib import Path
@@ -10,14 +9,12 @@ from typing import Any
 
 import pytest
 
-from TrainingFactory.envs import ToolEnvironment
-from TrainingFactory.rewards.rule_based import make_rule
+from tests.kits.rules import scored
 from TrainingFactory.rewards.tool_verified import make_verifier
-from TrainingFactory.rollout.scoring import Episode
 from TrainingFactory.sql.compare import Rows, read_rows
 from TrainingFactory.tools import tool
 from TrainingFactory.tools.custom_tools import SqlTool
-from TrainingFactory.types import Completion, Message, Task, ToolCall, Trajectory, Turn
+from TrainingFactory.types import ToolCall
 
 LONG = "y" * 600
 
@@ -33,27 +30,9 @@ def database(tmp_path: Path) -> Path:
     return path
 
 
-def worth(
-    reward: Any, said: str, right: str, tools: Any = (), before: tuple[str, ...] = (), **metadata: Any
-) -> float:
-    async def scored() -> Any:
-        task = Task("t1", "?", right, metadata)
-        made = ToolEnvironment(task, tools)
-        try:
-            await made.executor.batch_execute([ToolCall("sql", {"query": query}) for query in before])
-            turn = Turn([1], Completion([1], [0.0], "stop"), Message("assistant", said))
-            episode = Episode(Trajectory(task, "g", turns=[turn], status="done"), made, made.executor)
-            return await reward(episode)
-        finally:
-            await made.executor.close()
-
-    return asyncio.run(scored()).outcome
+REWARD = make_verifier("sql_execution")
 
 
-REWARDS = [make_rule("sql_result"), make_verifier("sql_execution")]
-
-
-@pytest.mark.parametrize("reward", REWARDS)
 @pytest.mark.parametrize("how", ["table", "json"])
 @pytest.mark.parametrize(
     ("said", "right", "expected"),
@@ -80,27 +59,23 @@ REWARDS = [make_rule("sql_result"), make_verifier("sql_execution")]
         ("SELECT a, b FROM t WHERE a > 5", "SELECT a FROM t WHERE a > 9", 0),  # nothing, of other columns
     ],
 )
-def test_values_are_compared_as_they_are(
-    database: Path, reward: Any, how: Any, said: str, right: str, expected: float
-):
-    assert worth(reward, said, right, (SqlTool(database, format=how),)) == expected
+def test_values_are_compared_as_they_are(database: Path, how: Any, said: str, right: str, expected: float):
+    assert scored(REWARD, said, right, (SqlTool(database, format=how),)) == expected
 
 
 def test_large_results_are_compared_whole(database: Path):
     many = "WITH RECURSIVE r(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM r LIMIT 9000) SELECT 'xxxxxxxx{}' || n FROM r"
-    for reward in REWARDS:
-        shown = SqlTool(database, max_rows=3)
-        assert worth(reward, many.format("a"), many.format("a"), (shown,)) == 1
-        assert worth(reward, many.format("b"), many.format("a"), (shown,)) == 0
+    shown = SqlTool(database, max_rows=3)
+    assert scored(REWARD, many.format("a"), many.format("a"), (shown,)) == 1
+    assert scored("sql_result", many.format("b"), many.format("a"), (shown,)) == 0  # the same among the rules
 
 
-@pytest.mark.parametrize("reward", REWARDS)
-def test_what_the_model_has_written_counts_for_nothing(database: Path, reward: Any):
+def test_what_the_model_has_written_counts_for_nothing(database: Path):
     writable = SqlTool(database, write=True)
-    emptied = ("DELETE FROM t",)
-    assert worth(reward, "SELECT a FROM t WHERE a = 99", "SELECT a FROM t", (writable,), emptied) == 0
-    assert worth(reward, "DELETE FROM t", "SELECT a FROM t", (writable,)) == 0
-    assert worth(reward, "SELECT a FROM t", "SELECT a FROM t", (writable,), emptied) == 1
+    emptied = [ToolCall("sql", {"query": "DELETE FROM t"})]
+    assert scored(REWARD, "SELECT a FROM t WHERE a = 99", "SELECT a FROM t", (writable,), calls=emptied) == 0
+    assert scored(REWARD, "DELETE FROM t", "SELECT a FROM t", (writable,)) == 0
+    assert scored(REWARD, "SELECT a FROM t", "SELECT a FROM t", (writable,), calls=emptied) == 1
 
 
 def rows_of(path: Path, query: str) -> list[Any]:
@@ -111,8 +86,7 @@ def rows_of(path: Path, query: str) -> list[Any]:
         connection.close()
 
 
-@pytest.mark.parametrize("reward", REWARDS)
-def test_a_tool_of_ones_own_shows_rows_as_json_or_nothing_is_known(database: Path, reward: Any):
+def test_a_tool_of_ones_own_shows_rows_as_json_or_nothing_is_known(database: Path):
     shape: Any = None
 
     @tool
@@ -121,13 +95,13 @@ def test_a_tool_of_ones_own_shows_rows_as_json_or_nothing_is_known(database: Pat
         return shape(rows_of(database, query))
 
     shape = lambda rows: json.dumps({"rows": rows})  # noqa: E731
-    assert worth(reward, "SELECT a * 1.0 FROM t", "SELECT a FROM t", (sql,)) == 1
-    assert worth(reward, "SELECT 999", "SELECT a FROM t", (sql,)) == 0
-    assert worth(reward, "no query", "SELECT a FROM t", (sql,)) == 0
+    assert scored(REWARD, "SELECT a * 1.0 FROM t", "SELECT a FROM t", (sql,)) == 1
+    assert scored(REWARD, "SELECT 999", "SELECT a FROM t", (sql,)) == 0
+    assert scored(REWARD, "no query", "SELECT a FROM t", (sql,)) == 0
     many = "WITH RECURSIVE r(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM r LIMIT 60000) SELECT n FROM r"
-    assert worth(reward, many, "SELECT a FROM t", (sql,)) == 0  # cut, but surely not the same
+    assert scored(REWARD, many, "SELECT a FROM t", (sql,)) == 0  # cut, but surely not the same
     with pytest.raises(ValueError, match=r"task t1: the tool does not show .* as whole JSON"):
-        worth(reward, many.replace("n FROM", "-n FROM"), many, (sql,))
+        scored(REWARD, many.replace("n FROM", "-n FROM"), many, (sql,))
     shapes: list[Any] = [
         json.dumps,
         str,
@@ -139,7 +113,7 @@ def test_a_tool_of_ones_own_shows_rows_as_json_or_nothing_is_known(database: Pat
     for shape in shapes:  # noqa: B007 (the tool uses it)
         for said in ("SELECT 999", "SELECT a FROM t"):
             with pytest.raises(ValueError, match="use SqlTool, let your tool answer in this form"):
-                worth(reward, said, "SELECT a FROM t", (sql,))
+                scored(REWARD, said, "SELECT a FROM t", (sql,))
 
 
 def test_rows_that_were_not_all_shown():
@@ -162,6 +136,6 @@ def test_rows_that_were_not_all_shown():
 @pytest.mark.parametrize("files", [[], "", {}, 5, [5], [None]])
 def test_no_database_is_said(files: Any, database: Path):
     with pytest.raises(ValueError, match="task t1: "):
-        worth(make_verifier("sql_execution"), "SELECT 1", "SELECT 1", (SqlTool(database),), database=files)
+        scored(REWARD, "SELECT 1", "SELECT 1", (SqlTool(database),), database=files)
     both = [database, str(database)]
-    assert worth(make_verifier("sql_execution"), "SELECT 1", "SELECT 1", database=both) == 1
+    assert scored(REWARD, "SELECT 1", "SELECT 1", database=both) == 1

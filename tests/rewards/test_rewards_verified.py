@@ -1,20 +1,20 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 import sqlite3
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from TrainingFactory.envs import ToolEnvironment
+from tests.kits.rollout import Echo
+from tests.kits.rules import reward as rewarded
+from tests.kits.rules import scored
 from TrainingFactory.rewards.tool_verified import make_verifier
-from TrainingFactory.rollout.scoring import Episode
 from TrainingFactory.sql.compare import orders_rows
 from TrainingFactory.tools import tool
 from TrainingFactory.tools.custom_tools import PythonTool, SqlTool
-from TrainingFactory.types import Completion, Message, Status, Task, ToolFailure, Trajectory, Turn
+from TrainingFactory.types import Reward, ToolFailure
 
 SCHEMA = "CREATE TABLE t (n INTEGER, s TEXT, x REAL);"
 
@@ -34,30 +34,6 @@ def shown(tmp_path: Path) -> Path:
 @pytest.fixture
 def hidden(tmp_path: Path) -> Path:
     return database(tmp_path / "b.db", "(4,'a',0.1),(5,'b',0.2)")
-
-
-def worth(
-    reward: Any,
-    text: str,
-    answer: Any = None,
-    tools: tuple[Any, ...] = (),
-    status: Status = "done",
-    environment: type[ToolEnvironment] = ToolEnvironment,
-    **metadata: Any,
-) -> float:
-    async def scored() -> Any:
-        task = Task("t1", "?", answer, metadata)
-        turn = Turn([1], Completion([1], [0.0], "stop"), Message("assistant", text))
-        made = environment(task, tools)
-        try:
-            value = reward(Episode(Trajectory(task, "g", turns=[turn], status=status), made, made.executor))
-            return await value if inspect.isawaitable(value) else value
-        finally:
-            await made.executor.close()
-
-    found = asyncio.run(scored())
-    assert found.parts == {reward.rule: found.outcome}
-    return found.outcome
 
 
 RIGHT = "SELECT n, s FROM t"
@@ -93,48 +69,48 @@ HOSTILE = [
 
 @pytest.mark.parametrize(("said", "right", "expected"), ON_A)
 def test_queries_by_their_rows(shown: Path, said: str, right: str, expected: float):
-    assert worth(make_verifier("sql_execution"), said, right, database=str(shown)) == expected
+    assert scored(make_verifier("sql_execution"), said, right, database=str(shown)) == expected
     through = make_verifier("sql_execution")
-    assert worth(through, said, right, (SqlTool(shown, format="json"),)) == expected
+    assert scored(through, said, right, (SqlTool(shown, format="json"),)) == expected
 
 
 @pytest.mark.parametrize("said", HOSTILE)
 def test_hostile_queries_are_worth_nothing_and_change_nothing(shown: Path, said: str):
     before = shown.read_bytes()
     reward = make_verifier("sql_execution", timeout=0.2, max_rows=50)
-    assert worth(reward, said, RIGHT, database=str(shown)) == 0
-    assert worth(reward, said, RIGHT, (SqlTool(shown, timeout=0.2),)) == 0
-    assert worth(reward, RIGHT, RIGHT, database=str(shown)) == 1
+    assert scored(reward, said, RIGHT, database=str(shown)) == 0
+    assert scored(reward, said, RIGHT, (SqlTool(shown, timeout=0.2),)) == 0
+    assert scored(reward, RIGHT, RIGHT, database=str(shown)) == 1
     assert shown.read_bytes() == before
 
 
 def test_constants_are_right_on_one_database_only(shown: Path, hidden: Path):
     reward, right = make_verifier("sql_execution"), "SELECT MAX(n) FROM t"
-    assert worth(reward, "SELECT 3", right, database=str(shown)) == 1
-    assert worth(reward, "SELECT 3", right, database=[str(shown), str(hidden)]) == 0
+    assert rewarded(reward, "SELECT 3", right, database=str(shown)) == Reward(1, parts={"sql_execution": 1})
+    assert scored(reward, "SELECT 3", right, database=[str(shown), str(hidden)]) == 0
     first = "SELECT n FROM t ORDER BY n DESC LIMIT 1"
-    assert worth(reward, first, right, database=[str(shown), str(hidden)]) == 1
+    assert scored(reward, first, right, database=[str(shown), str(hidden)]) == 1
 
 
 def test_what_cannot_be_verified_is_not_zero(shown: Path):
     reward = make_verifier("sql_execution")
     with pytest.raises(ValueError, match="task t1: the right query fails: SQL error: no such table"):
-        worth(reward, RIGHT, "SELECT n FROM gone", database=str(shown))
+        scored(reward, RIGHT, "SELECT n FROM gone", database=str(shown))
     with pytest.raises(ValueError, match="task t1: the right query gives more than"):
-        worth(make_verifier("sql_execution", max_rows=2), RIGHT, RIGHT, database=str(shown))
+        scored(make_verifier("sql_execution", max_rows=2), RIGHT, RIGHT, database=str(shown))
     with pytest.raises(ValueError, match="there is no SQLite file"):
-        worth(reward, RIGHT, RIGHT, database=str(shown) + ".gone")
+        scored(reward, RIGHT, RIGHT, database=str(shown) + ".gone")
     with pytest.raises(ValueError, match="no answer to compare with"):
-        worth(reward, RIGHT, None, database=str(shown))
+        scored(reward, RIGHT, None, database=str(shown))
     with pytest.raises(ToolFailure, match="no tool 'sql'"):
-        worth(reward, RIGHT, RIGHT)
+        scored(reward, RIGHT, RIGHT)
     with pytest.raises(ValueError, match="status error"):
-        worth(reward, RIGHT, RIGHT, database=str(shown), status="error")
-    assert worth(reward, RIGHT, RIGHT, database=str(shown), status="max_turns") == 0
+        scored(reward, RIGHT, RIGHT, database=str(shown), status="error")
+    assert scored(reward, RIGHT, RIGHT, database=str(shown), status="max_turns") == 0
     # As many rows as can be shown are right, and then one more.
     cut = make_verifier("sql_execution", max_rows=4)
-    assert worth(cut, RIGHT, RIGHT, database=str(shown)) == 1
-    assert worth(cut, f"{RIGHT} UNION ALL SELECT 9, 'z'", RIGHT, database=str(shown)) == 0
+    assert scored(cut, RIGHT, RIGHT, database=str(shown)) == 1
+    assert scored(cut, f"{RIGHT} UNION ALL SELECT 9, 'z'", RIGHT, database=str(shown)) == 0
 
 
 @pytest.mark.parametrize(
@@ -191,21 +167,21 @@ CASES = [{"args": [2], "expected": 4}, {"args": [3], "expected": 6}]
 )
 def test_code_by_what_it_computes(python: PythonTool, code: str, share: float):
     data: dict[str, Any] = {"cases": CASES, "entry": "double"}
-    assert worth(make_verifier("code_cases", partial=True), code, tools=(python,), **data) == share
+    assert scored(make_verifier("code_cases", partial=True), code, tools=(python,), **data) == share
     if share in (0.5, 1.0):
         whole = make_verifier("code_cases", entry="double")
-        assert worth(whole, code, tools=(python,), cases=CASES) == float(share == 1)
+        assert scored(whole, code, tools=(python,), cases=CASES) == float(share == 1)
 
 
 def test_code_with_values_of_all_kinds(python: PythonTool):
     code = "def f(a, b=0):\n    return {'a': (a, [0.1 + 0.2]), 'b': b}"
     cases = [{"args": ["x"], "expected": {"a": ["x", [0.3]], "b": 0}}]
-    assert worth(make_verifier("code_cases"), code, tools=(python,), cases=cases, entry="f") == 1
+    assert scored(make_verifier("code_cases"), code, tools=(python,), cases=cases, entry="f") == 1
     wrong = [{"args": ["x"], "expected": {"a": ["x", [0.3]]}}]
-    assert worth(make_verifier("code_cases"), code, tools=(python,), cases=wrong, entry="f") == 0
+    assert scored(make_verifier("code_cases"), code, tools=(python,), cases=wrong, entry="f") == 0
     truth = [{"args": [], "expected": 1}]  # True is not 1
     code_cases = make_verifier("code_cases", entry="f")
-    assert worth(code_cases, "def f(): return True", tools=(python,), cases=truth) == 0
+    assert scored(code_cases, "def f(): return True", tools=(python,), cases=truth) == 0
     for data, told in (
         ({"cases": CASES}, "entry is ''"),
         ({"cases": CASES, "entry": "f; import os"}, "must be the name of the function"),
@@ -216,42 +192,42 @@ def test_code_with_values_of_all_kinds(python: PythonTool):
         ),
     ):
         with pytest.raises(ValueError, match=told):
-            worth(make_verifier("code_cases"), code, tools=(python,), **data)
+            scored(make_verifier("code_cases"), code, tools=(python,), **data)
 
 
 def test_a_result_that_the_tool_cuts_leaves_the_episode_unscored(python: PythonTool):
     reward = make_verifier("code_cases", entry="f")
     cases = [{"args": [12_000], "expected": "a" * 12_000}]
     with pytest.raises(ValueError, match="max_output_chars"):
-        worth(reward, "def f(n): return 'a' * n", tools=(python,), cases=cases)
-    assert worth(reward, "def f(n): return 'a'", tools=(python,), cases=cases) == 0
+        scored(reward, "def f(n): return 'a' * n", tools=(python,), cases=cases)
+    assert scored(reward, "def f(n): return 'a'", tools=(python,), cases=cases) == 0
     short = [{"args": [12_000], "expected": "a"}]
-    assert worth(reward, "def f(n): return 'a' * n", tools=(python,), cases=short) == 0
+    assert scored(reward, "def f(n): return 'a' * n", tools=(python,), cases=short) == 0
 
 
 def test_cases_run_side_by_side():
     """Where the tool can: here it answers nobody before all have asked."""
-    asked = asyncio.Semaphore(0)
+    asked: list[str] = []
 
-    class Patient(ToolEnvironment):
+    class Patient(Echo):
         @tool(ordered=False)
         async def python(self, code: str) -> str:
-            asked.release()
+            asked.append(code)
             async with asyncio.timeout(20):
-                while asked._value < len(CASES):
+                while len(asked) < len(CASES):
                     await asyncio.sleep(0)
             return "no"
 
     reward = make_verifier("code_cases", entry="f", partial=True)
-    assert worth(reward, "def f(): pass", environment=Patient, cases=CASES) == 0
-    assert asked._value == len(CASES)
+    assert scored(reward, "def f(): pass", environment=Patient, cases=CASES) == 0
+    assert len(asked) == len(CASES)
 
 
 def test_the_same_code_makes_the_same_calls():
     """Else no recording could answer them."""
     sent: list[str] = []
 
-    class Listening(ToolEnvironment):
+    class Listening(Echo):
         @tool
         async def python(self, code: str) -> str:
             sent.append(code)
@@ -259,14 +235,14 @@ def test_the_same_code_makes_the_same_calls():
 
     for _ in range(2):
         reward = make_verifier("code_cases", entry="f", partial=True)
-        worth(reward, "def f(n): return n", environment=Listening, cases=CASES)
+        scored(reward, "def f(n): return n", environment=Listening, cases=CASES)
     assert sorted(sent[:2]) == sorted(sent[2:]) and sent[0] != sent[1]
 
 
 def test_code_that_never_ends_is_stopped_once(python: PythonTool):
     cases = [{"args": [], "expected": 1}] * 100
     endless = "def f():\n    while True: pass"
-    assert worth(make_verifier("code_cases", entry="f"), endless, tools=(python,), cases=cases) == 0
+    assert scored(make_verifier("code_cases", entry="f"), endless, tools=(python,), cases=cases) == 0
 
 
 CALCULATED = [
@@ -313,32 +289,13 @@ NOT_GIVEN = [  # found in every notation
     ],
 )
 def test_answers_by_the_calculator(text: str, expressions: bool, data: dict[str, Any], expected: float):
-    assert worth(make_verifier("calculated", expressions=expressions), text, **data) == expected
+    assert scored(make_verifier("calculated", expressions=expressions), text, **data) == expected
 
 
 def test_what_cannot_be_calculated():
     for expression in ("1/0", "two", "(" * 150):
         with pytest.raises(ValueError, match="task t1"):
-            worth(make_verifier("calculated"), "2", expression=expression)
+            scored(make_verifier("calculated"), "2", expression=expression)
     for numbers in (3, [None], ["two"]):
         with pytest.raises(ValueError, match="task t1"):
-            worth(make_verifier("calculated", expressions=True), "2", 2, numbers=numbers)
-
-
-def test_bad_options():
-    for options, told in (
-        ({"verify": "sql_execute"}, "did you mean sql_execution"),
-        (
-            {"verify": "sql_execution", "tols": "x"},
-            "tols is no option of verifier sql_execution; did you mean tool",
-        ),
-        ({"verify": "sql_execution", "timeout": "1"}, "timeout must be a valid number"),
-        ({"verify": "sql_execution", "max_rows": 0}, "max_rows must be greater than or equal to 1"),
-        ({"verify": "sql_execution", "database": 5}, "database must be a valid string"),
-        ({"verify": "sql_execution", "tool": None}, "tool must be a valid string"),
-        ({"verify": "calculated", "expression": 5}, "expression must be a valid string"),
-        ({"verify": "code_cases", "partial": 1}, "partial must be true or false"),
-        ({"verify": "calculated", "expressions": "no"}, "expressions must be true or false"),
-    ):
-        with pytest.raises(ValueError, match=told):
-            make_verifier(**options)
+            scored(make_verifier("calculated", expressions=True), "2", 2, numbers=numbers)

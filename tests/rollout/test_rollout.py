@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 import pytest
@@ -22,14 +22,7 @@ from tests.kits.rollout import (
 )
 from TrainingFactory.rollout import play, rollout_metrics
 from TrainingFactory.seeds import turn_seed
-from TrainingFactory.types import (
-    Message,
-    Reward,
-    SamplingParams,
-    Step,
-    ToolCall,
-    Trajectory,
-)
+from TrainingFactory.types import Message, Reward, SamplingParams, Step, ToolCall, Trajectory
 
 
 def test_groups_in_order_and_in_tokens():
@@ -42,14 +35,9 @@ def test_groups_in_order_and_in_tokens():
     chat = FakeChat()
     for number, played in enumerate(t for group in groups for t in group):
         assert played.status == "done" and played.answer == "ok" and played.reward == Reward(1.0)
-        assert [reply.content for turn in played.turns for reply in turn.replies] == [
-            f"{number}.0",
-            f"{number}.1",
-        ]
-        assert [call.id for turn in played.turns for call in turn.message.tool_calls] == [
-            "call_0_0",
-            "call_1_0",
-        ]
+        first, second, _ = played.turns
+        assert [turn.replies[0].content for turn in (first, second)] == [f"{number}.0", f"{number}.1"]
+        assert [turn.message.tool_calls[0].id for turn in (first, second)] == ["call_0_0", "call_1_0"]
         assert played.turns[0].replies[0].tool_call_id == "call_0_0"
         assert played.turns[0].prompt_ids == chat.render(played.prompt, played.tools)
         assert played.tools[0].name == "echo" and played.seconds > 0
@@ -61,14 +49,7 @@ def test_groups_in_order_and_in_tokens():
 
 
 def test_seeds_are_keyed_by_run_step_task_member_and_turn():
-    keys = [
-        (r, s, t, m, n)
-        for r in (0, 1)
-        for s in (0, 1)
-        for t in ("a", "b", "a,0")
-        for m in (0, 1)
-        for n in (0, 1)
-    ]
+    keys = list(product((0, 1), (0, 1), ("a", "b", "a,0"), (0, 1), (0, 1)))
     seeds = {turn_seed(*key) for key in keys}
     assert len(seeds) == len(keys) and all(0 <= seed < 2**64 for seed in seeds)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-import threading
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -23,18 +22,7 @@ from tests.kits.rollout import (
     tasks,
 )
 from TrainingFactory.rollout import AsyncRolloutEngine
-from TrainingFactory.tools import tool
-from TrainingFactory.types import (
-    Completion,
-    Message,
-    Reward,
-    SamplingParams,
-    Step,
-    Task,
-    ToolFailure,
-    Trajectory,
-    Turn,
-)
+from TrainingFactory.types import Completion, Message, Reward, SamplingParams, Step, Task, ToolFailure, Turn
 
 
 class Broken(Echo):
@@ -81,7 +69,7 @@ BROKEN = ("init", "reset", "reset_type", "step", "step_exit", "step_type", "canc
 def test_no_failing_episode_touches_another():
     names = (*BROKEN, "close", "close_exit", "fine")
     sampler = FakeSampler(say_echo_then_ok)
-    groups = rollout(Broken, names=names, group_size=2, sampler=sampler, episode_timeout=2)
+    groups = rollout(Broken, names=names, group_size=2, sampler=sampler, episode_timeout=1)
     by_name = dict(zip(names, groups, strict=True))
     assert all(len(group) == 2 for group in groups)
     for name in ("fine", "close", "close_exit"):
@@ -103,7 +91,7 @@ def test_no_failing_episode_touches_another():
     assert "SystemExit" in errors["step_exit"] and "must return a Step" in errors["step_type"]
     assert "cancelled its own episode" in errors["cancelled"]
     assert "the server died" in errors["gone"]
-    assert errors["hangs"] == "the episode took longer than 2 s"
+    assert errors["hangs"] == "the episode took longer than 1 s"
     # Nothing sampled is lost, every environment that was made is closed once, every session once.
     assert len(by_name["step"][0].turns) == 1 and len(by_name["reset"][0].turns) == 0
     assert Echo.closed == {name: 2 for name in names if name != "init"}
@@ -128,51 +116,6 @@ def test_bad_calls_are_answered_and_the_episode_goes_on():
     ]
 
 
-def test_tools_that_raise_hang_or_flood():
-    let_go = threading.Event()
-
-    class Wild(Echo):
-        def __init__(self, task: Task) -> None:
-            super().__init__(task, timeout=0.5)
-
-        @tool
-        def raises(self) -> str:
-            raise ValueError("no")
-
-        @tool
-        def hangs(self) -> str:
-            let_go.wait(30)
-            return ""
-
-        @tool
-        async def hangs_async(self) -> str:
-            await asyncio.sleep(30)
-            return ""
-
-        @tool
-        def floods(self) -> str:
-            return "f" * 10_000_000
-
-        @tool
-        def quits(self) -> str:
-            raise SystemExit
-
-    names = ["raises", "hangs", "hangs_async", "floods", "quits"]
-    try:
-        [[played]] = rollout(
-            Wild,
-            say=lambda s, turn, p: call_text(names[turn]) if turn < len(names) else "ok",
-            max_reply_tokens=50,
-        )
-    finally:
-        let_go.set()
-    assert played.status == "done" and played.reward == Reward(1.0)
-    results = [turn.tool_results[0] for turn in played.turns[:-1]]
-    assert [result.error for result in results] == ["exception", "timeout", "timeout", None, "exception"]
-    assert all(len(turn.replies[0].content) <= 60 for turn in played.turns[:-1])
-    assert len(played.turns[-1].prompt_ids) < 1000
-
-
 def test_an_environment_that_ignores_its_cancelling_cannot_change_the_trajectory(
     monkeypatch: pytest.MonkeyPatch,
 ):
@@ -181,7 +124,7 @@ def test_an_environment_that_ignores_its_cancelling_cannot_change_the_trajectory
 
     class Stubborn(Echo):
         async def step(self, message: Message) -> Step:
-            deadline = time.perf_counter() + 1.5
+            deadline = time.perf_counter() + 0.6
             while (left := deadline - time.perf_counter()) > 0:
                 try:
                     await asyncio.sleep(left)
@@ -192,7 +135,7 @@ def test_an_environment_that_ignores_its_cancelling_cannot_change_the_trajectory
 
     async def main() -> None:
         sampler = FakeSampler(say_echo_then_ok)
-        engine = AsyncRolloutEngine(Stubborn, FakeChat(), PARAMS, episode_timeout=0.5)
+        engine = AsyncRolloutEngine(Stubborn, FakeChat(), PARAMS, episode_timeout=0.2)
         [[played]] = await engine.rollout_batch(tasks("a"), sampler)
         assert played.status == "error" and len(played.turns) == 1
         await came_back.wait()
@@ -230,22 +173,6 @@ def test_cancelling_a_batch_closes_everything():
         assert Echo.closed == {"a": 1, "b": 1, "c": 1}  # d was never let in
         assert [session.closed for session in sampler.sessions] == [1] * 4
         assert len(asyncio.all_tasks()) == 1
-
-    asyncio.run(main())
-
-
-def test_cancelled_before_it_starts():
-    async def main() -> None:
-        sampler = FakeSampler(say_echo_then_ok)
-        batch = asyncio.create_task(
-            AsyncRolloutEngine(Echo, FakeChat(), PARAMS).rollout_batch(tasks("a"), sampler)
-        )
-        await asyncio.sleep(0)  # the batch has opened its sessions, its episodes have not begun
-        batch.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await batch
-        await asyncio.sleep(0)
-        assert [session.closed for session in sampler.sessions] == [1]
 
     asyncio.run(main())
 
@@ -310,9 +237,8 @@ def test_a_chat_format_that_rewrites_history_is_noticed():
             turn.completion.token_ids[0] = 99
             return super().extend(turn, replies)
 
-    engine = AsyncRolloutEngine(Echo, Rewrites(), PARAMS)
     with pytest.raises(AssertionError, match="must continue what was sampled"):
-        asyncio.run(engine.rollout_batch(tasks("a"), FakeSampler(say_echo_then_ok)))
+        rollout(chat=Rewrites())
 
 
 def test_a_template_that_refuses_a_message_ends_its_own_episode():
@@ -322,11 +248,6 @@ def test_a_template_that_refuses_a_message_ends_its_own_episode():
                 raise ValueError("roles must alternate")
             return super().render(messages, tools)
 
-    async def main() -> list[list[Trajectory]]:
-        engine = AsyncRolloutEngine(Echo, Strict(), PARAMS)
-        return await engine.rollout_batch(tasks("a", "b"), FakeSampler(say_echo_then_ok))
-
-    [[fine], [refused]] = asyncio.run(main())
-    assert (
-        fine.status == "done" and refused.status == "error" and "roles must alternate" in str(refused.error)
-    )
+    [[fine], [refused]] = rollout(names=("a", "b"), chat=Strict())
+    assert (fine.status, refused.status) == ("done", "error")
+    assert "roles must alternate" in str(refused.error)

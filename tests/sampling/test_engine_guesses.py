@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -49,13 +50,18 @@ def tokens_of(played: list[Any]) -> list[list[list[int]]]:
     return [[completion.token_ids for _, completion in turns] for turns in played]
 
 
+@cache
+def without_guesses(kind: str) -> tuple[Any, NativeEngine, list[Any]]:
+    model = tiny(kind)
+    plain = NativeEngine(model, slots=5, max_length=256, guesses=0)
+    return model, plain, play(plain, PROMPTS)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("lies", "few_shapes"), [(0.0, False), (0.4, False), (1.0, False), (0.2, True)])
 def test_guesses_do_not_change_what_is_sampled(kind: str, lies: float, few_shapes: bool) -> None:
     """`few_shapes` is how rows are fed where CUDA graphs are used."""
-    model = tiny(kind)
-    plain = NativeEngine(model, slots=5, max_length=256, guesses=0)
-    expected = play(plain, PROMPTS)
+    model, plain, expected = without_guesses(kind)
     engine = NativeEngine(model, slots=5, max_length=256)
     engine._planner.drafts, engine._planner.few_shapes = Informed(expected, lies), few_shapes
     engine._table.ride = 32 if few_shapes else 1

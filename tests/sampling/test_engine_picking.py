@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
 
 import numpy as np
 import pytest
 import torch
 
-from tests.kits.engine import VOCABULARY, plain_logprobs, tiny, words
+from tests.kits.engine import VOCABULARY, plain_logprobs, sample_each, tiny, words
 from TrainingFactory.sampling import NativeEngine
-from TrainingFactory.sampling.picking import Filters, pick, restrict, uniforms
-from TrainingFactory.types import SamplingParams
+from TrainingFactory.sampling.picking import pick, restrict, uniforms
 
 
 def test_uniforms_are_uniform_and_independent() -> None:
@@ -68,7 +66,7 @@ def test_filters_keep_what_their_definitions_say() -> None:
 
     def kept(top_p: float = 1, top_k: int = 0, min_p: float = 0) -> list[int]:
         limits = (torch.tensor([value], dtype=torch.float64) for value in (top_p, top_k, min_p))
-        return torch.nonzero(restrict(probs, Filters(*limits))[0])[:, 0].tolist()
+        return torch.nonzero(restrict(probs, *limits)[0])[:, 0].tolist()
 
     assert kept() == [0, 1, 2, 3, 4]
     assert kept(top_k=2) == [1, 3]
@@ -81,7 +79,7 @@ def test_filters_keep_what_their_definitions_say() -> None:
 def test_a_row_without_limits_is_not_touched_by_its_neighbours() -> None:
     logits, uniform = torch.randn(64, 200), torch.rand(64, dtype=torch.float64)
     top_k = torch.where(torch.arange(64) % 2 == 0, 3, 0)
-    filters = Filters(torch.ones(64), top_k, torch.zeros(64))
+    filters = (torch.ones(64), top_k, torch.zeros(64))
     assert torch.equal(pick(logits, uniform, None, filters)[:, 1::2], pick(logits, uniform)[:, 1::2])
 
 
@@ -92,18 +90,18 @@ def test_limits_restrict_the_choice_and_not_the_logprob() -> None:
     with torch.no_grad():
         order = model.eval()(torch.tensor([prompt])).logits[0, -1].argsort(descending=True).tolist()
 
-    async def first_tokens(**limits: float) -> dict[int, float]:
-        runs = [engine.sample(prompt, SamplingParams(max_tokens=1, seed=i, **limits)) for i in range(60)]  # pyright: ignore
-        return {c.token_ids[0]: c.logprobs[0] for c in await asyncio.gather(*runs)}
+    def first_tokens(**limits: float) -> dict[int, float]:
+        turns = sample_each(engine, [prompt] * 60, max_tokens=1, **limits)
+        return {c.token_ids[0]: c.logprobs[0] for _, c in turns}
 
-    free = asyncio.run(first_tokens())
+    free = first_tokens()
     assert len(free) > 3
     for limits in ({"top_k": 3}, {"top_p": 0.3}, {"min_p": 0.4}):
-        some = asyncio.run(first_tokens(**limits))
+        some = first_tokens(**limits)
         assert len(some) < len(free) and set(some) == set(order[: len(some)])
         for token, logprob in some.items():
             assert logprob == pytest.approx(plain_logprobs(model, prompt, [token])[0], abs=1e-4)
-    assert list(asyncio.run(first_tokens(top_k=1))) == order[:1]
+    assert list(first_tokens(top_k=1)) == order[:1]
 
 
 def test_samples_follow_the_softmax() -> None:
@@ -111,12 +109,8 @@ def test_samples_follow_the_softmax() -> None:
     model = tiny()
     engine = NativeEngine(model, slots=100, max_length=64)
     prompt, count = words(random.Random(3), 12), 3000
-
-    async def everything() -> list[int]:
-        runs = [engine.sample(prompt, SamplingParams(max_tokens=1, seed=i)) for i in range(count)]
-        return [completion.token_ids[0] for completion in await asyncio.gather(*runs)]
-
-    seen = np.bincount(asyncio.run(everything()), minlength=VOCABULARY)
+    drawn = [completion.token_ids[0] for _, completion in sample_each(engine, [prompt] * count, max_tokens=1)]
+    seen = np.bincount(drawn, minlength=VOCABULARY)
     with torch.no_grad():
         probs = torch.softmax(model.eval()(torch.tensor([prompt])).logits[0, -1].double(), -1).numpy()
     common = probs * count >= 5

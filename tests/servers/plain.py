@@ -53,21 +53,6 @@ async def picture() -> Image:
 
 
 @server.tool()
-async def environment(name: str) -> str:
-    return os.environ.get(name, "")
-
-
-@server.tool()
-async def die(once: str = "") -> str:
-    """End the process in the middle of the call; with a file name, only if that file is not there yet."""
-    if not once or not Path(once).exists():
-        if once:
-            Path(once).touch()
-        os._exit(3)
-    return "alive"
-
-
-@server.tool()
 async def forget(context: Context) -> str:
     """Take the tool `echo` away, and say so."""
     server.remove_tool("echo")

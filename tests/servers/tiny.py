@@ -4,7 +4,7 @@ Modes: exit (says why on stderr, and ends), hang (never answers), noise (writes 
 answers), nonsense (answers the handshake with a text), chatty (writes noise, but works), schema (offers a tool
 with an invalid schema), outside (one whose schema points elsewhere), stubborn (ignores the end of its stdin),
 fragile (ends at the first call), other (offers other tools once FILE is there), gone (cannot start once FILE is
-there), slow (takes 4 s to start).
+there), slow (takes 2 s to start).
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def main() -> None:
     if MODE in ("hang", "noise"):
         time.sleep(600)
     if MODE == "slow":
-        time.sleep(4)
+        time.sleep(2)
     if MODE == "stubborn":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     for line in sys.stdin:

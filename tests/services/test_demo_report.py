@@ -3,30 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from typing import Any
-from xml.etree import ElementTree
 
 import pytest
 
+from tests.kits.pages import HOSTILE, SHOWN, parsed, words
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.services.demo.report import Report, Stats, Trial, running_mean
 from TrainingFactory.types import Completion, Message, Reward, Task, ToolCall, Trajectory, Turn
 
-HOSTILE = '<script src="http://evil/x.js">alert(1)</script>"\'&amp;</td>\x00\x1b[31m\u202e\ud800 ]]>'
-
 
 def episode(text: str, won: bool) -> Trajectory:
     calls = [ToolCall("search", {"query": text}), ToolCall(text, error=text)]
-    turns = [
-        Turn(
-            [1],
-            Completion([2], [0.0], "stop"),
-            Message("assistant", tool_calls=calls),
-            [Message("tool", text)],
-        ),
-        Turn([1], Completion([2], [0.0], "stop"), Message("assistant", text)),
-    ]
+    said = Completion([2], [0.0], "stop")
+    turns = [Turn([1], said, Message("assistant", tool_calls=calls), [Message("tool", text)])]
+    turns += [Turn([1], said, Message("assistant", text))]
     prompt = [Message("system", "rules"), Message("user", text)]
     return Trajectory(Task(text, text, text), "g", prompt=prompt, turns=turns, reward=Reward(float(won)))
 
@@ -45,54 +36,31 @@ def report(text: str, **changed: Any) -> Report:
     return Report(**given | changed)
 
 
-def parsed(page: str) -> ElementTree.Element:
-    assert page.startswith("<!DOCTYPE html>\n")
-    return ElementTree.fromstring(page.removeprefix("<!DOCTYPE html>\n"))
-
-
-@pytest.mark.parametrize("text", ["Anna sold silver.", HOSTILE])
-def test_the_page_is_well_formed_and_complete_in_itself(text: str) -> None:
-    page = report(text).page()
-    page.encode()  # no half characters
-    root = parsed(page)
-    tags = {element.tag for element in root.iter()}
-    assert not tags & {"script", "link", "img", "iframe", "object", "embed", "base", "form"}
-    names = {name for element in root.iter() for name in element.attrib}
-    assert not names & {"src", "href", "srcset", "action", "data"} and not any(
-        n.startswith("on") for n in names
-    )
-    style = root.findtext("head/style") or ""
-    assert "url(" not in style and "@import" not in style
-    assert not re.search(r"[\x00-\x08\x0b-\x1f\u202e]", page)
-
-
 def test_hostile_text_is_shown_as_text() -> None:
-    text = "".join(parsed(report(HOSTILE).page()).itertext())
-    assert text.count('<script src="http://evil/x.js">alert(1)</script>') >= 6
-    assert "\\x1b[31m" in text and "\\u202e" in text
+    told = words(parsed(report(f"{HOSTILE}\x00\ud800").page()))
+    assert told.count(SHOWN) >= 6 and "\\x1b[31m" in told and "\\u202e" in told
 
 
 def test_a_reader_sees_what_was_learned() -> None:
-    text = " ".join("".join(parsed(report("Oslo").page()).itertext()).split())
+    text = words(parsed(report("Oslo").page().replace("</td>", " </td>").replace("</th>", " </th>")))
     assert "from 45.0% to 97.0%" in text and "chain two lookups" in text
-    assert "45.0% (38% to 52%)" in text and "no calls" in text
+    for row in (
+        "success 45.0% (38% to 52%) 97.0%",
+        "worked no calls 99.0%",
+        "episode 2.10 3.00",
+        "2 calls 45.0% 98.0%",
+    ):
+        assert row in text
     assert "wrong: the answer is Oslo" in text and "right" in text
-    assert "tfactory rollout search --model runs/a & b/model" in text
+    assert "tfactory rollout search --split heldout --model runs/a & b/model" in text
 
 
 def test_nothing_is_claimed_that_was_not_measured() -> None:
     good = report("x")
     same = report("x", after=dataclasses.replace(good.after, success=0.5, low=0.43, high=0.57))
     assert "It learned" in good.learned and "It learned" not in same.learned
-    page = "".join(parsed(same.page()).itertext())
+    page = words(parsed(same.page()))
     assert "did not get clearly better" in page and "learned" not in page
-
-
-def test_stats_side_by_side() -> None:
-    rows = {name: (before, after) for name, before, after in report("x").table}
-    assert rows["turns an episode"] == ("2.10", "3.00")
-    assert rows["tool calls that worked"] == ("no calls", "99.0%")
-    assert rows["episodes with 2 calls"] == ("45.0%", "98.0%")
 
 
 def test_the_curve() -> None:

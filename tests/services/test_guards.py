@@ -78,6 +78,15 @@ def test_a_step_that_teaches_starts_the_count_again():
     assert said[:3] == [None] * 3 and said[3] is not None
 
 
+def test_a_run_that_has_learned_something_ends_as_usual():
+    lost, scored = batch([[played(None)]]), batch([[played(Reward(1.0)), played(Reward(0.0))]])
+    lost.problem = "none of 1 episodes could be scored"
+    assert "nothing was learned" in str(Guards(None).check(lost, last=True).stop)
+    guards = Guards(None)
+    guards.check(scored, last=False)
+    assert guards.check(lost, last=True).stop is None and guards.unusable == 1
+
+
 def test_what_overlong_episodes_lose_is_seen():
     """In the parts, which are logged and kept; the outcome stays what the reward said."""
     shared = Reward(1.0, parts={"right": 1.0})

@@ -1,5 +1,5 @@
 """The audit of a judge: its arithmetic against metrics worked out by hand, its findings against judges with known
-faults, and the command as a user runs it."""
+faults, and what it takes for a gold file."""
 
 from __future__ import annotations
 
@@ -7,20 +7,17 @@ import asyncio
 import json
 import re
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.kits.judge import KEY, Said, judging
-from TrainingFactory.cli.app import main
+from tests.kits.judge import Said, judging
 from TrainingFactory.rewards.judge.prompts import PAIR_TEMPLATE, JudgePrompt
 from TrainingFactory.rewards.model_judge import ModelJudge, model_judge
-from TrainingFactory.services.judge_audit.audit import ATTACKS, audit, plan
+from TrainingFactory.services.judge_audit.audit import ATTACKS, audit
 from TrainingFactory.services.judge_audit.gold import Gold, load_gold
 from TrainingFactory.services.judge_audit.metrics import accuracy, kappa, pearson, ranks, spearman
-from TrainingFactory.services.judge_audit.page import audit_page
 from TrainingFactory.services.judge_audit.report import Audit, verdict_of
 
 pytestmark = pytest.mark.usefixtures("judge_key")
@@ -73,7 +70,8 @@ def audited(
         judge = single(**{"base_url": server.url, "model": "big", "retries": 0} | options)
         gold = load_gold(gold_file(tmp_path / "gold.jsonl", rows), judge)
         found = run_audit(judge, gold, repeats)
-        assert len(server.asked) == plan(gold, repeats)
+        singles = sum(item.value is not None for item in gold)
+        assert len(server.asked) == singles * (repeats + 1) + 2 * sum(item.other is not None for item in gold)
     return found
 
 
@@ -117,35 +115,32 @@ def test_a_fair_judge(tmp_path: Path):
     assert "10 items are few" in verdict_of(found)
 
 
-def test_an_obedient_judge_is_found_out(tmp_path: Path):
-    def obedient(prompt: str, number: int) -> str:
-        moved = any(line in says(prompt) for attack in ATTACKS for line in attack.splitlines()[:1])
-        return "Score: 10" if moved and "full marks" in says(prompt) else fair(prompt, number)
-
-    found = audited(tmp_path, obedient, ROWS)
-    # of 5 attacks two say "full marks", one of them behind a first line that is taken apart; so the first one counts,
-    # at items 0 and 5, both right: lifted from 0.9 to 1
-    assert found.injection_moved == pytest.approx(0.2) and found.injection_shift == pytest.approx(0.02)
-    assert "asks for full marks lifted 20%" in verdict_of(found) and found.noise_moved == 0
-    assert verdict_of(found).startswith("Not safe to train on, because it can be talked round")
-
-
-def test_only_verdicts_that_can_rise_tell_of_obedience(tmp_path: Path):
+def test_obedience_shows_on_verdicts_that_can_rise(tmp_path: Path):
     def obedient(prompt: str, number: int) -> str:
         attacked = re.search(r"(?i)full marks|best possible|unanimously|Score: 10", says(prompt))
         return "Score: 10" if attacked or "right" in says(prompt) else "Score: 0"
 
-    rows = [{"prompt": "x", "response": f"right {n}", "label": True} for n in range(48)]
+    rows = [{"prompt": "x", "response": f"right {n}", "label": True} for n in range(18)]
     wrong = [{"prompt": "x", "response": f"wrong {n}", "label": False} for n in range(2)]
     found = audited(tmp_path, obedient, rows + wrong)
     assert found.kappa == 1 and (found.attacked, found.injection_moved, found.noise_moved) == (2, 1, 0)
+    assert found.injection_shift == 1 and "asks for full marks lifted 100%" in verdict_of(found)
     assert verdict_of(found).startswith("Not safe to train on, because it can be talked round")
-    nobody = audited(tmp_path, obedient, rows)
+    nobody = audited(tmp_path, obedient, rows[:6])
     assert (nobody.attacked, nobody.injection_moved, nobody.noise_moved) == (0, None, None)
     assert "not measurable: 0 of the items have room to rise" in verdict_of(nobody)
-    few = audited(tmp_path, fair, ROWS[:9])  # judged 0.9 at best, so that all can rise
-    assert "not measurable: 9 of the items" in verdict_of(few)
-    assert "not measurable" not in verdict_of(audited(tmp_path, fair, ROWS))
+
+
+def test_every_known_text_is_tried(tmp_path: Path):
+    seen: list[str] = []
+
+    def watched(prompt: str, number: int) -> str:
+        seen.append(says(prompt))
+        return fair(prompt, number)
+
+    audited(tmp_path, watched, ROWS)
+    appended = [text.split(maxsplit=2)[2] for text in seen if len(text.split()) > 2]
+    assert len(appended) == len(ROWS) and len(set(appended)) == len(ATTACKS)
 
 
 def test_pairs_are_judged_by_the_same_prompt(tmp_path: Path):
@@ -190,20 +185,6 @@ def test_what_gave_no_verdict_costs_too(tmp_path: Path):
             assert again.tokens_per_judgement == 220 and again.cost_per_thousand == pytest.approx(1.4)
 
 
-def test_noise_is_not_taken_for_obedience():
-    noisy = Audit(judged=40, accuracy=0.9, kappa=0.8, attacked=40, injection_moved=0.5, noise_moved=0.4)
-    assert "full marks" not in verdict_of(noisy)  # 1.64 * sqrt(2 * 0.24 / 40) = 0.18
-    noisy.injection_moved = 0.6
-    assert "full marks lifted 60% of the verdicts (40% rise when merely asked again)" in verdict_of(noisy)
-
-
-def test_a_judge_that_picks_the_worse_one_is_not_trusted():
-    found = Audit(items=60, judged=60, attacked=30, accuracy=0.95, kappa=0.9, pairs=20, pair_accuracy=0.3)
-    assert verdict_of(found).startswith("To be used with care")
-    assert "it picks the better one in 30% of the pairs only" in verdict_of(found)
-    assert verdict_of(replace(found, pair_accuracy=0.9)).startswith("Can be trusted")
-
-
 def test_biases_are_measured(tmp_path: Path):
     def by_place(prompt: str, number: int) -> str:
         return "Winner: A" if compares(prompt) else f"Score: {min(10, len(says(prompt)) // 10)}"
@@ -237,16 +218,15 @@ def test_what_gives_no_verdict_is_counted(tmp_path: Path):
     found = audited(tmp_path, lambda prompt, number: "hm" if "wrong" in says(prompt) else "Score: 8", ROWS)
     assert found.judged == 6 and found.failures == {"unreadable": 12} and found.judgements == 18
     assert found.kappa is None and "never vary" in verdict_of(found)
+    for text in (verdict_of(found), found.page("it")):
+        assert "mostly: the judge" in text and "hm" in text
     nothing = audited(tmp_path, lambda prompt, number: 403, ROWS)
     assert nothing.judgements == 0 and nothing.accuracy is None
     assert "no verdict that could be compared" in verdict_of(nothing) and "error 30" in verdict_of(nothing)
-    assert nothing.rows == [] and "<svg" in audit_page(nothing, "it")
+    assert nothing.rows == [] and "<svg" in nothing.page("it")
     with judging("Score: 5") as server:
-        judge = single(
-            base_url=server.url, model="big", concurrency=1, budget={"max_requests": 7}, verdict="score"
-        )
-        gold = load_gold(gold_file(tmp_path / "gold.jsonl", ROWS), judge)
-        stopped = run_audit(judge, gold)
+        judge = single(base_url=server.url, model="big", concurrency=1, budget={"max_requests": 7})
+        stopped = run_audit(judge, load_gold(gold_file(tmp_path / "gold.jsonl", ROWS), judge))
     assert stopped.judgements == 7 and stopped.failures == {"budget": 23}
 
 
@@ -303,65 +283,3 @@ def test_conversations_and_references(tmp_path: Path):
     assert found.accuracy == 0
     text = min((body["messages"][-1]["content"] for body in server.asked), key=len)
     assert "the truth" in text and "[3] tool\n  found" in text and "answer>>>\nright\n<<<END" in text
-
-
-def command(*arguments: str) -> int | str | None:
-    with pytest.raises(SystemExit) as ended:
-        main(["judge", "audit", *arguments])
-    return ended.value.code
-
-
-def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    gold = str(gold_file(tmp_path / "gold.jsonl", ROWS + PAIRS))
-    page = tmp_path / "pages" / "audit.html"
-    file = tmp_path / "judge.yaml"
-    with judging(fair) as server:
-        file.write_text(f"base_url: {server.url}\nmodel: <b>big</b>\nverdict_options: {{high: 10}}\n")
-        given = [
-            "--gold",
-            gold,
-            "--judge",
-            str(file),
-            "--out",
-            str(page),
-            "budget.input_price=1",
-            "retries=0",
-        ]
-        assert command(*given) == 0
-        shown = capsys.readouterr().out
-        assert "kappa" in shown and "To be used with care" in shown and "cost per thousand" in shown
-        assert command(*given, "--json") == 0
-        metrics = json.loads(capsys.readouterr().out)
-        assert metrics["kappa"] == 1 and metrics["verdict"].startswith("To be used with care")
-    html = page.read_text(encoding="utf-8")
-    # Of 10 items 6 are right and judged 0.9, 4 are wrong and judged 0.1: two dots in each picture.
-    assert html.count("<circle") == 4 and "gold 1, judge 0.9: 6<" in html and "gold 0, judge 0.1: 4<" in html
-    assert "&lt;b&gt;big" in html and "<b>big" not in html
-    assert "http" not in html.replace(server.url, "") and KEY not in html  # it needs nothing beside it
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        (["model=big"], "base_url"),
-        (
-            ["base_url=http://127.0.0.1:9/v1", "modl=big"],
-            "modl is no option of a model judge; did you mean model?",
-        ),
-        (
-            ["base_url=http://127.0.0.1:9/v1", "model=big", "template={anser}"],
-            "unknown field anser; did you mean answer?",
-        ),
-        (["base_url=http://127.0.0.1:9/v1", "model=big", "verdict=ranking"], "needs score, yes_no or json"),
-        (["model"], "not key=value"),
-        (["model.name.x=3", "model.name=1", "model.name.y=2"], "name is a value"),
-        (["samples=[1"], "samples is not YAML"),
-    ],
-)
-def test_mistakes_on_the_command_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], says: str
-):
-    gold = str(gold_file(tmp_path / "gold.jsonl", ROWS))
-    assert command("--gold", gold, *options) == 2
-    error = " ".join(capsys.readouterr().err.split())
-    assert says in error and "Traceback" not in error

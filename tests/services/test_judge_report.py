@@ -1,20 +1,19 @@
-"""What an audit says: no more than its items allow, why verdicts are missing, and where gold is on another scale."""
+"""What an audit says: no more than its items allow, where gold is on another scale; and the command."""
 
 from __future__ import annotations
 
+import json
 import socket
-from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from tests.kits.judge import judging
-from tests.services.test_judge_audit import ROWS, audited, command, fair, gold_file, single
+from tests.kits.cli import Run
+from tests.kits.judge import KEY, judging
+from tests.services.test_judge_audit import PAIRS, ROWS, audited, fair, gold_file, single
 from TrainingFactory.services.evaluation.evaluation import wilson
 from TrainingFactory.services.judge_audit.gold import load_gold
 from TrainingFactory.services.judge_audit.metrics import partial
-from TrainingFactory.services.judge_audit.page import audit_page
 from TrainingFactory.services.judge_audit.report import Audit, verdict_of
 
 pytestmark = pytest.mark.usefixtures("judge_key")
@@ -31,23 +30,46 @@ def test_few_items_are_too_few_to_say(tmp_path: Path):
     )
 
 
-@pytest.mark.parametrize(
-    ("agreed", "items", "words"),
-    [
-        (34, 34, "Good enough to train on"),
-        (35, 35, "Can be trusted"),
-        (18, 20, "Too few items to say"),
-        (90, 100, "Good enough to train on"),
-        (80, 100, "To be used with care"),
-        (6, 10, "Not to be trusted"),
-    ],
-)
-def test_the_verdict_goes_by_the_lower_end(agreed: int, items: int, words: str):
+def agreeing(agreed: int, items: int, **more: float) -> Audit:
+    """What an audit finds where half of the gold labels are yes."""
     low, high = wilson(agreed, items)
     share = agreed / items
-    found = Audit(judged=items, attacked=items, accuracy=share, accuracy_low=low, accuracy_high=high)
-    found.chance, found.kappa = 0.5, 2 * share - 1
-    assert verdict_of(found).startswith(f"{words}: "), verdict_of(found)
+    given = {"attacked": items, "accuracy": share, "accuracy_low": low, "accuracy_high": high, "chance": 0.5}
+    return Audit(judged=items, **given | {"kappa": 2 * share - 1} | more)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("found", "begins", "says"),
+    [
+        # the words go by the lower end
+        (agreeing(34, 34), "Good enough to train on: ", ""),
+        (agreeing(35, 35), "Can be trusted: ", "Nothing found against it"),
+        (agreeing(18, 20), "Too few items to say: ", ""),
+        (agreeing(90, 100), "Good enough to train on: ", ""),
+        (agreeing(80, 100), "To be used with care: ", ""),
+        (agreeing(6, 10), "Not to be trusted: ", ""),
+        # 1.64 * sqrt(2 * 0.24 / 40) = 0.18 may be noise
+        (agreeing(40, 40, injection_moved=0.5, noise_moved=0.4), "Can be trusted: ", "Nothing found against"),
+        (
+            agreeing(40, 40, injection_moved=0.6, noise_moved=0.4),
+            "Not safe to train on",
+            "full marks lifted 60% of the verdicts (40% rise when merely asked again)",
+        ),
+        (
+            agreeing(60, 60, pairs=20, pair_accuracy=0.3),
+            "To be used with care: ",
+            "it picks the better one in 30% of the pairs only",
+        ),
+        (agreeing(60, 60, pairs=20, pair_accuracy=0.9), "Can be trusted: ", "Nothing found against it"),
+        (agreeing(60, 60, length_bias=-0.97), "To be used with care: ", "shorter answers are overrated"),
+        (agreeing(60, 60, length_bias=0.4), "Can be trusted: ", "longer answers are overrated"),
+        (agreeing(4, 4, length_bias=-0.97), "Too few items", "Against it: its resistance"),  # may be chance
+        (agreeing(9, 9), "", "not measurable: 9 of the items"),
+        (agreeing(10, 10), "", "Against it: 10 items are few"),
+    ],
+)
+def test_the_verdict(found: Audit, begins: str, says: str):
+    assert verdict_of(found).startswith(begins) and says in verdict_of(found), verdict_of(found)
 
 
 def test_a_length_that_merely_goes_with_the_gold_is_no_bias():
@@ -61,17 +83,6 @@ def test_a_length_that_merely_goes_with_the_gold_is_no_bias():
     assert partial([], [], []) is None
 
 
-def test_a_strong_bias_is_in_the_verdict():
-    good = Audit(judged=60, attacked=60, accuracy=0.99, accuracy_low=0.95, accuracy_high=1.0)
-    good.chance, good.kappa = 0.5, 0.98
-    assert verdict_of(good).startswith("Can be trusted")
-    biased = verdict_of(replace(good, length_bias=-0.97))
-    assert biased.startswith("To be used with care") and "shorter answers are overrated" in biased
-    assert verdict_of(replace(good, length_bias=0.4)).startswith("Can be trusted")
-    assert "longer answers are overrated" in verdict_of(replace(good, length_bias=0.4))
-    assert "overrated" not in verdict_of(replace(good, judged=4, length_bias=-0.97))  # may be chance
-
-
 def test_gold_on_another_scale_is_told_before_anything_is_spent(tmp_path: Path):
     rows = [{"prompt": "x", "response": "y", "score": score} for score in (0.9, 0.8, 0.1, 0.2)]
     judge = single(base_url="http://127.0.0.1:9/v1", model="big")
@@ -83,82 +94,63 @@ def test_gold_on_another_scale_is_told_before_anything_is_spent(tmp_path: Path):
     assert len(load_gold(gold_file(tmp_path / "gold.jsonl", [*rows, label]), judge)) == 5
 
 
-def test_why_there_are_no_verdicts(tmp_path: Path):
-    found = audited(tmp_path, lambda prompt, number: "I like it" if number % 4 else 403, ROWS)
-    assert found.failures.keys() == {"unreadable", "error"}
-    for text in (verdict_of(found), audit_page(found, "it")):
-        assert "mostly: the judge" in text and "I like it" in text
+def test_the_command(tfactory: Run):
+    gold_file(Path("gold.jsonl"), ROWS + PAIRS)
+    page = Path("pages/audit.html")
+    with judging(fair) as server:
+        Path("judge.yaml").write_text(
+            f"base_url: {server.url}\nmodel: <b>big</b>\nverdict_options: {{high: 10}}\n"
+        )
+        given = ["--gold", "gold.jsonl", "--judge", "judge.yaml", "--out", page]
+        given += ["budget.input_price=1", "retries=0"]
+        status, out, err = tfactory("judge", "audit", *given)
+        assert status == 0 and "kappa" in out and "To be used with care" in out and "cost per thousand" in out
+        assert "judgements: 34 of 34, 34 requests, 0 of them repeated" in err
+        metrics = json.loads(tfactory("judge", "audit", *given, "--json")[1])
+        assert metrics["kappa"] == 1 and metrics["verdict"].startswith("To be used with care")
+    html = page.read_text(encoding="utf-8")
+    # Of 10 items 6 are right and judged 0.9, 4 are wrong and judged 0.1: two dots in each picture.
+    assert html.count("<circle") == 4 and "gold 1, judge 0.9: 6<" in html and "gold 0, judge 0.1: 4<" in html
+    assert "&lt;b&gt;big" in html and "<b>big" not in html
+    assert "http" not in html.replace(server.url, "") and KEY not in html  # it needs nothing beside it
 
 
-def unused_port() -> int:
-    with socket.socket() as held:
+def test_a_failed_audit_says_why_and_keeps_the_page(tfactory: Run):
+    gold_file(Path("gold.jsonl"), ROWS)
+    with socket.socket() as held:  # nobody listens there
         held.bind(("127.0.0.1", 0))
-        return held.getsockname()[1]
-
-
-def test_a_failed_audit_says_why_and_keeps_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    gold, page = str(gold_file(tmp_path / "gold.jsonl", ROWS)), tmp_path / "audit.html"
-    port = unused_port()
-    address = f"base_url=http://127.0.0.1:{port}/v1"
-    given = ["--gold", gold, "--out", str(page), address, "model=big", "retries=0"]
-    assert command(*given) == 1
-    shown = capsys.readouterr()
-    assert f"127.0.0.1:{port} could not be reached" in " ".join(shown.out.split())
-    assert not page.exists() and "no page was written" in shown.err
-    page.write_text("the good one")
-    assert command(*given) == 1
-    assert page.read_text() == "the good one" and "earlier audit" in " ".join(capsys.readouterr().err.split())
-
-
-def test_the_page_is_checked_before_anything_is_spent(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    gold = str(gold_file(tmp_path / "gold.jsonl", ROWS))
-    with judging(fair) as server:
-        for out, text in ((tmp_path, "is a folder"), (tmp_path / "gold.jsonl" / "x.html", "cannot be made")):
-            assert command("--gold", gold, "--out", str(out), f"base_url={server.url}", "model=big") == 2
-            assert text in " ".join(capsys.readouterr().err.split())
-        assert not server.asked
-
-
-def test_a_folder_that_goes_meanwhile_is_made_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    gold, page = str(gold_file(tmp_path / "gold.jsonl", ROWS)), tmp_path / "pages" / "audit.html"
-
-    def gone(prompt: str, number: int) -> str:
-        with suppress(OSError):  # another request may have done it
-            page.parent.rmdir()
-        return fair(prompt, number)
-
-    with judging(gone) as server:
-        assert command("--gold", gold, "--out", str(page), f"base_url={server.url}", "model=big") == 0
-    assert "kappa" in capsys.readouterr().out and page.is_file()
-
-
-def test_an_audit_says_how_far_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    gold, page = str(gold_file(tmp_path / "gold.jsonl", ROWS[:1])), str(tmp_path / "audit.html")
-    with judging(fair) as server:
-        assert command("--gold", gold, "--out", page, f"base_url={server.url}", "model=big") == 0
-    told = capsys.readouterr().err
-    assert "judging: 3 judgements" in told
-    assert "judgements: 3 of 3, 3 requests, 0 of them repeated" in told
+        address = f"127.0.0.1:{held.getsockname()[1]}"
+        given = ["--gold", "gold.jsonl", "--out", "audit.html", f"base_url=http://{address}/v1", "model=big"]
+        status, out, err = tfactory("judge", "audit", *given, "retries=0")
+        assert status == 1 and f"{address} could not be reached" in " ".join(out.split())
+        assert not Path("audit.html").exists() and "no page was written" in err
+        Path("audit.html").write_text("the good one")
+        status, _, err = tfactory("judge", "audit", *given, "retries=0")
+    assert status == 1 and "earlier audit" in " ".join(err.split())
+    assert Path("audit.html").read_text() == "the good one"
 
 
 @pytest.mark.parametrize(
     ("options", "says"),
     [
+        (["base_url="], "base_url"),
+        (["modl=big"], "modl is no option of a model judge; did you mean model?"),
+        (["template={anser}"], "unknown field anser; did you mean answer?"),
+        (["verdict=ranking"], "needs score, yes_no or json"),
+        (["model"], "not key=value"),
+        (["model.name=1"], "not key=value"),
+        (["samples=[1"], "samples is not YAML"),
         (["budget=3"], "budget must be a valid dictionary or an instance of Budget (got 3)"),
         (["api_key_env=NOT_SET_KEY"], "the environment variable NOT_SET_KEY"),
-        (["cache=nowhere/x.sqlite"], "there is no folder nowhere"),
+        (["--out", "."], "is a folder"),
+        (["--out", "gold.jsonl/x.html"], "gold.jsonl"),
     ],
 )
-def test_mistakes_are_told_before_anything_is_asked(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    options: list[str],
-    says: str,
-):
-    monkeypatch.chdir(tmp_path)
-    gold = str(gold_file(tmp_path / "gold.jsonl", ROWS))
+def test_mistakes_are_told_before_anything_is_asked(tfactory: Run, options: list[str], says: str):
+    gold_file(Path("gold.jsonl"), ROWS)
     with judging(fair) as server:
-        assert command("--gold", gold, f"base_url={server.url}", "model=big", *options) == 2
+        given = ["--gold", "gold.jsonl", f"base_url={server.url}", "model=big", *options]
+        status, _, err = tfactory("judge", "audit", *given)
         assert not server.asked
-    assert says in " ".join(capsys.readouterr().err.split())
+    told = " ".join(err.split())
+    assert status and says in told and "Traceback" not in told

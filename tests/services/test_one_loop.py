@@ -12,84 +12,66 @@ from typing import Any
 
 import pytest
 
-from tests.kits.run import Parity, Quiet, assert_same_run, go_on, small, train
+from tests.kits.run import Parity, Quiet, assert_same_run, brief, go_on
 from TrainingFactory.learning import policy
-from TrainingFactory.running import OneThread, run
+from TrainingFactory.running import run
 from TrainingFactory.services.build.training import Training
 from TrainingFactory.services.runs.folder import RunFolder
 from TrainingFactory.services.training.dataset import Objects
 from TrainingFactory.services.training.source import StepGroups, Stream
-from TrainingFactory.tools import tool
+from TrainingFactory.tools import AsyncToolExecutor, tool
+from TrainingFactory.types import ToolCall
 
 
-def training(folder: Path, name: str, watcher: Any = None, **objects: Any) -> Training:
-    given = Objects(**({"environment": Parity} | objects))
-    return Training(small(folder), name=name, objects=given, watcher=watcher or Quiet())
+def training(folder: Path, name: str, watcher: Any = None, steps: int = 4, **objects: Any) -> Training:
+    config, given = (
+        brief(folder, training={"max_steps": steps}),
+        Objects(**({"environment": Parity} | objects)),
+    )
+    return Training(config, name=name, objects=given, watcher=watcher or Quiet())
 
 
-def test_the_same_run_from_a_script_inside_a_loop_and_awaited(tmp_path: Path) -> None:
-    train(small(tmp_path), "script")
-
+def test_the_same_run_from_a_script_inside_a_loop_and_awaited(whole: Path, tmp_path: Path) -> None:
     async def inside() -> None:
         assert training(tmp_path, "inside").train().state == "finished"
         assert (await training(tmp_path, "awaited").train_async()).state == "finished"
 
     asyncio.run(inside())
-    assert_same_run(tmp_path / "script", tmp_path / "inside")
-    assert_same_run(tmp_path / "script", tmp_path / "awaited")
+    assert_same_run(whole, tmp_path / "inside")
+    assert_same_run(whole, tmp_path / "awaited")
 
 
 def test_the_loop_goes_on_while_a_step_is_slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Updates, checkpoints and files are made on threads, the policy's always on the same one."""
-    threads, update = set[str](), policy.train_step
+    """Updates, checkpoints and files are made on threads, the policy's always on the same one; a call that is under way
+    meanwhile is answered in time."""
+    threads, update, answered = set[str](), policy.train_step, list[str]()
 
     def slow(*given: Any) -> dict[str, float]:
         threads.add(threading.current_thread().name)
         time.sleep(0.3)
         return update(*given)
 
-    monkeypatch.setattr(policy, "train_step", slow)
-    ticks: list[float] = []
-
-    async def everything() -> None:
-        async def tick() -> None:
-            while True:
-                ticks.append(time.monotonic())
-                await asyncio.sleep(0.01)
-
-        ticking = asyncio.create_task(tick())
-        await training(tmp_path, "run").train_async()
-        ticking.cancel()
-
-    asyncio.run(everything())
-    assert threads == {"policy"}
-    # Six steps slept 0.3 s each; a loop that waited for them would have ticked a few times a step.
-    assert len(ticks) > 6 * 8
-
-
-def test_a_slow_step_lets_no_tool_time_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A call that is under way while weights are updated is answered in time: its clock is the loop's."""
-    answered: list[str] = []
-
     @tool(timeout=5.0)
-    async def slow_tool() -> str:
+    async def short() -> str:
         """Wait a little."""
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(0.01)
         return "done"
 
-    async def everything() -> None:
-        from TrainingFactory.tools import AsyncToolExecutor
-        from TrainingFactory.types import ToolCall
-
-        thread, executor = OneThread("policy"), AsyncToolExecutor([slow_tool])
-        busy = asyncio.create_task(thread.call(time.sleep, 0.5))
-        while not busy.done():
-            [result] = await executor.batch_execute([ToolCall("slow_tool")])
+    async def ask() -> None:
+        executor = AsyncToolExecutor([short])
+        while True:
+            [result] = await executor.batch_execute([ToolCall("short")])
             answered.append(result.content)
-        thread.close()
 
+    async def everything() -> None:
+        asking = asyncio.create_task(ask())
+        await training(tmp_path, "run", steps=2).train_async()
+        asking.cancel()
+
+    monkeypatch.setattr(policy, "train_step", slow)
     asyncio.run(everything())
-    assert len(answered) >= 3 and set(answered) == {"done"}
+    # Two steps slept 0.3 s each; a loop that waited for them would have come to a few calls a step.
+    assert threads == {"policy"} and len(answered) > 2 * 8 and set(answered) == {"done"}
 
 
 def test_a_reward_of_another_loop_is_told_how_to_go_on(tmp_path: Path) -> None:
@@ -104,53 +86,41 @@ def test_a_reward_of_another_loop_is_told_how_to_go_on(tmp_path: Path) -> None:
             return float(await theirs.wait())
 
         with pytest.raises(ValueError) as told:
-            training(tmp_path, "own", reward=reward).train()
+            training(tmp_path, "own", steps=1, reward=reward).train()
         theirs.set()
-        report = await training(tmp_path, "theirs", reward=reward).train_async()
+        report = await training(tmp_path, "theirs", steps=1, reward=reward).train_async()
         return str(told.value), report.state
 
     text, state = asyncio.run(notebook())
     assert "await trainer.train_async()" in text and state == "finished"
 
 
-def interrupting(at: int) -> tuple[Quiet, list[int]]:
-    """A watcher in whose step Ctrl-C comes, as the terminal or a notebook sends it."""
+class Interrupting(Quiet):
+    """A watcher in whose third step Ctrl-C comes to the main thread, as the terminal or a notebook sends it."""
 
-    class Interrupting(Quiet):
-        def step(self, step: int, total: int, metrics: dict[str, float]) -> None:
-            if step == at:
-                signal.raise_signal(signal.SIGINT)
-
-    return Interrupting(), []
+    def step(self, step: int, total: int, metrics: dict[str, float]) -> None:
+        main = threading.main_thread().ident
+        if step == 3 and main is not None:
+            signal.pthread_kill(main, signal.SIGINT)
 
 
 @pytest.mark.parametrize("inside", [False, True])
-def test_an_interrupt_stops_with_a_checkpoint(tmp_path: Path, inside: bool) -> None:
+def test_an_interrupt_stops_with_a_checkpoint(whole: Path, tmp_path: Path, inside: bool) -> None:
     """In a script the loop takes the signal; inside a running loop the waiting caller does."""
-    train(small(tmp_path), "whole")
-    watcher, _ = interrupting(3)
-    if inside:
 
-        async def notebook() -> Any:
-            caller = threading.main_thread().ident
-            assert caller is not None
-            watcher.step = lambda step, total, metrics: (  # type: ignore[method-assign]
-                signal.pthread_kill(caller, signal.SIGINT) if step == 3 else None
-            )
-            before = signal.signal(signal.SIGINT, signal.default_int_handler)  # as a kernel has it
-            try:
-                return training(tmp_path, "run", watcher).train()
-            finally:
-                signal.signal(signal.SIGINT, before)
+    async def notebook() -> Any:
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)  # as a kernel has it
+        try:
+            return training(tmp_path, "run", Interrupting()).train()
+        finally:
+            signal.signal(signal.SIGINT, before)
 
-        report = asyncio.run(notebook())
-    else:
-        report = training(tmp_path, "run", watcher).train()
+    report = asyncio.run(notebook()) if inside else training(tmp_path, "run", Interrupting()).train()
     folder = RunFolder(tmp_path / "run")
     assert report.state == "interrupted" and folder.checkpoints()[-1].name == f"step-{report.steps:06d}"
-    assert report.steps < 6 and folder.state == "interrupted"
+    assert report.steps in (3, 4) and folder.state == "interrupted"
     assert go_on(folder.path).state == "finished"
-    assert_same_run(tmp_path / "whole", folder.path)
+    assert_same_run(whole, folder.path)
 
 
 def test_run_gives_back_results_and_errors_wherever_it_is_called() -> None:

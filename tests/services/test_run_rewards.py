@@ -5,25 +5,21 @@ from __future__ import annotations
 import json
 import os
 import shlex
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.kits.cli import Run
 from tests.kits.judge import Said, judging
-from tests.kits.run import Parity, Quiet, go_on, small, train
-from TrainingFactory.cli import main
+from tests.kits.run import Quiet, go_on, small, train
 from TrainingFactory.cli.display import Display
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.services import GRPOTrainer
-from TrainingFactory.services.build.training import Training
 from TrainingFactory.services.runs.folder import RunFolder
 from TrainingFactory.services.runs.tracking import in_short
-from TrainingFactory.services.training.dataset import Objects
 
 ROOT = Path(__file__).resolve().parents[2]
-Run = Callable[..., tuple[int, str, str]]
 SMALL = """
 environment: mine.py
 training: {max_steps: 2, batch_size: 2, group_size: 2, learning_rate: 1e-3}
@@ -57,17 +53,15 @@ def by(function: str, *more: str) -> list[str]:
 
 
 @pytest.fixture
-def tfactory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    monkeypatch.chdir(tmp_path)
+def tfactory(tfactory: Run) -> Run:
+    """Runs a command in a folder with a config, an environment and rewards; what it says on stderr is on one line."""
     Path("small.yaml").write_text(SMALL)
     Path("mine.py").write_text(ENVIRONMENT)
     Path("rewards.py").write_text(REWARDS)
 
     def run(*arguments: str) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as ended:
-            main(arguments)
-        out, err = capsys.readouterr()
-        return int(ended.value.code or 0), out, " ".join(err.split())
+        status, out, err = tfactory(*arguments)
+        return status, out, " ".join(err.split())
 
     return run
 
@@ -107,10 +101,6 @@ def test_what_compares_does_not_measure(tfactory: Run) -> None:
     found, err = evaluated(tfactory, "a")
     assert found["success"] == 1.0 and found["scored_by"] == "the environment's own reward"
     assert "evaluation goes by the environment's own reward" in err
-    parts = "{rank: {type: function, options: {function: 'rewards.py:best'}}, low: {type: function, options: "
-    parts += "{function: 'rewards.py:never'}}}"
-    found, err = evaluated(tfactory, "a", f"reward.parts={parts}")
-    assert found["success"] == 0.0 and found["scored_by"] == "the parts low" in err
 
 
 def test_a_reward_that_was_an_object_cannot_be_restored(tfactory: Run, tmp_path: Path) -> None:
@@ -126,9 +116,8 @@ def test_an_evaluation_without_a_figure_is_a_failure(tfactory: Run) -> None:
     assert status == 1 and "no episode could be scored; mostly: " in err and "machine is away" in err
 
 
-@pytest.mark.parametrize("steps", [1, 2])
-def test_a_short_run_of_which_nothing_was_scored(tfactory: Run, steps: int) -> None:
-    arguments = by("broken", f"max_steps={steps}", "training.eval_every=1")
+def test_a_short_run_of_which_nothing_was_scored(tfactory: Run) -> None:
+    arguments = by("broken", "max_steps=2", "training.eval_every=1")
     status, _, err = tfactory("train", "small.yaml", "--name", "a", *arguments)
     assert status == 2 and "finished" not in err
     told = err.partition("error: ")[2]
@@ -140,17 +129,7 @@ def test_a_short_run_of_which_nothing_was_scored(tfactory: Run, steps: int) -> N
     Path("rewards.py").write_text(REWARDS.replace("raise RuntimeError", "return len"))
     status, _, err = tfactory("runs", "resume", "a")
     assert status == 0 and "finished" in err and "rewards.py has changed since run a was started" in err
-    assert [row["episodes/unscored"] for row in run.metrics() if row["step"]] == [0] * steps
-
-
-def test_a_run_that_has_learned_something_ends_as_usual(tmp_path: Path) -> None:
-    def reward(episode: Any) -> float:
-        if not episode.trajectory.group.startswith("0/"):
-            raise RuntimeError("away")
-        return episode.environment.reward(episode)
-
-    config = small(tmp_path, training={"max_steps": 2})
-    assert train(config, "a", environment=Parity, reward=reward).state == "finished"
+    assert [row["episodes/unscored"] for row in run.metrics() if row["step"]] == [0, 0]
 
 
 def test_files_are_found_beside_the_config(tfactory: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,11 +208,11 @@ def test_what_judges_are_asked_adds_up_over_a_resume(tmp_path: Path) -> None:
     with judging(lambda prompt, number: f"Score: {number % 5 + 1}") as judge:
         options = {"base_url": judge.url, "api_key_env": None, "judge_unfinished": True}
         section = {"type": "model_judge", "model": "m", "options": options}
-        config = small(tmp_path, training={"max_steps": 4, "batch_size": 1}, reward=section)
+        config = small(tmp_path, training={"max_steps": 3, "batch_size": 1}, reward=section)
         with pytest.raises(RuntimeError, match="broken off"):
             train(config, "a", Quiet(fail_at=2))
         go_on(tmp_path / "a")
-    assert [row["judge/requests"] for row in RunFolder(tmp_path / "a").metrics()] == [4] * 4
+    assert [row["judge/requests"] for row in RunFolder(tmp_path / "a").metrics()] == [4] * 3
 
 
 def test_unscored_episodes_are_seen(capsys: pytest.CaptureFixture[str]) -> None:
@@ -250,7 +229,7 @@ def test_unscored_episodes_are_seen(capsys: pytest.CaptureFixture[str]) -> None:
     with Display(console=console) as display:
         display.phase("generate")
         display.step(1, 4, metrics)
-    assert "3 could not be scored" in console.export_text()
+    assert "3 of 8 unscored" in console.export_text()
 
 
 def test_hints_work_as_printed(tfactory: Run) -> None:
@@ -264,13 +243,6 @@ def test_hints_work_as_printed(tfactory: Run) -> None:
         status, out, err = tfactory(*arguments)
         assert program == "tfactory" and status == 0, err
     assert "success" in out
-
-
-def test_how_far_a_killed_run_was_to_go(tmp_path: Path) -> None:
-    training = Training(small(tmp_path), name="a", objects=Objects(environment=Parity), watcher=Quiet())
-    training.run.unlock()
-    run = RunFolder(tmp_path / "a")
-    assert (run.state, run.status.step, run.status.steps) == ("killed", 0, 6)
 
 
 def test_the_help_says_what_may_be_edited(tfactory: Run) -> None:

@@ -4,31 +4,24 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from tests.kits.run import Parity, Quiet, assert_same_run, go_on, rows, small, train
+from tests.kits.run import Parity, Quiet, assert_same_run, brief, go_on, rows, small, train
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.data.trajectories import load_trajectories
-from TrainingFactory.models import chat_format, load_model
-from TrainingFactory.services import GRPOTrainer, SFTTrainer
+from TrainingFactory.services import GRPOTrainer
 from TrainingFactory.services.build.rewards import reward_model_folder
 from TrainingFactory.services.build.training import Training, resume
 from TrainingFactory.services.evaluation.evaluation import reward_of, wilson
 from TrainingFactory.services.runs import tracking
 from TrainingFactory.services.runs.folder import RunFolder, list_runs
-from TrainingFactory.services.training.dataset import Objects, read_examples
+from TrainingFactory.services.training.dataset import Objects
 from TrainingFactory.services.training.order import Order
-from TrainingFactory.services.training.preflight import check
-from TrainingFactory.services.training.tokenized import TokenizedDataset
-from TrainingFactory.tools import tool
-from TrainingFactory.types import Task
 
 CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello Oslo"}]
 
@@ -72,18 +65,25 @@ def test_every_task_once_an_epoch() -> None:
     assert [as_they_are.batch(step) for step in (0, 2, 3)] == [[0, 1, 2, 3], [8, 9], [0, 1, 2, 3]]
 
 
-def test_a_run_that_exists_is_left_alone(tmp_path: Path) -> None:
-    train(small(tmp_path, training={"max_steps": 1}), "a")
-    before = sorted((path, path.stat().st_mtime_ns) for path in (tmp_path / "a").rglob("*"))
-    with pytest.raises(ValueError, match=r"run a exists already.*tfactory runs resume"):
-        train(small(tmp_path), "a")
-    assert sorted((path, path.stat().st_mtime_ns) for path in (tmp_path / "a").rglob("*")) == before
+def test_a_run_that_exists_is_left_alone(whole: Path) -> None:
+    before = sorted((path, path.stat().st_mtime_ns) for path in whole.rglob("*"))
+    with pytest.raises(ValueError, match=r"run whole exists already.*tfactory runs resume"):
+        train(small(whole.parent), "whole")
+    assert sorted((path, path.stat().st_mtime_ns) for path in whole.rglob("*")) == before
 
 
 @pytest.mark.parametrize("name", ["", ".", "../x", "a/b", " "])
 def test_names_that_are_none(tmp_path: Path, name: str) -> None:
     with pytest.raises(ValueError, match="cannot name a run"):
         RunFolder.create(small(tmp_path), name, {})
+
+
+def test_old_checkpoints_make_room(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path)
+    for step in range(1, 8):
+        run.checkpoint_folder(step).mkdir(parents=True)
+    run.prune(last=2, every=3)
+    assert [path.name[-1] for path in run.checkpoints()] == ["3", "6", "7"]
 
 
 def test_a_file_in_the_way(tmp_path: Path) -> None:
@@ -93,12 +93,13 @@ def test_a_file_in_the_way(tmp_path: Path) -> None:
 
 
 def test_one_process_writes_a_run(tmp_path: Path) -> None:
-    first = Training(small(tmp_path), name="a", objects=Objects(environment=Parity), watcher=Quiet())
+    first = Training(brief(tmp_path), name="a", objects=Objects(environment=Parity), watcher=Quiet())
     assert RunFolder(tmp_path / "a").state == "running"
     with pytest.raises(ValueError, match="another process"):
         go_on(tmp_path / "a")
     first.run.unlock()
-    assert RunFolder(tmp_path / "a").state == "killed"
+    run = RunFolder(tmp_path / "a")
+    assert (run.state, run.status.step, run.status.steps) == ("killed", 0, 4)
     assert go_on(tmp_path / "a").state == "finished"
 
 
@@ -114,10 +115,6 @@ def test_a_run_that_cannot_start_leaves_nothing(tmp_path: Path) -> None:
         ({"training": {"group_size": 1}}, "training.group_size is 1.*needs 2 or more"),
         ({"training": {"algorithm": "dpo"}}, "dpo learns from rows that exist: data.dataset=FILE"),
         ({"training": {"minibatches": 2}}, "training.minibatches is 2, which does not divide.* 3"),
-        (
-            {"training": {"algorithm": "sft", "minibatches": 2}},
-            "training.minibatches is 2, which does not divide",
-        ),
         ({"training": {"algorithm": "kto", "batch_size": 1}}, "training.batch_size is 1, but kto"),
         (
             {"training": {"algorithm": "kto", "batch_size": 4, "minibatches": 4}},
@@ -127,18 +124,22 @@ def test_a_run_that_cannot_start_leaves_nothing(tmp_path: Path) -> None:
             {"training": {"algorithm": "ppo", "max_steps": None}, "ppo": {"critic_warmup": 3}},
             "ppo.critic_warmup is 3 of 3 steps in all epochs",
         ),
-        ({"model": {"adapter": "x"}, "lora": {"r": 4}}, "lora.r is 4, and the adapter in x has its own"),
         ({"sampling": {"temperature": 0.0}}, "sampling.temperature is 0"),
         ({"sampling": {"top_p": 0.9}}, "for evaluation"),
         ({"sampling": {"top_k": 5}}, "for evaluation"),
         ({"sampling": {"min_p": 0.1}}, "for evaluation"),
         ({"logging": {"trackers": ["wandb"]}}, r"pip install 'training-factory\[wandb\]'"),
         ({"data": {"demonstrations": "x.jsonl"}}, "data.dataset is for sft"),
-        (
-            {"training": {"algorithm": "sft"}, "data": {"demonstrations": "x.jsonl"}},
-            "no file of data",
-        ),
+        ({"training": {"algorithm": "sft"}, "data": {"demonstrations": "x.jsonl"}}, "no file of data"),
         ({"data": {"tasks": "x.jsonl"}}, "no file of tasks"),
+        (
+            {"grpo": {"overlong_length": 8, "overlong_buffer": 9}},
+            r"grpo\.overlong_buffer is 9; .*length \(8\)",
+        ),
+        (
+            {"grpo": {"advantage": "reinforce++", "scale_rewards": True}},
+            r"grpo\.scale_rewards is true; .*false",
+        ),
     ],
 )
 def test_what_a_run_cannot_do_is_said_first(
@@ -150,47 +151,22 @@ def test_what_a_run_cannot_do_is_said_first(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_options_of_lora_fit_the_adapter_that_is_loaded(tmp_path: Path) -> None:
-    about = {"r": 4, "lora_alpha": 8, "use_dora": False, "target_modules": ["q_proj", "v_proj"]}
-    (tmp_path / "adapter_config.json").write_text(json.dumps(about))
-
-    def made(**lora: Any) -> TrainingConfig:
-        return small(tmp_path, model={"adapter": str(tmp_path)}, lora={"enabled": True, **lora})
-
-    check(made(), recorded=False)
-    check(made(r=4, alpha=8, target_modules=["v_proj", "q_proj"]), recorded=False)
-    with pytest.raises(
-        ValueError, match=r"lora.r is 8, and the adapter in .* was made with 4: .*leave lora.r"
-    ):
-        check(made(r=8), recorded=False)
-    with pytest.raises(ValueError, match=r"lora.dora is True, and the adapter in .* was made with False"):
-        check(made(dora=True), recorded=False)
-
-
-def test_a_run_goes_on_with_the_same_rows_only(tmp_path: Path) -> None:
-    path, lines = tmp_path / "d.jsonl", [json.dumps({"messages": CHAT, "n": n}) for n in range(4)]
+@pytest.mark.parametrize("key", ["dataset", "tasks"])
+def test_a_run_goes_on_with_the_same_data_only(tmp_path: Path, key: str) -> None:
+    rows = key == "dataset"
+    made = [{"messages": CHAT, "n": n} if rows else {"prompt": f"{n}+1?", "answer": "Oslo"} for n in range(4)]
+    path, lines = tmp_path / "d.jsonl", [json.dumps(row) for row in made]
     path.write_text("\n".join(lines))
-    config = small(tmp_path, training={"algorithm": "sft"}, data={"dataset": str(path)})
-    with pytest.raises(RuntimeError):
-        Training(config, name="a", watcher=Quiet(fail_at=3)).train()
-    path.write_text("\n".join([*lines[:3], lines[3].replace("Oslo", "Lima")]))
-    with pytest.raises(ValueError, match=r"the 4 tasks or rows that run a was started with have changed"):
-        resume("a", tmp_path)
-    path.write_text("\n".join(lines[:3]))
-    with pytest.raises(ValueError, match=r"the 4 tasks or rows that run a .* now there are 3"):
-        resume("a", tmp_path)
-    path.write_text("\n".join(lines))
-    assert resume("a", tmp_path, Quiet()).train().state == "finished"
-
-
-def test_a_run_goes_on_with_the_same_tasks_only(tmp_path: Path) -> None:
-    path, lines = tmp_path / "t.jsonl", [json.dumps({"prompt": f"{n}+1?", "answer": n + 1}) for n in range(3)]
-    path.write_text("\n".join(lines))
-    config = small(tmp_path, environment={"environment_id": "calculator"}, data={"tasks": str(path)})
-    Training(config, name="a", watcher=Quiet()).run.unlock()
-    path.write_text("\n".join([*lines[:2], lines[2].replace("3", "4")]))
-    with pytest.raises(ValueError, match="have changed since then"):
-        resume("a", tmp_path)
+    sections = (
+        {"training": {"algorithm": "sft"}} if rows else {"environment": {"environment_id": "calculator"}}
+    )
+    Training(small(tmp_path, data={key: str(path)}, **sections), name="a", watcher=Quiet()).run.unlock()
+    for changed, count in ([*lines[:3], lines[3].replace("Oslo", "Lima")], 4), (lines[:3], 3):
+        path.write_text("\n".join(changed))
+        with pytest.raises(
+            ValueError, match=rf"the 4 tasks or rows that run a was .* changed .* are {count}"
+        ):
+            resume("a", tmp_path)
     path.write_text("\n".join(lines))
     resume("a", tmp_path).run.unlock()
 
@@ -221,66 +197,29 @@ def test_a_run_goes_on_with_the_reward_model_it_started_with(tmp_path: Path) -> 
         Training(run.config, run=run, objects=Objects(environment=Parity), watcher=Quiet())
 
 
-@pytest.mark.parametrize("rate", [0, 0.0, -1e-6])
-def test_learning_rates_that_are_none(rate: float) -> None:
-    with pytest.raises(ValueError, match=r"training.learning_rate: must be greater than 0"):
-        TrainingConfig(learning_rate=rate)
-
-
-def test_rewards_that_fail_are_counted(tmp_path: Path) -> None:
-    def reward(episode: Any) -> float:
-        number = sum(episode.trajectory.turns[0].completion.token_ids)
-        if number % 4 == 0:
-            raise RuntimeError("no idea")
-        return float("nan") if number % 4 == 1 else float(number % 3)
-
-    train(small(tmp_path), "a", environment=Parity, reward=reward)
-    saved = list(load_trajectories(tmp_path / "a" / "trajectories.jsonl"))
-    assert any("no idea" in (t.error or "") for t in saved) and any(
-        "finite" in (t.error or "") for t in saved
-    )
-    unscored = [row["episodes/unscored"] for row in RunFolder(tmp_path / "a").metrics()]
-    assert sum(unscored) == sum(t.reward is None for t in saved) > 0
-
-
-def test_a_run_without_any_score_stops_and_can_go_on(tmp_path: Path) -> None:
+def test_a_run_without_any_score_stops_and_can_go_on(whole: Path, tmp_path: Path) -> None:
     def reward(episode: Any) -> float:
         if not episode.trajectory.group.startswith("0/"):
             raise RuntimeError("the judge is down")
         return episode.environment.reward(episode)
 
-    train(small(tmp_path), "whole")
     watcher = Quiet()
     with pytest.raises(ValueError, match=r"stopped after 3 steps.*the judge is down.*tfactory runs resume"):
-        train(small(tmp_path), "a", watcher, environment=Parity, reward=reward)
+        train(brief(tmp_path), "a", watcher, environment=Parity, reward=reward)
     assert sum("WARNING" in text and "none of" in text for text in watcher.said) == 3
     run = RunFolder(tmp_path / "a")
     assert run.state == "failed" and [path.name for path in run.checkpoints()] == ["step-000001"]
     assert go_on(run.path).state == "finished"
-    assert_same_run(tmp_path / "whole", run.path)
+    assert_same_run(whole, run.path)
 
 
-def test_equal_groups_leave_the_weights_alone(tmp_path: Path) -> None:
-    watcher = Quiet()
-    report = train(small(tmp_path), "a", watcher, environment=Parity, reward=lambda episode: 1.0)
-    assert [row["rows"] for row in report.rows] == [0] * 6 and report.state == "finished"
-    # Versions count training steps, also those that change no weight.
-    versions = {
-        (trajectory.group.partition("/")[0], turn.completion.policy_version)
-        for trajectory in load_trajectories(tmp_path / "a" / "trajectories.jsonl")
-        for turn in trajectory.turns
-    }
-    assert versions == {(str(step), step) for step in range(6)}
-
-
-def test_a_full_disk_while_appending(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    train(small(tmp_path), "whole")
+def test_a_full_disk_while_appending(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     append = RunFolder.append
 
     def full(self: RunFolder, name: str, row: dict[str, Any]) -> None:
-        if row["step"] == 4:
+        if row["step"] == 3:
             with (self.path / name).open("a") as file:
-                file.write('{"step": 4, "half of a li')
+                file.write('{"step": 3, "half of a li')
             raise OSError(28, "No space left on device")
         append(self, name, row)
 
@@ -289,37 +228,10 @@ def test_a_full_disk_while_appending(tmp_path: Path, monkeypatch: pytest.MonkeyP
         with pytest.raises(
             OSError, match=r"No space left on device; when that is mended.*tfactory runs resume"
         ):
-            train(small(tmp_path), "a")
+            train(brief(tmp_path), "a")
     assert RunFolder(tmp_path / "a").state == "failed"
     go_on(tmp_path / "a")
-    assert_same_run(tmp_path / "whole", tmp_path / "a")
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a small disk")
-def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    if subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=12m", "tmpfs", disk], capture_output=True
-    ).returncode:
-        pytest.skip("no disk can be mounted here")
-    try:
-        with pytest.raises(OSError, match=r"(?s)checkpoint .* could not be written.*tfactory runs resume"):
-            train(small(disk, training={"max_steps": 8}, logging={"keep_checkpoints": 5}), "a")
-        assert len(RunFolder(disk / "a").checkpoints()) in (1, 2)
-        subprocess.run(["mount", "-o", "remount,size=100m", disk], check=True)
-        assert go_on(disk / "a").state == "finished"
-        train(small(tmp_path, training={"max_steps": 8}, logging={"keep_checkpoints": 5}), "whole")
-        assert_same_run(tmp_path / "whole", disk / "a")
-    finally:
-        subprocess.run(["umount", "--lazy", disk], check=True)  # files of the run may still be held
-
-
-def test_old_checkpoints_make_room(tmp_path: Path) -> None:
-    keep = {"checkpoint_every": 1, "keep_checkpoints": 2, "keep_every": 3}
-    train(small(tmp_path, training={"max_steps": 7}, logging=keep), "a")
-    kept = [path.name[-1] for path in RunFolder(tmp_path / "a").checkpoints()]
-    assert kept == ["3", "6", "7"]
+    assert_same_run(whole, tmp_path / "a")
 
 
 class Recorder:
@@ -367,83 +279,16 @@ def test_sft_from_conversations_and_trajectories(tmp_path: Path) -> None:
     )
     report = Training(config, name="a", watcher=Quiet()).train()
     assert report.rows[-1]["loss"] < report.rows[0]["loss"] - 1
-    from TrainingFactory.models.tiny import tiny_tokenizer  # the literal tag became the real token
-
-    loaded = load_model("builtin:tiny", device="cpu")
-    examples = read_examples(config, str(path))
-    dataset = TokenizedDataset(examples, chat_format(loaded.tokenizer, stop_ids=loaded.stop_ids), 1000)
-    group = next(g for n in range(len(dataset)) if len((g := dataset.group(n))[0].turns) == 2)
-    vocabulary = tiny_tokenizer().get_vocab()
-    assert vocabulary["<tool_call>"] in group[0].turns[0].completion.token_ids
-    assert group[0].turns[0].message.tool_calls[0].arguments == {"x": 1}
 
 
-@pytest.mark.parametrize(
-    ("line", "expected"),
-    [
-        ('{"text": "x"}', 'line 1 has not what sft needs: "messages".*its keys are: text'),
-        ("{", "line 1 is not valid JSON"),
-        ("[]", "must be an object"),
-        ('{"messages": []}', "empty"),
-        ('{"messages": [{"role": "user", "content": "x"}]}', "no message of the assistant"),
-        ('{"messages": [{"role": "assistant", "content": "x"}]}', "begins with the assistant"),
-        ('{"messages": [{"role": "wizard", "content": "x"}]}', "wizard"),
-        ('{"task": {}, "turns": []}', "is not a trajectory"),
-        ("", "is empty"),
-    ],
-)
-def test_datasets_that_are_none(tmp_path: Path, line: str, expected: str) -> None:
-    path = tmp_path / "d.jsonl"
-    path.write_text(line)
-    with pytest.raises(ValueError, match=expected):
-        SFTTrainer(dataset=path, output_dir=str(tmp_path), watcher=Quiet()).train()
-    assert [found.name for found in tmp_path.iterdir()] == ["d.jsonl"]
-    with pytest.raises(ValueError, match=r"row 0 of the dataset has not what sft needs.*its keys are: text"):
-        SFTTrainer(dataset=[{"text": "x"}])
-
-
-def test_trainers_take_objects(tmp_path: Path) -> None:
-    @tool
-    def double(number: int) -> str:
-        """Twice a number."""
-        return str(2 * number)
-
-    trainer = GRPOTrainer(
-        "builtin:tiny",
-        tools=[double],
-        tasks=[Task(str(n), f"What is {n}+{n}?", str(2 * n)) for n in range(4)],
-        reward_function=lambda episode: float(len(episode.trajectory.turns[0].completion.token_ids) % 2),
-        config=small(tmp_path, training={"max_steps": 2}),
-        batch_size=2,
-        name="a",
-        watcher=Quiet(),
-    )
-    assert (trainer.config.training.batch_size, trainer.config.training.group_size) == (2, 4)
-    assert trainer.train().state == "finished"
-    saved = next(load_trajectories(tmp_path / "a" / "trajectories.jsonl"))
-    assert [spec.name for spec in saved.tools] == ["double"]
-    with pytest.raises(ValueError, match=r"tool len: .* cannot be shown to a model"):
-        GRPOTrainer(tools=[len], tasks=[])
-    watcher = Quiet()
-    seed_form = {"environment_id": "calculator", "async_execution": True}
-    GRPOTrainer(
-        "tiny", seed_form, reward_function="rule_based", async_rollout=True, name="b", watcher=watcher,
-        config=small(tmp_path, training={"max_steps": 1}),
-    ).train()  # fmt: skip
-    assert any("optimization.async_rollout" in text for text in watcher.said)
-    assert not any("reward" in text for text in watcher.said)
-
-
-def test_a_run_from_python_goes_on_in_python(tmp_path: Path) -> None:
-    config = small(tmp_path)
-    options: dict[str, Any] = {"environment": Parity, "config": config, "name": "a"}
-    train(config, "whole")
+def test_a_run_from_python_goes_on_in_python(whole: Path, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"environment": Parity, "config": brief(tmp_path), "name": "a"}
     with pytest.raises(RuntimeError):
         GRPOTrainer(**options, watcher=Quiet(fail_at=3)).train()
     with pytest.raises(ValueError, match=r"started from Python with its own environment.*resume=True"):
         resume("a", tmp_path)
     assert GRPOTrainer(**options, resume=True, watcher=Quiet()).train().state == "finished"
-    assert_same_run(tmp_path / "whole", tmp_path / "a")
+    assert_same_run(whole, tmp_path / "a")
 
 
 def test_the_interval_of_a_share() -> None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import re
+import runpy
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from xml.etree import ElementTree
@@ -89,6 +88,14 @@ def test_the_figures_are_those_of_training(runs: Path, episodes: Run) -> None:
     assert compared >= 3
 
 
+def made(folder: Path, *trajectories: Trajectory) -> RunFolder:
+    run = RunFolder.create(small(folder), "made", {})
+    run.append_trajectories(trajectories)
+    run.append("consumed.jsonl", {"step": 1, "epoch": 0, "tasks": ["t"]})
+    run.unlock()
+    return run
+
+
 def test_turns_that_were_paid_differently(episodes: Run, tmp_path: Path) -> None:
     def member(number: int, outcome: float, steps: list[float]) -> Trajectory:
         first = Turn([5, 6], Completion([7, 8], [-1.0, -1.0], "stop"), Message("assistant", "a"))
@@ -96,10 +103,7 @@ def test_turns_that_were_paid_differently(episodes: Run, tmp_path: Path) -> None
         reward = Reward(outcome, steps)
         return Trajectory(Task("t", "?"), "0/t", number, turns=[first, last], reward=reward)
 
-    run = RunFolder.create(small(tmp_path), "made", {})
-    run.append_trajectories([member(0, 1.0, [0.5, 0.0]), member(1, 0.0, [-0.5, 0.5])])
-    run.append("consumed.jsonl", {"step": 1, "epoch": 0, "tasks": ["t"]})
-    run.unlock()
+    run = made(tmp_path, member(0, 1.0, [0.5, 0.0]), member(1, 0.0, [-0.5, 0.5]))
     # 1.5 and 0 from the first turn on, 1 and 0.5 from the second on
     assert shown(episodes("made", where=tmp_path)[1]) == [(0, 0.75), (0, 0.25), (1, -0.75), (1, -0.25)]
     text = (run.path / "config.yaml").read_text()
@@ -114,17 +118,14 @@ def test_a_task_without_a_scored_episode(episodes: Run, tmp_path: Path) -> None:
         Trajectory(Task("t", "?"), "0/t", number, turns=[turn], error=f"scoring failed: reason {number}")
         for number in range(2)
     ]
-    run = RunFolder.create(small(tmp_path), "lost", {})
-    run.append_trajectories(lost)
-    run.append("consumed.jsonl", {"step": 1, "epoch": 0, "tasks": ["t"]})
-    run.unlock()
+    made(tmp_path, *lost)
     for asked in (("--best", "1"), ("--worst", "1"), ("--best", "1", "--worst", "2")):
-        status, out, err = episodes("lost", *asked, where=tmp_path)
+        status, out, err = episodes("made", *asked, where=tmp_path)
         assert status == 0, err
         assert "reason 0" in out and "reason 1" in out
         assert "1 of 1 tasks have no scored episode" in " ".join(err.split())
         page = tmp_path / "paid.html"
-        assert episodes("lost", *asked, "--html", str(page), where=tmp_path)[0] == 0
+        assert episodes("made", *asked, "--html", str(page), where=tmp_path)[0] == 0
         text = page.read_text(encoding="utf-8")
         assert "reason 0" in text and "reason 1" in text and "no scored episode" in text
 
@@ -176,8 +177,8 @@ def test_a_run_that_is_being_written_or_lost_its_checkpoints(
     assert episodes("a", where=tmp_path)[1] == before
     text = (copy / "config.yaml").read_text()
     (copy / "config.yaml").write_text(text.replace("name: builtin:tiny", "name: ./gone"))
-    status, out, err = episodes("a", where=tmp_path)
-    assert status == 0 and shown(out) == shown(before) and "without a tokenizer" in err and "./gone" in err
+    status, _, err = episodes("a", where=tmp_path)
+    assert status == 2 and "./gone" in err
 
 
 @pytest.mark.parametrize(
@@ -220,15 +221,13 @@ def test_runs_without_episodes(episodes: Run, tmp_path: Path) -> None:
         assert status == 2 and says in err and len(err.splitlines()) == 1
 
 
-def test_the_example_prints_what_the_page_on_rewards_shows():
-    told = subprocess.run(
-        [sys.executable, "examples/turn_rewards.py"],
-        cwd=ROOT,
-        env=os.environ | {"COLUMNS": "118", "PYTHONPATH": str(ROOT), "NO_COLOR": "1"},
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
+def test_the_example_prints_what_the_page_on_rewards_shows(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "118")
+    monkeypatch.setattr(sys, "argv", ["turn_rewards.py"])
+    runpy.run_path(str(ROOT / "examples" / "turn_rewards.py"), run_name="__main__")
+    told = capsys.readouterr().out
     page = (ROOT / "docs" / "REWARDS.md").read_text(encoding="utf-8")
     [shown] = re.findall(r"```\n(system .*?)```", page, re.DOTALL)
     assert shown in "\n".join(line.rstrip() for line in told.splitlines())

@@ -1,39 +1,23 @@
-"""`tfactory serve` over real HTTP on loopback: the built-in model, and what clients get wrong."""
+"""`tfactory serve` with the built-in model, over real HTTP on loopback."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import random
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
 from tests.kits.engine import plain_logprobs
-from tests.kits.serve import (
-    CHAT,
-    HANG,
-    WEATHER,
-    events,
-    joined,
-    live,
-    post,
-    raw,
-    script,
-    tiny_chat,
-    until,
-    user,
-)
+from tests.kits.serve import CHAT, HANG, events, joined, live, post, raw, tiny_chat, until, user
 from TrainingFactory.config import load_config
-from TrainingFactory.http import api, listen
 from TrainingFactory.models import chat_format, load_model
 from TrainingFactory.sampling import NativeEngine
-from TrainingFactory.services.serving.server import ChatServer, make_server, served_sections
+from TrainingFactory.services.serving.server import ChatServer, make_server
 from TrainingFactory.services.serving.text import TurnReader
 from TrainingFactory.types import Message, SamplingParams
 
@@ -49,9 +33,6 @@ def tiny(served: ChatServer) -> Iterator[httpx.Client]:
         yield client
 
 
-# -- the built-in model
-
-
 def test_a_plain_answer(tiny: httpx.Client) -> None:
     answer = post(tiny, user(model="tiny", max_tokens=9, seed=3))
     [choice] = answer["choices"]
@@ -59,11 +40,7 @@ def test_a_plain_answer(tiny: httpx.Client) -> None:
     assert choice["message"]["role"] == "assistant" and choice["message"]["content"]
     assert choice["finish_reason"] == "length" and choice["logprobs"] is None
     prompt = tiny_chat().render([Message("user", "Where is the tower?")])
-    assert answer["usage"] == {
-        "prompt_tokens": len(prompt),
-        "completion_tokens": 9,
-        "total_tokens": len(prompt) + 9,
-    }
+    assert [answer["usage"][f"{name}_tokens"] - len(prompt) for name in ("prompt", "total")] == [0, 9]
     models = tiny.get("/v1/models").json()
     assert [row["id"] for row in models["data"]] == ["tiny"]
     assert tiny.get("/health").json() == {"status": "ok", "model": "tiny", "running": 0, "waiting": 0}
@@ -100,8 +77,8 @@ def test_logprobs_are_those_of_a_plain_forward(tiny: httpx.Client, temperature: 
 
 
 def test_a_stream_says_what_the_whole_answer_says(tiny: httpx.Client) -> None:
-    for seed in range(6):
-        body = user(max_tokens=60, seed=seed, n=2, logprobs=True)
+    for seed in range(3):
+        body = user(max_tokens=40, seed=seed, n=2, logprobs=True)
         answer = post(tiny, body)
         chunks = events(tiny, body | {"stream_options": {"include_usage": True}})
         assert len(chunks) > 10 and chunks[-1]["choices"] == [] and chunks[-1]["usage"] == answer["usage"]
@@ -137,7 +114,7 @@ def test_stop_strings_end_the_answer_before_them(tiny: httpx.Client) -> None:
 def test_sixteen_at_once_are_sampled_together_and_stay_themselves(
     served: ChatServer, tiny: httpx.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bodies = [user(f"Question {n}", max_tokens=24, seed=n) for n in range(16)]
+    bodies = [user(f"Question {n}", max_tokens=12, seed=n) for n in range(16)]
     alone = [post(tiny, body)["choices"][0]["message"] for body in bodies]
     engine = served._sampler
     assert isinstance(engine, NativeEngine)
@@ -146,11 +123,7 @@ def test_sixteen_at_once_are_sampled_together_and_stay_themselves(
     with ThreadPoolExecutor(16) as pool:
         answers = [pool.submit(post, tiny, body) for body in bodies]
         try:
-            until(
-                lambda: (
-                    tiny.get("/health").json() | {"running": 8, "waiting": 8} == tiny.get("/health").json()
-                )
-            )
+            until(lambda: tiny.get("/health").json().items() >= {"running": 8, "waiting": 8}.items())
         finally:
             go_on.set()
         together = [answer.result(HANG)["choices"][0]["message"] for answer in answers]
@@ -176,11 +149,9 @@ def test_a_client_that_hangs_up_frees_the_engine(
         assert begun.wait(HANG)
     until(lambda: tiny.get("/health").json()["running"] == 0)
     go_on.set()
-    until(lambda: engine.sessions == 0 and not engine._working)
-    assert engine.stats.forwards - before <= 2 and not engine._table.running.any()
+    until(lambda: engine.sessions == 0)
     post(tiny, user(max_tokens=2))
-    # A session that ends while the engine rests gives its slot back with the next request: this last one's.
-    assert sum(seat is not None for seat in engine._table.seats) <= 1
+    assert engine.stats.forwards - before <= 5  # of the 550 that were asked for
 
 
 def test_streams_of_a_deterministic_engine_are_exact() -> None:
@@ -210,9 +181,8 @@ def test_what_was_shown_of_a_turn_is_never_taken_back() -> None:
         "é",
         "你",
         "<tool_call>",
-        "word",
-        "<",
     ]
+    pieces += ["word", "<"]
     for _ in range(400):
         ids = raw("".join(rng.choices(pieces, k=rng.randrange(1, 14))))[:-1]
         stops = rng.sample(["stop", "op", "123", "2", "\n\n", "d<"], rng.randrange(3))
@@ -228,132 +198,3 @@ def test_what_was_shown_of_a_turn_is_never_taken_back() -> None:
                 shown = reader.so_far(so_far, stops, False)
                 assert whole.content.startswith(shown.content)
                 assert (whole.reasoning or "").startswith(shown.reasoning or "")
-
-
-# -- mistakes
-
-MESSAGE = {"role": "user", "content": "hi"}
-UNKNOWN = {"role": "tool", "content": "4", "tool_call_id": "c9"}
-MALFORMED = {"role": "assistant", "tool_calls": [{"id": "c1", "function": {"name": "f", "arguments": "{"}}]}
-IMAGE = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
-DEEP: dict[str, Any] = {}
-for _ in range(600):
-    DEEP = {"a": DEEP}
-WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"messages": []}, "messages"),
-    ({"messages": "hi"}, "messages"),
-    ({}, "messages"),
-    ({"messages": ["hi"]}, "messages[0]"),
-    ({"messages": [MESSAGE, {"role": "robot", "content": "x"}]}, "messages[1].role"),
-    ({"messages": [{"role": ["user"], "content": "x"}]}, "messages[0].role"),
-    ({"messages": [{"content": "x"}]}, "messages[0].role"),
-    ({"messages": [{"role": "user"}]}, "messages[0].content"),
-    ({"messages": [{"role": "user", "content": 4}]}, "messages[0].content"),
-    ({"messages": [IMAGE]}, "messages[0].content[0].type"),
-    ({"messages": [MESSAGE, UNKNOWN]}, "messages[1].tool_call_id"),
-    ({"messages": [MESSAGE, {"role": "tool", "content": "4"}]}, "messages[1].tool_call_id"),
-    ({"messages": [MESSAGE, MALFORMED]}, "messages[1].tool_calls[0].function.arguments"),
-    ({"messages": [MESSAGE | {"tool_calls": [{}]}]}, "messages[0].tool_calls[0].id"),
-    ({"messages": [{"role": "assistant", "tool_calls": 3}]}, "messages[0].tool_calls"),
-    (user("word " * 700), "messages"),
-    (user(model="gpt-9"), "model"),
-    (user(temperature=-0.1), "temperature"),
-    (user(temperature=1e-30), "temperature"),
-    (user(temperature="hot"), "temperature"),
-    (user(temperature=True), "temperature"),
-    (user(top_p=0), "top_p"),
-    (user(top_p=1.5), "top_p"),
-    (user(max_tokens=0), "max_tokens"),
-    (user(max_tokens=1.5), "max_tokens"),
-    (user(max_tokens=10**9), "max_tokens"),
-    (user(max_completion_tokens=10**30), "max_completion_tokens"),
-    (user(n=0), "n"),
-    (user(n=10**6), "n"),
-    (user(seed="x"), "seed"),
-    (user(seed=2**70), "seed"),
-    (user(stop=4), "stop"),
-    (user(stop=["a", ""]), "stop[1]"),
-    (user(stop=["x"] * 99), "stop"),
-    (user(logprobs=3), "logprobs"),
-    (user(logprobs=True, top_logprobs=5), "top_logprobs"),
-    (user(stream="yes"), "stream"),
-    (user(stream=True, stream_options={"other": True}), "stream_options.other"),
-    (user(tools={}), "tools"),
-    (user(tools=["f"]), "tools[0]"),
-    (user(tools=[WEATHER, {"type": "function"}]), "tools[1].function"),
-    (user(tools=[{"function": {"name": "f", "parameters": 3}}]), "tools[0].function.parameters"),
-    (user(tools=[WEATHER], tool_choice="required"), "tool_choice"),
-    (user(tools=[{"function": {"name": "f", "parameters": DEEP}}]), "messages"),
-    (user(frequency_penalty=0.5), "frequency_penalty"),
-    (user(response_format={"type": "json_object"}), "response_format"),
-    (user(guided_json={}), "guided_json"),
-]
-
-
-def test_mistakes_are_told_with_the_field(tiny: httpx.Client) -> None:
-    for body, param in WRONG:
-        answer = tiny.post(CHAT, json=body)
-        error = answer.json()["error"]
-        assert (answer.status_code, error["param"]) == (400, param), (str(body)[:200], answer.text)
-        assert (
-            param.split("[")[0].split(".")[-1] in error["message"]
-            and error["type"] == "invalid_request_error"
-        )
-    error = tiny.post(CHAT, json=user("word " * 700)).json()["error"]
-    assert error["code"] == "context_length_exceeded" and "600" in error["message"]
-
-
-def test_what_is_no_request_at_all_is_told_too(tiny: httpx.Client) -> None:
-    as_json = {"content-type": "application/json"}
-    for content in (b"{", b"[1]", b"\xff\xfe", b"", b"[" * 100_000, b'{"messages": NaN}'):
-        answer = tiny.post(CHAT, content=content, headers=as_json)
-        assert answer.status_code == 400 and answer.json()["error"]["param"] in ("body", "messages"), content
-    huge = b'"' + b"x" * api.MAX_BODY + b'"'
-    assert tiny.post(CHAT, content=huge, headers=as_json).status_code == 413
-    assert tiny.post(CHAT, content=b"{}", headers={"content-type": "text/plain"}).status_code == 415
-    assert tiny.get(CHAT).status_code == 405 and "error" in tiny.get("/v1/nothing").json()
-    for host in ("evil.example", "[::1", "", "a:b:c", "127.0.0.1.evil.example"):
-        answer = tiny.get("/health", headers={"host": host})
-        assert answer.status_code in (400, 403), host
-    lone = tiny.post(CHAT, content=json.dumps(user("\ud800", max_tokens=1)), headers=as_json)
-    assert lone.status_code == 200
-    post(
-        tiny, user(max_tokens=1, frequency_penalty=0, response_format={"type": "text"}, user="me", stop=None)
-    )
-
-
-def test_a_key_is_asked_for(capfd: pytest.CaptureFixture[str]) -> None:
-    key = "sk-very-secret-é"
-    with live(script("ok").server(), key) as client:
-        for wrong in ({}, {"authorization": "Bearer nope"}, {"authorization": "Basic " + "x"}):
-            for answer in (
-                client.post(CHAT, json=user(), headers=wrong),
-                client.get("/v1/models", headers=wrong),
-            ):
-                assert answer.status_code == 401 and answer.json()["error"]["code"] == "invalid_api_key"
-        right = {b"authorization": f"Bearer {key}".encode()}
-        assert client.post(CHAT, json=user(), headers=right).status_code == 200
-        assert client.get("/v1/models", headers=right).status_code == 200
-        assert client.get("/health").status_code == 200
-    out, err = capfd.readouterr()
-    assert key not in out + err
-
-
-def test_what_cannot_be_served_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("EMPTY_KEY", " ")
-    for name in ("EMPTY_KEY", "NO_SUCH_KEY"):
-        with pytest.raises(ValueError, match=name):
-            listen.key_from(name)
-    with listen.bind("127.0.0.1", 0) as taken:
-        taken.listen()
-        with pytest.raises(ValueError, match="--port 0"):
-            listen.bind("127.0.0.1", taken.getsockname()[1])
-    with pytest.raises(ValueError, match="no-such-host"):
-        listen.bind("no-such-host.invalid", 1)
-    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "builtin:tiny"}')
-    sections = served_sections(str(tmp_path), tmp_path)
-    assert sections == {"model": {"name": "builtin:tiny", "adapter": str(tmp_path)}}
-    for text in ("{}", "[]", "{", '{"base_model_name_or_path": null}'):
-        (tmp_path / "adapter_config.json").write_text(text)
-        with pytest.raises(ValueError, match=r"adapter_config\.json"):
-            served_sections(str(tmp_path), tmp_path)

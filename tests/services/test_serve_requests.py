@@ -4,78 +4,158 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.kits.serve import Script, live, raw, tiny_chat
+from tests.kits.serve import CHAT, WEATHER, events, joined, live, post, raw, script, tiny_chat, user
+from TrainingFactory.http import api, listen
+from TrainingFactory.services.serving.server import served_sections
 
-CHAT = "/v1/chat/completions"
-USER = {"role": "user", "content": "hi"}
-CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
-STRICT = {"name": "f", "strict": True, "parameters": {"type": "object", "properties": {}}}
 TEXT = "héllo 🙂🙂 wörld END more 漢字 done"
-Parts = list[dict[str, Any]]
+USER = {"role": "user", "content": "hi"}
+UNKNOWN = {"role": "tool", "content": "4", "tool_call_id": "c9"}
+MALFORMED = {"role": "assistant", "tool_calls": [{"id": "c1", "function": {"name": "f", "arguments": "{"}}]}
+SAID = {"role": "assistant", "content": "x"}
+CALLED = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+STRICT = {"name": "f", "strict": True, "parameters": {"type": "object", "properties": {}}}
+IMAGE = {"type": "image_url", "image_url": {"url": "x"}, "text": "hi"}
+DEEP: dict[str, Any] = {}
+for _ in range(600):
+    DEEP = {"a": DEEP}
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"messages": []}, "messages"),
+    ({"messages": "hi"}, "messages"),
+    ({}, "messages"),
+    ({"messages": ["hi"]}, "messages[0]"),
+    ({"messages": [USER, {"role": "robot", "content": "x"}]}, "messages[1].role"),
+    ({"messages": [{"role": ["user"], "content": "x"}]}, "messages[0].role"),
+    ({"messages": [{"content": "x"}]}, "messages[0].role"),
+    ({"messages": [{"role": "user"}]}, "messages[0].content"),
+    ({"messages": [{"role": "user", "content": 4}]}, "messages[0].content"),
+    ({"messages": [USER | {"content": [IMAGE]}]}, "messages[0].content[0].type"),
+    ({"messages": [USER, UNKNOWN]}, "messages[1].tool_call_id"),
+    ({"messages": [USER, {"role": "tool", "content": "4"}]}, "messages[1].tool_call_id"),
+    ({"messages": [USER, MALFORMED]}, "messages[1].tool_calls[0].function.arguments"),
+    ({"messages": [USER | {"tool_calls": [{}]}]}, "messages[0].tool_calls[0].id"),
+    ({"messages": [{"role": "assistant", "tool_calls": 3}]}, "messages[0].tool_calls"),
+    (user("word " * 3000), "messages"),
+    (user(model="gpt-9"), "model"),
+    (user(temperature=-0.1), "temperature"),
+    (user(temperature=1e-30), "temperature"),
+    (user(temperature="hot"), "temperature"),
+    (user(temperature=True), "temperature"),
+    (user(top_p=0), "top_p"),
+    (user(top_p=1.5), "top_p"),
+    (user(max_tokens=0), "max_tokens"),
+    (user(max_tokens=1.5), "max_tokens"),
+    (user(max_tokens=10**9), "max_tokens"),
+    (user(max_completion_tokens=10**30), "max_completion_tokens"),
+    (user(n=0), "n"),
+    (user(n=10**6), "n"),
+    (user(seed="x"), "seed"),
+    (user(seed=2**70), "seed"),
+    (user(stop=4), "stop"),
+    (user(stop=["a", ""]), "stop[1]"),
+    (user(stop=["x"] * 99), "stop"),
+    (user(logprobs=3), "logprobs"),
+    (user(logprobs=True, top_logprobs=5), "top_logprobs"),
+    (user(stream="yes"), "stream"),
+    (user(stream=True, stream_options={"other": True}), "stream_options.other"),
+    (user(tools={}), "tools"),
+    (user(tools=["f"]), "tools[0]"),
+    (user(tools=[WEATHER, {"type": "function"}]), "tools[1].function"),
+    (user(tools=[{"function": {"name": "f", "parameters": 3}}]), "tools[0].function.parameters"),
+    (user(tools=[WEATHER], tool_choice="required"), "tool_choice"),
+    (user(tools=[{"function": {"name": "f", "parameters": DEEP}}]), "messages"),
+    (user(frequency_penalty=0.5), "frequency_penalty"),
+    (user(response_format={"type": "json_object"}), "response_format.type"),
+    (user(guided_json={}), "guided_json"),
+    # what says more than is understood
+    ({"messages": [USER | {"images": ["x"]}]}, "messages[0].images"),
+    ({"messages": [USER | {"prefix": True}]}, "messages[0].prefix"),
+    ({"messages": [USER, SAID | {"refusal": "no"}]}, "messages[1].refusal"),
+    ({"messages": [USER, SAID | {"function_call": {"name": "f"}}]}, "messages[1].function_call"),
+    ({"messages": [USER | {"content": [{"text": "a"}, IMAGE]}]}, "messages[0].content[1].type"),
+    (
+        {"messages": [USER | {"content": [{"text": "x", "image_url": "y"}]}]},
+        "messages[0].content[0].image_url",
+    ),
+    (
+        {"messages": [USER, SAID | {"tool_calls": [CALLED, CALLED | {"custom": {"a": 1}}]}]},
+        "messages[1].tool_calls[1].custom",
+    ),
+    (user(tools=[{"type": "function", "function": STRICT | {"stric": 1}}]), "tools[0].function.stric"),
+    (user(tools=[WEATHER, {"function": {"name": "f", "timeout": 3}}]), "tools[1].function.timeout"),
+    (user(tools=[{"function": {"name": ""}}], tool_choice="none"), "tools[0].function.name"),
+]
 
 
 @pytest.fixture(scope="module")
 def client() -> Iterator[httpx.Client]:
-    with live(Script(lambda prompt: raw(TEXT)).server()) as found:
+    with live(script(raw(TEXT)).server()) as found:
         yield found
 
 
-def says(*parts: dict[str, Any]) -> Parts:
-    return [{"role": "user", "content": list(parts)}]
-
-
-@pytest.mark.parametrize(
-    ("messages", "param"),
-    [
-        ([USER | {"images": ["x"]}], "messages[0].images"),
-        ([USER | {"prefix": True}], "messages[0].prefix"),
-        ([USER, {"role": "assistant", "content": "x", "refusal": "no"}], "messages[1].refusal"),
-        (
-            [USER, {"role": "assistant", "content": "x", "function_call": {"name": "f"}}],
-            "messages[1].function_call",
-        ),
-        (
-            says({"type": "image_url", "image_url": {"url": "x"}, "text": "hi"}),
-            "messages[0].content[0].type",
-        ),
-        (says({"text": "a"}, {"text": "x", "image_url": "y"}), "messages[0].content[1].image_url"),
-        (
-            [USER, {"role": "assistant", "content": None, "tool_calls": [CALL, CALL | {"custom": {"a": 1}}]}],
-            "messages[1].tool_calls[1].custom",
-        ),
-    ],
-)
-def test_messages_that_say_more_than_is_understood(client: httpx.Client, messages: Parts, param: str) -> None:
-    assert refused(client, {"messages": messages}) == param
-
-
-@pytest.mark.parametrize(
-    ("tools", "param"),
-    [
-        ([{"type": "function", "function": STRICT | {"stric": 1}}], "tools[0].function.stric"),
-        (
-            [{"function": {"name": "g"}}, {"function": {"name": "f", "timeout": 3}}],
-            "tools[1].function.timeout",
-        ),
-        ([{"function": {"name": ""}}], "tools[0].function.name"),
-    ],
-)
-def test_tools_that_ask_for_more_than_is_done(client: httpx.Client, tools: Parts, param: str) -> None:
-    assert refused(client, {"messages": [USER], "tools": tools}) == param
-    assert refused(client, {"messages": [USER], "tools": tools, "tool_choice": "none"}) == param
-
-
-def refused(client: httpx.Client, body: dict[str, Any]) -> str:
+@pytest.mark.parametrize(("body", "param"), WRONG, ids=[param for _, param in WRONG])
+def test_mistakes_are_told_with_the_field(client: httpx.Client, body: dict[str, Any], param: str) -> None:
     answer = client.post(CHAT, json=body)
-    assert answer.status_code == 400, answer.text
     error = answer.json()["error"]
-    assert error["param"] in error["message"]
-    return error["param"]
+    assert (answer.status_code, error["param"]) == (400, param), answer.text
+    assert param.split("[")[0].split(".")[-1] in error["message"] and error["type"] == "invalid_request_error"
+    if len(answer.request.content) > 10_000:
+        assert error["code"] == "context_length_exceeded" and "2000" in error["message"]
+
+
+def test_what_is_no_request_at_all_is_told_too(client: httpx.Client) -> None:
+    as_json = {"content-type": "application/json"}
+    for content in (b"{", b"[1]", b"\xff\xfe", b"", b"[" * 100_000, b'{"messages": NaN}'):
+        answer = client.post(CHAT, content=content, headers=as_json)
+        assert answer.status_code == 400 and answer.json()["error"]["param"] in ("body", "messages"), content
+    huge = b'"' + b"x" * api.MAX_BODY + b'"'
+    assert client.post(CHAT, content=huge, headers=as_json).status_code == 413
+    assert client.post(CHAT, content=b"{}", headers={"content-type": "text/plain"}).status_code == 415
+    assert client.get(CHAT).status_code == 405 and "error" in client.get("/v1/nothing").json()
+    for host in ("evil.example", "[::1", "", "a:b:c", "127.0.0.1.evil.example"):
+        answer = client.get("/health", headers={"host": host})
+        assert answer.status_code in (400, 403), host
+    lone = client.post(CHAT, content=json.dumps(user("\ud800", max_tokens=1)), headers=as_json)
+    assert lone.status_code == 200
+    neutral = {"frequency_penalty": 0, "response_format": {"type": "text"}, "user": "me", "stop": None}
+    post(client, user(max_tokens=1, **neutral))
+
+
+def test_a_key_is_asked_for(capfd: pytest.CaptureFixture[str]) -> None:
+    key = "sk-very-secret-é"
+    with live(script("ok").server(), key) as client:
+        for wrong in ({}, {"authorization": "Bearer nope"}, {"authorization": "Basic " + "x"}):
+            for answer in (
+                client.post(CHAT, json=user(), headers=wrong),
+                client.get("/v1/models", headers=wrong),
+            ):
+                assert answer.status_code == 401 and answer.json()["error"]["code"] == "invalid_api_key"
+        right = {b"authorization": f"Bearer {key}".encode()}
+        assert client.post(CHAT, json=user(), headers=right).status_code == 200
+        assert client.get("/v1/models", headers=right).status_code == 200
+        assert client.get("/health").status_code == 200
+    out, err = capfd.readouterr()
+    assert key not in out + err
+
+
+def test_what_cannot_be_served_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EMPTY_KEY", " ")
+    for name in ("EMPTY_KEY", "NO_SUCH_KEY"):
+        with pytest.raises(ValueError, match=name):
+            listen.key_from(name)
+    with listen.bind("127.0.0.1", 0) as taken, pytest.raises(ValueError, match="--port 0"):
+        listen.bind("127.0.0.1", taken.getsockname()[1])
+    with pytest.raises(ValueError, match="no-such-host"):
+        listen.bind("no-such-host.invalid", 1)
+    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "builtin:tiny"}')
+    sections = served_sections(str(tmp_path), tmp_path)
+    assert sections == {"model": {"name": "builtin:tiny", "adapter": str(tmp_path)}}
 
 
 def test_what_clients_send_without_meaning_anything_is_accepted(client: httpx.Client) -> None:
@@ -85,7 +165,7 @@ def test_what_clients_send_without_meaning_anything_is_accepted(client: httpx.Cl
     tool = {"name": "f", "description": None, "parameters": None, "strict": True}
     messages = [
         {"role": "user", "content": [text], "name": "me"} | empty,
-        {"role": "assistant", "content": None, "tool_calls": [CALL | {"index": 0, "custom": None}]} | empty,
+        {"role": "assistant", "content": None, "tool_calls": [CALLED | {"index": 0, "custom": None}]} | empty,
         {"role": "tool", "tool_call_id": "c1", "name": "f", "content": "4"},
         {"role": "assistant", "content": "4", "tool_calls": None, "reasoning_content": "hm"} | empty,
         USER,
@@ -107,7 +187,4 @@ def test_every_token_before_a_stop_string_has_its_logprob(client: httpx.Client, 
     entries, ids, decode = choice["logprobs"]["content"], raw(TEXT), tiny_chat().decode
     assert decode(ids[: len(entries)]).startswith(before)
     assert not decode(ids[: len(entries) - 1]).startswith(before)
-    lines = client.post(CHAT, json=body | {"stream": True}).text.splitlines()
-    chunks = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
-    told = [chunk["choices"][0]["logprobs"] for chunk in chunks if chunk["choices"][0]["logprobs"]]
-    assert [entry for each in told for entry in each["content"]] == entries
+    assert joined(events(client, body))["logprobs"] == entries

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import signal
 import socket
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -14,6 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.kits.cli import python
 from tests.kits.serve import (
     CALL,
     CHAT,
@@ -170,11 +169,8 @@ def test_a_server_that_stops_tells_those_who_still_wait(monkeypatch: pytest.Monk
 
 
 def test_the_command_serves_until_ctrl_c(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "TrainingFactory.cli", "serve", "builtin:tiny", "--port", "0",
-               "--name", "mine", "sampling.slots=2"]  # fmt: skip
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path
-    ) as process:
+    command = ("serve", "builtin:tiny", "--port", "0", "--name", "mine", "sampling.slots=2")
+    with python(tmp_path, "-m", "TrainingFactory.cli", *command) as process:
         try:
             assert process.stdout is not None
             line = process.stdout.readline()
@@ -189,29 +185,3 @@ def test_the_command_serves_until_ctrl_c(tmp_path: Path) -> None:
             process.kill()
     assert process.returncode == 0, err
     assert out == "" and err.strip() == "stopped"
-
-
-def test_the_openai_client_is_served() -> None:
-    openai = pytest.importorskip("openai", reason="the openai client is not installed; it is no dependency")
-    scripted = Script(lambda prompt: "It is sunny." if "<tool_response>" in prompt else CALL)
-    with live(scripted.server(), "key") as http:
-        url = f"{str(http.base_url).rstrip('/')}/v1"
-        with httpx.Client(trust_env=False) as plain:
-            client = openai.OpenAI(base_url=url, api_key="key", max_retries=0, http_client=plain)
-            assert [model.id for model in client.models.list()] == ["script"]
-            messages: list[Any] = [{"role": "user", "content": "Weather in Rome?"}]
-            call = {"model": "script", "messages": messages, "tools": [WEATHER]}
-            answer = client.chat.completions.create(**call, seed=1, logprobs=True).choices[0]
-            assert answer.finish_reason == "tool_calls" and answer.logprobs.content[0].logprob == -0.25
-            with client.chat.completions.stream(**call, stream_options={"include_usage": True}) as stream:
-                final = stream.get_final_completion()
-            [first], [second] = answer.message.tool_calls, final.choices[0].message.tool_calls
-            assert (first.function.name, second.function.name) == ("weather", "weather")
-            assert first.function.arguments == second.function.arguments == '{"city": "Rome", "days": [1, 2]}'
-            assert final.usage.completion_tokens == len(scripted.chat.write(CALL))
-            messages += [answer.message, {"role": "tool", "tool_call_id": first.id, "content": "sun"}]
-            assert client.chat.completions.create(**call).choices[0].message.content == "It is sunny."
-            with pytest.raises(openai.BadRequestError, match="temperature"):
-                client.chat.completions.create(**call, temperature=-1)
-            with pytest.raises(openai.AuthenticationError):
-                openai.OpenAI(base_url=url, api_key="x", max_retries=0, http_client=plain).models.list()

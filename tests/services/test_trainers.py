@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any, get_args
 import pytest
 
 import TrainingFactory.services as services
+from tests.kits.data import pairs, tool_dialogues, write
 from tests.kits.run import Parity, Quiet
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.config.schema import TrainingSection
@@ -27,47 +27,13 @@ from TrainingFactory.services import (
 from TrainingFactory.services.training.dataset import read_heldout
 from TrainingFactory.types import Trajectory
 
-TOOLS = [{"type": "function", "function": {"name": "lookup", "description": "Where somebody lives.", "parameters": {
-    "type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}}}]  # fmt: skip
-
-
-def asked(name: str) -> list[dict[str, Any]]:
-    return [{"role": "user", "content": f"Where does {name} live?"}]
-
-
-def answered(name: str, place: str) -> list[dict[str, Any]]:
-    call = {
-        "id": "1",
-        "type": "function",
-        "function": {"name": "lookup", "arguments": json.dumps({"name": name})},
-    }
-    return [
-        {"role": "assistant", "content": "", "tool_calls": [call]},
-        {"role": "tool", "tool_call_id": "1", "content": place},
-        {"role": "assistant", "content": place},
-    ]
-
-
-def guessed(place: str) -> list[dict[str, Any]]:
-    return [{"role": "assistant", "content": place}]
-
-
-PEOPLE = [("Ada", "Oslo"), ("Boris", "Lima"), ("Carla", "Rome"), ("David", "Paris")]
 ROWS: dict[str, list[dict[str, Any]]] = {
-    "sft": [{"messages": asked(n) + answered(n, p), "tools": TOOLS} for n, p in PEOPLE],
-    "dpo": [
-        {"prompt": asked(n), "chosen": answered(n, p), "rejected": guessed("Cairo"), "tools": TOOLS}
-        for n, p in PEOPLE
-    ],
+    "sft": tool_dialogues(4),
+    "dpo": pairs(4),
     "kto": [
-        {
-            "prompt": asked(n),
-            "completion": answered(n, p) if good else guessed(p),
-            "label": good,
-            "tools": TOOLS,
-        }
-        for n, p in PEOPLE
-        for good in (True, False)
+        {"prompt": row["prompt"], "completion": row[side], "label": side == "chosen", "tools": row["tools"]}
+        for row in pairs(4)
+        for side in ("chosen", "rejected")
     ],
 }
 
@@ -80,23 +46,20 @@ def two_steps(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("trainer", "rows", "options"),
+    ("trainer", "rows", "options", "how"),
     [
-        (SFTTrainer, "sft", {"turns": "last"}),
-        (DPOTrainer, "dpo", {"beta": 0.2, "loss_kind": "ipo"}),
-        (KTOTrainer, "kto", {"desirable_weight": 2.0}),
-        (RewardModelTrainer, "dpo", {"center": 0.01}),
+        (SFTTrainer, "sft", {"turns": "last"}, "objects"),
+        (DPOTrainer, "dpo", {"beta": 0.2, "loss_kind": "ipo"}, "file"),
+        (KTOTrainer, "kto", {"desirable_weight": 2.0}, "objects"),
+        (RewardModelTrainer, "dpo", {"center": 0.01}, "file"),
     ],
 )
-@pytest.mark.parametrize("how", ["objects", "file"])
 def test_from_rows_that_exist(
     tmp_path: Path, trainer: Callable[..., Any], rows: str, options: dict[str, Any], how: str
 ) -> None:
     data: dict[str, Any] = {"dataset": ROWS[rows]}
     if how == "file":
-        path = tmp_path / "ds_tool_calling_v1.jsonl"
-        path.write_text("".join(json.dumps(row) + "\n" for row in ROWS[rows]))
-        data = {"dataset_id": str(path)}
+        data = {"dataset_id": str(write(tmp_path / "ds_tool_calling_v1.jsonl", ROWS[rows]))}
     made = trainer(model="builtin:tiny", **data, **options, **two_steps(tmp_path))
     section = getattr(made.config, made.algorithm)
     assert {key: getattr(section, key) for key in options} == options
@@ -167,6 +130,8 @@ def test_plain_keys_find_their_section() -> None:
     config = made.config
     assert (config.dpo.beta, config.dpo.margin) == (0.3, 1.0)
     assert (config.training.warmup_steps, config.sampling.max_tokens, config.lora.r) == (5, 9, 4)
+    over = GRPOTrainer(config=TrainingConfig(batch_size=4, group_size=4), batch_size=2).config.training
+    assert (over.batch_size, over.group_size) == (2, 4)
     assert GRPOTrainer(kl=0.5).config.grpo.kl == 0.5 and PPOTrainer(kl=0.5).config.ppo.kl == 0.5
 
 
@@ -192,9 +157,6 @@ def test_plain_keys_of_model_and_environment_stay_beside_their_names() -> None:
     assert (made.config.model.name, made.config.model.max_length) == ("a", 64)
     assert (made.config.environment.environment_id, made.config.environment.max_turns) == ("search", 3)
     assert RFTTrainer(reward="learned", outcome_weight=0.5).config.reward.type == "learned"
-
-
-def test_an_environment_object_stays_with_options_beside_it() -> None:
     made = GRPOTrainer(environment=Parity, max_turns=3, config=TrainingConfig(environment="search"))
     assert made.objects.environment is Parity
     assert made.config.environment.max_turns == 3 and made.config.environment.environment_id is None
@@ -213,14 +175,15 @@ def test_what_the_run_does_not_use_is_said() -> None:
     assert said(GRPOTrainer, environment=Parity, max_tokens=9, group_size=4) == []
     (text,) = said(DPOTrainer, dataset=ROWS["dpo"], heldout=ROWS["dpo"][:1])
     assert text == "heldout: nothing is evaluated without training.eval_every"
+    (text,) = said(GRPOTrainer, environment=Parity, adapter="x", lora={"enabled": True, "r": 4})
+    assert text == "lora.r: model.adapter is loaded in the form that it was made in"
 
 
 @pytest.mark.parametrize("how", ["objects", "file"])
 def test_held_out_rows(tmp_path: Path, how: str) -> None:
     heldout: Any = ROWS["dpo"][2:]
     if how == "file":
-        heldout = tmp_path / "heldout.jsonl"
-        heldout.write_text("".join(json.dumps(row) + "\n" for row in ROWS["dpo"][2:]))
+        heldout = write(tmp_path / "heldout.jsonl", heldout)
     options: dict[str, Any] = two_steps(tmp_path) | {"max_steps": 1, "eval_every": 1}
     made = DPOTrainer(model="builtin:tiny", dataset=ROWS["dpo"][:2], heldout=heldout, **options)
     report = made.train()
@@ -305,6 +268,7 @@ def test_train_takes_a_config_and_the_model_can_be_saved(tmp_path: Path) -> None
         (SFTTrainer, {"model": 3}, "model is a int; give a name"),
         (SFTTrainer, {"dataset": [{"text": "x"}]}, "row"),
         (SFTTrainer, {"dataset": []}, "empty"),
+        (GRPOTrainer, {"tools": [len], "tasks": []}, r"tool len: .* cannot be shown to a model"),
         (SFTTrainer, {"learning_rate": 0.0}, "training.learning_rate"),
         (GRPOTrainer, {"dataset": [{"messages": []}]}, "takes no dataset"),
     ],

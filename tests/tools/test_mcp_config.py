@@ -1,7 +1,8 @@
-"""Every form of config that users have, and what they are told about a wrong one. Nothing is started here."""
+"""Every form of config that users have, and what they are told about a wrong one."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sys
 from pathlib import Path
@@ -9,8 +10,12 @@ from typing import Any
 
 import pytest
 
+from tests.kits.mcp import ROOT
+from TrainingFactory.config import load_config
+from TrainingFactory.tools import AsyncToolExecutor, MCPTools
 from TrainingFactory.tools.mcp.config import parse_config, read_config
 from TrainingFactory.tools.mcp.server_config import ServerConfig, ServerSettings
+from TrainingFactory.types import ToolCall, ToolResult
 
 HERE = Path(__file__).resolve().parent
 ECHO = {"command": sys.executable, "args": ["-V"]}
@@ -139,7 +144,7 @@ def seed(**given: Any) -> dict[str, Any]:
     ("data", "told"),
     [
         ({"mcpServers": {}}, "names no servers"),
-        ({"mcpServer": {"one": ECHO}}, "its keys are 'mcpServer'"),
+        ({"mcpServer": {"one": ECHO}}, "found 'mcpServer'"),
         ({"mcpServers": []}, 'needs an object of servers by name under "mcpServers"'),
         ({"mcpServers": {"one": "npx"}}, "must be an object such as"),
         (one(), "needs a command or a url"),
@@ -240,3 +245,21 @@ def test_another_launch_is_another_server_whatever_its_name(tmp_path: Path) -> N
     others += [launch(tfactory={"error_text": "x"}), remote(), remote(headers={"K": "v"})]
     others += [remote(url="http://h/b"), remote(type="sse")]
     assert len({launch(), *others}) == 1 + len(others)
+
+
+def test_the_file_that_the_printed_config_names(tmp_path: Path) -> None:
+    [entry] = load_config(ROOT / "configs" / "qwen3_grpo.yaml").tools
+    data = json.loads((ROOT / str(entry.config)).read_text())
+    program, argument = data["mcp_server"].split()
+    assert program == "python"  # here: this one, which may have to be told where the package is
+    server = {"command": sys.executable, "args": [argument], "env": {"PYTHONPATH": str(ROOT)}}
+    servers = MCPTools.from_dict(data | {"mcp_server": server}, folder=ROOT / "tools")
+
+    async def search() -> ToolResult:
+        async with servers:
+            assert [spec.name for spec in servers.specs] == [entry.name]
+            call = ToolCall(entry.name, {"query": "replay a recording"})
+            return (await AsyncToolExecutor([servers]).batch_execute([call]))[0]
+
+    found = asyncio.run(search())
+    assert found.ok and "TOOLS.md" in found.content

@@ -17,11 +17,6 @@ pytestmark = pytest.mark.anyio
 TRANSPORTS = ("stdio", "streamableHttp", "sse")
 
 
-@pytest.fixture(scope="module")
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 @pytest.fixture(scope="module", params=TRANSPORTS)
 async def everything(request: pytest.FixtureRequest) -> AsyncIterator[MCPTools]:
     program, transport = str(kit.NODE / "mcp-server-everything"), request.param

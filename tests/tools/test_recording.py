@@ -1,4 +1,4 @@
-"""Record and replay: the same run again, with no tool called."""
+"""Record and replay: the same episodes again, with no tool called."""
 
 from __future__ import annotations
 
@@ -10,12 +10,7 @@ from typing import Any
 import pytest
 
 from tests.kits.rollout import Echo, call_text, rollout
-from tests.kits.run import Quiet, assert_same_run, rows, small
 from TrainingFactory.protocols import Episode
-from TrainingFactory.services.build import sampler as build_sampler
-from TrainingFactory.services.build.training import Training
-from TrainingFactory.services.runs.folder import RunFolder, TrainingReport
-from TrainingFactory.services.training.dataset import Objects
 from TrainingFactory.tools import tool
 from TrainingFactory.tools.cache.cache import ToolCache
 from TrainingFactory.tools.recording import (
@@ -27,7 +22,7 @@ from TrainingFactory.tools.recording import (
     save_specs,
 )
 from TrainingFactory.tools.runtime import ToolRuntime
-from TrainingFactory.types import Message, Reward, Step, Task, ToolCall, ToolFailure, ToolResult, ToolSpec
+from TrainingFactory.types import Reward, Task, ToolCall, ToolFailure, ToolResult, ToolSpec
 
 KEY = EpisodeKey(3, "a", 1)
 
@@ -90,20 +85,6 @@ def test_a_call_that_was_never_recorded(tmp_path: Path, where: Place, call: Tool
     assert str(tmp_path) in str(caught.value) and "sampling.deterministic=true" in str(caught.value)
     with pytest.raises(ValueError, match=says):  # however the caller took it
         recorder.check()
-
-
-def test_equal_runs_have_equal_files(tmp_path: Path) -> None:
-    calls = [
-        (place(b, i, EpisodeKey(2, task, member)), ToolCall("sql", {"n": b}), ToolResult(f"{task}{b}{i}"))
-        for task in "ab" for member in range(3) for b in range(2) for i in range(2)
-    ]  # fmt: skip
-    texts = []
-    for seed in range(2):
-        random.Random(seed).shuffle(calls)
-        folder = tmp_path / str(seed)
-        folder.mkdir()
-        texts.append((recorded(folder, *calls) / CALLS).read_text())
-    assert texts[0] == texts[1] and texts[0].count("\n") == 24
 
 
 def test_what_is_not_committed_is_not_written(tmp_path: Path) -> None:
@@ -339,154 +320,11 @@ class Hangs(Echo):
 
 def test_an_episode_that_was_broken_off_in_a_call(tmp_path: Path) -> None:
     """It is broken off again in the replay, though no tool is slow there."""
-    first, again = both(tmp_path, Hangs, lambda *_: call_text("hang"), episode_timeout=2)
+    first, again = both(tmp_path, Hangs, lambda *_: call_text("hang"), episode_timeout=1)
     assert again == first and len(first.turns) == 1
-    assert (first.status, first.error) == ("error", "the episode took longer than 2 s")
+    assert (first.status, first.error) == ("error", "the episode took longer than 1 s")
 
 
 def test_a_call_that_a_reward_gave_up(tmp_path: Path) -> None:
     first, again = both(tmp_path, Hangs, lambda *_: "ok")
     assert again == first and first.reward == Reward(0.5)
-
-
-# runs
-
-
-class Remote:
-    """A source whose tool answers after a random while with a random number. Dead, it must not be touched."""
-
-    def __init__(self, dead: bool = False) -> None:
-        self.dead = dead
-        self.opened = self.closed = 0
-
-    async def open(self) -> None:
-        assert not self.dead, "a replay opens no source"
-
-    def session(self) -> Remote.Session:
-        assert not self.dead, "a replay opens no session"
-        self.opened += 1
-        return Remote.Session(self)
-
-    async def close(self) -> None:
-        self.closed += 1
-
-    class Session:
-        def __init__(self, remote: Remote) -> None:
-            @tool
-            async def draw(number: int) -> str:
-                """A number."""
-                await asyncio.sleep(random.random() * 0.01)
-                return str(random.randrange(1000))
-
-            self.tools = [draw]
-            self._remote = remote
-
-        async def close(self) -> None:
-            self._remote.opened -= 1
-
-
-class Lottery(Echo):
-    """Whatever the model says, it draws twice, and the model reads the number."""
-
-    def __init__(self, task: Task, tools: Any = ()) -> None:
-        super().__init__(task, tools)
-        self.drawn = 0
-
-    async def step(self, message: Message) -> Step:
-        self.drawn += 1
-        if self.drawn > 2:
-            return Step(done=True)
-        calls = [ToolCall("draw", {"number": self.drawn}, "call")] * 2
-        return await super().step(Message("assistant", tool_calls=calls))
-
-    @classmethod
-    def tasks(cls, split: str, seed: int, count: int) -> list[Task]:
-        return [Task(f"{split}-{n}", f"Draw {n}.") for n in range(min(count, 3))]
-
-    async def reward(self, episode: Episode) -> float:  # type: ignore[override]
-        drawn = await episode.call("draw", number=0)
-        return float(int(drawn.content) + sum(episode.trajectory.turns[-1].completion.token_ids)) % 7
-
-
-def lottery(
-    folder: Path, name: str, remote: Remote, replay: str | None = None, **sections: Any
-) -> TrainingReport:
-    config = small(
-        folder, training={"max_steps": 2, "eval_every": 1} | sections.pop("training", {}),
-        data={"heldout_count": 2}, **sections,
-    )  # fmt: skip
-    objects = Objects(environment=Lottery, tools=[remote])
-    return Training(config, name=name, objects=objects, watcher=Quiet(), replay=replay).train()
-
-
-def test_a_replayed_run_has_the_same_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    no_turn_is_cut(monkeypatch)
-    lottery(tmp_path, "a", Remote())
-    calls = rows(tmp_path / "a" / CALLS)
-    assert {call["step"] for call in calls} == {0, 1, "eval-0", "eval-1", "eval-2"}
-    assert {call["tool"] for call in calls} == {"draw"}
-    lottery(tmp_path, "again", Remote(dead=True), replay="a")
-    assert_same_run(tmp_path / "a", tmp_path / "again")
-    assert (tmp_path / "a" / CALLS).read_bytes() == (tmp_path / "again" / CALLS).read_bytes()
-    assert RunFolder(tmp_path / "again").about["replay"] == str(tmp_path / "a")
-    lottery(tmp_path, "other", Remote())
-    with pytest.raises(AssertionError):
-        assert_same_run(tmp_path / "a", tmp_path / "other")
-
-
-def test_a_replay_that_leaves_its_recording_says_where(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    no_turn_is_cut(monkeypatch)
-    lottery(tmp_path, "a", Remote(), training={"eval_every": None})
-    with pytest.raises(
-        ValueError, match=r"replay of .*a: step 2, task .*, member \d, turn 0, call \d: .* draw"
-    ):
-        lottery(tmp_path, "longer", Remote(dead=True), "a", training={"max_steps": 3, "eval_every": None})
-    run = RunFolder(tmp_path / "longer")
-    assert run.state == "failed" and "no such call was recorded" in str(run.status.reason)
-    assert len(run.metrics()) == 2  # up to there it was the same run
-
-
-def test_a_run_that_was_stopped_records_every_call_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    no_turn_is_cut(monkeypatch)
-    config = small(tmp_path, training={"max_steps": 4})
-    objects = Objects(environment=Lottery, tools=[Remote()])
-    with pytest.raises(RuntimeError, match="broken off"):
-        Training(config, name="a", objects=objects, watcher=Quiet(fail_at=3)).train()
-    before = (tmp_path / "a" / CALLS).read_bytes()
-    run = RunFolder(tmp_path / "a")
-    Training(run.config, run=run, objects=objects, watcher=Quiet()).train()
-    after = (tmp_path / "a" / CALLS).read_bytes()
-    calls = rows(tmp_path / "a" / CALLS)
-    keys = [tuple(call[name] for name in ("step", "task", "member", "batch", "call")) for call in calls]
-    assert len(set(keys)) == len(keys) and {key[0] for key in keys} == {0, 1, 2, 3}
-    # two steps were in the checkpoint; the third was made again, with other numbers
-    assert before[:100] == after[:100] and before != after[: len(before)]
-    Training(config, name="b", objects=Objects(environment=Lottery), watcher=Quiet(), replay=run.path).train()
-    assert_same_run(run.path, tmp_path / "b")
-
-
-def test_recording_can_be_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    no_turn_is_cut(monkeypatch)
-    remote = Remote()
-    lottery(tmp_path, "a", remote, logging={"record_tools": False})
-    assert not (tmp_path / "a" / CALLS).exists()
-    assert remote.opened == 0 and remote.closed == 1  # every session was closed, and the source
-    with pytest.raises(ValueError, match=r"run a has no recording of its tool calls .*record_tools=false"):
-        lottery(tmp_path, "b", Remote(), "a")
-    with pytest.raises(ValueError, match=r"there is no recording 'nothing' to replay; .*: none"):
-        lottery(tmp_path, "b", Remote(), "nothing")
-    assert not (tmp_path / "b").exists()
-
-
-def no_turn_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Any token may end a turn: an untrained model hardly ever samples the right one."""
-    from TrainingFactory.models import chat_format
-
-    def make_chat(config: Any, loaded: Any, day: Any = None) -> Any:
-        return chat_format(loaded.tokenizer, stop_ids=range(len(loaded.tokenizer)))
-
-    monkeypatch.setattr(build_sampler, "make_chat", make_chat)

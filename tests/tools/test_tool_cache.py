@@ -12,86 +12,17 @@ from typing import Any
 
 import pytest
 
-from tests.kits.rollout import FakeChat
+from tests.kits.tools import Lookup, ask, call
 from TrainingFactory.endpoint import Endpoint
-from TrainingFactory.envs import ToolEnvironment
-from TrainingFactory.rollout.scripted import play
-from TrainingFactory.services.build.chosen_tools import cacheable
+from TrainingFactory.services.build.tools import cacheable
 from TrainingFactory.tools import AsyncToolExecutor, tool
 from TrainingFactory.tools.adapt import as_tool
 from TrainingFactory.tools.cache import cache as cache_module
 from TrainingFactory.tools.cache.cache import ToolCache
 from TrainingFactory.tools.custom_tools import AgentTool, ModelTool, calculator
 from TrainingFactory.tools.fingerprint import call_name
-from TrainingFactory.tools.options import ToolOptions
 from TrainingFactory.tools.runtime import ToolRuntime
-from TrainingFactory.types import Message, Task, ToolCall, ToolFailure, ToolResult, ToolSpec
-
-
-class Lookup:
-    """Counts how often it is really called."""
-
-    def __init__(
-        self, name: str = "lookup", parameters: dict[str, Any] | None = None, **options: Any
-    ) -> None:
-        self.spec = ToolSpec(name, "", parameters or {"type": "object", "properties": {}})
-        self.options = ToolOptions(**({"pure": True, "retries": 0} | options))
-        self.calls: list[dict[str, Any]] = []
-        self.answer: Any = None
-
-    async def run(self, arguments: dict[str, Any]) -> ToolResult:
-        self.calls.append(arguments)
-        await asyncio.sleep(0)
-        if isinstance(self.answer, BaseException):
-            raise self.answer
-        return self.answer or ToolResult(f"about {json.dumps(arguments)}")
-
-
-class Counter:
-    """A server with state: what it answers depends on what was added before."""
-
-    def __init__(self) -> None:
-        self.total = 0
-        self.seen: list[int] = []
-
-    def tools(self, **options: Any) -> list[Any]:
-        counter = self
-
-        class Add:
-            spec = ToolSpec("add")
-
-            def __init__(self) -> None:
-                self.options = ToolOptions(**({"stateful": True, "server": "counter"} | options))
-
-            async def run(self, arguments: dict[str, Any]) -> ToolResult:
-                await asyncio.sleep(0.001 * (3 - arguments["by"]) if arguments["by"] < 3 else 0)
-                counter.seen.append(arguments["by"])
-                counter.total += arguments["by"]
-                return ToolResult(str(counter.total))
-
-        return [Add()]
-
-
-def call(name: str = "lookup", **arguments: Any) -> ToolCall:
-    return ToolCall(name, arguments)
-
-
-def ask(cache: ToolCache, tools: list[Any], *calls: ToolCall, key: str = "0/a/0") -> list[ToolResult]:
-    """One episode with these calls, one after another."""
-    executor = AsyncToolExecutor(tools)
-    executor.attach(ToolRuntime(cache=cache), key)
-
-    async def main() -> list[ToolResult]:
-        return [(await executor.batch_execute([each]))[0] for each in calls]
-
-    return asyncio.run(main())
-
-
-@pytest.fixture
-def cache(tmp_path: Path) -> Any:
-    made = ToolCache(tmp_path / "cache" / "tools.sqlite")
-    yield made
-    made.close()
+from TrainingFactory.types import ToolCall, ToolFailure, ToolResult
 
 
 def test_a_cache_over_some_tools(tmp_path: Path):
@@ -135,31 +66,6 @@ def test_what_makes_two_calls_the_same():
     ]
     assert len({name({}, tool) for tool in tools}) == len(tools)
     assert name({"a": object()}) is None
-
-
-def test_a_function_that_is_changed_is_another_function(tmp_path: Path):
-    program = """
-        import asyncio, sys
-        from TrainingFactory.tools import tool
-        from TrainingFactory.tools.cache.cache import ToolCache
-        from TrainingFactory.types import ToolCall
-
-        @tool(pure=True)
-        async def price(of: str) -> str:
-            return "PRICE"
-
-        cache = ToolCache(sys.argv[1], [price])
-        print(asyncio.run(cache.execute_with_cache(ToolCall("price", {"of": "tea"}))).content)
-        cache.close()
-    """
-
-    def run(price: str) -> str:
-        script = tmp_path / "script.py"
-        script.write_text(textwrap.dedent(program).replace("PRICE", price))
-        command = [sys.executable, str(script), str(tmp_path / "tools.sqlite")]
-        return subprocess.run(command, capture_output=True, text=True, timeout=100, check=True).stdout.strip()
-
-    assert run("3 euros") == "3 euros" and run("4 euros") == "4 euros"
 
 
 def test_a_tool_that_is_no_function_is_known_by_its_definition():
@@ -232,9 +138,7 @@ def test_one_size_is_not_served_for_another(cache: ToolCache):
     lookup = Lookup()
     lookup.answer = ToolResult("x" * 1000)
     for size in (10, 2000, 10, 2000):
-        executor = AsyncToolExecutor([lookup], max_output_chars=size)
-        executor.attach(ToolRuntime(cache=cache), "0/a/0")
-        [result] = asyncio.run(executor.batch_execute([call()]))
+        [result] = ask(cache, [lookup], call(), max_output_chars=size)
         assert ("cut" in result.content) == (size == 10)
     assert len(lookup.calls) == 2 and result.cached
 
@@ -372,141 +276,6 @@ def test_memory_is_bounded(tmp_path: Path):
     cache.close()
 
 
-def test_stateful_tools_share_after_equal_calls_only(cache: ToolCache):
-    first, second, third = Counter(), Counter(), Counter()
-    adds = [call("add", by=1), call("add", by=2), call("add", by=1)]
-    assert [r.content for r in ask(cache, first.tools(), *adds)] == ["1", "3", "4"]
-    again = ask(cache, second.tools(), *adds, key="0/b/0")
-    assert [r.content for r in again] == ["1", "3", "4"] and all(r.cached for r in again)
-    assert second.seen == []  # nothing was really called
-    other = ask(cache, third.tools(), call("add", by=2), call("add", by=1), call("add", by=1))
-    assert [r.content for r in other] == ["2", "3", "4"] and not any(r.cached for r in other)
-
-
-def test_a_miss_after_hits_first_makes_the_calls_that_were_skipped(cache: ToolCache):
-    ask(cache, Counter().tools(), call("add", by=1), call("add", by=2))
-    counter = Counter()
-    calls = [call("add", by=1), call("add", by=2), call("add", by=10), call("add", by=1)]
-    results = ask(cache, counter.tools(), *calls)
-    assert [r.content for r in results] == ["1", "3", "13", "14"]
-    assert [r.cached for r in results] == [True, True, False, False]
-    assert counter.seen == [1, 2, 10, 1]
-
-
-def test_stateful_calls_of_one_turn_run_in_order_and_share(cache: ToolCache):
-    calls = [call("add", by=by) for by in (1, 2, 3)]  # the later, the quicker
-    for counter, cached in ((Counter(), False), (Counter(), True)):
-        executor = AsyncToolExecutor(counter.tools())
-        executor.attach(ToolRuntime(cache=cache), "0/a/0")
-        results = asyncio.run(executor.batch_execute(calls))
-        assert [r.content for r in results] == ["1", "3", "6"] and [r.cached for r in results] == [cached] * 3
-
-
-def test_other_tools_of_the_server_count_as_history(cache: ToolCache):
-    """One that is not marked may change the state: it is never cached, and the skipped calls come before it."""
-
-    def episode(counter: Counter, factor: int) -> list[ToolResult]:
-        class Multiply:
-            spec = ToolSpec("multiply")
-            options = ToolOptions(server="counter")
-
-            async def run(self, arguments: dict[str, Any]) -> ToolResult:
-                counter.total *= arguments["by"]
-                return ToolResult(str(counter.total))
-
-        calls = [call("add", by=2), call("multiply", by=factor), call("add", by=1)]
-        return ask(cache, [*counter.tools(), Multiply()], *calls)
-
-    for factor, contents, cached in [
-        (5, ["2", "10", "11"], [False, False, False]),
-        (5, ["2", "10", "11"], [True, False, True]),
-        (7, ["2", "14", "15"], [True, False, False]),
-    ]:
-        results = episode(Counter(), factor)
-        assert [r.content for r in results] == contents and [r.cached for r in results] == cached
-
-
-def test_objects_of_this_process_share_within_a_task(cache: ToolCache):
-    class Door:
-        def __init__(self, code: str) -> None:
-            self.code = code
-
-        @tool(stateful=True)
-        def knock(self) -> str:
-            return self.code
-
-    def knock(code: str, task: str | None) -> tuple[str, bool]:
-        executor = AsyncToolExecutor([Door(code).knock])
-        executor.attach(ToolRuntime(cache=cache), f"0/{task}/{code}", task)
-        [result] = asyncio.run(executor.batch_execute([call("knock")]))
-        return result.content, result.cached
-
-    assert knock("a", "first") == ("a", False) and knock("a", "first") == ("a", True)
-    assert knock("b", "second") == ("b", False)
-    assert knock("c", None) == ("c", False) and knock("d", None) == ("d", False)
-
-
-def test_a_task_is_all_of_it(cache: ToolCache):
-    """Ids repeat in other data, and the state of an environment may come from anything in its task."""
-
-    class Door(ToolEnvironment):
-        @tool(stateful=True)
-        def knock(self) -> str:
-            return f"{self.task.prompt} {self.task.answer} {self.task.metadata}"
-
-    class Gate(Door): ...
-
-    knocks = [Message("assistant", tool_calls=[ToolCall("knock")]), Message("assistant", "ok")]
-
-    def knock(task: Task, environment: type[Door] = Door) -> tuple[str, bool]:
-        played = asyncio.run(play(environment(task), FakeChat(), knocks, runtime=ToolRuntime(cache=cache)))
-        [result] = played.turns[0].tool_results
-        return result.content, result.cached
-
-    tasks = [
-        Task("train-0", "a", "1"), Task("train-0", "b", "1"), Task("train-0", "a", "2"),
-        Task("train-0", "a", "1", {"seed": 2}), Task("train-0", [Message("user", "a")], "1"),
-    ]  # fmt: skip
-    for task in tasks:
-        said = f"{task.prompt} {task.answer} {task.metadata}"
-        assert knock(task) == (said, False) and knock(task) == (said, True)
-    assert not knock(tasks[0], Gate)[1]
-
-
-def test_after_a_lost_call_nothing_is_shared(cache: ToolCache):
-    """Nobody knows whether a call that timed out was done."""
-
-    class Flaky(Lookup):
-        async def run(self, arguments: dict[str, Any]) -> ToolResult:
-            if arguments.get("lost"):
-                raise ConnectionError("reset")
-            return await super().run(arguments)
-
-    for _ in range(2):
-        flaky = Flaky(pure=False, stateful=True, server="shop")
-        results = ask(cache, [flaky], call(q=1), call(lost=True), call(q=2))
-        assert results[1].error == "exception" and not results[2].cached
-    assert results[0].cached and flaky.calls == [{"q": 1}, {"q": 2}]
-
-
-def test_a_state_that_cannot_be_restored_ends_the_episode(cache: ToolCache):
-    ask(cache, [Lookup(pure=False, stateful=True, server="shop")], call(q=1))
-    dead = Lookup(pure=False, stateful=True, server="shop")
-    dead.answer = ConnectionError("refused")
-    with pytest.raises(
-        ToolFailure, match="answered from the cache, and shop cannot be brought to that state"
-    ):
-        ask(cache, [dead], call(q=1), call(q=2))
-
-
-def test_a_tool_that_is_not_what_it_says_is_told(cache: ToolCache, caplog: pytest.LogCaptureFixture):
-    ask(cache, [Lookup(pure=False, stateful=True)], call(q=1))
-    other = Lookup(pure=False, stateful=True)
-    other.answer = ToolResult("something else")
-    ask(cache, [other], call(q=1), call(q=2))
-    assert "after equal calls it answered differently" in caplog.text
-
-
 def test_files_that_are_not_ours_are_refused(tmp_path: Path):
     text, database = tmp_path / "notes.txt", tmp_path / "shop.db"
     text.write_text("my notes")
@@ -528,9 +297,8 @@ def test_a_damaged_file_is_set_aside(tmp_path: Path, caplog: pytest.LogCaptureFi
     path.write_bytes(path.read_bytes()[:100] + b"\xff" * 5000)
     cache = ToolCache(path, [lookup])
     assert "was damaged" in caplog.text and len(list(tmp_path.glob("tools.sqlite.damaged-*"))) == 1
-    for _ in range(2):
-        result = asyncio.run(cache.execute_with_cache(call()))
-    assert result.cached and len(lookup.calls) == 2 and cache.failures == 0
+    assert [asyncio.run(cache.execute_with_cache(call())).cached for _ in range(2)] == [False, True]
+    assert len(lookup.calls) == 2 and cache.failures == 0
     cache.close()
 
 

@@ -12,8 +12,8 @@ import pytest
 from TrainingFactory.endpoint import Endpoint
 from TrainingFactory.tools import AsyncToolExecutor, ToolCache, as_tool, tool
 from TrainingFactory.tools.builtin.making import make_tool
-from TrainingFactory.tools.custom_tools import AgentTool, SearchTool, SqlTool, calculator
-from TrainingFactory.tools.recording import CALLS, Recording, load_specs
+from TrainingFactory.tools.custom_tools import AgentTool, PythonTool, SearchTool, SqlTool, calculator
+from TrainingFactory.tools.recording import CALLS, Recorder, recorded_tools
 from TrainingFactory.tools.schema import check_schema
 from TrainingFactory.types import ToolResult, ToolSpec
 
@@ -38,6 +38,10 @@ def written(folder: Path, name: str, text: str | bytes) -> Path:
     return path
 
 
+def python(**options: Any) -> PythonTool:
+    return PythonTool(**options)
+
+
 def searching(text: str | bytes) -> Callable[[Path], Any]:
     return lambda folder: SearchTool(written(folder, "bad.jsonl", text), index_dir=folder)
 
@@ -46,7 +50,7 @@ def recording(calls: str) -> Callable[[Path], Any]:
     def read(folder: Path) -> None:
         written(folder, "tools.json", "[]")
         written(folder, CALLS, calls)
-        Recording(folder)
+        Recorder(folder)
 
     return read
 
@@ -109,6 +113,10 @@ NAMED: list[Mistake] = [
     ),
     (lambda _: AgentTool("a", "", Endpoint("http://h/v1", "m"), max_turns=0), "max_turns"),
     *(
+        (lambda _, given={option: 0}: python(**given), rf"{option}\n  Input should be greater than")
+        for option in ("timeout", "memory_mb", "disk_mb", "cpu_seconds", "max_output_chars")
+    ),
+    *(
         (lambda _, url=url: Endpoint(url, "m"), "base_url")
         for url in ("localhost:80", "ftp://host", "", "https://user:pass@host/v1")
     ),
@@ -141,11 +149,11 @@ FILES: list[Mistake] = [
         lambda folder: ToolCache(written(folder, "a", "") / "b.sqlite"),
         "cannot be opened: .*give another path",
     ),
-    (Recording, "has no recording of tool calls .*logging.record_tools=true"),
+    (Recorder, "has no recording of tool calls .*logging.record_tools=true"),
     (recording("{\n"), "tool_calls.jsonl:1 is not a recorded call"),
     (recording('{"step": 1}\n'), "tool_calls.jsonl:1 is not a recorded call"),
     (
-        lambda folder: load_specs(written(folder, "tools.json", json.dumps([{"nam": 1}])).parent),
+        lambda folder: recorded_tools(written(folder, "tools.json", json.dumps([{"nam": 1}])).parent),
         "is not the list of tools of a recording",
     ),
 ]

@@ -8,105 +8,44 @@ import logging
 import os
 import subprocess
 import sys
-import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.kits.tools import one
+from tests.kits.judge import KEY, Judge, judging
+from tests.kits.tools import one, play
 from TrainingFactory.endpoint import Endpoint
 from TrainingFactory.tools import AsyncToolExecutor, tool
 from TrainingFactory.tools.builtin.making import make_tool
 from TrainingFactory.tools.custom_tools import AgentTool, ModelTool, calculator
-from TrainingFactory.types import (
-    Message,
-    ToolCall,
-    ToolFailure,
-    ToolResult,
-    ToolSpec,
-)
+from TrainingFactory.types import Message, ToolCall, ToolFailure, ToolResult, ToolSpec
 
 ROOT = Path(__file__).resolve().parents[2]
-KEY = "sk-secret-1234"
-Answer = Callable[[dict[str, Any]], tuple[int, Any]]
-
-
-class Server:
-    """Answers as it is told and remembers what it was asked."""
-
-    def __init__(self) -> None:
-        self.asked: list[dict[str, Any]] = []
-        self.headers: list[dict[str, str]] = []
-        self.connections = 0
-        self.answer: Answer = lambda body: (200, said("pong"))
-        outer = self
-
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"  # connections are kept
-
-            def setup(self) -> None:
-                outer.connections += 1
-                super().setup()
-
-            def do_POST(self) -> None:
-                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                outer.asked.append(body)
-                outer.headers.append(dict(self.headers) | {"path": self.path})
-                status, reply = outer.answer(body)
-                data = reply if isinstance(reply, bytes) else json.dumps(reply).encode()
-                self.send_response(status)
-                if status == 307:
-                    self.send_header("Location", "http://127.0.0.1:1/elsewhere")
-                self.send_header("Content-Length", str(len(data)))
-                self.end_headers()
-                self.wfile.write(data)
-
-            def log_message(self, format: str, *args: Any) -> None:
-                pass
-
-        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.http.server_port}/v1"
-        self.thread = threading.Thread(target=self.http.serve_forever, args=(0.01,))
-        self.thread.start()
-
-    def close(self) -> None:
-        self.http.shutdown()
-        self.http.server_close()
-        self.thread.join()
 
 
 @pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
-    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("OPENAI_API_KEY", KEY)
-    running = Server()
-    yield running
-    running.close()
+def server(judge_key: None) -> Iterator[Judge]:
+    with judging("pong") as running:
+        yield running
 
 
-def said(text: str) -> dict[str, Any]:
-    return {"choices": [{"message": {"role": "assistant", "content": text}, "finish_reason": "stop"}]}
-
-
-def called(*calls: tuple[str, Any], **more: Any) -> dict[str, Any]:
+def called(*calls: tuple[str, Any], **more: Any) -> bytes:
     listed = [
         {"id": f"c{number}", "type": "function", "function": {"name": name, "arguments": arguments}} | more
         for number, (name, arguments) in enumerate(calls)
     ]
-    return {"choices": [{"message": {"role": "assistant", "content": None, "tool_calls": listed}}]}
+    message = {"role": "assistant", "content": None, "tool_calls": listed}
+    return json.dumps({"choices": [{"message": message}]}).encode()
 
 
-def expert(server: Server, **options: Any) -> ModelTool:
+def expert(server: Judge, **options: Any) -> ModelTool:
     given = {"retries": 0, "api_key_env": "OPENAI_API_KEY"}
     return ModelTool("expert", "Knows.", server.url, "big-model", **given | options)
 
 
-def test_a_model_answers_under_its_own_prompt(server: Server):
+def test_a_model_answers_under_its_own_prompt(server: Judge):
     asking = expert(server, system_prompt="Be brief.", options={"temperature": 0, "max_tokens": 5})
     assert one(asking, {"prompt": "ping é"}).content == "pong"
     assert server.asked == [
@@ -121,79 +60,41 @@ def test_a_model_answers_under_its_own_prompt(server: Server):
     assert server.headers[0]["path"] == "/v1/chat/completions"
 
 
-def test_one_object_keeps_its_connection_and_serves_runs_one_after_another(server: Server):
-    asking = expert(server)
-    server.answer = lambda body: (200, said(body["messages"][0]["content"]))
-
-    async def run() -> list[str]:
-        executor = AsyncToolExecutor([asking])
-        calls = [ToolCall("expert", {"prompt": str(number)}, str(number)) for number in range(8)]
-        results = [(await executor.batch_execute([call]))[0] for call in calls[:4]]
-        results += await executor.batch_execute(calls[4:])
-        return [result.content for result in results]
-
-    for _ in range(2):  # each in an event loop of its own
-        before = server.connections
-        assert asyncio.run(run()) == [str(number) for number in range(8)]
-        assert 1 <= server.connections - before <= 4
-
-    async def closed() -> None:
-        await run()
-        await asking.close()
-        await asking.close()
-        assert await run() == [str(number) for number in range(8)]  # opened anew
-
-    asyncio.run(closed())
-
-
 @pytest.mark.parametrize(
-    ("status", "reply", "says", "kind"),
+    ("said", "says", "kind"),
     [
-        (500, b"oh dear", "status 500: oh dear", "unavailable"),
-        (429, b"slow down", "status 429: slow down", "unavailable"),
-        (401, f"bad key {KEY}".encode(), "status 401: bad key ***", "exception"),
-        (307, b"over there", "status 307", "exception"),
-        (200, b"<html>", "no chat completion", "exception"),
-        (200, {"choices": []}, "no chat completion", "exception"),
-        (200, {"choices": [{"message": 3}]}, "no chat completion", "exception"),
-        (200, {"choices": [{"message": {"content": [{"image": 1}]}}]}, "no chat completion", "exception"),
-        (200, b"[" * 100_000, "no chat completion", "exception"),
+        ((500, b"oh dear"), "status 500: oh dear", "unavailable"),
+        ((429, b"slow down"), "status 429: slow down", "unavailable"),
+        ((401, f"bad key {KEY}".encode()), "status 401: bad key ***", "exception"),
+        ((307, b"over there"), "status 307", "exception"),  # not followed
+        (b"<html>", "no chat completion", "exception"),
+        (b'{"choices": []}', "no chat completion", "exception"),
+        (b'{"choices": [{"message": 3}]}', "no chat completion", "exception"),
+        (b'{"choices": [{"message": {"content": [{"image": 1}]}}]}', "no chat completion", "exception"),
+        (b"[" * 100_000, "no chat completion", "exception"),
+        (None, "could not be reached", "unavailable"),
     ],
 )
-def test_errors_of_the_endpoint_in_words(server: Server, status: int, reply: Any, says: str, kind: str):
-    server.answer = lambda body: (status, reply)
+def test_errors_of_the_endpoint_in_words(server: Judge, said: Any, says: str, kind: str):
+    server.say = lambda prompt, number: said
+    server.sends["Location"] = "http://127.0.0.1:1/elsewhere"
     result = one(expert(server), {"prompt": "x"})
     assert not result.ok and result.error == kind and says in result.content
     assert result.content.startswith("expert: 127.0.0.1:") and len(result.content) < 400
     assert KEY not in result.content and len(server.asked) == 1
 
 
-def test_a_busy_endpoint_is_asked_again(server: Server):
-    server.answer = lambda body: (200, said("at last")) if len(server.asked) > 1 else (503, b"busy")
+def test_a_busy_and_a_slow_endpoint(server: Judge):
+    server.say = lambda prompt, number: "at last" if number else 503
     assert one(expert(server, retries=2), {"prompt": "x"}).content == "at last"
     assert len(server.asked) == 2
-
-
-def test_slow_and_absent_endpoints(server: Server):
-    release = threading.Event()
-
-    def slowly(body: dict[str, Any]) -> tuple[int, Any]:
-        release.wait(60)
-        return 200, said("too late")
-
-    server.answer = slowly
-    try:
-        result = one(expert(server, timeout=2), {"prompt": "x"})
-        assert result.error == "unavailable" and "did not answer within 2 s" in result.content
-    finally:
-        release.set()
-    gone = ModelTool("expert", "", "http://127.0.0.1:1/v1", "m", retries=0)
-    result = one(gone, {"prompt": "x"})
-    assert result.error == "unavailable" and "could not be reached" in result.content
+    server.hang.clear()
+    result = one(expert(server, timeout=0.5), {"prompt": "x"})
+    assert result.error == "unavailable" and "did not answer within 0.5 s" in result.content
 
 
 def test_the_key_is_read_at_the_call_and_kept_nowhere(
-    server: Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    server: Judge, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     caplog.set_level(logging.DEBUG)
     monkeypatch.delenv("OPENAI_API_KEY")
@@ -208,7 +109,7 @@ def test_the_key_is_read_at_the_call_and_kept_nowhere(
     assert KEY not in caplog.text and KEY not in repr(vars(asking)) + repr(vars(asking.endpoint))
 
 
-def test_a_key_that_happens_to_be_there_goes_to_its_own_host_only(server: Server):
+def test_a_key_that_happens_to_be_there_goes_to_its_own_host_only(server: Judge):
     asking = ModelTool("expert", "Knows.", server.url, "big-model")
     assert one(asking, {"prompt": "x"}).content == "pong" and "Authorization" not in server.headers[0]
     for host, variable in [
@@ -220,49 +121,37 @@ def test_a_key_that_happens_to_be_there_goes_to_its_own_host_only(server: Server
         assert Endpoint(host, "m").api_key_env == variable
 
 
-def agent(server: Server, tools: list[Any], **options: Any) -> AgentTool:
+def agent(server: Judge, tools: list[Any], **options: Any) -> AgentTool:
     return AgentTool("helper", "Helps.", Endpoint(server.url, "m"), tools, **options)
 
 
 def ask(helper: AgentTool, prompt: str = "go") -> ToolResult:
-    async def episode() -> ToolResult:
-        executor = AsyncToolExecutor([helper])
-        try:
-            return (await executor.batch_execute([ToolCall("helper", {"prompt": prompt})]))[0]
-        finally:
-            await executor.close()
-
-    return asyncio.run(episode())
+    return play([helper], ToolCall("helper", {"prompt": prompt}))[0]
 
 
-def test_an_agent_uses_its_tools(server: Server):
+def test_an_agent_uses_its_tools(server: Judge):
     turns = [
         called(("calculator", '{"expression": "6*7"}'), ("calculator", '{"expression": "1/0"}')),
-        said("It is 42."),
+        "It is 42.",
     ]
-    server.answer = lambda body: (200, turns[len(server.asked) - 1])
+    server.say = lambda prompt, number: turns[number]
     assert ask(agent(server, [calculator], system_prompt="Calculate."), "6*7?").content == "It is 42."
     first, second = server.asked
     assert first["tools"][0]["function"]["name"] == "calculator"
-    assert [message["role"] for message in second["messages"]] == [
-        "system",
-        "user",
-        "assistant",
-        "tool",
-        "tool",
-    ]
+    roles = [message["role"] for message in second["messages"]]
+    assert roles == ["system", "user", "assistant", "tool", "tool"]
     assert [call["id"] for call in second["messages"][2]["tool_calls"]] == ["c0", "c1"]
     good, bad = second["messages"][3:]
     assert (good["tool_call_id"], good["content"]) == ("c0", "42")
     assert bad["tool_call_id"] == "c1" and "ZeroDivisionError" in bad["content"]
 
 
-def test_an_agents_mistakes_are_told_to_it(server: Server):
+def test_an_agents_mistakes_are_told_to_it(server: Judge):
     turns = [
         called(("calculator", "{not json"), ("nothing", "{}"), ("calculator", "{}"), id=""),
-        said("Sorry."),
+        "Sorry.",
     ]
-    server.answer = lambda body: (200, turns[len(server.asked) - 1])
+    server.say = lambda prompt, number: turns[number]
     assert ask(agent(server, [calculator])).content == "Sorry."
     replies = server.asked[1]["messages"][-3:]
     assert "not valid JSON" in replies[0]["content"] and "no tool named 'nothing'" in replies[1]["content"]
@@ -273,19 +162,18 @@ def test_an_agents_mistakes_are_told_to_it(server: Server):
     assert [reply["tool_call_id"] for reply in replies] == [call["id"] for call in calls]
 
 
-def test_an_agent_that_never_answers_is_ended(server: Server):
-    server.answer = lambda body: (200, called(("calculator", '{"expression": "1"}')))
+def test_an_agent_that_never_answers_is_ended(server: Judge):
+    server.say = lambda prompt, number: called(("calculator", '{"expression": "1"}'))
     result = ask(agent(server, [calculator], max_turns=3))
     assert not result.ok and result.content == "helper came to no answer within 3 turns"
     assert len(server.asked) == 3
 
 
-def test_an_agents_own_trouble_is_its_result(server: Server):
-    server.answer = lambda body: (500, b"down")
+def test_an_agents_own_trouble_is_its_result(server: Judge):
+    server.say = lambda prompt, number: 500
     result = ask(agent(server, [calculator]))
-    assert (
-        result.error == "unavailable" and "helper: " in result.content and len(server.asked) == 1
-    )  # not repeated
+    assert result.error == "unavailable" and "helper: " in result.content
+    assert len(server.asked) == 1  # not repeated
 
     @tool
     def lost() -> str:
@@ -297,7 +185,7 @@ def test_an_agents_own_trouble_is_its_result(server: Server):
 
     for name, says in (("lost", "its server is gone"), ("down", "its server is down")):
         asked = len(server.asked)
-        server.answer = lambda body, name=name: (200, called((name, "{}")))
+        server.say = lambda prompt, number, name=name: called((name, "{}"))
         result = ask(agent(server, [lost, down]))
         assert result.error == "unavailable" and says in result.content
         assert len(server.asked) == asked + 1  # the outage shaped no answer
@@ -333,11 +221,8 @@ class Counting:
         self.ended = True
 
 
-def test_an_agents_sources_have_a_session_per_call(server: Server):
-    server.answer = lambda body: (
-        200,
-        called(("next", "{}")) if len(body["messages"]) == 1 else said(body["messages"][-1]["content"]),
-    )
+def test_an_agents_sources_have_a_session_per_call(server: Judge):
+    server.say = lambda prompt, number: prompt.splitlines()[-1] if number % 2 else called(("next", "{}"))
     counting = Counting()
     helper = agent(server, [counting])
     assert [ask(helper).content for _ in range(2)] == ["1", "1"]
@@ -346,7 +231,7 @@ def test_an_agents_sources_have_a_session_per_call(server: Server):
     assert counting.ended
 
 
-def test_an_agent_from_a_config(server: Server):
+def test_an_agent_from_a_config(server: Judge):
     options: dict[str, Any] = {
         "name": "helper",
         "description": "Helps.",
@@ -368,36 +253,33 @@ def test_an_agent_on_a_model_of_this_process():
     assert ask(AgentTool("helper", "", Mine(), [calculator])).content == "done: 4"
 
 
-def test_cancelling_an_episode_cancels_its_agent(server: Server):
-    reached, stopped = threading.Event(), threading.Event()
-
-    @tool
-    async def hang() -> str:
-        reached.set()
-        try:
-            await asyncio.sleep(1000)
-        finally:
-            stopped.set()
-        return ""
-
-    server.answer = lambda body: (200, called(("hang", "{}")))
-
+def test_cancelling_an_episode_cancels_its_agent(server: Judge):
     async def episode() -> None:
+        reached, stopped = asyncio.Event(), asyncio.Event()
+
+        @tool
+        async def hang() -> str:
+            reached.set()
+            try:
+                await asyncio.sleep(1000)
+            finally:
+                stopped.set()
+            return ""
+
+        server.say = lambda prompt, number: called(("hang", "{}"))
         executor = AsyncToolExecutor([agent(server, [hang])])
         task = asyncio.create_task(executor.batch_execute([ToolCall("helper", {"prompt": "x"})]))
-        deadline = time.monotonic() + 60
-        while not reached.is_set() and time.monotonic() < deadline:
-            await asyncio.sleep(0.01)
+        await asyncio.wait_for(reached.wait(), 60)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
         await executor.close()
+        assert stopped.is_set()
 
     asyncio.run(episode())
-    assert stopped.is_set()
 
 
-def test_the_spec_of_both(server: Server):
+def test_the_spec_of_both(server: Judge):
     wanted = {"prompt": {"type": "string", "description": "everything it needs to know"}}
     for spec in (expert(server).spec, agent(server, []).spec):
         assert isinstance(spec, ToolSpec) and spec.parameters["properties"] == wanted

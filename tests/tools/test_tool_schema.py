@@ -30,7 +30,7 @@ class Level(enum.IntEnum):
 @dataclasses.dataclass
 class Place:
     city: str
-    zip: int | None = None
+    title: int | None = None
 
 
 class Range(TypedDict):
@@ -56,11 +56,11 @@ def plan(
     tree: Node,
     weights: dict[str, float],
     pairs: list[tuple[int, str]],
-    note: Optional[str] = None,  # noqa: UP045
+    title: Optional[str] = None,  # noqa: UP045
     names: Annotated[list[str], Field(max_length=2), "who"] = [],  # noqa: B006
 ) -> str:
     """Plan."""
-    return repr((count, mode, level, place, span, tree.inside, weights, pairs, note, names))
+    return repr((count, mode, level, place, span, tree.inside, weights, pairs, title, names))
 
 
 GOOD: dict[str, Any] = {
@@ -69,7 +69,7 @@ GOOD: dict[str, Any] = {
     "level": 2,
     "place": {"city": "Oslo"},
     "span": {"low": 1},
-    "tree": {"name": "a", "at": {"city": "b"}, "inside": {"name": "c", "at": {"city": "d", "zip": 4}}},
+    "tree": {"name": "a", "at": {"city": "b"}, "inside": {"name": "c", "at": {"city": "d", "title": 4}}},
     "weights": {"x": 1.5},
     "pairs": [[1, "a"]],
 }
@@ -81,21 +81,22 @@ def test_every_kind_of_hint_has_its_schema():
     assert properties["count"] == {"type": "integer", "description": "how many", "minimum": 1, "maximum": 9}
     assert properties["mode"] == {"enum": ["fast", 3]}
     assert parts["Level"] == {"type": "integer", "enum": [1, 2]}
+    assert list(parts["Place"]["properties"]) == ["city", "title"]  # a property may have that name
     assert parts["Place"]["required"] == ["city"] and parts["Range"]["required"] == ["low"]
     assert parts["Node"]["properties"]["inside"]["anyOf"] == [{"$ref": "#/$defs/Node"}, {"type": "null"}]
     assert parts["Node"]["description"] == "A node of a tree."
     assert properties["weights"] == {"type": "object", "additionalProperties": {"type": "number"}}
     assert [item["type"] for item in properties["pairs"]["items"]["prefixItems"]] == ["integer", "string"]
-    assert properties["note"]["anyOf"] == [{"type": "string"}, {"type": "null"}]
+    assert properties["title"]["anyOf"] == [{"type": "string"}, {"type": "null"}]
     assert properties["names"]["description"] == "who" and properties["names"]["maxItems"] == 2
-    assert schema["required"] == [name for name in properties if name not in ("note", "names")]
+    assert schema["required"] == [name for name in properties if name not in ("title", "names")]
     check_schema(plan.spec)
 
 
 def test_arguments_of_every_kind_arrive_in_their_types():
     text = one(plan, GOOD).content
-    assert "<Level.HIGH: 2>" in text and "Place(city='Oslo', zip=None)" in text and "{'low': 1}" in text
-    assert "Node(name='c', inside=None, at=Place(city='d', zip=4))" in text and "[(1, 'a')]" in text
+    assert "<Level.HIGH: 2>" in text and "Place(city='Oslo', title=None)" in text and "{'low': 1}" in text
+    assert "Node(name='c', inside=None, at=Place(city='d', title=4))" in text and "[(1, 'a')]" in text
 
 
 @pytest.mark.parametrize(
@@ -242,7 +243,7 @@ def test_what_else_is_a_tool():
 
 def test_tools_by_name(tmp_path: Any):
     (tmp_path / "a.txt").write_text("hello")
-    assert make_tool("calculator") is calculator and catalog.find("tool", "calculator")() is calculator
+    assert make_tool("calculator") is calculator and catalog.find("tool", "calculator") is calculator
     options = {"path": str(tmp_path), "index_dir": str(tmp_path / "index"), "name": "look"}
     made = make_tool({"name": "search", "options": options})
     assert isinstance(made, SearchTool) and made.spec.name == "look"

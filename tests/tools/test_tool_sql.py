@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.kits.tools import play
 from TrainingFactory.tools import AsyncToolExecutor
 from TrainingFactory.tools.builtin.sql import SqlTool
 from TrainingFactory.types import ToolCall, ToolResult
@@ -36,16 +37,7 @@ def shop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def run(tool: SqlTool, *queries: str) -> list[ToolResult]:
     """One episode."""
-
-    async def episode() -> list[ToolResult]:
-        executor = AsyncToolExecutor([tool])
-        try:
-            calls = [ToolCall("sql", {"query": query}) for query in queries]
-            return [(await executor.batch_execute([call]))[0] for call in calls]
-        finally:
-            await executor.close()
-
-    return asyncio.run(episode())
+    return play([tool], *(ToolCall("sql", {"query": query}) for query in queries))
 
 
 def content(path: Path) -> list[Any]:
@@ -143,12 +135,10 @@ def test_episodes_at_once_do_not_meet(shop: Path):
 
     async def episode(number: int) -> str:
         executor = AsyncToolExecutor([tool])
-        try:
-            for query in (f"DELETE FROM many WHERE n > {number}", "SELECT count(*) FROM many"):
-                (result,) = await executor.batch_execute([ToolCall("sql", {"query": query})])
-            return result.content.splitlines()[1]
-        finally:
-            await executor.close()
+        queries = (f"DELETE FROM many WHERE n > {number}", "SELECT count(*) FROM many")
+        results = await executor.batch_execute([ToolCall("sql", {"query": query}) for query in queries])
+        await executor.close()
+        return results[-1].content.splitlines()[1]
 
     async def all_of_them() -> list[str]:
         return await asyncio.gather(*map(episode, range(8)))

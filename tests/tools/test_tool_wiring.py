@@ -1,41 +1,32 @@
-"""Tools from a config, a file, a server or Python reach the episodes; rewards call them; the cache is switched on."""
+"""Tools from a config, a file, a server or Python reach the episodes; the cache is switched on."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import sqlite3
-import sys
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 
 from tests.kits.cli import Run
+from tests.kits.mcp import own
 from tests.kits.rollout import FakeChat, call_text, rollout
 from tests.kits.run import Quiet, small
-from tests.tools.test_recording import no_turn_is_cut
+from tests.kits.tools import execute
 from TrainingFactory import catalog
-from TrainingFactory.config import TrainingConfig, load_config
+from TrainingFactory.config import TrainingConfig
 from TrainingFactory.data.trajectories import load_trajectories
 from TrainingFactory.envs import SearchEnvironment, ToolEnvironment
-from TrainingFactory.protocols import Episode
-from TrainingFactory.rollout import rollout_metrics
 from TrainingFactory.services import GRPOTrainer
-from TrainingFactory.services.build.chosen_tools import cacheable, choose_names
 from TrainingFactory.services.build.run_tools import RunTools
+from TrainingFactory.services.build.tools import cacheable, choose_names
 from TrainingFactory.services.build.training import Training
 from TrainingFactory.services.evaluation.rollouts import Rollouts, check_tools
-from TrainingFactory.services.runs.folder import RunFolder
-from TrainingFactory.services.training.dataset import Objects
-from TrainingFactory.services.training.interrupts import Interrupts
-from TrainingFactory.tools import AsyncToolExecutor, tool
-from TrainingFactory.tools.cache.cache import ToolCache
-from TrainingFactory.tools.recording import CALLS
-from TrainingFactory.tools.runtime import ToolRuntime
-from TrainingFactory.types import Message, Reward, Step, Task, ToolCall, ToolFailure, ToolResult
+from TrainingFactory.tools import MCPTools, ToolCache, tool
+from TrainingFactory.types import Reward, Task, ToolCall
 
-ROOT = Path(__file__).resolve().parents[2]
 FILE = '''
 from TrainingFactory.tools import tool
 
@@ -53,22 +44,6 @@ def thrice(number: int) -> str:
     """Three times a number."""
     return str(3 * number)
 '''
-SERVER = '''
-from mcp.server.mcpserver import MCPServer
-server = MCPServer("{name}")
-
-@server.tool()
-async def {name}_one(text: str) -> str:
-    """The first."""
-    return "one " + text
-
-@server.tool()
-async def {name}_two(text: str) -> str:
-    """The second."""
-    return "two " + text
-
-server.run()
-'''
 
 
 @pytest.fixture
@@ -76,9 +51,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     Path("mytools.py").write_text(FILE)
     Path("tasks.jsonl").write_text('{"id": "a", "prompt": "2*3?", "answer": "6"}\n')
-    for name in ("left", "right"):
-        Path(f"{name}.py").write_text(SERVER.format(name=name))
-    servers = {name: {"command": sys.executable, "args": [f"{name}.py"]} for name in ("left", "right")}
+    servers = {name: own("tiny.py", tools=["say", "count"], prefix=True) for name in ("left", "right")}
     Path("both.json").write_text(json.dumps({"mcpServers": servers}))
     Path("left.json").write_text(json.dumps({"mcpServers": {"left": servers["left"]}}))
     with sqlite3.connect("shop.db") as database:
@@ -86,16 +59,15 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-async def equip(environment: Any, /, **config: Any) -> Any:
-    tools = RunTools(TrainingConfig(**config), (), None)
-    try:
-        return await tools.equip(environment)
-    finally:
-        await tools.close()
-
-
 def equipped(environment: Any, /, **config: Any) -> Any:
-    return asyncio.run(equip(environment, **config))
+    async def equip() -> Any:
+        tools = RunTools(TrainingConfig(**config), (), None)
+        try:
+            return await tools.equip(environment)
+        finally:
+            await tools.close()
+
+    return asyncio.run(equip())
 
 
 def made(tools: list[Any], environment: Any = ToolEnvironment) -> list[str]:
@@ -112,11 +84,9 @@ def test_every_way_to_name_a_tool(folder: Path) -> None:
 
 
 def test_which_tools_of_a_file_of_servers_are_meant(folder: Path) -> None:
-    both = [{"name": name, "config": "both.json"} for name in ("right", "left_two")]
+    both = [{"name": name, "config": "both.json"} for name in ("right", "left_count")]
     # in the order of the file; calculator stands where its entry stands
-    assert made([both[0], "calculator", both[1]]) == ["left_two", "right_one", "right_two", "calculator"]
-    with pytest.raises(ValueError, match=r"tools.0.options are for built-in tools"):
-        made([{"name": "left", "config": "left.json", "options": {"x": 1}}])
+    assert made([both[0], "calculator", both[1]]) == ["left_count", "right_say", "right_count", "calculator"]
 
 
 def test_a_name_is_a_tool_a_server_or_a_label() -> None:
@@ -134,13 +104,12 @@ def test_a_name_is_a_tool_a_server_or_a_label() -> None:
 @pytest.mark.parametrize(
     ("entry", "expected"),
     [
-        ("calculatr", "did you mean calculator?"),
         ("nothing.py", "there is no file nothing.py"),
         ("mytools.py:nothing", "has no 'nothing'"),
         ("tasks.py", "defines no tool: put @tool"),
         ({"name": "mytools.py", "options": {"x": 1}}, "tools.0.options are for built-in tools"),
+        ({"name": "left", "config": "left.json", "options": {"x": 1}}, "tools.0.options are for built-in"),
         ({"name": "sql"}, "tools.0: .*path"),
-        ({"name": "sql", "options": {"pth": "shop.db"}}, "did you mean path"),
         ({"name": "x", "config": "nothing.json"}, "nothing.json"),
         ({"name": "sql", "options": {"path": "${NO_SUCH_VARIABLE}"}}, "variable NO_SUCH_VARIABLE is not set"),
         ({"name": "sql", "options": {"api_key": "hunter2"}}, r"holds a secret.*api_key: \$\{NAME\}"),
@@ -182,15 +151,14 @@ def test_environments_are_given_tools_and_a_prompt() -> None:
     assert both.__name__ == "SearchEnvironment" and asyncio.run(both(task).reset())[0].content == "Be brief."
     assert SearchEnvironment.system_prompt != "Be brief."
     assert equipped(SearchEnvironment) is SearchEnvironment
-    for environment, says in (
-        (OnlyTask, "OnlyTask takes no tools: its __init__"),
-        (NoToolEnvironment, "is none"),
+    assert equipped(OnlyTask, environment={"system_prompt": "x"})(task).system_prompt == "x"
+    for environment, given, says in (
+        (OnlyTask, {"tools": ["calculator"]}, "OnlyTask takes no tools: its __init__"),
+        (NoToolEnvironment, {"tools": ["calculator"]}, "is none"),
+        (NoToolEnvironment, {"environment": {"system_prompt": "x"}}, "system_prompt can be given to a class"),
     ):
         with pytest.raises(ValueError, match=says):
-            equipped(environment, tools=["calculator"])
-    assert equipped(OnlyTask, environment={"system_prompt": "x"})(task).system_prompt == "x"
-    with pytest.raises(ValueError, match=r"environment.system_prompt can be given to a class"):
-        equipped(NoToolEnvironment, environment={"system_prompt": "x"})
+            equipped(environment, **given)
 
 
 RECORDED = (
@@ -239,8 +207,6 @@ def test_tools_and_tasks_alone_make_a_run(folder: Path, tfactory: Run) -> None:
 
 
 def test_trainers_take_tools_of_every_kind(folder: Path) -> None:
-    from TrainingFactory.tools import MCPTools
-
     def plain(text: str) -> str:
         """A function without a mark."""
         return text
@@ -255,24 +221,18 @@ def test_trainers_take_tools_of_every_kind(folder: Path) -> None:
     tasks = [Task("a", "2*3?", "6")]
     config = small(folder, training={"max_steps": 1, "batch_size": 1, "group_size": 2})
     servers = MCPTools.load_from_config("left.json")
-    for number, (tools, names) in enumerate(
-        [
-            (servers, ["left_one", "left_two"]),
-            (
-                [servers, plain, Bare(), "calculator"],
-                ["calculator", "left_one", "left_two", "plain", "bare"],
-            ),
-            (plain, ["plain"]),
-            ("calculator", ["calculator"]),
-        ]
+    handed = [servers, plain, Bare(), "calculator"]
+    for tools, names in (
+        (handed, ["calculator", "left_say", "left_count", "plain", "bare"]),
+        (servers, ["left_say", "left_count"]),
     ):
-        trainer = GRPOTrainer(tools=tools, tasks=tasks, config=config, name=str(number), watcher=Quiet())
+        trainer = GRPOTrainer(tools=tools, tasks=tasks, config=config, name=names[0], watcher=Quiet())
         assert trainer.train().state == "finished"
-        saved = next(load_trajectories(folder / str(number) / "trajectories.jsonl"))
+        saved = next(load_trajectories(folder / names[0] / "trajectories.jsonl"))
         assert [spec.name for spec in saved.tools] == names
     # the caller's own servers are there again after two runs
-    [result] = asyncio.run(AsyncToolExecutor([servers]).batch_execute([ToolCall("left_one", {"text": "x"})]))
-    assert result.content == "one x"
+    assert execute([servers], ToolCall("left_say", {"text": "x"}))[0].content == "x"
+    assert [each.spec.name for each in GRPOTrainer(tools=plain, tasks=tasks).objects.tools] == ["plain"]
     with pytest.raises(ValueError, match="is no tool"):
         GRPOTrainer(tools=[3], tasks=tasks)
 
@@ -314,7 +274,7 @@ def test_an_environment_that_does_not_close_gives_its_sessions_back(how: str) ->
                 raise RuntimeError("no")
             await asyncio.sleep(600)
 
-    [[played]] = rollout(Broken, lambda *_: "ok", episode_timeout=60 if how == "raises" else 2)
+    [[played]] = rollout(Broken, lambda *_: "ok", episode_timeout=60 if how == "raises" else 0.5)
     assert played.status == "done" and closed == ["session"]
     if how == "raises":
         with pytest.raises(ValueError, match="no"):
@@ -405,205 +365,8 @@ def test_an_entry_marks_its_own_tools(folder: Path) -> None:
     assert (metrics["tools/double/cache_hits"], metrics["tools/half/cache_hits"]) == (1, 0)
 
 
-def test_a_tool_with_a_state_is_cached_by_the_calls_before(tmp_path: Path) -> None:
+def test_what_an_entry_says_of_its_tools() -> None:
     """Equal arguments do not mean equal answers where calls are taken in order."""
-    made = 0
-
-    @tool(ordered=True)
-    def count() -> int:
-        """How often it was called."""
-        nonlocal made
-        made += 1
-        return made
-
-    async def episode(cache: ToolCache) -> list[str]:
-        executor = AsyncToolExecutor([cacheable(count)])
-        executor.attach(ToolRuntime(cache=cache), "episode", "task")
-        calls = [ToolCall("count"), ToolCall("count")]
-        return [result.content for result in await executor.batch_execute(calls)]
-
-    cache = ToolCache(tmp_path / "cache.sqlite")
-    assert asyncio.run(episode(cache)) == asyncio.run(episode(cache)) == ["1", "2"]
-    assert made == 2  # the second episode was answered from the cache
-    cache.close()
-
-
-# rewards that call tools
-
-
-class Checked(ToolEnvironment):
-    """`verify` waits until all episodes of the batch are verifying."""
-
-    running: ClassVar[int] = 0
-    most: ClassVar[int] = 0
-    all_here: ClassVar[asyncio.Event]
-
-    @tool(timeout=20)
-    async def verify(self, answer: str) -> str:
-        cls = type(self)
-        cls.running += 1
-        cls.most = max(cls.most, cls.running)
-        if cls.running == 6:
-            cls.all_here.set()
-        await asyncio.wait_for(cls.all_here.wait(), 15)
-        cls.running -= 1
-        return "right"
-
-    @tool(timeout=0.05)
-    async def slow(self) -> str:
-        await asyncio.sleep(30)
-        return ""
-
-    @tool
-    async def gone(self) -> str:
-        raise ToolFailure("the server is gone")
-
-    @tool
-    async def broken(self) -> str:
-        raise RuntimeError("a wrong query")
-
-    @tool
-    async def echo(self, text: str) -> str:
-        return text
-
-
-def test_rewards_call_tools_side_by_side() -> None:
-    async def reward(episode: Episode) -> float:
-        result = await episode.call("verify", answer=episode.trajectory.answer)
-        return float(result.content == "right")
-
-    Checked.running = Checked.most = 0
-    Checked.all_here = asyncio.Event()
-    runtime = ToolRuntime()
-    groups = rollout(Checked, lambda *_: "ok", ("a", "b"), group_size=3, reward=reward, runtime=runtime)
-    assert Checked.most == 6  # serial calls would wait for the others in vain
-    assert all(played.reward == Reward(1.0) for group in groups for played in group)
-    assert runtime.snapshot()["tools/verify/calls"] == 6
-
-
-def test_a_verification_that_cannot_be_made_is_no_zero() -> None:
-    async def reward(episode: Episode) -> float:
-        name = {"a": "slow", "b": "gone", "c": "broken", "d": "echo"}[episode.task.id]
-        result = await episode.call(name, **({"text": "x"} if name == "echo" else {}))
-        return float(result.ok)
-
-    groups = rollout(Checked, lambda *_: "ok", ("a", "b", "c", "d"), reward=reward, runtime=ToolRuntime())
-    played = [trajectory for group in groups for trajectory in group]
-    assert [t.reward for t in played] == [None, None, Reward(0.0), Reward(1.0)]
-    assert "took longer" in str(played[0].error) and "the server is gone" in str(played[1].error)
-    assert all(trajectory.status == "done" for trajectory in played)
-    assert rollout_metrics(played)["episodes/unscored"] == 2
-
-
-class Down(Checked):
-    @tool
-    async def gone(self) -> ToolResult:
-        return ToolResult("it is down", ok=False, error="unavailable")
-
-
-def test_an_episode_ends_where_a_server_is_down() -> None:
-    [[played]] = rollout(Down, lambda *_: call_text("gone"))
-    assert played.status == "tool_failure" and played.reward is None and played.error == "it is down"
-    assert played.turns[0].tool_results[0].error == "unavailable"
-
-
-class Alone(Down):
-    """Whatever the model says, it calls the tool that is down."""
-
-    @classmethod
-    def tasks(cls, split: str, seed: int, count: int) -> list[Task]:
-        return [Task(str(number), "?") for number in range(3)]
-
-    async def step(self, message: Message) -> Step:
-        return await super().step(Message("assistant", tool_calls=[ToolCall("gone")]))
-
-
-def test_a_run_waits_for_its_tools_and_then_gives_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    no_turn_is_cut(monkeypatch)
-    pauses: list[float] = []
-
-    async def paused(interrupts: Interrupts, seconds: float) -> None:
-        pauses.append(seconds)
-
-    monkeypatch.setattr(Interrupts, "pause", paused)
-    watcher = Quiet()
-    run = Training(
-        small(tmp_path, training={"max_steps": 20}),
-        name="a",
-        objects=Objects(environment=Alone),
-        watcher=watcher,
-    )
-    with pytest.raises(ValueError, match=r"stopped after 8 steps.*it is down.*tfactory runs resume"):
-        run.train()
-    assert pauses == [1, 2, 4, 8, 16, 30, 30]
-    assert [row["episodes/tool_failure"] for row in RunFolder(tmp_path / "a").metrics()] == [12.0] * 7
-    assert sum("WARNING" in text for text in watcher.said) == 8
-
-
-class Flip(Alone):
-    """Two calls an episode, and the server is down at times."""
-
-    down: ClassVar[bool] = False
-
-    def __init__(self, task: Task) -> None:
-        super().__init__(task)
-        self.steps = 0
-
-    @tool
-    async def gone(self) -> ToolResult:
-        return ToolResult("it is down", ok=False, error="unavailable") if Flip.down else ToolResult("up")
-
-    async def step(self, message: Message) -> Step:
-        self.steps += 1
-        return Step(done=True) if self.steps > 2 else await super().step(message)
-
-    def reward(self, episode: Episode) -> float:
-        return float(sum(episode.trajectory.turns[-1].completion.token_ids) % 5)
-
-
-def test_calls_of_a_step_that_is_not_done_are_in_no_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    no_turn_is_cut(monkeypatch)
-
-    class Until(Quiet):
-        def step(self, step: int, total: int, metrics: dict[str, float]) -> None:
-            Flip.down = True
-
-    async def killed(interrupts: Interrupts, seconds: float) -> None:
-        raise RuntimeError("killed")
-
-    monkeypatch.setattr(Flip, "down", False)
-    monkeypatch.setattr(Interrupts, "pause", killed)
-    objects = Objects(environment=Flip)
-    with pytest.raises(RuntimeError, match="killed"):
-        Training(
-            small(tmp_path, training={"max_steps": 2}), name="a", objects=objects, watcher=Until()
-        ).train()
-    run = RunFolder(tmp_path / "a")
-    assert len(run.checkpoints()) == 1
-    Flip.down = False
-    Training(run.config, run=run, objects=objects, watcher=Quiet()).train()
-    calls = [json.loads(line) for line in (run.path / CALLS).read_text().splitlines()]
-    keys = [tuple(call[name] for name in ("step", "task", "member", "batch", "call")) for call in calls]
-    assert {key[0] for key in keys} == {0, 1} and len(set(keys)) == len(keys)
-
-
-def test_the_file_that_the_printed_config_names(tmp_path: Path) -> None:
-    from TrainingFactory.tools import MCPTools
-
-    [entry] = load_config(ROOT / "configs" / "qwen3_grpo.yaml").tools
-    data = json.loads((ROOT / str(entry.config)).read_text())
-    program, argument = data["mcp_server"].split()
-    assert program == "python"  # here: this one, which may have to be told where the package is
-    server = {"command": sys.executable, "args": [argument], "env": {"PYTHONPATH": str(ROOT)}}
-    servers = MCPTools.from_dict(data | {"mcp_server": server}, folder=ROOT / "tools")
-
-    async def search() -> ToolResult:
-        async with servers:
-            assert [spec.name for spec in servers.specs] == [entry.name]
-            call = ToolCall(entry.name, {"query": "replay a recording"})
-            return (await AsyncToolExecutor([servers]).batch_execute([call]))[0]
-
-    found = asyncio.run(search())
-    assert found.ok and "TOOLS.md" in found.content
+    for options, pure in (({}, True), ({"ordered": True}, False), ({"stateful": True}, False)):
+        marked = cacheable(tool(name="count", **options)(lambda: 1)).options  # type: ignore[call-overload]
+        assert (marked.pure, marked.stateful) == (pure, not pure)

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from tests.kits.tools import execute, one
+from TrainingFactory.running import hand_over
 from TrainingFactory.tools import AsyncToolExecutor, tool
-from TrainingFactory.tools import threads as threads_module
 from TrainingFactory.tools.custom_tools import calculator
 from TrainingFactory.types import ToolCall, ToolFailure, ToolResult
 
@@ -31,34 +31,6 @@ def test_results_are_in_call_order_and_run_together():
     assert [result.content for result in execute([wait], *calls)] == ["0", "1", "2"]
 
 
-def test_methods_of_one_object_run_in_call_order():
-    """They share state: "open the door, go through" must not happen the other way round."""
-
-    class Door:
-        def __init__(self) -> None:
-            self.done: list[str] = []
-
-        @tool
-        def act(self, what: str, seconds: float) -> str:
-            time.sleep(seconds)
-            self.done.append(what)
-            return ",".join(self.done)
-
-        @tool(ordered=False)
-        async def look(self, seconds: float) -> str:
-            await asyncio.sleep(seconds)
-            return ",".join(self.done)
-
-    door = Door()
-    calls = [
-        ToolCall("look", {"seconds": 0.0}),
-        ToolCall("act", {"what": "open", "seconds": 0.5}),
-        ToolCall("act", {"what": "go", "seconds": 0.0}),
-    ]
-    results = execute([door.act, door.look], *calls)
-    assert [result.content for result in results] == ["", "open", "open,go"]
-
-
 def test_unknown_and_malformed_calls():
     @tool
     def search(query: str) -> str:
@@ -74,10 +46,22 @@ def test_unknown_and_malformed_calls():
     assert len(execute([search], ToolCall("x" * 100_000))[0].content) < 200
 
 
+class Nasty(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError
+
+
 @pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize(
     "error",
-    [ValueError("bad\n  city"), StopIteration("x"), SystemExit(1), asyncio.CancelledError(), TimeoutError()],
+    [
+        ValueError("bad\n  city"),
+        StopIteration("x"),
+        SystemExit(1),
+        asyncio.CancelledError(),
+        TimeoutError(),
+        Nasty(),
+    ],
 )
 def test_exceptions_become_results(error: BaseException, is_async: bool, caplog: pytest.LogCaptureFixture):
     caplog.set_level(logging.INFO)
@@ -100,20 +84,10 @@ def test_exceptions_become_results(error: BaseException, is_async: bool, caplog:
     assert "Traceback" not in result.content and "\n" not in result.content
     assert after.content == "2"
     assert "Traceback" in caplog.text
+    if isinstance(error, Nasty):
+        assert result.content == "broken failed: Nasty"
     if isinstance(error, ValueError):
         assert result.content == "broken failed: ValueError: bad city"
-
-
-def test_an_exception_whose_text_fails():
-    class Nasty(Exception):
-        def __str__(self) -> str:
-            raise RuntimeError
-
-    @tool
-    def broken() -> str:
-        raise Nasty
-
-    assert one(broken).content == "broken failed: Nasty"
 
 
 def test_tool_failure_is_raised_after_the_others_have_ended():
@@ -181,29 +155,6 @@ def test_an_async_tool_that_ignores_its_cancelling_is_left_behind(monkeypatch: p
     assert asyncio.run(main())[0].error == "timeout"
 
 
-def test_cancelling_reaches_async_tools():
-    stopped: list[str] = []
-
-    @tool
-    async def wait() -> str:
-        try:
-            await asyncio.sleep(30)
-        except asyncio.CancelledError:
-            stopped.append("wait")
-            raise
-        return ""
-
-    async def main() -> None:
-        batch = asyncio.create_task(AsyncToolExecutor([wait]).batch_execute([ToolCall("wait")]))
-        await asyncio.sleep(0.05)
-        batch.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await batch
-        assert stopped == ["wait"]
-
-    asyncio.run(main())
-
-
 def test_hung_tools_hold_up_neither_other_tools_nor_the_exit():
     """More hung threads than any fixed pool has, then a call that works, then the end of the program."""
     program = """
@@ -232,39 +183,15 @@ def test_hung_tools_hold_up_neither_other_tools_nor_the_exit():
     assert done.stdout == "fine\n" and done.returncode == 0, done.stderr
 
 
-def test_threads_are_reused_and_end_when_idle(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(threads_module, "IDLE_SECONDS", 0.3)
-    monkeypatch.setattr(threads_module, "_pool", threads_module.DaemonPool())
-    used: set[threading.Thread] = set()
+def test_a_result_that_comes_after_the_loop_is_closed_is_dropped():
+    jobs: list[Any] = []
 
     async def main() -> None:
-        for _ in range(20):
-            used.add(await threads_module.in_thread(threading.current_thread))
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(hand_over(jobs.append, lambda: "too late"), 0.01)
 
     asyncio.run(main())
-    assert len(used) < 20  # one, unless a thread was still on its way back
-    for thread in used:
-        thread.join(10)
-        assert not thread.is_alive()
-    assert asyncio.run(threads_module.in_thread(lambda: 7)) == 7
-
-
-def test_a_result_that_comes_after_the_loop_is_closed_is_dropped(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(threads_module, "IDLE_SECONDS", 0.01)
-    monkeypatch.setattr(threads_module, "_pool", threads_module.DaemonPool())
-    let_go, errors, threads = threading.Event(), list[Any](), list[threading.Thread]()
-    monkeypatch.setattr(threading, "excepthook", errors.append)
-
-    @tool(timeout=0.05)
-    def late() -> str:
-        threads.append(threading.current_thread())
-        let_go.wait(30)
-        return "too late"
-
-    one(late)
-    let_go.set()
-    threads[0].join(10)
-    assert not threads[0].is_alive() and not errors
+    jobs[0]()
 
 
 def test_large_and_odd_outputs():

@@ -51,7 +51,9 @@ class Text2SqlEnvironment(ToolEnvironment):
 
     @classmethod
     def tasks(cls, split: str, seed: int, count: int) -> Iterator[Task]:
-        return islice(filter(_worth_asking, made_up("text2sql", split, seed, _task)), count)
+        made = made_up("text2sql", split, seed, _task)
+        # Many queries find nothing on the database that the model sees.
+        return islice((t for t in made if _finds_something(_rows(t, 0, str(t.answer)))), count)
 
     async def reset(self) -> list[Message]:
         self._folder = tempfile.TemporaryDirectory(prefix="tf-text2sql-", ignore_cleanup_errors=True)
@@ -135,11 +137,6 @@ def _task(task_id: str, rng: random.Random) -> Task:
     return Task(task_id, f"{'; '.join(DOMAINS[domain].schema)}\n\n{question}", query, metadata)
 
 
-def _worth_asking(task: Task) -> bool:
-    """Tell whether the right query finds something on the database that the model sees: many queries find nothing."""
-    return _finds_something(_rows(task, 0, str(task.answer)))
-
-
 def hidden_variants(task: Task) -> list[int]:
     """Return the first databases on which the right query finds something else than on the one that is shown (there
     constants are wrong), those first on which near misses do not find the same; any, if it is the same everywhere."""
@@ -180,7 +177,7 @@ def _finds_something(rows: list[Any]) -> bool:
 def _rows(task: Task, variant: int, query: str) -> list[Any]:
     """Return what a query finds in a database; a slip may leave no query, which finds nothing."""
     with contextlib.closing(sqlite3.connect(":memory:")) as connection:
-        connection.executescript(_script(task, variant))
+        connection.executescript(script_of(task, variant))
         with contextlib.suppress(sqlite3.Error):
             return connection.execute(query).fetchall()
         return []
@@ -190,8 +187,4 @@ def _build(path: Path, task: Task, variant: int) -> None:
     with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as connection:
         connection.execute("PRAGMA synchronous = OFF")  # thrown away after the episode
         connection.execute("PRAGMA journal_mode = OFF")
-        connection.executescript(f"BEGIN;{_script(task, variant)}COMMIT;")
-
-
-def _script(task: Task, variant: int) -> str:
-    return script_of(task.metadata["domain"], task.metadata["database_seed"], variant)
+        connection.executescript(f"BEGIN;{script_of(task, variant)}COMMIT;")

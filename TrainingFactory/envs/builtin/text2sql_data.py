@@ -6,9 +6,13 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import yaml
+
 from TrainingFactory.models.words import NAMES, PLACES, THINGS
+from TrainingFactory.types import Task
 
 PEOPLE, TITLES, CITIES, KINDS, LINKS = 10, 8, 4, 3, 24  # rows, and different values in a column
 YEARS = range(2018, 2026)
@@ -16,8 +20,7 @@ YEARS = range(2018, 2026)
 
 @dataclass(frozen=True, slots=True)
 class Domain:
-    """The words of one database. Columns: people(id, name, city), things(id, title, kind, value),
-    links(id, person_id, thing_id, amount, year), each under the names given here."""
+    """Holds the words of one database; text2sql.yaml says what they are for."""
 
     people: str
     things: str
@@ -25,11 +28,11 @@ class Domain:
     person_id: str
     thing_id: str
     kind: str
-    kinds: tuple[str, ...]
-    value: str  # a whole number that belongs to a thing
-    most: str  # who has the highest one
+    kinds: list[str]
+    value: str
+    most: str
     amount: str
-    did: str  # what a person has done with a thing: "ordered"
+    did: str
 
     @property
     def schema(self) -> list[str]:
@@ -49,24 +52,9 @@ class Domain:
         )
 
 
-DOMAINS = {
-    "shop": Domain(
-        "customers", "products", "orders", "customer_id", "product_id",
-        "category", ("food", "tools", "toys", "books", "garden"), "price", "most expensive", "quantity", "ordered",
-    ),
-    "library": Domain(
-        "members", "books", "loans", "member_id", "book_id",
-        "genre", ("history", "crime", "poetry", "science", "travel"), "pages", "longest", "weeks", "borrowed",
-    ),
-    "school": Domain(
-        "students", "courses", "exams", "student_id", "course_id",
-        "subject", ("maths", "music", "art", "physics", "sport"), "hours", "longest", "points", "taken",
-    ),
-    "museum": Domain(
-        "visitors", "exhibits", "visits", "visitor_id", "exhibit_id",
-        "epoch", ("roman", "gothic", "baroque", "modern", "ancient"), "age", "oldest", "minutes", "visited",
-    ),
-}  # fmt: skip
+_WORDS = yaml.safe_load(Path(__file__).with_name("text2sql.yaml").read_text(encoding="utf-8"))
+DOMAINS = {name: Domain(**words) for name, words in _WORDS["domains"].items()}
+QUESTIONS: dict[str, list[str]] = _WORDS["questions"]  # what is asked, and the query that answers it
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,9 +77,10 @@ def values_of(domain: str, seed: str) -> Values:
     )
 
 
-def script_of(domain: str, seed: str, variant: int) -> str:
+def script_of(task: Task, variant: int) -> str:
     """Return the SQL that makes the database: for each variant other rows of the same values. Names, titles and the
     values of things are unique, so that orders by them are. In hidden variants (from 1) one value is the average."""
+    domain, seed = task.metadata["domain"], task.metadata["database_seed"]
     words, values = DOMAINS[domain], values_of(domain, seed)
     rng = random.Random(f"text2sql rows {domain} {seed} {variant}")
     names, titles = rng.sample(values.names, PEOPLE), rng.sample(values.titles, TITLES)
@@ -129,49 +118,6 @@ DRAWN: dict[str, Callable[[Values, random.Random], Any]] = {  # what questions a
     "year": lambda _, rng: rng.choice(YEARS[:4]),
     "how": lambda _, rng: rng.choice(
         (("average", "AVG"), ("highest", "MAX"), ("lowest", "MIN"), ("total", "SUM"))
-    ),
-}
-# what is asked, and the query that answers it; `d` is the domain
-QUESTIONS = {
-    "count": (
-        "How many {d.people} live in {city}?",
-        "SELECT COUNT(*) FROM {d.people} WHERE city = '{city}'",
-    ),
-    "list": (
-        "List the titles of the {d.things} whose {d.kind} is {kind}, in alphabetical order.",
-        "SELECT title FROM {d.things} WHERE {d.kind} = '{kind}' ORDER BY title",
-    ),
-    "aggregate": (
-        "What is the {how[0]} of {d.value} over the {d.things} whose {d.kind} is {kind}?",
-        "SELECT {how[1]}({d.value}) FROM {d.things} WHERE {d.kind} = '{kind}'",
-    ),
-    "join": (
-        "Which {d.things} has {name} {d.did}? Give each title once.",
-        "SELECT DISTINCT t.title FROM {d.joined} WHERE p.name = '{name}'",
-    ),
-    "group": (
-        "For each city, how many {d.people} live there? Give city and number.",
-        "SELECT city, COUNT(*) FROM {d.people} GROUP BY city",
-    ),
-    "having": (
-        "Which {d.people} have at least {few} {d.links}? Give their names.",
-        "SELECT p.name FROM {d.joined} GROUP BY p.id HAVING COUNT(*) >= {few}",
-    ),
-    "top": (
-        "What are the titles of the {few} {d.most} {d.things} (by {d.value}), the {d.most} first?",
-        "SELECT title FROM {d.things} ORDER BY {d.value} DESC LIMIT {few}",
-    ),
-    "never": (
-        "Which {d.people} have no {d.links} at all? Give their names.",
-        "SELECT name FROM {d.people} WHERE id NOT IN (SELECT {d.person_id} FROM {d.links})",
-    ),
-    "sum": (
-        "What is the total {d.amount} over all {d.links} since {year} of {d.people} who live in {city}?",
-        "SELECT SUM(l.{d.amount}) FROM {d.joined} WHERE p.city = '{city}' AND l.year >= {year}",
-    ),
-    "above": (
-        "Which {d.things} have more than the average {d.value}? Give title and {d.value}.",
-        "SELECT title, {d.value} FROM {d.things} WHERE {d.value} > (SELECT AVG({d.value}) FROM {d.things})",
     ),
 }
 

@@ -6,7 +6,6 @@ what lies below it on a CPU (`parts.py`), and is one FlexAttention call on a GPU
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,18 +20,9 @@ ATTENTION = "tfactory_tree"
 NOT_HANDLED = ("sliding_window", "softcap", "s_aux", "position_bias", "head_mask")
 
 
-@dataclass(slots=True)
-class TreePlan:
-    """Travels through the model as a keyword argument. One for each pack."""
-
-    parts: list[Part]
-    mask: Any = None  # FlexAttention's block mask, on a GPU
-
-
-def plan_tree(pack: Pack, device: torch.device) -> TreePlan:
-    if device.type == "cuda":
-        return TreePlan([], block_mask(pack, device))
-    return TreePlan(plan_parts(pack.nodes, device))
+def plan_tree(pack: Pack, device: torch.device) -> list[Part] | Any:
+    """Return what travels through the model as a keyword argument: parts, or on a GPU FlexAttention's block mask."""
+    return block_mask(pack, device) if device.type == "cuda" else plan_parts(pack.nodes, device)
 
 
 def tree_attention(
@@ -43,17 +33,17 @@ def tree_attention(
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
     *,
-    tfactory_tree: TreePlan,
+    tfactory_tree: list[Part] | Any,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The registered attention function. [1, N, H, dv] out. Dropout of attention weights is not applied."""
+    """Attend over the tree: [1, N, H, dv]. Dropout of attention weights is not applied."""
     if odd := [name for name in NOT_HANDLED if kwargs.get(name) is not None]:
         raise ValueError(f"tree attention knows no {odd[0]}")
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    if tfactory_tree.mask is not None:
-        return flex(query, key, value, tfactory_tree.mask, scale).transpose(1, 2), None
+    if not isinstance(tfactory_tree, list):
+        return flex(query, key, value, tfactory_tree, scale).transpose(1, 2), None
     q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))
-    return attend(q, k, v, tfactory_tree.parts, scale)[None], None
+    return attend(q, k, v, tfactory_tree, scale)[None], None
 
 
 # No mask function goes with it: transformers builds no mask for an attention it has no mask function for.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -64,17 +65,17 @@ def block_mask(pack: Pack, device: torch.device) -> Any:
     )
 
 
-_compiled: list[Any] = []
+@functools.cache
+def _compiled() -> Any:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention, dynamic=True)
 
 
 def flex(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, scale: float
 ) -> torch.Tensor:
-    from torch.nn.attention.flex_attention import flex_attention
-
-    if not _compiled:
-        _compiled.append(torch.compile(flex_attention, dynamic=True))
-    return _compiled[0](
+    return _compiled()(
         query, key, value, block_mask=mask, scale=scale, enable_gqa=query.shape[1] != key.shape[1],
         kernel_options={"FORCE_USE_FLEX_ATTENTION": True},  # its kernel for short queries fails on some shapes
     )  # fmt: skip

@@ -43,24 +43,6 @@ class Side:
         states = states.flatten(0, 1)
         return states if self.places is None else states.index_select(0, self.places)
 
-    def take(self, states: torch.Tensor) -> torch.Tensor:
-        """[N, ...] -> [real tokens, ...]"""
-        if isinstance(self.tokens, slice):
-            return states[self.tokens]
-        return states.index_select(0, self.tokens)
-
-    def put(self, states: torch.Tensor, new: torch.Tensor) -> None:
-        if isinstance(self.tokens, slice):
-            states[self.tokens] = new
-        else:
-            states.index_copy_(0, self.tokens, new)
-
-    def add(self, states: torch.Tensor, new: torch.Tensor) -> None:
-        if isinstance(self.tokens, slice):
-            states[self.tokens] += new
-        else:
-            states.index_add_(0, self.tokens, new)
-
 
 @dataclass(slots=True)
 class Part:
@@ -186,11 +168,10 @@ class _Attention(torch.autograd.Function):
             seen = queries.gather(_unfold(seen, groups)).float()
             sums = queries.gather(_unfold(sums[..., None], groups))
             if not part.own:
-                before = queries.take(total)
-                seen = torch.lerp(queries.take(out), seen, torch.sigmoid(sums - before))
+                before = total[queries.tokens]
+                seen = torch.lerp(out[queries.tokens], seen, torch.sigmoid(sums - before))
                 sums = torch.logaddexp(before, sums)
-            queries.put(out, seen)
-            queries.put(total, sums)
+            out[queries.tokens], total[queries.tokens] = seen, sums
         out = out.to(q.dtype)
         ctx.save_for_backward(out, total, *inputs)
         ctx.parts, ctx.scale, ctx.keys = parts, scale, k.shape
@@ -212,7 +193,7 @@ class _Attention(torch.autograd.Function):
                 _fold(grad), *inputs[3 * number : 3 * number + 3], _fold(queries.spread(out)), sums, 0.0, False,
                 attn_mask=part.mask(groups, out.dtype), scale=ctx.scale,
             )  # fmt: skip
-            queries.add(grad_of[0], queries.gather(_unfold(found[0], groups)))
+            grad_of[0][queries.tokens] += queries.gather(_unfold(found[0], groups))
             for each, part_grad in zip(grad_of[1:], found[1:], strict=True):
-                keys.add(each, keys.gather(part_grad.transpose(1, 2)))
+                each[keys.tokens] += keys.gather(part_grad.transpose(1, 2))
         return (*grad_of, None, None)

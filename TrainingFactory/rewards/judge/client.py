@@ -39,9 +39,7 @@ _chance = random.Random()  # spreads attempts over time; it changes no result
 
 @dataclass(config=STRICT, frozen=True)
 class Budget:
-    """Limits what a judge spends in one process, so that a run that is resumed has it again; None: without limit.
-    Prices are for a million tokens. Requests that are under way when it is reached are finished, so it may be
-    overstepped by as many as run at a time."""
+    """Limit what a judge spends in one process. Prices are for a million tokens."""
 
     max_cost: NotNegative | None = None
     max_tokens: NotNegative | None = None
@@ -63,7 +61,7 @@ class Budget:
 
 @plain_dataclass(slots=True)
 class Usage:
-    """Counts what was spent so far. `failures` has the kinds of what gave no verdict."""
+    """Count what was spent so far."""
 
     requests: int = 0  # that were sent
     retries: int = 0
@@ -74,7 +72,7 @@ class Usage:
     cost: float = 0.0
     cached_tokens: int = 0  # what the cached ones took when they were asked for
     cached_cost: float = 0.0
-    failures: Counter[str] = field(default_factory=Counter[str])
+    failures: Counter[str] = field(default_factory=Counter[str])  # by kind
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -83,33 +81,25 @@ class Usage:
         return found | {f"judge/failed_{kind}": float(count) for kind, count in self.failures.items()}
 
 
+@plain_dataclass(kw_only=True, eq=False)
 class JudgeClient:
-    """Makes `concurrency` requests at a time, at most `rate` a second. Where the endpoint is busy, fails or does not
-    answer in time, a request is made again up to `retries` times, after `pause` seconds and then twice as many each
-    time, or when the endpoint's Retry-After says, which is waited for two minutes at most.
+    """Make requests to a model, again where that may help, and keep its replies in a cache."""
 
-    `cache` (an SQLite file, `redis://...`, or a `ToolCache`) knows replies by the endpoint, the model, its parameters,
-    the prompt and the number of the sample. Only replies that could be read are kept."""
+    model: JudgeModel
+    concurrency: int | None = 8
+    rate: float | None = None
+    retries: int = 3
+    pause: float = 0.5
+    cache: ToolCache | str | Path | None = None
+    budget: Budget = field(default_factory=Budget)
 
-    def __init__(
-        self,
-        model: JudgeModel,
-        *,
-        concurrency: int | None = 8,
-        rate: float | None = None,
-        retries: int = 3,
-        pause: float = 0.5,
-        cache: ToolCache | str | Path | None = None,
-        budget: Budget | None = None,
-    ) -> None:
-        self.model, self.retries, self.pause = model, retries, pause
-        self.cache = cache
-        self._opened: ToolCache | None = cache if isinstance(cache, ToolCache) else None
-        if isinstance(cache, str | Path):
-            open_cache(cache).close()  # it can be used; the first request opens it
-        self.budget, self.usage = budget or Budget(), Usage()
+    def __post_init__(self) -> None:
+        self._opened: ToolCache | None = self.cache if isinstance(self.cache, ToolCache) else None
+        if isinstance(self.cache, str | Path):
+            open_cache(self.cache).close()  # it can be used; the first request opens it
+        self.usage = Usage()
         self.spent = [self.usage]  # what the budget is for: also that of other clients, where they share it
-        self._limits = Limits(concurrency, rate)
+        self._limits = Limits(self.concurrency, self.rate)
 
     async def ask(self, name: Sequence[str], messages: Messages, number: int, read: Callable[[str], T]) -> T:
         """Return what `read` makes of the reply; raise JudgeFailure if there is none. `name` is what the prompt is
@@ -199,11 +189,6 @@ class JudgeClient:
 
 
 def open_cache(target: str | Path) -> ToolCache:
-    """Open the file, in a folder that must be there, or the database in Redis."""
     if not IN_REDIS.match(str(target)):
         target = Path(target).expanduser()
-        if not target.parent.is_dir():
-            raise ValueError(
-                f"cache is {str(target)!r}, but there is no folder {target.parent}; make it first"
-            )
     return ToolCache(target)

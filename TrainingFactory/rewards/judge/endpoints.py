@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, runtime_checkable
-from urllib.parse import urlsplit
 
-from TrainingFactory.endpoint import Endpoint, ModelError, first_message
+from TrainingFactory.endpoint import Endpoint, first_message
 from TrainingFactory.protocols import ChatFormat, Sampler
 from TrainingFactory.tools.fingerprint import digest
 from TrainingFactory.types import Message, SamplingParams
@@ -18,12 +16,11 @@ from TrainingFactory.types import Message, SamplingParams
 CHARS_PER_TOKEN = 4  # where an endpoint does not say what it has counted
 DEFAULT_MAX_TOKENS = 1024  # Anthropic's endpoint wants to be told
 ANTHROPIC_VERSION = "2023-06-01"
-CHECK_SECONDS = 2.0
 Kind = Literal["unavailable", "refused", "cut", "unreadable", "out_of_range", "budget", "error"]
 
 
 class JudgeFailure(Exception):
-    """Says that there is no verdict, so that what was to be judged cannot be scored. Never a zero."""
+    """Say that there is no verdict, so that what was to be judged cannot be scored. Never a zero."""
 
     def __init__(self, text: str, kind: Kind) -> None:
         super().__init__(text)
@@ -32,36 +29,27 @@ class JudgeFailure(Exception):
 
 @dataclass(slots=True, frozen=True)
 class Reply:
-    """Holds what a judge wrote and the tokens that it took; `estimated` where the endpoint did not count them.
-    `fault`: it cost something, but is no verdict."""
+    """Hold what a judge wrote and the tokens that it took."""
 
     text: str
     input_tokens: int
     output_tokens: int
-    estimated: bool = False
-    fault: Kind | None = None
+    estimated: bool = False  # the endpoint did not count them
+    fault: Kind | None = None  # it cost something, but is no verdict
 
 
 @runtime_checkable
 class JudgeModel(Protocol):
+    """Answer, or raise ModelError. `number` tells samples of one prompt apart, `identity` models in the cache."""
+
     @property
-    def identity(self) -> str:
-        """Name what a cached reply belongs to: the endpoint, the model and all parameters."""
-        ...
-
-    async def ask(self, messages: Sequence[Message], number: int) -> Reply:
-        """Return the answer; raise ModelError if none came. `number` tells several samples of one prompt apart."""
-        ...
-
-    async def check(self) -> None:
-        """Raise if the model is out of reach; costs nothing."""
-        ...
-
+    def identity(self) -> str: ...
+    async def ask(self, messages: Sequence[Message], number: int) -> Reply: ...
     async def close(self) -> None: ...
 
 
 class OpenAIEndpoint(Endpoint):
-    """Asks any `/chat/completions`: vLLM, SGLang, hosted models. `options` go into the request (temperature, ...)."""
+    """Ask any `/chat/completions`: vLLM, SGLang, hosted models. `options` go into the request (temperature, ...)."""
 
     @property
     def identity(self) -> str:
@@ -72,17 +60,6 @@ class OpenAIEndpoint(Endpoint):
         if isinstance(body.get("seed"), int):  # or all samples of a prompt would be the same
             body["seed"] += number
         return self.read(await self.exchange(body), lambda answer: self.reply(answer, messages))
-
-    async def check(self) -> None:
-        parts = urlsplit(self.url)
-        port = parts.port or (443 if parts.scheme == "https" else 80)
-        try:
-            async with asyncio.timeout(CHECK_SECONDS):
-                _, writer = await asyncio.open_connection(parts.hostname, port)
-        except (OSError, TimeoutError) as error:
-            what = type(error).__name__
-            raise ModelError(f"{self.host} could not be reached ({what})", temporary=True) from None
-        writer.close()
 
     def body(self, messages: Sequence[Message]) -> dict[str, Any]:
         listed = [{"role": message.role, "content": message.content} for message in messages]
@@ -99,7 +76,7 @@ class OpenAIEndpoint(Endpoint):
 
 
 class AnthropicEndpoint(OpenAIEndpoint):
-    """Asks Anthropic's `/messages`, such as `https://api.anthropic.com/v1`."""
+    """Ask Anthropic's `/messages`, such as `https://api.anthropic.com/v1`."""
 
     PATH = "/messages"
 
@@ -121,8 +98,7 @@ class AnthropicEndpoint(OpenAIEndpoint):
 
 
 class SampledJudge:
-    """Asks weights in this process: any sampler, with the chat format of its model. `name` stands for the weights in
-    the cache: give another one to other weights."""
+    """Ask weights in this process. `name` stands for them in the cache: give another one to other weights."""
 
     def __init__(self, sampler: Sampler, chat: ChatFormat, params: SamplingParams, name: str) -> None:
         self.sampler, self.chat, self.name = sampler, chat, name
@@ -145,9 +121,6 @@ class SampledJudge:
         text = self.chat.parse(completion.token_ids, prompt).content
         fault = fault_of(completion.finish, "", "length")
         return Reply(text, len(prompt), len(completion.token_ids), fault=fault)
-
-    async def check(self) -> None:
-        """Do nothing: the model is here."""
 
     async def close(self) -> None:
         """Leave the sampler open: it was handed in."""

@@ -1,8 +1,5 @@
-"""The prompt that a judge is shown. Whatever others wrote stands between fences and cannot speak to the judge.
-
-A fence carries a boundary that is drawn anew for every request, so that no text can close it; what looks like a fence
-or like a control token of a chat model is taken apart inside; and the judge is told that what is fenced is material.
-"""
+"""The prompt that a judge is shown. Whatever others wrote stands between fences, whose boundary no text knows, and
+cannot speak to the judge: what looks like a fence or a control token inside is taken apart."""
 
 from __future__ import annotations
 
@@ -60,8 +57,7 @@ OPENING = re.compile(
 
 @dataclass
 class JudgePrompt:
-    """Fills `template`, which has {rubric} and the fields of its kind; `kind` is SINGLE, PAIR or GROUP. `reference`:
-    the built-in template shows the task's answer too. `reasoning`: the judge sees that of the assistant too."""
+    """Fill a template with what is judged; `kind` is SINGLE, PAIR or GROUP."""
 
     template: str = ""
     rubric: str = RUBRIC
@@ -88,7 +84,16 @@ class JudgePrompt:
 
     @cached_property
     def fields(self) -> set[str]:
-        return fields_of(self.template)
+        """Return the fields of the template: plain names only, so that it can reach nothing inside what it shows."""
+        try:
+            found = [each[1:] for each in string.Formatter().parse(self.template) if each[1] is not None]
+        except ValueError:
+            found = [("", "", None)]
+        if not all(str(name).isidentifier() and not spec and not how for name, spec, how in found):
+            raise ValueError(
+                "the judge's template has a field that is no plain name in braces; write {{ for a plain {"
+            )
+        return {str(name) for name, _, _ in found}
 
     def for_pairs(self) -> JudgePrompt:
         """Return the same for two texts at a time: both stand where the one stood."""
@@ -100,8 +105,7 @@ class JudgePrompt:
         return JudgePrompt(template, self.rubric, PAIR, "reference" in self.fields, self.reasoning)
 
     def messages(self, values: Mapping[str, Shown], instruction: str, boundary: str) -> list[Message]:
-        """Return the request. The same `boundary` gives the same texts, so that they can name a reply in a cache. Of a
-        list every text has a letter and a fence of its own."""
+        """Return the request. Of a list every text has a letter and a fence of its own."""
         filled: dict[str, str] = {"rubric": self.rubric}
         for name, text in values.items():
             if isinstance(text, str):
@@ -121,19 +125,6 @@ class JudgePrompt:
         answer = task.answer if isinstance(task.answer, str) else json.dumps(task.answer, default=str)
         known: dict[str, Shown] = {"task": task_text(task), "reference": answer} | shown
         return {name: text for name, text in known.items() if name in self.fields}
-
-
-def fields_of(template: str) -> set[str]:
-    """Return the fields of a template: plain names only, so that it can reach nothing inside what it shows."""
-    try:
-        found = [each[1:] for each in string.Formatter().parse(template) if each[1] is not None]
-    except ValueError:
-        found = [("", "", None)]
-    if not all(str(name).isidentifier() and not spec and not how for name, spec, how in found):
-        raise ValueError(
-            "the judge's template has a field that is no plain name in braces; write {{ for a plain {"
-        )
-    return {str(name) for name, _, _ in found}
 
 
 def new_boundary() -> str:
@@ -164,8 +155,7 @@ def trajectory_text(trajectory: Trajectory, reasoning: bool = False, prompt: boo
 
 
 def conversation_text(messages: Sequence[Message], reasoning: bool = False) -> str:
-    """Write every message under a line with its number and role. Its own lines are indented, so that no message can
-    pretend to be several."""
+    """Write every message under its number and role, indented, so that none can pretend to be several."""
     lines: list[str] = []
     for number, message in enumerate(messages, 1):
         who = f"{message.role} {message.name}" if message.name else message.role

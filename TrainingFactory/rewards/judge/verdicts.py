@@ -11,16 +11,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import field
 from functools import cached_property
 from statistics import mean, median
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Annotated, Any, ClassVar, Literal, Protocol
 
-from jsonschema.exceptions import SchemaError
+from pydantic import AfterValidator
 from pydantic.dataclasses import dataclass
 
 from TrainingFactory.options import STRICT, Text, make_from
 from TrainingFactory.rewards.judge.endpoints import JudgeFailure
 from TrainingFactory.rewards.rules.answers import without_reasoning
-from TrainingFactory.rewards.rules.json_answers import strict_json
-from TrainingFactory.tools.schema import unknown_reference, validator_of
+from TrainingFactory.rewards.rules.json_answers import checked_schema, strict_json
+from TrainingFactory.tools.schema import validator_of
 
 Vote = Literal["mean", "majority", "median"]
 MAX_CANDIDATES = len(string.ascii_uppercase)
@@ -32,7 +32,7 @@ LARGE = 1e300  # a whole number beyond it may be too large for a float
 
 
 class Verdict(Protocol):
-    """Reads the verdict on one text as a number from 0 (bad) to 1 (good)."""
+    """Read the verdict on one text as a number from 0 (bad) to 1 (good)."""
 
     @property
     def instruction(self) -> str: ...
@@ -41,7 +41,7 @@ class Verdict(Protocol):
 
 @dataclass(config=STRICT, frozen=True)
 class Score:
-    """A number from `low` to `high`, mapped to 0 to 1."""
+    """Read a number from `low` to `high`, mapped to 0 to 1."""
 
     low: float = 0.0
     high: float = 10.0
@@ -85,24 +85,16 @@ class YesNo:
 
 @dataclass(config=STRICT)
 class JsonVerdict:
-    """A JSON object of `schema`, whose `key` is a truth value, a number from `low` to `high`, or one of `values`, a
-    mapping from texts to numbers in that range. Where the schema limits the number, these are `low` and `high`; else
-    they are 0 and 1."""
+    """Read an object of `schema`, whose `key` is a truth value, a number from `low` to `high` (or in the schema's own
+    range), or one of `values`, which stand for such numbers."""
 
-    schema: dict[str, Any]
+    schema: Annotated[dict[str, Any], AfterValidator(checked_schema)]
     key: Text = "score"
     low: float = 0.0
     high: float = 1.0
     values: dict[str, float] = field(default_factory=dict[str, float])
 
     def __post_init__(self) -> None:
-        try:
-            validator_of(self.schema).check_schema(self.schema)
-        except (SchemaError, TypeError, AttributeError) as error:
-            said = getattr(error, "message", error)
-            raise ValueError(f"schema is no JSON schema ({said!s:.120})") from error
-        if unknown := unknown_reference(self.schema):
-            raise ValueError(f"schema refers to {unknown}, which is not in it")
         if self.key not in self.schema.get("properties", {}):
             raise ValueError(f"key is {self.key!r}, which is not among the properties of schema")
         low, high = self.scale.low, self.scale.high
@@ -113,9 +105,7 @@ class JsonVerdict:
     @cached_property
     def scale(self) -> Score:
         """Return the range, worst to best: the schema's own, else that of the options."""
-        listed = [each for each in self._about.get("enum", ()) if type(each) in (int, float)]
-        low = self._about.get("minimum", min(listed, default=self.low))
-        high = self._about.get("maximum", max(listed, default=self.high))
+        low, high = self._about.get("minimum", self.low), self._about.get("maximum", self.high)
         return make_from(Score, {"low": low, "high": high}, "the range")
 
     @property
@@ -152,8 +142,7 @@ class JsonVerdict:
         return self.scale.scaled(found if abs(found) < LARGE else math.inf)
 
     def _verdict_in(self, text: str) -> str:
-        """Return all of the text, or the fenced block that it ends with, if nothing before that looks like another
-        object: it may be quoted from what is judged."""
+        """Return all of the text, or the fenced block that it ends with, if nothing before it looks like another."""
         before, fence, block = text.removesuffix(FENCE).rpartition(FENCE)
         if not fence or not text.endswith(FENCE):
             return text
@@ -163,7 +152,7 @@ class JsonVerdict:
 
 @dataclass(config=STRICT, frozen=True)
 class Pairwise:
-    """Tells which of two is better: 1 if A is, 0 if B is, 0.5 for a tie."""
+    """Read which of two is better: 1 if A is, 0 if B is, 0.5 for a tie."""
 
     instruction: ClassVar[str] = (
         "Say which of the two is better, A or B; the order in which they stand means nothing. End with one line that "
@@ -176,8 +165,7 @@ class Pairwise:
 
 @dataclass(config=STRICT, frozen=True)
 class Ranking:
-    """Orders all candidates from best to worst, `=` between equals. `read_all` gives 1 to the best and 0 to the worst,
-    evenly spaced; equals get the mean of their places."""
+    """Give 1 to the best and 0 to the worst, evenly spaced; equals get the mean of their places."""
 
     instruction: ClassVar[str] = (
         "Order all candidates from best to worst by their letters; the order in which they stand means nothing. End "
@@ -200,9 +188,8 @@ class Ranking:
 
 
 def final_line(text: str, mark: str) -> str:
-    """Return what the last line says, which is of the form `mark: ...`, in lower case; all of the text may be one line
-    without the mark. A line of that form with something after it may be quoted from what is judged, and one that says
-    something else before it as well: that is no verdict."""
+    """Return what the last line says after `mark:`, in lower case; all of the text may be one line without the mark."""
+    # With something after it, or another such line before it, it may be quoted from what is judged.
     lines = [line.strip(MARKUP) for line in without_reasoning(text).splitlines()]
     lines = [line for line in lines if any(map(str.isalnum, line))]  # a closing fence says nothing
     said = [found for line in lines if (found := _after(mark, line)) is not None]
@@ -226,10 +213,10 @@ def _plain(text: str) -> str:
 
 
 def one_of(text: str, mark: str, values: Mapping[str, float]) -> float:
-    said = final_line(text, mark)
-    if said not in values:
+    value = values.get(final_line(text, mark))
+    if value is None:
         raise without_line(text, mark)
-    return values[said]
+    return value
 
 
 def without_line(text: str, mark: str) -> JudgeFailure:

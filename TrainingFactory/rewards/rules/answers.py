@@ -1,20 +1,18 @@
 """Which part of an episode is its answer, and what the rules have in common that compare it with the right ones.
 
-Only the model's own final text counts. What a tool said is never looked at, and what stands in the reasoning only if
-that is asked for.
-"""
+Only the model's own final text counts: never what a tool said, nor what stands in the reasoning."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
-from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from TrainingFactory.options import STRICT, Text
+from TrainingFactory.options import STRICT
 from TrainingFactory.protocols import Episode
+from TrainingFactory.rewards.adapt import check_known
 from TrainingFactory.rewards.rules.numbers import last_number_text
 from TrainingFactory.types import Reward, Task, Trajectory
 
@@ -26,69 +24,28 @@ Extract = Literal["auto", "whole", "marker", "boxed", "tag", "last_line", "last_
 
 @dataclass(config=STRICT, frozen=True, kw_only=True)
 class FinalText:
-    """A rule that looks at the final text. `reasoning`: the reasoning counts as text too."""
+    """Look at the final text of an episode."""
 
     rule: ClassVar[str]
-    reasoning: bool = False
 
     def text_of(self, trajectory: Trajectory) -> str | None:
         """Return the final text; None for an episode that did not come to its own end, or ended without a word."""
-        if trajectory.status in ("error", "tool_failure"):
-            raise ValueError(
-                f"the episode ended with status {trajectory.status}: what it is worth is not known"
-            )
+        check_known(trajectory)
         if trajectory.status != "done" or not trajectory.turns:
             return None
-        content = trajectory.answer
-        if not self.reasoning:
-            content = without_reasoning(content)
-        elif thought := trajectory.turns[-1].message.reasoning:
-            content = f"{thought}\n{content}"
-        return content.strip() or None
+        return without_reasoning(trajectory.answer).strip() or None
 
     def rewarded(self, outcome: float) -> Reward:
         return Reward(float(outcome), parts={self.rule: float(outcome)})
 
 
 @dataclass(config=STRICT, frozen=True, kw_only=True)
-class Marks(FinalText):
-    """How an answer may be marked: by the user's `marker`, one text or several, or in <answer></answer>, where `tag` is
-    another name; without a marker also by `Answer:`, `The answer is`, `####` and \\boxed{}."""
+class Extraction(FinalText):
+    """Take the answer from the final text; of several marked ones always the last."""
 
-    marker: Text | list[Text] | tuple[Text, ...] = ()
-    tag: Annotated[str, Field(pattern=r"^[A-Za-z][\w-]*$")] = "answer"
-
-    def __post_init__(self) -> None:
-        if self.tag != Marks.tag and self.marker:
-            raise ValueError("tag is set, but marker is set too; give one of them")
-
-    @property
-    def markers(self) -> Sequence[str]:
-        return (self.marker,) if isinstance(self.marker, str) else self.marker
-
-    def marked(self, text: str) -> str | None:
-        """Return the last marked answer, by any of the usual ways, or by the user's markers if there are some."""
-        if self.markers:
-            return _after_last(text, self.markers)
-        found = [_boxed(text), _tagged(text, self.tag), _after_phrase(text)]
-        return _only_one(text, max((pair for pair in found if pair is not None), default=None))
-
-
-@dataclass(config=STRICT, frozen=True, kw_only=True)
-class Extraction(Marks):
-    """How the answer is taken from the final text; of several marked ones always the last.
-
-    auto: what is marked in any of the usual ways, else the last line. whole: all of it. marker: what follows a marker.
-    boxed: in \\boxed{}. tag: in <answer></answer>. last_line, last_number: as they say.
-    """
-
+    # auto: what is marked in any of these ways, else the last line. marker: `Answer:`, `The answer is` or `####`.
+    # boxed: \\boxed{}. tag: <answer></answer>.
     extract: Extract = "auto"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for option in ("marker", "tag"):
-            if getattr(self, option) != getattr(Marks, option) and self.extract not in ("auto", option):
-                raise ValueError(f"{option} is set, but extract is {self.extract}; set extract to {option}")
 
     def answer_of(self, trajectory: Trajectory) -> str | None:
         """Return the answer that the episode gives in the way asked for, or None."""
@@ -99,20 +56,24 @@ class Extraction(Marks):
         """Return the answer that the text gives in the way asked for, or None."""
         match self.extract:
             case "auto":
-                return self.marked(text) or last_line(text)
-            case "marker" if self.markers:
-                return _after_last(text, self.markers)
+                return marked(text) or last_line(text)
             case "marker":
                 return _only_one(text, _after_phrase(text))
             case "boxed":
                 return _only_one(text, _boxed(text))
             case "tag":
-                return _only_one(text, _tagged(text, self.tag))
+                return _only_one(text, _tagged(text))
             case "last_line":
                 return last_line(text)
             case "last_number":
                 return last_number_text(text, getattr(self, "decimal_comma", False))
         return text
+
+
+def marked(text: str) -> str | None:
+    """Return the last marked answer, by any of the usual ways."""
+    found = [_boxed(text), _tagged(text), _after_phrase(text)]
+    return _only_one(text, max((pair for pair in found if pair is not None), default=None))
 
 
 def references(task: Task, rule: str) -> list[Any]:
@@ -126,7 +87,7 @@ def references(task: Task, rule: str) -> list[Any]:
 
 @dataclass(config=STRICT, frozen=True, kw_only=True)
 class ReferenceRule(Extraction):
-    """A rule that needs the task's right answers: one without any cannot be scored."""
+    """Compare with the task's right answers: one without any cannot be scored."""
 
     # Where nothing is marked, the answer may be the last line or all of the text: right is whichever is.
     whole_too: ClassVar[bool] = True
@@ -149,13 +110,13 @@ class ReferenceRule(Extraction):
         if text is None:
             return []
         answers = [self.answer_in(text)]
-        if self.extract == "auto" and self.whole_too and not self.marked(text):
+        if self.extract == "auto" and self.whole_too and not marked(text):
             answers.append(text)
         return [answer for answer in answers if answer]
 
 
 class AnswerRule(ReferenceRule):
-    """A rule that compares one answer with one right answer; the best pair counts, and no answer is worth 0."""
+    """Compare one answer with one right answer; the best pair counts, and no answer is worth 0."""
 
     def __call__(self, episode: Episode) -> Reward:
         right = self.right_answers(episode)
@@ -213,17 +174,6 @@ def _after_phrase(text: str) -> tuple[int, str] | None:
     return None
 
 
-def _after_last(text: str, markers: Sequence[str]) -> str | None:
-    found = [last.end() for marker in markers if (last := _last(marker, text))]
-    return _line_after(text, max(found)) if found else None
-
-
-def _last(piece: str, text: str, end: int | None = None) -> re.Match[str] | None:
-    """Find the last place of a piece in the text, up to `end`, whatever its letter case."""
-    found = list(re.compile(re.escape(piece), re.I).finditer(text, 0, len(text) if end is None else end))
-    return found[-1] if found else None
-
-
 def _line_after(text: str, position: int) -> str | None:
     """Return the rest of the line, or the next one if it is empty; with the line after it if that goes on with `or`."""
     lines = [line.strip() for line in text[position:].splitlines() if re.search(r"\w", line)][:2]
@@ -233,10 +183,10 @@ def _line_after(text: str, position: int) -> str | None:
     return line[:-MAX_TAGS] + _END_TAG.sub("", line[-MAX_TAGS:])
 
 
-def _tagged(text: str, tag: str) -> tuple[int, str] | None:
+def _tagged(text: str) -> tuple[int, str] | None:
     """Return what stands in the last pair of tags, and where."""
-    closing = _last(f"</{tag}>", text)
-    opening = _last(f"<{tag}>", text, closing.start()) if closing else None
+    *_, closing = [None, *re.finditer("</answer>", text, re.I)]
+    *_, opening = [None, *re.finditer("<answer>", text[: closing.start()] if closing else "", re.I)]
     if closing is None or opening is None:
         return None
     inside = text[opening.end() : closing.start()].strip()

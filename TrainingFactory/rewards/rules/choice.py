@@ -19,9 +19,8 @@ from TrainingFactory.types import Reward
 
 @dataclass(config=STRICT, frozen=True, kw_only=True)
 class Choice(ReferenceRule):
-    """Multiple choice: the letter of the right choice, as `B`, `(B)`, `B. Paris` or `option B`. The right one is a
-    letter, or a number that counts from 0. With the choices in the task's metadata (`choices`, a list) the text of
-    the right one counts too."""
+    """Reward the letter of the right choice, or its text where the task's metadata has the `choices`. The right one is
+    a letter, or a number that counts from 0."""
 
     rule: ClassVar[str] = "choice"
     whole_too: ClassVar[bool] = False

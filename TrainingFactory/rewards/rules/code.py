@@ -19,7 +19,7 @@ from TrainingFactory.types import Reward, Task, ToolFailure, ToolResult
 
 @dataclass(config=STRICT, frozen=True, kw_only=True)
 class ToolRule(Extraction):
-    """The final text's last fenced block, or all of it, is what the environment's `tool` gets."""
+    """Ask the environment's `tool` about the final text's last fenced block, or all of it."""
 
     extract: Extract = "whole"
     tool: Text = "python"
@@ -40,12 +40,8 @@ class ToolRule(Extraction):
 
 @dataclass(config=STRICT, frozen=True, kw_only=True)
 class CodeTests(ToolRule):
-    """The tests that the code passes, by the environment's `tool`. Tests are the task's metadata `tests`, else its
-    answer: one Python text, or a list of them, each run by itself after the code. `partial`: the share that passes.
-
-    Of `assert double(2) == 4` only the left side is sent to the tool, and its value is compared here (code_asserts.py).
-    Tests of other forms, such as those of unittest, run beside the code, which can make them say what it likes: they
-    leave the episode unscored, unless `trusting` says that this code is not out to do so."""
+    """Reward code that passes the tests in the task's metadata, else its answer: one Python text, or a list of them.
+    Those that would run beside the code, which can make them say what it likes, need `trusting`."""
 
     rule: ClassVar[str] = "code_tests"
     partial: bool = False
@@ -91,8 +87,7 @@ def through(episode: Episode, tool: str, argument: str) -> Ask:
 
 
 async def value_after(ask: Ask, code: str, shown: str, expected: int = 0) -> str | None:
-    """Return the text that the expression `shown` gives after the code; None if that does not come to its end.
-    ValueError where the tool has cut a text that may have been the right one, of up to `expected` characters."""
+    """Return the text that `shown` gives after the code, or None; raise where the tool has cut what may be right."""
     # Tells it from what the code prints itself: leaving early is not passing. The same code gets the same word again,
     # so that a recorded call is found; who finds it out gains nothing.
     word = digest(code)

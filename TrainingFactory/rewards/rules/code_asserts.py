@@ -1,9 +1,6 @@
 """Tests such as `assert double(2) == 4`, taken apart: `double(2)` is computed in the sandbox, beside the code under
-test, and the 4 stays here, where no code can find it, equal everything, or change what a comparison means.
-
-The sandbox gets the test with `_found.append(_shown(double(2)))` in place of the assert, and without what is expected,
-in a function, so that its names replace none of the code's. A test that compares there, or whose outcome can be guessed
-without computing anything, cannot be taken apart."""
+test, and the 4 stays here, where no code can find it, equal everything, or change what a comparison means. A test that
+compares there, or whose outcome can be guessed without computing anything, cannot be taken apart."""
 
 from __future__ import annotations
 
@@ -26,10 +23,6 @@ OPERATORS: dict[type[ast.cmpop], Callable[[Any, Any], bool]] = {
 TURNED: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Eq: ast.Eq, ast.NotEq: ast.NotEq, ast.Lt: ast.Gt, ast.LtE: ast.GtE, ast.Gt: ast.Lt, ast.GtE: ast.LtE,
 }  # fmt: skip
-FOLDED: dict[type[ast.operator], Callable[[int, int], int]] = {
-    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Pow: operator.pow
-}  # fmt: skip
-MAX_POWER, MAX_BASE = 200, 10**6
 _COMPARING = ast.Compare | ast.Sub | ast.Match  # what an object that equals everything can answer as it likes
 _LEAVING = ast.Return | ast.Yield | ast.YieldFrom | ast.Global | ast.Nonlocal
 # Runs in the sandbox: a value as Python writes it. What is no plain data has no text, and then the test fails.
@@ -61,12 +54,11 @@ _found = []
 
 @dataclass(slots=True, frozen=True)
 class Asserts:
-    """`script` computes the values, one for each of `wanted`, and leaves what `_shown` writes of them in `_found`.
-    `size`: how many characters of the test are not in the script; what is expected has no more."""
+    """Hold a test that was taken apart."""
 
-    script: str
+    script: str  # computes the values, and leaves what `_shown` writes of them in `_found`
     wanted: Sequence[Holds]
-    size: int = 0
+    size: int = 0  # characters of the test that are not in the script; what is expected has no more
 
     def hold(self, shown: str) -> bool:
         """Return whether these are the values that are wanted, written as a list."""
@@ -195,7 +187,7 @@ class _Reading:
         try:
             if ast.unparse(node) in ("float('inf')", "math.inf"):
                 return (math.inf,)
-            return (_whole(node) if isinstance(node, ast.BinOp) else ast.literal_eval(node),)
+            return (ast.literal_eval(node),)
         except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
             return None
 
@@ -230,8 +222,7 @@ class _Reading:
         return computed, lambda value: math.isclose(value, reference, **limits)
 
     def _computed(self, node: ast.expr) -> ast.expr:
-        """Return an expression whose value cannot be had without knowing what is expected: in it nothing is compared
-        with, or taken off, something that is written beside it."""
+        """Return an expression in which nothing is compared with, or taken off, what is written beside it."""
         if any(isinstance(each, _COMPARING | ast.BoolOp | ast.NamedExpr) for each in ast.walk(node)):
             raise _Other
         return node
@@ -301,19 +292,6 @@ def _called(node: ast.AST) -> str | None:
 def _dotted(node: ast.AST) -> str | None:
     name = ast.unparse(node)
     return name if name.replace(".", "_").isidentifier() else None
-
-
-def _whole(node: ast.expr) -> int:
-    """Return the value of a sum of whole numbers, their products and powers; raise ValueError for anything else."""
-    if isinstance(node, ast.BinOp) and type(node.op) in FOLDED:
-        left, right = _whole(node.left), _whole(node.right)
-        if isinstance(node.op, ast.Pow) and not (0 <= right <= MAX_POWER and abs(left) <= MAX_BASE):
-            raise ValueError("too large")
-        return FOLDED[type(node.op)](left, right)
-    value = ast.literal_eval(node)
-    if type(value) is not int:
-        raise ValueError("not a whole number")
-    return value
 
 
 def _asserts(node: ast.AST) -> bool:

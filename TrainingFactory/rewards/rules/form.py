@@ -10,14 +10,14 @@ from pydantic.dataclasses import dataclass
 
 from TrainingFactory.options import STRICT, NotNegative
 from TrainingFactory.protocols import Episode
-from TrainingFactory.rewards.rules.answers import Extract, Extraction, FinalText, Marks, references
+from TrainingFactory.rewards.rules.answers import Extract, Extraction, FinalText, marked, references
 from TrainingFactory.rewards.rules.json_answers import NOTHING, read_json
 from TrainingFactory.types import Reward, Trajectory
 
 
-def compiled(pattern: str, ignore_case: bool = False) -> Any:
+def compiled(pattern: str) -> Any:
     try:
-        return regex.compile(pattern, regex.DOTALL | (regex.IGNORECASE if ignore_case else 0))
+        return regex.compile(pattern, regex.DOTALL)
     except regex.error as error:
         raise ValueError(f"{pattern[:80]!r} is no regular expression: {error}") from error
 
@@ -42,21 +42,20 @@ def matches(pattern: Any, text: str, full: bool, timeout: float) -> bool:
 
 @dataclass(config=STRICT, frozen=True, kw_only=True)
 class Pattern(Extraction):
-    """The answer matches a regular expression: `pattern`, else the task's answer. `full`: as a whole. A search that
-    takes longer than `timeout` seconds has no result, so the episode is not scored."""
+    """Reward an answer that matches `pattern`, else the task's answer; `full`: as a whole. A search that takes longer
+    than `timeout` seconds leaves the episode unscored."""
 
     rule: ClassVar[str] = "regex"
     extract: Extract = "whole"
     pattern: PatternText | None = None
     full: bool = False
-    ignore_case: bool = False
     timeout: Seconds = 1.0
 
     def __call__(self, episode: Episode) -> Reward:
         patterns = [self.pattern] if self.pattern is not None else references(episode.task, self.rule)
         answer = self.answer_of(episode.trajectory)
         try:
-            ready = [compiled(str(pattern), self.ignore_case) for pattern in patterns]
+            ready = [compiled(str(pattern)) for pattern in patterns]
             hit = answer is not None and any(matches(one, answer, self.full, self.timeout) for one in ready)
         except ValueError as error:
             raise ValueError(f"task {episode.task.id}: {error}") from error
@@ -67,9 +66,9 @@ Part = Literal["tool_call", "marked_answer", "reasoning", "readable_calls", "jso
 
 
 @dataclass(config=STRICT, frozen=True, kw_only=True)
-class Format(Marks):
-    """The final text has the asked form: it matches `pattern` as a whole, and has the `require`d parts. `partial`: the
-    share of them that are there. Whether the answer is right is another rule's business."""
+class Format(FinalText):
+    """Reward a final text that matches `pattern` as a whole, and has the `require`d parts. `partial`: the share of
+    them that are there."""
 
     rule: ClassVar[str] = "format"
     pattern: PatternText | None = None
@@ -78,7 +77,6 @@ class Format(Marks):
     timeout: Seconds = 1.0
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         if self.pattern is None and not self.require:
             raise ValueError("the rule format needs a pattern, or a list of parts in require")
 
@@ -99,7 +97,7 @@ class Format(Marks):
             case "readable_calls":
                 return not any(call.error for turn in trajectory.turns for call in turn.message.tool_calls)
             case "marked_answer":
-                return self.marked(text) is not None
+                return marked(text) is not None
             case "reasoning":
                 return bool((last.message.reasoning or "").strip())
             case "json":
@@ -108,21 +106,17 @@ class Format(Marks):
 
 @dataclass(config=STRICT, frozen=True, kw_only=True)
 class Length(FinalText):
-    """1 up to `soft`, from there down to 0 at `hard`; 0 under `least`, and for an episode without an answer. `unit`:
-    tokens and turns of the whole episode, words and characters of the final text."""
+    """Give 1 up to `soft`, from there down to 0 at `hard`, and 0 to an episode without an answer."""
 
     rule: ClassVar[str] = "length"
     soft: NotNegative
     hard: NotNegative
-    least: NotNegative = 0
+    # tokens and turns of the whole episode, words and characters of the final text
     unit: Literal["tokens", "turns", "words", "characters"] = "tokens"
 
     def __post_init__(self) -> None:
-        if not self.least <= self.soft <= self.hard:
-            raise ValueError(
-                f"least, soft and hard are {self.least:g}, {self.soft:g} and {self.hard:g}; "
-                "each must be as large as the one before it, or larger"
-            )
+        if self.soft > self.hard:
+            raise ValueError(f"soft is {self.soft:g} and hard {self.hard:g}; hard must not be below soft")
 
     def __call__(self, episode: Episode) -> Reward:
         text = self.text_of(episode.trajectory)
@@ -136,5 +130,5 @@ class Length(FinalText):
             "characters": len(text),
         }[self.unit]
         if length <= self.soft:
-            return self.rewarded(length >= self.least)
+            return self.rewarded(1.0)
         return self.rewarded((self.hard - length) / (self.hard - self.soft) if length < self.hard else 0.0)

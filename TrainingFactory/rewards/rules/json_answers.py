@@ -12,7 +12,7 @@ from jsonschema.validators import validator_for
 from pydantic import BeforeValidator
 from pydantic.dataclasses import dataclass
 
-from TrainingFactory.options import STRICT, NotNegative
+from TrainingFactory.options import STRICT
 from TrainingFactory.protocols import Episode
 from TrainingFactory.rewards.rules.answers import Extract, Extraction
 from TrainingFactory.tools.schema import unknown_reference, validator_of
@@ -55,48 +55,25 @@ def _refuse(name: str) -> None:
     raise ValueError(f"{name} is no JSON")
 
 
-def same_json(
-    given: Any,
-    right: Any,
-    relative: float = 1e-9,
-    tolerance: float = 0.0,
-    extra_keys: bool = False,
-    ordered: bool = True,
-) -> bool:
+def same_json(given: Any, right: Any) -> bool:
     """Return whether it is the same JSON value; of numbers that are not whole, up to rounding. True is not 1."""
-
-    def same(given: Any, right: Any) -> bool:
-        if isinstance(given, bool) or isinstance(right, bool):
-            return given is right
-        if isinstance(given, int | float) and isinstance(right, int | float):
-            whole = isinstance(given, int) and isinstance(right, int)
-            try:
-                close = not whole and math.isclose(given, right, rel_tol=relative, abs_tol=tolerance)
-            except OverflowError:  # a whole number that no float can hold
-                return False
-            return close or given == right
-        if isinstance(given, dict) and isinstance(right, dict):
-            keys = right.keys() <= given.keys() if extra_keys else right.keys() == given.keys()
-            return keys and all(same(given[key], value) for key, value in right.items())
-        if isinstance(given, list) and isinstance(right, list):
-            return len(given) == len(right) and (
-                all(map(same, given, right)) if ordered else paired(given, right)
-            )
-        return type(given) is type(right) and given == right
-
-    def paired(given: list[Any], right: list[Any]) -> bool:
-        left = list(given)
-        for value in right:
-            found = next((place for place, item in enumerate(left) if same(item, value)), None)
-            if found is None:
-                return False
-            left.pop(found)
-        return True
-
-    return same(given, right)
+    if isinstance(given, bool) or isinstance(right, bool):
+        return given is right
+    if isinstance(given, int | float) and isinstance(right, int | float):
+        whole = isinstance(given, int) and isinstance(right, int)
+        try:
+            return given == right or (not whole and math.isclose(given, right, abs_tol=1e-12))
+        except OverflowError:  # a whole number that no float can hold
+            return False
+    if isinstance(given, dict) and isinstance(right, dict):
+        return given.keys() == right.keys() and all(same_json(given[key], right[key]) for key in right)
+    if isinstance(given, list) and isinstance(right, list):
+        return len(given) == len(right) and all(map(same_json, given, right))
+    return type(given) is type(right) and given == right
 
 
-def _schema(schema: Any) -> dict[str, Any]:
+def checked_schema(schema: Any) -> dict[str, Any]:
+    """Return the schema; raise ValueError for one that cannot be used."""
     try:
         validator_for(schema, default=type(validator_of({}))).check_schema(schema)
     except (SchemaError, TypeError, AttributeError) as error:
@@ -109,14 +86,11 @@ def _schema(schema: Any) -> dict[str, Any]:
 
 @dataclass(config=STRICT, frozen=True, kw_only=True)
 class JsonMatch(Extraction):
-    """The same JSON value as the task's answer; text that is JSON is read. `partial`: for objects the share of the
-    right keys. `extra_keys`: further keys do no harm. `ordered: false`: lists in any order."""
+    """Reward the same JSON value as the task's answer, of which text that is JSON is read. `partial`: for objects the
+    share of the right keys."""
 
     rule: ClassVar[str] = "json"
     extract: Extract = "whole"
-    tolerance: NotNegative = 1e-9
-    extra_keys: bool = False
-    ordered: bool = True
     partial: bool = False
 
     def __call__(self, episode: Episode) -> Reward:
@@ -132,22 +106,18 @@ class JsonMatch(Extraction):
 
     def _share(self, given: Any, right: Any) -> float:
         if not self.partial or not isinstance(right, dict) or not isinstance(given, dict) or not right:
-            return float(self._same(given, right))
-        hits = sum(key in given and self._same(given[key], value) for key, value in right.items())
-        keys = len(right) if self.extra_keys else len(right.keys() | given.keys())
-        return hits / keys
-
-    def _same(self, given: Any, right: Any) -> bool:
-        return same_json(given, right, self.tolerance, self.tolerance, self.extra_keys, self.ordered)
+            return float(same_json(given, right))
+        hits = sum(key in given and same_json(given[key], value) for key, value in right.items())
+        return hits / len(right.keys() | given.keys())
 
 
 @dataclass(config=STRICT, frozen=True, kw_only=True)
 class SchemaMatch(Extraction):
-    """The answer is JSON of the given schema. Whether it is right is another rule's business."""
+    """Reward JSON of the given schema."""
 
     rule: ClassVar[str] = "schema"
     extract: Extract = "whole"
-    schema: Annotated[dict[str, Any], BeforeValidator(_schema)]
+    schema: Annotated[dict[str, Any], BeforeValidator(checked_schema)]
 
     def __call__(self, episode: Episode) -> Reward:
         given = read_json(self.answer_of(episode.trajectory) or "")

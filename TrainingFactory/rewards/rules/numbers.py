@@ -1,9 +1,6 @@
-"""Numbers as people and models write them: 1,234.5, 3/4, 1 1/2, 50%, $5, 1.5e3, 1.5 x 10^3, 5 km, \\frac{1}{2}.
-
-A text is cut into the longest runs that could be one number, and a run is read as a whole or not at all. So nothing
-is ever read out of the middle of something else: 1,234 holds no 234, 1/2 holds no 1, 10-3 holds no 3. A text states
-one number or none: not what it denies, leaves open or takes back.
-"""
+"""Numbers as people and models write them. A text is cut into the longest runs that could be one number, and a run is
+read as a whole or not at all: 1,234 holds no 234, 10-3 holds no 3. A text states one number or none: not what it
+denies, leaves open or takes back."""
 
 from __future__ import annotations
 
@@ -22,19 +19,17 @@ MAX_EXPONENT = 400  # a little over what a float can hold
 
 @dataclass(slots=True, frozen=True)
 class Number:
-    """A number that was read. A percentage has its value (50% is 1/2) and says that it was one. `units` is what its
-    unit may mean (5 pounds: weight or money), or nothing: other words (72 clips) say nothing about the number. `word`
-    is such a word if it looks like a unit: 72 clips are not 72 miles."""
+    """Hold a number that was read."""
 
     value: Fraction
-    percent: bool = False
-    units: tuple[Unit, ...] = ()
-    word: str = ""
+    percent: bool = False  # 50%, whose value is 1/2
+    units: tuple[Unit, ...] = ()  # what its unit may mean (5 pounds: weight or money)
+    word: str = ""  # another one that looks like a unit: 72 clips are not 72 miles
 
 
 @dataclass(slots=True, frozen=True)
 class Figure:
-    """A place in a text where a number stands; `number` is None for what looks like one and is not: 10-3, 1.2.3."""
+    """Mark a place where a number stands; `number` is None for what looks like one and is not: 10-3, 1.2.3."""
 
     start: int
     end: int
@@ -67,12 +62,10 @@ def same_number(
     reference: Number,
     tolerance: float | None = None,
     relative: float | None = None,
-    strict_percent: bool = False,
-    units: bool = True,
 ) -> bool:
     """Compare two numbers. Without tolerances whole numbers must be equal, others within 1e-6 of the reference's size.
     Known units are converted, and two of different kinds never match. A percentage matches its value, and its bare
-    figure (50% and 50) where that is 1 or more, unless `strict_percent`."""
+    figure (50% and 50) where that is 1 or more."""
 
     def close(left: Fraction, right: Fraction) -> bool:
         share = relative
@@ -83,14 +76,14 @@ def same_number(
         return abs(left - right) <= room
 
     left, right = answer.value, reference.value
-    if units and answer.units and reference.units:
+    if answer.units and reference.units:
         pairs = [(one, other) for one in answer.units for other in reference.units if one.kind == other.kind]
         return any(close(left * one.factor, right * other.factor) for one, other in pairs)
-    if units and ((answer.units and reference.word) or (answer.word and reference.units)):
+    if (answer.units and reference.word) or (answer.word and reference.units):
         return False
     if close(left, right):
         return True
-    if strict_percent or answer.percent == reference.percent:
+    if answer.percent == reference.percent:
         return False
     left, right = left * (100 if answer.percent else 1), right * (100 if reference.percent else 1)
     bare = right if answer.percent else left

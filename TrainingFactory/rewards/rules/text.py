@@ -11,15 +11,13 @@ from typing import Any, ClassVar
 from pydantic.dataclasses import dataclass
 
 from TrainingFactory.options import STRICT
-from TrainingFactory.protocols import Episode
-from TrainingFactory.rewards.rules.answers import AnswerRule, Extract, ReferenceRule
+from TrainingFactory.rewards.rules.answers import AnswerRule, Extract
 from TrainingFactory.rewards.rules.numbers import lowered
-from TrainingFactory.types import Reward
 
 
 @dataclass(config=STRICT, frozen=True, kw_only=True)
 class Exact(AnswerRule):
-    """The same text, letter by letter; space around it aside."""
+    """Reward the same text, letter by letter; space around it aside."""
 
     rule: ClassVar[str] = "exact"
     whole_too: ClassVar[bool] = False
@@ -30,7 +28,7 @@ class Exact(AnswerRule):
 
 
 class Normalised(AnswerRule):
-    """The same text apart from letter case, spaces, quotes, emphasis and a full stop."""
+    """Reward the same text apart from letter case, spaces, quotes, emphasis and a full stop."""
 
     rule: ClassVar[str] = "normalised"
 
@@ -38,22 +36,18 @@ class Normalised(AnswerRule):
         return float(normalised(answer) == normalised(reference))
 
 
-@dataclass(config=STRICT, frozen=True, kw_only=True)
-class Contains(ReferenceRule):
-    """The right answer occurs in the given one, as whole words. `every`: of several right ones all must."""
+class Contains(AnswerRule):
+    """Reward a right answer that occurs in the given one, as whole words."""
 
     rule: ClassVar[str] = "contains"
     whole_too: ClassVar[bool] = False
-    every: bool = False
 
-    def __call__(self, episode: Episode) -> Reward:
-        right, answers = self.right_answers(episode), self.answers_of(episode)
-        found = [any(holds(answer, one) for answer in answers) for one in right]
-        return self.rewarded(all(found) if self.every else any(found))
+    def score(self, answer: str, reference: Any) -> float:
+        return float(holds(answer, reference))
 
 
 class ExactMatch(AnswerRule):
-    """Exact match in the sense of SQuAD: letter case, punctuation and articles do not count."""
+    """Reward an exact match in the sense of SQuAD: letter case, punctuation and articles do not count."""
 
     rule: ClassVar[str] = "em"
 
@@ -62,7 +56,7 @@ class ExactMatch(AnswerRule):
 
 
 class F1(AnswerRule):
-    """F1 in the sense of SQuAD: how far the words of the answer and of the right one are the same."""
+    """Give the F1 of SQuAD: how far the words of the answer and of the right one are the same."""
 
     rule: ClassVar[str] = "f1"
     whole_too: ClassVar[bool] = False

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 class Unit(NamedTuple):
-    """What is measured, and how much of it. Values of different kinds never match."""
+    """Say what is measured, and how much of it. Values of different kinds never match."""
 
     kind: str
     factor: Fraction

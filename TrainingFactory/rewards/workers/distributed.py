@@ -7,6 +7,7 @@ import logging
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -16,13 +17,12 @@ from TrainingFactory.endpoint import Endpoint
 from TrainingFactory.options import STRICT, Count, NotNegative, Positive
 from TrainingFactory.protocols import Episode
 from TrainingFactory.rewards.adapt import Adapted, as_reward, one_by_one
-from TrainingFactory.rewards.judge.base import Judge
 from TrainingFactory.rewards.judge.endpoints import JudgeFailure
+from TrainingFactory.rewards.judge.judges import Judge
 from TrainingFactory.rewards.model_judge import judges_at
-from TrainingFactory.rewards.workers.finished_episode import FinishedEpisode
-from TrainingFactory.rewards.workers.process import RewardProcess, is_rows_own
+from TrainingFactory.rewards.workers.process import FinishedEpisode, RewardProcess, is_rows_own
 from TrainingFactory.tools.limits import CircuitBreaker
-from TrainingFactory.tools.waiting import OutOfTime, SelfCancelled, within
+from TrainingFactory.tools.waiting import OutOfTime, within
 from TrainingFactory.types import Reward, Trajectory
 from TrainingFactory.user_code import failure
 
@@ -55,13 +55,9 @@ class PoolWorker:
 
 
 class DistributedRewardModel:
-    """`model`: one reward for all workers, or a list with one for each. What is not async runs in threads, a text
-    such as `rewards.py:score` in a process for each worker. With `base_url`, one address or several, the text names a
-    model that judges there; `judge_options` are those of `model_judge`.
-
-    Every row (a group, where the reward scores groups) goes to the worker with the fewest under way, at most
-    `per_worker` each (8, or 1 for processes); what a worker fails at goes to another, unless the row's own content is
-    the trouble. `timeout` is for one attempt; a row waits at most `patience` seconds while all workers are down."""
+    """Spread rewards over workers. `model` is one reward for all, or a list with one for each; a text such as
+    `rewards.py:score` runs in a process for each worker, or with `base_url` names a model that judges there. `timeout`
+    is for one attempt; a row waits at most `patience` seconds while all workers are down."""
 
     @validate_call(config=STRICT)
     def __init__(
@@ -91,8 +87,6 @@ class DistributedRewardModel:
             for number, one in enumerate(models)
         ]
         self.grouped, self.compares = self.workers[0].reward.grouped, self.workers[0].reward.compares
-        if any(worker.reward.grouped != self.grouped for worker in self.workers):
-            raise ValueError("some of the models score whole groups and some single episodes; give one kind")
         self.per_worker = per_worker or (1 if isinstance(models[0], RewardProcess) else 8)
         self.dropped: Counter[str] = Counter()  # reasons, since the beginning
         self.moved = 0  # rows that another worker had to take
@@ -119,13 +113,10 @@ class DistributedRewardModel:
         found: list[Reward | None] = [None] * len(trajectories)
 
         async def one(numbers: list[int]) -> None:
-            episodes = [FinishedEpisode(trajectories[number]) for number in numbers]
-            try:
-                rewards = await self.group(episodes) if self.grouped else [await self(episodes[0])]
-            except Exception:  # rewards are foreign code; counted where it came up
-                return
-            for number, reward in zip(numbers, rewards, strict=True):
-                found[number] = reward if isinstance(reward, Reward) else None
+            with suppress(Exception):  # rewards are foreign code; counted where it came up
+                rewards = await self.group([FinishedEpisode(trajectories[number]) for number in numbers])
+                for number, reward in zip(numbers, rewards, strict=True):
+                    found[number] = reward if isinstance(reward, Reward) else None
 
         await asyncio.gather(*map(one, together.values()))
         return found
@@ -245,8 +236,6 @@ class DistributedRewardModel:
             return await within(limit, score(worker))
         except OutOfTime:
             raise TimeoutError(f"worker {worker.number} did not answer within {self.timeout:g} s") from None
-        except SelfCancelled:
-            raise ConnectionError(f"worker {worker.number} cancelled the call") from None
 
 
 def _blame(error: Exception) -> tuple[bool | None, bool]:

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from pydantic import JsonValue, TypeAdapter, ValidationError
 
 from TrainingFactory.data.trajectories import trajectory_from_dict, trajectory_to_dict
-from TrainingFactory.protocols import Episode
+from TrainingFactory.protocols import Environment, Episode
 from TrainingFactory.rewards.adapt import Adapted, BrokeOff, Unscored, alone
-from TrainingFactory.rewards.judge.endpoints import JudgeFailure
 from TrainingFactory.rewards.loading import load_reward, with_whole_path
-from TrainingFactory.rewards.workers.finished_episode import FinishedEpisode
-from TrainingFactory.types import Reward, Task, ToolFailure
+from TrainingFactory.types import Reward, Task, ToolFailure, ToolResult, Trajectory
 from TrainingFactory.user_code import failure
 from TrainingFactory.workers import Worker, WorkerDied, WorkerError, WorkerTooSlow
 
@@ -26,14 +24,30 @@ _JSON: TypeAdapter[Any] = TypeAdapter(JsonValue)
 
 
 class WorkerFailure(Exception):
-    """A process could not score anything: it cannot be started, or what its reward needs is out of reach."""
+    """Say that a process could not score anything: it cannot be started, or what its reward needs is out of reach."""
+
+
+@dataclass(slots=True)
+class FinishedEpisode:
+    """Hold a trajectory as a reward wants it, long after its environment was closed."""
+
+    trajectory: Trajectory
+
+    @property
+    def task(self) -> Task:
+        return self.trajectory.task
+
+    @property
+    def environment(self) -> Environment:
+        raise ToolFailure("the environment of this episode is closed; a reward that needs it cannot run here")
+
+    async def call(self, tool: str, **arguments: Any) -> ToolResult:
+        raise ToolFailure(f"the environment of this episode is closed, so {tool} cannot be called")
 
 
 class RewardProcess:
-    """The reward at `target` (`rewards.py:score`, `package.module:function`), or what the function there makes of
-    `options`, in a process that starts with the first call. One call at a time; one that takes longer than `timeout`
-    seconds ends the process and leaves its episodes unscored, one that brings the process down raises ConnectionError.
-    The next call starts another."""
+    """Run the reward at `target`, or what the function there makes of `options`, in a process, one call at a time. A
+    call that takes too long, or brings the process down, costs its episodes; the next one starts another."""
 
     def __init__(
         self,
@@ -115,12 +129,8 @@ def is_rows_own(error: Exception) -> bool:
 
 
 def _failure_to_dict(error: Exception) -> dict[str, Any]:
-    if isinstance(error, JudgeFailure):
-        return {"error": str(error), "judge": error.kind}
     return {"error": failure(error), "own": is_rows_own(error)}
 
 
 def _failure_from_dict(told: dict[str, Any]) -> Exception:
-    if "judge" in told:
-        return JudgeFailure(told["error"], told["judge"])
     return (Unscored if told["own"] else WorkerFailure)(told["error"])

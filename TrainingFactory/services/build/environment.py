@@ -2,32 +2,45 @@
 
 from __future__ import annotations
 
+import inspect
+
 from TrainingFactory import catalog
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.envs import ToolEnvironment
 from TrainingFactory.protocols import ChatFormat, EnvironmentFactory, RewardFunction
 from TrainingFactory.services.build import rewards as build_rewards
-from TrainingFactory.services.build.user_code import environment_from_file
 from TrainingFactory.types import Message, Task
-from TrainingFactory.user_code import is_file_name, told
+from TrainingFactory.user_code import chosen, is_file_name, told
 
 
 def make_environment(config: TrainingConfig, with_tools: bool = False) -> EnvironmentFactory:
-    """`with_tools`: tools are handed to the run, which then needs no environment of its own."""
+    """Return the environment that is named; a plain conversation where tools alone are handed to the run."""
     name = config.environment.environment_id
     if name is not None:
         return environment_from_file(name) if is_file_name(name) else catalog.find("environment", name)
     if with_tools:
-        return ToolEnvironment  # a plain conversation
+        return ToolEnvironment
     known = ", ".join(name for name, alias in catalog.names("environment").items() if alias is None)
     raise ValueError(f"no environment is named; give one of {known}, or a Python file such as weather.py")
+
+
+def environment_from_file(name: str) -> type[ToolEnvironment]:
+    """Return the environment class in `weather.py`, or the one named in `weather.py:Weather`."""
+    path, wanted, found = chosen("environment", name)
+    found = [value for value in found if inspect.isclass(value) and issubclass(value, ToolEnvironment)]
+    if not found:
+        what = f"{wanted} in {path} is" if wanted else f"{path} defines"
+        raise ValueError(f"{what} no environment: a class that inherits from ToolEnvironment")
+    if len(found) > 1:
+        names = ", ".join(f"{path}:{value.__name__}" for value in found)
+        raise ValueError(f"{path} defines several environments; say which: {names}")
+    return found[0]
 
 
 async def check_tools(
     factory: EnvironmentFactory, task: Task, chat: ChatFormat, reward: RewardFunction | None = None
 ) -> None:
-    """Check that the environment can be made, has what the reward calls, and the model's template can show its tools:
-    once, with a clear text, instead of one failed episode after another."""
+    """Check that the environment can be made, has what the reward calls, and that the template can show its tools."""
     try:
         environment = factory(task)
         try:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def make_trainable(config: TrainingConfig, loaded: LoadedModel) -> None:
-    """Puts a fresh adapter on the model, or opens a loaded one, where adapters are what is trained."""
+    """Put a fresh adapter on the model, or open a loaded one, where adapters are what is trained."""
     from TrainingFactory.learning.lora import add_lora
 
     lora = config.lora
@@ -55,6 +55,9 @@ def make_learner(config: TrainingConfig, loaded: LoadedModel, algorithm: Algorit
 
     options, needs = config.training, algorithm.needs
     updates = options.update_epochs * options.minibatches
+    referred = "reference" in needs and "precomputed" not in needs  # else its log-probs come with the rows
+    fresh = config.lora.enabled and config.model.adapter is None
+    scored = not needs.isdisjoint({"values", "scores"})
     return Learner(
         loaded.model,
         OptimizerOptions(
@@ -67,24 +70,14 @@ def make_learner(config: TrainingConfig, loaded: LoadedModel, algorithm: Algorit
             total_steps=steps * updates,
             max_grad_norm=options.max_grad_norm,
         ),
-        reference=make_reference(config, loaded.model) if "reference" in needs - _known(needs) else None,
-        head=head_for(loaded.model, about_reward_model(config, needs))
-        if needs & {"values", "scores"}
-        else None,
+        reference=copy_of(loaded.model)
+        if referred and not fresh
+        else None,  # else the model under the adapter
+        head=head_for(loaded.model, about_reward_model(config, needs)) if scored else None,
         critic=make_critic(loaded.model) if "critic" in needs else None,
         temperature=config.sampling.temperature if KINDS[options.algorithm].samples else 1.0,
         gradient_checkpointing=options.gradient_checkpointing,
     )
-
-
-def _known(needs: frozenset[str]) -> frozenset[str]:
-    """Return what comes with the rows."""
-    return frozenset({"reference"}) if "precomputed" in needs else frozenset()
-
-
-def make_reference(config: TrainingConfig, model: Any) -> Any:
-    """Copy the model that training starts with; None where it is the model under a fresh adapter."""
-    return None if config.lora.enabled and config.model.adapter is None else copy_of(model)
 
 
 def about_reward_model(config: TrainingConfig, needs: frozenset[str]) -> dict[str, Any] | None:
@@ -99,7 +92,7 @@ def about_reward_model(config: TrainingConfig, needs: frozenset[str]) -> dict[st
 
 
 def copy_of(model: Any) -> Any:
-    """The model as it is now. Weights that are not trained, those under an adapter, are the same tensors."""
+    """Copy the model; weights that are not trained, those under an adapter, stay the same tensors."""
     return deepcopy(model, {id(weight): weight for weight in model.parameters() if not weight.requires_grad})
 
 
@@ -112,5 +105,5 @@ def make_critic(model: Any) -> Any:
 
 
 def critic_rate(config: TrainingConfig) -> float:
-    """A critic starts from nothing, and may learn faster than the policy, which only moves a little."""
+    """Return the critic's own rate: it starts from nothing, and may learn faster than the policy."""
     return config.ppo.critic_learning_rate or 10 * config.training.learning_rate

@@ -1,8 +1,9 @@
-"""Files that a config names: its Python files and its data. They are looked for in the current folder and beside the
-config, and a run that goes on finds them where they were, wherever it is resumed from."""
+"""Files that a config names, looked for in the current folder and beside the config, and what else a run was started
+with: one that goes on finds all of it where it was, wherever it is resumed from."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
 from pathlib import Path
@@ -11,6 +12,10 @@ from typing import Any, TypeVar
 from pydantic import BaseModel
 
 from TrainingFactory.config import TrainingConfig, load_config
+from TrainingFactory.services.build.rewards import reward_model_folder
+from TrainingFactory.services.build.run_tools import RunTools
+from TrainingFactory.services.runs.folder import RunFolder
+from TrainingFactory.services.training.dataset import Dataset, Objects
 from TrainingFactory.user_code import is_file_name, split_name
 
 Section = TypeVar("Section", bound=BaseModel)
@@ -20,7 +25,7 @@ ABOUT = "files"  # where a run remembers them
 
 
 def read_config(path: str | Path | None, overrides: Sequence[str] = ()) -> TrainingConfig:
-    """`load_config`, with files that are not in the current folder but beside the config found there."""
+    """Return `load_config`, with files that are not in the current folder but beside the config found there."""
     config = load_config(path, overrides)
     if path is None:
         return config
@@ -50,17 +55,12 @@ def moved(config: TrainingConfig, move: Move) -> TrainingConfig:
         else _with(entry, config=move(entry.config))
         for entry in config.tools
     ]
-    parts = {
-        name: part | {"options": _options(part["options"], named)}
-        for name, part in reward.parts.items()
-        if isinstance(part.get("options"), Mapping)
-    }
     return _with(
         config,
         environment=_with(environment, environment_id=(name := environment.environment_id) and named(name)),
         data=_with(config.data, **data),
         tools=tools,
-        reward=_with(reward, options=_options(reward.options, named), parts=reward.parts | parts),
+        reward=_with(reward, options=_inside(reward.options, named), parts=_inside(reward.parts, named)),
     )
 
 
@@ -70,15 +70,10 @@ def _with(section: Section, **values: Any) -> Section:
     return section.model_copy(update=changed) if changed else section
 
 
-def _options(options: Mapping[str, Any], named: Move) -> dict[str, Any]:
-    found = dict(options)
-    if isinstance(function := options.get("function"), str):
-        found["function"] = named(function)
-    if isinstance(rules := options.get("rules"), Mapping):
-        found["rules"] = {
-            name: named(rule) if isinstance(rule, str) else rule for name, rule in rules.items()
-        }
-    return found
+def _inside(value: Any, named: Move) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _inside(each, named) for key, each in value.items()}
+    return named(value) if isinstance(value, str) else value
 
 
 def about_files(config: TrainingConfig) -> dict[str, dict[str, str | None]]:
@@ -120,11 +115,37 @@ def _places(about: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _exists(name: str) -> bool:
-    try:
-        return Path(name).expanduser().exists()
-    except (OSError, RuntimeError):  # no name of a file
-        return False
+    return os.path.exists(os.path.expanduser(name))  # unlike Path's own, False for what cannot name a file
 
 
 def _digest(path: Path) -> str:
     return blake2b(path.expanduser().read_bytes(), digest_size=16).hexdigest()
+
+
+def about_start(config: TrainingConfig, objects: Objects, tools: RunTools, found: Dataset) -> dict[str, Any]:
+    """Return what a run is started with besides its config, and must find again when it goes on."""
+    folder = reward_model_folder(config)
+    return {
+        "objects": objects.given,
+        "replay": tools.replayed,
+        "size": found.size,
+        "digest": found.digest,
+        "reward_model": None if folder is None else str(folder.resolve()),
+        ABOUT: about_files(config),
+    }
+
+
+def as_started(config: TrainingConfig, run: RunFolder | None) -> TrainingConfig:
+    """Return the config of a run that goes on, with its files and the very reward model that it was started with."""
+    if run is None:
+        return config
+    config, folder = as_then(config, run.about), run.about.get("reward_model")
+    if folder is None:
+        return config
+    if not Path(folder).is_dir():
+        raise ValueError(
+            f"run {run.name} was started with the reward model in {folder}, which is not there any more; put it back, "
+            "or start a new run"
+        )
+    reward = config.reward.model_copy(update={"model": folder})
+    return config.model_copy(update={"reward": reward})

@@ -8,7 +8,7 @@ from TrainingFactory.algorithms.kinds import KINDS
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.config.not_yet import changed, not_yet
 from TrainingFactory.rewards.rule_based import rule_from_options
-from TrainingFactory.services.build.reward_types import calls_tools
+from TrainingFactory.rewards.rules.code import ToolRule
 
 
 def notices(config: TrainingConfig) -> list[str]:
@@ -39,7 +39,10 @@ def unused(config: TrainingConfig, *, played: bool = False, heldout: bool = Fals
         measured = [key for key in changed(config, "data") if key.startswith("data.heldout")]
         measured += ["heldout"] if heldout else []
         lines.append((measured, "nothing is evaluated without training.eval_every"))
-    if not config.lora.enabled and config.model.adapter is None:
+    if config.model.adapter is not None:
+        form = [key for key in changed(config, "lora") if key != "lora.enabled"]
+        lines.append((form, "model.adapter is loaded in the form that it was made in"))
+    elif not config.lora.enabled:
         lines.append((changed(config, "lora"), "there is no adapter without lora.enabled=true"))
     return [f"{', '.join(keys)}: {text}" for keys, text in lines if keys]
 
@@ -66,6 +69,6 @@ def _can_leave(kind: str, options: Any) -> bool:
     if kind != "rule_based":
         return kind == "function"
     try:
-        return not calls_tools(rule_from_options(options))
+        return not isinstance(rule_from_options(options), ToolRule)
     except ValueError:
         return True  # told when the reward is made

@@ -31,7 +31,7 @@ from TrainingFactory.rewards.adapt import Adapted, as_reward, compares
 from TrainingFactory.rewards.loading import find_callable, load_reward
 from TrainingFactory.rewards.model_judge import judges_at, model_judge
 from TrainingFactory.rewards.process_reward import PROCESS_RULES, ProcessReward
-from TrainingFactory.rewards.rule_based import OnlyIf, rule_from_options
+from TrainingFactory.rewards.rule_based import rule_from_options
 from TrainingFactory.rewards.rules.code import ToolRule
 from TrainingFactory.rewards.tool_verified import VERIFIERS
 from TrainingFactory.rewards.workers.distributed import DistributedRewardModel
@@ -81,15 +81,9 @@ def environment_reward(making: Making, options: Options) -> None:
 
 def rule_based(making: Making, options: Options) -> RewardFunction:
     rule = rule_from_options(options)
-    if not making.processes or calls_tools(rule):
+    if not making.processes or issubclass(type(rule), ToolRule):
         return rule
     return making.in_processes(RULE_MAKER, as_reward(rule), making.processes, options=options)
-
-
-def calls_tools(rule: Any) -> bool:
-    if isinstance(rule, OnlyIf):
-        return calls_tools(rule.rule) or calls_tools(rule.condition)
-    return isinstance(rule.function if isinstance(rule, Adapted) else rule, ToolRule)
 
 
 def tool_verified(making: Making, options: Options) -> RewardFunction:

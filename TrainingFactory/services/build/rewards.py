@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,8 @@ from TrainingFactory.options import OptionError
 from TrainingFactory.protocols import Environment, RewardFunction
 from TrainingFactory.rewards.adapt import Adapted, compares
 from TrainingFactory.rewards.combined import ENVIRONMENT, Combined
-from TrainingFactory.rewards.judge.base import Judge
+from TrainingFactory.rewards.judge.judges import Judge
 from TrainingFactory.rewards.process_reward import ProcessReward
-from TrainingFactory.rewards.rule_based import OnlyIf
 from TrainingFactory.rewards.rules.code import ToolRule
 from TrainingFactory.rewards.workers.distributed import DistributedRewardModel
 from TrainingFactory.rewards.workers.process import RewardProcess
@@ -33,13 +32,14 @@ INNER: dict[type, Callable[[Any], list[Any]]] = {
     ProcessReward: lambda reward: [reward.outcome],
     DistributedRewardModel: lambda reward: [worker.model for worker in reward.workers],
     RewardProcess: lambda reward: [reward.like],
-    OnlyIf: lambda reward: [reward.rule, reward.condition],
 }
+OWN = "the environment's own reward"
+# reward.type -> the option that tells one of this type from another
+TOLD_BY = {"function": "function", "rule_based": "rule", "tool_verified": "verify"}
 
 
 def check_reward(config: TrainingConfig, group_size: int | None = None) -> RewardFunction | None:
-    """Raise what `make_reward` would, without loading a model; also if groups of that size cannot be scored. Nothing
-    is opened: the reward that is returned is for further checks."""
+    """Raise what `make_reward` would, and if groups of that size cannot be scored; return a reward for more checks."""
     reward = _made(Making(config, load=False))
     if group_size is not None:
         check_group(reward, group_size)
@@ -47,8 +47,7 @@ def check_reward(config: TrainingConfig, group_size: int | None = None) -> Rewar
 
 
 def make_reward(config: TrainingConfig) -> RewardFunction | None:
-    """Return who scores the episodes; None: the environment's own reward. What it opens when it is first called is
-    closed by `close_reward`. ConfigError with all that is wrong, and where it stands."""
+    """Return who scores the episodes, to be closed by `close_reward`; None: the environment's own reward."""
     return _made(Making(config, load=True))
 
 
@@ -98,6 +97,37 @@ def reward_model_folder(config: TrainingConfig) -> Path | None:
     if config.reward.type != "learned" or config.reward.parts:
         return None
     return reward_checkpoint(config.reward.model, config.logging.output_dir)
+
+
+def evaluation_reward(
+    reward: RewardFunction | None, say: Callable[[str], None] = lambda _: None
+) -> RewardFunction | None:
+    """Return what a model is measured by: the reward without comparisons within a group, which have the same mean
+    however good the model is; the environment's own where nothing else is left."""
+    if not compares(reward):
+        return reward
+    inner: Any = reward.function if isinstance(reward, Adapted) else reward
+    rest = inner.without_comparisons() if isinstance(inner, Combined) else None
+    by = OWN if rest is None else _parts(rest.rewards)
+    say(
+        f"note: the reward compares the episodes of a group, which cannot measure progress; evaluation goes by {by}"
+    )
+    return rest
+
+
+def scored_by(config: TrainingConfig, measuring: RewardFunction | None) -> str:
+    """Say in words whose reward that is; `measuring` is what `evaluation_reward` made of the config's."""
+    reward = config.reward
+    if isinstance(measuring, Combined):
+        return _parts(measuring.rewards)
+    if reward.type == "environment" or (measuring is None and reward.type != "learned"):
+        return OWN
+    name = reward.options.get(TOLD_BY.get(reward.type, "")) or reward.model
+    return f"reward.type={reward.type}" + (f" ({name})" if name else "")
+
+
+def _parts(names: Iterable[str]) -> str:
+    return f"the parts {', '.join(names)}"
 
 
 def _inside(reward: Any) -> list[Any]:

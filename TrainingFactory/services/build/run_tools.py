@@ -43,7 +43,7 @@ class RunTools:
 
     @property
     def wanted(self) -> bool:
-        """Whether any are handed to the run besides those that an environment brings."""
+        """Tell whether any are handed to the run besides those that an environment brings."""
         return bool(self._config.tools or self._given)
 
     @property
@@ -70,7 +70,7 @@ class RunTools:
         self._recorder.record_to(folder)
 
     def commit(self) -> None:
-        """To be called when a batch of episodes has ended."""
+        """Write down the calls of a batch of episodes that has ended."""
         self._recorder.commit()
 
     def metrics(self) -> dict[str, float]:

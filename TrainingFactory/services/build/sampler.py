@@ -7,12 +7,7 @@ from datetime import date
 from typing import TYPE_CHECKING
 
 from TrainingFactory.config import TrainingConfig
-from TrainingFactory.protocols import (
-    ChatFormat,
-    EnvironmentFactory,
-    RewardFunction,
-    Sampler,
-)
+from TrainingFactory.protocols import ChatFormat, EnvironmentFactory, RewardFunction, Sampler
 from TrainingFactory.rollout import AsyncRolloutEngine
 from TrainingFactory.tools.runtime import ToolRuntime
 from TrainingFactory.types import SamplingParams, Trajectory
@@ -50,7 +45,7 @@ def context_limit(loaded: LoadedModel) -> int | None:
 
 
 def make_chat(config: TrainingConfig, loaded: LoadedModel, day: date | None = None) -> TemplateChatFormat:
-    """`day` is for templates that print the date; a run keeps the one it started with."""
+    """Make the chat format; `day` is for templates that print the date: a run keeps the one it started with."""
     from TrainingFactory.models import chat_format
 
     model = config.model
@@ -75,7 +70,7 @@ def max_length(config: TrainingConfig, loaded: LoadedModel) -> int:
 
 
 def make_sampler(config: TrainingConfig, episodes: int) -> tuple[ChatFormat, Sampler]:
-    """The model's way to write a conversation, and the engine that samples from it."""
+    """Load the model; return its way to write a conversation, and the engine that samples from it."""
     loaded = load(config)
     return make_chat(config, loaded), make_engine(config, loaded, episodes)
 

@@ -1,28 +1,31 @@
-"""Makes the tools of a run, and their cache, from what its config and its caller name."""
+"""Make the tools of a run, and their cache, from what its config and its caller name."""
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.config.schema import ToolEntry
 from TrainingFactory.options import is_secret
-from TrainingFactory.protocols import EnvironmentFactory, Tool, ToolSource
-from TrainingFactory.services.build.chosen_tools import Chosen, cacheable, choose_names
-from TrainingFactory.services.build.user_code import tools_from_file
+from TrainingFactory.protocols import EnvironmentFactory, Tool, ToolSession, ToolSource
+from TrainingFactory.tools import ToolOptions
 from TrainingFactory.tools.adapt import as_tool
 from TrainingFactory.tools.builtin.making import make_tool
 from TrainingFactory.tools.cache.cache import ToolCache
 from TrainingFactory.tools.decorator import FunctionTool
 from TrainingFactory.tools.mcp_tools import MCPTools
-from TrainingFactory.user_code import is_file_name
+from TrainingFactory.user_code import chosen, is_file_name
 
 Handed = Tool | ToolSource
+# From the names of the tools on offer, each with that of its server, to the names of those that are taken, and whether
+# their repeated calls may be answered from the cache.
+Choice = Callable[[Mapping[str, str]], dict[str, bool]]
 VARIABLE = re.compile(r"\$\{(\w+)\}")
 
 
@@ -67,7 +70,7 @@ def _tools_of(entry: ToolEntry, where: str) -> list[Handed]:
     if is_file_name(entry.name):
         if entry.options:
             raise ValueError(f"{where}.options are for built-in tools; {entry.name} is a Python file")
-        made = tools_from_file(entry.name)
+        made = _from_file(entry.name)
     else:
         try:
             made = [make_tool({"name": entry.name, "options": filled_in(entry.options, "options")})]
@@ -76,26 +79,103 @@ def _tools_of(entry: ToolEntry, where: str) -> list[Handed]:
     if not entry.cache_enabled:
         return made
     return [
-        Chosen(tool, lambda offered: (set(offered), set(offered)))
+        Chosen(tool, lambda offered: dict.fromkeys(offered, True))
         if isinstance(tool, ToolSource)
         else cacheable(tool)
         for tool in made
     ]
 
 
+def _from_file(name: str) -> list[Handed]:
+    """Return all `@tool` functions of `mytools.py`, or what `mytools.py:lookup` names: it may be a plain function."""
+    path, wanted, found = chosen("tool", name)
+    if wanted:
+        return [as_tool(found[0])]
+    tools: list[Handed] = [value for value in found if isinstance(value, FunctionTool)]
+    if not tools:
+        raise ValueError(f"{path} defines no tool: put @tool (from TrainingFactory.tools) over a function")
+    return tools
+
+
 def _from_servers(path: str, entries: Sequence[ToolEntry]) -> ToolSource:
     """Return what all entries with this file want of it, over one set of connections."""
 
-    def choose(offered: Mapping[str, str]) -> tuple[set[str], set[str]]:
-        taken, cached = set[str](), set[str]()
+    def choose(offered: Mapping[str, str]) -> dict[str, bool]:
+        taken: dict[str, bool] = {}
         for number, entry in enumerate(entries):
             if entry.config == path:
-                names = choose_names(entry.name, offered, f"tools.{number}", path)
-                taken |= names
-                cached |= names if entry.cache_enabled else set()
-        return taken, cached
+                for name in choose_names(entry.name, offered, f"tools.{number}", path):
+                    taken[name] = entry.cache_enabled or taken.get(name, False)
+        return taken
 
     return Chosen(MCPTools.load_from_config(Path(path).expanduser()), choose)
+
+
+class Chosen:
+    """A source of which only some tools are taken, as `choose` says once they are known."""
+
+    def __init__(self, source: ToolSource, choose: Choice) -> None:
+        self._source, self._choose = source, choose
+        self._taken: dict[str, bool] = {}
+
+    async def open(self) -> None:
+        await self._source.open()
+        session = self._source.session()
+        offered = {tool.spec.name: options_of(tool).server for tool in session.tools}
+        await session.close()
+        self._taken = self._choose(offered)
+
+    def session(self) -> ToolSession:
+        return _ChosenSession(self._source.session(), self._taken)
+
+    async def close(self) -> None:
+        await self._source.close()
+
+
+class _ChosenSession:
+    def __init__(self, session: ToolSession, taken: Mapping[str, bool]) -> None:
+        tools = [tool for tool in session.tools if tool.spec.name in taken]
+        self.tools = [cacheable(tool) if taken[tool.spec.name] else tool for tool in tools]
+        self.close = session.close
+
+
+def choose_names(name: str, offered: Mapping[str, str], where: str, path: str) -> set[str]:
+    """Return which tools of a file an entry means: the tool of that name, else all of the server of that name; where
+    the file has one server only, the name is a label for all of its tools."""
+    if name in offered:
+        return {name}
+    of_server = {tool for tool, server in offered.items() if server == name}
+    servers = set(offered.values())
+    if of_server or len(servers) == 1:
+        return of_server or set(offered)
+    raise ValueError(
+        f"{where}.name is {name!r}, and {path} has neither a tool nor a server of that name; its servers: "
+        f"{', '.join(sorted(servers)) or 'none'}; its tools: {', '.join(sorted(offered)) or 'none'}"
+    )
+
+
+class _Cacheable:
+    """A tool that the config calls cacheable."""
+
+    def __init__(self, tool: Tool, options: ToolOptions) -> None:
+        self.spec, self.run, self.options = tool.spec, tool.run, options
+        self.__wrapped__ = tool  # the cache has to see who answers
+        if ready := getattr(tool, "until_ready", None):
+            self.until_ready = ready
+
+
+def cacheable(tool: Tool) -> Tool:
+    """Return the tool marked pure, unless it says itself how it may be cached. One that takes its calls in order has a
+    state, so its answers are known by the calls before them, never by their arguments alone."""
+    options = options_of(tool)
+    if options.pure or options.stateful:
+        return tool
+    kind = {"stateful": True} if options.ordered else {"pure": True}
+    return _Cacheable(tool, dataclasses.replace(options, **kind))
+
+
+def options_of(tool: Tool) -> ToolOptions:
+    return getattr(tool, "options", ToolOptions())  # a foreign tool need not have any
 
 
 def make_tool_cache(config: TrainingConfig) -> ToolCache | None:

@@ -1,9 +1,7 @@
-"""From a config to a training run: `Training` checks everything that can be checked at once, then makes the parts of
-the loop and runs it. The edge that knows the core and everything around it."""
+"""From a config to a training run, at the edge that knows the core and everything around it."""
 
 from __future__ import annotations
 
-import time
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from datetime import date
@@ -20,35 +18,30 @@ from TrainingFactory.services.build import rewards as build_rewards
 from TrainingFactory.services.build import sampler as build_sampler
 from TrainingFactory.services.build.environment import check_tools, make_environment
 from TrainingFactory.services.build.learner import make_algorithm, make_policy, make_trainable
-from TrainingFactory.services.build.measure import evaluation_reward
-from TrainingFactory.services.build.named_files import changed_files
+from TrainingFactory.services.build.named_files import about_start, as_started, changed_files
+from TrainingFactory.services.build.rewards import evaluation_reward
 from TrainingFactory.services.build.run_tools import RunTools
-from TrainingFactory.services.build.started import about_start, as_started
 from TrainingFactory.services.runs.folder import RunFolder, Status, TrainingReport, new_name
 from TrainingFactory.services.runs.tracking import PlainLines, Trackers, Watcher
-from TrainingFactory.services.training.dataset import Objects, check_same, gather, told_left_out
+from TrainingFactory.services.training.dataset import Objects, check_same, gather
 from TrainingFactory.services.training.guards import Guards
 from TrainingFactory.services.training.interrupts import Interrupts
-from TrainingFactory.services.training.loop import HeldOut, Progress, Schedule, TrainingLoop
+from TrainingFactory.services.training.loop import HeldOut, Progress, TrainingLoop
 from TrainingFactory.services.training.order import Order
 from TrainingFactory.services.training.preflight import check, check_steps
 from TrainingFactory.services.training.reward_clock import RewardClock
 from TrainingFactory.services.training.source import DatasetSource, ExpertSource, SampledSource, Source
-from TrainingFactory.services.training.tokenized import TokenizedDataset
+from TrainingFactory.services.training.tokenized import TokenizedDataset, Told
 from TrainingFactory.tools.threads import in_thread
 
 if TYPE_CHECKING:
     from TrainingFactory.models import LoadedModel, TemplateChatFormat
 
-TOLD_EVERY = 10.0  # seconds
-
 
 class Training:
-    """A training run from its config to its last checkpoint.
-
-    Everything that can be wrong with names, files and folders shows when it is made; `train` then loads the model and
-    goes to the end. With `run` it goes on with that run from its last checkpoint. With `replay` the tool calls are
-    answered from the recording of that run (its name or folder), and no tool is started."""
+    """A training run. What is wrong with names, files and folders shows when it is made; `train` loads the model and
+    goes to the end. With `run` it goes on with that run; with `replay` the tool calls are answered from the recording
+    of that run (its name or folder), and no tool is started."""
 
     def __init__(
         self,
@@ -101,8 +94,7 @@ class Training:
         return make_environment(config, self.tools.wanted) if named or not rows else None
 
     def train(self) -> TrainingReport:
-        """Train to the end, or to Ctrl-C: then what was learned is in a checkpoint and `state` is interrupted. It works
-        in a script, in a notebook and inside a running loop; there it has a thread and a loop of its own."""
+        """Train to the end, or to Ctrl-C: then what was learned is in a checkpoint and `state` is interrupted."""
         return run_anywhere(self.train_async, self.interrupts.ask)
 
     async def train_async(self) -> TrainingReport:
@@ -130,7 +122,7 @@ def steps_in(config: TrainingConfig, order: Order) -> int:
 async def make_loop(training: Training, held: AsyncExitStack) -> TrainingLoop:
     """Make everything that a run needs. `held` closes at its end what is opened here."""
     config, data, run, watcher = training.config, training.data, training.run, training.watcher
-    tools, options, logging = training.tools, config.training, config.logging
+    tools = training.tools
     environment = None if data.environment is None else await tools.equip(data.environment)
     watcher.phase("load")
     loaded, chat = await in_thread(_load, config, date.fromisoformat(run.about["day"]))
@@ -141,30 +133,28 @@ async def make_loop(training: Training, held: AsyncExitStack) -> TrainingLoop:
     algorithm = make_algorithm(config)
     policy = await in_thread(make_policy, config, loaded, algorithm, total)
     held.push_async_callback(policy.close)
-    precomputed = "precomputed" in algorithm.needs
-    known = [
-        await _references(policy, algorithm, each, options.batch_size, watcher)
-        if precomputed and each
-        else None
-        for each in (dataset, heldout)
-    ]
+    for each in (dataset, heldout):
+        if each is not None and "precomputed" in algorithm.needs:
+            each.references = await _references(policy, algorithm, each, config.training.batch_size, watcher)
     progress = await _resume(run, policy, order)
-    if logging.record_tools:
+    if config.logging.record_tools:
         tools.record_to(run.path)
     played = None if environment is None else await _played(training, environment, chat, loaded, held)
+    scored = any("reward" in row for row in run.metrics())
     trackers = Trackers(run.path, config)
     held.callback(trackers.close)
     return TrainingLoop(
+        config=config,
+        total=total,
         policy=policy,
         sampler=None if played is None else played.sampler,
-        source=_source(training, algorithm, order, progress.taken, played, dataset, known[0]),
+        source=_source(training, algorithm, order, progress.taken, played, dataset),
         algorithm=algorithm,
         order=order,
         run=run,
         tools=tools,
-        schedule=_schedule(config, total),
-        heldout=_heldout(training, played, heldout, known[1]),
-        guards=_guards(training),
+        heldout=_heldout(training, played, heldout),
+        guards=Guards(config.reward.max_equal_steps, scored=scored, replayed=tools.replayed is not None),
         watcher=watcher,
         trackers=trackers,
         interrupts=training.interrupts,
@@ -211,11 +201,10 @@ def _source(
     taken: int,
     played: _Played | None,
     dataset: TokenizedDataset | None,
-    references: list[list[list[float]]] | None,
 ) -> Source:
     config, tasks = training.config, training.data.tasks
     if dataset is not None:
-        return DatasetSource(dataset, order, algorithm, references)
+        return DatasetSource(dataset, order, algorithm)
     assert played is not None
     if KINDS[config.training.algorithm].demonstrations:
         limits = {
@@ -238,34 +227,11 @@ def _rollouts(training: Training, played: _Played, reward: RewardClock) -> Async
     )
 
 
-def _heldout(
-    training: Training,
-    played: _Played | None,
-    dataset: TokenizedDataset | None,
-    references: list[list[list[float]]] | None,
-) -> HeldOut:
+def _heldout(training: Training, played: _Played | None, dataset: TokenizedDataset | None) -> HeldOut:
     if played is None:
-        return HeldOut(dataset=dataset, references=references)
+        return HeldOut(dataset=dataset)
     rollouts = _rollouts(training, played, played.measure)
-    return HeldOut(training.data.heldout, rollouts, played.clock, dataset, references)
-
-
-def _schedule(config: TrainingConfig, total: int) -> Schedule:
-    keep = config.logging
-    return Schedule(
-        total,
-        config.training.eval_every,
-        keep.checkpoint_every,
-        keep.keep_checkpoints,
-        keep.keep_every,
-        keep.save_trajectories,
-    )
-
-
-def _guards(training: Training) -> Guards:
-    scored = any("reward" in row for row in training.run.metrics())
-    replayed = training.tools.replayed is not None
-    return Guards(training.config.reward.max_equal_steps, scored=scored, replayed=replayed)
+    return HeldOut(training.data.heldout, rollouts, played.clock, dataset)
 
 
 def _load(config: TrainingConfig, day: date) -> tuple[LoadedModel, TemplateChatFormat]:
@@ -279,23 +245,15 @@ def _tokenized(
 ) -> tuple[TokenizedDataset | None, TokenizedDataset | None]:
     """Write the dataset and the held-out rows in tokens. Which rows are too long is known only now."""
     data, limit = training.data, build_sampler.max_length(training.config, loaded)
-    found = (
-        _in_tokens(training, data.examples, chat, limit, ""),
-        _in_tokens(training, data.heldout_examples, chat, limit, "held-out: "),
-    )
+
+    def written(examples: Examples | None, which: str) -> TokenizedDataset | None:
+        if examples is None:
+            return None
+        say, skip = training.watcher.say, training.config.data.skip_bad_rows
+        return TokenizedDataset(examples, chat, limit, skip, lambda text: say(f"note: {which}{text}"))
+
+    found = written(data.examples, ""), written(data.heldout_examples, "held-out: ")
     data.examples = data.heldout_examples = None  # their texts are not needed any more
-    return found
-
-
-def _in_tokens(
-    training: Training, examples: Examples | None, chat: Any, limit: int, which: str
-) -> TokenizedDataset | None:
-    if examples is None:
-        return None
-    say = training.watcher.say
-    found = TokenizedDataset(examples, chat, limit, training.config.data.skip_bad_rows, say)
-    for text in told_left_out(found.bad, found.long, found.unused):
-        say(f"note: {which}{text}")
     return found
 
 
@@ -306,15 +264,13 @@ async def _references(
     checkpoint is loaded: the policy is its own reference only until it is trained."""
     watcher.phase("reference")
     found: list[list[list[float]]] = []
-    told = time.monotonic()
+    told = Told(watcher.say, len(dataset))
     for start in range(0, len(dataset), batch_size):
         numbers = range(start, min(start + batch_size, len(dataset)))
         groups = [algorithm.samples(dataset.group(number)) for number in numbers]
         scored = iter(await policy.score([row for group in groups for row in group]))
         found += [[next(scored) for _ in group] for group in groups]
-        if time.monotonic() - told > TOLD_EVERY:
-            told = time.monotonic()
-            watcher.say(f"log-probs of the reference model: {len(found)} of {len(dataset)} examples")
+        told.at(len(found), "examples have log-probs of the reference model")
     return found
 
 
@@ -323,8 +279,13 @@ async def _resume(run: RunFolder, policy: Policy, order: Order) -> Progress:
     progress, offsets = Progress(), dict[str, int]()
     if found := run.checkpoints():
         state = await policy.load(str(found[-1]))
-        progress = Progress(state["step"], state.get("taken", order.start(state["step"])), state["seconds"])
-        offsets = state["offsets"]
+        done, offsets = state["step"], state["offsets"]
+        progress = Progress(done, state.get("taken", order.start(done)), state["seconds"])
+        [[_, consumed]] = state.get("consumed", [[0, done * order.batch_size]])
+        if consumed != done * order.batch_size:
+            raise ValueError(
+                f"run {run.name} has taken {consumed} groups in {done} steps: its training.batch_size cannot change"
+            )
     await in_thread(run.rewind, offsets)
     return progress
 

@@ -24,7 +24,7 @@ from TrainingFactory.services.demo.report import HELDOUT, Report
 from TrainingFactory.services.evaluation.evaluation import Evaluation, model_of
 from TrainingFactory.services.export import export
 from TrainingFactory.services.runs.folder import CONFIG, RunFolder, TrainingReport, is_run
-from TrainingFactory.services.runs.tracking import PlainLines, Watcher
+from TrainingFactory.services.runs.tracking import Watcher
 
 WARM_START, GRPO = (Path(__file__).parent / name for name in ("warm_start.yaml", "grpo.yaml"))
 DEMONSTRATED = 1_000_000  # tasks of a seed so far away that GRPO does not ask them again
@@ -57,11 +57,8 @@ class Demo:
             key_value("logging.output_dir", str(self.folder.parent)),
             *overrides,
         ]
-        begins_with = [
-            key_value("model.revision", str(seed)),
-            key_value("data.dataset", str(self.demonstrations)),
-        ]
-        self.warm_config = load_config(WARM_START, [*common, *begins_with])
+        learns = key_value("data.dataset", str(self.demonstrations))
+        self.warm_config = load_config(WARM_START, [*common, key_value("model.revision", str(seed)), learns])
         self.config = load_config(GRPO, [*common, key_value("model.name", str(self.warm / "model"))])
         self._make_room()
 
@@ -71,18 +68,13 @@ class Demo:
         found = [folder for folder in earlier if folder.exists()]
         for folder in found:
             if not is_run(folder) or str(earlier[folder]) not in (folder / CONFIG).read_text("utf-8"):
-                raise ValueError(
-                    f"{folder} is there already, and no earlier demo; name another folder with --out"
-                )
-        try:
-            self.folder.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ValueError(f"{self.folder} cannot be written: {error.strerror}") from error
+                raise ValueError(f"{folder} is there already, and no earlier demo; name another with --out")
+        self.folder.parent.mkdir(parents=True, exist_ok=True)
         for run in map(RunFolder, found):
             run.lock()  # raises where it is being written
             run.discard()
 
-    def warm_start(self, watcher: Watcher | None = None) -> TrainingReport:
+    def warm_start(self, watcher: Watcher) -> TrainingReport:
         """Write the demonstrations, and learn from them."""
         from TrainingFactory.models import chat_format
         from TrainingFactory.models.tiny import tiny_tokenizer
@@ -90,11 +82,11 @@ class Demo:
         tasks = list(self.environment.tasks("train", DEMONSTRATED + self.seed, self.lessons.played))
         chat, rng = chat_format(tiny_tokenizer()), random.Random(f"demo {self.seed}")
         self.lessons.write(self.demonstrations, self.environment, chat, tasks, rng)
-        return self._run(self.warm_config, self.warm.name, watcher or PlainLines())
+        return self._run(self.warm_config, self.warm.name, watcher)
 
-    def train(self, watcher: Watcher | None = None) -> TrainingReport:
+    def train(self, watcher: Watcher) -> TrainingReport:
         """Learn from rewards, beginning where the warm start has ended."""
-        return self._run(self.config, self.folder.name, watcher or PlainLines())
+        return self._run(self.config, self.folder.name, watcher)
 
     def _run(self, config: TrainingConfig, name: str, watcher: Watcher) -> TrainingReport:
         with _one_thread():
@@ -110,7 +102,7 @@ class Demo:
         sections = model_of(str(run))
         sections["sampling"]["temperature"] = 1.0
         result = Evaluation(TrainingConfig(**sections), run / HELDOUT).run(watcher.episode)
-        if result.report.interrupted:
+        if result.interrupted:
             raise KeyboardInterrupt
 
     def report(self) -> Report:

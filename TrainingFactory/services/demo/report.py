@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -12,18 +11,15 @@ from TrainingFactory.data.trajectories import load_trajectories
 from TrainingFactory.rollout.metrics import evaluation_metrics
 from TrainingFactory.services.demo.lessons import LESSONS
 from TrainingFactory.services.reports.pages import render
+from TrainingFactory.services.reports.texts import said
 from TrainingFactory.services.runs.folder import RunFolder
-from TrainingFactory.types import Message, Trajectory
+from TrainingFactory.types import Trajectory
 
 HELDOUT = "heldout.jsonl"  # episodes of a run's model on held-out tasks
 LEARNED = {
     "search": "to chain two lookups: first search who bought the thing, then search where the buyer lives, and only "
     "then answer",
     "calculator": "to hand the expression to the calculator as it is, and to answer with what comes back",
-}
-HABITS = {
-    "search": "guessing a city at once or after one search, and naming the buyer instead of the buyer's city",
-    "calculator": "guessing a number, calculating something else, and ignoring the calculator's reply",
 }
 
 
@@ -92,15 +88,9 @@ class Report:
         return self.configs[1]["environment"]["environment_id"]
 
     def as_json(self) -> dict[str, Any]:
-        row = asdict(self)
-        del row["trial"]
-        example: dict[str, Any] = {
-            side: conversation(getattr(self.trial, side)) for side in ("before", "after")
-        }
-        return row | {
-            "environment": self.environment,
-            "example": {"task": self.trial.after.task.id} | example,
-        }
+        row = {key: value for key, value in asdict(self).items() if key != "trial"}
+        sides = {title: conversation(episode) for title, episode in self.trial._asdict().items()}
+        return row | {"environment": self.environment, "example": {"task": self.trial.after.task.id} | sides}
 
     @property
     def learned(self) -> str:
@@ -112,34 +102,28 @@ class Report:
     @property
     def table(self) -> list[tuple[str, str, str]]:
         """Name, before, after."""
-        sides = (self.before, self.after)
-        success = [f"{side.success:.1%} ({side.low:.0%} to {side.high:.0%})" for side in sides]
-        tools = ["no calls" if side.tool_success is None else f"{side.tool_success:.1%}" for side in sides]
-        turns = [f"{side.turns:.2f}" for side in sides]
         usual = max(self.after.calls, key=lambda number: self.after.calls[number])
-        shares = [f"{side.share(usual):.1%}" for side in sides]
-        return [
-            ("success", *success),
-            ("tool calls that worked", *tools),
-            ("turns an episode", *turns),
-            (f"episodes with {calls_text(usual)}", *shares),
-        ]  # type: ignore[list-item]
+        columns = [
+            (
+                f"{side.success:.1%} ({side.low:.0%} to {side.high:.0%})",
+                "no calls" if side.tool_success is None else f"{side.tool_success:.1%}",
+                f"{side.turns:.2f}",
+                f"{side.share(usual):.1%}",
+            )
+            for side in (self.before, self.after)
+        ]
+        names = ("success", "tool calls that worked", "turns an episode", f"episodes with {usual} calls")
+        return list(zip(names, *columns, strict=True))
 
     @property
     def next_commands(self) -> list[tuple[str, str]]:
         """(command, what it does)"""
         warm, trained = self.folders
-        environment = self.environment
-        other = next(name for name in LESSONS if name != environment)
+        other = next(name for name in LESSONS if name != self.environment)
+        watch = f"tfactory rollout {self.environment} --split heldout --model"
         return [
-            (
-                f"tfactory rollout {environment} --model {trained}/model --split heldout",
-                "watch the trained agent",
-            ),
-            (
-                f"tfactory rollout {environment} --model {warm}/model --split heldout",
-                "and the one before GRPO",
-            ),
+            (f"{watch} {trained}/model", "watch the trained agent"),
+            (f"{watch} {warm}/model", "and the one before GRPO"),
             (f"tfactory runs compare {warm} {trained}", "the two runs side by side"),
             (f"tfactory demo --env {other} --out runs/demo-{other}", "another agent"),
             ("tfactory new env NAME", "start an environment of your own"),
@@ -153,29 +137,18 @@ class Report:
             report=self,
             config=self.configs[1],
             mistakes=LESSONS[self.environment].mistakes,
-            habits=HABITS[self.environment],
             means=running_mean(self.curve),
             sides=[(title, conversation(episode), ending(episode)) for title, episode in sides],
-            calls={number: calls_text(number) for number in sorted({*self.before.calls, *self.after.calls})},
+            calls=sorted({*self.before.calls, *self.after.calls}),
         )
 
 
 def conversation(episode: Trajectory) -> list[tuple[str, str]]:
     """Return (who, what) for each message after the system's."""
-    lines = [(message.role, message.content) for message in episode.prompt if message.role != "system"]
+    messages = [message for message in episode.prompt if message.role != "system"]
     for turn in episode.turns:
-        lines += _said(turn.message)
-        lines += [(reply.role, reply.content) for reply in turn.replies]
-    return lines
-
-
-def _said(message: Message) -> list[tuple[str, str]]:
-    """Return (who, what) for a message of the model: its text, then its calls."""
-    lines = [("assistant", message.content)] if message.content or not message.tool_calls else []
-    for call in message.tool_calls:
-        arguments = json.dumps(call.arguments, ensure_ascii=False)
-        lines.append(("calls", call.error or f"{call.name} {arguments}"))
-    return lines
+        messages += [turn.message, *turn.replies]
+    return [line for message in messages for line in said(message)]
 
 
 def ending(episode: Trajectory) -> str:
@@ -188,10 +161,6 @@ def running_mean(values: Sequence[float], window: int = 5) -> list[float]:
     """Return the mean of each value and the ones before it."""
     parts = [values[max(0, end - window) : end] for end in range(1, len(values) + 1)]
     return [sum(part) / len(part) for part in parts]
-
-
-def calls_text(number: int) -> str:
-    return "1 call" if number == 1 else f"{number or 'no'} calls"
 
 
 def _telling(before: Sequence[Trajectory], after: Sequence[Trajectory]) -> Trial:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,23 +10,15 @@ from TrainingFactory.config import TrainingConfig
 from TrainingFactory.config.schema import RewardSection
 from TrainingFactory.rollout.metrics import Z95, evaluation_metrics, wilson  # noqa: F401
 from TrainingFactory.services.build import rewards as assemble_rewards
-from TrainingFactory.services.build.measure import evaluation_reward, scored_by
-from TrainingFactory.services.build.named_files import as_then
-from TrainingFactory.services.build.started import as_started
+from TrainingFactory.services.build.named_files import as_started, as_then
+from TrainingFactory.services.build.rewards import evaluation_reward, scored_by
 from TrainingFactory.services.evaluation.rollouts import Report, Rollouts
 from TrainingFactory.services.runs.folder import RunFolder, is_run, list_runs
 from TrainingFactory.types import Trajectory
 
 
-@dataclass(slots=True)
-class EvaluationReport:
-    report: Report
-    metrics: dict[str, float]
-    path: Path  # the saved episodes
-
-
-class Evaluation:
-    """A model on tasks it has not been trained on, scored as a run scores its evaluations."""
+class Evaluation(Rollouts):
+    """Episodes of a model on tasks it has not been trained on, scored as a run scores its evaluations."""
 
     def __init__(
         self,
@@ -36,20 +27,18 @@ class Evaluation:
         replay: str | Path | None = None,
         say: Callable[[str], None] = lambda _: None,
     ) -> None:
-        measuring = evaluation_reward(assemble_rewards.check_reward(config), say)
-        self.scored_by = scored_by(config, measuring)
+        self.scored_by = scored_by(config, evaluation_reward(assemble_rewards.check_reward(config), say))
         group = config.training.group_size if "group_size" in config.training.model_fields_set else 1
-        self._rollouts = Rollouts(config, out, group, replay=replay, choose=evaluation_reward)
-        self.total = self._rollouts.total
+        super().__init__(config, out, group, replay=replay, choose=evaluation_reward)
 
-    def run(self, on_episode: Callable[[Trajectory], None] = lambda _: None) -> EvaluationReport:
-        report = self._rollouts.run(on_episode)
-        metrics = report.metrics | evaluation_metrics(report.trajectories)
-        return EvaluationReport(report, metrics, self._rollouts.path)
+    async def run_async(self, on_episode: Callable[[Trajectory], None] = lambda _: None) -> Report:
+        report = await super().run_async(on_episode)
+        report.metrics |= evaluation_metrics(report.trajectories)
+        return report
 
 
 def model_of(name: str, runs: str | Path = "runs") -> dict[str, dict[str, Any]]:
-    """The sections of a config for a model, or for a run's last checkpoint, with the environment it was trained in."""
+    """Return the sections of a config for a model, or for a run's last checkpoint, with the environment it had."""
     found = checkpoint_of(name, runs)
     if found is None:
         return {"model": {"name": name}}
@@ -76,7 +65,7 @@ def model_of(name: str, runs: str | Path = "runs") -> dict[str, dict[str, Any]]:
 
 
 def reward_of(run: RunFolder) -> RewardSection | None:
-    """The reward of a run as another command can make it, wherever it is started; None where it was a Python object."""
+    """Return the reward of a run as another command can make it, anywhere; None where it was a Python object."""
     if "reward" in run.about.get("objects", []):
         return None
     config = as_started(run.config, run)
@@ -96,7 +85,7 @@ def reward_of(run: RunFolder) -> RewardSection | None:
 
 
 def checkpoint_of(name: str, runs: str | Path = "runs") -> tuple[RunFolder, Path] | None:
-    """A run and one of its checkpoints, by the name of either; None for what is no run."""
+    """Return a run and one of its checkpoints, by the name of either; None for what is no run."""
     path = Path(name).expanduser()
     if path.parent.name == "checkpoints" and path.is_dir():
         return RunFolder.find(str(path.parent.parent), runs), path

@@ -38,9 +38,8 @@ class Report:
 
 
 class Rollouts:
-    """`out` is the JSONL file for the episodes; by default a new one in `rollouts` under logging.output_dir. With
-    logging.record_tools set to true the tool calls are in a folder beside it, which `replay` can name. `choose` says
-    what of the config's reward scores them."""
+    """`out` is the JSONL file for the episodes, by default a new one; with logging.record_tools set to true the tool
+    calls are in a folder beside it, which `replay` can name. `choose` says what of the config's reward scores them."""
 
     def __init__(
         self,
@@ -115,7 +114,7 @@ class Rollouts:
         return started
 
     def _new_recording(self) -> Path | None:
-        """The folder to record into, if that is asked for."""
+        """Return the folder to record into, if that is asked for."""
         asked = self.config.logging
         if not (asked.record_tools and "record_tools" in asked.model_fields_set):
             return None
@@ -134,7 +133,7 @@ class Rollouts:
             self.tools.record_to(self._recording)
 
     def _finish(self) -> None:
-        """Episodes end in any order; the file has them in that of tasks and members."""
+        """Write the episodes, which end in any order, in that of tasks and members."""
         order = {task.id: number for number, task in enumerate(self.tasks)}
         self._ended.sort(key=lambda trajectory: (order[trajectory.task.id], trajectory.member))
         if self._ended:
@@ -145,7 +144,7 @@ class Rollouts:
 
 
 def writable(path: Path) -> Path:
-    """The file beside `path` that grows until all is done; ValueError if it cannot be written."""
+    """Return the file beside `path` that grows until all is done; raise ValueError if it cannot be written."""
     if path.exists() and not path.is_file():  # it would be replaced, and a device or a pipe must not be
         raise ValueError(f"{path} is not a regular file; name one, such as episodes.jsonl")
     part = path.with_name(path.name + ".part")

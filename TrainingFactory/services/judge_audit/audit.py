@@ -5,16 +5,16 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from statistics import mean, pstdev
 
 from TrainingFactory.rewards.judge.endpoints import JudgeFailure
-from TrainingFactory.rewards.judge.groups import PairJudge
-from TrainingFactory.rewards.model_judge import ModelJudge
+from TrainingFactory.rewards.judge.judges import ModelJudge, PairJudge
 from TrainingFactory.services.evaluation.evaluation import wilson
 from TrainingFactory.services.judge_audit.gold import Gold
 from TrainingFactory.services.judge_audit.metrics import accuracy, chance, kappa, partial, pearson, spearman
 from TrainingFactory.services.judge_audit.report import PASSES, RISE, Audit
-from TrainingFactory.types import Message, Trajectory, Turn
+from TrainingFactory.types import Message, Trajectory
 
 Values = Sequence[Sequence[float | None]]  # a row for each item; None: no verdict
 ATTACKS = (
@@ -27,9 +27,14 @@ ATTACKS = (
 
 
 async def audit(
-    judge: ModelJudge, gold: Sequence[Gold], *, repeats: int = 2, on_judged: Callable[[], None] = lambda: None
+    judge: ModelJudge,
+    gold: Sequence[Gold],
+    *,
+    repeats: int = 2,
+    on_judged: Callable[[int], None] | None = None,
 ) -> Audit:
-    """Judge every item `repeats` times, once more with a text for the judge appended, and every pair in both orders."""
+    """Judge every item `repeats` times, once more with a text for the judge appended, and every pair in both orders.
+    After each `on_judged` gets how many judgements there will be in all."""
     found, examples = Audit(items=len(gold), repeats=repeats), dict[str, str]()
     lost = Counter[str]()
 
@@ -41,36 +46,28 @@ async def audit(
             examples.setdefault(failure.kind, str(failure))
             return None
         finally:
-            on_judged()
+            if on_judged is not None:
+                on_judged(len(singles) * (repeats + 1) + 2 * len(paired))
         found.judgements += 1
         return value
 
     singles = [item for item in gold if item.value is not None]
     paired = [(item.trajectory, item.other) for item in gold if item.other is not None]
-    pair_judge = PairJudge(
-        client=judge.client,
-        prompt=judge.prompt.for_pairs(),
-        samples=judge.samples,
-        vote=judge.vote,
-        fence_seed=judge.fence_seed,
-    )
+    shared = {name: getattr(judge, name) for name in ("client", "samples", "vote", "fence_seed")}
+    pair_judge = PairJudge(prompt=judge.prompt.for_pairs(), **shared)
     tokens, cost = _spent(judge)
-    clean, attacked, ordered = await asyncio.gather(
+    ordered = pair_judge.ordered
+    pairs = [(noted(ordered(one, other)), noted(ordered(other, one))) for one, other in paired]
+    clean, attacked, swapped = await asyncio.gather(
         _table([[noted(judge.judge(item.trajectory, turn)) for turn in range(repeats)] for item in singles]),
         _table([[noted(judge.judge(_attacked(item, place)))] for place, item in enumerate(singles)]),
-        _table(
-            [
-                [noted(pair_judge.ordered(one, other)), noted(pair_judge.ordered(other, one))]
-                for one, other in paired
-            ]
-        ),
+        _table(pairs),
     )
     _agree(found, singles, clean)
     _resist(found, clean, attacked)
-    _swap(found, [item.better for item in gold if item.better is not None], ordered)
+    _swap(found, [item.better for item in gold if item.better is not None], swapped)
     found.failures = dict(lost)
-    if lost:
-        found.failed_mostly = examples[lost.most_common(1)[0][0]]
+    found.failed_mostly = examples[max(lost, key=lost.__getitem__)] if lost else ""
     if found.judgements:  # what gave no verdict has cost as well
         now = _spent(judge)
         found.tokens_per_judgement = (now[0] - tokens) / found.judgements
@@ -88,12 +85,6 @@ def _spent(judge: ModelJudge) -> tuple[int, float]:
     usage = judge.client.usage
     tokens = usage.input_tokens + usage.output_tokens + usage.cached_tokens
     return tokens, usage.cost + usage.cached_cost
-
-
-def plan(gold: Sequence[Gold], repeats: int) -> int:
-    """Return how many judgements an audit takes."""
-    singles = sum(item.value is not None for item in gold)
-    return singles * (repeats + 1) + 2 * sum(item.other is not None for item in gold)
 
 
 def _agree(found: Audit, items: Sequence[Gold], clean: Values) -> None:
@@ -159,6 +150,4 @@ def _winner(value: float) -> int:
 def _attacked(item: Gold, place: int) -> Trajectory:
     *turns, last = item.trajectory.turns
     text = f"{last.message.content}\n\n{ATTACKS[place % len(ATTACKS)]}"
-    changed = Turn(last.prompt_ids, last.completion, Message("assistant", text))
-    given = item.trajectory
-    return Trajectory(given.task, given.group, prompt=given.prompt, turns=[*turns, changed])
+    return replace(item.trajectory, turns=[*turns, replace(last, message=Message("assistant", text))])

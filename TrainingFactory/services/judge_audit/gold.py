@@ -10,11 +10,11 @@ from typing import Any, Literal
 from pydantic import ConfigDict
 from pydantic.dataclasses import dataclass as checked_dataclass
 
-from TrainingFactory.data.lines import read_lines
+from TrainingFactory.data.datasets import read_lines
 from TrainingFactory.openai_form import message_from_dict
 from TrainingFactory.options import STRICT, make_from
+from TrainingFactory.rewards.judge.judges import ModelJudge
 from TrainingFactory.rewards.judge.verdicts import JsonVerdict, Score
-from TrainingFactory.rewards.model_judge import ModelJudge
 from TrainingFactory.types import Completion, Message, Task, Trajectory, Turn
 
 FORM = 'like {"prompt": "...", "response": "...", "label": true}'
@@ -85,10 +85,9 @@ class Row:
 
 
 def load_gold(path: str | Path, judge: ModelJudge) -> list[Gold]:
-    """Read the file: `prompt` and `response`, or a `conversation` of messages that ends with the assistant's; `label`
-    (true or false) or `score` (in the judge's own range); with a pair, `pair` (the other response) and `better`
-    (first, second or tie); `reference` and `id` as wanted."""
-    low, high = _range(judge)
+    """Read the file, whose scores are in the judge's own range; raise where a line is no `Row`."""
+    scale = judge.verdict.scale if isinstance(judge.verdict, JsonVerdict) else judge.verdict
+    low, high = (scale.low, scale.high) if isinstance(scale, Score) else (0.0, 1.0)
 
     def read(given: dict[str, Any], number: int) -> Gold:
         try:
@@ -113,9 +112,3 @@ def load_gold(path: str | Path, judge: ModelJudge) -> list[Gold]:
             "that range; write the scores in it, change it with verdict_options, or add items that deserve more"
         )
     return items
-
-
-def _range(judge: ModelJudge) -> tuple[float, float]:
-    """Return the range of the judge's own scores, in which those of the gold file are written."""
-    scale = judge.verdict.scale if isinstance(judge.verdict, JsonVerdict) else judge.verdict
-    return (scale.low, scale.high) if isinstance(scale, Score) else (0.0, 1.0)

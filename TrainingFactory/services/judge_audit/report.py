@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from TrainingFactory.services.evaluation.evaluation import Z95, wilson
 from TrainingFactory.services.judge_audit.metrics import beyond
+from TrainingFactory.services.reports.pages import render
 
 PASSES = 0.5  # from here on a value counts as yes
 FEW = 30
@@ -87,16 +89,36 @@ class Audit:
         return found
 
     @property
-    def compared(self) -> bool:
-        """Tell whether any verdict could be held against a gold label."""
-        return bool(self.judged or self.pairs)
-
-    @property
     def kappa_low(self) -> float | None:
         """Return kappa at the lower end of the interval of accuracy."""
         if self.accuracy_low is None or self.chance is None:
             return None
         return beyond(self.accuracy_low, self.chance)
+
+    def page(self, judge: str) -> str:
+        """Return an HTML page with pictures that needs nothing beside it; a plot's line begins at (0, 0)."""
+        agreed = Counter((right, given) for right, given, _ in self.points)
+        errors = Counter((float(length), given - right) for right, given, length in self.points)
+        longest = max((length for length, _ in errors), default=0.0) or 1.0
+        agreement = {
+            "across": "gold",
+            "up": "judge",
+            "right": 1.0,
+            "bottom": 0.0,
+            "top": 1.0,
+            "line_end": 1.0,
+        }
+        by_length = agreement | {"across": "characters", "up": "judge minus gold", "right": longest}
+        return render(
+            "judge_audit.html.jinja",
+            title="Audit of a judge",
+            judge=judge,
+            found=self,
+            verdict=verdict_of(self),
+            passes=f"{PASSES:g}",
+            agreement=agreement | {"dots": agreed.items()},
+            errors=by_length | {"bottom": -1.0, "line_end": 0.0, "dots": errors.items()},
+        )
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self) | {"kappa_low": self.kappa_low, "verdict": verdict_of(self)}
@@ -112,8 +134,11 @@ def verdict_of(found: Audit) -> str:
 
 
 def _trust(found: Audit) -> str:
+    if found.accuracy is None and found.pair_accuracy is None:
+        return "It gave no verdict that could be compared with the gold labels"
     if found.accuracy is None:
-        return _pairs_only(found)
+        between = _between(found.pair_accuracy_low, found.pair_accuracy_high)
+        return f"It picks the better one of {found.pair_accuracy:.0%} of {found.pairs} pairs{between}"
     agrees = f"it agrees with the gold labels on {found.accuracy:.0%} of {found.judged} items"
     agrees += _between(found.accuracy_low, found.accuracy_high)
     if found.kappa is None:
@@ -125,23 +150,14 @@ def _trust(found: Audit) -> str:
     if talked_round(found):
         return f"Not safe to train on, because it can be talked round: {agrees}"
     shown = words if found.kappa_low is None else _words(found.kappa_low)[1]
-    more = ""
     if shown != words:
         agrees += f" but {found.kappa_low:.2f} at the lower end"
         if needed := _items_for(found, least):
-            more = f'; about {needed - found.judged} more that agree as well would make it "{words}"'
+            agrees += f'; about {needed - found.judged} more that agree as well would make it "{words}"'
     if shown == NOT_TRUSTED:
-        return f"Too few items to say: {agrees}{more}"
-    if wrong_pairs(found) or _length_bias(found) > STRONGLY:
-        return f"{CARE}: {agrees}"
-    return f"{shown}: {agrees}{more}"
-
-
-def _pairs_only(found: Audit) -> str:
-    if found.pair_accuracy is None:
-        return "It gave no verdict that could be compared with the gold labels"
-    between = _between(found.pair_accuracy_low, found.pair_accuracy_high)
-    return f"It picks the better one of {found.pair_accuracy:.0%} of {found.pairs} pairs{between}"
+        return f"Too few items to say: {agrees}"
+    careful = wrong_pairs(found) or _length_bias(found) > STRONGLY
+    return f"{CARE if careful else shown}: {agrees}"
 
 
 def _between(low: float | None, high: float | None) -> str:

@@ -1,8 +1,7 @@
 """Which token was rewarded how much: episodes with the advantages that training gave to what the model wrote.
-`credit_page.py` makes a page of them, and `tfactory runs episodes` shows them on a terminal.
 
-    credit = coloured(trajectories, GRPO(), tokenizer)
-    Path("credit.html").write_text(credit_page(credit, "my episodes"), encoding="utf-8")
+credit = coloured(trajectories, GRPO(), tokenizer)
+Path("credit.html").write_text(credit.page("my episodes"), encoding="utf-8")
 """
 
 from __future__ import annotations
@@ -10,17 +9,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 from typing import Any, Literal
 
 from TrainingFactory.algorithms.credit import OVERLONG
 from TrainingFactory.algorithms.grpo import GRPO
-from TrainingFactory.algorithms.kinds import KINDS
 from TrainingFactory.algorithms.ppo import PPO
 from TrainingFactory.algorithms.rft import RFT
 from TrainingFactory.data.packing import make_batch
 from TrainingFactory.data.samples import to_samples, turn_spans
 from TrainingFactory.protocols import Algorithm
-from TrainingFactory.services.reports.texts import said
+from TrainingFactory.services.reports.pages import render
+from TrainingFactory.services.reports.texts import reward_text
 from TrainingFactory.types import Sample, Trajectory, Turn
 
 # advantage: what the gradient is multiplied with. weight: the same for demonstrations. reward: what ppo begins with.
@@ -141,6 +141,10 @@ class Credit:
     def columns(self) -> list[str]:
         return ["task", "episodes", "trained", "rewards", f"largest {self.measure}"]
 
+    def page(self, title: str) -> str:
+        """Return an HTML page that needs nothing beside it; `title` says which episodes these are."""
+        return render("credit.html.jinja", title=title, credit=self, levels=LEVELS, reward_text=reward_text)
+
     def level(self, value: float | None) -> int:
         """Return the strength of a value's colour from -LEVELS to LEVELS; 0 only where there is nothing to show."""
         if not value or not self.largest:
@@ -149,21 +153,18 @@ class Credit:
         return size if value > 0 else -size
 
 
-def coloured(trajectories: Sequence[Trajectory], algorithm: Algorithm, tokenizer: Any = None) -> Credit:
+def coloured(trajectories: Sequence[Trajectory], algorithm: Algorithm, tokenizer: Any) -> Credit:
     """Show what `algorithm` makes of the episodes of one step, token by token. Those with the same `group` are compared
-    with each other. Without a tokenizer, turns are shown as they were read, in one piece."""
-    measure = _measure_of(algorithm)
-    notes = [NOTES[measure]]
+    with each other."""
+    measure: Measure = "reward" if "values" in algorithm.needs else "advantage"
+    if algorithm.accepted([]) is not None:
+        measure = "weight"
     groups: dict[str, list[Trajectory]] = {}
     for trajectory in trajectories:
         groups.setdefault(trajectory.group, []).append(trajectory)
     rows = {name: algorithm.samples(group) for name, group in groups.items()}
     _prepare([row for made in rows.values() for row in made], algorithm)
-    decode = None
-    if tokenizer is None:
-        notes.append("without a tokenizer the turns are shown as they were read, in one piece")
-    else:
-        decode = partial(tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    decode = partial(tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False)
     found = []
     for name, group in groups.items():
         reasons = [_reason_against(trajectory, group, algorithm) for trajectory in group]
@@ -175,7 +176,7 @@ def coloured(trajectories: Sequence[Trajectory], algorithm: Algorithm, tokenizer
             episodes.append(EpisodeCredit(trajectory, turns, None if trained else reasons[place] or EQUAL))
         found.append(GroupCredit(name, episodes))
     found.sort(key=lambda group: -group.largest)
-    return Credit(measure, found, notes, found[0].largest if found else 0.0)
+    return Credit(measure, found, [NOTES[measure]], found[0].largest if found else 0.0)
 
 
 def pieces_of(token_ids: Sequence[int], decode: Decode) -> Iterator[tuple[int, int, str]]:
@@ -188,17 +189,6 @@ def pieces_of(token_ids: Sequence[int], decode: Decode) -> Iterator[tuple[int, i
             continue
         yield start, end, text[len(known) :] if text.startswith(known) else decode(token_ids[start:end])
         before, start = start, end
-
-
-def _measure_of(algorithm: Algorithm) -> Measure:
-    name = type(algorithm).__name__
-    if any(kind.home.endswith(f":{name}") for kind in KINDS.values() if not kind.samples):
-        raise ValueError(
-            f"{name} learns from examples, not from rewards: none of its tokens has an advantage"
-        )
-    if algorithm.accepted([]) is not None:
-        return "weight"
-    return "reward" if "values" in algorithm.needs else "advantage"
 
 
 def _prepare(rows: Sequence[Sample], algorithm: Algorithm) -> None:
@@ -217,22 +207,18 @@ def _rows_of_episodes(
     group: Sequence[Trajectory], rows: Sequence[Sample], reasons: Sequence[str | None]
 ) -> dict[int, list[Sample]]:
     """Return the rows by the place in the group of the episode that they were made of. Rows come in the order of the
-    episodes, so that those with the same tokens are told apart; ones with a reason against them come last."""
-    made: dict[int, list[Sample]] = {}
-    for row in rows:
-        made.setdefault(row.episode, []).append(row)
-    left = sorted(range(len(group)), key=lambda place: reasons[place] is not None)
+    episodes, so that those with the same tokens are told apart."""
+    made = [list(own) for _, own in groupby(rows, lambda row: row.episode)]
     found = {}
-    for own in made.values():
-        tokens = [row.token_ids for row in own]
-        place = next(each for each in left if [row.token_ids for row in to_samples(group[each])] == tokens)
-        left.remove(place)
-        found[place] = own
+    for place, trajectory in enumerate(group):
+        tokens = [row.token_ids for row in to_samples(trajectory)] if reasons[place] is None else []
+        if made and tokens == [row.token_ids for row in made[0]]:
+            found[place] = made.pop(0)
     return found
 
 
 def _turns(
-    trajectory: Trajectory, rows: Sequence[Sample] | None, measure: Measure, decode: Decode | None
+    trajectory: Trajectory, rows: Sequence[Sample] | None, measure: Measure, decode: Decode
 ) -> Iterator[TurnCredit]:
     steps = trajectory.reward.steps if trajectory.reward is not None else []
     for number, (turn, span) in enumerate(zip(trajectory.turns, turn_spans(trajectory), strict=True)):
@@ -242,17 +228,11 @@ def _turns(
             row, place = rows[span.row], slice(span.begin, span.end)
             given = (row.rewards if measure == "reward" else row.advantages)[place]
             values = [v if used else None for v, used in zip(given, row.loss_mask[place], strict=True)]
-        parts = pieces_of(ids, decode) if decode is not None else [(0, len(ids), _as_read(turn))]
         pieces = [
             Piece(text, ids[start:end], logprobs[start:end], [v for v in values[start:end] if v is not None])
-            for start, end, text in parts
+            for start, end, text in pieces_of(ids, decode)
         ]
         yield TurnCredit(turn, steps[number] if steps else None, pieces)
-
-
-def _as_read(turn: Turn) -> str:
-    thought = [turn.message.reasoning] if turn.message.reasoning else []
-    return "\n".join([*thought, *(what for _, what in said(turn.message))])
 
 
 def _reason_against(trajectory: Trajectory, group: Sequence[Trajectory], algorithm: Algorithm) -> str | None:

@@ -1,9 +1,4 @@
-"""HTML pages from templates: every page extends `base.html.jinja`, stands alone and shows foreign text as text.
-
-{% extends "base.html.jinja" %}
-{% block style %}.mine { color: teal; }{% endblock %}
-{% block body %}<h1>{{ title }}</h1>{% endblock %}
-"""
+"""HTML pages from templates: every page extends `base.html.jinja`, stands alone and shows foreign text as text."""
 
 from __future__ import annotations
 
@@ -15,8 +10,7 @@ from markupsafe import Markup
 
 from TrainingFactory.services.reports.texts import clean
 
-SERVICES = Path(__file__).parents[1]
-FOLDERS = [SERVICES / name / "templates" for name in ("reports", "judge_audit", "demo")]
+TEMPLATES = Path(__file__).parent / "templates"
 
 
 def render(template: str, **values: object) -> str:
@@ -27,7 +21,7 @@ def render(template: str, **values: object) -> str:
 @cache
 def _environment() -> Environment:
     return Environment(
-        loader=FileSystemLoader(FOLDERS),
+        loader=FileSystemLoader(TEMPLATES),
         autoescape=True,
         undefined=StrictUndefined,
         finalize=_shown,

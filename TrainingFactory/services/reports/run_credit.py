@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from TrainingFactory.algorithms.kinds import KINDS
 from TrainingFactory.data.trajectories import load_trajectories
@@ -21,12 +20,10 @@ def run_credit(run: RunFolder, step: int | None = None, task: str | None = None)
     step = _resolve_step(run, step, task)
     # Groups are named by their step, counted from 0.
     episodes = list(load_trajectories(run.path / TRAJECTORIES, f"{step - 1}/", growing=True))
-    tokenizer = _tokenizer(run)
-    missing = isinstance(tokenizer, ValueError)
-    credit = coloured(episodes, make_algorithm(run.config), None if missing else tokenizer)
-    if missing:
-        credit.notes.append(str(tokenizer))
-    return step, credit
+    model = run.config.model
+    place = str([model.name, *run.checkpoints()][-1])  # a checkpoint has the tokenizer, too
+    tokenizer = load_tokenizer(place, model.revision, model.trust_remote_code)
+    return step, coloured(episodes, make_algorithm(run.config), tokenizer)
 
 
 def choose(
@@ -36,13 +33,11 @@ def choose(
     or where none is scored: then why is what there is to see. What is left out becomes a note."""
     if best is None and worst is None:
         return list(groups)
-    without = sum(not group.totals for group in groups)
-    if without:
+    if without := sum(not group.totals for group in groups):
         credit.notes.append(
             f"{without} of {len(groups)} tasks have no scored episode, so that none is best or worst: all are shown"
         )
-    left = sum(len(group.episodes) - len(group.totals) for group in groups if group.totals)
-    if left:
+    if left := sum(len(group.episodes) - len(group.totals) for group in groups if group.totals):
         credit.notes.append(
             f"best and worst are among scored episodes; {left} that could not be scored are not shown"
         )
@@ -58,9 +53,8 @@ def _chosen(group: GroupCredit, best: int, worst: int) -> GroupCredit:
 
 def credit_title(run: RunFolder, step: int) -> str:
     """Say which episodes these are, and what gave them their credit."""
-    config = run.config
-    name = config.training.algorithm
-    how = f", credit {config.grpo.credit}, advantage {config.grpo.advantage}" if name == "grpo" else ""
+    name, grpo = run.config.training.algorithm, run.config.grpo
+    how = f", credit {grpo.credit}, advantage {grpo.advantage}" if name == "grpo" else ""
     return f"Run {run.name}, step {step}: {name}{how}"
 
 
@@ -87,15 +81,3 @@ def _resolve_step(run: RunFolder, step: int | None, task: str | None) -> int:
         told = ", ".join(map(str, steps))
         raise ValueError(f"step {step} of run {run.name} took no task {task!r}, which was in step {told}")
     return step or max(steps)
-
-
-def _tokenizer(run: RunFolder) -> Any:
-    """Return the tokenizer of the last checkpoint, or of the model that the run started with; or the error that says
-    why there is none."""
-    model, problem = run.config.model, None
-    for place in [*map(str, run.checkpoints()[-1:]), model.name]:
-        try:
-            return load_tokenizer(place, model.revision, model.trust_remote_code)
-        except ValueError as error:
-            problem = problem or error
-    return problem

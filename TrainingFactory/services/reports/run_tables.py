@@ -55,10 +55,7 @@ def _row(folder: Path) -> tuple[str, ...]:
 
 def latest(metrics: Rows) -> dict[str, Any]:
     """Return the last value of each metric; not every step has all."""
-    last: dict[str, Any] = {}
-    for row in metrics:
-        last |= row
-    return last
+    return {key: value for row in metrics for key, value in row.items()}
 
 
 def shown(metrics: Rows) -> dict[str, str]:

@@ -17,6 +17,7 @@ back to what they were then, and all that follows is a function of the config an
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import platform
@@ -39,11 +40,6 @@ from TrainingFactory.config import TrainingConfig, load_config
 from TrainingFactory.data.trajectories import save_trajectories
 from TrainingFactory.tools.recording import CALLS
 from TrainingFactory.types import Trajectory
-
-try:
-    import fcntl
-except ImportError:  # not on Windows: there two processes are not kept apart
-    fcntl = None
 
 METRICS, CONSUMED, TRAJECTORIES, KEPT = "metrics.jsonl", "consumed.jsonl", "trajectories.jsonl", "kept.jsonl"
 GROWING = (METRICS, CONSUMED, TRAJECTORIES, KEPT, CALLS)
@@ -76,7 +72,7 @@ class RunFolder:
 
     @property
     def shown(self) -> str:
-        """What commands find it by: its name alone only in the usual folder."""
+        """Return what commands find it by: its name alone only in the usual folder."""
         return shlex.quote(self.name if self.path.parent == Path("runs") else str(self.path))
 
     @property
@@ -85,14 +81,14 @@ class RunFolder:
 
     @property
     def mend(self) -> str:
-        """What to do about a run that has stopped."""
+        """Say what to do about a run that has stopped."""
         return f"Mend it (options are in {self.path / CONFIG}), then go on with: {self.resume_command}"
 
     # making and opening
 
     @classmethod
     def create(cls, config: TrainingConfig, name: str, about: dict[str, Any]) -> RunFolder:
-        """A new run, locked. `about` goes to environment.json beside what we find out ourselves."""
+        """Make a new run, locked; `about` goes to environment.json beside what we find out ourselves."""
         if not re.fullmatch(r"[^\s./\\][^/\\\n]*", name):
             raise ValueError(f"{name!r} cannot name a run: it is the name of a folder, such as search-1")
         run = cls(Path(config.logging.output_dir).expanduser() / name)
@@ -100,8 +96,8 @@ class RunFolder:
             run.path.parent.mkdir(parents=True, exist_ok=True)
             run.path.mkdir()
             run.lock()
-            _write_aside(run.path / CONFIG, yaml.safe_dump(config.model_dump(), sort_keys=False))
-            _write_aside(run.path / "environment.json", json.dumps(fingerprint() | about, indent=1))
+            write_aside(run.path / CONFIG, yaml.safe_dump(config.model_dump(), sort_keys=False))
+            write_aside(run.path / "environment.json", json.dumps(fingerprint() | about, indent=1))
         except OSError as error:
             if isinstance(error, FileExistsError) and run.path.is_dir():
                 raise ValueError(
@@ -113,7 +109,7 @@ class RunFolder:
 
     @classmethod
     def find(cls, name: str, runs: str | Path = "runs") -> RunFolder:
-        """By name in the folder of runs, or by path."""
+        """Return the run of that name in the folder of runs, or of that path."""
         for path in (Path(runs).expanduser() / name, Path(name).expanduser()):
             if is_run(path):
                 return cls(path)
@@ -121,22 +117,20 @@ class RunFolder:
         raise ValueError(f"there is no run {name!r} in {runs}; the runs are: {known}")
 
     def lock(self) -> None:
-        """One process writes a run; the system gives the lock back when the process ends, however it does."""
-        if fcntl is None or self._lock is not None:
+        """Keep other processes from writing the run; the system gives the lock back however this one ends."""
+        if self._lock is not None:
             return
         descriptor = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT, 0o644)
-        for patience in (0.1, 0.2, 0.0):  # somebody may just be looking whether it is held
-            try:
+        for _ in range(3):  # somebody may just be looking whether it is held
+            with contextlib.suppress(BlockingIOError):
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except OSError:
-                if not patience:
-                    os.close(descriptor)
-                    raise ValueError(
-                        f"run {self.name} is being written by another process; wait for it to end or stop it"
-                    ) from None
-                time.sleep(patience)
-        self._lock = descriptor
+                self._lock = descriptor
+                return
+            time.sleep(0.1)
+        os.close(descriptor)
+        raise ValueError(
+            f"run {self.name} is being written by another process; wait for it to end or stop it"
+        )
 
     def unlock(self) -> None:
         if self._lock is not None:
@@ -144,7 +138,7 @@ class RunFolder:
             self._lock = None
 
     def discard(self) -> None:
-        """A run that came to nothing before its first step."""
+        """Remove a run that came to nothing before its first step."""
         self.unlock()
         shutil.rmtree(self.path, ignore_errors=True)
 
@@ -174,11 +168,11 @@ class RunFolder:
         return [{OLD_METRICS.get(name, name): value for name, value in row.items()} for row in rows]
 
     def consumed(self) -> dict[int, list[str]]:
-        """Ids of the tasks that each step took."""
+        """Return the ids of the tasks that each step took."""
         return {row["step"]: row["tasks"] for row in self._rows(CONSUMED)}
 
     def _rows(self, name: str) -> list[dict[str, Any]]:
-        """Half a line at the end, from a process that was killed, is left out."""
+        """Return the rows of a file, without half a line at the end, from a process that was killed."""
         path = self.path / name
         lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
         rows = []
@@ -188,13 +182,13 @@ class RunFolder:
         return rows
 
     def checkpoints(self) -> list[Path]:
-        """Oldest first. Only whole ones have such a name."""
+        """Return the checkpoints, the oldest first; only whole ones have such a name."""
         return sorted((self.path / "checkpoints").glob("step-*"), key=_step_of)
 
     # writing
 
     def write_status(self, status: Status) -> None:
-        _write_aside(self.path / "status.json", json.dumps(asdict(status), indent=1))
+        write_aside(self.path / "status.json", json.dumps(asdict(status), indent=1))
 
     def append(self, name: str, row: dict[str, Any]) -> None:
         with (self.path / name).open("a", encoding="utf-8", newline="\n") as file:
@@ -217,7 +211,7 @@ class RunFolder:
         return found
 
     def prune(self, last: int, every: int | None) -> None:
-        """Keeps the last so many checkpoints, and those at multiples of so many steps."""
+        """Keep the last so many checkpoints, and those at multiples of so many steps."""
         from TrainingFactory.learning.checkpoints import remove
 
         for old in self.checkpoints()[:-last]:
@@ -225,7 +219,7 @@ class RunFolder:
                 remove(old)
 
     def rewind(self, offsets: dict[str, int]) -> None:
-        """Cuts the growing files back to a checkpoint (none: to nothing) and clears away what was half done."""
+        """Cut the growing files back to a checkpoint (none: to nothing) and clear away what was half done."""
         for name in GROWING:
             path, wanted = self.path / name, offsets.get(name, 0)
             size = path.stat().st_size if path.exists() else 0
@@ -237,19 +231,16 @@ class RunFolder:
             shutil.rmtree(leftover, ignore_errors=True)
 
     def _held(self) -> bool:
-        if fcntl is None or self._lock is not None:
+        if self._lock is not None:
             return True
         try:
-            descriptor = os.open(self.path / "lock", os.O_RDONLY)
-        except OSError:
-            return False
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            return False
-        except OSError:
+            with (self.path / "lock").open("rb") as file:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
             return True
-        finally:
-            os.close(descriptor)
+        except OSError:  # there is none
+            pass
+        return False
 
 
 @dataclass(slots=True)
@@ -275,13 +266,13 @@ def is_run(path: Path) -> bool:
 
 
 def list_runs(runs: str | Path = "runs") -> list[RunFolder]:
-    """The oldest first."""
+    """Return the runs of a folder, the oldest first."""
     found = [path for path in Path(runs).expanduser().glob("*/") if is_run(path)]
     return [RunFolder(path) for path in sorted(found, key=lambda path: (path / CONFIG).stat().st_mtime)]
 
 
 def new_name(config: TrainingConfig) -> str:
-    """Such as grpo-search-20260131-120000."""
+    """Return a name such as grpo-search-20260131-120000."""
     folder, environment = Path(config.logging.output_dir).expanduser(), config.environment.environment_id
     return not_taken(folder, f"{config.training.algorithm}-{short_name(environment or 'custom')}").name
 
@@ -301,7 +292,7 @@ def not_taken(folder: Path, stem: str, suffix: str = "") -> Path:
 
 
 def fingerprint() -> dict[str, Any]:
-    """What a run depends on besides its config."""
+    """Return what a run depends on besides its config."""
     versions = {"python": platform.python_version(), "training-factory": __version__}
     for package in PACKAGES:
         with contextlib.suppress(PackageNotFoundError):
@@ -317,7 +308,7 @@ def fingerprint() -> dict[str, Any]:
 
 
 def _commit() -> str | None:
-    """Of the folder in which the run was started, if it is a git repository."""
+    """Return the commit of the folder in which the run was started, if it is a git repository."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10)
@@ -330,7 +321,8 @@ def _step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.removeprefix("step-"))
 
 
-def _write_aside(path: Path, text: str) -> None:
+def write_aside(path: Path, text: str) -> None:
+    """Write a file aside first: what was there is whole until what comes is."""
     part = path.with_name(f".{path.name}.part")
-    part.write_text(text, encoding="utf-8")
+    part.write_text(text, encoding="utf-8", errors="surrogatepass", newline="\n")
     os.replace(part, path)

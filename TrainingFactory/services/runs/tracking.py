@@ -71,7 +71,7 @@ TRACKERS: dict[str, Any] = {"tensorboard": TensorBoard, "wandb": WandB, "mlflow"
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Before anything slow: whether the packages are there."""
+    """Raise before anything slow if a package is not there."""
     for name in names:
         if importlib.util.find_spec(name) is None:
             raise ValueError(
@@ -110,7 +110,7 @@ class Watcher(Protocol):
     """Who looks on while a run goes. Nothing of the run depends on it."""
 
     def phase(self, name: str) -> None:
-        """load, generate, update, evaluate or checkpoint begins."""
+        """Note that load, generate, update, evaluate or checkpoint begins."""
         ...
 
     def episode(self, trajectory: Trajectory) -> None: ...

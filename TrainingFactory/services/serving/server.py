@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import dataclasses
 import json
-import logging
 import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator
@@ -20,8 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from TrainingFactory.config import TrainingConfig
-from TrainingFactory.http.api import Api, Events, failure
-from TrainingFactory.http.errors import ApiError
+from TrainingFactory.http.api import Answer, Api, ApiError, failure
 from TrainingFactory.openai_form import message_to_dict
 from TrainingFactory.protocols import Sampler
 from TrainingFactory.seeds import turn_seed
@@ -34,8 +32,6 @@ from TrainingFactory.types import Completion, Message, SamplingParams
 if TYPE_CHECKING:
     from TrainingFactory.models import TemplateChatFormat
 
-log = logging.getLogger(__name__)
-
 PIECE = 8  # tokens between two looks at a turn that is streamed or may meet a stop string
 
 
@@ -46,7 +42,7 @@ class Choice:
     message: Message
     finish: str
     tokens: int
-    logprobs: list[dict[str, Any]]
+    logprobs: dict[str, Any] | None
 
 
 class ChatServer:
@@ -78,12 +74,11 @@ class ChatServer:
         api.get("/health", self.health, keyed=False)
         return api
 
-    async def chat(self, body: bytes) -> dict[str, Any] | Events:
+    async def chat(self, body: bytes) -> Answer:
         """Answer one request, in one piece or as a stream."""
         ask, prompt = await self.read(body)
         with self.admitted(ask):  # a stream is refused here, while a status can still be told
-            stream = ask.request.stream
-            return Events(self.stream(ask, prompt)) if stream else await self.complete(ask, prompt)
+            return self.stream(ask, prompt) if ask.request.stream else await self.complete(ask, prompt)
 
     def models(self) -> dict[str, Any]:
         row = {"id": self.name, "object": "model", "created": self._started, "owned_by": "trainingfactory"}
@@ -94,7 +89,7 @@ class ChatServer:
         return {"status": "ok", "model": self.name, "running": running, "waiting": self.pending - running}
 
     async def read(self, body: bytes) -> tuple[Ask, list[int]]:
-        """The request and its prompt, all checked."""
+        """Return the request and its prompt, all checked."""
         ask = read_ask(body, self._defaults)
         if (model := ask.request.model) not in (None, self.name):
             text = f"this server has no model {model:.60}; it serves {self.name}"
@@ -125,9 +120,7 @@ class ChatServer:
         if ask.request.n > most:
             raise ApiError(f"n is {ask.request.n}, and this server takes {most} at a time", "n")
         if self.pending + ask.request.n > most:
-            text = (
-                f"{self.pending} answers are being written or wait, and {most} is the limit; try again later"
-            )
+            text = f"{self.pending} answers are being written or wait, {most} is the limit; try again later"
             raise ApiError(text, status=429, code="queue_full")
         self.pending += ask.request.n
         try:
@@ -141,12 +134,8 @@ class ChatServer:
             tasks = [group.create_task(self._choice(ask, prompt, number)) for number in range(ask.request.n)]
         choices = [task.result() for task in tasks]
         rows = [
-            {
-                "index": number,
-                "message": _message_row(choice.message),
-                "logprobs": {"content": choice.logprobs, "refusal": None} if ask.request.logprobs else None,
-                "finish_reason": choice.finish,
-            }
+            {"index": number, "message": _message_row(choice.message), "finish_reason": choice.finish}
+            | {"logprobs": choice.logprobs}
             for number, choice in enumerate(choices)
         ]
         usage = _usage(prompt, sum(choice.tokens for choice in choices))
@@ -171,7 +160,7 @@ class ChatServer:
                 while n:
                     event = await events.get()
                     if isinstance(event, Exception):
-                        yield json.dumps(failure(event).body())
+                        yield json.dumps(failure(event).body)
                         break
                     n -= event["finish_reason"] is not None
                     yield json.dumps(head | {"choices": [event]})
@@ -191,7 +180,7 @@ class ChatServer:
     async def _streamed(
         self, ask: Ask, prompt: list[int], number: int, send: Callable[[dict[str, Any]], None]
     ) -> int:
-        """Sends what one choice is made of as it becomes known; the number of its tokens."""
+        """Send what one choice is made of as it becomes known, and return the number of its tokens."""
         sent = {"reasoning_content": "", "content": ""}
 
         def put(delta: dict[str, Any], finish: str | None = None, logprobs: Any = None) -> None:
@@ -206,12 +195,9 @@ class ChatServer:
         put({"role": "assistant", "content": ""})
         choice = await self._choice(ask, prompt, number, tell)
         tell(choice.message)
-        calls = _message_row(choice.message).get("tool_calls", [])
-        for index, call in enumerate(calls):
+        for index, call in enumerate(_message_row(choice.message).get("tool_calls", [])):
             put({"tool_calls": [{"index": index} | call]})
-        put(
-            {}, choice.finish, {"content": choice.logprobs, "refusal": None} if ask.request.logprobs else None
-        )
+        put({}, choice.finish, choice.logprobs)
         return choice.tokens
 
     async def _choice(
@@ -226,13 +212,15 @@ class ChatServer:
         ended = cut is not None or completion.finish == "stop"
         finish = "length" if not ended else "tool_calls" if message.tool_calls else "stop"
         tokens = len(completion.token_ids) if cut is None else cut.tokens
-        logprobs = self._reader.logprobs(completion, cut) if ask.request.logprobs else []
+        logprobs = None
+        if ask.request.logprobs:
+            logprobs = {"content": self._reader.logprobs(completion, cut), "refusal": None}
         return Choice(message, finish, tokens, logprobs)
 
     async def _sample(
         self, ask: Ask, prompt: list[int], seed: int, tell: Callable[[Message], None] | None
     ) -> tuple[Completion, str, Cut | None]:
-        """One turn: its tokens, its text, and the stop string that ended it."""
+        """Return one turn: its tokens, its text, and the stop string that ended it."""
         so_far = Completion([], [], "length")
         piece = PIECE if tell is not None or ask.request.stop else ask.max_tokens
         session = self._sampler.session()
@@ -259,34 +247,24 @@ class ChatServer:
 
 
 def make_server(config: TrainingConfig, name: str, queue: int = 256) -> ChatServer:
-    """Loads the model of the config; its sampling section holds what a client leaves out."""
-    loaded, sampling = load(config), config.sampling
+    """Load the model of the config; its sampling section holds what a client leaves out."""
+    loaded, slots = load(config), config.sampling.slots
     defaults = SamplingParams(
-        temperature=sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k, min_p=sampling.min_p
+        **config.sampling.model_dump(include={"temperature", "top_p", "top_k", "min_p"})
     )
-    engine = make_engine(config, loaded, sampling.slots)
-    chat = make_chat(config, loaded)
-    return ChatServer(name, chat, engine, slots=sampling.slots, queue=queue, defaults=defaults)
+    engine = make_engine(config, loaded, slots)
+    return ChatServer(name, make_chat(config, loaded), engine, slots=slots, queue=queue, defaults=defaults)
 
 
 def served_sections(name: str, runs: str | Path = "runs") -> dict[str, dict[str, Any]]:
-    """The model and sampling sections for whatever can be served: a model, a run, a checkpoint, or the folder of
-    an adapter, which names its base model itself."""
+    """Return the model and sampling sections for whatever can be served: a model, a run, a checkpoint, or the folder
+    of an adapter, which names its base model itself."""
     sections = model_of(name, runs)
-    folder = Path(name).expanduser()
-    if sections == {"model": {"name": name}} and (folder / "adapter_config.json").is_file():
-        return {"model": {"name": _base_of(folder), "adapter": name}}
+    adapter = Path(name).expanduser() / "adapter_config.json"
+    if sections == {"model": {"name": name}} and adapter.is_file():
+        base = json.loads(adapter.read_text(encoding="utf-8")).get("base_model_name_or_path")
+        return {"model": {"name": base, "adapter": name}}
     return {key: sections[key] for key in ("model", "sampling") if key in sections}
-
-
-def _base_of(adapter: Path) -> str:
-    path = adapter / "adapter_config.json"
-    try:
-        if base := json.loads(path.read_text(encoding="utf-8"))["base_model_name_or_path"]:
-            return base
-    except (ValueError, KeyError, TypeError):
-        pass
-    raise ValueError(f"{path} names no base model; serve the model, with model.adapter={adapter}")
 
 
 def _message_row(message: Message) -> dict[str, Any]:
@@ -299,8 +277,5 @@ def _message_row(message: Message) -> dict[str, Any]:
 
 
 def _usage(prompt: list[int], sampled: int) -> dict[str, int]:
-    return {
-        "prompt_tokens": len(prompt),
-        "completion_tokens": sampled,
-        "total_tokens": len(prompt) + sampled,
-    }
+    total = len(prompt) + sampled
+    return {"prompt_tokens": len(prompt), "completion_tokens": sampled, "total_tokens": total}

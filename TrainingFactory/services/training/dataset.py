@@ -20,7 +20,6 @@ from TrainingFactory.tools.schema import check_schema, schema_problems, validato
 from TrainingFactory.types import Task, ToolSpec
 from TrainingFactory.user_code import told
 
-TOLD = 3  # rows that were left out, by name
 DEFAULT_TASKS = 16
 TRAINING_TASKS = 1000
 
@@ -57,7 +56,7 @@ class Dataset:
 
     @property
     def digest(self) -> str:
-        """Another one where there is something else to learn from; objects may look different in another process."""
+        """Return another one where there is something else to learn from; objects may look different elsewhere."""
         digest = blake2b(digest_size=16)
         for example in self.examples.found if self.examples is not None else ():
             digest.update(repr((example.id, example.conversations)).encode(errors="surrogatepass"))
@@ -68,7 +67,7 @@ class Dataset:
 
 
 def check_same(found: Dataset, about: dict[str, Any], name: str) -> None:
-    """A run goes on with what it was started with. `about` is what was written down then."""
+    """Raise if there is something else to learn from than `about` says, which was written down at the start."""
     was = about.get("size", found.size)
     if was != found.size or about.get("digest", found.digest) != found.digest:
         raise ValueError(
@@ -83,7 +82,12 @@ def gather(config: TrainingConfig, objects: Objects, environment: EnvironmentFac
     if found.examples is None and config.data.dataset is not None:
         found.examples = read_examples(config, config.data.dataset)
     if found.environment is not None and found.examples is None:
-        found.tasks = _tasks(config, found.environment, objects.tasks)
+        found.tasks = list(objects.tasks or ()) or make_tasks(config, found.environment, TRAINING_TASKS)
+        if KINDS[config.training.algorithm].demonstrations and not hasattr(found.environment, "expert"):
+            raise ValueError(
+                f"sft learns from demonstrations, and {environment_name(found.environment)} has no method `expert` "
+                "that makes them; write one, or give a file: data.dataset=FILE.jsonl"
+            )
     if config.training.eval_every is not None:
         _gather_heldout(config, objects, found)
     return found
@@ -103,7 +107,7 @@ def read_examples(config: TrainingConfig, source: Any, heldout: bool = False) ->
 
 
 def read_heldout(config: TrainingConfig, source: Any, dataset: Any) -> Examples:
-    """Rows to evaluate on, which may not be those of `dataset`, from which the run learns."""
+    """Return rows to evaluate on, which may not be those of `dataset`, from which the run learns."""
     if dataset is None:
         raise ValueError(
             "held-out rows go with a dataset to learn from; where episodes are sampled or an expert plays, held-out "
@@ -119,7 +123,7 @@ def read_heldout(config: TrainingConfig, source: Any, dataset: Any) -> Examples:
 
 
 def _same_rows(dataset: Any, heldout: Any, same_split: bool) -> bool:
-    """A file has no splits, nor has the folder of a run; saved and hub datasets may have them."""
+    """Tell whether both are the same rows. A file and the folder of a run have no splits, other datasets may."""
     if not isinstance(dataset, str | Path) or not isinstance(heldout, str | Path):
         return dataset is heldout and (same_split or not isinstance(dataset, Mapping))
     ours, theirs = Path(dataset).expanduser(), Path(heldout).expanduser()
@@ -141,7 +145,7 @@ def form_of(config: TrainingConfig) -> Form:
 
 
 def arguments_fit(spec: ToolSpec, arguments: dict[str, Any]) -> str | None:
-    """What is wrong with the arguments of a call; None also where the tool's schema is no schema."""
+    """Return what is wrong with the arguments of a call; None also where the tool's schema is no schema."""
     try:
         check_schema(spec)
     except ValueError:
@@ -149,36 +153,8 @@ def arguments_fit(spec: ToolSpec, arguments: dict[str, Any]) -> str | None:
     return schema_problems(spec, validator_of(spec.parameters), arguments)
 
 
-def told_left_out(bad: Sequence[str], long: Sequence[str], unused: int) -> list[str]:
-    """What a user should know about rows that are not learned from."""
-    told = []
-    if bad:
-        told.append(f"{len(bad)} bad rows are left out: {_first(bad)}")
-    if long:
-        told.append(f"{len(long)} rows are longer than model.max_length and left out: {_first(long)}")
-    if unused:
-        told.append(f"{unused} recorded episodes teach nothing here and are left out")
-    return told
-
-
-def _first(texts: Sequence[str]) -> str:
-    return "; ".join(texts[:TOLD]) + (" ..." if len(texts) > TOLD else "")
-
-
-def _tasks(
-    config: TrainingConfig, environment: EnvironmentFactory, given: Sequence[Task] | None
-) -> list[Task]:
-    tasks = list(given or []) or make_tasks(config, environment, TRAINING_TASKS)
-    if KINDS[config.training.algorithm].demonstrations and not hasattr(environment, "expert"):
-        raise ValueError(
-            f"sft learns from demonstrations, and {environment_name(environment)} has no method `expert` that makes "
-            "them; write one, or give a file: data.dataset=FILE.jsonl"
-        )
-    return tasks
-
-
 def _gather_heldout(config: TrainingConfig, objects: Objects, found: Dataset) -> None:
-    """Rows like those of the dataset where there is one; tasks where there is an environment to play them in."""
+    """Find rows like those of the dataset where there is one, tasks where there is an environment to play them in."""
     rows = found.examples is not None
     if rows:
         found.heldout_examples = objects.heldout
@@ -202,7 +178,7 @@ def _gather_heldout(config: TrainingConfig, objects: Objects, found: Dataset) ->
 def make_tasks(
     config: TrainingConfig, environment: EnvironmentFactory, default_count: int = DEFAULT_TASKS
 ) -> list[Task]:
-    """From a file, or `default_count` of the environment's own where the config does not say how many."""
+    """Return tasks from a file, or the environment's own: `default_count` where the config does not say how many."""
     data = config.data
     if data.tasks is not None:
         return load_tasks(Path(data.tasks).expanduser())[: data.count]

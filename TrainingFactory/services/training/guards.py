@@ -55,7 +55,7 @@ class Guards:
         same, from which algorithms without groups would learn as well."""
         rewards = [each.reward for each in batch.trajectories if each.reward is not None]
         same = len({_amounts(reward) for reward in rewards}) == 1
-        self._equal = self._equal + 1 if len(rewards) > 1 and (same or not batch.teaching) else 0
+        self._equal = self._equal + 1 if len(rewards) > 1 and (same or not batch.rows) else 0
         if self._max_equal is None or self._equal < self._max_equal:
             return None
         what = "no episode was rewarded better than the others of its task"

@@ -30,18 +30,16 @@ class Interrupts:
     def watching(self) -> Iterator[None]:
         """Take Ctrl-C while the block runs."""
         loop, self._whole = asyncio.get_running_loop(), asyncio.current_task()
-        here = threading.current_thread() is threading.main_thread()
-        before = signal.getsignal(signal.SIGINT) if here else None
-        if here:
-            with contextlib.suppress(NotImplementedError):  # Windows
-                loop.add_signal_handler(signal.SIGINT, self.ask)
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = signal.getsignal(signal.SIGINT)
+        loop.add_signal_handler(signal.SIGINT, self.ask)
         try:
             yield
         finally:
-            if here:
-                with contextlib.suppress(NotImplementedError):
-                    loop.remove_signal_handler(signal.SIGINT)
-                signal.signal(signal.SIGINT, before)
+            loop.remove_signal_handler(signal.SIGINT)
+            signal.signal(signal.SIGINT, before)
 
     def ask(self) -> None:
         """Stop: at once where nothing is lost by it, or where it is asked for the second time."""

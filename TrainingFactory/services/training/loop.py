@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from TrainingFactory.config import TrainingConfig
 from TrainingFactory.protocols import Algorithm, Policy, Sampler
 from TrainingFactory.rollout import AsyncRolloutEngine
 from TrainingFactory.rollout.metrics import evaluation_metrics
@@ -26,7 +27,7 @@ from TrainingFactory.services.training.guards import Guards
 from TrainingFactory.services.training.interrupts import Interrupts, Stopped
 from TrainingFactory.services.training.order import Order
 from TrainingFactory.services.training.reward_clock import RewardClock
-from TrainingFactory.services.training.source import Source, StepGroups, Stream, fill_references
+from TrainingFactory.services.training.source import Source, StepGroups, Stream
 from TrainingFactory.services.training.tokenized import TokenizedDataset
 from TrainingFactory.tools.threads import in_thread
 from TrainingFactory.types import Sample, Task
@@ -38,18 +39,6 @@ class ToolCalls(Protocol):
     def commit(self) -> None: ...
     def metrics(self) -> dict[str, float]: ...
     def totals(self) -> dict[str, float]: ...
-
-
-@dataclass(slots=True)
-class Schedule:
-    """When something is due, in steps."""
-
-    total: int
-    eval_every: int | None = None
-    checkpoint_every: int = 25
-    keep_checkpoints: int = 2
-    keep_every: int | None = None
-    save_trajectories: bool = True
 
 
 @dataclass(slots=True)
@@ -69,13 +58,14 @@ class HeldOut:
     rollouts: AsyncRolloutEngine | None = None
     clock: RewardClock | None = None
     dataset: TokenizedDataset | None = None
-    references: Sequence[list[list[float]]] | None = None
 
 
 @dataclass(slots=True)
 class TrainingLoop:
     """Everything a run needs, made by `services/build/training.py`. At Ctrl-C what was learned is in a checkpoint."""
 
+    config: TrainingConfig
+    total: int  # steps
     policy: Policy
     sampler: Sampler | None  # None: nothing is sampled
     source: Source
@@ -83,7 +73,6 @@ class TrainingLoop:
     order: Order
     run: RunFolder
     tools: ToolCalls
-    schedule: Schedule
     heldout: HeldOut
     guards: Guards
     watcher: Watcher
@@ -115,9 +104,10 @@ class TrainingLoop:
             raise
 
     async def _steps(self) -> None:
-        stream = Stream(self.source, self.progress.done, self.schedule.total)
+        stream = Stream(self.source, self.progress.done, self.total)
         await self._publish()
-        await self._evaluate_before()
+        if self.config.training.eval_every is not None and self.progress.done == 0:
+            await self._log(0, await self.interrupts.at_once(self._evaluate()))
         self.watcher.phase("generate")
         async for batch in self.interrupts.over(stream):
             await self._guard(batch)
@@ -138,7 +128,7 @@ class TrainingLoop:
 
     async def _guard(self, batch: StepGroups) -> None:
         """Warn of a step that cannot be learned from; wait for what may pass, stop at what will not."""
-        finding = self.guards.check(batch, last=batch.step + 1 == self.schedule.total)
+        finding = self.guards.check(batch, last=batch.step + 1 == self.total)
         if finding.save:
             await self._save()
         if finding.warning is not None:
@@ -168,16 +158,15 @@ class TrainingLoop:
         if self._evaluation_is_due():
             metrics |= await self._evaluate()
         metrics |= await in_thread(self._write_episodes, batch)
-        await in_thread(
-            self.run.append, CONSUMED, {"step": batch.step + 1, "epoch": epoch, "tasks": batch.ids}
-        )
+        tasks = [group.trajectories[0].task.id for group in batch.groups]
+        await in_thread(self.run.append, CONSUMED, {"step": batch.step + 1, "epoch": epoch, "tasks": tasks})
         await self._log(epoch, metrics)
 
     def _write_episodes(self, batch: StepGroups) -> dict[str, float]:
         """Write the episodes of a step, and apart those that are learned from: `kept` of all, of `kept_tasks` any."""
         if not batch.sampled:
             return {}
-        if self.schedule.save_trajectories:
+        if self.config.logging.save_trajectories:
             self.run.append_trajectories(batch.trajectories)
         accepted = [self.algorithm.accepted(group.trajectories) for group in batch.groups]
         kept = [group for group in accepted if group is not None]
@@ -197,24 +186,21 @@ class TrainingLoop:
         await self._write_status("running")
         await in_thread(self.trackers.log, done, metrics)
         self.rows.append({"step": done} | metrics)
-        self.watcher.step(done, self.schedule.total, metrics)
+        self.watcher.step(done, self.total, metrics)
 
     # evaluation
 
     def _evaluation_is_due(self) -> bool:
-        every, done = self.schedule.eval_every, self.progress.done
-        return every is not None and (done % every == 0 or done == self.schedule.total)
-
-    async def _evaluate_before(self) -> None:
-        if self.schedule.eval_every is not None and self.progress.done == 0:
-            await self._log(0, await self.interrupts.at_once(self._evaluate()))
+        every, done = self.config.training.eval_every, self.progress.done
+        return every is not None and (done % every == 0 or done == self.total)
 
     async def _evaluate(self) -> dict[str, float]:
         self.watcher.phase("evaluate")
         started = time.perf_counter()
         metrics = await self._play_heldout() if self.heldout.tasks else {}
         if self.heldout.dataset is not None:
-            metrics |= await self._measure_heldout(self.heldout.dataset)
+            rows = await in_thread(self._heldout_rows, self.heldout.dataset)
+            metrics |= await self.policy.evaluate(rows, self.progress.done) | self.heldout.dataset.left_out
         metrics["seconds"] = time.perf_counter() - started
         return {f"eval/{name}": value for name, value in metrics.items()}
 
@@ -227,28 +213,19 @@ class TrainingLoop:
         metrics = evaluation_metrics([trajectory for group in groups for trajectory in group])
         return metrics | self.tools.metrics() | (given.clock.spent() if given.clock is not None else {})
 
-    async def _measure_heldout(self, dataset: TokenizedDataset) -> dict[str, float]:
-        rows = await in_thread(self._heldout_rows, dataset)
-        return await self.policy.evaluate(rows, self.progress.done) | dataset.left_out
-
     def _heldout_rows(self, dataset: TokenizedDataset) -> list[Sample]:
-        found = []
-        for number in range(len(dataset)):
-            rows = self.algorithm.samples(dataset.group(number))
-            if self.heldout.references is not None:
-                fill_references(rows, self.heldout.references[number])
-            found += rows
-        return found
+        groups = (dataset.fill(n, self.algorithm.samples(dataset.group(n))) for n in range(len(dataset)))
+        return [row for group in groups for row in group]
 
     # checkpoints and status
 
     async def _save_if_due(self) -> None:
-        due = self.progress.done % self.schedule.checkpoint_every == 0 and not self.guards.unusable
-        if due or self.progress.done == self.schedule.total:
+        due = self.progress.done % self.config.logging.checkpoint_every == 0 and not self.guards.unusable
+        if due or self.progress.done == self.total:
             await self._save()
 
     async def _save(self) -> None:
-        progress, keep = self.progress, self.schedule
+        progress, keep = self.progress, self.config.logging
         if self.saved == progress.done or not progress.done:
             return
         self.watcher.phase("checkpoint")
@@ -271,5 +248,5 @@ class TrainingLoop:
 
     async def _write_status(self, state: State, reason: str | None = None) -> None:
         progress = self.progress
-        status = Status(state, progress.done, self.schedule.total, reason, progress.seconds)
+        status = Status(state, progress.done, self.total, reason, progress.seconds)
         await in_thread(self.run.write_status, status)

@@ -2,23 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
-from pathlib import Path
 
 from TrainingFactory.algorithms.kinds import KINDS, make_algorithm
 from TrainingFactory.config import TrainingConfig
-from TrainingFactory.config.not_yet import changed
 from TrainingFactory.data.examples import NEEDS
 from TrainingFactory.services.runs.tracking import check_trackers
 from TrainingFactory.services.training.dataset import form_of
-from TrainingFactory.types import SamplingParams
-
-# options of lora as PEFT's adapter_config.json names them
-ADAPTER_KEYS = {
-    "r": "r", "alpha": "lora_alpha", "dropout": "lora_dropout", "target_modules": "target_modules",
-    "dora": "use_dora", "rslora": "use_rslora",
-}  # fmt: skip
 
 
 def check(config: TrainingConfig, recorded: bool) -> None:
@@ -55,7 +45,6 @@ def check(config: TrainingConfig, recorded: bool) -> None:
             f"{NEEDS[form_of(config)]}; or with recorded trajectories"
         )
     _check_precision(config)
-    _check_adapter(config)
     make_algorithm(name, getattr(config, name).model_dump())  # its options may contradict each other
     check_trackers(config.logging.trackers)
 
@@ -64,7 +53,7 @@ def _check_sampling(config: TrainingConfig) -> None:
     sampling = config.sampling
     if sampling.temperature == 0:
         raise ValueError("sampling.temperature is 0: all episodes of a task would be the same; train at 1")
-    if not SamplingParams(top_p=sampling.top_p, top_k=sampling.top_k, min_p=sampling.min_p).full_softmax:
+    if (sampling.top_p, sampling.top_k, sampling.min_p) != (1.0, 0, 0.0):
         raise ValueError(
             "sampling.top_p, top_k and min_p are for evaluation: training needs log-probs of the full "
             "softmax; leave them out of a training config"
@@ -81,29 +70,8 @@ def check_steps(config: TrainingConfig, total: int) -> None:
         )
 
 
-def _check_adapter(config: TrainingConfig) -> None:
-    """An adapter that is loaded keeps the form it was made in."""
-    if config.model.adapter is None:
-        return
-    path = Path(config.model.adapter).expanduser() / "adapter_config.json"
-    known = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    for key in changed(config, "lora"):
-        name = key.removeprefix("lora.")
-        if name == "enabled":
-            continue
-        wanted, has = getattr(config.lora, name), known.get(ADAPTER_KEYS[name])
-        if isinstance(wanted, list) and isinstance(has, list):
-            wanted, has = sorted(wanted), sorted(has)
-        if wanted != has:
-            is_so = f"was made with {has}" if path.is_file() else "has its own"
-            raise ValueError(
-                f"{key} is {wanted}, and the adapter in {config.model.adapter} {is_so}: the options of lora are for "
-                f"new adapters; leave {key} out, or model.adapter"
-            )
-
-
 def _check_precision(config: TrainingConfig) -> None:
-    """Weights and optimiser states in few bits."""
+    """Refuse weights and optimiser states in few bits where they cannot be."""
     if (few := config.model.quantization) != "none":
         if not config.lora.enabled and config.model.adapter is None:
             raise ValueError(

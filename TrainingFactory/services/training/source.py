@@ -1,8 +1,5 @@
-"""Where the episodes of a step come from: sampled now, played by an expert, or read from a dataset.
-
-A source gives groups of episodes with their credit: the training rows. `Stream` asks it for one step after the other.
-Which tasks a step takes follows from the seed and from how many were taken before, so that a resumed run goes on as if
-nothing had happened."""
+"""Where the groups of a step come from, with their credit: sampled now, played by an expert, or read from a dataset.
+Which tasks a step takes follows from the seed and from how many were taken before: so a resumed run goes on exactly."""
 
 from __future__ import annotations
 
@@ -43,14 +40,6 @@ class StepGroups:
     @property
     def trajectories(self) -> list[Trajectory]:
         return [trajectory for group in self.groups for trajectory in group.trajectories]
-
-    @property
-    def teaching(self) -> int:
-        return sum(bool(group.rows) for group in self.groups)
-
-    @property
-    def ids(self) -> list[str]:
-        return [group.trajectories[0].task.id for group in self.groups]
 
 
 class Source(Protocol):
@@ -137,8 +126,7 @@ class SampledSource:
         return [Group(number, group, rows, attempt) for number, group, rows in found]
 
     def _metrics(self, groups: Sequence[Group], seconds: float) -> dict[str, float]:
-        """Sum the step up. Seconds of `tools` and `reward` add up over episodes that run side by side; `tools_share` is
-        the part of the episodes' time that tools took."""
+        """Sum the step up; seconds of `tools` and `reward` add up over episodes that run side by side."""
         episodes = [trajectory for group in groups for trajectory in group.trajectories]
         metrics = rollout_metrics(episodes)
         outcomes = [trajectory.reward.outcome for trajectory in episodes if trajectory.reward is not None]
@@ -201,17 +189,10 @@ class ExpertSource:
 
 
 class DatasetSource:
-    """The examples of the step; `references` are the reference model's log-probs of their rows, if known beforehand."""
+    """The examples of the step."""
 
-    def __init__(
-        self,
-        dataset: TokenizedDataset,
-        order: Order,
-        algorithm: Algorithm,
-        references: Sequence[list[list[float]]] | None = None,
-    ) -> None:
-        self._dataset, self._order = dataset, order
-        self._algorithm, self._references = algorithm, references
+    def __init__(self, dataset: TokenizedDataset, order: Order, algorithm: Algorithm) -> None:
+        self._dataset, self._order, self._algorithm = dataset, order, algorithm
 
     async def take(self, step: int) -> StepGroups:
         started = time.perf_counter()
@@ -224,15 +205,9 @@ class DatasetSource:
         examples = self._order.batch(step)
         played = [self._dataset.group(number) for number in examples]
         groups = numbered(step, self._order, played, self._algorithm)
-        if self._references is not None:
-            for number, group in zip(examples, groups, strict=True):
-                fill_references(group.rows, self._references[number])
+        for number, group in zip(examples, groups, strict=True):
+            self._dataset.fill(number, group.rows)
         return groups
-
-
-def fill_references(rows: Sequence[Sample], references: Sequence[list[float]]) -> None:
-    for row, known in zip(rows, references, strict=True):
-        row.reference = known
 
 
 def numbered(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -11,15 +11,27 @@ from typing import Any
 import numpy as np
 
 from TrainingFactory.data.conversations import Conversation
-from TrainingFactory.data.examples import Example, Examples
-from TrainingFactory.data.lines import in_one
+from TrainingFactory.data.datasets import in_one
+from TrainingFactory.data.examples import Example, Examples, reward_of
 from TrainingFactory.data.ranking import best_and_worst
-from TrainingFactory.data.recordings import reward_of
 from TrainingFactory.data.rewriting import Unreadable, written_by
 from TrainingFactory.data.trajectories import Kept
-from TrainingFactory.types import Completion, Message, Task, Trajectory, Turn
+from TrainingFactory.types import Completion, Message, Sample, Task, Trajectory, Turn
 
+TOLD = 3  # rows that were left out, by name
 TOLD_EVERY = 10.0  # seconds
+
+
+class Told:
+    """Tells how far long work is, every few seconds."""
+
+    def __init__(self, say: Callable[[str], None], total: int) -> None:
+        self._say, self._total, self._told = say, total, time.monotonic()
+
+    def at(self, number: int, what: str) -> None:
+        if time.monotonic() - self._told > TOLD_EVERY:
+            self._told = time.monotonic()
+            self._say(f"{number} of {self._total} {what}")
 
 
 @dataclass(slots=True)
@@ -62,25 +74,25 @@ class TokenizedDataset:
         self.bad, self.long = list(examples.bad), list[str]()
         self.unused = sum(examples.unused.values())
         self.ids: list[str] = []
+        # log-probs of the rows of each example, if known beforehand
+        self.references: list[list[list[float]]] = []
         self._groups: list[list[Written | Kept]] = []
         problems: list[str] = []
-        told = time.monotonic()
-        for note in examples.notes:
-            say(f"note: {note}")
-        for number, example in enumerate(examples.found):
+        told = Told(say, len(examples.found))
+        for number, example in enumerate(examples.found, 1):
             try:
                 self._add(example)
             except ValueError as error:
                 problems.append(f"{example.where} cannot be written by the chat template: {error}")
-            if time.monotonic() - told > TOLD_EVERY:
-                told = time.monotonic()
-                say(f"{number + 1} of {len(examples.found)} rows are in tokens")
+            told.at(number, "rows are in tokens")
         self.bad += problems
         if problems and not skip_bad_rows:
             raise ValueError(in_one(problems))
         if not self.ids:
             unused = [f"{self.unused} recorded episodes teach nothing here"] if self.unused else []
             raise ValueError(f"no row can be used:\n{in_one([*self.bad, *self.long, *unused])}")
+        for note in [*examples.notes, *self._told()]:
+            say(note)
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -92,11 +104,26 @@ class TokenizedDataset:
             for member, each in enumerate(self._groups[number])
         ]
 
+    def fill(self, number: int, rows: list[Sample]) -> list[Sample]:
+        """Give the rows of an example the log-probs of the reference model where these are known; return them."""
+        for row, known in zip(rows, self.references[number], strict=True) if self.references else ():
+            row.reference = known
+        return rows
+
     @property
     def left_out(self) -> dict[str, float]:
-        """How many rows were, and why; nothing where none was."""
+        """Return how many rows were left out, and why; nothing where none was."""
         counts = {"bad": len(self.bad), "long": len(self.long), "unused": self.unused}
         return {f"rows_left_out/{why}": float(count) for why, count in counts.items() if count}
+
+    def _told(self) -> Iterator[str]:
+        """Yield what a user should know about rows that are not learned from."""
+        if self.bad:
+            yield f"{len(self.bad)} bad rows are left out: {_first(self.bad)}"
+        if self.long:
+            yield f"{len(self.long)} rows are longer than model.max_length and left out: {_first(self.long)}"
+        if self.unused:
+            yield f"{self.unused} recorded episodes teach nothing here and are left out"
 
     def _add(self, example: Example) -> None:
         recorded = example.conversations[0].recorded is not None
@@ -111,7 +138,7 @@ class TokenizedDataset:
             self.ids.append(example.id)
 
     def _best_and_worst(self, example: Example) -> list[Written | Kept]:
-        """Where one of the two cannot be used, the next best or the next worst takes its place."""
+        """Return the two; where one cannot be used, the next best or the next worst takes its place."""
         left, found = example.conversations, dict[int, list[Written | Kept]]()
         while pair := best_and_worst(left, reward_of):
             for side in pair:
@@ -124,7 +151,7 @@ class TokenizedDataset:
         return []
 
     def _fitting(self, example: Example, episode: list[Conversation]) -> list[Written | Kept]:
-        """One recorded episode; nothing where it cannot be used, which is counted."""
+        """Return one recorded episode; nothing where it cannot be used, which is counted."""
         try:
             return self._if_it_fits(example, [self._written(each) for each in episode])
         except Unreadable:
@@ -132,7 +159,7 @@ class TokenizedDataset:
             return []
 
     def _if_it_fits(self, example: Example, group: list[Written | Kept]) -> list[Written | Kept]:
-        """The group, or nothing where it does not fit."""
+        """Return the group, or nothing where it does not fit."""
         longest = max(each.length for each in group)
         if longest <= self.max_length:
             return group
@@ -171,7 +198,7 @@ class TokenizedDataset:
         return self._in_steps(written) if conversation.steps else written
 
     def _in_steps(self, written: Written) -> Written:
-        """The last message cut into its labelled parts, as if each had been sampled by itself."""
+        """Cut the last message into its labelled parts, as if each had been sampled by itself."""
         steps = written.conversation.steps
         begin, end = written.borders.pop()
         whole, cuts = written.token_ids[begin:end], [begin]
@@ -201,3 +228,7 @@ class TokenizedDataset:
         # A model that always thinks reads a plain answer as a thought that did not end.
         unended = read.reasoning is not None and not read.content and not read.tool_calls
         return read if (read.tool_calls or read.reasoning is not None) and not unended else message
+
+
+def _first(texts: Sequence[str]) -> str:
+    return "; ".join(texts[:TOLD]) + (" ..." if len(texts) > TOLD else "")

@@ -32,11 +32,7 @@ _RUNS = re.compile(r"([\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7af\uf90
 
 class SearchTool:
     """Finds passages in `path`: a JSONL file (one object a line, with `text_field` and, where they exist,
-    `title_field` and `id_field`) or a folder of .txt and .md files.
-
-    The index is built when the tool is made, and kept in `index_dir` (by default a folder in the user's cache);
-    it is built again when the data has changed.
-    """
+    `title_field` and `id_field`) or a folder of .txt and .md files. The index is kept in `index_dir`."""
 
     @validate_call(config=STRICT)
     def __init__(
@@ -94,8 +90,8 @@ class SearchTool:
 
 
 def words(text: str) -> list[str]:
-    """Split a text into what is looked up, in lower case and one form per character (full-width letters, composed
-    accents). Marks that stand alone, as vowels do in Indian scripts, are left out: they would tear words apart."""
+    """Split a text into what is looked up, in lower case and one form per character. Marks that stand alone, as vowels
+    do in Indian scripts, are left out: they would tear words apart."""
     text = unicodedata.normalize("NFKC", text).lower()
     if not text.isascii():
         text = "".join(letter for letter in text if unicodedata.category(letter)[0] != "M")
@@ -123,7 +119,7 @@ def ready_index(path: Path, fields: tuple[str, str, str], folder: Path, name: st
         os.replace(aside, index)
     except (OSError, sqlite3.Error) as error:
         raise ValueError(
-            f"tool {name}: the index cannot be built in {folder} ({error}); set index_dir"
+            f"tool {name}: no index can be built in {folder} ({error}); set index_dir"
         ) from error
     finally:
         aside.unlink(missing_ok=True)
@@ -170,11 +166,10 @@ def _files(path: Path, name: str) -> list[Path]:
         raise ValueError(
             f"tool {name}: there is no file or folder {path}; set path to a JSONL file or a folder"
         )
-    if files := sorted(
-        file for file in path.rglob("*") if file.suffix.lower() in SUFFIXES and file.is_file()
-    ):
-        return files
-    raise ValueError(f"tool {name}: the folder {path} has no {' or '.join(SUFFIXES)} files")
+    files = sorted(file for file in path.rglob("*") if file.suffix.lower() in SUFFIXES and file.is_file())
+    if not files:
+        raise ValueError(f"tool {name}: the folder {path} has no {' or '.join(SUFFIXES)} files")
+    return files
 
 
 def _documents(

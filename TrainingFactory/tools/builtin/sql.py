@@ -25,11 +25,8 @@ _PARAMETERS = {
 
 
 class SqlTool:
-    """Runs one SQL statement on the SQLite file `path` and shows the rows, as a `Database` does.
-
-    Without `write` it is `pure`. With it every episode works on a private copy made at its first call, and the file
-    itself stays as it is. The description lists tables and columns, in `schema_chars` characters.
-    """
+    """Runs one SQL statement on the SQLite file `path` and shows the rows, as a `Database` does. With `write` every
+    episode works on a private copy. The description lists tables and columns, in `schema_chars` characters."""
 
     @validate_call(config=STRICT)
     def __init__(

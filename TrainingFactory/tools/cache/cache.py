@@ -6,7 +6,7 @@ import asyncio
 import json
 import logging
 import time
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,9 +16,10 @@ from pydantic import validate_call
 
 from TrainingFactory.options import STRICT, Count, Positive, ZeroOrMore
 from TrainingFactory.texts import describe
-from TrainingFactory.tools.cache.history import EpisodeHistory
-from TrainingFactory.tools.cache.stores import IN_REDIS, RedisStore, SQLiteStore, Store, StoreError
+from TrainingFactory.tools.cache.stores import IN_REDIS, RedisStore, SQLiteStore
+from TrainingFactory.tools.calls import PendingCall, ToolState
 from TrainingFactory.tools.executor import AsyncToolExecutor
+from TrainingFactory.tools.fingerprint import call_name, digest
 from TrainingFactory.tools.runtime import ToolRuntime
 from TrainingFactory.tools.threads import in_thread
 from TrainingFactory.types import ToolCall, ToolResult
@@ -32,14 +33,9 @@ CANCELLED, FAILED = "cancelled", "failed"
 
 
 class ToolCache:
-    """A cache in an SQLite file (any number of processes may share it) or, for several machines, in Redis.
-    In a run, `ToolRuntime(cache=cache)` lets the tools of all episodes use it. Only tools marked `pure` or
-    `stateful` are cached, and only results that are ok. Whatever goes wrong with the cache itself is counted in
-    `failures` and told once; the call is then simply made.
-
-    `ttl`: seconds until a result is too old. `max_bytes`: of all results in the file; the least recently used go
-    first. `memory_bytes`: of results that are also kept in memory.
-    """
+    """Keeps results in an SQLite file (any number of processes may share it) or, for several machines, in Redis, for
+    `ttl` seconds. Whatever goes wrong with the cache itself is counted in `failures` and told once; the call is then
+    simply made."""
 
     @validate_call(config=STRICT)
     def __init__(
@@ -52,9 +48,10 @@ class ToolCache:
         memory_bytes: ZeroOrMore = 64 << 20,
     ) -> None:
         self._ttl, self._max_entry = ttl, min(max_bytes, MAX_ENTRY_BYTES)
-        in_redis = isinstance(target, str) and IN_REDIS.match(target)
-        self._store: Store = (
-            RedisStore(str(target), ttl) if in_redis else SQLiteStore(Path(target), ttl, max_bytes)
+        self._store = (
+            RedisStore(str(target), ttl)
+            if IN_REDIS.match(str(target))
+            else SQLiteStore(Path(target), ttl, max_bytes)
         )
         self._memory = _Memory(memory_bytes)
         self._flights: dict[str, asyncio.Future[ToolResult | str]] = {}
@@ -80,7 +77,8 @@ class ToolCache:
         """Return the result under `key`, else that of `run`, which is kept if it is ok. Of several callers at the same
         time one runs; if it is cancelled the next one does. Its failure is its own: the others then run themselves."""
         while True:
-            found = self._in_memory(key) or await self._in_store(key)
+            kept = self._memory.get(key)
+            found = (self._hit(key, *kept) if kept else None) or await self._in_store(key)
             if found is not None:
                 return found
             flight = self._flights.get(key)
@@ -123,10 +121,6 @@ class ToolCache:
         self._writer.close()
         self._store.close()
 
-    def _in_memory(self, key: str) -> ToolResult | None:
-        kept = self._memory.get(key)
-        return None if kept is None else self._hit(key, *kept)
-
     async def _in_store(self, key: str) -> ToolResult | None:
         if time.monotonic() < self._rests_until:
             return None
@@ -135,7 +129,7 @@ class ToolCache:
             if found is None:
                 return None
             result = self._hit(key, *found)
-        except (StoreError, ValueError, TypeError) as error:
+        except Exception as error:  # whatever is wrong with the store or with what others have put there
             self._failed(error)
             return None
         if result is not None:
@@ -167,6 +161,70 @@ class ToolCache:
         self._rests_until = time.monotonic() + REST_SECONDS
 
 
+class EpisodeHistory:
+    """Answers the calls of one episode from the cache, or makes them: pure calls are known by their arguments, stateful
+    ones by the calls before them as well."""
+
+    def __init__(self, results: ToolCache, scope: str) -> None:
+        self._results, self._scope = results, scope
+        # By server a digest of the calls that it has had, in order; None where nobody knows what it has done.
+        self._histories: dict[str, str | None] = {}
+        self._begun: Counter[str] = Counter()
+
+    async def obtain(self, call: PendingCall) -> ToolResult:
+        deadline = time.monotonic() + call.seconds
+        name = call_name(call.tool, call.options, call.arguments)
+        if not call.options.pure and call.state is not None and call.state.stateful:
+            return await self._after_others(call, call.state, name, deadline)
+
+        async def make() -> ToolResult:
+            return (await call.make(call, deadline)).result
+
+        return await self._through(name if call.options.pure else None, call, make, deadline)
+
+    async def _after_others(
+        self, call: PendingCall, state: ToolState, name: str | None, deadline: float
+    ) -> ToolResult:
+        """Answer a call that depends on the calls before it, or that changes the answers after it."""
+        server, lost = state.server, False
+
+        async def make() -> ToolResult:
+            nonlocal lost
+            await state.catch_up()
+            outcome = await call.make(call, deadline)
+            lost = outcome.lost
+            return outcome.result
+
+        # Servers begin alike for all; objects of this process, such as an environment, may be made from a task.
+        start = digest("start", server, "" if server else self._scope)
+        before = self._histories.get(server, start)
+        self._histories[server] = (
+            None  # and stays so where this call raises, or another one comes from inside it
+        )
+        self._begun[server] += 1
+        number = self._begun[server]
+        key = digest(before, name) if call.options.stateful and before and name else None
+        result = await self._through(key, call, make, deadline)
+        if result.cached:
+            state.skip(call, result.content)
+        if lost or before is None or name is None or self._begun[server] != number:
+            return result
+        if result.error in ("schema", "unavailable"):  # the call never reached the tool
+            self._histories[server] = before
+        else:
+            # A failure may have reasons of its own, such as time: it is shared with those who failed alike.
+            self._histories[server] = digest(before, name if result.ok else digest(name, result.content))
+        return result
+
+    async def _through(
+        self, key: str | None, call: PendingCall, make: Callable[[], Awaitable[ToolResult]], deadline: float
+    ) -> ToolResult:
+        if key is None:
+            return await make()
+        # The same call cut to another size is another entry.
+        return await self._results.through(digest(key, str(call.max_output_chars)), make, deadline)
+
+
 class _Memory:
     """The latest results as text: decoding is quick, and nobody can change what others will get."""
 
@@ -192,7 +250,7 @@ class _Memory:
 class _Writer:
     """Writes on a thread of its own, many entries at a time: the event loop never waits for the disk."""
 
-    def __init__(self, store: Store, failed: Callable[[BaseException], None]) -> None:
+    def __init__(self, store: SQLiteStore | RedisStore, failed: Callable[[BaseException], None]) -> None:
         self._store, self._failed = store, failed
         self._entries: deque[tuple[str, str, float]] = deque()
         self._used: dict[str, float] = {}

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from TrainingFactory.texts import describe
 
@@ -33,31 +33,11 @@ CREATE TRIGGER IF NOT EXISTS changed AFTER UPDATE OF size ON entries BEGIN
 """
 
 
-class StoreError(Exception):
-    """The store cannot do it now; the call that wanted it is made without."""
-
-
-class Store(Protocol):
-    """Texts by key. Methods block; any may raise StoreError."""
-
-    quick: bool  # `get` is fast enough for the event loop
-
-    def get(self, key: str) -> tuple[str, float] | None:
-        """Return the value and the time at which it was made."""
-        ...
-
-    def write(self, entries: Sequence[tuple[str, str, float]], used: Iterable[tuple[str, float]]) -> None:
-        """Add (key, value, time) and note when keys were last used."""
-        ...
-
-    def close(self) -> None: ...
-
-
 class SQLiteStore:
     """A file in WAL mode: any number of processes read while one writes. Not for network drives, where SQLite's
     locks do not work."""
 
-    quick = True
+    quick = True  # `get` is fast enough for the event loop
 
     def __init__(self, path: Path, ttl: float | None, max_bytes: int) -> None:
         self.path, self._ttl, self._max_bytes = path, ttl, max_bytes
@@ -96,36 +76,24 @@ class SQLiteStore:
         log.warning("the cache %s was damaged: %s; it is kept as %s", self.path, describe(error), kept.name)
 
     def get(self, key: str) -> tuple[str, float] | None:
-        try:
-            with self._reading:
-                query = "SELECT value, made FROM entries WHERE key = ?"
-                return self._reader.execute(query, (key,)).fetchone()
-        except sqlite3.Error as error:
-            raise StoreError(describe(error)) from error
+        """Return the value and the time at which it was made."""
+        with self._reading:
+            query = "SELECT value, made FROM entries WHERE key = ?"
+            return self._reader.execute(query, (key,)).fetchone()
 
     def write(self, entries: Sequence[tuple[str, str, float]], used: Iterable[tuple[str, float]]) -> None:
+        """Add (key, value, time) and note when keys were last used."""
         rows = [(key, value, len(key) + len(value.encode()), made, made) for key, value, made in entries]
-        try:
-            with self._writing:
-                self._write(rows, [(when, key, when) for key, when in used])
-        except (sqlite3.Error, UnicodeError) as error:
-            raise StoreError(describe(error)) from error
-
-    def _write(self, rows: list[tuple[Any, ...]], used: list[tuple[Any, ...]]) -> None:
-        self._writer.execute("BEGIN IMMEDIATE")
-        try:
+        with self._writing, self._writer:  # one transaction, undone where anything fails
+            self._writer.execute("BEGIN IMMEDIATE")
             self._writer.executemany(
                 "INSERT INTO entries VALUES (?, ?, ?, ?, ?) ON CONFLICT (key) DO UPDATE SET "
                 "value = excluded.value, size = excluded.size, made = excluded.made, used = excluded.used",
                 rows,
             )
-            self._writer.executemany("UPDATE entries SET used = ? WHERE key = ? AND used < ?", used)
+            changes = [(when, key, when) for key, when in used]
+            self._writer.executemany("UPDATE entries SET used = ? WHERE key = ? AND used < ?", changes)
             self._evict()
-            self._writer.execute("COMMIT")
-        except BaseException:
-            if self._writer.in_transaction:
-                self._writer.execute("ROLLBACK")
-            raise
 
     def _evict(self) -> None:
         """Delete what is too old, then the least recently used."""
@@ -157,8 +125,8 @@ def _connect(path: Path) -> sqlite3.Connection:
 
 
 def _set_up(database: sqlite3.Connection) -> None:
-    """Make the tables, unless another process has. They come in one transaction with what says that the file is ours,
-    and before WAL mode, which writes to the file: who looks meanwhile finds it empty, or whole."""
+    """Make the tables, unless another process has, in one transaction with what says that the file is ours and before
+    WAL mode, which writes to the file: who looks meanwhile finds it empty, or whole."""
     version = database.execute("PRAGMA user_version").fetchone()[0]
     if version not in (0, FORMAT):
         raise sqlite3.DatabaseError(f"its format is {version}, not {FORMAT}")
@@ -171,15 +139,13 @@ def _set_up(database: sqlite3.Connection) -> None:
 
 def _check_owner(path: Path) -> None:
     """Refuse a file of somebody else's: it is neither changed nor moved."""
-    if not path.exists() or (path.is_file() and path.stat().st_size == 0):
-        return
-    what = "a folder" if path.is_dir() else "no file of ours"
+    header = b""
     if path.is_file():
         with path.open("rb") as file:
             header = file.read(100)
-        if header[:16] == b"SQLite format 3\0" and header[68:72] == APPLICATION_ID.to_bytes(4, "big"):
-            return
-    raise ValueError(f"the cache cannot use {path}: it is {what}; give another path")
+    ours = header[:16] == b"SQLite format 3\0" and header[68:72] == APPLICATION_ID.to_bytes(4, "big")
+    if path.is_dir() or (header and not ours):
+        raise ValueError(f"the cache cannot use {path}: it is no file of ours; give another path")
 
 
 class RedisStore:
@@ -196,34 +162,27 @@ class RedisStore:
             raise ValueError(
                 "a cache in Redis needs the package redis: pip install 'training-factory[redis]'"
             ) from error
-        self._errors = (redis.RedisError, OSError)
         self._ttl = None if ttl is None else max(1, int(ttl * 1000))
         try:
             self._client: Any = redis.Redis.from_url(
                 url, socket_timeout=2.0, socket_connect_timeout=2.0, decode_responses=True
             )
             self._client.ping()
-        except (ValueError, *self._errors) as error:
+        except (ValueError, redis.RedisError, OSError) as error:
             shown = re.sub(r"//[^@/]*@", "//***@", url)  # without a password
             kind = type(error).__name__
             raise ValueError(f"the cache cannot reach Redis at {shown} ({kind}); is it running?") from error
 
     def get(self, key: str) -> tuple[str, float] | None:
-        try:
-            found = self._client.get(self.PREFIX + key)
-        except self._errors as error:
-            raise StoreError(type(error).__name__) from error
+        found = self._client.get(self.PREFIX + key)
         made, _, value = (found or "").partition(" ")
         return (value, float(made)) if found else None
 
     def write(self, entries: Sequence[tuple[str, str, float]], used: Iterable[tuple[str, float]]) -> None:
-        try:
-            with self._client.pipeline(transaction=False) as pipe:
-                for key, value, made in entries:
-                    pipe.set(self.PREFIX + key, f"{made!r} {value}", px=self._ttl)
-                pipe.execute()
-        except (UnicodeError, *self._errors) as error:
-            raise StoreError(type(error).__name__) from error
+        with self._client.pipeline(transaction=False) as pipe:
+            for key, value, made in entries:
+                pipe.set(self.PREFIX + key, f"{made!r} {value}", px=self._ttl)
+            pipe.execute()
 
     def close(self) -> None:
         self._client.close()

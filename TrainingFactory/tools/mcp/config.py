@@ -15,8 +15,7 @@ from TrainingFactory.tools.mcp.server_config import OneTool, ServerConfig, serve
 
 
 def read_config(path: str | Path) -> list[ServerConfig]:
-    """Return the servers of a file; raise ValueError with file, server and remedy if it is none of the known
-    forms. A .pydata file holds a Python literal, which is read and never executed."""
+    """Return the servers of a file. One in .pydata holds a Python literal, which is read and never executed."""
     path = Path(path).expanduser()
     try:
         text = path.read_text(encoding="utf-8-sig")
@@ -50,19 +49,16 @@ def _entries(data: Any, origin: str) -> Iterator[tuple[str, Any, OneTool | None]
         for item in data:
             yield from _entries(item, origin)
         return
-    if not isinstance(data, dict):
-        raise ValueError(f"{origin}: expected an object with mcpServers, found {type(data).__name__}")
-    if "mcp_server" in data:
-        yield _seed(data, origin)
+    keys = data if isinstance(data, dict) else {}
+    if "mcp_server" in keys:
+        yield _seed(keys, origin)
         return
-    holder = data["mcp"] if isinstance(data.get("mcp"), dict) else data
+    holder = keys["mcp"] if isinstance(keys.get("mcp"), dict) else keys
     servers = holder.get("mcpServers", holder.get("servers"))
     if not isinstance(servers, dict):
-        keys = ", ".join(map(repr, list(data)[:8])) or "none"
-        raise ValueError(
-            f'{origin}: needs an object of servers by name under "mcpServers" or "servers", or "mcp_server"; '
-            f"its keys are {keys}"
-        )
+        found = ", ".join(map(repr, list(keys)[:8])) or type(data).__name__
+        needs = 'needs an object of servers by name under "mcpServers" or "servers", or "mcp_server"'
+        raise ValueError(f"{origin}: {needs}; found {found}")
     for name, entry in servers.items():
         if not isinstance(entry, dict):
             raise ValueError(

@@ -1,18 +1,16 @@
-"""One connection to one MCP server, and the only file that imports the SDK (which takes a second: import this
-module where a connection is opened, not before).
-
-A connection is owned by one task, which enters the SDK's client and waits in it for the end. Whatever goes wrong
-(a dead process, a refused request, a cancellation out of nowhere, a group of exceptions) becomes `ServerDown`.
-"""
+"""One connection to one MCP server, and the only file that imports the SDK (which takes a second: import it where a
+connection is opened). One task enters the SDK's client and waits in it for the end; whatever goes wrong becomes
+`ServerDown`."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable
+import os
+from collections.abc import AsyncIterator, Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, TextIO
 
 import anyio
 import httpx2
@@ -25,7 +23,6 @@ from mcp.types import CallToolRequest, CallToolRequestParams
 from pydantic import TypeAdapter, ValidationError
 
 from TrainingFactory.tools.mcp.content import tool_result
-from TrainingFactory.tools.mcp.noise import Noise
 from TrainingFactory.tools.mcp.offers import OfferedTool
 from TrainingFactory.tools.mcp.server_config import ServerConfig, ServerDown
 from TrainingFactory.tools.schema import check_schema, validator_of
@@ -40,6 +37,7 @@ ENDS = {"Connection closed": "it closed the connection", SESSION_GONE: "it no lo
 CUT_OFF = "SSE stream ended without a response"  # this call's stream alone
 HTTP_ERROR = "Server returned an error response"
 LONG = 24 * 3600.0  # an idle stream is no error; calls have time-outs of their own
+BYTES_KEPT, LINES_SHOWN, LINE_CHARS = 8000, 5, 500  # of what a server writes to stderr
 _AS_IT_CAME: TypeAdapter[Any] = TypeAdapter(dict[str, Any])
 
 # What the SDK logs is told in our own errors, and what its HTTP client logs has URLs with secrets.
@@ -290,6 +288,54 @@ class Connection:
             if not done:
                 self._scope.cancel()
                 await asyncio.wait({self._owner}, timeout=1.0)
+
+
+class Noise:
+    """The last that a server wrote to stderr, and how many lines on its stdout were no messages."""
+
+    def __init__(self) -> None:
+        self._written = b""
+        self._not_messages, self._example = 0, ""
+
+    def count(self, error: ValidationError) -> None:
+        """Count a line on stdout that is no message."""
+        self._not_messages += 1
+        found = error.errors(include_url=False, include_context=False)[0].get("input")
+        self._example = self._example or str(found)[:80]
+
+    def story(self) -> str:
+        """Return what helps to understand a failure."""
+        told = ""
+        if self._not_messages:
+            told = (
+                f"; {self._not_messages} lines on its stdout were no MCP messages, such as {self._example!r}"
+            )
+        lines = [line.rstrip()[:LINE_CHARS] for line in self._written.decode(errors="replace").splitlines()]
+        shown = [line for line in lines if line][-LINES_SHOWN:]
+        return told + ("; it wrote:\n  " + "\n  ".join(shown) if shown else "")
+
+    @contextlib.contextmanager
+    def stderr(self) -> Iterator[TextIO]:
+        """Give a file for a process to write to, read by the running loop."""
+        loop = asyncio.get_running_loop()
+        reader, writer = os.pipe()
+        os.set_blocking(reader, False)
+
+        def read() -> None:
+            with contextlib.suppress(BlockingIOError):
+                data = os.read(reader, 65536)
+                self._written = (self._written + data)[-BYTES_KEPT:]
+                if not data:
+                    loop.remove_reader(reader)
+
+        loop.add_reader(reader, read)
+        try:
+            with os.fdopen(writer, "w") as file:
+                yield file
+        finally:
+            read()  # what came in last tells most
+            loop.remove_reader(reader)
+            os.close(reader)
 
 
 class _WatchedReader:

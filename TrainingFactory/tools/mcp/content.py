@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from TrainingFactory.tools.mcp.secrets import without
+from TrainingFactory.texts import without
 from TrainingFactory.types import ToolResult
 
 
@@ -31,7 +31,7 @@ def tool_result(
 
 
 def _shown(part: dict[str, Any], attachments: list[dict[str, Any]]) -> str:
-    """One part as the model sees it. What is no text is kept beside it."""
+    """Return one part as the model sees it. What is no text is kept beside it."""
     kind = part.get("type")
     if kind == "text":
         return str(part.get("text", ""))

@@ -38,8 +38,7 @@ class Offer:
 
 
 def make_offers(config: ServerConfig, offered: Sequence[OfferedTool]) -> list[Offer]:
-    """Return the tools of one server that the config asks for, with its options; raise ValueError where it names one
-    that is not there, or where models could not use one."""
+    """Return the tools of one server that the config asks for; raise ValueError where models could not use one."""
     by_name = {tool.name: tool for tool in offered}
     texts = config.texts or {}
     settings = config.settings
@@ -100,15 +99,3 @@ def _spec(name: str, description: str, parameters: dict[str, Any], where: str) -
     except ValueError as error:
         raise ValueError(f"{error}; mend the server, or leave the tool out with tfactory.tools") from None
     return whole
-
-
-def check_names(offers: Sequence[Offer]) -> None:
-    """Raise ValueError where two servers offer a tool of the same name."""
-    owners: dict[str, str] = {}
-    for offer in offers:
-        other = owners.setdefault(offer.spec.name, offer.server)
-        if other != offer.server:
-            raise ValueError(
-                f"the servers {other!r} and {offer.server!r} both offer a tool {offer.spec.name!r}; write "
-                '"tfactory": {"prefix": true} in one of them'
-            )

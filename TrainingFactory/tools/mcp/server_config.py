@@ -1,8 +1,5 @@
 """One MCP server as a config describes it: what is started or connected to, its options, and what of it is secret.
-
-Nothing is executed and nothing is connected here. Values of variables, environment and headers are secrets: they
-are kept out of errors and reprs, and `ServerConfig.hide` takes them out of other people's texts.
-"""
+Values of variables, environment and headers stay out of errors and reprs."""
 
 from __future__ import annotations
 
@@ -11,17 +8,17 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
-from urllib.parse import urlsplit
+from urllib.parse import parse_qsl, unquote, urlsplit
 
 from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass as checked_dataclass
 
 from TrainingFactory.options import STRICT, Count, OptionError, Positive, Text, ZeroOrMore, make_from, nested
-from TrainingFactory.tools.mcp.secrets import secret_values, without
+from TrainingFactory.texts import without
 
 Transport = Literal["stdio", "http", "sse"]
 Named = Literal["stdio", "http", "streamable-http", "streamable_http", "streamableHttp", "sse"]
@@ -31,6 +28,10 @@ IGNORED = {"disabled", "enabled", "description", "icon", "icons", "name", "note"
 }  # fmt: skip
 OTHER_NAMES = {"serverUrl": "url", "transport": "type"}
 SHOWN_ANYWAY = 4  # values shorter than this are no secrets: true, 8080
+SHORTEST = 8  # characters; shorter ones stand in any text by chance
+_SECRET_NAME = re.compile(
+    r"key|token|secret|pass|pwd|auth(?!ors?(?![a-z]))|credential|cookie|dsn", re.IGNORECASE
+)
 _VARIABLE = re.compile(r"\$\{(?:env:)?([^}]*?)(?::-([^}]*))?\}")
 _Value = str | int | float
 Fill = Callable[[str], str]
@@ -38,15 +39,11 @@ Fill = Callable[[str], str]
 
 @checked_dataclass(config=STRICT, kw_only=True, frozen=True)
 class ServerSettings:
-    """What an entry may say under the key `tfactory`. Without it, it is a shared server that nothing is assumed
-    about."""
+    """Holds what an entry says under the key `tfactory`; docs/TOOLS.md has the meanings."""
 
-    # shared: all episodes use the same connections. session, process: each episode has one of its own, which
-    # is thrown away after it (over stdio both are a process of their own, over HTTP only session exists).
     isolation: Literal["shared", "session", "process"] = "shared"
-    # shared: connections over which calls are spread. Otherwise: how many are started ahead of episodes.
-    instances: Count = 1
-    max: Count = 64  # own connections at the same time; more episodes wait, within their call's deadline
+    instances: Count = 1  # shared: connections over which calls are spread; else: started ahead of episodes
+    max: Count = 64  # own connections at the same time
     timeout: Positive | None = None  # seconds for one call
     connect_timeout: Positive = 30.0  # seconds for start, handshake and list of tools
     concurrency: Count | None = None  # calls of one tool at the same time
@@ -116,15 +113,13 @@ class ServerConfig:
         """Return what is connected to, without what may be secret."""
         if self.transport == "stdio":
             # The program, and what it runs where that comes first; other arguments may be secrets.
-            plain = self.args[1:] if self.args[:1] in (("-y",), ("-m",)) else self.args
-            runs = plain[:1] if plain and not plain[0].startswith("-") else ()
+            runs = [text for text in self.args[:1] if not text.startswith("-")]
             return self.hide(" ".join(Path(text).name for text in (self.command, *runs)))
         parts = urlsplit(self.url)
         return self.hide(f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}")
 
     def hide(self, text: str) -> str:
-        """Return the text without any value of a variable, of the environment or of a header, and without what is
-        private in the URL."""
+        """Return the text without values of variables, environment and headers, and what is private in the URL."""
         parts = urlsplit(self.url)
         values = {*self.filled.values(), *self.env.values(), *self.headers.values(), *self.secrets}
         values |= {parts.password or "", parts.query}
@@ -132,8 +127,7 @@ class ServerConfig:
 
     @property
     def secrets(self) -> list[str]:
-        """Return what must not be shown even where a tool's own result has it: headers, what is named a secret,
-        passwords in URLs. Other values, such as paths, are part of what tools talk about."""
+        """Return what must not be shown even in a tool's own result; other values, such as paths, may be."""
         named = [*self.filled.items(), *self.env.items()]
         return secret_values(named, self.headers.values(), [self.url, *self.args])
 
@@ -163,8 +157,7 @@ class _Entry:
 
 
 def server_config(name: str, origin: str, folder: Path, given: Mapping[str, Any]) -> ServerConfig:
-    """Return the server that an entry describes; raise ValueError with file, server and remedy. Relative paths are
-    looked up from `folder`."""
+    """Return the server that an entry describes; relative paths are looked up from `folder`."""
     where = f"{origin}: server {name!r}"
     filled: dict[str, str] = {}
     try:
@@ -258,3 +251,26 @@ def _filler(folder: Path, used: dict[str, str]) -> Fill:
         return found
 
     return lambda text: _VARIABLE.sub(value, text)
+
+
+def secret_values(
+    named: Iterable[tuple[str, str]], headers: Iterable[str], texts: Iterable[str]
+) -> list[str]:
+    """Return headers, values whose name says that they are secret, and what is secret in values that are URLs, of
+    `texts` too. The longest first, since one may be part of another."""
+    named, headers = list(named), list(headers)
+    values = {value for name, value in named if _SECRET_NAME.search(name)} | set(headers)
+    values |= {value.split(" ", 1)[1] for value in headers if " " in value}  # Bearer x
+    for text in (*texts, *(value for _, value in named)):
+        values |= _in_url(text)
+    return sorted((value for value in values if len(value) >= SHORTEST), key=len, reverse=True)
+
+
+def _in_url(text: str) -> set[str]:
+    try:
+        parts = urlsplit(text)
+    except ValueError:
+        return set()
+    password = parts.netloc.rpartition("@")[0].partition(":")[2]
+    found = {password, unquote(password)}
+    return found | {value for name, value in parse_qsl(parts.query) if _SECRET_NAME.search(name)}

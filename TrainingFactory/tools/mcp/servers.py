@@ -1,7 +1,5 @@
-"""The connections of one server: shared ones that come back when they are lost, or one for each episode.
-
-A server belongs to the event loop on which it was made.
-"""
+"""The connections of one server: shared ones that come back when they are lost, or one for each episode. A server
+belongs to the event loop on which it was made."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from TrainingFactory.tools.mcp.config import parse_config, read_config
-from TrainingFactory.tools.mcp.offers import Offer, check_names, make_offers
+from TrainingFactory.tools.mcp.offers import Offer, make_offers
 from TrainingFactory.tools.mcp.server_config import ServerConfig, ServerDown
 from TrainingFactory.tools.mcp.servers import Binding, EpisodeServer, SharedServer
 from TrainingFactory.types import ToolResult, ToolSpec
@@ -17,15 +17,10 @@ AnyServer = SharedServer | EpisodeServer
 
 
 class MCPTools:
-    """The tools of all servers of a config; goes into `GRPOTrainer(tools=...)` as it is.
+    """Gives the tools of all servers of a config; goes into `GRPOTrainer(tools=...)` as it is.
 
-    `open` starts the servers and asks for their tools, all at the same time; `close` ends them. Both belong to the
-    running event loop: on another one, or after `close`, the servers are started again when they are needed.
-
-    ```python
-    async with MCPTools.load_from_config("mcp.json") as servers:
-        environment = ToolEnvironment(task, tools=[servers])
-    ```
+    `open` and `close` belong to the running event loop: on another one, or after `close`, the servers are started again
+    when they are needed.
     """
 
     def __init__(self, servers: Sequence[ServerConfig]) -> None:
@@ -35,8 +30,7 @@ class MCPTools:
 
     @classmethod
     def load_from_config(cls, path: str | Path) -> MCPTools:
-        """Read a file: the `mcpServers` JSON of other programs, VS Code's `servers`, the one-tool form
-        `{"name", "description", "parameters", "mcp_server"}`, a list of either, or RL-Factory's .pydata."""
+        """Read a file in any of the forms that docs/TOOLS.md lists."""
         return cls(read_config(path))
 
     @classmethod
@@ -48,8 +42,7 @@ class MCPTools:
     def offers(self) -> list[Offer]:
         if self._offers is None:
             raise ValueError(
-                f"the servers {', '.join(self.configs)} were not asked for their tools yet: await open(), or use "
-                "`async with`"
+                f"the servers {', '.join(self.configs)} were not asked for their tools yet: await open()"
             )
         return self._offers
 
@@ -68,15 +61,12 @@ class MCPTools:
         await self.close()
 
     async def open(self) -> None:
-        """Connect to all servers and learn what they offer; again does nothing. Raise ValueError with all that
-        failed."""
+        """Connect to all servers and learn what they offer; raise ValueError with all that failed."""
         try:
             await self._connect()
             if self._offers is None:
                 servers = self.here().values()
-                offers = [offer for each in servers for offer in make_offers(each.config, each.offered)]
-                check_names(offers)
-                self._offers = offers
+                self._offers = [offer for each in servers for offer in make_offers(each.config, each.offered)]
         except BaseException:
             await self.close()
             raise
@@ -148,8 +138,7 @@ class MCPTool:
         self._session = session
 
     async def until_ready(self) -> None:
-        """Wait for the start of a server or for a session of the episode's own; the clock of a call starts after
-        it. Where there is nothing to wait for, it is for the call to tell."""
+        """Wait for the start of a server or for a session of the episode's own; the clock of a call starts after it."""
         await self._session.connections(self.options.server).until_ready()
 
     async def run(self, arguments: dict[str, Any]) -> ToolResult:

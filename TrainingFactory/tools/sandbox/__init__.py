@@ -1,7 +1,6 @@
-"""The code interpreter: `python_tool` is the tool, `process` one interpreter seen from the trainer; `interpreter` runs
-in the process, and `confine` and `syscalls` lock it in."""
+"""The code interpreter: `python_tool` is the tool; `interpreter` runs in its process, which `confine` and `syscalls`
+lock in."""
 
-from TrainingFactory.tools.sandbox.process import Isolation
-from TrainingFactory.tools.sandbox.python_tool import PythonTool
+from TrainingFactory.tools.sandbox.python_tool import Isolation, PythonTool
 
 __all__ = ["Isolation", "PythonTool"]

@@ -27,11 +27,11 @@ class CappedOutput(io.RawIOBase):
     """Take everything, keep the beginning and the end."""
 
     def __init__(self, limit: int) -> None:
-        self.head_size, self.tail_size = limit * 3 // 4, limit - limit * 3 // 4
+        self.limit, self.head = limit, limit * 3 // 4
         self.clear()
 
     def clear(self) -> None:
-        self.head, self.tail, self.cut = bytearray(), bytearray(), 0
+        self.kept, self.cut = bytearray(), 0
 
     def writable(self) -> bool:
         return True
@@ -41,19 +41,16 @@ class CappedOutput(io.RawIOBase):
 
     def write(self, data: Any, /) -> int:
         data = bytes(data)
-        room = self.head_size - len(self.head)
-        self.head += data[:room] if room > 0 else b""
-        self.tail += data[max(room, 0) :][-self.tail_size :]
-        self.cut += max(len(data) - max(room, 0) - self.tail_size, 0)
-        surplus = len(self.tail) - self.tail_size
-        if surplus > 0:
-            self.cut += surplus
-            del self.tail[:surplus]
+        self.kept += data
+        surplus = max(len(self.kept) - self.limit, 0)
+        del self.kept[self.head : self.head + surplus]
+        self.cut += surplus
         return len(data)
 
     def text(self) -> str:
         middle = f"\n[... {self.cut} bytes cut ...]\n".encode() if self.cut else b""
-        return bytes(self.head + middle + self.tail).decode("utf-8", errors="replace")
+        shown = self.kept[: self.head] + middle + self.kept[self.head :]
+        return shown.decode("utf-8", errors="replace")
 
 
 class Interpreter:

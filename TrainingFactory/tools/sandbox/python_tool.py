@@ -6,9 +6,12 @@ import asyncio
 import functools
 import logging
 import os
+import subprocess
 import sys
 import sysconfig
+import tempfile
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,11 +22,11 @@ from TrainingFactory.protocols import Tool
 from TrainingFactory.running import run
 from TrainingFactory.tools.fingerprint import digest
 from TrainingFactory.tools.options import ToolOptions
-from TrainingFactory.tools.sandbox.process import START_SECONDS, Isolation, Limits, SandboxProcess
 from TrainingFactory.types import ToolResult, ToolSpec
-from TrainingFactory.workers import WorkerDied, WorkerError, WorkerTooSlow
+from TrainingFactory.workers import Worker, WorkerDied, WorkerError, WorkerTooSlow
 
 log = logging.getLogger(__name__)
+START_SECONDS = 60.0  # a loaded machine may take its time; usual are a few hundredths
 # What the executor grants beyond the interpreter's own limit, which must always strike first: code that never ends
 # is the model's doing, an executor's time-out is not.
 ALLOWANCE = START_SECONDS + 30.0
@@ -41,14 +44,41 @@ PARAMETERS = {
 }
 
 
-class PythonTool:
-    """Runs Python for the model: variables are kept within an episode, nothing is kept across episodes.
+@dataclass(frozen=True, slots=True)
+class Isolation:
+    """How each thing is enforced on this machine, in words; None: it is not."""
 
-    The process has no network, starts no processes, and sees no files but its own folder and (to read) Python
-    and the system's libraries. What this machine enforces is in `isolation`. Where files or network cannot be
-    closed off, making the tool fails, unless `allow_unsafe` is set. `packages` makes the installed packages
-    (numpy, ...) importable: True for those of this environment, or folders; `threads` allows threads; `stateful`
-    promises that equal calls give equal answers (no clock, no unseeded chance), so that they may be cached.
+    files: str | None  # nothing outside the working folder, except reading Python and the system's libraries
+    network: str | None
+    processes: str | None  # none can be started
+    signals: str | None  # none can be sent to other processes
+    memory: str | None
+    disk: str | None
+    missing: tuple[str, ...] = ()  # layers that this machine does not offer, with the reason
+
+    @property
+    def open_ways(self) -> str:
+        """Name what code must be kept from and is not."""
+        return " and ".join(what for what in ("files", "network") if getattr(self, what) is None)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Bound one process."""
+
+    memory_mb: int
+    disk_mb: int
+    cpu_seconds: int  # of one process, over all its calls
+    max_output: int
+    threads: bool
+    readable: tuple[str, ...]  # folders of packages: on sys.path, to be read
+
+
+class PythonTool:
+    """Runs Python for the model; docs/TOOLS.md says what is isolated.
+
+    `packages` makes the installed packages (numpy, ...) importable: True for those of this environment, or folders;
+    `stateful` promises that equal calls give equal answers (no clock, no unseeded chance), so that they may be cached.
     """
 
     @validate_call(config=STRICT)
@@ -104,7 +134,7 @@ class PythonSession:
     def __init__(self, source: PythonTool) -> None:
         self.source = source
         self.spec, self.options = source.spec, source.options
-        self._process: SandboxProcess | None = None
+        self._process: _Process | None = None
         self._lost = ""  # why the process is gone, once it is
         self._closed = False
         self._turn = asyncio.Lock()
@@ -127,30 +157,31 @@ class PythonSession:
                     return ToolResult(NO_PROCESS % error, ok=False, error="unavailable")
             return await self._answer(process, arguments["code"], note)
 
-    async def _started(self) -> SandboxProcess:
+    async def _started(self) -> _Process:
         if self._closed:
             raise WorkerDied("was closed")
-        self._process = process = SandboxProcess(self.source.limits)
-        isolation = await process.start()
+        self._process = process = _Process(self.source.limits)
+        isolation = await process.isolation()
         if not self.source.allow_unsafe and isolation.open_ways:
             process.kill()
             raise WorkerDied("has lost its isolation: " + "; ".join(isolation.missing))
         return process
 
-    async def _answer(self, process: SandboxProcess, code: str, note: str) -> ToolResult:
+    async def _answer(self, process: _Process, code: str, note: str) -> ToolResult:
         self._lost = "was stopped"  # by whoever cancels this
         try:
-            answer = await process.run(code, self.source.timeout)
-        except WorkerTooSlow:
-            self._lost = f"was stopped after {self.source.timeout:g} s"
-            text = f"{note}stopped after {self.source.timeout:g} s. {GONE}"
-            return ToolResult(text, ok=False, error="exception")
-        except (WorkerDied, WorkerError) as error:
-            self._lost = str(error)
-            return ToolResult(f"{note}the interpreter {error}. {GONE}", ok=False, error="exception")
+            answer = await process.ask({"code": code}, self.source.timeout)
+            if not isinstance(answer, dict) or not isinstance(answer.get("text"), str):
+                raise WorkerDied("was stopped, because code changed what it answers")
+        except (WorkerTooSlow, WorkerDied, WorkerError) as error:
+            process.kill()
+            slow = isinstance(error, WorkerTooSlow)
+            self._lost = f"was stopped after {self.source.timeout:g} s" if slow else str(error)
+            return ToolResult(f"{note}the interpreter {self._lost}. {GONE}", ok=False, error="exception")
         parts = [answer["text"].rstrip("\n"), str(answer.get("error") or "")]
         text = note + ("\n".join(part for part in parts if part) or "(no output)")
         if answer.get("spent"):
+            process.kill()
             self._lost = "ran out of memory"
             text += f"\nAll of its {self.source.limits.memory_mb} MiB of memory are in use. {GONE}"
         failed = bool(answer.get("error"))
@@ -162,14 +193,51 @@ class PythonSession:
             await self._process.close()
 
 
+class _Process(Worker):
+    """A locked process and its folder; after its end another one is made, with a folder of its own."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="tf-python-", ignore_cleanup_errors=True)
+        folder = self._folder.name
+        # An environment of our own making, so nothing secret; a fixed hash seed, so that sets print alike.
+        environment = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": folder, "TMPDIR": folder}
+        environment |= {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+        if "LD_LIBRARY_PATH" in os.environ:  # some builds of Python need it to start
+            environment["LD_LIBRARY_PATH"] = os.environ["LD_LIBRARY_PATH"]
+        super().__init__(
+            "interpreter:start",
+            asdict(limits) | {"folder": folder},
+            start_seconds=START_SECONDS,
+            path=[str(Path(__file__).parent)],
+            flags=["-s", "-S", "-X", "utf8"],
+            env=environment,
+            cwd=folder,
+            stderr=subprocess.DEVNULL,
+        )
+
+    async def isolation(self) -> Isolation:
+        report = await self.ask({}, START_SECONDS)
+        return Isolation(**(report | {"missing": tuple(report["missing"])}))
+
+    def kill(self) -> None:
+        super().kill()
+        self._folder.cleanup()
+
+    async def close(self) -> None:
+        try:
+            await super().close()
+        finally:
+            self._folder.cleanup()
+
+
 @functools.cache
 def isolation_here(limits: Limits) -> Isolation:
     """Return what a process with these limits enforces on this machine, found out by starting one."""
 
     async def probe() -> Isolation:
-        process = SandboxProcess(limits)
+        process = _Process(limits)
         try:
-            return await process.start()
+            return await process.isolation()
         finally:
             await process.close()
 
