@@ -121,7 +121,7 @@ class TemplateChatFormat:
         exact: bool = True,
     ) -> list[int]:
         message = as_message(message)
-        opened = self._opened(prompt_ids)
+        opened = self.opens_thought(prompt_ids)
         problem: ValueError | None = None
         for compose in (self._as_template, self._in_parts):
             texts: Texts = [""]  # mark 0 is the user's
@@ -183,7 +183,7 @@ class TemplateChatFormat:
             ids.pop()
         quotes: Texts = []
         text = self._encoder.quoted(ids, lambda found: self._outlines.mark(found, quotes))
-        message = self._read(text, self._opened(prompt_ids), tools)
+        message = self._read(text, self.opens_thought(prompt_ids), tools)
         return self._unquoted(message, quotes) if quotes else message
 
     def parse_text(self, text: str, tools: Sequence[ToolSpec] = ()) -> Message:
@@ -203,7 +203,7 @@ class TemplateChatFormat:
         content, calls = self.family.read_calls(text, tools)
         return Message("assistant", content.strip(), calls, reasoning=reasoning)
 
-    def _opened(self, prompt_ids: Sequence[int]) -> bool:
+    def opens_thought(self, prompt_ids: Sequence[int]) -> bool:
         """Return whether a turn after this prompt begins inside a thought; without one, the first turn is meant."""
         if not prompt_ids:
             return self._opens_thinking

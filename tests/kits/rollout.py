@@ -59,7 +59,7 @@ class FakeChat:
                     calls.append(ToolCall(name, error="the call is not valid JSON"))
         return Message("assistant", "" if calls else text, calls)
 
-    def write(self, message: Message) -> list[int]:
+    def write(self, message: Message, prompt_ids=(), tools=(), exact=True) -> list[int]:
         text = "\n".join(call_text(call.name, **call.arguments) for call in message.tool_calls)
         return [*map(ord, text or message.content), STOP]
 

@@ -60,7 +60,7 @@ class ChatServer:
     ) -> None:
         self.name, self.slots, self.queue = name, slots, queue
         self.pending = 0  # choices that are being sampled or wait
-        self._chat, self._sampler, self._reader = chat, sampler, TurnReader(chat)
+        self._chat, self._sampler = chat, sampler
         self._defaults = dataclasses.replace(defaults or SamplingParams(), stop_ids=chat.stop_ids)
         self._gate = asyncio.Semaphore(slots)
         self._writer = ThreadPoolExecutor(1, "chat-template")  # a long prompt must not stop the event loop
@@ -204,9 +204,10 @@ class ChatServer:
         self, ask: Ask, prompt: list[int], number: int, tell: Callable[[Message], None] | None = None
     ) -> Choice:
         seed = ask.request.seed if number == 0 else turn_seed(ask.request.seed, 0, "choice", number, 0)
+        reader = TurnReader(self._chat, prompt, ask.tools)
         async with self._gate:
-            completion, text, cut = await self._sample(ask, prompt, seed, tell)
-        message = self._reader.message(text if cut is None else text[: cut.start], bool(ask.tools))
+            completion, text, cut = await self._sample(ask, prompt, seed, reader, tell)
+        message = reader.message(completion.token_ids, text if cut is None else text[: cut.start])
         for call in message.tool_calls:
             call.id = f"call_{secrets.token_hex(12)}"
         ended = cut is not None or completion.finish == "stop"
@@ -214,11 +215,16 @@ class ChatServer:
         tokens = len(completion.token_ids) if cut is None else cut.tokens
         logprobs = None
         if ask.request.logprobs:
-            logprobs = {"content": self._reader.logprobs(completion, cut), "refusal": None}
+            logprobs = {"content": reader.logprobs(completion, cut), "refusal": None}
         return Choice(message, finish, tokens, logprobs)
 
     async def _sample(
-        self, ask: Ask, prompt: list[int], seed: int, tell: Callable[[Message], None] | None
+        self,
+        ask: Ask,
+        prompt: list[int],
+        seed: int,
+        reader: TurnReader,
+        tell: Callable[[Message], None] | None,
     ) -> tuple[Completion, str, Cut | None]:
         """Return one turn: its tokens, its text, and the stop string that ended it."""
         so_far = Completion([], [], "length")
@@ -232,12 +238,12 @@ class ChatServer:
                 so_far.token_ids += more.token_ids
                 so_far.logprobs += more.logprobs
                 so_far.finish = more.finish
-                text = self._reader.text(so_far.token_ids)
-                cut = self._reader.cut(so_far.token_ids, text, ask.request.stop)
+                text = reader.text(so_far.token_ids)
+                cut = reader.cut(so_far.token_ids, text, ask.request.stop)
                 if cut or more.finish == "stop" or len(so_far.token_ids) >= ask.max_tokens:
                     return so_far, text, cut
                 if tell is not None:
-                    tell(self._reader.so_far(text, ask.request.stop, bool(ask.tools)))
+                    tell(reader.so_far(text, ask.request.stop))
         finally:
             session.close()
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from TrainingFactory.types import Completion, Message
+from TrainingFactory.types import Completion, Message, ToolSpec
 
 if TYPE_CHECKING:
     from TrainingFactory.models import TemplateChatFormat
@@ -30,37 +30,36 @@ class TurnReader:
     """Unlike `ChatFormat.parse`, a text is reasoning only if it begins as such: an end of thinking that nobody
     opened cannot change what has been streamed already, and stays text."""
 
-    def __init__(self, chat: TemplateChatFormat) -> None:
-        self._chat = chat
+    def __init__(self, chat: TemplateChatFormat, prompt: Sequence[int], tools: Sequence[ToolSpec]) -> None:
+        self._chat, self._prompt, self._tools = chat, prompt, tools
         self._opening, self._closing = chat.family.think
-        # the prompt ends inside the reasoning
-        self._always_thinks = chat.parse_text("x").reasoning is not None
+        self._opened = chat.opens_thought(prompt)
 
     def text(self, token_ids: Sequence[int]) -> str:
         """What was written, without the end of the turn."""
         stopped = bool(token_ids) and token_ids[-1] in self._chat.stop_ids
         return self._chat.decode(token_ids[:-1] if stopped else token_ids)
 
-    def message(self, text: str, read_calls: bool) -> Message:
-        """A whole turn. Calls that cannot be read are left in the text, as the model wrote them."""
+    def message(self, token_ids: Sequence[int], text: str) -> Message:
+        """Read a turn that ended with this text. Calls that cannot be read are left in it, as the model wrote them."""
         reasoning, content = self._split(text)
-        if read_calls:
-            before, calls = self._chat.family.read_calls(content, ())
-            if calls and not any(call.error for call in calls):
-                return Message("assistant", before.strip(), calls, reasoning=reasoning)
+        if self._tools and text == self.text(token_ids):
+            read = self._chat.parse(token_ids, self._prompt, self._tools)
+            if read.tool_calls and not any(call.error for call in read.tool_calls):
+                return Message("assistant", read.content, read.tool_calls, reasoning=reasoning)
         return Message("assistant", content.strip(), reasoning=reasoning)
 
-    def so_far(self, text: str, stops: Sequence[str], read_calls: bool) -> Message:
-        """What is certain of a turn that goes on. Where calls are read, the content waits for its end."""
+    def so_far(self, text: str, stops: Sequence[str]) -> Message:
+        """Return what is certain of a turn that goes on. Where calls are read, the content waits for its end."""
         text = _certain(text, [*stops, self._closing])
         if self._opening.startswith(text.lstrip()):
             return Message("assistant")
         reasoning, content = self._split(text)
-        return Message("assistant", "" if read_calls else content.strip(), reasoning=reasoning)
+        return Message("assistant", "" if self._tools else content.strip(), reasoning=reasoning)
 
     def _split(self, text: str) -> tuple[str | None, str]:
         begun = text.lstrip()
-        if not (self._always_thinks or begun.startswith(self._opening)):
+        if not (self._opened or begun.startswith(self._opening)):
             return None, text
         thought, _, rest = begun.removeprefix(self._opening).partition(self._closing)
         return thought.strip(), rest
