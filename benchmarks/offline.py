@@ -43,7 +43,6 @@ from TrainingFactory.learning.learner import Learner
 from TrainingFactory.learning.optim import OptimizerOptions
 from TrainingFactory.learning.step import StepOptions, score_rows, train_step
 from TrainingFactory.models import load_model
-from TrainingFactory.services.training.source import fill_references
 from TrainingFactory.types import Completion, Message, Reward, Task, Trajectory, Turn
 
 RATE, BATCH, WARM = 1e-4, 16, 2
@@ -97,7 +96,8 @@ def our_side(case: str, groups: Groups) -> Callable[[int], None]:
         chosen = groups[number * BATCH : (number + 1) * BATCH]
         rows = [algorithm.samples(group) for group in chosen]
         for group, known in zip(rows, references[number * BATCH :], strict=False):
-            fill_references(group, known)
+            for row, logprobs in zip(group, known, strict=True):
+                row.reference = logprobs
         train_step(learner, algorithm, [row for group in rows for row in group], number, options)
 
     return step
