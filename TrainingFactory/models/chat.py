@@ -131,8 +131,8 @@ class TemplateChatFormat:
                 problem = problem or error
                 continue
             ids = self._fill(self._pieces(body), texts)
-            if ids[-1:] not in [[stop] for stop in self.stop_ids]:
-                ids.append(self._encoder.control_texts[self._end] if self._end else self.stop_ids[0])
+            end = self._encoder.control_texts[self._end] if self._end else self.stop_ids[0]
+            ids += [] if ids[-1:] in ([end], [self._calls_end]) else [end]
             if not exact or same_turn(read := self.parse(ids, prompt_ids, tools), message):
                 return ids
             problem = problem or NotReadBack(difference(self.family.name, message, read))
@@ -359,7 +359,8 @@ class TemplateChatFormat:
                     continue
                 stops += [first.token] if isinstance(first, Control) else []
         known = [vocabulary.get(text) for text in self.family.stop_texts]
-        found = (*stops, eos, self._end_of_calls(), *known, *extra)
+        self._calls_end = self._end_of_calls()
+        found = (*stops, eos, self._calls_end, *known, *extra)
         return tuple(dict.fromkeys(stop for stop in found if stop is not None))
 
     def _end_of_calls(self) -> int | None:

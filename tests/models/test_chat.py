@@ -216,7 +216,7 @@ def test_bad_input_is_answered_in_words() -> None:
         "'<|im_start|>' + message.role + '\\n' + text", "message.role + text | upper"
     )
     assert shouting != template()
-    with pytest.raises(ValueError, match="drops or rewrites a text \(user\)"):
+    with pytest.raises(ValueError, match=r"drops or rewrites a text \(user\)"):
         chat_format(byte_tokenizer(shouting, QWEN3)).render([Message("user", "hi")])
 
 
