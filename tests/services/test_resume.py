@@ -74,6 +74,18 @@ def test_kill_9_at_any_moment(whole: Path, tmp_path: Path) -> None:
     assert not list((broken / "checkpoints").glob(".*"))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(50))
+def test_kill_9_at_fifty_random_moments(whole: Path, tmp_path: Path, seed: int) -> None:
+    FORKS.set_forkserver_preload(PRELOADED)
+    rng, broken = random.Random(seed), tmp_path / "broken"
+    begun = Path.exists if seed % 10 else (lambda run: True)  # every tenth in the set-up, too
+    for _ in range(1 + seed % 3):
+        lived(broken, rng.random() * 3, begun)
+    assert lived(broken, 300, lambda run: False) == 0
+    assert_same_run(whole, broken)
+
+
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "adapter": {"lora": {"enabled": True, "r": 4, "dropout": 0.1}},
     "muon": {"training": {"optimizer": "muon", "schedule": "cosine", "warmup_steps": 2}},

@@ -34,11 +34,13 @@ class Interrupts:
             yield
             return
         before = signal.getsignal(signal.SIGINT)
-        loop.add_signal_handler(signal.SIGINT, self.ask)
+        with contextlib.suppress(NotImplementedError):  # Windows
+            loop.add_signal_handler(signal.SIGINT, self.ask)
         try:
             yield
         finally:
-            loop.remove_signal_handler(signal.SIGINT)
+            with contextlib.suppress(NotImplementedError):
+                loop.remove_signal_handler(signal.SIGINT)
             signal.signal(signal.SIGINT, before)
 
     def ask(self) -> None:
