@@ -43,7 +43,13 @@ def test_a_plain_answer(tiny: httpx.Client) -> None:
     assert [answer["usage"][f"{name}_tokens"] - len(prompt) for name in ("prompt", "total")] == [0, 9]
     models = tiny.get("/v1/models").json()
     assert [row["id"] for row in models["data"]] == ["tiny"]
-    assert tiny.get("/health").json() == {"status": "ok", "model": "tiny", "running": 0, "waiting": 0}
+    assert tiny.get("/health").json() == {
+        "status": "ok",
+        "model": "tiny",
+        "running": 0,
+        "waiting": 0,
+        "refused": 0,
+    }
 
 
 def test_seeds_decide_and_choices_differ(tiny: httpx.Client) -> None:
@@ -167,7 +173,7 @@ def test_streams_of_a_deterministic_engine_are_exact() -> None:
 
 def test_what_was_shown_of_a_turn_is_never_taken_back() -> None:
     chat, rng = tiny_chat(), random.Random(0)
-    reader = TurnReader(chat)
+    reader = TurnReader(chat, [], [])
     pieces = [
         "<think>",
         "</think>",
@@ -188,13 +194,13 @@ def test_what_was_shown_of_a_turn_is_never_taken_back() -> None:
         stops = rng.sample(["stop", "op", "123", "2", "\n\n", "d<"], rng.randrange(3))
         text = reader.text(ids)
         cut = reader.cut(ids, text, stops)
-        whole = reader.message(text if cut is None else text[: cut.start], False)
+        whole = reader.message(ids, text if cut is None else text[: cut.start])
         assert not any(stop in text[: cut.start if cut else None] for stop in stops)
         for size in range(1, len(ids)):
             so_far = reader.text(ids[:size])
             early = reader.cut(ids[:size], so_far, stops)
             assert early == (cut if cut and size >= cut.tokens else None)
             if early is None:
-                shown = reader.so_far(so_far, stops, False)
+                shown = reader.so_far(so_far, stops)
                 assert whole.content.startswith(shown.content)
                 assert (whole.reasoning or "").startswith(shown.reasoning or "")
