@@ -94,12 +94,10 @@ class TemplateChatFormat:
         key = json.dumps(outlines) + schemas_text
         if (pieces := self._skeletons.get(key)) is None:
             text = self._template.text(outlines, schemas)
-            shown = set(self._marks.split(text))
-            for outline in (outline for outline in outlines if outline["role"] != "assistant"):
-                parts = self._marks.split(outline["content"])
-                if not shown.issuperset(part for part in parts if isinstance(part, int)):
-                    dropped = f"a {outline['role']} message of this conversation"
-                    raise ValueError(f"the chat template drops {dropped}")
+            shown = self._marks.numbers(text)
+            for role, content in ((outline["role"], outline["content"]) for outline in outlines):
+                if role != "assistant" and not shown.issuperset(self._marks.numbers(content)):
+                    raise ValueError(f"the chat template drops a {role} message of this conversation")
             pieces = self._remember(key, text)
         return self._fill(pieces, texts)
 
@@ -268,7 +266,7 @@ class TemplateChatFormat:
         key = json.dumps(["after", [(reply.role, bool(reply.content)) for reply in replies]])
         if key not in self._skeletons:
             text = probes.continuation(self._template, self._style, self._end, replies)
-            shown = set(self._marks.split(text))
+            shown = self._marks.numbers(text)
             if any(reply.content and 2 + 2 * number not in shown for number, reply in enumerate(replies)):
                 raise ValueError("the chat template drops a reply to a turn of the model")
             return self._remember(key, text)

@@ -56,6 +56,9 @@ class Marks:
     def __getitem__(self, index: int) -> str:
         return f"Tf{self._salt}x{index}fT"
 
+    def numbers(self, text: str) -> set[int]:
+        return set(map(int, self._pattern.findall(text)))
+
     def split(self, text: str) -> list[str | int]:
         """Cut the text at its marks: own texts and mark numbers, in order, without empty texts."""
         parts: list[str | int] = []

@@ -200,7 +200,7 @@ def test_code_of_a_model_folder_is_not_run(
     asked: list[str] = []
     monkeypatch.setattr("builtins.input", lambda text="": asked.append(text) or "y")
     for load in (load_model, load_tokenizer, stored_dtype):
-        with pytest.raises(ValueError, match="custom code.*model.trust_remote_code=true runs it"):
+        with pytest.raises(ValueError, match=r"custom code.*model.trust_remote_code=true runs it"):
             load(str(folder))
     assert not asked and not ran.exists()
 
