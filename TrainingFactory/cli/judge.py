@@ -12,6 +12,7 @@ from cyclopts import App
 from TrainingFactory.cli import show
 from TrainingFactory.cli.display import Display
 from TrainingFactory.cli.options import Count, Json
+from TrainingFactory.config.loading import ConfigLoader
 
 NO_VERDICT = 1
 TEXTS = ("base_url", "model", "rubric", "template")  # taken as they are; other values are read as YAML
@@ -96,6 +97,6 @@ def _settings(path: Path | None, options: tuple[str, ...]) -> dict[str, Any]:
 
 def _yaml(text: str, where: str) -> Any:
     try:
-        return yaml.safe_load(text)
+        return yaml.load(text, ConfigLoader)  # a SafeLoader
     except yaml.YAMLError as error:
         raise ValueError(f"{where} is not YAML: {str(error).splitlines()[0]}") from None

@@ -16,13 +16,36 @@ from TrainingFactory.config.schema import TrainingConfig
 from TrainingFactory.options import did_you_mean, nearest
 
 Key = tuple[str | int, ...]
+MAX_DEPTH = 50
+MAX_VALUES = 100_000  # with every alias written out: a few lines of aliases to aliases can stand for billions
 
 
-class _Loader(yaml.SafeLoader):
-    """Reads 1e-6 as a number, as everybody expects (in YAML 1.1 it is a text)."""
+class ConfigLoader(yaml.SafeLoader):
+    """Reads 1e-6 as a number, as everybody expects (in YAML 1.1 it is a text), and refuses what is too much to hold."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self._depth = self._values = 0
+        self._sizes: dict[str, int] = {}  # of what an anchor names
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        event, before = self.peek_event(), self._values
+        alias = isinstance(event, yaml.AliasEvent)
+        # The size of what an alias stands in itself is not known yet.
+        known = self._sizes.get(event.anchor, MAX_VALUES if event.anchor in self.anchors else 0)
+        self._values += known if alias else 1
+        self._depth += 1
+        if self._values > MAX_VALUES or self._depth > MAX_DEPTH:
+            most = f"{MAX_DEPTH} levels and {MAX_VALUES} values, and what an alias names counts each time"
+            raise yaml.YAMLError(f"line {event.start_mark.line + 1} is too much: there may be {most}")
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        if event.anchor and not alias:
+            self._sizes[event.anchor] = self._values - before
+        return node
 
 
-_Loader.add_implicit_resolver(
+ConfigLoader.add_implicit_resolver(
     "tag:yaml.org,2002:float",
     re.compile(r"^[-+]?(?:\d[\d_]*\.?[\d_]*|\.\d[\d_]*)[eE][-+]?\d+$"),
     list("-+.0123456789"),
@@ -54,7 +77,7 @@ def key_value(key: str, value: Any) -> str:
 
 def _read(path: Path, places: dict[Key, str], problems: list[Problem]) -> dict[Any, Any]:
     try:
-        loader = _Loader(path.read_text(encoding="utf-8-sig"))
+        loader = ConfigLoader(path.read_text(encoding="utf-8-sig"))
         node = loader.get_single_node()
         if not isinstance(node, yaml.MappingNode):
             raise _wrong(path, "must hold sections such as model and environment, written as `model:`")
@@ -83,8 +106,6 @@ def _note_places(
     node: yaml.Node, key: Key, path: str, places: dict[Key, str], problems: list[Problem]
 ) -> None:
     """Remember the line of every key, and find keys that are written twice."""
-    if len(key) > 8:
-        return  # deeper than any config, and an alias may even hold itself; the schema refuses it
     if isinstance(node, yaml.SequenceNode):
         for index, entry in enumerate(node.value):
             places[(*key, index)] = f"{path}:{entry.start_mark.line + 1}"
@@ -109,7 +130,7 @@ def _apply(override: str, data: dict[str, Any], places: dict[Key, str], problems
         return
     key: Key = tuple(int(part) if part.isdecimal() else part for part in full_key(written.strip()).split("."))
     try:
-        value = yaml.load(text, _Loader)  # _Loader is a SafeLoader
+        value = yaml.load(text, ConfigLoader)  # a SafeLoader
     except yaml.YAMLError:
         problems.append(Problem(key, "the value is not valid YAML; put it in quotes", where=COMMAND_LINE))
         return

@@ -19,6 +19,8 @@ from TrainingFactory.http.listen import is_loopback
 
 log = logging.getLogger(__name__)
 MAX_BODY = 16 * 1024 * 1024  # bytes
+BODY_TIME = 60  # seconds for a body to come
+HEADERS = {408: {"connection": "close"}, 429: {"retry-after": "1"}}
 KINDS = {401: "authentication_error", 429: "rate_limit_error", 500: "server_error", 503: "server_error"}
 
 
@@ -83,7 +85,7 @@ class Api:
             except Exception as caught:
                 error = caught
             told = failure(error)
-            return _json(told.body, told.status, {"retry-after": "1"} if told.status == 429 else None)
+            return _json(told.body, told.status, HEADERS.get(told.status))
 
         self.app.add_api_route(path, guarded, methods=[method], response_model=None)
 
@@ -161,11 +163,16 @@ async def _unless_gone(request: Request, work: Awaitable[Answer]) -> Answer | No
 
 async def _body(request: Request) -> bytes:
     body = bytearray()
-    async for part in request.stream():
-        body += part
-        if len(body) > MAX_BODY:
-            text = f"the body is longer than {MAX_BODY} bytes"
-            raise ApiError(text, "body", status=413, code="request_too_large")
+    try:
+        async with asyncio.timeout(BODY_TIME):
+            async for part in request.stream():
+                body += part
+                if len(body) > MAX_BODY:
+                    text = f"the body is longer than {MAX_BODY} bytes"
+                    raise ApiError(text, "body", status=413, code="request_too_large")
+    except TimeoutError:
+        text = f"the body did not come within {BODY_TIME} seconds"
+        raise ApiError(text, "body", status=408, code="request_timeout") from None
     return bytes(body)
 
 

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
 import os
 import socket
 from typing import Any
 
+import h11
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 GRACE = 5  # seconds that running requests are given after Ctrl-C
+HEAD_TIME = 20  # seconds for the first line and the headers of a request
 
 
 def is_loopback(host: str) -> bool:
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
-        return host == "localhost"
+        return host.lower() == "localhost"
 
 
 def key_from(variable: str | None) -> str | None:
@@ -43,10 +47,32 @@ def address_of(bound: socket.socket) -> str:
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
+class _Connection(H11Protocol):
+    """Hangs up on a client whose headers do not come, for which uvicorn would wait forever."""
+
+    _late: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._wait_for_head()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._wait_for_head()
+
+    def _wait_for_head(self) -> None:
+        if self._late is None and self.conn.their_state is h11.IDLE:
+            self._late = self.loop.call_later(HEAD_TIME, self.timeout_keep_alive_handler)
+        elif self._late is not None and self.conn.their_state is not h11.IDLE:
+            self._late.cancel()
+            self._late = None
+
+
 def make_server(app: Any) -> uvicorn.Server:
     """Make a server that serves until Ctrl-C, which lets running requests finish for a while."""
     config = uvicorn.Config(
         app,
+        http=_Connection,
         lifespan="off",
         ws="none",
         log_config=None,

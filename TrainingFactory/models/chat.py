@@ -28,6 +28,7 @@ from TrainingFactory.types import Message, ToolCall, ToolSpec, Turn
 
 Pieces = list[str | int | Control]  # a template's own text, a mark's number, or a control token
 MAX_SKELETONS = 512
+MAX_KEY = 50_000  # characters; the outline of a longer conversation is not kept
 WAYS_OUT = (
     "family 'generic' (model.family) puts the tool list into the system message instead, and "
     "TrainingFactory.models.register_family adds a family of your own"
@@ -52,11 +53,11 @@ class TemplateChatFormat:
         options = {} if thinking is None else {"enable_thinking": thinking, "thinking": thinking}
         self._template = Template(tokenizer, options, day)
         self._marks = self._template.marks
-        self._style = probes.find_call_style(self._template)
-        self._end = probes.end_of_turn(self._template, self._encoder.control_texts)
         self._header = (
             self._template.text([probes.user(self._marks[0])]).rpartition(self._marks[0])[2].rstrip()
         )
+        self._style = probes.find_call_style(self._template)
+        self._end = probes.end_of_turn(self._template, self._encoder.control_texts)
         self.family = chosen or self._detect() or FAMILIES["generic"]
         native = self._reads_template(self.family)
         self._template_tools = native and probes.renders_tools(self._template)
@@ -71,6 +72,7 @@ class TemplateChatFormat:
         self._calls_text = None if native and not self._misread() else self.family.calls_text
         self._outlines.calls_as_json = self._calls_text is not None
         self._refusal = self._misread() if chosen or native else self._why_no_tools()
+        self._template.watched = False
 
     # writing
 
@@ -90,13 +92,14 @@ class TemplateChatFormat:
         if specs and not self._template_tools:
             self._put_tools_into_system(outlines, specs, texts)
         key = json.dumps(outlines) + schemas_text
-        if key not in self._skeletons:
+        if (pieces := self._skeletons.get(key)) is None:
             text = self._template.text(outlines, schemas)
+            shown = self._marks.numbers(text)
             for role, content in ((outline["role"], outline["content"]) for outline in outlines):
-                if role != "assistant" and content not in text:
+                if role != "assistant" and not shown.issuperset(self._marks.numbers(content)):
                     raise ValueError(f"the chat template drops a {role} message of this conversation")
-            self._remember(key, text)
-        return self._fill(self._skeletons[key], texts)
+            pieces = self._remember(key, text)
+        return self._fill(pieces, texts)
 
     def extend(self, turn: Turn, replies: Sequence[Message | Mapping[str, Any]]) -> list[int]:
         sampled = turn.completion.token_ids
@@ -251,19 +254,22 @@ class TemplateChatFormat:
                 run += texts[piece] if isinstance(piece, int) else piece
         return ids + self._encoder.plain(run)
 
-    def _remember(self, key: str, text: str) -> None:
+    def _remember(self, key: str, text: str) -> Pieces:
+        pieces = self._pieces(text)
         if len(self._skeletons) >= MAX_SKELETONS:
             self._skeletons.clear()
-        self._skeletons[key] = self._pieces(text)
+        if len(key) <= MAX_KEY:
+            self._skeletons[key] = pieces
+        return pieces
 
     def _continuation(self, replies: Sequence[Message]) -> Pieces:
         key = json.dumps(["after", [(reply.role, bool(reply.content)) for reply in replies]])
         if key not in self._skeletons:
             text = probes.continuation(self._template, self._style, self._end, replies)
-            shown = self._marks.split(text)
+            shown = self._marks.numbers(text)
             if any(reply.content and 2 + 2 * number not in shown for number, reply in enumerate(replies)):
                 raise ValueError("the chat template drops a reply to a turn of the model")
-            self._remember(key, text)
+            return self._remember(key, text)
         return self._skeletons[key]
 
     # what the template leaves out

@@ -149,7 +149,10 @@ def stored_dtype(name: str, revision: str | None = None, trust_remote_code: bool
         return torch.float32
     source, options = _locate(name, target)
     options |= {"revision": revision, "trust_remote_code": trust_remote_code}
-    config = AutoConfig.from_pretrained(source, **options)
+    try:
+        config = AutoConfig.from_pretrained(source, **options)
+    except LOADING as error:
+        raise ValueError(f"the config of {name!r} could not be read: {_first_line(error)}") from error
     return getattr(config, "dtype", None) or torch.float32  # foreign object
 
 
@@ -230,7 +233,9 @@ def _with_adapter(model: Any, adapter: str) -> Any:
 
 
 def _first_line(error: Exception) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+    line = next(iter(str(error).strip().splitlines()), type(error).__name__)
+    # Transformers tells the way out in a later line, by the name that it has there.
+    return f"{line} model.trust_remote_code=true runs it" if "trust_remote_code" in str(error) else line
 
 
 def _near(name: str) -> str:

@@ -6,14 +6,16 @@ from __future__ import annotations
 import json
 import re
 import secrets
+import sys
 from collections.abc import Callable, Sequence
 from datetime import date, datetime
+from functools import partial
+from types import FrameType
 from typing import Any
-
-from jinja2 import TemplateError
 
 Transform = Callable[[str], str]
 
+MAX_STEPS = 3_000_000  # lines of a template that one rendering may run; a message takes some 30
 # Texts that show what a template does to content: edge spaces, quotes, escapes, markup, newlines, JSON.
 CANARIES = (
     "plain",
@@ -54,6 +56,9 @@ class Marks:
     def __getitem__(self, index: int) -> str:
         return f"Tf{self._salt}x{index}fT"
 
+    def numbers(self, text: str) -> set[int]:
+        return set(map(int, self._pattern.findall(text)))
+
     def split(self, text: str) -> list[str | int]:
         """Cut the text at its marks: own texts and mark numbers, in order, without empty texts."""
         parts: list[str | int] = []
@@ -63,6 +68,26 @@ class Marks:
             elif part:
                 parts.append(part)
         return parts
+
+
+def _bounded(render: Callable[[], str]) -> str:
+    """Return what a template writes; raise where it does not come to an end."""
+    steps = 0
+
+    def count(frame: FrameType, event: str, arg: Any) -> Any:
+        nonlocal steps
+        steps += 1
+        if steps > MAX_STEPS:
+            raise ValueError(f"it has not come to an end after {MAX_STEPS} steps")
+        return count
+
+    before = sys.gettrace()
+    # Counted steps end in every run at the same place, and on every thread; a clock would not.
+    sys.settrace(lambda frame, *_: count if frame.f_code.co_filename == "<template>" else None)
+    try:
+        return render()
+    finally:
+        sys.settrace(before)
 
 
 class Template:
@@ -78,19 +103,22 @@ class Template:
         # Some templates print the date: it is fixed for the life of this object.
         self._options = {"strftime_now": moment.strftime, **(options or {})}
         self.marks = Marks()
+        self.watched = True  # until it is known to end: that doubles the time of a rendering
 
     def text(
         self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] = (), header: bool = True
     ) -> str:
+        render = partial(
+            self._tokenizer.apply_chat_template,
+            list(messages),
+            tools=list(tools) or None,
+            tokenize=False,
+            add_generation_prompt=header,
+            **self._options,
+        )
         try:
-            return self._tokenizer.apply_chat_template(
-                list(messages),
-                tools=list(tools) or None,
-                tokenize=False,
-                add_generation_prompt=header,
-                **self._options,
-            )
-        except (TemplateError, TypeError, KeyError, IndexError, AttributeError) as error:
+            return _bounded(render) if self.watched else render()
+        except Exception as error:  # a template is foreign code
             raise ValueError(f"the chat template refuses this conversation: {error}") from error
 
     def transform(self, what: str, render: Callable[[str], str]) -> Transform:

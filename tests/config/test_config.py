@@ -17,6 +17,9 @@ from TrainingFactory.services.build.rewards import check_reward
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 SEED_CONFIG = CONFIGS / "qwen3_grpo.yaml"
+# nine lines that stand for 10^9 values
+BOMB = "a0: &a0 [" + "x, " * 9 + "x]\n"
+BOMB += "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 9))
 
 
 def problems_of(path: Path | None, *overrides: str) -> list[str]:
@@ -172,7 +175,10 @@ def test_python_users_get_the_same_error() -> None:
         ("a: !!python/object:os.system x\n", "is not valid YAML"),
         ("a: \x00\n", "cannot be read: unacceptable character"),
         ("? [a]\n: b\n", "is not valid YAML"),
-        ("model: &m {name: *m}\n", "must be a valid string"),
+        ("model: &m {name: *m}\n", "line 1 is too much"),
+        (BOMB, "line 5 is too much: there may be 50 levels and 100000 values"),
+        ("tools: " + "[" * 100_000, "line 1 is too much"),
+        ("a: &a {b: 1}\nc: *a\nd: *e\n", ":3: is not valid YAML: found undefined alias 'e'"),
         ("training:\n  seed: 1\n  seed: 2\n", ":3: training.seed: is written twice, in lines 2 and 3"),
         ("sampling: 4\n", "must be a section with keys engine, temperature"),
         ("training:\n  learning_rate: .inf\n", "finite"),
@@ -184,6 +190,14 @@ def test_files_that_are_no_config(tmp_path: Path, text: str, expected: str) -> N
     found = problems_of(path)
     assert len(found) == 1
     assert expected in found[0] and str(path) in found[0]
+
+
+def test_aliases_may_be_used(tmp_path: Path) -> None:
+    path = written(
+        tmp_path, "model: &m {name: a}\nlora: {<<: &l {r: 4}}\ntraining: {seed: &s 5, max_steps: *s}\n"
+    )
+    config = load_config(path)
+    assert (config.model.name, config.lora.r, config.training.max_steps) == ("a", 4, 5)
 
 
 def test_places_that_are_no_file(tmp_path: Path) -> None:

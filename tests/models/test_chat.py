@@ -220,6 +220,46 @@ def test_bad_input_is_answered_in_words() -> None:
         chat_format(byte_tokenizer(shouting, QWEN3)).render([Message("user", "hi")])
 
 
+def test_no_message_is_searched_for_in_the_whole_text() -> None:
+    """A conversation is rendered in time that grows with its length, not with its square."""
+    tokenizer, searched = tiny_tokenizer(), []
+
+    class Text(str):
+        def __contains__(self, part: Any) -> bool:
+            searched.append(part)
+            return super().__contains__(part)
+
+    class Tokenizer:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(tokenizer, name)
+
+        def apply_chat_template(self, *given: Any, **options: Any) -> str:
+            return Text(tokenizer.apply_chat_template(*given, **options))
+
+    chat = chat_format(Tokenizer())
+    conversation = [Message("user" if n % 2 else "assistant", f"Text {n}.") for n in range(1, 60)]
+    chat.render(conversation[:2])  # what the template does to a text is found out once
+    searched.clear()
+    assert chat.render(conversation) == chat_format(tokenizer).render(conversation)
+    assert not searched
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        ("{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}", "recursion"),
+        ("{% for i in range(10 ** 9) %}x{% endfor %}", "Range"),
+        ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "steps"),
+        ("{{ 1 // 0 }}", "zero"),
+    ],
+)
+def test_a_template_that_does_not_end_is_refused_in_words(template: str, reason: str) -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = template
+    with pytest.raises(ValueError, match=f"the chat template .*{reason}"):
+        chat_format(tokenizer)
+
+
 def test_a_family_of_ones_own() -> None:
     def read(text: str, tools):
         return ("", [ToolCall(text[5:])]) if text.startswith("CALL ") else (text, [])

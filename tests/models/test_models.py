@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.kits.engine import tiny
 from TrainingFactory.models import SUPPORTED_MODELS, chat_format, load_model
+from TrainingFactory.models.loading import load_tokenizer, stored_dtype
 from TrainingFactory.models.names import resolve
 from TrainingFactory.models.tiny import tiny_tokenizer
 from TrainingFactory.models.words import NAMES, PLACES, THINGS, VERBIAGE
@@ -179,6 +180,29 @@ def test_missing_and_pickled_weights_are_refused(saved: Path, tmp_path: Path) ->
     torch.save({}, tmp_path / "pytorch_model.bin")
     with pytest.raises(ValueError, match="could not be loaded"):
         load_model(str(tmp_path))
+
+
+def test_code_of_a_model_folder_is_not_run(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor is the user asked: whoever holds stdin could answer."""
+    folder, ran = tmp_path / "model", tmp_path / "ran"
+    shutil.copytree(saved, folder)
+    (folder / "theirs.py").write_text(f"import pathlib\npathlib.Path({str(ran)!r}).touch()\n")
+    classes = {
+        "AutoConfig": "theirs.C",
+        "AutoModelForCausalLM": "theirs.M",
+        "AutoTokenizer": ["theirs.T", "theirs.T"],
+    }
+    for file, kind in (("config.json", "model_type"), ("tokenizer_config.json", "tokenizer_class")):
+        about = json.loads((folder / file).read_text()) | {"auto_map": classes, kind: "T"}
+        (folder / file).write_text(json.dumps(about))
+    asked: list[str] = []
+    monkeypatch.setattr("builtins.input", lambda text="": asked.append(text) or "y")
+    for load in (load_model, load_tokenizer, stored_dtype):
+        with pytest.raises(ValueError, match=r"custom code.*model.trust_remote_code=true runs it"):
+            load(str(folder))
+    assert not asked and not ran.exists()
 
 
 def test_an_empty_folder_and_a_foreign_adapter(saved: Path, tmp_path: Path) -> None:

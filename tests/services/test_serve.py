@@ -43,7 +43,13 @@ def test_a_plain_answer(tiny: httpx.Client) -> None:
     assert [answer["usage"][f"{name}_tokens"] - len(prompt) for name in ("prompt", "total")] == [0, 9]
     models = tiny.get("/v1/models").json()
     assert [row["id"] for row in models["data"]] == ["tiny"]
-    assert tiny.get("/health").json() == {"status": "ok", "model": "tiny", "running": 0, "waiting": 0}
+    assert tiny.get("/health").json() == {
+        "status": "ok",
+        "model": "tiny",
+        "running": 0,
+        "waiting": 0,
+        "refused": 0,
+    }
 
 
 def test_seeds_decide_and_choices_differ(tiny: httpx.Client) -> None:

@@ -3,14 +3,30 @@
 from __future__ import annotations
 
 import json
+import socket
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.kits.serve import CHAT, WEATHER, events, joined, live, post, raw, script, tiny_chat, user
+from tests.kits.serve import (
+    CHAT,
+    HANG,
+    WEATHER,
+    events,
+    joined,
+    live,
+    post,
+    raw,
+    script,
+    tiny_chat,
+    until,
+    user,
+)
 from TrainingFactory.http import api, listen
 from TrainingFactory.services.serving.server import served_sections
 
@@ -121,10 +137,82 @@ def test_what_is_no_request_at_all_is_told_too(client: httpx.Client) -> None:
     for host in ("evil.example", "[::1", "", "a:b:c", "127.0.0.1.evil.example"):
         answer = client.get("/health", headers={"host": host})
         assert answer.status_code in (400, 403), host
+    assert client.get("/health", headers={"host": "LOCALHOST:8000"}).status_code == 200
     lone = client.post(CHAT, content=json.dumps(user("\ud800", max_tokens=1)), headers=as_json)
     assert lone.status_code == 200
     neutral = {"frequency_penalty": 0, "response_format": {"type": "text"}, "user": "me", "stop": None}
     post(client, user(max_tokens=1, **neutral))
+
+
+def test_what_cannot_fit_is_refused_by_its_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before it is written and tokenised, which would take all memory and everybody's time."""
+    scripted = script("ok")
+    rendered: list[Any] = []
+    monkeypatch.setattr(scripted, "chat", Recorder(scripted.chat, rendered))
+    with live(scripted.server()) as client:
+        many = [{"role": "user", "content": "x"}] * 1001  # each takes two tokens at least, of 2000
+        for body in (user("x " * 50_000), user(tools=[WEATHER] * 1000), {"messages": many}):
+            error = client.post(CHAT, json=body).json()["error"]
+            assert (error["code"], error["param"]) == ("context_length_exceeded", "messages"), error
+            assert "2000 tokens" in error["message"]
+        assert not rendered and post(client, user())
+        assert client.get("/health").json()["refused"] == 3
+
+
+class Recorder:
+    """A chat format that notes what it is asked to render."""
+
+    def __init__(self, chat: Any, rendered: list[Any]) -> None:
+        self._chat, self._rendered = chat, rendered
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._chat, name)
+
+    def render(self, messages: Any, tools: Any) -> list[int]:
+        if len(messages) > 100 or len(tools) > 100 or len(messages[0].content) > 1000:
+            self._rendered.append(messages)
+        return self._chat.render(messages, tools)
+
+
+def test_a_request_that_is_being_read_counts_as_waiting() -> None:
+    scripted = script("ok")
+    server = scripted.server(slots=1, queue=0)
+    go_on = threading.Event()
+    server._writer.submit(go_on.wait, HANG)  # it reads something long
+    with live(server) as client, ThreadPoolExecutor(1) as pool:
+        try:
+            first = pool.submit(post, client, user())
+            until(lambda: client.get("/health").json()["running"] == 1)
+            assert client.post(CHAT, json=user()).status_code == 429
+        finally:
+            go_on.set()
+        assert first.result(HANG)["choices"]
+
+
+@pytest.mark.parametrize(
+    ("sent", "expected"),
+    [
+        ("", b""),
+        ("POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-", b""),
+        (
+            "POST /v1/chat/completions HTTP/1.1\r\nhost: LOCALHOST:80\r\ncontent-type: application/json\r\n"
+            "content-length: 90\r\n\r\n{",
+            b"408",
+        ),
+    ],
+    ids=["nothing", "half a head", "half a body"],
+)
+def test_half_a_request_is_not_waited_for(
+    sent: str, expected: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(listen, "HEAD_TIME", 0.2)
+    monkeypatch.setattr(api, "BODY_TIME", 0.2)
+    with live(script("ok").server()) as client:
+        place = (client.base_url.host, client.base_url.port)
+        with socket.create_connection(place, timeout=10) as connection:
+            connection.sendall(sent.encode())
+            answer = b"".join(iter(lambda: connection.recv(4096), b""))  # until it hangs up
+    assert expected in answer.partition(b"\r\n")[0] and bool(answer) == bool(expected)
 
 
 def test_a_key_is_asked_for(capfd: pytest.CaptureFixture[str]) -> None:

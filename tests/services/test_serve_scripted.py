@@ -130,10 +130,10 @@ def test_a_full_queue_is_told() -> None:
             answer = client.post(CHAT, json=user(stream=stream))
             assert answer.status_code == 429 and answer.json()["error"]["code"] == "queue_full"
             assert answer.headers["retry-after"]
-        answer = client.post(CHAT, json=user(n=3))
-        assert answer.status_code == 400 and answer.json()["error"]["param"] == "n"
         scripted.gate.set()
         assert all(future.result(HANG)["choices"] for future in waiting)
+        answer = client.post(CHAT, json=user(n=3))
+        assert answer.status_code == 400 and answer.json()["error"]["param"] == "n"
         assert post(client, user())["choices"]
 
 

@@ -47,6 +47,34 @@ def test_the_file_of_other_programs(tmp_path: Path) -> None:
     assert local.settings == ServerSettings()
 
 
+def test_comments_and_last_commas_are_read_over(tmp_path: Path) -> None:
+    path = tmp_path / "mcp.json"
+    text = """// of my editor
+    {"servers": { /* two
+        lines */ "one": {"command": "sh", // "args": [],
+        "args": ["http://a//b", "/* no */ \\",]", ",}", ], /* , */ },
+    },}"""
+    path.write_text(text, encoding="utf-8")
+    [server] = read_config(path)
+    assert server.args == ("http://a//b", '/* no */ ",]', ",}")
+    path.write_text(text.replace("],", "]]"), encoding="utf-8")
+    with pytest.raises(ValueError, match="line 4 column"):
+        read_config(path)
+    path.write_text("[" * 100_000, encoding="utf-8")
+    with pytest.raises(ValueError, match=r"mcp.json: cannot be read"):
+        read_config(path)
+
+
+def test_python_is_our_own_where_there_is_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert servers(entry(command="python"))["one"].command == sys.executable
+    assert "there is no program 'ruby'" in wrong(entry(command="ruby"))
+    other = tmp_path / "python"
+    other.write_text("#!/bin/sh\n", encoding="utf-8")
+    other.chmod(0o755)
+    assert servers(entry(command="python"))["one"].command == str(other)
+
+
 @pytest.mark.parametrize(
     "data",
     [

@@ -25,6 +25,9 @@ from TrainingFactory.types import Message, SamplingParams, ToolCall, ToolSpec
 
 LEAST_TEMPERATURE = 1e-3  # logits divided by less leave the range of their number format
 LEAST_TOP_P = 1e-6
+LEAST_TOKENS = 2  # of a message: what it says, and its end
+MOST_BYTES = 16  # of a body for each token; texts have 3 to 5, an escaped emoji 12
+SMALL = 64 * 1024  # bytes; a body up to this size is read whatever the context
 # Of what the engine cannot do, neutral values are taken, because some clients always send them.
 Zero = Annotated[float, Field(ge=0, le=0)]
 PROBLEMS = {  # of pydantic -> code, text
@@ -172,9 +175,15 @@ class Ask:
     max_tokens: int = 0  # known with the prompt
 
 
-def read_ask(body: bytes, defaults: SamplingParams) -> Ask:
+def check_size(body: bytes, context: int) -> None:
+    """Refuse by its size what cannot fit into a context of so many tokens, before it costs anything."""
+    if len(body) > max(SMALL, context * MOST_BYTES):
+        raise _too_long(f"the body has {len(body)} bytes", context)
+
+
+def read_ask(body: bytes, defaults: SamplingParams, context: int = 2**63) -> Ask:
     """Return what is asked for; `defaults` hold what a client leaves out."""
-    request = _parsed(body)
+    request = _parsed(body, context)
     functions = [row.function.model_dump(exclude={"strict"}, exclude_defaults=True) for row in request.tools]
     tools = [ToolSpec(**function) for function in functions] if request.tool_choice == "auto" else []
     given = request.model_dump(include={"temperature", "top_p", "top_k", "min_p"}, exclude_unset=True)
@@ -184,9 +193,18 @@ def read_ask(body: bytes, defaults: SamplingParams) -> Ask:
     return Ask(request, _messages(request.messages), tools, params)
 
 
-def _parsed(body: bytes) -> ChatRequest:
+def _too_long(what: str, context: int) -> ApiError:
+    text = f"{what}, too many for the {context} tokens of the model's context; shorten the messages"
+    return ApiError(text, "messages", code="context_length_exceeded")
+
+
+def _parsed(body: bytes, context: int) -> ChatRequest:
     try:
-        return ChatRequest.model_validate(json.loads(body))
+        data = json.loads(body)
+        rows = data.get("messages") if isinstance(data, dict) else None
+        if isinstance(rows, list) and len(rows) > context // LEAST_TOKENS:
+            raise _too_long(f"there are {len(rows)} messages", context)
+        return ChatRequest.model_validate(data)
     except ValidationError as error:
         problem = error.errors(include_url=False)[0]
     except (ValueError, RecursionError) as error:

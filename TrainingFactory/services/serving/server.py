@@ -25,7 +25,7 @@ from TrainingFactory.protocols import Sampler
 from TrainingFactory.seeds import turn_seed
 from TrainingFactory.services.build.sampler import load, make_chat, make_engine
 from TrainingFactory.services.evaluation.evaluation import model_of
-from TrainingFactory.services.serving.request import Ask, read_ask
+from TrainingFactory.services.serving.request import Ask, check_size, read_ask
 from TrainingFactory.services.serving.text import Cut, TurnReader
 from TrainingFactory.types import Completion, Message, SamplingParams
 
@@ -59,7 +59,8 @@ class ChatServer:
         defaults: SamplingParams | None = None,
     ) -> None:
         self.name, self.slots, self.queue = name, slots, queue
-        self.pending = 0  # choices that are being sampled or wait
+        self.pending = 0  # requests that are being read, choices that are being sampled or wait
+        self.refused = 0  # requests since the start
         self._chat, self._sampler = chat, sampler
         self._defaults = dataclasses.replace(defaults or SamplingParams(), stop_ids=chat.stop_ids)
         self._gate = asyncio.Semaphore(slots)
@@ -76,9 +77,14 @@ class ChatServer:
 
     async def chat(self, body: bytes) -> Answer:
         """Answer one request, in one piece or as a stream."""
-        ask, prompt = await self.read(body)
-        with self.admitted(ask):  # a stream is refused here, while a status can still be told
-            return self.stream(ask, prompt) if ask.request.stream else await self.complete(ask, prompt)
+        try:
+            with self.admitted():
+                ask, prompt = await self.read(body)
+            with self.admitted(ask.request.n):  # a stream is refused here, while a status can still be told
+                return self.stream(ask, prompt) if ask.request.stream else await self.complete(ask, prompt)
+        except ApiError:
+            self.refused += 1
+            raise
 
     def models(self) -> dict[str, Any]:
         row = {"id": self.name, "object": "model", "created": self._started, "owned_by": "trainingfactory"}
@@ -86,21 +92,14 @@ class ChatServer:
 
     def health(self) -> dict[str, Any]:
         running = min(self.pending, self.slots)
-        return {"status": "ok", "model": self.name, "running": running, "waiting": self.pending - running}
+        counts = {"running": running, "waiting": self.pending - running, "refused": self.refused}
+        return {"status": "ok", "model": self.name} | counts
 
     async def read(self, body: bytes) -> tuple[Ask, list[int]]:
         """Return the request and its prompt, all checked."""
-        ask = read_ask(body, self._defaults)
-        if (model := ask.request.model) not in (None, self.name):
-            text = f"this server has no model {model:.60}; it serves {self.name}"
-            raise ApiError(text, "model", code="model_not_found")
-        try:
-            loop = asyncio.get_running_loop()
-            prompt = await loop.run_in_executor(self._writer, self._chat.render, ask.messages, ask.tools)
-        except (ValueError, RecursionError) as error:
-            text = f"the messages and tools cannot be written for this model: {error}"
-            raise ApiError(text, "messages") from error
         limit = self._sampler.max_length
+        check_size(body, limit)
+        ask, prompt = await asyncio.get_running_loop().run_in_executor(self._writer, self._read, body, limit)
         limits = {"messages": limit - len(prompt)}
         limits |= ask.request.model_dump(include={"max_tokens", "max_completion_tokens"}, exclude_unset=True)
         room, param = limits["messages"], max(limits, key=lambda name: limits[name])
@@ -113,20 +112,32 @@ class ChatServer:
         ask.max_tokens = min(limits.values())
         return ask, prompt
 
+    def _read(self, body: bytes, limit: int) -> tuple[Ask, list[int]]:
+        """Do what may take long, on a thread of its own."""
+        ask = read_ask(body, self._defaults, limit)
+        if (model := ask.request.model) not in (None, self.name):
+            text = f"this server has no model {model:.60}; it serves {self.name}"
+            raise ApiError(text, "model", code="model_not_found")
+        try:
+            return ask, self._chat.render(ask.messages, ask.tools)
+        except (ValueError, RecursionError) as error:
+            text = f"the messages and tools cannot be written for this model: {error}"
+            raise ApiError(text, "messages") from error
+
     @contextlib.contextmanager
-    def admitted(self, ask: Ask) -> Iterator[None]:
+    def admitted(self, n: int = 1) -> Iterator[None]:
         """Around the work for a request: it counts as pending."""
         most = self.slots + self.queue
-        if ask.request.n > most:
-            raise ApiError(f"n is {ask.request.n}, and this server takes {most} at a time", "n")
-        if self.pending + ask.request.n > most:
+        if n > most:
+            raise ApiError(f"n is {n}, and this server takes {most} at a time", "n")
+        if self.pending + n > most:
             text = f"{self.pending} answers are being written or wait, {most} is the limit; try again later"
             raise ApiError(text, status=429, code="queue_full")
-        self.pending += ask.request.n
+        self.pending += n
         try:
             yield
         finally:
-            self.pending -= ask.request.n
+            self.pending -= n
 
     async def complete(self, ask: Ask, prompt: list[int]) -> dict[str, Any]:
         """Write the answer in one piece. Call it inside `admitted`."""
@@ -154,7 +165,7 @@ class ChatServer:
                 events.put_nowait(error)
                 return 0
 
-        with self.admitted(ask):
+        with self.admitted(n):
             tasks = [asyncio.create_task(one(number)) for number in range(n)]
             try:
                 while n:

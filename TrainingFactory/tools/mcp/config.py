@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import shlex
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,18 +14,29 @@ from typing import Any
 from TrainingFactory.options import OptionError, make_from
 from TrainingFactory.tools.mcp.server_config import OneTool, ServerConfig, server_config
 
+_STRING = r'("(?:[^"\\]|\\.)*")'
+_COMMENT = re.compile(rf"{_STRING}|//[^\n]*|/\*.*?\*/", re.DOTALL)
+_LAST_COMMA = re.compile(rf"{_STRING}|,(?=\s*[\]}}])")
+
 
 def read_config(path: str | Path) -> list[ServerConfig]:
     """Return the servers of a file. One in .pydata holds a Python literal, which is read and never executed."""
     path = Path(path).expanduser()
     try:
         text = path.read_text(encoding="utf-8-sig")
-        data = ast.literal_eval(text.strip()) if path.suffix == ".pydata" else json.loads(text)
-    except (OSError, ValueError, SyntaxError) as error:
+        data = ast.literal_eval(text.strip()) if path.suffix == ".pydata" else _read_json(text)
+    except (OSError, ValueError, SyntaxError, RecursionError) as error:
         raise ValueError(
             f"{path}: cannot be read: {error}; give the mcpServers file of your servers"
         ) from None
     return parse_config(data, str(path), path.resolve().parent)
+
+
+def _read_json(text: str) -> Any:
+    """Read JSON that may have comments and a comma before a closing bracket, as editors write it."""
+    for pattern in (_COMMENT, _LAST_COMMA):  # blanks in their place, so that an error names the right line
+        text = pattern.sub(lambda found: found[1] or re.sub(r"[^\n]", " ", found[0]), text)
+    return json.loads(text)
 
 
 def parse_config(data: Any, origin: str, folder: Path) -> list[ServerConfig]:

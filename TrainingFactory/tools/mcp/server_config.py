@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shutil
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -219,6 +220,8 @@ def _process(entry: _Entry, folder: Path, fill: Fill) -> dict[str, Any]:
         found = next((path for path in tried if path), None)
     else:
         found = shutil.which(command, path=env.get("PATH"))
+        if found is None and command in ("python", "python3"):
+            found = sys.executable  # some systems have no program of that name
     if found is None:
         raise ValueError(f"there is no program {entry.command!r}; install it, or write its full path")
 
