@@ -166,7 +166,7 @@ class TemplateChatFormat:
         alone += [Message("assistant", tool_calls=message.tool_calls)] if message.tool_calls else []
         bodies = [self._as_template(part, texts, self._opens_thinking) for part in alone]
         text = "\n".join(
-            _after_thought(body, self.family.think, self._opens_thinking).strip("\n") for body in bodies
+            probes.after_thought(body, self.family.think, self._opens_thinking).strip("\n") for body in bodies
         )
         if not (opened or message.reasoning):
             return text
@@ -313,7 +313,7 @@ class TemplateChatFormat:
             if self._style is None:
                 raise ValueError("the chat template renders no tool calls")
             written = probes.assistant_body(self._template, self._style.message(calls), think)
-            return self._cut_end(_after_thought(written, think, self._header.endswith(think[0])))
+            return self._cut_end(probes.after_thought(written, think, self._header.endswith(think[0])))
 
         return body
 
@@ -365,22 +365,10 @@ class TemplateChatFormat:
                     continue
                 stops += [first.token] if isinstance(first, Control) else []
         known = [vocabulary.get(text) for text in self.family.stop_texts]
-        self._calls_end = self._end_of_calls()
+        calls_end = probes.end_of_calls(self._template, self._style, vocabulary)
+        self._calls_end = vocabulary.get(calls_end or "")
         found = (*stops, eos, self._calls_end, *known, *extra)
         return tuple(dict.fromkeys(stop for stop in found if stop is not None))
-
-    def _end_of_calls(self) -> int | None:
-        """Return the control token with which a turn with calls ends where it has another end (Gemma 4)."""
-        call = {"role": "user", "content": "m"}, ToolCall("f", {"a": "b"})
-        try:
-            calls = [self._style.message([call[1]] * count) if self._style else {} for count in (1, 2)]
-            one, two = (self._template.text([call[0], each], header=False).rstrip() for each in calls)
-        except ValueError:
-            return None
-        last = self._encoder.split(one)[-1]
-        text = self._encoder.decode([last.token]) if isinstance(last, Control) else ""
-        ends = text and two.endswith(text) and two.count(text) == one.count(text)
-        return self._encoder.control_texts[text] if ends else None
 
 
 chat_format = TemplateChatFormat
@@ -393,9 +381,3 @@ def as_message(message: Message | Mapping[str, Any]) -> Message:
 
 def as_spec(tool: ToolSpec | Mapping[str, Any]) -> ToolSpec:
     return tool if isinstance(tool, ToolSpec) else spec_from_dict(tool)
-
-
-def _after_thought(body: str, think: tuple[str, str], opened: bool) -> str:
-    """Return a turn without the thought that it begins with."""
-    thinks = opened or body.lstrip().startswith(think[0])
-    return body.partition(think[1])[2] if thinks and think[1] in body else body

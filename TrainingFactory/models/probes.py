@@ -71,6 +71,23 @@ def end_of_turn(template: Template, control_texts: Iterable[str]) -> str | None:
     return min(found)[2] if found else None
 
 
+def end_of_calls(template: Template, style: CallStyle | None, control_texts: Iterable[str]) -> str | None:
+    """Return the control token at the end of a turn with calls, where it stands nowhere else in it (Gemma 4)."""
+    try:
+        calls = [style.message([ToolCall("f", {"a": "b"})] * count) if style else {} for count in (1, 2)]
+        one, two = (template.text([user("m"), each], header=False).rstrip() for each in calls)
+    except ValueError:
+        return None
+    ends = [text for text in control_texts if one.endswith(text) and two.endswith(text)]
+    return next((text for text in ends if one.count(text) == two.count(text)), None)
+
+
+def after_thought(body: str, think: tuple[str, str], opened: bool) -> str:
+    """Return a turn without the thought that it begins with."""
+    thinks = opened or body.lstrip().startswith(think[0])
+    return body.partition(think[1])[2] if thinks and think[1] in body else body
+
+
 def shows_tool_results(template: Template, style: CallStyle | None, end_text: str | None) -> bool:
     try:
         return template.marks[2] in continuation(template, style, end_text, [Message("tool", "r")])
