@@ -135,7 +135,7 @@ def test_refill_can_judge_by_the_outcome_alone() -> None:
     """A group whose outcomes are equal is left out, whatever its steps and its lengths are worth."""
     steps = [played(Reward(1.0, [0.5, 0.0])), played(Reward(1.0, [0.0, 0.0]))]
     lengths = [played(Reward(1.0), turns=1), played(Reward(1.0), turns=4)]
-    both = {"overlong_length": 8, "overlong_buffer": 4}
+    both: dict[str, Any] = {"overlong_length": 8, "overlong_buffer": 4}
     for group in (steps, lengths):
         assert len(GRPO(refill=2, **both).samples(group)) == 2
         assert GRPO(refill=2, refill_by="outcome", **both).samples(group) == []

@@ -105,7 +105,7 @@ def test_gspo_credits_every_token_with_its_own_advantage(normalization: Any) -> 
         ratio = math.exp(gaps[mine].mean())
         share = 1 / (3 * len(mine)) if normalization == "sequence" else 1 / 20
         for token in mine:
-            value, wanted[token] = dual_clipped(math.log(ratio), advantages[token], 0.05, 0.02, 3.0)
+            value, wanted[token] = dual_clipped(math.log(ratio), float(advantages[token]), 0.05, 0.02, 3.0)
             total += share * value
             wanted[token] *= share
     assert loss.item() == pytest.approx(total, rel=1e-5)
