@@ -104,14 +104,15 @@ def test_equal_totals_can_still_teach_which_turn_was_good() -> None:
     assert GRPO(credit="turn", scale_rewards=True).samples(group) == []  # no deviation to divide by
 
 
-def test_reinforce_plus_plus_is_whitened_over_the_step() -> None:
+@pytest.mark.parametrize("advantage", ["reinforce_plus_plus", "reinforce_plus_plus_baseline"])
+def test_reinforce_plus_plus_is_whitened_over_the_step(advantage: Any) -> None:
     """NumPy from the formula, over tokens of several mini-batches."""
-    algorithm = GRPO(advantage="reinforce++")
+    algorithm = GRPO(advantage=advantage)
     played_as = [[(1.0, 1), (0.0, 3), (0.5, 2)], [(3.0, 2), (0.0, 1)], [(0.2, 4), (0.0, 1), (0.0, 2)]]
     groups = [[played(Reward(value), turns=turns) for value, turns in group] for group in played_as]
     raw = []
     for group in played_as:
-        mean = np.mean([value for value, _ in group])
+        mean = np.mean([value for value, _ in group]) if advantage.endswith("baseline") else 0.0
         raw += [np.full(2 * turns, value - mean) for value, turns in group]
     every = np.concatenate(raw)
     batches = [make_batch(algorithm.samples(group)) for group in groups]
@@ -119,6 +120,27 @@ def test_reinforce_plus_plus_is_whitened_over_the_step() -> None:
     found = np.concatenate([pack.advantages for batch in batches for pack in batch.packs])
     assert np.sort(found) == pytest.approx(np.sort((every - every.mean()) / every.std()), abs=1e-6)
     algorithm.prepare([make_batch([])], 0)  # a step without rows
+
+
+def test_plain_reinforce_plus_plus_compares_with_the_whole_step() -> None:
+    """So a group whose episodes all earned the same teaches, and one episode is a group."""
+    algorithm = GRPO(advantage="reinforce_plus_plus")
+    group = [played(Reward(0.5, [0.25, 0.0]))]
+    assert by_turn(algorithm.samples(group)) == [[0.75, 0.5]]
+    assert advantages(algorithm.samples(group_of(1.0, 1.0, None))) == [1.0, 1.0]
+    assert advantages(algorithm.samples(group_of(0.0, 0.0))) == [0.0, 0.0]
+
+
+def test_refill_can_judge_by_the_outcome_alone() -> None:
+    """A group whose outcomes are equal is left out, whatever its steps and its lengths are worth."""
+    steps = [played(Reward(1.0, [0.5, 0.0])), played(Reward(1.0, [0.0, 0.0]))]
+    lengths = [played(Reward(1.0), turns=1), played(Reward(1.0), turns=4)]
+    both: dict[str, Any] = {"overlong_length": 8, "overlong_buffer": 4}
+    for group in (steps, lengths):
+        assert len(GRPO(refill=2, **both).samples(group)) == 2
+        assert GRPO(refill=2, refill_by="outcome", **both).samples(group) == []
+    unequal = group_of(1.0, 0.0)
+    assert GRPO(refill=2, refill_by="outcome").samples(unequal) == GRPO().samples(unequal)
 
 
 def test_overlong_episodes_lose_reward() -> None:
@@ -172,7 +194,7 @@ def test_metrics_are_means_over_the_tokens_of_the_step() -> None:
         part.tolist() for part in (trained.logprobs, trained.sampled, trained.advantages, trained.reference)
     )
     ratios = [math.exp(n - s) for n, s in zip(now, sampled, strict=True)]
-    bound = [r > 1.5 if a > 0 else r < 0.8 for r, a in zip(ratios, advantage, strict=True)]
+    bound = [r > 1.5 if a > 0 else r < 0.8 or r > 3 for r, a in zip(ratios, advantage, strict=True)]
     wanted = {
         "clip_fraction": sum(bound),
         "logprob_diff": sum(abs(n - s) for n, s in zip(now, sampled, strict=True)),

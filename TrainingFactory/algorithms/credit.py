@@ -8,8 +8,8 @@ groups side by side.
     A[i, t] = R[i, t] - baseline[t]
 
 The baseline `rloo` is the mean of R[j, t] over the other members j; `group` is that over all members, which makes A
-shorter by the factor (n - 1) / n. A member that has stopped stays in the baseline of later turns with its outcome. The
-gradient is unbiased, with credit `turn` as well, provided that the reward of a step is settled when its turn ends.
+shorter by the factor (n - 1) / n; `none` is 0. A member that has stopped stays in the baseline of later turns with its
+outcome. The gradient is unbiased, also with credit `turn` if the reward of a step is settled when its turn ends.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import numpy as np
 
 from TrainingFactory.types import Trajectory
 
-Baseline = Literal["group", "rloo"]
+Baseline = Literal["group", "rloo", "none"]
 Credit = Literal["trajectory", "turn"]
 
 OVERLONG = "overlong_penalty"  # a part of rewards, taken off beside their outcome
@@ -40,6 +40,11 @@ def reward_tables(scored: Sequence[Trajectory]) -> tuple[np.ndarray, np.ndarray]
     return outcomes, steps
 
 
+def equal(outcomes: np.ndarray) -> bool:
+    """Tell whether outcomes [n] differ by no more than rounding."""
+    return bool(np.ptp(outcomes) <= TOLERANCE * np.abs(outcomes).max())
+
+
 def advantages(
     outcomes: np.ndarray, steps: np.ndarray, credit: Credit, baseline: Baseline, scale: bool = False
 ) -> np.ndarray:
@@ -48,6 +53,8 @@ def advantages(
     members = outcomes.shape[-1]
     to_go = np.flip(np.cumsum(np.flip(steps, -1), -1), -1)
     gains = outcomes[..., None] + (to_go if credit == "turn" else to_go[..., :1])
+    if baseline == "none":
+        return gains * np.ones(steps.shape[-1])
     distance = gains - gains.mean(-2, keepdims=True)
     # What is below this is rounding; a deviation made of it would blow it up to the size of a reward.
     least = TOLERANCE * (np.abs(outcomes) + np.abs(steps).sum(-1)).max(-1)[..., None, None]

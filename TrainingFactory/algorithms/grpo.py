@@ -3,12 +3,14 @@
     L = -mean over tokens of v min(w A, clip(w, 1 - low, 1 + high) A)  +  kl * KL(now, reference)  -  entropy * H
 
 A is the advantage of the token's turn (`credit.py`); w = p_now / p_sampled, of the token, or with ratio `sequence`
-the geometric mean of those of its episode (GSPO); v is 1. The loss `cispo` has min(w, 1 + high) A log p_now in place of
-the minimum, with no gradient through w. With `importance_cap`, for samplers that compute differently from the learner,
-w = p_now / p_old and v = min(p_old / p_sampled, cap), p_old being the learner's own before the step.
+the geometric mean of those of its episode, with the gradient of the token's own (GSPO-token); v is 1. Where A < 0 the
+minimum is `clip_dual` A at least. The loss `cispo` has min(w, 1 + high) A log p_now in place of the minimum, with no
+gradient through w. With `importance_cap`, for samplers that compute differently from the learner, w = p_now / p_old and
+v = min(p_old / p_sampled, cap), p_old being the learner's own before the step.
 
-With advantage `reinforce++`, A is that of `group`, whitened over all trained tokens of the step. Groups whose episodes
-all earned the same teach nothing and are left out; so are episodes without a reward.
+With advantage `reinforce_plus_plus`, A is the reward, whitened over all trained tokens of the step, and with
+`reinforce_plus_plus_baseline` that of `group`, whitened. But for the first, groups whose episodes all earned the same
+teach nothing and are left out; so are episodes without a reward.
 """
 
 from __future__ import annotations
@@ -21,14 +23,14 @@ import numpy as np
 import torch
 
 from TrainingFactory.algorithms.base import BaseAlgorithm, Total, whiten
-from TrainingFactory.algorithms.credit import OVERLONG, Credit, advantages, reward_tables
-from TrainingFactory.algorithms.policy_loss import Estimator, clipped_gain, kl_terms
+from TrainingFactory.algorithms.credit import OVERLONG, Credit, advantages, equal, reward_tables
+from TrainingFactory.algorithms.policy_loss import Estimator, clipped_gain, kl_terms, ratio_of
 from TrainingFactory.algorithms.trained import Trained
 from TrainingFactory.data.packing import Batch
 from TrainingFactory.data.samples import to_samples
 from TrainingFactory.types import Sample, Trajectory
 
-Advantage = Literal["group", "rloo", "reinforce++"]
+Advantage = Literal["group", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"]
 Normalization = Literal["token", "sequence", "constant"]
 Loss = Literal["clip", "cispo"]
 Ratio = Literal["token", "sequence"]
@@ -45,6 +47,7 @@ class GRPO(BaseAlgorithm):
     ratio: Ratio = "token"
     clip_low: float = 0.2
     clip_high: float = 0.28  # above clip_low: unlikely tokens may grow faster (clip-higher)
+    clip_dual: float | None = 3.0  # None: a negative advantage counts any number of times
     kl: float = 0.0
     kl_estimator: Estimator = "k3"
     entropy: float = 0.0
@@ -53,6 +56,7 @@ class GRPO(BaseAlgorithm):
     overlong_buffer: int = 128
     overlong_penalty: float = 1.0
     refill: int = 0  # rounds; whoever samples the episodes does it
+    refill_by: Literal["reward", "outcome"] = "reward"
     importance_cap: float | None = None
 
     def __post_init__(self) -> None:
@@ -62,11 +66,15 @@ class GRPO(BaseAlgorithm):
                 f"grpo.overlong_buffer is {self.overlong_buffer}; it must be at most overlong_length "
                 f"({self.overlong_length})"
             )
-        if self.scale_rewards and self.advantage == "reinforce++":
+        if self.scale_rewards and self._whitened:
             raise ValueError(
-                "grpo.scale_rewards is true; it must be false where grpo.advantage is reinforce++, which divides by "
-                "the deviation of the whole batch"
+                f"grpo.scale_rewards is true; it must be false where grpo.advantage is {self.advantage}, which divides "
+                "by the deviation of the whole batch"
             )
+
+    @property
+    def _whitened(self) -> bool:
+        return self.advantage.startswith("reinforce_plus_plus")
 
     @property
     def needs(self) -> frozenset[str]:
@@ -75,14 +83,17 @@ class GRPO(BaseAlgorithm):
 
     def samples(self, group: Sequence[Trajectory]) -> list[Sample]:
         scored = [trajectory for trajectory in group if trajectory.reward is not None and trajectory.turns]
-        if len(scored) < 2:
+        alone = self.advantage == "reinforce_plus_plus"  # not compared with its group
+        if len(scored) < (1 if alone else 2):
             return []
         outcomes, steps = reward_tables(scored)
+        if self.refill and self.refill_by == "outcome" and len(scored) > 1 and equal(outcomes):
+            return []
         if self.overlong_length is not None:
             outcomes -= self._penalties(scored, self.overlong_length)
-        baseline = "rloo" if self.advantage == "rloo" else "group"
+        baseline = "none" if alone else "rloo" if self.advantage == "rloo" else "group"
         table = advantages(outcomes, steps, self.credit, baseline, self.scale_rewards)
-        if not table.any():
+        if not alone and not table.any():
             return []
         rows = []
         for trajectory, values in zip(scored, table.tolist(), strict=True):
@@ -110,7 +121,7 @@ class GRPO(BaseAlgorithm):
         return self.overlong_penalty * np.clip(over, 0.0, 1.0)
 
     def prepare(self, batches: Sequence[Batch], step: int, total: Total = dict) -> None:
-        if self.advantage == "reinforce++":
+        if self._whitened:
             whiten([pack for batch in batches for pack in batch.packs], total)
 
     def loss(self, trained: Trained) -> tuple[torch.Tensor, dict[str, float]]:
@@ -118,14 +129,17 @@ class GRPO(BaseAlgorithm):
         assert before is not None
         gap = trained.logprobs - before
         if self.ratio == "sequence":
-            gap = (trained.per_episode(gap) / trained.lengths)[trained.episode]
-        ratio = gap.exp()
+            whole = (trained.per_episode(gap) / trained.lengths)[trained.episode]
+            # Through the mean, every token would be given the mean of its episode's advantages.
+            gap = whole.detach() + trained.logprobs - trained.logprobs.detach()
+        ratio = ratio_of(gap)
         if self.loss_kind == "cispo":
             gain = ratio.clamp(max=1 + self.clip_high).detach() * trained.advantages * trained.logprobs
             stopped = ratio > 1 + self.clip_high
         else:
-            gain = clipped_gain(ratio, trained.advantages, self.clip_low, self.clip_high)
-            stopped = ratio * trained.advantages > gain
+            gain, stopped = clipped_gain(
+                ratio, trained.advantages, self.clip_low, self.clip_high, self.clip_dual
+            )
         metrics = {
             "clip_fraction": float(stopped.sum()) / trained.step_tokens,
             "logprob_diff": _mean(trained, (trained.logprobs - trained.sampled).abs()),

@@ -19,13 +19,15 @@ class Kind:
     samples: bool = False  # learns from episodes that it samples itself, and takes no dataset
     form: Callable[[Any], Form] | None = None  # of the rows it learns from, by the options of its section
     demonstrations: bool = False  # can learn from what an environment's expert plays
-    least_group: int = 1  # episodes of a task that it compares with each other
+    least_group: Callable[[Any], int] = lambda _: (
+        1
+    )  # episodes of a task that it compares, by the same options
     least_rows: int = 1  # examples that a mini-batch needs
 
 
 KINDS = {
     "sft": Kind("sft:SFT", form=lambda _: "sft", demonstrations=True),
-    "grpo": Kind("grpo:GRPO", samples=True, least_group=2),
+    "grpo": Kind("grpo:GRPO", samples=True, least_group=lambda o: 1 + (o.advantage != "reinforce_plus_plus")),
     "ppo": Kind("ppo:PPO", samples=True),
     "rft": Kind("rft:RFT", samples=True),
     "dpo": Kind("dpo:DPO", form=lambda _: "dpo"),

@@ -2,7 +2,7 @@
 
     A, V  advantages by `gae.py`, and the critic's values; A is whitened over the step if asked
     R     = A + V before whitening and before the step: what the critic should have expected
-    L     = mean over tokens of  -min(w A, clip(w, 1 - clip, 1 + clip) A)
+    L     = mean over tokens of  -min(w A, clip(w, 1 - clip, 1 + clip) A), or where A < 0 -clip_dual A if that is less
                                  + value_weight / 2 max((V - R)^2, (V_old + clip(V - V_old, +-value_clip) - R)^2)
                                  + kl KL(now, reference) - entropy H
 
@@ -21,7 +21,7 @@ import torch
 
 from TrainingFactory.algorithms.base import SMALLEST, BaseAlgorithm, Total, moments, whiten
 from TrainingFactory.algorithms.gae import gae_of_episodes
-from TrainingFactory.algorithms.policy_loss import clipped_gain, kl_terms
+from TrainingFactory.algorithms.policy_loss import clipped_gain, kl_terms, ratio_of
 from TrainingFactory.algorithms.trained import Trained
 from TrainingFactory.data.packing import Batch, Pack
 from TrainingFactory.data.samples import to_samples
@@ -35,6 +35,7 @@ class PPO(BaseAlgorithm):
     gamma: float = 1.0
     lam: float = 1.0
     clip: float = 0.2
+    clip_dual: float | None = 3.0  # None: a negative advantage counts any number of times
     value_clip: float | None = 0.2  # None: values may move any distance
     value_weight: float = 0.1
     critic_warmup: int = 0  # steps in which the policy stays as it is
@@ -87,12 +88,11 @@ class PPO(BaseAlgorithm):
 
     def loss(self, trained: Trained) -> tuple[torch.Tensor, dict[str, float]]:
         gap = trained.logprobs - trained.sampled
-        ratio = gap.exp()
-        gain = clipped_gain(ratio, trained.advantages, self.clip, self.clip)
+        gain, stopped = clipped_gain(ratio_of(gap), trained.advantages, self.clip, self.clip, self.clip_dual)
         value_loss = self._value_loss(trained)
         total = -gain.sum() + self.value_weight * value_loss
         sums = {
-            "clip_fraction": (ratio * trained.advantages > gain).sum(),
+            "clip_fraction": stopped.sum(),
             "logprob_diff": gap.abs().sum(),
             "value_loss": value_loss,
         }

@@ -9,6 +9,8 @@ from pydantic import Field
 from TrainingFactory.config.section import Section
 from TrainingFactory.options import Count, NotNegative, Positive, Share, ZeroOrMore
 
+AboveOne = Annotated[float, Field(gt=1)]
+
 
 class SFTSection(Section):
     turns: Literal["all", "last"] = "all"
@@ -16,9 +18,9 @@ class SFTSection(Section):
 
 
 class GRPOSection(Section):
-    advantage: Literal["group", "rloo", "reinforce++"] = "group"
-    """What a reward is compared with: the mean of its group, the mean of the others in it (rloo), or the group's mean
-    and then the mean and deviation of the whole batch (reinforce++)."""
+    advantage: Literal["group", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"] = "group"
+    """What a reward is compared with: the mean of its group, the mean of the others in it (rloo), mean and deviation of
+    the whole batch (reinforce_plus_plus), or the group's mean and then those (reinforce_plus_plus_baseline)."""
     credit: Literal["trajectory", "turn"] = "turn"
     """Who is credited with step rewards: each turn with those from it on, or the whole episode with all of them. The
     same where there are none."""
@@ -32,11 +34,14 @@ class GRPOSection(Section):
     """clip: no gain beyond the bounds of the ratio; cispo: the ratio is a weight of the log-prob, at most
     1 + clip_high."""
     ratio: Literal["token", "sequence"] = "token"
-    """Probability ratio of each token, or one for the whole episode (GSPO; with normalization=sequence)."""
+    """Probability ratio of each token, or that of the whole episode for all of its tokens (GSPO; with
+    normalization=sequence)."""
     clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
     """A probability ratio counts down to 1 - clip_low."""
     clip_high: Positive = 0.28
     """And up to 1 + clip_high; above clip_low, so that unlikely tokens may grow faster."""
+    clip_dual: AboveOne | None = 3.0
+    """loss_kind=clip: a negative advantage counts at most so many times; null: any number."""
     kl: NotNegative = 0.0
     """Weight of the distance from the model that training started with."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
@@ -54,6 +59,8 @@ class GRPOSection(Section):
     refill: ZeroOrMore = 0
     """Rounds in which tasks that teach nothing, because their episodes all earned the same, are made up for by further
     tasks; 0: none."""
+    refill_by: Literal["reward", "outcome"] = "reward"
+    """What must differ for a task to teach: the whole reward, or the outcome, whatever steps and lengths are worth."""
     importance_cap: Positive | None = None
     """For a sampler that computes differently from the learner: weight tokens by the ratio of the two, at most this."""
 
@@ -67,6 +74,8 @@ class PPOSection(Section):
     """How far advantages look beyond the critic: 0 one token, 1 to the end."""
     clip: Annotated[float, Field(gt=0, lt=1)] = 0.2
     """A probability ratio counts from 1 - clip to 1 + clip."""
+    clip_dual: AboveOne | None = 3.0
+    """A negative advantage counts at most so many times; null: any number."""
     value_clip: Positive | None = 0.2
     """How far a value may move in one step with effect on its loss; null: any distance."""
     value_weight: Positive = 0.1

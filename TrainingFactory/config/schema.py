@@ -56,7 +56,7 @@ class TrainingSection(Section):
     batch_size: Count = 8
     """Tasks per step; demonstrations, pairs or labelled examples where the data exist."""
     group_size: Count = 8
-    """Episodes per task in one step; grpo needs 2 or more."""
+    """Episodes per task in one step; grpo needs 2 or more, except with reinforce_plus_plus."""
     learning_rate: Positive = 1e-6
     """Peak learning rate."""
     warmup_steps: ZeroOrMore = 0

@@ -1,11 +1,10 @@
 """`reward.type: process_reward`: the outcome, and what single turns earn on the way to it.
 
 A turn's entry is fixed when the turn ends, which makes credit by turn unbiased. So a rule, `rule(trajectory, turn)`,
-sees the trajectory as it was then."""
+sees the trajectory as it was then; at the last turn `trajectory.reward` is the outcome, if that is asked for."""
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import json
 import re
@@ -90,9 +89,10 @@ def clear_reasoning(trajectory: Trajectory, turn: int) -> bool:
 
 
 def efficient_path(trajectory: Trajectory, turn: int) -> float:
-    """Return, for the turn that ends the episode well, the shortest number of turns over that taken; where it is not
-    known, the share of turns that were no failure and no repetition."""
-    if trajectory.status != "done" or turn != len(trajectory.turns) - 1:
+    """Return, for the turn that ends the episode right, the shortest number of turns over that taken; where it is not
+    known, the share of turns that were no failure and no repetition; times an outcome between 0 and 1."""
+    right = min(1.0, trajectory.reward.outcome) if trajectory.reward else 0.0
+    if trajectory.status != "done" or turn != len(trajectory.turns) - 1 or right <= 0:
         return 0.0
     shortest = trajectory.task.metadata.get("shortest")
     if shortest is None:
@@ -102,10 +102,10 @@ def efficient_path(trajectory: Trajectory, turn: int) -> float:
             for number, one in enumerate(trajectory.turns)
             if one.message.tool_calls
         )
-        return 1.0 - wasted / (turn + 1)
+        return right * (1.0 - wasted / (turn + 1))
     if not shortest > 0:
         raise ValueError(f"the task's metadata shortest is {shortest!r}; it must be a number of turns")
-    return min(1.0, shortest / (turn + 1))
+    return right * min(1.0, shortest / (turn + 1))
 
 
 _ABOUT_CALLS = (correct_tool, valid_arguments, no_repeated_call, error_recovered)
@@ -138,7 +138,7 @@ class ProcessReward:
 
     outcome_weight: float = 1.0
     step_rewards: Mapping[str, float] | None = None
-    outcome: Any = None  # any callable; None: the environment's own; not asked where it weighs 0
+    outcome: Any = None  # any callable; None: the environment's own; not asked where nothing depends on it
     _: KW_ONLY
     pay: Literal["once", "per_turn"] = (
         "once"  # when a rule first holds, of a graded one what is better than before
@@ -164,14 +164,19 @@ class ProcessReward:
         )
 
     async def __call__(self, episode: Episode) -> Reward:
-        shortest = _expert_turns(episode.environment) if "efficient_path" in self._rules else None
-        turns = in_thread(self.reward_turns, episode.trajectory, shortest)
-        if not self.outcome_weight:  # what counts for nothing must not cost anything, nor fail
-            return await turns
-        outcome, process = await asyncio.gather(self.outcome(episode), turns)
+        efficient = bool(self._weights.get("efficient_path"))
+        if (
+            not self.outcome_weight and not efficient
+        ):  # what counts for nothing must not cost anything, nor fail
+            return await in_thread(self.reward_turns, episode.trajectory)
+        outcome = await self.outcome(episode)
+        shortest = _expert_turns(episode.environment) if efficient else None
+        process = await in_thread(self.reward_turns, episode.trajectory, outcome, shortest)
         return self.add_outcome(outcome, process)
 
-    def reward_turns(self, trajectory: Trajectory, shortest: int | None = None) -> Reward:
+    def reward_turns(
+        self, trajectory: Trajectory, outcome: Reward | None = None, shortest: int | None = None
+    ) -> Reward:
         """Return one entry per turn; `parts` say what each rule gave, and what was capped and clawed back."""
         check_known(trajectory)
         if shortest:
@@ -184,7 +189,7 @@ class ProcessReward:
         total = capped = clawed_back = 0.0
         for turn in range(len(trajectory.turns)):
             earned = 0.0
-            view = _as_it_was(trajectory, turn)
+            view = _as_it_was(trajectory, turn, outcome)
             for name, rule in self._rules.items():
                 value = _value(name, rule, view, turn)
                 low, high = seen[name]
@@ -223,15 +228,20 @@ def calculate_process_reward(
     """Return the same for a trajectory whose outcome is known already; options are those of ProcessReward."""
     reward = ProcessReward(outcome_weight, step_rewards, **options)
     known = checked(outcome, len(trajectory.turns), OUTCOME)
-    return reward.add_outcome(known, reward.reward_turns(trajectory))
+    return reward.add_outcome(known, reward.reward_turns(trajectory, known))
 
 
-def _as_it_was(trajectory: Trajectory, turn: int) -> Trajectory:
+def _as_it_was(trajectory: Trajectory, turn: int, outcome: Reward | None) -> Trajectory:
     """Return the trajectory as it was when this turn ended. Before the last turn an episode has not come to its end."""
     last = turn == len(trajectory.turns) - 1
     status = trajectory.status if last else "max_turns"
     return dataclasses.replace(
-        trajectory, turns=trajectory.turns[: turn + 1], status=status, reward=None, error=None, seconds=0.0
+        trajectory,
+        turns=trajectory.turns[: turn + 1],
+        status=status,
+        reward=outcome if last else None,
+        error=None,
+        seconds=0.0,
     )
 
 

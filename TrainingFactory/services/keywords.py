@@ -162,7 +162,7 @@ class SFTKeywords(Keywords, total=False):
 
 
 class GRPOKeywords(Keywords, total=False):
-    advantage: Literal["group", "rloo", "reinforce++"]
+    advantage: Literal["group", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"]
     credit: Literal["trajectory", "turn"]
     scale_rewards: bool
     normalization: Literal["token", "sequence", "constant"]
@@ -171,6 +171,7 @@ class GRPOKeywords(Keywords, total=False):
     ratio: Literal["token", "sequence"]
     clip_low: float
     clip_high: float
+    clip_dual: float | None
     kl: float
     kl_estimator: Literal["k1", "k2", "k3"]
     entropy: float
@@ -179,6 +180,7 @@ class GRPOKeywords(Keywords, total=False):
     overlong_buffer: int
     overlong_penalty: float
     refill: int
+    refill_by: Literal["reward", "outcome"]
     importance_cap: float | None
 
 
@@ -187,6 +189,7 @@ class PPOKeywords(Keywords, total=False):
     gamma: float
     lam: float
     clip: float
+    clip_dual: float | None
     value_clip: float | None
     value_weight: float
     critic_learning_rate: float | None

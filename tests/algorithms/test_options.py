@@ -14,6 +14,7 @@ from TrainingFactory.algorithms.dpo import DPO
 from TrainingFactory.algorithms.grpo import GRPO
 from TrainingFactory.algorithms.ppo import PPO
 from TrainingFactory.algorithms.reward_model import RewardModel
+from TrainingFactory.config import load_config
 from TrainingFactory.config.algorithms import GRPOSection
 
 # The first option of each is named in the error.
@@ -21,13 +22,14 @@ WRONG: dict[str, list[dict[str, Any]]] = {
     "grpo": [
         {"clip_low": 0.0}, {"clip_low": 1.0}, {"clip_high": 0.0}, {"kl": -0.1}, {"entropy": -1.0}, {"refill": -1},
         {"constant_length": 0}, {"importance_cap": 0.0}, {"overlong_penalty": -1.0}, {"advantage": "gae"},
-        {"overlong_buffer": 9, "overlong_length": 8}, {"scale_rewards": True, "advantage": "reinforce++"},
+        {"overlong_buffer": 9, "overlong_length": 8}, {"scale_rewards": True, "advantage": "reinforce_plus_plus"},
+        {"scale_rewards": True, "advantage": "reinforce_plus_plus_baseline"}, {"clip_dual": 1.0}, {"refill_by": "luck"},
         {"credit": "token"}, {"normalization": "none"}, {"loss_kind": "ppo"}, {"ratio": "turn"},
         {"kl_estimator": "k4"},
     ],
     "ppo": [
         {"clip": 1.0}, {"gamma": 1.1}, {"lam": -0.1}, {"value_clip": 0.0}, {"value_weight": 0.0}, {"kl": -0.1},
-        {"entropy": -1.0}, {"critic_warmup": -1},
+        {"entropy": -1.0}, {"clip_dual": 0.5}, {"critic_warmup": -1},
     ],
     "dpo": [
         {"beta": 0.0}, {"label_smoothing": 0.5}, {"label_smoothing": 0.1, "loss_kind": "hinge"},
@@ -58,6 +60,22 @@ def test_a_policy_that_would_never_learn_is_refused(tmp_path: Path) -> None:
 def test_the_config_has_the_same_options_and_defaults() -> None:
     assert GRPO(**GRPOSection().model_dump()) == GRPO()
     assert set(GRPOSection.model_fields) == {field.name for field in fields(GRPO)}
+
+
+def test_the_published_recipes_are_those_of_their_authors(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "algorithms" / "grpo.md").read_text(encoding="utf-8")
+    table = page.partition("The published recipes")[2].partition("##")[0]
+    rows = [line.strip("| ").split(" | ") for line in table.splitlines() if line.count("`") == 2]
+    recipes: dict[str, GRPO] = {}
+    for name, options in rows:
+        (tmp_path / "recipe.yaml").write_text(f"grpo: {{{options.strip('`')}}}", encoding="utf-8")
+        recipes[name] = GRPO(**load_config(tmp_path / "recipe.yaml").grpo.model_dump())
+    scaled = {name for name, recipe in recipes.items() if recipe.scale_rewards}
+    assert scaled == {"GRPO", "DAPO", "GSPO", "CISPO"}
+    assert {name for name, recipe in recipes.items() if recipe.clip_high == 0.2} == {"GRPO", "Dr. GRPO"}
+    assert recipes["DAPO"].refill_by == "outcome"
+    assert recipes["REINFORCE++"].advantage == "reinforce_plus_plus"
+    assert recipes["REINFORCE++-baseline"].advantage == "reinforce_plus_plus_baseline"
 
 
 @pytest.mark.parametrize(

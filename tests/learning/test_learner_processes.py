@@ -49,7 +49,7 @@ def train(shares: list[list[slice]], path: Path) -> list[dict[str, float]]:
 
 # The groups of each process: unequal shares, and for those that look at the step as a whole, nothing on one side.
 SHARES = {"unequal": (slice(0, 3), slice(3, 4)), "one-sided": (NONE, slice(0, 4))}
-WHOLE = ("reinforce++", "ppo-head", "kto", "rft")
+WHOLE = ("reinforce++-baseline", "ppo-head", "kto", "rft")
 # Whatever else a loss adds, it is divided by one of the counts that these divide by.
 EVERY = (*WHOLE, "grpo", "grpo-sequence", "ppo-warmup", "dpo", "process-reward-model")
 CASES = [("unequal", name) for name in EVERY] + [("one-sided", name) for name in WHOLE]

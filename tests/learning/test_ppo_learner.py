@@ -46,9 +46,8 @@ def plain_gradients(
             states = critic(ids, output_hidden_states=True).hidden_states[-1][0, start - 1 : -1].double()
             values = states @ head.weight[0].double() + head.bias.double()
             distance = torch.tensor(fact["reference"][done:end]) - now
-            loss = (
-                -gains + 0.25 * (values - returns[done:end]) ** 2 + ppo.kl * (distance.exp() - distance - 1)
-            ).sum()
+            k3 = (distance.exp() - distance - 1).clamp(max=10)  # as in verl; some tokens are beyond it
+            loss = (-gains + 0.25 * (values - returns[done:end]) ** 2 + ppo.kl * k3).sum()
             (loss / len(every)).backward()
             done = end
     named = list(learner._named_parameters())

@@ -48,10 +48,15 @@ def played(*turns: Turn, status: Status = "done", **metadata: Any) -> Trajectory
     return Trajectory(Task("t", "?", "4", metadata), "g", tools=SPECS, turns=list(turns), status=status)
 
 
-def said(rule: str, *turns: Turn, **metadata: Any) -> list[float]:
+def said(rule: str, *turns: Turn, outcome: float = 1.0, **metadata: Any) -> list[float]:
     """Return what a rule gives in each turn."""
     return calculate_process_reward(
-        played(*turns, **metadata), {rule: 1.0}, pay="per_turn", cap=math.inf, claw_back=False
+        played(*turns, **metadata),
+        {rule: 1.0},
+        outcome=outcome,
+        pay="per_turn",
+        cap=math.inf,
+        claw_back=False,
     ).steps
 
 
@@ -98,11 +103,29 @@ def test_the_shortest_path():
     assert said("efficient_path", *turns, shortest=2) == [0, 0, 0, 0.5]
     assert said("efficient_path", *turns, shortest=9) == [0, 0, 0, 1]
     assert said("efficient_path", call(), call(), call(ok=False, q="x"), says()) == [0, 0, 0, 0.5]
-    assert (
-        calculate_process_reward(played(*turns, status="max_turns"), {"efficient_path": 1.0}).steps == [0] * 4
-    )
+    cut = calculate_process_reward(played(*turns, status="max_turns"), {"efficient_path": 1.0}, outcome=1.0)
+    assert cut.steps == [0] * 4
     with pytest.raises(Unscored, match="shortest is 0"):
         said("efficient_path", says(), shortest=0)
+
+
+@pytest.mark.parametrize(("outcome", "wanted"), [(0.0, 0), (-1.0, 0), (0.25, 0.25), (1.0, 1), (5.0, 1)])
+def test_only_an_answer_that_is_right_was_reached_efficiently(outcome: float, wanted: float):
+    """A guess in one turn is as short as can be."""
+    assert said("efficient_path", says("7"), outcome=outcome) == [wanted]
+    assert said("efficient_path", says("7"), outcome=outcome, shortest=3) == [wanted]
+    if outcome < 1:
+        assert said("efficient_path", call(), says("7"), outcome=outcome, shortest=1) == [0, wanted / 2]
+
+
+@pytest.mark.parametrize("weight", [0.0, 1.0])
+def test_whether_it_was_right_is_asked_of_the_outcome(weight: float):
+    """Also where the outcome itself weighs nothing."""
+    reward = ProcessReward(weight, {"efficient_path": 0.5}, lambda episode: episode.trajectory.answer == "ok")
+    for answer, wanted in (("ok", 0.5), ("no idea", 0.0)):
+        [[result]] = rollout(say=lambda *_, answer=answer: answer, reward=reward)
+        assert result.reward is not None, result.error
+        assert result.reward.outcome == weight * (answer == "ok") and result.reward.steps == [wanted]
 
 
 def test_the_expert_says_what_is_shortest():

@@ -115,7 +115,7 @@ def test_what_takes_all_groups_of_a_step() -> None:
     second = [episode(0, ["a"], 5.0), episode(1, ["bb"], 0.0)]
     for trajectory in second:
         trajectory.group = "0/u"
-    credit = coloured([*first, *second], GRPO(advantage="reinforce++"), TOKENIZER)
+    credit = coloured([*first, *second], GRPO(advantage="reinforce_plus_plus_baseline"), TOKENIZER)
     plain = np.array([0.5, *[-0.5] * 3, 2.5, -2.5, -2.5])
     wanted = (plain - plain.mean()) / plain.std()
     seen = {

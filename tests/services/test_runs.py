@@ -137,7 +137,7 @@ def test_a_run_that_cannot_start_leaves_nothing(tmp_path: Path) -> None:
             r"grpo\.overlong_buffer is 9; .*length \(8\)",
         ),
         (
-            {"grpo": {"advantage": "reinforce++", "scale_rewards": True}},
+            {"grpo": {"advantage": "reinforce_plus_plus", "scale_rewards": True}},
             r"grpo\.scale_rewards is true; .*false",
         ),
     ],

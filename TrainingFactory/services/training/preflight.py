@@ -19,10 +19,10 @@ def check(config: TrainingConfig, recorded: bool) -> None:
         raise ValueError(
             "several processes were started (WORLD_SIZE is set), but a run is one process for now; start it plainly"
         )
-    if training.group_size < kind.least_group:
+    if training.group_size < (least := kind.least_group(getattr(config, name))):
         raise ValueError(
             f"training.group_size is {training.group_size}, but {name} compares the episodes of a group with each "
-            f"other: it needs {kind.least_group} or more (8 is usual)"
+            f"other: it needs {least} or more (8 is usual)"
         )
     if training.batch_size % training.minibatches:
         raise ValueError(
