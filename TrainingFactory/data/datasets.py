@@ -6,6 +6,7 @@ import csv
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -38,27 +39,36 @@ def read_rows(source: Any, split: str = "train") -> Iterator[Row]:
         readers = {".json": _of_json, ".parquet": _of_parquet, ".csv": _of_csv}
         return readers.get(path.suffix.lower(), _of_lines)(path)
     if path.suffix.lower() in FILES or str(source).startswith((".", "/", "~")):
-        raise ValueError(f"there is no file of data at {path}; a dataset is {KINDS}")
+        raise ValueError(f"there is no file of data at {path}; rows come from {KINDS}")
     return _of_dicts(_from_hub(str(source), split), str(source), arrow=True)
 
 
 def _of_lines(path: Path) -> Iterator[Row]:
+    bad: list[Row] = []  # held back until there is a good one: a file of another format is told as that
+    good = False
     for number, line in text_lines(path):
-        where = f"{path}, line {number}"
+        row = Row(f"{path}, line {number}", {})
         try:
-            yield Row(where, _there(as_object(line, "with the columns of the row"), deep=False))
+            row.columns = _there(as_object(line, "with the columns of the row"), deep=False)
         except ValueError as error:
-            yield Row(where, {}, str(error))
+            row.problem = str(error)
+        bad.append(row)
+        if good := good or row.problem is None:
+            yield from bad
+            bad.clear()
+    if bad:
+        what = f"{bad[0].where} {bad[0].problem}, and no line of the file is a JSON object with columns"
+        raise ValueError(f"{what}; rows come from {KINDS}")
 
 
 def _of_json(path: Path) -> Iterator[Row]:
     """Read a list of objects, alone or under a name such as `data`; or one object a line after all."""
     try:
         value = json.loads(path.read_text(encoding="utf-8-sig", errors="surrogatepass") or "[]")
-    except json.JSONDecodeError as error:
-        if error.msg == "Extra data":
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        if isinstance(error, json.JSONDecodeError) and error.msg == "Extra data":
             return _of_lines(path)
-        raise ValueError(f"{path} is not valid JSON: {error}") from error
+        raise ValueError(f"{path} is not valid JSON: {error}; rows come from {KINDS}") from error
     if isinstance(value, dict):
         value = next((value[key] for key in WRAPPERS if isinstance(value.get(key), list)), [value])
     if not isinstance(value, list):
@@ -80,7 +90,10 @@ def _of_csv(path: Path) -> Iterator[Row]:
 def _of_parquet(path: Path) -> Iterator[Row]:
     import pyarrow.parquet
 
-    batches = pyarrow.parquet.ParquetFile(path).iter_batches(batch_size=1024)
+    try:
+        batches = pyarrow.parquet.ParquetFile(path).iter_batches(batch_size=1024)
+    except pyarrow.ArrowInvalid as error:
+        raise ValueError(f"{path} is no Parquet file: {error}; rows come from {KINDS}") from error
     return _of_dicts((row for batch in batches for row in batch.to_pylist()), str(path), arrow=True)
 
 
@@ -103,7 +116,7 @@ def _from_hub(source: str, split: str) -> Any:
         return datasets.load_dataset(name, configuration or None, split=split)
     except Exception as error:  # foreign code, at the far end of a network
         text = f"{source} is no file here, and the hub did not give its split {split!r}"
-        raise ValueError(f"{text}: {describe(error)}. A dataset is {KINDS}") from error
+        raise ValueError(f"{text}: {describe(error)}. Rows come from {KINDS}") from error
 
 
 def _split_of(dataset: Any, name: str, split: str) -> Any:
@@ -117,7 +130,7 @@ def _split_of(dataset: Any, name: str, split: str) -> Any:
 def _of_objects(source: Any, split: str) -> Iterator[Row]:
     source = _split_of(source, "the dataset", split)
     if not isinstance(source, Iterable):
-        raise ValueError(f"a dataset is {KINDS}, or a list of dicts, not a {type(source).__name__}")
+        raise ValueError(f"rows come from {KINDS}, or a list of dicts, not a {type(source).__name__}")
     return _of_dicts(source, None, arrow=type(source).__module__.startswith("datasets."))
 
 
@@ -139,25 +152,26 @@ def _there(value: Any, deep: bool) -> Any:
     return [_there(item, deep) for item in value] if isinstance(value, list) else value
 
 
-def read_lines(
-    path: str | Path, what: str, form: str, read: Callable[[dict[str, Any], int], Made]
+def read_each(
+    source: Any, what: str, read: Callable[[Row, int], Made], split: str = "train", count: int | None = None
 ) -> list[Made]:
-    """Return what `read` makes of each line's object and number; its ValueError goes on after "FILE, line N"."""
-    path = Path(path)
-    if not path.is_file():
-        raise ValueError(f"there is no file of {what} at {path}")
-    rows: list[Made] = []
+    """Return what `read` makes of the first `count` rows and their numbers; its ValueError goes on after the row's
+    place, such as "FILE, line N"."""
+    made: list[Made] = []
     problems: list[str] = []
-    for number, line in text_lines(path):
+    for number, row in enumerate(islice(read_rows(source, split), count), 1):
         try:
-            rows.append(read(as_object(line, form), number))
+            if row.problem is not None:
+                raise ValueError(row.problem)
+            made.append(read(row, number))
         except ValueError as error:
-            problems.append(f"{path}, line {number} {error}")
+            problems.append(f"{row.where} {error}")
     if problems:
         raise ValueError(in_one(problems))
-    if not rows:
-        raise ValueError(f"{path} is empty: one JSON object a line is needed")
-    return rows
+    if not made:
+        name = source if isinstance(source, str | Path) else "the dataset"
+        raise ValueError(f"{name} is empty: there must be {what} in it, one a row")
+    return made
 
 
 def text_lines(path: Path) -> Iterator[tuple[int, str]]:
@@ -167,7 +181,8 @@ def text_lines(path: Path) -> Iterator[tuple[int, str]]:
         try:
             yield from ((number, line) for number, line in enumerate(file, 1) if line.strip())
         except UnicodeDecodeError as error:
-            raise ValueError(f"{path} is not a UTF-8 text: {error.reason}") from error
+            text = f"{path} is not a UTF-8 text: {error.reason}"
+            raise ValueError(f"{text}; rows come from {KINDS}") from error
 
 
 def as_object(line: str, form: str) -> dict[str, Any]:
