@@ -209,5 +209,10 @@ def own_tasks(
     return tasks
 
 
+def makes_tasks(environment: EnvironmentFactory) -> bool:
+    """Tell whether it has a method `tasks` of its own."""
+    return getattr(environment.tasks, "__func__", None) is not ToolEnvironment.tasks.__func__
+
+
 def environment_name(environment: EnvironmentFactory) -> str:
     return getattr(environment, "__name__", type(environment).__name__)  # a class, or an object of the user's
