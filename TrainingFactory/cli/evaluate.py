@@ -145,10 +145,12 @@ def _check_objects(run: RunFolder, config: TrainingConfig, other_environment: bo
 
 
 def _check_name(model: str) -> None:
-    """Raise where the name is that of no run, and cannot be that of a model either."""
-    from TrainingFactory.models.names import BUILTIN, SUPPORTED_MODELS, can_be_model
+    """Raise where the name is that of no run, and cannot be that of a model: not known, not there, no hub id."""
+    from TrainingFactory.models.names import BUILTIN, SUPPORTED_MODELS, resolve
     from TrainingFactory.services.runs.folder import list_runs
 
-    if not can_be_model(model):
+    target, path = resolve(model), Path(model).expanduser()
+    hub = target.count("/") == 1 and not target.startswith((".", "/", "~")) and path.suffix != ".gguf"
+    if not (hub or target == BUILTIN or target.startswith("package:") or path.exists()):
         near = nearest(model, [*(run.name for run in list_runs()), *SUPPORTED_MODELS, BUILTIN], cutoff=0.5)
         raise ValueError(f"there is no such run or model: {model!r}{did_you_mean(near)}")

@@ -30,6 +30,13 @@ class Row:
 
 def read_rows(source: Any, split: str = "train") -> Iterator[Row]:
     """Yield the rows of a path, a hub id (`name` or `name:configuration`), a `datasets.Dataset` or dicts."""
+    try:
+        yield from _rows(source, split)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{source} is not a UTF-8 text: {error.reason}; rows come from {KINDS}") from error
+
+
+def _rows(source: Any, split: str) -> Iterator[Row]:
     if not isinstance(source, str | Path):
         return _of_objects(source, split)
     path = Path(source).expanduser()
@@ -44,29 +51,39 @@ def read_rows(source: Any, split: str = "train") -> Iterator[Row]:
 
 
 def _of_lines(path: Path) -> Iterator[Row]:
-    bad: list[Row] = []  # held back until there is a good one: a file of another format is told as that
+    """Read an object a line; bad lines wait for a good one, for where there is none the file has another format."""
+    waiting: list[Row] = []
     good = False
-    for number, line in text_lines(path):
-        row = Row(f"{path}, line {number}", {})
-        try:
-            row.columns = _there(as_object(line, "with the columns of the row"), deep=False)
-        except ValueError as error:
-            row.problem = str(error)
-        bad.append(row)
-        if good := good or row.problem is None:
-            yield from bad
-            bad.clear()
-    if bad:
-        what = f"{bad[0].where} {bad[0].problem}, and no line of the file is a JSON object with columns"
-        raise ValueError(f"{what}; rows come from {KINDS}")
+    # utf-8-sig: some programs put a mark at the beginning. surrogatepass: what a model wrote may hold half a character.
+    with path.open(encoding="utf-8-sig", errors="surrogatepass") as file:
+        for number, line in enumerate(file, 1):
+            if line.strip():
+                waiting.append(_of_line(line, f"{path}, line {number}"))
+                good = good or waiting[-1].problem is None
+            if good:
+                yield from waiting
+                waiting.clear()
+    if waiting:
+        first = f"{waiting[0].where} {waiting[0].problem}"
+        raise ValueError(f"{first}, and no line of the file is an object in JSON; rows come from {KINDS}")
+
+
+def _of_line(line: str, where: str) -> Row:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        return Row(where, {}, f"is not valid JSON: {error}")
+    if not isinstance(row, dict):
+        return Row(where, {}, f"must be an object with the columns of the row, not {line.strip()[:40]}")
+    return Row(where, _there(row, deep=False))
 
 
 def _of_json(path: Path) -> Iterator[Row]:
     """Read a list of objects, alone or under a name such as `data`; or one object a line after all."""
     try:
         value = json.loads(path.read_text(encoding="utf-8-sig", errors="surrogatepass") or "[]")
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        if isinstance(error, json.JSONDecodeError) and error.msg == "Extra data":
+    except json.JSONDecodeError as error:
+        if error.msg == "Extra data":
             return _of_lines(path)
         raise ValueError(f"{path} is not valid JSON: {error}; rows come from {KINDS}") from error
     if isinstance(value, dict):
@@ -172,27 +189,6 @@ def read_each(
         name = source if isinstance(source, str | Path) else "the dataset"
         raise ValueError(f"{name} is empty: there must be {what} in it, one a row")
     return made
-
-
-def text_lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield the lines that are not blank, with their numbers."""
-    # utf-8-sig: some programs put a mark at the beginning. surrogatepass: what a model wrote may hold half a character.
-    with path.open(encoding="utf-8-sig", errors="surrogatepass") as file:
-        try:
-            yield from ((number, line) for number, line in enumerate(file, 1) if line.strip())
-        except UnicodeDecodeError as error:
-            text = f"{path} is not a UTF-8 text: {error.reason}"
-            raise ValueError(f"{text}; rows come from {KINDS}") from error
-
-
-def as_object(line: str, form: str) -> dict[str, Any]:
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"is not valid JSON: {error}") from error
-    if not isinstance(row, dict):
-        raise ValueError(f"must be an object {form}, not {line.strip()[:40]}")
-    return row
 
 
 def in_one(problems: Sequence[str]) -> str:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 BUILTIN = "builtin:tiny"
 
 # short name -> hub id, a package that carries weights, or another spelling of a hub id
@@ -29,13 +27,6 @@ HUB_ALIASES = {
     "Qwen/Qwen3-8B-Instruct": "Qwen/Qwen3-8B",
     "meta-llama/Llama-3-8B-Instruct": "meta-llama/Meta-Llama-3-8B-Instruct",
 }
-
-
-def can_be_model(name: str) -> bool:
-    """Tell what is known or there, or has the form of a hub id, from a name that means nothing."""
-    target, path = resolve(name), Path(name).expanduser()
-    hub = target.count("/") == 1 and not target.startswith((".", "/", "~")) and path.suffix != ".gguf"
-    return hub or target == BUILTIN or target.startswith("package:") or path.exists()
 
 
 def resolve(name: str) -> str:
