@@ -49,12 +49,12 @@ def test_tasks_in_every_format(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     Path("tasks.json").write_text(json.dumps({"data": ROWS}))
     Path("tasks.csv").write_text("id,prompt,answer,level\n,2 + 2?,4,easy\nb,3 + 3?,6,\n")
     rows.to_parquet("tasks.parquet")
-    datasets.DatasetDict(train=rows).save_to_disk("tasks")
+    datasets.DatasetDict({"train": rows}).save_to_disk("tasks")
     both = [Task("tasks-1", "2 + 2?", "4", {"level": "easy"}), Task("b", "3 + 3?", "6")]
     for source in ("tasks.json", "tasks.csv", "tasks.parquet", "tasks"):
         assert load_tasks(source) == both, source
     named = [replace(both[0], id="task-1"), both[1]]
-    for source in (ROWS, rows, datasets.DatasetDict(train=rows), iter(ROWS)):
+    for source in (ROWS, rows, datasets.DatasetDict({"train": rows}), iter(ROWS)):
         assert load_tasks(source) == named, source
     assert load_tasks(both, count=1) == load_tasks("tasks.csv", count=1) == both[:1]
     config = TrainingConfig(data={"tasks": "tasks.csv", "count": 1})
