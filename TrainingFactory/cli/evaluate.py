@@ -12,16 +12,24 @@ from TrainingFactory.cli import show
 from TrainingFactory.cli.display import Display
 from TrainingFactory.cli.options import Flags, Json, Overrides
 from TrainingFactory.cli.rollout import summary, why_unscored
-from TrainingFactory.config import load_config
+from TrainingFactory.config import TrainingConfig, load_config
 from TrainingFactory.config.loading import key_value
 from TrainingFactory.config.names import full_key
+from TrainingFactory.options import did_you_mean, nearest
 
 if TYPE_CHECKING:
     from TrainingFactory.services.evaluation.evaluation import Evaluation
     from TrainingFactory.services.evaluation.rollouts import Report
+    from TrainingFactory.services.runs.folder import RunFolder
 
 UNSCORED = 1  # exit status
 OTHER_REWARD = ("reward.type", "reward.parts")  # who names one of these wants another reward than the run's
+# kind of Python object -> how a command names what stands for it
+NAMED_BY = {
+    "environment": "--env FILE.py",
+    "tools": "'tools=[\"FILE.py:NAME\"]'",
+    "tasks": "data.tasks=FILE",
+}
 
 
 def evaluate(
@@ -51,19 +59,31 @@ def evaluate(
         replay: A recording whose tool calls are served again: that of an earlier evaluation with
             logging.record_tools=true.
     """
-    from TrainingFactory.services.evaluation.evaluation import Evaluation, model_of
+    from TrainingFactory.services.evaluation import evaluation as evaluations
 
     flags = flags or Flags()
     if flags.model is not None:
         raise ValueError("the model is named twice: give it once, without --model")
-    sections = {"data": {"split": "heldout", "count": 64}} | model_of(model)
+    sections = {"data": {"split": "heldout", "count": 64}} | evaluations.model_of(model)
     other = any(full_key(each.partition("=")[0].strip()) in OTHER_REWARD for each in overrides)
-    sections |= _reward(model, other)
+    found, learned = evaluations.checkpoint_of(model), {}
+    if found is None:
+        _check_name(model)
+    else:
+        sections |= _reward(found[0], other)
+        learned = evaluations.learned_tasks(found[0]) if env is None else {}
+        sections["data"] |= learned
     given = [key_value(f"{s}.{key}", value) for s, keys in sections.items() for key, value in keys.items()]
     if env is not None:
         given.append(key_value("environment.environment_id", env))
     config = load_config(None, [*given, *overrides, *flags.overrides()])
-    evaluation = Evaluation(config, out, replay, show.note)
+    if found is not None:
+        _check_objects(found[0], config, env is not None)
+    if learned and config.data.tasks == learned["tasks"]:
+        show.note(
+            "note: the run has no held-out tasks, so these are those it learned from; name others: --tasks FILE"
+        )
+    evaluation = evaluations.Evaluation(config, out, replay, show.note)
     with Display(evaluation.total) as display:
         result = evaluation.run(display.episode)
     return _report(evaluation, result, as_json)
@@ -92,14 +112,11 @@ def _report(evaluation: Evaluation, result: Report, as_json: bool) -> int:
     return 0
 
 
-def _reward(model: str, other: bool) -> dict[str, dict[str, Any]]:
-    """Return the reward section of the run, if the model is one of a run and no other reward is asked for."""
+def _reward(run: RunFolder, other: bool) -> dict[str, dict[str, Any]]:
+    """Return the reward section of the run, if no other reward is asked for."""
     from TrainingFactory.services.build.named_files import changed_files
-    from TrainingFactory.services.evaluation.evaluation import checkpoint_of, reward_of
+    from TrainingFactory.services.evaluation.evaluation import reward_of
 
-    if (found := checkpoint_of(model)) is None:
-        return {}
-    run, _ = found
     for name in changed_files(run.about):
         show.note(f"note: {name} has changed since run {run.name} was started")
     reward = None if other else reward_of(run)
@@ -109,3 +126,31 @@ def _reward(model: str, other: bool) -> dict[str, dict[str, Any]]:
             "the environment's own reward scores instead"
         )
     return {} if reward is None else {"reward": reward.model_dump()}
+
+
+def _check_objects(run: RunFolder, config: TrainingConfig, other_environment: bool) -> None:
+    """Raise where a run was started with Python objects in whose place the config names nothing."""
+    environment = config.environment.environment_id
+    named = {
+        "environment": environment,
+        "tools": config.tools or other_environment,
+        "tasks": config.data.tasks or environment,
+    }
+    given = [kind for kind in run.about.get("objects", []) if kind in named]
+    if missing := [kind for kind in given if not named[kind]]:
+        raise ValueError(
+            f"run {run.name} was started from Python with its own {' and '.join(given)}, which its folder does not "
+            f"hold; name what is missing: {' '.join(NAMED_BY[kind] for kind in missing)}"
+        )
+
+
+def _check_name(model: str) -> None:
+    """Raise where the name is that of no run, and cannot be that of a model: not known, not there, no hub id."""
+    from TrainingFactory.models.names import BUILTIN, SUPPORTED_MODELS, resolve
+    from TrainingFactory.services.runs.folder import list_runs
+
+    target, path = resolve(model), Path(model).expanduser()
+    hub = target.count("/") == 1 and not target.startswith((".", "/", "~")) and path.suffix != ".gguf"
+    if not (hub or target == BUILTIN or target.startswith("package:") or path.exists()):
+        near = nearest(model, [*(run.name for run in list_runs()), *SUPPORTED_MODELS, BUILTIN], cutoff=0.5)
+        raise ValueError(f"there is no such run or model: {model!r}{did_you_mean(near)}")

@@ -24,7 +24,7 @@ class Flags:
     model: str | None = None
     """Short name, hub id, local folder, GGUF file, or builtin:tiny."""
     tasks: str | None = None
-    """A JSONL file of tasks, or a number: so many of the environment's own."""
+    """A file or hub id of tasks, or a number: so many of the environment's own."""
     split: str | None = None
     """Which of the environment's tasks: train or heldout."""
     group_size: int | None = None

@@ -167,7 +167,7 @@ class OptimizationSection(Section):
 
 class DataSection(Section):
     tasks: PathText | None = None
-    """JSONL file of tasks; null: the environment makes them."""
+    """Tasks: a file (JSONL, JSON, Parquet, CSV), saved dataset or hub id; null: the environment makes them."""
     split: str = "train"
     """Which of the environment's splits the tasks come from: train or heldout."""
     count: Count | None = None
@@ -178,14 +178,14 @@ class DataSection(Section):
     """sft, dpo, kto, reward_model: file (JSONL, JSON, Parquet, CSV), saved dataset, hub id or run folder, with
     conversations, pairs, labels or trajectories; null: for sft the environment's own expert plays."""
     dataset_split: str = "train"
-    """Which split of a dataset of the hub or of a saved one; files have none."""
+    """Which split of data.dataset or data.tasks, where that is a dataset of the hub or a saved one; files have none."""
     shuffle: bool = True
     """Take the tasks or rows in another order every epoch; false: in the order they have."""
     skip_bad_rows: bool = False
     """Leave out rows that are wrong and count them, instead of an error; rows over model.max_length always are."""
     heldout: PathText | None = None
-    """Tasks for evaluation (a JSONL file), or where data.dataset is given, rows like its; null: the environment's split
-    heldout."""
+    """Tasks for evaluation, from where data.tasks may come, or where data.dataset is given, rows like its; null: the
+    environment's split heldout."""
     heldout_split: str = "test"
     """Which split of data.heldout, where that is a dataset of the hub or a saved one."""
     heldout_count: Count = 64

@@ -6,6 +6,7 @@ import csv
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,6 +30,13 @@ class Row:
 
 def read_rows(source: Any, split: str = "train") -> Iterator[Row]:
     """Yield the rows of a path, a hub id (`name` or `name:configuration`), a `datasets.Dataset` or dicts."""
+    try:
+        yield from _rows(source, split)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{source} is not a UTF-8 text: {error.reason}; rows come from {KINDS}") from error
+
+
+def _rows(source: Any, split: str) -> Iterator[Row]:
     if not isinstance(source, str | Path):
         return _of_objects(source, split)
     path = Path(source).expanduser()
@@ -38,17 +46,36 @@ def read_rows(source: Any, split: str = "train") -> Iterator[Row]:
         readers = {".json": _of_json, ".parquet": _of_parquet, ".csv": _of_csv}
         return readers.get(path.suffix.lower(), _of_lines)(path)
     if path.suffix.lower() in FILES or str(source).startswith((".", "/", "~")):
-        raise ValueError(f"there is no file of data at {path}; a dataset is {KINDS}")
+        raise ValueError(f"there is no file of data at {path}; rows come from {KINDS}")
     return _of_dicts(_from_hub(str(source), split), str(source), arrow=True)
 
 
 def _of_lines(path: Path) -> Iterator[Row]:
-    for number, line in text_lines(path):
-        where = f"{path}, line {number}"
-        try:
-            yield Row(where, _there(as_object(line, "with the columns of the row"), deep=False))
-        except ValueError as error:
-            yield Row(where, {}, str(error))
+    """Read an object a line; bad lines wait for a good one, for where there is none the file has another format."""
+    waiting: list[Row] = []
+    good = False
+    # utf-8-sig: some programs put a mark at the beginning. surrogatepass: what a model wrote may hold half a character.
+    with path.open(encoding="utf-8-sig", errors="surrogatepass") as file:
+        for number, line in enumerate(file, 1):
+            if line.strip():
+                waiting.append(_of_line(line, f"{path}, line {number}"))
+                good = good or waiting[-1].problem is None
+            if good:
+                yield from waiting
+                waiting.clear()
+    if waiting:
+        first = f"{waiting[0].where} {waiting[0].problem}"
+        raise ValueError(f"{first}, and no line of the file is an object in JSON; rows come from {KINDS}")
+
+
+def _of_line(line: str, where: str) -> Row:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        return Row(where, {}, f"is not valid JSON: {error}")
+    if not isinstance(row, dict):
+        return Row(where, {}, f"must be an object with the columns of the row, not {line.strip()[:40]}")
+    return Row(where, _there(row, deep=False))
 
 
 def _of_json(path: Path) -> Iterator[Row]:
@@ -58,7 +85,7 @@ def _of_json(path: Path) -> Iterator[Row]:
     except json.JSONDecodeError as error:
         if error.msg == "Extra data":
             return _of_lines(path)
-        raise ValueError(f"{path} is not valid JSON: {error}") from error
+        raise ValueError(f"{path} is not valid JSON: {error}; rows come from {KINDS}") from error
     if isinstance(value, dict):
         value = next((value[key] for key in WRAPPERS if isinstance(value.get(key), list)), [value])
     if not isinstance(value, list):
@@ -80,7 +107,10 @@ def _of_csv(path: Path) -> Iterator[Row]:
 def _of_parquet(path: Path) -> Iterator[Row]:
     import pyarrow.parquet
 
-    batches = pyarrow.parquet.ParquetFile(path).iter_batches(batch_size=1024)
+    try:
+        batches = pyarrow.parquet.ParquetFile(path).iter_batches(batch_size=1024)
+    except pyarrow.ArrowInvalid as error:
+        raise ValueError(f"{path} is no Parquet file: {error}; rows come from {KINDS}") from error
     return _of_dicts((row for batch in batches for row in batch.to_pylist()), str(path), arrow=True)
 
 
@@ -103,7 +133,7 @@ def _from_hub(source: str, split: str) -> Any:
         return datasets.load_dataset(name, configuration or None, split=split)
     except Exception as error:  # foreign code, at the far end of a network
         text = f"{source} is no file here, and the hub did not give its split {split!r}"
-        raise ValueError(f"{text}: {describe(error)}. A dataset is {KINDS}") from error
+        raise ValueError(f"{text}: {describe(error)}. Rows come from {KINDS}") from error
 
 
 def _split_of(dataset: Any, name: str, split: str) -> Any:
@@ -117,7 +147,7 @@ def _split_of(dataset: Any, name: str, split: str) -> Any:
 def _of_objects(source: Any, split: str) -> Iterator[Row]:
     source = _split_of(source, "the dataset", split)
     if not isinstance(source, Iterable):
-        raise ValueError(f"a dataset is {KINDS}, or a list of dicts, not a {type(source).__name__}")
+        raise ValueError(f"rows come from {KINDS}, or a list of dicts, not a {type(source).__name__}")
     return _of_dicts(source, None, arrow=type(source).__module__.startswith("datasets."))
 
 
@@ -139,45 +169,26 @@ def _there(value: Any, deep: bool) -> Any:
     return [_there(item, deep) for item in value] if isinstance(value, list) else value
 
 
-def read_lines(
-    path: str | Path, what: str, form: str, read: Callable[[dict[str, Any], int], Made]
+def read_each(
+    source: Any, what: str, read: Callable[[Row, int], Made], split: str = "train", count: int | None = None
 ) -> list[Made]:
-    """Return what `read` makes of each line's object and number; its ValueError goes on after "FILE, line N"."""
-    path = Path(path)
-    if not path.is_file():
-        raise ValueError(f"there is no file of {what} at {path}")
-    rows: list[Made] = []
+    """Return what `read` makes of the first `count` rows and their numbers; its ValueError goes on after the row's
+    place, such as "FILE, line N"."""
+    made: list[Made] = []
     problems: list[str] = []
-    for number, line in text_lines(path):
+    for number, row in enumerate(islice(read_rows(source, split), count), 1):
         try:
-            rows.append(read(as_object(line, form), number))
+            if row.problem is not None:
+                raise ValueError(row.problem)
+            made.append(read(row, number))
         except ValueError as error:
-            problems.append(f"{path}, line {number} {error}")
+            problems.append(f"{row.where} {error}")
     if problems:
         raise ValueError(in_one(problems))
-    if not rows:
-        raise ValueError(f"{path} is empty: one JSON object a line is needed")
-    return rows
-
-
-def text_lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield the lines that are not blank, with their numbers."""
-    # utf-8-sig: some programs put a mark at the beginning. surrogatepass: what a model wrote may hold half a character.
-    with path.open(encoding="utf-8-sig", errors="surrogatepass") as file:
-        try:
-            yield from ((number, line) for number, line in enumerate(file, 1) if line.strip())
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{path} is not a UTF-8 text: {error.reason}") from error
-
-
-def as_object(line: str, form: str) -> dict[str, Any]:
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"is not valid JSON: {error}") from error
-    if not isinstance(row, dict):
-        raise ValueError(f"must be an object {form}, not {line.strip()[:40]}")
-    return row
+    if not made:
+        name = source if isinstance(source, str | Path) else "the dataset"
+        raise ValueError(f"{name} is empty: there must be {what} in it, one a row")
+    return made
 
 
 def in_one(problems: Sequence[str]) -> str:

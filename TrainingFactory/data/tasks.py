@@ -1,28 +1,34 @@
-"""Read tasks from a file: one JSON object a line with a "prompt" and, as wanted, "id", "answer" and other keys."""
+"""Read tasks from rows of any format: each has a "prompt" and, as wanted, "id", "answer" and other columns."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from TrainingFactory.data.conversations import text_or_messages
-from TrainingFactory.data.datasets import read_lines
+from TrainingFactory.data.datasets import Row, read_each
 from TrainingFactory.types import Message, Task
 
 
-def load_tasks(path: str | Path) -> list[Task]:
-    """Return the tasks; one without `id` is named after its line, keys that are not part of a task are metadata."""
-    stem = Path(path).stem
-    line_of: dict[str, int] = {}
+def load_tasks(source: Any, split: str = "train", count: int | None = None) -> list[Task]:
+    """Return the first `count` tasks of whatever `read_rows` reads, or of a list of tasks; one without `id` is named
+    after its place, columns that are not part of a task are metadata."""
+    stem = Path(source).stem if isinstance(source, str | Path) else "task"
+    if not isinstance(source, str | Path | Mapping) and not type(source).__module__.startswith("datasets."):
+        source = list(source)
+        if all(isinstance(each, Task) for each in source):
+            return source[:count]
+    taken: dict[str, str] = {}
 
-    def read(row: dict[str, Any], number: int) -> Task:
-        task = _task(row, f"{stem}-{number}")
-        if task.id in line_of:
-            raise ValueError(f"has the id {task.id!r}, which is already that of line {line_of[task.id]}")
-        line_of[task.id] = number
+    def read(row: Row, number: int) -> Task:
+        task = _task(row.columns, f"{stem}-{number}")
+        if task.id in taken:
+            raise ValueError(f"has the id {task.id!r}, which is already that of {taken[task.id]}")
+        taken[task.id] = row.where
         return task
 
-    return read_lines(path, "tasks", 'like {"prompt": "..."}', read)
+    return read_each(source, 'tasks such as {"prompt": "..."}', read, split, count)
 
 
 def _task(row: dict[str, Any], default_id: str) -> Task:
@@ -32,9 +38,9 @@ def _task(row: dict[str, Any], default_id: str) -> Task:
     if not isinstance(metadata, dict):
         raise ValueError('has a "metadata" that is not an object')
     rest = {key: value for key, value in row.items() if key not in ("id", "prompt", "answer", "metadata")}
-    prompt: str | list[Message] = row["prompt"]
-    if not isinstance(prompt, str) or not prompt.strip():
-        prompt = text_or_messages(row, "prompt", "user")
-        if prompt[-1].role == "assistant":
-            raise ValueError('has a "prompt" that must end before the model\'s turn')
+    prompt: str | list[Message] = text_or_messages(row, "prompt", "user")
+    if prompt[-1].role == "assistant":
+        raise ValueError('has a "prompt" that must end before the model\'s turn')
+    if prompt == [Message("user", row["prompt"])]:
+        prompt = row["prompt"]
     return Task(str(row.get("id", default_id)), prompt, row.get("answer"), rest | metadata)

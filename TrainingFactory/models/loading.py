@@ -161,6 +161,8 @@ def _load_pretrained(name: str, target: str, options: dict[str, Any], how: dict[
 
     source, where = _locate(name, target)
     options |= where
+    if source == target and not Path(source).exists():
+        _check_hub(name, target, options["revision"])
     # safetensors only: other weight files are pickles, which run code when they are read
     how |= {} if where else {"use_safetensors": True}
     try:
@@ -168,8 +170,9 @@ def _load_pretrained(name: str, target: str, options: dict[str, Any], how: dict[
         loaded: Any = AutoModelForCausalLM.from_pretrained(source, output_loading_info=True, **options, **how)
         model, report = loaded
     except LOADING as error:
-        text = f"model {name!r} could not be loaded from {source!r}: {_first_line(error)}{_near(name)}"
-        raise ValueError(text) from error
+        raise ValueError(
+            f"model {name!r} could not be loaded from {source!r}: {_first_line(error)}"
+        ) from error
     missing = sorted(report["missing_keys"])
     if missing:  # transformers fills them with random numbers and goes on
         text = f"{len(missing)} weights are missing from {source!r}, the first is {missing[0]}"
@@ -179,6 +182,22 @@ def _load_pretrained(name: str, target: str, options: dict[str, Any], how: dict[
         del model.config.quantization_config
         model.hf_quantizer = None
     return model, tokenizer
+
+
+def _check_hub(name: str, target: str, revision: str) -> None:
+    """Raise where the model is neither in the cache nor the hub in reach, after one round of the retries that the hub's
+    library shows, instead of a round for each file."""
+    from huggingface_hub import errors, hf_hub_download
+
+    try:
+        hf_hub_download(target, "config.json", revision=revision)
+    except errors.LocalEntryNotFoundError as error:
+        raise ValueError(
+            f"model {name!r}: {target} is not in the cache of this machine, and the hub cannot be asked for it (no "
+            "connection, or HF_HUB_OFFLINE is set); download it where there is one, and name its folder here"
+        ) from error
+    except LOADING:  # transformers has better words for what is not there or not allowed
+        return
 
 
 def _read_tokenizer(source: str, options: dict[str, Any]) -> Any:

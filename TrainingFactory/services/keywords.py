@@ -3,7 +3,7 @@ into their sections. Meanings, defaults and ranges are in `config/`; a test hold
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, TypedDict
 
@@ -13,7 +13,6 @@ from TrainingFactory.config.schema import ALGORITHMS, sections
 from TrainingFactory.protocols import AnyReward
 from TrainingFactory.services.runs.tracking import Watcher
 from TrainingFactory.tools.cache.cache import ToolCache
-from TrainingFactory.types import Task
 
 Section = Mapping[str, Any]  # keys of one section of the config
 
@@ -24,7 +23,7 @@ class Keywords(TypedDict, total=False):
     # of the trainer itself
     reward_function: AnyReward | str | None
     tools: Any
-    tasks: Sequence[Task] | str | Path | None
+    tasks: Any
     dataset: Any
     heldout: Any
     config: TrainingConfig | None

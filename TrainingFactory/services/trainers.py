@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
 from TrainingFactory.algorithms.kinds import KINDS
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.config.names import expand
+from TrainingFactory.data.tasks import load_tasks
 from TrainingFactory.protocols import AnyReward
 from TrainingFactory.rewards.adapt import as_reward
 from TrainingFactory.services.build.notices import notices, unused
@@ -22,7 +23,6 @@ from TrainingFactory.services.runs.tracking import PlainLines, Watcher
 from TrainingFactory.services.training.dataset import Objects, read_examples, read_heldout
 from TrainingFactory.tools.adapt import as_tool
 from TrainingFactory.tools.cache.cache import ToolCache
-from TrainingFactory.types import Task
 
 
 class Trainer:
@@ -37,7 +37,7 @@ class Trainer:
         *,
         reward_function: AnyReward | str | None = None,
         tools: Any = (),
-        tasks: Sequence[Task] | str | Path | None = None,
+        tasks: Any = None,
         dataset: Any = None,
         heldout: Any = None,
         config: TrainingConfig | None = None,
@@ -53,7 +53,8 @@ class Trainer:
         `model` is a name or one of `TrainingFactory.models`; `environment` a name, a Python file, a class, or a
         section of the config, with `tools` in it or not. `tools` are added to those of the environment: tools, typed
         functions, `MCPTools` and other sources, or names; several or one. With `tools` and `tasks` alone there is a
-        plain conversation. `dataset` is a file, a hub id, or rows as Python objects, and so is `heldout`: with
+        plain conversation. `tasks` are `Task` objects, or rows like those of `dataset`, which is a file, a hub id, or
+        rows as Python objects (dicts, a `datasets.Dataset`), and so is `heldout`: with
         `eval_every=N` it is measured and not learned (for trainers that sample, a file of tasks).
 
         `options` are keys of the config in short form (`learning_rate=1e-5`, `use_lora=True`, and those of the
@@ -72,9 +73,7 @@ class Trainer:
         for key, value in {"tasks": tasks, "dataset": dataset, "heldout": heldout}.items():
             if isinstance(value, str | Path):
                 into(given, "data", {key: value})
-        if tasks is not None and not isinstance(tasks, str | Path):
-            self.objects.tasks = list(tasks)
-        self._dataset, self._heldout = _rows(dataset), _rows(heldout)
+        self._tasks, self._dataset, self._heldout = map(_rows, (tasks, dataset, heldout))
         self._name, self._resume, self._replay = name, resume, replay
         self._watcher = watcher or PlainLines()
         self._allocation_id = allocation_id
@@ -139,6 +138,8 @@ class Trainer:
     def _take(self, config: TrainingConfig) -> None:
         """Make this the trainer's config, and read the rows that were handed in as it says."""
         self.config, objects = config, self.objects
+        if self._tasks is not None:
+            objects.tasks = load_tasks(self._tasks, config.data.dataset_split, config.data.count)
         if self._dataset is not None:
             objects.examples = read_examples(config, self._dataset)
         if self._heldout is not None:

@@ -5,6 +5,7 @@ import random
 import time
 from collections.abc import Iterator
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +14,7 @@ from TrainingFactory.envs import CalculatorEnvironment, SearchEnvironment, ToolE
 from TrainingFactory.envs.builtin.text2sql import Text2SqlEnvironment
 from TrainingFactory.models.words import NAMES, PLACES, THINGS
 from TrainingFactory.rollout import play
+from TrainingFactory.services.build.environment import environment_from_file
 from TrainingFactory.tools import tool
 from TrainingFactory.types import Message, Task, ToolCall, Trajectory
 
@@ -98,6 +100,27 @@ def test_tools_of_a_class_its_bases_and_handed_in():
     assert [t.spec.name for t in Worse(task).tools] == ["wind"]
     with pytest.raises(ValueError, match="same name"):
         Weather(task, [Weather(task).temperature])
+
+
+def test_methods_of_rl_factory_that_nothing_would_call_are_told(tmp_path: Path):
+    path = tmp_path / "search.py"
+    text = """from TrainingFactory.envs import ToolEnvironment
+
+class SearchEnv(ToolEnvironment):
+    def get_step_reward(self, responses, format_score=0.1):
+        return 1
+
+    def _compute_score_with_rules(self, data, tokenizer, if_val=False):
+        return [[0.0]]
+"""
+    path.write_text(text)
+    says = r"SearchEnv has _compute_score_with_rules, get_step_reward as in RL-Factory.*`reward\(self, episode\)`"
+    with pytest.raises(ValueError, match=says):
+        environment_from_file(str(path))
+    path.write_text(
+        text + "\n    def reward(self, episode):\n        return self._compute_score_with_rules(0, 0)[0][0]\n"
+    )
+    assert environment_from_file(str(path)).__name__ == "SearchEnv"
 
 
 def test_tasks_must_come_from_somewhere():

@@ -88,8 +88,26 @@ def test_a_hub_id_is_loaded_through_the_hub_cache(
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     loaded = load_model("acme/tiny")
     assert (loaded.name, loaded.model.config.model_type) == ("acme/tiny", "qwen3")
-    with pytest.raises(ValueError, match="model 'acme/other' could not be loaded"):
+    with pytest.raises(
+        ValueError, match="model 'acme/other': acme/other is not in the cache of this machine"
+    ):
         load_model("acme/other")
+
+
+def test_a_hub_out_of_reach_is_asked_one_round_and_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    waits: list[float] = []
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # nobody listens there
+    monkeypatch.setattr(
+        constants, "HUGGINGFACE_CO_URL_TEMPLATE", "http://127.0.0.1:9/{repo_id}/{revision}/{filename}"
+    )
+    monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", waits.append)
+    with pytest.raises(ValueError, match=r"^model 'qwen3-4b': Qwen/.* name its folder here$"):
+        load_model("qwen3-4b")
+    assert 0 < len(waits) <= 5
 
 
 def test_adapter_is_loaded_unmerged(saved: Path, tmp_path: Path) -> None:

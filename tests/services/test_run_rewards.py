@@ -116,6 +116,33 @@ def test_an_evaluation_without_a_figure_is_a_failure(tfactory: Run) -> None:
     assert status == 1 and "no episode could be scored; mostly: " in err and "machine is away" in err
 
 
+def test_a_reward_that_fails_on_everything_is_told_at_the_first_episode(tfactory: Run) -> None:
+    status, _, err = tfactory("train", "small.yaml", "--name", "a", *by("broken", "max_steps=9"))
+    first, rest = err.split("WARNING: the first episode could not be scored; ")
+    assert (
+        status == 2
+        and "WARNING" not in first
+        and "the scoring machine is away" in rest.partition("WARNING")[0]
+    )
+    assert "error: nothing was learned" in rest and not RunFolder(Path("runs/a")).metrics()
+
+
+@pytest.mark.parametrize(
+    "options", [["environment=bare.py"], ["reward.type=rule_based", "reward.options={rule: numeric}"]]
+)
+def test_tasks_without_answers_are_told_before_anything_is_loaded(tfactory: Run, options: list[str]) -> None:
+    Path("bare.py").write_text(
+        "from TrainingFactory.envs import ToolEnvironment\n\nclass Bare(ToolEnvironment): pass\n"
+    )
+    Path("tasks.csv").write_text("prompt,gold\nWhat is 1 + 1?,2\n")
+    status, _, err = tfactory(
+        "train", "small.yaml", "--name", "a", "data.tasks=tasks.csv", "model=no/such", *options
+    )
+    said = " ".join(err.split())
+    assert status == 2 and "none of the 1 tasks has an answer" in said and "(they have gold, prompt)" in said
+    assert not Path("runs/a").exists()
+
+
 def test_a_short_run_of_which_nothing_was_scored(tfactory: Run) -> None:
     arguments = by("broken", "max_steps=2", "training.eval_every=1")
     status, _, err = tfactory("train", "small.yaml", "--name", "a", *arguments)

@@ -192,8 +192,13 @@ def test_tools_and_tasks_alone_make_a_run(folder: Path, tfactory: Run) -> None:
     first, _ = load_trajectories("runs/a/trajectories.jsonl")
     assert [spec.name for spec in first.tools] == ["calculator", "double"] and first.reward == Reward(0.0)
     assert tfactory("train", "plain.yaml", "--name", "b", "--replay", "a")[0] == 0
-    status, out, err = tfactory("eval", "runs/a", "data.tasks=tasks.jsonl")
-    assert status == 0 and "tool calls" in out, err
+    assert "evaluate it: tfactory eval a" in err
+    status, out, err = tfactory("eval", "a")
+    assert status == 0 and "tool calls" in out and "no held-out tasks" in err, err
+    Path("more.csv").write_text("prompt,answer\n3*4?,12\n")
+    status, out, err = tfactory("eval", "runs/a", "--tasks", "more.csv", "--out", "more.jsonl")
+    assert status == 0 and "no held-out tasks" not in err, err
+    assert [each.task.id for each in load_trajectories("more.jsonl")] == ["more-1"]
     for command, says in (
         (["rollout", "plain.yaml", "data.tasks=null"], "its tasks come from a file: data.tasks=FILE.jsonl"),
         (["train", "plain.yaml", "data.tasks=null"], "its tasks come from a file: data.tasks=FILE.jsonl"),
@@ -204,6 +209,45 @@ def test_tools_and_tasks_alone_make_a_run(folder: Path, tfactory: Run) -> None:
         status, out, err = tfactory(*command)
         assert status == 2 and says in " ".join(err.split()) and "Traceback" not in err
     assert {path.name for path in Path("runs").iterdir()} <= {"a", "b", "rollouts"}
+
+
+def test_a_run_of_an_environment_without_tasks_is_evaluated_on_its_file(folder: Path, tfactory: Run) -> None:
+    Path("bare.py").write_text(
+        "from TrainingFactory.envs import ToolEnvironment\n\nclass Bare(ToolEnvironment): pass\n"
+    )
+    Path("plain.yaml").write_text(PLAIN)
+    assert tfactory("train", "plain.yaml", "--name", "a", "tools=[]", "environment=bare.py")[0] == 0
+    status, _, err = tfactory("eval", "a")
+    assert status == 0 and "no held-out tasks" in err, err
+
+
+def test_a_run_of_python_objects_is_evaluated_with_files_in_their_place(folder: Path, tfactory: Run) -> None:
+    @tool
+    def double(number: int) -> str:
+        """Twice a number."""
+        return str(2 * number)
+
+    options: dict[str, Any] = {
+        "max_steps": 1,
+        "watcher": Quiet(),
+        "batch_size": 1,
+        "group_size": 2,
+        "sampling": {"max_tokens": 4},
+    }
+    tasks = [Task("a", "2*3?", "6")]
+    GRPOTrainer(
+        tools=[double], tasks=tasks, reward_function=lambda episode: 1.0, name="weather", **options
+    ).train()
+    status, _, err = tfactory("eval", "weather")
+    said = " ".join(err.split())
+    assert status == 2 and "run weather was started from Python with its own tasks and tools" in said
+    named = ['tools=["mytools.py:double"]', "data.tasks=tasks.jsonl"]
+    assert named[1].replace("tasks.jsonl", "FILE") in said and 'tools=["FILE.py:NAME"]' in said
+    status, _, err = tfactory("eval", "weather", *named)
+    assert status == 0 and "reward of its own, which cannot be restored" in err, err
+    assert "no such run or model: 'wether'; did you mean weather?" in " ".join(
+        tfactory("eval", "wether")[2].split()
+    )
 
 
 def test_trainers_take_tools_of_every_kind(folder: Path) -> None:

@@ -13,12 +13,14 @@ from pydantic import ValidationError
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.config.problems import ConfigError, Problem, dotted, explain, option_problems
 from TrainingFactory.config.schema import OneReward, RewardPart, RewardSection
+from TrainingFactory.envs import ToolEnvironment
 from TrainingFactory.options import OptionError
-from TrainingFactory.protocols import Environment, RewardFunction
-from TrainingFactory.rewards.adapt import Adapted, compares
+from TrainingFactory.protocols import Environment, EnvironmentFactory, RewardFunction
+from TrainingFactory.rewards.adapt import Adapted, compares, environment_reward
 from TrainingFactory.rewards.combined import ENVIRONMENT, Combined
 from TrainingFactory.rewards.judge.judges import Judge
 from TrainingFactory.rewards.process_reward import ProcessReward
+from TrainingFactory.rewards.rules.answers import ReferenceRule
 from TrainingFactory.rewards.rules.code import ToolRule
 from TrainingFactory.rewards.workers.distributed import DistributedRewardModel
 from TrainingFactory.rewards.workers.process import RewardProcess
@@ -69,11 +71,27 @@ def check_group(reward: RewardFunction | None, group_size: int) -> None:
         )
 
 
-def check_tasks(reward: RewardFunction | None, tasks: Sequence[Task]) -> None:
-    """Raise if the tasks lack what the reward asks for."""
+def check_tasks(
+    reward: RewardFunction | None, tasks: Sequence[Task], environment: EnvironmentFactory | None = None
+) -> None:
+    """Raise if the tasks lack what the reward asks for: a column, or the answers that it or the environment's own
+    reward compares with."""
+    own = getattr(environment, "reward", None) is ToolEnvironment.reward
+    answered = any(task.answer is not None or "expression" in task.metadata for task in tasks)
     for each in _inside(reward):
         if isinstance(each, Adapted):
             each.check_tasks(tasks)
+        name = f"rule {each.rule}" if isinstance(each, ReferenceRule) else ""
+        if isinstance(each, Judge) and "reference" in each.prompt.fields:
+            name = "judge, whose template shows {reference},"
+        elif own and each in (None, environment_reward):
+            name = "environment's own reward"
+        if name and tasks and not answered:
+            columns = sorted({"prompt", *(key for task in tasks for key in task.metadata)})
+            raise ValueError(
+                f"none of the {len(tasks)} tasks has an answer, and the {name} compares with it, so that no episode "
+                f'could be scored; give them a column "answer" (they have {", ".join(columns)}) or take another reward'
+            )
 
 
 def check_environment(reward: RewardFunction | None, environment: Environment, task: Task) -> None:

@@ -69,7 +69,8 @@ class Training:
         self.order = make_order(config, self.data.size)
         self.total = steps_in(config, self.order)  # fewer, where rows turn out to be too long
         check_steps(config, self.total)
-        build_rewards.check_tasks(reward, [*(self.data.tasks if sampled else ()), *self.data.heldout])
+        tasks = [*(self.data.tasks if sampled else ()), *self.data.heldout]
+        build_rewards.check_tasks(reward, tasks, self.data.environment)
         if run is None:
             about = about_start(config, self.objects, self.tools, self.data)
             run = RunFolder.create(config, name or new_name(config), about)

@@ -10,10 +10,12 @@ from TrainingFactory.config import TrainingConfig
 from TrainingFactory.config.schema import RewardSection
 from TrainingFactory.rollout.metrics import Z95, evaluation_metrics, wilson  # noqa: F401
 from TrainingFactory.services.build import rewards as assemble_rewards
+from TrainingFactory.services.build.environment import make_environment
 from TrainingFactory.services.build.named_files import as_started, as_then
 from TrainingFactory.services.build.rewards import evaluation_reward, scored_by
 from TrainingFactory.services.evaluation.rollouts import Report, Rollouts
 from TrainingFactory.services.runs.folder import RunFolder, is_run, list_runs
+from TrainingFactory.services.training.dataset import makes_tasks
 from TrainingFactory.types import Trajectory
 
 
@@ -58,10 +60,26 @@ def model_of(name: str, runs: str | Path = "runs") -> dict[str, dict[str, Any]]:
     data |= {
         "split": "heldout",
         "tasks": data["heldout"] if data["dataset"] is None else None,
+        "dataset_split": data["heldout_split"],
         "count": data["heldout_count"],
         "dataset": None,
     }
     return sections
+
+
+def learned_tasks(run: RunFolder) -> dict[str, Any]:
+    """Return the data options for the tasks that a run learned from, where there are no others: nothing was held out,
+    and its environment makes none. Empty where there are."""
+    config = as_then(run.config, run.about)
+    data, named = config.data, config.environment.environment_id is not None
+    if (
+        data.tasks is None
+        or data.heldout
+        or data.dataset
+        or (named and makes_tasks(make_environment(config)))
+    ):
+        return {}
+    return {"tasks": data.tasks, "dataset_split": data.dataset_split}
 
 
 def reward_of(run: RunFolder) -> RewardSection | None:

@@ -10,7 +10,8 @@ from typing import Any, Literal
 from pydantic import ConfigDict
 from pydantic.dataclasses import dataclass as checked_dataclass
 
-from TrainingFactory.data.datasets import read_lines
+from TrainingFactory.data.datasets import Row as FoundRow
+from TrainingFactory.data.datasets import read_each
 from TrainingFactory.openai_form import message_from_dict
 from TrainingFactory.options import STRICT, make_from
 from TrainingFactory.rewards.judge.judges import ModelJudge
@@ -89,9 +90,9 @@ def load_gold(path: str | Path, judge: ModelJudge) -> list[Gold]:
     scale = judge.verdict.scale if isinstance(judge.verdict, JsonVerdict) else judge.verdict
     low, high = (scale.low, scale.high) if isinstance(scale, Score) else (0.0, 1.0)
 
-    def read(given: dict[str, Any], number: int) -> Gold:
+    def read(found: FoundRow, number: int) -> Gold:
         try:
-            row: Row = make_from(Row, given, "a gold item")
+            row: Row = make_from(Row, found.columns, "a gold item")
         except ValueError as error:
             raise ValueError(f"is no gold item: {error}") from None
         if "reference" in judge.prompt.fields and row.reference is None:
@@ -103,7 +104,7 @@ def load_gold(path: str | Path, judge: ModelJudge) -> list[Gold]:
         other = row.trajectory(name, [*messages[:-1], Message("assistant", row.pair)])
         return Gold(item, value, other, SIDES[row.better])
 
-    items = read_lines(path, "gold items", FORM, read)
+    items = read_each(path, f"gold items {FORM}", read)
     scores = [item.value for item in items if item.value is not None]
     if len(scores) > 1 and 0 < max(scores) <= SMALL:
         top = low + max(scores) * (high - low)

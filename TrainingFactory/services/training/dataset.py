@@ -167,7 +167,7 @@ def _gather_heldout(config: TrainingConfig, objects: Objects, found: Dataset) ->
         if rows or config.data.heldout is None:
             found.heldout = own_tasks(config, found.environment, "heldout", "heldout", count)
         else:
-            found.heldout = load_tasks(Path(config.data.heldout).expanduser())[:count]
+            found.heldout = load_tasks(config.data.heldout, config.data.heldout_split, count)
     elif found.heldout_examples is None:
         wanted = (
             "held-out rows: data.heldout=FILE" if rows else "an environment to evaluate in: environment=NAME"
@@ -178,10 +178,10 @@ def _gather_heldout(config: TrainingConfig, objects: Objects, found: Dataset) ->
 def make_tasks(
     config: TrainingConfig, environment: EnvironmentFactory, default_count: int = DEFAULT_TASKS
 ) -> list[Task]:
-    """Return tasks from a file, or the environment's own: `default_count` where the config does not say how many."""
+    """Return tasks of a dataset, or the environment's own: `default_count` where the config does not say how many."""
     data = config.data
     if data.tasks is not None:
-        return load_tasks(Path(data.tasks).expanduser())[: data.count]
+        return load_tasks(data.tasks, data.dataset_split, data.count)
     return own_tasks(config, environment, "tasks", data.split, data.count or default_count)
 
 
@@ -207,6 +207,11 @@ def own_tasks(
     if twice := sorted(task_id for task_id, count in seen.items() if count > 1):
         raise ValueError(f"environment {name} gave several tasks the same id: {', '.join(twice[:5])}")
     return tasks
+
+
+def makes_tasks(environment: EnvironmentFactory) -> bool:
+    """Tell whether it has a method `tasks` of its own."""
+    return getattr(environment.tasks, "__func__", None) is not ToolEnvironment.tasks.__func__
 
 
 def environment_name(environment: EnvironmentFactory) -> str:

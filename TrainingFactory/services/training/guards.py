@@ -43,7 +43,7 @@ class Guards:
         stop, pause = None, 0.0
         if self.unusable >= (MAX_WITHOUT_TOOLS if down else MAX_UNUSABLE):
             stop = f"stopped after {self.unusable} steps that cannot be used: {batch.problem}"
-        elif last and not self._scored:
+        elif not self._scored and (last or not down):
             stop = f"nothing was learned, because no episode of the run could be scored: {batch.problem}"
         elif down and not self._replayed:
             pause = min(2.0 ** (self.unusable - 1), LONGEST_PAUSE)

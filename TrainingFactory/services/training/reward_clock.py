@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 from TrainingFactory.protocols import Episode, RewardFunction
 from TrainingFactory.rewards.adapt import group_reward
-from TrainingFactory.rollout.scoring import score
+from TrainingFactory.rollout.scoring import score, scoring_failed
 from TrainingFactory.types import Reward
 
 FIRST, AGAIN = 10.0, 30.0  # seconds
@@ -18,7 +18,8 @@ FIRST, AGAIN = 10.0, 30.0  # seconds
 class RewardClock:
     """The reward of a run, timed, with what it spends. Seconds add up over episodes and groups that are scored side by
     side. `stats` are the counts of what judges and pools in it have asked, done and spent so far. Where rewards take
-    long, `say` is told so: a judge that does not answer is asked again, which may take minutes in silence."""
+    long, `say` is told so: a judge that does not answer is asked again, which may take minutes in silence. It is told
+    as well why the first episode could not be scored."""
 
     def __init__(
         self,
@@ -31,6 +32,7 @@ class RewardClock:
         self.compares = self._group is not None and self._group.compares
         self.seconds = 0.0
         self._say, self._stats, self._before = say, stats, stats()
+        self._asked = False  # about any episode
         self._open: dict[object, tuple[float, int]] = {}  # since when, and of how many episodes
         self._timer: asyncio.TimerHandle | None = None
 
@@ -41,12 +43,22 @@ class RewardClock:
 
     async def __call__(self, episode: Episode) -> Reward:
         with self._timed(1):
-            return await score(episode, self.reward)  # type: ignore[arg-type]
+            found = await score(episode, self.reward)  # type: ignore[arg-type]
+            self._first([found])
+            return found
 
     async def group(self, episodes: Sequence[Episode]) -> Sequence[Reward | Exception]:
         assert self._group is not None
         with self._timed(len(episodes)):
-            return await self._group.group(episodes)
+            found = await self._group.group(episodes)
+            self._first(found)
+            return found
+
+    def _first(self, found: Sequence[Reward | Exception]) -> None:
+        """Say why the first episodes cannot be scored: it may be so with all, and a step takes long."""
+        if not self._asked and isinstance(found[0], Exception):
+            self._say(f"WARNING: the first episode could not be scored; {scoring_failed(found[0])}")
+        self._asked = True
 
     @contextmanager
     def _timed(self, episodes: int) -> Iterator[None]:
@@ -56,6 +68,9 @@ class RewardClock:
             self._timer = asyncio.get_running_loop().call_later(FIRST, self._tell)
         try:
             yield
+        except Exception as error:
+            self._first([error])
+            raise
         finally:
             self.seconds += time.monotonic() - started
             del self._open[this]
