@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -90,6 +92,52 @@ def test_a_file_in_the_way(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match="cannot be written"):
         train(small(tmp_path / "file"), "a")
+
+
+def test_a_kill_while_a_run_is_made_is_no_dead_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed before each of the calls that write the folder; the name is free, or the run is whole."""
+    names, ends = ("mkdir", "rename", "replace", "fsync"), []
+    for moment in range(1, 30):
+        calls = iter(range(1, 100))
+
+        def dying(*given: Any, call: Any, calls: Any = calls, moment: int = moment, **options: Any) -> Any:
+            if next(calls) == moment:
+                raise Killed
+            return call(*given, **options)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(RunFolder, "lock", lambda self: None)  # the system frees that of a killed process
+            for name in names:
+                patch.setattr(os, name, functools.partial(dying, call=getattr(os, name)))
+            try:
+                RunFolder.create(small(tmp_path), f"a{moment}", {}, 6).unlock()
+            except Killed:
+                ends.append((tmp_path / f"a{moment}").exists())
+            else:
+                break
+        assert [run.name for run in list_runs(tmp_path)] == [f"a{n}" for n, end in enumerate(ends, 1) if end]
+        if ends[-1]:
+            assert RunFolder.find(f"a{moment}", tmp_path).status.steps == 6
+    assert len(ends) > 8 and True in ends and False in ends
+    for moment, exists in enumerate(ends, 1):
+        if not exists:
+            assert RunFolder.create(small(tmp_path), f"a{moment}", {}).state == "running"
+    assert not list(tmp_path.glob(".*"))
+
+
+class Killed(BaseException):
+    """The process ends here: nobody cleans up."""
+
+
+def test_a_folder_that_is_no_run_is_not_resumed(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    RunFolder.create(small(tmp_path), "empty", {}).unlock()
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").touch()
+    with pytest.raises(ValueError, match=r"mine exists already in .*remove it: it is no run"):
+        RunFolder.create(small(tmp_path), "mine", {})
+    with pytest.raises(ValueError, match=r"mine is no run: config.yaml or environment.json is missing"):
+        RunFolder.find("mine", tmp_path)
 
 
 def test_one_process_writes_a_run(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.config.schema import RewardSection
+from TrainingFactory.data.disk import changed
 from TrainingFactory.rollout.metrics import Z95, evaluation_metrics, wilson  # noqa: F401
 from TrainingFactory.services.build import rewards as assemble_rewards
 from TrainingFactory.services.build.named_files import as_started, as_then
@@ -96,4 +97,9 @@ def checkpoint_of(name: str, runs: str | Path = "runs") -> tuple[RunFolder, Path
     checkpoints = run.checkpoints()
     if not checkpoints:
         raise ValueError(f"run {run.name} has no checkpoint yet")
+    if files := changed(checkpoints[-1], but="learner.safetensors"):  # large, and no part of the model
+        others = ", ".join(map(str, checkpoints[:-1])) or "none"
+        raise ValueError(
+            f"{checkpoints[-1]} is damaged: {', '.join(files)}; name another checkpoint: {others}"
+        )
     return run, checkpoints[-1]

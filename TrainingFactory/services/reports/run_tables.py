@@ -27,7 +27,7 @@ Rows = Sequence[dict[str, Any]]
 def list_rows(runs: str | Path) -> list[tuple[str, ...]]:
     """Return a row of COLUMNS for each run, the oldest first. One that cannot be read says why."""
     found = []
-    for folder in Path(runs).expanduser().glob("*/"):
+    for folder in Path(runs).expanduser().glob("[!.]*/"):
         files = [path for path in (folder / CONFIG, folder / "environment.json") if path.is_file()]
         if files:
             found.append((min(path.stat().st_mtime for path in files), folder))
@@ -50,7 +50,7 @@ def _row(folder: Path) -> tuple[str, ...]:
         reason = " ".join(str(error).split())
         return run.name, "unreadable", "", "", reason if file in reason else f"{file}: {reason}"
     what = f"{config.training.algorithm} {config.environment.environment_id or ''} {config.model.name}"
-    return run.name, state, f"{status.step}/{status.steps}", value, what
+    return run.name, state, f"{status.step}/{status.steps or '?'}", value, what
 
 
 def latest(metrics: Rows) -> dict[str, Any]:
