@@ -123,3 +123,27 @@ def test_strange_names_among_checkpoints(before: Path, tfactory: Run) -> None:
     (before / "checkpoints" / "step-notes.txt").touch()
     assert [path.name for path in RunFolder(before).checkpoints()] == ["step-000003"]
     assert tfactory("runs", "show", "before")[0] == 0
+
+
+def test_the_whole_run_is_plotted(before: Path, tfactory: Run) -> None:
+    rows = [{"step": n, "loss": 5.0 if n <= 100 else 1.0} for n in range(1, 201)]
+    (before / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert "█" * 20 + "▁" * 20 in tfactory("runs", "show", "before")[1]
+
+
+@pytest.mark.parametrize(
+    ("lines", "objects", "told"),
+    [
+        ("environment: weather.py", [], "grpo in weather.py"),
+        ("training: {algorithm: sft}\ndata: {dataset: chats.jsonl}", [], "sft on chats.jsonl"),
+        ("training: {algorithm: grpo}", ["tools", "tasks"], "grpo with tools and tasks from Python"),
+    ],
+)
+def test_what_a_run_learns_from(
+    before: Path, tfactory: Run, lines: str, objects: list[str], told: str
+) -> None:
+    (before / "config.yaml").write_text(lines)
+    about = json.loads((before / "environment.json").read_text())
+    (before / "environment.json").write_text(json.dumps(about | {"objects": objects}))
+    out = tfactory("runs", "show", "before")[1]
+    assert told in out and "no environment" not in out

@@ -335,7 +335,8 @@ def test_a_run_from_python_goes_on_in_python(whole: Path, tmp_path: Path) -> Non
         GRPOTrainer(**options, watcher=Quiet(fail_at=3)).train()
     with pytest.raises(ValueError, match=r"started from Python with its own environment.*resume=True"):
         resume("a", tmp_path)
-    assert GRPOTrainer(**options, resume=True, watcher=Quiet()).train().state == "finished"
+    assert GRPOTrainer(**options, resume=True, watcher=(said := Quiet())).train().state == "finished"
+    assert said.said == [f"run a in {tmp_path / 'a'}: 4 steps", "going on after step 2 of 4"]
     assert_same_run(whole, tmp_path / "a")
 
 

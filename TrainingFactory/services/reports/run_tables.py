@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from TrainingFactory.config import TrainingConfig
 from TrainingFactory.services.runs.folder import CONFIG, METRICS, RunFolder, is_run
 
 # Metrics that are shown where a run has them -> format
@@ -51,6 +52,17 @@ def _row(folder: Path) -> tuple[str, ...]:
         return run.name, "unreadable", "", "", reason if file in reason else f"{file}: {reason}"
     what = f"{config.training.algorithm} {config.environment.environment_id or ''} {config.model.name}"
     return run.name, state, f"{status.step}/{status.steps or '?'}", value, what
+
+
+def what(config: TrainingConfig, about: dict[str, Any]) -> str:
+    """Say by which algorithm a run learns, and from what."""
+    algorithm, place = config.training.algorithm, config.environment.environment_id
+    if place is not None:
+        return f"{algorithm} in {place}"
+    if config.data.dataset is not None:
+        return f"{algorithm} on {config.data.dataset}"
+    given = about.get("objects")
+    return f"{algorithm} with {' and '.join(given)} from Python" if given else f"{algorithm} in conversations"
 
 
 def latest(metrics: Rows) -> dict[str, Any]:

@@ -30,6 +30,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from datetime import date
 from importlib.metadata import PackageNotFoundError, version
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal
 
@@ -168,7 +169,7 @@ class RunFolder:
         """Return what environment.json says; raise ValueError where it is damaged."""
         try:
             found = json.loads((self.path / ABOUT).read_bytes())
-            date.fromisoformat(found["day"]), found["versions"]["torch"], found["commit"], found["started"]
+            date.fromisoformat(itemgetter("day", "versions", "commit", "started")(found)[0])
         except (OSError, ValueError, LookupError, TypeError) as error:
             raise ValueError(
                 f"{self.path / ABOUT} cannot be read ({error!r}), so run {self.name} cannot go on as it began; "
