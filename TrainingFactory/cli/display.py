@@ -21,6 +21,11 @@ from TrainingFactory.types import Trajectory
 T = TypeVar("T")
 SPARKS = "▁▂▃▄▅▆▇█"
 CURVE = 40  # columns
+# metric -> how the panel tells it, below what lines of a log have too
+DETAILS = {
+    "reward_std": "deviation {:.3f}", "length": "length {:.0f}", "entropy": "entropy {:.3f}", "kl": "KL {:.4f}",
+    "grad_norm": "gradient {:.3g}", "learning_rate": "rate {:.2g}",
+}  # fmt: skip
 LINE_EVERY = 5.0  # seconds between lines of one bar
 
 
@@ -127,7 +132,10 @@ class Display:
             self._live.start()
 
     def _draw(self) -> Group:
-        lines = [in_short(self._metrics)]
+        details = [
+            text.format(self._metrics[name]) for name, text in DETAILS.items() if name in self._metrics
+        ]
+        lines = [in_short(self._metrics), *(["  ".join(details)] if details else [])]
         if self._curve:
             lines.insert(0, curve(list(self._curve.values())))
         if self._phase and self._expected is None:

@@ -118,6 +118,7 @@ def test_the_panel_of_a_terminal() -> None:
         panel.phase("generate")
         panel.say("a note [bold]as it is[/bold]")
         metrics = {"reward": 0.5, "tool_success": 0.9, "tokens_per_second": 1234.0, "seconds/step": 0.25}
+        metrics |= {"reward_std": 0.25, "length": 31.0, "kl": 0.0125, "grad_norm": 1.5, "learning_rate": 1e-5}
         panel.step(1, 4, metrics)
         panel.step(2, 4, metrics)
     text = console.export_text()
@@ -128,6 +129,7 @@ def test_the_panel_of_a_terminal() -> None:
         "1234 tokens/s",
         "0.2 s",
         "2/4",
+        "deviation 0.250  length 31  KL 0.0125  gradient 1.5  rate 1e-05",
         "▁▁",
         "0:00:0",
     ):

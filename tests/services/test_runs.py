@@ -7,9 +7,12 @@ import json
 import math
 import os
 import shutil
+import sys
+import types
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 
@@ -41,7 +44,7 @@ def test_what_a_run_leaves_behind(tmp_path: Path) -> None:
     for key in (
         "steps_per_second", "reward", "accuracy", "seconds/generate", "seconds/tools", "tools_share",
         "seconds/reward", "seconds/update", "tokens_per_second", "tokens_saved", "episodes/unscored",
-        "episodes/failed", "loss", "entropy", "grad_norm",
+        "episodes/failed", "loss", "entropy", "grad_norm", "learning_rate", "length", "length_max",
     ):  # fmt: skip
         assert math.isfinite(metrics[1][key]), key
     saved = list(load_trajectories(run.path / "trajectories.jsonl"))
@@ -52,6 +55,11 @@ def test_what_a_run_leaves_behind(tmp_path: Path) -> None:
     outcomes = [t.reward.outcome for t in first if t.reward is not None]
     assert metrics[1]["accuracy"] == sum(outcome > 0 for outcome in outcomes) / 12
     assert metrics[1]["reward"] == pytest.approx(sum(outcomes) / 12)
+    assert metrics[1]["reward_std"] == pytest.approx(np.std(outcomes))
+    lengths = [sum(len(turn.completion.token_ids) for turn in t.turns) for t in first]
+    assert metrics[1]["length"] == pytest.approx(np.mean(lengths)) and metrics[1]["length_max"] == max(
+        lengths
+    )
     assert report.checkpoint == run.path / "checkpoints" / "step-000003"
     assert [found.name for found in list_runs(tmp_path)] == ["a"]
 
@@ -305,6 +313,40 @@ def test_a_tracker_that_fails_does_not_stop_the_run(tmp_path: Path, monkeypatch:
     monkeypatch.setitem(tracking.TRACKERS, "wandb", Recorder)
     report = train(small(tmp_path, training={"max_steps": 3}, logging={"trackers": ["wandb"]}), "a")
     assert report.state == "finished" and made[-1].steps == [1, 2]
+
+
+class FakeWandB(types.ModuleType):
+    """Notes what runs are begun with."""
+
+    def __init__(self) -> None:
+        super().__init__("wandb")
+        self.begun: list[dict[str, Any]] = []
+
+    def init(self, **options: Any) -> Any:
+        self.begun.append(options)
+        return types.SimpleNamespace(log=lambda *_, **__: None, finish=lambda: None)
+
+
+def test_where_runs_go_in_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeWandB()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    monkeypatch.delenv("WANDB_PROJECT", raising=False)
+    places = [{}, {}, {}, {"entity": "lab", "group": "g", "project": "mine"}]
+    for number, place in enumerate(places):
+        given = {"trackers": ["wandb"], "wandb": place, "output_dir": str(tmp_path / str(number))}
+        config = small(tmp_path, logging=given)
+        if number == 1:
+            monkeypatch.setenv("WANDB_PROJECT", "theirs")
+        run = RunFolder.create(config, "again", {})
+        run.unlock()
+        tracking.Trackers(run.path, config)
+        tracking.Trackers(run.path, config)  # goes on
+    assert [each["project"] for each in fake.begun[::2]] == ["training-factory", "theirs", "theirs", "mine"]
+    assert (fake.begun[-1]["entity"], fake.begun[-1]["group"]) == ("lab", "g")
+    assert "entity" not in fake.begun[0] and "group" not in fake.begun[0]  # W&B reads its own variables
+    ids = [each["id"] for each in fake.begun]
+    assert ids[::2] == ids[1::2] and len(set(ids)) == 4
+    assert {each["name"] for each in fake.begun} == {"again"}
 
 
 def test_sft_from_conversations_and_trajectories(tmp_path: Path) -> None:

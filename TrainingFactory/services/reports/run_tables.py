@@ -11,9 +11,10 @@ from TrainingFactory.services.runs.folder import CONFIG, METRICS, RunFolder, is_
 
 # Metrics that are shown where a run has them -> format
 FORMATS = {
-    "loss": "{:.4f}", "reward": "{:.3f}", "accuracy": "{:.3f}",
+    "loss": "{:.4f}", "reward": "{:.3f}", "reward_std": "{:.3f}", "accuracy": "{:.3f}",
     "eval/success": "{:.3f}", "eval/loss": "{:.4f}", "eval/perplexity": "{:.3f}", "eval/accuracy": "{:.3f}",
-    "tool_success": "{:.3f}", "turns": "{:.2f}", "entropy": "{:.3f}",
+    "tool_success": "{:.3f}", "turns": "{:.2f}", "length": "{:.1f}", "length_max": "{:.0f}",
+    "entropy": "{:.3f}", "kl": "{:.4f}", "grad_norm": "{:.3g}", "learning_rate": "{:.3g}",
     "tokens_per_second": "{:.0f}", "tokens_saved": "{:.1%}",
     **{f"seconds/{name}": "{:.2f}" for name in ("step", "generate", "tools", "reward", "update")},
     "episodes/failed": "{:.0f}",

@@ -33,6 +33,7 @@ from importlib.metadata import PackageNotFoundError, version
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal
+from uuid import uuid4
 
 import yaml
 from pydantic import TypeAdapter
@@ -325,6 +326,7 @@ def fingerprint() -> dict[str, Any]:
         with contextlib.suppress(PackageNotFoundError):
             versions[package] = version(package)
     return {
+        "id": uuid4().hex,  # a name may be used again
         "versions": versions,
         "platform": platform.platform(),
         "cpus": os.cpu_count(),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any, Protocol
 
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.protocols import Tracker
+from TrainingFactory.services.runs.folder import RunFolder
 from TrainingFactory.types import Trajectory
 
 log = logging.getLogger(__name__)
@@ -34,10 +36,10 @@ class WandB:
     def __init__(self, run: Path, config: TrainingConfig) -> None:
         import wandb  # pyright: ignore[reportMissingImports]
 
-        self._run = wandb.init(
-            project="training-factory", name=run.name, id=run.name, resume="allow",
-            dir=str(run), config=config.model_dump(),
-        )  # fmt: skip
+        place = {"project": os.environ.get("WANDB_PROJECT", "training-factory")} | config.logging.wandb
+        number = RunFolder(run).about.get("id", run.name)
+        given = {"dir": str(run), "config": config.model_dump()}
+        self._run = wandb.init(name=run.name, id=number, resume="allow", **place, **given)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         self._run.log(metrics, step=step)
@@ -51,7 +53,7 @@ class MLflow:
         import mlflow  # pyright: ignore[reportMissingImports]
 
         self._mlflow = mlflow
-        mlflow.set_experiment("training-factory")
+        mlflow.set_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", "training-factory"))
         mlflow.start_run(run_name=run.name)
         flat = {
             f"{s}.{k}": v for s, keys in config.model_dump(exclude={"tools"}).items() for k, v in keys.items()
