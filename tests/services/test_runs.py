@@ -20,10 +20,10 @@ from tests.kits.run import Parity, Quiet, assert_same_run, brief, go_on, rows, s
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.data.trajectories import load_trajectories
 from TrainingFactory.services import GRPOTrainer
+from TrainingFactory.services.build import trackers
 from TrainingFactory.services.build.rewards import reward_model_folder
 from TrainingFactory.services.build.training import Training, resume
 from TrainingFactory.services.evaluation.evaluation import reward_of, wilson
-from TrainingFactory.services.runs import tracking
 from TrainingFactory.services.runs.folder import RunFolder, list_runs
 from TrainingFactory.services.training.dataset import Objects
 from TrainingFactory.services.training.order import Order
@@ -201,7 +201,7 @@ def test_a_run_that_cannot_start_leaves_nothing(tmp_path: Path) -> None:
 def test_what_a_run_cannot_do_is_said_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sections: dict[str, Any], expected: str
 ) -> None:
-    monkeypatch.setattr(tracking.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(trackers.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=expected):
         train(small(tmp_path, **sections), "a")
     assert list(tmp_path.iterdir()) == []
@@ -309,8 +309,8 @@ made: list[Recorder] = []
 
 
 def test_a_tracker_that_fails_does_not_stop_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tracking.importlib.util, "find_spec", lambda name: object())
-    monkeypatch.setitem(tracking.TRACKERS, "wandb", Recorder)
+    monkeypatch.setattr(trackers.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setitem(trackers.TRACKERS, "wandb", Recorder)
     report = train(small(tmp_path, training={"max_steps": 3}, logging={"trackers": ["wandb"]}), "a")
     assert report.state == "finished" and made[-1].steps == [1, 2]
 
@@ -339,8 +339,8 @@ def test_where_runs_go_in_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
             monkeypatch.setenv("WANDB_PROJECT", "theirs")
         run = RunFolder.create(config, "again", {})
         run.unlock()
-        tracking.Trackers(run.path, config)
-        tracking.Trackers(run.path, config)  # goes on
+        trackers.Trackers(run.path, config)
+        trackers.Trackers(run.path, config)  # goes on
     assert [each["project"] for each in fake.begun[::2]] == ["training-factory", "theirs", "theirs", "mine"]
     assert (fake.begun[-1]["entity"], fake.begun[-1]["group"]) == ("lab", "g")
     assert "entity" not in fake.begun[0] and "group" not in fake.begun[0]  # W&B reads its own variables

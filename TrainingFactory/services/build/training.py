@@ -22,8 +22,9 @@ from TrainingFactory.services.build.learner import make_algorithm, make_policy, 
 from TrainingFactory.services.build.named_files import about_start, as_started, changed_files
 from TrainingFactory.services.build.rewards import evaluation_reward
 from TrainingFactory.services.build.run_tools import RunTools
+from TrainingFactory.services.build.trackers import Trackers, check_trackers
 from TrainingFactory.services.runs.folder import RunFolder, TrainingReport, new_name
-from TrainingFactory.services.runs.tracking import PlainLines, Trackers, Watcher
+from TrainingFactory.services.runs.tracking import PlainLines, Watcher
 from TrainingFactory.services.training.dataset import Objects, check_same, gather
 from TrainingFactory.services.training.guards import Guards
 from TrainingFactory.services.training.interrupts import Interrupts
@@ -59,6 +60,7 @@ class Training:
         self.watcher: Watcher = watcher or PlainLines()
         self.interrupts = Interrupts(self.watcher.say)
         check(config, config.data.dataset is not None or self.objects.examples is not None)
+        check_trackers(config.logging.trackers)
         sampled = KINDS[config.training.algorithm].samples
         reward = build_rewards.check_reward(config, config.training.group_size if sampled else None)
         reward = self.objects.reward or reward
