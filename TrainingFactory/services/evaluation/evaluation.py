@@ -89,7 +89,7 @@ def checkpoint_of(name: str, runs: str | Path = "runs") -> tuple[RunFolder, Path
     """Return a run and one of its checkpoints, by the name of either; None for what is no run."""
     path = Path(name).expanduser()
     if path.parent.name == "checkpoints" and path.is_dir():
-        return RunFolder.find(str(path.parent.parent), runs), path
+        return RunFolder.find(str(path.parent.parent), runs), _whole(path)
     looks_like_a_run = path.parent == Path(runs)  # not a model on the hub, even if it is not there
     if not looks_like_a_run and name not in [run.name for run in list_runs(runs)] and not is_run(path):
         return None
@@ -97,9 +97,14 @@ def checkpoint_of(name: str, runs: str | Path = "runs") -> tuple[RunFolder, Path
     checkpoints = run.checkpoints()
     if not checkpoints:
         raise ValueError(f"run {run.name} has no checkpoint yet")
-    if files := changed(checkpoints[-1], but="learner.safetensors"):  # large, and no part of the model
-        others = ", ".join(map(str, checkpoints[:-1])) or "none"
+    return run, _whole(checkpoints[-1])
+
+
+def _whole(checkpoint: Path) -> Path:
+    """Return a checkpoint whose model is as it was written; raise ValueError for one that is damaged."""
+    if files := changed(checkpoint, but="learner.safetensors"):  # large, and no part of the model
+        others = sorted(str(path) for path in checkpoint.parent.glob("step-*") if path != checkpoint)
         raise ValueError(
-            f"{checkpoints[-1]} is damaged: {', '.join(files)}; name another checkpoint: {others}"
+            f"{checkpoint} is damaged: {', '.join(files)}; name another: {', '.join(others) or 'there is none'}"
         )
-    return run, checkpoints[-1]
+    return checkpoint
