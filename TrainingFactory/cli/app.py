@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import select
 import sys
 import traceback
 from collections.abc import Sequence
@@ -47,8 +49,13 @@ def run(
     debug: Annotated[bool, Parameter(negative="", help="Show the traceback of an error.")] = False,
 ) -> Any:
     try:
-        return app(tokens)
+        status = app(tokens)
+        sys.stdout.flush()
+        return status
     except (ValueError, OSError) as error:  # a user's mistake, told in the text; a full disk
+        if isinstance(error, BrokenPipeError) and _unread():
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at the end
+            return FAILED
         if debug:
             traceback.print_exc()
         fail(str(error))
@@ -63,3 +70,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         # A terminal that cannot show a character gets its number instead of a crash.
         stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     sys.exit(app.meta(arguments, result_action="return_value"))
+
+
+def _unread() -> bool:
+    """Tell whether nobody reads our output any more: `head` has seen enough."""
+    output = select.poll()
+    output.register(sys.stdout, 0)
+    return bool(output.poll(0))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterable, Iterator
 from datetime import timedelta
-from typing import TypeVar
+from itertools import pairwise
+from statistics import fmean
+from typing import Any, TypeVar
 
 from rich import progress
 from rich.console import Console, Group
@@ -19,7 +20,12 @@ from TrainingFactory.types import Trajectory
 
 T = TypeVar("T")
 SPARKS = "▁▂▃▄▅▆▇█"
-CURVE = 40  # steps shown
+CURVE = 40  # columns
+# metric -> how the panel tells it, below what lines of a log have too
+DETAILS = {
+    "reward_std": "deviation {:.3f}", "length": "length {:.0f}", "entropy": "entropy {:.3f}", "kl": "KL {:.4f}",
+    "grad_norm": "gradient {:.3g}", "learning_rate": "rate {:.2g}",
+}  # fmt: skip
 LINE_EVERY = 5.0  # seconds between lines of one bar
 
 
@@ -45,7 +51,7 @@ class Display:
         self._phase = ""
         self._expected, self._ended, self._rewards = episodes, 0, list[float]()
         self._metrics: dict[str, float] = {}
-        self._curve: list[float] = []
+        self._curve: dict[int, float] = {}  # step -> what is plotted
         self._live = Live(console=self._console, refresh_per_second=4, get_renderable=self._draw)
 
     def __enter__(self) -> Display:
@@ -63,8 +69,6 @@ class Display:
             self._ended = 0
         if name == "load":
             self.say("loading the model")
-            if not self._console.is_terminal:
-                os.environ.setdefault("TQDM_DISABLE", "1")  # the bars of loading make a log unreadable
         else:
             self._start()
 
@@ -81,13 +85,20 @@ class Display:
         row = self._row(self.task, total)
         self._bars.update(row, completed=step, total=total)
         self._metrics |= metrics
-        if (value := metrics.get("reward", metrics.get("loss"))) is not None:
-            self._curve = [*self._curve, value][-CURVE:]
+        # Steps of a run that goes on may have been cut back.
+        self._curve = {number: value for number, value in self._curve.items() if number < step}
+        self.earlier([{"step": step} | metrics])
         if not self._console.is_terminal:
             left = self._bars.tasks[row].time_remaining
             told = f"{duration(left)} left" if left else ""
             name = "step" if self.task == "steps" else f"{self.task}: step"
             self.say(f"{name} {step}/{total}  {in_short(metrics)}  {told}".rstrip())
+
+    def earlier(self, rows: list[dict[str, Any]]) -> None:
+        """Plot steps that were made before."""
+        for row in rows:
+            if (value := row.get("reward", row.get("loss"))) is not None:
+                self._curve[row["step"]] = value
 
     def say(self, text: str) -> None:
         show.note(text, self._console)
@@ -121,9 +132,12 @@ class Display:
             self._live.start()
 
     def _draw(self) -> Group:
-        lines = [in_short(self._metrics)]
+        details = [
+            text.format(self._metrics[name]) for name, text in DETAILS.items() if name in self._metrics
+        ]
+        lines = [in_short(self._metrics), *(["  ".join(details)] if details else [])]
         if self._curve:
-            lines.insert(0, curve(self._curve))
+            lines.insert(0, curve(list(self._curve.values())))
         if self._phase and self._expected is None:
             lines.append(
                 self._phase + (f", {show.count(self._ended, 'episode')} ended" if self._ended else "")
@@ -136,6 +150,10 @@ def duration(seconds: float) -> str:
 
 
 def curve(values: list[float]) -> str:
-    low, high = min(values), max(values)
+    """Plot all values, in means of neighbours where there are more than columns."""
+    width = min(len(values), CURVE)
+    starts = [len(values) * column // width for column in range(width + 1)]
+    means = [fmean(values[start:end]) for start, end in pairwise(starts)]
+    low, high = min(means), max(means)
     scale = (len(SPARKS) - 1) / (high - low) if high > low else 0.0
-    return "".join(SPARKS[round((value - low) * scale)] for value in values)
+    return "".join(SPARKS[round((mean - low) * scale)] for mean in means)

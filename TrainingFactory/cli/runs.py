@@ -9,7 +9,7 @@ from typing import Annotated
 from cyclopts import App, Parameter
 
 from TrainingFactory.cli import show
-from TrainingFactory.cli.display import CURVE, Display, curve, duration
+from TrainingFactory.cli.display import Display, curve, duration
 from TrainingFactory.cli.options import Count, Run, Where
 from TrainingFactory.services.reports import run_tables
 from TrainingFactory.services.runs.folder import RunFolder
@@ -42,13 +42,12 @@ def show_(name: Run, *, where: Where = "runs") -> None:
     """
     run = RunFolder.find(name, where)
     status, about, config = run.status, run.about, run.config
-    environment = config.environment.environment_id or "no environment"
     rows = [
         ("run", f"{run.name} in {run.path}"),
         ("state", run.state + (f": {status.reason}" if status.reason else "")),
         ("steps", f"{status.step} of {status.steps}, {duration(status.seconds)}"),
         ("model", config.model.name),
-        ("training", f"{config.training.algorithm} in {environment}"),
+        ("training", run_tables.what(config, about)),
     ]
     version = f"torch {about['versions']['torch']}, commit {about['commit'] or 'none'}"
     rows.append(("started", f"{about['started']}, {version}"))
@@ -58,7 +57,7 @@ def show_(name: Run, *, where: Where = "runs") -> None:
     for key, form in run_tables.shown(metrics).items():
         values = [row[key] for row in metrics if key in row]
         ends = [form.format(value) for value in (values[0], values[-1], min(values), max(values))]
-        table.append((key, *ends, curve(values[-CURVE:])))
+        table.append((key, *ends, curve(values)))
     show.columns(["metric", "first", "last", "least", "most", "curve"], table)
     show.table(list(run_tables.asked_in_words(metrics)))
     if run.state in ("interrupted", "failed", "killed"):
@@ -148,8 +147,10 @@ def resume(name: Run, *, where: Where = "runs") -> int:
     from TrainingFactory.cli.train import follow
     from TrainingFactory.services.build.training import resume as resume_run
 
-    if RunFolder.find(name, where).status.status == "finished":
+    run = RunFolder.find(name, where)
+    if run.status.status == "finished":
         show.note(f"run {name} is finished; nothing to do")
         return 0
     display = Display()
+    display.earlier(run.metrics())
     return follow(resume_run(name, where, display), display)

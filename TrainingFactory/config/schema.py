@@ -242,6 +242,8 @@ class LoggingSection(Section):
     """Folder for everything that is written."""
     trackers: list[Literal["wandb", "mlflow", "tensorboard"]] = Field(default_factory=list)
     """Where metrics go besides the run's folder."""
+    wandb: dict[Literal["project", "entity", "group"], str] = Field(default_factory=dict)
+    """Where they go in W&B; what is not here is as WANDB_PROJECT, WANDB_ENTITY and WANDB_RUN_GROUP say."""
     save_trajectories: bool = True
     """Keep every episode of training in the run's folder."""
     record_tools: bool = True

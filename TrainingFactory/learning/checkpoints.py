@@ -6,6 +6,7 @@
     learner.safetensors                     trained weights in float32, a critic's too, and the state of the optimisers
     learner.json                            which model this belongs to, and the counts of steps
     state.json                              what the caller wants back
+    SHA256SUMS                              digests of all of these, for `sha256sum -c` and before it is loaded
 
 It is written aside and renamed, so that a folder with this name is whole, whatever happened meanwhile.
 """
@@ -24,11 +25,16 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from transformers.utils import logging as hf_logging
 
+from TrainingFactory.data.disk import SUMS, changed, remove, sync, write_sums
 from TrainingFactory.learning.heads import save_head
 from TrainingFactory.learning.learner import Learner
 
 FORMAT = 1
 SAMPLED = 1024  # numbers of each frozen weight that tell one base model from another
+
+
+class Damaged(ValueError):
+    """A checkpoint is not as it was written; another one may be."""
 
 
 def save_checkpoint(folder: str | Path, learner: Learner, tokenizer: Any, state: dict[str, Any]) -> None:
@@ -39,10 +45,11 @@ def save_checkpoint(folder: str | Path, learner: Learner, tokenizer: Any, state:
         remove(part)
         part.mkdir(parents=True)
         _write(part, learner, tokenizer, state)
-        _sync(*part.rglob("*"), part)
+        write_sums(part)
+        sync(*part.rglob("*"), part)
         remove(folder)
         os.rename(part, folder)
-        _sync(folder.parent)
+        sync(folder.parent)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(part, ignore_errors=True)
         reason = getattr(error, "strerror", None) or str(error)
@@ -50,8 +57,11 @@ def save_checkpoint(folder: str | Path, learner: Learner, tokenizer: Any, state:
 
 
 def load_checkpoint(folder: str | Path, learner: Learner) -> dict[str, Any]:
-    """Load the learner, return the caller's `state`; ValueError, and nothing changed, where it is another model's."""
+    """Load the learner, return the caller's `state`; ValueError, and nothing changed, where it is another model's, and
+    Damaged where it is not what was written."""
     folder = Path(folder)
+    if files := changed(folder):
+        raise Damaged(f"{folder} is damaged: {', '.join(files[:3])}: missing or not as {SUMS} says")
     about, state = _read_json(folder / "learner.json"), _read_json(folder / "state.json")
     if about.get("format") != FORMAT:
         raise ValueError(f"{folder} was written in format {about.get('format')}; this version reads {FORMAT}")
@@ -62,7 +72,7 @@ def load_checkpoint(folder: str | Path, learner: Learner) -> dict[str, Any]:
             _load_optimizers(learner, file, about["optimizers"])
             _load_weights(learner, file)
     except (OSError, SafetensorError) as error:
-        raise ValueError(f"{folder / 'learner.safetensors'} cannot be read: {error}") from error
+        raise Damaged(f"{folder / 'learner.safetensors'} cannot be read: {error}") from error
     learner.steps = about["steps"]
     return state
 
@@ -71,16 +81,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ValueError(f"{path.parent} is no checkpoint: {path.name} cannot be read: {error}") from error
-
-
-def remove(folder: Path) -> None:
-    """Take the name away first, so that half a checkpoint is never taken for a whole one."""
-    if folder.exists():
-        gone = folder.with_name(f".{folder.name.removeprefix('.')}.gone")
-        shutil.rmtree(gone, ignore_errors=True)
-        os.rename(folder, gone)
-        shutil.rmtree(gone)
+        raise Damaged(f"{path.parent} is no checkpoint: {path.name} cannot be read: {error}") from error
 
 
 def _write(part: Path, learner: Learner, tokenizer: Any, state: dict[str, Any]) -> None:
@@ -173,13 +174,3 @@ def _differences(there: dict[str, Any], here: dict[str, Any]) -> list[str]:
         old, new = " and ".join(there["optimizers"]), " and ".join(here["optimizers"])
         found.append(f"it was trained with {old}, this run uses {new}")
     return found
-
-
-def _sync(*paths: Path) -> None:
-    """To the disk before the rename: after a power cut the name must not stand for empty files."""
-    for path in paths:
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)

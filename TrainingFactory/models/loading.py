@@ -6,6 +6,7 @@ import functools
 import gc
 import importlib.util
 import logging
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,10 @@ def load_model(
     target = resolve(name)
     check_quantization(quantization, target)
     _freeze_imports()
+    if not sys.stderr.isatty():  # bars make a log unreadable
+        from transformers.utils.logging import disable_progress_bar
+
+        disable_progress_bar()
     place = pick_device(device)
     kind = pick_dtype(dtype, place)
     if target == BUILTIN:

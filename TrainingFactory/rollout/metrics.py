@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from statistics import fmean
+from statistics import fmean, pstdev
 from typing import get_args
 
 from TrainingFactory.types import Status, Trajectory
@@ -26,9 +26,11 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     if results:
         metrics["tool_success"] = fmean(result.ok for result in results)
     if trajectories:
-        metrics["turns"] = len(turns) / len(trajectories)
+        lengths = [sum(len(turn.completion.token_ids) for turn in each.turns) for each in trajectories]
+        metrics |= {"turns": len(turns) / len(lengths), "length": fmean(lengths), "length_max": max(lengths)}
     if rewards:
-        metrics["reward"] = fmean(reward.outcome + sum(reward.steps) for reward in rewards)
+        totals = [reward.outcome + sum(reward.steps) for reward in rewards]
+        metrics |= {"reward": fmean(totals), "reward_std": pstdev(totals)}
     for part in sorted({part for reward in rewards for part in reward.parts}):
         metrics[f"reward/{part}"] = fmean(reward.parts[part] for reward in rewards if part in reward.parts)
     return metrics

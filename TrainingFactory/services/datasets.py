@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any, get_args
 
 from TrainingFactory.data.datasets import read_rows
+from TrainingFactory.data.disk import write_aside
 from TrainingFactory.data.examples import Examples, Form, load_examples
-from TrainingFactory.services.runs.folder import TRAJECTORIES, RunFolder, is_run, write_aside
+from TrainingFactory.services.runs.folder import TRAJECTORIES, RunFolder, is_run
 from TrainingFactory.services.training.dataset import arguments_fit
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from TrainingFactory.data.disk import SUMS
 from TrainingFactory.models.names import BUILTIN, resolve
 from TrainingFactory.services.evaluation.evaluation import checkpoint_of
 from TrainingFactory.services.runs.folder import RunFolder
@@ -18,7 +19,13 @@ from TrainingFactory.services.runs.folder import RunFolder
 Kind = Literal["model", "adapter", "merged"]
 Dtype = Literal["float32", "bfloat16", "float16"]
 ADAPTER = "adapter_config.json"
-TRAINING = ("learner.safetensors", "learner.json", "state.json", "README.md")  # the last is PEFT's empty page
+TRAINING = (
+    "learner.safetensors",
+    "learner.json",
+    "state.json",
+    SUMS,
+    "README.md",
+)  # the last is PEFT's empty page
 HEAD = ("scalar_head.safetensors", "reward_model.json")  # of a reward model
 
 

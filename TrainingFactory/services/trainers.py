@@ -118,9 +118,11 @@ class Trainer:
             self._watcher.say(
                 f"note: the options of this trainer are not those of run {self._name}; the run keeps its own"
             )
-        return Training(
+        made = Training(
             taken, name=self._name, run=run, objects=self.objects, watcher=self._watcher, replay=self._replay
         )
+        self._watcher.say(f"run {made.run.name} in {made.run.path}: {made.total} steps")
+        return made
 
     def _in_sections(self, config: TrainingConfig | Mapping[str, Any]) -> dict[str, Any]:
         """Return the options in sections, without the algorithm, which may not be another one."""

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.kits.cli import ENVIRONMENT, Run
+from tests.kits.cli import ENVIRONMENT, Run, python
 
 
 @pytest.fixture(autouse=True)
@@ -19,6 +19,7 @@ def files(tfactory: Run) -> None:
     )
     Path("two.py").write_text(ENVIRONMENT + "class Other(Mine): pass\n")
     Path("runs/there").mkdir(parents=True)
+    Path("runs/there/notes.txt").touch()
 
 
 @pytest.mark.parametrize(
@@ -103,3 +104,16 @@ def test_mistakes_in_a_users_file(tfactory: Run, code: str, expected: str) -> No
     Path("mine.py").write_text(code)
     status, out, err = tfactory("rollout", "mine.py", "--max-tokens", "2")
     assert status == 2 and expected in err and "Traceback" not in out + err
+
+
+@pytest.mark.parametrize("screen", ["print", "show.console(stderr=False).print"])
+def test_a_reader_that_has_seen_enough(tmp_path: Path, screen: str) -> None:
+    code = f"from TrainingFactory.cli import app, show; print = {screen}; "
+    code += "app.app.command(lambda: [print('word ' * 50_000) for _ in range(9)] and 0, name='long'); "
+    run = python(tmp_path, "-c", code + "app.main(['long'])")
+    assert run.stdout is not None and run.stderr is not None
+    with run:
+        run.stdout.read(10)
+        run.stdout.close()
+        assert run.stderr.read() == ""
+    assert run.returncode == 1

@@ -77,8 +77,6 @@ def test_a_run_of_an_earlier_version_goes_on(
         ("config.yaml", "training: [", "config.yaml"),
         ("config.yaml", "training: {learning_rat: 1}", "learning_rat"),
         ("environment.json", None, "half written"),
-        ("status.json", '{"status": "fini', "status.json"),
-        ("status.json", '["finished"]', "status.json"),
     ],
 )
 def test_one_unreadable_run_does_not_hide_the_others(
@@ -93,3 +91,59 @@ def test_one_unreadable_run_does_not_hide_the_others(
     [told] = [line for line in out.splitlines() if line.startswith("spoilt")]
     assert "3/4" in whole and "unreadable" in told and "rollouts" not in out
     assert reason in out
+
+
+@pytest.mark.parametrize("text", ['{"status": "fini', '["finished"]', '{"status": 5}', "", None])
+def test_a_status_is_told_from_the_other_files(before: Path, tfactory: Run, text: str | None) -> None:
+    path = before / "status.json"
+    path.unlink() if text is None else path.write_text(text)
+    status, out, err = tfactory("runs", "list")
+    assert status == 0 and "before  killed  3/4" in out, out + err
+    status, out, err = tfactory("runs", "show", "before")
+    assert status == 0 and "killed: status.json cannot be read" in out and "runs resume before" in err, err
+
+
+@pytest.mark.parametrize("command", ["resume", "show"])
+@pytest.mark.parametrize("text", ['{"day": ', "[]", "{}", "\x00", None])
+def test_a_damaged_run_says_what_is_wrong(
+    before: Path, tfactory: Run, command: str, text: str | None
+) -> None:
+    path = before / "environment.json"
+    path.unlink() if text is None else path.write_text(text)
+    status, _, err = tfactory("runs", command, "before")
+    told = " ".join(err.split())
+    assert status == 2 and "runs/before" in told and "environment.json" in told and "Traceback" not in told
+    assert ("tfactory train runs/before/config.yaml" if text is not None else "put it back") in told
+    assert tfactory("runs", "list")[0] == 0
+
+
+def test_strange_names_among_checkpoints(before: Path, tfactory: Run) -> None:
+    for name in ("step-000003.bak", "step-", "step-x", "step-000009.damaged"):
+        (before / "checkpoints" / name).mkdir()
+    (before / "checkpoints" / "step-notes.txt").touch()
+    assert [path.name for path in RunFolder(before).checkpoints()] == ["step-000003"]
+    assert tfactory("runs", "show", "before")[0] == 0
+
+
+def test_the_whole_run_is_plotted(before: Path, tfactory: Run) -> None:
+    rows = [{"step": n, "loss": 5.0 if n <= 100 else 1.0} for n in range(1, 201)]
+    (before / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert "█" * 20 + "▁" * 20 in tfactory("runs", "show", "before")[1]
+
+
+@pytest.mark.parametrize(
+    ("lines", "objects", "told"),
+    [
+        ("environment: weather.py", [], "grpo in weather.py"),
+        ("training: {algorithm: sft}\ndata: {dataset: chats.jsonl}", [], "sft on chats.jsonl"),
+        ("training: {algorithm: grpo}", ["tools", "tasks"], "grpo with tools and tasks from Python"),
+    ],
+)
+def test_what_a_run_learns_from(
+    before: Path, tfactory: Run, lines: str, objects: list[str], told: str
+) -> None:
+    (before / "config.yaml").write_text(lines)
+    about = json.loads((before / "environment.json").read_text())
+    (before / "environment.json").write_text(json.dumps(about | {"objects": objects}))
+    out = tfactory("runs", "show", "before")[1]
+    assert told in out and "no environment" not in out

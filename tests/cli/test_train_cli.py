@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 
 from tests.kits.cli import ROOT, Run, python
 from tests.kits.run import assert_same_run
@@ -101,21 +102,23 @@ def test_ctrl_c_saves_and_says_how_to_go_on(tfactory: Run, tmp_path: Path) -> No
     assert run.returncode == 130, err
     assert "go on with: tfactory runs resume a" in err and "Traceback" not in err
     folder = RunFolder(tmp_path / "runs" / "a")
-    assert folder.state == "interrupted" and folder.status.step < 8
-    assert folder.checkpoints()[-1].name == f"step-{folder.status.step:06d}"
+    stopped = folder.status.step
+    assert folder.state == "interrupted" and stopped < 8
+    assert folder.checkpoints()[-1].name == f"step-{stopped:06d}"
     Path("mine.py").write_text(ENVIRONMENT.format(delay=0))
-    assert tfactory("runs", "resume", "a")[0] == tfactory("train", "slow.yaml", "--name", "whole")[0] == 0
+    status, _, err = tfactory("runs", "resume", "a")
+    assert status == 0 and f"going on after step {stopped} of 8" in err
+    assert tfactory("train", "slow.yaml", "--name", "whole")[0] == 0
     assert_same_run(tmp_path / "runs" / "whole", tmp_path / "runs" / "a")
 
 
 def test_the_panel_of_a_terminal() -> None:
-    from rich.console import Console
-
     console = Console(force_terminal=True, width=100, file=open(os.devnull, "w"), record=True)  # noqa: SIM115
     with Display(console=console) as panel:
         panel.phase("generate")
         panel.say("a note [bold]as it is[/bold]")
         metrics = {"reward": 0.5, "tool_success": 0.9, "tokens_per_second": 1234.0, "seconds/step": 0.25}
+        metrics |= {"reward_std": 0.25, "length": 31.0, "kl": 0.0125, "grad_norm": 1.5, "learning_rate": 1e-5}
         panel.step(1, 4, metrics)
         panel.step(2, 4, metrics)
     text = console.export_text()
@@ -126,12 +129,25 @@ def test_the_panel_of_a_terminal() -> None:
         "1234 tokens/s",
         "0.2 s",
         "2/4",
+        "deviation 0.250  length 31  KL 0.0125  gradient 1.5  rate 1e-05",
         "▁▁",
         "0:00:0",
     ):
         assert part in text
     assert curve([0, 1, 2]) == "▁▅█" and curve([1, 1]) == "▁▁"
     assert [duration(s) for s in (5, 65, 3700)] == ["0:00:05", "0:01:05", "1:01:40"]
+
+
+def test_the_panel_plots_the_whole_run() -> None:
+    console = Console(force_terminal=True, width=100, file=open(os.devnull, "w"), record=True)  # noqa: SIM115
+    with Display(console=console) as panel:
+        panel.phase("generate")
+        panel.earlier([{"step": 0, "eval/loss": 1.0}, *({"step": n, "loss": 9.0} for n in range(1, 150))])
+        for step in range(101, 201):  # the steps after 100 were cut back
+            panel.step(step, 200, {"loss": 1.0})
+    assert "█" * 20 + "▁" * 20 in console.export_text()
+    assert curve([float(n) for n in range(400)])[::39] == "▁█"
+    assert len(curve([0.0] * 39)) == 39 and len(curve([0.0] * 41)) == len(curve([0.0] * 1000)) == 40
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.name)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from tests.kits.cli import Run
 from tests.kits.docs import ROOT, Page
+from TrainingFactory.config import load_config
 from TrainingFactory.data.trajectories import load_trajectories
 
 README = Page("README.md")
@@ -39,3 +40,17 @@ def test_the_map_is_right() -> None:
     for path in (ROOT / "TrainingFactory").iterdir():
         if path.name[0] != "_" and (path.is_dir() or path.suffix == ".py"):
             assert path.name in table, path.name
+
+
+def test_it_says_where_it_runs_and_what_is_not_there_yet() -> None:
+    text = README.text[README.text.index("## Where it runs") : README.text.index("## Config")]
+    parts = {part.partition(".**")[0]: part for part in text.split("**", 1)[1].split("\n\n**")}
+    assert list(parts) == ["GPUs", "Notebooks", "Real models offline", "Not there yet"]
+    for part, words in {
+        "GPUs": ("model.device", "lora.enabled", "configs/qwen3_grpo_lora.yaml"),
+        "Notebooks": ("train_async", "resume=True"),
+        "Real models offline": ("HF_HUB_OFFLINE=1", "GGUF"),
+        "Not there yet": ("Images", "Android", "Closed models", "docs/TOOLS.md", "docs/JUDGES.md"),
+    }.items():
+        assert all(word in parts[part] for word in words), part
+    load_config(ROOT / "configs/qwen3_grpo_lora.yaml", ["model.quantization=4bit", "lora.enabled=true"])

@@ -68,11 +68,8 @@ def test_a_checkpoint_is_a_model(tmp_path: Path) -> None:
     loaded, learner = make()
     learn(learner, 1)
     save_checkpoint(tmp_path / "c", learner, loaded.tokenizer, {})
-    assert {path.suffix for path in (tmp_path / "c").iterdir()} == {
-        ".json",
-        ".safetensors",
-        ".jinja",
-    }  # no pickles
+    endings = {path.suffix for path in (tmp_path / "c").iterdir()}
+    assert endings == {".json", ".safetensors", ".jinja", ""}  # no pickles
     again = load_model(str(tmp_path / "c"), dtype="float32")
     state = again.model.state_dict()
     assert all(torch.equal(value, state[key]) for key, value in loaded.model.state_dict().items())
@@ -121,6 +118,9 @@ def test_folders_that_are_none(tmp_path: Path) -> None:
         load_checkpoint(tmp_path, learner)
     save_checkpoint(tmp_path / "c", learner, loaded.tokenizer, {})
     (tmp_path / "c" / "learner.safetensors").write_bytes(b"x" * 100)
+    with pytest.raises(ValueError, match=r"is damaged: learner.safetensors: missing or not as SHA256SUMS"):
+        load_checkpoint(tmp_path / "c", learner)
+    (tmp_path / "c" / "SHA256SUMS").unlink()  # as earlier versions wrote it
     with pytest.raises(ValueError, match=r"learner.safetensors cannot be read"):
         load_checkpoint(tmp_path / "c", learner)
     (tmp_path / "c" / "learner.json").write_text(json.dumps({"format": 99}))

@@ -11,6 +11,7 @@ import pytest
 import torch
 from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
+from transformers.utils import logging as hf_logging
 
 from tests.kits.engine import tiny
 from TrainingFactory.models import SUPPORTED_MODELS, chat_format, load_model
@@ -229,3 +230,9 @@ def test_an_empty_folder_and_a_foreign_adapter(saved: Path, tmp_path: Path) -> N
     (tmp_path / "adapter_config.json").write_text("{}")
     with pytest.raises(ValueError, match=r"no adapter_model\.safetensors"):
         load_model(str(saved), adapter=str(tmp_path))
+
+
+def test_bars_stay_out_of_logs(saved: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    hf_logging.enable_progress_bar()
+    load_model(str(saved))
+    assert "Loading weights" not in capfd.readouterr().err

@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import random
 import shutil
+import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,8 +14,11 @@ from typing import Any
 
 import pytest
 
-from tests.kits.run import Quiet, assert_same_run, brief, go_on, rows, train
+from tests.kits.run import Parity, Quiet, assert_same_run, brief, go_on, rows, train
+from TrainingFactory.services.build.training import Training
+from TrainingFactory.services.evaluation.evaluation import checkpoint_of
 from TrainingFactory.services.runs.folder import RunFolder
+from TrainingFactory.services.training.dataset import Objects
 
 FORKS = multiprocessing.get_context("forkserver")
 PRELOADED = [
@@ -129,3 +133,49 @@ def test_files_and_options_that_were_changed(whole: Path, tmp_path: Path) -> Non
     (run.path / "metrics.jsonl").write_text("")
     with pytest.raises(ValueError, match=r"metrics.jsonl has 0 bytes, its checkpoint knows of \d+"):
         go_on(run.path)
+
+
+@pytest.mark.parametrize("damage", ["truncated", "flipped", "missing", "truncated and old"])
+def test_a_damaged_checkpoint_is_left_for_the_one_before(whole: Path, tmp_path: Path, damage: str) -> None:
+    run, watcher = RunFolder(shutil.copytree(whole, tmp_path / "a")), Quiet()
+    [first, last] = run.checkpoints()
+    file = last / "learner.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-401::4] = bytes(byte ^ 0x40 for byte in data[-401::4])  # high bits of numbers
+    file.write_bytes(data if damage == "flipped" else data[: len(data) // 2])
+    if damage == "missing":
+        file.unlink()
+    if damage.endswith("old"):
+        for each in (first, last):
+            (each / "SHA256SUMS").unlink()
+    (run.path / "checkpoints" / ".step-000006.part").mkdir()
+    objects = Objects(environment=Parity)
+    assert Training(run.config, run=run, objects=objects, watcher=watcher).train().state == "finished"
+    [told] = [text for text in watcher.said if "WARNING" in text]
+    assert "step-000004" in told and "learner.safetensors" in told and "the one before it is used" in told
+    assert "going on after step 2 of 4" in watcher.said
+    assert_same_run(whole, run.path)
+    assert sorted(path.name for path in (run.path / "checkpoints").iterdir()) == [first.name, last.name]
+    for each in (first, last):
+        (each / "state.json").write_text("{")
+    with pytest.raises(ValueError, match=r"no checkpoint of run a is whole.*checkpoints"):
+        go_on(run.path)
+
+
+def test_digests_are_those_that_others_compute(whole: Path) -> None:
+    folder = RunFolder(whole).checkpoints()[-1]
+    done = subprocess.run(["sha256sum", "-c", "SHA256SUMS"], cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    listed = {line.split(":")[0] for line in done.stdout.splitlines()}
+    assert listed == {path.name for path in folder.iterdir()} - {"SHA256SUMS"}
+
+
+def test_a_damaged_model_is_not_taken(whole: Path, tmp_path: Path) -> None:
+    run = RunFolder(shutil.copytree(whole, tmp_path / "a"))
+    [first, last] = run.checkpoints()
+    (last / "config.json").write_text("{}")
+    for name in ("a", str(last)):
+        with pytest.raises(ValueError, match=rf"{last} is damaged: config.json; name another: {first}"):
+            checkpoint_of(name, tmp_path)
+    found = checkpoint_of(str(first))
+    assert found is not None and found[1] == first

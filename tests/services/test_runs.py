@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
+import os
 import shutil
+import sys
+import types
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 
@@ -15,10 +20,10 @@ from tests.kits.run import Parity, Quiet, assert_same_run, brief, go_on, rows, s
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.data.trajectories import load_trajectories
 from TrainingFactory.services import GRPOTrainer
+from TrainingFactory.services.build import trackers
 from TrainingFactory.services.build.rewards import reward_model_folder
 from TrainingFactory.services.build.training import Training, resume
 from TrainingFactory.services.evaluation.evaluation import reward_of, wilson
-from TrainingFactory.services.runs import tracking
 from TrainingFactory.services.runs.folder import RunFolder, list_runs
 from TrainingFactory.services.training.dataset import Objects
 from TrainingFactory.services.training.order import Order
@@ -39,7 +44,7 @@ def test_what_a_run_leaves_behind(tmp_path: Path) -> None:
     for key in (
         "steps_per_second", "reward", "accuracy", "seconds/generate", "seconds/tools", "tools_share",
         "seconds/reward", "seconds/update", "tokens_per_second", "tokens_saved", "episodes/unscored",
-        "episodes/failed", "loss", "entropy", "grad_norm",
+        "episodes/failed", "loss", "entropy", "grad_norm", "learning_rate", "length", "length_max",
     ):  # fmt: skip
         assert math.isfinite(metrics[1][key]), key
     saved = list(load_trajectories(run.path / "trajectories.jsonl"))
@@ -50,6 +55,11 @@ def test_what_a_run_leaves_behind(tmp_path: Path) -> None:
     outcomes = [t.reward.outcome for t in first if t.reward is not None]
     assert metrics[1]["accuracy"] == sum(outcome > 0 for outcome in outcomes) / 12
     assert metrics[1]["reward"] == pytest.approx(sum(outcomes) / 12)
+    assert metrics[1]["reward_std"] == pytest.approx(np.std(outcomes))
+    lengths = [sum(len(turn.completion.token_ids) for turn in t.turns) for t in first]
+    assert metrics[1]["length"] == pytest.approx(np.mean(lengths)) and metrics[1]["length_max"] == max(
+        lengths
+    )
     assert report.checkpoint == run.path / "checkpoints" / "step-000003"
     assert [found.name for found in list_runs(tmp_path)] == ["a"]
 
@@ -90,6 +100,52 @@ def test_a_file_in_the_way(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match="cannot be written"):
         train(small(tmp_path / "file"), "a")
+
+
+def test_a_kill_while_a_run_is_made_is_no_dead_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed before each of the calls that write the folder; the name is free, or the run is whole."""
+    names, ends = ("mkdir", "rename", "replace", "fsync"), []
+    for moment in range(1, 30):
+        calls = iter(range(1, 100))
+
+        def dying(*given: Any, call: Any, calls: Any = calls, moment: int = moment, **options: Any) -> Any:
+            if next(calls) == moment:
+                raise Killed
+            return call(*given, **options)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(RunFolder, "lock", lambda self: None)  # the system frees that of a killed process
+            for name in names:
+                patch.setattr(os, name, functools.partial(dying, call=getattr(os, name)))
+            try:
+                RunFolder.create(small(tmp_path), f"a{moment}", {}, 6).unlock()
+            except Killed:
+                ends.append((tmp_path / f"a{moment}").exists())
+            else:
+                break
+        assert [run.name for run in list_runs(tmp_path)] == [f"a{n}" for n, end in enumerate(ends, 1) if end]
+        if ends[-1]:
+            assert RunFolder.find(f"a{moment}", tmp_path).status.steps == 6
+    assert len(ends) > 8 and True in ends and False in ends
+    for moment, exists in enumerate(ends, 1):
+        if not exists:
+            assert RunFolder.create(small(tmp_path), f"a{moment}", {}).state == "running"
+    assert not list(tmp_path.glob(".*"))
+
+
+class Killed(BaseException):
+    """The process ends here: nobody cleans up."""
+
+
+def test_a_folder_that_is_no_run_is_not_resumed(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    RunFolder.create(small(tmp_path), "empty", {}).unlock()
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").touch()
+    with pytest.raises(ValueError, match=r"mine exists already in .*remove it: it is no run"):
+        RunFolder.create(small(tmp_path), "mine", {})
+    with pytest.raises(ValueError, match=r"mine is no run: config.yaml or environment.json is missing"):
+        RunFolder.find("mine", tmp_path)
 
 
 def test_one_process_writes_a_run(tmp_path: Path) -> None:
@@ -145,7 +201,7 @@ def test_a_run_that_cannot_start_leaves_nothing(tmp_path: Path) -> None:
 def test_what_a_run_cannot_do_is_said_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sections: dict[str, Any], expected: str
 ) -> None:
-    monkeypatch.setattr(tracking.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(trackers.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=expected):
         train(small(tmp_path, **sections), "a")
     assert list(tmp_path.iterdir()) == []
@@ -253,10 +309,44 @@ made: list[Recorder] = []
 
 
 def test_a_tracker_that_fails_does_not_stop_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tracking.importlib.util, "find_spec", lambda name: object())
-    monkeypatch.setitem(tracking.TRACKERS, "wandb", Recorder)
+    monkeypatch.setattr(trackers.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setitem(trackers.TRACKERS, "wandb", Recorder)
     report = train(small(tmp_path, training={"max_steps": 3}, logging={"trackers": ["wandb"]}), "a")
     assert report.state == "finished" and made[-1].steps == [1, 2]
+
+
+class FakeWandB(types.ModuleType):
+    """Notes what runs are begun with."""
+
+    def __init__(self) -> None:
+        super().__init__("wandb")
+        self.begun: list[dict[str, Any]] = []
+
+    def init(self, **options: Any) -> Any:
+        self.begun.append(options)
+        return types.SimpleNamespace(log=lambda *_, **__: None, finish=lambda: None)
+
+
+def test_where_runs_go_in_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeWandB()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    monkeypatch.delenv("WANDB_PROJECT", raising=False)
+    places = [{}, {}, {}, {"entity": "lab", "group": "g", "project": "mine"}]
+    for number, place in enumerate(places):
+        given = {"trackers": ["wandb"], "wandb": place, "output_dir": str(tmp_path / str(number))}
+        config = small(tmp_path, logging=given)
+        if number == 1:
+            monkeypatch.setenv("WANDB_PROJECT", "theirs")
+        run = RunFolder.create(config, "again", {})
+        run.unlock()
+        trackers.Trackers(run.path, config)
+        trackers.Trackers(run.path, config)  # goes on
+    assert [each["project"] for each in fake.begun[::2]] == ["training-factory", "theirs", "theirs", "mine"]
+    assert (fake.begun[-1]["entity"], fake.begun[-1]["group"]) == ("lab", "g")
+    assert "entity" not in fake.begun[0] and "group" not in fake.begun[0]  # W&B reads its own variables
+    ids = [each["id"] for each in fake.begun]
+    assert ids[::2] == ids[1::2] and len(set(ids)) == 4
+    assert {each["name"] for each in fake.begun} == {"again"}
 
 
 def test_sft_from_conversations_and_trajectories(tmp_path: Path) -> None:
@@ -287,7 +377,8 @@ def test_a_run_from_python_goes_on_in_python(whole: Path, tmp_path: Path) -> Non
         GRPOTrainer(**options, watcher=Quiet(fail_at=3)).train()
     with pytest.raises(ValueError, match=r"started from Python with its own environment.*resume=True"):
         resume("a", tmp_path)
-    assert GRPOTrainer(**options, resume=True, watcher=Quiet()).train().state == "finished"
+    assert GRPOTrainer(**options, resume=True, watcher=(said := Quiet())).train().state == "finished"
+    assert said.said == [f"run a in {tmp_path / 'a'}: 4 steps", "going on after step 2 of 4"]
     assert_same_run(whole, tmp_path / "a")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from datetime import date
@@ -21,8 +22,9 @@ from TrainingFactory.services.build.learner import make_algorithm, make_policy, 
 from TrainingFactory.services.build.named_files import about_start, as_started, changed_files
 from TrainingFactory.services.build.rewards import evaluation_reward
 from TrainingFactory.services.build.run_tools import RunTools
-from TrainingFactory.services.runs.folder import RunFolder, Status, TrainingReport, new_name
-from TrainingFactory.services.runs.tracking import PlainLines, Trackers, Watcher
+from TrainingFactory.services.build.trackers import Trackers, check_trackers
+from TrainingFactory.services.runs.folder import RunFolder, TrainingReport, new_name
+from TrainingFactory.services.runs.tracking import PlainLines, Watcher
 from TrainingFactory.services.training.dataset import Objects, check_same, gather
 from TrainingFactory.services.training.guards import Guards
 from TrainingFactory.services.training.interrupts import Interrupts
@@ -58,6 +60,7 @@ class Training:
         self.watcher: Watcher = watcher or PlainLines()
         self.interrupts = Interrupts(self.watcher.say)
         check(config, config.data.dataset is not None or self.objects.examples is not None)
+        check_trackers(config.logging.trackers)
         sampled = KINDS[config.training.algorithm].samples
         reward = build_rewards.check_reward(config, config.training.group_size if sampled else None)
         reward = self.objects.reward or reward
@@ -73,7 +76,7 @@ class Training:
         build_rewards.check_tasks(reward, tasks, self.data.environment)
         if run is None:
             about = about_start(config, self.objects, self.tools, self.data)
-            run = RunFolder.create(config, name or new_name(config), about)
+            run = RunFolder.create(config, name or new_name(config), about, self.total)
         else:
             check_same(self.data, run.about, run.name)
             for file in changed_files(run.about):
@@ -82,8 +85,6 @@ class Training:
                 )
         self.run = run
         self.run.lock()
-        if not self.resuming:
-            self.run.write_status(Status("running", steps=self.total))
 
     def _environment(self) -> EnvironmentFactory | None:
         """Return the environment that the config names, where the run needs one."""
@@ -137,7 +138,7 @@ async def make_loop(training: Training, held: AsyncExitStack) -> TrainingLoop:
     for each in (dataset, heldout):
         if each is not None and "precomputed" in algorithm.needs:
             each.references = await _references(policy, algorithm, each, config.training.batch_size, watcher)
-    progress = await _resume(run, policy, order)
+    progress = await _resume(training, policy, order, total)
     if config.logging.record_tools:
         tools.record_to(run.path)
     played = None if environment is None else await _played(training, environment, chat, loaded, held)
@@ -275,11 +276,11 @@ async def _references(
     return found
 
 
-async def _resume(run: RunFolder, policy: Policy, order: Order) -> Progress:
-    """Load the last checkpoint, if there is one, and cut the files of the run back to it."""
+async def _resume(training: Training, policy: Policy, order: Order, total: int) -> Progress:
+    """Load the last whole checkpoint, if there is one, and cut the files of the run back to it."""
+    run, say = training.run, training.watcher.say
     progress, offsets = Progress(), dict[str, int]()
-    if found := run.checkpoints():
-        state = await policy.load(str(found[-1]))
+    if state := await _last_state(run, policy, say):
         done, offsets = state["step"], state["offsets"]
         progress = Progress(done, state.get("taken", order.start(done)), state["seconds"])
         [[_, consumed]] = state.get("consumed", [[0, done * order.batch_size]])
@@ -288,7 +289,30 @@ async def _resume(run: RunFolder, policy: Policy, order: Order) -> Progress:
                 f"run {run.name} has taken {consumed} groups in {done} steps: its training.batch_size cannot change"
             )
     await in_thread(run.rewind, offsets)
+    if training.resuming:
+        say(
+            f"going on after step {progress.done} of {total}"
+            + ("" if state else ": there is no checkpoint yet")
+        )
     return progress
+
+
+async def _last_state(run: RunFolder, policy: Policy, say: Callable[[str], None]) -> dict[str, Any] | None:
+    """Load the last checkpoint that is whole and return its state; say which ones are not."""
+    from TrainingFactory.learning.checkpoints import Damaged  # torch
+
+    found = run.checkpoints()
+    for path in reversed(found):
+        try:
+            return await policy.load(str(path))
+        except Damaged as error:
+            say(f"WARNING {error}" + ("; the one before it is used" if path != found[0] else ""))
+    if found:
+        raise ValueError(
+            f"no checkpoint of run {run.name} is whole; put back one of {run.path / 'checkpoints'}, or remove that "
+            "folder to begin anew"
+        )
+    return None
 
 
 def resume(name: str, runs: str | Path = "runs", watcher: Watcher | None = None) -> Training:

@@ -8,6 +8,7 @@ from typing import Any
 
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.config.schema import RewardSection
+from TrainingFactory.data.disk import changed
 from TrainingFactory.rollout.metrics import Z95, evaluation_metrics, wilson  # noqa: F401
 from TrainingFactory.services.build import rewards as assemble_rewards
 from TrainingFactory.services.build.environment import make_environment
@@ -106,7 +107,7 @@ def checkpoint_of(name: str, runs: str | Path = "runs") -> tuple[RunFolder, Path
     """Return a run and one of its checkpoints, by the name of either; None for what is no run."""
     path = Path(name).expanduser()
     if path.parent.name == "checkpoints" and path.is_dir():
-        return RunFolder.find(str(path.parent.parent), runs), path
+        return RunFolder.find(str(path.parent.parent), runs), _whole(path)
     looks_like_a_run = path.parent == Path(runs)  # not a model on the hub, even if it is not there
     if not looks_like_a_run and name not in [run.name for run in list_runs(runs)] and not is_run(path):
         return None
@@ -114,4 +115,14 @@ def checkpoint_of(name: str, runs: str | Path = "runs") -> tuple[RunFolder, Path
     checkpoints = run.checkpoints()
     if not checkpoints:
         raise ValueError(f"run {run.name} has no checkpoint yet")
-    return run, checkpoints[-1]
+    return run, _whole(checkpoints[-1])
+
+
+def _whole(checkpoint: Path) -> Path:
+    """Return a checkpoint whose model is as it was written; raise ValueError for one that is damaged."""
+    if files := changed(checkpoint, but="learner.safetensors"):  # large, and no part of the model
+        others = sorted(str(path) for path in checkpoint.parent.glob("step-*") if path != checkpoint)
+        raise ValueError(
+            f"{checkpoint} is damaged: {', '.join(files)}; name another: {', '.join(others) or 'there is none'}"
+        )
+    return checkpoint

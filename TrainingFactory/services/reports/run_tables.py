@@ -6,13 +6,15 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from TrainingFactory.config import TrainingConfig
 from TrainingFactory.services.runs.folder import CONFIG, METRICS, RunFolder, is_run
 
 # Metrics that are shown where a run has them -> format
 FORMATS = {
-    "loss": "{:.4f}", "reward": "{:.3f}", "accuracy": "{:.3f}",
+    "loss": "{:.4f}", "reward": "{:.3f}", "reward_std": "{:.3f}", "accuracy": "{:.3f}",
     "eval/success": "{:.3f}", "eval/loss": "{:.4f}", "eval/perplexity": "{:.3f}", "eval/accuracy": "{:.3f}",
-    "tool_success": "{:.3f}", "turns": "{:.2f}", "entropy": "{:.3f}",
+    "tool_success": "{:.3f}", "turns": "{:.2f}", "length": "{:.1f}", "length_max": "{:.0f}",
+    "entropy": "{:.3f}", "kl": "{:.4f}", "grad_norm": "{:.3g}", "learning_rate": "{:.3g}",
     "tokens_per_second": "{:.0f}", "tokens_saved": "{:.1%}",
     **{f"seconds/{name}": "{:.2f}" for name in ("step", "generate", "tools", "reward", "update")},
     "episodes/failed": "{:.0f}",
@@ -27,7 +29,7 @@ Rows = Sequence[dict[str, Any]]
 def list_rows(runs: str | Path) -> list[tuple[str, ...]]:
     """Return a row of COLUMNS for each run, the oldest first. One that cannot be read says why."""
     found = []
-    for folder in Path(runs).expanduser().glob("*/"):
+    for folder in Path(runs).expanduser().glob("[!.]*/"):
         files = [path for path in (folder / CONFIG, folder / "environment.json") if path.is_file()]
         if files:
             found.append((min(path.stat().st_mtime for path in files), folder))
@@ -50,7 +52,18 @@ def _row(folder: Path) -> tuple[str, ...]:
         reason = " ".join(str(error).split())
         return run.name, "unreadable", "", "", reason if file in reason else f"{file}: {reason}"
     what = f"{config.training.algorithm} {config.environment.environment_id or ''} {config.model.name}"
-    return run.name, state, f"{status.step}/{status.steps}", value, what
+    return run.name, state, f"{status.step}/{status.steps or '?'}", value, what
+
+
+def what(config: TrainingConfig, about: dict[str, Any]) -> str:
+    """Say by which algorithm a run learns, and from what."""
+    algorithm, place = config.training.algorithm, config.environment.environment_id
+    if place is not None:
+        return f"{algorithm} in {place}"
+    if config.data.dataset is not None:
+        return f"{algorithm} on {config.data.dataset}"
+    given = about.get("objects")
+    return f"{algorithm} with {' and '.join(given)} from Python" if given else f"{algorithm} in conversations"
 
 
 def latest(metrics: Rows) -> dict[str, Any]:

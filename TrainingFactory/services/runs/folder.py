@@ -30,13 +30,17 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from datetime import date
 from importlib.metadata import PackageNotFoundError, version
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal
+from uuid import uuid4
 
 import yaml
+from pydantic import TypeAdapter
 
 from TrainingFactory import __version__
 from TrainingFactory.config import TrainingConfig, load_config
+from TrainingFactory.data.disk import remove, sync, write_aside
 from TrainingFactory.data.trajectories import save_trajectories
 from TrainingFactory.tools.recording import CALLS
 from TrainingFactory.types import Trajectory
@@ -44,7 +48,7 @@ from TrainingFactory.types import Trajectory
 METRICS, CONSUMED, TRAJECTORIES, KEPT = "metrics.jsonl", "consumed.jsonl", "trajectories.jsonl", "kept.jsonl"
 GROWING = (METRICS, CONSUMED, TRAJECTORIES, KEPT, CALLS)
 PACKAGES = ("torch", "transformers", "accelerate", "peft", "safetensors", "numpy")
-CONFIG = "config.yaml"
+CONFIG, ABOUT, STATUS = "config.yaml", "environment.json", "status.json"
 # Metrics by the names that older versions gave them.
 OLD_METRICS = {"clipped": "clip_fraction", "sampler_gap": "logprob_diff", "explained": "explained_variance"}
 State = Literal["running", "finished", "interrupted", "failed", "killed"]
@@ -87,24 +91,32 @@ class RunFolder:
     # making and opening
 
     @classmethod
-    def create(cls, config: TrainingConfig, name: str, about: dict[str, Any]) -> RunFolder:
-        """Make a new run, locked; `about` goes to environment.json beside what we find out ourselves."""
+    def create(cls, config: TrainingConfig, name: str, about: dict[str, Any], steps: int = 0) -> RunFolder:
+        """Make a new run, locked; `about` goes to environment.json beside what we find out ourselves. The folder is
+        made aside and renamed when it is whole; what a killed process left aside is used up."""
         if not re.fullmatch(r"[^\s./\\][^/\\\n]*", name):
             raise ValueError(f"{name!r} cannot name a run: it is the name of a folder, such as search-1")
-        run = cls(Path(config.logging.output_dir).expanduser() / name)
+        path = Path(config.logging.output_dir).expanduser() / name
+        if path.is_dir() and any(path.iterdir()):
+            there = (
+                f"go on with it: {cls(path).resume_command}" if is_run(path) else "remove it: it is no run"
+            )
+            raise ValueError(
+                f"run {name} exists already in {path}; choose another name with --name, or {there}"
+            )
+        run = cls(path.with_name(f".{name}.part"))
         try:
-            run.path.parent.mkdir(parents=True, exist_ok=True)
-            run.path.mkdir()
+            run.path.mkdir(parents=True, exist_ok=True)
             run.lock()
             write_aside(run.path / CONFIG, yaml.safe_dump(config.model_dump(), sort_keys=False))
-            write_aside(run.path / "environment.json", json.dumps(fingerprint() | about, indent=1))
+            write_aside(run.path / ABOUT, json.dumps(fingerprint() | about, indent=1))
+            run.write_status(Status("running", steps=steps))
+            os.rename(run.path, path)
+            sync(path.parent)
         except OSError as error:
-            if isinstance(error, FileExistsError) and run.path.is_dir():
-                raise ValueError(
-                    f"run {name} exists already in {run.path}; choose another name with --name, "
-                    f"or go on with it: {run.resume_command}"
-                ) from None
-            raise ValueError(f"the run's folder {run.path} cannot be written: {error.strerror}") from error
+            run.discard()
+            raise ValueError(f"the run's folder {path} cannot be written: {error.strerror}") from error
+        run.path = path
         return run
 
     @classmethod
@@ -113,6 +125,10 @@ class RunFolder:
         for path in (Path(runs).expanduser() / name, Path(name).expanduser()):
             if is_run(path):
                 return cls(path)
+        if (path := Path(runs).expanduser() / name).is_dir():
+            raise ValueError(
+                f"{path} is no run: {CONFIG} or {ABOUT} is missing; put it back, or remove the folder"
+            )
         known = ", ".join(run.name for run in list_runs(runs)) or "none"
         raise ValueError(f"there is no run {name!r} in {runs}; the runs are: {known}")
 
@@ -140,7 +156,8 @@ class RunFolder:
     def discard(self) -> None:
         """Remove a run that came to nothing before its first step."""
         self.unlock()
-        shutil.rmtree(self.path, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            remove(self.path)
 
     # what is in it
 
@@ -150,12 +167,25 @@ class RunFolder:
 
     @property
     def about(self) -> dict[str, Any]:
-        return json.loads((self.path / "environment.json").read_text(encoding="utf-8"))
+        """Return what environment.json says; raise ValueError where it is damaged."""
+        try:
+            found = json.loads((self.path / ABOUT).read_bytes())
+            date.fromisoformat(itemgetter("day", "versions", "commit", "started")(found)[0])
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            raise ValueError(
+                f"{self.path / ABOUT} cannot be read ({error!r}), so run {self.name} cannot go on as it began; "
+                f"begin a new one: tfactory train {self.path / CONFIG} --name NAME"
+            ) from error
+        return found
 
     @property
     def status(self) -> Status:
-        path = self.path / "status.json"
-        return Status(**json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else Status("running")
+        """Return what status.json says; where it is damaged, what the other files tell."""
+        with contextlib.suppress(OSError, ValueError):
+            return TypeAdapter(Status).validate_json((self.path / STATUS).read_bytes())
+        rows, steps = self._rows(METRICS), self.config.training.max_steps or 0
+        step = max((row.get("step", 0) for row in rows), default=0)
+        return Status("running", step, steps, f"{STATUS} cannot be read; this is what {METRICS} tells")
 
     @property
     def state(self) -> State:
@@ -174,21 +204,21 @@ class RunFolder:
     def _rows(self, name: str) -> list[dict[str, Any]]:
         """Return the rows of a file, without half a line at the end, from a process that was killed."""
         path = self.path / name
-        lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
         rows = []
-        for line in lines:
+        for line in path.read_bytes().splitlines() if path.is_file() else []:
             with contextlib.suppress(ValueError):
                 rows.append(json.loads(line))
-        return rows
+        return [row for row in rows if isinstance(row, dict)]
 
     def checkpoints(self) -> list[Path]:
-        """Return the checkpoints, the oldest first; only whole ones have such a name."""
-        return sorted((self.path / "checkpoints").glob("step-*"), key=_step_of)
+        """Return the checkpoints, the oldest first; only those written to the end have such a name."""
+        found = (self.path / "checkpoints").glob("step-*")
+        return sorted((path for path in found if re.fullmatch(r"step-\d+", path.name)), key=_step_of)
 
     # writing
 
     def write_status(self, status: Status) -> None:
-        write_aside(self.path / "status.json", json.dumps(asdict(status), indent=1))
+        write_aside(self.path / STATUS, json.dumps(asdict(status), indent=1))
 
     def append(self, name: str, row: dict[str, Any]) -> None:
         with (self.path / name).open("a", encoding="utf-8", newline="\n") as file:
@@ -212,8 +242,6 @@ class RunFolder:
 
     def prune(self, last: int, every: int | None) -> None:
         """Keep the last so many checkpoints, and those at multiples of so many steps."""
-        from TrainingFactory.learning.checkpoints import remove
-
         for old in self.checkpoints()[:-last]:
             if every is None or _step_of(old) % every:
                 remove(old)
@@ -262,12 +290,12 @@ class TrainingReport:
 
 
 def is_run(path: Path) -> bool:
-    return (path / CONFIG).is_file() and (path / "environment.json").is_file()
+    return (path / CONFIG).is_file() and (path / ABOUT).is_file()
 
 
 def list_runs(runs: str | Path = "runs") -> list[RunFolder]:
     """Return the runs of a folder, the oldest first."""
-    found = [path for path in Path(runs).expanduser().glob("*/") if is_run(path)]
+    found = [path for path in Path(runs).expanduser().glob("[!.]*/") if is_run(path)]
     return [RunFolder(path) for path in sorted(found, key=lambda path: (path / CONFIG).stat().st_mtime)]
 
 
@@ -298,6 +326,7 @@ def fingerprint() -> dict[str, Any]:
         with contextlib.suppress(PackageNotFoundError):
             versions[package] = version(package)
     return {
+        "id": uuid4().hex,  # a name may be used again
         "versions": versions,
         "platform": platform.platform(),
         "cpus": os.cpu_count(),
@@ -319,10 +348,3 @@ def _commit() -> str | None:
 
 def _step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.removeprefix("step-"))
-
-
-def write_aside(path: Path, text: str) -> None:
-    """Write a file aside first: what was there is whole until what comes is."""
-    part = path.with_name(f".{path.name}.part")
-    part.write_text(text, encoding="utf-8", errors="surrogatepass", newline="\n")
-    os.replace(part, path)

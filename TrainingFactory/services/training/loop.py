@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from TrainingFactory.config import TrainingConfig
-from TrainingFactory.protocols import Algorithm, Policy, Sampler
+from TrainingFactory.protocols import Algorithm, Policy, Sampler, Tracker
 from TrainingFactory.rollout import AsyncRolloutEngine
 from TrainingFactory.rollout.metrics import evaluation_metrics
 from TrainingFactory.services.runs.folder import (
@@ -22,7 +22,7 @@ from TrainingFactory.services.runs.folder import (
     Status,
     TrainingReport,
 )
-from TrainingFactory.services.runs.tracking import Trackers, Watcher
+from TrainingFactory.services.runs.tracking import Watcher
 from TrainingFactory.services.training.guards import Guards
 from TrainingFactory.services.training.interrupts import Interrupts, Stopped
 from TrainingFactory.services.training.order import Order
@@ -76,7 +76,7 @@ class TrainingLoop:
     heldout: HeldOut
     guards: Guards
     watcher: Watcher
-    trackers: Trackers
+    trackers: Tracker
     interrupts: Interrupts
     progress: Progress = field(default_factory=Progress)
     rows: list[dict[str, float]] = field(default_factory=list)

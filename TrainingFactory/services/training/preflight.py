@@ -7,7 +7,6 @@ import os
 from TrainingFactory.algorithms.kinds import KINDS, make_algorithm
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.data.examples import NEEDS
-from TrainingFactory.services.runs.tracking import check_trackers
 from TrainingFactory.services.training.dataset import form_of
 
 
@@ -46,7 +45,6 @@ def check(config: TrainingConfig, recorded: bool) -> None:
         )
     _check_precision(config)
     make_algorithm(name, getattr(config, name).model_dump())  # its options may contradict each other
-    check_trackers(config.logging.trackers)
 
 
 def _check_sampling(config: TrainingConfig) -> None:

@@ -1,0 +1,60 @@
+"""Files and folders that are whole or not there, whenever a process is killed or the power goes."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from pathlib import Path
+
+SUMS = "SHA256SUMS"  # as `sha256sum -c` reads it
+
+
+def sync(*paths: Path) -> None:
+    """Bring files and folders to the disk: after a power cut no name must stand for an empty file."""
+    for path in paths:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def write_aside(path: Path, text: str) -> None:
+    """Write a file aside first: what was there is whole until what comes is."""
+    part = path.with_name(f".{path.name}.part")
+    part.write_text(text, encoding="utf-8", errors="surrogatepass", newline="\n")
+    sync(part)
+    os.replace(part, path)
+    sync(path.parent)
+
+
+def remove(folder: Path) -> None:
+    """Take the name away first, so that half a folder is never taken for a whole one."""
+    if folder.exists():
+        gone = folder.with_name(f".{folder.name.removeprefix('.')}.gone")
+        shutil.rmtree(gone, ignore_errors=True)
+        os.rename(folder, gone)
+        shutil.rmtree(gone)
+
+
+def write_sums(folder: Path) -> None:
+    """Write down the digest of every file directly in a folder."""
+    lines = [f"{_digest(path)}  {path.name}\n" for path in sorted(folder.iterdir()) if path.is_file()]
+    (folder / SUMS).write_text("".join(lines), encoding="utf-8")
+
+
+def changed(folder: Path, but: str = "") -> list[str]:
+    """Return the files that are missing or not as they were when their digests were written; none without digests.
+    The file `but` is not looked at."""
+    if not (folder / SUMS).is_file():  # written by an earlier version
+        return []
+    lines = (folder / SUMS).read_text(encoding="utf-8", errors="replace").splitlines()
+    sums = {name: digest for digest, _, name in (line.partition("  ") for line in lines) if name != but}
+    whole = {n for n, digest in sums.items() if (folder / n).is_file() and _digest(folder / n) == digest}
+    return sorted(sums.keys() - whole)
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
