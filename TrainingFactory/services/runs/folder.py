@@ -17,7 +17,6 @@ back to what they were then, and all that follows is a function of the config an
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import platform
@@ -44,6 +43,11 @@ from TrainingFactory.data.disk import remove, sync, write_aside
 from TrainingFactory.data.trajectories import save_trajectories
 from TrainingFactory.tools.recording import CALLS
 from TrainingFactory.types import Trajectory
+
+try:
+    import fcntl
+except ImportError:  # not on Windows: there two processes are not kept apart
+    fcntl = None
 
 METRICS, CONSUMED, TRAJECTORIES, KEPT = "metrics.jsonl", "consumed.jsonl", "trajectories.jsonl", "kept.jsonl"
 GROWING = (METRICS, CONSUMED, TRAJECTORIES, KEPT, CALLS)
@@ -134,7 +138,7 @@ class RunFolder:
 
     def lock(self) -> None:
         """Keep other processes from writing the run; the system gives the lock back however this one ends."""
-        if self._lock is not None:
+        if fcntl is None or self._lock is not None:
             return
         descriptor = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT, 0o644)
         for _ in range(3):  # somebody may just be looking whether it is held
@@ -259,7 +263,7 @@ class RunFolder:
             shutil.rmtree(leftover, ignore_errors=True)
 
     def _held(self) -> bool:
-        if self._lock is not None:
+        if fcntl is None or self._lock is not None:
             return True
         try:
             with (self.path / "lock").open("rb") as file:
