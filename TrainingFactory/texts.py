@@ -1,4 +1,4 @@
-"""Make texts fit for a model to read."""
+"""Make foreign texts fit for a model to read and for a terminal to show."""
 
 from __future__ import annotations
 
@@ -6,11 +6,23 @@ from collections.abc import Sequence
 from typing import Any
 
 MAX_ERROR_CHARS = 300
+# Marks that reorder the text around them: what is shown must be what is there.
+REORDERING = set("\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
 
 
 def valid_text(text: str) -> str:
     """Replace lone surrogates, which Python strings may hold and tokenizers refuse."""
     return text.encode("utf-8", errors="replace").decode("utf-8")
+
+
+def clean(text: str) -> str:
+    """Write out everything that a terminal would obey, an escape as \\x1b."""
+    return "".join(
+        character
+        if character in "\n\t" or (character.isprintable() and character not in REORDERING)
+        else character.encode("unicode_escape").decode()
+        for character in text
+    )
 
 
 def bounded(text: str, limit: int) -> str:
@@ -33,7 +45,7 @@ def message_of(error: BaseException) -> str:
         text = str(error)
     except Exception:  # the exception's own code is foreign too
         text = ""
-    return " ".join(text.split())[:MAX_ERROR_CHARS]
+    return clean(" ".join(text.split())[:MAX_ERROR_CHARS])
 
 
 def without(data: Any, secrets: Sequence[str]) -> Any:

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.protocols import Tracker
+from TrainingFactory.texts import clean
 from TrainingFactory.types import Trajectory
 
 log = logging.getLogger(__name__)
@@ -128,7 +129,7 @@ class PlainLines:
         self.say(f"step {step}/{total}  {in_short(metrics)}")
 
     def say(self, text: str) -> None:
-        print(text, file=sys.stderr, flush=True)
+        print(clean(text), file=sys.stderr, flush=True)
 
 
 # metric -> how it is told in a line
