@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from typing import Any
 
-from TrainingFactory.texts import bounded, describe
+from TrainingFactory.texts import bounded, describe, environment_secrets, without
 from TrainingFactory.tools.calls import Outcome, PendingCall, ResultCache
 from TrainingFactory.tools.decorator import as_result
 from TrainingFactory.tools.limits import CircuitBreaker, Limits
@@ -49,6 +49,7 @@ class ToolRuntime:
         self.metrics = ToolMetrics()
         self._limits: dict[tuple[Any, ...], Limits] = {}
         self._breakers: dict[str, CircuitBreaker] = {}
+        self._secrets = environment_secrets()  # which a tool may repeat
 
     def snapshot(self) -> dict[str, float]:
         """Return the metrics since the last snapshot, for the log of a step."""
@@ -77,7 +78,9 @@ class ToolRuntime:
             if not latest.made:  # what the attempt before came to says more
                 break
             outcome = latest
-        outcome.result.content = bounded(outcome.result.content, call.max_output_chars)
+        result = outcome.result
+        result.content = bounded(without(result.content, self._secrets), call.max_output_chars)
+        result.attachments = without(result.attachments, self._secrets)
         return outcome
 
     async def _attempt(self, call: PendingCall, deadline: float) -> Outcome:

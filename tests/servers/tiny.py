@@ -68,7 +68,7 @@ def call(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
         notes.append(arguments["text"])
     text = f"{len(notes)} {os.getpid()}" if name == "count" else ",".join(notes)
     if text == "everything":  # a resource that holds what the server was told in secret
-        resource = {"uri": "env:", "text": json.dumps(dict(os.environ))}
+        resource = {"uri": "env:", "text": json.dumps(dict(os.environ) | {"argv": sys.argv})}
         return {"content": [{"type": "resource", "resource": resource}]}
     return {"content": [{"type": "text", "text": text}]}
 

@@ -37,7 +37,9 @@ import yaml
 
 from TrainingFactory import __version__
 from TrainingFactory.config import TrainingConfig, load_config
+from TrainingFactory.config.problems import Problem
 from TrainingFactory.data.trajectories import save_trajectories
+from TrainingFactory.texts import redacted, secrets_in
 from TrainingFactory.tools.recording import CALLS
 from TrainingFactory.types import Trajectory
 
@@ -45,6 +47,10 @@ METRICS, CONSUMED, TRAJECTORIES, KEPT = "metrics.jsonl", "consumed.jsonl", "traj
 GROWING = (METRICS, CONSUMED, TRAJECTORIES, KEPT, CALLS)
 PACKAGES = ("torch", "transformers", "accelerate", "peft", "safetensors", "numpy")
 CONFIG = "config.yaml"
+SECRET = (
+    "holds a secret, and the config is kept with the run; put it into an environment variable, and its name into the "
+    "option that ends in _env, or write ${NAME} where options of tools take it"
+)
 # Metrics by the names that older versions gave them.
 OLD_METRICS = {"clipped": "clip_fraction", "sampler_gap": "logprob_diff", "explained": "explained_variance"}
 State = Literal["running", "finished", "interrupted", "failed", "killed"]
@@ -92,12 +98,15 @@ class RunFolder:
         if not re.fullmatch(r"[^\s./\\][^/\\\n]*", name):
             raise ValueError(f"{name!r} cannot name a run: it is the name of a folder, such as search-1")
         run = cls(Path(config.logging.output_dir).expanduser() / name)
+        options = config.model_dump()
+        if found := [Problem(key, SECRET) for key, _ in secrets_in(options)]:
+            raise config.wrong(found)
         try:
             run.path.parent.mkdir(parents=True, exist_ok=True)
             run.path.mkdir()
             run.lock()
-            write_aside(run.path / CONFIG, yaml.safe_dump(config.model_dump(), sort_keys=False))
-            write_aside(run.path / "environment.json", json.dumps(fingerprint() | about, indent=1))
+            write_aside(run.path / CONFIG, yaml.safe_dump(redacted(options), sort_keys=False))
+            write_aside(run.path / "environment.json", json.dumps(redacted(fingerprint() | about), indent=1))
         except OSError as error:
             if isinstance(error, FileExistsError) and run.path.is_dir():
                 raise ValueError(
@@ -188,7 +197,7 @@ class RunFolder:
     # writing
 
     def write_status(self, status: Status) -> None:
-        write_aside(self.path / "status.json", json.dumps(asdict(status), indent=1))
+        write_aside(self.path / "status.json", json.dumps(redacted(asdict(status)), indent=1))
 
     def append(self, name: str, row: dict[str, Any]) -> None:
         with (self.path / name).open("a", encoding="utf-8", newline="\n") as file:
