@@ -25,8 +25,8 @@ LAYERS = [
     ["envs", "rewards", "algorithms"],
     ["tools", "models", "data"],
     ["catalog", "config", "user_code", "sql", "arithmetic", "endpoint", "workers"],
-    ["protocols", "openai_form", "options", "texts", "running", "seeds"],
-    ["types"],
+    ["protocols", "openai_form", "options", "running", "seeds"],
+    ["types", "texts"],
 ]
 LEVEL = {name: level for level, row in enumerate(LAYERS) for name in row}
 

@@ -8,6 +8,7 @@ import random
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
+from functools import cached_property
 from typing import Any
 
 from TrainingFactory.texts import bounded, describe, environment_secrets, without
@@ -49,7 +50,11 @@ class ToolRuntime:
         self.metrics = ToolMetrics()
         self._limits: dict[tuple[Any, ...], Limits] = {}
         self._breakers: dict[str, CircuitBreaker] = {}
-        self._secrets = environment_secrets()  # which a tool may repeat
+
+    @cached_property
+    def _secrets(self) -> list[str]:
+        """Return what a tool may know and repeat; at the first call all configs are read that name where keys are."""
+        return environment_secrets()
 
     def snapshot(self) -> dict[str, float]:
         """Return the metrics since the last snapshot, for the log of a step."""

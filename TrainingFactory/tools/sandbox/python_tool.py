@@ -36,6 +36,7 @@ BYTES_OF_A_CHAR, BEYOND_OUTPUT = (
     6,
     2**16,
 )  # of an answer: a byte may become "\\ufffd"; an error, how it is locked in
+HALF_OF_THE_MEMORY = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGESIZE") // 2**21  # MiB
 NOT_STARTED = (WorkerDied, WorkerError, WorkerTooSlow, OSError)
 NO_PROCESS = "the interpreter of the python tool cannot be used: %s"
 GONE = "Variables and files are gone; the next call begins with a fresh interpreter."
@@ -106,7 +107,7 @@ class PythonTool:
         idle_memory_mb: Count | None = None,
     ) -> None:
         self.timeout = timeout
-        self.idle_memory_mb = idle_memory_mb or _half_of_the_memory()
+        self.idle_memory_mb = idle_memory_mb or HALF_OF_THE_MEMORY
         self._idle: weakref.WeakKeyDictionary[PythonSession, int] = weakref.WeakKeyDictionary()  # bytes held
         self.allow_unsafe = allow_unsafe
         readable = _package_folders(name, packages)
@@ -285,10 +286,6 @@ def isolation_here(limits: Limits) -> Isolation:
         return run(probe)
     except NOT_STARTED as error:
         raise ValueError(NO_PROCESS % error) from error
-
-
-def _half_of_the_memory() -> int:
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGESIZE") // 2**21
 
 
 def _package_folders(name: str, packages: bool | str | Sequence[str]) -> tuple[str, ...]:
