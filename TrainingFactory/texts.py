@@ -14,7 +14,9 @@ _MAYBE = re.compile(r"(?i)(^|[-_.])(token|auth|key|pass|pwd|dsn)$")
 _VALUE = re.compile(
     r"\b(hf_|sk-|ghp_|github_pat_|xox[a-z]-)[\w-]{8,}|://[^/\s]*:[^/\s]*@|^(Bearer|Basic) \S{8,}$"
 )
-_NAMED = re.compile(r"-*([\w.-]+)\s*[=:]\s*(\S.*)")  # --api-key=x, API_KEY=x, Authorization: Bearer x
+_NAMED = re.compile(
+    r"-*([\w.-]+)\s*[=:]\s*((?:(?:Bearer|Basic) )?\S+)"
+)  # --api-key=x, API_KEY=x, Authorization: Bearer x
 SECRET_VARIABLES: set[str] = set()  # environment variables that somebody has named as the holder of a secret
 # Marks that reorder the text around them: what is shown must be what is there.
 REORDERING = set("\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
@@ -109,7 +111,7 @@ def environment_secrets() -> list[str]:
     found = {
         value
         for name, value in os.environ.items()
-        if len(value) >= 8 and (name in SECRET_VARIABLES or holds_secret(name, value))
+        if len(value) >= 8 and value[0] != "/" and (name in SECRET_VARIABLES or holds_secret(name, value))
     }
     return sorted(found, key=len, reverse=True)
 

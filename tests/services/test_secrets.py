@@ -120,6 +120,7 @@ def test_what_is_secret_in_a_tree() -> None:
         "token": ["0123456789abcdef", "short"],
         "args": ["--token", "0123456789abcdef", "--verbose", "file.txt", "-H", "Cookie: id=7"],
         "text": "see https://me:word@host/",
+        "prompt": "Secret: you are a spy",
     }
     assert [key for key, _ in secrets_in(tree)] == [
         ("a", "api_key"), ("token", 0), ("args", 1), ("args", 5), ("text",)

@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
+import psutil
 from pydantic import Field, validate_call
 
 from TrainingFactory.options import STRICT, Count, Positive
@@ -36,7 +37,7 @@ BYTES_OF_A_CHAR, BEYOND_OUTPUT = (
     6,
     2**16,
 )  # of an answer: a byte may become "\\ufffd"; an error, how it is locked in
-HALF_OF_THE_MEMORY = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGESIZE") // 2**21  # MiB
+HALF_OF_THE_MEMORY = psutil.virtual_memory().total // 2**21  # MiB
 NOT_STARTED = (WorkerDied, WorkerError, WorkerTooSlow, OSError)
 NO_PROCESS = "the interpreter of the python tool cannot be used: %s"
 GONE = "Variables and files are gone; the next call begins with a fresh interpreter."
@@ -251,9 +252,9 @@ class _Process(Worker):
 
     @property
     def held(self) -> int:
-        """Return the bytes of memory that the process has in use; 0 where the system does not say."""
-        with contextlib.suppress(OSError):
-            return int(Path(f"/proc/{self.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
+        """Return the bytes of memory that the process has in use; 0 if it is gone."""
+        with contextlib.suppress(psutil.Error):
+            return psutil.Process(self.pid).memory_info().rss if self.alive else 0
         return 0
 
     async def isolation(self) -> Isolation:
