@@ -14,9 +14,7 @@ _MAYBE = re.compile(r"(?i)(^|[-_.])(token|auth|key|pass|pwd|dsn)$")
 _VALUE = re.compile(
     r"\b(hf_|sk-|ghp_|github_pat_|xox[a-z]-)[\w-]{8,}|://[^/\s]*:[^/\s]*@|^(Bearer|Basic) \S{8,}$"
 )
-_NAMED = re.compile(
-    r"-*([\w.-]+)\s*[=:]\s*((?:(?:Bearer|Basic) )?\S+)"
-)  # --api-key=x, API_KEY=x, Authorization: Bearer x
+_NAMED = re.compile(r"-*([\w.-]+)\s*[=:]\s*((?:(?:Bearer|Basic) )?\S+)")  # --key=x, KEY=x, Cookie: x
 SECRET_VARIABLES: set[str] = set()  # environment variables that somebody has named as the holder of a secret
 # Marks that reorder the text around them: what is shown must be what is there.
 REORDERING = set("\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")

@@ -113,8 +113,7 @@ def drop_capabilities() -> None:
         libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0)
     libc.capset(struct.pack("=II", 0x20080522, 0), bytes(24))
     libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-    # The end of the parent is the end of this process, which code can close its pipes to but not undo: the filter knows
-    # no prctl. It comes after the last change of rights, which clears it.
+    # Code can close its pipes, but not undo this: the filter knows no prctl. Last, for a change of rights clears it.
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
