@@ -20,7 +20,7 @@ from pydantic import validate_call
 
 from TrainingFactory.openai_form import message_from_dict, message_to_dict, spec_to_dict
 from TrainingFactory.options import STRICT, Positive
-from TrainingFactory.texts import describe, without
+from TrainingFactory.texts import SECRET_VARIABLES, describe, secrets_in, without
 from TrainingFactory.types import Message, ToolSpec
 
 T = TypeVar("T")
@@ -28,7 +28,6 @@ MAX_SAID_CHARS = 200  # of what an endpoint says about an error
 MAX_BODY_BYTES = 20_000_000
 KEPT_SECONDS = 2.0  # of an idle connection: less than servers keep it, so that none is lost under a request
 MIN_SECRET_CHARS = 8  # servers that need no key are given 0, x or none
-SECRETS = ("api_key", "apikey", "api-key", "key", "token", "authorization", "password", "secret")
 BY_HOST = "by host"  # the key that belongs to the address; no variable has such a name
 KEYS = {"https://api.openai.com": "OPENAI_API_KEY", "https://api.anthropic.com": "ANTHROPIC_API_KEY"}
 
@@ -73,10 +72,11 @@ class Endpoint:
         self.options = dict(options or {})
         self._client: httpx.AsyncClient | None = None
         self._loop: asyncio.AbstractEventLoop | None = None  # that of the client
-        if secret := [name for name in self.options if str(name).lower() in SECRETS]:
-            raise ValueError(
-                f"options.{secret[0]} would stand in every log; api_key_env names what holds the key"
-            )
+        if api_key_env is not None:
+            SECRET_VARIABLES.add(api_key_env)
+        for key, _ in secrets_in(self.options):
+            name = ".".join(map(str, key))
+            raise ValueError(f"options.{name} would stand in every log; api_key_env names what holds the key")
 
     async def complete(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> Message:
         body: dict[str, Any] = {"model": self.model, "messages": [_wire(message) for message in messages]}

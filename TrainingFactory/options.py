@@ -18,6 +18,8 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, ConfigDict, Field, StringConstraints, ValidationError
 from pydantic_core import ErrorDetails
 
+from TrainingFactory.texts import is_secret
+
 # strict: no "8" for 8 and no true for 1. Inputs stay out of pydantic's own text, as they may be secrets.
 STRICT = ConfigDict(
     extra="forbid", strict=True, allow_inf_nan=False, arbitrary_types_allowed=True, hide_input_in_errors=True
@@ -30,9 +32,6 @@ NotNegative = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Text = Annotated[str, StringConstraints(min_length=1, pattern=r"\S")]
 
-# What such keys hold, and what looks like this, is never shown. "max_tokens" is a count, not a secret.
-_SECRET_KEY = re.compile(r"(?i)(api_?key|secret|passw|credential|(^|_)(token|auth|key)$)")
-_SECRET_VALUE = re.compile(r"\b(hf_|sk-|ghp_|github_pat_|xox[a-z]-)[\w-]{8,}|://[^/\s]*:[^/\s]*@")
 _MISSING = ("missing", "missing_argument", "missing_keyword_only_argument")
 _UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument")
 
@@ -148,14 +147,10 @@ def show(key: str, value: Any) -> str:
         return "a mapping"
     if isinstance(value, list | tuple):
         return "a list"
-    if is_secret(key, value):
+    if is_secret(key.rsplit(".", 1)[-1], value):
         return "***"
     text = json.dumps(value, ensure_ascii=False) if isinstance(value, str | bool | None) else str(value)
     return text if len(text) <= 80 else text[:77] + "..."
-
-
-def is_secret(key: str, value: Any) -> bool:
-    return bool(_SECRET_KEY.search(key.rsplit(".", 1)[-1]) or _SECRET_VALUE.search(str(value)))
 
 
 def _bind(target: Callable[..., Any], options: Mapping[str, Any], what: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import select
 import sys
@@ -24,6 +25,7 @@ from TrainingFactory.cli.serve import serve
 from TrainingFactory.cli.show import INTERRUPTED, fail
 from TrainingFactory.cli.tools import tools
 from TrainingFactory.cli.train import train
+from TrainingFactory.texts import clean
 
 FAILED = 1
 USER_ERROR = 2
@@ -65,10 +67,19 @@ def run(
         return INTERRUPTED
 
 
+class _Cleaned(logging.Formatter):
+    """Keeps what a terminal would obey out of what is logged."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return clean(super().format(record))
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     for stream in (sys.stdout, sys.stderr):
         # A terminal that cannot show a character gets its number instead of a crash.
         stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+    if logging.lastResort is not None:  # what prints warnings where nobody has set up anything else
+        logging.lastResort.setFormatter(_Cleaned())
     sys.exit(app.meta(arguments, result_action="return_value"))
 
 

@@ -17,7 +17,8 @@ from TrainingFactory.services.reports.credit_view import (
     GroupCredit,
     TurnCredit,
 )
-from TrainingFactory.services.reports.texts import clean, reward_text
+from TrainingFactory.services.reports.texts import reward_text
+from TrainingFactory.texts import clean
 
 GREEN, RED, PALE = (64, 190, 100), (245, 95, 95), (238, 238, 238)
 

@@ -13,7 +13,8 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from TrainingFactory.services.reports.texts import clean, reward_text, said
+from TrainingFactory.services.reports.texts import reward_text, said
+from TrainingFactory.texts import clean
 from TrainingFactory.types import Message, ToolSpec, Trajectory
 
 MAX_CHARS = 1500  # of one text; the saved file has it whole

@@ -19,7 +19,7 @@ from cyclopts import App, Parameter
 from TrainingFactory.cli import show
 from TrainingFactory.cli.display import Display
 from TrainingFactory.cli.options import Count
-from TrainingFactory.services.reports.texts import clean
+from TrainingFactory.texts import clean
 from TrainingFactory.types import ToolCall, ToolFailure, ToolResult, ToolSpec
 
 TOOL_FAILED = 1

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from TrainingFactory.texts import describe
+from TrainingFactory.texts import describe, redacted
 from TrainingFactory.types import ToolCall, ToolFailure, ToolResult, ToolSpec
 
 CALLS, SPECS = "tool_calls.jsonl", "tools.json"
@@ -138,7 +138,7 @@ class Recorder:
 
 def save_specs(folder: Path, specs: Iterable[ToolSpec]) -> None:
     """Write what the model is told; a run that is replayed reads it instead of asking a server."""
-    rows = [dataclasses.asdict(spec) for spec in specs]
+    rows = redacted([dataclasses.asdict(spec) for spec in specs])
     (folder / SPECS).write_text(json.dumps(rows, indent=1, ensure_ascii=False), encoding="utf-8")
 
 

@@ -8,9 +8,10 @@ import random
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
+from functools import cached_property
 from typing import Any
 
-from TrainingFactory.texts import bounded, describe
+from TrainingFactory.texts import bounded, describe, environment_secrets, without
 from TrainingFactory.tools.calls import Outcome, PendingCall, ResultCache
 from TrainingFactory.tools.decorator import as_result
 from TrainingFactory.tools.limits import CircuitBreaker, Limits
@@ -50,6 +51,11 @@ class ToolRuntime:
         self._limits: dict[tuple[Any, ...], Limits] = {}
         self._breakers: dict[str, CircuitBreaker] = {}
 
+    @cached_property
+    def _secrets(self) -> list[str]:
+        """Return what a tool may know and repeat; at the first call all configs are read that name where keys are."""
+        return environment_secrets()
+
     def snapshot(self) -> dict[str, float]:
         """Return the metrics since the last snapshot, for the log of a step."""
         metrics = self.metrics.snapshot()
@@ -77,7 +83,9 @@ class ToolRuntime:
             if not latest.made:  # what the attempt before came to says more
                 break
             outcome = latest
-        outcome.result.content = bounded(outcome.result.content, call.max_output_chars)
+        result = outcome.result
+        result.content = bounded(without(result.content, self._secrets), call.max_output_chars)
+        result.attachments = without(result.attachments, self._secrets)
         return outcome
 
     async def _attempt(self, call: PendingCall, deadline: float) -> Outcome:

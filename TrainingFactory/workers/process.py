@@ -19,7 +19,7 @@ from typing import Any
 CHILD = Path(__file__).with_name("child.py")
 START_SECONDS = 120.0  # its function may import much
 LAST_SECONDS = 1.0  # to leave, for a process that has closed its pipe
-MAX_ANSWER_BYTES = 64 * 2**20
+MAX_ANSWER_BYTES = 64 * 2**20  # of a function that may be trusted
 
 
 class WorkerError(Exception):
@@ -48,10 +48,11 @@ class Worker:
         start_seconds: float = START_SECONDS,
         path: Sequence[str] | None = None,  # in front of the process's `sys.path`; None: all of ours
         flags: Sequence[str] = (),  # of Python
+        max_answer: int = MAX_ANSWER_BYTES,
         **launch: Any,  # env, cwd, stderr: as subprocess.Popen takes them
     ) -> None:
         self.target, self.settings, self.start_seconds = target, settings, start_seconds
-        self._path, self._flags, self._launch = path, flags, launch
+        self._path, self._flags, self._launch, self._max_answer = path, flags, launch, max_answer
         self._child: _Child | None = None
         self._end: Callable[[], Any] = lambda: None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -62,6 +63,10 @@ class Worker:
     def alive(self) -> bool:
         return self._child is not None
 
+    @property
+    def pid(self) -> int | None:
+        return None if self._child is None else self._child.process.pid
+
     async def ask(self, message: Any, seconds: float) -> Any:
         """Return the answer; raise WorkerError, or WorkerTooSlow or WorkerDied, after which the process is gone."""
         if self._loop is not (loop := asyncio.get_running_loop()):  # an object may outlive a run and its loop
@@ -70,7 +75,9 @@ class Worker:
             if self._closed:
                 raise WorkerDied("was closed")
             if self._child is None:
-                self._child = _Child([sys.executable, "-P", *self._flags, str(CHILD)], self._launch)
+                self._child = _Child(
+                    [sys.executable, "-P", *self._flags, str(CHILD)], self._launch, self._max_answer
+                )
                 self._end = weakref.finalize(self, self._child.end)
                 path = [each or os.getcwd() for each in sys.path] if self._path is None else list(self._path)
                 first = {"target": self.target, "settings": self.settings, "path": path}
@@ -123,7 +130,7 @@ class Worker:
 class _Child:
     """One process and the pipes to it."""
 
-    def __init__(self, command: list[str], launch: Mapping[str, Any]) -> None:
+    def __init__(self, command: list[str], launch: Mapping[str, Any], max_answer: int) -> None:
         commands, self.commands = os.pipe()
         self.answers, answers = os.pipe()
         self.life, self._alive = os.pipe()  # while our end is open, the process may live
@@ -144,7 +151,8 @@ class _Child:
                 os.close(theirs)
         os.set_blocking(self.commands, False)
         os.set_blocking(self.answers, False)
-        self._buffer = bytearray()
+        self._max_answer = max_answer
+        self._rest = b""  # what came after the last answer
 
     async def exchange(self, message: Any) -> tuple[Any, str | None]:
         """Send the message and return the answer and the problem. The answer carries the ticket of its message: code
@@ -152,9 +160,13 @@ class _Child:
         ticket = secrets.token_hex(8)
         try:
             await self._send(json.dumps([ticket, message]).encode() + b"\n")
-            match json.loads(await self._read_line()):
-                case [str(found), answer, problem] if found == ticket:
-                    return answer, problem
+            line = await self._read_line()
+            if line.startswith(
+                f'["{ticket}", '.encode()
+            ):  # before it is parsed, which takes time for foreign data
+                match json.loads(line):
+                    case [_, answer, problem]:
+                        return answer, problem
         except BrokenPipeError:
             raise WorkerDied(await self._epitaph()) from None
         except (ValueError, RecursionError):  # no JSON
@@ -170,17 +182,17 @@ class _Child:
                 await self._ready(self.commands, writing=True)
 
     async def _read_line(self) -> bytes:
-        while b"\n" not in self._buffer:
-            with suppress(BlockingIOError):
-                data = os.read(self.answers, 65536)
-                if not data or len(self._buffer) > MAX_ANSWER_BYTES:
-                    raise BrokenPipeError
-                self._buffer += data
-                continue
-            await self._ready(self.answers)
-        line, _, rest = bytes(self._buffer).partition(b"\n")
-        self._buffer = bytearray(rest)
-        return line
+        parts, size = [self._rest], len(self._rest)
+        while b"\n" not in parts[-1]:
+            await self._ready(self.answers)  # others have their turn, however fast it writes
+            parts.append(os.read(self.answers, 65536))
+            size += len(parts[-1])
+            if not parts[-1]:
+                raise BrokenPipeError
+            if size > self._max_answer:
+                raise WorkerDied(f"was stopped, because it answered with more than {self._max_answer} bytes")
+        end, _, self._rest = parts.pop().partition(b"\n")
+        return b"".join([*parts, end])
 
     async def _ready(self, pipe: int, writing: bool = False) -> None:
         loop = asyncio.get_running_loop()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -70,6 +72,15 @@ def test_foreign_text_is_neither_markup_nor_a_terminal_command(tfactory: Run) ->
 def test_clean() -> None:
     assert clean("a\n\tb é 語") == "a\n\tb é 語"
     assert clean("\x1b]0;x\x07\r\x9b\u202e\ud800") == "\\x1b]0;x\\x07\\r\\x9b\\u202e\\ud800"
+
+
+def test_logs_are_cleaned_too() -> None:
+    code = (
+        "import logging\nfrom TrainingFactory.cli import main\ntry: main(['--version'])\n"
+        "except SystemExit: logging.getLogger('x').warning('a %s', '\\x1b[31mb')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stderr == "a \\x1b[31mb\n"
 
 
 def test_a_new_environment_runs_at_once(tfactory: Run) -> None:

@@ -20,6 +20,11 @@ async def echo(text: str) -> str:
     return text
 
 
+@server.tool(structured_output=False)
+async def a_lot() -> str:
+    return "[]," * 33_000_000
+
+
 @server.tool()
 async def sleep(seconds: float, started: str = "") -> str:
     """Wait, and count who does not wait to the end. The file `started` says that it waits."""
@@ -63,6 +68,7 @@ async def forget(context: Context) -> str:
 
 if __name__ == "__main__":
     if len(sys.argv) > 2:
-        server.run(sys.argv[1], host="127.0.0.1", port=int(sys.argv[2]))  # type: ignore[call-overload]
+        options = {"json_response": True} if "json" in sys.argv else {}
+        server.run(sys.argv[1], host="127.0.0.1", port=int(sys.argv[2]), **options)  # type: ignore[call-overload]
     else:
         server.run()

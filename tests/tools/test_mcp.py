@@ -17,6 +17,7 @@ from tests.kits import mcp as kit
 from tests.kits.mcp import Started, call
 from TrainingFactory.protocols import Tool, ToolSource
 from TrainingFactory.tools import AsyncToolExecutor, MCPTools
+from TrainingFactory.tools.mcp.offers import OfferedTool, make_offers
 from TrainingFactory.tools.runtime import ToolRuntime
 from TrainingFactory.types import ToolCall, ToolResult
 
@@ -137,6 +138,15 @@ async def test_tools_that_are_there_twice() -> None:
     async with MCPTools.from_dict(two) as tools:
         assert {"say", "my_two_say"} <= set(kit.by_name(tools))
         assert (await call(tools, "my_two_say", text="x")).content == "x"
+
+
+async def test_a_name_that_a_server_gives_twice_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    config = next(iter(kit.tiny().configs.values()))
+    offers = make_offers(
+        config, [OfferedTool("get", text, {"type": "object"}) for text in ("first", "second")]
+    )
+    assert [offer.spec.description for offer in offers] == ["second"]
+    assert "server 'tiny' offers several tools called 'get'" in caplog.text
 
 
 async def test_settings_become_options() -> None:

@@ -41,6 +41,9 @@ async def test_a_server_that_dies_is_back_for_the_next_call(caplog: pytest.LogCa
         assert "the end is near" not in result.content
         assert await kit.pid_of(tools) != before  # waits for the new process
     assert "the end is near" in caplog.text  # what it wrote to stderr, for the log
+    assert (
+        not set("\x1b\x07\x9b\r") & set(caplog.text) and "near\\x1b]0;owned\\x07\\x9b2J\\rok" in caplog.text
+    )
 
 
 async def test_a_server_killed_from_outside_is_noticed_without_a_call(started: Started) -> None:
@@ -239,6 +242,33 @@ async def test_a_server_that_will_not_go_is_made_to(started: Started) -> None:
     async with kit.tiny("stubborn") as tools:
         assert (await call(tools, "count")).ok
     assert not started()
+
+
+@pytest.mark.parametrize("mode", ["", "backwards"])
+async def test_an_answer_of_absurd_size_is_an_error_of_its_call_alone(mode: str) -> None:
+    async with kit.tiny(mode) as tools:
+        before = await kit.pid_of(tools)
+        flood, said = await asyncio.gather(call(tools, "say", text="a lot"), call(tools, "say", text="hello"))
+        assert (flood.ok, flood.error) == (False, "exception") and "more than 8388608 bytes" in flood.content
+        assert said.content == "hello" and await kit.pid_of(tools) == before
+
+
+@pytest.mark.parametrize("form", ["json", "events"])
+async def test_an_answer_of_absurd_size_over_http(form: str) -> None:
+    port = kit.free_port()
+    command = [sys.executable, str(kit.SERVERS / "plain.py"), "streamable-http", str(port), form]
+    with kit.running(kit.start_server(command, port)):
+        async with MCPTools.from_dict({"mcpServers": {"far": {"url": f"http://127.0.0.1:{port}"}}}) as tools:
+            flood, said = await asyncio.gather(call(tools, "a_lot"), call(tools, "echo", text="hello"))
+            assert (flood.ok, flood.error) == (False, "exception") and "8388608" in flood.content
+            assert said.content == "hello" and (await call(tools, "echo", text="more")).content == "more"
+
+
+async def test_what_a_server_has_started_ends_with_it() -> None:
+    async with kit.tiny() as tools:
+        pids = [int(pid) for pid in (await call(tools, "say", text="children")).content.split()]
+        assert len(pids) == 2 and all(map(psutil.pid_exists, pids))
+    await kit.until(lambda: not any(map(psutil.pid_exists, pids)))
 
 
 def test_a_forgotten_close_leaves_nothing_and_does_not_hang() -> None:

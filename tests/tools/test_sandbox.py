@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import importlib
+import json
 import os
 import socket
 import struct
@@ -213,6 +214,26 @@ def test_answers_stay_in_step_with_calls(code: str):
     assert stopped and not stopped[0].ok and stopped[0].error == "exception"
     assert not any("forged" in result.content for result in results[2:])
     assert results[3].content.endswith("'two'") and results[4].content == "'three'"
+
+
+@pytest.mark.parametrize("begin", ["'[\"' + '0' * 16 + '\", '", f"'[\"' + {TICKET} + '\", '"])
+def test_an_answer_of_absurd_size_is_neither_awaited_nor_parsed(begin: str, monkeypatch: pytest.MonkeyPatch):
+    sizes, loads = [], json.loads
+    monkeypatch.setattr(json, "loads", lambda text: sizes.append(len(text)) or loads(text))
+    flood = f"write({begin} + '[],' * 20_000_000)"
+    results = run(make(max_output_chars=1000), INTO_THE_PIPE, flood, "'next'")
+    assert "it answered with more than" in results[1].content and results[1].error == "exception"
+    assert results[2].content.endswith("'next'")
+    assert max(sizes) < 100_000
+
+
+def test_whatever_code_may_print_fits_into_an_answer():
+    codes = [f"print(chr({number}) * 100_000)" for number in (0, 0x1F600, 120)]
+    codes += ["import sys\nsys.stdout.buffer.write(b'\\xff' * 100_000)"]
+    ends = ["raise SystemExit(chr(0) * 10**7)", "raise ValueError(chr(0x1F600) * 10**6)"]
+    results = texts(make(max_output_chars=50_000), *codes, *ends)
+    assert all("cut ...]" in text for text in results[:4]), [text[:200] for text in results]
+    assert results[4].startswith("SystemExit") and results[5].startswith("Traceback")
 
 
 def test_packages_only_where_they_are_asked_for():

@@ -206,6 +206,22 @@ def test_an_episode_that_is_over_starts_no_process():
     assert result.error == "unavailable" and "was closed" in result.content
 
 
+def test_the_memory_of_idle_episodes_is_bounded():
+    sessions = [tool.session() for tool in [make(idle_memory_mb=250)] for _ in range(4)]
+
+    async def play() -> list[str]:
+        for size, session in zip((60, 110, 80, 5), sessions, strict=True):
+            await session.run({"code": f"kept = b'x' * ({size} * 2**20)"})
+        said = [(await session.run({"code": "len(kept) // 2**20"})).content for session in sessions]
+        for session in sessions:
+            await session.close()
+        return said
+
+    first, largest, third, last = asyncio.run(play())
+    assert (first, third, last) == ("60", "80", "5")
+    assert "those of all episodes held over 250 MiB" in largest and "NameError" in largest
+
+
 def test_sixteen_episodes_at_once():
     tool = make()
     codes = ("x = {}\nopen('f', 'w').write(str(x))", "import time\ntime.sleep(0.01)", "x, open('f').read()")
@@ -224,20 +240,34 @@ def test_sixteen_episodes_at_once():
 
 
 PARENT = """
-import asyncio
+import asyncio, sys
 from TrainingFactory.tools.sandbox import PythonTool
 async def main():
     session = PythonTool(timeout=1000, cpu_seconds=60).session()
     print((await session.run({"code": "import os; os.getpid()"})).content, flush=True)
-    await session.run({"code": "while True: pass"})
+    await session.run({"code": sys.argv[1] + "while True: pass"})
 asyncio.run(main())
 """
+ALL_PIPES = (
+    "import fcntl, os\nfor pipe in range(3, 64):\n    try:\n        %s\n    except OSError:\n        pass\n"
+)
 
 
-def test_the_process_dies_with_a_killed_trainer(tmp_path: Path):
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel of Linux does it")
+@pytest.mark.parametrize(
+    "first",
+    [
+        "",
+        ALL_PIPES % "if pipe < 40: os.close(pipe)",
+        ALL_PIPES % "fcntl.fcntl(pipe, fcntl.F_SETFL, 0)",
+        "import ctypes\nctypes.CDLL(None).prctl(1, 0, 0, 0, 0)\n"
+        + ALL_PIPES % "if pipe < 40: os.close(pipe)",
+    ],
+)
+def test_the_process_dies_with_a_killed_trainer(first: str, tmp_path: Path):
     make()
     environment = os.environ | {"TMPDIR": str(tmp_path)}  # a killed trainer leaves its folder behind, empty
-    command = [sys.executable, "-c", PARENT]
+    command = [sys.executable, "-c", PARENT, first]
     with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
         worker = psutil.Process(int(parent.stdout.readline()))

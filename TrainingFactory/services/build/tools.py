@@ -12,8 +12,8 @@ from typing import Any
 
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.config.schema import ToolEntry
-from TrainingFactory.options import is_secret
 from TrainingFactory.protocols import EnvironmentFactory, Tool, ToolSession, ToolSource
+from TrainingFactory.texts import SECRET_VARIABLES, is_secret
 from TrainingFactory.tools import ToolOptions
 from TrainingFactory.tools.adapt import as_tool
 from TrainingFactory.tools.builtin.making import make_tool
@@ -211,6 +211,8 @@ def _filled(key: str, value: Any, where: str) -> Any:
             f"{where} holds a secret, and the config is kept with the run; put it into an environment variable "
             f"and write {key}: ${{NAME}}"
         )
+    if is_secret(key, value):
+        SECRET_VARIABLES.update(VARIABLE.findall(value))
     try:
         return VARIABLE.sub(lambda found: os.environ[found[1]], value)
     except KeyError as error:

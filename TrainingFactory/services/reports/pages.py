@@ -8,7 +8,7 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from TrainingFactory.services.reports.texts import clean
+from TrainingFactory.texts import clean
 
 TEMPLATES = Path(__file__).parent / "templates"
 

@@ -39,8 +39,10 @@ from pydantic import TypeAdapter
 
 from TrainingFactory import __version__
 from TrainingFactory.config import TrainingConfig, load_config
+from TrainingFactory.config.problems import Problem
 from TrainingFactory.data.disk import remove, sync, write_aside
 from TrainingFactory.data.trajectories import save_trajectories
+from TrainingFactory.texts import redacted, secrets_in
 from TrainingFactory.tools.recording import CALLS
 from TrainingFactory.types import Trajectory
 
@@ -53,6 +55,10 @@ METRICS, CONSUMED, TRAJECTORIES, KEPT = "metrics.jsonl", "consumed.jsonl", "traj
 GROWING = (METRICS, CONSUMED, TRAJECTORIES, KEPT, CALLS)
 PACKAGES = ("torch", "transformers", "accelerate", "peft", "safetensors", "numpy")
 CONFIG, ABOUT, STATUS = "config.yaml", "environment.json", "status.json"
+SECRET = (
+    "holds a secret, and the config is kept with the run; put it into an environment variable, and its name into the "
+    "option that ends in _env, or write ${NAME} where options of tools take it"
+)
 # Metrics by the names that older versions gave them.
 OLD_METRICS = {"clipped": "clip_fraction", "sampler_gap": "logprob_diff", "explained": "explained_variance"}
 State = Literal["running", "finished", "interrupted", "failed", "killed"]
@@ -100,7 +106,7 @@ class RunFolder:
         made aside and renamed when it is whole; what a killed process left aside is used up."""
         if not re.fullmatch(r"[^\s./\\][^/\\\n]*", name):
             raise ValueError(f"{name!r} cannot name a run: it is the name of a folder, such as search-1")
-        path = Path(config.logging.output_dir).expanduser() / name
+        path, options = Path(config.logging.output_dir).expanduser() / name, config.model_dump()
         if path.is_dir() and any(path.iterdir()):
             there = (
                 f"go on with it: {cls(path).resume_command}" if is_run(path) else "remove it: it is no run"
@@ -108,12 +114,14 @@ class RunFolder:
             raise ValueError(
                 f"run {name} exists already in {path}; choose another name with --name, or {there}"
             )
+        if found := [Problem(key, SECRET) for key, _ in secrets_in(options)]:
+            raise config.wrong(found)
         run = cls(path.with_name(f".{name}.part"))
         try:
             run.path.mkdir(parents=True, exist_ok=True)
             run.lock()
-            write_aside(run.path / CONFIG, yaml.safe_dump(config.model_dump(), sort_keys=False))
-            write_aside(run.path / ABOUT, json.dumps(fingerprint() | about, indent=1))
+            write_aside(run.path / CONFIG, yaml.safe_dump(redacted(options), sort_keys=False))
+            write_aside(run.path / ABOUT, json.dumps(redacted(fingerprint() | about), indent=1))
             run.write_status(Status("running", steps=steps))
             os.rename(run.path, path)
             sync(path.parent)
@@ -222,7 +230,7 @@ class RunFolder:
     # writing
 
     def write_status(self, status: Status) -> None:
-        write_aside(self.path / STATUS, json.dumps(asdict(status), indent=1))
+        write_aside(self.path / STATUS, json.dumps(redacted(asdict(status)), indent=1))
 
     def append(self, name: str, row: dict[str, Any]) -> None:
         with (self.path / name).open("a", encoding="utf-8", newline="\n") as file:

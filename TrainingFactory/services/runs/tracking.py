@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Protocol
 
+from TrainingFactory.texts import clean
 from TrainingFactory.types import Trajectory
 
 
@@ -30,7 +31,7 @@ class PlainLines:
         self.say(f"step {step}/{total}  {in_short(metrics)}")
 
     def say(self, text: str) -> None:
-        print(text, file=sys.stderr, flush=True)
+        print(clean(text), file=sys.stderr, flush=True)
 
 
 # metric -> how it is told in a line

@@ -1,4 +1,4 @@
-"""One connection to one MCP server, and the only file that imports the SDK (which takes a second: import it where a
+"""One connection to one MCP server; it and `stdio` alone import the SDK (which takes a second: import it where a
 connection is opened). One task enters the SDK's client and waits in it for the end; whatever goes wrong becomes
 `ServerDown`."""
 
@@ -7,28 +7,28 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from functools import partial
-from typing import Any, TextIO
+from typing import Any
 
 import anyio
 import httpx2
 from jsonschema.protocols import Validator
-from mcp import Client, MCPError, StdioServerParameters
+from mcp import Client, MCPError
 from mcp.client.sse import sse_client
-from mcp.client.stdio import stdio_client
 from mcp.client.streamable_http import streamable_http_client
 from mcp.types import CallToolRequest, CallToolRequestParams
 from pydantic import TypeAdapter, ValidationError
 
+from TrainingFactory.texts import clean
 from TrainingFactory.tools.mcp.content import tool_result
 from TrainingFactory.tools.mcp.offers import OfferedTool
 from TrainingFactory.tools.mcp.server_config import ServerConfig, ServerDown
+from TrainingFactory.tools.mcp.stdio import MAX_MESSAGE_BYTES, TOO_LONG, Noise, stdio_transport
 from TrainingFactory.tools.schema import check_schema, validator_of
 from TrainingFactory.types import ToolResult, ToolSpec
 
-CLOSE_SECONDS = 8.0  # the SDK's own patience with a server that ignores its end, and a little more
+CLOSE_SECONDS = 8.0  # the patience with a server that ignores its end, and a little more
 CHECK_SECONDS = 30.0  # for a sign of life, or a call's time-out if that is longer: it may be busy with one
 MAX_PAGES = 100
 # How the SDK words, as if they were the server's answers, what happened to the connection.
@@ -37,7 +37,6 @@ ENDS = {"Connection closed": "it closed the connection", SESSION_GONE: "it no lo
 CUT_OFF = "SSE stream ended without a response"  # this call's stream alone
 HTTP_ERROR = "Server returned an error response"
 LONG = 24 * 3600.0  # an idle stream is no error; calls have time-outs of their own
-BYTES_KEPT, LINES_SHOWN, LINE_CHARS = 8000, 5, 500  # of what a server writes to stderr
 _AS_IT_CAME: TypeAdapter[Any] = TypeAdapter(dict[str, Any])
 
 # What the SDK logs is told in our own errors, and what its HTTP client logs has URLs with secrets.
@@ -130,12 +129,11 @@ class Connection:
                 limits=httpx2.Limits(max_connections=None, max_keepalive_connections=64),
                 event_hooks={"response": [self._saw_response]},
             )
-            return streamable_http_client(config.url, http_client=await stack.enter_async_context(http))
-        parameters = StdioServerParameters(
-            command=config.command, args=list(config.args), env=config.env, cwd=config.cwd,
-            encoding_error_handler="replace",
-        )  # fmt: skip
-        return stdio_client(parameters, errlog=stack.enter_context(self._noise.stderr()))
+            client = await stack.enter_async_context(http)
+            return streamable_http_client(
+                config.url, http_client=client, max_sse_event_size=MAX_MESSAGE_BYTES
+            )
+        return stdio_transport(config, stack.enter_context(self._noise.stderr()))
 
     # what comes from the server
 
@@ -152,6 +150,8 @@ class Connection:
 
     async def _saw_response(self, response: httpx2.Response) -> None:
         self._has_session = self._has_session or "mcp-session-id" in response.headers
+        if "event-stream" not in response.headers.get("content-type", ""):  # the SDK bounds events
+            response.stream = _Bounded(response.stream)
 
     async def _notified(self, message: Any) -> None:
         changed = getattr(message, "method", None) == "notifications/tools/list_changed"
@@ -274,7 +274,7 @@ class Connection:
         """Return what happened, as an error to raise or to log."""
         reason = f": {self._reason}" if self._reason else ""
         text = f"server {self.config.name!r} ({self.config.target}) {what}{reason}{self._noise.story()}"
-        return ServerDown(self.config.hide(text), sent)
+        return ServerDown(clean(self.config.hide(text)), sent)
 
     async def close(self) -> None:
         """End the connection, and the process where it is ours; come back when both are gone."""
@@ -290,52 +290,22 @@ class Connection:
                 await asyncio.wait({self._owner}, timeout=1.0)
 
 
-class Noise:
-    """The last that a server wrote to stderr, and how many lines on its stdout were no messages."""
+class _Bounded(httpx2.AsyncByteStream):
+    """The body of an HTTP response, up to a size; the SDK makes an answer of the error."""
 
-    def __init__(self) -> None:
-        self._written = b""
-        self._not_messages, self._example = 0, ""
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
 
-    def count(self, error: ValidationError) -> None:
-        """Count a line on stdout that is no message."""
-        self._not_messages += 1
-        found = error.errors(include_url=False, include_context=False)[0].get("input")
-        self._example = self._example or str(found)[:80]
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        size = 0
+        async for data in self.inner:
+            size += len(data)
+            if size > MAX_MESSAGE_BYTES:
+                raise httpx2.StreamError(TOO_LONG)
+            yield data
 
-    def story(self) -> str:
-        """Return what helps to understand a failure."""
-        told = ""
-        if self._not_messages:
-            told = (
-                f"; {self._not_messages} lines on its stdout were no MCP messages, such as {self._example!r}"
-            )
-        lines = [line.rstrip()[:LINE_CHARS] for line in self._written.decode(errors="replace").splitlines()]
-        shown = [line for line in lines if line][-LINES_SHOWN:]
-        return told + ("; it wrote:\n  " + "\n  ".join(shown) if shown else "")
-
-    @contextlib.contextmanager
-    def stderr(self) -> Iterator[TextIO]:
-        """Give a file for a process to write to, read by the running loop."""
-        loop = asyncio.get_running_loop()
-        reader, writer = os.pipe()
-        os.set_blocking(reader, False)
-
-        def read() -> None:
-            with contextlib.suppress(BlockingIOError):
-                data = os.read(reader, 65536)
-                self._written = (self._written + data)[-BYTES_KEPT:]
-                if not data:
-                    loop.remove_reader(reader)
-
-        loop.add_reader(reader, read)
-        try:
-            with os.fdopen(writer, "w") as file:
-                yield file
-        finally:
-            read()  # what came in last tells most
-            loop.remove_reader(reader)
-            os.close(reader)
+    async def aclose(self) -> None:
+        await self.inner.aclose()
 
 
 class _WatchedReader:

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from TrainingFactory.options import did_you_mean, nearest
+from TrainingFactory.texts import clean
 from TrainingFactory.tools.mcp.server_config import OneTool, ServerConfig
 from TrainingFactory.tools.options import ToolOptions
 from TrainingFactory.tools.schema import check_schema, without_titles
 from TrainingFactory.types import ToolSpec
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -40,6 +45,10 @@ class Offer:
 def make_offers(config: ServerConfig, offered: Sequence[OfferedTool]) -> list[Offer]:
     """Return the tools of one server that the config asks for; raise ValueError where models could not use one."""
     by_name = {tool.name: tool for tool in offered}
+    for name in sorted(name for name, count in Counter(tool.name for tool in offered).items() if count > 1):
+        log.warning(
+            "%s offers several tools called %r; models are told of the last one", config.where, clean(name)
+        )
     texts = config.texts or {}
     settings = config.settings
     lists = (texts, settings.tools, settings.pure, settings.stateful, settings.idempotent)

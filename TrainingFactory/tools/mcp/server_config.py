@@ -19,7 +19,7 @@ from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass as checked_dataclass
 
 from TrainingFactory.options import STRICT, Count, OptionError, Positive, Text, ZeroOrMore, make_from, nested
-from TrainingFactory.texts import without
+from TrainingFactory.texts import SECRET_VARIABLES, secrets_in, without
 
 Transport = Literal["stdio", "http", "sse"]
 Named = Literal["stdio", "http", "streamable-http", "streamable_http", "streamableHttp", "sse"]
@@ -165,6 +165,9 @@ def server_config(name: str, origin: str, folder: Path, given: Mapping[str, Any]
         entry = _read(given)
         config = ServerConfig(name, origin, _transport(entry), settings=entry.tfactory, filled=filled)
         fill = _filler(folder, filled)
+        for key, value in (entry.env | entry.headers).items():
+            if _SECRET_NAME.search(key):
+                SECRET_VARIABLES.update(found[1] for found in _VARIABLE.finditer(str(value)))
         if config.transport == "stdio":
             return replace(config, **_process(entry, folder, fill))
         headers = {key: fill(str(value)) for key, value in entry.headers.items()}
@@ -259,9 +262,10 @@ def _filler(folder: Path, used: dict[str, str]) -> Fill:
 def secret_values(
     named: Iterable[tuple[str, str]], headers: Iterable[str], texts: Iterable[str]
 ) -> list[str]:
-    """Return headers, values whose name says that they are secret, and what is secret in values that are URLs, of
-    `texts` too. The longest first, since one may be part of another."""
-    named, headers = list(named), list(headers)
+    """Return headers, values whose name says that they are secret, in `texts` that are arguments too (--api-key=x), and
+    what is secret in values that are URLs. The longest first, since one may be part of another."""
+    named, headers, texts = list(named), list(headers), list(texts)
+    headers += [value for _, value in secrets_in(texts) if "://" not in value]
     values = {value for name, value in named if _SECRET_NAME.search(name)} | set(headers)
     values |= {value.split(" ", 1)[1] for value in headers if " " in value}  # Bearer x
     for text in (*texts, *(value for _, value in named)):

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any
 
+from TrainingFactory.texts import clean
 from TrainingFactory.tools.mcp.offers import OfferedTool
 from TrainingFactory.tools.mcp.server_config import ServerConfig, ServerDown
 from TrainingFactory.types import ToolFailure, ToolResult
@@ -62,7 +63,7 @@ class Server:
         self.offered = self.offered or tools
         vanished = {tool.name for tool in self.offered} - {tool.name for tool in tools}
         if vanished != self._vanished:
-            gone = ", ".join(sorted(vanished)) or "none"
+            gone = clean(", ".join(sorted(vanished))) or "none"
             text = "server %r changed its tools; this run keeps those it began with (gone: %s)"
             log.warning(text, self.config.name, gone)
         self._vanished = vanished

@@ -98,9 +98,9 @@ class Interpreter:
                 print(repr(value)[: self.limit + 1000])
 
     def _explain(self, error: BaseException) -> str:
-        if isinstance(error, SystemExit):
-            return f"SystemExit: {error.code} (the interpreter goes on)"
         try:
+            if isinstance(error, SystemExit):
+                return f"SystemExit: {str(error.code)[:MAX_TRACEBACK_CHARS]} (the interpreter goes on)"
             trace = error.__traceback__
             while trace is not None and not trace.tb_frame.f_code.co_filename.startswith("<call "):
                 trace = trace.tb_next  # a frame of ours

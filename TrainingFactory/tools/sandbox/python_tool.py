@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import logging
 import os
@@ -10,11 +11,13 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+import weakref
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
+import psutil
 from pydantic import Field, validate_call
 
 from TrainingFactory.options import STRICT, Count, Positive
@@ -30,6 +33,11 @@ START_SECONDS = 60.0  # a loaded machine may take its time; usual are a few hund
 # What the executor grants beyond the interpreter's own limit, which must always strike first: code that never ends
 # is the model's doing, an executor's time-out is not.
 ALLOWANCE = START_SECONDS + 30.0
+BYTES_OF_A_CHAR, BEYOND_OUTPUT = (
+    6,
+    2**16,
+)  # of an answer: a byte may become "\\ufffd"; an error, how it is locked in
+HALF_OF_THE_MEMORY = psutil.virtual_memory().total // 2**21  # MiB
 NOT_STARTED = (WorkerDied, WorkerError, WorkerTooSlow, OSError)
 NO_PROCESS = "the interpreter of the python tool cannot be used: %s"
 GONE = "Variables and files are gone; the next call begins with a fresh interpreter."
@@ -97,8 +105,11 @@ class PythonTool:
         stateful: bool = False,
         allow_unsafe: bool = False,
         concurrency: Count | None = None,
+        idle_memory_mb: Count | None = None,
     ) -> None:
         self.timeout = timeout
+        self.idle_memory_mb = idle_memory_mb or HALF_OF_THE_MEMORY
+        self._idle: weakref.WeakKeyDictionary[PythonSession, int] = weakref.WeakKeyDictionary()  # bytes held
         self.allow_unsafe = allow_unsafe
         readable = _package_folders(name, packages)
         self.limits = Limits(memory_mb, disk_mb, cpu_seconds, max_output_chars, threads, readable)
@@ -121,6 +132,19 @@ class PythonTool:
 
     def session(self) -> PythonSession:
         return PythonSession(self)
+
+    def rest(self, session: PythonSession, held: int | None) -> None:
+        """Note what a session holds between two calls (None: it is none of those now), and stop the largest where all
+        together hold too much."""
+        self._idle.pop(session, None)
+        if held is not None:
+            self._idle[session] = held
+        while sum(self._idle.values()) > self.idle_memory_mb * 2**20:
+            largest = max(self._idle, key=self._idle.__getitem__)
+            del self._idle[largest]
+            largest.stop(
+                f"was stopped, because those of all episodes held over {self.idle_memory_mb} MiB of memory"
+            )
 
     async def open(self) -> None:
         """Do nothing: every session has a process of its own."""
@@ -145,6 +169,7 @@ class PythonSession:
 
     async def run(self, arguments: dict[str, Any]) -> ToolResult:
         async with self._turn:
+            self.source.rest(self, None)
             process, note = self._process, ""
             if process is None or not process.alive:
                 if process is not None:
@@ -155,7 +180,9 @@ class PythonSession:
                 except NOT_STARTED as error:
                     log.warning(NO_PROCESS, error)
                     return ToolResult(NO_PROCESS % error, ok=False, error="unavailable")
-            return await self._answer(process, arguments["code"], note)
+            result = await self._answer(process, arguments["code"], note)
+            self.source.rest(self, process.held)
+            return result
 
     async def _started(self) -> _Process:
         if self._closed:
@@ -187,8 +214,15 @@ class PythonSession:
         failed = bool(answer.get("error"))
         return ToolResult(text, ok=not failed, error="exception" if failed else None)
 
+    def stop(self, why: str) -> None:
+        """End the process between two calls."""
+        assert self._process is not None
+        self._lost = why
+        self._process.kill()
+
     async def close(self) -> None:
         self._closed = True
+        self.source.rest(self, None)
         if self._process is not None:
             await self._process.close()
 
@@ -210,10 +244,18 @@ class _Process(Worker):
             start_seconds=START_SECONDS,
             path=[str(Path(__file__).parent)],
             flags=["-s", "-S", "-X", "utf8"],
+            max_answer=BYTES_OF_A_CHAR * limits.max_output + BEYOND_OUTPUT,
             env=environment,
             cwd=folder,
             stderr=subprocess.DEVNULL,
         )
+
+    @property
+    def held(self) -> int:
+        """Return the bytes of memory that the process has in use; 0 if it is gone."""
+        with contextlib.suppress(psutil.Error):
+            return psutil.Process(self.pid).memory_info().rss if self.alive else 0
+        return 0
 
     async def isolation(self) -> Isolation:
         report = await self.ask({}, START_SECONDS)
