@@ -149,6 +149,7 @@ class Keywords(TypedDict, total=False):
     # logging
     output_dir: str | Path
     trackers: list[Literal["wandb", "mlflow", "tensorboard"]]
+    wandb: dict[Literal["project", "entity", "group"], str]
     save_trajectories: bool
     record_tools: bool
     checkpoint_every: int

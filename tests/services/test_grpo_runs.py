@@ -79,13 +79,16 @@ def test_a_run_with_refill_goes_on_exactly(filled: Path, tmp_path: Path) -> None
 
 
 def test_no_more_tasks_are_spent_where_nothing_can_be_scored(tmp_path: Path) -> None:
+    played: set[str] = set()
+
     class Broken(Parity):
         def reward(self, episode: Any) -> float:
+            played.add(episode.task.id)
             raise RuntimeError("no score today")
 
     with pytest.raises(ValueError, match="no score today"):
         run(half(tmp_path, refill=3), "a", environment=Broken)
-    assert [len(row["tasks"]) for row in rows(tmp_path / "a" / "consumed.jsonl")] == [2, 2]
+    assert len(played) == 2
 
 
 class Dull(Parity):

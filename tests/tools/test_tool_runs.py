@@ -169,7 +169,7 @@ class Alone(Down):
 
     @classmethod
     def tasks(cls, split: str, seed: int, count: int) -> list[Task]:
-        return [Task(str(number), "?") for number in range(2)]
+        return [Task(str(number), "?", "!") for number in range(2)]
 
     async def step(self, message: Message) -> Step:
         return await super().step(Message("assistant", tool_calls=[ToolCall("gone")]))
