@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -31,10 +30,8 @@ check(double)
 
 
 @pytest.fixture(scope="module")
-def coder() -> Iterator[PythonTool]:
-    python = PythonTool(allow_unsafe=True, timeout=5.0)
-    yield python
-    python.close()
+def coder() -> PythonTool:
+    return PythonTool(allow_unsafe=True, timeout=5.0)
 
 
 def worth(coder: PythonTool, code: str, test: Any, **options: Any) -> float | str:

@@ -134,10 +134,8 @@ def test_which_queries_order_their_rows(ordered: bool, query: str):
 
 
 @pytest.fixture(scope="module")
-def python() -> Any:
-    made = PythonTool(allow_unsafe=True, timeout=2.0)
-    yield made
-    made.close()
+def python() -> PythonTool:
+    return PythonTool(allow_unsafe=True, timeout=2.0)
 
 
 CASES = [{"args": [2], "expected": 4}, {"args": [3], "expected": 6}]
