@@ -23,6 +23,7 @@ from TrainingFactory.services.build.named_files import about_start, as_started, 
 from TrainingFactory.services.build.rewards import evaluation_reward
 from TrainingFactory.services.build.run_tools import RunTools
 from TrainingFactory.services.build.trackers import Trackers, check_trackers
+from TrainingFactory.services.doctor.table import Table
 from TrainingFactory.services.runs.folder import RunFolder, TrainingReport, new_name
 from TrainingFactory.services.runs.tracking import PlainLines, Watcher
 from TrainingFactory.services.training.dataset import Objects, check_same, gather
@@ -142,7 +143,8 @@ async def make_loop(training: Training, held: AsyncExitStack) -> TrainingLoop:
     if config.logging.record_tools:
         tools.record_to(run.path)
     played = None if environment is None else await _played(training, environment, chat, loaded, held)
-    scored = any("reward" in row for row in run.metrics())
+    earlier = run.metrics()
+    scored = any("reward" in row for row in earlier)
     trackers = Trackers(run.path, config)
     held.callback(trackers.close)
     return TrainingLoop(
@@ -157,6 +159,7 @@ async def make_loop(training: Training, held: AsyncExitStack) -> TrainingLoop:
         tools=tools,
         heldout=_heldout(training, played, heldout),
         guards=Guards(config.reward.max_equal_steps, scored=scored, replayed=tools.replayed is not None),
+        doctor=Table(earlier, config.training.update_epochs * config.training.minibatches),
         watcher=watcher,
         trackers=trackers,
         interrupts=training.interrupts,
