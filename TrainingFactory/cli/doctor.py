@@ -43,8 +43,9 @@ def doctor(config_or_model: str, /, *overrides: Overrides, as_json: Json = False
         print(json.dumps(found.as_json, indent=1, ensure_ascii=False))
         return FOUND if found.failed else 0
     show.table([*found.facts.items()])
-    show.columns(
-        ["", "finding", "what, and what to do"],
-        [(each.severity, each.name, f"{each.sentence}. {each.remedy}") for each in found.sorted],
-    ) if found.findings else show.note("nothing was found")
+    rows = [(each.severity, each.name, f"{each.sentence}. {each.remedy}") for each in found.sorted]
+    if rows:
+        show.columns(["", "finding", "what, and what to do"], rows)
+    else:
+        show.note("nothing was found")
     return FOUND if found.failed else 0

@@ -177,6 +177,16 @@ def test_rewards_that_fail_are_an_error(tmp_path: Path) -> None:
     assert unscored.severity == "error" and "no such column" in unscored.sentence
 
 
+def test_a_device_that_is_too_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(*_: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB\nand more")
+
+    monkeypatch.setattr("TrainingFactory.services.build.sampler.load", load)
+    for given in (config(), TrainingConfig()):
+        [finding] = examine(given, PlainLines()).findings
+        assert finding.name == "memory" and finding.sentence.endswith("20 GiB")
+
+
 def test_mistakes_are_told_all_at_once(tfactory: Run, tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text("environment: {environment_id: calculator}\n", encoding="utf-8")
     asked = (

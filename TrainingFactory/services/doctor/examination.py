@@ -14,7 +14,7 @@ from TrainingFactory.algorithms.kinds import KINDS
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.running import run as run_anywhere
 from TrainingFactory.services.build import sampler as build_sampler
-from TrainingFactory.services.build.learner import make_algorithm
+from TrainingFactory.services.build.learner import make_algorithm, make_trainable
 from TrainingFactory.services.build.notices import notices, unused
 from TrainingFactory.services.build.rewards import check_reward
 from TrainingFactory.services.build.trackers import check_trackers
@@ -41,9 +41,8 @@ def examine(config: TrainingConfig, watcher: Watcher) -> Diagnosis:
     found, name = Diagnosis(), config.training.algorithm
     for text in [*notices(config), *unused(config)]:
         found.add("ignored", text, severity="note")
-    rows, samples = config.data.dataset is not None, KINDS[name].samples
-    group = config.training.group_size if samples else None
-    with tempfile.TemporaryDirectory(prefix="tfactory-doctor-") as folder:
+    rows, group = config.data.dataset is not None, config.training.group_size
+    try:
         if not (rows or config.environment.environment_id or config.tools):
             found.fact("examined", "the model alone: no environment, tools or dataset are named")
             if (only := found.tried("model", lambda: _load(config))) is not None:
@@ -51,10 +50,15 @@ def examine(config: TrainingConfig, watcher: Watcher) -> Diagnosis:
             return found
         found.tried("config", lambda: check(config, rows))
         found.tried("config", lambda: check_trackers(config.logging.trackers))
-        found.tried("config", lambda: check_reward(config, group))
-        training = found.tried("config", lambda: DryRun(config, Path(folder), watcher))
-        if training is not None:
-            run_anywhere(lambda: _play(found, config, training))
+        found.tried("config", lambda: check_reward(config, group if KINDS[name].samples else None))
+        with tempfile.TemporaryDirectory(prefix="tfactory-doctor-") as folder:
+            training = found.tried("config", lambda: DryRun(config, Path(folder), watcher))
+            if training is not None:
+                run_anywhere(lambda: _play(found, config, training))
+    except RuntimeError as error:
+        if "out of memory" not in str(error):
+            raise
+        found.add("memory", str(error).partition("\n")[0])
     return found
 
 
@@ -93,6 +97,7 @@ def _small(config: TrainingConfig) -> TrainingConfig:
 
 def _load(config: TrainingConfig) -> tuple[Any, Any]:
     loaded = build_sampler.load(config)
+    make_trainable(config, loaded)
     return loaded, build_sampler.make_chat(config, loaded)
 
 
@@ -114,14 +119,15 @@ async def _play(found: Diagnosis, config: TrainingConfig, training: DryRun) -> N
     async with AsyncExitStack() as held:
         held.callback(training.run.unlock)
         held.push_async_callback(training.tools.close)
+        loop = None
         try:
             loop = await make_loop(training, held)
         except (ValueError, OSError) as error:
             found.add("config" if training.loaded is not None else "model", str(error))
-            if training.loaded is not None:
-                _look_at_model(found, config, training.loaded, training.chat)
+        if training.loaded is not None:
+            _look_at_model(found, config, training.loaded, training.chat)
+        if loop is None:
             return
-        _look_at_model(found, config, training.loaded, training.chat)
         try:
             batch = await loop.source.take(0)
         except ValueError as error:  # a demonstration that cannot be played

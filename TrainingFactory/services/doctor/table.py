@@ -122,12 +122,13 @@ def _truncated(seen: Look) -> str | None:
 
 
 def _tied(seen: Look) -> str | None:
-    if not seen.values("reward") or any(row.get("rows") and row.get("reward_std", 1.0) for row in seen.last):
+    paid = {(each.reward.outcome, *each.reward.steps) for each in seen.episodes if each.reward is not None}
+    same = len(paid) < 2 and not any(row.get("reward_std", 1.0) for row in seen.last)
+    if not seen.values("reward") or (not same and any(row.get("rows") for row in seen.last)):
         return None
-    won, early = seen.mean("accuracy"), len(seen.before) < START
-    if won > 0.9 and not early:  # it has learned its tasks
+    if seen.mean("accuracy") > 0.9 and len(seen.before) >= START:  # it has learned its tasks
         return None
-    if not any(row.get("reward_std", 1.0) for row in seen.last):
+    if same:
         return f"all episodes were rewarded the same ({seen.last[-1]['reward']:g}), so that nothing can be learned"
     return "the episodes of each task were all rewarded the same, so that nothing can be learned"
 

@@ -62,13 +62,15 @@ def charts(metrics: Rows) -> list[Chart]:
 
 def _spread(metrics: Rows) -> Chart:
     rows = [row for row in metrics if "reward" in row]
-    sides = [[(r["step"], r["reward"] + sign * r.get("reward_std", 0.0)) for r in rows] for sign in (-1, 1)]
-    return Chart("Reward, with its deviation", [Line("reward", points(rows, "reward"), *sides)])
+    low, high = (
+        [(r["step"], r["reward"] + sign * r.get("reward_std", 0.0)) for r in rows] for sign in (-1, 1)
+    )
+    return Chart("Reward, with its deviation", [Line("reward", points(rows, "reward"), low, high)])
 
 
 def _heldout(metrics: Rows) -> Chart:
-    sides = [points(metrics, f"eval/success_{side}") for side in ("low", "high")]
-    line = Line("success", points(metrics, "eval/success"), *sides)
+    low, high = (points(metrics, f"eval/success_{side}") for side in ("low", "high"))
+    line = Line("success", points(metrics, "eval/success"), low, high)
     return Chart("Held-out success, with its 95 % interval", [line], 0.0, 1.0)
 
 
