@@ -68,7 +68,7 @@ BUDGET: dict[str, int] = {
     "services": 830,
     "services/build": 1760,
     "services/demo": 430,
-    "services/doctor": 620,
+    "services/doctor": 720,
     "services/evaluation": 300,
     "services/judge_audit": 580,
     "services/reports": 530,

@@ -61,8 +61,8 @@ def show_(name: Run, *, where: Where = "runs") -> None:
     show.columns(["metric", "first", "last", "least", "most", "curve"], table)
     _plot(metrics)
     show.table(list(run_tables.asked_in_words(metrics)))
-    for each in run.findings():
-        show.note(f"{each.finding.severity}, {each.steps}: {each.finding.text}")
+    for steps, finding in run_tables.findings(run):
+        show.note(f"{finding.severity}, {steps}: {finding.text}")
     if run.state in ("interrupted", "failed", "killed"):
         show.note(f"go on with: {run.resume_command}")
 

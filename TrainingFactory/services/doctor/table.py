@@ -202,60 +202,27 @@ def _values(rows: Rows, name: str) -> list[float]:
 
 
 CHECKS = (
-    Check(
-        "no_tool_called",
-        _no_tool_called,
-        "Where calls are not read, take the model's own chat family (leave model.family out) or register one; else "
-        "train on demonstrations first (training.algorithm=sft), or say in environment.system_prompt when to call.",
-    ),
-    Check(
-        "most_truncated",
-        _truncated,
-        "Raise sampling.max_tokens (a turn) or model.max_length (an episode); where turns never end, the model has not "
-        "learned its stop token: train on demonstrations first.",
-    ),
-    Check(
-        "tied_groups",
-        _tied,
-        "Look at some episodes (tfactory runs episodes RUN); take tasks that succeed now and then, a reward with more "
-        "steps between wrong and right, a larger training.group_size, or sampling.temperature=1.",
-    ),
-    Check(
-        "entropy_collapse",
-        _entropy,
-        "Lower training.learning_rate, raise grpo.clip_high or grpo.entropy a little, or go back to an earlier "
-        "checkpoint.",
-    ),
-    Check(
-        "length_explosion",
-        _length,
-        "Look at the longest episodes; set grpo.overlong_length, or lower sampling.max_tokens.",
-    ),
-    Check(
-        "logprob_gap",
-        _logprobs,
-        "Set grpo.importance_cap=2.0, or model.dtype=float32; where the step has several updates, lower "
-        "training.learning_rate or training.update_epochs.",
-    ),
-    Check(
-        "gradient_jump",
-        _gradient,
-        "Lower training.learning_rate or training.max_grad_norm, and go on from the checkpoint before.",
-    ),
-    Check(
-        "judge_failing",
-        _judge,
-        "Look at why with tfactory judge audit; check reward.options (base_url, model, time-outs, budget).",
-    ),
-    Check(
-        "tool_success_falling",
-        _tool_success,
-        "Look at failed calls (tfactory runs episodes RUN --worst 2): a server that is down is no fault of the model; "
-        "calls that are written worse are: lower training.learning_rate, or reward calls that work.",
-    ),
-    Check(
-        "tools_failing",
-        _tools_failing,
-        "Try the tools by hand: tfactory tools call; look at what the model writes: tfactory runs episodes RUN.",
-    ),
-)
+    Check("no_tool_called", _no_tool_called, "Where calls are not read, take the model's own chat family (leave "
+          "model.family out) or register one; else train on demonstrations first (training.algorithm=sft), or say in "
+          "environment.system_prompt when to call."),
+    Check("most_truncated", _truncated, "Raise sampling.max_tokens (a turn) or model.max_length (an episode); where "
+          "turns never end, the model has not learned its stop token: train on demonstrations first."),
+    Check("tied_groups", _tied, "Look at some episodes (tfactory runs episodes RUN); take tasks that succeed now and "
+          "then, a reward with more steps between wrong and right, a larger training.group_size, or "
+          "sampling.temperature=1."),
+    Check("entropy_collapse", _entropy, "Lower training.learning_rate, raise grpo.clip_high or grpo.entropy a little, "
+          "or go back to an earlier checkpoint."),
+    Check("length_explosion", _length, "Look at the longest episodes; set grpo.overlong_length, or lower "
+          "sampling.max_tokens."),
+    Check("logprob_gap", _logprobs, "Set grpo.importance_cap=2.0, or model.dtype=float32; where a step has several "
+          "updates, lower training.learning_rate or training.update_epochs."),
+    Check("gradient_jump", _gradient, "Lower training.learning_rate or training.max_grad_norm, and go on from the "
+          "checkpoint before."),
+    Check("judge_failing", _judge, "Look at why with tfactory judge audit; check reward.options (base_url, model, "
+          "time-outs, budget)."),
+    Check("tool_success_falling", _tool_success, "Look at failed calls (tfactory runs episodes RUN --worst 2): a "
+          "server that is down is no fault of the model; where calls are written worse, lower training.learning_rate, or "
+          "reward calls that work."),
+    Check("tools_failing", _tools_failing, "Try the tools by hand (tfactory tools call), and look at what the model "
+          "writes."),
+)  # fmt: skip

@@ -9,7 +9,7 @@ from typing import Any
 from TrainingFactory.data.trajectories import load_trajectories
 from TrainingFactory.services.reports.charts import Chart, Line
 from TrainingFactory.services.reports.pages import render
-from TrainingFactory.services.reports.run_tables import what
+from TrainingFactory.services.reports.run_tables import findings, what
 from TrainingFactory.services.reports.texts import best_and_worst, conversation, ending
 from TrainingFactory.services.runs.folder import CONFIG, TRAJECTORIES, RunFolder
 from TrainingFactory.types import Trajectory
@@ -46,7 +46,7 @@ def run_page(run: RunFolder) -> str:
     ]
     told = [(name, conversation(each), ending(each)) for name, each in samples(run)]
     return render(
-        "run.html.jinja", title=f"Run {run.name}", rows=rows, findings=run.findings(), charts=charts(run.metrics()),
+        "run.html.jinja", title=f"Run {run.name}", rows=rows, findings=findings(run), charts=charts(run.metrics()),
         episodes=told, config=(run.path / CONFIG).read_text(encoding="utf-8"),
     )  # fmt: skip
 

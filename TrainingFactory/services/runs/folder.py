@@ -43,7 +43,6 @@ from TrainingFactory.config import TrainingConfig, load_config
 from TrainingFactory.config.problems import Problem
 from TrainingFactory.data.disk import remove, sync, write_aside
 from TrainingFactory.data.trajectories import save_trajectories
-from TrainingFactory.services.runs.findings import Seen, seen
 from TrainingFactory.texts import redacted, secrets_in
 from TrainingFactory.tools.recording import CALLS
 from TrainingFactory.types import Trajectory
@@ -212,9 +211,9 @@ class RunFolder:
         rows = self._rows(METRICS)
         return [{OLD_METRICS.get(name, name): value for name, value in row.items()} for row in rows]
 
-    def findings(self) -> list[Seen]:
-        """Return what was seen going wrong, with its steps."""
-        return seen(self._rows(FINDINGS))
+    def findings(self) -> list[dict[str, Any]]:
+        """Return a row for each thing that was seen going wrong, and one where it was gone."""
+        return self._rows(FINDINGS)
 
     def consumed(self) -> dict[int, list[str]]:
         """Return the ids of the tasks that each step took."""
