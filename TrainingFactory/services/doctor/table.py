@@ -221,8 +221,8 @@ CHECKS = (
     Check("judge_failing", _judge, "Look at why with tfactory judge audit; check reward.options (base_url, model, "
           "time-outs, budget)."),
     Check("tool_success_falling", _tool_success, "Look at failed calls (tfactory runs episodes RUN --worst 2): a "
-          "server that is down is no fault of the model; where calls are written worse, lower training.learning_rate, or "
-          "reward calls that work."),
+          "server that is down is no fault of the model; where calls are written worse, lower "
+          "training.learning_rate, or reward calls that work."),
     Check("tools_failing", _tools_failing, "Try the tools by hand (tfactory tools call), and look at what the model "
           "writes."),
 )  # fmt: skip
