@@ -247,7 +247,8 @@ class Policy(Protocol):
 
 
 class Tracker(Protocol):
-    """Takes the metrics of each step somewhere: a file, TensorBoard, a server."""
+    """Takes the metrics of each step somewhere: a file, TensorBoard, a server; and now and then its episodes."""
 
     def log(self, step: int, metrics: dict[str, float]) -> None: ...
+    def episodes(self, step: int, episodes: Sequence[Trajectory]) -> None: ...
     def close(self) -> None: ...

@@ -36,7 +36,7 @@ SATELLITES = [
     "cli", "http", "workers", "sql", "arithmetic.py", "endpoint.py", "envs/builtin",
     "tools/mcp", "tools/cache", "tools/builtin", "tools/sandbox", "rewards/rules",
     "rewards/judge", "rewards/workers", "services/evaluation", "services/serving",
-    "services/reports", "services/judge_audit", "services/demo", "services/export.py",
+    "services/reports", "services/judge_audit", "services/demo", "services/doctor", "services/export.py",
     "services/datasets.py", "data/convert.py", "learning/reward_models.py", "models/faces.py", "models/qwen3.py",
     "models/llama.py", "models/deepseek.py",
     # faces of satellite folders, and what users call
@@ -68,6 +68,7 @@ BUDGET: dict[str, int] = {
     "services": 830,
     "services/build": 1760,
     "services/demo": 430,
+    "services/doctor": 720,
     "services/evaluation": 300,
     "services/judge_audit": 580,
     "services/reports": 530,

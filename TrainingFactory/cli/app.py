@@ -15,6 +15,7 @@ from cyclopts import App, Parameter
 from TrainingFactory import __version__
 from TrainingFactory.cli.data import data
 from TrainingFactory.cli.demo import demo
+from TrainingFactory.cli.doctor import doctor
 from TrainingFactory.cli.evaluate import evaluate
 from TrainingFactory.cli.export import export
 from TrainingFactory.cli.judge import judge
@@ -41,7 +42,7 @@ app = App(
 new = App(name="new", help="Write a file to start from.")
 new.command(env)
 app.command(evaluate, name="eval")
-for command in (demo, train, runs, export, rollout, data, serve, new, tools, judge, envs, models):
+for command in (demo, train, doctor, runs, export, rollout, data, serve, new, tools, judge, envs, models):
     app.command(command)
 
 

@@ -150,10 +150,20 @@ def duration(seconds: float) -> str:
 
 
 def curve(values: list[float]) -> str:
-    """Plot all values, in means of neighbours where there are more than columns."""
-    width = min(len(values), CURVE)
+    """Plot all values in one line."""
+    return plot(values, CURVE, 1)[0]
+
+
+def plot(values: list[float], columns: int = 72, height: int = 6) -> list[str]:
+    """Plot all values in so many lines, the highest first, in means of neighbours where there are more than columns."""
+    width = min(len(values), columns)
     starts = [len(values) * column // width for column in range(width + 1)]
     means = [fmean(values[start:end]) for start, end in pairwise(starts)]
     low, high = min(means), max(means)
-    scale = (len(SPARKS) - 1) / (high - low) if high > low else 0.0
-    return "".join(SPARKS[round((mean - low) * scale)] for mean in means)
+    scale = (len(SPARKS) * height - 1) / (high - low) if high > low else 0.0
+    levels = [round((mean - low) * scale) for mean in means]
+    lines = []
+    for line in reversed(range(height)):
+        floor = line * len(SPARKS)
+        lines.append("".join(" " if each < floor else SPARKS[min(each - floor, 7)] for each in levels))
+    return lines

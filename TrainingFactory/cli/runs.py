@@ -9,7 +9,7 @@ from typing import Annotated
 from cyclopts import App, Parameter
 
 from TrainingFactory.cli import show
-from TrainingFactory.cli.display import Display, curve, duration
+from TrainingFactory.cli.display import Display, curve, duration, plot
 from TrainingFactory.cli.options import Count, Run, Where
 from TrainingFactory.services.reports import run_tables
 from TrainingFactory.services.runs.folder import RunFolder
@@ -59,9 +59,44 @@ def show_(name: Run, *, where: Where = "runs") -> None:
         ends = [form.format(value) for value in (values[0], values[-1], min(values), max(values))]
         table.append((key, *ends, curve(values)))
     show.columns(["metric", "first", "last", "least", "most", "curve"], table)
+    _plot(metrics)
     show.table(list(run_tables.asked_in_words(metrics)))
+    for steps, finding in run_tables.findings(run):
+        show.note(f"{finding.severity}, {steps}: {finding.text}")
     if run.state in ("interrupted", "failed", "killed"):
         show.note(f"go on with: {run.resume_command}")
+
+
+def _plot(metrics: run_tables.Rows) -> None:
+    """Draw the whole run: what it is judged by, over all its steps."""
+    name = next((name for name in ("reward", "loss") if any(name in row for row in metrics)), None)
+    if name is None:
+        return
+    rows = [row for row in metrics if name in row]
+    values, form = [row[name] for row in rows], run_tables.FORMATS[name]
+    lines = plot(values)
+    sides = [form.format(max(values)), *[""] * (len(lines) - 2), form.format(min(values))]
+    steps = f"{name}, steps {rows[0]['step']} to {rows[-1]['step']}"
+    show.columns(["", steps], list(zip(sides, lines, strict=True)))
+
+
+@runs.command
+def report(name: Run, *, out: Path | None = None, where: Where = "runs") -> None:
+    """Write a page about a run: its curves, what was seen going wrong, some episodes, its config. It needs nothing
+    beside it.
+
+    ```
+    tfactory runs report grpo-search-1
+    tfactory runs report grpo-search-1 --out page.html
+    ```
+
+    Args:
+        out: The HTML file; run.html in the run's folder if none is named.
+    """
+    from TrainingFactory.services.reports.run_report import run_page
+
+    run = RunFolder.find(name, where)
+    show.write_page(out or run.path / "run.html", run_page(run))
 
 
 @runs.command

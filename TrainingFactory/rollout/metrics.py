@@ -23,6 +23,9 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     metrics["episodes/unscored"] = len(trajectories) - len(rewards)
     metrics["sampled_tokens"] = sum(len(turn.completion.token_ids) for turn in turns)
     metrics["tool_calls"] = len(results)
+    metrics["tools_offered"] = max((len(trajectory.tools) for trajectory in trajectories), default=0)
+    called = [any(turn.message.tool_calls for turn in each.turns) for each in trajectories]
+    metrics["episodes/called"] = sum(called)
     if results:
         metrics["tool_success"] = fmean(result.ok for result in results)
     if trajectories:

@@ -9,7 +9,8 @@ import pytest
 
 from tests.kits.pages import HOSTILE, SHOWN, parsed, words
 from TrainingFactory.config import TrainingConfig
-from TrainingFactory.services.demo.report import Report, Stats, Trial, running_mean
+from TrainingFactory.services.demo.report import Report, Stats, Trial
+from TrainingFactory.services.reports.charts import running_mean
 from TrainingFactory.types import Completion, Message, Reward, Task, ToolCall, Trajectory, Turn
 
 

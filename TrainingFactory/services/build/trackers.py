@@ -7,11 +7,15 @@ import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from textwrap import indent
 from typing import Any
 
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.protocols import Tracker
+from TrainingFactory.services.reports.texts import best_and_worst, conversation, ending
 from TrainingFactory.services.runs.folder import RunFolder
+from TrainingFactory.texts import clean
+from TrainingFactory.types import Trajectory
 
 log = logging.getLogger(__name__)
 
@@ -26,6 +30,11 @@ class TensorBoard:
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
 
+    def episodes(self, step: int, episodes: Sequence[Trajectory]) -> None:
+        for which, text in _told(episodes).items():
+            # It reads Markdown: what is indented is shown as it is.
+            self._writer.add_text(f"episodes/{which}", indent(text, "    ", lambda _: True), step)
+
     def close(self) -> None:
         self._writer.close()
 
@@ -37,10 +46,15 @@ class WandB:
         place = {"project": os.environ.get("WANDB_PROJECT", "training-factory")} | config.logging.wandb
         number = RunFolder(run).about.get("id", run.name)
         given = {"dir": str(run), "config": config.model_dump()}
+        self._table = wandb.Table
         self._run = wandb.init(name=run.name, id=number, resume="allow", **place, **given)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         self._run.log(metrics, step=step)
+
+    def episodes(self, step: int, episodes: Sequence[Trajectory]) -> None:
+        rows = [[step, which, text] for which, text in _told(episodes).items()]
+        self._run.log({"episodes": self._table(columns=["step", "which", "episode"], data=rows)}, step=step)
 
     def close(self) -> None:
         self._run.finish()
@@ -63,8 +77,23 @@ class MLflow:
         named = {name.replace("/", "."): value for name, value in metrics.items()}
         self._mlflow.log_metrics(named, step=step)
 
+    def episodes(self, step: int, episodes: Sequence[Trajectory]) -> None:
+        for which, text in _told(episodes).items():
+            self._mlflow.log_text(text, f"episodes/{step:06d}-{which.replace(' ', '-')}.txt")
+
     def close(self) -> None:
         self._mlflow.end_run()
+
+
+def _told(episodes: Sequence[Trajectory]) -> dict[str, str]:
+    """Return the best and the worst episode as text."""
+    return {
+        which: "\n".join(
+            clean(line)
+            for line in (f"task {each.task.id}", *map(": ".join, conversation(each)), ending(each))
+        )
+        for which, each in best_and_worst(episodes).items()
+    }
 
 
 TRACKERS: dict[str, Any] = {"tensorboard": TensorBoard, "wandb": WandB, "mlflow": MLflow}
@@ -93,6 +122,9 @@ class Trackers:
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         self._each(lambda tracker: tracker.log(step, metrics))
+
+    def episodes(self, step: int, episodes: Sequence[Trajectory]) -> None:
+        self._each(lambda tracker: tracker.episodes(step, episodes))
 
     def close(self) -> None:
         self._each(lambda tracker: tracker.close())

@@ -23,6 +23,7 @@ from TrainingFactory.services.build.named_files import about_start, as_started, 
 from TrainingFactory.services.build.rewards import evaluation_reward
 from TrainingFactory.services.build.run_tools import RunTools
 from TrainingFactory.services.build.trackers import Trackers, check_trackers
+from TrainingFactory.services.doctor.table import Table
 from TrainingFactory.services.runs.folder import RunFolder, TrainingReport, new_name
 from TrainingFactory.services.runs.tracking import PlainLines, Watcher
 from TrainingFactory.services.training.dataset import Objects, check_same, gather
@@ -76,7 +77,7 @@ class Training:
         build_rewards.check_tasks(reward, tasks, self.data.environment)
         if run is None:
             about = about_start(config, self.objects, self.tools, self.data)
-            run = RunFolder.create(config, name or new_name(config), about, self.total)
+            run = self.new_run(name or new_name(config), about)
         else:
             check_same(self.data, run.about, run.name)
             for file in changed_files(run.about):
@@ -85,6 +86,16 @@ class Training:
                 )
         self.run = run
         self.run.lock()
+
+    def new_run(self, name: str, about: dict[str, Any]) -> RunFolder:
+        """Make the run's folder; a dry run has it elsewhere."""
+        return RunFolder.create(self.config, name, about, self.total)
+
+    def load(self, day: date) -> tuple[LoadedModel, TemplateChatFormat]:
+        """Load the model as it is trained, and its chat format."""
+        loaded = build_sampler.load(self.config)
+        make_trainable(self.config, loaded)
+        return loaded, build_sampler.make_chat(self.config, loaded, day)
 
     def _environment(self) -> EnvironmentFactory | None:
         """Return the environment that the config names, where the run needs one."""
@@ -127,7 +138,7 @@ async def make_loop(training: Training, held: AsyncExitStack) -> TrainingLoop:
     tools = training.tools
     environment = None if data.environment is None else await tools.equip(data.environment)
     watcher.phase("load")
-    loaded, chat = await in_thread(_load, config, date.fromisoformat(run.about["day"]))
+    loaded, chat = await in_thread(training.load, date.fromisoformat(run.about["day"]))
     dataset, heldout = await in_thread(_tokenized, training, loaded, chat)
     # Only now it is known how many rows are too long.
     order = training.order if dataset is None else make_order(config, len(dataset))
@@ -142,7 +153,8 @@ async def make_loop(training: Training, held: AsyncExitStack) -> TrainingLoop:
     if config.logging.record_tools:
         tools.record_to(run.path)
     played = None if environment is None else await _played(training, environment, chat, loaded, held)
-    scored = any("reward" in row for row in run.metrics())
+    earlier = run.metrics()
+    scored = any("reward" in row for row in earlier)
     trackers = Trackers(run.path, config)
     held.callback(trackers.close)
     return TrainingLoop(
@@ -157,6 +169,7 @@ async def make_loop(training: Training, held: AsyncExitStack) -> TrainingLoop:
         tools=tools,
         heldout=_heldout(training, played, heldout),
         guards=Guards(config.reward.max_equal_steps, scored=scored, replayed=tools.replayed is not None),
+        doctor=Table(earlier, config.training.update_epochs * config.training.minibatches),
         watcher=watcher,
         trackers=trackers,
         interrupts=training.interrupts,
@@ -234,12 +247,6 @@ def _heldout(training: Training, played: _Played | None, dataset: TokenizedDatas
         return HeldOut(dataset=dataset)
     rollouts = _rollouts(training, played, played.measure)
     return HeldOut(training.data.heldout, rollouts, played.clock, dataset)
-
-
-def _load(config: TrainingConfig, day: date) -> tuple[LoadedModel, TemplateChatFormat]:
-    loaded = build_sampler.load(config)
-    make_trainable(config, loaded)
-    return loaded, build_sampler.make_chat(config, loaded, day)
 
 
 def _tokenized(

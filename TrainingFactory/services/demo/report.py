@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 from TrainingFactory.data.trajectories import load_trajectories
 from TrainingFactory.rollout.metrics import evaluation_metrics
 from TrainingFactory.services.demo.lessons import LESSONS
+from TrainingFactory.services.reports.charts import with_mean
 from TrainingFactory.services.reports.pages import render
-from TrainingFactory.services.reports.texts import said
+from TrainingFactory.services.reports.texts import conversation
 from TrainingFactory.services.runs.folder import RunFolder
 from TrainingFactory.types import Trajectory
 
@@ -137,30 +138,16 @@ class Report:
             report=self,
             config=self.configs[1],
             mistakes=LESSONS[self.environment].mistakes,
-            means=running_mean(self.curve),
+            chart=with_mean("reward", list(enumerate(self.curve, 1)), 0.0, 1.0),
             sides=[(title, conversation(episode), ending(episode)) for title, episode in sides],
             calls=sorted({*self.before.calls, *self.after.calls}),
         )
-
-
-def conversation(episode: Trajectory) -> list[tuple[str, str]]:
-    """Return (who, what) for each message after the system's."""
-    messages = [message for message in episode.prompt if message.role != "system"]
-    for turn in episode.turns:
-        messages += [turn.message, *turn.replies]
-    return [line for message in messages for line in said(message)]
 
 
 def ending(episode: Trajectory) -> str:
     if episode.status != "done":
         return f"wrong: it ended as {episode.status}, asked for was {episode.task.answer}"
     return "right" if _won(episode) else f"wrong: the answer is {episode.task.answer}"
-
-
-def running_mean(values: Sequence[float], window: int = 5) -> list[float]:
-    """Return the mean of each value and the ones before it."""
-    parts = [values[max(0, end - window) : end] for end in range(1, len(values) + 1)]
-    return [sum(part) / len(part) for part in parts]
 
 
 def _telling(before: Sequence[Trajectory], after: Sequence[Trajectory]) -> Trial:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from TrainingFactory.config import TrainingConfig
+from TrainingFactory.services.runs.findings import Finding
 from TrainingFactory.services.runs.folder import CONFIG, METRICS, RunFolder, is_run
 
 # Metrics that are shown where a run has them -> format
@@ -102,6 +103,21 @@ def asked_in_words(metrics: Rows) -> Iterator[tuple[str, str]]:
         ]
         if told:
             yield prefix.removesuffix("/"), f"in all: {', '.join(told)}"
+
+
+def findings(run: RunFolder) -> list[tuple[str, Finding]]:
+    """Return what was seen going wrong in a run, each with its steps."""
+    found: list[tuple[str, Finding]] = []
+    since: dict[str, int] = {}  # name -> place of the one that is not gone yet
+    for row in run.findings():
+        if row.get("gone"):
+            steps, finding = found[place := since[row["name"]]]
+            found[place] = steps.replace("since step", "steps") + f" to {row['step'] - 1}", finding
+        else:
+            since[row["name"]] = len(found)
+            given = {key: row[key] for key in ("name", "sentence", "remedy", "severity")}
+            found.append((f"since step {row['step']}", Finding(**given)))
+    return found
 
 
 def differing_options(runs: Sequence[RunFolder]) -> Iterator[tuple[str, ...]]:

@@ -1,10 +1,11 @@
-"""Messages and rewards in words."""
+"""Messages, episodes and rewards in words."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 
-from TrainingFactory.types import Message, Reward
+from TrainingFactory.types import Message, Reward, Trajectory
 
 
 def said(message: Message) -> list[tuple[str, str]]:
@@ -16,6 +17,14 @@ def said(message: Message) -> list[tuple[str, str]]:
     return lines
 
 
+def conversation(episode: Trajectory) -> list[tuple[str, str]]:
+    """Return (who, what) for each message after the system's."""
+    messages = [message for message in episode.prompt if message.role != "system"]
+    for turn in episode.turns:
+        messages += [turn.message, *turn.replies]
+    return [line for message in messages for line in said(message)]
+
+
 def reward_text(reward: Reward | None) -> str:
     """Say what an episode earned: in all, for its steps in order where they earned any, and the parts."""
     if reward is None:
@@ -25,3 +34,18 @@ def reward_text(reward: Reward | None) -> str:
         steps = " ".join(f"{value:+g}" for value in reward.steps)
         text += f" (outcome {reward.outcome:g}, steps {steps})"
     return text + "".join(f", {name} {value:g}" for name, value in reward.parts.items())
+
+
+def best_and_worst(episodes: Sequence[Trajectory]) -> dict[str, Trajectory]:
+    """Return one or two episodes by what they are; one alone where all earned the same."""
+    scored = [(each.reward.outcome + sum(each.reward.steps), each) for each in episodes if each.reward]
+    if not scored:
+        return {"not scored": episodes[0]} if episodes else {}
+    ranked = sorted(scored, key=lambda pair: -pair[0])
+    same = ranked[0][0] == ranked[-1][0]
+    return {"all alike": ranked[0][1]} if same else {"best": ranked[0][1], "worst": ranked[-1][1]}
+
+
+def ending(episode: Trajectory) -> str:
+    error = f"; {episode.error}" if episode.error else ""
+    return f"{episode.status}, {reward_text(episode.reward)}{error}"

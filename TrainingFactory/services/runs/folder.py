@@ -7,6 +7,7 @@
     consumed.jsonl      which tasks each step took
     trajectories.jsonl  every episode of training
     kept.jsonl          rft: the episodes that were learned from
+    findings.jsonl      what was seen going wrong, and when it was gone
     tool_calls.jsonl    every tool call, as `--replay` serves it again; tools.json: what the model was told of them
     checkpoints/        step-000025/: the model, its optimiser, and in state.json how long the files above were
 
@@ -52,7 +53,8 @@ except ImportError:  # not on Windows: there two processes are not kept apart
     fcntl = None
 
 METRICS, CONSUMED, TRAJECTORIES, KEPT = "metrics.jsonl", "consumed.jsonl", "trajectories.jsonl", "kept.jsonl"
-GROWING = (METRICS, CONSUMED, TRAJECTORIES, KEPT, CALLS)
+FINDINGS = "findings.jsonl"
+GROWING = (METRICS, CONSUMED, TRAJECTORIES, KEPT, FINDINGS, CALLS)
 PACKAGES = ("torch", "transformers", "accelerate", "peft", "safetensors", "numpy")
 CONFIG, ABOUT, STATUS = "config.yaml", "environment.json", "status.json"
 SECRET = (
@@ -208,6 +210,10 @@ class RunFolder:
         """Return one row per step; metrics that older versions wrote under another name have today's."""
         rows = self._rows(METRICS)
         return [{OLD_METRICS.get(name, name): value for name, value in row.items()} for row in rows]
+
+    def findings(self) -> list[dict[str, Any]]:
+        """Return a row for each thing that was seen going wrong, and one where it was gone."""
+        return self._rows(FINDINGS)
 
     def consumed(self) -> dict[int, list[str]]:
         """Return the ids of the tasks that each step took."""

@@ -13,8 +13,10 @@ from TrainingFactory.config import TrainingConfig
 from TrainingFactory.protocols import Algorithm, Policy, Sampler, Tracker
 from TrainingFactory.rollout import AsyncRolloutEngine
 from TrainingFactory.rollout.metrics import evaluation_metrics
+from TrainingFactory.services.runs.findings import RunDoctor
 from TrainingFactory.services.runs.folder import (
     CONSUMED,
+    FINDINGS,
     KEPT,
     METRICS,
     RunFolder,
@@ -75,6 +77,7 @@ class TrainingLoop:
     tools: ToolCalls
     heldout: HeldOut
     guards: Guards
+    doctor: RunDoctor
     watcher: Watcher
     trackers: Tracker
     interrupts: Interrupts
@@ -161,6 +164,12 @@ class TrainingLoop:
         tasks = [group.trajectories[0].task.id for group in batch.groups]
         await in_thread(self.run.append, CONSUMED, {"step": batch.step + 1, "epoch": epoch, "tasks": tasks})
         await self._log(epoch, metrics)
+        if batch.sampled and (self._save_is_due() or self.progress.done == 1):
+            await in_thread(self.trackers.episodes, self.progress.done, batch.trajectories)
+        for change in self.doctor.look(self.progress.done, metrics, batch.trajectories):
+            await in_thread(self.run.append, FINDINGS, change.row)
+            if change.finding is not None:
+                self.watcher.say(f"FINDING step {change.step}: {change.finding.text}")
 
     def _write_episodes(self, batch: StepGroups) -> dict[str, float]:
         """Write the episodes of a step, and apart those that are learned from: `kept` of all, of `kept_tasks` any."""
@@ -219,9 +228,12 @@ class TrainingLoop:
 
     # checkpoints and status
 
+    def _save_is_due(self) -> bool:
+        done = self.progress.done
+        return done % self.config.logging.checkpoint_every == 0 or done == self.total
+
     async def _save_if_due(self) -> None:
-        due = self.progress.done % self.config.logging.checkpoint_every == 0 and not self.guards.unusable
-        if due or self.progress.done == self.total:
+        if self._save_is_due() and (self.progress.done == self.total or not self.guards.unusable):
             await self._save()
 
     async def _save(self) -> None:

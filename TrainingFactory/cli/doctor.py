@@ -1,0 +1,51 @@
+"""`tfactory doctor`: what would go wrong in a run, before it is started."""
+
+from __future__ import annotations
+
+import json
+
+from TrainingFactory.cli import show
+from TrainingFactory.cli.options import Json, Overrides
+from TrainingFactory.config import load_config
+from TrainingFactory.config.loading import key_value
+
+FOUND = 1  # exit status
+
+
+def doctor(config_or_model: str, /, *overrides: Overrides, as_json: Json = False) -> int:
+    """Examine a config, or a model, before a run: every check that a run makes, then two groups of episodes and one
+    update with the real model, tools and reward, in a folder of their own. Status 1: something would go wrong.
+
+    ```
+    tfactory doctor configs/tiny_grpo.yaml
+    tfactory doctor configs/qwen3_grpo.yaml model.name=qwen3-0.6b training.batch_size=4
+    tfactory doctor qwen3-4b lora.enabled=true
+    ```
+
+    Args:
+        config_or_model: A config (a YAML file); or a model: a short name, a hub id, a folder, a run.
+    """
+    if config_or_model.endswith((".yaml", ".yml")):
+        from TrainingFactory.services.build.named_files import read_config
+
+        config = read_config(config_or_model, overrides)
+    else:
+        from TrainingFactory.services.evaluation.evaluation import model_of
+
+        model = model_of(config_or_model)["model"]
+        config = load_config(None, [*(key_value(f"model.{k}", v) for k, v in model.items()), *overrides])
+    # Imported here, so that help and a wrong config do not wait for it.
+    from TrainingFactory.services.doctor.examination import examine
+    from TrainingFactory.services.runs.tracking import PlainLines
+
+    found = examine(config, PlainLines())
+    if as_json:
+        print(json.dumps(found.as_json, indent=1, ensure_ascii=False))
+        return FOUND if found.failed else 0
+    show.table([*found.facts.items()])
+    rows = [(each.severity, each.name, f"{each.sentence}. {each.remedy}") for each in found.sorted]
+    if rows:
+        show.columns(["", "finding", "what, and what to do"], rows)
+    else:
+        show.note("nothing was found")
+    return FOUND if found.failed else 0

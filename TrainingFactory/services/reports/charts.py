@@ -1,0 +1,91 @@
+"""Curves for pages, as places on a sheet that templates draw as SVG."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+WIDTH, HEIGHT, EDGE = 640, 240, 44
+MOST_POINTS = 320  # of a line; more are means of neighbours
+
+Points = Sequence[tuple[float, float]]  # step, value
+
+
+@dataclass(slots=True, frozen=True)
+class Line:
+    """A curve; `low` and `high` are the borders of a band around it, `dots` makes single values of it."""
+
+    name: str
+    points: Points
+    low: Points = ()
+    high: Points = ()
+    dots: bool = False
+
+
+class Chart:
+    """Places lines on one sheet, from the lowest value to the highest, or from `bottom` to `top` where given."""
+
+    def __init__(
+        self, title: str, lines: Sequence[Line], bottom: float | None = None, top: float | None = None
+    ) -> None:
+        self.title = title
+        self.lines = [
+            Line(each.name, thinned(each.points), thinned(each.low), thinned(each.high), each.dots)
+            for each in lines
+            if each.points
+        ]
+        points = [p for each in self.lines for part in (each.points, each.low, each.high) for p in part]
+        values, steps = ([point[place] for point in points] or [1.0] for place in (1, 0))
+        self.bottom = min(values) if bottom is None else bottom
+        self.top = max(values) if top is None else top
+        if self.top <= self.bottom:
+            self.top, self.bottom = self.bottom + 0.5, self.bottom - 0.5
+        self.first, self.last = min(steps), max(steps)
+
+    @property
+    def marks(self) -> list[tuple[float, str]]:
+        """(height, value) of the lines across the sheet"""
+        values = (self.bottom, (self.bottom + self.top) / 2, self.top)
+        return [(self._y(value), f"{value:.3g}") for value in values]
+
+    def places(self, points: Points) -> list[tuple[float, float]]:
+        return [(self._x(step), self._y(value)) for step, value in points]
+
+    def path(self, points: Points) -> str:
+        return " ".join(f"{x},{y}" for x, y in self.places(points))
+
+    def band(self, line: Line) -> str:
+        return self.path([*line.low, *reversed(line.high)])
+
+    def _x(self, step: float) -> float:
+        return round(EDGE + (step - self.first) / max(1, self.last - self.first) * (WIDTH - 2 * EDGE), 1)
+
+    def _y(self, value: float) -> float:
+        return round(
+            HEIGHT - EDGE - (value - self.bottom) / (self.top - self.bottom) * (HEIGHT - 2 * EDGE), 1
+        )
+
+
+def thinned(points: Points) -> Points:
+    """Return finite points, as means of neighbours where there are too many to be seen."""
+    points = [point for point in points if math.isfinite(point[1])]
+    if len(points) <= MOST_POINTS:
+        return points
+    starts = [len(points) * part // MOST_POINTS for part in range(MOST_POINTS + 1)]
+    parts = [points[start:end] for start, end in pairwise(starts)]
+    return [tuple(sum(each) / len(part) for each in zip(*part, strict=True)) for part in parts]  # type: ignore[misc]
+
+
+def running_mean(values: Sequence[float], window: int = 5) -> list[float]:
+    """Return the mean of each value and the ones before it."""
+    parts = [values[max(0, end - window) : end] for end in range(1, len(values) + 1)]
+    return [sum(part) / len(part) for part in parts]
+
+
+def with_mean(title: str, points: Points, bottom: float | None = None, top: float | None = None) -> Chart:
+    """Return a chart of single values and of a line through their running means."""
+    means = running_mean([value for _, value in points])
+    line = Line("mean of 5", [(step, mean) for (step, _), mean in zip(points, means, strict=True)])
+    return Chart(title, [Line("value", points, dots=True), line], bottom, top)

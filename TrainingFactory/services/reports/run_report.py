@@ -1,0 +1,91 @@
+"""A run as one HTML page: its state, its findings, its curves, some episodes and its config."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+from TrainingFactory.data.trajectories import load_trajectories
+from TrainingFactory.services.reports.charts import Chart, Line
+from TrainingFactory.services.reports.pages import render
+from TrainingFactory.services.reports.run_tables import findings, what
+from TrainingFactory.services.reports.texts import best_and_worst, conversation, ending
+from TrainingFactory.services.runs.folder import CONFIG, TRAJECTORIES, RunFolder
+from TrainingFactory.types import Trajectory
+
+# title -> metrics on one sheet, with the names they are shown by
+CURVES: dict[str, dict[str, str]] = {
+    "Loss": {"loss": "training", "eval/loss": "held-out"},
+    "Share of episodes rewarded": {"accuracy": "accuracy"},
+    "KL to the reference": {"kl": "KL"},
+    "Entropy": {"entropy": "entropy"},
+    "Clip fraction": {"clip_fraction": "clip fraction"},
+    "Gradient norm": {"grad_norm": "gradient norm"},
+    "Sampled tokens an episode": {"length": "mean", "length_max": "longest"},
+    "Tool calls that worked": {"tool_success": "tool success"},
+    "Seconds by phase": {
+        "seconds/generate": "generate", "seconds/update": "update", "seconds/reward": "reward",
+        "eval/seconds": "evaluate",
+    },
+}  # fmt: skip
+SHARES = {"accuracy", "tool_success"}
+Rows = Sequence[dict[str, Any]]
+
+
+def run_page(run: RunFolder) -> str:
+    """Return the page of a run, which needs nothing beside it."""
+    status, about = run.status, run.about
+    rows = [
+        ("state", run.state + (f": {status.reason}" if status.reason else "")),
+        ("steps", f"{status.step} of {status.steps}, {timedelta(seconds=round(status.seconds))}"),
+        ("model", run.config.model.name),
+        ("training", what(run.config, about)),
+        ("started", f"{about['started']}, commit {about['commit'] or 'none'}"),
+        ("versions", ", ".join(f"{name} {version}" for name, version in about["versions"].items())),
+    ]
+    told = [(name, conversation(each), ending(each)) for name, each in samples(run)]
+    return render(
+        "run.html.jinja", title=f"Run {run.name}", rows=rows, findings=findings(run), charts=charts(run.metrics()),
+        episodes=told, config=(run.path / CONFIG).read_text(encoding="utf-8"),
+    )  # fmt: skip
+
+
+def charts(metrics: Rows) -> list[Chart]:
+    """Return the curves for which a run has metrics."""
+    found = [_spread(metrics), _heldout(metrics)]
+    for title, names in CURVES.items():
+        ends = (0.0, 1.0) if names.keys() <= SHARES else (None, None)
+        found.append(Chart(title, [Line(shown, points(metrics, key)) for key, shown in names.items()], *ends))
+    return [chart for chart in found if chart.lines]
+
+
+def _spread(metrics: Rows) -> Chart:
+    rows = [row for row in metrics if "reward" in row]
+    low, high = (
+        [(r["step"], r["reward"] + sign * r.get("reward_std", 0.0)) for r in rows] for sign in (-1, 1)
+    )
+    return Chart("Reward, with its deviation", [Line("reward", points(rows, "reward"), low, high)])
+
+
+def _heldout(metrics: Rows) -> Chart:
+    low, high = (points(metrics, f"eval/success_{side}") for side in ("low", "high"))
+    line = Line("success", points(metrics, "eval/success"), low, high)
+    return Chart("Held-out success, with its 95 % interval", [line], 0.0, 1.0)
+
+
+def points(metrics: Rows, name: str) -> list[tuple[float, float]]:
+    return [(row["step"], row[name]) for row in metrics if name in row]
+
+
+def samples(run: RunFolder) -> list[tuple[str, Trajectory]]:
+    """Return the best and the worst episode of the first and of the last step, as far as they were kept."""
+    if not (run.path / TRAJECTORIES).is_file() or not (steps := run.consumed()):
+        return []
+    found: list[tuple[str, Trajectory]] = []
+    for step in dict.fromkeys((min(steps), max(steps))):
+        # Groups are named by their step, counted from 0.
+        episodes = list(load_trajectories(run.path / TRAJECTORIES, f"{step - 1}/", growing=True))
+        chosen = best_and_worst(episodes)
+        found += [(f"Step {step}, {which}: task {each.task.id}", each) for which, each in chosen.items()]
+    return found

@@ -1,0 +1,214 @@
+"""The doctor finds before a run what would go wrong in it, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.kits.cli import Run
+from TrainingFactory.config import TrainingConfig
+from TrainingFactory.models import chat_format, load_model
+from TrainingFactory.services.doctor.diagnosis import REMEDIES, Diagnosis
+from TrainingFactory.services.doctor.episodes import check_episodes, check_mask
+from TrainingFactory.services.doctor.examination import examine
+from TrainingFactory.services.doctor.memory import check_memory, estimate
+from TrainingFactory.services.doctor.template import check_format, check_prompts, check_tools
+from TrainingFactory.services.runs.tracking import PlainLines
+from TrainingFactory.services.training.source import StepGroups
+from TrainingFactory.types import (
+    Completion,
+    Group,
+    Message,
+    Sample,
+    Task,
+    ToolCall,
+    ToolSpec,
+    Trajectory,
+    Turn,
+)
+
+TOOL = ToolSpec(
+    "look",
+    "Look something up.",
+    {
+        "type": "object",
+        "properties": {"a": {"type": "string"}, "b": {"enum": [3]}, "c": {"type": ["number", "null"]}},
+    },
+)
+
+
+def names(found: Diagnosis) -> dict[str, str]:
+    return {finding.name: finding.severity for finding in found.findings}
+
+
+@pytest.fixture(scope="module")
+def tiny() -> Any:
+    return load_model("builtin:tiny")
+
+
+def test_the_chat_format(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    found, chat = Diagnosis(), chat_format(tiny.tokenizer)
+    check_format(found, tiny, chat, None)
+    check_tools(found, chat, [TOOL])
+    assert not found.findings and "<|im_end|>" in found.facts["chat"]
+    check_format(found, tiny, chat_format(tiny.tokenizer, "deepseek"), "deepseek")
+    assert names(found) == {"family_differs": "warning"}
+    chat.stop_ids = (10**6,)
+    check_format(found, tiny, chat, None)
+    assert names(found)["stop_unreachable"] == "error"
+
+
+def test_calls_that_are_not_read_back(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    chat, found = chat_format(tiny.tokenizer), Diagnosis()
+    said = Message("assistant", "", [ToolCall("look", {"a": "x"})])
+    prompt = [Message("user", "?"), said, Message("tool", "y")]
+    episode = Trajectory(Task("seven", "?"), "g", prompt=prompt, tools=[TOOL])
+    check_prompts(found, chat, [episode])
+    assert not found.findings
+    monkeypatch.setattr(chat, "parse", lambda *given, **named: Message("assistant", "text"))
+    check_tools(found, chat, [TOOL])
+    check_prompts(found, chat, [episode])
+    told = [finding.sentence for finding in found.findings if finding.name == "calls_not_read"]
+    assert len(told) == 2 and told[0].startswith("tool look: ") and told[1].startswith("task seven: ")
+
+
+def test_schemas_of_tools(tiny: Any) -> None:
+    found = Diagnosis()
+    check_tools(found, chat_format(tiny.tokenizer), [ToolSpec("a", "A.", {"type": "text"}), ToolSpec("b")])
+    assert [(each.name, each.severity) for each in found.findings] == [
+        ("tool_schema", "error"),
+        ("tool_schema", "warning"),
+    ]
+
+
+def played(finish: Any = "stop", status: Any = "done", error: str | None = None) -> Trajectory:
+    turn = Turn([1] * 20, Completion([2, 3], [0.0, 0.0], finish), Message("assistant", "x"))
+    return Trajectory(Task("t", "?"), "g", turns=[turn], status=status, error=error)
+
+
+@pytest.mark.parametrize(
+    ("episodes", "limit", "expected"),
+    [
+        ([played(), played("length")], 30, {}),
+        ([played("length")], 30, {"no_stop": "warning"}),
+        ([played()], 29, {"prompt_too_long": "warning"}),
+        ([Trajectory(Task("t", "?"), "g", status="truncated")], 30, {"prompt_too_long": "error"}),
+        ([played(), played(status="error", error="no such city")], 30, {"episodes_fail": "error"}),
+    ],
+)
+def test_dry_episodes(episodes: list[Trajectory], limit: int, expected: dict[str, str]) -> None:
+    found = Diagnosis()
+    check_episodes(found, episodes, 10, limit)
+    assert names(found) == expected
+    assert found.facts["dry episodes"].startswith(f"{len(episodes)}: ")
+
+
+@pytest.mark.parametrize(("mask", "good"), [((0, 1, 1), True), ((0, 0, 1), False), ((0, 0, 0), False)])
+def test_the_mask(mask: tuple[int, ...], good: bool) -> None:
+    row = Sample([1, 2, 3], [bool(used) for used in mask], [0.0] * 3, [0.0] * 3, [0.0] * 3, [0] * 3)
+    found = Diagnosis()
+    check_mask(found, StepGroups(0, [Group(0, [played()], [row])], 1, sampled=True))
+    assert names(found) == ({} if good else {"mask": "error"})
+
+
+def test_memory_is_what_the_parts_take(tiny: Any) -> None:
+    config = TrainingConfig(
+        training={"batch_size": 2, "group_size": 4, "token_budget": 128},
+        sampling={"slots": 3},
+        grpo={"kl": 0.1},
+    )
+    shape, count = tiny.model.config, sum(each.numel() for each in tiny.model.parameters())
+    needed = estimate(config, tiny.model, frozenset({"reference"}), 512)
+    for part in ("weights", "gradients", "reference model"):
+        assert needed[part] == 4 * count
+    assert needed["optimizer"] == 8 * count
+    heads = shape.num_key_value_heads * shape.head_dim
+    assert needed["cache"] == 4 * 512 * 4 * 2 * shape.num_hidden_layers * heads
+    assert needed["activations"] == 128 * shape.hidden_size * 4 * 17 * shape.num_hidden_layers
+    found = Diagnosis()
+    check_memory(found, needed, torch.device("cpu"))
+    assert not found.findings
+    check_memory(found, {"weights": 1e18, "cache": 1.0}, torch.device("cpu"))
+    assert names(found) == {"memory": "error"} and "most of it is for weights" in found.findings[0].sentence
+
+
+ENVIRONMENT = """
+from TrainingFactory.envs import CalculatorEnvironment
+
+class Broken(CalculatorEnvironment):
+    def reward(self, episode):
+        raise RuntimeError("no such column")
+"""
+
+
+def config(**sections: dict[str, Any]) -> TrainingConfig:
+    given: dict[str, dict[str, Any]] = {
+        "training": {"max_steps": 7, "batch_size": 4, "group_size": 2},
+        "environment": {"environment_id": "calculator"},
+        "sampling": {"max_tokens": 6},
+    }
+    return TrainingConfig(
+        **{name: given.get(name, {}) | sections.get(name, {}) for name in {**given, **sections}}
+    )
+
+
+def test_a_dry_step_says_now_what_a_run_would_say_after_three(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    found = examine(config(data={"count": 8}, lora={"r": 4}), PlainLines())
+    assert names(found) == {
+        "ignored": "note", "no_stop": "warning", "no_tool_called": "warning", "most_truncated": "warning",
+        "tied_groups": "warning",
+    }  # fmt: skip
+    assert found.facts["dry episodes"].startswith("4: 4 truncated") and "7 steps" in found.facts["time"]
+    assert not found.failed and not any(tmp_path.iterdir())
+
+
+def test_rewards_that_fail_are_an_error(tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text(ENVIRONMENT, encoding="utf-8")
+    found = examine(config(environment={"environment_id": str(tmp_path / "broken.py")}), PlainLines())
+    [unscored] = [each for each in found.findings if each.name == "unscored"]
+    assert unscored.severity == "error" and "no such column" in unscored.sentence
+
+
+def test_a_device_that_is_too_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(*_: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB\nand more")
+
+    monkeypatch.setattr("TrainingFactory.services.build.sampler.load", load)
+    for given in (config(), TrainingConfig()):
+        [finding] = examine(given, PlainLines()).findings
+        assert finding.name == "memory" and finding.sentence.endswith("20 GiB")
+
+
+def test_mistakes_are_told_all_at_once(tfactory: Run, tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text("environment: {environment_id: calculator}\n", encoding="utf-8")
+    asked = (
+        "doctor",
+        "c.yaml",
+        "training.group_size=1",
+        "logging.trackers=[mlflow]",
+    )
+    status, out, _ = tfactory(*asked, "--json")
+    told = json.loads(out)["findings"]
+    assert status == 1 and [(each["name"], each["severity"]) for each in told] == [("config", "error")] * 2
+    status, out, _ = tfactory(*asked)
+    assert status == 1 and "training.group_size is 1" in " ".join(out.split())
+    (tmp_path / "empty").mkdir()
+    status, out, _ = tfactory("doctor", "empty")
+    assert status == 1 and "model" in out
+    status, out, err = tfactory("doctor", "builtin:tiny")
+    assert status == 0 and "nothing was found" in err and "the model alone" in out
+
+
+def test_every_finding_is_in_the_docs_and_tried_here() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "DOCTOR.md").read_text(encoding="utf-8")
+    assert REMEDIES.keys() <= {*re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)}
+    provoked = Path(__file__).read_text(encoding="utf-8")
+    assert all(f'"{name}"' in provoked for name in REMEDIES)

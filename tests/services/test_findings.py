@@ -1,0 +1,152 @@
+"""What is going wrong in a run is said in words, once, and a healthy run hears nothing."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.kits.run import Parity, Quiet, brief, go_on, rows, small, train
+from TrainingFactory.rollout import rollout_metrics
+from TrainingFactory.services.doctor.table import CHECKS, Table, like_a_call
+from TrainingFactory.services.reports.run_tables import findings
+from TrainingFactory.services.runs.findings import Change
+from TrainingFactory.services.runs.folder import FINDINGS, RunFolder
+from TrainingFactory.types import Completion, Message, Reward, Task, ToolCall, ToolSpec, Trajectory, Turn
+
+HEALTHY = {
+    "seconds/step": 1.0, "episodes": 16, "episodes/truncated": 1, "tools_offered": 2, "episodes/called": 12,
+    "rows": 16, "reward": 0.5, "reward_std": 0.5, "accuracy": 0.5, "entropy": 0.3, "length": 40.0, "grad_norm": 0.2,
+    "logprob_diff": 1e-6, "tool_success": 0.9, "judge/requests": 16, "judge/cached": 0, "judge/failed_timeout": 1,
+}  # fmt: skip
+# finding -> what a step that shows it has
+PROVOKED: dict[str, dict[str, float]] = {
+    "no_tool_called": {"episodes/called": 0},
+    "most_truncated": {"episodes/truncated": 9},
+    "tied_groups": {"rows": 0},
+    "entropy_collapse": {"entropy": 0.02},
+    "length_explosion": {"length": 81.0},
+    "logprob_gap": {"logprob_diff": 0.06},
+    "gradient_jump": {"grad_norm": 1.1},
+    "judge_failing": {"judge/failed_timeout": 4},
+    "tool_success_falling": {"tool_success": 0.6},
+    "tools_failing": {"tool_success": 0.05},
+}
+
+
+def told(table: Table, first: int, count: int, **changed: float) -> list[Change]:
+    changes = []
+    for step in range(first, first + count):
+        changes += table.look(step, HEALTHY | changed, ())
+    return changes
+
+
+@pytest.mark.parametrize("name", PROVOKED)
+def test_each_finding_is_said_once_until_it_has_gone(name: str) -> None:
+    table = Table()
+    assert told(table, 1, 10) == []
+    assert told(table, 11, 2, **PROVOKED[name]) == []  # two steps are no pattern
+    said = {change.name: change for change in told(table, 13, 1, **PROVOKED[name])}
+    assert said[name].step == 13 and said[name].finding is not None
+    assert told(table, 14, 4, **PROVOKED[name]) == []
+    gone = told(table, 18, 6)
+    assert [change.name for change in gone if change.name == name] == [name]
+    assert all(change.finding is None for change in gone)
+    assert name in {change.name for change in told(table, 24, 3, **PROVOKED[name])}  # it is back
+
+
+def test_every_check_is_provoked_and_has_its_place_in_the_docs() -> None:
+    assert [check.name for check in CHECKS] == [*PROVOKED]
+    page = (Path(__file__).parents[2] / "docs" / "DOCTOR.md").read_text(encoding="utf-8")
+    assert {check.name for check in CHECKS} <= {*re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)}
+
+
+def test_what_looks_alike_and_is_healthy() -> None:
+    solved = {"entropy": 0.01, "accuracy": 1.0, "reward": 1.0, "reward_std": 0.0, "rows": 0}
+    longer = {"length": 90.0, "reward": 0.6}  # and better
+    for steps in (solved, longer, {"tools_offered": 0, "episodes/called": 0}):
+        table = Table()
+        told(table, 1, 10)
+        assert told(table, 11, 5, **steps) == []
+    assert [change.name for change in told(Table(), 1, 3, **solved)] == [
+        "tied_groups"
+    ]  # there was nothing to learn
+    # several updates of a step move the learner away from what was sampled
+    assert told(Table(updates=4), 1, 5, logprob_diff=0.1) == []
+
+
+def test_a_gradient_that_is_not_finite() -> None:
+    [change] = told(Table(), 1, 3, skipped=1.0, grad_norm=float("nan"))
+    assert change.finding is not None and "not finite" in change.finding.sentence
+
+
+def said(text: str, calls: int = 0, thought: str | None = None) -> Trajectory:
+    message = Message("assistant", text, [ToolCall("search")] * calls, reasoning=thought)
+    turn = Turn([1], Completion([2], [0.0], "stop"), message)
+    return Trajectory(Task("t", "?"), "g", tools=[ToolSpec("search")], turns=[turn], reward=Reward(0.0))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '<tool_call>\n{"name": "search"}', "<|python_tag|>x", '[TOOL_CALLS] [{"x": 1}]', '{"name": "f"}',
+        "I will\nAction: search", "search(query='x')", '<function=search>{"a": 1}',
+    ],
+)  # fmt: skip
+def test_text_that_looks_like_a_call(text: str) -> None:
+    example = like_a_call([said("No call."), said("Well. " + text)])
+    assert example is not None and text.split("\n")[0] in example
+    assert like_a_call([said("", thought=text)]) is not None
+    assert like_a_call([said(text, calls=1), said("I would search for the name of it.")]) is None
+
+
+def test_metrics_tell_who_calls() -> None:
+    found = rollout_metrics([said("x"), said("y", calls=2)])
+    assert (found["tools_offered"], found["episodes/called"]) == (1, 1)
+
+
+class Same(Parity):
+    def reward(self, episode: Any) -> float:
+        return 0.0
+
+
+def test_a_run_says_what_it_sees_and_goes_on_saying_it(tmp_path: Path) -> None:
+    """An untrained model calls no tool, and a reward that is always the same teaches nothing."""
+    watcher = Quiet()
+    report = train(brief(tmp_path), "a", watcher, environment=Same)
+    names = [f"FINDING step 3: {name}: " for name in ("no_tool_called", "most_truncated", "tied_groups")]
+    heard = [text for text in watcher.said if text.startswith("FINDING")]
+    assert len(heard) == 3 and all(map(str.startswith, heard, names)) and "all episodes" in heard[2]
+    lines = rows(report.run / FINDINGS)
+    assert [(line["step"], line["severity"]) for line in lines] == [(3, "warning")] * 3
+    told = [(steps, finding.name) for steps, finding in findings(RunFolder(report.run))]
+    assert told[2] == ("since step 3", "tied_groups")
+    # a run that was broken off says the same at the same steps, and what it had said before only once
+    broken = tmp_path / "b"
+    with pytest.raises(RuntimeError, match="broken off"):
+        train(brief(tmp_path), "b", Quiet(fail_at=4), environment=Same)
+    go_on(broken, Same)
+    assert rows(broken / FINDINGS) == lines
+
+
+def test_findings_have_their_steps(tmp_path: Path) -> None:
+    finding = {"sentence": "s", "remedy": "r", "severity": "warning"}
+    names = [(3, "a", {}), (4, "b", {}), (9, "a", {"gone": True}), (12, "a", {})]
+    for step, name, more in names:
+        RunFolder(tmp_path).append(FINDINGS, {"step": step, "name": name} | (more or finding))
+    told = [(steps, found.name) for steps, found in findings(RunFolder(tmp_path))]
+    assert told == [("steps 3 to 8", "a"), ("since step 4", "b"), ("since step 12", "a")]
+
+
+def test_calls_that_nobody_reads_are_shown(warm: Path, tmp_path: Path) -> None:
+    """The model writes calls in its own form, and the config reads those of another family."""
+    from tests.kits.warm import SECTIONS, Homes
+
+    model = {"name": str(warm), "family": "deepseek", "max_length": 512}
+    config = small(tmp_path, **SECTIONS | {"model": model, "training": {"max_steps": 3, "batch_size": 2}})
+    watcher = Quiet()
+    train(config, "a", watcher, environment=Homes)
+    [heard] = [text for text in watcher.said if "no_tool_called" in text]
+    assert "<tool_call>" in heard and "model.family" in heard
