@@ -56,7 +56,7 @@ BUDGET: dict[str, int] = {
     "envs": 130,
     "envs/builtin": 500,
     "http": 280,
-    "integrations": 490,
+    "integrations": 480,
     "learning": 1190,
     "learning/tree": 340,
     "models": 2240,

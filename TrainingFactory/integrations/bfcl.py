@@ -13,7 +13,7 @@ import inspect
 import json
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from copy import deepcopy
 from functools import cache
 from importlib.util import find_spec
@@ -51,16 +51,14 @@ class BfclEnvironment(ToolEnvironment):
 
     @classmethod
     def tasks(cls, split: str, seed: int, count: int) -> Iterator[Task]:
-        # All categories are variants of the same tasks, so a task's number decides for all of them.
-        rows = [row for row in _rows(cls.category).values() if split == "all" or belongs(_number(row), split)]
+        """Give all 200 in their own order for the split "all"; a part of them, shuffled, for train and heldout."""
+        rows = list(_rows(cls.category).values())
         if split != "all":
+            # All categories are variants of the same tasks, so a task's number decides for all of them.
+            rows = [row for row in rows if belongs(f"bfcl {row['id'].rpartition('_')[2]}", split)]
             random.Random(f"bfcl {seed}").shuffle(rows)
         for row in rows[:count]:
-            yield Task(
-                row["id"],
-                [message_from_dict(said) for said in row["question"][0]],
-                metadata={"category": cls.category},
-            )
+            yield Task(row["id"], [message_from_dict(said) for said in row["question"][0]])
 
     def __init__(self, task: Task, tools: Sequence[Tool | ToolSource] = (), **options: Any) -> None:
         rows = _rows(self.category)
@@ -132,9 +130,9 @@ class _Function:
 
     def __init__(self, environment: BfclEnvironment, spec: ToolSpec) -> None:
         self.spec = spec
-        self.function: Callable[..., ToolResult] = (
+        self.function = (
             environment.call
-        )  # so a replay runs it again: it leaves a state
+        )  # of the environment itself, so that a replay runs it again for its state
 
     async def run(self, arguments: dict[str, Any]) -> ToolResult:
         # On the event loop: it takes no time, and MathAPI sets a precision that all threads share.
@@ -181,8 +179,7 @@ def environment(name: str) -> type[BfclEnvironment]:
         hint = did_you_mean(nearest(name, known))
         raise ValueError(f"there is no environment bfcl/{name}{hint} (known: {', '.join(known)})")
     _rows(category)  # says now what is missing
-    members = {"category": category, "short": bool(kind), "__doc__": BfclEnvironment.__doc__}
-    return type(f"bfcl/{name}", (BfclEnvironment,), members)
+    return type(f"bfcl/{name}", (BfclEnvironment,), {"category": category, "short": bool(kind)})
 
 
 @cache
@@ -191,17 +188,13 @@ def _rows(category: str) -> dict[str, dict[str, Any]]:
     rows = {row["id"]: row for row in _lines(f"BFCL_v4_{category}.json")}
     for answer in _lines(f"possible_answer/BFCL_v4_{category}.json"):
         row = rows[answer["id"]]
-        read = [
-            [parse_call(text, row["involved_classes"]) for text in texts] for texts in answer["ground_truth"]
-        ]
-        # A call that the function's own docs forbid (a text for a whole number) can be asked of nobody.
-        row["ground_truth"] = [[call for call in calls if _allowed(call, row)] for calls in read]
+        known = {spec.name: spec.parameters for name in row["involved_classes"] for spec in _specs(name)}
+        row["ground_truth"] = []
+        for texts in answer["ground_truth"]:
+            calls = [parse_call(text, row["involved_classes"]) for text in texts]
+            # What the function's own docs forbid (a text for a whole number) can be asked of nobody.
+            row["ground_truth"] += [[c for c in calls if validator_of(known[c[0]]).is_valid(c[1])]]
     return rows
-
-
-def _allowed(call: tuple[str, dict[str, Any]], row: dict[str, Any]) -> bool:
-    spec = next(spec for name in row["involved_classes"] for spec in _specs(name) if spec.name == call[0])
-    return validator_of(spec.parameters).is_valid(call[1])
 
 
 def parse_call(text: str, classes: Iterable[str]) -> tuple[str, dict[str, Any]]:
@@ -249,10 +242,7 @@ def _schema(found: dict[str, Any]) -> dict[str, Any]:
 
 @cache
 def _class(name: str) -> Any:
-    try:
-        return getattr(importlib.import_module(f"{SOURCES}.{STEMS[name]}"), name)
-    except ImportError as error:
-        raise ValueError(f"BFCL's {name} needs another package ({error}): pip install mpmath") from error
+    return getattr(importlib.import_module(f"{SOURCES}.{STEMS[name]}"), name)
 
 
 def _lines(file: str) -> list[dict[str, Any]]:
@@ -261,7 +251,7 @@ def _lines(file: str) -> list[dict[str, Any]]:
     if spec is None or not spec.submodule_search_locations:
         raise ValueError(
             "environment bfcl/CATEGORY needs the package bfcl-eval, without the gigabytes that it asks for: "
-            "pip install --no-deps bfcl-eval && pip install mpmath"
+            "pip install --no-deps bfcl-eval"
         )
     path = Path(spec.submodule_search_locations[0], "data", file)
     if not path.is_file():
@@ -269,15 +259,9 @@ def _lines(file: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
 
 
-def _number(row: dict[str, Any]) -> str:
-    return f"bfcl {row['id'].rpartition('_')[2]}"
-
-
 def _text(value: Any) -> str:
     """Write what a function returned as BFCL does."""
-    if isinstance(value, dict):
-        try:
-            return json.dumps(value)
-        except (TypeError, ValueError):  # an object of its own inside
-            return str(value)
-    return str(value)
+    try:
+        return json.dumps(value) if isinstance(value, dict) else str(value)
+    except (TypeError, ValueError):  # an object of its own inside
+        return str(value)

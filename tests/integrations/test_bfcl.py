@@ -130,6 +130,7 @@ def test_wrong_names() -> None:
         named("multi_turn_base")(Task("x", "?"))
 
 
+@pytest.mark.slow  # the docs of the tools are long for a model on a CPU
 def test_a_step_of_training(tmp_path: Path) -> None:
     training = {"max_steps": 1, "batch_size": 1, "group_size": 2}
     config = small(tmp_path, training=training)
