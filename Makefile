@@ -9,7 +9,7 @@ STAMP := $(VENV)/.installed
 SERVERS := .servers
 
 .DEFAULT_GOAL := help
-.PHONY: help setup servers demo test test-slow lint format bench clean
+.PHONY: help setup servers gyms demo test test-slow lint format bench clean
 
 help:
 	@echo "make demo    watch an agent learn to use tools (a few minutes)"
@@ -19,6 +19,7 @@ help:
 	@echo "make format  let ruff rewrite what it can"
 	@echo "make bench   measure sampling and tools"
 	@echo "make servers only install the MCP servers that tests use, into $(SERVERS)"
+	@echo "make gyms    only install reasoning-gym and BFCL's tasks for the tests, into $(SERVERS)/gyms"
 	@echo "make setup   only install, into $(VENV)"
 	@echo "make clean   remove $(VENV) and caches"
 
@@ -53,11 +54,20 @@ $(SERVERS)/python.installed: tests/servers/requirements.txt | $(STAMP)
 		--disable-pip-version-check --retries 1 -r $<; then touch $@; \
 	else echo "pip failed: tests with PyPI's MCP server will skip"; fi
 
+# The packages of two benchmarks, in a folder that only their tests look into.
+gyms: $(SERVERS)/gyms.installed
+
+$(SERVERS)/gyms.installed: tests/servers/gyms.txt | $(STAMP)
+	@rm -rf $(SERVERS)/gyms
+	@if $(RUN) -m pip install --quiet --disable-pip-version-check --retries 1 --no-deps \
+		--target $(SERVERS)/gyms -r $<; then touch $@; \
+	else echo "pip failed: tests with reasoning-gym and BFCL will skip"; fi
+
 # One process per core, each with one thread: two that compute would wait for each other.
-test: $(STAMP) servers
+test: $(STAMP) servers gyms
 	@OMP_NUM_THREADS=1 $(RUN) -m pytest -n auto --maxprocesses 8
 
-test-slow: $(STAMP) servers
+test-slow: $(STAMP) servers gyms
 	@$(RUN) -m pytest -m slow
 
 lint: $(STAMP)

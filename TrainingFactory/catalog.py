@@ -8,12 +8,15 @@ from typing import Any
 
 from TrainingFactory.options import did_you_mean, nearest
 
-# kind -> name -> "module:attribute", or the name it is an alias of
+# kind -> name -> "module:attribute", or the name it is an alias of. A name that ends with / is the beginning of many:
+# its function is called with what follows.
 _CATALOG: dict[str, dict[str, str]] = {
     "environment": {
         "search": "TrainingFactory.envs:SearchEnvironment",
         "calculator": "TrainingFactory.envs:CalculatorEnvironment",
         "text2sql": "TrainingFactory.envs.builtin.text2sql:Text2SqlEnvironment",
+        "reasoning_gym/": "TrainingFactory.integrations.reasoning_gym:environment",
+        "bfcl/": "TrainingFactory.integrations.bfcl:environment",
         "env_search": "search",
         "env_search_v1": "search",
     },
@@ -37,10 +40,16 @@ def names(kind: str) -> dict[str, str | None]:
 def find(kind: str, name: str) -> Any:
     """Return the object behind a name; ValueError with the nearest name if there is none."""
     known = _known(kind)
+    beginning, slash, rest = name.partition("/")
+    if slash and f"{beginning}/" in known:
+        return _loaded(kind, name, known[f"{beginning}/"])(rest)
     if name not in known:
         hint = did_you_mean(nearest(name, known))
         raise ValueError(f"there is no {kind} {name!r}{hint} (known: {', '.join(sorted(known))})")
-    target = known.get(known[name], known[name])  # of an alias
+    return _loaded(kind, name, known.get(known[name], known[name]))  # of an alias
+
+
+def _loaded(kind: str, name: str, target: str) -> Any:
     try:
         return EntryPoint(name, target, kind).load()
     except (ImportError, AttributeError) as error:

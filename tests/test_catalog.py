@@ -35,3 +35,10 @@ def test_entry_points_of_other_packages(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(catalog, "entry_points", installed)
     assert catalog.find("environment", "plugin") is SearchEnvironment
+
+
+def test_a_name_that_ends_with_a_slash_is_the_beginning_of_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(catalog, "_CATALOG", {"environment": {"upper/": "string:capwords"}})
+    assert catalog.find("environment", "upper/some/words") == "Some/words"
+    with pytest.raises(ValueError, match=r"no environment 'lower/some'"):
+        catalog.find("environment", "lower/some")

@@ -47,7 +47,8 @@ def envs() -> None:
     from TrainingFactory import catalog
 
     known = catalog.names("environment")
-    table([(name, f"same as {alias}" if alias else "") for name, alias in known.items()])
+    notes = {"reasoning_gym/": "NAME: a dataset of reasoning-gym", "bfcl/": "CATEGORY: multi_turn_base, ..."}
+    table([(name, f"same as {alias}" if alias else notes.get(name, "")) for name, alias in known.items()])
 
 
 def models() -> None:

@@ -1,0 +1,1 @@
+"""What joins TrainingFactory with the packages of others."""
