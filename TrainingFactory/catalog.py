@@ -14,6 +14,7 @@ _CATALOG: dict[str, dict[str, str]] = {
         "search": "TrainingFactory.envs:SearchEnvironment",
         "calculator": "TrainingFactory.envs:CalculatorEnvironment",
         "text2sql": "TrainingFactory.envs.builtin.text2sql:Text2SqlEnvironment",
+        "conversation": "TrainingFactory.envs:ToolEnvironment",  # of a task's prompt and the model's answer
         "env_search": "search",
         "env_search_v1": "search",
     },
