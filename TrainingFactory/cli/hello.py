@@ -42,8 +42,9 @@ def hello(
     folders = [each.removeprefix(TASKS) for each in arguments if each.startswith(TASKS)]
     if folders:
         os.environ[GSM8K] = folders[-1]
-    import TrainingFactory.integrations.hello_agents.shim  # noqa: F401  # its import puts the names in place
+    from TrainingFactory.integrations.hello_agents.shim import install
 
+    install()
     argv, places = sys.argv, list(sys.path)
     sys.argv = [str(path), *(each for each in arguments if not each.startswith(TASKS))]
     sys.path.insert(0, str(path.resolve().parent))

@@ -8,13 +8,12 @@ from typing import Any
 from TrainingFactory.integrations.hello_agents.results import Result
 from TrainingFactory.integrations.hello_agents.tool import RLTraining
 
-INVALID = "INVALID_PARAM"
-
 
 def tool_for(tools: ModuleType) -> type:
-    """Return the class for `hello_agents.tools`: its `run` returns text in 0.2, and in 1.0 a ToolResponse, which here
-    is text with keys as well."""
-    response, base, parameter = getattr(tools, "ToolResponse", None), tools.Tool, tools.ToolParameter
+    """Return the class for `hello_agents.tools`: its `run` returns text in 0.2, and in 1.0 a ToolResponse that is the
+    same text with the same keys, so that one program runs with either."""
+    base, parameter = tools.Tool, tools.ToolParameter
+    answer = _response(tools) if hasattr(tools, "ToolResponse") else Result  # foreign module
 
     class RLTrainingTool(RLTraining, base):
         def __init__(self, language: str | None = None) -> None:
@@ -25,24 +24,20 @@ def tool_for(tools: ModuleType) -> type:
             return [parameter(**each) for each in self.parameters()]
 
         def run(self, parameters: dict[str, Any]) -> Any:
-            result = self.answer(parameters)
-            return result if response is None else _responded(result, tools)
+            return answer(self.answer(parameters).data)
 
     return RLTrainingTool
 
 
-def _responded(result: Result, tools: ModuleType) -> Result:
-    class Response(Result, tools.ToolResponse):
-        """Both at once, so that the same program runs with either version."""
-
-    made = Response(result.data)
-    failed = result.get("status") == "error"
+def _response(tools: ModuleType) -> type:
     states = {"success": tools.ToolStatus.SUCCESS, "error": tools.ToolStatus.ERROR}
-    tools.ToolResponse.__init__(
-        made,
-        status=states.get(str(result.get("status")), tools.ToolStatus.PARTIAL),
-        text=result["message"] if failed else str(result),
-        data=result.data,
-        error_info={"code": INVALID, "message": result["message"]} if failed else None,
-    )
-    return made
+
+    class Response(Result, tools.ToolResponse):
+        def __init__(self, data: dict[str, Any]) -> None:
+            state, text, info = states.get(data["status"], tools.ToolStatus.PARTIAL), str(self), None
+            if data["status"] == "error":
+                text = data["message"]
+                info = {"code": tools.ToolErrorCode.INVALID_PARAM, "message": text}
+            tools.ToolResponse.__init__(self, status=state, text=text, data=data, error_info=info)
+
+    return Response

@@ -77,6 +77,10 @@ PARAMETERS = {
 }
 
 
+class Refused(ValueError):
+    """Says in the tool's own language what it does not do."""
+
+
 class RLTraining:
     """Does what a dictionary says and answers with a `Result`, whatever the protocol of tools around it. Messages
     are Chinese, or English by `language="en"`."""
@@ -127,8 +131,10 @@ class RLTraining:
                 "evaluate": self._evaluate,
             }
             if action not in actions:
-                raise ValueError(self.say("action", value=action, known=", ".join(actions)))
+                raise Refused(self.say("action", value=action, known=", ".join(actions)))
             return Result(actions[action](self._checked(action, given)))
+        except Refused as error:
+            return Result({"status": "error", "message": str(error)})
         except ValueError as error:
             return Result({"status": "error", "message": self.say("failed", why=error)})
         except Exception as error:  # foreign code: datasets, rewards, the hub
@@ -156,7 +162,7 @@ class RLTraining:
         algorithm = str(chosen["algorithm"]).lower()
         if algorithm not in training.TRAINERS:
             known = ", ".join(training.TRAINERS)
-            raise ValueError(self.say("algorithm", value=algorithm, known=known))
+            raise Refused(self.say("algorithm", value=algorithm, known=known))
         explicit = {"algorithm", "model_name"} <= given.keys()
         samples = KINDS[algorithm].samples
         keys = {name: chosen[name] for name in chosen.keys() & {*MORE["train"]}}
@@ -200,7 +206,7 @@ class RLTraining:
             return custom, split, count
         if name in GSM8K:
             if algorithm in PAIRS:
-                raise ValueError(self.say("pairs", value=algorithm))
+                raise Refused(self.say("pairs", value=algorithm))
             return datasets.read_gsm8k(split, count, chosen.get(TASKS)), split, None
         if not (Path(name).expanduser().exists() or "/" in name):
             raise ValueError(
@@ -218,12 +224,12 @@ class RLTraining:
         if name is None:
             named = [each for each in own if each == chosen["dataset"]] or list(own)
             if len(named) > 1:
-                raise ValueError(self.say("registered", known=", ".join(named)))
+                raise Refused(self.say("registered", known=", ".join(named)))
             name = named[0] if named else "accuracy"
         if name in own:
             return name, own[name]
         if name not in REWARDS:
-            raise ValueError(self.say("reward", value=name, known=", ".join([*own, *REWARDS])))
+            raise Refused(self.say("reward", value=name, known=", ".join([*own, *REWARDS])))
         return name, make_reward(name, self._created.get(name, {}) if options is None else options)
 
     # the other actions
@@ -234,7 +240,7 @@ class RLTraining:
         chosen = DEFAULTS["load_dataset"] | given
         form = chosen["format"]
         if form not in ("sft", "rl"):
-            raise ValueError(self.say("format", value=form, known="sft, rl"))
+            raise Refused(self.say("format", value=form, known="sft, rl"))
         rows, split, count = self._rows(chosen, form)
         tokenizer = datasets._tokenizer(chosen["model_name"]) if form == "rl" else None
         found = datasets.read_each(rows, "rows", lambda row, number: row.columns, split, count)
@@ -251,7 +257,7 @@ class RLTraining:
     def _create(self, given: dict[str, Any]) -> dict[str, Any]:
         kind = given.pop("reward_type", "accuracy")
         if kind not in REWARDS:
-            raise ValueError(self.say("reward", value=kind, known=", ".join(REWARDS)))
+            raise Refused(self.say("reward", value=kind, known=", ".join(REWARDS)))
         options = reward_options(kind, given)
         make_reward(kind, given)
         self._created[kind] = given
@@ -269,7 +275,7 @@ class RLTraining:
 
         chosen = DEFAULTS["evaluate"] | given
         if not (path := chosen["model_path"]):
-            raise ValueError(self.say("missing", value="model_path"))
+            raise Refused(self.say("missing", value="model_path"))
         adapter = (Path(path).expanduser() / training.ADAPTER).is_file()
         rows, split, count = self._rows(chosen, "evaluate")
         told, reward = self._reward(chosen)
