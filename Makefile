@@ -7,6 +7,7 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 SERVERS := .servers
+HELLO := 0.2.9 1.0.0
 
 .DEFAULT_GOAL := help
 .PHONY: help setup servers demo test test-slow lint format bench clean
@@ -39,7 +40,7 @@ demo: $(STAMP)
 
 # MCP servers of others, for the tests. What cannot be installed (no npm, no network) is said here, and the tests
 # that need it skip; it is tried again the next time.
-servers: $(SERVERS)/node.installed $(SERVERS)/python.installed
+servers: $(SERVERS)/node.installed $(SERVERS)/python.installed $(HELLO:%=$(SERVERS)/hello-%.installed)
 
 $(SERVERS)/node.installed: tests/servers/package.json tests/servers/package-lock.json
 	@mkdir -p $(SERVERS)/node && cp $^ $(SERVERS)/node
@@ -52,6 +53,12 @@ $(SERVERS)/python.installed: tests/servers/requirements.txt | $(STAMP)
 	@if $(RUN) -m venv $(SERVERS)/python && $(SERVERS)/python/bin/python -m pip install --quiet \
 		--disable-pip-version-check --retries 1 -r $<; then touch $@; \
 	else echo "pip failed: tests with PyPI's MCP server will skip"; fi
+
+# Both lines of HelloAgents, without what our own environment has or their tools for training need.
+$(SERVERS)/hello-%.installed: tests/servers/hello.txt | $(STAMP)
+	@if $(RUN) -m pip install --quiet --disable-pip-version-check --retries 1 --no-deps --upgrade \
+		--target $(SERVERS)/hello-$* -r $< hello-agents==$*; then touch $@; \
+	else echo "pip failed: tests with HelloAgents $* will skip"; fi
 
 # One process per core, each with one thread: two that compute would wait for each other.
 test: $(STAMP) servers

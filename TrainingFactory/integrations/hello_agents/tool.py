@@ -165,7 +165,7 @@ class RLTraining:
             raise Refused(self.say("algorithm", value=algorithm, known=known))
         explicit = {"algorithm", "model_name"} <= given.keys()
         samples = KINDS[algorithm].samples
-        keys = {name: chosen[name] for name in chosen.keys() & {*MORE["train"]}}
+        keys = {name: chosen[name] for name in MORE["train"] if name in chosen}
         keys |= {name: value for name, value in given.items() if "." in name and name != TASKS}
         # The rate of SFT would ruin a model that learns from rewards or pairs.
         keys.setdefault("learning_rate", 5e-5 if algorithm == "sft" else 1e-5 if chosen["use_lora"] else 1e-6)
