@@ -30,16 +30,16 @@ AFTER = {
 }
 SAYS = {
     3: ["TRL"],
-    4: ['"status": "success"', '"use_lora": true', '"dataset_size": 4'],
-    5: ["4 ['question', 'prompt', 'ground_truth', 'full_answer']"],
+    4: ['"status": "success"', '"use_lora": true', '"dataset_size": 2'],
+    5: ["2 ['question', 'prompt', 'ground_truth', 'full_answer']"],
     6: ["I have asked for it: success"],
     9: ["./output/sft success"],
     13: ["[1.0, 0.0]"],
     14: ["0.5 3"],
 }
-# The folders that a block leaves a model in, and by how many steps it was trained: 4 problems in batches of `batch_size`.
-TRAINED = {4: {"sft": 3}, 6: {"sft": 3}, 7: {"sft": 3}, 8: {"grpo": 6}, 9: {"sft": 3, "grpo": 3}, 10: {"test_sft": 1},
-           11: {"sft_lora": 6}, 12: {"custom": 3}}  # fmt: skip
+# The folders that a block leaves a model in, and by how many steps it was trained: 2 problems, in one step an epoch.
+TRAINED = {4: {"sft": 3}, 6: {"sft": 3}, 7: {"sft": 3}, 8: {"grpo": 3}, 9: {"sft": 3, "grpo": 3}, 10: {"test_sft": 1},
+           11: {"sft_lora": 3}, 12: {"custom": 3}}  # fmt: skip
 
 fresh = pytest.fixture(autouse=True)(without_hello)
 started = pytest.fixture(scope="module")(make_started)
@@ -51,7 +51,7 @@ def test_the_block_runs(block: Block, started: Path, tfactory: Run, monkeypatch:
     means(monkeypatch, started)
     monkeypatch.setenv("TFACTORY_GSM8K", "")  # put back what the command sets
     monkeypatch.delenv("LLM_API_KEY", raising=False)
-    data, number = write_gsm8k(Path("gsm8k")), block.number
+    data, number = write_gsm8k(Path("gsm8k"), train=2), block.number
     Path("block.py").write_text(BEFORE.get(number, "") + block.text + "\n" + AFTER.get(number, ""))
     with judging(_fixed_call) as llm:
         monkeypatch.setenv("LLM_BASE_URL", llm.url)

@@ -68,4 +68,4 @@ def completion(message: dict[str, Any]) -> bytes:
 
 def tool_call(arguments: dict[str, Any]) -> bytes:
     function = {"name": "rl_training", "arguments": json.dumps(arguments)}
-    return completion({"content": None, "tool_calls": [{"id": "a", "type": "function", "function": function}]})
+    return completion({"content": "", "tool_calls": [{"id": "a", "type": "function", "function": function}]})
