@@ -19,7 +19,14 @@ from tests.kits.seeds import Block, blocks
 
 BLOCKS = blocks("002", "python")
 TOOL = "from hello_agents.tools import RLTrainingTool\nrl_tool = RLTrainingTool()\n"
-BEFORE = {5: TOOL, 7: TOOL, 8: TOOL, 10: TOOL, 11: TOOL, 14: "from hello_agents.rl import create_rl_dataset\n"}
+BEFORE = {
+    5: TOOL,
+    7: TOOL,
+    8: TOOL,
+    10: TOOL,
+    11: TOOL,
+    14: "from hello_agents.rl import create_rl_dataset\n",
+}
 SUM = "completions=['Final Answer: 4', 'so 5'], ground_truth=['4', '4']"
 AFTER = {
     5: "print(result['dataset_size'], result['sample_keys'])",
@@ -73,7 +80,9 @@ def _fixed_call(prompt: str, number: int) -> Said:
     if number == 0:
         return tool_call({"algorithm": "sft", "model_name": "Qwen/Qwen2-0.5B-Instruct", "dataset": "gsm8k",
                           "num_epochs": 3, "output_dir": "./output/sft"})  # fmt: skip
-    return completion({"content": "I have asked for it: " + prompt.partition('"status": "')[2].partition('"')[0]})
+    return completion(
+        {"content": "I have asked for it: " + prompt.partition('"status": "')[2].partition('"')[0]}
+    )
 
 
 def _moved(folder: Path) -> bool:

@@ -10,9 +10,9 @@ import pytest
 
 from tests.kits.cli import Run
 from tests.kits.hello import problems, without_hello, write_gsm8k
-from TrainingFactory.integrations.hello_agents import datasets, rl, utils
+from TrainingFactory.integrations.hello_agents import datasets, rl
 from TrainingFactory.integrations.hello_agents.rewards import create_combined_reward, make_reward
-from TrainingFactory.integrations.hello_agents.trainers import TrainingConfig
+from TrainingFactory.integrations.hello_agents.trainers import TrainingConfig, format_training_time
 
 fresh = pytest.fixture(autouse=True)(without_hello)
 math = rl.MathRewardFunction()
@@ -77,7 +77,9 @@ def test_records_have_the_textbooks_form(tmp_path: Path, monkeypatch: pytest.Mon
     assert row["prompt"].startswith("<|im_start|>user\nQuestion: ") and row["prompt"].endswith("assistant\n")
     assert (row["ground_truth"], row["full_answer"]) == ("3", problems(1)[0]["answer"])
     assert datasets.sft_record({"question": "q", "answer": "7"})["completion"] == "Final Answer: 7"
-    assert len(rl.GSM8KDataset("train[:2]")) == 2 and rl.GSM8KDataset("test", 1, "rl")[0]["ground_truth"] == "3"
+    assert (
+        len(rl.GSM8KDataset("train[:2]")) == 2 and rl.GSM8KDataset("test", 1, "rl")[0]["ground_truth"] == "3"
+    )
     assert list(rl.format_math_dataset(problems(2))[0]) == ["prompt", "completion", "text"]
     rl.preview_dataset(rl.create_math_dataset(max_samples=2), 1)
     assert "--- 1 / 2" in capsys.readouterr().out
@@ -92,7 +94,9 @@ def test_a_prompt_in_a_chat_template_is_taken_apart():
     written = "<|im_start|>user\nHow many?<|im_end|>\n<|im_start|>assistant\n"
     [task] = datasets.tasks([{"prompt": written, "ground_truth": "4"}])
     assert task["prompt"] == "How many?"
-    [task] = datasets.tasks([{"prompt": "<|im_start|>system\nBe brief.<|im_end|>\n" + written, "ground_truth": "4"}])
+    [task] = datasets.tasks(
+        [{"prompt": "<|im_start|>system\nBe brief.<|im_end|>\n" + written, "ground_truth": "4"}]
+    )
     assert [each["role"] for each in task["prompt"]] == ["system", "user"]
     [task] = datasets.tasks([{"question": "How many?", "answer": "It is\n#### 4"}])
     assert task["ground_truth"] == "4" and task["prompt"].startswith("Question: How many?")
@@ -104,7 +108,12 @@ def test_a_config_becomes_keys_of_the_tool(capsys: Any):
     config = TrainingConfig(output_dir="x", top_p=0.5, use_fp16=False)
     keys = config.keys_for("grpo", evaluated=False)
     assert (keys["num_epochs"], keys["batch_size"], keys["gradient_accumulation_steps"]) == (3, 4, 4)
-    assert (keys["temperature"], keys["lora_r"], keys["dtype"], keys["warmup_ratio"]) == (0.7, 16, "float32", 0.1)
+    assert (keys["temperature"], keys["lora_r"], keys["dtype"], keys["warmup_ratio"]) == (
+        0.7,
+        16,
+        "float32",
+        0.1,
+    )
     assert "top_p 0.5 does not change training" in capsys.readouterr().out
     plain = TrainingConfig(use_lora=False, use_bf16=True, warmup_steps=7).keys_for("sft", evaluated=True)
     assert (plain["dtype"], plain["eval_steps"], plain["warmup_steps"]) == ("bfloat16", 500, 7)
@@ -122,10 +131,12 @@ def test_wrappers_say_what_is_missing():
 
 
 def test_times_are_written_short():
-    assert [utils.format_training_time(s) for s in (3, 123, 3723)] == ["3s", "2m 3s", "1h 2m 3s"]
+    assert [format_training_time(s) for s in (3, 123, 3723)] == ["3s", "2m 3s", "1h 2m 3s"]
 
 
-def test_a_program_finds_the_textbooks_names_and_its_own_arguments(tfactory: Run, monkeypatch: pytest.MonkeyPatch):
+def test_a_program_finds_the_textbooks_names_and_its_own_arguments(
+    tfactory: Run, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setenv(datasets.GSM8K, "")
     Path("beside.py").write_text("value = 4\n")
     Path("program.py").write_text(
@@ -139,5 +150,10 @@ def test_a_program_finds_the_textbooks_names_and_its_own_arguments(tfactory: Run
     assert sys.path == before
     Path("broken.py").write_text("from hello_agents.tools import RLTrainingTool\n\n1 / 0\n")
     status, _, err = tfactory("hello", "broken.py")
-    assert status == 1 and 'File "broken.py", line 3' in err and "runpy" not in err and "ZeroDivisionError" in err
+    assert (
+        status == 1
+        and 'File "broken.py", line 3' in err
+        and "runpy" not in err
+        and "ZeroDivisionError" in err
+    )
     assert tfactory("hello", "nothing.py")[0] == 2

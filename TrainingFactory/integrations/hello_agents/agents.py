@@ -13,6 +13,7 @@ from pydantic import BaseModel
 
 from TrainingFactory import running
 from TrainingFactory.endpoint import BY_HOST, Endpoint
+from TrainingFactory.openai_form import spec_to_dict
 from TrainingFactory.tools.builtin.agent import AgentTool
 from TrainingFactory.tools.options import ToolOptions
 from TrainingFactory.tools.threads import in_thread
@@ -35,8 +36,8 @@ class ToolParameter(BaseModel):
 class Tool(ABC):
     """A tool of HelloAgents 0.2: `run` takes a dictionary and returns text."""
 
-    def __init__(self, name: str, description: str, expandable: bool = False) -> None:
-        self.name, self.description, self.expandable = name, description, expandable
+    def __init__(self, name: str, description: str) -> None:
+        self.name, self.description = name, description
 
     @abstractmethod
     def run(self, parameters: dict[str, Any]) -> str: ...
@@ -44,20 +45,12 @@ class Tool(ABC):
     @abstractmethod
     def get_parameters(self) -> list[ToolParameter]: ...
 
-    def get_expanded_tools(self) -> list[Tool] | None:
-        return None
-
-    def validate_parameters(self, parameters: dict[str, Any]) -> bool:
-        return all(each.name in parameters for each in self.get_parameters() if each.required)
-
     def to_dict(self) -> dict[str, Any]:
         listed = [each.model_dump() for each in self.get_parameters()]
         return {"name": self.name, "description": self.description, "parameters": listed}
 
     def to_openai_schema(self) -> dict[str, Any]:
-        spec = spec_of(self)
-        about = {"name": spec.name, "description": spec.description, "parameters": spec.parameters}
-        return {"type": "function", "function": about}
+        return spec_to_dict(spec_of(self))
 
     def __str__(self) -> str:
         return f"Tool(name={self.name})"
@@ -90,9 +83,8 @@ class ToolRegistry:
     def __init__(self) -> None:
         self._tools: dict[str, Tool] = {}
 
-    def register_tool(self, tool: Tool, auto_expand: bool = True) -> None:
-        expanded = (tool.get_expanded_tools() if auto_expand and tool.expandable else None) or [tool]
-        self._tools |= {each.name: each for each in expanded}
+    def register_tool(self, tool: Tool) -> None:
+        self._tools[tool.name] = tool
 
     def register_function(self, name: str, description: str, func: Callable[[str], Any]) -> None:
         self._tools[name] = _Function(name, description, func)
@@ -199,8 +191,8 @@ class SimpleAgent:
             self.add_tool(tool)
         self._history: list[tuple[str, str]] = []
 
-    def add_tool(self, tool: Tool, auto_expand: bool = True) -> None:
-        self.tool_registry.register_tool(tool, auto_expand)
+    def add_tool(self, tool: Tool) -> None:
+        self.tool_registry.register_tool(tool)
 
     def list_tools(self) -> list[str]:
         return self.tool_registry.list_tools()

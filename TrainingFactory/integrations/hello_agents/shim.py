@@ -10,10 +10,10 @@ import sys
 from types import ModuleType
 from typing import Any
 
-from TrainingFactory.integrations.hello_agents import agents, datasets, rewards, rl, tool, trainers, utils
+from TrainingFactory.integrations.hello_agents import agents, datasets, rewards, rl, tool, trainers
 from TrainingFactory.integrations.hello_agents.real import tool_for
 
-RL = {"": rl, ".trainers": trainers, ".datasets": datasets, ".rewards": rewards, ".utils": utils}
+RL = {"": rl, ".trainers": trainers, ".datasets": datasets, ".rewards": rewards, ".utils": trainers}
 CORE = ("LLMConfig", "HelloAgentsLLM")
 TOOLS = ("Tool", "ToolParameter", "ToolRegistry")
 

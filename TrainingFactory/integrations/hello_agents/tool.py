@@ -70,7 +70,7 @@ PARAMETERS = {
     "penalty_weight": ("number", "of length_penalty"),
     "max_length": (
         "integer",
-        "train: longest dialogue in tokens; length_penalty: characters without a penalty",
+        "train: longest dialogue in tokens; length_penalty: characters that cost nothing",
     ),
     "step_bonus": ("number", "of step"),
     "confirm": ("boolean", "true starts a training; only after the user has agreed to its plan"),
@@ -109,13 +109,7 @@ class RLTraining:
     def parameters(self) -> list[dict[str, Any]]:
         """Return what an agent is told of each parameter."""
         return [
-            {
-                "name": name,
-                "type": kind,
-                "description": text,
-                "required": False,
-                "default": None,
-            }
+            {"name": name, "type": kind, "description": text, "required": False, "default": None}
             for name, (kind, text) in PARAMETERS.items()
         ]
 
@@ -170,11 +164,10 @@ class RLTraining:
         # The rate of SFT would ruin a model that learns from rewards or pairs.
         keys.setdefault("learning_rate", 5e-5 if algorithm == "sft" else 1e-5 if chosen["use_lora"] else 1e-6)
         told, reward = self._reward(chosen) if samples else (None, None)
-        if not samples and (
-            unread := given.keys() & {"reward", "reward_type", "reward_config", "custom_reward"}
-        ):
+        unread = given.keys() & {"reward", "reward_type", "reward_config", "custom_reward"}
+        if unread and not samples:
             raise ValueError(
-                self.say("key", action=f"train ({algorithm})", value=min(unread), near="", known="-")
+                f"{min(unread)} is for algorithms that sample; {algorithm} learns from rows that exist"
             )
         if confirm_needed := not (chosen["confirm"] if chosen["confirm"] is not None else explicit):
             plan = {

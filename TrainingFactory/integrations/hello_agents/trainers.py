@@ -1,4 +1,4 @@
-"""The textbook's lower interface: a config, and a wrapper for each trainer."""
+"""The textbook's lower interface: a config, a wrapper for each trainer, and small functions around them."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ from typing import Any, ClassVar
 from TrainingFactory.algorithms.kinds import KINDS
 from TrainingFactory.integrations.hello_agents.results import Result
 from TrainingFactory.integrations.hello_agents.rewards import create_accuracy_reward
+from TrainingFactory.integrations.hello_agents.training import (
+    DetailedLoggingCallback as DetailedLoggingCallback,
+)
 from TrainingFactory.integrations.hello_agents.training import Job, Trained, train, write_model
 
 SAMPLED = ("max_new_tokens", "temperature")
@@ -89,6 +92,37 @@ def setup_training_environment(config: TrainingConfig) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 
+def check_trl_installation() -> bool:
+    """Return true: training here needs no TRL."""
+    return True
+
+
+def get_installation_guide() -> str:
+    return "pip install training-factory"
+
+
+def format_training_time(seconds: float) -> str:
+    """Return a time such as 1h 2m 3s."""
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    shown = f"{hours}h {minutes}m " if hours else f"{minutes}m " if minutes else ""
+    return f"{shown}{rest}s"
+
+
+def get_device_info() -> dict[str, Any]:
+    import torch
+
+    there = torch.cuda.is_available()
+    name = torch.cuda.get_device_name(0) if there else None
+    return {"cuda_available": there, "cuda_device_count": torch.cuda.device_count(), "cuda_device_name": name}
+
+
+def print_training_summary(
+    algorithm: str, model_name: str, dataset_name: str, num_epochs: int, output_dir: str
+) -> None:
+    print(f"{algorithm}: {model_name}, {dataset_name}, {num_epochs} epochs -> {output_dir}")
+
+
 class BaseTrainerWrapper:
     """Trains `dataset` as `config` says. Fields of the config can be given by themselves too."""
 
@@ -98,6 +132,7 @@ class BaseTrainerWrapper:
         self,
         config: TrainingConfig | None = None,
         dataset: Any = None,
+        reward_fn: Callable[..., Any] | None = None,
         *,
         eval_dataset: Any = None,
         **options: Any,
@@ -106,8 +141,9 @@ class BaseTrainerWrapper:
         self.config = replace(
             config or TrainingConfig(), **{names.get(key, key): value for key, value in options.items()}
         )
-        self.dataset, self.eval_dataset = dataset, eval_dataset
-        self.reward_fn: Callable[..., Any] | None = None
+        self.dataset, self.eval_dataset, self.reward_fn = dataset, eval_dataset, reward_fn
+        if reward_fn is not None and not KINDS[self.algorithm].samples:
+            raise ValueError(f"{type(self).__name__} learns from its dataset and takes no reward_fn")
         self.trainer: Any = None
         self.model: Any = None
         self.tokenizer: Any = None
@@ -124,6 +160,8 @@ class BaseTrainerWrapper:
         """Train, and return how it went. `save_model` writes the model."""
         if self.dataset is None:
             raise ValueError(f"{type(self).__name__} has no dataset: give dataset=")
+        if self.reward_fn is None and KINDS[self.algorithm].samples:
+            raise ValueError(f"{type(self).__name__} has no reward: give reward_fn=")
         evaluated = self.eval_dataset is not None
         job = Job(
             self.algorithm,
@@ -153,25 +191,8 @@ class SFTTrainerWrapper(BaseTrainerWrapper):
 class GRPOTrainerWrapper(BaseTrainerWrapper):
     algorithm = "grpo"
 
-    def __init__(
-        self,
-        config: TrainingConfig | None = None,
-        dataset: Any = None,
-        reward_fn: Callable[..., Any] | None = None,
-        **options: Any,
-    ) -> None:
-        super().__init__(config, dataset, **options)
-        self.reward_fn = reward_fn
 
-    def train(self) -> Result:
-        if self.reward_fn is None:
-            raise ValueError(
-                f"{type(self).__name__} has no reward: give reward_fn=, or for PPO reward_model="
-            )
-        return super().train()
-
-
-class PPOTrainerWrapper(GRPOTrainerWrapper):
+class PPOTrainerWrapper(BaseTrainerWrapper):
     """Trains with a critic; `reward_model` is the function that scores completions, by default accuracy."""
 
     algorithm = "ppo"

@@ -23,51 +23,34 @@ from TrainingFactory.services.runs.tracking import PlainLines, in_short
 from TrainingFactory.services.sft_trainer import DPOTrainer, KTOTrainer, SFTTrainer
 from TrainingFactory.services.trainers import Trainer
 
-TRAINERS: dict[str, type[Trainer]] = {
-    kind.algorithm: kind
-    for kind in (
-        SFTTrainer,
-        GRPOTrainer,
-        PPOTrainer,
-        DPOTrainer,
-        KTOTrainer,
-        RFTTrainer,
-        RewardModelTrainer,
-    )
-}
+KINDS_OF_TRAINER = (
+    SFTTrainer,
+    GRPOTrainer,
+    PPOTrainer,
+    DPOTrainer,
+    KTOTrainer,
+    RFTTrainer,
+    RewardModelTrainer,
+)
+TRAINERS: dict[str, type[Trainer]] = {kind.algorithm: kind for kind in KINDS_OF_TRAINER}
 RECORD = "training_result.json"  # in output_dir, with the names of the model's files
 # A plain key of the textbook -> ours. What needs more than another name is in `sections_of`.
 OPTIONS = {
-    "num_epochs": "training.num_epochs",
-    "batch_size": "training.batch_size",
-    "learning_rate": "training.learning_rate",
-    "warmup_steps": "training.warmup_steps",
-    "weight_decay": "training.weight_decay",
-    "max_grad_norm": "training.max_grad_norm",
-    "max_steps": "training.max_steps",
-    "gradient_checkpointing": "training.gradient_checkpointing",
-    "eval_steps": "training.eval_every",
-    "seed": "training.seed",
-    "num_generations": "training.group_size",
-    "max_new_tokens": "sampling.max_tokens",
-    "temperature": "sampling.temperature",
-    "use_lora": "lora.enabled",
-    "lora_r": "lora.r",
-    "lora_rank": "lora.r",
-    "lora_alpha": "lora.alpha",
-    "lora_dropout": "lora.dropout",
-    "lora_target_modules": "lora.target_modules",
-    "max_length": "model.max_length",
-    "model_revision": "model.revision",
-    "thinking": "model.thinking",
-    "dtype": "model.dtype",
-    "save_steps": "logging.checkpoint_every",
-}
+    **{key: f"training.{key}" for key in ("num_epochs", "batch_size", "learning_rate", "warmup_steps", "weight_decay",
+                                          "max_grad_norm", "max_steps", "gradient_checkpointing", "seed")},
+    "eval_steps": "training.eval_every", "num_generations": "training.group_size",
+    "max_new_tokens": "sampling.max_tokens", "temperature": "sampling.temperature",
+    "use_lora": "lora.enabled", "lora_r": "lora.r", "lora_rank": "lora.r", "lora_alpha": "lora.alpha",
+    "lora_dropout": "lora.dropout", "lora_target_modules": "lora.target_modules",
+    "max_length": "model.max_length", "model_revision": "model.revision", "thinking": "model.thinking",
+    "dtype": "model.dtype", "save_steps": "logging.checkpoint_every",
+}  # fmt: skip
 SPECIAL = ("optimizer", "warmup_ratio", "gradient_accumulation_steps", "kl_coef", "clip_range",
            "use_wandb", "use_tensorboard", "wandb_project", "logging_steps")  # fmt: skip
 OPTIMIZERS = {"adamw_torch": "adamw", "adamw_torch_fused": "adamw", "paged_adamw_8bit": "adamw_8bit"}
 CLIPS = {"grpo": ("clip_low", "clip_high")}  # others have `clip`, or none, which the config tells
 BATCH = 4
+FORM = {"r": "r", "alpha": "lora_alpha", "dropout": "lora_dropout", "target_modules": "target_modules"}
 
 
 class DetailedLoggingCallback(PlainLines):
@@ -114,7 +97,7 @@ def train(job: Job) -> Trained:
     samples, folder = KINDS[job.algorithm].samples, Path(job.output_dir).expanduser()
     check_folder(folder)
     rows = (datasets.tasks if samples else datasets.examples)(job.rows, job.split, job.count)
-    sections = sections_of(job.algorithm, job.keys, len(rows))
+    sections: dict[str, Any] = {**sections_of(job.algorithm, job.keys, len(rows))}
     # The same for every algorithm; `runs` is also where TensorBoard looks in the textbook.
     sections.setdefault("logging", {})["output_dir"] = str(folder / "runs")
     model = model_section(job.model_name, sections.setdefault("lora", {}), folder)
@@ -204,23 +187,18 @@ def model_section(name: str, lora: dict[str, Any], folder: Path) -> dict[str, An
                 f"use_lora is false, and {name} holds an adapter; leave use_lora out, or merge it first: "
                 f"tfactory export {path} --out NEW --merge"
             )
-        _same_form(name, lora, about)
+        # It is trained on in the form that it has; what asks for another one is told by the trainer.
+        for key, its in FORM.items():
+            if key in lora and _plain(lora[key]) == _plain(about.get(its)):
+                del lora[key]
         return {"name": about["base_model_name_or_path"], "adapter": str(path.resolve())}
     if resolve(name) == BUILTIN and lora.get("enabled"):
         return {"name": str(_builtin_in(folder / "base"))}
     return {"name": name}
 
 
-def _same_form(name: str, lora: dict[str, Any], about: Mapping[str, Any]) -> None:
-    """Take options of the adapter's form out where they say what it is; raise for others: it is trained on as it is."""
-    names = {"r": "r", "alpha": "lora_alpha", "dropout": "lora_dropout", "target_modules": "target_modules"}
-    for key in lora.keys() & names.keys():
-        had, wanted = about.get(names[key]), lora.pop(key)
-        same = set(had or ()) == set(wanted) if isinstance(wanted, list) else had == wanted
-        if not same:
-            raise ValueError(
-                f"{name} holds an adapter with {names[key]} {had!r}, which is trained on as it is; leave {wanted!r} out"
-            )
+def _plain(value: Any) -> Any:
+    return sorted(value) if isinstance(value, list) else value  # PEFT keeps lists in any order
 
 
 def _builtin_in(folder: Path) -> Path:
