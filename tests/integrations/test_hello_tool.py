@@ -121,11 +121,13 @@ def test_datasets_have_the_textbooks_records(tool: RLTrainingTool):
 
 
 def test_every_key_takes_effect():
-    keys = {"num_epochs": 2, "batch_size": 2, "gradient_accumulation_steps": 4, "learning_rate": 1e-4,
-            "warmup_ratio": 0.5, "weight_decay": 0.1, "optimizer": "adamw_torch", "save_steps": 7, "num_generations": 4,
-            "max_new_tokens": 9, "temperature": 0.7, "kl_coef": 0.05, "clip_range": 0.1, "use_lora": True, "lora_rank": 4, "lora_alpha": 8,
-            "lora_dropout": 0.1, "lora_target_modules": ["q_proj"], "max_length": 99, "seed": 5,
-            "use_tensorboard": False, "grpo.scale_rewards": True}  # fmt: skip
+    keys = {
+        "num_epochs": 2, "batch_size": 2, "gradient_accumulation_steps": 4, "learning_rate": 1e-4, "warmup_ratio": 0.5,
+        "weight_decay": 0.1, "optimizer": "adamw_torch", "save_steps": 7, "num_generations": 4, "max_new_tokens": 9,
+        "temperature": 0.7, "kl_coef": 0.05, "clip_range": 0.1, "use_lora": True, "lora_rank": 4, "lora_alpha": 8,
+        "lora_dropout": 0.1, "lora_target_modules": ["q_proj"], "max_length": 99, "seed": 5,
+        "use_tensorboard": False, "grpo.scale_rewards": True,
+    }  # fmt: skip
     assert sections_of("grpo", keys, size=32) == {
         "training": {"num_epochs": 2, "batch_size": 8, "learning_rate": 1e-4, "weight_decay": 0.1, "warmup_steps": 4,
                      "optimizer": "adamw", "group_size": 4, "seed": 5},

@@ -178,7 +178,7 @@ class RLTraining:
             return {"status": "plan", "message": text, "plan": plan, "confirm": confirm_needed}
         rows, split, count = self._rows(chosen, algorithm)
         folder = given.get(TASKS)
-        heldout = (lambda: datasets.read_gsm8k("test", folder=folder)) if chosen["dataset"] in GSM8K else None
+        heldout = (lambda: datasets.read_gsm8k("test", 64, folder)) if chosen["dataset"] in GSM8K else None
         job = training.Job(
             algorithm, chosen["model_name"], rows, chosen["output_dir"], keys, reward, split, count, heldout
         )
