@@ -57,7 +57,7 @@ BUDGET: dict[str, int] = {
     "envs/builtin": 500,
     "http": 280,
     "integrations": 10,
-    "integrations/hello_agents": 1830,
+    "integrations/hello_agents": 1810,
     "learning": 1190,
     "learning/tree": 340,
     "models": 2240,

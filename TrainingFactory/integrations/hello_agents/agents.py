@@ -3,6 +3,7 @@ agent over an OpenAI-compatible endpoint."""
 
 from __future__ import annotations
 
+import json
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -15,8 +16,6 @@ from TrainingFactory import running
 from TrainingFactory.endpoint import BY_HOST, Endpoint
 from TrainingFactory.openai_form import spec_to_dict
 from TrainingFactory.tools.builtin.agent import AgentTool
-from TrainingFactory.tools.options import ToolOptions
-from TrainingFactory.tools.threads import in_thread
 from TrainingFactory.types import ToolResult, ToolSpec
 
 OPENAI = "https://api.openai.com/v1"
@@ -45,24 +44,26 @@ class Tool(ABC):
     @abstractmethod
     def get_parameters(self) -> list[ToolParameter]: ...
 
+    @property
+    def parameters(self) -> dict[str, Any]:
+        """Return the parameters as a JSON schema. With `call` it makes this a tool of ours too, see `as_tool`."""
+        listed = self.get_parameters()
+        properties = {each.name: {"type": each.type, "description": each.description} for each in listed}
+        required = [each.name for each in listed if each.required]
+        return {"type": "object", "properties": properties, "required": required}
+
+    def call(self, params: str) -> str:
+        return self.run(json.loads(params))
+
     def to_dict(self) -> dict[str, Any]:
         listed = [each.model_dump() for each in self.get_parameters()]
         return {"name": self.name, "description": self.description, "parameters": listed}
 
     def to_openai_schema(self) -> dict[str, Any]:
-        return spec_to_dict(spec_of(self))
+        return spec_to_dict(ToolSpec(self.name, self.description, self.parameters))
 
     def __str__(self) -> str:
         return f"Tool(name={self.name})"
-
-
-def spec_of(tool: Tool) -> ToolSpec:
-    """Return what a model is told about a tool."""
-    listed = tool.get_parameters()
-    properties = {each.name: {"type": each.type, "description": each.description} for each in listed}
-    schema: dict[str, Any] = {"type": "object", "properties": properties}
-    schema["required"] = [each.name for each in listed if each.required]
-    return ToolSpec(tool.name, tool.description, schema)
 
 
 class _Function(Tool):
@@ -152,17 +153,6 @@ class HelloAgentsLLM(LLMConfig):
     """The textbook's other name for a model."""
 
 
-class _Called:
-    """A tool of HelloAgents as one of ours."""
-
-    def __init__(self, tool: Tool) -> None:
-        self.tool, self.spec = tool, spec_of(tool)
-        self.options = ToolOptions(timeout=LONG)
-
-    async def run(self, arguments: dict[str, Any]) -> ToolResult:
-        return ToolResult(str(await in_thread(self.tool.run, arguments)))
-
-
 class SimpleAgent:
     """Answers a text with the help of its tools, and remembers what was said."""
 
@@ -207,7 +197,7 @@ class SimpleAgent:
             self.name,
             "",
             self.llm.endpoint(),
-            [_Called(tool) for tool in tools],
+            tools,
             system_prompt=self._told(),
             max_turns=self.max_turns,
             timeout=LONG,

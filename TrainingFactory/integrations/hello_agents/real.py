@@ -21,7 +21,7 @@ def tool_for(tools: ModuleType) -> type:
             base.__init__(self, name=self.name, description=self.description)
 
         def get_parameters(self) -> list[Any]:
-            return [parameter(**each) for each in self.parameters()]
+            return [parameter(**each) for each in self.listed()]
 
         def run(self, parameters: dict[str, Any]) -> Any:
             return answer(self.answer(parameters).data)

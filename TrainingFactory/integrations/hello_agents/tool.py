@@ -86,7 +86,6 @@ class RLTraining:
     are Chinese, or English by `language="en"`."""
 
     name = "rl_training"
-    expandable = False
     trl_available = True  # our trainers need no TRL
 
     def __init__(self, language: str | None = None) -> None:
@@ -106,7 +105,7 @@ class RLTraining:
         self.custom_reward_functions[name] = reward_fn
         print(self.say("registered_reward", value=name))
 
-    def parameters(self) -> list[dict[str, Any]]:
+    def listed(self) -> list[dict[str, Any]]:
         """Return what an agent is told of each parameter."""
         return [
             {"name": name, "type": kind, "description": text, "required": False, "default": None}
@@ -319,7 +318,7 @@ class RLTrainingTool(RLTraining, Tool):
         RLTraining.__init__(self, language)
 
     def get_parameters(self) -> list[ToolParameter]:
-        return [ToolParameter(**each) for each in self.parameters()]
+        return [ToolParameter(**each) for each in self.listed()]
 
     def run(self, parameters: Mapping[str, Any]) -> Result:
         return self.answer(parameters)

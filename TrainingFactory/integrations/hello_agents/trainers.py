@@ -27,8 +27,8 @@ NOT_KEYS = ("model_name", "output_dir", "top_p", "use_fp16", "use_bf16")
 class TrainingConfig:
     """Holds the options of a wrapper. `use_fp16` is half precision where the device has it (bfloat16), without it and
     `use_bf16` weights are float32. `top_p` is for sampling outside training, which needs the whole distribution.
-    `eval_steps` counts where the wrapper has an `eval_dataset`. `warmup_steps` left at its default is at most a tenth
-    of the steps."""
+    `eval_steps` counts where the wrapper has an `eval_dataset`. `warmup_steps` left at its default is a tenth of
+    the steps."""
 
     model_name: str = "Qwen/Qwen3-0.6B"
     model_revision: str | None = None
