@@ -7,9 +7,10 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 SERVERS := .servers
+HELLO := 0.2.9 1.0.0
 
 .DEFAULT_GOAL := help
-.PHONY: help setup servers gyms demo test test-slow lint format bench clean
+.PHONY: help setup servers demo test test-slow lint format bench clean
 
 help:
 	@echo "make demo    watch an agent learn to use tools (a few minutes)"
@@ -40,7 +41,7 @@ demo: $(STAMP)
 
 # MCP servers of others, for the tests. What cannot be installed (no npm, no network) is said here, and the tests
 # that need it skip; it is tried again the next time.
-servers: $(SERVERS)/node.installed $(SERVERS)/python.installed
+servers: $(SERVERS)/node.installed $(SERVERS)/python.installed $(SERVERS)/gyms.installed $(HELLO:%=$(SERVERS)/hello-%.installed)
 
 $(SERVERS)/node.installed: tests/servers/package.json tests/servers/package-lock.json
 	@mkdir -p $(SERVERS)/node && cp $^ $(SERVERS)/node
@@ -55,19 +56,23 @@ $(SERVERS)/python.installed: tests/servers/requirements.txt | $(STAMP)
 	else echo "pip failed: tests with PyPI's MCP server will skip"; fi
 
 # The packages of two benchmarks, in a folder that only their tests look into.
-gyms: $(SERVERS)/gyms.installed
-
 $(SERVERS)/gyms.installed: tests/servers/gyms.txt | $(STAMP)
 	@rm -rf $(SERVERS)/gyms
 	@if $(RUN) -m pip install --quiet --disable-pip-version-check --retries 1 --no-deps \
 		--target $(SERVERS)/gyms -r $<; then touch $@; \
 	else echo "pip failed: tests with reasoning-gym and BFCL will skip"; fi
 
+# Both lines of HelloAgents, without what our own environment has or their tools for training need.
+$(SERVERS)/hello-%.installed: tests/servers/hello.txt | $(STAMP)
+	@if $(RUN) -m pip install --quiet --disable-pip-version-check --retries 1 --no-deps --upgrade \
+		--target $(SERVERS)/hello-$* -r $< hello-agents==$*; then touch $@; \
+	else echo "pip failed: tests with HelloAgents $* will skip"; fi
+
 # One process per core, each with one thread: two that compute would wait for each other.
-test: $(STAMP) servers gyms
+test: $(STAMP) servers
 	@OMP_NUM_THREADS=1 $(RUN) -m pytest -n auto --maxprocesses 8
 
-test-slow: $(STAMP) servers gyms
+test-slow: $(STAMP) servers
 	@$(RUN) -m pytest -m slow
 
 lint: $(STAMP)

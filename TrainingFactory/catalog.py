@@ -17,6 +17,7 @@ _CATALOG: dict[str, dict[str, str]] = {
         "text2sql": "TrainingFactory.envs.builtin.text2sql:Text2SqlEnvironment",
         "reasoning_gym/": "TrainingFactory.integrations.reasoning_gym:environment",
         "bfcl/": "TrainingFactory.integrations.bfcl:environment",
+        "conversation": "TrainingFactory.envs:ToolEnvironment",  # of a task's prompt and the model's answer
         "env_search": "search",
         "env_search_v1": "search",
     },

@@ -50,13 +50,14 @@ CORE_LINES = 14_750
 BUDGET: dict[str, int] = {
     ".": 1580,
     "algorithms": 990,
-    "cli": 1720,
+    "cli": 1790,
     "config": 880,
     "data": 1610,
     "envs": 130,
     "envs/builtin": 500,
     "http": 280,
     "integrations": 480,
+    "integrations/hello_agents": 1810,
     "learning": 1190,
     "learning/tree": 340,
     "models": 2240,
@@ -93,6 +94,7 @@ READS_CONFIG = [
     "__init__",
     "config",
     "services",
+    "integrations",
     "cli",
     "web",
 ]  # the first: the names that the package exports

@@ -18,6 +18,7 @@ from TrainingFactory.cli.demo import demo
 from TrainingFactory.cli.doctor import doctor
 from TrainingFactory.cli.evaluate import evaluate
 from TrainingFactory.cli.export import export
+from TrainingFactory.cli.hello import hello
 from TrainingFactory.cli.judge import judge
 from TrainingFactory.cli.new import env, envs, models
 from TrainingFactory.cli.rollout import rollout
@@ -42,7 +43,22 @@ app = App(
 new = App(name="new", help="Write a file to start from.")
 new.command(env)
 app.command(evaluate, name="eval")
-for command in (demo, train, doctor, runs, export, rollout, data, serve, new, tools, judge, envs, models):
+for command in (
+    demo,
+    train,
+    doctor,
+    runs,
+    export,
+    rollout,
+    data,
+    serve,
+    new,
+    tools,
+    judge,
+    envs,
+    models,
+    hello,
+):
     app.command(command)
 
 
