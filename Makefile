@@ -19,8 +19,7 @@ help:
 	@echo "make lint    ruff and pyright"
 	@echo "make format  let ruff rewrite what it can"
 	@echo "make bench   measure sampling and tools"
-	@echo "make servers only install the MCP servers that tests use, into $(SERVERS)"
-	@echo "make gyms    only install reasoning-gym and BFCL's tasks for the tests, into $(SERVERS)/gyms"
+	@echo "make servers only install the servers and packages of others that tests use, into $(SERVERS)"
 	@echo "make setup   only install, into $(VENV)"
 	@echo "make clean   remove $(VENV) and caches"
 
