@@ -23,6 +23,7 @@ from TrainingFactory.services.build.named_files import about_start, as_started, 
 from TrainingFactory.services.build.rewards import evaluation_reward
 from TrainingFactory.services.build.run_tools import RunTools
 from TrainingFactory.services.build.trackers import Trackers, check_trackers
+from TrainingFactory.services.evaluation.training_records import TrainingRecords
 from TrainingFactory.services.runs.folder import RunFolder, TrainingReport, new_name
 from TrainingFactory.services.runs.tracking import PlainLines, Watcher
 from TrainingFactory.services.training.dataset import Objects, check_same, gather
@@ -175,6 +176,7 @@ class _Played:
     sampler: Sampler
     clock: RewardClock  # of the reward that is learned from
     measure: RewardClock  # of what held-out tasks are measured by
+    scored_by: str  # the latter in words
 
 
 async def _played(
@@ -193,7 +195,8 @@ async def _played(
     measure = RewardClock(measured, say)
     if tasks := training.data.tasks or training.data.heldout:
         await check_tools(environment, tasks[0], chat, reward)
-    return _Played(environment, chat, build_sampler.max_length(config, loaded), sampler, clock, measure)
+    limit, told = build_sampler.max_length(config, loaded), build_rewards.scored_by(config, measured)
+    return _Played(environment, chat, limit, sampler, clock, measure, told)
 
 
 def _source(
@@ -232,8 +235,10 @@ def _rollouts(training: Training, played: _Played, reward: RewardClock) -> Async
 def _heldout(training: Training, played: _Played | None, dataset: TokenizedDataset | None) -> HeldOut:
     if played is None:
         return HeldOut(dataset=dataset)
-    rollouts = _rollouts(training, played, played.measure)
-    return HeldOut(training.data.heldout, rollouts, played.clock, dataset)
+    rollouts, tasks = _rollouts(training, played, played.measure), training.data.heldout
+    given = [kind for kind in training.objects.given if kind in ("environment", "reward", "tools")]
+    records = TrainingRecords(training.config, training.run, tasks, played.scored_by, given)
+    return HeldOut(tasks, rollouts, played.clock, dataset, records.write)
 
 
 def _load(config: TrainingConfig, day: date) -> tuple[LoadedModel, TemplateChatFormat]:

@@ -7,6 +7,7 @@
     consumed.jsonl      which tasks each step took
     trajectories.jsonl  every episode of training
     kept.jsonl          rft: the episodes that were learned from
+    evaluations.jsonl   what its models did on held-out tasks, on the way and by `tfactory eval`
     tool_calls.jsonl    every tool call, as `--replay` serves it again; tools.json: what the model was told of them
     checkpoints/        step-000025/: the model, its optimiser, and in state.json how long the files above were
 
@@ -52,7 +53,8 @@ except ImportError:  # not on Windows: there two processes are not kept apart
     fcntl = None
 
 METRICS, CONSUMED, TRAJECTORIES, KEPT = "metrics.jsonl", "consumed.jsonl", "trajectories.jsonl", "kept.jsonl"
-GROWING = (METRICS, CONSUMED, TRAJECTORIES, KEPT, CALLS)
+EVALUATIONS = "evaluations.jsonl"
+GROWING = (METRICS, CONSUMED, TRAJECTORIES, KEPT, EVALUATIONS, CALLS)
 PACKAGES = ("torch", "transformers", "accelerate", "peft", "safetensors", "numpy")
 CONFIG, ABOUT, STATUS = "config.yaml", "environment.json", "status.json"
 SECRET = (
@@ -266,9 +268,18 @@ class RunFolder:
             if size < wanted:
                 raise ValueError(f"{path} has {size} bytes, its checkpoint knows of {wanted}: it was changed")
             if size > wanted:
+                kept = self._asked_for(wanted) if name == EVALUATIONS else b""
                 os.truncate(path, wanted)
+                if kept:
+                    with path.open("ab") as file:
+                        file.write(kept)
         for leftover in (self.path / "checkpoints").glob(".*"):
             shutil.rmtree(leftover, ignore_errors=True)
+
+    def _asked_for(self, start: int) -> bytes:
+        """Return the lines of evaluations that somebody asked for; those of steps to be done again come again."""
+        lines = (self.path / EVALUATIONS).read_bytes()[start:].splitlines(keepends=True)
+        return b"".join(line for line in lines if b'"by": "eval"' in line and line.endswith(b"\n"))
 
     def _held(self) -> bool:
         if fcntl is None or self._lock is not None:

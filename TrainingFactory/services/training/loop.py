@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -30,7 +30,7 @@ from TrainingFactory.services.training.reward_clock import RewardClock
 from TrainingFactory.services.training.source import Source, StepGroups, Stream
 from TrainingFactory.services.training.tokenized import TokenizedDataset
 from TrainingFactory.tools.threads import in_thread
-from TrainingFactory.types import Sample, Task
+from TrainingFactory.types import Sample, Task, Trajectory
 
 
 class ToolCalls(Protocol):
@@ -58,6 +58,7 @@ class HeldOut:
     rollouts: AsyncRolloutEngine | None = None
     clock: RewardClock | None = None
     dataset: TokenizedDataset | None = None
+    record: Callable[[int, Sequence[Trajectory], dict[str, float]], None] | None = None  # of what was played
 
 
 @dataclass(slots=True)
@@ -207,11 +208,15 @@ class TrainingLoop:
     async def _play_heldout(self) -> dict[str, float]:
         given = self.heldout
         assert given.rollouts is not None and self.sampler is not None
-        name = f"eval-{self.progress.done}"
-        groups = await given.rollouts.rollout_batch(given.tasks, self.sampler, recorded_as=name)
+        started, done = time.perf_counter(), self.progress.done
+        groups = await given.rollouts.rollout_batch(given.tasks, self.sampler, recorded_as=f"eval-{done}")
         await in_thread(self.tools.commit)
-        metrics = evaluation_metrics([trajectory for group in groups for trajectory in group])
-        return metrics | self.tools.metrics() | (given.clock.spent() if given.clock is not None else {})
+        played = [trajectory for group in groups for trajectory in group]
+        metrics = self.tools.metrics() | (given.clock.spent() if given.clock is not None else {})
+        if given.record is not None:
+            seconds = {"seconds": time.perf_counter() - started}
+            await in_thread(given.record, done, played, metrics | seconds)
+        return evaluation_metrics(played) | metrics
 
     def _heldout_rows(self, dataset: TokenizedDataset) -> list[Sample]:
         groups = (dataset.fill(n, self.algorithm.samples(dataset.group(n))) for n in range(len(dataset)))
