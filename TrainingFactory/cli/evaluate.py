@@ -16,6 +16,7 @@ from TrainingFactory.config.loading import key_value
 
 if TYPE_CHECKING:
     from TrainingFactory.services.evaluation.asked import RecordedEvaluation
+    from TrainingFactory.services.evaluation.records import EvaluationRecord
     from TrainingFactory.services.evaluation.rollouts import Report
 
 UNSCORED = 1  # exit status
@@ -26,6 +27,7 @@ def evaluate(
     /,
     *overrides: Overrides,
     env: str | None = None,
+    suite: str | None = None,
     episodes: Count | None = None,
     flags: Flags | None = None,
     out: Path | None = None,
@@ -41,12 +43,15 @@ def evaluate(
     tfactory eval runs/grpo-search-1 reward.type=environment
     tfactory eval qwen3-4b --env search --tasks 200
     tfactory eval qwen3-4b --env search --episodes 8
+    tfactory eval qwen3-4b --suite builtin
+    tfactory eval runs/grpo-search-1 --suite release.yaml
     tfactory eval runs/warm/checkpoints/step-000160 --env calculator --temperature 0 --json
     ```
 
     Args:
         model: A run (its name or folder; its last checkpoint is taken), a checkpoint, or a model.
         env: The environment; that of the run if none is named.
+        suite: A YAML file with several environments or files of tasks, or a suite that is built in: builtin, quick.
         episodes: Episodes per task; with several, pass@k and pass^k are told.
         out: JSONL file for the episodes; one in the runs folder if none is named.
         replay: A recording whose tool calls are served again: that of an earlier evaluation with
@@ -63,10 +68,59 @@ def evaluate(
     given = [*overrides, *flags.overrides()]
     if episodes is not None:
         given.append(key_value("training.group_size", episodes))
+    if suite is not None:
+        if env is not None or out is not None or replay is not None:
+            raise ValueError("--env, --out and --replay are for one evaluation; a suite has several")
+        return _suite(model, suite, given, as_json)
     evaluation = RecordedEvaluation(ask(model, given, env, show.note), out, replay, show.note)
     with Display(evaluation.total) as display:
         result = evaluation.run(display.episode)
     return _report(evaluation, result, as_json)
+
+
+def _suite(model: str, source: str, overrides: list[str], as_json: bool) -> int:
+    """Evaluate on every entry, print the table and return the exit status."""
+    from TrainingFactory.services.evaluation.asked import ask_model
+    from TrainingFactory.services.evaluation.suites import check_overrides, load_suite, suite_evaluations
+
+    check_overrides(overrides)
+    suite, folder = load_suite(source)
+    records, rows = [], []
+    for evaluation in suite_evaluations(suite, ask_model(model, overrides), folder, show.note):
+        show.note(f"{evaluation.asked.entry}: {show.count(len(evaluation.tasks), 'task')}")
+        with Display(evaluation.total) as display:
+            result = evaluation.run(display.episode)
+        if evaluation.record is None:
+            show.fail(
+                f"{evaluation.asked.entry} was broken off, or no episode could be scored; there is no total"
+            )
+            return show.INTERRUPTED if result.interrupted else UNSCORED
+        records.append(evaluation.record)
+        rows.append(record_row(str(evaluation.asked.entry), evaluation.record))
+    total = suite.total(records)
+    if as_json:
+        entries = {str(r.entry): r.metrics | {"record": r.id} for r in records}
+        found = {"model": model, "suite": suite.name, "total": total.value}
+        print(json.dumps(found | {"total_low": total.low, "total_high": total.high, "entries": entries}))
+        return 0
+    for row, entry in zip(rows, suite.entries, strict=True):
+        row.insert(1, f"{entry.weight:g}")
+    show.columns(["entry", "weight", *RECORD_COLUMNS], [*rows, ["total", "", "", str(total)]])
+    show.note(f"recorded in {evaluation.asked.records}")
+    return 0
+
+
+RECORD_COLUMNS = ("tasks", "success (95 % interval)", "pass^k", "turns", "tool success", "tokens", "record")
+
+
+def record_row(name: str, record: EvaluationRecord) -> list[str]:
+    """Return a row of a table of records: its name, then RECORD_COLUMNS."""
+    found, asked = record.metrics, record.conditions
+    interval = f"{found['success']:.3f} ({found['success_low']:.3f} to {found['success_high']:.3f})"
+    every = f"{found[key]:.3f} of {asked.episodes}" if (key := f"pass^{asked.episodes}") in found else ""
+    tools = f"{found['tool_success']:.3f}" if "tool_success" in found else ""
+    tokens = f"{found['sampled_tokens']:.0f}"
+    return [name, str(asked.count), interval, every, f"{found['turns']:.1f}", tools, tokens, record.id]
 
 
 def _report(evaluation: RecordedEvaluation, result: Report, as_json: bool) -> int:

@@ -11,7 +11,7 @@ from TrainingFactory.data.trajectories import load_trajectories
 from TrainingFactory.rollout.metrics import evaluation_metrics
 from TrainingFactory.services.demo.lessons import LESSONS
 from TrainingFactory.services.reports.pages import render
-from TrainingFactory.services.reports.texts import said
+from TrainingFactory.services.reports.texts import conversation
 from TrainingFactory.services.runs.folder import RunFolder
 from TrainingFactory.types import Trajectory
 
@@ -141,14 +141,6 @@ class Report:
             sides=[(title, conversation(episode), ending(episode)) for title, episode in sides],
             calls=sorted({*self.before.calls, *self.after.calls}),
         )
-
-
-def conversation(episode: Trajectory) -> list[tuple[str, str]]:
-    """Return (who, what) for each message after the system's."""
-    messages = [message for message in episode.prompt if message.role != "system"]
-    for turn in episode.turns:
-        messages += [turn.message, *turn.replies]
-    return [line for message in messages for line in said(message)]
 
 
 def ending(episode: Trajectory) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from TrainingFactory.types import Message, Reward
+from TrainingFactory.types import Message, Reward, Trajectory
 
 
 def said(message: Message) -> list[tuple[str, str]]:
@@ -14,6 +14,14 @@ def said(message: Message) -> list[tuple[str, str]]:
         arguments = json.dumps(call.arguments, ensure_ascii=False)
         lines.append(("calls", call.error or f"{call.name} {arguments}"))
     return lines
+
+
+def conversation(episode: Trajectory) -> list[tuple[str, str]]:
+    """Return (who, what) for each message after the system's."""
+    messages = [message for message in episode.prompt if message.role != "system"]
+    for turn in episode.turns:
+        messages += [turn.message, *turn.replies]
+    return [line for message in messages for line in said(message)]
 
 
 def reward_text(reward: Reward | None) -> str:
