@@ -25,6 +25,7 @@ from TrainingFactory.services.build.run_tools import RunTools
 from TrainingFactory.services.build.trackers import Trackers, check_trackers
 from TrainingFactory.services.evaluation.training_records import TrainingRecords
 from TrainingFactory.services.runs.folder import RunFolder, TrainingReport, new_name
+from TrainingFactory.services.runs.scores import Scores
 from TrainingFactory.services.runs.tracking import PlainLines, Watcher
 from TrainingFactory.services.training.dataset import Objects, check_same, gather
 from TrainingFactory.services.training.guards import Guards
@@ -143,7 +144,8 @@ async def make_loop(training: Training, held: AsyncExitStack) -> TrainingLoop:
     if config.logging.record_tools:
         tools.record_to(run.path)
     played = None if environment is None else await _played(training, environment, chat, loaded, held)
-    scored = any("reward" in row for row in run.metrics())
+    earlier = run.metrics()
+    scored = any("reward" in row for row in earlier)
     trackers = Trackers(run.path, config)
     held.callback(trackers.close)
     return TrainingLoop(
@@ -162,6 +164,7 @@ async def make_loop(training: Training, held: AsyncExitStack) -> TrainingLoop:
         trackers=trackers,
         interrupts=training.interrupts,
         progress=progress,
+        scores=Scores.of(earlier, config.training.stop_when),
         saved=progress.done or -1,
     )
 

@@ -43,6 +43,7 @@ from TrainingFactory.config import TrainingConfig, load_config
 from TrainingFactory.config.problems import Problem
 from TrainingFactory.data.disk import remove, sync, write_aside
 from TrainingFactory.data.trajectories import save_trajectories
+from TrainingFactory.services.runs.scores import Scores
 from TrainingFactory.texts import redacted, secrets_in
 from TrainingFactory.tools.recording import CALLS
 from TrainingFactory.types import Trajectory
@@ -229,6 +230,13 @@ class RunFolder:
         found = (self.path / "checkpoints").glob("step-*")
         return sorted((path for path in found if re.fullmatch(r"step-\d+", path.name)), key=_step_of)
 
+    def best(self) -> Path | None:
+        """Return the checkpoint that did best on held-out tasks or rows, of those that are there; None where nothing
+        was evaluated when one was made."""
+        folders = {_step_of(path): path for path in self.checkpoints()}
+        found = Scores.of(row for row in self.metrics() if row.get("step") in folders).best
+        return None if found is None else folders[found[0]]
+
     # writing
 
     def write_status(self, status: Status) -> None:
@@ -254,10 +262,11 @@ class RunFolder:
                 found[name] = path.stat().st_size
         return found
 
-    def prune(self, last: int, every: int | None) -> None:
-        """Keep the last so many checkpoints, and those at multiples of so many steps."""
+    def prune(self, last: int, every: int | None, best: bool = False) -> None:
+        """Keep the last so many checkpoints, those at multiples of so many steps, and if asked to the best."""
+        kept = self.best() if best else None
         for old in self.checkpoints()[:-last]:
-            if every is None or _step_of(old) % every:
+            if old != kept and (every is None or _step_of(old) % every):
                 remove(old)
 
     def rewind(self, offsets: dict[str, int]) -> None:
@@ -310,6 +319,10 @@ class TrainingReport:
     def checkpoint(self) -> Path | None:
         found = RunFolder(self.run).checkpoints()
         return found[-1] if found else None
+
+    @property
+    def best(self) -> Path | None:
+        return RunFolder(self.run).best()
 
 
 def is_run(path: Path) -> bool:

@@ -22,6 +22,7 @@ from TrainingFactory.services.runs.folder import (
     Status,
     TrainingReport,
 )
+from TrainingFactory.services.runs.scores import Scores
 from TrainingFactory.services.runs.tracking import Watcher
 from TrainingFactory.services.training.guards import Guards
 from TrainingFactory.services.training.interrupts import Interrupts, Stopped
@@ -80,6 +81,7 @@ class TrainingLoop:
     trackers: Tracker
     interrupts: Interrupts
     progress: Progress = field(default_factory=Progress)
+    scores: Scores = field(default_factory=Scores)
     rows: list[dict[str, float]] = field(default_factory=list)
     saved: int = -1  # the step of the last checkpoint
 
@@ -87,8 +89,8 @@ class TrainingLoop:
         await self._write_status("running")
         try:
             with self.interrupts.watching():
-                await self._steps()
-            return await self._finish("finished")
+                reason = await self._steps()
+            return await self._finish("finished", reason)
         except Stopped:
             await self._save()
             return await self._finish("interrupted")
@@ -104,11 +106,14 @@ class TrainingLoop:
             await self._finish("failed", str(error))
             raise
 
-    async def _steps(self) -> None:
+    async def _steps(self) -> str | None:
+        """Go to the end and return why that is before the last step, if it is."""
         stream = Stream(self.source, self.progress.done, self.total)
         await self._publish()
         if self.config.training.eval_every is not None and self.progress.done == 0:
             await self._log(0, await self.interrupts.at_once(self._evaluate()))
+        if (reason := self.scores.verdict()) is not None:  # or it was killed when it had just ended
+            await stream.end()
         self.watcher.phase("generate")
         async for batch in self.interrupts.over(stream):
             await self._guard(batch)
@@ -117,9 +122,14 @@ class TrainingLoop:
             metrics = await self.policy.step(batch.rows, batch.step)
             await self._publish()
             await self._record(batch, metrics, time.perf_counter() - started)
-            await self._save_if_due()
+            reason = self.scores.verdict()
+            await self._save_if_due(last=reason is not None)
             self.interrupts.check()
+            if reason is not None:
+                self.watcher.say(f"ending after step {batch.step + 1}: {reason}")
+                await stream.end()
             self.watcher.phase("generate")
+        return reason
 
     async def _publish(self) -> None:
         """Let the sampler go on with the newest weights."""
@@ -187,6 +197,7 @@ class TrainingLoop:
         await self._write_status("running")
         await in_thread(self.trackers.log, done, metrics)
         self.rows.append({"step": done} | metrics)
+        self.scores.add(self.rows[-1])
         self.watcher.step(done, self.total, metrics)
 
     # evaluation
@@ -224,9 +235,10 @@ class TrainingLoop:
 
     # checkpoints and status
 
-    async def _save_if_due(self) -> None:
-        due = self.progress.done % self.config.logging.checkpoint_every == 0 and not self.guards.unusable
-        if due or self.progress.done == self.total:
+    async def _save_if_due(self, last: bool) -> None:
+        done, asked, best = self.progress.done, self.config.logging, self.scores.best
+        due = done % asked.checkpoint_every == 0 or (asked.keep_best and best is not None and best[0] == done)
+        if (due and not self.guards.unusable) or last or done == self.total:
             await self._save()
 
     async def _save(self) -> None:
@@ -243,7 +255,7 @@ class TrainingLoop:
         }
         await self.policy.save(str(self.run.checkpoint_folder(progress.done)), state)
         self.saved = progress.done
-        await in_thread(self.run.prune, keep.keep_checkpoints, keep.keep_every)
+        await in_thread(self.run.prune, keep.keep_checkpoints, keep.keep_every, keep.keep_best)
 
     async def _finish(self, state: State, reason: str | None = None) -> TrainingReport:
         with contextlib.suppress(OSError):  # a full disk may have brought us here
