@@ -34,6 +34,7 @@ def compare(
     flags: Flags | None = None,
     show_tasks: Annotated[int, Parameter(name="--show")] = 1,
     html: Path | None = None,
+    again: bool = False,
     as_json: Json = False,
 ) -> int:
     """Compare two models or more with the first, on the same tasks and with the same random numbers. What has been
@@ -55,6 +56,7 @@ def compare(
         options: An option of the config as key=value, for all; may be given several times.
         show_tasks: How many flipped tasks of each direction to print with both episodes.
         html: Write a page with everything to this file.
+        again: Play what has a record, too: those of a run on its way have kept no episodes.
     """
     from TrainingFactory.services.evaluation import comparison
 
@@ -64,7 +66,7 @@ def compare(
     given = [*(options or ()), *flags.overrides()]
     if episodes is not None:
         given.append(key_value("training.group_size", episodes))
-    sides, weights = comparison.sides(names, given, env, suite, show.note)
+    sides, weights = comparison.sides(names, given, env, suite, show.note, again=again)
     if status := _play(sides):
         return status
     found = [comparison.compare(sides[0], side, weights) for side in sides[1:]]
@@ -137,7 +139,7 @@ def _side_by_side(found: Comparison, flip: Flip, episodes: Sequence[Trajectory |
 
 def _conversation(episode: Trajectory | None) -> Table | Text:
     if episode is None:
-        return Text("(its episodes were not kept)", style="dim")
+        return Text("(its episodes were not kept; --again plays them)", style="dim")
     rows = show.grid()
     for who, what in conversation(episode):
         rows.add_row(Text(who, style=show.ROLE_STYLES[who]), show.body(what or "(no text)"))

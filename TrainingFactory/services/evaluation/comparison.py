@@ -39,9 +39,9 @@ class Side:
     found: list[Found | None] = field(default_factory=list)
     wanted: list[RecordedEvaluation | None] = field(default_factory=list)
 
-    def add(self, evaluation: RecordedEvaluation) -> None:
-        """Take the record of an earlier evaluation like this one, or want it to be run."""
-        earlier = _earlier(evaluation)
+    def add(self, evaluation: RecordedEvaluation, again: bool = False) -> None:
+        """Take the record of an earlier evaluation like this one, or want it to be run, be it again."""
+        earlier = None if again else _earlier(evaluation)
         if earlier is not None:
             evaluation.discard()
         self.found.append(earlier)
@@ -110,6 +110,7 @@ def sides(
     suite: str | None = None,
     say: Say = lambda _: None,
     runs: str | Path = "runs",
+    again: bool = False,
 ) -> tuple[list[Side], list[float]]:
     """Return what is compared, checked, with the records there are, and the weights of the entries. Without a suite the
     tasks are those of the environment, or of the first run that is named."""
@@ -124,7 +125,7 @@ def sides(
         weights = [entry.weight for entry in found.entries]
         for side in made:
             for each in suite_evaluations(found, ask_model(side.name, overrides, runs), folder, say):
-                side.add(each)
+                side.add(each, again)
         return made, weights
     if models:
         first = next((name for name in models if evaluations.checkpoint_of(name, runs)), models[0])
@@ -136,7 +137,7 @@ def sides(
         else:
             assert lead is not None
             asked = ask_model(side.name, overrides, runs).under(lead.config)
-            side.add(RecordedEvaluation(asked, say=say))
+            side.add(RecordedEvaluation(asked, say=say), again)
     return made, weights
 
 
