@@ -86,7 +86,8 @@ def _suite(model: str, source: str, overrides: list[str], as_json: bool) -> int:
     check_overrides(overrides)
     suite, folder = load_suite(source)
     records, rows = [], []
-    for evaluation in suite_evaluations(suite, ask_model(model, overrides), folder, show.note):
+    asked = ask_model(model, overrides)
+    for evaluation in suite_evaluations(suite, asked, folder, show.note):
         show.note(f"{evaluation.asked.entry}: {show.count(len(evaluation.tasks), 'task')}")
         with Display(evaluation.total) as display:
             result = evaluation.run(display.episode)
@@ -106,7 +107,7 @@ def _suite(model: str, source: str, overrides: list[str], as_json: bool) -> int:
     for row, entry in zip(rows, suite.entries, strict=True):
         row.insert(1, f"{entry.weight:g}")
     show.columns(["entry", "weight", *RECORD_COLUMNS], [*rows, ["total", "", "", str(total)]])
-    show.note(f"recorded in {evaluation.asked.records}")
+    show.note(f"recorded in {asked.records}")
     return 0
 
 

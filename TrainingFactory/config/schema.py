@@ -47,10 +47,10 @@ class ModelSection(Section):
 
 def _stopping(given: dict[Any, float]) -> dict[Any, float]:
     """Check that patience is a count and target a share."""
-    if given.get("patience", 1) % 1:
-        raise ValueError("patience must be a whole number: it counts evaluations")
-    if given.get("target", 0.0) > 1:
-        raise ValueError("target must be a share of 1 at most")
+    if (patience := given.get("patience", 1)) < 1 or patience % 1:
+        raise ValueError("patience counts evaluations: it must be a whole number of 1 or more")
+    if not 0 < given.get("target", 1.0) <= 1:
+        raise ValueError("target is a share: it must be over 0, and 1 at most")
     return given
 
 
@@ -89,7 +89,7 @@ class TrainingSection(Section):
     """Steps of the optimiser in each pass; a divisor of batch_size (kto: with 2 examples or more in each)."""
     eval_every: Count | None = None
     """Evaluate on held-out tasks or rows before training, every so many steps, and at the end; null: never."""
-    stop_when: Annotated[dict[Literal["patience", "target"], Positive], AfterValidator(_stopping)] = Field(
+    stop_when: Annotated[dict[Literal["patience", "target"], float], AfterValidator(_stopping)] = Field(
         default_factory=dict
     )
     """End early: {patience: 3} when as many evaluations in a row were no better than the best before them,

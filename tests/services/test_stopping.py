@@ -43,9 +43,9 @@ def test_when_a_run_ends() -> None:
 @pytest.mark.parametrize(
     ("given", "text"),
     [
-        ({"patience": 0}, "greater than 0"),
-        ({"patience": 1.5}, "it counts evaluations"),
-        ({"target": 1.2}, "share of 1 at most"),
+        ({"patience": 0}, "whole number of 1 or more"),
+        ({"patience": 1.5}, "counts evaluations"),
+        ({"target": 1.2}, "1 at most"),
         ({"patince": 2}, "did you mean patience"),
     ],
 )

@@ -12,7 +12,13 @@ from tests.services.test_compare import PARITY, outcomes
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.services.evaluation.asked import Asked
 from TrainingFactory.services.evaluation.records import read_records
-from TrainingFactory.services.evaluation.suites import BUILTIN, Suite, load_suite, suite_evaluations
+from TrainingFactory.services.evaluation.suites import (
+    BUILTIN,
+    Suite,
+    SuiteEntry,
+    load_suite,
+    suite_evaluations,
+)
 
 SUITE = """
 name: release
@@ -59,7 +65,7 @@ def test_one_command_gives_a_table_and_a_total(tfactory: Run) -> None:
 
 
 def test_an_entry_becomes_a_config() -> None:
-    suite = Suite(entries=[{"environment": "any/where", "count": 3, "weight": 2.0, "task_seed": 7}])
+    suite = Suite(entries=[SuiteEntry(environment="any/where", count=3, weight=2.0, task_seed=7)])
     [asked] = suite.asked(Asked("m", TrainingConfig(model={"name": "some/model"}, training={"seed": 4})))
     config = asked.config
     assert config.model.name == "some/model" and config.environment.environment_id == "any/where"
@@ -74,7 +80,10 @@ def test_an_entry_becomes_a_config() -> None:
 
 def test_the_total_is_weighted() -> None:
     suite = Suite(
-        entries=[{"environment": "calculator", "weight": 3.0}, {"environment": "search", "weight": 1.0}]
+        entries=[
+            SuiteEntry(environment="calculator", weight=3.0),
+            SuiteEntry(environment="search", weight=1.0),
+        ]
     )
     total = suite.total([outcomes("m", "1111"), outcomes("m", "0000")])
     assert (total.value, total.low, total.high) == (0.75, 0.75, 0.75)

@@ -47,6 +47,13 @@ class Side:
         self.found.append(earlier)
         self.wanted.append(None if earlier else evaluation)
 
+    def play(self) -> None:
+        """Run what has no record yet."""
+        for evaluation in self.wanted:
+            if evaluation is not None:
+                evaluation.run()
+        self.take()
+
     def take(self) -> None:
         """Take the records of what has been run since."""
         for place, evaluation in enumerate(self.wanted):

@@ -14,12 +14,12 @@ MEASURES = {"eval/success": 1, "eval/accuracy": 1, "eval/loss": -1}
 class Scores:
     """A function of the rows of metrics.jsonl alone, so that a resumed run decides as one that was never stopped."""
 
-    stop_when: Mapping[str, float] = field(default_factory=dict)
+    stop_when: Mapping[Any, float] = field(default_factory=dict)
     measure: str | None = None
     found: list[tuple[int, float]] = field(default_factory=list)  # step, value
 
     @classmethod
-    def of(cls, rows: Iterable[Mapping[str, Any]], stop_when: Mapping[str, float] | None = None) -> Scores:
+    def of(cls, rows: Iterable[Mapping[str, Any]], stop_when: Mapping[Any, float] | None = None) -> Scores:
         scores = cls(stop_when or {})
         for row in rows:
             scores.add(row)
@@ -29,13 +29,13 @@ class Scores:
         """Take the metrics of a step, if it was evaluated and something could be measured."""
         if self.measure is None:
             self.measure = next((name for name in MEASURES if name in row), None)
-        if self.measure in row:
+        if self.measure is not None and self.measure in row:
             self.found.append((row["step"], row[self.measure]))
 
     @property
     def best(self) -> tuple[int, float] | None:
         """Return the step and value of the best; of equal ones the first."""
-        sign = MEASURES[self.measure] if self.measure else 1
+        sign = MEASURES.get(self.measure or "", 1)
         return max(self.found, key=lambda each: sign * each[1], default=None)
 
     def verdict(self) -> str | None:
