@@ -13,6 +13,7 @@ from TrainingFactory.cli.display import Display
 from TrainingFactory.cli.options import Count, Flags, Json, Overrides
 from TrainingFactory.cli.rollout import summary, why_unscored
 from TrainingFactory.config.loading import key_value
+from TrainingFactory.services.reports import run_tables
 
 if TYPE_CHECKING:
     from TrainingFactory.services.evaluation.asked import RecordedEvaluation
@@ -134,7 +135,8 @@ def _report(evaluation: RecordedEvaluation, result: Report, as_json: bool) -> in
         found = {"model": model, "environment": environment, "scored_by": scored_by} | metrics
         print(json.dumps(found if record is None else found | {"record": record.id}))
     else:
-        show.table([*success_rows(metrics), *summary(metrics, played), ("scored by", scored_by)])
+        spent = run_tables.asked_in_words([metrics])
+        show.table([*success_rows(metrics), *summary(metrics, played), ("scored by", scored_by), *spent])
     if played:
         show.note(f"saved {show.count(len(played), 'episode')} to {evaluation.path}")
     if record is not None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.kits.cli import Run
+from tests.kits.judge import judging
 from tests.kits.run import brief, go_on, train
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.services.evaluation import statistics
@@ -207,6 +208,26 @@ def test_the_same_seeds_for_two_models(tfactory: Run) -> None:
     assert [each.member for each in one.outcomes[0].episodes] == [0, 1] and one.id != three.id
     assert (Path("runs") / str(one.episodes_file)).is_file()
     assert "same: give one" in tfactory("eval", "tiny", *options, "--group-size", "2")[2]
+
+
+@pytest.mark.usefixtures("judge_key")
+def test_what_a_judge_has_spent_is_in_the_record(tfactory: Run) -> None:
+    with judging("Score: 5") as judge:
+        options = {"base_url": judge.url, "judge_unfinished": True}
+        asked = ["reward.type=model_judge", "reward.model=m", f"reward.options={json.dumps(options)}"]
+        status, out, err = tfactory(
+            "eval", "tiny", "--env", "calculator", "--tasks", "2", "--max-tokens", "4", *asked
+        )
+    assert status == 0 and len(judge.asked) == 2, err
+    [record] = read_records(Path("runs/evaluations.jsonl"))
+    found = record.metrics
+    assert (found["judge/requests"], found["judge/input_tokens"], found["judge/output_tokens"]) == (
+        2,
+        200,
+        20,
+    )
+    assert "in all: requests 2" in out
+    assert record.scored_by == "reward.type=model_judge (m)"
 
 
 def test_a_run_records_its_evaluations_and_takes_them_back_when_it_resumes(tmp_path: Path) -> None:

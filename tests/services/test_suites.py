@@ -10,7 +10,7 @@ import pytest
 from tests.kits.cli import Run
 from tests.services.test_compare import PARITY, outcomes
 from TrainingFactory.config import TrainingConfig
-from TrainingFactory.services.evaluation.asked import Asked
+from TrainingFactory.services.evaluation.asked import Asked, ask_model
 from TrainingFactory.services.evaluation.records import read_records
 from TrainingFactory.services.evaluation.suites import (
     BUILTIN,
@@ -66,8 +66,9 @@ def test_one_command_gives_a_table_and_a_total(tfactory: Run) -> None:
 
 def test_an_entry_becomes_a_config() -> None:
     suite = Suite(entries=[SuiteEntry(environment="any/where", count=3, weight=2.0, task_seed=7)])
-    [asked] = suite.asked(Asked("m", TrainingConfig(model={"name": "some/model"}, training={"seed": 4})))
+    [asked] = suite.asked(ask_model("some/model", ["training.seed=4", "sampling.top_p=0.5"]))
     config = asked.config
+    assert config.sampling.top_p == 1.0  # the suite says how it is asked
     assert config.model.name == "some/model" and config.environment.environment_id == "any/where"
     assert (config.data.split, config.data.count, config.data.seed, config.training.seed) == (
         "heldout",

@@ -24,6 +24,8 @@ from TrainingFactory.services.runs.folder import EVALUATIONS, RunFolder, list_ru
 from TrainingFactory.tools.threads import in_thread
 from TrainingFactory.types import Trajectory
 
+# Keys of the config that belong to the model and not to what it is asked.
+OF_THE_MODEL = ("model.", "logging.", "training.seed")
 OTHER_REWARD = ("reward.type", "reward.parts")  # who names one of these wants another reward than the run's
 # kind of Python object -> how a command names what stands for it
 NAMED_BY = {
@@ -100,11 +102,7 @@ def ask_model(model: str, overrides: Sequence[str] = (), runs: str | Path = "run
     if evaluations.checkpoint_of(model, runs) is None:
         _check_name(model, runs)
     given = [key_value(f"model.{key}", value) for key, value in sections.items()]
-    own = [
-        each
-        for each in overrides
-        if full_key(each.partition("=")[0].strip()).startswith(("model.", "logging."))
-    ]
+    own = [each for each in overrides if full_key(each.partition("=")[0].strip()).startswith(OF_THE_MODEL)]
     return _asked(model, load_config(None, [*given, *own]), runs)
 
 

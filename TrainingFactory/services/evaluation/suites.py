@@ -18,11 +18,8 @@ from TrainingFactory.config.section import PathText, Section
 from TrainingFactory.options import Count, Positive, Text, ZeroOrMore, did_you_mean, nearest
 from TrainingFactory.services.build.named_files import found_beside
 from TrainingFactory.services.evaluation import statistics
-from TrainingFactory.services.evaluation.asked import Asked, RecordedEvaluation
+from TrainingFactory.services.evaluation.asked import OF_THE_MODEL, Asked, RecordedEvaluation
 from TrainingFactory.services.evaluation.records import EvaluationRecord, Say
-
-# Keys of the config that belong to the model and not to what it is asked.
-OF_THE_MODEL = ("model.", "logging.", "training.seed")
 
 
 class SuiteEntry(Section):
