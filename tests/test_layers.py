@@ -68,7 +68,7 @@ BUDGET: dict[str, int] = {
     "services": 830,
     "services/build": 1760,
     "services/demo": 430,
-    "services/evaluation": 1400,
+    "services/evaluation": 300,
     "services/judge_audit": 580,
     "services/reports": 530,
     "services/runs": 440,

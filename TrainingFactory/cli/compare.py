@@ -26,11 +26,10 @@ if TYPE_CHECKING:
 
 
 def compare(
-    *names: Annotated[str, Parameter(name="model-or-run")],
+    *given: Annotated[str, Parameter(name="model-or-run")],
     env: str | None = None,
     suite: str | None = None,
     episodes: Count | None = None,
-    options: Annotated[list[str] | None, Parameter(name="--set")] = None,
     flags: Flags | None = None,
     show_tasks: Annotated[int, Parameter(name="--show")] = 1,
     html: Path | None = None,
@@ -43,17 +42,16 @@ def compare(
     ```
     tfactory compare runs/warm runs/grpo-search-1
     tfactory compare qwen3-4b runs/a runs/b --suite release.yaml --html compare.html
-    tfactory compare builtin:tiny runs/a --env calculator --tasks 200 --episodes 4
+    tfactory compare builtin:tiny runs/a --env calculator --tasks 200 --episodes 4 sampling.top_p=0.9
     tfactory compare eval-3c239549c9 eval-90b1f0a2c4
     ```
 
     Args:
-        names: Models, runs, checkpoints, and recorded evaluations: an id, or a file of records, of which the last is
-            taken.
+        given: Models, runs, checkpoints, and recorded evaluations: an id, or a file of records, of which the last is
+            taken; and options of the config for all, as key=value.
         env: The environment; that of the first run that is named if none is.
         suite: A YAML file with several environments or files of tasks, or builtin or quick.
         episodes: Episodes per task.
-        options: An option of the config as key=value, for all; may be given several times.
         show_tasks: How many flipped tasks of each direction to print with both episodes.
         html: Write a page with everything to this file.
         again: Play what has a record, too: those of a run on its way have kept no episodes.
@@ -61,12 +59,13 @@ def compare(
     from TrainingFactory.services.evaluation import comparison
 
     flags = flags or Flags()
+    names = [each for each in given if "=" not in each or Path(each).exists()]
     if len(names) < 2 or flags.model is not None:
         raise ValueError("name two models, runs or recorded evaluations or more: tfactory compare A B")
-    given = [*(options or ()), *flags.overrides()]
+    overrides = [*(each for each in given if each not in names), *flags.overrides()]
     if episodes is not None:
-        given.append(key_value("training.group_size", episodes))
-    sides, weights = comparison.sides(names, given, env, suite, show.note, again=again)
+        overrides.append(key_value("training.group_size", episodes))
+    sides, weights = comparison.sides(names, overrides, env, suite, show.note, again=again)
     if status := _play(sides):
         return status
     found = [comparison.compare(sides[0], side, weights) for side in sides[1:]]

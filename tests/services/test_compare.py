@@ -106,7 +106,7 @@ def test_compare_on_the_command_line(tfactory: Run) -> None:
     Path("parity.py").write_text(PARITY)
     options = ("--env", "parity.py", "--tasks", "8", "--max-tokens", "4")
     tfactory("eval", "tiny", *options)
-    status, out, err = tfactory("compare", "tiny", "tiny", *options, "--set", "training.seed=1", "--json")
+    status, out, err = tfactory("compare", "tiny", "tiny", *options, "training.seed=1", "--json")
     assert status == 0 and err.count("loading the model") == 2, err  # of another seed nothing was recorded
     [found] = json.loads(out)["comparisons"]
     assert found["difference"] == 0 and found["tasks"] == 8 and found["better"] == []
