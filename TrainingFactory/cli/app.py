@@ -13,6 +13,7 @@ from typing import Annotated, Any
 from cyclopts import App, Parameter
 
 from TrainingFactory import __version__
+from TrainingFactory.cli.compare import compare
 from TrainingFactory.cli.data import data
 from TrainingFactory.cli.demo import demo
 from TrainingFactory.cli.doctor import doctor
@@ -43,6 +44,7 @@ app = App(
 new = App(name="new", help="Write a file to start from.")
 new.command(env)
 app.command(evaluate, name="eval")
+app.command(compare)
 for command in (
     demo,
     train,

@@ -4,32 +4,23 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
 from TrainingFactory.cli import show
 from TrainingFactory.cli.display import Display
-from TrainingFactory.cli.options import Flags, Json, Overrides
+from TrainingFactory.cli.options import Count, Flags, Json, Overrides
 from TrainingFactory.cli.rollout import summary, why_unscored
-from TrainingFactory.config import TrainingConfig, load_config
 from TrainingFactory.config.loading import key_value
-from TrainingFactory.config.names import full_key
-from TrainingFactory.options import did_you_mean, nearest
+from TrainingFactory.services.reports import run_tables
 
 if TYPE_CHECKING:
-    from TrainingFactory.services.evaluation.evaluation import Evaluation
+    from TrainingFactory.services.evaluation.asked import RecordedEvaluation
+    from TrainingFactory.services.evaluation.records import EvaluationRecord
     from TrainingFactory.services.evaluation.rollouts import Report
-    from TrainingFactory.services.runs.folder import RunFolder
 
 UNSCORED = 1  # exit status
-OTHER_REWARD = ("reward.type", "reward.parts")  # who names one of these wants another reward than the run's
-# kind of Python object -> how a command names what stands for it
-NAMED_BY = {
-    "environment": "--env FILE.py",
-    "tools": "'tools=[\"FILE.py:NAME\"]'",
-    "tasks": "data.tasks=FILE",
-}
 
 
 def evaluate(
@@ -37,73 +28,119 @@ def evaluate(
     /,
     *overrides: Overrides,
     env: str | None = None,
+    suite: str | None = None,
+    episodes: Count | None = None,
     flags: Flags | None = None,
     out: Path | None = None,
     as_json: Json = False,
     replay: str | None = None,
 ) -> int:
     """Evaluate a model, or what a run has made, on held-out tasks. A run is scored by its own reward, as in its
-    evaluations on the way; reward.type=environment asks for that of the environment.
+    evaluations on the way; reward.type=environment asks for that of the environment. What comes of it is kept as a
+    line of evaluations.jsonl in the run's folder, or in the runs folder for other models; `tfactory compare` reads it.
 
     ```
     tfactory eval runs/grpo-search-1
     tfactory eval runs/grpo-search-1 reward.type=environment
     tfactory eval qwen3-4b --env search --tasks 200
+    tfactory eval qwen3-4b --env search --episodes 8
+    tfactory eval qwen3-4b --suite builtin
+    tfactory eval runs/grpo-search-1 --suite release.yaml
     tfactory eval runs/warm/checkpoints/step-000160 --env calculator --temperature 0 --json
     ```
 
     Args:
         model: A run (its name or folder; its last checkpoint is taken), a checkpoint, or a model.
         env: The environment; that of the run if none is named.
+        suite: A YAML file with several environments or files of tasks, or a suite that is built in: builtin, quick.
+        episodes: Episodes per task; with several, pass@k and pass^k are told.
         out: JSONL file for the episodes; one in the runs folder if none is named.
         replay: A recording whose tool calls are served again: that of an earlier evaluation with
             logging.record_tools=true.
     """
-    from TrainingFactory.services.evaluation import evaluation as evaluations
+    # Imported here, so that help does not wait for it.
+    from TrainingFactory.services.evaluation.asked import RecordedEvaluation, ask
 
     flags = flags or Flags()
     if flags.model is not None:
         raise ValueError("the model is named twice: give it once, without --model")
-    sections = {"data": {"split": "heldout", "count": 64}} | evaluations.model_of(model)
-    other = any(full_key(each.partition("=")[0].strip()) in OTHER_REWARD for each in overrides)
-    found, learned = evaluations.checkpoint_of(model), {}
-    if found is None:
-        _check_name(model)
-    else:
-        sections |= _reward(found[0], other)
-        learned = evaluations.learned_tasks(found[0]) if env is None else {}
-        sections["data"] |= learned
-    given = [key_value(f"{s}.{key}", value) for s, keys in sections.items() for key, value in keys.items()]
-    if env is not None:
-        given.append(key_value("environment.environment_id", env))
-    config = load_config(None, [*given, *overrides, *flags.overrides()])
-    if found is not None:
-        _check_objects(found[0], config, env is not None)
-    if learned and config.data.tasks == learned["tasks"]:
-        show.note(
-            "note: the run has no held-out tasks, so these are those it learned from; name others: --tasks FILE"
-        )
-    evaluation = evaluations.Evaluation(config, out, replay, show.note)
+    if episodes is not None and flags.group_size is not None:
+        raise ValueError("--episodes and --group-size are the same: give one")
+    given = [*overrides, *flags.overrides()]
+    if episodes is not None:
+        given.append(key_value("training.group_size", episodes))
+    if suite is not None:
+        if env is not None or out is not None or replay is not None:
+            raise ValueError("--env, --out and --replay are for one evaluation; a suite has several")
+        return _suite(model, suite, given, as_json)
+    evaluation = RecordedEvaluation(ask(model, given, env, show.note), out, replay, show.note)
     with Display(evaluation.total) as display:
         result = evaluation.run(display.episode)
     return _report(evaluation, result, as_json)
 
 
-def _report(evaluation: Evaluation, result: Report, as_json: bool) -> int:
+def _suite(model: str, source: str, overrides: list[str], as_json: bool) -> int:
+    """Evaluate on every entry, print the table and return the exit status."""
+    from TrainingFactory.services.evaluation.asked import ask_model
+    from TrainingFactory.services.evaluation.suites import check_overrides, load_suite, suite_evaluations
+
+    check_overrides(overrides)
+    suite, folder = load_suite(source)
+    records, rows = [], []
+    asked = ask_model(model, overrides)
+    for evaluation in suite_evaluations(suite, asked, folder, show.note):
+        show.note(f"{evaluation.asked.entry}: {show.count(len(evaluation.tasks), 'task')}")
+        with Display(evaluation.total) as display:
+            result = evaluation.run(display.episode)
+        if evaluation.record is None:
+            show.fail(
+                f"{evaluation.asked.entry} was broken off, or no episode could be scored; there is no total"
+            )
+            return show.INTERRUPTED if result.interrupted else UNSCORED
+        records.append(evaluation.record)
+        rows.append(record_row(str(evaluation.asked.entry), evaluation.record))
+    total = suite.total(records)
+    if as_json:
+        entries = {str(r.entry): r.metrics | {"record": r.id} for r in records}
+        found = {"model": model, "suite": suite.name, "total": total.value}
+        print(json.dumps(found | {"total_low": total.low, "total_high": total.high, "entries": entries}))
+        return 0
+    for row, entry in zip(rows, suite.entries, strict=True):
+        row.insert(1, f"{entry.weight:g}")
+    show.columns(["entry", "weight", *RECORD_COLUMNS], [*rows, ["total", "", "", str(total)]])
+    show.note(f"recorded in {asked.records}")
+    return 0
+
+
+RECORD_COLUMNS = ("tasks", "success (95 % interval)", "pass^k", "turns", "tool success", "tokens", "record")
+
+
+def record_row(name: str, record: EvaluationRecord) -> list[str]:
+    """Return a row of a table of records: its name, then RECORD_COLUMNS."""
+    found, asked = record.metrics, record.conditions
+    interval = f"{found['success']:.3f} ({found['success_low']:.3f} to {found['success_high']:.3f})"
+    every = f"{found[key]:.3f} of {asked.episodes}" if (key := f"pass^{asked.episodes}") in found else ""
+    tools = f"{found['tool_success']:.3f}" if "tool_success" in found else ""
+    tokens = f"{found['sampled_tokens']:.0f}"
+    return [name, str(asked.count), interval, every, f"{found['turns']:.1f}", tools, tokens, record.id]
+
+
+def _report(evaluation: RecordedEvaluation, result: Report, as_json: bool) -> int:
     """Print what came of it and return the exit status."""
     config, scored_by = evaluation.config, evaluation.scored_by
     metrics, played = result.metrics, result.trajectories
+    record = evaluation.record
     if as_json:
         model, environment = config.model.adapter or config.model.name, config.environment.environment_id
-        print(json.dumps({"model": model, "environment": environment, "scored_by": scored_by} | metrics))
+        found = {"model": model, "environment": environment, "scored_by": scored_by} | metrics
+        print(json.dumps(found if record is None else found | {"record": record.id}))
     else:
-        rows = [*summary(metrics, played), ("scored by", scored_by)]
-        if "success" in metrics:
-            interval = f"{metrics['success_low']:.3f} to {metrics['success_high']:.3f}"
-            rows.insert(0, ("success", f"{metrics['success']:.3f} (95 % interval {interval})"))
-        show.table(rows)
+        spent = run_tables.asked_in_words([metrics])
+        show.table([*success_rows(metrics), *summary(metrics, played), ("scored by", scored_by), *spent])
     if played:
         show.note(f"saved {show.count(len(played), 'episode')} to {evaluation.path}")
+    if record is not None:
+        show.note(f"recorded as {record.id} in {evaluation.asked.records}")
     if result.interrupted:
         return show.INTERRUPTED
     if "success" not in metrics:
@@ -112,45 +149,14 @@ def _report(evaluation: Evaluation, result: Report, as_json: bool) -> int:
     return 0
 
 
-def _reward(run: RunFolder, other: bool) -> dict[str, dict[str, Any]]:
-    """Return the reward section of the run, if no other reward is asked for."""
-    from TrainingFactory.services.build.named_files import changed_files
-    from TrainingFactory.services.evaluation.evaluation import reward_of
-
-    for name in changed_files(run.about):
-        show.note(f"note: {name} has changed since run {run.name} was started")
-    reward = None if other else reward_of(run)
-    if reward is None and not other:
-        show.note(
-            f"note: run {run.name} was started from Python with a reward of its own, which cannot be restored here; "
-            "the environment's own reward scores instead"
-        )
-    return {} if reward is None else {"reward": reward.model_dump()}
-
-
-def _check_objects(run: RunFolder, config: TrainingConfig, other_environment: bool) -> None:
-    """Raise where a run was started with Python objects in whose place the config names nothing."""
-    environment = config.environment.environment_id
-    named = {
-        "environment": environment,
-        "tools": config.tools or other_environment,
-        "tasks": config.data.tasks or environment,
-    }
-    given = [kind for kind in run.about.get("objects", []) if kind in named]
-    if missing := [kind for kind in given if not named[kind]]:
-        raise ValueError(
-            f"run {run.name} was started from Python with its own {' and '.join(given)}, which its folder does not "
-            f"hold; name what is missing: {' '.join(NAMED_BY[kind] for kind in missing)}"
-        )
-
-
-def _check_name(model: str) -> None:
-    """Raise where the name is that of no run, and cannot be that of a model: not known, not there, no hub id."""
-    from TrainingFactory.models.names import BUILTIN, SUPPORTED_MODELS, resolve
-    from TrainingFactory.services.runs.folder import list_runs
-
-    target, path = resolve(model), Path(model).expanduser()
-    hub = target.count("/") == 1 and not target.startswith((".", "/", "~")) and path.suffix != ".gguf"
-    if not (hub or target == BUILTIN or target.startswith("package:") or path.exists()):
-        near = nearest(model, [*(run.name for run in list_runs()), *SUPPORTED_MODELS, BUILTIN], cutoff=0.5)
-        raise ValueError(f"there is no such run or model: {model!r}{did_you_mean(near)}")
+def success_rows(metrics: dict[str, float]) -> list[tuple[str, str]]:
+    """Return the success with its interval, and with several episodes a task pass@k and pass^k."""
+    if "success" not in metrics:
+        return []
+    interval = f"{metrics['success_low']:.3f} to {metrics['success_high']:.3f}"
+    rows = [("success", f"{metrics['success']:.3f} (95 % interval {interval})")]
+    for name in ("pass@", "pass^"):
+        found = [(key.removeprefix(name), value) for key, value in metrics.items() if key.startswith(name)]
+        if found:
+            rows.append((f"{name}k", ", ".join(f"{k}: {value:.3f}" for k, value in found)))
+    return rows

@@ -11,8 +11,9 @@ from cyclopts import App, Parameter
 from TrainingFactory.cli import show
 from TrainingFactory.cli.display import Display, curve, duration, plot
 from TrainingFactory.cli.options import Count, Run, Where
+from TrainingFactory.services.evaluation.records import read_records
 from TrainingFactory.services.reports import run_tables
-from TrainingFactory.services.runs.folder import RunFolder
+from TrainingFactory.services.runs.folder import EVALUATIONS, RunFolder
 
 runs = App(name="runs", help="List, show, compare and resume training runs.")
 
@@ -34,7 +35,8 @@ def list_(*, where: Where = "runs") -> None:
 
 @runs.command(name="show")
 def show_(name: Run, *, where: Where = "runs") -> None:
-    """Show how a run went: its state, its metrics over time, its checkpoints.
+    """Show how a run went: its state, its checkpoints, its metrics over time: steps per second, reward, tool-call
+    success and accuracy (the success on held-out tasks) first.
 
     ```
     tfactory runs show grpo-search-1
@@ -52,12 +54,16 @@ def show_(name: Run, *, where: Where = "runs") -> None:
     version = f"torch {about['versions']['torch']}, commit {about['commit'] or 'none'}"
     rows.append(("started", f"{about['started']}, {version}"))
     rows += [("checkpoint", str(path)) for path in run.checkpoints()]
+    if (best := run.best()) is not None:
+        rows.append(("best", f"{best}, on held-out tasks or rows"))
+    if count := len(read_records(run.path / EVALUATIONS, show.note)):
+        rows.append(("evaluations", f"{count} in {run.path / EVALUATIONS}"))
     show.table(rows)
     metrics, table = run.metrics(), []
-    for key, form in run_tables.shown(metrics).items():
+    for label, key, form in run_tables.named(metrics):
         values = [row[key] for row in metrics if key in row]
         ends = [form.format(value) for value in (values[0], values[-1], min(values), max(values))]
-        table.append((key, *ends, curve(values)))
+        table.append((label, *ends, curve(values)))
     show.columns(["metric", "first", "last", "least", "most", "curve"], table)
     _plot(metrics)
     show.table(list(run_tables.asked_in_words(metrics)))

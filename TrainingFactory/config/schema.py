@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import Field, PrivateAttr, ValidationError
+from pydantic import AfterValidator, Field, PrivateAttr, ValidationError
 
 from TrainingFactory.config.algorithms import (
     DPOSection,
@@ -45,6 +45,15 @@ class ModelSection(Section):
     """Run Python code that comes with the model; only for models you trust."""
 
 
+def _stopping(given: dict[Any, float]) -> dict[Any, float]:
+    """Check that patience is a count and target a share."""
+    if (patience := given.get("patience", 1)) < 1 or patience % 1:
+        raise ValueError("patience counts evaluations: it must be a whole number of 1 or more")
+    if not 0 < given.get("target", 1.0) <= 1:
+        raise ValueError("target is a share: it must be over 0, and 1 at most")
+    return given
+
+
 class TrainingSection(Section):
     algorithm: Literal["grpo", "ppo", "rft", "sft", "dpo", "kto", "reward_model"] = "grpo"
     """How the model learns: grpo, ppo and rft from rewards of its own episodes, sft from demonstrations, dpo from
@@ -80,6 +89,11 @@ class TrainingSection(Section):
     """Steps of the optimiser in each pass; a divisor of batch_size (kto: with 2 examples or more in each)."""
     eval_every: Count | None = None
     """Evaluate on held-out tasks or rows before training, every so many steps, and at the end; null: never."""
+    stop_when: Annotated[dict[Literal["patience", "target"], float], AfterValidator(_stopping)] = Field(
+        default_factory=dict
+    )
+    """End early: {patience: 3} when as many evaluations in a row were no better than the best before them,
+    {target: 0.9} when so much of the held-out tasks is done; both: at the first of them."""
     seed: ZeroOrMore = 0
     """Where every random number of sampling and training starts from."""
 
@@ -254,6 +268,8 @@ class LoggingSection(Section):
     """The last so many checkpoints are kept."""
     keep_every: Count | None = None
     """Checkpoints at multiples of so many steps are kept as well."""
+    keep_best: bool = False
+    """Make a checkpoint whenever an evaluation is the best so far, and keep it."""
 
 
 class TrainingConfig(Section):

@@ -50,7 +50,7 @@ def evaluation_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     return metrics
 
 
-def wilson(won: int, tried: int) -> tuple[float, float]:
+def wilson(won: float, tried: float) -> tuple[float, float]:
     """95 % interval of a share. Unlike the usual plus and minus it is right near 0 and 1 too."""
     share, square = won / tried, Z95**2
     middle = (share + square / (2 * tried)) / (1 + square / tried)

@@ -90,6 +90,7 @@ class Keywords(TypedDict, total=False):
     update_epochs: int
     minibatches: int
     eval_every: int | None
+    stop_when: dict[Literal["patience", "target"], float]
 
     # environment
     system_prompt: str | None
@@ -155,6 +156,7 @@ class Keywords(TypedDict, total=False):
     checkpoint_every: int
     keep_checkpoints: int
     keep_every: int | None
+    keep_best: bool
 
 
 class SFTKeywords(Keywords, total=False):

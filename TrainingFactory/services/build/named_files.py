@@ -27,9 +27,11 @@ ABOUT = "files"  # where a run remembers them
 def read_config(path: str | Path | None, overrides: Sequence[str] = ()) -> TrainingConfig:
     """Return `load_config`, with files that are not in the current folder but beside the config found there."""
     config = load_config(path, overrides)
-    if path is None:
-        return config
-    folder = Path(path).parent
+    return config if path is None else found_beside(config, Path(path).parent)
+
+
+def found_beside(config: TrainingConfig, folder: Path) -> TrainingConfig:
+    """Return the config with files that are not in the current folder but in this one found there."""
 
     def move(name: str) -> str:
         beside = folder / Path(name).expanduser()

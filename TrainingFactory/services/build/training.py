@@ -24,7 +24,9 @@ from TrainingFactory.services.build.rewards import evaluation_reward
 from TrainingFactory.services.build.run_tools import RunTools
 from TrainingFactory.services.build.trackers import Trackers, check_trackers
 from TrainingFactory.services.doctor.table import Table
+from TrainingFactory.services.evaluation.training_records import TrainingRecords
 from TrainingFactory.services.runs.folder import RunFolder, TrainingReport, new_name
+from TrainingFactory.services.runs.scores import Scores
 from TrainingFactory.services.runs.tracking import PlainLines, Watcher
 from TrainingFactory.services.training.dataset import Objects, check_same, gather
 from TrainingFactory.services.training.guards import Guards
@@ -174,6 +176,7 @@ async def make_loop(training: Training, held: AsyncExitStack) -> TrainingLoop:
         trackers=trackers,
         interrupts=training.interrupts,
         progress=progress,
+        scores=Scores.of(earlier, config.training.stop_when),
         saved=progress.done or -1,
     )
 
@@ -188,6 +191,7 @@ class _Played:
     sampler: Sampler
     clock: RewardClock  # of the reward that is learned from
     measure: RewardClock  # of what held-out tasks are measured by
+    scored_by: str  # the latter in words
 
 
 async def _played(
@@ -206,7 +210,8 @@ async def _played(
     measure = RewardClock(measured, say)
     if tasks := training.data.tasks or training.data.heldout:
         await check_tools(environment, tasks[0], chat, reward)
-    return _Played(environment, chat, build_sampler.max_length(config, loaded), sampler, clock, measure)
+    limit, told = build_sampler.max_length(config, loaded), build_rewards.scored_by(config, measured)
+    return _Played(environment, chat, limit, sampler, clock, measure, told)
 
 
 def _source(
@@ -245,8 +250,10 @@ def _rollouts(training: Training, played: _Played, reward: RewardClock) -> Async
 def _heldout(training: Training, played: _Played | None, dataset: TokenizedDataset | None) -> HeldOut:
     if played is None:
         return HeldOut(dataset=dataset)
-    rollouts = _rollouts(training, played, played.measure)
-    return HeldOut(training.data.heldout, rollouts, played.clock, dataset)
+    rollouts, tasks = _rollouts(training, played, played.measure), training.data.heldout
+    given = [kind for kind in training.objects.given if kind in ("environment", "reward", "tools")]
+    records = TrainingRecords(training.config, training.run, tasks, played.scored_by, given)
+    return HeldOut(tasks, rollouts, played.clock, dataset, records.write)
 
 
 def _tokenized(

@@ -17,7 +17,7 @@ from TrainingFactory.rollout import rollout_metrics
 from TrainingFactory.running import run as run_anywhere
 from TrainingFactory.services.build import rewards as build_rewards
 from TrainingFactory.services.build.environment import check_tools, make_environment
-from TrainingFactory.services.build.rewards import check_group, check_reward, make_reward
+from TrainingFactory.services.build.rewards import check_group, check_reward, judge_metrics, make_reward
 from TrainingFactory.services.build.run_tools import RunTools, recording_beside
 from TrainingFactory.services.build.sampler import make_rollouts, make_sampler
 from TrainingFactory.services.runs.folder import not_taken, short_name
@@ -68,6 +68,7 @@ class Rollouts:
         self._part = writable(self._target)
         self._interrupts = Interrupts(lambda _: None)
         self._ended: list[Trajectory] = []
+        self._reward: RewardFunction | None = None
 
     def run(self, on_episode: Callable[[Trajectory], None] = lambda _: None) -> Report:
         """Sample all episodes. Ctrl-C ends it; what had ended by then is saved and reported."""
@@ -87,7 +88,7 @@ class Rollouts:
         finally:
             seconds = time.perf_counter() - started
             await in_thread(self._finish)
-        metrics = rollout_metrics(self._ended) | self.tools.metrics()
+        metrics = rollout_metrics(self._ended) | self.tools.metrics() | judge_metrics(self._reward)
         metrics |= {"seconds": seconds, "tokens_per_second": metrics["sampled_tokens"] / seconds}
         return Report(self._ended, metrics, interrupted)
 
@@ -103,7 +104,7 @@ class Rollouts:
         environment = await self.tools.equip(self.environment)
         chat, sampler = await in_thread(make_sampler, config, self.total)
         held.push_async_callback(sampler.close)
-        made = make_reward(config)
+        made = self._reward = make_reward(config)
         held.push_async_callback(build_rewards.close_reward, made)
         reward = self._choose(made)
         engine = make_rollouts(config, environment, chat, ended, reward, runtime=self.tools.runtime)
@@ -131,6 +132,10 @@ class Rollouts:
             self._recording.mkdir(parents=True, exist_ok=True)
             (self._recording / CALLS).write_bytes(b"")  # of an earlier file of this name
             self.tools.record_to(self._recording)
+
+    def discard(self) -> None:
+        """Leave nothing behind of what was never run."""
+        self._part.unlink(missing_ok=True)
 
     def _finish(self) -> None:
         """Write the episodes, which end in any order, in that of tasks and members."""

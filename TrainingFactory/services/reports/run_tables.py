@@ -12,8 +12,9 @@ from TrainingFactory.services.runs.folder import CONFIG, METRICS, RunFolder, is_
 
 # Metrics that are shown where a run has them -> format
 FORMATS = {
-    "loss": "{:.4f}", "reward": "{:.3f}", "reward_std": "{:.3f}", "accuracy": "{:.3f}",
+    "steps_per_second": "{:.3g}", "loss": "{:.4f}", "reward": "{:.3f}", "reward_std": "{:.3f}", "accuracy": "{:.3f}",
     "eval/success": "{:.3f}", "eval/loss": "{:.4f}", "eval/perplexity": "{:.3f}", "eval/accuracy": "{:.3f}",
+    "eval/tool_success": "{:.3f}",
     "tool_success": "{:.3f}", "turns": "{:.2f}", "length": "{:.1f}", "length_max": "{:.0f}",
     "entropy": "{:.3f}", "kl": "{:.4f}", "grad_norm": "{:.3g}", "learning_rate": "{:.3g}",
     "tokens_per_second": "{:.0f}", "tokens_saved": "{:.1%}",
@@ -21,6 +22,13 @@ FORMATS = {
     "episodes/failed": "{:.0f}",
     **{f"rows_left_out/{why}": "{:.0f}" for why in ("bad", "long", "unused")},
 }  # fmt: skip
+# What to look at first, in plain words -> the metric, the first of these that the run has
+PLAIN = {
+    "steps per second": ("steps_per_second",),
+    "reward": ("reward",),
+    "tool-call success": ("tool_success", "eval/tool_success"),
+    "accuracy": ("eval/success", "eval/accuracy", "accuracy"),
+}
 PARTED = {"reward": "reward/", "eval/success": "eval/reward/"}  # parts of the reward go after these
 ASKED = ("judge/", "pool/")
 COLUMNS = ("run", "state", "steps", "last", "what")
@@ -80,6 +88,15 @@ def shown(metrics: Rows) -> dict[str, str]:
         parts = [name for name in names if key in PARTED and name.startswith(PARTED[key])]
         found |= dict.fromkeys([key, *parts] if key in names else parts, form)
     return found
+
+
+def named(metrics: Rows) -> Iterator[tuple[str, str, str]]:
+    """Yield (name, metric, format) of all that is shown: first what PLAIN has, under its plain name."""
+    found = shown(metrics)
+    for name, keys in PLAIN.items():
+        if (key := next((key for key in keys if key in found), None)) is not None:
+            yield name if name == key else f"{name} ({key})", key, found.pop(key)
+    yield from ((key, key, form) for key, form in found.items())
 
 
 def asked(metrics: Rows) -> dict[str, float]:

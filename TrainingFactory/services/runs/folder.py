@@ -8,6 +8,7 @@
     trajectories.jsonl  every episode of training
     kept.jsonl          rft: the episodes that were learned from
     findings.jsonl      what was seen going wrong, and when it was gone
+    evaluations.jsonl   what its models did on held-out tasks, on the way and by `tfactory eval`
     tool_calls.jsonl    every tool call, as `--replay` serves it again; tools.json: what the model was told of them
     checkpoints/        step-000025/: the model, its optimiser, and in state.json how long the files above were
 
@@ -43,6 +44,7 @@ from TrainingFactory.config import TrainingConfig, load_config
 from TrainingFactory.config.problems import Problem
 from TrainingFactory.data.disk import remove, sync, write_aside
 from TrainingFactory.data.trajectories import save_trajectories
+from TrainingFactory.services.runs.scores import Scores
 from TrainingFactory.texts import redacted, secrets_in
 from TrainingFactory.tools.recording import CALLS
 from TrainingFactory.types import Trajectory
@@ -53,8 +55,8 @@ except ImportError:  # not on Windows: there two processes are not kept apart
     fcntl = None
 
 METRICS, CONSUMED, TRAJECTORIES, KEPT = "metrics.jsonl", "consumed.jsonl", "trajectories.jsonl", "kept.jsonl"
-FINDINGS = "findings.jsonl"
-GROWING = (METRICS, CONSUMED, TRAJECTORIES, KEPT, FINDINGS, CALLS)
+FINDINGS, EVALUATIONS = "findings.jsonl", "evaluations.jsonl"
+GROWING = (METRICS, CONSUMED, TRAJECTORIES, KEPT, FINDINGS, EVALUATIONS, CALLS)
 PACKAGES = ("torch", "transformers", "accelerate", "peft", "safetensors", "numpy")
 CONFIG, ABOUT, STATUS = "config.yaml", "environment.json", "status.json"
 SECRET = (
@@ -233,6 +235,13 @@ class RunFolder:
         found = (self.path / "checkpoints").glob("step-*")
         return sorted((path for path in found if re.fullmatch(r"step-\d+", path.name)), key=_step_of)
 
+    def best(self) -> Path | None:
+        """Return the checkpoint that did best on held-out tasks or rows, of those that are there; None where nothing
+        was evaluated when one was made."""
+        folders = {_step_of(path): path for path in self.checkpoints()}
+        found = Scores.of(row for row in self.metrics() if row.get("step") in folders).best
+        return None if found is None else folders[found[0]]
+
     # writing
 
     def write_status(self, status: Status) -> None:
@@ -258,10 +267,11 @@ class RunFolder:
                 found[name] = path.stat().st_size
         return found
 
-    def prune(self, last: int, every: int | None) -> None:
-        """Keep the last so many checkpoints, and those at multiples of so many steps."""
+    def prune(self, last: int, every: int | None, best: bool = False) -> None:
+        """Keep the last so many checkpoints, those at multiples of so many steps, and if asked to the best."""
+        kept = self.best() if best else None
         for old in self.checkpoints()[:-last]:
-            if every is None or _step_of(old) % every:
+            if old != kept and (every is None or _step_of(old) % every):
                 remove(old)
 
     def rewind(self, offsets: dict[str, int]) -> None:
@@ -272,9 +282,18 @@ class RunFolder:
             if size < wanted:
                 raise ValueError(f"{path} has {size} bytes, its checkpoint knows of {wanted}: it was changed")
             if size > wanted:
+                kept = self._asked_for(wanted) if name == EVALUATIONS else b""
                 os.truncate(path, wanted)
+                if kept:
+                    with path.open("ab") as file:
+                        file.write(kept)
         for leftover in (self.path / "checkpoints").glob(".*"):
             shutil.rmtree(leftover, ignore_errors=True)
+
+    def _asked_for(self, start: int) -> bytes:
+        """Return the lines of evaluations that somebody asked for; those of steps to be done again come again."""
+        lines = (self.path / EVALUATIONS).read_bytes()[start:].splitlines(keepends=True)
+        return b"".join(line for line in lines if b'"by": "eval"' in line and line.endswith(b"\n"))
 
     def _held(self) -> bool:
         if fcntl is None or self._lock is not None:
@@ -305,6 +324,10 @@ class TrainingReport:
     def checkpoint(self) -> Path | None:
         found = RunFolder(self.run).checkpoints()
         return found[-1] if found else None
+
+    @property
+    def best(self) -> Path | None:
+        return RunFolder(self.run).best()
 
 
 def is_run(path: Path) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -24,6 +24,7 @@ from TrainingFactory.services.runs.folder import (
     Status,
     TrainingReport,
 )
+from TrainingFactory.services.runs.scores import Scores
 from TrainingFactory.services.runs.tracking import Watcher
 from TrainingFactory.services.training.guards import Guards
 from TrainingFactory.services.training.interrupts import Interrupts, Stopped
@@ -32,7 +33,7 @@ from TrainingFactory.services.training.reward_clock import RewardClock
 from TrainingFactory.services.training.source import Source, StepGroups, Stream
 from TrainingFactory.services.training.tokenized import TokenizedDataset
 from TrainingFactory.tools.threads import in_thread
-from TrainingFactory.types import Sample, Task
+from TrainingFactory.types import Sample, Task, Trajectory
 
 
 class ToolCalls(Protocol):
@@ -60,6 +61,7 @@ class HeldOut:
     rollouts: AsyncRolloutEngine | None = None
     clock: RewardClock | None = None
     dataset: TokenizedDataset | None = None
+    record: Callable[[int, Sequence[Trajectory], dict[str, float]], None] | None = None  # of what was played
 
 
 @dataclass(slots=True)
@@ -82,6 +84,7 @@ class TrainingLoop:
     trackers: Tracker
     interrupts: Interrupts
     progress: Progress = field(default_factory=Progress)
+    scores: Scores = field(default_factory=Scores)
     rows: list[dict[str, float]] = field(default_factory=list)
     saved: int = -1  # the step of the last checkpoint
 
@@ -89,8 +92,8 @@ class TrainingLoop:
         await self._write_status("running")
         try:
             with self.interrupts.watching():
-                await self._steps()
-            return await self._finish("finished")
+                reason = await self._steps()
+            return await self._finish("finished", reason)
         except Stopped:
             await self._save()
             return await self._finish("interrupted")
@@ -106,11 +109,14 @@ class TrainingLoop:
             await self._finish("failed", str(error))
             raise
 
-    async def _steps(self) -> None:
+    async def _steps(self) -> str | None:
+        """Go to the end and return why that is before the last step, if it is."""
         stream = Stream(self.source, self.progress.done, self.total)
         await self._publish()
         if self.config.training.eval_every is not None and self.progress.done == 0:
             await self._log(0, await self.interrupts.at_once(self._evaluate()))
+        if (reason := self.scores.verdict()) is not None:  # or it was killed when it had just ended
+            await stream.end()
         self.watcher.phase("generate")
         async for batch in self.interrupts.over(stream):
             await self._guard(batch)
@@ -119,9 +125,14 @@ class TrainingLoop:
             metrics = await self.policy.step(batch.rows, batch.step)
             await self._publish()
             await self._record(batch, metrics, time.perf_counter() - started)
-            await self._save_if_due()
+            reason = self.scores.verdict()
+            await self._save_if_due(last=reason is not None)
             self.interrupts.check()
+            if reason is not None:
+                self.watcher.say(f"ending after step {batch.step + 1}: {reason}")
+                await stream.end()
             self.watcher.phase("generate")
+        return reason
 
     async def _publish(self) -> None:
         """Let the sampler go on with the newest weights."""
@@ -195,6 +206,7 @@ class TrainingLoop:
         await self._write_status("running")
         await in_thread(self.trackers.log, done, metrics)
         self.rows.append({"step": done} | metrics)
+        self.scores.add(self.rows[-1])
         self.watcher.step(done, self.total, metrics)
 
     # evaluation
@@ -216,11 +228,15 @@ class TrainingLoop:
     async def _play_heldout(self) -> dict[str, float]:
         given = self.heldout
         assert given.rollouts is not None and self.sampler is not None
-        name = f"eval-{self.progress.done}"
-        groups = await given.rollouts.rollout_batch(given.tasks, self.sampler, recorded_as=name)
+        started, done = time.perf_counter(), self.progress.done
+        groups = await given.rollouts.rollout_batch(given.tasks, self.sampler, recorded_as=f"eval-{done}")
         await in_thread(self.tools.commit)
-        metrics = evaluation_metrics([trajectory for group in groups for trajectory in group])
-        return metrics | self.tools.metrics() | (given.clock.spent() if given.clock is not None else {})
+        played = [trajectory for group in groups for trajectory in group]
+        metrics = self.tools.metrics() | (given.clock.spent() if given.clock is not None else {})
+        if given.record is not None:
+            seconds = {"seconds": time.perf_counter() - started}
+            await in_thread(given.record, done, played, metrics | seconds)
+        return evaluation_metrics(played) | metrics
 
     def _heldout_rows(self, dataset: TokenizedDataset) -> list[Sample]:
         groups = (dataset.fill(n, self.algorithm.samples(dataset.group(n))) for n in range(len(dataset)))
@@ -229,11 +245,13 @@ class TrainingLoop:
     # checkpoints and status
 
     def _save_is_due(self) -> bool:
-        done = self.progress.done
-        return done % self.config.logging.checkpoint_every == 0 or done == self.total
+        done, asked, best = self.progress.done, self.config.logging, self.scores.best
+        best_yet = asked.keep_best and best is not None and best[0] == done
+        return done % asked.checkpoint_every == 0 or best_yet or done == self.total
 
-    async def _save_if_due(self) -> None:
-        if self._save_is_due() and (self.progress.done == self.total or not self.guards.unusable):
+    async def _save_if_due(self, last: bool) -> None:
+        due = self._save_is_due() and not self.guards.unusable
+        if due or last or self.progress.done == self.total:
             await self._save()
 
     async def _save(self) -> None:
@@ -250,7 +268,7 @@ class TrainingLoop:
         }
         await self.policy.save(str(self.run.checkpoint_folder(progress.done)), state)
         self.saved = progress.done
-        await in_thread(self.run.prune, keep.keep_checkpoints, keep.keep_every)
+        await in_thread(self.run.prune, keep.keep_checkpoints, keep.keep_every, keep.keep_best)
 
     async def _finish(self, state: State, reason: str | None = None) -> TrainingReport:
         with contextlib.suppress(OSError):  # a full disk may have brought us here

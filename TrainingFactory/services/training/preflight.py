@@ -34,6 +34,9 @@ def check(config: TrainingConfig, recorded: bool) -> None:
             f"training.batch_size is {training.batch_size}{parts}, but {name} measures its examples against the others "
             f"of the mini-batch: it needs {kind.least_rows} or more in each (16 is usual)"
         )
+    if training.eval_every is None and (training.stop_when or config.logging.keep_best):
+        key = "training.stop_when" if training.stop_when else "logging.keep_best"
+        raise ValueError(f"{key} goes by evaluations, and there are none without training.eval_every=N")
     if kind.samples:
         _check_sampling(config)
     if recorded:

@@ -71,6 +71,11 @@ class Stream:
             await self.close()
             raise
 
+    async def end(self) -> None:
+        """Give nothing more."""
+        self._total = self._next
+        await self.close()
+
     async def close(self) -> None:
         """Cancel what is under way."""
         while self._ahead:

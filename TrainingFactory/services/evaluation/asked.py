@@ -1,0 +1,183 @@
+"""What is to be evaluated, in words of a user, as a config; and an evaluation that leaves a record."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from TrainingFactory.config import TrainingConfig, load_config
+from TrainingFactory.config.loading import key_value
+from TrainingFactory.config.names import full_key
+from TrainingFactory.models.names import BUILTIN, SUPPORTED_MODELS, resolve
+from TrainingFactory.options import did_you_mean, nearest
+from TrainingFactory.services.build.named_files import changed_files
+from TrainingFactory.services.evaluation import evaluation as evaluations
+from TrainingFactory.services.evaluation.evaluation import Evaluation
+from TrainingFactory.services.evaluation.identity import conditions, identity
+from TrainingFactory.services.evaluation.records import EvaluationRecord, Say, append_record, make_record
+from TrainingFactory.services.evaluation.rollouts import Report
+from TrainingFactory.services.runs.folder import EVALUATIONS, RunFolder, list_runs
+from TrainingFactory.tools.threads import in_thread
+from TrainingFactory.types import Trajectory
+
+# Keys of the config that belong to the model and not to what it is asked.
+OF_THE_MODEL = ("model.", "logging.", "training.seed")
+OTHER_REWARD = ("reward.type", "reward.parts")  # who names one of these wants another reward than the run's
+# kind of Python object -> how a command names what stands for it
+NAMED_BY = {
+    "environment": "--env FILE.py",
+    "tools": "'tools=[\"FILE.py:NAME\"]'",
+    "tasks": "data.tasks=FILE",
+}
+
+
+@dataclass(slots=True)
+class Asked:
+    """A model by the name that a user gave it, with the config to evaluate it by, and the run that made it, if any."""
+
+    name: str
+    config: TrainingConfig
+    run: RunFolder | None = None
+    step: int | None = None
+    suite: str | None = None
+    entry: str | None = None
+
+    @property
+    def records(self) -> Path:
+        """Return the file that its records go to."""
+        folder = Path(self.config.logging.output_dir).expanduser() if self.run is None else self.run.path
+        return folder / EVALUATIONS
+
+    def under(self, config: TrainingConfig, suite: str | None = None, entry: str | None = None) -> Asked:
+        """Return the same model under the conditions of another config."""
+        return replace(
+            self, config=config.model_copy(update={"model": self.config.model}), suite=suite, entry=entry
+        )
+
+
+class RecordedEvaluation(Evaluation):
+    """Plays the episodes and writes a record of them. One that was broken off, or of which no episode could be scored,
+    leaves none."""
+
+    def __init__(
+        self,
+        asked: Asked,
+        out: Path | None = None,
+        replay: str | Path | None = None,
+        say: Say = lambda _: None,
+    ) -> None:
+        super().__init__(asked.config, out, replay, say)
+        self.asked, self.record = asked, None
+        self.conditions = conditions(asked.config, self.tasks, self.group_size)
+        self.model = identity(asked.config.model, asked.name, asked.run, asked.step)
+
+    async def run_async(self, on_episode: Callable[[Trajectory], None] = lambda _: None) -> Report:
+        report = await super().run_async(on_episode)
+        if report.interrupted or "success" not in report.metrics:
+            return report
+        file, asked = self.asked.records, self.asked
+        self.record: EvaluationRecord | None = make_record(
+            report.trajectories,
+            self.model,
+            self.conditions,
+            report.metrics,
+            by="eval",
+            scored_by=self.scored_by,
+            suite=asked.suite,
+            entry=asked.entry,
+            episodes_file=os.path.relpath(self.path.resolve(), file.parent.resolve()),
+        )
+        report.metrics = self.record.metrics
+        await in_thread(append_record, file, self.record)
+        return report
+
+
+def ask_model(model: str, overrides: Sequence[str] = (), runs: str | Path = "runs") -> Asked:
+    """Return a model or what a run has made, under no conditions of its own: for a suite, or those of another."""
+    sections = evaluations.model_of(model, runs)["model"]
+    if evaluations.checkpoint_of(model, runs) is None:
+        _check_name(model, runs)
+    given = [key_value(f"model.{key}", value) for key, value in sections.items()]
+    own = [each for each in overrides if full_key(each.partition("=")[0].strip()).startswith(OF_THE_MODEL)]
+    return _asked(model, load_config(None, [*given, *own]), runs)
+
+
+def ask(
+    model: str, overrides: Sequence[str] = (), env: str | None = None, say: Say = lambda _: None,
+    runs: str | Path = "runs",
+) -> Asked:  # fmt: skip
+    """Return a model, or what a run has made with the environment, held-out tasks, sampling and reward of that run."""
+    sections: dict[str, dict[str, Any]] = {"data": {"split": "heldout", "count": 64}}
+    sections |= evaluations.model_of(model, runs)
+    found, learned = evaluations.checkpoint_of(model, runs), {}
+    if found is None:
+        _check_name(model, runs)
+    else:
+        other = any(full_key(each.partition("=")[0].strip()) in OTHER_REWARD for each in overrides)
+        sections |= _reward(found[0], other, say)
+        learned = evaluations.learned_tasks(found[0]) if env is None else {}
+        sections["data"] |= learned
+    given = [key_value(f"{s}.{key}", value) for s, keys in sections.items() for key, value in keys.items()]
+    if env is not None:
+        given.append(key_value("environment.environment_id", env))
+    config = load_config(None, [*given, *overrides])
+    if found is not None:
+        _check_objects(found[0], config, env is not None)
+    if learned and config.data.tasks == learned["tasks"]:
+        say(
+            "note: the run has no held-out tasks, so these are those it learned from; name others: --tasks FILE"
+        )
+    return _asked(model, config, runs)
+
+
+def _asked(model: str, config: TrainingConfig, runs: str | Path) -> Asked:
+    found = evaluations.checkpoint_of(model, runs)
+    if found is None:
+        return Asked(model, config)
+    run, checkpoint = found
+    number = re.fullmatch(r"step-(\d+)", checkpoint.name)
+    return Asked(model, config, run, int(number[1]) if number else None)
+
+
+def _reward(run: RunFolder, other: bool, say: Say) -> dict[str, dict[str, Any]]:
+    """Return the reward section of the run, if no other reward is asked for."""
+    for name in changed_files(run.about):
+        say(f"note: {name} has changed since run {run.name} was started")
+    reward = None if other else evaluations.reward_of(run)
+    if reward is None and not other:
+        say(
+            f"note: run {run.name} was started from Python with a reward of its own, which cannot be restored here; "
+            "the environment's own reward scores instead"
+        )
+    return {} if reward is None else {"reward": reward.model_dump()}
+
+
+def _check_objects(run: RunFolder, config: TrainingConfig, other_environment: bool) -> None:
+    """Raise where a run was started with Python objects in whose place the config names nothing."""
+    environment = config.environment.environment_id
+    named = {
+        "environment": environment,
+        "tools": config.tools or other_environment,
+        "tasks": config.data.tasks or environment,
+    }
+    given = [kind for kind in run.about.get("objects", []) if kind in named]
+    if missing := [kind for kind in given if not named[kind]]:
+        raise ValueError(
+            f"run {run.name} was started from Python with its own {' and '.join(given)}, which its folder does not "
+            f"hold; name what is missing: {' '.join(NAMED_BY[kind] for kind in missing)}"
+        )
+
+
+def _check_name(model: str, runs: str | Path) -> None:
+    """Raise where the name is that of no run, and cannot be that of a model: not known, not there, no hub id."""
+    target, path = resolve(model), Path(model).expanduser()
+    hub = target.count("/") == 1 and not target.startswith((".", "/", "~")) and path.suffix != ".gguf"
+    if not (hub or target == BUILTIN or target.startswith("package:") or path.exists()):
+        near = nearest(
+            model, [*(run.name for run in list_runs(runs)), *SUPPORTED_MODELS, BUILTIN], cutoff=0.5
+        )
+        raise ValueError(f"there is no such run or model: {model!r}{did_you_mean(near)}")
