@@ -56,7 +56,7 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Train
     """Read a config file (None: the defaults) and apply overrides such as `tools.0.name=search`; raise ConfigError."""
     problems: list[Problem] = []
     written: dict[Key, str] = {}
-    data = expand(_read(Path(path), written, problems)) if path is not None else {}
+    data = expand(read_yaml(Path(path), written, problems)) if path is not None else {}
     for override in overrides:
         _apply(override, data, written, problems)
     places = Places(written, str(path) if path is not None else "")
@@ -75,12 +75,13 @@ def key_value(key: str, value: Any) -> str:
     return f"{key}={json.dumps(value)}"  # JSON is YAML that can be read in one way only
 
 
-def _read(path: Path, places: dict[Key, str], problems: list[Problem]) -> dict[Any, Any]:
+def read_yaml(path: Path, places: dict[Key, str], problems: list[Problem]) -> dict[Any, Any]:
+    """Return what a YAML file holds; note where each key stands, and the keys that are written twice."""
     try:
         loader = ConfigLoader(path.read_text(encoding="utf-8-sig"))
         node = loader.get_single_node()
         if not isinstance(node, yaml.MappingNode):
-            raise _wrong(path, "must hold sections such as model and environment, written as `model:`")
+            raise _wrong(path, "must hold sections, each written as its name and a colon, such as `model:`")
         _note_places(node, (), str(path), places, problems)
         data = loader.construct_document(node)
     except yaml.MarkedYAMLError as error:
