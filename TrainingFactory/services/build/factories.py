@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,11 +12,11 @@ from typing import Any
 from pydantic import BaseModel
 
 from TrainingFactory.config import TrainingConfig
-from TrainingFactory.config.loading import read_yaml
-from TrainingFactory.config.not_yet import not_yet
+from TrainingFactory.config.loading import load_config, read_yaml
 from TrainingFactory.config.problems import ConfigError, Places, Problem
 from TrainingFactory.config.schema import sections
 from TrainingFactory.data.datasets import FILES
+from TrainingFactory.data.disk import write_aside
 from TrainingFactory.data.tasks import load_tasks
 from TrainingFactory.options import Unknown, did_you_mean, nearest, one_of
 from TrainingFactory.services.build.siblings import COMPUTE, SIBLINGS, Allocation, rows_of
@@ -67,6 +68,36 @@ def entries() -> Entries:
     if problems:
         raise Places(places, FILE).error(problems)
     return found
+
+
+def add(kind: str, name: str, target: Sequence[str]) -> None:
+    """Write an entry into the file, whose comments stay: `target` is what the id leads to, or key=value for several."""
+    section = KINDS[kind][0].partition(".")[0]
+    value: Any = target[0]
+    if all("=" in each for each in target):
+        keys = [each if "." in each.partition("=")[0] else f"{section}.{each}" for each in target]
+        value = load_config(None, keys).model_dump(exclude_unset=True)
+    elif len(target) > 1:
+        raise ValueError(f"{' '.join(target)}: give one target, or several as key=value")
+    as_config(kind, value)
+    path = Path(FILE)
+    before = path.read_text(encoding="utf-8") if path.is_file() else ""
+    if name in entries()[kind]:
+        raise ValueError(f"{FILE} has {kind}.{name} already; edit it there")
+    lines = before.splitlines()
+    heads = [number for number, line in enumerate(lines) if line.partition("#")[0].rstrip() == f"{kind}:"]
+    if not heads:
+        lines.append(f"{kind}:")
+        heads = [len(lines) - 1]
+    after = "".join(lines[heads[0] + 1 : heads[0] + 2])
+    indent = after[: len(after) - len(after.lstrip())] or "  "
+    lines.insert(heads[0] + 1, f"{indent}{json.dumps(name)}: {json.dumps(value)}")
+    write_aside(path, "\n".join(lines) + "\n")
+    try:
+        entries()
+    except ValueError:
+        write_aside(path, before) if before else path.unlink()
+        raise
 
 
 def as_config(kind: str, value: Any) -> TrainingConfig:
@@ -200,9 +231,6 @@ def with_machines(config: TrainingConfig, allocation: Allocation | None, say: Sa
     filled = _filled(config, entry, ())
     if most is not None:
         say(f"allocation {allocation.id} has {most} GPUs: compute.num_gpus={filled.compute.num_gpus}")
-    for text in not_yet(filled):
-        if text not in not_yet(config):
-            say(f"note: {text}")
     return filled
 
 

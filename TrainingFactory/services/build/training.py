@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from TrainingFactory.algorithms.kinds import KINDS
 from TrainingFactory.config import TrainingConfig
+from TrainingFactory.config.not_yet import not_yet
 from TrainingFactory.data.examples import Examples
 from TrainingFactory.protocols import Algorithm, EnvironmentFactory, Policy, Sampler
 from TrainingFactory.rollout import AsyncRolloutEngine
@@ -62,9 +63,14 @@ class Training:
         given, say = objects or Objects(), self.watcher.say
         self.allocation = None if given.allocation is None else Allocation.of(given.allocation)
         try:
-            config = factories.by_file(as_started(config, run), say)
+            before = as_started(config, run)
+            config = factories.by_file(before, say)
             self.allocation = self.allocation or factories.allocated(config, say)
-            self._prepare(factories.with_machines(config, self.allocation, say), given, name, run, replay)
+            config = factories.with_machines(config, self.allocation, say)
+            for text in not_yet(config):
+                if text not in not_yet(before):  # those were told by whoever made the config
+                    say(f"note: {text}")
+            self._prepare(config, given, name, run, replay)
         except BaseException:
             self._release()
             raise
