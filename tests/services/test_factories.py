@@ -8,6 +8,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 
 from tests.kits.cli import Run
@@ -38,7 +39,6 @@ compute:
 @pytest.fixture(autouse=True)
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     return tmp_path
 
 
@@ -93,7 +93,11 @@ def test_a_broken_file_is_told_by_place(project: Path, text: str, told: str) -> 
     assert not (project / "runs").exists()
 
 
-def test_ids_that_lead_nowhere(project: Path, install: Install) -> None:
+def test_ids_that_lead_nowhere(project: Path, install: Install, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreachable(*given: Any, **options: Any) -> None:
+        raise ConnectionError("no hub here")
+
+    monkeypatch.setattr(datasets, "load_dataset", unreachable)
     (project / "factories.yaml").write_text(FILE)
 
     def told(trainer: Any, **options: Any) -> str:
