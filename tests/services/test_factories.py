@@ -15,6 +15,7 @@ from tests.kits.cli import Run
 from tests.kits.run import Quiet
 from tests.kits.siblings import COMPUTE, DATA, ENVIRONMENTS, LOOKED_UP
 from TrainingFactory.config import TrainingConfig
+from TrainingFactory.envs import CalculatorEnvironment
 from TrainingFactory.services import GRPOTrainer, SFTTrainer
 from TrainingFactory.services.build import factories
 from TrainingFactory.services.build.training import Training, resume
@@ -59,6 +60,7 @@ def test_an_entry_fills_what_is_not_set(project: Path) -> None:
     assert found.compute.num_gpus == 8 and "model.name Qwen3-4B is builtin:tiny (factories.yaml)" in said
     assert factories.by_file(found) == found  # a second time changes nothing
     talk = factories.by_file(TrainingConfig(environment_id="env_talk"))
+    assert talk.data.tasks == "questions.jsonl"
     assert talk.environment.environment_id is None and [tool.name for tool in talk.tools] == ["calculator"]
     tasks = factories.by_file(TrainingConfig(data={"tasks": "ds_questions"})).data
     assert (tasks.tasks, tasks.dataset, tasks.count) == ("questions.jsonl", None, 1)
@@ -71,7 +73,7 @@ def test_an_entry_fills_what_is_not_set(project: Path) -> None:
         ("models:\n  a: [1\n", "factories.yaml:3: is not valid YAML"),
         (
             "model:\n  a: b\n",
-            "factories.yaml:1: model: must be one of models, datasets, environments, compute",
+            "factories.yaml:1: model: must be one of environments, models, datasets, compute",
         ),
         (
             "models:\n  a: {nam: b}\n",
@@ -140,6 +142,7 @@ def test_objects_without_what_is_needed() -> None:
         dataset_id = scenario_id = allocation_id = "x1"
         num_gpus = "eight"
 
+    trainer: Any
     for trainer, key, told in (
         (SFTTrainer, "dataset_id", "neither a `path`"),
         (GRPOTrainer, "environment_id", "neither an `environment`"),
@@ -182,10 +185,7 @@ def test_a_scenario_is_an_environment(install: Install, tfactory: Run) -> None:
     scenario = import_module("EnvironmentFactory.services").Scenario()
     scenario.environment = "calculator"
     named = GRPOTrainer(environment={"environment_id": scenario}, **small())
-    assert (
-        named.objects.environment is not None
-        and named.objects.environment.__name__ == "CalculatorEnvironment"
-    )
+    assert named.objects.environment is CalculatorEnvironment
 
 
 @pytest.mark.parametrize("ending", ["end", "failure", "interrupt", "start"])
@@ -201,9 +201,9 @@ def test_machines_are_released_however_a_run_ends(install: Install, ending: str)
                 raise endings[ending]
 
     watcher = Watcher()
-    options = small(watcher=watcher, group_size=2) | (
-        {"data": {"tasks": "no.jsonl"}} if ending == "start" else {}
-    )
+    options = small(watcher=watcher, group_size=2)
+    if ending == "start":
+        options["data"] = {"tasks": "no.jsonl"}
     trainer = GRPOTrainer(environment="calculator", allocation_id="alloc-1", **options)
     if ending == "end":
         report = trainer.train()
@@ -251,7 +251,7 @@ def test_the_command(tfactory: Run, project: Path) -> None:
     before = (project / "factories.yaml").read_text()
     for words, told in (
         (["dataset", "a", "c.jsonl"], "datasets.a already"),
-        (["dataset", "c", "a"], "which is an id of this file itself"),
+        (["dataset", "c", "a"], "which is an id here itself"),
         (["compute", "c", "num_gpu=1"], "did you mean compute.num_gpus?"),
         (["model", "c", "x", "y"], "give one target"),
     ):

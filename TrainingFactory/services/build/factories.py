@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from pydantic import BaseModel
@@ -25,9 +26,9 @@ from TrainingFactory.services.training.dataset import Objects, read_examples, re
 FILE = "factories.yaml"
 # kind of id -> the keys of a config that take one; an entry without sections is a value or the section of the first
 KINDS = {
+    "environments": ("environment.environment_id",),  # first: one may bring ids of the other kinds
     "models": ("model.name",),
     "datasets": ("data.dataset", "data.tasks", "data.heldout"),
-    "environments": ("environment.environment_id",),
     "compute": ("compute.allocation_id",),
 }
 Entries = dict[str, dict[str, TrainingConfig]]
@@ -45,25 +46,21 @@ def entries() -> Entries:
     for kind, ids in read_yaml(path, places, problems).items():
         if kind not in KINDS:
             problems.append(Problem((str(kind),), one_of(kind, KINDS)))
-        elif ids is not None and not isinstance(ids, Mapping):
+            continue
+        if not isinstance(ids, Mapping | None):
             problems.append(Problem((kind,), "must hold ids, each with what it leads to", ids))
-        for name, value in ids.items() if kind in KINDS and isinstance(ids, Mapping) else ():
+            continue
+        for name, value in (ids or {}).items():
             try:
                 found[kind][str(name)] = as_config(kind, value)
             except ConfigError as error:
-                keys = [
-                    (kind, str(name), *(each.key if isinstance(value, Mapping) else ()))
-                    for each in error.problems
-                ]
-                problems += [
-                    dataclasses.replace(each, key=key) for each, key in zip(error.problems, keys, strict=True)
-                ]
+                for each in error.problems:
+                    inner = each.key if isinstance(value, Mapping) else ()
+                    problems.append(dataclasses.replace(each, key=(kind, str(name), *inner)))
     for kind, ids in found.items():
         for name, config in ids.items():
             if (target := leads_to(kind, config)) != name and target in ids:
-                text = (
-                    f"leads to {target!r}, which is an id of this file itself; write what that one leads to"
-                )
+                text = f"leads to {target!r}, which is an id here itself; write what that one leads to"
                 problems.append(Problem((kind, name), text))
     if problems:
         raise Places(places, FILE).error(problems)
@@ -103,18 +100,14 @@ def add(kind: str, name: str, target: Sequence[str]) -> None:
 def as_config(kind: str, value: Any) -> TrainingConfig:
     """Return the part of a config that an entry stands for: a text, the keys of one section, or several sections."""
     section, _, key = KINDS[kind][0].partition(".")
-    if isinstance(value, Mapping) and not value.keys() & {"tools", *sections()}:
+    if not isinstance(value, Mapping):
+        value = {key: value}
+    if not value.keys() & {"tools", *sections()}:
         value = {section: dict(value)}
-    config = (
-        TrainingConfig(**value) if isinstance(value, Mapping) else TrainingConfig(**{section: {key: value}})
-    )
+    config = TrainingConfig(**value)
     if leads_to(kind, config) is None and not (kind == "environments" and config.tools):
-        text = (
-            "must be a mapping such as {num_gpus: 8}"
-            if kind == "compute"
-            else f"must say the {section}'s {key}"
-        )
-        raise ConfigError([Problem((), text)])
+        example = "be a mapping such as {num_gpus: 8}" if kind == "compute" else f"say the {section}'s {key}"
+        raise ConfigError([Problem((), f"must {example}")])
     return config
 
 
@@ -209,14 +202,7 @@ def allocated(config: TrainingConfig, say: Say) -> Allocation | None:
         f"note: allocation {name}: ComputeFactory's {COMPUTE.manager} has no {COMPUTE.find}, so that nobody knows what "
         "it holds, and this machine is used as it is; hand in the allocation itself: allocation_id=allocation"
     )
-    return Allocation.of(_Known(name))
-
-
-@dataclasses.dataclass(slots=True, frozen=True)
-class _Known:
-    """Stands for an allocation of which only the id is known."""
-
-    allocation_id: str
+    return Allocation.of(SimpleNamespace(allocation_id=name))
 
 
 def with_machines(config: TrainingConfig, allocation: Allocation | None, say: Say) -> TrainingConfig:
