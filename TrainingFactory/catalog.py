@@ -6,7 +6,7 @@ from __future__ import annotations
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
-from TrainingFactory.options import did_you_mean, nearest
+from TrainingFactory.options import Unknown, did_you_mean, nearest
 
 # kind -> name -> "module:attribute", or the name it is an alias of. A name that ends with / is the beginning of many:
 # its function is called with what follows.
@@ -46,7 +46,7 @@ def find(kind: str, name: str) -> Any:
         return _loaded(kind, name, known[f"{beginning}/"])(rest)
     if name not in known:
         hint = did_you_mean(nearest(name, known))
-        raise ValueError(f"there is no {kind} {name!r}{hint} (known: {', '.join(sorted(known))})")
+        raise Unknown(name, f"there is no {kind} {name!r}{hint} (known: {', '.join(sorted(known))})")
     return _loaded(kind, name, known.get(known[name], known[name]))  # of an alias
 
 

@@ -65,6 +65,14 @@ class OptionError(ValueError):
         )
 
 
+class Unknown(ValueError):
+    """Says that a name leads nowhere, in the last place that was looked at."""
+
+    def __init__(self, name: str, text: str) -> None:
+        super().__init__(text)
+        self.name = name
+
+
 def make_from(target: Callable[..., Any], options: Mapping[str, Any], what: str) -> Any:
     """Return `target` called with options that a user wrote; raise OptionError with all that is wrong."""
     if not isinstance(options, Mapping):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,15 @@ def judge_key(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
+
+
+@pytest.fixture
+def install(tmp_path: Path) -> Iterator[Callable[..., None]]:
+    """Makes packages of the other factories: `install(DataFactory=DATA)`."""
+    from tests.kits.siblings import installing
+
+    with installing(tmp_path / "packages") as install:
+        yield install
 
 
 @pytest.fixture

@@ -19,6 +19,7 @@ from TrainingFactory.cli.demo import demo
 from TrainingFactory.cli.doctor import doctor
 from TrainingFactory.cli.evaluate import evaluate
 from TrainingFactory.cli.export import export
+from TrainingFactory.cli.factories import factories
 from TrainingFactory.cli.hello import hello
 from TrainingFactory.cli.judge import judge
 from TrainingFactory.cli.new import env, envs, models
@@ -59,6 +60,7 @@ for command in (
     judge,
     envs,
     models,
+    factories,
     hello,
 ):
     app.command(command)

@@ -58,7 +58,7 @@ def rollout(
     for text in notices(config):
         show.note(f"note: {text}")
     group = config.training.group_size if "group_size" in config.training.model_fields_set else 1
-    rollouts = Rollouts(config, out, group, replay=replay)
+    rollouts = Rollouts(config, out, group, replay=replay, say=show.note)
     with Display(rollouts.total) as display:
         report = rollouts.run(display.episode)
     count = len(report.trajectories)

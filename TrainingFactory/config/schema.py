@@ -249,6 +249,8 @@ class ComputeSection(Section):
     """This machine, or a Ray cluster."""
     num_gpus: Count | None = None
     """GPUs to use; null: all there are."""
+    allocation_id: PathText | None = None
+    """Machines by their id in factories.yaml or in a ComputeFactory; they are released when the run ends."""
 
 
 class LoggingSection(Section):

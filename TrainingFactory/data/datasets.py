@@ -10,6 +10,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
+from TrainingFactory.options import Unknown
 from TrainingFactory.texts import describe
 
 FILES = (".jsonl", ".ndjson", ".json", ".parquet", ".csv")
@@ -133,7 +134,7 @@ def _from_hub(source: str, split: str) -> Any:
         return datasets.load_dataset(name, configuration or None, split=split)
     except Exception as error:  # foreign code, at the far end of a network
         text = f"{source} is no file here, and the hub did not give its split {split!r}"
-        raise ValueError(f"{text}: {describe(error)}. Rows come from {KINDS}") from error
+        raise Unknown(source, f"{text}: {describe(error)}. Rows come from {KINDS}") from error
 
 
 def _split_of(dataset: Any, name: str, split: str) -> Any:

@@ -16,7 +16,7 @@ import torch
 from TrainingFactory.models.encoding import gives_back
 from TrainingFactory.models.names import BUILTIN, SUPPORTED_MODELS, resolve
 from TrainingFactory.models.tiny import tiny_model, tiny_tokenizer
-from TrainingFactory.options import did_you_mean, nearest
+from TrainingFactory.options import Unknown, did_you_mean, nearest
 
 CPU = torch.device("cpu")
 LOADING = (OSError, ValueError, ImportError, KeyError)  # what transformers raises where it cannot load
@@ -197,9 +197,10 @@ def _check_hub(name: str, target: str, revision: str) -> None:
     try:
         hf_hub_download(target, "config.json", revision=revision)
     except errors.LocalEntryNotFoundError as error:
-        raise ValueError(
+        raise Unknown(
+            name,
             f"model {name!r}: {target} is not in the cache of this machine, and the hub cannot be asked for it (no "
-            "connection, or HF_HUB_OFFLINE is set); download it where there is one, and name its folder here"
+            "connection, or HF_HUB_OFFLINE is set); download it where there is one, and name its folder here",
         ) from error
     except LOADING:  # transformers has better words for what is not there or not allowed
         return
@@ -230,7 +231,7 @@ def _locate(name: str, target: str) -> tuple[str, dict[str, Any]]:
             raise ValueError(f"model {name!r}: the folder {path} has no config.json, so it holds no model")
         return str(path), {}
     if target.startswith((".", "/", "~")) or path.is_file() or target.count("/") != 1:
-        raise ValueError(f"model {name!r}: no such folder, hub id (owner/name) or short name{_near(name)}")
+        raise Unknown(name, f"model {name!r}: no such folder, hub id (owner/name) or short name{_near(name)}")
     return target, {}
 
 

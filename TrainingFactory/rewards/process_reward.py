@@ -221,11 +221,14 @@ def calculate_process_reward(
     trajectory: Trajectory,
     step_rewards: Mapping[str, float] | None = None,
     *,
-    outcome: float | Reward = 0.0,
+    outcome: float | Reward | None = None,
     outcome_weight: float = 1.0,
     **options: Any,
 ) -> Reward:
-    """Return the same for a trajectory whose outcome is known already; options are those of ProcessReward."""
+    """Return the same for a trajectory whose outcome is known already: its own reward's if none is given, and 0 where
+    it has none. Options are those of ProcessReward."""
+    if outcome is None:
+        outcome = 0.0 if trajectory.reward is None else trajectory.reward.outcome
     reward = ProcessReward(outcome_weight, step_rewards, **options)
     known = checked(outcome, len(trajectory.turns), OUTCOME)
     return reward.add_outcome(known, reward.reward_turns(trajectory, known))

@@ -31,7 +31,7 @@ class Keywords(TypedDict, total=False):
     resume: bool
     replay: str | Path | None
     watcher: Watcher | None
-    allocation_id: str | None
+    allocation_id: Any
 
     # whole sections
     training: Section
@@ -52,12 +52,12 @@ class Keywords(TypedDict, total=False):
 
     # other names of a key
     model_name: str | Path
-    environment_id: str | Path | None
+    environment_id: Any
     num_train_epochs: int
     epochs: int
     per_device_train_batch_size: int
     async_tools: bool
-    dataset_id: str | Path | None
+    dataset_id: Any
     use_lora: bool
     lora_r: int
     lora_alpha: int

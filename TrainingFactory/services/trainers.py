@@ -12,8 +12,11 @@ from TrainingFactory.config.names import expand
 from TrainingFactory.data.tasks import load_tasks
 from TrainingFactory.protocols import AnyReward
 from TrainingFactory.rewards.adapt import as_reward
+from TrainingFactory.services.build.environment import environment_of
+from TrainingFactory.services.build.factories import by_file
 from TrainingFactory.services.build.notices import notices, unused
 from TrainingFactory.services.build.rewards import check_group
+from TrainingFactory.services.build.siblings import rows_of
 from TrainingFactory.services.build.tools import listed
 from TrainingFactory.services.build.training import Training
 from TrainingFactory.services.export import Exported, export
@@ -45,7 +48,7 @@ class Trainer:
         resume: bool = False,
         replay: str | Path | None = None,
         watcher: Watcher | None = None,
-        allocation_id: str | None = None,
+        allocation_id: Any = None,
         **options: Any,
     ) -> None:
         """Check everything that is given; nothing is loaded before `train()`.
@@ -60,8 +63,13 @@ class Trainer:
         `options` are keys of the config in short form (`learning_rate=1e-5`, `use_lora=True`, and those of the
         algorithm: `DPOTrainer(beta=0.2)`) or sections of it (`sampling={"max_tokens": 64}`); they go before `config`;
         `tool_cache` may be a `ToolCache` too. `resume=True` goes on with the run `name`; `replay` names a run whose
-        recorded tool calls are served again. `allocation_id` is for machines of a ComputeFactory."""
+        recorded tool calls are served again. `dataset_id`, `environment_id` and `allocation_id` are ids, or what the
+        other factories gave: docs/FACTORIES.md."""
         self.objects = Objects()
+        dataset, environment = (
+            _handed(options, "dataset_id", dataset),
+            _handed(options, "environment_id", environment),
+        )
         if isinstance(options.get("tool_cache"), ToolCache):
             self.objects.cache = options.pop("tool_cache")
         given = self._in_sections(options)
@@ -69,6 +77,9 @@ class Trainer:
         if model is not None:
             into(given, "model", _model_section(model))
         self._take_reward(reward_function, given)
+        if allocation_id is not None:
+            into(given, "compute", {"allocation_id": allocation_id})
+            self.objects.allocation = None if isinstance(allocation_id, str) else allocation_id
         self._take_tools([*self._take_environment(environment, given), *listed(tools)], given)
         for key, value in {"tasks": tasks, "dataset": dataset, "heldout": heldout}.items():
             if isinstance(value, str | Path):
@@ -76,7 +87,6 @@ class Trainer:
         self._tasks, self._dataset, self._heldout = map(_rows, (tasks, dataset, heldout))
         self._name, self._resume, self._replay = name, resume, replay
         self._watcher = watcher or PlainLines()
-        self._allocation_id = allocation_id
         self._run: Path | None = None
         self._take(merged(config, given))
 
@@ -114,7 +124,7 @@ class Trainer:
                 raise ValueError("resume=True goes on with a run, so it needs its name: name=...")
             run = RunFolder.find(self._name, self.config.logging.output_dir)
             taken = run.config
-        if taken != self.config:
+        if run is not None and taken != by_file(self.config):
             self._watcher.say(
                 f"note: the options of this trainer are not those of run {self._name}; the run keeps its own"
             )
@@ -156,11 +166,6 @@ class Trainer:
                 "optimization.distributed_reward: a reward that is a Python object runs in this process; to run it "
                 "elsewhere, name it: reward.type=function"
             )
-        if self._allocation_id is not None:
-            self.notices.append(
-                f"allocation_id {self._allocation_id}: ComputeFactory is not connected yet; training runs on this "
-                "machine"
-            )
 
     def _take_reward(self, reward: Any, given: dict[str, Any]) -> None:
         """Put its type among the options, or the callable among the objects."""
@@ -178,8 +183,14 @@ class Trainer:
     def _take_environment(self, environment: Any, given: dict[str, Any]) -> list[Any]:
         """Put it among the options, or as an object in the place of what a config names; return the tools it brings."""
         if isinstance(environment, Mapping):
-            into(given, "environment", {key: value for key, value in environment.items() if key != "tools"})
-            return listed(environment.get("tools", ()))
+            rest = dict(environment)
+            tools = listed(rest.pop("tools", ()))
+            if (scenario := _handed(rest, "environment_id", None)) is not None:
+                rest["environment_id"], self.objects.environment = None, environment_of(scenario)
+            into(given, "environment", rest)
+            return tools
+        if hasattr(environment, "scenario_id"):
+            environment = environment_of(environment)
         if isinstance(environment, str | Path):
             into(given, "environment", {"environment_id": environment})
         elif environment is not None:
@@ -194,10 +205,21 @@ class Trainer:
         self.objects.tools = [as_tool(entry) for entry in tools if not isinstance(entry, str | Mapping)]
 
 
+def _handed(options: dict[str, Any], key: str, otherwise: Any) -> Any:
+    """Take what another factory gave out of the options, where it stands in the place of its id."""
+    if isinstance(options.get(key), str | Path | None):
+        return otherwise
+    if otherwise is not None:
+        raise ValueError(f"{key} and {key.removesuffix('_id')} are both given; leave one of them out")
+    return options.pop(key)
+
+
 def _rows(source: Any) -> Any:
     """Return rows that were handed in as objects, so that they can be read twice; None for the name of a dataset."""
     if isinstance(source, str | Path):
         return None
+    if hasattr(source, "dataset_id"):
+        source = rows_of(source)
     return list(source) if isinstance(source, Iterator) else source
 
 

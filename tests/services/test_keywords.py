@@ -20,7 +20,7 @@ from TrainingFactory.services.trainers import Trainer
 TRAINERS = {trainer.algorithm: trainer for trainer in (getattr(services, name) for name in services.__all__)}
 POSITIONAL = ["model", "environment"]
 # They take objects as well, or other values than the config's own are of use to nobody.
-WIDER = {"reward", "tool_cache", "tools", "type", "options", "algorithm"}
+WIDER = {"reward", "tool_cache", "tools", "type", "options", "algorithm", "dataset_id", "environment_id"}
 
 
 def keywords_of(algorithm: str) -> dict[str, Any]:

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
 
 from TrainingFactory import catalog
 from TrainingFactory.config import TrainingConfig
+from TrainingFactory.data.tasks import load_tasks
 from TrainingFactory.envs import ToolEnvironment
-from TrainingFactory.protocols import ChatFormat, EnvironmentFactory, RewardFunction
+from TrainingFactory.protocols import ChatFormat, EnvironmentFactory, RewardFunction, Tool, ToolSource
 from TrainingFactory.services.build import rewards as build_rewards
+from TrainingFactory.services.build.factories import told_with_places
+from TrainingFactory.services.build.siblings import ENVIRONMENTS
+from TrainingFactory.tools.adapt import as_tool
 from TrainingFactory.types import Message, Task
 from TrainingFactory.user_code import chosen, is_file_name, told
 
@@ -17,11 +24,51 @@ def make_environment(config: TrainingConfig, with_tools: bool = False) -> Enviro
     """Return the environment that is named; a plain conversation where tools alone are handed to the run."""
     name = config.environment.environment_id
     if name is not None:
-        return environment_from_file(name) if is_file_name(name) else catalog.find("environment", name)
+        return environment_named(name)
     if with_tools:
         return ToolEnvironment
     known = ", ".join(name for name, alias in catalog.names("environment").items() if alias is None)
     raise ValueError(f"no environment is named; give one of {known}, or a Python file such as weather.py")
+
+
+def environment_named(name: str) -> EnvironmentFactory:
+    """Return the environment of a Python file, of an EnvironmentFactory, of an installed package, or one of ours."""
+    if is_file_name(name):
+        return environment_from_file(name)
+    if (scenario := ENVIRONMENTS.ask(name)) is not None:
+        return environment_of(scenario)
+    with told_with_places("environments"):
+        return catalog.find("environment", name)
+
+
+def environment_of(scenario: Any) -> EnvironmentFactory:
+    """Return what a scenario of an EnvironmentFactory means: its `environment`, or a conversation with its `tools`."""
+    given, name = getattr(scenario, "environment", None), str(scenario.scenario_id)
+    if given is not None:
+        return environment_named(str(given)) if isinstance(given, str | Path) else given
+    own = [as_tool(each) for each in getattr(scenario, "tools", ())]
+    rows = {"train": getattr(scenario, "tasks", None), "heldout": getattr(scenario, "heldout", None)}
+    if rows["train"] is None or any(isinstance(each, ToolSource) for each in own):
+        raise ValueError(
+            f"scenario {name!r} is a {type(scenario).__name__} with neither an `environment` (a class, a name, a file) "
+            "nor `tasks` (rows or a file) with `tools` that need no server; see docs/FACTORIES.md"
+        )
+
+    class Scenario(ToolEnvironment):
+        system_prompt = getattr(scenario, "system_prompt", "")
+
+        def __init__(self, task: Task, tools: Sequence[Tool | ToolSource] = ()) -> None:
+            super().__init__(task, [*own, *tools])
+
+        @classmethod
+        def tasks(cls, split: str, seed: int, count: int) -> Iterable[Task]:
+            if rows.get(split) is None:
+                raise ValueError(
+                    f"scenario {name!r} has no `{split}`; name a file of tasks instead: data.heldout=FILE"
+                )
+            return load_tasks(rows[split], count=count)
+
+    return Scenario
 
 
 def environment_from_file(name: str) -> type[ToolEnvironment]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.protocols import ChatFormat, EnvironmentFactory, RewardFunction, Sampler
 from TrainingFactory.rollout import AsyncRolloutEngine
+from TrainingFactory.services.build.factories import told_with_places
 from TrainingFactory.tools.runtime import ToolRuntime
 from TrainingFactory.types import SamplingParams, Trajectory
 
@@ -24,15 +25,16 @@ def load(config: TrainingConfig) -> LoadedModel:
     from TrainingFactory.models import load_model
 
     model = config.model
-    loaded = load_model(
-        model.name,
-        dtype=model.dtype,
-        device=model.device,
-        adapter=model.adapter,
-        revision=model.revision,
-        trust_remote_code=model.trust_remote_code,
-        quantization=model.quantization,
-    )
+    with told_with_places("models"):
+        loaded = load_model(
+            model.name,
+            dtype=model.dtype,
+            device=model.device,
+            adapter=model.adapter,
+            revision=model.revision,
+            trust_remote_code=model.trust_remote_code,
+            quantization=model.quantization,
+        )
     limit = context_limit(loaded)
     if model.max_length is not None and limit is not None and model.max_length > limit:
         raise ValueError(f"model.max_length is {model.max_length}, but {model.name} was made for {limit}")

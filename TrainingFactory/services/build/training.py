@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 from TrainingFactory.algorithms.kinds import KINDS
 from TrainingFactory.config import TrainingConfig
+from TrainingFactory.config.not_yet import not_yet
 from TrainingFactory.data.examples import Examples
 from TrainingFactory.protocols import Algorithm, EnvironmentFactory, Policy, Sampler
 from TrainingFactory.rollout import AsyncRolloutEngine
 from TrainingFactory.running import run as run_anywhere
+from TrainingFactory.services.build import factories
 from TrainingFactory.services.build import rewards as build_rewards
 from TrainingFactory.services.build import sampler as build_sampler
 from TrainingFactory.services.build.environment import check_tools, make_environment
@@ -22,6 +24,7 @@ from TrainingFactory.services.build.learner import make_algorithm, make_policy, 
 from TrainingFactory.services.build.named_files import about_start, as_started, changed_files
 from TrainingFactory.services.build.rewards import evaluation_reward
 from TrainingFactory.services.build.run_tools import RunTools
+from TrainingFactory.services.build.siblings import Allocation
 from TrainingFactory.services.build.trackers import Trackers, check_trackers
 from TrainingFactory.services.doctor.table import Table
 from TrainingFactory.services.evaluation.training_records import TrainingRecords
@@ -58,10 +61,34 @@ class Training:
         watcher: Watcher | None = None,
         replay: str | Path | None = None,
     ) -> None:
-        config = as_started(config, run)
-        self.config, self.objects = config, objects or Objects()
         self.watcher: Watcher = watcher or PlainLines()
         self.interrupts = Interrupts(self.watcher.say)
+        given, say = objects or Objects(), self.watcher.say
+        self.allocation = None if given.allocation is None else Allocation.of(given.allocation)
+        try:
+            before = as_started(config, run)
+            config = factories.by_file(before, say)
+            self.allocation = self.allocation or factories.allocated(config, say)
+            config = factories.with_machines(config, self.allocation, say)
+            for text in not_yet(config):
+                if text not in not_yet(before):  # those were told by whoever made the config
+                    say(f"note: {text}")
+            self._prepare(config, given, name, run, replay)
+        except BaseException:
+            self._release()
+            raise
+
+    def _prepare(
+        self,
+        config: TrainingConfig,
+        given: Objects,
+        name: str | None,
+        run: RunFolder | None,
+        replay: str | Path | None,
+    ) -> None:
+        """Find and check everything that the run names, and make or open its folder."""
+        self.config, self.objects = factories.with_rows(config, given)
+        config = self.config
         check(config, config.data.dataset is not None or self.objects.examples is not None)
         check_trackers(config.logging.trackers)
         sampled = KINDS[config.training.algorithm].samples
@@ -71,14 +98,15 @@ class Training:
         if run is not None:
             replay = replay or run.about.get("replay")
         self.tools = RunTools(config, self.objects.tools, replay, self.objects.cache)
-        self.data = gather(config, self.objects, self._environment())
+        with factories.told_with_places("datasets"):
+            self.data = gather(config, self.objects, self._environment())
         self.order = make_order(config, self.data.size)
         self.total = steps_in(config, self.order)  # fewer, where rows turn out to be too long
         check_steps(config, self.total)
         tasks = [*(self.data.tasks if sampled else ()), *self.data.heldout]
         build_rewards.check_tasks(reward, tasks, self.data.environment)
         if run is None:
-            about = about_start(config, self.objects, self.tools, self.data)
+            about = about_start(config, given, self.tools, self.data)
             run = self.new_run(name or new_name(config), about)
         else:
             check_same(self.data, run.about, run.name)
@@ -99,6 +127,10 @@ class Training:
         make_trainable(self.config, loaded)
         return loaded, build_sampler.make_chat(self.config, loaded, day)
 
+    def _release(self) -> None:
+        if self.allocation is not None:
+            self.allocation.release()
+
     def _environment(self) -> EnvironmentFactory | None:
         """Return the environment that the config names, where the run needs one."""
         config, given = self.config, self.objects
@@ -115,6 +147,7 @@ class Training:
     async def train_async(self) -> TrainingReport:
         """Train on the running event loop."""
         async with AsyncExitStack() as held:
+            held.callback(self._release)
             held.callback(self.run.unlock)
             held.push_async_callback(self.tools.close)
             try:

@@ -12,6 +12,7 @@ from TrainingFactory.data.disk import changed
 from TrainingFactory.rollout.metrics import Z95, evaluation_metrics, wilson  # noqa: F401
 from TrainingFactory.services.build import rewards as assemble_rewards
 from TrainingFactory.services.build.environment import make_environment
+from TrainingFactory.services.build.factories import by_file
 from TrainingFactory.services.build.named_files import as_started, as_then
 from TrainingFactory.services.build.rewards import evaluation_reward, scored_by
 from TrainingFactory.services.evaluation.rollouts import Report, Rollouts
@@ -30,6 +31,7 @@ class Evaluation(Rollouts):
         replay: str | Path | None = None,
         say: Callable[[str], None] = lambda _: None,
     ) -> None:
+        config = by_file(config, say)
         self.scored_by = scored_by(config, evaluation_reward(assemble_rewards.check_reward(config), say))
         group = config.training.group_size if "group_size" in config.training.model_fields_set else 1
         super().__init__(config, out, group, replay=replay, choose=evaluation_reward)

@@ -15,13 +15,14 @@ from TrainingFactory.data.trajectories import save_trajectories
 from TrainingFactory.protocols import EnvironmentFactory, RewardFunction
 from TrainingFactory.rollout import rollout_metrics
 from TrainingFactory.running import run as run_anywhere
+from TrainingFactory.services.build import factories
 from TrainingFactory.services.build import rewards as build_rewards
 from TrainingFactory.services.build.environment import check_tools, make_environment
 from TrainingFactory.services.build.rewards import check_group, check_reward, judge_metrics, make_reward
 from TrainingFactory.services.build.run_tools import RunTools, recording_beside
 from TrainingFactory.services.build.sampler import make_rollouts, make_sampler
 from TrainingFactory.services.runs.folder import not_taken, short_name
-from TrainingFactory.services.training.dataset import make_tasks
+from TrainingFactory.services.training.dataset import Objects, make_tasks
 from TrainingFactory.services.training.interrupts import Interrupts, Stopped
 from TrainingFactory.tools.recording import CALLS
 from TrainingFactory.tools.threads import in_thread
@@ -49,14 +50,17 @@ class Rollouts:
         tools: Sequence[Any] = (),
         replay: str | Path | None = None,
         choose: Callable[[RewardFunction | None], RewardFunction | None] = lambda reward: reward,
+        say: Callable[[str], None] = lambda _: None,
     ) -> None:
+        config, found = factories.with_rows(factories.by_file(config, say), Objects())
         self.config, self._choose = config, choose
         self.group_size = group_size
         self.tools = RunTools(config, tools, replay)
         checked = check_reward(config)
         check_group(choose(checked), group_size)
         self.environment: EnvironmentFactory = make_environment(config, self.tools.wanted)
-        self.tasks = make_tasks(config, self.environment)
+        with factories.told_with_places("datasets"):
+            self.tasks = list(found.tasks or ()) or make_tasks(config, self.environment)
         build_rewards.check_tasks(checked, self.tasks)
         save_trajectories(os.devnull, (Trajectory(task, group="") for task in self.tasks))  # can they be?
         self.total = len(self.tasks) * group_size

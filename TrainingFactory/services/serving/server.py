@@ -23,6 +23,7 @@ from TrainingFactory.http.api import Answer, Api, ApiError, failure
 from TrainingFactory.openai_form import message_to_dict
 from TrainingFactory.protocols import Sampler
 from TrainingFactory.seeds import turn_seed
+from TrainingFactory.services.build.factories import by_file
 from TrainingFactory.services.build.sampler import load, make_chat, make_engine
 from TrainingFactory.services.evaluation.evaluation import model_of
 from TrainingFactory.services.serving.request import Ask, check_size, read_ask
@@ -265,6 +266,7 @@ class ChatServer:
 
 def make_server(config: TrainingConfig, name: str, queue: int = 256) -> ChatServer:
     """Load the model of the config; its sampling section holds what a client leaves out."""
+    config = by_file(config)
     loaded, slots = load(config), config.sampling.slots
     defaults = SamplingParams(
         **config.sampling.model_dump(include={"temperature", "top_p", "top_k", "min_p"})

@@ -35,6 +35,7 @@ class Objects:
     heldout: Examples | None = None
     tools: Sequence[Any] = ()  # tools, sources of them, or what can be made a tool
     cache: Any = None  # a `ToolCache`
+    allocation: Any = None  # machines of a ComputeFactory
 
     @property
     def given(self) -> list[str]:

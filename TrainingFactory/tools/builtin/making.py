@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from TrainingFactory import catalog
 from TrainingFactory.options import make_from
 from TrainingFactory.protocols import Tool, ToolSource
 from TrainingFactory.tools.adapt import as_tool
+
+log = logging.getLogger(__name__)
 
 
 def make_tool(entry: str | Mapping[str, Any]) -> Tool | ToolSource:
@@ -24,6 +28,16 @@ def make_tool(entry: str | Mapping[str, Any]) -> Tool | ToolSource:
     if options:
         raise ValueError(f"tool {name} takes no options, but {', '.join(options)} was given")
     return as_tool(target)
+
+
+def tools_without_options() -> list[Tool | ToolSource]:
+    """Make every tool of the catalog that needs no options, for whoever names none, and say which."""
+    made: dict[str, Tool | ToolSource] = {}
+    for name in catalog.names("tool"):
+        with suppress(ValueError):  # it needs options
+            made[name] = make_tool(name)
+    log.warning("no tools are given: the catalog's that need no options are taken (%s)", ", ".join(made))
+    return list(made.values())
 
 
 def _makes_tools(target: Any) -> bool:

@@ -9,6 +9,7 @@ import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ from pydantic import validate_call
 
 from TrainingFactory.options import STRICT, Count, Positive, ZeroOrMore
 from TrainingFactory.texts import describe
-from TrainingFactory.tools.cache.stores import IN_REDIS, RedisStore, SQLiteStore
+from TrainingFactory.tools.builtin.making import tools_without_options
+from TrainingFactory.tools.cache.stores import Store, store_at
 from TrainingFactory.tools.calls import PendingCall, ToolState
 from TrainingFactory.tools.executor import AsyncToolExecutor
 from TrainingFactory.tools.fingerprint import call_name, digest
@@ -34,32 +36,34 @@ CANCELLED, FAILED = "cancelled", "failed"
 
 class ToolCache:
     """Keeps results in an SQLite file (any number of processes may share it) or, for several machines, in Redis, for
-    `ttl` seconds. Whatever goes wrong with the cache itself is counted in `failures` and told once; the call is then
-    simply made."""
+    `ttl` seconds; without a target in memory. `tools` are those that `execute_with_cache` calls. Whatever goes wrong
+    with the cache itself is counted in `failures` and told once; the call is then simply made."""
 
     @validate_call(config=STRICT)
     def __init__(
         self,
-        target: str | Path,
-        tools: Sequence[Any] = (),
+        target: str | Path | None = None,
+        tools: Sequence[Any] | None = None,
         *,
         ttl: Positive | None = None,
         max_bytes: Count = 1 << 30,
         memory_bytes: ZeroOrMore = 64 << 20,
     ) -> None:
         self._ttl, self._max_entry = ttl, min(max_bytes, MAX_ENTRY_BYTES)
-        self._store = (
-            RedisStore(str(target), ttl)
-            if IN_REDIS.match(str(target))
-            else SQLiteStore(Path(target), ttl, max_bytes)
-        )
+        self._store = store_at(target, ttl, max_bytes)
         self._memory = _Memory(memory_bytes)
         self._flights: dict[str, asyncio.Future[ToolResult | str]] = {}
         self._writer = _Writer(self._store, self._failed)
         self._rests_until = 0.0
         self.failures = 0
-        self.executor = AsyncToolExecutor(tools)
-        self.executor.attach(ToolRuntime(cache=self), "")
+        self._tools = tools
+
+    @cached_property
+    def executor(self) -> AsyncToolExecutor:
+        """Return what makes the calls of `execute_with_cache`; without `tools`, of those that need no options."""
+        made = AsyncToolExecutor(tools_without_options() if self._tools is None else self._tools)
+        made.attach(ToolRuntime(cache=self), "")
+        return made
 
     async def execute_with_cache(self, call: ToolCall) -> ToolResult:
         """Return the result of a call to one of `tools`, made only if it is not there yet. All calls made here are
@@ -250,7 +254,7 @@ class _Memory:
 class _Writer:
     """Writes on a thread of its own, many entries at a time: the event loop never waits for the disk."""
 
-    def __init__(self, store: SQLiteStore | RedisStore, failed: Callable[[BaseException], None]) -> None:
+    def __init__(self, store: Store, failed: Callable[[BaseException], None]) -> None:
         self._store, self._failed = store, failed
         self._entries: deque[tuple[str, str, float]] = deque()
         self._used: dict[str, float] = {}

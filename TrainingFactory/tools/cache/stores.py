@@ -186,3 +186,29 @@ class RedisStore:
 
     def close(self) -> None:
         self._client.close()
+
+
+class NoStore:
+    """Keeps nothing beyond the process, whose latest results the cache holds in memory anyway."""
+
+    quick = True
+
+    def get(self, key: str) -> None:
+        return None
+
+    def write(self, entries: Sequence[tuple[str, str, float]], used: Iterable[tuple[str, float]]) -> None:
+        """Write nothing."""
+
+    def close(self) -> None:
+        """Close nothing."""
+
+
+Store = SQLiteStore | RedisStore | NoStore
+
+
+def store_at(target: str | Path | None, ttl: float | None, max_bytes: int) -> Store:
+    """Return the store for a file or an address; None stands for none."""
+    if target is None:
+        return NoStore()
+    redis = IN_REDIS.match(str(target))
+    return RedisStore(str(target), ttl) if redis else SQLiteStore(Path(target), ttl, max_bytes)
