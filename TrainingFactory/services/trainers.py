@@ -12,6 +12,7 @@ from TrainingFactory.config.names import expand
 from TrainingFactory.data.tasks import load_tasks
 from TrainingFactory.protocols import AnyReward
 from TrainingFactory.rewards.adapt import as_reward
+from TrainingFactory.services.build.environment import as_ours
 from TrainingFactory.services.build.notices import notices, unused
 from TrainingFactory.services.build.rewards import check_group
 from TrainingFactory.services.build.tools import listed
@@ -184,7 +185,7 @@ class Trainer:
             into(given, "environment", {"environment_id": environment})
         elif environment is not None:
             into(given, "environment", {"environment_id": None})
-            self.objects.environment = environment
+            self.objects.environment = as_ours(environment)
         return []
 
     def _take_tools(self, tools: list[Any], given: dict[str, Any]) -> None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
+from typing import Any
 
 from TrainingFactory import catalog
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.envs import ToolEnvironment
+from TrainingFactory.envs.base import ForeignEnvironment
 from TrainingFactory.protocols import ChatFormat, EnvironmentFactory, RewardFunction
 from TrainingFactory.services.build import rewards as build_rewards
 from TrainingFactory.types import Message, Task
@@ -17,17 +20,34 @@ def make_environment(config: TrainingConfig, with_tools: bool = False) -> Enviro
     """Return the environment that is named; a plain conversation where tools alone are handed to the run."""
     name = config.environment.environment_id
     if name is not None:
-        return environment_from_file(name) if is_file_name(name) else catalog.find("environment", name)
+        found = environment_from_file(name) if is_file_name(name) else catalog.find("environment", name)
+        return as_ours(found, config.environment.options)
     if with_tools:
         return ToolEnvironment
     known = ", ".join(name for name, alias in catalog.names("environment").items() if alias is None)
     raise ValueError(f"no environment is named; give one of {known}, or a Python file such as weather.py")
 
 
-def environment_from_file(name: str) -> type[ToolEnvironment]:
+def as_ours(environment: Any, options: Mapping[str, Any] | None = None) -> EnvironmentFactory:
+    """Return what makes environments: one that is written for another framework is made, and gives a class for it."""
+    if inspect.isclass(environment) and issubclass(environment, ForeignEnvironment):
+        try:
+            environment = environment.from_options(options or {})
+        except Exception as error:  # foreign code
+            raise told(error) from error
+    elif options:
+        raise ValueError(
+            f"environment.options are {', '.join(options)}, which is for environments that are written for RL-Factory; "
+            "leave them out"
+        )
+    return environment.as_environment() if isinstance(environment, ForeignEnvironment) else environment
+
+
+def environment_from_file(name: str) -> type[ToolEnvironment] | type[ForeignEnvironment]:
     """Return the environment class in `weather.py`, or the one named in `weather.py:Weather`."""
     path, wanted, found = chosen("environment", name)
-    found = [value for value in found if inspect.isclass(value) and issubclass(value, ToolEnvironment)]
+    kinds = (ToolEnvironment, ForeignEnvironment)
+    found = [value for value in found if inspect.isclass(value) and issubclass(value, kinds)]
     if not found:
         what = f"{wanted} in {path} is" if wanted else f"{path} defines"
         raise ValueError(f"{what} no environment: a class that inherits from ToolEnvironment")
