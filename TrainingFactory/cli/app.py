@@ -17,6 +17,7 @@ from TrainingFactory.cli.data import data
 from TrainingFactory.cli.demo import demo
 from TrainingFactory.cli.evaluate import evaluate
 from TrainingFactory.cli.export import export
+from TrainingFactory.cli.import_ import import_
 from TrainingFactory.cli.judge import judge
 from TrainingFactory.cli.new import env, envs, models
 from TrainingFactory.cli.rollout import rollout
@@ -41,7 +42,7 @@ app = App(
 new = App(name="new", help="Write a file to start from.")
 new.command(env)
 app.command(evaluate, name="eval")
-for command in (demo, train, runs, export, rollout, data, serve, new, tools, judge, envs, models):
+for command in (demo, train, runs, export, rollout, data, serve, new, import_, tools, judge, envs, models):
     app.command(command)
 
 

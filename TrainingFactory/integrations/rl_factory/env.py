@@ -94,7 +94,8 @@ class Env(ForeignEnvironment):
         """Return the class of this run's environments, after a check of what the subclass has written."""
         self._check()
         kind = JudgedEpisode if self.writes(PROMPTS) or self.writes(ONE_PROMPT) else EnvEpisode
-        return type(type(self).__name__, (kind,), {"env": self})
+        made: Any = type(type(self).__name__, (kind,), {"env": self})
+        return made
 
     def writes(self, method: str) -> bool:
         """Tell whether a subclass has a method of its own."""
@@ -116,7 +117,9 @@ class Env(ForeignEnvironment):
     @property
     def tool_manager(self) -> EpisodeTools:
         if self._tools is None:
-            raise ValueError("self.tool_manager has the tools of an episode, and there is none yet: use it in methods")
+            raise ValueError(
+                "self.tool_manager has the tools of an episode, and there is none yet: use it in methods"
+            )
         return self._tools
 
     @tool_manager.setter
@@ -145,7 +148,9 @@ class Env(ForeignEnvironment):
                 switch = "use_verify_tool" if method == VERIFY else "use_process_reward"
                 raise ValueError(f"{name}.{switch} is on, and {name} has no {method} of its own; write it")
         if self.writes(READ) and not (self.writes(PROMPTS) or self.writes(ONE_PROMPT)):
-            raise ValueError(f"{name}.{READ} reads what a judge replies, and nothing asks one; write {ONE_PROMPT}")
+            raise ValueError(
+                f"{name}.{READ} reads what a judge replies, and nothing asks one; write {ONE_PROMPT}"
+            )
         if not any(map(self.writes, (RULES, STEPS, PROMPTS, ONE_PROMPT))):
             raise ValueError(f"{name} scores nothing: write {RULES}, {STEPS} or {ONE_PROMPT}")
 
@@ -209,7 +214,7 @@ class MMEnv(Env):
 
     def __init_subclass__(cls, **options: Any) -> None:
         raise ValueError(
-            f"{cls.__name__} inherits from MMEnv: conversations with images are not supported; inherit from Env for texts"
+            f"{cls.__name__} inherits from MMEnv: there are no conversations with images here; for texts inherit from Env"
         )
 
 

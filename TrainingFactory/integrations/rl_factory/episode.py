@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from TrainingFactory.envs import ToolEnvironment
@@ -85,13 +85,16 @@ class _Scored:
                 limit, called(self.env.verify_tool, source, self.item.text(self.tokenizer), truth, extra)
             )
         except OutOfTime:
-            raise Unscored(f"verify_tool took longer than {limit:g} s (environment.options.verify_timeout)") from None
+            raise Unscored(
+                f"verify_tool took longer than {limit:g} s (environment.options.verify_timeout)"
+            ) from None
         truth["verified_results"] = found
 
     async def by_rules(self) -> Reward:
         env, heldout = self.env, self.episode.heldout
         if not env.scores:
-            raise Unscored(f"{type(env).__name__} leaves scoring to a judge; take {{type: environment}} out of the reward")
+            name = type(env).__name__
+            raise Unscored(f"{name} leaves scoring to a judge; take {{type: environment}} out of the reward")
         takes = inspect.signature(env._compute_score_with_rules)
         given = (self.data, self.tokenizer, heldout)
         try:
@@ -118,14 +121,13 @@ class _Scored:
         found = await called(env.get_prompt_for_reward, JudgeTokenizer(self.tokenizer), self.data)
         [prompts] = _listed(found, 1, "get_prompt_for_reward")
         prompts = [prompts] if isinstance(prompts, str) else prompts
-        read: Callable[[str], float] | None = None
-        if env.writes("_compute_single_score_with_reward_rollout_wg"):
 
-            def read(text: str) -> float:
-                value = env._compute_single_score_with_reward_rollout_wg(source, text, truth, extra)
-                return as_float(value, "_compute_single_score_with_reward_rollout_wg")
+        def read(text: str) -> float:
+            value = env._compute_single_score_with_reward_rollout_wg(source, text, truth, extra)
+            return as_float(value, "_compute_single_score_with_reward_rollout_wg")
 
-        scores = await asyncio.gather(*(ask(judge_messages(prompt), read) for prompt in prompts))
+        own = read if env.writes("_compute_single_score_with_reward_rollout_wg") else None
+        scores = await asyncio.gather(*(ask(judge_messages(prompt), own) for prompt in prompts))
         outcome, steps = self._by_turn([scores], "get_prompt_for_reward")
         return Reward(outcome, steps, {"judge": outcome + sum(steps)})
 
@@ -133,7 +135,8 @@ class _Scored:
         """Return outcome and steps of one item: a number or one in a list is the outcome, one for each turn are the
         steps before the last, which is the outcome."""
         [value] = _listed(found, 1, who)
-        values = [as_float(each, who) for each in _listed(value, None, who)] if _is_list(value) else [as_float(value, who)]
+        several = _listed(value, None, who) if _is_list(value) else [value]
+        values = [as_float(each, who) for each in several]
         if len(values) not in (1, self.turns):
             raise Unscored(
                 f"{who} gave {len(values)} numbers for an episode of {self.turns} turns; it must give one, or one "

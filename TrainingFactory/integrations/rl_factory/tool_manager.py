@@ -40,7 +40,9 @@ class EpisodeTools:
     def get_tool(self, name: str) -> EpisodeTool:
         found = self.tool_map.get(self._full.get(name, name))
         if found is None:
-            raise ValueError(f"there is no tool {name!r}; the tools are: {', '.join(self.tool_map) or 'none'}")
+            raise ValueError(
+                f"there is no tool {name!r}; the tools are: {', '.join(self.tool_map) or 'none'}"
+            )
         return found
 
     def call_tool(self, tool_name: str, tool_args: str | Mapping[str, Any] = "{}", **_: Any) -> str:

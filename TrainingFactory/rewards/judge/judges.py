@@ -113,9 +113,7 @@ class ModelJudge(Judge):
                 return await environment.ask_judge(episode, self.put)
         return self._rewarded(await self.judge(trajectory))
 
-    async def put(
-        self, messages: Sequence[Message], read: Callable[[str], float] | None = None
-    ) -> float:
+    async def put(self, messages: Sequence[Message], read: Callable[[str], float] | None = None) -> float:
         """Return what `read` makes of the reply to these messages; None: this judge's verdict, for which they ask."""
         if read is None:
             last = replace(messages[-1], content=f"{messages[-1].content}\n\n{self.verdict.instruction}")

@@ -28,7 +28,7 @@ def make_environment(config: TrainingConfig, with_tools: bool = False) -> Enviro
     raise ValueError(f"no environment is named; give one of {known}, or a Python file such as weather.py")
 
 
-def as_ours(environment: Any, options: Mapping[str, Any] | None = None) -> EnvironmentFactory:
+def as_ours(environment: Any, options: Mapping[str, Any] | None = None) -> Any:
     """Return what makes environments: one that is written for another framework is made, and gives a class for it."""
     if inspect.isclass(environment) and issubclass(environment, ForeignEnvironment):
         try:
