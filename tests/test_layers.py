@@ -33,7 +33,7 @@ LEVEL = {name: level for level, row in enumerate(LAYERS) for name in row}
 # The core never imports a satellite, nor the edge, which knows both.
 EDGE = ["services/build"]
 SATELLITES = [
-    "cli", "http", "workers", "sql", "arithmetic.py", "endpoint.py", "envs/builtin",
+    "cli", "http", "integrations", "workers", "sql", "arithmetic.py", "endpoint.py", "envs/builtin",
     "tools/mcp", "tools/cache", "tools/builtin", "tools/sandbox", "rewards/rules",
     "rewards/judge", "rewards/workers", "services/evaluation", "services/serving",
     "services/reports", "services/judge_audit", "services/demo", "services/export.py",
@@ -56,6 +56,8 @@ BUDGET: dict[str, int] = {
     "envs": 130,
     "envs/builtin": 500,
     "http": 280,
+    "integrations": 10,
+    "integrations/rl_factory": 1130,
     "learning": 1190,
     "learning/tree": 340,
     "models": 2240,

@@ -214,7 +214,7 @@ class MMEnv(Env):
 
     def __init_subclass__(cls, **options: Any) -> None:
         raise ValueError(
-            f"{cls.__name__} inherits from MMEnv: there are no conversations with images here; for texts inherit from Env"
+            f"{cls.__name__} inherits from MMEnv: there are no conversations with images here; Env is for texts"
         )
 
 

@@ -6,7 +6,7 @@ import asyncio
 import copy
 import inspect
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from TrainingFactory.envs import ToolEnvironment
 from TrainingFactory.integrations.rl_factory.data import Data, DataItem, JudgeTokenizer, judge_messages
@@ -19,14 +19,11 @@ from TrainingFactory.rollout.scoring import Episode
 from TrainingFactory.tools.waiting import OutOfTime, within
 from TrainingFactory.types import Reward, Task
 
-if TYPE_CHECKING:
-    from TrainingFactory.integrations.rl_factory.env import Env
-
 
 class EnvEpisode(ToolEnvironment):
     """Plays as every environment with tools does; a subclass of it has the run's `Env`."""
 
-    env: ClassVar[Env]
+    env: ClassVar[Any]  # an `Env`, which imports this module
 
     def __init__(self, task: Task, tools: Sequence[Tool | ToolSource] = ()) -> None:
         super().__init__(task, tools, timeout=self.env.tool_timeout)
@@ -59,7 +56,7 @@ class JudgedEpisode(EnvEpisode):
 class _Scored:
     """A copy of the `Env` for one episode, and the data that its methods get."""
 
-    def __init__(self, env: Env, episode: Episode) -> None:
+    def __init__(self, env: Any, episode: Episode) -> None:
         self.tokenizer: Any = getattr(episode.chat, "tokenizer", None)
         if self.tokenizer is None:
             raise Unscored("there is no tokenizer to read the episode with")

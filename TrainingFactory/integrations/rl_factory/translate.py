@@ -8,23 +8,7 @@ from typing import Any
 
 import yaml
 
-from TrainingFactory.integrations.rl_factory.keys import (
-    ACTOR,
-    AGGREGATION,
-    BY_HAND,
-    ENV,
-    ESTIMATORS,
-    JUDGE,
-    KL_TYPES,
-    MODEL,
-    NONE,
-    NOT_NEEDED,
-    ONLY,
-    REASONS,
-    ROLLOUT,
-    SAME,
-    TRACKERS,
-)
+from TrainingFactory.integrations.rl_factory import keys
 from TrainingFactory.integrations.rl_factory.launch_script import LaunchScript
 from TrainingFactory.tools.mcp.config import read_config
 
@@ -53,7 +37,7 @@ class Translation:
             self._note(key, value, *_reason(key))
         for key, what in self.script.unknown.items():
             self.notes.append(f"{key}: by hand: it depends on {what}, which only the shell knows")
-        self.notes += [f"{word}: {NOT_NEEDED}: it is no override" for word in self.script.other]
+        self.notes += [f"{word}: {keys.NOT_NEEDED}: it is no override" for word in self.script.other]
 
     def text(self) -> str:
         """Return it as YAML."""
@@ -76,11 +60,14 @@ class Translation:
 
     def _algorithm(self) -> None:
         named = self._take("algorithm.adv_estimator", "gae")  # verl's default
-        self.algorithm, advantage = ESTIMATORS.get(str(named), ("grpo", None))
+        self.algorithm, advantage = keys.ESTIMATORS.get(str(named), ("grpo", None))
         self._put("training.algorithm", self.algorithm)
-        if named not in ESTIMATORS:
+        if named not in keys.ESTIMATORS:
             self._note(
-                "algorithm.adv_estimator", named, NONE, f"grpo is taken; known are {', '.join(ESTIMATORS)}"
+                "algorithm.adv_estimator",
+                named,
+                keys.NONE,
+                f"grpo is taken; known are {', '.join(keys.ESTIMATORS)}",
             )
         if advantage:
             self._put("grpo.advantage", advantage)
@@ -88,7 +75,7 @@ class Translation:
             self._put("grpo.scale_rewards", True)
 
     def _same(self) -> None:
-        for key, ours in {**SAME, **ONLY[self.algorithm]}.items():
+        for key, ours in {**keys.SAME, **keys.ONLY[self.algorithm]}.items():
             if (value := self._take(key)) is not None:
                 self._put(ours, value)
 
@@ -99,42 +86,56 @@ class Translation:
             self._put("data.tasks", files[0])
         if len(files) > 1:
             self._note(
-                "data.train_files", files[1:], BY_HAND, "a run has one file of tasks; put the rows together"
+                "data.train_files",
+                files[1:],
+                keys.BY_HAND,
+                "a run has one file of tasks; put the rows together",
             )
         held = self.sections.get("data", {}).get("heldout")
         if isinstance(held, list):
             self._put("data.heldout", held[0])
             if held[1:]:
                 self._note(
-                    "data.val_files", held[1:], BY_HAND, "there is one held-out file; put the rows together"
+                    "data.val_files",
+                    held[1:],
+                    keys.BY_HAND,
+                    "there is one held-out file; put the rows together",
                 )
         prompt = self._take("data.max_prompt_length")
         if isinstance(prompt, int):
             self._put("model.max_length", prompt + self.sections.get("sampling", {}).get("max_tokens", 512))
 
     def _steps(self) -> None:
-        size, part = self.sections["training"].get("batch_size"), self._take(f"{ACTOR}.ppo_mini_batch_size")
+        size, part = (
+            self.sections["training"].get("batch_size"),
+            self._take(f"{keys.ACTOR}.ppo_mini_batch_size"),
+        )
         if part is None:
             return
         if isinstance(size, int) and isinstance(part, int) and part > 0 and size % part == 0:
             self._put("training.minibatches", size // part)
         else:
             self._note(
-                f"{ACTOR}.ppo_mini_batch_size", part, BY_HAND, f"it does not divide the batch of {size}"
+                f"{keys.ACTOR}.ppo_mini_batch_size",
+                part,
+                keys.BY_HAND,
+                f"it does not divide the batch of {size}",
             )
 
     def _loss(self) -> None:
-        weight, kind = self._take(f"{ACTOR}.kl_loss_coef"), self._take(f"{ACTOR}.kl_loss_type")
-        if self._take(f"{ACTOR}.use_kl_loss", False):
+        weight, kind = self._take(f"{keys.ACTOR}.kl_loss_coef"), self._take(f"{keys.ACTOR}.kl_loss_type")
+        if self._take(f"{keys.ACTOR}.use_kl_loss", False):
             self._put("@.kl", 0.001 if weight is None else weight)  # verl's default
-            if kind in KL_TYPES:
-                self._put("@.kl_estimator", KL_TYPES[kind])
+            if kind in keys.KL_TYPES:
+                self._put("@.kl_estimator", keys.KL_TYPES[kind])
             elif kind is not None:
-                self._note(f"{ACTOR}.kl_loss_type", kind, NONE, f"known are {', '.join(KL_TYPES)}")
+                self._note(
+                    f"{keys.ACTOR}.kl_loss_type", kind, keys.NONE, f"known are {', '.join(keys.KL_TYPES)}"
+                )
         elif self.algorithm == "ppo" and self._take("algorithm.use_kl_in_reward", False):
             self._put("ppo.kl", self._take("algorithm.kl_ctrl.kl_coef", 0.001))
             self._put("ppo.kl_in", "reward")
-        if (clip := self._take(f"{ACTOR}.clip_ratio")) is not None:
+        if (clip := self._take(f"{keys.ACTOR}.clip_ratio")) is not None:
             self._put("grpo.clip_low", clip)
             self._put("grpo.clip_high", clip)
         if self.algorithm == "grpo":
@@ -142,26 +143,30 @@ class Translation:
             self._grpo()
 
     def _grpo(self) -> None:
-        mode = self._take(f"{ACTOR}.loss_agg_mode")
-        if mode in AGGREGATION:
-            self._put("grpo.normalization", AGGREGATION[mode])
+        mode = self._take(f"{keys.ACTOR}.loss_agg_mode")
+        if mode in keys.AGGREGATION:
+            self._put("grpo.normalization", keys.AGGREGATION[mode])
         elif mode is not None:
-            self._note(f"{ACTOR}.loss_agg_mode", mode, NONE, f"known are {', '.join(AGGREGATION)}")
-        loss = self._take(f"{ACTOR}.policy_loss.loss_mode", "vanilla")
+            self._note(
+                f"{keys.ACTOR}.loss_agg_mode", mode, keys.NONE, f"known are {', '.join(keys.AGGREGATION)}"
+            )
+        loss = self._take(f"{keys.ACTOR}.policy_loss.loss_mode", "vanilla")
         if loss == "gspo":
             self._put("grpo.ratio", "sequence")
             self._put("grpo.normalization", "sequence")
         elif loss != "vanilla":
-            self._note(f"{ACTOR}.policy_loss.loss_mode", loss, NONE, "grpo.loss_kind is clip or cispo")
+            self._note(
+                f"{keys.ACTOR}.policy_loss.loss_mode", loss, keys.NONE, "grpo.loss_kind is clip or cispo"
+            )
 
     def _lora(self) -> None:
-        if rank := self._take(f"{MODEL}.lora_rank"):
+        if rank := self._take(f"{keys.MODEL}.lora_rank"):
             self._put("lora.enabled", True)
             self._put("lora.r", rank)
 
     def _environment(self) -> None:
-        name, steps = self._take(f"{ENV}.name"), self._take(f"{ENV}.use_process_reward", False)
-        manager = self._take(f"{ENV}.tool_manager")
+        name, steps = self._take(f"{keys.ENV}.name"), self._take(f"{keys.ENV}.use_process_reward", False)
+        manager = self._take(f"{keys.ENV}.tool_manager")
         folder = Path(self.script.path).parent
         if name is not None:
             places = (f"{name}.py", f"envs/{name}.py")
@@ -169,7 +174,9 @@ class Translation:
             if there is None and name == "search":  # what theirs rewards
                 self._put("reward.type", "rule_based")
                 self._put("reward.options", {"rule": "em", "extract": "tag"})
-                self._note(f"{ENV}.name", name, NOT_NEEDED, "its reward is the rule em over <answer> tags")
+                self._note(
+                    f"{keys.ENV}.name", name, keys.NOT_NEEDED, "its reward is the rule em over <answer> tags"
+                )
             else:
                 self._put("environment.environment_id", there or places[0])
                 self._put("environment.options", {"use_process_reward": bool(steps)})
@@ -179,13 +186,19 @@ class Translation:
                 )
         if manager not in (None, "qwen3", "qwen2_5", "llama3", "adaptive", "centralized_qwen3"):
             self._note(
-                f"{ENV}.tool_manager", manager, BY_HAND, "a form of calls is register_family, or model.family"
+                f"{keys.ENV}.tool_manager",
+                manager,
+                keys.BY_HAND,
+                "a form of calls is register_family, or model.family",
             )
         elif manager is not None:
             self._note(
-                f"{ENV}.tool_manager", manager, NOT_NEEDED, "the chat template shows how calls are written"
+                f"{keys.ENV}.tool_manager",
+                manager,
+                keys.NOT_NEEDED,
+                "the chat template shows how calls are written",
             )
-        if path := self._take(f"{ENV}.config_path"):
+        if path := self._take(f"{keys.ENV}.config_path"):
             self.sections["tools"] = self._tools(str(path), folder)
 
     def _tools(self, path: str, folder: Path) -> list[dict[str, str]]:
@@ -200,14 +213,14 @@ class Translation:
             return [{"name": "tools", "config": path}]
 
     def _judge(self) -> None:
-        if not self._take(f"{JUDGE}.if_use_reward_rollout", False):
+        if not self._take(f"{keys.JUDGE}.if_use_reward_rollout", False):
             return
         judge: dict[str, Any] = {
             "type": "model_judge",
-            "model": self._take(f"{JUDGE}.rollout.model_name", "MODEL"),
+            "model": self._take(f"{keys.JUDGE}.rollout.model_name", "keys.MODEL"),
             "options": {"base_url": JUDGE_URL, "api_key_env": None},
         }
-        if limit := self._take(f"{JUDGE}.rollout.response_length"):
+        if limit := self._take(f"{keys.JUDGE}.rollout.response_length"):
             judge["options"]["options"] = {"max_tokens": limit}
         rules = self.sections.pop("reward", {"type": "environment"})
         self.sections["reward"] = {"parts": {"judge": judge, "rules": rules}} if "options" in rules else judge
@@ -218,15 +231,17 @@ class Translation:
     def _trainer(self) -> None:
         loggers = self._take("trainer.logger", [])
         loggers = loggers if isinstance(loggers, list) else [loggers]
-        if trackers := [name for name in loggers if name in TRACKERS]:
+        if trackers := [name for name in loggers if name in keys.TRACKERS]:
             self._put("logging.trackers", trackers)
-        if others := [name for name in loggers if name not in (*TRACKERS, "console")]:
-            self._note("trainer.logger", others, NONE, f"trackers are {', '.join(TRACKERS)}")
+        if others := [name for name in loggers if name not in (*keys.TRACKERS, "console")]:
+            self._note("trainer.logger", others, keys.NONE, f"trackers are {', '.join(keys.TRACKERS)}")
         project = self._take("trainer.project_name")
         if project and "wandb" in trackers:
             self._put("logging.wandb", {"project": str(project)})
         elif project:
-            self._note("trainer.project_name", project, NOT_NEEDED, "only W&B has projects: logging.wandb")
+            self._note(
+                "trainer.project_name", project, keys.NOT_NEEDED, "only W&B has projects: logging.wandb"
+            )
         for key, ours in {
             "save_freq": "logging.checkpoint_every",
             "test_freq": "training.eval_every",
@@ -239,7 +254,7 @@ class Translation:
         gpus = self._take("trainer.n_gpus_per_node", 1) * self._take("trainer.nnodes", 1)
         if gpus > 1:
             self._put("compute.num_gpus", gpus)
-        if self._take(f"{ROLLOUT}.mode") == "async":
+        if self._take(f"{keys.ROLLOUT}.mode") == "async":
             self._put("optimization.async_rollout", True)
 
 
@@ -256,7 +271,7 @@ def _value(text: str) -> Any:
 
 
 def _reason(key: str) -> tuple[str, str]:
-    for part, kind, why in REASONS:
+    for part, kind, why in keys.REASONS:
         if key.startswith(part) or part in key.split(".", 1)[-1]:
             return kind, why
-    return NONE, "it is no option that this translation knows; docs/RL_FACTORY.md lists those"
+    return keys.NONE, "it is no option that this translation knows; docs/RL_FACTORY.md lists those"

@@ -100,7 +100,7 @@ def check_environment(reward: RewardFunction | None, environment: Environment, t
     if isinstance(environment, AsksJudge) and not any(isinstance(each, ModelJudge) for each in inside):
         raise ValueError(
             f"{type(environment).__name__} writes prompts for a judge, and the reward has none: "
-            "reward.type=model_judge with its model and options.base_url, or both in reward.parts, that and {type: environment}"
+            "reward.type=model_judge with its model and options.base_url, alone or in reward.parts"
         )
     for each in inside:
         if isinstance(each, ToolRule):
