@@ -17,7 +17,7 @@ LOOSE = re.compile(r"\+{0,2}(?:data|actor_rollout_ref|algorithm|trainer|critic|r
 VARIABLE = re.compile(
     r"\$(?:(\w+)|\{(\w+)(?::?-([^}]*))?\}|(\(\(.*?\)\)|\([^)]*\)|\{[^}]*\}|[@*#?$!-]))|(`[^`]*`)", re.DOTALL
 )
-HIDDEN = "$(...)"  # what only a shell can say
+HIDDEN = re.compile("\ue000(.*?)\ue000")  # a value that only the shell knows, between marks of ours
 QUOTED = re.compile(r"'[^']*'|\\.", re.DOTALL)  # where a $ is a $
 ENDS = re.compile(r"(?:\d?>|&?>>?|<|\||;|&)")
 
@@ -77,16 +77,15 @@ def _lines(text: str) -> Iterator[tuple[int, str]]:
 
 
 def _filled(line: str, known: Mapping[str, str]) -> str:
-    """Put values in place of variables, outside single quotes. What is not known stays, as ${NAME}."""
+    """Put values in place of variables, outside single quotes. What is not known is marked."""
 
     def value(found: re.Match[str]) -> str:
-        name = found[1] or found[2]
+        name, default = found[1] or found[2], found[3]
         if name is None:
-            return "" if found[0] in ("$@", "$*") else HIDDEN
-        default = found[3]
-        return known.get(name) or (
-            f"${{{name}}}" if default is None else _filled(default.strip("\"'"), known)
-        )
+            return "" if found[0] in ("$@", "$*") else "\ue000$(...)\ue000"
+        if default is not None:
+            return known.get(name) or _filled(default.strip("\"'"), known)
+        return known.get(name, f"\ue000${{{name}}}\ue000")
 
     parts: list[str] = []
     end = 0
@@ -118,8 +117,8 @@ def _take(script: LaunchScript, commands: list[tuple[int, list[str]]]) -> None:
         found = OVERRIDE.fullmatch(word)
         if found is None or found[1] == "~" or word.startswith("-"):
             script.other.append(word)
-        elif hidden := VARIABLE.search(found[3]):
-            script.unknown[found[2]] = hidden[0]
+        elif hidden := HIDDEN.search(found[3]):
+            script.unknown[found[2]] = hidden[1]
             script.overrides.pop(found[2], None)
         else:
             script.overrides[found[2]] = found[3]

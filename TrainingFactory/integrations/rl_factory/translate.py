@@ -10,7 +10,7 @@ import yaml
 
 from TrainingFactory.integrations.rl_factory import keys
 from TrainingFactory.integrations.rl_factory.launch_script import LaunchScript
-from TrainingFactory.tools.mcp.config import read_config
+from TrainingFactory.tools.mcp.config import read_with_names
 
 ORDER = (
     "model", "training", "grpo", "ppo", "environment", "tools", "reward", "data", "sampling", "lora", "optimization",
@@ -50,6 +50,12 @@ class Translation:
     def _take(self, key: str, default: Any = None) -> Any:
         found = self._left.pop(key, None)
         return default if found is None else found
+
+    def _count(self, key: str, default: int) -> int:
+        found = self._take(key, default)
+        if not isinstance(found, int):
+            raise ValueError(f"{self.script.path}: {key} is {found!r}; it must be a whole number")
+        return found
 
     def _put(self, key: str, value: Any) -> None:
         section, _, name = key.replace("@", self.algorithm).partition(".")
@@ -101,20 +107,17 @@ class Translation:
                     keys.BY_HAND,
                     "there is one held-out file; put the rows together",
                 )
-        prompt = self._take("data.max_prompt_length")
-        if isinstance(prompt, int):
+        if prompt := self._count("data.max_prompt_length", 0):
             self._put("model.max_length", prompt + self.sections.get("sampling", {}).get("max_tokens", 512))
 
     def _steps(self) -> None:
         size, part = (
             self.sections["training"].get("batch_size"),
-            self._take(f"{keys.ACTOR}.ppo_mini_batch_size"),
+            self._count(f"{keys.ACTOR}.ppo_mini_batch_size", 0),
         )
-        if part is None:
-            return
-        if isinstance(size, int) and isinstance(part, int) and part > 0 and size % part == 0:
+        if part > 0 and isinstance(size, int) and size % part == 0:
             self._put("training.minibatches", size // part)
-        else:
+        elif part:
             self._note(
                 f"{keys.ACTOR}.ppo_mini_batch_size",
                 part,
@@ -139,10 +142,10 @@ class Translation:
             self._put("grpo.clip_low", clip)
             self._put("grpo.clip_high", clip)
         if self.algorithm == "grpo":
-            self.sections["grpo"].setdefault("clip_high", 0.2) if "grpo" in self.sections else None
             self._grpo()
 
     def _grpo(self) -> None:
+        self.sections.setdefault("grpo", {}).setdefault("clip_high", 0.2)  # verl's default
         mode = self._take(f"{keys.ACTOR}.loss_agg_mode")
         if mode in keys.AGGREGATION:
             self._put("grpo.normalization", keys.AGGREGATION[mode])
@@ -204,7 +207,9 @@ class Translation:
     def _tools(self, path: str, folder: Path) -> list[dict[str, str]]:
         try:
             found = next(each for each in (Path(path), folder / path) if each.is_file())
-            return [{"name": server.name, "config": path} for server in read_config(found)]
+            servers, names = read_with_names(found)
+            listed = [*(server.name for server in servers), *names]
+            return [{"name": name, "config": path} for name in listed]
         except (StopIteration, ValueError):
             self.notes.append(
                 f"tools: by hand: {path} cannot be read from here; name each of its servers, as in "
@@ -214,6 +219,8 @@ class Translation:
 
     def _judge(self) -> None:
         if not self._take(f"{keys.JUDGE}.if_use_reward_rollout", False):
+            for key in [key for key in self._left if key.startswith(f"{keys.JUDGE}.")]:
+                self._note(key, self._left.pop(key), keys.NOT_NEEDED, "the script uses no judge")
             return
         judge: dict[str, Any] = {
             "type": "model_judge",
@@ -246,12 +253,12 @@ class Translation:
             "save_freq": "logging.checkpoint_every",
             "test_freq": "training.eval_every",
         }.items():
-            every = self._take(f"trainer.{key}")
-            if key == "test_freq" and "heldout" not in self.sections.get("data", {}):
-                continue  # there is nothing to measure on
-            if every is not None and every > 0:
+            every = self._count(f"trainer.{key}", 0)
+            if every > 0 and (key == "save_freq" or "heldout" in self.sections.get("data", {})):
                 self._put(ours, every)
-        gpus = self._take("trainer.n_gpus_per_node", 1) * self._take("trainer.nnodes", 1)
+            elif every:
+                self._note(f"trainer.{key}", every, keys.NOT_NEEDED, "there is always one at the end")
+        gpus = self._count("trainer.n_gpus_per_node", 1) * self._count("trainer.nnodes", 1)
         if gpus > 1:
             self._put("compute.num_gpus", gpus)
         if self._take(f"{keys.ROLLOUT}.mode") == "async":
