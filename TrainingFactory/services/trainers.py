@@ -141,6 +141,10 @@ class Trainer:
     def _take(self, config: TrainingConfig) -> None:
         """Make this the trainer's config, and read the rows that were handed in as it says."""
         self.config, objects = config, self.objects
+        if objects.environment is not None and config.environment.options:
+            raise ValueError(
+                "environment.options are for an environment that is named; hand them to the object itself"
+            )
         if self._tasks is not None:
             objects.tasks = load_tasks(self._tasks, config.data.dataset_split, config.data.count)
         if self._dataset is not None:

@@ -112,7 +112,7 @@ def test_verified_results_steps_and_rules_make_one_reward() -> None:
             by_map = self.tool_manager.tool_map["lookup"].call('{"name": "Bo"}')
             return [self.tool_manager.call_tool("lookup", {"name": "Al"}), by_map]
 
-        def _compute_score_with_rules(self, data: Any, tokenizer: Any) -> Any:  # without if_val, too
+        def _compute_score_with_rules(self, data: Any, tokenizer: Any) -> Any:  # pyright: ignore  # without if_val, too
             truth = data[0].non_tensor_batch["reward_model"]["ground_truth"]
             assert [text.split()[-1] for text in truth["verified_results"]] == ["Al", "Bo"]
             return [[1.0]]
@@ -185,7 +185,7 @@ def test_a_failed_verification_costs_its_own_episode(verify: Callable[..., Any],
 
 def test_a_judge_is_asked_in_the_words_of_the_environment(judge_key: None) -> None:
     class Judged(Env):
-        def verify_tool(self, *about: Any) -> Any:
+        def verify_tool(self, data_source: Any, solution_str: str, ground_truth: Any, extra_info: Any) -> Any:
             return "checked"
 
         def _get_single_prompt_str(
@@ -269,6 +269,11 @@ def test_what_cannot_be_honoured_is_an_error_when_it_is_made(members: dict[str, 
 def test_options_and_images_have_their_errors(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"config_path is said elsewhere here: tools=\[\{name"):
         as_ours(type("Mine", (Env,), {"_compute_score_with_rules": _rules}), {"config_path": "mcp.pydata"})
+    own = type("Mine", (Env,), {"_compute_score_with_rules": _rules})({})
+    with pytest.raises(ValueError, match="hand them to the object itself"):
+        GRPOTrainer(
+            environment=own, tasks=[Task("a", "?")], config=TrainingConfig(environment={"options": {"a": 1}})
+        )
     with pytest.raises(ValueError, match="Mine inherits from MMEnv: there are no conversations with images"):
         type("Mine", (MMEnv,), {})
     path = tmp_path / "plain.py"

@@ -108,8 +108,11 @@ def test_a_script_becomes_a_config_and_what_is_left_out_is_told(tmp_path: Path) 
     assert "by hand: training samples from the full softmax" in told["actor_rollout_ref.rollout.top_p"]
     assert told["trainer.experiment_name"].endswith("depends on $(...), which only the shell knows")
     assert "depends on ${OUT}" in told["trainer.default_local_dir"]
-    assert "by hand: travel.py must have your Env" in told["environment.environment_id"]
-    assert {"tools", "reward"} < told.keys() and "trainer.total_epochs" not in told
+    assert "by hand: travel.py must have your Env" in told["actor_rollout_ref.env.name"]
+    assert {
+        "actor_rollout_ref.env.config_path",
+        "reward",
+    } < told.keys() and "trainer.total_epochs" not in told
 
 
 @pytest.mark.parametrize(

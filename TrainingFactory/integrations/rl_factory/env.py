@@ -8,15 +8,15 @@ from typing import Any, Self
 
 from TrainingFactory.envs.base import ForeignEnvironment, ToolEnvironment
 from TrainingFactory.integrations.rl_factory.data import DataItem
-from TrainingFactory.integrations.rl_factory.episode import EnvEpisode, JudgedEpisode
+from TrainingFactory.integrations.rl_factory.episode import EnvEpisode, JudgedEpisode, takes_if_val
 from TrainingFactory.integrations.rl_factory.tool_manager import EpisodeTools
 
 RULES, STEPS, VERIFY = "_compute_score_with_rules", "get_step_reward", "verify_tool"
 PROMPTS, ONE_PROMPT = "get_prompt_for_reward", "_get_single_prompt_str"
 READ = "_compute_single_score_with_reward_rollout_wg"
-# How each method is called; of the first one there are two shapes, the older without `if_val`.
+# How each method is called; the first also with `if_val`, which older tutorials do not have.
 TAKES = {
-    RULES: ("data", "tokenizer", "if_val"),
+    RULES: ("data", "tokenizer"),
     STEPS: ("responses",),
     VERIFY: ("data_source", "solution_str", "ground_truth", "extra_info"),
     PROMPTS: ("reward_tokenizer", "data"),
@@ -135,13 +135,16 @@ class Env(ForeignEnvironment):
             if hasattr(type(self), method):
                 raise ValueError(f"{name}.{method} cannot be honoured: {instead}")
         for method, names in TAKES.items():
-            least = names[:-1] if method == RULES else names
             signature = inspect.signature(getattr(self, method))
-            if not any(_fits(signature, count) for count in {len(least), len(names)}):
-                raise ValueError(
-                    f"{name}.{method}{signature} has another signature than RL-Factory's, which is "
-                    f"{method}(self, {', '.join(names)})"
+            try:
+                signature.bind(
+                    *names, **({"if_val": False} if method == RULES and takes_if_val(signature) else {})
                 )
+            except TypeError:
+                right = ", ".join((*names, "if_val=False") if method == RULES else names)
+                raise ValueError(
+                    f"{name}.{method}{signature} has another signature than RL-Factory's: {method}(self, {right})"
+                ) from None
         switches = {VERIFY: self.verifies, STEPS: self.rewards_steps}
         for method, on in switches.items():
             if on and not self.writes(method):
@@ -216,11 +219,3 @@ class MMEnv(Env):
         raise ValueError(
             f"{cls.__name__} inherits from MMEnv: there are no conversations with images here; Env is for texts"
         )
-
-
-def _fits(signature: inspect.Signature, arguments: int) -> bool:
-    try:
-        signature.bind(*[None] * arguments)
-    except TypeError:
-        return False
-    return True

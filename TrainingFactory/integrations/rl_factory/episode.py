@@ -92,13 +92,9 @@ class _Scored:
         if not env.scores:
             name = type(env).__name__
             raise Unscored(f"{name} leaves scoring to a judge; take {{type: environment}} out of the reward")
-        takes = inspect.signature(env._compute_score_with_rules)
-        given = (self.data, self.tokenizer, heldout)
-        try:
-            takes.bind(*given)
-        except TypeError:  # as older tutorials have it
-            given = given[:2]
-        found = await called(env._compute_score_with_rules, *given)
+        rules = env._compute_score_with_rules
+        more = {"if_val": heldout} if takes_if_val(inspect.signature(rules)) else {}
+        found = await called(rules, self.data, self.tokenizer, **more)
         outcome, steps = self._by_turn(found, "_compute_score_with_rules")
         parts = {"rules": outcome + sum(steps)}
         if env.rewards_steps and not heldout:
@@ -141,6 +137,12 @@ class _Scored:
             )
         *steps, outcome = values
         return outcome, [*steps, 0.0] if steps else []
+
+
+def takes_if_val(signature: inspect.Signature) -> bool:
+    return any(
+        each.name == "if_val" or each.kind == each.VAR_KEYWORD for each in signature.parameters.values()
+    )
 
 
 def _is_list(value: Any) -> bool:
