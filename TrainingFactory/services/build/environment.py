@@ -23,7 +23,7 @@ def make_environment(config: TrainingConfig, with_tools: bool = False) -> Enviro
         found = environment_from_file(name) if is_file_name(name) else catalog.find("environment", name)
         return as_ours(found, config.environment.options)
     if with_tools:
-        return ToolEnvironment
+        return as_ours(ToolEnvironment, config.environment.options)
     known = ", ".join(name for name, alias in catalog.names("environment").items() if alias is None)
     raise ValueError(f"no environment is named; give one of {known}, or a Python file such as weather.py")
 
