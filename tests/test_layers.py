@@ -58,6 +58,7 @@ BUDGET: dict[str, int] = {
     "http": 280,
     "integrations": 480,
     "integrations/hello_agents": 1810,
+    "integrations/rl_factory": 1130,
     "learning": 1190,
     "learning/tree": 340,
     "models": 2240,

@@ -21,6 +21,7 @@ from TrainingFactory.cli.evaluate import evaluate
 from TrainingFactory.cli.export import export
 from TrainingFactory.cli.factories import factories
 from TrainingFactory.cli.hello import hello
+from TrainingFactory.cli.import_ import import_
 from TrainingFactory.cli.judge import judge
 from TrainingFactory.cli.new import env, envs, models
 from TrainingFactory.cli.rollout import rollout
@@ -60,6 +61,7 @@ for command in (
     judge,
     envs,
     models,
+    import_,
     factories,
     hello,
 ):

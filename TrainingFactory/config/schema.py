@@ -104,6 +104,8 @@ class EnvironmentSection(Section):
     data.tasks: a plain conversation with those tools."""
     system_prompt: str | None = None
     """What the model is told first; null: what the environment says."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Of an environment that is written for RL-Factory: its config, such as {use_process_reward: true}."""
     async_execution: bool = True
     """Tools of one episode run while others are sampled."""
     num_workers: Count | None = None

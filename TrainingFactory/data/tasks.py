@@ -43,4 +43,12 @@ def _task(row: dict[str, Any], default_id: str) -> Task:
         raise ValueError('has a "prompt" that must end before the model\'s turn')
     if prompt == [Message("user", row["prompt"])]:
         prompt = row["prompt"]
-    return Task(str(row.get("id", default_id)), prompt, row.get("answer"), rest | metadata)
+    return Task(str(row.get("id", default_id)), prompt, _answer(row), rest | metadata)
+
+
+def _answer(row: dict[str, Any]) -> Any:
+    """Return the right answer, or several; rows of verl and RL-Factory have theirs in reward_model.ground_truth."""
+    if "answer" in row or not isinstance(model := row.get("reward_model"), dict):
+        return row.get("answer")
+    truth = model.get("ground_truth")
+    return truth.get("target", truth) if isinstance(truth, dict) else truth

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Iterable, Sequence
-from typing import Any, ClassVar
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from typing import Any, ClassVar, Self
 
 from TrainingFactory.protocols import Episode, Tool, ToolSource
 from TrainingFactory.tools import AsyncToolExecutor, FunctionTool
@@ -44,8 +45,9 @@ class ToolEnvironment:
         ignored = [name for name in RL_FACTORY if hasattr(cls, name)]
         if ignored and cls.reward is ToolEnvironment.reward:
             raise ValueError(
-                f"{cls.__name__} has {', '.join(ignored)} as in RL-Factory, and nothing here would call it: score the "
-                "episode in `reward(self, episode)`, step by step by a Reward with `steps`, or rename it"
+                f"{cls.__name__} has {', '.join(ignored)} as in RL-Factory, and nothing here would call it: inherit "
+                "from TrainingFactory.integrations.rl_factory.Env, which does, or score the episode in `reward(self, "
+                "episode)`, step by step by a Reward with `steps`"
             )
 
     def __init__(
@@ -96,6 +98,18 @@ class ToolEnvironment:
 
     async def close(self) -> None:
         """Give back what the episode held."""
+
+
+class ForeignEnvironment(ABC):
+    """Is written for another framework: one object for a run, which says what the environments of its episodes are."""
+
+    @classmethod
+    @abstractmethod
+    def from_options(cls, options: Mapping[str, Any]) -> Self:
+        """Make it as a config names it, with its `environment.options`."""
+
+    @abstractmethod
+    def as_environment(self) -> type[ToolEnvironment]: ...
 
 
 def _own_tools(environment: ToolEnvironment) -> list[FunctionTool]:

@@ -49,6 +49,7 @@ class TemplateChatFormat:
         day: date | None = None,
     ) -> None:
         chosen = get_family(family) if family else None
+        self.tokenizer = tokenizer
         self._encoder = TextEncoder(tokenizer)
         options = {} if thinking is None else {"enable_thinking": thinking, "thinking": thinking}
         self._template = Template(tokenizer, options, day)

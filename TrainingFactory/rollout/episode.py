@@ -136,7 +136,8 @@ class EpisodeRun:
             executor = environment.executor
         else:  # it runs its calls in a way of its own; those of the reward go by ours
             executor = self._attached(AsyncToolExecutor(environment.tools), environment)
-        return Episode(trajectory, environment, executor)
+        heldout = isinstance(self.key.step, str)
+        return Episode(trajectory, environment, executor, self.rules.chat, heldout)
 
     async def _turns(self, environment: Environment) -> None:
         """Play turns until `_Over` is raised."""

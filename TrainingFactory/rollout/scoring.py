@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from TrainingFactory.envs import ToolEnvironment
-from TrainingFactory.protocols import Environment, RewardFunction
+from TrainingFactory.protocols import ChatFormat, Environment, RewardFunction
 from TrainingFactory.rewards.adapt import Unscored, called, checked
 from TrainingFactory.running import other_loop
 from TrainingFactory.tools import AsyncToolExecutor
@@ -21,6 +21,8 @@ class Episode:
     trajectory: Trajectory
     environment: Environment
     executor: AsyncToolExecutor  # the environment's own, or one over its tools
+    chat: ChatFormat | None = None  # in which it was sampled
+    heldout: bool = False  # sampled to measure the model, not to learn from
 
     @property
     def task(self) -> Task:

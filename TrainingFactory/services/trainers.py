@@ -12,7 +12,7 @@ from TrainingFactory.config.names import expand
 from TrainingFactory.data.tasks import load_tasks
 from TrainingFactory.protocols import AnyReward
 from TrainingFactory.rewards.adapt import as_reward
-from TrainingFactory.services.build.environment import environment_of
+from TrainingFactory.services.build.environment import as_ours, environment_of
 from TrainingFactory.services.build.factories import by_file
 from TrainingFactory.services.build.notices import notices, unused
 from TrainingFactory.services.build.rewards import check_group
@@ -150,6 +150,10 @@ class Trainer:
     def _take(self, config: TrainingConfig) -> None:
         """Make this the trainer's config, and read the rows that were handed in as it says."""
         self.config, objects = config, self.objects
+        if objects.environment is not None and config.environment.options:
+            raise ValueError(
+                "environment.options are for an environment that is named; hand them to the object itself"
+            )
         if self._tasks is not None:
             objects.tasks = load_tasks(self._tasks, config.data.dataset_split, config.data.count)
         if self._dataset is not None:
@@ -195,7 +199,7 @@ class Trainer:
             into(given, "environment", {"environment_id": environment})
         elif environment is not None:
             into(given, "environment", {"environment_id": None})
-            self.objects.environment = environment
+            self.objects.environment = as_ours(environment)
         return []
 
     def _take_tools(self, tools: list[Any], given: dict[str, Any]) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from TrainingFactory.protocols import Episode
 from TrainingFactory.rewards.adapt import check_known
@@ -21,7 +22,7 @@ from TrainingFactory.rewards.judge.prompts import (
 )
 from TrainingFactory.rewards.judge.verdicts import MAX_CANDIDATES, Pairwise, Ranking, Verdict, Vote, voted
 from TrainingFactory.tools.fingerprint import digest
-from TrainingFactory.types import Message, Reward, Trajectory
+from TrainingFactory.types import Message, Reward, ToolFailure, Trajectory
 
 T = TypeVar("T")
 KEYED = ""  # the boundary in what a prompt is known by in the cache
@@ -87,15 +88,40 @@ class Judge:
         return Reward(value, parts={self.name: value})
 
 
+Ask = Callable[..., Coroutine[Any, Any, float]]  # `ModelJudge.put`
+
+
+@runtime_checkable
+class AsksJudge(Protocol):
+    """An environment that writes the judge's prompts itself."""
+
+    async def ask_judge(self, episode: Episode, ask: Ask) -> Reward: ...
+
+
 @dataclass(kw_only=True, eq=False)
 class ModelJudge(Judge):
-    """Judge every episode by itself."""
+    """Judge every episode by itself, by the environment's own prompt where that is open and writes one."""
 
     verdict: Verdict
 
     async def __call__(self, episode: Episode) -> Reward:
         trajectory = episode.trajectory
-        return self._rewarded(0.0 if self.failed(trajectory) else await self.judge(trajectory))
+        if self.failed(trajectory):
+            return self._rewarded(0.0)
+        with suppress(ToolFailure):  # closed long ago
+            if isinstance(environment := episode.environment, AsksJudge):
+                return await environment.ask_judge(episode, self.put)
+        return self._rewarded(await self.judge(trajectory))
+
+    async def put(self, messages: Sequence[Message], read: Callable[[str], float] | None = None) -> float:
+        """Return what `read` makes of the reply to these messages; None: this judge's verdict, for which they ask."""
+        if read is None:
+            last = replace(messages[-1], content=f"{messages[-1].content}\n\n{self.verdict.instruction}")
+            messages, read = [*messages[:-1], last], self.verdict.read
+        known = [message.content for message in messages]
+        numbers = range(self.samples)
+        asked = [self.client.ask(known, lambda: messages, number, read) for number in numbers]
+        return voted(self.vote, await most_of(asked))
 
     async def judge(self, trajectory: Trajectory, repeat: int = 0) -> float:
         """Return the verdict, from 0 to 1. `repeat` tells judgements of one trajectory apart in the cache."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ from TrainingFactory import catalog
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.data.tasks import load_tasks
 from TrainingFactory.envs import ToolEnvironment
+from TrainingFactory.envs.base import ForeignEnvironment
 from TrainingFactory.protocols import ChatFormat, EnvironmentFactory, RewardFunction, Tool, ToolSource
 from TrainingFactory.services.build import rewards as build_rewards
 from TrainingFactory.services.build.factories import told_with_places
@@ -24,14 +25,14 @@ def make_environment(config: TrainingConfig, with_tools: bool = False) -> Enviro
     """Return the environment that is named; a plain conversation where tools alone are handed to the run."""
     name = config.environment.environment_id
     if name is not None:
-        return environment_named(name)
+        return as_ours(environment_named(name), config.environment.options)
     if with_tools:
-        return ToolEnvironment
+        return as_ours(ToolEnvironment, config.environment.options)
     known = ", ".join(name for name, alias in catalog.names("environment").items() if alias is None)
     raise ValueError(f"no environment is named; give one of {known}, or a Python file such as weather.py")
 
 
-def environment_named(name: str) -> EnvironmentFactory:
+def environment_named(name: str) -> Any:
     """Return the environment of a Python file, of an EnvironmentFactory, of an installed package, or one of ours."""
     if is_file_name(name):
         return environment_from_file(name)
@@ -41,7 +42,7 @@ def environment_named(name: str) -> EnvironmentFactory:
         return catalog.find("environment", name)
 
 
-def environment_of(scenario: Any) -> EnvironmentFactory:
+def environment_of(scenario: Any) -> Any:
     """Return what a scenario of an EnvironmentFactory means: its `environment`, or a conversation with its `tools`."""
     given, name = getattr(scenario, "environment", None), str(scenario.scenario_id)
     if given is not None:
@@ -71,10 +72,26 @@ def environment_of(scenario: Any) -> EnvironmentFactory:
     return Scenario
 
 
-def environment_from_file(name: str) -> type[ToolEnvironment]:
+def as_ours(environment: Any, options: Mapping[str, Any] | None = None) -> Any:
+    """Return what makes environments: one that is written for another framework is made, and gives a class for it."""
+    if inspect.isclass(environment) and issubclass(environment, ForeignEnvironment):
+        try:
+            environment = environment.from_options(options or {})
+        except Exception as error:  # foreign code
+            raise told(error) from error
+    elif options:
+        raise ValueError(
+            f"environment.options are {', '.join(options)}, which is for environments that are written for RL-Factory; "
+            "leave them out"
+        )
+    return environment.as_environment() if isinstance(environment, ForeignEnvironment) else environment
+
+
+def environment_from_file(name: str) -> type[ToolEnvironment] | type[ForeignEnvironment]:
     """Return the environment class in `weather.py`, or the one named in `weather.py:Weather`."""
     path, wanted, found = chosen("environment", name)
-    found = [value for value in found if inspect.isclass(value) and issubclass(value, ToolEnvironment)]
+    kinds = (ToolEnvironment, ForeignEnvironment)
+    found = [value for value in found if inspect.isclass(value) and issubclass(value, kinds)]
     if not found:
         what = f"{wanted} in {path} is" if wanted else f"{path} defines"
         raise ValueError(f"{what} no environment: a class that inherits from ToolEnvironment")

@@ -18,7 +18,7 @@ from TrainingFactory.options import OptionError
 from TrainingFactory.protocols import Environment, EnvironmentFactory, RewardFunction
 from TrainingFactory.rewards.adapt import Adapted, compares, environment_reward
 from TrainingFactory.rewards.combined import ENVIRONMENT, Combined
-from TrainingFactory.rewards.judge.judges import Judge
+from TrainingFactory.rewards.judge.judges import AsksJudge, Judge, ModelJudge
 from TrainingFactory.rewards.process_reward import ProcessReward
 from TrainingFactory.rewards.rules.answers import ReferenceRule
 from TrainingFactory.rewards.rules.code import ToolRule
@@ -95,8 +95,14 @@ def check_tasks(
 
 
 def check_environment(reward: RewardFunction | None, environment: Environment, task: Task) -> None:
-    """Raise if the environment lacks a tool that the reward calls."""
-    for each in _inside(reward):
+    """Raise if the environment lacks a tool that the reward calls, or writes prompts for a judge that is not there."""
+    inside = _inside(reward)
+    if isinstance(environment, AsksJudge) and not any(isinstance(each, ModelJudge) for each in inside):
+        raise ValueError(
+            f"{type(environment).__name__} writes prompts for a judge, and the reward has none: "
+            "reward.type=model_judge with its model and options.base_url, alone or in reward.parts"
+        )
+    for each in inside:
         if isinstance(each, ToolRule):
             each.check_environment(environment, task)
 

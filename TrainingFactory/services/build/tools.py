@@ -19,6 +19,7 @@ from TrainingFactory.tools.adapt import as_tool
 from TrainingFactory.tools.builtin.making import make_tool
 from TrainingFactory.tools.cache.cache import ToolCache
 from TrainingFactory.tools.decorator import FunctionTool
+from TrainingFactory.tools.mcp.config import read_with_names
 from TrainingFactory.tools.mcp_tools import MCPTools
 from TrainingFactory.user_code import chosen, is_file_name
 
@@ -53,7 +54,7 @@ def make_tools(
             raise ValueError(f"{where}.options are for built-in tools; a server's stand in {entry.config}")
         if entry.config not in files:
             files.add(entry.config)
-            made.append(_from_servers(entry.config, config.tools))
+            made += _from_servers(entry.config, config.tools)
     return [*made, *map(as_tool, given)]
 
 
@@ -97,18 +98,20 @@ def _from_file(name: str) -> list[Handed]:
     return tools
 
 
-def _from_servers(path: str, entries: Sequence[ToolEntry]) -> ToolSource:
-    """Return what all entries with this file want of it, over one set of connections."""
+def _from_servers(path: str, entries: Sequence[ToolEntry]) -> list[Handed]:
+    """Return what all entries with this file want of it, over one set of connections, and the tools that it names."""
+    servers, names = read_with_names(path)
 
     def choose(offered: Mapping[str, str]) -> dict[str, bool]:
         taken: dict[str, bool] = {}
         for number, entry in enumerate(entries):
-            if entry.config == path:
+            if entry.config == path and entry.name not in names:
                 for name in choose_names(entry.name, offered, f"tools.{number}", path):
                     taken[name] = entry.cache_enabled or taken.get(name, False)
         return taken
 
-    return Chosen(MCPTools.load_from_config(Path(path).expanduser()), choose)
+    made: list[Handed] = [make_tool(name) for name in names]
+    return [*made, Chosen(MCPTools(servers), choose)] if servers else made
 
 
 class Chosen:

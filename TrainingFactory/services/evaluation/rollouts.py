@@ -115,7 +115,8 @@ class Rollouts:
         self._record()
         await check_tools(environment, self.tasks[0], chat, reward)
         started = time.perf_counter()
-        await engine.rollout_batch(self.tasks, sampler, self.group_size)
+        heldout = "eval" if config.data.split == "heldout" else None
+        await engine.rollout_batch(self.tasks, sampler, self.group_size, recorded_as=heldout)
         return started
 
     def _new_recording(self) -> Path | None:

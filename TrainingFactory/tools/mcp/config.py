@@ -22,14 +22,26 @@ _LAST_COMMA = re.compile(rf"{_STRING}|,(?=\s*[\]}}])")
 def read_config(path: str | Path) -> list[ServerConfig]:
     """Return the servers of a file. One in .pydata holds a Python literal, which is read and never executed."""
     path = Path(path).expanduser()
+    return parse_config(_data(path), str(path), path.resolve().parent)
+
+
+def read_with_names(path: str | Path) -> tuple[list[ServerConfig], list[str]]:
+    """Return the servers of a file, and the tools that need none: texts in its list, as RL-Factory writes them."""
+    path = Path(path).expanduser()
+    data = _data(path)
+    names = [each for each in data if isinstance(each, str)] if isinstance(data, list) else []
+    rest = [each for each in data if not isinstance(each, str)] if names else data
+    return parse_config(rest, str(path), path.resolve().parent) if rest else [], names
+
+
+def _data(path: Path) -> Any:
     try:
         text = path.read_text(encoding="utf-8-sig")
-        data = ast.literal_eval(text.strip()) if path.suffix == ".pydata" else _read_json(text)
+        return ast.literal_eval(text.strip()) if path.suffix == ".pydata" else _read_json(text)
     except (OSError, ValueError, SyntaxError, RecursionError) as error:
         raise ValueError(
             f"{path}: cannot be read: {error}; give the mcpServers file of your servers"
         ) from None
-    return parse_config(data, str(path), path.resolve().parent)
 
 
 def _read_json(text: str) -> Any:
