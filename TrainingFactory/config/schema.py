@@ -168,6 +168,8 @@ class OptimizationSection(Section):
 class DataSection(Section):
     tasks: PathText | None = None
     """Tasks: a file (JSONL, JSON, Parquet, CSV), saved dataset or hub id; null: the environment makes them."""
+    columns: dict[str, str] = Field(default_factory=dict)
+    """Columns of tasks, dataset and heldout that are called otherwise there: {prompt: question, answer: answer}."""
     split: str = "train"
     """Which of the environment's splits the tasks come from: train or heldout."""
     count: Count | None = None

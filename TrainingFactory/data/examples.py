@@ -81,13 +81,14 @@ def load_examples(
     count: int | None = None,
     skip_bad_rows: bool = False,
     fits: Fits | None = None,
+    names: Mapping[str, str] | None = None,
 ) -> Examples:
     """Return the first `count` examples; raise one ValueError with all problems, by row and column, or with
-    `skip_bad_rows` keep them in `bad`."""
+    `skip_bad_rows` keep them in `bad`. `names` are the `columns` of `read_rows`."""
     examples, stem = Examples(form, []), Path(source).stem if isinstance(source, str | Path) else "row"
     together: dict[str, Example] = {}  # recorded episodes of a group, by its name
     fits = fits and _shared(fits)
-    for row in read_rows(source, split):
+    for row in read_rows(source, split, names):
         examples.rows += 1
         try:
             if row.problem is not None:
