@@ -39,7 +39,7 @@ demo: $(STAMP)
 
 # MCP servers of others, for the tests. What cannot be installed (no npm, no network) is said here, and the tests
 # that need it skip; it is tried again the next time.
-servers: $(SERVERS)/node.installed $(SERVERS)/python.installed
+servers: $(SERVERS)/node.installed $(SERVERS)/python.installed $(SERVERS)/swift.installed
 
 $(SERVERS)/node.installed: tests/servers/package.json tests/servers/package-lock.json
 	@mkdir -p $(SERVERS)/node && cp $^ $(SERVERS)/node
@@ -52,6 +52,12 @@ $(SERVERS)/python.installed: tests/servers/requirements.txt | $(STAMP)
 	@if $(RUN) -m venv $(SERVERS)/python && $(SERVERS)/python/bin/python -m pip install --quiet \
 		--disable-pip-version-check --retries 1 -r $<; then touch $@; \
 	else echo "pip failed: tests with PyPI's MCP server will skip"; fi
+
+$(SERVERS)/swift.installed: tests/servers/swift.txt | $(STAMP)
+	@mkdir -p $(SERVERS)
+	@if $(RUN) -m pip install --quiet --disable-pip-version-check --retries 1 --no-deps --upgrade \
+		--target $(SERVERS)/swift -r $<; then touch $@; \
+	else echo "pip failed: tests with ms-swift will skip"; fi
 
 # One process per core, each with one thread: two that compute would wait for each other.
 test: $(STAMP) servers

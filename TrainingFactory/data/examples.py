@@ -32,6 +32,7 @@ from TrainingFactory.data.conversations import (
     with_system,
 )
 from TrainingFactory.data.datasets import in_one, read_rows
+from TrainingFactory.data.other_forms import in_our_form
 from TrainingFactory.data.ranking import best_and_worst, one_sided, total
 from TrainingFactory.data.trajectories import Kept, trajectory_from_dict
 from TrainingFactory.types import Message, Reward, ToolSpec, Trajectory
@@ -193,6 +194,7 @@ def _why_empty(examples: Examples, source: Any) -> str:
 def _conversations(
     columns: Mapping[str, Any], form: Form, name: str, fits: Fits | None
 ) -> list[Conversation]:
+    columns = in_our_form(columns)
     if not all(key in columns for key in COLUMNS.get(form, [])):
         raise ValueError(_missing(columns, form))
     if form in PAIRS:
