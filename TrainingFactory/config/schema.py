@@ -86,8 +86,8 @@ class TrainingSection(Section):
 
 class EnvironmentSection(Section):
     environment_id: PathText | None = None
-    """Name of an environment, or a Python file with one: weather.py, weather.py:Weather; null with tools and
-    data.tasks: a plain conversation with those tools."""
+    """Name of an environment, or a Python file with one: weather.py, weather.py:Weather; null with data.tasks: a plain
+    conversation, with the tools if there are any."""
     system_prompt: str | None = None
     """What the model is told first; null: what the environment says."""
     async_execution: bool = True

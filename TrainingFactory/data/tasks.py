@@ -13,7 +13,14 @@ from TrainingFactory.types import Message, Task
 
 PROMPTS = ("question", "query", "problem", "instruction", "input", "messages")
 # The first that is there; an answer is not needed, so that several are no mistake.
-ANSWERS = ("ground_truth", "reward_model.ground_truth", "solution", "target", "expected_answer")
+ANSWERS = (
+    "ground_truth",
+    "reward_model.ground_truth.target",
+    "reward_model.ground_truth",
+    "solution",
+    "target",
+    "expected_answer",
+)
 
 
 def load_tasks(

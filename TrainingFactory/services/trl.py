@@ -276,11 +276,8 @@ def _keys(name: str, value: Any) -> dict[str, Any] | None:
     if name in counts and whole:
         return {counts[name]: int(value) + (name == "max_tool_calling_iterations")}  # and the answer
     if name == "report_to":
-        return {
-            "logging.trackers": [
-                each for each in ([value] if isinstance(value, str) else value) if each != "none"
-            ]
-        }
+        wanted: Any = [value] if isinstance(value, str) else value
+        return {"logging.trackers": [each for each in wanted if each != "none"]}
     return {SAME[name]: value} if name in SAME else None
 
 
