@@ -63,7 +63,8 @@ class Trainer:
         `tool_cache` may be a `ToolCache` too. Names of TRL (`train_dataset`, `reward_funcs`, `args=`) are taken for
         what they mean. `resume=True` goes on with the run `name`; `replay` names a run whose recorded tool
         calls are served again. `allocation_id` is for machines of a ComputeFactory."""
-        self.objects, theirs = Objects(), trl.take(options, self.algorithm)
+        self.objects = Objects()
+        theirs = trl.take(options, self.algorithm, (config or TrainingConfig()).training.group_size)
         reward_function, tasks, dataset, heldout, name = theirs.over(
             reward_function=reward_function, tasks=tasks, dataset=dataset, heldout=heldout, name=name
         )

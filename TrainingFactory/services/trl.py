@@ -105,8 +105,9 @@ class FromTRL:
             into(options, section, {name: value})
 
 
-def take(options: dict[str, Any], algorithm: str) -> FromTRL:
-    """Take TRL's names out of the options of a trainer; raise one ValueError for all that have no counterpart."""
+def take(options: dict[str, Any], algorithm: str, group_size: int) -> FromTRL:
+    """Take TRL's names out of the options of a trainer; raise one ValueError for all that have no counterpart.
+    `group_size` is the one of the config, where neither says another."""
     named = {name: options.pop(name) for name in [*options] if _theirs(name, options[name], algorithm)}
     made = FromTRL()
     args = {key: value for key, value in _changed(named.pop("args", None)).items() if value is not None}
@@ -116,7 +117,9 @@ def take(options: dict[str, Any], algorithm: str) -> FromTRL:
         )
     left = {name: value for name, value in (args | named).items() if value is not None}
     _objects(left, algorithm, made)
-    _batch(left, algorithm, made)
+    training = options.get("training")
+    given = options | (training if isinstance(training, Mapping) else {})
+    _batch(left, algorithm, left.get("num_generations", given.get("group_size", group_size)), made)
     _loss(left, algorithm, made)
     problems = [
         problem for name, value in left.items() if (problem := _one(name, value, algorithm, made, options))
@@ -204,7 +207,7 @@ def _adapter(config: Any) -> dict[str, Any]:
     return keys | {"lora.enabled": True}
 
 
-def _batch(left: dict[str, Any], algorithm: str, made: FromTRL) -> None:
+def _batch(left: dict[str, Any], algorithm: str, members: int, made: FromTRL) -> None:
     """Count tasks: TRL counts completions, several of which belong to a task."""
     names = ("per_device_train_batch_size", "gradient_accumulation_steps", "generation_batch_size")
     given = {name: left.pop(name) for name in names if name in left}
@@ -214,15 +217,14 @@ def _batch(left: dict[str, Any], algorithm: str, made: FromTRL) -> None:
     if not KINDS[algorithm].samples:
         made.keys["training.batch_size"] = rows
         return
-    members, sampled = left.get("num_generations", 8), given.get("generation_batch_size", rows)
+    sampled = given.get("generation_batch_size", rows)
     written = ", ".join(f"{name}={value}" for name, value in given.items())
     if sampled % members or sampled % rows:
         raise ValueError(
             f"{written} makes steps of {sampled} completions, {rows} an update, which are no whole tasks of "
-            f"num_generations={members}; write training.batch_size, the tasks of a step, and training.group_size"
+            f"{members} (num_generations); write training.batch_size, the tasks of a step, and training.group_size"
         )
-    made.keys |= {"training.batch_size": sampled // members, "training.group_size": members}
-    left.pop("num_generations", None)
+    made.keys["training.batch_size"] = sampled // members
     if sampled > rows:
         made.keys["training.minibatches"] = sampled // rows
     if (updates := sampled // rows * left.get("num_iterations", 1)) > 1 and left.get("max_steps", -1) > 0:
@@ -269,7 +271,7 @@ def _keys(name: str, value: Any) -> dict[str, Any] | None:
     """Return our keys for a name of theirs, or None."""
     if name in VALUES:
         key, known = VALUES[name]
-        return {key: known[value]} if value in known else None
+        return {key: known[value]} if value in [*known] else None
     whole = isinstance(value, int | float) and float(value).is_integer()
     counts = {"num_train_epochs": "training.num_epochs", "save_steps": "logging.checkpoint_every"}
     counts |= {"eval_steps": "training.eval_every", "max_tool_calling_iterations": "environment.max_turns"}

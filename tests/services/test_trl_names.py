@@ -13,6 +13,7 @@ import pytest
 from peft import LoraConfig, PrefixTuningConfig
 
 from tests.kits.rules import episode
+from TrainingFactory.config import TrainingConfig
 from TrainingFactory.data.trajectories import load_trajectories
 from TrainingFactory.rewards.adapt import Unscored
 from TrainingFactory.services import DPOTrainer, GRPOTrainer, KTOTrainer, SFTTrainer
@@ -70,7 +71,10 @@ def test_a_program_for_trl_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     ("options", "keys"),
     [
         ({"num_generations": 4}, {"training.group_size": 4}),
-        ({"per_device_train_batch_size": 16}, {"training.batch_size": 2, "training.group_size": 8}),
+        ({"per_device_train_batch_size": 16}, {"training.batch_size": 2}),
+        ({"per_device_train_batch_size": 16, "group_size": 4}, {"training.batch_size": 4, "training.group_size": 4}),
+        ({"per_device_train_batch_size": 16, "config": TrainingConfig(group_size=2)},
+         {"training.batch_size": 8, "training.group_size": 2}),
         ({"gradient_accumulation_steps": 3, "num_generations": 2},
          {"training.batch_size": 12, "training.group_size": 2}),
         ({"args": {"per_device_train_batch_size": 4, "generation_batch_size": 16, "num_generations": 4,
@@ -141,7 +145,7 @@ def test_what_makes_no_difference_is_said() -> None:
         ({"args": {"scale_rewards": "batch"}}, "only group, True"),
         ({"args": {"num_train_epochs": 0.5}}, "training.num_epochs: must be a valid integer"),
         ({"args": {"warmup_ratio": 0.1}}, "write warmup_steps"),
-        ({"per_device_train_batch_size": 4}, "4 completions.*no whole tasks of num_generations=8.*training.batch_size"),
+        ({"per_device_train_batch_size": 4}, "4 completions.*no whole tasks of 8 .*training.batch_size"),
         ({"num_generations": 4, "group_size": 4}, "training.group_size, which is set as well"),
         ({"max_completion_length": 4, "max_tokens": 4}, "max_tokens is given twice"),
         ({"num_generations": 4, "args": {"num_generations": 8}}, "given twice, by itself and in args"),
