@@ -118,7 +118,7 @@ def take(options: dict[str, Any], algorithm: str, group_size: int) -> FromTRL:
     left = {name: value for name, value in (args | named).items() if value is not None}
     _objects(left, algorithm, made)
     training = options.get("training")
-    given = options | (training if isinstance(training, Mapping) else {})
+    given = {**options, **(training if isinstance(training, Mapping) else {})}
     _batch(left, algorithm, left.get("num_generations", given.get("group_size", group_size)), made)
     _loss(left, algorithm, made)
     problems = [
