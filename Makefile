@@ -40,7 +40,8 @@ demo: $(STAMP)
 
 # MCP servers of others, for the tests. What cannot be installed (no npm, no network) is said here, and the tests
 # that need it skip; it is tried again the next time.
-servers: $(SERVERS)/node.installed $(SERVERS)/python.installed $(SERVERS)/gyms.installed $(HELLO:%=$(SERVERS)/hello-%.installed)
+servers: $(SERVERS)/node.installed $(SERVERS)/python.installed $(SERVERS)/gyms.installed \
+	$(SERVERS)/swift.installed $(HELLO:%=$(SERVERS)/hello-%.installed)
 
 $(SERVERS)/node.installed: tests/servers/package.json tests/servers/package-lock.json
 	@mkdir -p $(SERVERS)/node && cp $^ $(SERVERS)/node
@@ -66,6 +67,12 @@ $(SERVERS)/hello-%.installed: tests/servers/hello.txt | $(STAMP)
 	@if $(RUN) -m pip install --quiet --disable-pip-version-check --retries 1 --no-deps --upgrade \
 		--target $(SERVERS)/hello-$* -r $< hello-agents==$*; then touch $@; \
 	else echo "pip failed: tests with HelloAgents $* will skip"; fi
+
+$(SERVERS)/swift.installed: tests/servers/swift.txt | $(STAMP)
+	@mkdir -p $(SERVERS)
+	@if $(RUN) -m pip install --quiet --disable-pip-version-check --retries 1 --no-deps --upgrade \
+		--target $(SERVERS)/swift -r $<; then touch $@; \
+	else echo "pip failed: tests with ms-swift will skip"; fi
 
 # One process per core, each with one thread: two that compute would wait for each other.
 test: $(STAMP) servers

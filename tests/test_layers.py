@@ -42,7 +42,7 @@ SATELLITES = [
     # faces of satellite folders, and what users call
     "tools/custom_tools.py", "tools/mcp_tools.py", "tools/tool_cache.py", "rewards/rule_based.py",
     "rewards/model_judge.py", "rewards/tool_verified.py", "services/trainers.py",
-    "services/keywords.py", "services/sft_trainer.py",
+    "services/keywords.py", "services/trl.py", "services/sft_trainer.py",
     "services/rl_trainer.py", "services/reward_model.py", "services/async_executor.py", "services/process_reward.py",
 ]  # fmt: skip
 CORE_LINES = 14_750

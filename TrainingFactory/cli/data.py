@@ -10,7 +10,7 @@ from cyclopts import App, Parameter, validators
 from TrainingFactory.cli import show
 from TrainingFactory.cli.display import Display
 from TrainingFactory.cli.options import Where
-from TrainingFactory.data.convert import Filters
+from TrainingFactory.data.convert import Filters, Layout, swift_row
 from TrainingFactory.data.convert import convert as converted
 from TrainingFactory.data.examples import Form
 
@@ -29,6 +29,7 @@ def convert(
     *,
     to: Form,
     out: Path,
+    layout: Annotated[Layout, Parameter(name="--format")] = "trl",
     filters: Annotated[Filters | None, Parameter(name="*")] = None,
     force: bool = False,
     where: Where = "runs",
@@ -43,7 +44,8 @@ def convert(
     Args:
         source: A run (name or folder), or a file of trajectories.
         to: What the rows are for: sft, dpo, kto, rm (outcome reward model), prm (process reward model).
-        out: JSONL file to write: OpenAI-style messages in the columns that TRL reads, too.
+        out: JSONL file to write.
+        layout: trl is OpenAI-style messages in the columns that TRL has; swift is what ms-swift reads.
         force: Write over the file if it is there.
     """
     from TrainingFactory.data.datasets import read_rows
@@ -62,7 +64,7 @@ def convert(
         return 1
     if done.note:
         show.note(f"note: {done.note}")
-    write_rows(out, done.rows)
+    write_rows(out, [swift_row(row) for row in done.rows] if layout == "swift" else done.rows)
     show.note(f"saved {show.count(len(done.rows), 'row')} to {out}; learn from them with data.dataset={out}")
     return 0
 

@@ -100,8 +100,8 @@ class TrainingSection(Section):
 
 class EnvironmentSection(Section):
     environment_id: PathText | None = None
-    """Name of an environment, or a Python file with one: weather.py, weather.py:Weather; null with tools and
-    data.tasks: a plain conversation with those tools."""
+    """Name of an environment, or a Python file with one: weather.py, weather.py:Weather; null with data.tasks: a plain
+    conversation, with the tools if there are any."""
     system_prompt: str | None = None
     """What the model is told first; null: what the environment says."""
     options: dict[str, Any] = Field(default_factory=dict)
@@ -184,6 +184,8 @@ class OptimizationSection(Section):
 class DataSection(Section):
     tasks: PathText | None = None
     """Tasks: a file (JSONL, JSON, Parquet, CSV), saved dataset or hub id; null: the environment makes them."""
+    columns: dict[str, str] = Field(default_factory=dict)
+    """Columns of tasks, dataset and heldout that are called otherwise there: {prompt: question, answer: answer}."""
     split: str = "train"
     """Which of the environment's splits the tasks come from: train or heldout."""
     count: Count | None = None

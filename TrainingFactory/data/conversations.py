@@ -20,8 +20,8 @@ Fits = Callable[[ToolSpec, dict[str, Any]], str | None]
 SHAREGPT_ROLES = {
     "system": "system",
     **dict.fromkeys(("human", "user"), "user"),
-    **dict.fromkeys(("gpt", "assistant", "chatgpt", "model", "function_call"), "assistant"),
-    **dict.fromkeys(("observation", "tool", "function", "function_response"), "tool"),
+    **dict.fromkeys(("gpt", "assistant", "chatgpt", "model", "function_call", "tool_call"), "assistant"),
+    **dict.fromkeys(("observation", "tool", "function", "function_response", "tool_response"), "tool"),
 }
 
 
@@ -73,6 +73,8 @@ def prompt_in(columns: Mapping[str, Any]) -> list[Message]:
 
 def messages_in(rows: Sequence[Any], name: str, bad: bool = False) -> list[Message]:
     found = []
+    if any(isinstance(row, Mapping) and row.get("role") in ("tool_call", "tool_response") for row in rows):
+        rows = _from_sharegpt([{"from": row["role"], "value": row.get("content")} for row in rows], name, bad)
     for number, row in enumerate(rows):
         try:
             message = message_from_dict(row)
@@ -94,7 +96,7 @@ def tools_in(columns: Mapping[str, Any]) -> list[ToolSpec]:
     specs = []
     for number, row in enumerate(as_list(columns.get("tools") or [], "tools")):
         try:
-            spec = spec_from_dict(row)
+            spec = spec_from_dict(json.loads(row) if isinstance(row, str) else row)
             if isinstance(spec.parameters, str):  # some datasets keep them as JSON in a text
                 spec.parameters = json.loads(spec.parameters)
             if not isinstance(spec.parameters, dict):
@@ -198,7 +200,9 @@ def _from_sharegpt(rows: Sequence[Mapping[str, Any]], name: str, bad: bool) -> l
             known = ", ".join(SHAREGPT_ROLES)
             raise ValueError(f'has a message {number} in "{name}" from {kind!r}; known are: {known}')
         message = {"role": SHAREGPT_ROLES[kind], "content": value}
-        if kind == "function_call":
+        if kind == "tool_response" and not isinstance(value, str):
+            message["content"] = json.dumps(value, ensure_ascii=False)
+        if kind in ("function_call", "tool_call"):
             said = found.pop() if found and found[-1]["role"] == "assistant" else {}  # and then called
             try:
                 calls = json.loads(value) if isinstance(value, str) else value

@@ -6,6 +6,9 @@
     dpo   prompt, chosen, rejected, margin, tools    the best and the worst episode of a group; margin: by how much
     rm    the same
 
+`swift_row` writes the same as ms-swift has it: messages with the roles tool_call and tool_response, the other side of a
+pair as rejected_messages, tools as JSON in a text.
+
 Rows hold texts, so what texts cannot say is left out: a turn that was cut has no end (sft and prm keep the turns before
 it), and a call that could not be read has no name.
 """
@@ -19,7 +22,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from itertools import chain
-from typing import Any
+from typing import Any, Literal
 
 from TrainingFactory.data.datasets import Row
 from TrainingFactory.data.examples import PAIRS, Form, useless
@@ -27,6 +30,8 @@ from TrainingFactory.data.ranking import best_and_worst, one_sided, total
 from TrainingFactory.data.trajectories import trajectory_from_dict
 from TrainingFactory.openai_form import message_to_dict, spec_to_dict
 from TrainingFactory.types import Status, Trajectory
+
+Layout = Literal["trl", "swift"]
 
 THRESHOLDS: dict[Form, float] = {"kto": 0.5, "prm": 0.0}
 
@@ -190,3 +195,37 @@ def _limited(made: list[dict[str, Any]], filters: Filters, dropped: Counter[str]
     kept = sorted(chain.from_iterable(drawn))
     dropped["--max-per-task"] += len(made) - len(kept)
     return [made[number] for number in kept]
+
+
+def swift_row(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a converted row in the form that ms-swift reads."""
+    if "labels" in row:
+        raise ValueError("ms-swift has no rows with labels for turns: --to prm has no --format swift")
+    # What a prompt contains is not learned.
+    prompt = _swift_messages(row.get("prompt", []), {"loss": False})
+    answer = row["chosen"] if "chosen" in row else row.get("completion", row.get("messages", []))
+    made: dict[str, Any] = {"messages": prompt + _swift_messages(answer)}
+    if "rejected" in row:
+        made["rejected_messages"] = prompt + _swift_messages(row["rejected"])
+    if "tools" in row:
+        made["tools"] = json.dumps(row["tools"], ensure_ascii=False)
+    return {key: row[key] for key in ("id", "label", "margin") if key in row} | made
+
+
+def _swift_messages(
+    rows: Iterable[dict[str, Any]], marks: dict[str, Any] | None = None
+) -> list[dict[str, Any]]:
+    made: list[dict[str, Any]] = []
+    for row in rows:
+        role, text = row["role"], row["content"]
+        if role != "assistant":
+            made.append({"role": "tool_response" if role == "tool" else role, "content": text})
+            continue
+        if thought := row.get("reasoning_content"):
+            text = f"<think>\n{thought}\n</think>\n\n{text}"
+        calls = [call["function"] for call in row.get("tool_calls", [])]
+        written = [{"name": call["name"], "arguments": json.loads(call["arguments"])} for call in calls]
+        said = [("assistant", text)] if text or not calls else []
+        said += [("tool_call", json.dumps(call, ensure_ascii=False)) for call in written]
+        made += [{"role": kind, "content": content, **(marks or {})} for kind, content in said]
+    return made

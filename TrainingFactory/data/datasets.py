@@ -29,10 +29,12 @@ class Row:
     problem: str | None = None
 
 
-def read_rows(source: Any, split: str = "train") -> Iterator[Row]:
-    """Yield the rows of a path, a hub id (`name` or `name:configuration`), a `datasets.Dataset` or dicts."""
+def read_rows(source: Any, split: str = "train", columns: Mapping[str, str] | None = None) -> Iterator[Row]:
+    """Yield the rows of a path, a hub id (`name` or `name:configuration`), a `datasets.Dataset` or dicts; `columns`
+    says for names of ours which column has them: {"prompt": "question"}."""
     try:
-        yield from _rows(source, split)
+        rows = _rows(source, split)
+        yield from (_renamed(row, columns) for row in rows) if columns else rows
     except UnicodeDecodeError as error:
         raise ValueError(f"{source} is not a UTF-8 text: {error.reason}; rows come from {KINDS}") from error
 
@@ -170,14 +172,38 @@ def _there(value: Any, deep: bool) -> Any:
     return [_there(item, deep) for item in value] if isinstance(value, list) else value
 
 
+def column_at(columns: Mapping[str, Any], name: str) -> Any:
+    """Return a column by its name, or what stands in one by a path such as `reward_model.ground_truth`."""
+    first, dot, rest = name.partition(".")
+    if name in columns or not dot:
+        return columns.get(name)
+    inner = columns.get(first)
+    return column_at(inner, rest) if isinstance(inner, Mapping) else None
+
+
+def _renamed(row: Row, names: Mapping[str, str]) -> Row:
+    found = {ours: column_at(row.columns, theirs) for ours, theirs in names.items()}
+    missing = [f"{names[ours]!r} for {ours}" for ours, value in found.items() if value is None]
+    if missing and row.problem is None:
+        there = ", ".join(map(str, row.columns)) or "none"
+        row.problem = f"has not what data.columns names: {', '.join(missing)}; its columns are: {there}"
+    row.columns = row.columns | found
+    return row
+
+
 def read_each(
-    source: Any, what: str, read: Callable[[Row, int], Made], split: str = "train", count: int | None = None
+    source: Any,
+    what: str,
+    read: Callable[[Row, int], Made],
+    split: str = "train",
+    count: int | None = None,
+    columns: Mapping[str, str] | None = None,
 ) -> list[Made]:
     """Return what `read` makes of the first `count` rows and their numbers; its ValueError goes on after the row's
     place, such as "FILE, line N"."""
     made: list[Made] = []
     problems: list[str] = []
-    for number, row in enumerate(islice(read_rows(source, split), count), 1):
+    for number, row in enumerate(islice(read_rows(source, split, columns), count), 1):
         try:
             if row.problem is not None:
                 raise ValueError(row.problem)

@@ -32,6 +32,7 @@ from TrainingFactory.data.conversations import (
     with_system,
 )
 from TrainingFactory.data.datasets import in_one, read_rows
+from TrainingFactory.data.other_forms import in_our_form
 from TrainingFactory.data.ranking import best_and_worst, one_sided, total
 from TrainingFactory.data.trajectories import Kept, trajectory_from_dict
 from TrainingFactory.types import Message, Reward, ToolSpec, Trajectory
@@ -81,13 +82,14 @@ def load_examples(
     count: int | None = None,
     skip_bad_rows: bool = False,
     fits: Fits | None = None,
+    names: Mapping[str, str] | None = None,
 ) -> Examples:
     """Return the first `count` examples; raise one ValueError with all problems, by row and column, or with
-    `skip_bad_rows` keep them in `bad`."""
+    `skip_bad_rows` keep them in `bad`. `names` are the `columns` of `read_rows`."""
     examples, stem = Examples(form, []), Path(source).stem if isinstance(source, str | Path) else "row"
     together: dict[str, Example] = {}  # recorded episodes of a group, by its name
     fits = fits and _shared(fits)
-    for row in read_rows(source, split):
+    for row in read_rows(source, split, names):
         examples.rows += 1
         try:
             if row.problem is not None:
@@ -192,6 +194,7 @@ def _why_empty(examples: Examples, source: Any) -> str:
 def _conversations(
     columns: Mapping[str, Any], form: Form, name: str, fits: Fits | None
 ) -> list[Conversation]:
+    columns = in_our_form(columns)
     if not all(key in columns for key in COLUMNS.get(form, [])):
         raise ValueError(_missing(columns, form))
     if form in PAIRS:

@@ -191,9 +191,9 @@ def _shape_of(function: Callable[..., Any], name: str) -> Shape:
 
 
 def _completion(trajectory: Trajectory) -> str | list[dict[str, Any]]:
-    """Write it as TRL does: the answer where the prompt is a text, else all messages after the prompt."""
+    """Write it as TRL does: the last text, cut or not, where the prompt is one, else all messages after the prompt."""
     if isinstance(trajectory.task.prompt, str):
-        return trajectory.answer
+        return trajectory.turns[-1].message.content if trajectory.turns else ""
     return [message_to_dict(each) for turn in trajectory.turns for each in (turn.message, *turn.replies)]
 
 

@@ -3,7 +3,7 @@ into their sections. Meanings, defaults and ranges are in `config/`; a test hold
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypedDict
 
@@ -17,7 +17,25 @@ from TrainingFactory.tools.cache.cache import ToolCache
 Section = Mapping[str, Any]  # keys of one section of the config
 
 
-class Keywords(TypedDict, total=False):
+class TRLKeywords(TypedDict, total=False):
+    """Names of TRL that are taken besides our own; `services/trl.py` says as what."""
+
+    train_dataset: Any
+    eval_dataset: Any
+    reward_funcs: Any
+    reward_weights: Sequence[float] | None
+    args: Any
+    processing_class: Any
+    peft_config: Any
+    num_generations: int
+    gradient_accumulation_steps: int
+    max_completion_length: int
+    max_prompt_length: int | None
+    logging_steps: float
+    save_steps: float
+
+
+class Keywords(TRLKeywords, total=False):
     """Those of every trainer."""
 
     # of the trainer itself
@@ -115,6 +133,7 @@ class Keywords(TypedDict, total=False):
     tool_cache: bool | str | ToolCache
 
     # data
+    columns: dict[str, str]
     split: str
     count: int | None
     dataset_split: str
@@ -164,6 +183,7 @@ class SFTKeywords(Keywords, total=False):
 
 
 class GRPOKeywords(Keywords, total=False):
+    beta: float  # TRL's name of kl
     advantage: Literal["group", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"]
     credit: Literal["trajectory", "turn"]
     scale_rewards: bool

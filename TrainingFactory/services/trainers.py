@@ -12,6 +12,7 @@ from TrainingFactory.config.names import expand
 from TrainingFactory.data.tasks import load_tasks
 from TrainingFactory.protocols import AnyReward
 from TrainingFactory.rewards.adapt import as_reward
+from TrainingFactory.services import trl
 from TrainingFactory.services.build.environment import as_ours, environment_of
 from TrainingFactory.services.build.factories import by_file
 from TrainingFactory.services.build.notices import notices, unused
@@ -58,18 +59,24 @@ class Trainer:
         functions, `MCPTools` and other sources, or names; several or one. With `tools` and `tasks` alone there is a
         plain conversation. `tasks` are `Task` objects, or rows like those of `dataset`, which is a file, a hub id, or
         rows as Python objects (dicts, a `datasets.Dataset`), and so is `heldout`: with
-        `eval_every=N` it is measured and not learned (for trainers that sample, a file of tasks).
+        `eval_every=N` it is measured and not learned (for trainers that sample, tasks).
 
         `options` are keys of the config in short form (`learning_rate=1e-5`, `use_lora=True`, and those of the
         algorithm: `DPOTrainer(beta=0.2)`) or sections of it (`sampling={"max_tokens": 64}`); they go before `config`;
-        `tool_cache` may be a `ToolCache` too. `resume=True` goes on with the run `name`; `replay` names a run whose
-        recorded tool calls are served again. `dataset_id`, `environment_id` and `allocation_id` are ids, or what the
-        other factories gave: docs/FACTORIES.md."""
+        `tool_cache` may be a `ToolCache` too. Names of TRL (`train_dataset`, `reward_funcs`, `args=`) are taken for
+        what they mean. `resume=True` goes on with the run `name`; `replay` names a run whose recorded tool
+        calls are served again. `dataset_id`, `environment_id` and `allocation_id` are ids, or what the other factories
+        gave: docs/FACTORIES.md."""
         self.objects = Objects()
         dataset, environment = (
             _handed(options, "dataset_id", dataset),
             _handed(options, "environment_id", environment),
         )
+        theirs = trl.take(options, self.algorithm, (config or TrainingConfig()).training.group_size)
+        reward_function, tasks, dataset, heldout, name = theirs.over(
+            reward_function=reward_function, tasks=tasks, dataset=dataset, heldout=heldout, name=name
+        )
+        self._notes = theirs.notes
         if isinstance(options.get("tool_cache"), ToolCache):
             self.objects.cache = options.pop("tool_cache")
         given = self._in_sections(options)
@@ -149,22 +156,26 @@ class Trainer:
 
     def _take(self, config: TrainingConfig) -> None:
         """Make this the trainer's config, and read the rows that were handed in as it says."""
-        self.config, objects = config, self.objects
+        self.config, objects, data = config, self.objects, config.data
         if objects.environment is not None and config.environment.options:
             raise ValueError(
                 "environment.options are for an environment that is named; hand them to the object itself"
             )
         if self._tasks is not None:
-            objects.tasks = load_tasks(self._tasks, config.data.dataset_split, config.data.count)
+            objects.tasks = load_tasks(self._tasks, data.dataset_split, data.count, data.columns)
         if self._dataset is not None:
             objects.examples = read_examples(config, self._dataset)
-        if self._heldout is not None:
+        if self._heldout is not None and KINDS[self.algorithm].samples:
+            split, count = data.heldout_split, data.heldout_count
+            objects.heldout_tasks = load_tasks(self._heldout, split, count, data.columns)
+        elif self._heldout is not None:
             learned = config.data.dataset if self._dataset is None else self._dataset
             objects.heldout = read_heldout(config, self._heldout, learned)
         if KINDS[self.algorithm].samples:
             check_group(objects.reward, config.training.group_size)
         played = objects.environment is not None or bool(objects.tools)
-        self.notices = [*notices(config), *unused(config, played=played, heldout=objects.heldout is not None)]
+        heldout = self._heldout is not None
+        self.notices = [*self._notes, *notices(config), *unused(config, played=played, heldout=heldout)]
         if config.optimization.distributed_reward and objects.reward is not None:
             self.notices.append(
                 "optimization.distributed_reward: a reward that is a Python object runs in this process; to run it "

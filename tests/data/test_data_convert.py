@@ -12,7 +12,7 @@ from tests.data.test_data_recorded import in_tokens, rows
 from tests.kits.cli import Run
 from tests.kits.data import loaded, played, tool_dialogues, write
 from TrainingFactory.algorithms.preferences import best_and_worst
-from TrainingFactory.data.convert import Filters, convert
+from TrainingFactory.data.convert import Filters, Layout, convert, swift_row
 from TrainingFactory.data.datasets import read_rows
 from TrainingFactory.data.examples import Form, load_examples
 from TrainingFactory.data.trajectories import save_trajectories
@@ -28,14 +28,20 @@ def saved(folder: Path, episodes: list[Trajectory]) -> Path:
 REWARDS = [Reward(1.0, [0.5, 0.0, 0.5]), Reward(0.0, [0.0, 0.5, 0.0])]
 
 
-@pytest.mark.parametrize("form", ["sft", "kto", "prm", "dpo", "rm"])
-def test_rows_teach_the_tokens_of_the_episodes(tmp_path: Path, form: Form) -> None:
+TRL_FORMS: list[Form] = ["sft", "kto", "prm", "dpo", "rm"]
+
+
+@pytest.mark.parametrize(
+    ("form", "layout"),
+    [*((form, "trl") for form in TRL_FORMS), ("sft", "swift"), ("kto", "swift")],
+)
+def test_rows_teach_the_tokens_of_the_episodes(tmp_path: Path, form: Form, layout: Layout) -> None:
     """With tool calls in them; and what is good and bad is the same too."""
     path = saved(tmp_path, played(3, REWARDS))
     made = convert(read_rows(path), form)
     assert made.read == 6 and len(made.rows) == (3 if form in ("dpo", "rm") else 6) and not made.dropped
     assert not any("token" in json.dumps(row) for row in made.rows)
-    write(tmp_path / "rows.jsonl", made.rows)
+    write(tmp_path / "rows.jsonl", made.rows if layout == "trl" else [swift_row(row) for row in made.rows])
     chat = loaded()[2]
     there = in_tokens(load_examples(tmp_path / "rows.jsonl", form, fits=arguments_fit), form, chat)
     here = in_tokens(path, form, chat)
@@ -129,6 +135,11 @@ def test_the_command(tmp_path: Path, tfactory: Run) -> None:
     assert row["reward"] == 2.0
     status, _, said = tfactory("data", "convert", source, "--to", "sft", "--out", out)
     assert status == 2 and "is there already" in said and "--force" in said
+    assert (
+        tfactory("data", "convert", source, "--to", "dpo", "--out", out, "--force", "--format", "swift")[0]
+        == 0
+    )
+    assert "rejected_messages" in json.loads(out.read_text().splitlines()[0])
     assert tfactory("data", "convert", source, "--to", "dpo", "--out", out, "--force")[0] == 0
     assert json.loads(out.read_text().splitlines()[0])["margin"] == 1.5
     options = ("--to", "sft", "--out", tmp_path / "x")

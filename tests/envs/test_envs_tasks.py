@@ -84,7 +84,7 @@ def test_tasks_from_the_hub(monkeypatch: pytest.MonkeyPatch):
         ("", "is empty"),
         ("\n \n", "is empty"),
         ('{"prompt": "a"}\n{"prompt": "b"\n', r"line 2 is not valid JSON"),
-        ('{"question": "a", "answer": 1}', r'line 1 has no "prompt"; its keys are: question, answer'),
+        ('{"text": "a", "answer": 1}', r'line 1 has no "prompt"; its keys are: text, answer; .*data.columns'),
         ("[1]", r"line 1 must be an object"),
         ('{"prompt": ""}', r"line 1.*not empty"),
         ('{"prompt": 3}', r"line 1.*must be a text or a list of messages"),

@@ -14,7 +14,7 @@ import pytest
 from TrainingFactory import services
 from TrainingFactory.config.names import ALIASES
 from TrainingFactory.config.schema import ALGORITHMS, TrainingConfig, sections
-from TrainingFactory.services.keywords import Keywords, homes_of
+from TrainingFactory.services.keywords import Keywords, TRLKeywords, homes_of
 from TrainingFactory.services.trainers import Trainer
 
 TRAINERS = {trainer.algorithm: trainer for trainer in (getattr(services, name) for name in services.__all__)}
@@ -48,8 +48,9 @@ def test_the_config_and_the_keywords_agree(algorithm: str):
     ]
     wanted = {key for key in every if key.isidentifier() and len(homes_of(key, algorithm)) == 1}
     wanted |= {*own, *TrainingConfig.model_fields, *(alias for alias in ALIASES if "." not in alias)}
-    assert set(found) == wanted - {*POSITIONAL}
-    for key in sorted(found.keys() - set(own) - set(TrainingConfig.model_fields) - WIDER):
+    theirs = {*TRLKeywords.__annotations__, *(["beta"] if algorithm == "grpo" else [])} - wanted
+    assert set(found) == wanted - {*POSITIONAL} | theirs
+    for key in sorted(found.keys() - set(own) - set(TrainingConfig.model_fields) - WIDER - theirs):
         section, name = ALIASES[key].split(".") if key in ALIASES else (homes_of(key, algorithm)[0], key)
         assert plain(found[key]) == plain(known[section].model_fields[name].annotation), key
     signature = inspect.signature(TRAINERS[algorithm])
@@ -62,7 +63,7 @@ from TrainingFactory import GRPOTrainer, Task, TrainingConfig, tool
 
 right = GRPOTrainer("builtin:tiny", environment="search", learning_rate=1e-5, kl=0.1, config=TrainingConfig())
 GRPOTrainer(lerning_rate=1e-5)
-GRPOTrainer(beta=0.1)
+GRPOTrainer(margin=0.1)
 GRPOTrainer(schedule="cosin")
 reveal_type(right.train().steps)
 """

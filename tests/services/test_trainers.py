@@ -252,10 +252,10 @@ def test_train_takes_a_config_and_the_model_can_be_saved(tmp_path: Path) -> None
         ),
         (SFTTrainer, {"algorithm": "dpo"}, "training.algorithm is dpo, and SFTTrainer trains by sft"),
         (SFTTrainer, {"training": 4}, "training"),
-        (GRPOTrainer, {"environment": "search", "heldout": ROWS["sft"]}, 'heldout="tasks.jsonl"'),
+        (GRPOTrainer, {"environment": "search", "heldout": ROWS["sft"]}, "end before the model's turn"),
         (DPOTrainer, {"dataset": ROWS["dpo"], "heldout": [{"text": "x"}]}, "row 0 of the dataset has not"),
         (GRPOTrainer, {"betta": 0.2}, "betta"),
-        (GRPOTrainer, {"beta": 0.2}, "beta"),  # of another algorithm
+        (PPOTrainer, {"beta": 0.2}, "beta"),  # of another algorithm
         (DPOTrainer, {"beta": -1.0}, "dpo.beta"),
         (DPOTrainer, {"beta": 0.2, "dpo": {"beta": 0.1}}, "beta is given twice"),
         (

@@ -21,15 +21,18 @@ from TrainingFactory.types import Message, Task
 from TrainingFactory.user_code import chosen, is_file_name, told
 
 
-def make_environment(config: TrainingConfig, with_tools: bool = False) -> EnvironmentFactory:
-    """Return the environment that is named; a plain conversation where tools alone are handed to the run."""
+def make_environment(config: TrainingConfig, given: bool = False) -> EnvironmentFactory:
+    """Return the environment that is named; a plain conversation where there are tasks, or `given` tools or tasks."""
     name = config.environment.environment_id
     if name is not None:
         return as_ours(environment_named(name), config.environment.options)
-    if with_tools:
+    if given or config.data.tasks is not None:
         return as_ours(ToolEnvironment, config.environment.options)
     known = ", ".join(name for name, alias in catalog.names("environment").items() if alias is None)
-    raise ValueError(f"no environment is named; give one of {known}, or a Python file such as weather.py")
+    raise ValueError(
+        f"no environment is named; give one of {known}, or a Python file such as weather.py; with tasks "
+        "alone, data.tasks=FILE, there is a plain conversation"
+    )
 
 
 def environment_named(name: str) -> Any:

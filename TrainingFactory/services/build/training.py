@@ -138,7 +138,7 @@ class Training:
             return None
         rows = given.examples is not None or config.data.dataset is not None
         named = config.environment.environment_id is not None or self.tools.wanted
-        return make_environment(config, self.tools.wanted) if named or not rows else None
+        return make_environment(config, self.tools.wanted or bool(given.tasks)) if named or not rows else None
 
     def train(self) -> TrainingReport:
         """Train to the end, or to Ctrl-C: then what was learned is in a checkpoint and `state` is interrupted."""

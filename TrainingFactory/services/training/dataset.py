@@ -33,13 +33,14 @@ class Objects:
     tasks: Sequence[Task] | None = None
     examples: Examples | None = None  # of `read_examples`
     heldout: Examples | None = None
+    heldout_tasks: Sequence[Task] | None = None  # where episodes are sampled
     tools: Sequence[Any] = ()  # tools, sources of them, or what can be made a tool
     cache: Any = None  # a `ToolCache`
     allocation: Any = None  # machines of a ComputeFactory
 
     @property
     def given(self) -> list[str]:
-        names = ("environment", "reward", "tasks", "examples", "heldout", "tools")
+        names = ("environment", "reward", "tasks", "examples", "heldout", "heldout_tasks", "tools")
         return [name for name in names if getattr(self, name)]
 
 
@@ -103,8 +104,9 @@ def read_examples(config: TrainingConfig, source: Any, heldout: bool = False) ->
         source = str(source)
     skip = data.skip_bad_rows
     return load_examples(
-        source, form_of(config), split=split, count=count, skip_bad_rows=skip, fits=arguments_fit
-    )
+        source, form_of(config), split=split, count=count, skip_bad_rows=skip, fits=arguments_fit,
+        names=data.columns,
+    )  # fmt: skip
 
 
 def read_heldout(config: TrainingConfig, source: Any, dataset: Any) -> Examples:
@@ -165,10 +167,14 @@ def _gather_heldout(config: TrainingConfig, objects: Objects, found: Dataset) ->
     own = config.environment.environment_id is not None or objects.environment is not None
     if found.environment is not None and (own or found.heldout_examples is None):
         count = config.data.heldout_count
-        if rows or config.data.heldout is None:
+        if objects.heldout_tasks:
+            found.heldout = list(objects.heldout_tasks)
+        elif rows or config.data.heldout is None:
             found.heldout = own_tasks(config, found.environment, "heldout", "heldout", count)
         else:
-            found.heldout = load_tasks(config.data.heldout, config.data.heldout_split, count)
+            found.heldout = load_tasks(
+                config.data.heldout, config.data.heldout_split, count, config.data.columns
+            )
     elif found.heldout_examples is None:
         wanted = (
             "held-out rows: data.heldout=FILE" if rows else "an environment to evaluate in: environment=NAME"
@@ -182,7 +188,7 @@ def make_tasks(
     """Return tasks of a dataset, or the environment's own: `default_count` where the config does not say how many."""
     data = config.data
     if data.tasks is not None:
-        return load_tasks(data.tasks, data.dataset_split, data.count)
+        return load_tasks(data.tasks, data.dataset_split, data.count, data.columns)
     return own_tasks(config, environment, "tasks", data.split, data.count or default_count)
 
 
