@@ -10,17 +10,16 @@ from cyclopts import Parameter
 
 from TrainingFactory.cli import show
 from TrainingFactory.cli.display import Display
-from TrainingFactory.cli.options import Flags, Json, Overrides
+from TrainingFactory.cli.options import Flags, Json, Overrides, places
 from TrainingFactory.cli.rollout import summary, why_unscored
 from TrainingFactory.config import TrainingConfig, load_config
 from TrainingFactory.config.loading import key_value
 from TrainingFactory.config.names import full_key
-from TrainingFactory.options import did_you_mean, nearest
 
 if TYPE_CHECKING:
+    from TrainingFactory.services.build.model_names import Maker
     from TrainingFactory.services.evaluation.evaluation import Evaluation
     from TrainingFactory.services.evaluation.rollouts import Report
-    from TrainingFactory.services.runs.folder import RunFolder
 
 UNSCORED = 1  # exit status
 OTHER_REWARD = ("reward.type", "reward.parts")  # who names one of these wants another reward than the run's
@@ -48,37 +47,38 @@ def evaluate(
     ```
     tfactory eval runs/grpo-search-1
     tfactory eval runs/grpo-search-1 reward.type=environment
+    tfactory eval agent@champion
     tfactory eval qwen3-4b --env search --tasks 200
     tfactory eval runs/warm/checkpoints/step-000160 --env calculator --temperature 0 --json
     ```
 
     Args:
-        model: A run (its name or folder; its last checkpoint is taken), a checkpoint, or a model.
+        model: A run (its name or folder; its last checkpoint is taken, or sft@step-40), a checkpoint, a
+            registered model (agent, agent:3, agent@champion), or a model.
         env: The environment; that of the run if none is named.
         out: JSONL file for the episodes; one in the runs folder if none is named.
         replay: A recording whose tool calls are served again: that of an earlier evaluation with
             logging.record_tools=true.
     """
+    from TrainingFactory.services.build.model_names import find_model
     from TrainingFactory.services.evaluation import evaluation as evaluations
 
     flags = flags or Flags()
     if flags.model is not None:
         raise ValueError("the model is named twice: give it once, without --model")
-    sections = {"data": {"split": "heldout", "count": 64}} | evaluations.model_of(model)
+    found, learned = find_model(model, *places(overrides)), {}
+    sections = {"data": {"split": "heldout", "count": 64}} | evaluations.sections_of(found)
     other = any(full_key(each.partition("=")[0].strip()) in OTHER_REWARD for each in overrides)
-    found, learned = evaluations.checkpoint_of(model), {}
-    if found is None:
-        _check_name(model)
-    else:
-        sections |= _reward(found[0], other)
-        learned = evaluations.learned_tasks(found[0]) if env is None else {}
+    if found.maker is not None:
+        sections |= _reward(found.maker, other)
+        learned = evaluations.learned_tasks(found.maker) if env is None else {}
         sections["data"] |= learned
     given = [key_value(f"{s}.{key}", value) for s, keys in sections.items() for key, value in keys.items()]
     if env is not None:
         given.append(key_value("environment.environment_id", env))
     config = load_config(None, [*given, *overrides, *flags.overrides()])
-    if found is not None:
-        _check_objects(found[0], config, env is not None)
+    if found.maker is not None:
+        _check_objects(found.maker, config, env is not None)
     if learned and config.data.tasks == learned["tasks"]:
         show.note(
             "note: the run has no held-out tasks, so these are those it learned from; name others: --tasks FILE"
@@ -112,7 +112,7 @@ def _report(evaluation: Evaluation, result: Report, as_json: bool) -> int:
     return 0
 
 
-def _reward(run: RunFolder, other: bool) -> dict[str, dict[str, Any]]:
+def _reward(run: Maker, other: bool) -> dict[str, dict[str, Any]]:
     """Return the reward section of the run, if no other reward is asked for."""
     from TrainingFactory.services.build.named_files import changed_files
     from TrainingFactory.services.evaluation.evaluation import reward_of
@@ -128,7 +128,7 @@ def _reward(run: RunFolder, other: bool) -> dict[str, dict[str, Any]]:
     return {} if reward is None else {"reward": reward.model_dump()}
 
 
-def _check_objects(run: RunFolder, config: TrainingConfig, other_environment: bool) -> None:
+def _check_objects(run: Maker, config: TrainingConfig, other_environment: bool) -> None:
     """Raise where a run was started with Python objects in whose place the config names nothing."""
     environment = config.environment.environment_id
     named = {
@@ -142,15 +142,3 @@ def _check_objects(run: RunFolder, config: TrainingConfig, other_environment: bo
             f"run {run.name} was started from Python with its own {' and '.join(given)}, which its folder does not "
             f"hold; name what is missing: {' '.join(NAMED_BY[kind] for kind in missing)}"
         )
-
-
-def _check_name(model: str) -> None:
-    """Raise where the name is that of no run, and cannot be that of a model: not known, not there, no hub id."""
-    from TrainingFactory.models.names import BUILTIN, SUPPORTED_MODELS, resolve
-    from TrainingFactory.services.runs.folder import list_runs
-
-    target, path = resolve(model), Path(model).expanduser()
-    hub = target.count("/") == 1 and not target.startswith((".", "/", "~")) and path.suffix != ".gguf"
-    if not (hub or target == BUILTIN or target.startswith("package:") or path.exists()):
-        near = nearest(model, [*(run.name for run in list_runs()), *SUPPORTED_MODELS, BUILTIN], cutoff=0.5)
-        raise ValueError(f"there is no such run or model: {model!r}{did_you_mean(near)}")

@@ -32,6 +32,7 @@ ALIASES = {
     "lora_r": "lora.r",
     "lora_alpha": "lora.alpha",
     "output_dir": "logging.output_dir",
+    "registry.register": "registry.checkpoint",
 }
 # A plain text instead of a section stands for this key of it.
 SHORT = {"model": "name", "environment": "environment_id", "reward": "type"}

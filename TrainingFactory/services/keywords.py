@@ -42,6 +42,7 @@ class Keywords(TypedDict, total=False):
     lora: Section
     compute: Section
     logging: Section
+    registry: Section
     sft: Section
     grpo: Section
     ppo: Section
@@ -155,6 +156,10 @@ class Keywords(TypedDict, total=False):
     checkpoint_every: int
     keep_checkpoints: int
     keep_every: int | None
+
+    # registry
+    checkpoint: Literal["best", "last"]
+    path: str | Path | None
 
 
 class SFTKeywords(Keywords, total=False):

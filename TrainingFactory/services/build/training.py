@@ -19,6 +19,7 @@ from TrainingFactory.services.build import rewards as build_rewards
 from TrainingFactory.services.build import sampler as build_sampler
 from TrainingFactory.services.build.environment import check_tools, make_environment
 from TrainingFactory.services.build.learner import make_algorithm, make_policy, make_trainable
+from TrainingFactory.services.build.model_names import as_started_from, check_started_from, with_model
 from TrainingFactory.services.build.named_files import about_start, as_started, changed_files
 from TrainingFactory.services.build.rewards import evaluation_reward
 from TrainingFactory.services.build.run_tools import RunTools
@@ -55,7 +56,10 @@ class Training:
         watcher: Watcher | None = None,
         replay: str | Path | None = None,
     ) -> None:
-        config = as_started(config, run)
+        if run is not None:
+            check_started_from(run)
+        written = as_started(config, run)
+        config = with_model(written) if run is None else as_started_from(run, written)
         self.config, self.objects = config, objects or Objects()
         self.watcher: Watcher = watcher or PlainLines()
         self.interrupts = Interrupts(self.watcher.say)
@@ -75,8 +79,8 @@ class Training:
         tasks = [*(self.data.tasks if sampled else ()), *self.data.heldout]
         build_rewards.check_tasks(reward, tasks, self.data.environment)
         if run is None:
-            about = about_start(config, self.objects, self.tools, self.data)
-            run = RunFolder.create(config, name or new_name(config), about, self.total)
+            about = about_start(written, self.objects, self.tools, self.data)
+            run = RunFolder.create(written, name or new_name(config), about, self.total)
         else:
             check_same(self.data, run.about, run.name)
             for file in changed_files(run.about):

@@ -17,6 +17,7 @@ from TrainingFactory.rollout import rollout_metrics
 from TrainingFactory.running import run as run_anywhere
 from TrainingFactory.services.build import rewards as build_rewards
 from TrainingFactory.services.build.environment import check_tools, make_environment
+from TrainingFactory.services.build.model_names import with_model
 from TrainingFactory.services.build.rewards import check_group, check_reward, make_reward
 from TrainingFactory.services.build.run_tools import RunTools, recording_beside
 from TrainingFactory.services.build.sampler import make_rollouts, make_sampler
@@ -50,6 +51,7 @@ class Rollouts:
         replay: str | Path | None = None,
         choose: Callable[[RewardFunction | None], RewardFunction | None] = lambda reward: reward,
     ) -> None:
+        config = with_model(config)
         self.config, self._choose = config, choose
         self.group_size = group_size
         self.tools = RunTools(config, tools, replay)
