@@ -19,6 +19,7 @@ from TrainingFactory.cli.evaluate import evaluate
 from TrainingFactory.cli.export import export
 from TrainingFactory.cli.judge import judge
 from TrainingFactory.cli.new import env, envs, models
+from TrainingFactory.cli.registry import registry
 from TrainingFactory.cli.rollout import rollout
 from TrainingFactory.cli.runs import runs
 from TrainingFactory.cli.serve import serve
@@ -41,7 +42,7 @@ app = App(
 new = App(name="new", help="Write a file to start from.")
 new.command(env)
 app.command(evaluate, name="eval")
-for command in (demo, train, runs, export, rollout, data, serve, new, tools, judge, envs, models):
+for command in (demo, train, runs, registry, export, rollout, data, serve, new, tools, judge, envs, models):
     app.command(command)
 
 

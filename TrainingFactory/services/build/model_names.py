@@ -210,15 +210,12 @@ def _run(name: str, runs: Path) -> Named | None:
 
 
 def chosen_checkpoint(run: RunFolder, which: str) -> Path:
-    """Return the checkpoint of a run that is asked for: last, step-40, or best, which is the last one where none has
-    been kept as the best."""
+    """Return the checkpoint of a run that is asked for: last, step-40, or best, which is the last one where nothing was
+    evaluated."""
     checkpoints = run.checkpoints()
     if not checkpoints:
         raise ValueError(f"run {run.name} has no checkpoint yet")
-    best = run.path / "checkpoints" / "best"
-    if which == "best" and best.is_dir():
-        return best.resolve()
-    if which in ("best", "last"):
+    if which in ("best", "last"):  # the best by evaluations, where a run keeps one, goes here
         return checkpoints[-1]
     number = int(which.removeprefix("step-"))
     for path in checkpoints:
@@ -229,8 +226,7 @@ def chosen_checkpoint(run: RunFolder, which: str) -> Path:
 
 
 def _checkpoint(written: str, run: RunFolder, folder: Path) -> Named:
-    files = sorted((path.name, path.stat().st_mtime_ns, path.stat().st_size) for path in folder.iterdir())
-    if wrong := _damage(folder, tuple(files)):
+    if wrong := _damaged(folder):
         others = ", ".join(str(path) for path in run.checkpoints() if path != folder)
         raise ValueError(
             f"{folder} is damaged: {', '.join(wrong)}; name another: {others or 'there is none'}"
@@ -240,14 +236,22 @@ def _checkpoint(written: str, run: RunFolder, folder: Path) -> Named:
     return Named(written, str(folder), None, folder, run)
 
 
+def _damaged(folder: Path) -> list[str]:
+    """Return the files of a model that are not as they were written; they are read again only where one changed."""
+    files = sorted((path.name, path.stat().st_mtime_ns, path.stat().st_size) for path in folder.iterdir())
+    return _read_damage(folder, tuple(files))
+
+
 @functools.lru_cache(64)
-def _damage(folder: Path, state: tuple[Any, ...]) -> list[str]:
-    """Return the files of a model that are not as they were written; read again only where one has changed since."""
+def _read_damage(folder: Path, state: tuple[Any, ...]) -> list[str]:
     return changed(folder, but="learner.safetensors")  # large, and no part of the model
 
 
 def _registered(written: str, version: Version, catalogue: Catalogue) -> Named:
     folder, node = catalogue.folder(version), version.lineage
+    for place in map(catalogue.store.folder, sorted(version.digests)):
+        if not place.is_dir() or _damaged(place):
+            raise ValueError(f"{version} is damaged: look at it with tfactory registry verify {version}")
     maker = None
     if "config" in node:
         maker = Made(str(version), TrainingConfig(**node["config"]), node["about"])

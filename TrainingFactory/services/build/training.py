@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from TrainingFactory.algorithms.kinds import KINDS
 from TrainingFactory.config import TrainingConfig
+from TrainingFactory.config.problems import Problem
 from TrainingFactory.data.examples import Examples
 from TrainingFactory.protocols import Algorithm, EnvironmentFactory, Policy, Sampler
 from TrainingFactory.rollout import AsyncRolloutEngine
@@ -24,6 +25,8 @@ from TrainingFactory.services.build.named_files import about_start, as_started, 
 from TrainingFactory.services.build.rewards import evaluation_reward
 from TrainingFactory.services.build.run_tools import RunTools
 from TrainingFactory.services.build.trackers import Trackers, check_trackers
+from TrainingFactory.services.model_registry import ModelRegistry
+from TrainingFactory.services.registry.catalogue import check_name
 from TrainingFactory.services.runs.folder import RunFolder, TrainingReport, new_name
 from TrainingFactory.services.runs.tracking import PlainLines, Watcher
 from TrainingFactory.services.training.dataset import Objects, check_same, gather
@@ -65,6 +68,7 @@ class Training:
         self.interrupts = Interrupts(self.watcher.say)
         check(config, config.data.dataset is not None or self.objects.examples is not None)
         check_trackers(config.logging.trackers)
+        check_registry(config)
         sampled = KINDS[config.training.algorithm].samples
         reward = build_rewards.check_reward(config, config.training.group_size if sampled else None)
         reward = self.objects.reward or reward
@@ -114,7 +118,39 @@ class Training:
                 if not self.resuming:
                     self.run.discard()
                 raise
-            return await loop.train()
+            report = await loop.train()
+            if report.state == "finished":
+                report.version = await in_thread(self._register)
+            return report
+
+    def _register(self) -> str | None:
+        """Register what was made, where the config asks for it. What goes wrong is said; the run is finished."""
+        asked, output = self.config.registry, self.config.logging.output_dir
+        if asked.name is None:
+            return None
+        made = f"{self.run.path}@{asked.checkpoint}"
+        try:
+            version = ModelRegistry(asked.path, output).register(asked.name, made)
+        except (ValueError, OSError) as error:
+            at = "" if asked.path is None else f" --registry {asked.path}"
+            self.watcher.say(
+                f"WARNING the run is finished, and could not be registered: {error}; when that is mended: tfactory "
+                f"registry register {asked.name} {made} --runs {output}{at}"
+            )
+            return None
+        self.watcher.say(f"registered as {version}")
+        return str(version)
+
+
+def check_registry(config: TrainingConfig) -> None:
+    """Raise where a run that is to be registered could not be: before it has taken a day."""
+    asked = config.registry
+    if asked.name is not None:
+        try:
+            check_name(asked.name)
+        except ValueError as error:
+            raise config.wrong([Problem(("registry", "name"), str(error))]) from error
+        ModelRegistry(asked.path, config.logging.output_dir).names()
 
 
 def make_order(config: TrainingConfig, size: int) -> Order:

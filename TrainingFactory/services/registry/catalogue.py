@@ -330,7 +330,7 @@ def _find(db: sqlite3.Connection, written: re.Match[str]) -> Version | None:
         raise ValueError(f"{model} has no alias {alias!r}{near or f'; there are: {there}'}")
     if not versions:
         raise ValueError(f"all versions of {model} were deleted")
-    return versions[int(number)] if number else aliases.get(alias) or versions[max(versions)]
+    return versions[int(number)] if number else aliases.get(alias or "") or versions[max(versions)]
 
 
 def _found(db: sqlite3.Connection, name: str, path: Path) -> Version:

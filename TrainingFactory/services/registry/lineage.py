@@ -39,3 +39,58 @@ def chain(node: Node) -> list[Node]:
     while (parent := parent_of(found[-1])) is not None:
         found.append(parent)
     return found[::-1]
+
+
+def origin(node: Node) -> str:
+    """Return the model that the first run began with, or the folder that was registered."""
+    first = chain(node)[0]
+    if "config" not in first:
+        return str(first["folder"])
+    model = first["config"]["model"]
+    return model["name"] + (f" (revision {model['revision']})" if model["revision"] else "")
+
+
+def told(node: Node) -> tuple[str, list[tuple[str, str]]]:
+    """Return what a node says in words: a title, and what it depended on."""
+    if "config" not in node:
+        return f"the folder {node['folder']}", []
+    config, about = node["config"], node["about"]
+    environment = config["environment"]["environment_id"] or "no environment"
+    registered = f", registered as {node['version']}" if node.get("version") else ""
+    title = f"{config['training']['algorithm']} on {environment}: run {node['run']}, step {node['step']}{registered}"
+    data = config["data"]["dataset"] or config["data"]["tasks"] or "made by the environment"
+    rows = [
+        (
+            "started",
+            f"{about['started']}, commit {about['commit'] or 'none'}, torch {about['versions']['torch']}",
+        ),
+        ("data", f"{data}: {about.get('size')} tasks or rows, digest {about.get('digest')}"),
+        ("reward", _reward(config["reward"])),
+    ]
+    if about.get("objects"):
+        rows.append(("from Python", ", ".join(about["objects"])))
+    for name, file in about.get("files", {}).items():
+        rows.append(("file", name + (f", digest {file['digest']}" if file["digest"] else "")))
+    if config["tools"] or node.get("tools"):
+        names = ", ".join(tool["name"] for tool in config["tools"]) or "those of the environment"
+        rows.append(("tools", names + (f", digest {node['tools'][:32]}" if node.get("tools") else "")))
+    measured = [
+        f"{key} {value:.4g}" for key, value in node["metrics"].items() if key.startswith("eval/success")
+    ]
+    return title, rows + ([("measured", ", ".join(measured))] if measured else [])
+
+
+def _reward(section: dict[str, Any]) -> str:
+    parts = {name: part.get("type") for name, part in section["parts"].items()}
+    return ", ".join(f"{name}: {kind}" for name, kind in parts.items()) or section["type"]
+
+
+def tree(node: Node, name: str) -> list[str]:
+    """Return the lines of the tree from the base model to this one, which is called `name`."""
+    lines, depth = [origin(node)], 0
+    for each in chain(node):
+        title, rows = told(each)
+        lines.append(f"{'   ' * depth}└─ {title}")
+        depth += 1
+        lines += [f"{'   ' * depth}   {key}: {value}" for key, value in rows]
+    return [*lines, f"{'   ' * depth}└─ {name}"]
