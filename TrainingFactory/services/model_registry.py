@@ -50,6 +50,8 @@ class ModelRegistry(Catalogue):
             base_folder = under if under.is_dir() else None
             revision = None if found.maker is None else as_started_from(found.maker).model.revision
             base = {"name": str(under.resolve()) if under.exists() else found.name, "revision": revision}
+            if found.version is not None and found.version.base is not None:
+                base = found.version.base
         version = self.add(name, found.folder, _lineage(found), base, base_folder, description, tags)
         for record in _measured(found, version.lineage):
             self.add_evaluation(str(version), record)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.kits.cli import Run
+from tests.kits.registry import made_run
 from tests.kits.run import Parity, Quiet, brief, go_on, train
 from TrainingFactory.services.build.model_names import find_model, with_model
 from TrainingFactory.services.build.training import Training
@@ -16,17 +17,15 @@ from TrainingFactory.services.export import export
 from TrainingFactory.services.runs.folder import RunFolder
 from TrainingFactory.services.training.dataset import Objects
 
-SHORT = {"max_steps": 2, "learning_rate": 1e-3}
-EVERY = {"checkpoint_every": 1}
+SHORT = {"max_steps": 1, "batch_size": 2, "group_size": 2}
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of a whole model, and one of an adapter; each has two checkpoints."""
+    """A run of a whole model and one of an adapter, which were never trained."""
     folder = tmp_path_factory.mktemp("runs")
-    logging = {"output_dir": str(folder)} | EVERY
-    train(brief(folder, training=SHORT, logging=logging, model={"family": "generic"}), "sft")
-    train(brief(folder, training=SHORT, logging=logging, lora={"enabled": True}), "lora")
+    made_run(folder, "sft", model={"name": "builtin:tiny", "family": "generic"})
+    made_run(folder, "lora", adapter=True, lora={"enabled": True})
     return folder
 
 
@@ -95,22 +94,25 @@ def test_a_config_takes_what_the_run_was_trained_with(runs: Path) -> None:
             with_model(brief(runs, model=section))
 
 
-def test_a_run_goes_on_from_the_bytes_it_was_started_from(runs: Path, tmp_path: Path) -> None:
-    shutil.copytree(runs, tmp_path, dirs_exist_ok=True)
-    broken = Quiet(fail_at=2)
-    config = brief(tmp_path, model={"name": "lora"}, training=SHORT | {"max_steps": 3}, logging=EVERY)
+def test_a_run_goes_on_from_the_bytes_it_was_started_from(tmp_path: Path, tfactory: Run) -> None:
+    train(brief(tmp_path, training=SHORT, lora={"enabled": True}), "lora")
+    _check_commands(tfactory, tmp_path)
+    broken = Quiet(fail_at=1)
+    registered = {"name": "agent", "register": "best"}
+    config = brief(tmp_path, model={"name": "lora"}, training=SHORT, registry=registered)
     with pytest.raises(RuntimeError):
         Training(config, name="next", objects=Objects(environment=Parity), watcher=broken).train()
     run = RunFolder(tmp_path / "next")
     started = run.about["model"]
-    adapter = tmp_path / "lora/checkpoints/step-000002"
+    adapter = tmp_path / "lora/checkpoints/step-000001"
     assert run.config.model.name == started["written"] == "lora"
     assert started["meant"] == {"name": "builtin:tiny", "adapter": str(adapter)}
-    assert (started["parent"]["run"], started["parent"]["step"]) == ("lora", 2)
+    assert (started["parent"]["run"], started["parent"]["step"]) == ("lora", 1)
     shutil.copytree(adapter, tmp_path / "lora/checkpoints/step-000009")  # another one is the last by now
     assert find_model("lora", tmp_path).folder != adapter
-    assert go_on(run.path).state == "finished"
-    assert find_model("next", tmp_path).name == "builtin:tiny"
+    report = go_on(run.path)
+    assert (report.state, report.version) == ("finished", "agent:1")
+    assert find_model("next", tmp_path).name == find_model("agent", tmp_path).name == "builtin:tiny"
     sums = adapter / "SHA256SUMS"
     sums.write_text(sums.read_text().replace("a", "b"))
     with pytest.raises(ValueError, match=r"was started from lora, in .*not any more what it was"):
@@ -120,12 +122,11 @@ def test_a_run_goes_on_from_the_bytes_it_was_started_from(runs: Path, tmp_path: 
         go_on(run.path)
 
 
-def test_commands_take_the_same_names(runs: Path, tfactory: Run) -> None:
-    shutil.copytree(runs, "elsewhere")
-    options = ["--env", "calculator", "--tasks", "2", "--max-tokens", "4", "logging.output_dir=elsewhere"]
-    status, out, err = tfactory("eval", "lora@step-1", "--json", *options)
+def _check_commands(tfactory: Run, runs: Path) -> None:
+    options = ["--tasks", "2", "--max-tokens", "4", f"logging.output_dir={runs}"]
+    status, out, err = tfactory("eval", "lora@step-1", "--env", "calculator", "--json", *options)
     assert status in (0, 1), err
-    assert json.loads(out)["model"] == "elsewhere/lora/checkpoints/step-000001"
-    status, _, err = tfactory("rollout", "calculator", "--model", "sft", *options[2:])
+    assert json.loads(out)["model"] == str(runs / "lora/checkpoints/step-000001")
+    status, _, err = tfactory("rollout", "calculator", "--model", "lora", *options)
     assert status == 0, err
-    assert export("sft@step-1", "out", runs=runs).source == runs / "sft/checkpoints/step-000001"
+    assert export("lora@step-1", "out", merge=True, runs=runs).kind == "merged"

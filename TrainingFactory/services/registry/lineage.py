@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from pathlib import Path
 from typing import Any
 
-from TrainingFactory.services.runs.folder import RunFolder
+from TrainingFactory.services.runs.folder import TRAJECTORIES, RunFolder
+from TrainingFactory.tools.recording import SPECS
 
 Node = dict[str, Any]
 
@@ -16,7 +18,6 @@ def run_node(run: RunFolder, checkpoint: Path) -> Node:
     """Return what made a checkpoint: its run, with all options, what the run depended on, and its own origin."""
     state = checkpoint / "state.json"
     step = json.loads(state.read_text(encoding="utf-8"))["step"] if state.is_file() else run.status.step
-    tools = run.path / "tools.json"
     measured = [row for row in run.metrics() if row.get("step") == step]
     return {
         "run": run.name,
@@ -24,9 +25,24 @@ def run_node(run: RunFolder, checkpoint: Path) -> Node:
         "step": step,
         "config": run.config.model_dump(),
         "about": run.about,
-        "tools": None if not tools.is_file() else hashlib.sha256(tools.read_bytes()).hexdigest(),
+        "tools": _tools(run),
         "metrics": measured[-1] if measured else {},
     }
+
+
+def _tools(run: RunFolder) -> dict[str, Any]:
+    """Return the tools that a run's model had, by name, and the digest of what it was told of them."""
+    specs, episodes = [], run.path / TRAJECTORIES
+    if (run.path / SPECS).is_file():
+        specs += json.loads((run.path / SPECS).read_text(encoding="utf-8"))
+    if episodes.is_file():
+        with episodes.open(encoding="utf-8") as file:
+            specs += json.loads(file.readline() or "{}").get("tools", [])
+    told = [json.dumps(spec, sort_keys=True) for spec in specs]
+    called = re.findall(r"\btools/([^/]+)/calls\b", " ".join(key for row in run.metrics() for key in row))
+    names = {spec.get("function", spec).get("name") for spec in specs} - {None}
+    digest = hashlib.sha256("\n".join(sorted(told)).encode()).hexdigest() if told else None
+    return {"names": sorted(names | set(called)), "digest": digest}
 
 
 def parent_of(node: Node) -> Node | None:
@@ -71,9 +87,9 @@ def told(node: Node) -> tuple[str, list[tuple[str, str]]]:
         rows.append(("from Python", ", ".join(about["objects"])))
     for name, file in about.get("files", {}).items():
         rows.append(("file", name + (f", digest {file['digest']}" if file["digest"] else "")))
-    if config["tools"] or node.get("tools"):
-        names = ", ".join(tool["name"] for tool in config["tools"]) or "those of the environment"
-        rows.append(("tools", names + (f", digest {node['tools'][:32]}" if node.get("tools") else "")))
+    if names := node["tools"]["names"]:
+        digest = node["tools"]["digest"]
+        rows.append(("tools", ", ".join(names) + (f", digest {digest[:32]}" if digest else "")))
     measured = [
         f"{key} {value:.4g}" for key, value in node["metrics"].items() if key.startswith("eval/success")
     ]
