@@ -18,7 +18,7 @@ help:
 	@echo "make lint    ruff and pyright"
 	@echo "make format  let ruff rewrite what it can"
 	@echo "make bench   measure sampling and tools"
-	@echo "make servers only install the MCP servers that tests use, into $(SERVERS)"
+	@echo "make servers only install the MCP servers and MLflow that tests use, into $(SERVERS)"
 	@echo "make setup   only install, into $(VENV)"
 	@echo "make clean   remove $(VENV) and caches"
 
@@ -39,7 +39,7 @@ demo: $(STAMP)
 
 # MCP servers of others, for the tests. What cannot be installed (no npm, no network) is said here, and the tests
 # that need it skip; it is tried again the next time.
-servers: $(SERVERS)/node.installed $(SERVERS)/python.installed
+servers: $(SERVERS)/node.installed $(SERVERS)/python.installed $(SERVERS)/mlflow.installed
 
 $(SERVERS)/node.installed: tests/servers/package.json tests/servers/package-lock.json
 	@mkdir -p $(SERVERS)/node && cp $^ $(SERVERS)/node
@@ -52,6 +52,11 @@ $(SERVERS)/python.installed: tests/servers/requirements.txt | $(STAMP)
 	@if $(RUN) -m venv $(SERVERS)/python && $(SERVERS)/python/bin/python -m pip install --quiet \
 		--disable-pip-version-check --retries 1 -r $<; then touch $@; \
 	else echo "pip failed: tests with PyPI's MCP server will skip"; fi
+
+$(SERVERS)/mlflow.installed: tests/servers/mlflow.txt | $(STAMP)
+	@mkdir -p $(SERVERS) && rm -rf $(SERVERS)/mlflow
+	@if $(RUN) -m pip install --quiet --disable-pip-version-check --retries 1 --target $(SERVERS)/mlflow -r $<; \
+	then touch $@; else echo "pip failed: tests with MLflow will skip"; fi
 
 # One process per core, each with one thread: two that compute would wait for each other.
 test: $(STAMP) servers

@@ -70,7 +70,7 @@ BUDGET: dict[str, int] = {
     "services/demo": 430,
     "services/evaluation": 300,
     "services/judge_audit": 580,
-    "services/registry": 1000,
+    "services/registry": 1060,
     "services/reports": 530,
     "services/runs": 440,
     "services/serving": 660,

@@ -15,7 +15,7 @@ from TrainingFactory.cli.options import Json, Where
 
 if TYPE_CHECKING:
     from TrainingFactory.services.model_registry import ModelRegistry
-    from TrainingFactory.services.registry.catalogue import Version
+    from TrainingFactory.services.registry.rows import Version
 
 registry = App(name="registry", help="Register models: versions, aliases, lineage; verify and export them.")
 DAMAGED = 1  # exit status
@@ -183,24 +183,6 @@ def rollback(model: str, *, alias: str = "champion", at: At = None, where: Where
     name, _, named = model.partition("@")
     found, was = _open(at, where).rollback(name, named or alias)
     print(f"{name}@{named or alias} is {found} again" + (f"; it was {name}:{was}" if was else ""))
-
-
-@registry.command
-def describe(
-    version: Of, text: str | None = None, *, tag: Sequence[str] = (), at: At = None, where: Where = "runs"
-) -> None:
-    """Write the description or the tags of a version.
-
-    ```
-    tfactory registry describe agent:3 "trained on the new tools" --tag team=search
-    ```
-
-    Args:
-        text: The description.
-        tag: KEY=VALUE; KEY= takes the tag away.
-    """
-    found = _open(at, where).describe(version, text, _tags(tag))
-    print(f"{found}: {found.description or 'no description'}, {len(found.tags)} tags")
 
 
 @registry.command

@@ -17,9 +17,10 @@ from typing import Any
 from TrainingFactory.services.build.model_names import Named, as_started_from, find_model
 from TrainingFactory.services.export import Dtype, Exported, export
 from TrainingFactory.services.registry.card import card
-from TrainingFactory.services.registry.catalogue import Catalogue, Version, registry_path
+from TrainingFactory.services.registry.catalogue import Catalogue, registry_path
 from TrainingFactory.services.registry.lineage import Node, run_node
 from TrainingFactory.services.registry.recipe import write_recipe
+from TrainingFactory.services.registry.rows import Version
 from TrainingFactory.services.registry.to_mlflow import to_mlflow
 from TrainingFactory.services.runs.folder import RunFolder
 
@@ -52,10 +53,9 @@ class ModelRegistry(Catalogue):
             base = {"name": str(under.resolve()) if under.exists() else found.name, "revision": revision}
             if found.version is not None and found.version.base is not None:
                 base = found.version.base
-        version = self.add(name, found.folder, _lineage(found), base, base_folder, description, tags)
-        for record in _measured(found, version.lineage):
-            self.add_evaluation(str(version), record)
-        return version
+        lineage = _lineage(found)
+        records = _measured(found, lineage)
+        return self.add(name, found.folder, lineage, base, base_folder, description, tags, records)
 
     def export(
         self, name: str, folder: str | Path, merge: bool = False, dtype: Dtype | None = None

@@ -299,7 +299,8 @@ found = client.get_model_version_by_alias("agent", "champion")
 metrics = client.get_run(found.run_id).data.metrics
 import json, mlflow
 mlflow.set_tracking_uri(uri)
-print(json.dumps([names, found.tags, found.description, metrics, artifacts.download_artifacts("models:/agent@champion")]))
+folder = artifacts.download_artifacts("models:/agent@champion")
+print(json.dumps([names, found.tags, found.description, metrics, folder]))
 """
     paths = os.pathsep.join([str(ROOT), str(MLFLOW)])
     quiet = {"PYTHONPATH": paths, "HOME": str(tmp_path), "MLFLOW_DISABLE_TELEMETRY": "true"}

@@ -37,6 +37,7 @@ def campaign(folder: Path, processes: int, each: int, kills: int, rng: random.Ra
         for number, process in list(running.items()):
             if not process.is_alive() and process.exitcode is not None:
                 process.join()
+                assert process.exitcode in (0, -9)
                 del running[number]
                 if process.exitcode != 0:
                     running[number] = start(number)

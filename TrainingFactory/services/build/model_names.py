@@ -24,8 +24,9 @@ from TrainingFactory.config.problems import Problem
 from TrainingFactory.data.disk import changed
 from TrainingFactory.models.names import BUILTIN, SUPPORTED_MODELS, resolve
 from TrainingFactory.options import did_you_mean, nearest
-from TrainingFactory.services.registry.catalogue import Catalogue, Version, registry_path
+from TrainingFactory.services.registry.catalogue import Catalogue, registry_path
 from TrainingFactory.services.registry.lineage import run_node
+from TrainingFactory.services.registry.rows import Version
 from TrainingFactory.services.registry.store import stated_digest
 from TrainingFactory.services.runs.folder import RunFolder, is_run, list_runs
 

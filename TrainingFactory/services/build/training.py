@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ from TrainingFactory.services.build.rewards import evaluation_reward
 from TrainingFactory.services.build.run_tools import RunTools
 from TrainingFactory.services.build.trackers import Trackers, check_trackers
 from TrainingFactory.services.model_registry import ModelRegistry
-from TrainingFactory.services.registry.catalogue import check_name
+from TrainingFactory.services.registry.rows import check_name
 from TrainingFactory.services.runs.folder import RunFolder, TrainingReport, new_name
 from TrainingFactory.services.runs.tracking import PlainLines, Watcher
 from TrainingFactory.services.training.dataset import Objects, check_same, gather
@@ -128,9 +129,11 @@ class Training:
         asked, output = self.config.registry, self.config.logging.output_dir
         if asked.name is None:
             return None
-        made = f"{self.run.path}@{asked.checkpoint}"
+        made = shlex.quote(f"{self.run.path}@{asked.checkpoint}")
         try:
-            version = ModelRegistry(asked.path, output).register(asked.name, made)
+            version = ModelRegistry(asked.path, output).register(
+                asked.name, f"{self.run.path}@{asked.checkpoint}"
+            )
         except (ValueError, OSError) as error:
             at = "" if asked.path is None else f" --registry {asked.path}"
             self.watcher.say(

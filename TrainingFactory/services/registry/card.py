@@ -10,8 +10,8 @@ from typing import Any
 import yaml
 
 from TrainingFactory.models.names import BUILTIN, resolve
-from TrainingFactory.services.registry.catalogue import Version
 from TrainingFactory.services.registry.lineage import chain, origin, tree
+from TrainingFactory.services.registry.rows import Version
 
 UNKNOWN = "unknown"
 

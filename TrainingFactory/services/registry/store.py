@@ -3,7 +3,7 @@
 Files are copied (shared blocks where the file system has them), not hard-linked: a link has the bytes of the run's own
 checkpoint, so that whatever damages one damages the other, and a model that was released must not change. Equal models
 are stored once. Folders get their names inside a transaction of the database, and one that no version names is
-cleared away the next time something is deleted or verified."""
+cleared away the next time something is stored or deleted."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import errno
 import hashlib
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from uuid import uuid4
 
@@ -130,10 +130,6 @@ def sums_of(folder: Path) -> dict[str, str]:
         )
     stated = read_sums(folder)
     return {path.name: stated.get(path.name) or file_digest(path) for path in files}
-
-
-def size_of(folders: Iterable[Path]) -> int:
-    return sum(path.stat().st_size for folder in folders if folder.is_dir() for path in folder.iterdir())
 
 
 def _in_use(path: Path) -> bool:

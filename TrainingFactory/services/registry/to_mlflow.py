@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from TrainingFactory.services.registry.card import what_of
-from TrainingFactory.services.registry.catalogue import Version
+from TrainingFactory.services.registry.rows import Version
 
 EXPERIMENT = "training-factory"
 
