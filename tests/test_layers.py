@@ -66,7 +66,7 @@ BUDGET: dict[str, int] = {
     "rollout": 670,
     "sampling": 1720,
     "services": 830,
-    "services/build": 2030,
+    "services/build": 1760,
     "services/demo": 430,
     "services/evaluation": 300,
     "services/judge_audit": 580,

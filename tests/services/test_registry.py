@@ -14,8 +14,11 @@ import pytest
 
 from tests.kits.cli import ROOT, Run
 from tests.kits.registry import made_run, model_folder
+from TrainingFactory.config import TrainingConfig
+from TrainingFactory.data.disk import write_sums
 from TrainingFactory.services.build import model_names
-from TrainingFactory.services.build.model_names import find_model
+from TrainingFactory.services.build.model_names import as_started_from, check_started_from, find_model
+from TrainingFactory.services.build.reward_types import reward_model
 from TrainingFactory.services.model_registry import ModelRegistry
 from TrainingFactory.services.registry import store
 from TrainingFactory.services.registry.lineage import chain, tree
@@ -178,7 +181,9 @@ def test_a_full_disk_leaves_what_was_there(registry: ModelRegistry, monkeypatch:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(store, "_copy", full)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(
+        OSError, match=r"could not be copied to .*: No space left on device; nothing was registered"
+    ):
         registry.register("agent", "sft@step-1")
     monkeypatch.undo()
     assert [str(version) for version in registry.versions()] == ["agent:1"]
@@ -209,6 +214,35 @@ def test_lineage_goes_back_to_the_base_model(registry: ModelRegistry, tmp_path: 
     runs = [command for command in commands if not command.startswith("#")]
     assert runs[0] == "tfactory train again/1-sft.yaml --name sft-again"
     assert runs[1].startswith("tfactory train again/2-rl.yaml --name rl-again model.name=sft-again")
+
+
+def test_a_run_goes_on_from_the_version_that_an_alias_named_then(registry: ModelRegistry) -> None:
+    version = registry.register("agent", "sft")
+    registry.set_alias("agent:1", "champion")
+    run = made_run(registry.runs, "rl", model={"name": "agent@champion"})
+    registry.register("agent", "sft@step-1")
+    registry.set_alias("agent:2", "champion")
+    assert run.about["model"]["version"] == "agent:1" and run.config.model.name == "agent@champion"
+    check_started_from(run)
+    assert as_started_from(run).model.name == str(registry.folder(version).resolve())
+    registry.delete("agent:1")
+    with pytest.raises(
+        ValueError, match=r"run rl was started from agent@champion, in .*, which is not there any more"
+    ):
+        check_started_from(run)
+
+
+def test_a_reward_model_can_be_a_registered_one(registry: ModelRegistry) -> None:
+    folder = RunFolder(registry.runs / "sft").checkpoint_folder(2)
+    (folder / "scalar_head.safetensors").write_text("head")
+    (folder / "reward_model.json").write_text('{"kind": "outcome"}')
+    (folder / "SHA256SUMS").unlink()
+    write_sums(folder)
+    version = registry.register("scorer", "sft")
+    config = TrainingConfig(logging={"output_dir": str(registry.runs)})
+    assert reward_model("scorer:1", config).folder == registry.folder(version)
+    with pytest.raises(ValueError, match="version 2 of scorer is not there"):
+        reward_model("scorer:2", config)
 
 
 def test_the_records_of_a_run_come_along(registry: ModelRegistry) -> None:

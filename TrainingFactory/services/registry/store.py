@@ -75,13 +75,18 @@ class Store:
 
     def copy(self, source: Path, part: Path, sums: dict[str, str]) -> None:
         """Write the files aside, on the disk and compared with their digests; raise OSError where there is no room."""
-        for name, digest in sums.items():
-            _copy(source / name, part / name)
-            if file_digest(part / name) != digest:
-                raise ValueError(f"{source / name} changed while it was copied; register it again")
-            os.chmod(part / name, 0o444)
-        write_sums(part)
-        sync(*part.iterdir(), part)
+        try:
+            for name, digest in sums.items():
+                _copy(source / name, part / name)
+                if file_digest(part / name) != digest:
+                    raise ValueError(f"{source / name} changed while it was copied; register it again")
+                os.chmod(part / name, 0o444)
+            write_sums(part)
+            sync(*part.iterdir(), part)
+        except OSError as error:
+            raise OSError(
+                f"{source} could not be copied to {self.path}: {error.strerror}; nothing was registered"
+            ) from error
 
     def name(self, part: Path, digest: str) -> None:
         """Give what was written aside its name, unless an equal model has it; a damaged one goes. Call it in a
