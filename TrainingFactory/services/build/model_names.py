@@ -79,7 +79,7 @@ class Named:
 def find_model(name: str, runs: str | Path = "runs", registry: str | Path | None = None) -> Named:
     """Return what a name means; raise ValueError, with the nearest name, where it means nothing. `registry` is the
     registry's file, where it is not in the folder of runs."""
-    # Names of a user's own (factories.yaml) become one of the names below here: name = own_names().get(name, name)
+    # Ids of a project's own (factories.yaml) become one of these names here: name = factories.model(name) or name
     runs, catalogue = Path(runs).expanduser(), Catalogue(registry_path(runs, registry))
     path, target = Path(name).expanduser(), resolve(name)
     if target == BUILTIN or name.lower() in SUPPORTED_MODELS:

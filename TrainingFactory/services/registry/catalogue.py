@@ -230,24 +230,6 @@ class Catalogue:
             version = found_version(db, name, self.path)
             write_evaluations(db, version.model, version.number, [record])
 
-    def describe(
-        self, name: str, description: str | None = None, tags: Mapping[str, str] | None = None
-    ) -> Version:
-        """Write the description or tags of a version; a tag with an empty text is taken away."""
-        with self._database.writing() as db:
-            version = found_version(db, name, self.path)
-            place = (version.model, version.number)
-            if description is not None:
-                db.execute(
-                    "UPDATE versions SET description = ? WHERE model = ? AND number = ?",
-                    (description, *place),
-                )
-            for key, value in (tags or {}).items():
-                db.execute("DELETE FROM tags WHERE model = ? AND number = ? AND key = ?", (*place, key))
-                if value:
-                    db.execute("INSERT INTO tags VALUES (?, ?, ?, ?)", (*place, key, value))
-            return one_version(db, *place)
-
     def delete(self, name: str) -> tuple[Version, int]:
         """Delete a version that no alias names, and the files that no other version needs; return it and the bytes
         that are free again."""
