@@ -41,7 +41,7 @@ demo: $(STAMP)
 # MCP servers of others, for the tests. What cannot be installed (no npm, no network) is said here, and the tests
 # that need it skip; it is tried again the next time.
 servers: $(SERVERS)/node.installed $(SERVERS)/python.installed $(SERVERS)/gyms.installed \
-	$(SERVERS)/swift.installed $(HELLO:%=$(SERVERS)/hello-%.installed)
+	$(SERVERS)/swift.installed $(SERVERS)/mlflow.installed $(HELLO:%=$(SERVERS)/hello-%.installed)
 
 $(SERVERS)/node.installed: tests/servers/package.json tests/servers/package-lock.json
 	@mkdir -p $(SERVERS)/node && cp $^ $(SERVERS)/node
@@ -73,6 +73,11 @@ $(SERVERS)/swift.installed: tests/servers/swift.txt | $(STAMP)
 	@if $(RUN) -m pip install --quiet --disable-pip-version-check --retries 1 --no-deps --upgrade \
 		--target $(SERVERS)/swift -r $<; then touch $@; \
 	else echo "pip failed: tests with ms-swift will skip"; fi
+
+$(SERVERS)/mlflow.installed: tests/servers/mlflow.txt | $(STAMP)
+	@mkdir -p $(SERVERS) && rm -rf $(SERVERS)/mlflow
+	@if $(RUN) -m pip install --quiet --disable-pip-version-check --retries 1 --target $(SERVERS)/mlflow -r $<; \
+	then touch $@; else echo "pip failed: tests with MLflow will skip"; fi
 
 # One process per core, each with one thread: two that compute would wait for each other.
 test: $(STAMP) servers

@@ -36,53 +36,54 @@ SATELLITES = [
     "cli", "integrations", "http", "workers", "sql", "arithmetic.py", "endpoint.py", "envs/builtin",
     "tools/mcp", "tools/cache", "tools/builtin", "tools/sandbox", "rewards/rules",
     "rewards/judge", "rewards/workers", "services/evaluation", "services/serving",
-    "services/reports", "services/judge_audit", "services/demo", "services/doctor", "services/export.py",
+    "services/reports", "services/judge_audit", "services/demo", "services/doctor", "services/registry", "services/export.py",
     "services/datasets.py", "data/convert.py", "learning/reward_models.py", "models/faces.py", "models/qwen3.py",
     "models/llama.py", "models/deepseek.py",
     # faces of satellite folders, and what users call
     "tools/custom_tools.py", "tools/mcp_tools.py", "tools/tool_cache.py", "rewards/rule_based.py",
     "rewards/model_judge.py", "rewards/tool_verified.py", "services/trainers.py",
-    "services/keywords.py", "services/trl.py", "services/sft_trainer.py",
+    "services/keywords.py", "services/trl.py", "services/model_registry.py", "services/sft_trainer.py",
     "services/rl_trainer.py", "services/reward_model.py", "services/async_executor.py", "services/process_reward.py",
 ]  # fmt: skip
-CORE_LINES = 14_750
+CORE_LINES = 15_150
 # Lines of Python in each folder. A change that raises one says why in its commit.
 BUDGET: dict[str, int] = {
-    ".": 1580,
+    ".": 1600,
     "algorithms": 990,
-    "cli": 1790,
-    "config": 880,
-    "data": 1610,
-    "envs": 130,
+    "cli": 2500,
+    "config": 920,
+    "data": 1810,
+    "envs": 140,
     "envs/builtin": 500,
     "http": 280,
     "integrations": 480,
     "integrations/hello_agents": 1810,
-    "integrations/rl_factory": 1130,
+    "integrations/rl_factory": 1060,
     "learning": 1190,
     "learning/tree": 340,
-    "models": 2240,
-    "rewards": 1110,
-    "rewards/judge": 980,
+    "models": 2250,
+    "rewards": 1120,
+    "rewards/judge": 1010,
     "rewards/rules": 1850,
     "rewards/workers": 400,
-    "rollout": 670,
+    "rollout": 680,
     "sampling": 1720,
-    "services": 830,
-    "services/build": 1760,
-    "services/demo": 430,
-    "services/doctor": 720,
-    "services/evaluation": 300,
+    "services": 1460,
+    "services/build": 2600,
+    "services/demo": 410,
+    "services/doctor": 700,
+    "services/evaluation": 1360,
     "services/judge_audit": 580,
-    "services/reports": 530,
-    "services/runs": 440,
+    "services/registry": 1040,
+    "services/reports": 800,
+    "services/runs": 580,
     "services/serving": 660,
-    "services/training": 1330,
+    "services/training": 1370,
     "sql": 310,
     "tools": 1680,
-    "tools/builtin": 570,
-    "tools/cache": 500,
-    "tools/mcp": 1550,
+    "tools/builtin": 590,
+    "tools/cache": 530,
+    "tools/mcp": 1560,
     "tools/sandbox": 780,
     "workers": 320,
 }
@@ -287,7 +288,7 @@ def test_config_stays_small() -> None:
     algorithms = {"sft", "grpo", "ppo", "dpo", "kto", "rft", "reward_model"}
     # A run has one algorithm, so nobody has to read the sections of the others.
     common = sum(count for section, count in per_section.items() if section not in algorithms)
-    assert common + max(per_section[section] for section in algorithms) <= 110
+    assert common + max(per_section[section] for section in algorithms) <= 116
     # a mapping such as step_rewards is one level deeper than its key
     assert max(key.count(".") + 1 for key in keys) <= 2
     assert all(field.description for field in keys.values())

@@ -13,7 +13,7 @@ import TrainingFactory
 NAMES = """
 services.sft_trainer:SFTTrainer services.rl_trainer:GRPOTrainer services.rl_trainer:PPOTrainer
 services.rl_trainer:DPOTrainer services.reward_model:RewardModelTrainer services.async_executor:AsyncToolExecutor
-services.process_reward:ProcessReward
+services.process_reward:ProcessReward services.model_registry:ModelRegistry
 models.qwen3:Qwen3Model models.deepseek:DeepSeekModel models.llama:LlamaModel
 tools.mcp_tools:MCPTools tools.custom_tools:SqlTool tools.tool_cache:ToolCache
 rewards.rule_based:make_rule rewards.model_judge:model_judge rewards.process_reward:ProcessReward

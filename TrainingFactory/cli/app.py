@@ -24,6 +24,7 @@ from TrainingFactory.cli.hello import hello
 from TrainingFactory.cli.import_ import import_
 from TrainingFactory.cli.judge import judge
 from TrainingFactory.cli.new import env, envs, models
+from TrainingFactory.cli.registry import registry
 from TrainingFactory.cli.rollout import rollout
 from TrainingFactory.cli.runs import runs
 from TrainingFactory.cli.serve import serve
@@ -52,6 +53,7 @@ for command in (
     train,
     doctor,
     runs,
+    registry,
     export,
     rollout,
     data,

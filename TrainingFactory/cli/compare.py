@@ -15,7 +15,7 @@ from rich.text import Text
 from TrainingFactory.cli import show
 from TrainingFactory.cli.display import Display
 from TrainingFactory.cli.evaluate import RECORD_COLUMNS, UNSCORED, record_row
-from TrainingFactory.cli.options import Count, Flags, Json
+from TrainingFactory.cli.options import Count, Flags, Json, places
 from TrainingFactory.config.loading import key_value
 from TrainingFactory.services.reports.texts import conversation, reward_text
 from TrainingFactory.texts import clean
@@ -65,7 +65,7 @@ def compare(
     overrides = [*(each for each in given if each not in names), *flags.overrides()]
     if episodes is not None:
         overrides.append(key_value("training.group_size", episodes))
-    sides, weights = comparison.sides(names, overrides, env, suite, show.note, again=again)
+    sides, weights = comparison.sides(names, overrides, env, suite, show.note, places(overrides)[0], again=again)
     if status := _play(sides):
         return status
     found = [comparison.compare(sides[0], side, weights) for side in sides[1:]]

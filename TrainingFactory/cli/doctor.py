@@ -30,9 +30,10 @@ def doctor(config_or_model: str, /, *overrides: Overrides, as_json: Json = False
 
         config = read_config(config_or_model, overrides)
     else:
-        from TrainingFactory.services.evaluation.evaluation import model_of
+        from TrainingFactory.services.build.model_names import find_model
+        from TrainingFactory.services.evaluation.evaluation import sections_of
 
-        model = model_of(config_or_model)["model"]
+        model = sections_of(find_model(config_or_model))["model"]
         config = load_config(None, [*(key_value(f"model.{k}", v) for k, v in model.items()), *overrides])
     # Imported here, so that help and a wrong config do not wait for it.
     from TrainingFactory.services.doctor.examination import examine

@@ -10,7 +10,7 @@ from cyclopts import Parameter
 
 from TrainingFactory.cli import show
 from TrainingFactory.cli.display import Display
-from TrainingFactory.cli.options import Count, Flags, Json, Overrides
+from TrainingFactory.cli.options import Count, Flags, Json, Overrides, places
 from TrainingFactory.cli.rollout import summary, why_unscored
 from TrainingFactory.config.loading import key_value
 from TrainingFactory.services.reports import run_tables
@@ -42,6 +42,7 @@ def evaluate(
     ```
     tfactory eval runs/grpo-search-1
     tfactory eval runs/grpo-search-1 reward.type=environment
+    tfactory eval agent@champion
     tfactory eval qwen3-4b --env search --tasks 200
     tfactory eval qwen3-4b --env search --episodes 8
     tfactory eval qwen3-4b --suite builtin
@@ -50,7 +51,8 @@ def evaluate(
     ```
 
     Args:
-        model: A run (its name or folder; its last checkpoint is taken), a checkpoint, or a model.
+        model: A run (its name or folder; its last checkpoint is taken, or sft@step-40), a checkpoint, a
+            registered model (agent, agent:3, agent@champion), or a model.
         env: The environment; that of the run if none is named.
         suite: A YAML file with several environments or files of tasks, or a suite that is built in: builtin, quick.
         episodes: Episodes per task; with several, pass@k and pass^k are told.
@@ -73,7 +75,7 @@ def evaluate(
         if env is not None or out is not None or replay is not None:
             raise ValueError("--env, --out and --replay are for one evaluation; a suite has several")
         return _suite(model, suite, given, as_json)
-    evaluation = RecordedEvaluation(ask(model, given, env, show.note), out, replay, show.note)
+    evaluation = RecordedEvaluation(ask(model, given, env, show.note, *places(given)), out, replay, show.note)
     with Display(evaluation.total) as display:
         result = evaluation.run(display.episode)
     return _report(evaluation, result, as_json)
@@ -87,7 +89,7 @@ def _suite(model: str, source: str, overrides: list[str], as_json: bool) -> int:
     check_overrides(overrides)
     suite, folder = load_suite(source)
     records, rows = [], []
-    asked = ask_model(model, overrides)
+    asked = ask_model(model, overrides, *places(overrides))
     for evaluation in suite_evaluations(suite, asked, folder, show.note):
         show.note(f"{evaluation.asked.entry}: {show.count(len(evaluation.tasks), 'task')}")
         with Display(evaluation.total) as display:

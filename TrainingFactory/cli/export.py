@@ -26,7 +26,8 @@ def export(
     ```
 
     Args:
-        run: A run (its name or folder; its last checkpoint is taken), or a checkpoint.
+        run: A run (its name or folder; its last checkpoint is taken, or sft@step-40), a checkpoint, or a
+            registered model (agent, agent:3, agent@champion).
         out: The new folder.
         merge: Fold the adapter into the model under it.
         dtype: Number format of the weights; that of the model if none is named.

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
 from cyclopts import Parameter, validators
 
+from TrainingFactory.config import load_config
 from TrainingFactory.config.loading import key_value
+from TrainingFactory.config.names import full_key
 
 Run = Annotated[str, Parameter(help="The run's name or folder.")]
 Where = Annotated[str, Parameter(name="--runs", help="The folder of runs.")]
@@ -22,7 +25,7 @@ class Flags:
     """What is set most often; each stands for a key of the config."""
 
     model: str | None = None
-    """Short name, hub id, local folder, GGUF file, or builtin:tiny."""
+    """Short name, hub id, local folder, GGUF file, run, registered model, or builtin:tiny."""
     tasks: str | None = None
     """A file or hub id of tasks, or a number: so many of the environment's own."""
     split: str | None = None
@@ -52,3 +55,12 @@ class Flags:
             "training.seed": self.seed,
         }
         return [key_value(key, value) for key, value in values.items() if value is not None]
+
+
+def places(overrides: Sequence[str]) -> tuple[str, str | None]:
+    """Return the folder of runs and the registry's file that overrides name, for models that are named beside them."""
+    keys = ("logging.output_dir", "registry.path")
+    config = load_config(
+        None, [each for each in overrides if full_key(each.partition("=")[0].strip()) in keys]
+    )
+    return config.logging.output_dir, config.registry.path

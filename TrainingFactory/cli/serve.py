@@ -8,6 +8,7 @@ from typing import Annotated
 from cyclopts import Parameter, validators
 
 from TrainingFactory.cli import show
+from TrainingFactory.cli.options import places
 from TrainingFactory.config import load_config
 from TrainingFactory.config.loading import key_value
 
@@ -26,13 +27,14 @@ def serve(
 
     ```
     tfactory serve runs/grpo-search-1
+    tfactory serve agent@champion
     tfactory serve qwen3-4b --port 9000 sampling.slots=16 model.max_length=8192
     MY_KEY=... tfactory serve qwen3-4b --host 0.0.0.0 --api-key-env MY_KEY
     ```
 
     Args:
-        model: A run (its name or folder; its last checkpoint is taken), a checkpoint, the folder of an
-            adapter, or a model.
+        model: A run (its name or folder; its last checkpoint is taken, or sft@step-40), a checkpoint, a
+            registered model (agent, agent:3, agent@champion), the folder of an adapter, or a model.
         overrides: Options of the config, as key=value: model.dtype=bfloat16
         host: The address to serve at; by default programs on this machine only can connect.
         port: 0 picks a free one.
@@ -44,7 +46,7 @@ def serve(
     from TrainingFactory.http import listen
     from TrainingFactory.services.serving.server import make_server, served_sections
 
-    sections = served_sections(model)
+    sections = served_sections(model, *places(overrides))
     given = [key_value(f"{s}.{key}", value) for s, keys in sections.items() for key, value in keys.items()]
     config = load_config(None, [*given, *overrides])
     key = listen.key_from(api_key_env)

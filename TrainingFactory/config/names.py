@@ -33,6 +33,7 @@ ALIASES = {
     "lora_alpha": "lora.alpha",
     "output_dir": "logging.output_dir",
     "allocation_id": "compute.allocation_id",
+    "registry.register": "registry.checkpoint",
 }
 # A plain text instead of a section stands for this key of it.
 SHORT = {"model": "name", "environment": "environment_id", "reward": "type"}

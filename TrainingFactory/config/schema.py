@@ -24,13 +24,14 @@ from TrainingFactory.options import Count, NotNegative, Positive, Share, ZeroOrM
 
 class ModelSection(Section):
     name: PathText = "builtin:tiny"
-    """Hub id, local folder, GGUF file, short name such as qwen3-4b, or builtin:tiny."""
+    """Hub id, local folder, GGUF file, short name such as qwen3-4b, a run (sft, runs/sft, sft@step-40), a registered
+    model (agent, agent:3, agent@champion), or builtin:tiny."""
     revision: str | None = None
     """Branch, tag or commit on the hub; of builtin:tiny the seed of its weights."""
     family: str | None = None
     """Chat format (qwen3, llama3, ...); null: seen from the chat template."""
     adapter: PathText | None = None
-    """Folder of a LoRA adapter to put on top."""
+    """LoRA adapter to put on top: a folder, or a run or registered model that is one."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Number format of the weights; auto: bfloat16 on a GPU, float32 on a CPU."""
     device: Annotated[str, Field(pattern=r"^(auto|cpu|mps|cuda(:\d+)?)$")] = "auto"
@@ -137,8 +138,8 @@ class OneReward(Section):
     type: RewardType = "environment"
     """Who scores an episode; environment: its own reward method; learned: a reward model; function: one of yours."""
     model: PathText | None = None
-    """learned: a run of training.algorithm=reward_model (name or folder), or a checkpoint of one. model_judge: the
-    judge's name at its endpoint."""
+    """learned: what a run of training.algorithm=reward_model has made, named as in model.name. model_judge: the judge's
+    name at its endpoint."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Of the type: {rule: numeric} for rule_based, {verify: sql_execution} for tool_verified, {pay: per_turn, cap: 1.0,
     claw_back: true, outcome: {rule: f1}, rules: {mine: rules.py:mine}} for process_reward,
@@ -278,6 +279,15 @@ class LoggingSection(Section):
     """Make a checkpoint whenever an evaluation is the best so far, and keep it."""
 
 
+class RegistrySection(Section):
+    name: str | None = None
+    """Register what the run has made as the next version of this model when it is finished; null: it is not."""
+    checkpoint: Literal["best", "last"] = "last"
+    """What is registered: the best checkpoint by its evaluations, or the last; `register` is another name of it."""
+    path: PathText | None = None
+    """The registry's file; null: registry.sqlite in logging.output_dir."""
+
+
 class TrainingConfig(Section):
     """Holds all options of a run in sections, or in short form: `TrainingConfig(model="Qwen3-4B", tools=[...])`; raises
     ConfigError."""
@@ -293,6 +303,7 @@ class TrainingConfig(Section):
     lora: LoraSection = Field(default_factory=LoraSection)
     compute: ComputeSection = Field(default_factory=ComputeSection)
     logging: LoggingSection = Field(default_factory=LoggingSection)
+    registry: RegistrySection = Field(default_factory=RegistrySection)
     sft: SFTSection = Field(default_factory=SFTSection)
     grpo: GRPOSection = Field(default_factory=GRPOSection)
     ppo: PPOSection = Field(default_factory=PPOSection)

@@ -40,21 +40,27 @@ def remove(folder: Path) -> None:
 
 def write_sums(folder: Path) -> None:
     """Write down the digest of every file directly in a folder."""
-    lines = [f"{_digest(path)}  {path.name}\n" for path in sorted(folder.iterdir()) if path.is_file()]
+    lines = [f"{file_digest(path)}  {path.name}\n" for path in sorted(folder.iterdir()) if path.is_file()]
     (folder / SUMS).write_text("".join(lines), encoding="utf-8")
+
+
+def read_sums(folder: Path) -> dict[str, str]:
+    """Return the digests that were written down, by file; none where an earlier version wrote the folder."""
+    if not (folder / SUMS).is_file():
+        return {}
+    lines = (folder / SUMS).read_text(encoding="utf-8", errors="replace").splitlines()
+    return {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
 
 
 def changed(folder: Path, but: str = "") -> list[str]:
     """Return the files that are missing or not as they were when their digests were written; none without digests.
     The file `but` is not looked at."""
-    if not (folder / SUMS).is_file():  # written by an earlier version
-        return []
-    lines = (folder / SUMS).read_text(encoding="utf-8", errors="replace").splitlines()
-    sums = {name: digest for digest, _, name in (line.partition("  ") for line in lines) if name != but}
-    whole = {n for n, digest in sums.items() if (folder / n).is_file() and _digest(folder / n) == digest}
+    sums = {name: digest for name, digest in read_sums(folder).items() if name != but}
+    whole = {n for n, digest in sums.items() if (folder / n).is_file() and file_digest(folder / n) == digest}
     return sorted(sums.keys() - whole)
 
 
-def _digest(path: Path) -> str:
+def file_digest(path: Path) -> str:
+    """Return the SHA-256 of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -83,18 +83,20 @@ class RewardScorer:
         cls,
         folder: str | Path,
         *,
+        base: str | None = None,
         dtype: str = "auto",
         device: str = "auto",
         token_budget: int = 16_384,
         together: bool = True,
         trust_remote_code: bool = False,
     ) -> RewardScorer:
-        """Load a checkpoint of a reward model, and where it is an adapter the model under it as well."""
+        """Load a checkpoint of a reward model, and where it is an adapter the model under it as well: `base`, or what
+        the checkpoint names."""
         folder = Path(folder).expanduser()
         about = read_about(folder)
         adapter = str(folder) if (folder / "adapter_config.json").is_file() else None
         loaded = load_model(
-            str(about.base) if adapter else str(folder),
+            base or str(about.base) if adapter else str(folder),
             dtype=dtype,
             device=device,
             adapter=adapter,

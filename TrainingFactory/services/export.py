@@ -11,21 +11,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from TrainingFactory.data.disk import SUMS
 from TrainingFactory.models.names import BUILTIN, resolve
-from TrainingFactory.services.evaluation.evaluation import checkpoint_of
-from TrainingFactory.services.runs.folder import RunFolder
+from TrainingFactory.services.build.model_names import ADAPTER, Maker, as_started_from, find_model
+from TrainingFactory.services.registry.store import TRAINING
 
 Kind = Literal["model", "adapter", "merged"]
 Dtype = Literal["float32", "bfloat16", "float16"]
-ADAPTER = "adapter_config.json"
-TRAINING = (
-    "learner.safetensors",
-    "learner.json",
-    "state.json",
-    SUMS,
-    "README.md",
-)  # the last is PEFT's empty page
 HEAD = ("scalar_head.safetensors", "reward_model.json")  # of a reward model
 
 
@@ -40,11 +31,19 @@ class Exported:
 
 
 def export(
-    name: str, out: str | Path, merge: bool = False, dtype: Dtype | None = None, runs: str | Path = "runs"
+    name: str,
+    out: str | Path,
+    merge: bool = False,
+    dtype: Dtype | None = None,
+    runs: str | Path = "runs",
+    registry: str | Path | None = None,
 ) -> Exported:
-    """Write the model of a run (its last checkpoint is taken) or of a checkpoint into a new folder. `merge` folds an
-    adapter into the model under it; `dtype` is the number format of the weights, by default that of the model."""
-    run, checkpoint = _found(name, runs)
+    """Write the model of a run (its last checkpoint is taken), of a checkpoint or of the registry into a new folder.
+    `merge` folds an adapter into the model under it; `dtype` is the number format of the weights, by default that of
+    the model."""
+    found = find_model(name, runs, registry)
+    if (checkpoint := found.folder) is None:
+        raise ValueError(f"{name!r} is neither a run in {runs} nor a folder with a model or an adapter")
     target = Path(out).expanduser()
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ValueError(f"{target} is there already; name a folder that is not")
@@ -56,29 +55,19 @@ def export(
     done = Exported(target, "merged" if merge else "adapter" if adapter else "model", checkpoint)
     done.reward_model = (checkpoint / HEAD[1]).is_file()
     if adapter:
-        about = json.loads((checkpoint / ADAPTER).read_text(encoding="utf-8"))
-        done.base = about["base_model_name_or_path"] if run is None else run.config.model.name
+        done.base = found.name
     if done.kind == "adapter" and resolve(str(done.base)) == BUILTIN:
         raise ValueError(
             f"the adapter in {checkpoint} belongs to {BUILTIN}, which other programs cannot load: export it merged"
         )
     with _written_aside(target) as part:
         if merge or dtype is not None:
-            _convert(done, run, dtype, part)
+            _convert(done, found.maker, dtype, part)
         else:
             _copy(done, part)
         for file in HEAD if done.reward_model else ():
             shutil.copyfile(checkpoint / file, part / file)
     return done
-
-
-def _found(name: str, runs: str | Path) -> tuple[RunFolder | None, Path]:
-    if (found := checkpoint_of(name, runs)) is not None:
-        return found
-    path = Path(name).expanduser()
-    if not any((path / file).is_file() for file in ("config.json", ADAPTER)):
-        raise ValueError(f"{name!r} is neither a run in {runs} nor a folder with a model or an adapter")
-    return None, path
 
 
 @contextmanager
@@ -105,7 +94,7 @@ def _copy(done: Exported, part: Path) -> None:
         (part / ADAPTER).write_text(json.dumps(about, indent=2), encoding="utf-8")
 
 
-def _convert(done: Exported, run: RunFolder | None, dtype: Dtype | None, part: Path) -> None:
+def _convert(done: Exported, run: Maker | None, dtype: Dtype | None, part: Path) -> None:
     """Save the model in another number format, or with its adapter merged."""
     from TrainingFactory.models import load_model
     from TrainingFactory.models.loading import pick_dtype, stored_dtype
@@ -116,7 +105,7 @@ def _convert(done: Exported, run: RunFolder | None, dtype: Dtype | None, part: P
     else:
         options: dict[str, Any] = {}
         if run is not None:
-            named = run.config.model
+            named = as_started_from(run).model
             options = {"revision": named.revision, "trust_remote_code": named.trust_remote_code}
             if named.quantization != "none":
                 done.notes.append(

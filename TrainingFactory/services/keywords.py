@@ -60,6 +60,7 @@ class Keywords(TRLKeywords, total=False):
     lora: Section
     compute: Section
     logging: Section
+    registry: Section
     sft: Section
     grpo: Section
     ppo: Section
@@ -176,6 +177,10 @@ class Keywords(TRLKeywords, total=False):
     keep_checkpoints: int
     keep_every: int | None
     keep_best: bool
+
+    # registry
+    checkpoint: Literal["best", "last"]
+    path: str | Path | None
 
 
 class SFTKeywords(Keywords, total=False):

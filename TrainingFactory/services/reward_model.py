@@ -6,10 +6,11 @@ import logging
 from collections.abc import Sequence
 from typing import Any, Unpack
 
+from TrainingFactory.config import TrainingConfig
 from TrainingFactory.rewards import LearnedReward
 from TrainingFactory.rewards.workers.distributed import DistributedRewardModel as Pool
 from TrainingFactory.services.build import factories
-from TrainingFactory.services.build.reward_types import reward_checkpoint
+from TrainingFactory.services.build.reward_types import reward_model
 from TrainingFactory.services.keywords import RewardModelKeywords
 from TrainingFactory.services.trainers import Trainer
 
@@ -52,7 +53,9 @@ def _scorer(name: str | None) -> LearnedReward:
 
     if name is not None:
         try:
-            return LearnedReward(RewardScorer.load(reward_checkpoint(factories.model(name) or name, "runs")))
+            found = reward_model(name, TrainingConfig())
+            base = found.name if found.adapter else None
+            return LearnedReward(RewardScorer.load(str(found.folder), base=base))
         except ValueError as error:
             last = f"{error}; rewards.py:score names a function, and with base_url= it is a model that judges there"
             raise factories.nowhere("models", name, last) from error

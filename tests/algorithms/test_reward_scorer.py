@@ -276,7 +276,7 @@ def test_a_run_trains_a_reward_model_and_another_uses_it(tmp_path: Path) -> None
     scored = small(
         tmp_path, reward={"type": "learned", "model": "rm"}, environment={"environment_id": "search"}
     )
-    assert assemble_rewards.reward_checkpoint(scored.reward.model, str(tmp_path)) == report.checkpoint
+    assert assemble_rewards.reward_model(scored.reward.model, scored).folder == report.checkpoint
     reward = assemble_rewards.make_reward(scored)
     assert isinstance(reward, LearnedReward) and isinstance(reward.scorer, RewardScorer)
     assert reward.scorer.kind == "outcome"
@@ -284,9 +284,9 @@ def test_a_run_trains_a_reward_model_and_another_uses_it(tmp_path: Path) -> None
 
 @pytest.mark.parametrize(
     ("section", "wrong"),
-    [({"type": "learned"}, "reward.model: is missing; a reward of the type learned is a run"),
-     ({"type": "learned", "model": "nowhere"}, "reward.model: must be a run.*registry are not there yet.*nowhere"),
-     ({"type": "learned", "model": "."}, "holds no reward model"),
+    [({"type": "learned"}, "reward.model: is missing; a reward of the type learned is what a run"),
+     ({"type": "learned", "model": "nowhere"}, "reward.model: must be what a run.*no such run or model: 'nowhere'"),
+     ({"type": "learned", "model": "."}, "holds no model"),
      ({"model": "nowhere"}, "reward.model: is for reward.type=learned")],
 )  # fmt: skip
 def test_a_wrong_reward_model_is_told_before_anything_is_loaded(

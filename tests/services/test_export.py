@@ -101,7 +101,7 @@ def test_mistakes(tmp_path: Path) -> None:
     for name, out, options, text in [
         (checkpoint, "full", {}, "is there already"),
         (checkpoint, "out", {"merge": True}, "nothing to merge"),
-        (str(tmp_path / "nothing"), "out", {}, "neither a run in runs nor a folder with a model"),
+        (str(tmp_path / "nothing"), "out", {}, "there is no such run or model"),
     ]:
         with pytest.raises(ValueError, match=text):
             export(name, tmp_path / out, **options)

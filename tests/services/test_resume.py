@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from tests.kits.run import Parity, Quiet, assert_same_run, brief, go_on, rows, train
+from TrainingFactory.services.build.model_names import find_model
 from TrainingFactory.services.build.training import Training
-from TrainingFactory.services.evaluation.evaluation import checkpoint_of
 from TrainingFactory.services.runs.folder import RunFolder
 from TrainingFactory.services.training.dataset import Objects
 
@@ -176,6 +176,6 @@ def test_a_damaged_model_is_not_taken(whole: Path, tmp_path: Path) -> None:
     (last / "config.json").write_text("{}")
     for name in ("a", str(last)):
         with pytest.raises(ValueError, match=rf"{last} is damaged: config.json; name another: {first}"):
-            checkpoint_of(name, tmp_path)
-    found = checkpoint_of(str(first))
-    assert found is not None and found[1] == first
+            find_model(name, tmp_path)
+    found = find_model(str(first))
+    assert found.folder == first

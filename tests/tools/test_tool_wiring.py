@@ -335,9 +335,11 @@ def test_what_a_run_started_ends_with_it(folder: Path, monkeypatch: pytest.Monke
     Training(config, name="fine", watcher=Quiet()).train()
     with pytest.raises(RuntimeError, match="broken off"):
         Training(config, name="broken", watcher=Quiet(fail_at=1)).train()
-    with pytest.raises(ValueError, match=r"\./nothing"):
-        missing = TrainingConfig(**config.model_dump() | {"model": "./nothing"})
-        Training(missing, name="c", watcher=Quiet()).train()
+    (folder / "hollow").mkdir()
+    (folder / "hollow" / "config.json").write_text("{}")  # what is wrong with it shows when it is loaded
+    with pytest.raises(ValueError, match=r"\./hollow"):
+        hollow = TrainingConfig(**config.model_dump() | {"model": "./hollow"})
+        Training(hollow, name="c", watcher=Quiet()).train()
     with pytest.raises(ValueError, match="exists already"):
         Training(config, name="fine", watcher=Quiet())
     with pytest.raises(ValueError, match="did you mean calculator"):

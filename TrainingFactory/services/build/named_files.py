@@ -12,9 +12,10 @@ from typing import Any, TypeVar
 from pydantic import BaseModel
 
 from TrainingFactory.config import TrainingConfig, load_config
+from TrainingFactory.services.build.model_names import ABOUT as STARTED_FROM
+from TrainingFactory.services.build.model_names import Maker, about_model
 from TrainingFactory.services.build.rewards import reward_model_folder
 from TrainingFactory.services.build.run_tools import RunTools
-from TrainingFactory.services.runs.folder import RunFolder
 from TrainingFactory.services.training.dataset import Dataset, Objects
 from TrainingFactory.user_code import is_file_name, split_name
 
@@ -134,10 +135,11 @@ def about_start(config: TrainingConfig, objects: Objects, tools: RunTools, found
         "digest": found.digest,
         "reward_model": None if folder is None else str(folder.resolve()),
         ABOUT: about_files(config),
+        STARTED_FROM: about_model(config),
     }
 
 
-def as_started(config: TrainingConfig, run: RunFolder | None) -> TrainingConfig:
+def as_started(config: TrainingConfig, run: Maker | None) -> TrainingConfig:
     """Return the config of a run that goes on, with its files and the very reward model that it was started with."""
     if run is None:
         return config

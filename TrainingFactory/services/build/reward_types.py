@@ -7,7 +7,6 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass as plain_dataclass
 from dataclasses import field
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, ValidationInfo, field_validator
@@ -36,7 +35,7 @@ from TrainingFactory.rewards.rules.code import ToolRule
 from TrainingFactory.rewards.tool_verified import VERIFIERS
 from TrainingFactory.rewards.workers.distributed import DistributedRewardModel
 from TrainingFactory.rewards.workers.process import RewardProcess
-from TrainingFactory.services.runs.folder import RunFolder, is_run
+from TrainingFactory.services.build.model_names import Named, find_model
 
 RULE_MAKER = "TrainingFactory.rewards.rule_based:rule_from_options"
 MOST_WORKERS = 4  # by default
@@ -169,7 +168,7 @@ def judge(making: Making, options: Options) -> RewardFunction:
 
 def learned(making: Making, options: Options) -> RewardFunction | None:
     chosen = make_from(_learned_options, options, "a reward of the type learned")
-    folder = reward_checkpoint(chosen, making.config.logging.output_dir)
+    found = reward_model(chosen, making.config)
     if not making.load:
         return None
     from TrainingFactory.learning.reward_models import RewardScorer
@@ -177,7 +176,8 @@ def learned(making: Making, options: Options) -> RewardFunction | None:
     model = making.config.model
     return LearnedReward(
         RewardScorer.load(
-            folder,
+            str(found.folder),
+            base=found.name if found.adapter else None,
             dtype=model.dtype,
             device=model.device,
             token_budget=making.config.training.token_budget,
@@ -191,25 +191,23 @@ def _learned_options(model: str | None = None) -> str | None:
     return model
 
 
-def reward_checkpoint(model: str | None, runs_folder: str) -> Path:
-    """Return the checkpoint of the reward model that is named: the last one of a run, or a folder."""
-    wanted = "a run of training.algorithm=reward_model (its name or folder), or a checkpoint of one"
+def reward_model(model: str | None, config: TrainingConfig) -> Named:
+    """Return the reward model that is named, as models are named everywhere."""
+    wanted = (
+        "what a run of training.algorithm=reward_model has made: a run, a checkpoint, or a registered model"
+    )
     if model is None:
         raise OptionError(Wrong("model", f"is missing; a reward of the type learned is {wanted}"))
     from TrainingFactory.learning.reward_models import read_about
 
-    folder = Path(model).expanduser()
-    runs = [path for path in (folder, Path(runs_folder).expanduser() / folder) if is_run(path)]
-    if runs:
-        found = RunFolder(runs[0]).checkpoints()
-        if not found:
-            raise OptionError(Wrong("model", f"names the run {runs[0]}, which has no checkpoint yet"))
-        folder = found[-1]
-    elif not folder.is_dir():
-        text = f"must be {wanted}; there is none of that name. Names in a registry are not there yet"
-        raise OptionError(Wrong("model", text, model))
-    read_about(folder)
-    return folder
+    try:
+        found = find_model(model, config.logging.output_dir, config.registry.path)
+    except ValueError as error:
+        raise OptionError(Wrong("model", f"must be {wanted}; {error}")) from error
+    if found.folder is None:
+        raise OptionError(Wrong("model", f"must be {wanted}", model))
+    read_about(found.folder)
+    return found
 
 
 REWARD_TYPES: dict[str, Callable[[Making, Options], RewardFunction | None]] = {

@@ -24,7 +24,7 @@ from TrainingFactory.rewards.rules.answers import ReferenceRule
 from TrainingFactory.rewards.rules.code import ToolRule
 from TrainingFactory.rewards.workers.distributed import DistributedRewardModel
 from TrainingFactory.rewards.workers.process import RewardProcess
-from TrainingFactory.services.build.reward_types import BESIDE, REWARD_TYPES, Making, reward_checkpoint
+from TrainingFactory.services.build.reward_types import BESIDE, REWARD_TYPES, Making, reward_model
 from TrainingFactory.types import Task
 
 Key = tuple[str | int, ...]
@@ -120,7 +120,7 @@ def reward_model_folder(config: TrainingConfig) -> Path | None:
     """Return the checkpoint of the reward model that scores alone, if one does."""
     if config.reward.type != "learned" or config.reward.parts:
         return None
-    return reward_checkpoint(config.reward.model, config.logging.output_dir)
+    return reward_model(config.reward.model, config).folder
 
 
 def evaluation_reward(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from TrainingFactory.algorithms.kinds import KINDS
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.config.not_yet import not_yet
+from TrainingFactory.config.problems import Problem
 from TrainingFactory.data.examples import Examples
 from TrainingFactory.protocols import Algorithm, EnvironmentFactory, Policy, Sampler
 from TrainingFactory.rollout import AsyncRolloutEngine
@@ -21,6 +23,7 @@ from TrainingFactory.services.build import rewards as build_rewards
 from TrainingFactory.services.build import sampler as build_sampler
 from TrainingFactory.services.build.environment import check_tools, make_environment
 from TrainingFactory.services.build.learner import make_algorithm, make_policy, make_trainable
+from TrainingFactory.services.build.model_names import as_started_from, check_started_from, with_model
 from TrainingFactory.services.build.named_files import about_start, as_started, changed_files
 from TrainingFactory.services.build.rewards import evaluation_reward
 from TrainingFactory.services.build.run_tools import RunTools
@@ -28,6 +31,8 @@ from TrainingFactory.services.build.siblings import Allocation
 from TrainingFactory.services.build.trackers import Trackers, check_trackers
 from TrainingFactory.services.doctor.table import Table
 from TrainingFactory.services.evaluation.training_records import TrainingRecords
+from TrainingFactory.services.model_registry import ModelRegistry
+from TrainingFactory.services.registry.rows import check_name
 from TrainingFactory.services.runs.folder import RunFolder, TrainingReport, new_name
 from TrainingFactory.services.runs.scores import Scores
 from TrainingFactory.services.runs.tracking import PlainLines, Watcher
@@ -66,6 +71,8 @@ class Training:
         given, say = objects or Objects(), self.watcher.say
         self.allocation = None if given.allocation is None else Allocation.of(given.allocation)
         try:
+            if run is not None:
+                check_started_from(run)
             before = as_started(config, run)
             config = factories.by_file(before, say)
             self.allocation = self.allocation or factories.allocated(config, say)
@@ -87,10 +94,12 @@ class Training:
         replay: str | Path | None,
     ) -> None:
         """Find and check everything that the run names, and make or open its folder."""
-        self.config, self.objects = factories.with_rows(config, given)
+        self.written, self.objects = factories.with_rows(config, given)
+        self.config = with_model(self.written) if run is None else as_started_from(run, self.written)
         config = self.config
         check(config, config.data.dataset is not None or self.objects.examples is not None)
         check_trackers(config.logging.trackers)
+        check_registry(config)
         sampled = KINDS[config.training.algorithm].samples
         reward = build_rewards.check_reward(config, config.training.group_size if sampled else None)
         reward = self.objects.reward or reward
@@ -106,7 +115,7 @@ class Training:
         tasks = [*(self.data.tasks if sampled else ()), *self.data.heldout]
         build_rewards.check_tasks(reward, tasks, self.data.environment)
         if run is None:
-            about = about_start(config, given, self.tools, self.data)
+            about = about_start(self.written, given, self.tools, self.data)
             run = self.new_run(name or new_name(config), about)
         else:
             check_same(self.data, run.about, run.name)
@@ -119,7 +128,7 @@ class Training:
 
     def new_run(self, name: str, about: dict[str, Any]) -> RunFolder:
         """Make the run's folder; a dry run has it elsewhere."""
-        return RunFolder.create(self.config, name, about, self.total)
+        return RunFolder.create(self.written, name, about, self.total)
 
     def load(self, day: date) -> tuple[LoadedModel, TemplateChatFormat]:
         """Load the model as it is trained, and its chat format."""
@@ -156,7 +165,41 @@ class Training:
                 if not self.resuming:
                     self.run.discard()
                 raise
-            return await loop.train()
+            report = await loop.train()
+            if report.state == "finished":
+                report.version = await in_thread(self._register)
+            return report
+
+    def _register(self) -> str | None:
+        """Register what was made, where the config asks for it. What goes wrong is said; the run is finished."""
+        asked, output = self.config.registry, self.config.logging.output_dir
+        if asked.name is None:
+            return None
+        made = shlex.quote(f"{self.run.path}@{asked.checkpoint}")
+        try:
+            version = ModelRegistry(asked.path, output).register(
+                asked.name, f"{self.run.path}@{asked.checkpoint}"
+            )
+        except (ValueError, OSError) as error:
+            at = "" if asked.path is None else f" --registry {asked.path}"
+            self.watcher.say(
+                f"WARNING the run is finished, and could not be registered: {error}; when that is mended: tfactory "
+                f"registry register {asked.name} {made} --runs {output}{at}"
+            )
+            return None
+        self.watcher.say(f"registered as {version}")
+        return str(version)
+
+
+def check_registry(config: TrainingConfig) -> None:
+    """Raise where a run that is to be registered could not be: before it has taken a day."""
+    asked = config.registry
+    if asked.name is not None:
+        try:
+            check_name(asked.name)
+        except ValueError as error:
+            raise config.wrong([Problem(("registry", "name"), str(error))]) from error
+        ModelRegistry(asked.path, config.logging.output_dir).names()
 
 
 def make_order(config: TrainingConfig, size: int) -> Order:

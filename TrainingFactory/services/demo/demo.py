@@ -18,10 +18,11 @@ from pathlib import Path
 from TrainingFactory import catalog
 from TrainingFactory.config import TrainingConfig, load_config
 from TrainingFactory.config.loading import key_value
+from TrainingFactory.services.build.model_names import find_model
 from TrainingFactory.services.build.training import Training
 from TrainingFactory.services.demo.lessons import LESSONS, Lessons
 from TrainingFactory.services.demo.report import HELDOUT, Report
-from TrainingFactory.services.evaluation.evaluation import Evaluation, model_of
+from TrainingFactory.services.evaluation.evaluation import Evaluation, sections_of
 from TrainingFactory.services.export import export
 from TrainingFactory.services.runs.folder import CONFIG, RunFolder, TrainingReport, is_run
 from TrainingFactory.services.runs.tracking import Watcher
@@ -99,7 +100,7 @@ class Demo:
 
     def _evaluate(self, run: Path, watcher: Watcher) -> None:
         """Try the model once on every held-out task, at temperature 1 whatever it was trained at."""
-        sections = model_of(str(run))
+        sections = sections_of(find_model(str(run)))
         sections["sampling"]["temperature"] = 1.0
         result = Evaluation(TrainingConfig(**sections), run / HELDOUT).run(watcher.episode)
         if result.interrupted:

@@ -12,15 +12,14 @@ from typing import Any
 from TrainingFactory.config import TrainingConfig, load_config
 from TrainingFactory.config.loading import key_value
 from TrainingFactory.config.names import full_key
-from TrainingFactory.models.names import BUILTIN, SUPPORTED_MODELS, resolve
-from TrainingFactory.options import did_you_mean, nearest
+from TrainingFactory.services.build.model_names import Maker, Named, find_model
 from TrainingFactory.services.build.named_files import changed_files
 from TrainingFactory.services.evaluation import evaluation as evaluations
 from TrainingFactory.services.evaluation.evaluation import Evaluation
 from TrainingFactory.services.evaluation.identity import conditions, identity
 from TrainingFactory.services.evaluation.records import EvaluationRecord, Say, append_record, make_record
 from TrainingFactory.services.evaluation.rollouts import Report
-from TrainingFactory.services.runs.folder import EVALUATIONS, RunFolder, list_runs
+from TrainingFactory.services.runs.folder import EVALUATIONS, RunFolder
 from TrainingFactory.tools.threads import in_thread
 from TrainingFactory.types import Trajectory
 
@@ -96,54 +95,52 @@ class RecordedEvaluation(Evaluation):
         return report
 
 
-def ask_model(model: str, overrides: Sequence[str] = (), runs: str | Path = "runs") -> Asked:
+def ask_model(
+    model: str, overrides: Sequence[str] = (), runs: str | Path = "runs", registry: str | Path | None = None
+) -> Asked:
     """Return a model or what a run has made, under no conditions of its own: for a suite, or those of another."""
-    sections = evaluations.model_of(model, runs)["model"]
-    if evaluations.checkpoint_of(model, runs) is None:
-        _check_name(model, runs)
-    given = [key_value(f"model.{key}", value) for key, value in sections.items()]
+    found = find_model(model, runs, registry)
+    given = [
+        key_value(f"model.{key}", value) for key, value in evaluations.sections_of(found)["model"].items()
+    ]
     own = [each for each in overrides if full_key(each.partition("=")[0].strip()).startswith(OF_THE_MODEL)]
-    return _asked(model, load_config(None, [*given, *own]), runs)
+    return _asked(found, load_config(None, [*given, *own]))
 
 
 def ask(
     model: str, overrides: Sequence[str] = (), env: str | None = None, say: Say = lambda _: None,
-    runs: str | Path = "runs",
+    runs: str | Path = "runs", registry: str | Path | None = None,
 ) -> Asked:  # fmt: skip
     """Return a model, or what a run has made with the environment, held-out tasks, sampling and reward of that run."""
     sections: dict[str, dict[str, Any]] = {"data": {"split": "heldout", "count": 64}}
-    sections |= evaluations.model_of(model, runs)
-    found, learned = evaluations.checkpoint_of(model, runs), {}
-    if found is None:
-        _check_name(model, runs)
-    else:
+    found, learned = find_model(model, runs, registry), {}
+    sections |= evaluations.sections_of(found)
+    if found.maker is not None:
         other = any(full_key(each.partition("=")[0].strip()) in OTHER_REWARD for each in overrides)
-        sections |= _reward(found[0], other, say)
-        learned = evaluations.learned_tasks(found[0]) if env is None else {}
+        sections |= _reward(found.maker, other, say)
+        learned = evaluations.learned_tasks(found.maker) if env is None else {}
         sections["data"] |= learned
     given = [key_value(f"{s}.{key}", value) for s, keys in sections.items() for key, value in keys.items()]
     if env is not None:
         given.append(key_value("environment.environment_id", env))
     config = load_config(None, [*given, *overrides])
-    if found is not None:
-        _check_objects(found[0], config, env is not None)
+    if found.maker is not None:
+        _check_objects(found.maker, config, env is not None)
     if learned and config.data.tasks == learned["tasks"]:
         say(
             "note: the run has no held-out tasks, so these are those it learned from; name others: --tasks FILE"
         )
-    return _asked(model, config, runs)
+    return _asked(found, config)
 
 
-def _asked(model: str, config: TrainingConfig, runs: str | Path) -> Asked:
-    found = evaluations.checkpoint_of(model, runs)
-    if found is None:
-        return Asked(model, config)
-    run, checkpoint = found
-    number = re.fullmatch(r"step-(\d+)", checkpoint.name)
-    return Asked(model, config, run, int(number[1]) if number else None)
+def _asked(found: Named, config: TrainingConfig) -> Asked:
+    run, number = found.maker, re.fullmatch(r"step-(\d+)", found.folder.name if found.folder else "")
+    if not isinstance(run, RunFolder):
+        return Asked(found.written, config)
+    return Asked(found.written, config, run, int(number[1]) if number else None)
 
 
-def _reward(run: RunFolder, other: bool, say: Say) -> dict[str, dict[str, Any]]:
+def _reward(run: Maker, other: bool, say: Say) -> dict[str, dict[str, Any]]:
     """Return the reward section of the run, if no other reward is asked for."""
     for name in changed_files(run.about):
         say(f"note: {name} has changed since run {run.name} was started")
@@ -156,7 +153,7 @@ def _reward(run: RunFolder, other: bool, say: Say) -> dict[str, dict[str, Any]]:
     return {} if reward is None else {"reward": reward.model_dump()}
 
 
-def _check_objects(run: RunFolder, config: TrainingConfig, other_environment: bool) -> None:
+def _check_objects(run: Maker, config: TrainingConfig, other_environment: bool) -> None:
     """Raise where a run was started with Python objects in whose place the config names nothing."""
     environment = config.environment.environment_id
     named = {
@@ -170,14 +167,3 @@ def _check_objects(run: RunFolder, config: TrainingConfig, other_environment: bo
             f"run {run.name} was started from Python with its own {' and '.join(given)}, which its folder does not "
             f"hold; name what is missing: {' '.join(NAMED_BY[kind] for kind in missing)}"
         )
-
-
-def _check_name(model: str, runs: str | Path) -> None:
-    """Raise where the name is that of no run, and cannot be that of a model: not known, not there, no hub id."""
-    target, path = resolve(model), Path(model).expanduser()
-    hub = target.count("/") == 1 and not target.startswith((".", "/", "~")) and path.suffix != ".gguf"
-    if not (hub or target == BUILTIN or target.startswith("package:") or path.exists()):
-        near = nearest(
-            model, [*(run.name for run in list_runs(runs)), *SUPPORTED_MODELS, BUILTIN], cutoff=0.5
-        )
-        raise ValueError(f"there is no such run or model: {model!r}{did_you_mean(near)}")

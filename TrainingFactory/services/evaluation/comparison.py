@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from TrainingFactory.data.trajectories import load_trajectories
 from TrainingFactory.options import did_you_mean, nearest
-from TrainingFactory.services.evaluation import evaluation as evaluations
+from TrainingFactory.services.build.model_names import find_model
 from TrainingFactory.services.evaluation import statistics
 from TrainingFactory.services.evaluation.asked import RecordedEvaluation, ask, ask_model
 from TrainingFactory.services.evaluation.records import (
@@ -20,6 +20,7 @@ from TrainingFactory.services.evaluation.records import (
     read_records,
 )
 from TrainingFactory.services.evaluation.suites import check_overrides, load_suite, suite_evaluations
+from TrainingFactory.services.runs.folder import is_run
 from TrainingFactory.types import Trajectory
 
 LEAST_FLIPS = 6  # with fewer no exact test is below 0.05, even if all went one way
@@ -135,7 +136,7 @@ def sides(
                 side.add(each, again)
         return made, weights
     if models:
-        first = next((name for name in models if evaluations.checkpoint_of(name, runs)), models[0])
+        first = next((name for name in models if find_model(name, runs).maker), models[0])
         lead = ask(first, overrides, env, say, runs)
     for side in made:
         if side.name in recorded:
@@ -182,7 +183,7 @@ def _recorded(name: str, runs: str | Path, say: Say) -> Found | None:
         if not records:
             raise ValueError(f"{name} has no record of an evaluation that can be read")
         return Found(Path(name).expanduser(), records[-1])
-    if not name.startswith("eval-") or evaluations.checkpoint_of(name, runs) is not None:
+    if not name.startswith("eval-") or is_run(Path(runs) / name):
         return None
     known = {record.id: Found(file, record) for file, record in all_records(runs, say)}
     if name not in known:

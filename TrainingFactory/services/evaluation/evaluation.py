@@ -8,15 +8,14 @@ from typing import Any
 
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.config.schema import RewardSection
-from TrainingFactory.data.disk import changed
 from TrainingFactory.rollout.metrics import Z95, evaluation_metrics, wilson  # noqa: F401
 from TrainingFactory.services.build import rewards as assemble_rewards
 from TrainingFactory.services.build.environment import make_environment
 from TrainingFactory.services.build.factories import by_file
+from TrainingFactory.services.build.model_names import Maker, Named
 from TrainingFactory.services.build.named_files import as_started, as_then
 from TrainingFactory.services.build.rewards import evaluation_reward, scored_by
 from TrainingFactory.services.evaluation.rollouts import Report, Rollouts
-from TrainingFactory.services.runs.folder import RunFolder, is_run, list_runs
 from TrainingFactory.services.training.dataset import makes_tasks
 from TrainingFactory.types import Trajectory
 
@@ -42,19 +41,12 @@ class Evaluation(Rollouts):
         return report
 
 
-def model_of(name: str, runs: str | Path = "runs") -> dict[str, dict[str, Any]]:
-    """Return the sections of a config for a model, or for a run's last checkpoint, with the environment it had."""
-    found = checkpoint_of(name, runs)
-    if found is None:
-        return {"model": {"name": name}}
-    run, checkpoint = found
-    trained = as_then(run.config, run.about)
-    model = trained.model.model_dump(exclude_unset=True)
-    if (checkpoint / "adapter_config.json").is_file():
-        model["adapter"] = str(checkpoint)
-    else:
-        model |= {"name": str(checkpoint), "adapter": None, "revision": None}
-    sections = {"model": model}
+def sections_of(found: Named) -> dict[str, dict[str, Any]]:
+    """Return the sections of a config for a model; for what a run has made, with the environment that it had."""
+    if found.maker is None:
+        return {"model": found.section}
+    trained = as_then(found.maker.config, found.maker.about)
+    sections = {"model": trained.model.model_dump(exclude_unset=True) | found.section}
     for section in ("environment", "data", "sampling"):
         sections[section] = getattr(trained, section).model_dump()
     if trained.tools:
@@ -70,7 +62,7 @@ def model_of(name: str, runs: str | Path = "runs") -> dict[str, dict[str, Any]]:
     return sections
 
 
-def learned_tasks(run: RunFolder) -> dict[str, Any]:
+def learned_tasks(run: Maker) -> dict[str, Any]:
     """Return the data options for the tasks that a run learned from, where there are no others: nothing was held out,
     and its environment makes none. Empty where there are."""
     config = as_then(run.config, run.about)
@@ -85,7 +77,7 @@ def learned_tasks(run: RunFolder) -> dict[str, Any]:
     return {"tasks": data.tasks, "dataset_split": data.dataset_split}
 
 
-def reward_of(run: RunFolder) -> RewardSection | None:
+def reward_of(run: Maker) -> RewardSection | None:
     """Return the reward of a run as another command can make it, anywhere; None where it was a Python object."""
     if "reward" in run.about.get("objects", []):
         return None
@@ -93,7 +85,7 @@ def reward_of(run: RunFolder) -> RewardSection | None:
     reward = config.reward
 
     def found(model: Any) -> str:  # the model may be named by its run, in the folder of runs
-        return str(assemble_rewards.reward_checkpoint(model, config.logging.output_dir))
+        return str(assemble_rewards.reward_model(model, config).folder)
 
     if reward.type == "learned" and not reward.parts:
         return reward.model_copy(update={"model": found(reward.model)})
@@ -103,28 +95,3 @@ def reward_of(run: RunFolder) -> RewardSection | None:
         if part.get("type") == "learned"
     }
     return reward.model_copy(update={"parts": reward.parts | learned})
-
-
-def checkpoint_of(name: str, runs: str | Path = "runs") -> tuple[RunFolder, Path] | None:
-    """Return a run and one of its checkpoints, by the name of either; None for what is no run."""
-    path = Path(name).expanduser()
-    if path.parent.name == "checkpoints" and path.is_dir():
-        return RunFolder.find(str(path.parent.parent), runs), _whole(path)
-    looks_like_a_run = path.parent == Path(runs)  # not a model on the hub, even if it is not there
-    if not looks_like_a_run and name not in [run.name for run in list_runs(runs)] and not is_run(path):
-        return None
-    run = RunFolder.find(name, runs)
-    checkpoints = run.checkpoints()
-    if not checkpoints:
-        raise ValueError(f"run {run.name} has no checkpoint yet")
-    return run, _whole(checkpoints[-1])
-
-
-def _whole(checkpoint: Path) -> Path:
-    """Return a checkpoint whose model is as it was written; raise ValueError for one that is damaged."""
-    if files := changed(checkpoint, but="learner.safetensors"):  # large, and no part of the model
-        others = sorted(str(path) for path in checkpoint.parent.glob("step-*") if path != checkpoint)
-        raise ValueError(
-            f"{checkpoint} is damaged: {', '.join(files)}; name another: {', '.join(others) or 'there is none'}"
-        )
-    return checkpoint

@@ -18,6 +18,7 @@ from TrainingFactory.running import run as run_anywhere
 from TrainingFactory.services.build import factories
 from TrainingFactory.services.build import rewards as build_rewards
 from TrainingFactory.services.build.environment import check_tools, make_environment
+from TrainingFactory.services.build.model_names import with_model
 from TrainingFactory.services.build.rewards import check_group, check_reward, judge_metrics, make_reward
 from TrainingFactory.services.build.run_tools import RunTools, recording_beside
 from TrainingFactory.services.build.sampler import make_rollouts, make_sampler
@@ -53,6 +54,7 @@ class Rollouts:
         say: Callable[[str], None] = lambda _: None,
     ) -> None:
         config, found = factories.with_rows(factories.by_file(config, say), Objects())
+        config = with_model(config)
         self.config, self._choose = config, choose
         self.group_size = group_size
         self.tools = RunTools(config, tools, replay)

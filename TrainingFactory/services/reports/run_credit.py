@@ -10,6 +10,7 @@ from TrainingFactory.data.trajectories import load_trajectories
 from TrainingFactory.models.loading import load_tokenizer
 from TrainingFactory.options import did_you_mean, nearest
 from TrainingFactory.services.build.learner import make_algorithm
+from TrainingFactory.services.build.model_names import as_started_from
 from TrainingFactory.services.reports.credit_view import Credit, GroupCredit, coloured
 from TrainingFactory.services.runs.folder import TRAJECTORIES, RunFolder
 
@@ -20,7 +21,7 @@ def run_credit(run: RunFolder, step: int | None = None, task: str | None = None)
     step = _resolve_step(run, step, task)
     # Groups are named by their step, counted from 0.
     episodes = list(load_trajectories(run.path / TRAJECTORIES, f"{step - 1}/", growing=True))
-    model = run.config.model
+    model = as_started_from(run).model
     place = str([model.name, *run.checkpoints()][-1])  # a checkpoint has the tokenizer, too
     tokenizer = load_tokenizer(place, model.revision, model.trust_remote_code)
     return step, coloured(episodes, make_algorithm(run.config), tokenizer)

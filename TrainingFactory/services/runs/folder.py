@@ -319,6 +319,7 @@ class TrainingReport:
     metrics: dict[str, float] = field(default_factory=dict)
     rows: list[dict[str, float]] = field(default_factory=list)
     tools: dict[str, float] = field(default_factory=dict)
+    version: str | None = None  # where the run was registered, such as agent:3
 
     @property
     def checkpoint(self) -> Path | None:

@@ -24,8 +24,9 @@ from TrainingFactory.openai_form import message_to_dict
 from TrainingFactory.protocols import Sampler
 from TrainingFactory.seeds import turn_seed
 from TrainingFactory.services.build.factories import by_file
+from TrainingFactory.services.build.model_names import find_model
 from TrainingFactory.services.build.sampler import load, make_chat, make_engine
-from TrainingFactory.services.evaluation.evaluation import model_of
+from TrainingFactory.services.evaluation.evaluation import sections_of
 from TrainingFactory.services.serving.request import Ask, check_size, read_ask
 from TrainingFactory.services.serving.text import Cut, TurnReader
 from TrainingFactory.types import Completion, Message, SamplingParams
@@ -275,14 +276,11 @@ def make_server(config: TrainingConfig, name: str, queue: int = 256) -> ChatServ
     return ChatServer(name, make_chat(config, loaded), engine, slots=slots, queue=queue, defaults=defaults)
 
 
-def served_sections(name: str, runs: str | Path = "runs") -> dict[str, dict[str, Any]]:
-    """Return the model and sampling sections for whatever can be served: a model, a run, a checkpoint, or the folder
-    of an adapter, which names its base model itself."""
-    sections = model_of(name, runs)
-    adapter = Path(name).expanduser() / "adapter_config.json"
-    if sections == {"model": {"name": name}} and adapter.is_file():
-        base = json.loads(adapter.read_text(encoding="utf-8")).get("base_model_name_or_path")
-        return {"model": {"name": base, "adapter": name}}
+def served_sections(
+    name: str, runs: str | Path = "runs", registry: str | Path | None = None
+) -> dict[str, dict[str, Any]]:
+    """Return the model and sampling sections for whatever can be served: everything that can be named."""
+    sections = sections_of(find_model(name, runs, registry))
     return {key: sections[key] for key in ("model", "sampling") if key in sections}
 
 

@@ -1,0 +1,364 @@
+"""The registry: versions by content, aliases with a history, lineage, and everything that can be wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sqlite3
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.kits.cli import ROOT, Run
+from tests.kits.registry import made_run, model_folder
+from TrainingFactory.config import TrainingConfig
+from TrainingFactory.data.disk import write_sums
+from TrainingFactory.services.build import model_names
+from TrainingFactory.services.build.model_names import as_started_from, check_started_from, find_model
+from TrainingFactory.services.build.reward_types import reward_model
+from TrainingFactory.services.model_registry import ModelRegistry
+from TrainingFactory.services.registry import store
+from TrainingFactory.services.registry.lineage import chain, tree
+from TrainingFactory.services.registry.recipe import recipe
+from TrainingFactory.services.runs.folder import RunFolder
+
+MLFLOW = ROOT / ".servers" / "mlflow"
+
+
+@pytest.fixture
+def registry(tmp_path: Path) -> ModelRegistry:
+    made_run(tmp_path, "sft", training={"algorithm": "sft", "max_steps": 2})
+    return ModelRegistry(runs=tmp_path)
+
+
+def test_a_version_outlives_its_run(registry: ModelRegistry) -> None:
+    run = RunFolder(registry.runs / "sft")
+    version = registry.register("agent", "sft", "first", {"team": "search"})
+    assert (str(version), version.description, version.tags) == ("agent:1", "first", {"team": "search"})
+    files = registry.folder(version)
+    names = {"model.safetensors", "config.json", "tokenizer.json", "SHA256SUMS"}
+    assert {path.name for path in files.iterdir()} == names  # nothing of the state of training
+    # Not linked: what happens to the run's own files happens to them alone.
+    (run.checkpoint_folder(2) / "model.safetensors").write_text("overwritten")
+    assert (files / "model.safetensors").read_text() == "sft 2"
+    shutil.rmtree(run.path)
+    assert registry.verify() == {}
+    found = find_model("agent", registry.runs)
+    assert (found.folder, found.maker and found.maker.name) == (files, "agent:1")
+
+
+def test_equal_models_are_stored_once_and_freed_with_the_last(registry: ModelRegistry) -> None:
+    first, second = registry.register("agent", "sft"), registry.register("other", "sft@step-2")
+    third = registry.register("agent", "sft@step-1")
+    assert first.digest == second.digest != third.digest
+    assert len(list(registry.store.path.iterdir())) == 2
+    assert registry.delete("agent:1")[1] == 0  # the other model needs it
+    assert registry.delete("other:1")[1] > 0
+    assert [path.name for path in registry.store.path.iterdir()] == [third.digest]
+    assert str(registry.register("agent", "sft")) == "agent:3"  # no number is used again
+
+
+def test_an_adapter_brings_the_model_under_it(registry: ModelRegistry) -> None:
+    made_run(registry.runs, "lora", adapter=True, model={"name": "sft"}, lora={"enabled": True})
+    version = registry.register("agent", "lora")
+    assert version.base is not None and version.base["digest"]
+    shutil.rmtree(registry.runs / "sft")
+    shutil.rmtree(registry.runs / "lora")
+    found = find_model("agent:1", registry.runs)
+    assert found.adapter == str(registry.folder(version))
+    assert (Path(found.name) / "model.safetensors").read_text() == "sft 2"
+    again = registry.register("agent", "agent:1")  # a version can be registered again
+    assert (again.digest, again.base, again.lineage) == (version.digest, version.base, version.lineage)
+
+
+def test_aliases_move_and_are_taken_back(registry: ModelRegistry) -> None:
+    for step in (1, 2, 2):
+        registry.register("agent", f"sft@step-{step}")
+    for number in (1, 2, 3):
+        registry.set_alias(f"agent:{number}", "champion")
+    assert registry.get("agent@champion").number == 3
+    assert [registry.rollback("agent", "champion")[0].number for _ in range(2)] == [2, 1]
+    with pytest.raises(ValueError, match="has named no other version"):
+        registry.rollback("agent", "champion")
+    registry.set_alias("agent:3", "champion")
+    assert registry.rollback("agent", "champion") == (registry.get("agent:1"), 3)
+    with pytest.raises(ValueError, match="is version 1 by now, and was 2 when this began"):
+        registry.set_alias("agent:3", "champion", expected=2)
+    kinds = [row["kind"] for row in registry.decisions("agent")]
+    assert kinds == ["alias"] * 3 + ["rollback"] * 2 + ["alias", "rollback"]
+    assert registry.remove_alias("agent", "champion") == 1
+    assert registry.get("agent@latest").number == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("agent:9", "version 9 of agent is not there; there are: :1, @champion"),
+        ("agent:2", "version 2 of agent was deleted"),
+        ("agent@chmpion", "agent has no alias 'chmpion'; did you mean champion?"),
+        ("agnt", "there is no such run or model: 'agnt'; did you mean agent?"),
+    ],
+)
+def test_names_that_are_not_there_are_told(registry: ModelRegistry, name: str, text: str) -> None:
+    registry.register("agent", "sft")
+    registry.register("agent", "sft")
+    registry.set_alias("agent:1", "champion")
+    registry.delete("agent:2")
+    with pytest.raises(ValueError) as told:
+        find_model(name, registry.runs)
+    assert text in str(told.value)
+
+
+def test_what_cannot_be_done_changes_nothing(registry: ModelRegistry, tmp_path: Path) -> None:
+    registry.register("agent", "sft")
+    registry.set_alias("agent:1", "champion")
+    before = registry.versions(), registry.decisions("agent")
+    (tmp_path / "pickled").mkdir()
+    (tmp_path / "pickled" / "config.json").write_text("{}")
+    (tmp_path / "pickled" / "pytorch_model.bin").write_text("")
+    damaged = RunFolder(tmp_path / "sft").checkpoint_folder(1)
+    (damaged / "model.safetensors").write_text("changed")
+    for text, attempt in {
+        "agent:1 is agent@champion: let that name another": lambda: registry.delete("agent:1"),
+        "version 7 of agent is not there": lambda: registry.set_alias("agent:7", "champion"),
+        "'step-3' cannot be an alias": lambda: registry.set_alias("agent:1", "step-3"),
+        "'a/b' cannot name a model": lambda: registry.register("a/b", "sft"),
+        "'tiny' is the short name": lambda: registry.register("tiny", "sft"),
+        "is damaged: model.safetensors": lambda: registry.register("agent", "sft@step-1"),
+        "no weights as .safetensors": lambda: registry.register("agent", str(tmp_path / "pickled")),
+        "only what is can be registered": lambda: registry.register("agent", "qwen3-4b"),
+        "there is no such run or model: 'gone'": lambda: registry.register("agent", "gone"),
+    }.items():
+        with pytest.raises(ValueError) as told:
+            attempt()
+        assert text in str(told.value)
+    assert (registry.versions(), registry.decisions("agent")) == before
+
+
+def test_a_changed_or_missing_byte_is_found_and_mended(registry: ModelRegistry) -> None:
+    version = registry.register("agent", "sft")
+    weights = registry.folder(version) / "model.safetensors"
+    weights.chmod(0o644)
+    weights.write_text("sft 3")  # as long as before
+    assert registry.verify() == {"agent:1": [f"{weights} is missing or changed"]}
+    for use in (lambda: find_model("agent", registry.runs), lambda: registry.export("agent:1", "out")):
+        with pytest.raises(ValueError, match="agent:1 is damaged"):
+            use()
+    weights.unlink()
+    assert registry.verify("agent:1") == {"agent:1": [f"{weights} is missing or changed"]}
+    registry.register("agent", "sft")  # the same bytes again
+    assert registry.verify() == {}
+    shutil.rmtree(registry.folder(version))
+    assert registry.verify()["agent:1"] == [f"{registry.folder(version)} is missing"]
+
+
+def test_registries_of_others_are_left_alone(registry: ModelRegistry, tmp_path: Path) -> None:
+    registry.register("agent", "sft")
+    with sqlite3.connect(registry.path) as db:
+        db.execute("PRAGMA user_version = 9")
+    db.close()
+    with pytest.raises(ValueError, match=r"is of schema 9, and this version .* knows 1: nothing was changed"):
+        registry.register("agent", "sft")
+    with sqlite3.connect(tmp_path / "other.sqlite") as db:
+        db.execute("CREATE TABLE mine (x)")
+    db.close()
+    (tmp_path / "text.sqlite").write_text("no database at all, but long enough to be read as one " * 20)
+    for file in ("other", "text"):
+        with pytest.raises(ValueError, match="no registry"):
+            ModelRegistry(tmp_path / f"{file}.sqlite", tmp_path).register("agent", "sft")
+    assert ModelRegistry(tmp_path / "new.sqlite").versions() == []
+    assert not (tmp_path / "new.sqlite").exists()  # nothing is made by looking
+
+
+def test_a_full_disk_leaves_what_was_there(registry: ModelRegistry, monkeypatch: pytest.MonkeyPatch) -> None:
+    registry.register("agent", "sft")
+
+    def full(source: Path, target: Path) -> None:
+        target.write_text("half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(store, "_copy", full)
+    with pytest.raises(
+        OSError, match=r"could not be copied to .*: No space left on device; nothing was registered"
+    ):
+        registry.register("agent", "sft@step-1")
+    monkeypatch.undo()
+    assert [str(version) for version in registry.versions()] == ["agent:1"]
+    assert len(list(registry.store.path.iterdir())) == 1
+    assert str(registry.register("agent", "sft@step-1")) == "agent:2"
+
+
+def test_lineage_goes_back_to_the_base_model(registry: ModelRegistry, tmp_path: Path) -> None:
+    registry.register("agent", "sft")
+    made_run(tmp_path, "rl", model={"name": "agent:1"}, reward={"type": "rule_based"})
+    version = registry.register("agent", "rl@step-1")
+    registry.delete("agent:1")  # its children remember it
+    shutil.rmtree(tmp_path / "sft")
+    nodes = chain(version.lineage)
+    assert [(node["run"], node["step"]) for node in nodes] == [("sft", 2), ("rl", 1)]
+    assert nodes[0]["version"] == "agent:1"
+    lines = tree(version.lineage, str(version))
+    assert lines[0] == "builtin:tiny" and lines[-1].strip() == "└─ agent:2"
+    text = "\n".join(lines)
+    for part in (
+        "sft on search: run sft, step 2, registered as agent:1",
+        "reward: rule_based",
+        "tools: search",
+    ):
+        assert part in text
+    configs, commands = recipe(version.lineage, "again")
+    assert list(configs) == ["1-sft.yaml", "2-rl.yaml"]
+    runs = [command for command in commands if not command.startswith("#")]
+    assert runs[0] == "tfactory train again/1-sft.yaml --name sft-again"
+    assert runs[1].startswith("tfactory train again/2-rl.yaml --name rl-again model.name=sft-again")
+
+
+def test_a_run_goes_on_from_the_version_that_an_alias_named_then(registry: ModelRegistry) -> None:
+    version = registry.register("agent", "sft")
+    registry.set_alias("agent:1", "champion")
+    run = made_run(registry.runs, "rl", model={"name": "agent@champion"})
+    registry.register("agent", "sft@step-1")
+    registry.set_alias("agent:2", "champion")
+    assert run.about["model"]["version"] == "agent:1" and run.config.model.name == "agent@champion"
+    check_started_from(run)
+    assert as_started_from(run).model.name == str(registry.folder(version).resolve())
+    registry.delete("agent:1")
+    with pytest.raises(
+        ValueError, match=r"run rl was started from agent@champion, in .*, which is not there any more"
+    ):
+        check_started_from(run)
+
+
+def test_a_reward_model_can_be_a_registered_one(registry: ModelRegistry) -> None:
+    folder = RunFolder(registry.runs / "sft").checkpoint_folder(2)
+    (folder / "scalar_head.safetensors").write_text("head")
+    (folder / "reward_model.json").write_text('{"kind": "outcome"}')
+    (folder / "SHA256SUMS").unlink()
+    write_sums(folder)
+    version = registry.register("scorer", "sft")
+    config = TrainingConfig(logging={"output_dir": str(registry.runs)})
+    assert reward_model("scorer:1", config).folder == registry.folder(version)
+    with pytest.raises(ValueError, match="version 2 of scorer is not there"):
+        reward_model("scorer:2", config)
+
+
+def test_the_records_of_a_run_come_along(registry: ModelRegistry) -> None:
+    run = RunFolder(registry.runs / "sft")
+    for step in (1, 2):
+        run.append("evaluations.jsonl", {"model": {"step": step}, "metrics": {"success": step / 4}})
+    registry.register("agent", "sft")
+    assert [each["metrics"]["success"] for each in registry.evaluations("agent:1")] == [0.5]
+
+
+def test_a_folder_for_the_hub_has_a_card(registry: ModelRegistry, tmp_path: Path) -> None:
+    base = model_folder(tmp_path / "base", "base")
+    (base / "README.md").write_text("---\nlicense: mit\n---\n# Base\n")
+    made_run(tmp_path, "rl", model={"name": str(base)})
+    record = {
+        "model": {"step": 2},
+        "suite": "release",
+        "metrics": {"success": 0.5, "success_low": 0.4, "success_high": 0.6},
+    }
+    RunFolder(tmp_path / "rl").append("evaluations.jsonl", record)
+    version = registry.register("agent", "rl", "good at search")
+    done = registry.export("agent", tmp_path / "out")
+    page = (done.path / "README.md").read_text()
+    head = page.split("---")[1]
+    assert "license: mit" in head and "library_name: transformers" in head
+    for part in (
+        "# agent:1",
+        "good at search",
+        version.digest,
+        "| release | 0.500 (0.400 to 0.600) |",
+        "run rl",
+    ):
+        assert part in page
+    assert (done.path / "model.safetensors").read_text() == "rl 2"
+    assert json.loads((done.path / "lineage.json").read_text())["run"] == "rl"
+
+
+def test_commands(registry: ModelRegistry, tfactory: Run, tmp_path: Path) -> None:
+    def said(*arguments: str) -> str:
+        status, out, err = tfactory("registry", *arguments, "--runs", str(tmp_path))
+        assert status == 0, err
+        return out
+
+    assert "registered agent:1, which is agent@champion" in said(
+        "register", "agent", "sft", "--alias", "champion"
+    )
+    said("register", "agent", "sft@step-1", "--tag", "team=search")
+    assert "agent@champion is agent:2; it was agent:1" in said("alias", "agent:2", "champion")
+    rows = json.loads(said("list", "--json"))["versions"]
+    assert [(row["version"], row["aliases"]) for row in rows] == [("agent:1", []), ("agent:2", ["champion"])]
+    shown = said("show", "agent@champion", "--lineage")
+    assert "builtin:tiny" in shown and "tfactory train again/1-sft.yaml --name sft-again" in shown
+    assert json.loads(said("show", "agent:2", "--json"))["lineage"]["run"] == "sft"
+    assert "agent@champion is agent:1 again" in said("rollback", "agent")
+    assert "wrote the configs to again" in said("export", "agent:2", "again", "--to", "recipe")
+    assert "tfactory train" in Path("again/make.sh").read_text()
+    assert "deleted agent:2" in said("delete", "agent:2")
+    assert "1 version: every byte" in said("verify")
+    for arguments, text in [
+        (["show", "agnt"], "did you mean agent?"),
+        (["delete", "agent"], "say which version of agent to delete"),
+        (["register", "agent", "sft", "--tag", "x"], "--tag is KEY=VALUE"),
+    ]:
+        status, _, err = tfactory("registry", *arguments, "--runs", str(tmp_path))
+        assert status == 2 and text in " ".join(err.split())
+    next(registry.store.path.glob("*/model.safetensors")).unlink()
+    status, _, err = tfactory("registry", "verify", "--runs", str(tmp_path))
+    assert status == 1 and "missing or changed" in " ".join(err.split())
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not (MLFLOW / "mlflow").is_dir(), reason="MLflow is not installed: make servers")
+def test_an_export_arrives_in_a_real_mlflow(registry: ModelRegistry, tmp_path: Path) -> None:
+    run = RunFolder(registry.runs / "sft")
+    run.append(
+        "evaluations.jsonl", {"model": {"step": 2}, "suite": "s", "metrics": {"success": 0.5, "pass^2": 0.25}}
+    )
+    version = registry.register("agent", "sft", "first", {"team": "search"})
+    registry.set_alias("agent:1", "champion")
+    program = f"""
+from TrainingFactory.services.model_registry import ModelRegistry
+from mlflow import MlflowClient, artifacts
+uri = "sqlite:///{tmp_path}/mlflow.db"
+registry = ModelRegistry(runs={str(tmp_path)!r})
+names = [registry.export_to_mlflow("agent@champion", uri) for _ in range(2)]
+client = MlflowClient(uri, uri)
+found = client.get_model_version_by_alias("agent", "champion")
+metrics = client.get_run(found.run_id).data.metrics
+import json, mlflow
+mlflow.set_tracking_uri(uri)
+folder = artifacts.download_artifacts("models:/agent@champion")
+print(json.dumps([names, found.tags, found.description, metrics, folder]))
+"""
+    paths = os.pathsep.join([str(ROOT), str(MLFLOW)])
+    quiet = {"PYTHONPATH": paths, "HOME": str(tmp_path), "MLFLOW_DISABLE_TELEMETRY": "true"}
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path, env=os.environ | quiet
+    )
+    assert done.returncode == 0, done.stderr
+    names, tags, description, metrics, folder = json.loads(done.stdout.splitlines()[-1])
+    assert names == ["models:/agent/1", "models:/agent/2"] and description == "first"
+    assert tags == {"team": "search", "tfactory.version": "agent:1", "tfactory.digest": version.digest}
+    assert metrics == {"s/success": 0.5, "s/pass_all_2": 0.25}
+    assert (Path(folder) / "model.safetensors").read_text() == "sft 2"
+    assert "# agent:1" in (Path(folder) / "README.md").read_text()
+
+
+def test_without_mlflow_the_way_to_get_it_is_told(registry: ModelRegistry) -> None:
+    if "mlflow" in sys.modules:
+        pytest.skip("MLflow is here")
+    registry.register("agent", "sft")
+    with pytest.raises(ValueError, match="pip install 'training-factory\\[mlflow\\]'"):
+        registry.export_to_mlflow("agent", "sqlite:///x.db")
+
+
+def test_what_was_read_is_not_read_again(registry: ModelRegistry, monkeypatch: pytest.MonkeyPatch) -> None:
+    find_model("sft", registry.runs)
+    monkeypatch.setattr(model_names, "changed", lambda *_, **__: pytest.fail("read twice"))
+    find_model("sft", registry.runs)
