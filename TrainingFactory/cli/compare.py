@@ -65,7 +65,9 @@ def compare(
     overrides = [*(each for each in given if each not in names), *flags.overrides()]
     if episodes is not None:
         overrides.append(key_value("training.group_size", episodes))
-    sides, weights = comparison.sides(names, overrides, env, suite, show.note, places(overrides)[0], again=again)
+    sides, weights = comparison.sides(
+        names, overrides, env, suite, show.note, places(overrides)[0], again=again
+    )
     if status := _play(sides):
         return status
     found = [comparison.compare(sides[0], side, weights) for side in sides[1:]]

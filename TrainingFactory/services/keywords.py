@@ -120,7 +120,6 @@ class Keywords(TRLKeywords, total=False):
 
     # reward
     type: str
-    options: Section
     outcome_weight: float
     step_rewards: dict[str, float]
     parts: dict[str, dict[str, Any]]

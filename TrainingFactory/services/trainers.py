@@ -68,10 +68,8 @@ class Trainer:
         calls are served again. `dataset_id`, `environment_id` and `allocation_id` are ids, or what the other factories
         gave: docs/FACTORIES.md."""
         self.objects = Objects()
-        dataset, environment = (
-            _handed(options, "dataset_id", dataset),
-            _handed(options, "environment_id", environment),
-        )
+        dataset = _handed(options, "dataset_id", dataset)
+        environment = _handed(options, "environment_id", environment)
         theirs = trl.take(options, self.algorithm, (config or TrainingConfig()).training.group_size)
         reward_function, tasks, dataset, heldout, name = theirs.over(
             reward_function=reward_function, tasks=tasks, dataset=dataset, heldout=heldout, name=name

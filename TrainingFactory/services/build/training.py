@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from datetime import date
@@ -25,6 +24,7 @@ from TrainingFactory.services.build.environment import check_tools, make_environ
 from TrainingFactory.services.build.learner import make_algorithm, make_policy, make_trainable
 from TrainingFactory.services.build.model_names import as_started_from, check_started_from, with_model
 from TrainingFactory.services.build.named_files import about_start, as_started, changed_files
+from TrainingFactory.services.build.resuming import taken_up
 from TrainingFactory.services.build.rewards import evaluation_reward
 from TrainingFactory.services.build.run_tools import RunTools
 from TrainingFactory.services.build.siblings import Allocation
@@ -39,7 +39,7 @@ from TrainingFactory.services.runs.tracking import PlainLines, Watcher
 from TrainingFactory.services.training.dataset import Objects, check_same, gather
 from TrainingFactory.services.training.guards import Guards
 from TrainingFactory.services.training.interrupts import Interrupts
-from TrainingFactory.services.training.loop import HeldOut, Progress, TrainingLoop
+from TrainingFactory.services.training.loop import HeldOut, TrainingLoop
 from TrainingFactory.services.training.order import Order
 from TrainingFactory.services.training.preflight import check, check_steps
 from TrainingFactory.services.training.reward_clock import RewardClock
@@ -227,7 +227,7 @@ async def make_loop(training: Training, held: AsyncExitStack) -> TrainingLoop:
     for each in (dataset, heldout):
         if each is not None and "precomputed" in algorithm.needs:
             each.references = await _references(policy, algorithm, each, config.training.batch_size, watcher)
-    progress = await _resume(training, policy, order, total)
+    progress = await taken_up(run, policy, order, total, training.resuming, training.watcher.say)
     if config.logging.record_tools:
         tools.record_to(run.path)
     played = None if environment is None else await _played(training, environment, chat, loaded, held)
@@ -364,45 +364,6 @@ async def _references(
         found += [[next(scored) for _ in group] for group in groups]
         told.at(len(found), "examples have log-probs of the reference model")
     return found
-
-
-async def _resume(training: Training, policy: Policy, order: Order, total: int) -> Progress:
-    """Load the last whole checkpoint, if there is one, and cut the files of the run back to it."""
-    run, say = training.run, training.watcher.say
-    progress, offsets = Progress(), dict[str, int]()
-    if state := await _last_state(run, policy, say):
-        done, offsets = state["step"], state["offsets"]
-        progress = Progress(done, state.get("taken", order.start(done)), state["seconds"])
-        [[_, consumed]] = state.get("consumed", [[0, done * order.batch_size]])
-        if consumed != done * order.batch_size:
-            raise ValueError(
-                f"run {run.name} has taken {consumed} groups in {done} steps: its training.batch_size cannot change"
-            )
-    await in_thread(run.rewind, offsets)
-    if training.resuming:
-        say(
-            f"going on after step {progress.done} of {total}"
-            + ("" if state else ": there is no checkpoint yet")
-        )
-    return progress
-
-
-async def _last_state(run: RunFolder, policy: Policy, say: Callable[[str], None]) -> dict[str, Any] | None:
-    """Load the last checkpoint that is whole and return its state; say which ones are not."""
-    from TrainingFactory.learning.checkpoints import Damaged  # torch
-
-    found = run.checkpoints()
-    for path in reversed(found):
-        try:
-            return await policy.load(str(path))
-        except Damaged as error:
-            say(f"WARNING {error}" + ("; the one before it is used" if path != found[0] else ""))
-    if found:
-        raise ValueError(
-            f"no checkpoint of run {run.name} is whole; put back one of {run.path / 'checkpoints'}, or remove that "
-            "folder to begin anew"
-        )
-    return None
 
 
 def resume(name: str, runs: str | Path = "runs", watcher: Watcher | None = None) -> Training:

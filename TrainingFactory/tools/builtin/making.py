@@ -33,7 +33,7 @@ def make_tool(entry: str | Mapping[str, Any]) -> Tool | ToolSource:
 def tools_without_options() -> list[Tool | ToolSource]:
     """Make every tool of the catalog that needs no options, for whoever names none, and say which."""
     made: dict[str, Tool | ToolSource] = {}
-    for name in catalog.names("tool"):
+    for name in (name for name, alias in catalog.names("tool").items() if alias is None):
         with suppress(ValueError):  # it needs options
             made[name] = make_tool(name)
     log.warning("no tools are given: the catalog's that need no options are taken (%s)", ", ".join(made))

@@ -1,0 +1,52 @@
+"""Where a run goes on: its last whole checkpoint, and its files as they were then."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from TrainingFactory.protocols import Policy
+from TrainingFactory.services.runs.folder import RunFolder
+from TrainingFactory.services.training.loop import Progress
+from TrainingFactory.services.training.order import Order
+from TrainingFactory.tools.threads import in_thread
+
+
+async def taken_up(
+    run: RunFolder, policy: Policy, order: Order, total: int, resuming: bool, say: Callable[[str], None]
+) -> Progress:
+    """Load the last whole checkpoint, if there is one, and cut the files of the run back to it."""
+    progress, offsets = Progress(), dict[str, int]()
+    if state := await _last_state(run, policy, say):
+        done, offsets = state["step"], state["offsets"]
+        progress = Progress(done, state.get("taken", order.start(done)), state["seconds"])
+        [[_, consumed]] = state.get("consumed", [[0, done * order.batch_size]])
+        if consumed != done * order.batch_size:
+            raise ValueError(
+                f"run {run.name} has taken {consumed} groups in {done} steps: its training.batch_size cannot change"
+            )
+    await in_thread(run.rewind, offsets)
+    if resuming:
+        say(
+            f"going on after step {progress.done} of {total}"
+            + ("" if state else ": there is no checkpoint yet")
+        )
+    return progress
+
+
+async def _last_state(run: RunFolder, policy: Policy, say: Callable[[str], None]) -> dict[str, Any] | None:
+    """Load the last checkpoint that is whole and return its state; say which ones are not."""
+    from TrainingFactory.learning.checkpoints import Damaged  # torch
+
+    found = run.checkpoints()
+    for path in reversed(found):
+        try:
+            return await policy.load(str(path))
+        except Damaged as error:
+            say(f"WARNING {error}" + ("; the one before it is used" if path != found[0] else ""))
+    if found:
+        raise ValueError(
+            f"no checkpoint of run {run.name} is whole; put back one of {run.path / 'checkpoints'}, or remove that "
+            "folder to begin anew"
+        )
+    return None
