@@ -1,4 +1,4 @@
-"""The packages of reasoning-gym and BFCL, which `make gyms` installs in a folder of their own."""
+"""The packages of reasoning-gym and BFCL, which `make servers` installs in a folder of their own."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 FOLDER = Path(__file__).resolve().parents[2] / ".servers" / "gyms"
 needs_gyms = pytest.mark.skipif(
     not FOLDER.with_suffix(".installed").exists(),
-    reason="reasoning-gym and bfcl-eval are not installed: make gyms",
+    reason="reasoning-gym and bfcl-eval are not installed: make servers",
 )
 
 

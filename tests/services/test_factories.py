@@ -117,7 +117,7 @@ def test_ids_that_lead_nowhere(project: Path, install: Install, monkeypatch: pyt
     assert "there is no allocation 'alloc-9'" in text and "ComputeFactory (not installed)" in text
     assert "did you mean alloc-8?" in text
     text = told(GRPOTrainer, environment_id="env_small", model="Qwen3-4")
-    assert "no such folder, hub id" in text and "did you mean Qwen3-4B?" in text
+    assert "there is no such run or model" in text and "did you mean Qwen3-4B?" in text
     install(DataFactory=DATA)
     assert "DataFactory (which does not know it)" in told(SFTTrainer, dataset_id="ds_question")
     (project / "factories.yaml").unlink()

@@ -99,7 +99,8 @@ def find_model(name: str, runs: str | Path = "runs", registry: str | Path | None
     known = [*(run.name for run in list_runs(runs)), *catalogue.names(), *SUPPORTED_MODELS, BUILTIN]
     plain = name.removeprefix(f"{runs}/")
     near = nearest(plain, known, 0.5) or nearest(re.split("[:@]", plain)[0], known, 0.5)
-    raise ValueError(f"there is no such run or model: {name!r}{did_you_mean(near)}")
+    text = f"there is no such run or model: {name!r}{did_you_mean(near)}"
+    raise factories.nowhere("models", name, text) if Path(factories.FILE).is_file() else ValueError(text)
 
 
 def with_model(config: TrainingConfig) -> TrainingConfig:
