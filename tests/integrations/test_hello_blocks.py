@@ -55,7 +55,7 @@ started = pytest.fixture(scope="module")(make_started)
 @pytest.mark.skipif(not BLOCKS, reason="the document is not beside the checkout")
 @pytest.mark.parametrize("block", BLOCKS, ids=str)
 def test_the_block_runs(block: Block, started: Path, tfactory: Run, monkeypatch: pytest.MonkeyPatch):
-    means(monkeypatch, started)
+    means(started)
     monkeypatch.setenv("TFACTORY_GSM8K", "")  # put back what the command sets
     monkeypatch.delenv("LLM_API_KEY", raising=False)
     data, number = write_gsm8k(Path("gsm8k"), train=2), block.number

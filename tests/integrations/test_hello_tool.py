@@ -60,7 +60,7 @@ def test_a_vague_request_gets_a_plan_and_trains_nothing(tool: RLTrainingTool, va
     ("call", "says"),
     [
         ({"action": "foo"}, "there is no action foo; there are: train, load_dataset"),
-        ({"algorithm": "magic"}, "there is no algorithm magic; there are: sft, grpo, ppo, dpo"),
+        ({"algorithm": "magic"}, "there is no algorithm magic; there are: sft, grpo, ppo, rft"),
         ({"learning_rat": 1}, "no parameter learning_rat; did you mean learning_rate?"),
         ({"action": "load_dataset", "format": "xx"}, "there is no format xx; there are: sft, rl"),
         ({"action": "load_dataset", "use_lora": True}, "load_dataset has no parameter use_lora"),
@@ -69,7 +69,7 @@ def test_a_vague_request_gets_a_plan_and_trains_nothing(tool: RLTrainingTool, va
         ({"action": "evaluate"}, "the parameter model_path is missing"),
         ({"dataset": "gsm9k"}, "there is no dataset gsm9k; there are: gsm8k"),
         ({"max_samples": 0}, "max_samples is 0; it must be 1 or more"),
-        ({"algorithm": "dpo"}, "dpo learns from pairs"),
+        ({"algorithm": "dpo"}, "has not what dpo needs"),
         ({"algorithm": "grpo", "reward": "mine"}, "there is no reward mine; there are: accuracy"),
         ({"reward_type": "step"}, "reward_type is for algorithms that sample; sft learns"),
         ({"num_generations": 4}, "training.group_size: sft samples no groups"),

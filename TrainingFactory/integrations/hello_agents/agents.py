@@ -62,9 +62,6 @@ class Tool(ABC):
     def to_openai_schema(self) -> dict[str, Any]:
         return spec_to_dict(ToolSpec(self.name, self.description, self.parameters))
 
-    def __str__(self) -> str:
-        return f"Tool(name={self.name})"
-
 
 class _Function(Tool):
     def __init__(self, name: str, description: str, func: Callable[[str], Any]) -> None:
@@ -88,7 +85,7 @@ class ToolRegistry:
         self._tools[tool.name] = tool
 
     def register_function(self, name: str, description: str, func: Callable[[str], Any]) -> None:
-        self._tools[name] = _Function(name, description, func)
+        self.register_tool(_Function(name, description, func))
 
     def unregister(self, name: str) -> None:
         self._tools.pop(name, None)
@@ -97,7 +94,6 @@ class ToolRegistry:
         return self._tools.get(name)
 
     def execute_tool(self, name: str, input_text: str) -> str:
-        """Return what a tool makes of a text."""
         if name not in self._tools:
             raise ValueError(f"there is no tool {name!r}; there are: {', '.join(self._tools) or 'none'}")
         return self._tools[name].run({"input": input_text})
@@ -128,24 +124,24 @@ class LLMConfig:
     timeout: float | None = None
 
     def __post_init__(self) -> None:
+        # A key in the environment belongs to the address that stands beside it there.
+        own = self.api_key or self.base_url in (None, os.environ.get(ADDRESS))
         if self.api_key:
             os.environ[KEY], self.api_key = self.api_key, None  # no repr of this object shows it
-            self._env: str | None = KEY
-        else:  # the key belongs to the address that stands beside it
-            ours = KEY in os.environ and self.base_url in (None, os.environ.get(ADDRESS))
-            self._env = KEY if ours else BY_HOST
+        self._env = KEY if own and KEY in os.environ else BY_HOST
 
     def endpoint(self) -> Endpoint:
-        model = self.model or os.environ.get(MODEL)
+        model, address = self.model or os.environ.get(MODEL), self.base_url or os.environ.get(ADDRESS)
         if not model:
             raise ValueError(f"no model is named: LLMConfig(model=...), or the environment variable {MODEL}")
-        options = {"temperature": self.temperature, "max_tokens": self.max_tokens}
+        given = {"temperature": self.temperature, "max_tokens": self.max_tokens}
+        options = {key: value for key, value in given.items() if value is not None}
         return Endpoint(
-            self.base_url or os.environ.get(ADDRESS) or OPENAI,
+            address or OPENAI,
             model,
             api_key_env=self._env,
             timeout=float(self.timeout or 60),
-            options={key: value for key, value in options.items() if value is not None},
+            options=options,
         )
 
 
@@ -161,25 +157,20 @@ class SimpleAgent:
         name: str,
         llm: LLMConfig | None = None,
         system_prompt: str | None = None,
-        config: Any = None,
-        tool_registry: ToolRegistry | None = None,
-        enable_tool_calling: bool = True,
         *,
         llm_config: LLMConfig | None = None,
         tools: Sequence[Tool] = (),
+        tool_registry: ToolRegistry | None = None,
+        enable_tool_calling: bool = True,
         max_tool_iterations: int = 8,
     ) -> None:
-        if config is not None:
-            raise ValueError(
-                "config is an object of the HelloAgents package, which is not installed; leave it out"
-            )
         self.name, self.llm = name, llm_config or llm or LLMConfig()
         self.system_prompt, self.max_turns = system_prompt or SYSTEM, max_tool_iterations
         self.tool_registry = tool_registry or ToolRegistry()
         self.enable_tool_calling = enable_tool_calling
         for tool in tools:
             self.add_tool(tool)
-        self._history: list[tuple[str, str]] = []
+        self._history: list[str] = []
 
     def add_tool(self, tool: Tool) -> None:
         self.tool_registry.register_tool(tool)
@@ -193,16 +184,11 @@ class SimpleAgent:
     def run(self, input_text: str) -> str:
         """Return the model's last message; raise ValueError where it gave none."""
         tools = self.tool_registry.get_all_tools() if self.enable_tool_calling else []
-        agent = AgentTool(
-            self.name,
-            "",
-            self.llm.endpoint(),
-            tools,
-            system_prompt=self._told(),
-            max_turns=self.max_turns,
-            timeout=LONG,
-            tool_timeout=LONG,
-        )
+        told = self.system_prompt
+        if self._history:
+            told += "\n\nThe conversation so far:\n" + "\n".join(self._history)
+        limits: dict[str, Any] = {"max_turns": self.max_turns, "timeout": LONG, "tool_timeout": LONG}
+        agent = AgentTool(self.name, "", self.llm.endpoint(), tools, system_prompt=told, **limits)
 
         async def asked() -> ToolResult:
             try:
@@ -213,9 +199,5 @@ class SimpleAgent:
         result = running.run(asked)
         if not result.ok:
             raise ValueError(result.content)
-        self._history += [("user", input_text), ("assistant", result.content)]
+        self._history += [f"user: {input_text}", f"assistant: {result.content}"]
         return result.content
-
-    def _told(self) -> str:
-        said = "\n".join(f"{role}: {text}" for role, text in self._history)
-        return self.system_prompt + (f"\n\nThe conversation so far:\n{said}" if said else "")

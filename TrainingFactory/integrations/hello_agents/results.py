@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import ItemsView, KeysView, Mapping
+from collections.abc import ItemsView, KeysView
 from typing import Any
 
 
@@ -12,9 +12,9 @@ class Result(str):
 
     data: dict[str, Any]
 
-    def __new__(cls, data: Mapping[str, Any]) -> Result:
+    def __new__(cls, data: dict[str, Any]) -> Result:
         made = super().__new__(cls, json.dumps(data, ensure_ascii=False, indent=2))
-        made.data = dict(data)
+        made.data = data
         return made
 
     def __getitem__(self, key: Any) -> Any:

@@ -1,5 +1,6 @@
 """The names of `hello_agents.rl`, on our trainers."""
 
+# ruff: noqa: F401
 from TrainingFactory.integrations.hello_agents.datasets import (
     GSM8KDataset,
     create_math_dataset,
@@ -24,10 +25,3 @@ from TrainingFactory.integrations.hello_agents.trainers import (
 )
 
 TRL_AVAILABLE = True  # what it stands for: everything that training needs is here
-
-__all__ = [
-    "TRL_AVAILABLE", "GRPOTrainerWrapper", "GSM8KDataset", "MathRewardFunction", "PPOTrainerWrapper",
-    "SFTTrainerWrapper", "TrainingConfig", "create_accuracy_reward", "create_length_penalty_reward",
-    "create_math_dataset", "create_rl_dataset", "create_sft_dataset", "create_step_reward", "evaluate_rewards",
-    "format_math_dataset", "preview_dataset", "setup_training_environment",
-]  # fmt: skip

@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import os
-import random
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 from TrainingFactory.algorithms.kinds import KINDS
+from TrainingFactory.integrations.hello_agents import training
 from TrainingFactory.integrations.hello_agents.results import Result
 from TrainingFactory.integrations.hello_agents.rewards import create_accuracy_reward
-from TrainingFactory.integrations.hello_agents.training import (
-    DetailedLoggingCallback as DetailedLoggingCallback,
-)
-from TrainingFactory.integrations.hello_agents.training import Job, Trained, train, write_model
 
-SAMPLED = ("max_new_tokens", "temperature")
+DetailedLoggingCallback = training.DetailedLoggingCallback
 # Fields of the config that are the same key of the tool under another name.
 RENAMED = {"num_train_epochs": "num_epochs", "per_device_train_batch_size": "batch_size"}
-NOT_KEYS = ("model_name", "output_dir", "top_p", "use_fp16", "use_bf16")
+NOT_KEYS = {"model_name", "output_dir", "top_p", "use_fp16", "use_bf16"}
 
 
 @dataclass
@@ -63,17 +59,19 @@ class TrainingConfig:
 
     def keys_for(self, algorithm: str, evaluated: bool) -> dict[str, Any]:
         """Return the keys of the tool that this config stands for."""
-        keys = {RENAMED.get(key, key): value for key, value in self.to_dict().items() if key not in NOT_KEYS}
-        unused = [] if KINDS[algorithm].samples else [*SAMPLED]
-        unused += [] if evaluated else ["eval_steps"]
-        unused += [] if self.use_lora else [key for key in keys if key.startswith("lora_")]
-        default = {each.name: each.default for each in fields(self)}
-        for name in ("warmup_steps", "use_tensorboard"):
-            unused += [name] if getattr(self, name) == default[name] else []
-        if self.warmup_steps == default["warmup_steps"]:
-            keys["warmup_ratio"] = 0.1
+        keys = {RENAMED.get(key, key): value for key, value in self.to_dict().items()}
         keys["dtype"] = "bfloat16" if self.use_bf16 else "auto" if self.use_fp16 else "float32"
-        if self.top_p != default["top_p"]:
+        unused = NOT_KEYS | (set() if KINDS[algorithm].samples else {"max_new_tokens", "temperature"})
+        if not evaluated:
+            unused |= {"eval_steps"}
+        if not self.use_lora:
+            unused |= {key for key in keys if key.startswith("lora_")}
+        if self.use_tensorboard:  # where it is installed
+            unused |= {"use_tensorboard"}
+        if self.warmup_steps == TrainingConfig.warmup_steps:
+            unused |= {"warmup_steps"}
+            keys["warmup_ratio"] = 0.1
+        if self.top_p != TrainingConfig.top_p:
             print(
                 f"note: top_p {self.top_p} does not change training, which samples from the whole distribution"
             )
@@ -82,13 +80,10 @@ class TrainingConfig:
 
 def setup_training_environment(config: TrainingConfig) -> None:
     """Make the output folder, and seed Python, numpy and torch. A run seeds itself by `config.seed` anyway."""
-    import numpy
-    import torch
+    from transformers import set_seed
 
     Path(config.output_dir).expanduser().mkdir(parents=True, exist_ok=True)
-    random.seed(config.seed)
-    numpy.random.seed(config.seed)
-    torch.manual_seed(config.seed)
+    set_seed(config.seed)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 
@@ -110,11 +105,11 @@ def format_training_time(seconds: float) -> str:
 
 
 def get_device_info() -> dict[str, Any]:
-    import torch
+    from torch import cuda
 
-    there = torch.cuda.is_available()
-    name = torch.cuda.get_device_name(0) if there else None
-    return {"cuda_available": there, "cuda_device_count": torch.cuda.device_count(), "cuda_device_name": name}
+    name = cuda.get_device_name(0) if cuda.is_available() else None
+    count = cuda.device_count()
+    return {"cuda_available": count > 0, "cuda_device_count": count, "cuda_device_name": name}
 
 
 def print_training_summary(
@@ -138,22 +133,18 @@ class BaseTrainerWrapper:
         **options: Any,
     ) -> None:
         names = {new: old for old, new in RENAMED.items()}
-        self.config = replace(
-            config or TrainingConfig(), **{names.get(key, key): value for key, value in options.items()}
-        )
+        given = {names.get(key, key): value for key, value in options.items()}
+        self.config = replace(config or TrainingConfig(), **given)
         self.dataset, self.eval_dataset, self.reward_fn = dataset, eval_dataset, reward_fn
-        if reward_fn is not None and not KINDS[self.algorithm].samples:
-            raise ValueError(f"{type(self).__name__} learns from its dataset and takes no reward_fn")
-        self.trainer: Any = None
-        self.model: Any = None
-        self.tokenizer: Any = None
-        self._trained: Trained | None = None
+        self.trainer = self.model = self.tokenizer = None
+        self._about: dict[str, Any] = {}
 
     def setup_model(self) -> None:
         """Load the model and its tokenizer, to look at; training loads its own."""
         from TrainingFactory.models.loading import load_model
 
-        loaded = load_model(self.config.model_name, revision=self.config.model_revision)
+        section = training.find_model(self.config.model_name).section
+        loaded = load_model(**{"revision": self.config.model_revision} | section)
         self.model, self.tokenizer = loaded.model, loaded.tokenizer
 
     def train(self) -> Result:
@@ -162,26 +153,26 @@ class BaseTrainerWrapper:
             raise ValueError(f"{type(self).__name__} has no dataset: give dataset=")
         if self.reward_fn is None and KINDS[self.algorithm].samples:
             raise ValueError(f"{type(self).__name__} has no reward: give reward_fn=")
-        evaluated = self.eval_dataset is not None
-        job = Job(
+        config, rows = self.config, training.reader(self.algorithm)(self.dataset)
+        keys = config.keys_for(self.algorithm, self.eval_dataset is not None)
+        self.trainer, self._about = training.train(
             self.algorithm,
-            self.config.model_name,
-            self.dataset,
-            self.config.output_dir,
-            self.config.keys_for(self.algorithm, evaluated),
+            config.model_name,
+            rows,
+            config.output_dir,
+            keys,
             self.reward_fn,
-            heldout=(lambda: self.eval_dataset) if evaluated else None,
+            self.eval_dataset,
         )
-        self._trained = train(job)
-        self.trainer = self._trained.trainer
-        return Result(report_of(job, self._trained))
+        return Result(self._about)
 
     def save_model(self, output_dir: str | Path | None = None) -> None:
         """Write the trained model (with LoRA its adapter) into `output_dir`, by default that of the config."""
-        if self._trained is None:
+        if self.trainer is None:
             raise ValueError("there is no model to save yet: call train() first")
-        job = Job(self.algorithm, self.config.model_name, None, output_dir or self.config.output_dir)
-        write_model(self.trainer, job.output_dir, report_of(job, self._trained))
+        folder = str(output_dir or self.config.output_dir)
+        about = self._about | {"output_dir": folder, "model_path": folder}
+        training.write_model(self.trainer, folder, about)
 
 
 class SFTTrainerWrapper(BaseTrainerWrapper):
@@ -201,29 +192,7 @@ class PPOTrainerWrapper(BaseTrainerWrapper):
         self,
         config: TrainingConfig | None = None,
         dataset: Any = None,
-        reward_model: Callable[..., Any] | None = None,
+        reward_model: Any = None,
         **options: Any,
     ) -> None:
         super().__init__(config, dataset, reward_model or create_accuracy_reward(), **options)
-
-
-def report_of(job: Job, trained: Trained) -> dict[str, Any]:
-    """Return what is told about a run that has ended."""
-    report, config = trained.report, trained.trainer.config
-    return {
-        "status": "success" if report.state == "finished" else report.state,
-        "algorithm": job.algorithm.upper(),
-        "model": job.model_name,
-        "model_name": job.model_name,
-        "output_dir": str(job.output_dir),
-        "model_path": str(job.output_dir),
-        "num_epochs": config.training.num_epochs,
-        "dataset_size": trained.size,
-        "num_samples": trained.size,
-        "use_lora": config.lora.enabled or config.model.adapter is not None,
-        "learning_rate": config.training.learning_rate,
-        "steps": report.steps,
-        "final_loss": report.metrics.get("loss"),
-        "average_reward": report.metrics.get("reward"),
-        "run": str(report.run),
-    }
