@@ -31,29 +31,21 @@ def read_gsm8k(split: str = "train", count: int | None = None, folder: str | Pat
     if count is not None and count < 1:
         raise ValueError(f"max_samples is {count}; it must be 1 or more, or None for all")
     named = folder or os.environ.get(GSM8K)
-    source = _local(Path(named).expanduser(), name) if named else f"{HUB}:main"
+    source = _file(Path(named).expanduser(), name) if named else f"{HUB}:main"
     try:
         return list(islice(read_rows(source, name), start, stop))[:count]
     except ValueError as error:
-        if named:
-            raise
         raise ValueError(
-            f"GSM8K could not be loaded from the hub. Put its train.jsonl and test.jsonl into a folder, and name that "
+            f"GSM8K could not be loaded from {source}. Put its train.jsonl and test.jsonl into a folder, and name that "
             f"by the environment variable {GSM8K} or by data.tasks=FOLDER. ({error})"
         ) from error
 
 
-def _local(folder: Path, split: str) -> Path:
-    if folder.is_file():
-        return folder
-    places = [*(folder / f"{split}{ending}" for ending in FILES), *folder.glob(f"main/{split}-*.parquet")]
-    found = next((path for path in places if path.is_file()), None)
-    if found is None:
-        raise ValueError(
-            f"GSM8K: there is no {folder / split}.jsonl; the folder (data.tasks, or {GSM8K}) holds train.jsonl and "
-            "test.jsonl"
-        )
-    return found
+def _file(folder: Path, split: str) -> Path:
+    """Return the file with that split, which the folder may be itself."""
+    endings = (folder / f"{split}{ending}" for ending in FILES)
+    places = [folder, *endings, *folder.glob(f"main/{split}-*.parquet")]
+    return next((path for path in places if path.is_file()), folder / f"{split}.jsonl")
 
 
 def asked(question: str) -> str:
@@ -94,6 +86,10 @@ def format_rows(rows: Any, format_type: str, tokenizer: Any = None) -> list[dict
     if format_type not in FORMATS:
         raise ValueError(f"format is {format_type!r}; it must be sft or rl")
     return read_each(rows, 'rows with "question" and "answer"', read)
+
+
+def unchanged(rows: Any, split: str = "train", count: int | None = None) -> list[dict]:
+    return read_each(rows, "rows", lambda row, number: row.columns, split, count)
 
 
 def examples(rows: Any, split: str = "train", count: int | None = None) -> list[dict]:
@@ -169,12 +165,9 @@ class GSM8KDataset:
 
 
 def create_math_dataset(
-    dataset_name: str = "gsm8k",
-    split: str = "train",
-    max_samples: int | None = None,
-    format_type: str = "sft",
+    dataset_name: str = "gsm8k", split: str = "train", max_samples: int | None = None, format_type: str = "sft",
     tokenizer: Any = None,
-) -> Any:
+) -> Any:  # fmt: skip
     """Return GSM8K as a `datasets.Dataset`; ValueError for another name."""
     if dataset_name not in NAMES:
         raise ValueError(

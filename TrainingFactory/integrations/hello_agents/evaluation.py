@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -12,32 +11,20 @@ from typing import Any
 
 from TrainingFactory.config.loading import key_value
 from TrainingFactory.integrations.hello_agents.rewards import accuracy_of, lines_of
+from TrainingFactory.rewards.adapt import as_reward
 from TrainingFactory.rewards.rules.answers import marked
 from TrainingFactory.services.evaluation.asked import RecordedEvaluation, ask
 from TrainingFactory.services.evaluation.records import EvaluationRecord
 from TrainingFactory.types import Trajectory
 
 REWARD = f"{accuracy_of.__module__}:{accuracy_of.__name__}"
-METRICS = (
-    "accuracy",
-    "accuracy_at_k",
-    "average_reward",
-    "average_length",
-    "average_steps",
-    "format_correctness",
-)
-DEFAULT_METRICS = ("accuracy", "average_reward")
+METRICS = "accuracy accuracy_at_k average_reward average_length average_steps format_correctness".split()
 
 
 def evaluate(
-    model_path: str,
-    tasks: Sequence[Mapping[str, Any]],
-    reward: Callable[..., Sequence[float]],
-    options: Mapping[str, Any],
-    metrics: Sequence[str] = DEFAULT_METRICS,
-    k: int = 1,
-    details: bool = False,
-) -> dict[str, Any]:
+    model_path: str, tasks: Sequence[Mapping[str, Any]], reward: Callable[..., Sequence[float]],
+    options: Mapping[str, Any], metrics: Sequence[str], k: int, details: bool,
+) -> dict[str, Any]:  # fmt: skip
     """Return the figures of a model on tasks, each tried `k` times; `options` are those of a config, by full name."""
     if unknown := [name for name in metrics if name not in METRICS]:
         raise ValueError(f"there is no metric {unknown[0]!r}; there are: {', '.join(METRICS)}")
@@ -47,9 +34,9 @@ def evaluate(
         )
     if not all("ground_truth" in each for each in tasks):
         raise ValueError("evaluate needs rows with question and answer, or with prompt and ground_truth")
-    recorded, episodes = _played(model_path, tasks, {"training.group_size": k, **options})
+    recorded, episodes, adapter = _played(model_path, tasks, {"training.group_size": k, **options})
     texts = [episode.answer for episode in episodes]  # none where the length limit cut it
-    rewards = reward(**_columns(reward, episodes, texts))
+    rewards = reward(**as_reward(reward).columns(episodes) | {"completions": texts})
     record = recorded.metrics
     figures = {
         "accuracy": record["success"],
@@ -67,12 +54,13 @@ def evaluate(
     if details:
         found["details"] = [_detail(*each) for each in zip(episodes, texts, rewards, strict=True)]
         found["errors"] = [each for each in found["details"] if not each["correct"]]
-    return found | {"record": recorded.id}
+    return found | {"use_lora": adapter, "record": recorded.id}
 
 
 def _played(
     model_path: str, tasks: Sequence[Mapping[str, Any]], options: Mapping[str, Any]
-) -> tuple[EvaluationRecord, list[Trajectory]]:
+) -> tuple[EvaluationRecord, list[Trajectory], bool]:
+    """Evaluate, and return the record, the episodes, and whether the model is an adapter."""
     with tempfile.TemporaryDirectory(prefix="tfactory-hello-") as folder:
         file = Path(folder, "tasks.jsonl")
         lines = (json.dumps(task, ensure_ascii=False) + "\n" for task in tasks)
@@ -88,19 +76,7 @@ def _played(
         raise KeyboardInterrupt
     if evaluation.record is None:
         raise ValueError(f"no episode could be scored; they are in {evaluation.path}")
-    return evaluation.record, report.trajectories
-
-
-def _columns(reward: Callable[..., Any], episodes: Sequence[Trajectory], texts: list[str]) -> dict[str, Any]:
-    """Return what the reward takes of completions, prompts and the columns of the dataset."""
-    tasks = [episode.task for episode in episodes]
-    names = sorted({key for task in tasks for key in task.metadata})
-    columns: dict[str, Any] = {key: [task.metadata.get(key) for task in tasks] for key in names}
-    columns |= {"completions": texts, "prompts": [task.prompt for task in tasks]}
-    takes = inspect.signature(reward).parameters
-    if any(each.kind is each.VAR_KEYWORD for each in takes.values()):
-        return columns
-    return {key: column for key, column in columns.items() if key in takes}
+    return evaluation.record, report.trajectories, evaluation.config.model.adapter is not None
 
 
 def _detail(episode: Trajectory, text: str, reward: float) -> dict[str, Any]:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean, pstdev
 from typing import Any
 
-from TrainingFactory.options import did_you_mean, nearest
 from TrainingFactory.rewards.rules.answers import marked
 from TrainingFactory.rewards.rules.numbers import last_number_text
 from TrainingFactory.rewards.rules.numeric import as_number
@@ -88,7 +87,7 @@ def create_step_reward(
 
 def create_combined_reward(components: Sequence[Mapping[str, Any]]) -> RewardFn:
     """Return the weighted sum of rewards, each `{"type": ..., "weight": ..., and the options of its type}`."""
-    if not isinstance(components, list | tuple) or not components:
+    if not components:
         raise ValueError(
             'combined needs reward_config: {"components": [{"type": "accuracy", "weight": 1.0}]}'
         )
@@ -118,9 +117,9 @@ def reward_options(kind: str, given: Mapping[str, Any]) -> dict[str, Any]:
     if kind not in OPTIONS:
         raise ValueError(f"there is no reward {kind!r}; there are: {', '.join(OPTIONS)}")
     given = {"max_length" if key == "target_length" else key: value for key, value in given.items()}
-    for key in given.keys() - OPTIONS[kind].keys():
-        hint = did_you_mean(nearest(key, OPTIONS[kind]))
-        raise ValueError(f"the reward {kind} has no option {key!r}{hint}; it has: {', '.join(OPTIONS[kind])}")
+    if unknown := given.keys() - OPTIONS[kind].keys():
+        known = ", ".join(OPTIONS[kind])
+        raise ValueError(f"the reward {kind} has no option {min(unknown)!r}; it has: {known}")
     return OPTIONS[kind] | given
 
 
@@ -130,9 +129,8 @@ def make_reward(kind: str, given: Mapping[str, Any]) -> RewardFn:
     if kind == "combined":
         return create_combined_reward(options["components"])
     base = create_accuracy_reward(options.pop("tolerance"))
-    if kind == "accuracy":
-        return base
-    return (create_length_penalty_reward if kind == "length_penalty" else create_step_reward)(base, **options)
+    over = {"length_penalty": create_length_penalty_reward, "step": create_step_reward}
+    return over[kind](base, **options) if kind in over else base
 
 
 def evaluate_rewards(
@@ -142,14 +140,9 @@ def evaluate_rewards(
     if not completions:
         raise ValueError("there are no completions to evaluate")
     rewards = reward_fn(completions=list(completions), ground_truth=list(ground_truths))
-    return {
-        "mean_reward": fmean(rewards),
-        "std_reward": pstdev(rewards),
-        "max_reward": max(rewards),
-        "min_reward": min(rewards),
-        "accuracy": fmean(reward > 0.5 for reward in rewards),
-        "num_samples": len(rewards),
-    }
+    spread = {"std_reward": pstdev(rewards), "max_reward": max(rewards), "min_reward": min(rewards)}
+    accuracy = fmean(reward > 0.5 for reward in rewards)
+    return {"mean_reward": fmean(rewards), **spread, "accuracy": accuracy, "num_samples": len(rewards)}
 
 
 def lines_of(text: str) -> int:

@@ -11,11 +11,10 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
-from TrainingFactory.integrations.hello_agents import agents, datasets, rewards, rl, trainers
-from TrainingFactory.integrations.hello_agents.results import Result
-from TrainingFactory.integrations.hello_agents.tool import RLTraining, RLTrainingTool
+from TrainingFactory.integrations.hello_agents import agents, datasets, rewards, rl
+from TrainingFactory.integrations.hello_agents.tool import Result, RLTraining, RLTrainingTool
 
-RL = {"": rl, ".trainers": trainers, ".datasets": datasets, ".rewards": rewards, ".utils": trainers}
+RL = {"": rl, ".trainers": rl, ".utils": rl, ".datasets": datasets, ".rewards": rewards}
 # module -> the names that it has where no package is installed
 NAMES = {
     "": ("HelloAgentsLLM", "LLMConfig", "SimpleAgent", "ToolRegistry"),

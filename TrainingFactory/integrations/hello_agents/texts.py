@@ -55,14 +55,12 @@ TEXTS = {
 
 
 class Texts:
-    """Holds the language: `zh`, the textbook's, unless `language` or the environment variable says `en`."""
+    """Says texts in `zh`, the textbook's language, unless `language` or the environment variable says `en`."""
 
     def __init__(self, language: str | None = None) -> None:
         self.language = language or os.environ.get(LANGUAGE) or "zh"
         if self.language not in ("zh", "en"):
-            raise ValueError(
-                f"the language is {self.language!r}; it must be zh or en (language=, or {LANGUAGE})"
-            )
+            raise ValueError(f"language is {self.language!r}; it must be zh or en (language=, or {LANGUAGE})")
 
     def __call__(self, name: str, **values: object) -> str:
         return TEXTS[name][self.language == "en"].format(**values)

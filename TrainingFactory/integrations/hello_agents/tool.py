@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, ItemsView, KeysView, Mapping
 from pathlib import Path
 from typing import Any
 
 from TrainingFactory.algorithms.kinds import KINDS
 from TrainingFactory.integrations.hello_agents import datasets, rewards, training
 from TrainingFactory.integrations.hello_agents.agents import Tool, ToolParameter
-from TrainingFactory.integrations.hello_agents.results import Result
 from TrainingFactory.integrations.hello_agents.texts import Texts
 from TrainingFactory.options import did_you_mean, nearest
 from TrainingFactory.texts import describe
@@ -71,8 +70,27 @@ PARAMETERS = {
 }
 
 
-class Refused(ValueError):
-    """Says in the tool's own language what it does not do."""
+class Result(str):
+    """Holds a mapping as its JSON text: `json.loads(result)` and `result["output_dir"]` give the same values."""
+
+    data: dict[str, Any]
+
+    def __new__(cls, data: dict[str, Any]) -> Result:
+        made = super().__new__(cls, json.dumps(data, ensure_ascii=False, indent=2))
+        made.data = data
+        return made
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.data[key] if isinstance(key, str) else super().__getitem__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return self.data.get(key, default)
+
+    def keys(self) -> KeysView[str]:
+        return self.data.keys()
+
+    def items(self) -> ItemsView[str, Any]:
+        return self.data.items()
 
 
 class RLTraining:
@@ -86,9 +104,8 @@ class RLTraining:
 
     def __init__(self, language: str | None = None) -> None:
         self.say = Texts(language)
-        super().__init__(
-            name=self.name, description=self.say("description")
-        )  # of the class of tools beside this one
+        # The class of tools beside this one.
+        super().__init__(name=self.name, description=self.say("description"))
         self.custom_datasets: dict[str, Any] = {}
         self.custom_reward_functions: dict[str, Callable[..., Any]] = {}
         self._created: dict[str, dict[str, Any]] = {}  # options by reward_type
@@ -111,10 +128,8 @@ class RLTraining:
         """Do what the parameters say; what goes wrong is in the answer, never raised."""
         try:
             return self.result(self._answer(_read(parameters)))
-        except Refused as error:
-            message = str(error)
         except ValueError as error:
-            message = self.say("failed", why=error)
+            message = str(error)
         except Exception as error:  # foreign code: datasets, rewards, the hub
             log.exception("rl_training")
             message = self.say("failed", why=describe(error))
@@ -127,13 +142,13 @@ class RLTraining:
             dotted = action == "train" and "." in key  # an option of ours in full, which the config checks
             if key not in known and not dotted:
                 near, names = did_you_mean(nearest(key, known)), ", ".join(known)
-                raise Refused(self.say("key", action=action, value=key, near=near, known=names))
+                raise ValueError(self.say("key", action=action, value=key, near=near, known=names))
         does = {"train": self._train, "load_dataset": self._load, "create_reward": self._create}
         return does.get(action, self._evaluate)(given, DEFAULTS[action] | given)
 
     def _one_of(self, what: str, value: str, known: Collection[str]) -> str:
         if value not in known:
-            raise Refused(self.say("choice", what=self.say(what), value=value, known=", ".join(known)))
+            raise ValueError(self.say("choice", what=self.say(what), value=value, known=", ".join(known)))
         return value
 
     # train
@@ -143,26 +158,18 @@ class RLTraining:
         samples = KINDS[algorithm].samples
         if not samples and (unread := given.keys() & REWARD):
             raise ValueError(
-                f"{min(unread)} is for algorithms that sample; {algorithm} learns from rows that exist"
+                f"{min(unread)} is for algorithms that sample; {algorithm} learns from existing rows"
             )
         told, reward = self._reward(chosen) if samples else (None, None)
-        keys = {
-            key: value
-            for key, value in chosen.items()
-            if key in MORE["train"] or ("." in key and key != TASKS)
-        }
+        dotted = {key for key in given if "." in key and key != TASKS}
+        keys = {key: chosen[key] for key in chosen if key in MORE["train"] or key in dotted}
         # The rate of SFT would ruin a model that learns from rewards or pairs.
         keys.setdefault("learning_rate", 5e-5 if algorithm == "sft" else 1e-5 if chosen["use_lora"] else 1e-6)
         more = {"reward": told} if told else {}
         if not given.get("confirm", {"algorithm", "model_name"} <= given.keys()):
             plan = {key: value for key, value in chosen.items() if isinstance(value, str | int)} | keys | more
-            text = self.say("plan", known=", ".join(DEFAULTS))
-            return {
-                "status": "plan",
-                "message": text,
-                "plan": plan | {"algorithm": algorithm},
-                "confirm": True,
-            }
+            plan["algorithm"], text = algorithm, self.say("plan", known=", ".join(DEFAULTS))
+            return {"status": "plan", "message": text, "plan": plan, "confirm": True}
         heldout = None
         if {"eval_steps", "training.eval_every"} & keys.keys() and chosen["dataset"] in datasets.NAMES:
             heldout = datasets.read_gsm8k("test", 64, given.get(TASKS))
@@ -177,11 +184,11 @@ class RLTraining:
         name, split, count = chosen["dataset"], chosen["split"], chosen["max_samples"]
         custom = chosen.get("custom_dataset")
         source = self.custom_datasets.get(name, name) if custom is None else custom
-        if source in datasets.NAMES:
+        if isinstance(source, str) and source in datasets.NAMES:
             return read(datasets.read_gsm8k(split, count, chosen.get(TASKS)))
         if isinstance(source, str) and "/" not in source and not Path(source).exists():
             self._one_of(
-                "dataset", source, [*self.custom_datasets, "gsm8k", "FILE.jsonl", "OWNER/NAME (hub)"]
+                "dataset", source, ["gsm8k", *self.custom_datasets, "FILE.jsonl", "OWNER/NAME (hub)"]
             )
         return read(source, split, count)
 
@@ -195,7 +202,7 @@ class RLTraining:
         if name is None:
             named = [each for each in own if each == chosen["dataset"]] or [*own] or ["accuracy"]
             if len(named) > 1:
-                raise Refused(self.say("registered", known=", ".join(named)))
+                raise ValueError(self.say("registered", known=", ".join(named)))
             name = named[0]
         self._one_of("reward", name, [*own, *rewards.OPTIONS])
         if name in own:
@@ -207,9 +214,7 @@ class RLTraining:
     def _load(self, given: dict[str, Any], chosen: dict[str, Any]) -> dict[str, Any]:
         form = self._one_of("format", given.get("format_type", chosen["format"]), datasets.FORMATS)
         tokenizer = datasets.tokenizer_of(chosen["model_name"]) if form == "rl" else None
-        found = self._rows(
-            chosen, lambda *of: datasets.read_each(of[0], "rows", lambda row, _: row.columns, *of[1:])
-        )
+        found = self._rows(chosen, datasets.unchanged)
         if {"question", "answer"} <= found[0].keys():
             found = datasets.format_rows(found, form, tokenizer)
         about = {"status": "success", "format": form, "split": chosen["split"]}
@@ -229,7 +234,7 @@ class RLTraining:
         from TrainingFactory.models.loading import pick_device
 
         if not (path := chosen["model_path"]):
-            raise Refused(self.say("missing", value="model_path"))
+            raise ValueError(self.say("missing", value="model_path"))
         told, reward = self._reward(chosen)
         options = {SAMPLING[key]: given[key] for key in SAMPLING if key in given}
         options["logging.output_dir"] = chosen["output_dir"]
@@ -244,7 +249,10 @@ def _read(parameters: Mapping[str, Any]) -> dict[str, Any]:
     given = dict(parameters)
     text, section = given.pop("input", None), given.pop("data", None)
     if isinstance(text, str) and text.lstrip().startswith("{"):
-        given |= json.loads(text)
+        try:
+            given |= json.loads(text)
+        except ValueError as error:
+            raise ValueError(f"input is not valid JSON: {error}") from error
     if isinstance(section, Mapping):
         given |= {f"data.{key}": value for key, value in section.items()}
     for key, (kind, _) in PARAMETERS.items():

@@ -17,6 +17,7 @@ from TrainingFactory.integrations.hello_agents import datasets
 from TrainingFactory.models.names import BUILTIN, resolve
 from TrainingFactory.services.build.model_names import ADAPTER, find_model
 from TrainingFactory.services.runs.tracking import PlainLines, in_short
+from TrainingFactory.services.trl import VALUES
 
 if TYPE_CHECKING:  # torch, which takes seconds
     from TrainingFactory.services.trainers import Trainer
@@ -35,8 +36,7 @@ OPTIONS = {
 }  # fmt: skip
 SPECIAL = ("optimizer", "warmup_ratio", "gradient_accumulation_steps", "kl_coef", "clip_range",
            "use_wandb", "use_tensorboard", "wandb_project", "logging_steps")  # fmt: skip
-OPTIMIZERS = {"adamw_torch": "adamw", "adamw_torch_fused": "adamw", "paged_adamw_8bit": "adamw_8bit"}
-CLIPS = {"grpo": ("clip_low", "clip_high")}  # others have `clip`, or none, which the config tells
+OPTIMIZERS = VALUES["optim"][1]
 BATCH = 4
 FORM = {"r": "r", "alpha": "lora_alpha", "dropout": "lora_dropout", "target_modules": "target_modules"}
 
@@ -62,14 +62,9 @@ def reader(algorithm: str) -> datasets.Reader:
 
 
 def train(
-    algorithm: str,
-    model_name: str,
-    rows: list[dict],
-    output_dir: str | Path,
-    keys: Mapping[str, Any],
-    reward: Callable[..., Any] | None = None,
-    heldout: Any = None,
-) -> tuple[Trainer, dict[str, Any]]:
+    algorithm: str, model_name: str, rows: list[dict], output_dir: str | Path, keys: Mapping[str, Any],
+    reward: Callable[..., Any] | None = None, heldout: Any = None,
+) -> tuple[Trainer, dict[str, Any]]:  # fmt: skip
     """Train in a run in `runs` of `output_dir`; return the trainer and what is told about it. `keys` are the
     textbook's, or ours in full (`grpo.scale_rewards`); `heldout` is what eval_steps evaluates on."""
     samples, folder = KINDS[algorithm].samples, Path(output_dir).expanduser()
@@ -124,7 +119,8 @@ def _special(algorithm: str, given: Mapping[str, Any], size: int) -> Iterator[tu
     if "kl_coef" in given:
         yield f"{algorithm}.kl", "kl_coef", given["kl_coef"]
     if "clip_range" in given:
-        for name in CLIPS.get(algorithm, ("clip",)):
+        # Others have `clip`, or none, which the config tells.
+        for name in ("clip_low", "clip_high") if algorithm == "grpo" else ("clip",):
             yield f"{algorithm}.{name}", "clip_range", given["clip_range"]
     board, wandb = given.get("use_tensorboard"), given.get("use_wandb")
     if board is None:  # by name it is used whether it is installed or not, which is told
@@ -143,7 +139,10 @@ def model_section(name: str, lora: dict[str, Any], folder: Path) -> dict[str, An
     found = find_model(name)
     if found.adapter is None or found.folder is None:
         builtin = resolve(found.name) == BUILTIN and lora.get("enabled")
-        return {"name": str(_builtin_in(folder / "base"))} if builtin else found.section
+        if builtin:
+            return {"name": str(_builtin_in(folder / "base"))}
+        # What factories.yaml says more of a name is read with it, later on.
+        return found.section if found.written == name else {"name": name}
     if not lora.get("enabled", True):
         raise ValueError(
             f"use_lora is false, and {name} holds an adapter; leave use_lora out, or merge it first: "
