@@ -136,12 +136,8 @@ class GSM8KDataset:
     """Holds a split of GSM8K; items are records of `format_type`."""
 
     def __init__(
-        self,
-        split: str = "train",
-        max_samples: int | None = None,
-        format_type: str = "sft",
-        tokenizer: Any = None,
-    ) -> None:
+        self, split: str = "train", max_samples: int | None = None, format_type: str = "sft", tokenizer: Any = None
+    ) -> None:  # fmt: skip
         self.split, self.max_samples, self.format_type = split, max_samples, format_type
         self.tokenizer = tokenizer
         rows = read_gsm8k(split, max_samples)

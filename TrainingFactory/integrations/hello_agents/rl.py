@@ -149,8 +149,8 @@ class BaseTrainerWrapper:
         """Load the model and its tokenizer, to look at; training loads its own."""
         from TrainingFactory.models.loading import load_model
 
-        section = training.find_model(self.config.model_name).section
-        loaded = load_model(**{"revision": self.config.model_revision} | section)
+        found = training.find_model(self.config.model_name)
+        loaded = load_model(found.name, adapter=found.adapter, revision=self.config.model_revision)
         self.model, self.tokenizer = loaded.model, loaded.tokenizer
 
     def train(self) -> Result:

@@ -104,8 +104,8 @@ class RLTraining:
 
     def __init__(self, language: str | None = None) -> None:
         self.say = Texts(language)
-        # The class of tools beside this one.
-        super().__init__(name=self.name, description=self.say("description"))
+        tool: Any = super()  # the class of tools beside this one
+        tool.__init__(name=self.name, description=self.say("description"))
         self.custom_datasets: dict[str, Any] = {}
         self.custom_reward_functions: dict[str, Callable[..., Any]] = {}
         self._created: dict[str, dict[str, Any]] = {}  # options by reward_type

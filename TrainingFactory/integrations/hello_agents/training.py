@@ -138,8 +138,7 @@ def model_section(name: str, lora: dict[str, Any], folder: Path) -> dict[str, An
     of others the trainer tells."""
     found = find_model(name)
     if found.adapter is None or found.folder is None:
-        builtin = resolve(found.name) == BUILTIN and lora.get("enabled")
-        if builtin:
+        if resolve(found.name) == BUILTIN and lora.get("enabled"):
             return {"name": str(_builtin_in(folder / "base"))}
         # What factories.yaml says more of a name is read with it, later on.
         return found.section if found.written == name else {"name": name}
