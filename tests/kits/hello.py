@@ -46,7 +46,7 @@ def make_started(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def means(model: str | Path) -> None:
     """Let the names of the text's models lead to this one, in the current folder; its answers are cut after a while."""
     entry = {"model": {"name": str(model)}, "sampling": {"max_tokens": 56}}
-    Path("factories.yaml").write_text(json.dumps({"models": {name: entry for name in MODELS}}))
+    Path("factories.yaml").write_text(json.dumps({"models": dict.fromkeys(MODELS, entry)}))
 
 
 def without_hello() -> Iterator[None]:
