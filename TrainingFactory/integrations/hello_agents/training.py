@@ -52,7 +52,7 @@ class DetailedLoggingCallback(PlainLines):
     def step(self, step: int, total: int, metrics: dict[str, float]) -> None:
         total, epochs = self.total_steps or total, self.num_epochs or 1
         if step % self.logging_steps == 0 or step == total:
-            epoch = min(epochs, math.ceil(epochs * step / total))
+            epoch = min(epochs, max(1, math.ceil(epochs * step / total)))
             self.say(f"Epoch {epoch}/{epochs} | Step {step}/{total} | {in_short(metrics)}")
 
 
