@@ -58,7 +58,7 @@ BUDGET: dict[str, int] = {
     "envs/builtin": 500,
     "http": 280,
     "integrations": 480,
-    "integrations/hello_agents": 1810,
+    "integrations/hello_agents": 1445,
     "integrations/rl_factory": 1060,
     "learning": 1190,
     "learning/tree": 340,

@@ -34,17 +34,15 @@ def hello(
         script: The program.
         arguments: What it finds in sys.argv; data.tasks=FOLDER names a folder with GSM8K (train.jsonl, test.jsonl).
     """
-    from TrainingFactory.integrations.hello_agents.datasets import GSM8K
+    from TrainingFactory.integrations.hello_agents import datasets, shim
 
     path = script.expanduser()
     if not path.is_file():
         raise ValueError(f"there is no file {path}")
-    folders = [each.removeprefix(TASKS) for each in arguments if each.startswith(TASKS)]
-    if folders:
-        os.environ[GSM8K] = folders[-1]
-    from TrainingFactory.integrations.hello_agents.shim import install
-
-    install()
+    for each in arguments:
+        if each.startswith(TASKS):
+            os.environ[datasets.GSM8K] = each.removeprefix(TASKS)
+    shim.install()
     argv, places = sys.argv, list(sys.path)
     sys.argv = [str(path), *(each for each in arguments if not each.startswith(TASKS))]
     sys.path.insert(0, str(path.resolve().parent))

@@ -93,7 +93,7 @@ class Adapted:
     def check_tasks(self, tasks: Sequence[Task]) -> None:
         """Raise ValueError if the reward takes columns that none of the tasks has."""
         if self.shape == "completions" and tasks:
-            self._columns([Trajectory(task, group="") for task in tasks])
+            self.columns([Trajectory(task, group="") for task in tasks])
 
     async def _together(self, episodes: Sequence[Episode]) -> Any:
         if isinstance(self.function, GroupReward):
@@ -103,9 +103,9 @@ class Adapted:
         trajectories = [episode.trajectory for episode in episodes]
         if self.shape == "trajectories":
             return await called(self.function, trajectories)
-        return await called(self.function, **self._columns(trajectories))
+        return await called(self.function, **self.columns(trajectories))
 
-    def _columns(self, trajectories: Sequence[Trajectory]) -> dict[str, Any]:
+    def columns(self, trajectories: Sequence[Trajectory]) -> dict[str, Any]:
         """Return TRL's keywords as far as the function takes them; Unscored if the tasks lack one that it names."""
         tasks = [trajectory.task for trajectory in trajectories]
         keys = sorted({key for task in tasks for key in task.metadata})

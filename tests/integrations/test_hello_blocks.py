@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.kits.cli import Run
-from tests.kits.hello import completion, make_started, means, tool_call, without_hello, write_gsm8k
+from tests.kits.hello import completion, means, tool_call, without_hello, write_gsm8k
 from tests.kits.judge import Said, judging
 from tests.kits.seeds import Block, blocks
 
@@ -49,13 +49,12 @@ TRAINED = {4: {"sft": 3}, 6: {"sft": 3}, 7: {"sft": 3}, 8: {"grpo": 3}, 9: {"sft
            11: {"sft_lora": 3}, 12: {"custom": 3}}  # fmt: skip
 
 fresh = pytest.fixture(autouse=True)(without_hello)
-started = pytest.fixture(scope="module")(make_started)
 
 
 @pytest.mark.skipif(not BLOCKS, reason="the document is not beside the checkout")
 @pytest.mark.parametrize("block", BLOCKS, ids=str)
 def test_the_block_runs(block: Block, started: Path, tfactory: Run, monkeypatch: pytest.MonkeyPatch):
-    means(monkeypatch, started)
+    means(started)
     monkeypatch.setenv("TFACTORY_GSM8K", "")  # put back what the command sets
     monkeypatch.delenv("LLM_API_KEY", raising=False)
     data, number = write_gsm8k(Path("gsm8k"), train=2), block.number

@@ -21,7 +21,8 @@ import hello_agents
 from hello_agents import HelloAgentsLLM, SimpleAgent, ToolRegistry
 from hello_agents.core import LLMConfig
 from hello_agents.rl import SFTTrainerWrapper
-from hello_agents.tools import RLTrainingTool, Tool
+from hello_agents.tools import Tool
+from hello_agents.tools.builtin.rl_training_tool import RLTrainingTool
 
 tool, registry = RLTrainingTool("en"), ToolRegistry()
 registry.register_tool(tool)
@@ -77,7 +78,7 @@ def run(version: str, folder: Path, arguments: dict[str, Any]) -> dict[str, Any]
 def test_its_registry_and_agent_call_our_tool(version: str, tmp_path: Path):
     found = run(version, tmp_path, {"action": "load_dataset", "max_samples": 3})
     assert (found["version"], found["theirs"], found["tool"]) == (version, True, True)
-    assert found["rl"] == "TrainingFactory.integrations.hello_agents.trainers"
+    assert found["rl"] == "TrainingFactory.integrations.hello_agents.rl"
     assert (found["vague"], found["loaded"]) == ("plan", 2)
     assert "there is no action nothing" in found["message"]
     assert '"dataset_size": 3' in found["said"]

@@ -13,8 +13,8 @@ from tests.kits.docs import Page
 from tests.kits.hello import problems, without_hello, write_gsm8k
 from TrainingFactory.integrations.hello_agents import datasets, rl
 from TrainingFactory.integrations.hello_agents.rewards import create_combined_reward, make_reward
+from TrainingFactory.integrations.hello_agents.rl import TrainingConfig, format_training_time
 from TrainingFactory.integrations.hello_agents.tool import DEFAULTS
-from TrainingFactory.integrations.hello_agents.trainers import TrainingConfig, format_training_time
 from TrainingFactory.integrations.hello_agents.training import OPTIONS, SPECIAL
 
 fresh = pytest.fixture(autouse=True)(without_hello)
@@ -145,6 +145,7 @@ def test_a_program_finds_the_textbooks_names_and_its_own_arguments(
     Path("program.py").write_text(
         "import sys, beside\nfrom hello_agents import SimpleAgent, ToolRegistry, HelloAgentsLLM\n"
         "from hello_agents.rl.utils import get_device_info\nfrom hello_agents.rl.trainers import BaseTrainerWrapper\n"
+        "from hello_agents.tools.builtin.rl_training_tool import RLTrainingTool\n"
         "import hello_agents.rl as rl\nprint(rl.TRL_AVAILABLE, beside.value, sys.argv, __name__)\nsys.exit(3)\n"
     )
     before = list(sys.path)

@@ -9,13 +9,12 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.kits.hello import completion, make_started, problems, tool_call, write_gsm8k
+from tests.kits.hello import completion, problems, tool_call, write_gsm8k
 from tests.kits.judge import judging
 from TrainingFactory.integrations.hello_agents import Result, RLTrainingTool
 from TrainingFactory.integrations.hello_agents.agents import HelloAgentsLLM, SimpleAgent, ToolRegistry
 from TrainingFactory.integrations.hello_agents.training import sections_of
-
-started = pytest.fixture(scope="module")(make_started)
+from TrainingFactory.services.evaluation.records import read_records
 
 
 @pytest.fixture
@@ -60,7 +59,7 @@ def test_a_vague_request_gets_a_plan_and_trains_nothing(tool: RLTrainingTool, va
     ("call", "says"),
     [
         ({"action": "foo"}, "there is no action foo; there are: train, load_dataset"),
-        ({"algorithm": "magic"}, "there is no algorithm magic; there are: sft, grpo, ppo, dpo"),
+        ({"algorithm": "magic"}, "there is no algorithm magic; there are: sft, grpo, ppo, rft"),
         ({"learning_rat": 1}, "no parameter learning_rat; did you mean learning_rate?"),
         ({"action": "load_dataset", "format": "xx"}, "there is no format xx; there are: sft, rl"),
         ({"action": "load_dataset", "use_lora": True}, "load_dataset has no parameter use_lora"),
@@ -69,9 +68,9 @@ def test_a_vague_request_gets_a_plan_and_trains_nothing(tool: RLTrainingTool, va
         ({"action": "evaluate"}, "the parameter model_path is missing"),
         ({"dataset": "gsm9k"}, "there is no dataset gsm9k; there are: gsm8k"),
         ({"max_samples": 0}, "max_samples is 0; it must be 1 or more"),
-        ({"algorithm": "dpo"}, "dpo learns from pairs"),
+        ({"algorithm": "dpo"}, "has not what dpo needs"),
         ({"algorithm": "grpo", "reward": "mine"}, "there is no reward mine; there are: accuracy"),
-        ({"reward_type": "step"}, "reward_type is for algorithms that sample; sft learns"),
+        ({"reward_type": "step"}, "reward_type is for algorithms that sample; sft learns from existing rows"),
         ({"num_generations": 4}, "training.group_size: sft samples no groups"),
         ({"use_lora": False, "lora_r": 8}, "lora.r: there is no adapter"),
         ({"lora_r": 8, "lora_rank": 4}, "lora_rank is 4, and lora.r is given as 8 already"),
@@ -203,10 +202,21 @@ def test_evaluation_is_numeric_and_says_its_interval(tool: RLTrainingTool, start
     assert 0 <= low <= found["accuracy"] <= high <= 1
     assert len(found["errors"]) == right.count(False)
     assert found["average_reward"] == pytest.approx(sum(each["reward"] for each in found["details"]) / 4)
+    [record] = read_records(Path("runs/evaluations.jsonl"))
+    assert (record.id, record.metrics["success"]) == (found["record"], found["accuracy"])
+    assert record.model.name == str(started) and Path("runs", str(record.episodes_file)).is_file()
+    tool.register_reward_function("length", lambda completions, ground_truth: [2.0 for _ in completions])
     many = tool.run(
-        call | {"k": 4, "temperature": 1.0, "max_samples": 2, "metrics": ["accuracy", "accuracy_at_k"]}
+        call
+        | {
+            "k": 4,
+            "temperature": 1.0,
+            "max_samples": 2,
+            "metrics": ["average_reward", "accuracy", "accuracy_at_k"],
+        }
     )
     assert many["num_samples"] == 2 and many["accuracy_at_k"] >= many["accuracy"]
+    assert (many["reward"], many["average_reward"]) == ("length", 2.0)
     assert "all the same" in tool.run(call | {"k": 4})["message"]
     assert "there is no metric 'speed'" in tool.run(call | {"metrics": ["speed"]})["message"]
 
@@ -235,13 +245,9 @@ def test_our_agent_remembers_and_asks_before_a_vague_training(
 def test_a_registry_hands_texts_and_json_on(tool: RLTrainingTool):
     registry = ToolRegistry()
     registry.register_tool(tool)
-    registry.register_function("twice", "says it twice", lambda text: text * 2)
     assert json.loads(registry.execute_tool("rl_training", "evaluate my model please"))["status"] == "plan"
     call = '{"action": "load_dataset", "max_samples": 1}'
     assert json.loads(registry.execute_tool("rl_training", call))["dataset_size"] == 1
-    assert registry.execute_tool("twice", "ab") == "abab" and registry.list_tools() == [
-        "rl_training",
-        "twice",
-    ]
+    assert registry.list_tools() == ["rl_training"]
     with pytest.raises(ValueError, match="there is no tool 'thrice'"):
         registry.execute_tool("thrice", "")

@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 
-from TrainingFactory.models.names import SUPPORTED_MODELS
-
 PREFIX = "hello_agents"
 MODELS = ("Qwen/Qwen3-0.6B", "Qwen/Qwen2-0.5B-Instruct")
 
@@ -45,10 +43,10 @@ def make_started(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "model"
 
 
-def means(monkeypatch: pytest.MonkeyPatch, model: str | Path) -> None:
-    """Let the names of the text's models lead to this one."""
-    for name in MODELS:
-        monkeypatch.setitem(SUPPORTED_MODELS, name.lower(), str(model))
+def means(model: str | Path) -> None:
+    """Let the names of the text's models lead to this one, in the current folder; its answers are cut after a while."""
+    entry = {"model": {"name": str(model)}, "sampling": {"max_tokens": 56}}
+    Path("factories.yaml").write_text(json.dumps({"models": dict.fromkeys(MODELS, entry)}))
 
 
 def without_hello() -> Iterator[None]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,9 +14,8 @@ from pydantic import BaseModel
 
 from TrainingFactory import running
 from TrainingFactory.endpoint import BY_HOST, Endpoint
-from TrainingFactory.openai_form import spec_to_dict
 from TrainingFactory.tools.builtin.agent import AgentTool
-from TrainingFactory.types import ToolResult, ToolSpec
+from TrainingFactory.types import ToolResult
 
 OPENAI = "https://api.openai.com/v1"
 KEY, ADDRESS, MODEL = "LLM_API_KEY", "LLM_BASE_URL", "LLM_MODEL_ID"
@@ -55,31 +54,9 @@ class Tool(ABC):
     def call(self, params: str) -> str:
         return self.run(json.loads(params))
 
-    def to_dict(self) -> dict[str, Any]:
-        listed = [each.model_dump() for each in self.get_parameters()]
-        return {"name": self.name, "description": self.description, "parameters": listed}
-
-    def to_openai_schema(self) -> dict[str, Any]:
-        return spec_to_dict(ToolSpec(self.name, self.description, self.parameters))
-
-    def __str__(self) -> str:
-        return f"Tool(name={self.name})"
-
-
-class _Function(Tool):
-    def __init__(self, name: str, description: str, func: Callable[[str], Any]) -> None:
-        super().__init__(name, description)
-        self.func = func
-
-    def run(self, parameters: dict[str, Any]) -> str:
-        return str(self.func(parameters.get("input", "")))
-
-    def get_parameters(self) -> list[ToolParameter]:
-        return [ToolParameter(name="input", type="string", description="the text that the function takes")]
-
 
 class ToolRegistry:
-    """Holds tools and functions by name."""
+    """Holds tools by name."""
 
     def __init__(self) -> None:
         self._tools: dict[str, Tool] = {}
@@ -87,32 +64,19 @@ class ToolRegistry:
     def register_tool(self, tool: Tool) -> None:
         self._tools[tool.name] = tool
 
-    def register_function(self, name: str, description: str, func: Callable[[str], Any]) -> None:
-        self._tools[name] = _Function(name, description, func)
-
-    def unregister(self, name: str) -> None:
-        self._tools.pop(name, None)
-
     def get_tool(self, name: str) -> Tool | None:
         return self._tools.get(name)
 
     def execute_tool(self, name: str, input_text: str) -> str:
-        """Return what a tool makes of a text."""
         if name not in self._tools:
             raise ValueError(f"there is no tool {name!r}; there are: {', '.join(self._tools) or 'none'}")
         return self._tools[name].run({"input": input_text})
-
-    def get_tools_description(self) -> str:
-        return "\n".join(f"- {tool.name}: {tool.description}" for tool in self._tools.values())
 
     def list_tools(self) -> list[str]:
         return list(self._tools)
 
     def get_all_tools(self) -> list[Tool]:
         return list(self._tools.values())
-
-    def clear(self) -> None:
-        self._tools.clear()
 
 
 @dataclass
@@ -128,81 +92,51 @@ class LLMConfig:
     timeout: float | None = None
 
     def __post_init__(self) -> None:
+        # A key in the environment belongs to the address that stands beside it there.
+        own = self.api_key or self.base_url in (None, os.environ.get(ADDRESS))
         if self.api_key:
             os.environ[KEY], self.api_key = self.api_key, None  # no repr of this object shows it
-            self._env: str | None = KEY
-        else:  # the key belongs to the address that stands beside it
-            ours = KEY in os.environ and self.base_url in (None, os.environ.get(ADDRESS))
-            self._env = KEY if ours else BY_HOST
+        self._env = KEY if own and KEY in os.environ else BY_HOST
 
     def endpoint(self) -> Endpoint:
-        model = self.model or os.environ.get(MODEL)
+        model, address = self.model or os.environ.get(MODEL), self.base_url or os.environ.get(ADDRESS)
         if not model:
             raise ValueError(f"no model is named: LLMConfig(model=...), or the environment variable {MODEL}")
-        options = {"temperature": self.temperature, "max_tokens": self.max_tokens}
-        return Endpoint(
-            self.base_url or os.environ.get(ADDRESS) or OPENAI,
-            model,
-            api_key_env=self._env,
-            timeout=float(self.timeout or 60),
-            options={key: value for key, value in options.items() if value is not None},
-        )
+        given = {"temperature": self.temperature, "max_tokens": self.max_tokens}
+        options = {key: value for key, value in given.items() if value is not None}
+        seconds = float(self.timeout or 60)
+        return Endpoint(address or OPENAI, model, api_key_env=self._env, timeout=seconds, options=options)
 
 
-class HelloAgentsLLM(LLMConfig):
-    """The textbook's other name for a model."""
+HelloAgentsLLM = LLMConfig  # the textbook's other name for a model
 
 
 class SimpleAgent:
     """Answers a text with the help of its tools, and remembers what was said."""
 
     def __init__(
-        self,
-        name: str,
-        llm: LLMConfig | None = None,
-        system_prompt: str | None = None,
-        config: Any = None,
-        tool_registry: ToolRegistry | None = None,
-        enable_tool_calling: bool = True,
-        *,
-        llm_config: LLMConfig | None = None,
-        tools: Sequence[Tool] = (),
+        self, name: str, llm: LLMConfig | None = None, system_prompt: str | None = None, *,
+        llm_config: LLMConfig | None = None, tools: Sequence[Tool] = (), tool_registry: ToolRegistry | None = None,
         max_tool_iterations: int = 8,
-    ) -> None:
-        if config is not None:
-            raise ValueError(
-                "config is an object of the HelloAgents package, which is not installed; leave it out"
-            )
+    ) -> None:  # fmt: skip
         self.name, self.llm = name, llm_config or llm or LLMConfig()
         self.system_prompt, self.max_turns = system_prompt or SYSTEM, max_tool_iterations
         self.tool_registry = tool_registry or ToolRegistry()
-        self.enable_tool_calling = enable_tool_calling
         for tool in tools:
             self.add_tool(tool)
-        self._history: list[tuple[str, str]] = []
+        self._history: list[str] = []
 
     def add_tool(self, tool: Tool) -> None:
         self.tool_registry.register_tool(tool)
 
-    def list_tools(self) -> list[str]:
-        return self.tool_registry.list_tools()
-
-    def clear_history(self) -> None:
-        self._history.clear()
-
     def run(self, input_text: str) -> str:
         """Return the model's last message; raise ValueError where it gave none."""
-        tools = self.tool_registry.get_all_tools() if self.enable_tool_calling else []
-        agent = AgentTool(
-            self.name,
-            "",
-            self.llm.endpoint(),
-            tools,
-            system_prompt=self._told(),
-            max_turns=self.max_turns,
-            timeout=LONG,
-            tool_timeout=LONG,
-        )
+        tools = self.tool_registry.get_all_tools()
+        told = self.system_prompt
+        if self._history:
+            told += "\n\nThe conversation so far:\n" + "\n".join(self._history)
+        limits: dict[str, Any] = {"max_turns": self.max_turns, "timeout": LONG, "tool_timeout": LONG}
+        agent = AgentTool(self.name, "", self.llm.endpoint(), tools, system_prompt=told, **limits)
 
         async def asked() -> ToolResult:
             try:
@@ -213,9 +147,5 @@ class SimpleAgent:
         result = running.run(asked)
         if not result.ok:
             raise ValueError(result.content)
-        self._history += [("user", input_text), ("assistant", result.content)]
+        self._history += [f"user: {input_text}", f"assistant: {result.content}"]
         return result.content
-
-    def _told(self) -> str:
-        said = "\n".join(f"{role}: {text}" for role, text in self._history)
-        return self.system_prompt + (f"\n\nThe conversation so far:\n{said}" if said else "")

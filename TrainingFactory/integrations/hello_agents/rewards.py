@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean, pstdev
 from typing import Any
 
-from TrainingFactory.options import did_you_mean, nearest
 from TrainingFactory.rewards.rules.answers import marked
 from TrainingFactory.rewards.rules.numbers import last_number_text
 from TrainingFactory.rewards.rules.numeric import as_number
+from TrainingFactory.types import Trajectory
 
 RewardFn = Callable[..., list[float]]
 STEP_CAP = 0.5  # of all bonuses for steps together
@@ -40,17 +40,15 @@ class MathRewardFunction:
         return abs(given - right) <= self.tolerance
 
     def __call__(self, completions: Sequence[Any], **kwargs: Any) -> list[float]:
-        truths = kwargs.get("ground_truth")
-        if not truths or len(truths) != len(completions):
+        truths = kwargs.get("ground_truth") or ()
+        if len(truths) != len(completions):
             raise ValueError(
                 f"{self.__name__} needs ground_truth with one entry for each of {len(completions)} completions, "
-                f"and got {len(truths or ())}"
+                f"and got {len(truths)}"
             )
-        found = map(self.extract_answer, completions)
-        return [
-            float(pred is not None and self.compare_answers(pred, truth))
-            for pred, truth in zip(found, truths, strict=True)
-        ]
+        found = [self.extract_answer(each) for each in completions]
+        pairs = zip(found, truths, strict=True)
+        return [float(pred is not None and self.compare_answers(pred, truth)) for pred, truth in pairs]
 
 
 def create_accuracy_reward(tolerance: float = 1e-4) -> MathRewardFunction:
@@ -64,11 +62,8 @@ def create_length_penalty_reward(
 
     def length_penalty(completions: Sequence[Any], **kwargs: Any) -> list[float]:
         over = [max(0, len(_text(each)) - max_length) / max_length for each in completions]
-        base = base_reward_fn(completions=completions, **kwargs)
-        return [
-            max(0.0, reward - penalty_weight * share) if share else float(reward)
-            for reward, share in zip(base, over, strict=True)
-        ]
+        pairs = zip(base_reward_fn(completions=completions, **kwargs), over, strict=True)
+        return [max(0.0, base - penalty_weight * share) if share else float(base) for base, share in pairs]
 
     return length_penalty
 
@@ -79,21 +74,20 @@ def create_step_reward(
     """Return the base reward, and where that is over 0 a bonus for each line of text after the first: a wrong answer
     earns nothing by being long, and neither do empty lines."""
 
+    def bonus(completion: Any) -> float:
+        steps = max(0, lines_of(_text(completion)) - 1)
+        return min(step_bonus * (steps if max_steps is None else min(steps, max_steps)), STEP_CAP)
+
     def step(completions: Sequence[Any], **kwargs: Any) -> list[float]:
-        lines = [sum(bool(line.strip()) for line in _text(each).splitlines()) for each in completions]
-        base = base_reward_fn(completions=completions, **kwargs)
-        counts = [max(0, min(count - 1, count if max_steps is None else max_steps)) for count in lines]
-        return [
-            float(reward + min(step_bonus * count, STEP_CAP) if reward > 0 else reward)
-            for reward, count in zip(base, counts, strict=True)
-        ]
+        pairs = zip(base_reward_fn(completions=completions, **kwargs), completions, strict=True)
+        return [float(base + bonus(each) if base > 0 else base) for base, each in pairs]
 
     return step
 
 
 def create_combined_reward(components: Sequence[Mapping[str, Any]]) -> RewardFn:
     """Return the weighted sum of rewards, each `{"type": ..., "weight": ..., and the options of its type}`."""
-    if not isinstance(components, list | tuple) or not components:
+    if not components:
         raise ValueError(
             'combined needs reward_config: {"components": [{"type": "accuracy", "weight": 1.0}]}'
         )
@@ -123,9 +117,9 @@ def reward_options(kind: str, given: Mapping[str, Any]) -> dict[str, Any]:
     if kind not in OPTIONS:
         raise ValueError(f"there is no reward {kind!r}; there are: {', '.join(OPTIONS)}")
     given = {"max_length" if key == "target_length" else key: value for key, value in given.items()}
-    for key in given.keys() - OPTIONS[kind].keys():
-        hint = did_you_mean(nearest(key, OPTIONS[kind]))
-        raise ValueError(f"the reward {kind} has no option {key!r}{hint}; it has: {', '.join(OPTIONS[kind])}")
+    if unknown := given.keys() - OPTIONS[kind].keys():
+        known = ", ".join(OPTIONS[kind])
+        raise ValueError(f"the reward {kind} has no option {min(unknown)!r}; it has: {known}")
     return OPTIONS[kind] | given
 
 
@@ -135,11 +129,8 @@ def make_reward(kind: str, given: Mapping[str, Any]) -> RewardFn:
     if kind == "combined":
         return create_combined_reward(options["components"])
     base = create_accuracy_reward(options.pop("tolerance"))
-    made: dict[str, Callable[..., RewardFn]] = {
-        "length_penalty": create_length_penalty_reward,
-        "step": create_step_reward,
-    }
-    return made[kind](base, **options) if kind in made else base
+    over = {"length_penalty": create_length_penalty_reward, "step": create_step_reward}
+    return over[kind](base, **options) if kind in over else base
 
 
 def evaluate_rewards(
@@ -149,14 +140,14 @@ def evaluate_rewards(
     if not completions:
         raise ValueError("there are no completions to evaluate")
     rewards = reward_fn(completions=list(completions), ground_truth=list(ground_truths))
-    return {
-        "mean_reward": fmean(rewards),
-        "std_reward": pstdev(rewards),
-        "max_reward": max(rewards),
-        "min_reward": min(rewards),
-        "accuracy": fmean(reward > 0.5 for reward in rewards),
-        "num_samples": len(rewards),
-    }
+    spread = {"std_reward": pstdev(rewards), "max_reward": max(rewards), "min_reward": min(rewards)}
+    accuracy = fmean(reward > 0.5 for reward in rewards)
+    return {"mean_reward": fmean(rewards), **spread, "accuracy": accuracy, "num_samples": len(rewards)}
+
+
+def lines_of(text: str) -> int:
+    """Return how many lines have text."""
+    return sum(bool(line.strip()) for line in text.splitlines())
 
 
 def _text(completion: Any) -> str:
@@ -166,6 +157,9 @@ def _text(completion: Any) -> str:
     return str(completion)
 
 
-def accuracy_of(completions: Sequence[Any], ground_truth: Sequence[Any]) -> list[float]:
-    """Score completions by accuracy: the reward that evaluations name."""
-    return MathRewardFunction()(completions, ground_truth=ground_truth)
+def accuracy_of(trajectory: Trajectory) -> float:
+    """Score an episode by accuracy, one that the length limit has cut by 0: the reward that evaluations name."""
+    [right] = MathRewardFunction()(
+        [trajectory.answer], ground_truth=[trajectory.task.metadata["ground_truth"]]
+    )
+    return right

@@ -7,68 +7,84 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from importlib import import_module
 from types import ModuleType
 from typing import Any
 
-from TrainingFactory.integrations.hello_agents import agents, datasets, rewards, rl, tool, trainers
-from TrainingFactory.integrations.hello_agents.real import tool_for
+from TrainingFactory.integrations.hello_agents import agents, datasets, rewards, rl
+from TrainingFactory.integrations.hello_agents.tool import Result, RLTraining, RLTrainingTool
 
-RL = {"": rl, ".trainers": trainers, ".datasets": datasets, ".rewards": rewards, ".utils": trainers}
-CORE = ("LLMConfig", "HelloAgentsLLM")
-TOOLS = ("Tool", "ToolParameter", "ToolRegistry")
+RL = {"": rl, ".trainers": rl, ".utils": rl, ".datasets": datasets, ".rewards": rewards}
+# module -> the names that it has where no package is installed
+NAMES = {
+    "": ("HelloAgentsLLM", "LLMConfig", "SimpleAgent", "ToolRegistry"),
+    ".core": ("HelloAgentsLLM", "LLMConfig"),
+    ".agents": ("SimpleAgent",),
+    ".tools": ("Tool", "ToolParameter", "ToolRegistry"),
+    ".tools.builtin": (),
+}
+TOOL = "hello_agents.tools.builtin.rl_training_tool"
 
 
-def install() -> str:
-    """Put the names in place; return the version of the package that is there, or nothing."""
+def install() -> None:
+    """Put the names in place, once."""
     there = sys.modules.get("hello_agents")
     if there is None and importlib.util.find_spec("hello_agents") is None:
-        there = _made()
+        for name, names in NAMES.items():
+            _module(f"hello_agents{name}", {each: getattr(agents, each) for each in names})
+        _complete(RLTrainingTool)
     elif there is None or not hasattr(there, "_tfactory"):
-        there = _completed()
+        try:
+            tools = [import_module(f"hello_agents.{name}") for name in ("core", "tools")][-1]
+        except ImportError as error:
+            raise ValueError(
+                f"hello_agents is installed and cannot be imported: {error}; install what it needs, or remove it"
+            ) from error
+        _complete(tool_for(tools))
+
+
+def _complete(tool: type) -> None:
+    """Add what is ours to the modules that are there."""
+    top, core, tools = (sys.modules[f"hello_agents{name}"] for name in ("", ".core", ".tools"))
     for name, module in RL.items():
         sys.modules[f"hello_agents.rl{name}"] = module
-    there.rl = rl  # type: ignore[attr-defined]
-    there._tfactory = True  # type: ignore[attr-defined]
-    return str(getattr(there, "__version__", ""))
+    own = sys.modules.get(TOOL) or _module(TOOL, {})
+    for module in (tools, own):
+        vars(module)["RLTrainingTool"] = tool
+    vars(core).setdefault("LLMConfig", agents.LLMConfig)
+    vars(top).update(rl=rl, _tfactory=True)
 
 
-def _module(name: str, **names: Any) -> ModuleType:
+def _module(name: str, names: dict[str, Any]) -> ModuleType:
     made = ModuleType(name, "A name of the HelloAgents text that leads to TrainingFactory.")
-    made.__path__ = []  # a package
-    made.__dict__.update(names, __all__=[*names])
+    vars(made).update(names, __path__=[])  # a package
     sys.modules[name] = made
+    parent, _, last = name.rpartition(".")
+    if parent:
+        setattr(sys.modules[parent], last, made)
     return made
 
 
-def _made() -> ModuleType:
-    core = {name: getattr(agents, name) for name in CORE}
-    tools = {name: getattr(agents, name) for name in TOOLS} | {"RLTrainingTool": tool.RLTrainingTool}
-    parts = {
-        "core": _module("hello_agents.core", **core),
-        "agents": _module("hello_agents.agents", SimpleAgent=agents.SimpleAgent),
-        "tools": _module("hello_agents.tools", **tools),
-    }
-    names = core | {"SimpleAgent": agents.SimpleAgent, "ToolRegistry": agents.ToolRegistry}
-    return _module("hello_agents", **names, **parts)
+def tool_for(tools: ModuleType) -> type:
+    """Return the class for an installed `hello_agents.tools`: its `run` returns text in 0.2, and in 1.0 a ToolResponse
+    that is the same text with the same keys, so that one program runs with either."""
+    answer = _response(tools) if hasattr(tools, "ToolResponse") else Result  # foreign module
+    own = {"parameter": tools.ToolParameter, "result": answer}
+    return type("RLTrainingTool", (RLTraining, tools.Tool), own)
 
 
-def _completed() -> ModuleType:
-    try:
-        import hello_agents  # pyright: ignore[reportMissingImports]
-        import hello_agents.core as core  # pyright: ignore[reportMissingImports]
-        import hello_agents.tools as tools  # pyright: ignore[reportMissingImports]
-    except ImportError as error:
-        raise ValueError(
-            f"hello_agents is installed and cannot be imported: {error}; install what it needs, or remove it"
-        ) from error
-    made = tool_for(tools)
-    tools.RLTrainingTool = made
-    module = sys.modules.get("hello_agents.tools.builtin.rl_training_tool")
-    if module is not None:
-        module.RLTrainingTool = made  # type: ignore[attr-defined]
-    if not hasattr(core, "LLMConfig"):
-        core.LLMConfig = agents.LLMConfig
-    return hello_agents
+def _response(tools: ModuleType) -> type:
+    states = {"success": tools.ToolStatus.SUCCESS, "error": tools.ToolStatus.ERROR}
+
+    class Response(Result, tools.ToolResponse):
+        def __init__(self, data: dict[str, Any]) -> None:
+            state, text, info = states.get(data["status"], tools.ToolStatus.PARTIAL), str(self), None
+            if data["status"] == "error":
+                text = data["message"]
+                info = {"code": tools.ToolErrorCode.INVALID_PARAM, "message": text}
+            tools.ToolResponse.__init__(self, status=state, text=text, data=data, error_info=info)
+
+    return Response
 
 
 install()

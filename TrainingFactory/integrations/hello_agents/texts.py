@@ -13,26 +13,15 @@ TEXTS = {
         "train that does not name algorithm and model_name gets a plan; confirm=true starts it once the user agrees.",
     ),
     "failed": ("操作失败: {why}", "it failed: {why}"),
-    "action": (
-        "不支持的操作: {value}。支持的操作: {known}",
-        "there is no action {value}; there are: {known}",
+    "choice": (
+        "不支持的{what}: {value}。支持的{what}: {known}",
+        "there is no {what} {value}; there are: {known}",
     ),
-    "algorithm": (
-        "不支持的算法: {value}。支持的算法: {known}",
-        "there is no algorithm {value}; there are: {known}",
-    ),
-    "format": (
-        "不支持的数据格式: {value}。支持的格式: {known}",
-        "there is no format {value}; there are: {known}",
-    ),
-    "reward": (
-        "不支持的奖励: {value}。可用的奖励: {known}",
-        "there is no reward {value}; there are: {known}",
-    ),
-    "dataset": (
-        "没有名为 {value} 的数据集。可用: {known}, 或数据文件的路径, 或 hub 上的 id (所有者/名称)",
-        "there is no dataset {value}; there are: {known}, the path of a file, or an id of the hub (owner/name)",
-    ),
+    "action": ("操作", "action"),
+    "algorithm": ("算法", "algorithm"),
+    "format": ("数据格式", "format"),
+    "reward": ("奖励", "reward"),
+    "dataset": ("数据集", "dataset"),
     "key": (
         "操作 {action} 没有参数 {value}{near}。可用的参数: {known}",
         "the action {action} has no parameter {value}{near}; it has: {known}",
@@ -42,20 +31,11 @@ TEXTS = {
         "注册了多个奖励函数: {known}; 请用 reward 写明用哪一个",
         "several rewards are registered: {known}; name one of them by reward",
     ),
-    "pairs": (
-        "{value} 从成对的回答学习, 而 gsm8k 没有; 请给出含 prompt、chosen 和 rejected 的 custom_dataset 或文件",
-        "{value} learns from pairs of answers, which gsm8k has not; give a custom_dataset or file with prompt, chosen "
-        "and rejected",
-    ),
     "plan": (
         "还没有开始训练, 这是计划。写明 algorithm 和 model_name, 或者在用户同意后加上 confirm: true 开始。"
         "其他操作请写明 action: {known}",
         "Nothing has been started; this is the plan. Name algorithm and model_name, or add confirm: true once the user "
         "agrees. Other actions are named by action: {known}",
-    ),
-    "interrupted": (
-        "训练在第 {steps} 步被中断; 已学到的内容在 {value}",
-        "training was interrupted after step {steps}; what was learned is in {value}",
     ),
     "accuracy": (
         "答案正确为 1, 否则为 0 (误差不超过 {tolerance})",
@@ -69,20 +49,18 @@ TEXTS = {
         "答案正确时, 第一行之后每个非空行加 {step_bonus}, 合计不超过 {cap}",
         "where the answer is right, {step_bonus} for each line of text after the first, at most {cap} in all",
     ),
+    "added": ("已注册: {value}", "registered {value}"),
     "combined": ("各部分按权重相加: {components}", "the weighted sum of {components}"),
-    "registered_dataset": ("已注册数据集: {value}", "registered the dataset {value}"),
-    "registered_reward": ("已注册奖励函数: {value}", "registered the reward {value}"),
 }
 
 
 class Texts:
-    """Holds the language: `zh`, the textbook's, unless `language` or the environment variable says `en`."""
+    """Says texts in `zh`, the textbook's language, unless `language` or the environment variable says `en`."""
 
     def __init__(self, language: str | None = None) -> None:
-        chosen = language or os.environ.get(LANGUAGE) or "zh"
-        if chosen not in ("zh", "en"):
-            raise ValueError(f"the language is {chosen!r}; it must be zh or en (language=, or {LANGUAGE})")
-        self.language = chosen
+        self.language = language or os.environ.get(LANGUAGE) or "zh"
+        if self.language not in ("zh", "en"):
+            raise ValueError(f"language is {self.language!r}; it must be zh or en (language=, or {LANGUAGE})")
 
     def __call__(self, name: str, **values: object) -> str:
         return TEXTS[name][self.language == "en"].format(**values)

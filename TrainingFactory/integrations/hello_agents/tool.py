@@ -4,31 +4,25 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, ItemsView, KeysView, Mapping
 from pathlib import Path
 from typing import Any
 
 from TrainingFactory.algorithms.kinds import KINDS
-from TrainingFactory.integrations.hello_agents import datasets, training
+from TrainingFactory.integrations.hello_agents import datasets, rewards, training
 from TrainingFactory.integrations.hello_agents.agents import Tool, ToolParameter
-from TrainingFactory.integrations.hello_agents.results import Result
-from TrainingFactory.integrations.hello_agents.rewards import OPTIONS as REWARDS
-from TrainingFactory.integrations.hello_agents.rewards import STEP_CAP, make_reward, reward_options
 from TrainingFactory.integrations.hello_agents.texts import Texts
-from TrainingFactory.integrations.hello_agents.trainers import report_of
 from TrainingFactory.options import did_you_mean, nearest
 from TrainingFactory.texts import describe
 
 log = logging.getLogger(__name__)
-GSM8K = ("gsm8k", datasets.HUB)
-DEFAULT_MODEL = "Qwen/Qwen2-0.5B-Instruct"
-PAIRS = ("dpo", "kto", "reward_model")
 TASKS = "data.tasks"  # a folder with GSM8K
+REWARD = {"reward": None, "reward_type": None, "reward_config": None, "custom_reward": None}
 DEFAULTS: dict[str, dict[str, Any]] = {
     "train": {
-        "algorithm": "sft", "model_name": DEFAULT_MODEL, "dataset": "gsm8k", "split": "train", "max_samples": None,
-        "num_epochs": 3, "output_dir": "./output", "use_lora": True, "batch_size": 4, "custom_dataset": None,
-        "custom_reward": None, "reward": None, "reward_type": None, "reward_config": None, "confirm": None,
+        "algorithm": "sft", "model_name": "Qwen/Qwen2-0.5B-Instruct", "dataset": "gsm8k", "split": "train",
+        "max_samples": None, "num_epochs": 3, "output_dir": "./output", "use_lora": True, "batch_size": 4,
+        "custom_dataset": None, "confirm": None, **REWARD,
     },
     "load_dataset": {
         "format": "sft", "split": "train", "max_samples": 100, "model_name": datasets.DEFAULT_MODEL, "dataset": "gsm8k",
@@ -36,17 +30,16 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "create_reward": {"reward_type": "accuracy"},
     "evaluate": {
         "model_path": None, "dataset": "gsm8k", "split": "test", "max_samples": 100, "use_lora": None,
-        "metrics": None, "k": 1, "return_details": False, "output_dir": None, "reward": None, "reward_type": None,
-        "reward_config": None, "custom_reward": None,
+        "metrics": ("accuracy", "average_reward"), "k": 1, "return_details": False, "output_dir": "runs", **REWARD,
     },
 }  # fmt: skip
-SAMPLING = {"max_new_tokens": "max_tokens", "temperature": "temperature", "top_p": "top_p",
-            "batch_size": "slots", "thinking": "thinking"}  # fmt: skip
-# Of evaluations beside their defaults, of trainings beside theirs.
+SAMPLING = {"max_new_tokens": "sampling.max_tokens", "temperature": "sampling.temperature", "top_p": "sampling.top_p",
+            "batch_size": "sampling.slots", "thinking": "model.thinking"}  # fmt: skip
+# What an action reads beside the keys that have a default above.
 MORE = {
     "train": [*training.OPTIONS, *training.SPECIAL],
     "load_dataset": ["format_type"],
-    "create_reward": sorted({name for options in REWARDS.values() for name in options}),
+    "create_reward": sorted({name for options in rewards.OPTIONS.values() for name in options}),
     "evaluate": list(SAMPLING),
 }
 # What an agent is told: name -> (type, what it is).
@@ -77,231 +70,191 @@ PARAMETERS = {
 }
 
 
-class Refused(ValueError):
-    """Says in the tool's own language what it does not do."""
+class Result(str):
+    """Holds a mapping as its JSON text: `json.loads(result)` and `result["output_dir"]` give the same values."""
+
+    data: dict[str, Any]
+
+    def __new__(cls, data: dict[str, Any]) -> Result:
+        made = super().__new__(cls, json.dumps(data, ensure_ascii=False, indent=2))
+        made.data = data
+        return made
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.data[key] if isinstance(key, str) else super().__getitem__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return self.data.get(key, default)
+
+    def keys(self) -> KeysView[str]:
+        return self.data.keys()
+
+    def items(self) -> ItemsView[str, Any]:
+        return self.data.items()
 
 
 class RLTraining:
-    """Does what a dictionary says and answers with a `Result`, whatever the protocol of tools around it. Messages
-    are Chinese, or English by `language="en"`."""
+    """Does what a dictionary says, in any protocol of tools: `parameter` and `result` are the classes of the one around
+    it. Messages are Chinese, or English by `language="en"`."""
 
     name = "rl_training"
     trl_available = True  # our trainers need no TRL
+    parameter: Callable[..., Any]
+    result: Callable[[dict[str, Any]], Any]
 
     def __init__(self, language: str | None = None) -> None:
         self.say = Texts(language)
-        self.description = self.say("description")
+        tool: Any = super()  # the class of tools beside this one
+        tool.__init__(name=self.name, description=self.say("description"))
         self.custom_datasets: dict[str, Any] = {}
         self.custom_reward_functions: dict[str, Callable[..., Any]] = {}
         self._created: dict[str, dict[str, Any]] = {}  # options by reward_type
 
     def register_dataset(self, name: str, dataset: Any) -> None:
         self.custom_datasets[name] = dataset
-        print(self.say("registered_dataset", value=name))
+        print(self.say("added", value=name))
 
     def register_reward_function(self, name: str, reward_fn: Callable[..., Any]) -> None:
-        if not callable(reward_fn):
-            raise ValueError(f"the reward {name} is a {type(reward_fn).__name__}; it must be a function")
         self.custom_reward_functions[name] = reward_fn
-        print(self.say("registered_reward", value=name))
+        print(self.say("added", value=name))
 
-    def listed(self) -> list[dict[str, Any]]:
-        """Return what an agent is told of each parameter."""
+    def get_parameters(self) -> list[Any]:
         return [
-            {"name": name, "type": kind, "description": text, "required": False, "default": None}
+            self.parameter(name=name, type=kind, description=text, required=False, default=None)
             for name, (kind, text) in PARAMETERS.items()
         ]
 
-    def answer(self, parameters: Mapping[str, Any]) -> Result:
+    def run(self, parameters: Mapping[str, Any]) -> Any:
         """Do what the parameters say; what goes wrong is in the answer, never raised."""
         try:
-            given = _read(parameters)
-            action = str(given.pop("action", "train")).lower()
-            actions = {
-                "train": self._train,
-                "load_dataset": self._load,
-                "create_reward": self._create,
-                "evaluate": self._evaluate,
-            }
-            if action not in actions:
-                raise Refused(self.say("action", value=action, known=", ".join(actions)))
-            return Result(actions[action](self._checked(action, given)))
-        except Refused as error:
-            return Result({"status": "error", "message": str(error)})
+            return self.result(self._answer(_read(parameters)))
         except ValueError as error:
-            return Result({"status": "error", "message": self.say("failed", why=error)})
+            message = str(error)
         except Exception as error:  # foreign code: datasets, rewards, the hub
             log.exception("rl_training")
-            return Result({"status": "error", "message": self.say("failed", why=describe(error))})
+            message = self.say("failed", why=describe(error))
+        return self.result({"status": "error", "message": message})
 
-    def _checked(self, action: str, given: dict[str, Any]) -> dict[str, Any]:
-        """Return the parameters that are there; raise ValueError for one that the action does not read."""
-        known = [*DEFAULTS[action], *MORE[action], TASKS]
+    def _answer(self, given: dict[str, Any]) -> dict[str, Any]:
+        action = self._one_of("action", str(given.pop("action", "train")).lower(), DEFAULTS)
+        known = dict.fromkeys([*DEFAULTS[action], *MORE[action], TASKS])
         for key in given:
             dotted = action == "train" and "." in key  # an option of ours in full, which the config checks
             if key not in known and not dotted:
-                near = did_you_mean(nearest(key, known))
-                raise ValueError(
-                    self.say(
-                        "key", action=action, value=key, near=near, known=", ".join(dict.fromkeys(known))
-                    )
-                )
-        return given
+                near, names = did_you_mean(nearest(key, known)), ", ".join(known)
+                raise ValueError(self.say("key", action=action, value=key, near=near, known=names))
+        does = {"train": self._train, "load_dataset": self._load, "create_reward": self._create}
+        return does.get(action, self._evaluate)(given, DEFAULTS[action] | given)
+
+    def _one_of(self, what: str, value: str, known: Collection[str]) -> str:
+        if value not in known:
+            raise ValueError(self.say("choice", what=self.say(what), value=value, known=", ".join(known)))
+        return value
 
     # train
 
-    def _train(self, given: dict[str, Any]) -> dict[str, Any]:
-        chosen = DEFAULTS["train"] | given
-        algorithm = str(chosen["algorithm"]).lower()
-        if algorithm not in training.TRAINERS:
-            known = ", ".join(training.TRAINERS)
-            raise Refused(self.say("algorithm", value=algorithm, known=known))
-        explicit = {"algorithm", "model_name"} <= given.keys()
+    def _train(self, given: dict[str, Any], chosen: dict[str, Any]) -> dict[str, Any]:
+        algorithm = self._one_of("algorithm", str(chosen["algorithm"]).lower(), KINDS)
         samples = KINDS[algorithm].samples
-        keys = {name: chosen[name] for name in MORE["train"] if name in chosen}
-        keys |= {name: value for name, value in given.items() if "." in name and name != TASKS}
+        if not samples and (unread := given.keys() & REWARD):
+            raise ValueError(
+                f"{min(unread)} is for algorithms that sample; {algorithm} learns from existing rows"
+            )
+        told, reward = self._reward(chosen) if samples else (None, None)
+        dotted = {key for key in given if "." in key and key != TASKS}
+        keys = {key: chosen[key] for key in chosen if key in MORE["train"] or key in dotted}
         # The rate of SFT would ruin a model that learns from rewards or pairs.
         keys.setdefault("learning_rate", 5e-5 if algorithm == "sft" else 1e-5 if chosen["use_lora"] else 1e-6)
-        told, reward = self._reward(chosen) if samples else (None, None)
-        unread = given.keys() & {"reward", "reward_type", "reward_config", "custom_reward"}
-        if unread and not samples:
-            raise ValueError(
-                f"{min(unread)} is for algorithms that sample; {algorithm} learns from rows that exist"
-            )
-        if confirm_needed := not (chosen["confirm"] if chosen["confirm"] is not None else explicit):
-            plan = {
-                name: chosen[name] for name in (*DEFAULTS["train"],) if isinstance(chosen[name], str | int)
-            }
-            plan = plan | keys | {"algorithm": algorithm} | ({"reward": told} if told else {})
-            text = self.say("plan", known=", ".join(DEFAULTS))
-            return {"status": "plan", "message": text, "plan": plan, "confirm": confirm_needed}
-        rows, split, count = self._rows(chosen, algorithm)
-        folder = given.get(TASKS)
-        heldout = (lambda: datasets.read_gsm8k("test", 64, folder)) if chosen["dataset"] in GSM8K else None
-        job = training.Job(
-            algorithm, chosen["model_name"], rows, chosen["output_dir"], keys, reward, split, count, heldout
-        )
-        trained = training.train(job)
-        about = report_of(job, trained) | ({"reward": told} if told else {})
-        training.write_model(trained.trainer, job.output_dir, about)
-        if trained.report.state != "finished":
-            about["message"] = self.say("interrupted", steps=trained.report.steps, value=job.output_dir)
-        return about
+        more = {"reward": told} if told else {}
+        if not given.get("confirm", {"algorithm", "model_name"} <= given.keys()):
+            plan = {key: value for key, value in chosen.items() if isinstance(value, str | int)} | keys | more
+            plan["algorithm"], text = algorithm, self.say("plan", known=", ".join(DEFAULTS))
+            return {"status": "plan", "message": text, "plan": plan, "confirm": True}
+        heldout = None
+        if {"eval_steps", "training.eval_every"} & keys.keys() and chosen["dataset"] in datasets.NAMES:
+            heldout = datasets.read_gsm8k("test", 64, given.get(TASKS))
+        model, folder = chosen["model_name"], chosen["output_dir"]
+        rows = self._rows(chosen, training.reader(algorithm))
+        trainer, about = training.train(algorithm, model, rows, folder, keys, reward, heldout)
+        training.write_model(trainer, folder, about | more)
+        return about | more
 
-    def _rows(self, chosen: Mapping[str, Any], algorithm: str) -> tuple[Any, str, int | None]:
-        """Return the dataset that is named, the split to take of it, and how many rows."""
-        name, count, split = chosen["dataset"], chosen["max_samples"], chosen["split"]
+    def _rows(self, chosen: Mapping[str, Any], read: datasets.Reader) -> list[dict]:
+        """Return the rows of the dataset that is named."""
+        name, split, count = chosen["dataset"], chosen["split"], chosen["max_samples"]
         custom = chosen.get("custom_dataset")
-        if custom is None:
-            custom = self.custom_datasets.get(name)
-        if custom is not None:
-            return custom, split, count
-        if name in GSM8K:
-            if algorithm in PAIRS:
-                raise Refused(self.say("pairs", value=algorithm))
-            return datasets.read_gsm8k(split, count, chosen.get(TASKS)), split, None
-        if not (Path(name).expanduser().exists() or "/" in name):
-            raise ValueError(
-                self.say("dataset", value=name, known=", ".join([GSM8K[0], *self.custom_datasets]))
+        source = self.custom_datasets.get(name, name) if custom is None else custom
+        if isinstance(source, str) and source in datasets.NAMES:
+            return read(datasets.read_gsm8k(split, count, chosen.get(TASKS)))
+        if isinstance(source, str) and "/" not in source and not Path(source).exists():
+            self._one_of(
+                "dataset", source, ["gsm8k", *self.custom_datasets, "FILE.jsonl", "OWNER/NAME (hub)"]
             )
-        return name, split, count
+        return read(source, split, count)
 
     def _reward(self, chosen: Mapping[str, Any]) -> tuple[str, Callable[..., Any]]:
         """Return the reward and its name: the object that is given, the one that is named, the one registered under
         the name of the dataset, the only one registered; else accuracy."""
-        if (custom := chosen.get("custom_reward")) is not None:
+        if (custom := chosen["custom_reward"]) is not None:
             return str(getattr(custom, "__name__", type(custom).__name__)), custom
-        own, options = self.custom_reward_functions, chosen.get("reward_config")
-        name = chosen.get("reward") or chosen.get("reward_type")
+        own, options = self.custom_reward_functions, chosen["reward_config"]
+        name = chosen["reward"] or chosen["reward_type"]
         if name is None:
-            named = [each for each in own if each == chosen["dataset"]] or list(own)
+            named = [each for each in own if each == chosen["dataset"]] or [*own] or ["accuracy"]
             if len(named) > 1:
-                raise Refused(self.say("registered", known=", ".join(named)))
-            name = named[0] if named else "accuracy"
+                raise ValueError(self.say("registered", known=", ".join(named)))
+            name = named[0]
+        self._one_of("reward", name, [*own, *rewards.OPTIONS])
         if name in own:
             return name, own[name]
-        if name not in REWARDS:
-            raise Refused(self.say("reward", value=name, known=", ".join([*own, *REWARDS])))
-        return name, make_reward(name, self._created.get(name, {}) if options is None else options)
+        return name, rewards.make_reward(name, self._created.get(name, {}) if options is None else options)
 
     # the other actions
 
-    def _load(self, given: dict[str, Any]) -> dict[str, Any]:
-        if "format_type" in given:
-            given.setdefault("format", given.pop("format_type"))
-        chosen = DEFAULTS["load_dataset"] | given
-        form = chosen["format"]
-        if form not in ("sft", "rl"):
-            raise Refused(self.say("format", value=form, known="sft, rl"))
-        rows, split, count = self._rows(chosen, form)
-        tokenizer = datasets._tokenizer(chosen["model_name"]) if form == "rl" else None
-        found = datasets.read_each(rows, "rows", lambda row, number: row.columns, split, count)
+    def _load(self, given: dict[str, Any], chosen: dict[str, Any]) -> dict[str, Any]:
+        form = self._one_of("format", given.get("format_type", chosen["format"]), datasets.FORMATS)
+        tokenizer = datasets.tokenizer_of(chosen["model_name"]) if form == "rl" else None
+        found = self._rows(chosen, datasets.unchanged)
         if {"question", "answer"} <= found[0].keys():
             found = datasets.format_rows(found, form, tokenizer)
-        return {
-            "status": "success",
-            "format": form,
-            "split": split,
-            "dataset_size": len(found),
-            "sample_keys": list(found[0]),
-        }
+        about = {"status": "success", "format": form, "split": chosen["split"]}
+        return about | {"dataset_size": len(found), "sample_keys": list(found[0])}
 
-    def _create(self, given: dict[str, Any]) -> dict[str, Any]:
-        kind = given.pop("reward_type", "accuracy")
-        if kind not in REWARDS:
-            raise Refused(self.say("reward", value=kind, known=", ".join(REWARDS)))
-        options = reward_options(kind, given)
-        make_reward(kind, given)
-        self._created[kind] = given
-        shown = options | {"components": options.get("components"), "cap": STEP_CAP}
-        return {
-            "status": "success",
-            "reward_type": kind,
-            "description": self.say(kind, **shown),
-            **{name: value for name, value in options.items() if value is not None},
-        }
+    def _create(self, given: dict[str, Any], chosen: dict[str, Any]) -> dict[str, Any]:
+        kind = self._one_of("reward", chosen.pop("reward_type"), rewards.OPTIONS)
+        options = rewards.reward_options(kind, chosen)
+        rewards.make_reward(kind, chosen)
+        self._created[kind] = chosen
+        text = self.say(kind, **options, cap=rewards.STEP_CAP)
+        shown = {name: value for name, value in options.items() if value is not None}
+        return {"status": "success", "reward_type": kind, "description": text, **shown}
 
-    def _evaluate(self, given: dict[str, Any]) -> dict[str, Any]:
-        from TrainingFactory.integrations.hello_agents.evaluation import DEFAULT_METRICS, evaluate
+    def _evaluate(self, given: dict[str, Any], chosen: dict[str, Any]) -> dict[str, Any]:
+        from TrainingFactory.integrations.hello_agents.evaluation import evaluate
         from TrainingFactory.models.loading import pick_device
 
-        chosen = DEFAULTS["evaluate"] | given
         if not (path := chosen["model_path"]):
-            raise Refused(self.say("missing", value="model_path"))
-        adapter = (Path(path).expanduser() / training.ADAPTER).is_file()
-        rows, split, count = self._rows(chosen, "evaluate")
+            raise ValueError(self.say("missing", value="model_path"))
         told, reward = self._reward(chosen)
-        out = chosen["output_dir"]
-        found = evaluate(
-            path,
-            datasets.tasks(rows, split, count),
-            reward,
-            metrics=chosen["metrics"] or DEFAULT_METRICS,
-            k=chosen["k"],
-            details=chosen["return_details"],
-            out=Path(out) / "episodes.jsonl" if out else None,
-            **{SAMPLING[key]: given[key] for key in SAMPLING if key in given},
-        )
+        options = {SAMPLING[key]: given[key] for key in SAMPLING if key in given}
+        options["logging.output_dir"] = chosen["output_dir"]
+        asked = chosen["metrics"], chosen["k"], chosen["return_details"]
+        found = evaluate(path, self._rows(chosen, datasets.tasks), reward, options, *asked)
         about = {"status": "success", "model_path": path, "device": str(pick_device("auto")), "reward": told}
-        if chosen["use_lora"] is not None and chosen["use_lora"] != adapter:
-            kind = "an adapter" if adapter else "a whole model"
-            about["note"] = f"use_lora is {chosen['use_lora']}, and {path} holds {kind}, which was evaluated"
         return about | found
 
 
 def _read(parameters: Mapping[str, Any]) -> dict[str, Any]:
     """Return the parameters in their types: agents write numbers as text, and registries put all of it in `input`."""
-    if not isinstance(parameters, Mapping):
-        raise ValueError(f"parameters must be a dictionary, not {str(parameters)[:60]!r}")
     given = dict(parameters)
-    text = given.pop("input", None)
+    text, section = given.pop("input", None), given.pop("data", None)
     if isinstance(text, str) and text.lstrip().startswith("{"):
         try:
             given |= json.loads(text)
         except ValueError as error:
             raise ValueError(f"input is not valid JSON: {error}") from error
-    section = given.pop("data", None)
-    given |= {f"data.{key}": value for key, value in section.items()} if isinstance(section, Mapping) else {}
+    if isinstance(section, Mapping):
+        given |= {f"data.{key}": value for key, value in section.items()}
     for key, (kind, _) in PARAMETERS.items():
         if kind != "string" and isinstance(value := given.get(key), str):
             try:
@@ -314,11 +267,4 @@ def _read(parameters: Mapping[str, Any]) -> dict[str, Any]:
 class RLTrainingTool(RLTraining, Tool):
     """The tool by itself, where no HelloAgents is installed: `run` returns JSON text that has keys as well."""
 
-    def __init__(self, language: str | None = None) -> None:
-        RLTraining.__init__(self, language)
-
-    def get_parameters(self) -> list[ToolParameter]:
-        return [ToolParameter(**each) for each in self.listed()]
-
-    def run(self, parameters: Mapping[str, Any]) -> Result:
-        return self.answer(parameters)
+    parameter, result = ToolParameter, Result
