@@ -6,6 +6,7 @@ import json
 import threading
 import weakref
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ import httpx
 import pytest
 
 from tests.kits.serve import CHAT, HANG, events, joined, live, post, until, user
+from TrainingFactory.cli.serve import serve
+from TrainingFactory.http import listen
 from TrainingFactory.models import load_model
 from TrainingFactory.services.build.model_names import find_model
 from TrainingFactory.services.model_registry import ModelRegistry
@@ -118,8 +121,10 @@ def test_without_memory_for_both_the_old_one_goes_on(
         registry.set_alias("agent:2", "champion")
         until(lambda: health(client)["problem"] is not None)
         problem = health(client)["problem"]
-        assert problem.startswith("agent@champion: agent:2 needs ") and "cpu has" in problem
-        assert problem.endswith(": 3 MiB are missing; agent:1 goes on answering") and said == [problem]
+        assert problem.startswith("agent:2 cannot be loaded: it needs ") and "cpu has" in problem
+        assert problem.endswith(": 3 MiB are missing; agent:1 goes on answering") and said == [
+            f"agent@champion: {problem}"
+        ]
         assert post(client, BODY)["system_fingerprint"] == "agent:1"
         monkeypatch.setattr(follow, "free_bytes", lambda device: needed)
         until(lambda: health(client)["version"] == "agent:2")
@@ -134,7 +139,9 @@ def test_a_version_that_cannot_be_loaded_changes_nothing(
 
         def told(problem: str) -> None:
             until(lambda: problem in (health(client)["problem"] or ""))
-            assert said[-1] == health(client)["problem"] and said[-1].endswith("agent:1 goes on answering")
+            assert said[-1] == f"agent@champion: {health(client)['problem']}" and said[-1].endswith(
+                "agent:1 goes on answering"
+            )
             assert post(client, user(max_tokens=2))["system_fingerprint"] == "agent:1"
 
         weights = registry.folder(registry.get("agent:2")) / "model.safetensors"
@@ -158,6 +165,31 @@ def test_a_version_that_cannot_be_loaded_changes_nothing(
         path.rename(registry.path)
         until(lambda: health(client)["version"] == "agent:2")
         assert post(client, user(max_tokens=2))["system_fingerprint"] == "agent:2"
+
+
+def test_the_command_follows(
+    registry: ModelRegistry, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make, runners = listen.make_server, list[Any]()
+    monkeypatch.setattr(listen, "make_server", lambda app: runners.append(make(app)) or runners[0])
+    bound = listen.bind("127.0.0.1", 0)
+    monkeypatch.setattr(listen, "bind", lambda *_: bound)
+
+    def move() -> None:
+        until(lambda: bool(runners))
+        try:
+            with httpx.Client(base_url=listen.address_of(bound), timeout=HANG, trust_env=False) as client:
+                registry.set_alias("agent:2", "champion")
+                until(lambda: health(client)["version"] == "agent:2")
+        finally:
+            runners[0].should_exit = True
+
+    with ThreadPoolExecutor(1) as pool:
+        moved = pool.submit(move)
+        assert serve("agent@champion", *OPTIONS, f"logging.output_dir={registry.runs}") == 0
+        moved.result(HANG)
+    out, err = capsys.readouterr()
+    assert "serving agent@champion (agent:1) at http" in out and "agent@champion is agent:2 now" in err
 
 
 def test_a_version_and_a_folder_follow_nothing(registry: ModelRegistry, models: list[Path]) -> None:

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -45,7 +46,13 @@ def following(
     if found.version is None or written is None or written["alias"] is None:
         yield
         return
-    follower = Follower(server, found.version.model, written["alias"], overrides, runs, registry, say)
+    catalogue = Catalogue(registry_path(runs, registry))
+
+    def config_of(version: str) -> TrainingConfig:
+        return served_config(find_model(version, runs, registry), overrides)
+
+    follower = Follower(server, catalogue, found.version.model, written["alias"], config_of, say)
+    follower.tell(None)
     ended = threading.Event()
     # A daemon: a large model that is being loaded must not keep a stopped server alive.
     thread = threading.Thread(target=follower.watch, args=(ended,), name="alias-follower", daemon=True)
@@ -57,26 +64,19 @@ def following(
         thread.join(LAST)
 
 
+@dataclass(slots=True)
 class Follower:
-    """Looks at an alias, and at what the versions that do not answer any more leave behind."""
+    """Looks at an alias, and frees what versions that answer no more leave behind."""
 
-    def __init__(
-        self,
-        server: ChatServer,
-        model: str,
-        alias: str,
-        overrides: Sequence[str],
-        runs: str | Path,
-        registry: str | Path | None,
-        say: Callable[[str], None],
-    ) -> None:
-        self._server, self._model, self._alias = server, model, alias
-        self._overrides, self._runs, self._registry, self._say = overrides, runs, registry, say
-        self._catalogue = Catalogue(registry_path(runs, registry))
-        self._name = f"{model}@{alias}"
-        self._tried, self._again = "", 0.0  # the version that could not be loaded, and when it is tried again
-        self._loaded = 0  # models in memory beside the one that answers, and what loading has left there
-        self._tell(None)
+    server: ChatServer
+    catalogue: Catalogue
+    model: str
+    alias: str
+    config_of: Callable[[str], TrainingConfig]
+    say: Callable[[str], None]
+    _tried: str = ""  # the version that could not be loaded
+    _again: float = 0.0  # when it is tried once more
+    _loaded: int = 0  # models in memory beside the one that answers
 
     def watch(self, ended: threading.Event) -> None:
         """Look every second until it has ended."""
@@ -84,57 +84,47 @@ class Follower:
             try:
                 self.look()
             except Exception as error:  # whatever it is, the old version answers
-                self._tell(f"{self._name}: {error}; {self._server.served.version} goes on answering")
-            if (count := len(self._server.finishing())) < self._loaded:
+                failed = f"{self._tried} cannot be loaded: " if self._tried else ""
+                self.tell(f"{failed}{error}; {self.server.served.version} goes on answering")
+            if (count := len(self.server.finishing())) < self._loaded:
                 _free()
             self._loaded = count
 
     def look(self) -> None:
         """Let the version that the alias names take over, where it is another one; raise where it cannot."""
-        version = self._named()
-        if version != self._server.served.version:
-            if version == self._tried and time.monotonic() < self._again:
+        tried, self._tried = self._tried, ""
+        number = self.catalogue.alias(self.model, self.alias)
+        if number is None:  # the newest one is meant, or there is an error that tells what is there
+            number = self.catalogue.get(f"{self.model}@{self.alias}").number
+        version = f"{self.model}:{number}"
+        if version != self.server.served.version:
+            self._tried = version
+            if version == tried and time.monotonic() < self._again:
                 return
-            self._tried, self._again = version, time.monotonic() + AGAIN
-            config = served_config(find_model(version, self._runs, self._registry), self._overrides)
-            check_room(version, config, self._server.served)
+            self._again = time.monotonic() + AGAIN
+            config = self.config_of(version)
+            check_room(config, self.server.served)
             self._loaded += 1
-            self._server.switch(self._load(config, version))
-            self._say(f"{self._name} is {version} now, which answers new requests")
-        self._tried = ""
-        self._tell(None)
-
-    def _named(self) -> str:
-        try:
-            number = self._catalogue.alias(self._model, self._alias)
-            # without a row it is the newest one, or an error that tells what is there
-            return f"{self._model}:{number or self._catalogue.get(self._name).number}"
-        except Exception:
+            self.server.switch(load_served(config, version))
             self._tried = ""
-            raise
+            self.say(f"{self.model}@{self.alias} is {version} now, which answers new requests")
+        self.tell(None)
 
-    def _load(self, config: TrainingConfig, version: str) -> Served:
-        try:
-            return load_served(config, version)
-        except Exception as error:  # foreign code
-            text = str(error) or type(error).__name__
-            raise ValueError(f"{version} cannot be loaded: {text}") from error
-
-    def _tell(self, problem: str | None) -> None:
+    def tell(self, problem: str | None) -> None:
         """Tell in /health what is wrong, and in the log where that is something new."""
-        told = self._server.follows
-        self._server.follows = {"follows": self._name, "problem": problem}
-        if problem is not None and told != self._server.follows:
-            self._say(problem)
+        told, name = self.server.follows, f"{self.model}@{self.alias}"
+        self.server.follows = {"follows": name, "problem": problem}
+        if problem is not None and told != self.server.follows:
+            self.say(f"{name}: {problem}")
 
 
-def check_room(version: str, config: TrainingConfig, beside: Served) -> None:
+def check_room(config: TrainingConfig, beside: Served) -> None:
     """Raise MemoryError, with what is missing, where a model does not fit beside the one that answers."""
     device = pick_device(config.model.device)
     needed, there = needed_bytes(config, beside), free_bytes(device)
     if needed > there:
         raise MemoryError(
-            f"{version} needs {amount(needed)} beside {beside.version}, and {device} has {amount(there)} free: "
+            f"it needs {amount(needed)} beside {beside.version}, and {device} has {amount(there)} free: "
             f"{amount(needed - there)} are missing"
         )
 
