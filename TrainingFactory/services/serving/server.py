@@ -55,8 +55,8 @@ class ChatServer:
 
     def switch(self, served: Served) -> None:
         """Let another model answer the requests that come from now on; from any thread."""
-        old, self.served = self.served, served
-        self._before = [*(ref for ref in self._before if ref() is not None), weakref.ref(old)]
+        self._before = [*(ref for ref in self._before if ref() is not None), weakref.ref(self.served)]
+        self.served = served
 
     def finishing(self) -> list[str | None]:
         """Return the versions that were switched away from and still answer requests."""
