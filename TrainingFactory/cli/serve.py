@@ -21,8 +21,9 @@ def serve(
     queue: Annotated[int, Parameter(validator=validators.Number(gte=0))] = 256,
     api_key_env: str | None = None,
 ) -> int:
-    """Serve a model, or what a run has made, to any OpenAI client: chat completions with tools and streaming. The name
-    agent@champion is followed: when it becomes another version, that one answers, and no request is lost.
+    """Serve a model, or what a run has made, to any OpenAI client: chat completions with tools and streaming.
+
+    The name agent@champion is followed: when it becomes another version, that one answers, and no request is lost.
 
     ```
     tfactory serve runs/grpo-search-1
