@@ -9,8 +9,6 @@ from cyclopts import Parameter, validators
 
 from TrainingFactory.cli import show
 from TrainingFactory.cli.options import places
-from TrainingFactory.config import load_config
-from TrainingFactory.config.loading import key_value
 
 
 def serve(
@@ -24,6 +22,8 @@ def serve(
     api_key_env: str | None = None,
 ) -> int:
     """Serve a model, or what a run has made, to any OpenAI client: chat completions with tools and streaming.
+
+    The name agent@champion is followed: when it becomes another version, that one answers, and no request is lost.
 
     ```
     tfactory serve runs/grpo-search-1
@@ -44,21 +44,27 @@ def serve(
     """
     # Imported here: fastapi, uvicorn, torch and transformers take seconds, and help should not wait for them.
     from TrainingFactory.http import listen
-    from TrainingFactory.services.serving.server import make_server, served_sections
+    from TrainingFactory.services.build.model_names import find_model
+    from TrainingFactory.services.serving.follow import following
+    from TrainingFactory.services.serving.served import served_config
+    from TrainingFactory.services.serving.server import make_server
 
-    sections = served_sections(model, *places(overrides))
-    given = [key_value(f"{s}.{key}", value) for s, keys in sections.items() for key, value in keys.items()]
-    config = load_config(None, [*given, *overrides])
+    where = places(overrides)
+    found = find_model(model, *where)
+    config = served_config(found, overrides)
     key = listen.key_from(api_key_env)
     local = listen.is_loopback(host)
     if not local:
         warning = f"warning: --host {host} lets other machines use this model, without encryption"
         show.note(warning if key else f"{warning} and without a key; --api-key-env NAME asks for one")
     with listen.bind(host, port) as bound:
-        server = make_server(config, name or model, queue)
+        version = None if found.version is None else str(found.version)
+        server = make_server(config, name or model, queue, version)
         app = server.api(key, local).app
-        print(f"serving {server.name} at {listen.address_of(bound)}/v1 (Ctrl-C stops)", flush=True)
-        with contextlib.suppress(KeyboardInterrupt), contextlib.closing(server):
+        which = server.name if version in (None, server.name) else f"{server.name} ({version})"
+        print(f"serving {which} at {listen.address_of(bound)}/v1 (Ctrl-C stops)", flush=True)
+        follow = following(server, found, overrides, *where, show.note)
+        with contextlib.suppress(KeyboardInterrupt), contextlib.closing(server), follow:
             listen.make_server(app).run(sockets=[bound])
     show.note("stopped")
     return 0

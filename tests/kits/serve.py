@@ -16,6 +16,7 @@ import httpx
 from TrainingFactory.http import listen
 from TrainingFactory.models import TemplateChatFormat, chat_format
 from TrainingFactory.models.tiny import tiny_tokenizer
+from TrainingFactory.services.serving.served import Served
 from TrainingFactory.services.serving.server import ChatServer
 from TrainingFactory.types import Completion, Message, SamplingParams, ToolCall
 
@@ -81,7 +82,7 @@ class Script:
         return await self.session().sample(prompt_ids, params)
 
     def server(self, slots: int = 4, queue: int = 16) -> ChatServer:
-        return ChatServer("script", self.chat, self, slots=slots, queue=queue)
+        return ChatServer("script", Served(self.chat, self, slots), queue=queue)
 
 
 class ScriptSession:

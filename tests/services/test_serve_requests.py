@@ -28,7 +28,8 @@ from tests.kits.serve import (
     user,
 )
 from TrainingFactory.http import api, listen
-from TrainingFactory.services.serving.server import served_sections
+from TrainingFactory.services.build.model_names import find_model
+from TrainingFactory.services.serving.served import served_config
 
 TEXT = "héllo 🙂🙂 wörld END more 漢字 done"
 USER = {"role": "user", "content": "hi"}
@@ -242,8 +243,8 @@ def test_what_cannot_be_served_is_told(tmp_path: Path, monkeypatch: pytest.Monke
     with pytest.raises(ValueError, match="no-such-host"):
         listen.bind("no-such-host.invalid", 1)
     (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "builtin:tiny"}')
-    sections = served_sections(str(tmp_path), tmp_path)
-    assert sections == {"model": {"name": "builtin:tiny", "adapter": str(tmp_path)}}
+    config = served_config(find_model(str(tmp_path), tmp_path))
+    assert (config.model.name, config.model.adapter) == ("builtin:tiny", str(tmp_path))
 
 
 def test_what_clients_send_without_meaning_anything_is_accepted(client: httpx.Client) -> None:

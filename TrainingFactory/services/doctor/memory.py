@@ -32,16 +32,28 @@ def estimate(config: TrainingConfig, model: Any, needs: frozenset[str], max_leng
         found["critic"] = weights + learned + found["optimizer"]
     episodes, tokens = training.batch_size * training.group_size, training.token_budget
     if KINDS[training.algorithm].samples:
-        heads = getattr(shape, "num_key_value_heads", None) or shape.num_attention_heads  # foreign object
-        width = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
-        slots = min(config.sampling.slots, episodes) + 1
-        found["cache"] = 2 * shape.num_hidden_layers * heads * width * size * slots * max_length
+        found["cache"] = cache_bytes(shape, min(config.sampling.slots, episodes), max_length, size)
     tokens = min(tokens, episodes * max_length)
     layers = shape.num_hidden_layers * (1 if training.gradient_checkpointing else KEPT)
     found["activations"] = (
         tokens * shape.hidden_size * size * (layers + KEPT * training.gradient_checkpointing)
     )
     return {name: float(count) for name, count in found.items()}
+
+
+def cache_bytes(shape: Any, slots: int, max_length: int, size: int) -> int:
+    """Return the bytes of the native engine's keys and values when all slots are full; `shape` is the text config."""
+    heads = getattr(shape, "num_key_value_heads", None) or shape.num_attention_heads  # foreign object
+    width = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
+    return 2 * shape.num_hidden_layers * heads * width * size * (slots + 1) * max_length
+
+
+def free_bytes(device: torch.device) -> int:
+    """Return the memory that this process can still have on a device."""
+    if device.type != "cuda":
+        return psutil.virtual_memory().available
+    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # by torch, for itself
+    return torch.cuda.mem_get_info(device)[0] + kept
 
 
 def check_memory(found: Diagnosis, needed: dict[str, float], device: torch.device) -> None:

@@ -71,6 +71,13 @@ class Catalogue:
             raise ValueError(f"there is no registered model {name!r} in {self.path}{did_you_mean(near)}")
         return found
 
+    def alias(self, model: str, alias: str) -> int | None:
+        """Return the number of the version that an alias names, by one row; None where there is no such alias."""
+        if not self.path.is_file():
+            return None
+        with self._database.reading() as db:
+            return alias_of(db, model, alias)
+
     def versions(self, model: str | None = None) -> list[Version]:
         """Return all versions, of one model or of all, the oldest first."""
         if not self.path.is_file():

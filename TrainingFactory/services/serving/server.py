@@ -2,7 +2,8 @@
 
 Requests of all clients are sampled in one engine, each choice in a session of its own. A stream samples its turn in
 pieces: the session keeps what was computed, and a random number depends on the seed and the token's place only, so
-that pieces give the tokens of the whole."""
+that pieces give the tokens of the whole. Each request holds the loaded model that it was begun with, so that another
+can take over between two requests; the last request to let go of a model frees it."""
 
 from __future__ import annotations
 
@@ -12,27 +13,20 @@ import dataclasses
 import json
 import secrets
 import time
+import weakref
 from collections.abc import AsyncGenerator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.http.api import Answer, Api, ApiError, failure
 from TrainingFactory.openai_form import message_to_dict
-from TrainingFactory.protocols import Sampler
 from TrainingFactory.seeds import turn_seed
-from TrainingFactory.services.build.factories import by_file
-from TrainingFactory.services.build.model_names import find_model
-from TrainingFactory.services.build.sampler import load, make_chat, make_engine
-from TrainingFactory.services.evaluation.evaluation import sections_of
 from TrainingFactory.services.serving.request import Ask, check_size, read_ask
+from TrainingFactory.services.serving.served import Served, load_served
 from TrainingFactory.services.serving.text import Cut, TurnReader
-from TrainingFactory.types import Completion, Message, SamplingParams
-
-if TYPE_CHECKING:
-    from TrainingFactory.models import TemplateChatFormat
+from TrainingFactory.types import Completion, Message
 
 PIECE = 8  # tokens between two looks at a turn that is streamed or may meet a stop string
 
@@ -50,24 +44,23 @@ class Choice:
 class ChatServer:
     """Answers requests on one event loop. `slots` choices are sampled at a time, and `queue` more may wait."""
 
-    def __init__(
-        self,
-        name: str,
-        chat: TemplateChatFormat,
-        sampler: Sampler,
-        *,
-        slots: int,
-        queue: int = 256,
-        defaults: SamplingParams | None = None,
-    ) -> None:
-        self.name, self.slots, self.queue = name, slots, queue
+    def __init__(self, name: str, served: Served, *, queue: int = 256) -> None:
+        self.name, self.served, self.queue = name, served, queue
         self.pending = 0  # requests that are being read, choices that are being sampled or wait
         self.refused = 0  # requests since the start
-        self._chat, self._sampler = chat, sampler
-        self._defaults = dataclasses.replace(defaults or SamplingParams(), stop_ids=chat.stop_ids)
-        self._gate = asyncio.Semaphore(slots)
+        self.follows: dict[str, str | None] | None = None  # the alias that decides which version answers
+        self._before: list[weakref.ref[Served]] = []
         self._writer = ThreadPoolExecutor(1, "chat-template")  # a long prompt must not stop the event loop
         self._started = int(time.time())
+
+    def switch(self, served: Served) -> None:
+        """Let another model answer the requests that come from now on; from any thread."""
+        self._before = [*(ref for ref in self._before if ref() is not None), weakref.ref(self.served)]
+        self.served = served
+
+    def finishing(self) -> list[str | None]:
+        """Return the versions that were switched away from and still answer requests."""
+        return [served.version for ref in self._before if (served := ref()) is not None]
 
     def api(self, key: str | None = None, local: bool = True) -> Api:
         """Make the pages of this server."""
@@ -79,29 +72,36 @@ class ChatServer:
 
     async def chat(self, body: bytes) -> Answer:
         """Answer one request, in one piece or as a stream."""
+        served = self.served
         try:
             with self.admitted():
-                ask, prompt = await self.read(body)
+                ask, prompt = await self.read(served, body)
             with self.admitted(ask.request.n):  # a stream is refused here, while a status can still be told
-                return self.stream(ask, prompt) if ask.request.stream else await self.complete(ask, prompt)
+                if ask.request.stream:
+                    return self.stream(served, ask, prompt)
+                return await self.complete(served, ask, prompt)
         except ApiError:
             self.refused += 1
             raise
 
     def models(self) -> dict[str, Any]:
+        served = self.served
         row = {"id": self.name, "object": "model", "created": self._started, "owned_by": "trainingfactory"}
-        return {"object": "list", "data": [row | {"max_model_len": self._sampler.max_length}]}
+        row |= {"max_model_len": served.sampler.max_length} | _known("version", served)
+        return {"object": "list", "data": [row]}
 
     def health(self) -> dict[str, Any]:
-        running = min(self.pending, self.slots)
+        running = min(self.pending, self.served.slots)
         counts = {"running": running, "waiting": self.pending - running, "refused": self.refused}
-        return {"status": "ok", "model": self.name} | counts
+        found = {"status": "ok", "model": self.name} | _known("version", self.served) | counts
+        return found | ({} if self.follows is None else self.follows | {"finishing": self.finishing()})
 
-    async def read(self, body: bytes) -> tuple[Ask, list[int]]:
+    async def read(self, served: Served, body: bytes) -> tuple[Ask, list[int]]:
         """Return the request and its prompt, all checked."""
-        limit = self._sampler.max_length
+        limit = served.sampler.max_length
         check_size(body, limit)
-        ask, prompt = await asyncio.get_running_loop().run_in_executor(self._writer, self._read, body, limit)
+        loop = asyncio.get_running_loop()
+        ask, prompt = await loop.run_in_executor(self._writer, self._read, served, body, limit)
         limits = {"messages": limit - len(prompt)}
         limits |= ask.request.model_dump(include={"max_tokens", "max_completion_tokens"}, exclude_unset=True)
         room, param = limits["messages"], max(limits, key=lambda name: limits[name])
@@ -114,14 +114,14 @@ class ChatServer:
         ask.max_tokens = min(limits.values())
         return ask, prompt
 
-    def _read(self, body: bytes, limit: int) -> tuple[Ask, list[int]]:
+    def _read(self, served: Served, body: bytes, limit: int) -> tuple[Ask, list[int]]:
         """Do what may take long, on a thread of its own."""
-        ask = read_ask(body, self._defaults, limit)
+        ask = read_ask(body, served.defaults, limit)
         if (model := ask.request.model) not in (None, self.name):
             text = f"this server has no model {model:.60}; it serves {self.name}"
             raise ApiError(text, "model", code="model_not_found")
         try:
-            return ask, self._chat.render(ask.messages, ask.tools)
+            return ask, served.chat.render(ask.messages, ask.tools)
         except (ValueError, RecursionError) as error:
             text = f"the messages and tools cannot be written for this model: {error}"
             raise ApiError(text, "messages") from error
@@ -129,7 +129,7 @@ class ChatServer:
     @contextlib.contextmanager
     def admitted(self, n: int = 1) -> Iterator[None]:
         """Around the work for a request: it counts as pending."""
-        most = self.slots + self.queue
+        most = self.served.slots + self.queue
         if n > most:
             raise ApiError(f"n is {n}, and this server takes {most} at a time", "n")
         if self.pending + n > most:
@@ -141,10 +141,11 @@ class ChatServer:
         finally:
             self.pending -= n
 
-    async def complete(self, ask: Ask, prompt: list[int]) -> dict[str, Any]:
+    async def complete(self, served: Served, ask: Ask, prompt: list[int]) -> dict[str, Any]:
         """Write the answer in one piece. Call it inside `admitted`."""
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(self._choice(ask, prompt, number)) for number in range(ask.request.n)]
+            each = range(ask.request.n)
+            tasks = [group.create_task(self._choice(served, ask, prompt, number)) for number in each]
         choices = [task.result() for task in tasks]
         rows = [
             {"index": number, "message": _message_row(choice.message), "finish_reason": choice.finish}
@@ -152,17 +153,17 @@ class ChatServer:
             for number, choice in enumerate(choices)
         ]
         usage = _usage(prompt, sum(choice.tokens for choice in choices))
-        return self._head("chat.completion") | {"choices": rows, "usage": usage}
+        return self._head(served, "chat.completion") | {"choices": rows, "usage": usage}
 
-    async def stream(self, ask: Ask, prompt: list[int]) -> AsyncGenerator[str, None]:
+    async def stream(self, served: Served, ask: Ask, prompt: list[int]) -> AsyncGenerator[str, None]:
         """Yield the data of server-sent events, the last one being [DONE]; to be closed."""
         n, counts = ask.request.n, ask.request.stream_options.include_usage
-        head = self._head("chat.completion.chunk") | ({"usage": None} if counts else {})
+        head = self._head(served, "chat.completion.chunk") | ({"usage": None} if counts else {})
         events: asyncio.Queue[dict[str, Any] | Exception] = asyncio.Queue()
 
         async def one(number: int) -> int:
             try:
-                return await self._streamed(ask, prompt, number, events.put_nowait)
+                return await self._streamed(served, ask, prompt, number, events.put_nowait)
             except Exception as error:
                 events.put_nowait(error)
                 return 0
@@ -191,7 +192,7 @@ class ChatServer:
         self._writer.shutdown()
 
     async def _streamed(
-        self, ask: Ask, prompt: list[int], number: int, send: Callable[[dict[str, Any]], None]
+        self, served: Served, ask: Ask, prompt: list[int], number: int, send: Callable[[dict[str, Any]], None]
     ) -> int:
         """Send what one choice is made of as it becomes known, and return the number of its tokens."""
         sent = {"reasoning_content": "", "content": ""}
@@ -206,7 +207,7 @@ class ChatServer:
                     sent[key] = text
 
         put({"role": "assistant", "content": ""})
-        choice = await self._choice(ask, prompt, number, tell)
+        choice = await self._choice(served, ask, prompt, number, tell)
         tell(choice.message)
         for index, call in enumerate(_message_row(choice.message).get("tool_calls", [])):
             put({"tool_calls": [{"index": index} | call]})
@@ -214,12 +215,17 @@ class ChatServer:
         return choice.tokens
 
     async def _choice(
-        self, ask: Ask, prompt: list[int], number: int, tell: Callable[[Message], None] | None = None
+        self,
+        served: Served,
+        ask: Ask,
+        prompt: list[int],
+        number: int,
+        tell: Callable[[Message], None] | None = None,
     ) -> Choice:
         seed = ask.request.seed if number == 0 else turn_seed(ask.request.seed, 0, "choice", number, 0)
-        reader = TurnReader(self._chat, prompt, ask.tools)
-        async with self._gate:
-            completion, text, cut = await self._sample(ask, prompt, seed, reader, tell)
+        reader = TurnReader(served.chat, prompt, ask.tools)
+        async with served.gate:
+            completion, text, cut = await self._sample(served, ask, prompt, seed, reader, tell)
         message = reader.message(completion.token_ids, text if cut is None else text[: cut.start])
         for call in message.tool_calls:
             call.id = f"call_{secrets.token_hex(12)}"
@@ -233,6 +239,7 @@ class ChatServer:
 
     async def _sample(
         self,
+        served: Served,
         ask: Ask,
         prompt: list[int],
         seed: int,
@@ -242,7 +249,7 @@ class ChatServer:
         """Return one turn: its tokens, its text, and the stop string that ended it."""
         so_far = Completion([], [], "length")
         piece = PIECE if tell is not None or ask.request.stop else ask.max_tokens
-        session = self._sampler.session()
+        session = served.sampler.session()
         try:
             while True:
                 size = min(piece, ask.max_tokens - len(so_far.token_ids))
@@ -260,28 +267,22 @@ class ChatServer:
         finally:
             session.close()
 
-    def _head(self, kind: str) -> dict[str, Any]:
+    def _head(self, served: Served, kind: str) -> dict[str, Any]:
         unique = f"chatcmpl-{secrets.token_hex(12)}"
-        return {"id": unique, "object": kind, "created": int(time.time()), "model": self.name}
+        head = {"id": unique, "object": kind, "created": int(time.time()), "model": self.name}
+        return head | _known("system_fingerprint", served)
 
 
-def make_server(config: TrainingConfig, name: str, queue: int = 256) -> ChatServer:
+def make_server(
+    config: TrainingConfig, name: str, queue: int = 256, version: str | None = None
+) -> ChatServer:
     """Load the model of the config; its sampling section holds what a client leaves out."""
-    config = by_file(config)
-    loaded, slots = load(config), config.sampling.slots
-    defaults = SamplingParams(
-        **config.sampling.model_dump(include={"temperature", "top_p", "top_k", "min_p"})
-    )
-    engine = make_engine(config, loaded, slots)
-    return ChatServer(name, make_chat(config, loaded), engine, slots=slots, queue=queue, defaults=defaults)
+    return ChatServer(name, load_served(config, version), queue=queue)
 
 
-def served_sections(
-    name: str, runs: str | Path = "runs", registry: str | Path | None = None
-) -> dict[str, dict[str, Any]]:
-    """Return the model and sampling sections for whatever can be served: everything that can be named."""
-    sections = sections_of(find_model(name, runs, registry))
-    return {key: sections[key] for key in ("model", "sampling") if key in sections}
+def _known(key: str, served: Served) -> dict[str, str]:
+    """Return which version of a registered model it is, under this key; nothing for other models."""
+    return {} if served.version is None else {key: served.version}
 
 
 def _message_row(message: Message) -> dict[str, Any]:

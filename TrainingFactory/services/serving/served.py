@@ -1,0 +1,58 @@
+"""One loaded model that can answer requests, and the config that it is loaded by."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from TrainingFactory.config import TrainingConfig, load_config
+from TrainingFactory.config.loading import key_value
+from TrainingFactory.protocols import Sampler
+from TrainingFactory.services.build.factories import by_file
+from TrainingFactory.services.build.model_names import Named
+from TrainingFactory.services.build.sampler import load, make_chat, make_engine
+from TrainingFactory.services.evaluation.evaluation import sections_of
+from TrainingFactory.types import SamplingParams
+
+if TYPE_CHECKING:
+    from TrainingFactory.models import TemplateChatFormat
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class Served:
+    """What writes prompts, what samples, and what a client leaves out. `version`: of a registered model, as text."""
+
+    chat: TemplateChatFormat
+    sampler: Sampler
+    slots: int  # choices that are sampled at a time
+    defaults: SamplingParams = field(default_factory=SamplingParams)
+    version: str | None = None
+    model: Any = None  # a transformers or PEFT model, where the sampler has it in this process
+    gate: asyncio.Semaphore = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.defaults = dataclasses.replace(self.defaults, stop_ids=self.chat.stop_ids)
+        self.gate = asyncio.Semaphore(self.slots)
+
+
+def load_served(config: TrainingConfig, version: str | None = None) -> Served:
+    """Load the model of a config; its sampling section holds what a client leaves out."""
+    config = by_file(config)
+    loaded, slots = load(config), config.sampling.slots
+    sampling = config.sampling.model_dump(include={"temperature", "top_p", "top_k", "min_p"})
+    engine = make_engine(config, loaded, slots)
+    return Served(make_chat(config, loaded), engine, slots, SamplingParams(**sampling), version, loaded.model)
+
+
+def served_config(found: Named, overrides: Sequence[str] = ()) -> TrainingConfig:
+    """Return the config to serve a model with: what it was trained and sampled with, and the overrides over that."""
+    sections = sections_of(found)
+    given = [
+        key_value(f"{section}.{key}", value)
+        for section in ("model", "sampling")
+        for key, value in sections.get(section, {}).items()
+    ]
+    return load_config(None, [*given, *overrides])
