@@ -39,6 +39,11 @@ def read_rows(source: Any, split: str = "train", columns: Mapping[str, str] | No
         raise ValueError(f"{source} is not a UTF-8 text: {error.reason}; rows come from {KINDS}") from error
 
 
+def is_path(name: str) -> bool:
+    """Tell a name that can only be that of a file or folder."""
+    return name.lower().endswith(FILES) or name.startswith((".", "/", "~"))
+
+
 def _rows(source: Any, split: str) -> Iterator[Row]:
     if not isinstance(source, str | Path):
         return _of_objects(source, split)
@@ -48,7 +53,7 @@ def _rows(source: Any, split: str) -> Iterator[Row]:
     if path.is_file():
         readers = {".json": _of_json, ".parquet": _of_parquet, ".csv": _of_csv}
         return readers.get(path.suffix.lower(), _of_lines)(path)
-    if path.suffix.lower() in FILES or str(source).startswith((".", "/", "~")):
+    if is_path(str(source)):
         raise ValueError(f"there is no file of data at {path}; rows come from {KINDS}")
     return _of_dicts(_from_hub(str(source), split), str(source), arrow=True)
 

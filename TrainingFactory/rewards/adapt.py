@@ -39,6 +39,10 @@ def check_known(trajectory: Trajectory) -> None:
         raise Unscored(f"the episode ended with status {trajectory.status}: what it is worth is not known")
 
 
+class NoSay(Unscored):
+    """Say that a reward gave None."""
+
+
 class BrokeOff(Unscored):
     """Say that a reward did not come to its end: it cancelled itself, or tried to end the program."""
 
@@ -201,7 +205,7 @@ def checked(value: Any, turns: int, name: str) -> Reward:
     """Return the value as a `Reward`; raise Unscored if it is None, no finite number, or has the wrong length."""
     who = f"the reward {name}"
     if value is None:
-        raise Unscored(f"{who} could not score it (it gave None)")
+        raise NoSay(f"{who} could not score it (it gave None)")
     if not isinstance(value, Reward):
         return Reward(as_float(value, who))
     if value.steps and len(value.steps) != turns:

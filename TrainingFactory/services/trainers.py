@@ -9,10 +9,8 @@ from typing import Any, ClassVar
 from TrainingFactory.algorithms.kinds import KINDS
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.config.names import expand
-from TrainingFactory.data.tasks import load_tasks
 from TrainingFactory.protocols import AnyReward
 from TrainingFactory.rewards.adapt import as_reward
-from TrainingFactory.services import trl
 from TrainingFactory.services.build.environment import as_ours, environment_of
 from TrainingFactory.services.build.factories import by_file
 from TrainingFactory.services.build.notices import notices, unused
@@ -24,7 +22,8 @@ from TrainingFactory.services.export import Exported, export
 from TrainingFactory.services.keywords import into, merged, placed
 from TrainingFactory.services.runs.folder import RunFolder, TrainingReport
 from TrainingFactory.services.runs.tracking import PlainLines, Watcher
-from TrainingFactory.services.training.dataset import Objects, read_examples, read_heldout
+from TrainingFactory.services.training.dataset import Objects, read_objects
+from TrainingFactory.services.trl import FromTRL
 from TrainingFactory.tools.adapt import as_tool
 from TrainingFactory.tools.cache.cache import ToolCache
 
@@ -70,7 +69,7 @@ class Trainer:
         self.objects = Objects()
         dataset = _handed(options, "dataset_id", dataset)
         environment = _handed(options, "environment_id", environment)
-        theirs = trl.take(options, self.algorithm, (config or TrainingConfig()).training.group_size)
+        theirs = FromTRL(options, self.algorithm, (config or TrainingConfig()).training.group_size)
         reward_function, tasks, dataset, heldout, name = theirs.over(
             reward_function=reward_function, tasks=tasks, dataset=dataset, heldout=heldout, name=name
         )
@@ -154,21 +153,12 @@ class Trainer:
 
     def _take(self, config: TrainingConfig) -> None:
         """Make this the trainer's config, and read the rows that were handed in as it says."""
-        self.config, objects, data = config, self.objects, config.data
+        self.config, objects = config, self.objects
         if objects.environment is not None and config.environment.options:
             raise ValueError(
                 "environment.options are for an environment that is named; hand them to the object itself"
             )
-        if self._tasks is not None:
-            objects.tasks = load_tasks(self._tasks, data.dataset_split, data.count, data.columns)
-        if self._dataset is not None:
-            objects.examples = read_examples(config, self._dataset)
-        if self._heldout is not None and KINDS[self.algorithm].samples:
-            split, count = data.heldout_split, data.heldout_count
-            objects.heldout_tasks = load_tasks(self._heldout, split, count, data.columns)
-        elif self._heldout is not None:
-            learned = config.data.dataset if self._dataset is None else self._dataset
-            objects.heldout = read_heldout(config, self._heldout, learned)
+        read_objects(config, objects, self._tasks, self._dataset, self._heldout)
         if KINDS[self.algorithm].samples:
             check_group(objects.reward, config.training.group_size)
         played = objects.environment is not None or bool(objects.tools)

@@ -3,23 +3,21 @@ What a program does not set has our default, not TRL's."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from math import ceil
 from typing import Any, get_args
 
 from TrainingFactory.algorithms.kinds import KINDS
 from TrainingFactory.config.names import ALIASES
-from TrainingFactory.config.schema import ALGORITHMS, RewardType, sections
+from TrainingFactory.config.schema import ALGORITHMS, RewardType
 from TrainingFactory.options import show
-from TrainingFactory.rewards.adapt import Unscored, as_reward, called
+from TrainingFactory.rewards.adapt import NoSay, Unscored
 from TrainingFactory.rewards.combined import Combined
 from TrainingFactory.services.keywords import TRLKeywords, homes_of, into
 from TrainingFactory.types import Reward
 
 PLAIN = (str, int, float, list, tuple, set, dict)  # other values are made by the config itself
-SILENT = "not applicable"  # marks what a function gave None for, so that others decide
 
 # Their name -> our key: the same meaning, the same values.
 SAME = {
@@ -28,6 +26,21 @@ SAME = {
     "save_total_limit": "logging.keep_checkpoints", "epsilon_high": "grpo.clip_high", "delta": "grpo.clip_dual",
     "importance_sampling_level": "grpo.ratio",
 }  # fmt: skip
+# The same for whole numbers, which TRL may write as 1.0.
+COUNTS = {
+    "num_train_epochs": "training.num_epochs", "save_steps": "logging.checkpoint_every",
+    "eval_steps": "training.eval_every", "max_tool_calling_iterations": "environment.max_turns",
+}  # fmt: skip
+BATCH = ("per_device_train_batch_size", "gradient_accumulation_steps", "generation_batch_size")
+# Of `peft.LoraConfig`, and what it has besides that says nothing new.
+LORA = {
+    "r": "r",
+    "lora_alpha": "alpha",
+    "lora_dropout": "dropout",
+    "use_dora": "dora",
+    "use_rslora": "rslora",
+}
+LORA_ABOUT = {"task_type", "inference_mode", "base_model_name_or_path", "peft_type"}
 # Their name -> our key, and what each value is called here.
 VALUES: dict[str, tuple[str, dict[Any, Any]]] = {
     "lr_scheduler_type": ("training.schedule", {
@@ -80,13 +93,34 @@ INSTEAD = {
 }
 
 
-@dataclass(slots=True)
 class FromTRL:
-    """Holds what TRL's names come to: parameters of the trainer, keys of the config, and what to tell the user."""
+    """Takes TRL's names out of the options of a trainer, to which it adds what they mean; raises one ValueError for all
+    that have no counterpart. `group_size` is the one of the config, where neither says another."""
 
-    parameters: dict[str, Any] = field(default_factory=dict)
-    keys: dict[str, Any] = field(default_factory=dict)  # by full name
-    notes: list[str] = field(default_factory=list)
+    def __init__(self, options: dict[str, Any], algorithm: str, group_size: int) -> None:
+        self.algorithm, self.samples = algorithm, KINDS[algorithm].samples
+        self.parameters: dict[str, Any] = {}  # of the trainer
+        self.keys: dict[str, Any] = {}  # of the config, by full name
+        self.notes: list[str] = []
+        named = {name: options.pop(name) for name in [*options] if self._theirs(name, options[name])}
+        args = _changed(named.pop("args", None))
+        if twice := args.keys() & (named.keys() | options.keys()):
+            names = ", ".join(sorted(twice))
+            raise ValueError(f"{names} is given twice, by itself and in args; leave one of them out")
+        self.left = {name: value for name, value in (args | named).items() if value is not None}
+        training = options.get("training")
+        given = {**options, **(training if isinstance(training, Mapping) else {})}
+        self._objects()
+        self._batch(self.left.get("num_generations", given.get("group_size", group_size)))
+        self._loss()
+        problems = [text for name, value in self.left.items() if (text := self._one(name, value, options))]
+        if problems:
+            raise ValueError("\n".join(["of TRL's options these have no counterpart here:", *problems]))
+        for key, value in self.keys.items():
+            section, name = key.split(".")
+            there = options.get(section) or {}
+            options[section] = dict(there) if isinstance(there, Mapping) else there
+            into(options, section, {name: value})
 
     def over(self, **given: Any) -> list[Any]:
         """Return the trainer's own parameters in that order, with TRL's where they have none."""
@@ -96,199 +130,143 @@ class FromTRL:
             )
         return [self.parameters.get(name, value) for name, value in given.items()]
 
-    def into(self, options: dict[str, Any]) -> None:
-        """Add the keys to the options of the trainer, by section."""
-        for key, value in self.keys.items():
-            section, name = key.split(".")
-            there = options.get(section)
-            options[section] = dict(there) if isinstance(there, Mapping) else there or {}
-            into(options, section, {name: value})
+    def _theirs(self, name: str, value: Any) -> bool:
+        """Tell whether a keyword is to be read as TRL's."""
+        if name in ("scale_rewards", "beta"):
+            return isinstance(value, str) if name == "scale_rewards" else self.algorithm == "grpo"
+        return name in {*TRLKeywords.__annotations__, *INSTEAD, *NOTES, "per_device_train_batch_size"}
 
+    def _objects(self) -> None:
+        """Turn data, rewards and adapters into parameters of the trainer and keys."""
+        left, rows = self.left, "tasks" if self.samples else "dataset"
+        for theirs, ours in {"train_dataset": rows, "eval_dataset": "heldout", "run_name": "name"}.items():
+            if theirs in left:
+                self.parameters[ours] = left.pop(theirs)
+        weights = left.pop("reward_weights", None)
+        if "reward_funcs" in left:
+            self.parameters["reward_function"] = rewards_of(left.pop("reward_funcs"), weights)
+        elif weights is not None:
+            raise ValueError("reward_weights goes with reward_funcs, a list with as many functions")
+        if "peft_config" in left:
+            self.keys |= _adapter(left.pop("peft_config"))
 
-def take(options: dict[str, Any], algorithm: str, group_size: int) -> FromTRL:
-    """Take TRL's names out of the options of a trainer; raise one ValueError for all that have no counterpart.
-    `group_size` is the one of the config, where neither says another."""
-    named = {name: options.pop(name) for name in [*options] if _theirs(name, options[name], algorithm)}
-    made = FromTRL()
-    args = {key: value for key, value in _changed(named.pop("args", None)).items() if value is not None}
-    if twice := args.keys() & (named.keys() | options.keys()):
-        raise ValueError(
-            f"{', '.join(sorted(twice))} is given twice, by itself and in args; leave one of them out"
+    def _batch(self, members: int) -> None:
+        """Count tasks: TRL counts completions, several of which belong to a task."""
+        left, names = (
+            self.left,
+            ("per_device_train_batch_size", "gradient_accumulation_steps", "generation_batch_size"),
         )
-    left = {name: value for name, value in (args | named).items() if value is not None}
-    _objects(left, algorithm, made)
-    training = options.get("training")
-    given = {**options, **(training if isinstance(training, Mapping) else {})}
-    _batch(left, algorithm, left.get("num_generations", given.get("group_size", group_size)), made)
-    _loss(left, algorithm, made)
-    problems = [
-        problem for name, value in left.items() if (problem := _one(name, value, algorithm, made, options))
-    ]
-    if problems:
-        raise ValueError("\n".join(["of TRL's options these have no counterpart here:", *problems]))
-    made.into(options)
-    return made
+        given = {name: left.pop(name) for name in names if name in left}
+        if not given:
+            return
+        rows = _per_update(given)
+        if not self.samples:
+            self.keys["training.batch_size"] = rows
+            return
+        sampled = given.get("generation_batch_size", rows)
+        written = ", ".join(f"{name}={value}" for name, value in given.items())
+        if sampled % members or sampled % rows:
+            raise ValueError(
+                f"{written} makes steps of {sampled} completions, {rows} an update, which are no whole tasks of "
+                f"{members} (num_generations); write training.batch_size, the tasks of a step, and training.group_size"
+            )
+        tasks, updates = sampled // members, sampled // rows
+        self.keys["training.batch_size"] = tasks
+        if updates > 1:
+            self.keys["training.minibatches"] = updates
+        if left.get("max_steps", -1) > 0:  # theirs counts updates
+            left["max_steps"] = ceil(left["max_steps"] / (updates * left.get("num_iterations", 1)))
+        what = f"training.batch_size={tasks} tasks with {members} episodes each"
+        self.notes.append(f"{written} counts completions: {what}")
+
+    def _loss(self) -> None:
+        """Take what several of our keys follow from."""
+        left, kind = self.left, self.left.get("loss_type")
+        if self.algorithm == "dpo" and kind is not None:
+            left.pop("loss_type")
+            self.keys["dpo.loss_kind"] = kind[0] if isinstance(kind, list) and len(kind) == 1 else kind
+        if kind == "cispo":
+            self.keys["grpo.loss_kind"] = kind
+        if kind == "dr_grpo":
+            self.keys["grpo.constant_length"] = left.get("max_completion_length", 512)
+        if self.algorithm == "grpo" and "beta" in left:
+            self.keys["grpo.kl"] = left.pop("beta")
+        if self.algorithm == "grpo" and "epsilon" in left:
+            low = left.pop("epsilon")
+            self.keys |= {"grpo.clip_low": low, "grpo.clip_high": left.pop("epsilon_high", low)}
+
+    def _one(self, name: str, value: Any, options: dict[str, Any]) -> str | None:
+        """Take one more name; return what is wrong with it."""
+        key, ours = _key(name, getattr(value, "value", value))  # of an enum
+        others = {*ALGORITHMS} - {self.algorithm}
+        if key is not None and key.split(".")[0] not in others:
+            self.keys[key] = ours
+        elif name in NOTES or name.startswith(NO_MATTER):
+            self.notes.append(f"{name}: {NOTES.get(name, 'it changes nothing that is learned here')}")
+        elif name not in VALUES and (name in ALIASES or homes_of(name, self.algorithm)):
+            options[name] = value  # called the same here
+        else:
+            known = f"only {', '.join(map(str, VALUES[name][1]))}" if name in VALUES else "leave it out"
+            return f"  {name}={show(name, value)}: {INSTEAD.get(name, known)}"
+        return None
 
 
-def _theirs(name: str, value: Any, algorithm: str) -> bool:
-    """Tell whether a keyword is to be read as TRL's."""
-    if name == "scale_rewards":
-        return isinstance(value, str)
-    if name == "beta":
-        return algorithm == "grpo"
-    return name in {*TRLKeywords.__annotations__, *INSTEAD, *NOTES, "per_device_train_batch_size"}
+def _key(name: str, value: Any) -> tuple[str | None, Any]:
+    """Return our key for a name of theirs, or None, and the value."""
+    if name in VALUES:
+        key, known = VALUES[name]
+        return (key, known[value]) if value in [*known] else (None, value)
+    if name in COUNTS and isinstance(value, int | float) and float(value).is_integer():
+        return COUNTS[name], int(value) + (name == "max_tool_calling_iterations")  # and the answer
+    if name == "report_to":
+        wanted: Any = [value] if isinstance(value, str) else value
+        return "logging.trackers", [each for each in wanted if each != "none"]
+    return SAME.get(name), value
 
 
 def _changed(args: Any) -> dict[str, Any]:
     """Return the attributes of a `GRPOConfig` or the like that are not as its class has them."""
     if args is None or isinstance(args, Mapping):
-        return dict(args or {})
+        return {name: value for name, value in (args or {}).items() if value is not None}
     if not is_dataclass(args):
         own = {name: value for name, value in vars(args).items() if not name.startswith("_")}
-        return {name: value for name, value in own.items() if getattr(type(args), name, MISSING) != value}
+        return {name: own[name] for name in own if own[name] not in (None, getattr(type(args), name, None))}
     # Some defaults depend on the machine, on which a config with nothing set may not even be made.
     try:
         usual: Any = type(args)()
     except Exception:  # foreign code
-        usual = None
+        usual = type(args)
     values = {each.name: getattr(args, each.name) for each in fields(args) if each.init}
-    plain = {each.name: getattr(usual, each.name, each.default) for each in fields(args)}
-    found = {
-        name: value
-        for name, value in values.items()
-        if value != plain[name] and value not in ([], "") and isinstance(value, PLAIN)
-    }
-    # TRL fills these in itself, from others.
-    if found.get("generation_batch_size") == _per_update(values):
-        del found["generation_batch_size"]
-    return found
+    changed = {name: value for name, value in values.items() if value != getattr(usual, name, ...)}
+    if changed.get("generation_batch_size") == _per_update(values):  # which TRL fills in itself
+        del changed["generation_batch_size"]
+    return {name: each for name, each in changed.items() if each not in ([], "") and isinstance(each, PLAIN)}
 
 
 def _per_update(given: Mapping[str, Any]) -> int:
     return given.get("per_device_train_batch_size", 8) * given.get("gradient_accumulation_steps", 1)
 
 
-def _objects(left: dict[str, Any], algorithm: str, made: FromTRL) -> None:
-    """Turn data, rewards and adapters into parameters of the trainer and keys."""
-    rows = "tasks" if KINDS[algorithm].samples else "dataset"
-    for theirs, ours in {"train_dataset": rows, "eval_dataset": "heldout", "run_name": "name"}.items():
-        if theirs in left:
-            made.parameters[ours] = left.pop(theirs)
-    weights = left.pop("reward_weights", None)
-    if "reward_funcs" in left:
-        made.parameters["reward_function"] = rewards_of(left.pop("reward_funcs"), weights)
-    elif weights is not None:
-        raise ValueError("reward_weights goes with reward_funcs, a list with as many functions")
-    if "peft_config" in left:
-        made.keys |= _adapter(left.pop("peft_config"))
-
-
 def _adapter(config: Any) -> dict[str, Any]:
     """Return the section `lora` for a `peft.LoraConfig`; what has no place in it is refused by name."""
-    ours = {
-        "r": "r",
-        "lora_alpha": "alpha",
-        "lora_dropout": "dropout",
-        "use_dora": "dora",
-        "use_rslora": "rslora",
-    }
     found = _changed(config)
     modules = found.pop("target_modules", None)
-    keys: dict[str, Any] = {f"lora.{ours[name]}": found.pop(name) for name in [*found] if name in ours}
-    extra = sorted(found.keys() - {"task_type", "inference_mode", "base_model_name_or_path", "peft_type"})
+    keys: dict[str, Any] = {f"lora.{LORA[name]}": found.pop(name) for name in [*found] if name in LORA}
+    extra = sorted(found.keys() - LORA_ABOUT)
     if extra or getattr(config, "peft_type", "LORA") != "LORA":
         what = ", ".join(extra) or f"type {config.peft_type}"
-        raise ValueError(
-            f"peft_config has {what}, which has no counterpart here; the section lora has "
-            f"{', '.join(ours.values())} and target_modules"
-        )
+        has = f"{', '.join(LORA.values())} and target_modules"
+        raise ValueError(f"peft_config has {what}, which has no counterpart here; the section lora has {has}")
     if modules:
         keys["lora.target_modules"] = modules if isinstance(modules, str) else sorted(modules)
     return keys | {"lora.enabled": True}
-
-
-def _batch(left: dict[str, Any], algorithm: str, members: int, made: FromTRL) -> None:
-    """Count tasks: TRL counts completions, several of which belong to a task."""
-    names = ("per_device_train_batch_size", "gradient_accumulation_steps", "generation_batch_size")
-    given = {name: left.pop(name) for name in names if name in left}
-    if not given:
-        return
-    rows = _per_update(given)
-    if not KINDS[algorithm].samples:
-        made.keys["training.batch_size"] = rows
-        return
-    sampled = given.get("generation_batch_size", rows)
-    written = ", ".join(f"{name}={value}" for name, value in given.items())
-    if sampled % members or sampled % rows:
-        raise ValueError(
-            f"{written} makes steps of {sampled} completions, {rows} an update, which are no whole tasks of "
-            f"{members} (num_generations); write training.batch_size, the tasks of a step, and training.group_size"
-        )
-    made.keys["training.batch_size"] = sampled // members
-    if sampled > rows:
-        made.keys["training.minibatches"] = sampled // rows
-    if (updates := sampled // rows * left.get("num_iterations", 1)) > 1 and left.get("max_steps", -1) > 0:
-        left["max_steps"] = ceil(left["max_steps"] / updates)  # theirs counts updates
-    made.notes.append(
-        f"{written} counts completions: training.batch_size={sampled // members} tasks with {members} episodes each"
-    )
-
-
-def _loss(left: dict[str, Any], algorithm: str, made: FromTRL) -> None:
-    """Take what several of our keys follow from."""
-    kind = left.get("loss_type")
-    if algorithm == "dpo" and kind is not None:
-        left.pop("loss_type")
-        made.keys["dpo.loss_kind"] = kind[0] if isinstance(kind, list) and len(kind) == 1 else kind
-    if kind == "cispo":
-        made.keys["grpo.loss_kind"] = kind
-    if kind == "dr_grpo":
-        made.keys["grpo.constant_length"] = left.get("max_completion_length", 512)
-    if algorithm == "grpo" and "beta" in left:
-        made.keys["grpo.kl"] = left.pop("beta")
-    if algorithm == "grpo" and "epsilon" in left:
-        low = left.pop("epsilon")
-        made.keys |= {"grpo.clip_low": low, "grpo.clip_high": left.pop("epsilon_high", low)}
-
-
-def _one(name: str, value: Any, algorithm: str, made: FromTRL, options: dict[str, Any]) -> str | None:
-    """Take one more name; return what is wrong with it."""
-    keys = _keys(name, getattr(value, "value", value))  # of an enum
-    here = {algorithm, *sections()} - ({*ALGORITHMS} - {algorithm})
-    if keys is not None and all(key.split(".")[0] in here for key in keys):
-        made.keys |= keys
-    elif name in NOTES or name.startswith(NO_MATTER):
-        made.notes.append(f"{name}: {NOTES.get(name, 'it changes nothing that is learned here')}")
-    elif name not in VALUES and (name in ALIASES or homes_of(name, algorithm)):
-        options[name] = value  # called the same here
-    else:
-        known = ", ".join(map(str, VALUES[name][1])) if name in VALUES else ""
-        return f"  {name}={show(name, value)}: {INSTEAD.get(name) or (f'only {known}' if known else 'leave it out')}"
-    return None
-
-
-def _keys(name: str, value: Any) -> dict[str, Any] | None:
-    """Return our keys for a name of theirs, or None."""
-    if name in VALUES:
-        key, known = VALUES[name]
-        return {key: known[value]} if value in [*known] else None
-    whole = isinstance(value, int | float) and float(value).is_integer()
-    counts = {"num_train_epochs": "training.num_epochs", "save_steps": "logging.checkpoint_every"}
-    counts |= {"eval_steps": "training.eval_every", "max_tool_calling_iterations": "environment.max_turns"}
-    if name in counts and whole:
-        return {counts[name]: int(value) + (name == "max_tool_calling_iterations")}  # and the answer
-    if name == "report_to":
-        wanted: Any = [value] if isinstance(value, str) else value
-        return {"logging.trackers": [each for each in wanted if each != "none"]}
-    return {SAME[name]: value} if name in SAME else None
 
 
 class Several(Combined):
     """Add up reward functions as TRL does: one that gives None for an episode has no say in it."""
 
     def _sum(self, found: Mapping[str, Reward | Exception]) -> Reward | Exception:
-        silent = [name for name, each in found.items() if isinstance(each, Reward) and SILENT in each.parts]
-        said = {name: each for name, each in found.items() if name not in silent}
+        said = {name: each for name, each in found.items() if not isinstance(each, NoSay)}
         return super()._sum(said) if said else Unscored("none of the reward functions applies to it")
 
 
@@ -313,18 +291,5 @@ def rewards_of(functions: Any, weights: Sequence[float] | None = None) -> Any:
     for weight, function in zip(weights, listed, strict=True):
         name = str(getattr(function, "__name__", type(function).__name__))
         name = name if name not in parts else f"{name}_{len(parts) + 1}"
-        parts[name] = (weight, _marked(function) if as_reward(function).shape == "completions" else function)
+        parts[name] = (weight, function)
     return Several(parts, timeout=None)
-
-
-def _marked(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function with a mark in the place of every None."""
-
-    @functools.wraps(function)
-    async def asked(*args: Any, **columns: Any) -> Any:
-        values = await called(function, *args, **columns)
-        if not isinstance(values, Sequence):
-            return values  # which is told by who asked
-        return [Reward(0.0, parts={SILENT: 1.0}) if value is None else value for value in values]
-
-    return asked

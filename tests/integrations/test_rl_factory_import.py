@@ -137,6 +137,28 @@ def test_shapes_of_overrides(tmp_path: Path, overrides: str, expected: dict[str,
         assert keys.items() <= config[section].items()
 
 
+def test_what_switches_something_off_has_its_comment(tmp_path: Path) -> None:
+    off = {
+        "actor_rollout_ref.rollout.mode=sync": "only async is an option here",
+        "trainer.save_freq=-1": "it is off there",
+        "trainer.test_freq=0": "no held-out tasks",
+        "data.max_prompt_length=null": "it is off there",
+        "actor_rollout_ref.actor.use_kl_loss=False": "it is off there",
+        "actor_rollout_ref.actor.kl_loss_coef=0.01": "use_kl_loss is off",
+        "actor_rollout_ref.actor.kl_loss_type=kl": "use_kl_loss is off",
+        "actor_rollout_ref.model.lora_rank=0": "it is off there",
+        "actor_rollout_ref.env.use_process_reward=True": "no Env of your own",
+        "reward_rollout.if_use_reward_rollout=False": "it is off there",
+        "trainer.logger=console": "steps are always printed",
+    }
+    config, notes = translated(tmp_path / "main.sh", f"{COMMAND} trainer.nnodes=1 {' '.join(off)}\n")
+    assert config == {"training": {"algorithm": "ppo"}, "compute": {"num_gpus": 1}}
+    for override, why in off.items():
+        [note] = [note for note in notes if note.startswith(override.split("=")[0])]
+        assert why in note
+    assert len(notes) == len(off)
+
+
 @pytest.mark.parametrize(
     ("text", "error"),
     [

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from TrainingFactory.openai_form import message_to_dict
 from TrainingFactory.types import Message, Trajectory
+
+# Methods of an `Env`
+RULES, STEPS, PROMPTS = "_compute_score_with_rules", "get_step_reward", "get_prompt_for_reward"
+READ = "_compute_single_score_with_reward_rollout_wg"
 
 
 class Columns(dict[str, Any]):
@@ -36,63 +40,40 @@ class DataItem:
             attention_mask=torch.ones(len(prompts) + len(responses), dtype=torch.long),
             loss_mask=torch.ones(len(responses), dtype=torch.long),
         )
-        task = trajectory.task
         # Code of users writes into it, and the task belongs to the whole group.
-        columns: dict[str, Any] = copy.deepcopy(task.metadata)
+        columns, answer = copy.deepcopy((trajectory.task.metadata, trajectory.task.answer))
         known = columns.get("reward_model")
-        model = known if isinstance(known, dict) else {}
-        model.setdefault("ground_truth", copy.deepcopy(task.answer))
+        model = {"ground_truth": answer} | (known if isinstance(known, dict) else {})
         said = [each for turn in trajectory.turns for each in (turn.message, *turn.replies)]
-        self.non_tensor_batch = Columns(
-            {"data_source": "", "extra_info": {}}
-            | columns
-            | {
-                "reward_model": model,
-                "messages": [message_to_dict(each) for each in (*trajectory.prompt, *said)],
-                "uid": trajectory.group,
-            }
-        )
+        messages = [message_to_dict(each) for each in (*trajectory.prompt, *said)]
+        self.non_tensor_batch = Columns({"data_source": "", "extra_info": {}} | columns)
+        self.non_tensor_batch.update(reward_model=model, messages=messages, uid=trajectory.group)
         self.meta_info: dict[str, Any] = {"validate": heldout}
 
     def texts(self, tokenizer: Any) -> list[str]:
         """Return what the model wrote in each turn."""
         return [tokenizer.decode(turn, skip_special_tokens=True) for turn in self._turns]
 
-    def text(self, tokenizer: Any) -> str:
-        return "\n".join(self.texts(tokenizer))
-
-    @property
-    def ground_truth(self) -> Any:
-        return self.non_tensor_batch["reward_model"]["ground_truth"]
-
     @property
     def about(self) -> tuple[Any, Any, Any]:
         """Return what methods get beside a text: data_source, ground_truth and extra_info."""
         columns = self.non_tensor_batch
-        return columns["data_source"], self.ground_truth, columns["extra_info"]
+        return columns["data_source"], columns["reward_model"]["ground_truth"], columns["extra_info"]
 
 
-class Data(Sequence[DataItem]):
+class Data(list[DataItem]):
     """A batch of one episode: tensors have an axis of length 1 in front, other columns are arrays of length 1."""
 
     def __init__(self, item: DataItem) -> None:
         import numpy as np
 
-        self.item, self.meta_info = item, item.meta_info
+        super().__init__([item])
+        self.meta_info = item.meta_info
         self.batch = Columns({name: each.unsqueeze(0) for name, each in item.batch.items()})
         self.non_tensor_batch = Columns()
         for name, value in item.non_tensor_batch.items():
             self.non_tensor_batch[name] = np.empty(1, dtype=object)
             self.non_tensor_batch[name][0] = value
-
-    def __len__(self) -> int:
-        return 1
-
-    def __getitem__(self, index: Any) -> Any:
-        return [self.item][index]
-
-    def __iter__(self) -> Iterator[DataItem]:
-        yield self.item
 
 
 class JudgePrompt(str):
@@ -113,8 +94,3 @@ class JudgeTokenizer:
         text = JudgePrompt("\n\n".join(message.content for message in messages))
         text.messages = messages
         return text
-
-
-def judge_messages(prompt: str) -> list[Message]:
-    """Return what is sent to a judge for one prompt of the user's."""
-    return prompt.messages if isinstance(prompt, JudgePrompt) else [Message("user", prompt)]

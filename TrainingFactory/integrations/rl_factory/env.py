@@ -7,23 +7,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 from TrainingFactory.envs.base import ForeignEnvironment, ToolEnvironment
-from TrainingFactory.integrations.rl_factory.data import DataItem
-from TrainingFactory.integrations.rl_factory.episode import EnvEpisode, JudgedEpisode, takes_if_val
+from TrainingFactory.integrations.rl_factory.data import PROMPTS, READ, RULES, STEPS, DataItem
+from TrainingFactory.integrations.rl_factory.episode import EnvEpisode, JudgedEpisode
 from TrainingFactory.integrations.rl_factory.tool_manager import EpisodeTools
 
-RULES, STEPS, VERIFY = "_compute_score_with_rules", "get_step_reward", "verify_tool"
-PROMPTS, ONE_PROMPT = "get_prompt_for_reward", "_get_single_prompt_str"
-READ = "_compute_single_score_with_reward_rollout_wg"
-# How each method is called; the first also with `if_val`, which older tutorials do not have.
-TAKES = {
-    RULES: ("data", "tokenizer"),
-    STEPS: ("responses",),
-    VERIFY: ("data_source", "solution_str", "ground_truth", "extra_info"),
-    PROMPTS: ("reward_tokenizer", "data"),
-    ONE_PROMPT: ("data_source", "solution_str", "ground_truth", "extra_info", "reward_tokenizer"),
-    READ: ("data_source", "solution_str", "ground_truth", "extra_info"),
-    "_process_data": ("data_item", "tokenizer"),
-}
+VERIFY, ONE_PROMPT = "verify_tool", "_get_single_prompt_str"
+SWITCHES = {"use_verify_tool": VERIFY, "use_process_reward": STEPS}
+CALLED = (RULES, STEPS, VERIFY, PROMPTS, ONE_PROMPT, READ, "_process_data")
 # What only works inside RL-Factory's own loop -> what to write instead.
 REFUSED = {
     "step": "the run itself calls the tools; an environment with a step of its own inherits from ToolEnvironment",
@@ -37,8 +27,7 @@ ELSEWHERE = {
     "name": "environment.environment_id=FILE.py:NAME",
     "config_path": "tools=[{name: ..., config: FILE.pydata}]",
     "mcp_mode": "nothing: the file of the servers says it",
-    "tool_manager": "model.family",
-    "model_type": "model.family",
+    **dict.fromkeys(("tool_manager", "model_type"), "model.family"),
     "enable_thinking": "model.thinking",
     "tool_name_selected": "the names in tools",
 }
@@ -60,10 +49,9 @@ class Env(ForeignEnvironment):
 
     A method that a subclass writes is called, unless its switch says no: `use_verify_tool`, `use_process_reward`."""
 
-    use_verify_tool: bool | None = None  # None: where verify_tool is written
-    use_process_reward: bool | None = None  # None: where get_step_reward is written
-    verify_timeout: float = 30.0  # seconds
-    tool_timeout: float = 30.0  # seconds
+    use_verify_tool: bool | None = None  # None: where its method is written
+    use_process_reward: bool | None = None
+    verify_timeout = tool_timeout = 30.0  # seconds
     max_prompt_length: int | None = None  # of a judge's prompt, in tokens; the judge's own limit holds
     _tools: EpisodeTools | None = None
 
@@ -80,20 +68,21 @@ class Env(ForeignEnvironment):
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> Self:
-        parameters = list(inspect.signature(cls).parameters.values())
-        several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-        needed = sum(each.default is each.empty and each.kind not in several for each in parameters)
-        if not parameters or needed > 2:
-            raise ValueError(
-                f"{cls.__name__}{inspect.signature(cls)} cannot be made: RL-Factory's is __init__(self, config) or "
-                "__init__(self, config, centralized_actor=None)"
-            )
-        return cls(Config(options), *[None] * (needed - 1))
+        for given in ((Config(options),), (Config(options), None)):
+            try:
+                inspect.signature(cls).bind(*given)
+            except TypeError:
+                continue
+            return cls(*given)
+        raise ValueError(
+            f"{cls.__name__}{inspect.signature(cls)} cannot be made: RL-Factory's is __init__(self, config) or "
+            "__init__(self, config, centralized_actor=None)"
+        )
 
     def as_environment(self) -> type[ToolEnvironment]:
         """Return the class of this run's environments, after a check of what the subclass has written."""
         self._check()
-        kind = JudgedEpisode if self.writes(PROMPTS) or self.writes(ONE_PROMPT) else EnvEpisode
+        kind = JudgedEpisode if self._asks_judge else EnvEpisode
         made: Any = type(type(self).__name__, (kind,), {"env": self})
         return made
 
@@ -101,25 +90,29 @@ class Env(ForeignEnvironment):
         """Tell whether a subclass has a method of its own."""
         return getattr(type(self), method) is not getattr(Env, method)
 
-    @property
-    def verifies(self) -> bool:
-        return self.writes(VERIFY) if self.use_verify_tool is None else bool(self.use_verify_tool)
+    def fits(self, method: str, **more: Any) -> bool:
+        """Tell whether a method can be called with what ours needs, and `more`."""
+        needs = [each for each in _parameters(method) if each.default is each.empty]
+        try:
+            inspect.signature(getattr(self, method)).bind(*needs, **more)
+        except TypeError:
+            return False
+        return True
 
     @property
-    def rewards_steps(self) -> bool:
-        return self.writes(STEPS) if self.use_process_reward is None else bool(self.use_process_reward)
+    def _asks_judge(self) -> bool:
+        return self.writes(PROMPTS) or self.writes(ONE_PROMPT)
 
-    @property
-    def scores(self) -> bool:
-        """Tell whether it has a reward of its own, beside what it asks a judge."""
-        return self.writes(RULES) or self.rewards_steps
+    def uses(self, switch: str) -> bool:
+        """Tell whether the method behind a switch is called."""
+        given = getattr(self, switch)
+        return self.writes(SWITCHES[switch]) if given is None else bool(given)
 
     @property
     def tool_manager(self) -> EpisodeTools:
         if self._tools is None:
-            raise ValueError(
-                "self.tool_manager has the tools of an episode, and there is none yet: use it in methods"
-            )
+            what = "self.tool_manager has the tools of an episode, and there is none yet"
+            raise ValueError(f"{what}: use it in methods")
         return self._tools
 
     @tool_manager.setter
@@ -134,27 +127,20 @@ class Env(ForeignEnvironment):
         for method, instead in REFUSED.items():
             if hasattr(type(self), method):
                 raise ValueError(f"{name}.{method} cannot be honoured: {instead}")
-        for method, names in TAKES.items():
-            signature = inspect.signature(getattr(self, method))
-            try:
-                signature.bind(
-                    *names, **({"if_val": False} if method == RULES and takes_if_val(signature) else {})
-                )
-            except TypeError:
-                right = ", ".join((*names, "if_val=False") if method == RULES else names)
+        for method in CALLED:
+            if not self.fits(method) and not (method == RULES and self.fits(RULES, if_val=False)):
+                right = ", ".join(["self", *(each.name for each in _parameters(method))])
+                given = inspect.signature(getattr(self, method))
                 raise ValueError(
-                    f"{name}.{method}{signature} has another signature than RL-Factory's: {method}(self, {right})"
-                ) from None
-        switches = {VERIFY: self.verifies, STEPS: self.rewards_steps}
-        for method, on in switches.items():
-            if on and not self.writes(method):
-                switch = "use_verify_tool" if method == VERIFY else "use_process_reward"
+                    f"{name}.{method}{given} has another signature than RL-Factory's: {method}({right})"
+                )
+        for switch, method in SWITCHES.items():
+            if self.uses(switch) and not self.writes(method):
                 raise ValueError(f"{name}.{switch} is on, and {name} has no {method} of its own; write it")
-        if self.writes(READ) and not (self.writes(PROMPTS) or self.writes(ONE_PROMPT)):
-            raise ValueError(
-                f"{name}.{READ} reads what a judge replies, and nothing asks one; write {ONE_PROMPT}"
-            )
-        if not any(map(self.writes, (RULES, STEPS, PROMPTS, ONE_PROMPT))):
+        if self.writes(READ) and not self._asks_judge:
+            told = f"{name}.{READ} reads what a judge replies, and nothing asks one; write {ONE_PROMPT}"
+            raise ValueError(told)
+        if not (self.writes(RULES) or self.writes(STEPS) or self._asks_judge):
             raise ValueError(f"{name} scores nothing: write {RULES}, {STEPS} or {ONE_PROMPT}")
 
     # What a subclass writes
@@ -173,17 +159,11 @@ class Env(ForeignEnvironment):
 
     def get_prompt_for_reward(self, reward_tokenizer: Any, data: Any) -> Any:
         """Return a list of prompts for each item of `data`: one, or one for each turn."""
-        prompts = []
+        names, prompts = ("data_source", "response_str", "ground_truth", "extra_info"), []
         for item in data:
             read = self._process_data(item, reward_tokenizer)
-            given = {key: read[key] for key in ("data_source", "ground_truth", "extra_info")}
-            prompts.append(
-                [
-                    self._get_single_prompt_str(
-                        solution_str=read["response_str"], reward_tokenizer=reward_tokenizer, **given
-                    )
-                ]
-            )
+            source, text, truth, extra = (read[name] for name in names)
+            prompts.append([self._get_single_prompt_str(source, text, truth, extra, reward_tokenizer)])
         return prompts
 
     def _get_single_prompt_str(
@@ -202,14 +182,19 @@ class Env(ForeignEnvironment):
 
     def _process_data(self, data_item: DataItem, tokenizer: Any) -> dict[str, Any]:
         """Return the texts of prompt and response, and what is known of the task; the response is the model's alone."""
-        columns = data_item.non_tensor_batch
+        source, truth, extra = data_item.about
         return {
             "prompt_str": tokenizer.decode(data_item.batch["prompts"], skip_special_tokens=True),
-            "response_str": data_item.text(tokenizer),
-            "ground_truth": data_item.ground_truth,
-            "data_source": columns["data_source"],
-            "extra_info": columns["extra_info"],
+            "response_str": "\n".join(data_item.texts(tokenizer)),
+            "ground_truth": truth,
+            "data_source": source,
+            "extra_info": extra,
         }
+
+
+def _parameters(method: str) -> list[inspect.Parameter]:
+    """Return what a method of RL-Factory's takes, besides the object."""
+    return [*inspect.signature(getattr(Env, method)).parameters.values()][1:]
 
 
 class MMEnv(Env):

@@ -6,96 +6,69 @@ from __future__ import annotations
 
 # Taken over as they are; `@` stands for the section of the algorithm, grpo or ppo.
 SAME = {
-    "model.path": "model.name",
+    "model.path": "model.name", "env.enable_thinking": "model.thinking", "model.lora_alpha": "lora.alpha",
     "model.enable_gradient_checkpointing": "training.gradient_checkpointing",
-    "model.lora_alpha": "lora.alpha",
-    "model.target_modules": "lora.target_modules",
-    "actor.optim.lr": "training.learning_rate",
-    "actor.optim.lr_warmup_steps": "training.warmup_steps",
-    "actor.optim.weight_decay": "training.weight_decay",
-    "actor.optim.warmup_style": "training.schedule",
-    "actor.grad_clip": "training.max_grad_norm",
-    "actor.ppo_epochs": "training.update_epochs",
-    "actor.ppo_max_token_len_per_gpu": "training.token_budget",
-    "actor.entropy_coeff": "@.entropy",
-    "actor.clip_ratio_c": "@.clip_dual",
-    "rollout.n": "training.group_size",
-    "rollout.temperature": "sampling.temperature",
-    "rollout.max_turns": "environment.max_turns",
+    "model.target_modules": "lora.target_modules", "actor.optim.lr": "training.learning_rate",
+    "actor.optim.lr_warmup_steps": "training.warmup_steps", "actor.optim.weight_decay": "training.weight_decay",
+    "actor.optim.warmup_style": "training.schedule", "actor.grad_clip": "training.max_grad_norm",
+    "actor.ppo_epochs": "training.update_epochs", "actor.ppo_max_token_len_per_gpu": "training.token_budget",
+    "actor.entropy_coeff": "@.entropy", "actor.clip_ratio_c": "@.clip_dual", "rollout.n": "training.group_size",
+    "rollout.temperature": "sampling.temperature", "rollout.max_turns": "environment.max_turns",
     "rollout.multi_turn.max_assistant_turns": "environment.max_turns",
-    "rollout.tool_response_length": "sampling.max_reply_tokens",
-    "env.enable_thinking": "model.thinking",
-    "data.train_batch_size": "training.batch_size",
-    "data.train_max_samples": "data.count",
-    "data.val_max_samples": "data.heldout_count",
-    "data.max_response_length": "sampling.max_tokens",
-    "data.shuffle": "data.shuffle",
-    "trainer.total_epochs": "training.num_epochs",
-    "trainer.total_training_steps": "training.max_steps",
-    "trainer.default_local_dir": "logging.output_dir",
-}
+    "rollout.tool_response_length": "sampling.max_reply_tokens", "data.train_batch_size": "training.batch_size",
+    "data.train_max_samples": "data.count", "data.val_max_samples": "data.heldout_count",
+    "data.shuffle": "data.shuffle", "trainer.total_epochs": "training.num_epochs",
+    "trainer.total_training_steps": "training.max_steps", "trainer.default_local_dir": "logging.output_dir",
+}  # fmt: skip
 # Taken over where the algorithm is this one.
 ONLY = {
     "grpo": {
-        "algorithm.norm_adv_by_std_in_grpo": "grpo.scale_rewards",
-        "actor.clip_ratio_low": "grpo.clip_low",
+        "algorithm.norm_adv_by_std_in_grpo": "grpo.scale_rewards", "actor.clip_ratio_low": "grpo.clip_low",
         "actor.clip_ratio_high": "grpo.clip_high",
     },
     "ppo": {
-        "algorithm.gamma": "ppo.gamma",
-        "algorithm.lam": "ppo.lam",
-        "critic.optim.lr": "ppo.critic_learning_rate",
-        "critic.cliprange_value": "ppo.value_clip",
-        "trainer.critic_warmup": "ppo.critic_warmup",
+        "algorithm.gamma": "ppo.gamma", "algorithm.lam": "ppo.lam", "critic.optim.lr": "ppo.critic_learning_rate",
+        "critic.cliprange_value": "ppo.value_clip", "trainer.critic_warmup": "ppo.critic_warmup",
         "actor.clip_ratio": "ppo.clip",
     },
-}
+}  # fmt: skip
 # algorithm.adv_estimator -> the algorithm, and grpo.advantage
-ESTIMATORS = {"grpo": ("grpo", "group"), "gae": ("ppo", ""), "rloo": ("grpo", "rloo")} | {
-    name: ("grpo", name) for name in ("reinforce_plus_plus", "reinforce_plus_plus_baseline")
+ESTIMATORS = {"grpo": ("grpo", "group"), "gae": ("ppo", "")} | {
+    name: ("grpo", name) for name in ("rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
 }
 # Values that have another name: override -> option, and from theirs to ours
 RENAMED: dict[str, tuple[str, dict[str, str]]] = {
-    "actor.loss_agg_mode": (
-        "grpo.normalization",
-        {"token-mean": "token", "seq-mean-token-mean": "sequence", "seq-mean-token-sum-norm": "constant"},
-    ),
+    "actor.loss_agg_mode": ("grpo.normalization", {
+        "token-mean": "token", "seq-mean-token-mean": "sequence", "seq-mean-token-sum-norm": "constant"}),
     "actor.policy_loss.loss_mode": ("grpo.ratio", {"vanilla": "token", "gspo": "sequence"}),
     "actor.kl_loss_type": ("@.kl_estimator", {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}),
-}
+}  # fmt: skip
 TRACKERS = ("wandb", "mlflow", "tensorboard")
 
 ALWAYS, NOT_NEEDED, BY_HAND, NONE = "always so", "not needed", "by hand", "no counterpart"
 MEMORY = "it is about the memory of several GPUs, or of another engine"
 SERVER = 'it is said of a server, in its file: {"tfactory": {"timeout": S, "concurrency": N, "instances": N}}'
+LIMITS = ("env.tool_timeout", "env.max_concurrency", "env.parallel_sse_tool_call", "env.enable_limiter")
+BUDGET = "training.token_budget says what goes through the model at once"
 # Why an override is not taken over: the first beginning that fits, or the first word after its first dot.
-REASONS: list[tuple[str, str, str]] = [
+REASONS: list[tuple[str | tuple[str, ...], str, str]] = [
     ("actor.state_masking", ALWAYS, "only what the model sampled is trained, never what a tool said"),
+    ("actor.kl_loss", NOT_NEEDED, "use_kl_loss is off, so there is no distance in the loss"),
     ("model.use_remove_padding", ALWAYS, "rows are packed without padding"),
-    (
-        "rollout.top_",
-        BY_HAND,
-        "training samples from the full softmax; sampling.top_p and top_k are for evaluation",
-    ),
+    ("rollout.top_", BY_HAND, "training samples from the full softmax; sampling.top_p is for evaluation"),
+    ("rollout.mode", NOT_NEEDED, "only async is an option here: optimization.async_rollout"),
     ("rollout.name", NOT_NEEDED, "the native engine samples; sampling.engine names another"),
     ("rollout.stop", NOT_NEEDED, "the chat template says how a turn ends"),
     ("env.mcp_mode", NOT_NEEDED, "the file of the servers says how each is reached"),
-    (
-        "env.tool_manager",
-        NOT_NEEDED,
-        "the chat template shows how calls are written; model.family names another form",
-    ),
-    ("env.model_type", NOT_NEEDED, "the chat template shows it; model.family names it"),
+    (("env.tool_manager", "env.model_type"), NOT_NEEDED, "the chat template shows it, or model.family"),
     ("env.max_prompt_length", NOT_NEEDED, "the judge's own limit holds"),
-    ("env.tool_timeout", BY_HAND, SERVER),
-    ("env.max_concurrency", BY_HAND, SERVER),
-    ("env.parallel_sse_tool_call", BY_HAND, SERVER),
-    ("env.enable_limiter", BY_HAND, SERVER),
+    (LIMITS, BY_HAND, SERVER),
     ("env.tool_name_selected", BY_HAND, "name the tools that are wanted in `tools`"),
+    ("env.use_process_reward", NOT_NEEDED, "there is no Env of your own with a get_step_reward"),
     ("env.mmtool", NONE, "there are no images"),
     ("env.load_custom_chat_template", BY_HAND, "put the template into the model's folder"),
     ("env.", BY_HAND, "the cache is optimization.tool_cache=true, for tools that are marked pure"),
-    ("reward_rollout.", BY_HAND, "the judge is a server of its own: start it with these, e.g. by vllm serve"),
+    ("reward_rollout.", BY_HAND, "the judge is a server of its own: start it with these"),
     ("reward_model.reward_manager", NOT_NEEDED, "rewards of all episodes run at the same time"),
     ("reward_model.", BY_HAND, "a trained reward model is reward.type=learned"),
     ("custom_reward_function", BY_HAND, "a function of your own is reward.type=function"),
@@ -103,28 +76,18 @@ REASONS: list[tuple[str, str, str]] = [
     ("algorithm.use_kl_in_reward", NONE, "only ppo has the distance in the reward: ppo.kl_in"),
     ("data.val_batch_size", NOT_NEEDED, "all held-out tasks are played at once"),
     ("data.return_raw_chat", NOT_NEEDED, "conversations stay conversations"),
-    (
-        "data.",
-        ALWAYS,
-        "columns have the names of verl's, and a prompt that does not fit ends its episode as truncated",
-    ),
-    (
-        "trainer.val_before_train",
-        ALWAYS,
-        "with training.eval_every the model is measured before training, too",
-    ),
+    ("data.", ALWAYS, "columns are named as verl's; a prompt that does not fit ends its episode"),
+    ("trainer.val_before_train", ALWAYS, "training.eval_every measures before training, too"),
+    ("trainer.test_freq", NOT_NEEDED, "there are no held-out tasks: data.heldout"),
+    ("trainer.project_name", NOT_NEEDED, "only W&B has projects"),
     ("trainer.experiment_name", BY_HAND, "the name of a run is tfactory train CONFIG --name NAME"),
     ("trainer.resume", BY_HAND, "tfactory runs resume NAME goes on with a run"),
     ("trainer.default_hdfs_dir", NONE, "runs are written to a local folder"),
     ("trainer.critic_warmup", NOT_NEEDED, "grpo has no critic"),
     ("critic.", NOT_NEEDED, "the critic is a head on the model, with the model's own limits"),
-    ("fsdp_config", NOT_NEEDED, MEMORY),
-    ("megatron", NOT_NEEDED, MEMORY),
-    ("ppo_micro_batch_size", NOT_NEEDED, "training.token_budget says what goes through the model at once"),
-    ("log_prob_m", NOT_NEEDED, "training.token_budget says what goes through the model at once"),
+    (("ppo_micro_batch_size", "log_prob_m"), NOT_NEEDED, BUDGET),
     ("use_dynamic_bsz", ALWAYS, "rows are packed to training.token_budget"),
-    ("rollout.", NOT_NEEDED, MEMORY),
-    ("ref.", NOT_NEEDED, MEMORY),
+    (("fsdp_config", "megatron", "rollout.", "ref."), NOT_NEEDED, MEMORY),
 ]
 
 

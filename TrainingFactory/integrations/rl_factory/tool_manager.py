@@ -5,22 +5,23 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from TrainingFactory.rollout.scoring import Episode
 from TrainingFactory.tools.options import ToolOptions
 
-ANSWER, ACTIONS = "answer", "actions"
 
-
+@dataclass(slots=True)
 class EpisodeTool:
     """One tool, called as qwen_agent's are: `call` with arguments as a dict or as JSON text."""
 
-    def __init__(self, manager: EpisodeTools, name: str, description: str) -> None:
-        self._manager, self.name, self.description = manager, name, description
+    manager: EpisodeTools
+    name: str
+    description: str
 
     def call(self, params: str | Mapping[str, Any], **_: Any) -> str:
-        return self._manager.call_tool(self.name, params)
+        return self.manager.call_tool(self.name, params)
 
 
 class EpisodeTools:
@@ -40,9 +41,8 @@ class EpisodeTools:
     def get_tool(self, name: str) -> EpisodeTool:
         found = self.tool_map.get(self._full.get(name, name))
         if found is None:
-            raise ValueError(
-                f"there is no tool {name!r}; the tools are: {', '.join(self.tool_map) or 'none'}"
-            )
+            known = ", ".join(self.tool_map) or "none"
+            raise ValueError(f"there is no tool {name!r}; the tools are: {known}")
         return found
 
     def call_tool(self, tool_name: str, tool_args: str | Mapping[str, Any] = "{}", **_: Any) -> str:
@@ -55,7 +55,7 @@ class EpisodeTools:
         raise ValueError("inside async code: await self.tool_manager.acall_tool(name, arguments)")
 
     async def acall_tool(self, tool_name: str, tool_args: str | Mapping[str, Any] = "{}") -> str:
-        given = json.loads(tool_args) if isinstance(tool_args, str) else dict(tool_args)
+        given = json.loads(tool_args) if isinstance(tool_args, str) else tool_args
         return (await self._episode.call(self.get_tool(tool_name).name, **given)).content
 
     _call_tool = call_tool
@@ -72,7 +72,7 @@ class EpisodeTools:
             else {"name": call.name, "args": json.dumps(call.arguments, ensure_ascii=False)}
             for call in turn.message.tool_calls
         ]
-        return (ACTIONS, calls) if calls else (ANSWER, calls)
+        return ("actions" if calls else "answer"), calls
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(

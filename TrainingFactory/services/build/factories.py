@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,12 +17,11 @@ from TrainingFactory.config import TrainingConfig
 from TrainingFactory.config.loading import load_config, read_yaml
 from TrainingFactory.config.problems import ConfigError, Places, Problem
 from TrainingFactory.config.schema import sections
-from TrainingFactory.data.datasets import FILES
+from TrainingFactory.data.datasets import is_path
 from TrainingFactory.data.disk import write_aside
-from TrainingFactory.data.tasks import load_tasks
 from TrainingFactory.options import Unknown, did_you_mean, nearest, one_of
 from TrainingFactory.services.build.siblings import COMPUTE, SIBLINGS, Allocation, rows_of
-from TrainingFactory.services.training.dataset import Objects, read_examples, read_heldout
+from TrainingFactory.services.training.dataset import Objects, read_objects
 
 FILE = "factories.yaml"
 # kind of id -> the keys of a config that take one; an entry without sections is a value or the section of the first
@@ -46,22 +46,21 @@ def entries() -> Entries:
     for kind, ids in read_yaml(path, places, problems).items():
         if kind not in KINDS:
             problems.append(Problem((str(kind),), one_of(kind, KINDS)))
-            continue
-        if not isinstance(ids, Mapping | None):
+        elif not isinstance(ids, Mapping | None):
             problems.append(Problem((kind,), "must hold ids, each with what it leads to", ids))
-            continue
-        for name, value in (ids or {}).items():
-            try:
-                found[kind][str(name)] = as_config(kind, value)
-            except ConfigError as error:
-                for each in error.problems:
-                    inner = each.key if isinstance(value, Mapping) else ()
-                    problems.append(dataclasses.replace(each, key=(kind, str(name), *inner)))
+        else:
+            for name, value in (ids or {}).items():
+                try:
+                    found[kind][str(name)] = as_config(kind, value)
+                except ConfigError as error:
+                    for each in error.problems:
+                        inner = each.key if isinstance(value, Mapping) else ()
+                        problems.append(dataclasses.replace(each, key=(kind, str(name), *inner)))
+    text = "leads to {!r}, which is an id here itself; write what that one leads to"
     for kind, ids in found.items():
-        for name, config in ids.items():
-            if (target := leads_to(kind, config)) != name and target in ids:
-                text = f"leads to {target!r}, which is an id here itself; write what that one leads to"
-                problems.append(Problem((kind, name), text))
+        targets = {name: leads_to(kind, config) for name, config in ids.items()}
+        twice = {name: target for name, target in targets.items() if target != name and target in ids}
+        problems += [Problem((kind, name), text.format(target)) for name, target in twice.items()]
     if problems:
         raise Places(places, FILE).error(problems)
     return found
@@ -69,27 +68,23 @@ def entries() -> Entries:
 
 def add(kind: str, name: str, target: Sequence[str]) -> None:
     """Write an entry into the file, whose comments stay: `target` is what the id leads to, or key=value for several."""
-    section = KINDS[kind][0].partition(".")[0]
+    section, _ = _split(KINDS[kind][0])
     value: Any = target[0]
     if all("=" in each for each in target):
         keys = [each if "." in each.partition("=")[0] else f"{section}.{each}" for each in target]
         value = load_config(None, keys).model_dump(exclude_unset=True)
     elif len(target) > 1:
         raise ValueError(f"{' '.join(target)}: give one target, or several as key=value")
-    as_config(kind, value)
-    path = Path(FILE)
-    before = path.read_text(encoding="utf-8") if path.is_file() else ""
     if name in entries()[kind]:
         raise ValueError(f"{FILE} has {kind}.{name} already; edit it there")
-    lines = before.splitlines()
-    heads = [number for number, line in enumerate(lines) if line.partition("#")[0].rstrip() == f"{kind}:"]
-    if not heads:
-        lines.append(f"{kind}:")
-        heads = [len(lines) - 1]
-    after = "".join(lines[heads[0] + 1 : heads[0] + 2])
-    indent = after[: len(after) - len(after.lstrip())] or "  "
-    lines.insert(heads[0] + 1, f"{indent}{json.dumps(name)}: {json.dumps(value)}")
-    write_aside(path, "\n".join(lines) + "\n")
+    path = Path(FILE)
+    before = path.read_text(encoding="utf-8").rstrip() + "\n" if path.is_file() else ""
+    entry = f"{json.dumps(name)}: {json.dumps(value)}\n"
+    if head := re.search(rf"^{kind}:[ \t]*(?:#.*)?\n([ \t]*)", before, re.MULTILINE):
+        after = f"{before[: head.start(1)]}{head[1] or '  '}{entry}{before[head.start(1) :]}"
+    else:
+        after = f"{before}{kind}:\n  {entry}"
+    write_aside(path, after)
     try:
         entries()
     except ValueError:
@@ -99,7 +94,7 @@ def add(kind: str, name: str, target: Sequence[str]) -> None:
 
 def as_config(kind: str, value: Any) -> TrainingConfig:
     """Return the part of a config that an entry stands for: a text, the keys of one section, or several sections."""
-    section, _, key = KINDS[kind][0].partition(".")
+    section, key = _split(KINDS[kind][0])
     if not isinstance(value, Mapping):
         value = {key: value}
     if not value.keys() & {"tools", *sections()}:
@@ -113,15 +108,17 @@ def as_config(kind: str, value: Any) -> TrainingConfig:
 
 def leads_to(kind: str, config: TrainingConfig) -> str | None:
     """Return what an entry means in one line; None for an environment that is nothing but its tools."""
-    if kind == "models":
-        return config.model.name if "name" in config.model.model_fields_set else None
-    if kind == "datasets":
-        return config.data.dataset or config.data.tasks
-    if kind == "environments":
-        return config.environment.environment_id
-    section = config.compute
-    gpus = "all GPUs" if section.num_gpus is None else f"{section.num_gpus} GPUs"
-    return None if section.allocation_id else f"{gpus} of {section.backend}"
+    if kind == "compute":
+        section = config.compute
+        gpus = "all GPUs" if section.num_gpus is None else f"{section.num_gpus} GPUs"
+        return None if section.allocation_id else f"{gpus} of {section.backend}"
+    parts = [(getattr(config, section), key) for section, key in map(_split, KINDS[kind])]
+    return next((getattr(part, key) for part, key in parts if key in part.model_fields_set), None)
+
+
+def _split(key: str) -> tuple[str, str]:
+    section, _, name = key.partition(".")
+    return section, name
 
 
 def model(name: str) -> str | None:
@@ -135,7 +132,7 @@ def by_file(config: TrainingConfig, say: Say = lambda _: None) -> TrainingConfig
     known = entries()
     for kind, keys in KINDS.items():
         for full in keys:
-            section, key = full.split(".")
+            section, key = _split(full)
             name = getattr(getattr(config, section), key)
             if name not in known[kind]:
                 continue
@@ -165,27 +162,22 @@ def _with(config: TrainingConfig, section: str, keys: Mapping[str, Any]) -> Trai
     return config.model_copy(update={section: getattr(config, section).model_copy(update=dict(keys))})
 
 
-def with_rows(config: TrainingConfig, given: Objects) -> tuple[TrainingConfig, Objects]:
-    """Return the config and objects with the rows of datasets that a DataFactory knows; files and what is handed in as
-    objects are left alone."""
+def with_rows(config: TrainingConfig, given: Objects) -> Objects:
+    """Return the objects with the rows of datasets that a DataFactory knows; files and what is handed in as objects
+    are left alone."""
     data, found = config.data, dataclasses.replace(given)
-    if data.tasks is not None and found.tasks is None and (rows := _rows(data.tasks)) is not None:
-        found.tasks = load_tasks(rows, data.dataset_split, data.count)
-    if data.dataset is not None and found.examples is None and (rows := _rows(data.dataset)) is not None:
-        found.examples = read_examples(config, rows)
-    if data.heldout is not None and found.heldout is None and (rows := _rows(data.heldout)) is not None:
-        if isinstance(rows, str | Path):
-            config = _with(config, "data", {"heldout": str(rows)})
-        elif config.training.eval_every is not None:
-            found.heldout = read_heldout(config, rows, found.examples or data.dataset)
-    return config, found
+    measured = (
+        given.heldout is None and given.heldout_tasks is None and config.training.eval_every is not None
+    )
+    tasks = _rows(data.tasks) if given.tasks is None else None
+    examples = _rows(data.dataset) if given.examples is None else None
+    read_objects(config, found, tasks, examples, _rows(data.heldout) if measured else None)
+    return found
 
 
-def _rows(name: str) -> Any:
-    path = Path(name).expanduser()
-    is_file = path.suffix.lower() in FILES or name.startswith((".", "/", "~")) or path.exists()
-    found = None if is_file else SIBLINGS["datasets"].ask(name)
-    return None if found is None else rows_of(found)
+def _rows(name: str | None) -> Any:
+    known = None if name is None or is_path(name) or Path(name).exists() else SIBLINGS["datasets"].ask(name)
+    return None if known is None else rows_of(known)
 
 
 def allocated(config: TrainingConfig, say: Say) -> Allocation | None:

@@ -94,7 +94,7 @@ class Training:
         replay: str | Path | None,
     ) -> None:
         """Find and check everything that the run names, and make or open its folder."""
-        self.written, self.objects = factories.with_rows(config, given)
+        self.written, self.objects = config, factories.with_rows(config, given)
         self.config = with_model(self.written) if run is None else as_started_from(run, self.written)
         config = self.config
         check(config, config.data.dataset is not None or self.objects.examples is not None)

@@ -53,7 +53,8 @@ class Rollouts:
         choose: Callable[[RewardFunction | None], RewardFunction | None] = lambda reward: reward,
         say: Callable[[str], None] = lambda _: None,
     ) -> None:
-        config, found = factories.with_rows(factories.by_file(config, say), Objects())
+        config = factories.by_file(config, say)
+        found = factories.with_rows(config, Objects())
         config = with_model(config)
         self.config, self._choose = config, choose
         self.group_size = group_size

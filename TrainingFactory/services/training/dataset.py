@@ -95,16 +95,30 @@ def gather(config: TrainingConfig, objects: Objects, environment: EnvironmentFac
     return found
 
 
+def read_objects(
+    config: TrainingConfig, into: Objects, tasks: Any = None, dataset: Any = None, heldout: Any = None
+) -> None:
+    """Read rows as the config says; those that are held out are tasks where episodes are sampled."""
+    data = config.data
+    if tasks is not None:
+        into.tasks = load_tasks(tasks, data.dataset_split, data.count, data.columns)
+    if dataset is not None:
+        into.examples = read_examples(config, dataset)
+    if heldout is not None and KINDS[config.training.algorithm].samples:
+        into.heldout_tasks = _heldout_tasks(config, heldout)
+    elif heldout is not None:
+        learned = into.examples or data.dataset if dataset is None else dataset
+        into.heldout = read_heldout(config, heldout, learned)
+
+
 def read_examples(config: TrainingConfig, source: Any, heldout: bool = False) -> Examples:
     """Read a dataset in the form that the config's algorithm learns from; all that is wrong is told at once."""
     data = config.data
     count = data.heldout_count if heldout else data.count
     split = data.heldout_split if heldout else data.dataset_split
-    if isinstance(source, Path):
-        source = str(source)
-    skip = data.skip_bad_rows
+    source = str(source) if isinstance(source, Path) else source
     return load_examples(
-        source, form_of(config), split=split, count=count, skip_bad_rows=skip, fits=arguments_fit,
+        source, form_of(config), split=split, count=count, skip_bad_rows=data.skip_bad_rows, fits=arguments_fit,
         names=data.columns,
     )  # fmt: skip
 
@@ -172,14 +186,15 @@ def _gather_heldout(config: TrainingConfig, objects: Objects, found: Dataset) ->
         elif rows or config.data.heldout is None:
             found.heldout = own_tasks(config, found.environment, "heldout", "heldout", count)
         else:
-            found.heldout = load_tasks(
-                config.data.heldout, config.data.heldout_split, count, config.data.columns
-            )
+            found.heldout = _heldout_tasks(config, config.data.heldout)
     elif found.heldout_examples is None:
-        wanted = (
-            "held-out rows: data.heldout=FILE" if rows else "an environment to evaluate in: environment=NAME"
-        )
+        wanted = "held-out rows: data.heldout=FILE" if rows else "an environment: environment=NAME"
         raise ValueError(f"training.eval_every needs {wanted}")
+
+
+def _heldout_tasks(config: TrainingConfig, source: Any) -> list[Task]:
+    data = config.data
+    return load_tasks(source, data.heldout_split, data.heldout_count, data.columns)
 
 
 def make_tasks(
