@@ -9,10 +9,10 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 from rich.console import Console
 
-from tests.kits.cli import ROOT, Run, python
+from tests.kits.cli import ROOT, Run
+from tests.kits.forks import Command
 from tests.kits.run import assert_same_run
 from TrainingFactory.cli.display import Display, curve, duration
 from TrainingFactory.config import load_config
@@ -90,16 +90,13 @@ def test_a_checkpoint_of_another_model(tfactory: Run) -> None:
 def test_ctrl_c_saves_and_says_how_to_go_on(tfactory: Run, tmp_path: Path) -> None:
     Path("slow.yaml").write_text(SMALL.format(steps=8).replace("every: 2", "every: 30"))
     Path("mine.py").write_text(ENVIRONMENT.format(delay=0.05))
-    # The same bits are promised for the same number of threads.
-    threads = str(torch.get_num_threads())
-    command = ("-m", "TrainingFactory.cli", "train", "slow.yaml", "--name", "a")
-    run = python(tmp_path, *command, OMP_NUM_THREADS=threads)
+    run = Command(tmp_path, "train", "slow.yaml", "--name", "a")
     metrics = tmp_path / "runs" / "a" / "metrics.jsonl"
-    while run.poll() is None and (not metrics.exists() or metrics.read_text().count("\n") < 3):
+    while run.running and (not metrics.exists() or metrics.read_text().count("\n") < 3):
         time.sleep(0.01)
-    run.send_signal(signal.SIGINT)
-    _, err = run.communicate(timeout=120)
-    assert run.returncode == 130, err
+    run.signal(signal.SIGINT)
+    status, _, err = run.end(120)
+    assert status == 130, err
     assert "go on with: tfactory runs resume a" in err and "Traceback" not in err
     folder = RunFolder(tmp_path / "runs" / "a")
     stopped = folder.status.step

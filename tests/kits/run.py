@@ -55,7 +55,7 @@ def small(folder: Path, **sections: dict[str, Any]) -> TrainingConfig:
     """7 tasks in batches of 3, so that epochs end in the middle; 6 steps, a checkpoint every 2."""
     given: dict[str, dict[str, Any]] = {
         "training": {"max_steps": 6, "batch_size": 3, "group_size": 4, "learning_rate": 1e-3},
-        "sampling": {"max_tokens": 6, "deterministic": True, "slots": 8},
+        "sampling": {"max_tokens": 4, "deterministic": True, "slots": 8},
         "logging": {"output_dir": str(folder), "checkpoint_every": 2},
     }
     for name, keys in sections.items():

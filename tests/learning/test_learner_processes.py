@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import random
 import socket
@@ -17,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.kits.algorithm import ALGORITHMS, distance, groups_of, learner_for, step_gradients
 from tests.kits.engine import tiny
+from tests.kits.forks import fork
 from tests.kits.learner import Gradients, make_learner, ragged_rows, samples_of
 from TrainingFactory.algorithms.grpo import GRPO
 from TrainingFactory.data.packing import make_batch
@@ -86,11 +86,7 @@ def run_pair(folder: Path, cases: Sequence[tuple[str, str]]) -> Path:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
-    server = multiprocessing.get_context("forkserver")
-    server.set_forkserver_preload([__name__])  # torch is imported once for both
-    processes = [server.Process(target=in_process, args=(rank, port, folder, cases)) for rank in range(2)]
-    for process in processes:
-        process.start()
+    processes = [fork(in_process, rank, port, folder, cases) for rank in range(2)]
     for process in processes:
         process.join(300)
     assert [process.exitcode for process in processes] == [0, 0]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import random
 import shutil
 import subprocess
@@ -14,20 +13,12 @@ from typing import Any
 
 import pytest
 
+from tests.kits.forks import fork
 from tests.kits.run import Parity, Quiet, assert_same_run, brief, go_on, rows, train
 from TrainingFactory.services.build.model_names import find_model
 from TrainingFactory.services.build.training import Training
 from TrainingFactory.services.runs.folder import RunFolder
 from TrainingFactory.services.training.dataset import Objects
-
-FORKS = multiprocessing.get_context("forkserver")
-PRELOADED = [
-    "tests.kits.run",
-    "TrainingFactory.learning.checkpoints",
-    "TrainingFactory.sampling",
-    "TrainingFactory.models.loading",
-    "peft",
-]
 
 
 def in_process(folder: Path) -> None:
@@ -55,8 +46,7 @@ MOMENTS: list[tuple[float, Callable[[Path], bool]]] = [
 
 def lived(folder: Path, longer: float, condition: Callable[[Path], bool]) -> int | None:
     """How a process ended that was killed so much longer after its condition held."""
-    process = FORKS.Process(target=in_process, args=(folder,))
-    process.start()
+    process = fork(in_process, folder)
     while process.is_alive() and not condition(folder):
         time.sleep(0.002)
     process.join(longer)
@@ -66,7 +56,6 @@ def lived(folder: Path, longer: float, condition: Callable[[Path], bool]) -> int
 
 
 def test_kill_9_at_any_moment(whole: Path, tmp_path: Path) -> None:
-    FORKS.set_forkserver_preload(PRELOADED)
     rng, broken = random.Random(0), tmp_path / "broken"
     ends = [lived(broken, rng.random() * longer, condition) for longer, condition in MOMENTS]
     assert -9 in ends and lived(broken, 300, lambda run: False) == 0
@@ -81,7 +70,6 @@ def test_kill_9_at_any_moment(whole: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(50))
 def test_kill_9_at_fifty_random_moments(whole: Path, tmp_path: Path, seed: int) -> None:
-    FORKS.set_forkserver_preload(PRELOADED)
     rng, broken = random.Random(seed), tmp_path / "broken"
     begun = Path.exists if seed % 10 else (lambda run: True)  # every tenth in the set-up, too
     for _ in range(1 + seed % 3):

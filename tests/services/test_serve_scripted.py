@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.kits.cli import python
+from tests.kits.forks import Command
 from tests.kits.serve import (
     CALL,
     CHAT,
@@ -170,18 +170,16 @@ def test_a_server_that_stops_tells_those_who_still_wait(monkeypatch: pytest.Monk
 
 def test_the_command_serves_until_ctrl_c(tmp_path: Path) -> None:
     command = ("serve", "builtin:tiny", "--port", "0", "--name", "mine", "sampling.slots=2")
-    with python(tmp_path, "-m", "TrainingFactory.cli", *command) as process:
-        try:
-            assert process.stdout is not None
-            line = process.stdout.readline()
-            words = line.split()
-            assert words[:3] == ["serving", "mine", "at"], line
-            url = f"{words[3]}/chat/completions"
-            answer = httpx.post(url, json=user(max_tokens=3), timeout=HANG, trust_env=False)
-            assert answer.json()["model"] == "mine"
-            process.send_signal(signal.SIGINT)
-            out, err = process.communicate(timeout=HANG)
-        finally:
-            process.kill()
-    assert process.returncode == 0, err
-    assert out == "" and err.strip() == "stopped"
+    server = Command(tmp_path, *command)
+    try:
+        words = server.line().split()
+        assert words[:3] == ["serving", "mine", "at"], server.texts()
+        url = f"{words[3]}/chat/completions"
+        answer = httpx.post(url, json=user(max_tokens=3), timeout=HANG, trust_env=False)
+        assert answer.json()["model"] == "mine"
+        server.signal(signal.SIGINT)
+        status, out, err = server.end(HANG)
+    finally:
+        server.end(0)
+    assert status == 0, err
+    assert out.count("\n") == 1 and err.strip() == "stopped"

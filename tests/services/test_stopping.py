@@ -67,6 +67,7 @@ def test_a_run_ends_early_keeps_its_best_and_decides_the_same_when_resumed(tmp_p
     config = brief(
         tmp_path,
         training={"max_steps": 9, "eval_every": 1, "stop_when": {"patience": 2}, "seed": 2},
+        sampling={"max_tokens": 6},
         data={"heldout_count": 7},
         logging={
             "output_dir": str(tmp_path),

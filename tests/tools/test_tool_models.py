@@ -6,8 +6,7 @@ import asyncio
 import json
 import logging
 import os
-import subprocess
-import sys
+import runpy
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -287,10 +286,8 @@ def test_the_spec_of_both(server: Judge):
     assert not agent(server, []).options.repeatable
 
 
-def test_the_example_runs_offline():
-    environment = {name: value for name, value in os.environ.items() if "proxy" not in name.lower()}
-    environment |= {"PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "examples/model_and_agent_tools.py"]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == ["translate: BONJOUR", "accountant: The total is 42."]
+def test_the_example_runs_offline(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    for name in [name for name in os.environ if "proxy" in name.lower()]:
+        monkeypatch.delenv(name)
+    runpy.run_path(str(ROOT / "examples" / "model_and_agent_tools.py"), run_name="__main__")
+    assert capsys.readouterr().out.splitlines() == ["translate: BONJOUR", "accountant: The total is 42."]
