@@ -1,5 +1,5 @@
 """TRL's names on our trainers: each is taken as the option that it means, or answered with what to write instead.
-What a program does not set has our default, not TRL's."""
+What a program does not set has our default, except what a config of TRL's or PEFT's always says."""
 
 from __future__ import annotations
 
@@ -19,6 +19,11 @@ from TrainingFactory.services.keywords import TRLKeywords, homes_of, into
 from TrainingFactory.types import Reward
 
 PLAIN = (str, int, float, list, tuple, set, dict)  # other values are made by the config itself
+# Count in a config object also with the value that its class has: whoever wrote that value down means it.
+MEANT = (
+    "per_device_train_batch_size", "num_generations", "num_train_epochs", "learning_rate", "lr_scheduler_type",
+    "max_completion_length", "scale_rewards", "epsilon", "beta", "seed", "r", "lora_alpha", "lora_dropout",
+)  # fmt: skip
 SILENT = "not applicable"  # marks what a function gave None for, so that others decide
 
 # Their name -> our key: the same meaning, the same values.
@@ -58,7 +63,7 @@ NOTES = {
 NO_MATTER = (
     "log_", "logging_", "dataloader_", "vllm_", "ddp_", "hub_", "per_device_eval", "num_completions", "disable_tqdm",
     "remove_unused", "pad_to", "do_", "tf32", "dataset_num_proc", "overwrite_", "save_safetensors", "save_only",
-    "gradient_checkpointing_kwargs", "steps_per_generation",
+    "gradient_checkpointing_kwargs",
 )  # fmt: skip
 INSTEAD = {
     "callbacks": "an object with phase, step, episode and say is told everything: watcher=",
@@ -140,7 +145,7 @@ def _theirs(name: str, value: Any, algorithm: str) -> bool:
 
 
 def _changed(args: Any) -> dict[str, Any]:
-    """Return the attributes of a `GRPOConfig` or the like that are not as its class has them."""
+    """Return the attributes of a `GRPOConfig` or the like that are not as its class has them, or are meant anyway."""
     if args is None or isinstance(args, Mapping):
         return dict(args or {})
     if not is_dataclass(args):
@@ -156,7 +161,7 @@ def _changed(args: Any) -> dict[str, Any]:
     found = {
         name: value
         for name, value in values.items()
-        if value != plain[name] and value not in ([], "") and isinstance(value, PLAIN)
+        if (name in MEANT or value != plain[name]) and value not in ([], "") and isinstance(value, PLAIN)
     }
     # TRL fills these in itself, from others.
     if found.get("generation_batch_size") == _per_update(values):
@@ -209,7 +214,9 @@ def _adapter(config: Any) -> dict[str, Any]:
 
 def _batch(left: dict[str, Any], algorithm: str, members: int, made: FromTRL) -> None:
     """Count tasks: TRL counts completions, several of which belong to a task."""
-    names = ("per_device_train_batch_size", "gradient_accumulation_steps", "generation_batch_size")
+    names = (
+        "per_device_train_batch_size", "gradient_accumulation_steps", "generation_batch_size", "steps_per_generation",
+    )  # fmt: skip
     given = {name: left.pop(name) for name in names if name in left}
     if not given:
         return
@@ -217,7 +224,8 @@ def _batch(left: dict[str, Any], algorithm: str, members: int, made: FromTRL) ->
     if not KINDS[algorithm].samples:
         made.keys["training.batch_size"] = rows
         return
-    sampled = given.get("generation_batch_size", rows)
+    steps = given.get("steps_per_generation", given.get("gradient_accumulation_steps", 1))
+    sampled = given.get("generation_batch_size", given.get("per_device_train_batch_size", 8) * steps)
     written = ", ".join(f"{name}={value}" for name, value in given.items())
     if sampled % members or sampled % rows:
         raise ValueError(
