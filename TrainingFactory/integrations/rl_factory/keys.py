@@ -34,6 +34,8 @@ SAME = {
     "trainer.total_training_steps": "training.max_steps",
     "trainer.default_local_dir": "logging.output_dir",
 }
+# What RL-Factory's own config has, where ours has something else.
+THEIR_CONFIG, DEFAULTS = "rl_factory_ppo_trainer", {"rollout.max_turns": 2, "rollout.temperature": 0.7}
 # Taken over where the algorithm is this one.
 ONLY = {
     "grpo": {
@@ -77,6 +79,7 @@ REASONS: list[tuple[str, str, str]] = [
         BY_HAND,
         "training samples from the full softmax; sampling.top_p and top_k are for evaluation",
     ),
+    ("actor.optim.lr_warmup_steps_ratio", BY_HAND, "training.warmup_steps is a number of steps"),
     ("rollout.name", NOT_NEEDED, "the native engine samples; sampling.engine names another"),
     ("rollout.stop", NOT_NEEDED, "the chat template says how a turn ends"),
     ("env.mcp_mode", NOT_NEEDED, "the file of the servers says how each is reached"),
@@ -110,8 +113,8 @@ REASONS: list[tuple[str, str, str]] = [
     ),
     (
         "trainer.val_before_train",
-        ALWAYS,
-        "with training.eval_every the model is measured before training, too",
+        NONE,
+        "with training.eval_every the model is always measured before training, too",
     ),
     ("trainer.experiment_name", BY_HAND, "the name of a run is tfactory train CONFIG --name NAME"),
     ("trainer.resume", BY_HAND, "tfactory runs resume NAME goes on with a run"),

@@ -11,6 +11,7 @@ import yaml
 from TrainingFactory.integrations.rl_factory import keys
 from TrainingFactory.integrations.rl_factory.keys import BY_HAND, NONE, NOT_NEEDED
 from TrainingFactory.integrations.rl_factory.launch_script import LaunchScript
+from TrainingFactory.texts import holds_secret
 from TrainingFactory.tools.mcp.config import read_with_names
 
 ORDER = (
@@ -63,6 +64,7 @@ class Translation:
 
     def _note(self, key: str, value: Any, kind: str, why: str) -> None:
         whole = f"{WHOLE}{key}"
+        value = "***" if holds_secret(key.rsplit(".", 1)[-1].lower(), str(value)) else value
         self.notes.append(f"{whole if whole in self.script.overrides else key}={value}: {kind}: {why}")
 
     def _algorithm(self) -> None:
@@ -76,6 +78,8 @@ class Translation:
             self.sections["grpo"] = {"scale_rewards": True, "clip_high": 0.2}  # as there by default
         elif advantage:
             self._put("grpo.advantage", advantage)
+        if any(keys.THEIR_CONFIG in word for word in self.script.other):
+            self._left = keys.DEFAULTS | self._left
         for key, ours in {**keys.SAME, **keys.ONLY[self.algorithm]}.items():
             if (value := self._take(key)) is not None:
                 self._put(ours, value)
@@ -99,11 +103,11 @@ class Translation:
             self._note("actor.ppo_mini_batch_size", part, BY_HAND, f"it does not divide the batch of {size}")
 
     def _loss(self) -> None:
-        weight = self._take("actor.kl_loss_coef", 0.001)  # verl's default
         if self._take("actor.use_kl_loss", False):
-            self._put("@.kl", weight)
+            self._put("@.kl", self._take("actor.kl_loss_coef", 0.001))  # verl's default
         else:
-            self._take("actor.kl_loss_type")
+            for key in self._left.keys() & {"actor.kl_loss_coef", "actor.kl_loss_type"}:
+                self._note(key, self._left.pop(key), NOT_NEEDED, "actor.use_kl_loss is off")
             if self.algorithm == "ppo" and self._take("algorithm.use_kl_in_reward", False):
                 self.sections["ppo"] = self.sections.get("ppo", {}) | {"kl_in": "reward"}
                 self._put("ppo.kl", self._take("algorithm.kl_ctrl.kl_coef", 0.001))
