@@ -123,15 +123,11 @@ def _take(script: LaunchScript, commands: list[tuple[int, list[str]]]) -> None:
         else:
             script.overrides[found[2]] = found[3]
             script.unknown.pop(found[2], None)
-    if not script.overrides and script.unknown:
-        found = ", ".join(sorted(set(script.unknown.values())))
-        raise ValueError(
-            f"{script.path}: every override depends on {found}; write it as NAME=VALUE behind the script"
-        )
     if not script.overrides:
-        raise ValueError(
-            f"{script.path}: its command has no overrides (key=value), so there is nothing to translate"
-        )
+        what = ", ".join(sorted(set(script.unknown.values())))
+        why = f"every override depends on {what}; write it as NAME=VALUE behind the script"
+        none = "its command has no overrides (key=value), so there is nothing to translate"
+        raise ValueError(f"{script.path}: {why if what else none}")
 
 
 def _is_training(word: str) -> bool:
