@@ -46,7 +46,10 @@ def rl_factory(
     given = dict(each.split("=", 1) for each in variables)
     translation = Translation(read_script(script, given))
     text = translation.text()
-    TrainingConfig(**yaml.load(text, ConfigLoader))  # raises what the script says and no config can
+    try:
+        TrainingConfig(**yaml.load(text, ConfigLoader))
+    except ValueError as error:  # the script says what no config can
+        raise ValueError(f"{script}: {error}") from None
     if output is None:
         print(text, end="")
         return

@@ -1,5 +1,5 @@
 """TRL's names on our trainers: each is taken as the option that it means, or answered with what to write instead.
-What a program does not set has our default, not TRL's."""
+What a program does not set has our default, except what a config of TRL's or PEFT's always says."""
 
 from __future__ import annotations
 
@@ -18,6 +18,11 @@ from TrainingFactory.services.keywords import TRLKeywords, homes_of, into
 from TrainingFactory.types import Reward
 
 PLAIN = (str, int, float, list, tuple, set, dict)  # other values are made by the config itself
+# Count in a config object also with the value that its class has: whoever wrote that value down means it.
+MEANT = (
+    "per_device_train_batch_size", "num_generations", "num_train_epochs", "learning_rate", "lr_scheduler_type",
+    "max_completion_length", "scale_rewards", "epsilon", "beta", "seed", "r", "lora_alpha", "lora_dropout",
+)  # fmt: skip
 
 # Their name -> our key: the same meaning, the same values.
 SAME = {
@@ -31,7 +36,9 @@ COUNTS = {
     "num_train_epochs": "training.num_epochs", "save_steps": "logging.checkpoint_every",
     "eval_steps": "training.eval_every", "max_tool_calling_iterations": "environment.max_turns",
 }  # fmt: skip
-BATCH = ("per_device_train_batch_size", "gradient_accumulation_steps", "generation_batch_size")
+BATCH = (
+    "per_device_train_batch_size", "gradient_accumulation_steps", "generation_batch_size", "steps_per_generation",
+)  # fmt: skip
 # Of `peft.LoraConfig`, and what it has besides that says nothing new.
 LORA = {
     "r": "r",
@@ -71,7 +78,7 @@ NOTES = {
 NO_MATTER = (
     "log_", "logging_", "dataloader_", "vllm_", "ddp_", "hub_", "per_device_eval", "num_completions", "disable_tqdm",
     "remove_unused", "pad_to", "do_", "tf32", "dataset_num_proc", "overwrite_", "save_safetensors", "save_only",
-    "gradient_checkpointing_kwargs", "steps_per_generation",
+    "gradient_checkpointing_kwargs",
 )  # fmt: skip
 INSTEAD = {
     "callbacks": "an object with phase, step, episode and say is told everything: watcher=",
@@ -152,18 +159,16 @@ class FromTRL:
 
     def _batch(self, members: int) -> None:
         """Count tasks: TRL counts completions, several of which belong to a task."""
-        left, names = (
-            self.left,
-            ("per_device_train_batch_size", "gradient_accumulation_steps", "generation_batch_size"),
-        )
-        given = {name: left.pop(name) for name in names if name in left}
+        left = self.left
+        given = {name: left.pop(name) for name in BATCH if name in left}
         if not given:
             return
         rows = _per_update(given)
         if not self.samples:
             self.keys["training.batch_size"] = rows
             return
-        sampled = given.get("generation_batch_size", rows)
+        steps = given.get("steps_per_generation", given.get("gradient_accumulation_steps", 1))
+        sampled = given.get("generation_batch_size", given.get("per_device_train_batch_size", 8) * steps)
         written = ", ".join(f"{name}={value}" for name, value in given.items())
         if sampled % members or sampled % rows:
             raise ValueError(
@@ -225,7 +230,7 @@ def _key(name: str, value: Any) -> tuple[str | None, Any]:
 
 
 def _changed(args: Any) -> dict[str, Any]:
-    """Return the attributes of a `GRPOConfig` or the like that are not as its class has them."""
+    """Return the attributes of a `GRPOConfig` or the like that are not as its class has them, or are meant anyway."""
     if args is None or isinstance(args, Mapping):
         return {name: value for name, value in (args or {}).items() if value is not None}
     if not is_dataclass(args):
@@ -237,7 +242,9 @@ def _changed(args: Any) -> dict[str, Any]:
     except Exception:  # foreign code
         usual = type(args)
     values = {each.name: getattr(args, each.name) for each in fields(args) if each.init}
-    changed = {name: value for name, value in values.items() if value != getattr(usual, name, ...)}
+    changed = {
+        name: value for name, value in values.items() if name in MEANT or value != getattr(usual, name, ...)
+    }
     if changed.get("generation_batch_size") == _per_update(values):  # which TRL fills in itself
         del changed["generation_batch_size"]
     return {name: each for name, each in changed.items() if each not in ([], "") and isinstance(each, PLAIN)}

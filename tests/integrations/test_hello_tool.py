@@ -68,6 +68,7 @@ def test_a_vague_request_gets_a_plan_and_trains_nothing(tool: RLTrainingTool, va
         ({"action": "evaluate"}, "the parameter model_path is missing"),
         ({"dataset": "gsm9k"}, "there is no dataset gsm9k; there are: gsm8k"),
         ({"max_samples": 0}, "max_samples is 0; it must be 1 or more"),
+        ({"max_samples": "many"}, "max_samples is 'many'; it must be 1 or more"),
         ({"algorithm": "dpo"}, "has not what dpo needs"),
         ({"algorithm": "grpo", "reward": "mine"}, "there is no reward mine; there are: accuracy"),
         ({"reward_type": "step"}, "reward_type is for algorithms that sample; sft learns from existing rows"),

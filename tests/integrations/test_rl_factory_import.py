@@ -168,7 +168,7 @@ def test_what_switches_something_off_has_its_comment(tmp_path: Path) -> None:
         (f"{COMMAND}", "no overrides"),
         (f"{COMMAND} \\ \n  data.train_files=x", "main.sh:2: data.train_files=x belongs to no command"),
         (f"{COMMAND} a.b='open", "main.sh:1: cannot be read as a command: No closing quotation"),
-        (f"{COMMAND} data.train_batch_size=many", "training.batch_size"),
+        (f"{COMMAND} data.train_batch_size=many", "main.sh: training.batch_size"),
         (f"{COMMAND} trainer.save_freq=often trainer.nnodes=$N", "trainer.save_freq is 'often'"),
     ],
 )
@@ -177,6 +177,30 @@ def test_a_broken_script_is_refused_in_words(tfactory: Run, text: str, error: st
     status, out, err = tfactory("import", "rl-factory", "main.sh", "-o", "made.yaml")
     assert status == 2 and not out and not Path("made.yaml").exists()
     assert re.search(error, " ".join(err.split())), err
+
+
+def test_no_override_is_dropped_without_a_word_and_no_secret_is_written(tmp_path: Path) -> None:
+    overrides = (
+        "actor_rollout_ref.actor.kl_loss_coef=0.5 actor_rollout_ref.actor.kl_loss_type=kl "
+        "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio=0.1 trainer.val_before_train=False "
+        "+ray_kwargs.ray_init.runtime_env.env_vars.WANDB_API_KEY=0123456789abcdef0123"
+    )
+    config, notes = translated(tmp_path / "main.sh", f"{COMMAND} {overrides}\n")
+    told = {note.split("=")[0].split(".")[-1]: note for note in notes}
+    assert "kl" not in config.get("ppo", {}) and "use_kl_loss is off" in told["kl_loss_coef"]
+    assert (
+        "use_kl_loss is off" in told["kl_loss_type"]
+        and "by hand: training.warmup" in told["lr_warmup_steps_ratio"]
+    )
+    assert "no counterpart" in told["val_before_train"] and "=***: " in told["WANDB_API_KEY"]
+
+
+def test_what_their_own_config_has_is_written_out(tmp_path: Path) -> None:
+    theirs = f"{COMMAND} --config-name=rl_factory_ppo_trainer actor_rollout_ref.rollout.n=4"
+    config, _ = translated(tmp_path / "main.sh", f"{theirs}\n")
+    assert (config["environment"]["max_turns"], config["sampling"]["temperature"]) == (2, 0.7)
+    config, _ = translated(tmp_path / "main.sh", f"{theirs} actor_rollout_ref.rollout.max_turns=3\n")
+    assert (config["environment"]["max_turns"], config["sampling"]["temperature"]) == (3, 0.7)
 
 
 def test_nothing_in_a_script_is_run(tmp_path: Path) -> None:

@@ -62,8 +62,7 @@ def test_a_program_for_trl_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     config = trainer.config
     assert (config.training.batch_size, config.training.group_size, config.grpo.kl) == (2, 4, 0.01)
     assert (config.sampling.temperature, config.sampling.max_tokens, config.lora.r) == (0.9, 8, 4)
-    # what the program does not set is ours
-    assert config.training.schedule == "constant" and config.training.seed == 0
+    assert config.training.schedule == "linear" and config.grpo.scale_rewards  # as TRL has them
     assert any("counts completions: training.batch_size=2 tasks" in text for text in trainer.notices)
 
 
@@ -81,6 +80,8 @@ def test_a_program_for_trl_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
                    "num_iterations": 2, "max_steps": 20}},
          {"training.batch_size": 4, "training.group_size": 4, "training.minibatches": 4, "training.update_epochs": 2,
           "training.max_steps": 3}),
+        ({"args": {"per_device_train_batch_size": 4, "steps_per_generation": 4, "num_generations": 4, "max_steps": 8}},
+         {"training.batch_size": 4, "training.group_size": 4, "training.minibatches": 4, "training.max_steps": 2}),
         ({"max_completion_length": 64, "beta": 0.1, "save_steps": 7},
          {"sampling.max_tokens": 64, "grpo.kl": 0.1, "logging.checkpoint_every": 7}),
         ({"args": SimpleNamespace(epsilon=0.1, loss_type="dr_grpo", max_completion_length=9, scale_rewards="group")},
@@ -97,11 +98,24 @@ def test_a_program_for_trl_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
          {"logging.trackers": ["tensorboard"], "environment.max_turns": 4}),
         ({"sampling": {"temperature": 0.5}, "max_completion_length": 8},
          {"sampling.temperature": 0.5, "sampling.max_tokens": 8}),
-        ({"peft_config": LoraConfig(use_rslora=True)}, {"lora.enabled": True, "lora.rslora": True}),
+        ({"peft_config": LoraConfig(r=8, use_rslora=True)},
+         {"lora.enabled": True, "lora.rslora": True, "lora.r": 8, "lora.alpha": 8, "lora.dropout": 0.0}),
     ],
 )  # fmt: skip
 def test_names_mean_our_options(options: dict[str, Any], keys: dict[str, Any]) -> None:
     assert given(**options) == keys
+
+
+def test_a_value_that_is_the_default_of_its_class_counts() -> None:
+    """Nobody can tell `GRPOConfig(per_device_train_batch_size=8)` from `GRPOConfig()`."""
+    trl = pytest.importorskip("trl", reason="trl is not installed")
+    machine = {"output_dir": "out", "use_cpu": True, "bf16": False}
+    config = given(args=trl.GRPOConfig(per_device_train_batch_size=8, num_generations=4, **machine))
+    assert (config["training.batch_size"], config["training.num_epochs"]) == (2, 3)
+    assert config["grpo.clip_high"] == 0.2 and config["training.schedule"] == "linear"
+    rows = [{"prompt": "a", "completion": "b"}]
+    sft = SFTTrainer(train_dataset=rows, args=trl.SFTConfig(learning_rate=2e-5, **machine)).config.training
+    assert (sft.batch_size, sft.learning_rate, sft.num_epochs) == (8, 2e-5, 3)
 
 
 @dataclass
@@ -113,8 +127,8 @@ class Config:
     strange: int = 1
 
 
-def test_only_what_differs_from_the_class_counts() -> None:
-    assert given(args=Config(num_generations=2)) == {"training.group_size": 2}
+def test_what_differs_from_the_class_counts_and_what_is_meant_anyway() -> None:
+    assert given(args=Config(num_generations=2)) == {"training.group_size": 2, "training.learning_rate": 0.5}
     with pytest.raises(ValueError, match="strange=2: leave it out"):
         given(args=Config(strange=2))
 

@@ -28,8 +28,8 @@ def read_gsm8k(split: str = "train", count: int | None = None, folder: str | Pat
     if matched is None:
         raise ValueError(f"split is {split!r}; it looks like train, test or train[:1000]")
     name, start, stop = matched[1], int(matched[2] or 0), int(matched[3]) if matched[3] else None
-    if count is not None and count < 1:
-        raise ValueError(f"max_samples is {count}; it must be 1 or more, or None for all")
+    if count is not None and (not isinstance(count, int) or count < 1):
+        raise ValueError(f"max_samples is {count!r}; it must be 1 or more, or None for all")
     named = folder or os.environ.get(GSM8K)
     source = _file(Path(named).expanduser(), name) if named else f"{HUB}:main"
     try:

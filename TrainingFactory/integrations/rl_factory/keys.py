@@ -20,6 +20,8 @@ SAME = {
     "data.shuffle": "data.shuffle", "trainer.total_epochs": "training.num_epochs",
     "trainer.total_training_steps": "training.max_steps", "trainer.default_local_dir": "logging.output_dir",
 }  # fmt: skip
+# What RL-Factory's own config has, where ours has something else.
+THEIR_CONFIG, DEFAULTS = "rl_factory_ppo_trainer", {"rollout.max_turns": 2, "rollout.temperature": 0.7}
 # Taken over where the algorithm is this one.
 ONLY = {
     "grpo": {
@@ -57,6 +59,7 @@ REASONS: list[tuple[str | tuple[str, ...], str, str]] = [
     ("model.use_remove_padding", ALWAYS, "rows are packed without padding"),
     ("rollout.top_", BY_HAND, "training samples from the full softmax; sampling.top_p is for evaluation"),
     ("rollout.mode", NOT_NEEDED, "only async is an option here: optimization.async_rollout"),
+    ("actor.optim.lr_warmup_steps_ratio", BY_HAND, "training.warmup_steps is a number of steps"),
     ("rollout.name", NOT_NEEDED, "the native engine samples; sampling.engine names another"),
     ("rollout.stop", NOT_NEEDED, "the chat template says how a turn ends"),
     ("env.mcp_mode", NOT_NEEDED, "the file of the servers says how each is reached"),
@@ -77,7 +80,7 @@ REASONS: list[tuple[str | tuple[str, ...], str, str]] = [
     ("data.val_batch_size", NOT_NEEDED, "all held-out tasks are played at once"),
     ("data.return_raw_chat", NOT_NEEDED, "conversations stay conversations"),
     ("data.", ALWAYS, "columns are named as verl's; a prompt that does not fit ends its episode"),
-    ("trainer.val_before_train", ALWAYS, "training.eval_every measures before training, too"),
+    ("trainer.val_before_train", NONE, "training.eval_every measures before training, too"),
     ("trainer.test_freq", NOT_NEEDED, "there are no held-out tasks: data.heldout"),
     ("trainer.project_name", NOT_NEEDED, "only W&B has projects"),
     ("trainer.experiment_name", BY_HAND, "the name of a run is tfactory train CONFIG --name NAME"),

@@ -13,6 +13,7 @@ from TrainingFactory.config.loading import ConfigLoader
 from TrainingFactory.integrations.rl_factory import keys
 from TrainingFactory.integrations.rl_factory.keys import BY_HAND, NONE, NOT_NEEDED
 from TrainingFactory.integrations.rl_factory.launch_script import HIDDEN, LaunchScript
+from TrainingFactory.texts import holds_secret
 from TrainingFactory.tools.mcp.config import read_with_names
 
 WHOLE = "actor_rollout_ref."
@@ -73,6 +74,7 @@ class Translation:
 
     def _note(self, key: str, value: Any, kind: str, why: str) -> None:
         whole = f"{WHOLE}{key}"
+        value = "***" if holds_secret(key.rsplit(".", 1)[-1].lower(), str(value)) else value
         self.notes.append(f"{whole if whole in self.script.overrides else key}={value}: {kind}: {why}")
 
     def _algorithm(self) -> None:
@@ -86,6 +88,8 @@ class Translation:
             self.sections["grpo"] = {"scale_rewards": True, "clip_high": 0.2}  # as there by default
         elif advantage:
             self._put("grpo.advantage", advantage)
+        if any(keys.THEIR_CONFIG in word for word in self.script.other):
+            self._left = keys.DEFAULTS | self._left
         for key, ours in {**keys.SAME, **keys.ONLY[self.algorithm]}.items():
             if key in self._left:
                 self._put(ours, self._left.pop(key))
