@@ -13,11 +13,17 @@ import torch
 from tests.kits.cli import Run
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.models import chat_format, load_model
+from TrainingFactory.services.doctor.checks import (
+    check_episodes,
+    check_format,
+    check_mask,
+    check_memory,
+    check_prompts,
+    check_tools,
+    estimate,
+)
 from TrainingFactory.services.doctor.diagnosis import REMEDIES, Diagnosis
-from TrainingFactory.services.doctor.episodes import check_episodes, check_mask
 from TrainingFactory.services.doctor.examination import examine
-from TrainingFactory.services.doctor.memory import check_memory, estimate
-from TrainingFactory.services.doctor.template import check_format, check_prompts, check_tools
 from TrainingFactory.services.runs.tracking import PlainLines
 from TrainingFactory.services.training.source import StepGroups
 from TrainingFactory.types import (
