@@ -23,6 +23,9 @@ class Line:
     high: Points = ()
     dots: bool = False
 
+    def thinned(self) -> Line:
+        return Line(self.name, thinned(self.points), thinned(self.low), thinned(self.high), self.dots)
+
 
 class Chart:
     """Places lines on one sheet, from the lowest value to the highest, or from `bottom` to `top` where given."""
@@ -30,14 +33,9 @@ class Chart:
     def __init__(
         self, title: str, lines: Sequence[Line], bottom: float | None = None, top: float | None = None
     ) -> None:
-        self.title = title
-        self.lines = [
-            Line(each.name, thinned(each.points), thinned(each.low), thinned(each.high), each.dots)
-            for each in lines
-            if each.points
-        ]
+        self.title, self.lines = title, [each.thinned() for each in lines if each.points]
         points = [p for each in self.lines for part in (each.points, each.low, each.high) for p in part]
-        values, steps = ([point[place] for point in points] or [1.0] for place in (1, 0))
+        steps, values = zip(*points, strict=True) if points else ([1.0], [1.0])
         self.bottom = min(values) if bottom is None else bottom
         self.top = max(values) if top is None else top
         if self.top <= self.bottom:
@@ -63,9 +61,8 @@ class Chart:
         return round(EDGE + (step - self.first) / max(1, self.last - self.first) * (WIDTH - 2 * EDGE), 1)
 
     def _y(self, value: float) -> float:
-        return round(
-            HEIGHT - EDGE - (value - self.bottom) / (self.top - self.bottom) * (HEIGHT - 2 * EDGE), 1
-        )
+        share = (value - self.bottom) / (self.top - self.bottom)
+        return round(HEIGHT - EDGE - share * (HEIGHT - 2 * EDGE), 1)
 
 
 def thinned(points: Points) -> Points:

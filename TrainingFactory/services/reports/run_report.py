@@ -62,15 +62,13 @@ def charts(metrics: Rows) -> list[Chart]:
 
 def _spread(metrics: Rows) -> Chart:
     rows = [row for row in metrics if "reward" in row]
-    low, high = (
-        [(r["step"], r["reward"] + sign * r.get("reward_std", 0.0)) for r in rows] for sign in (-1, 1)
-    )
-    return Chart("Reward, with its deviation", [Line("reward", points(rows, "reward"), low, high)])
+    ends = [[(r["step"], r["reward"] + sign * r.get("reward_std", 0.0)) for r in rows] for sign in (-1, 1)]
+    return Chart("Reward, with its deviation", [Line("reward", points(rows, "reward"), *ends)])
 
 
 def _heldout(metrics: Rows) -> Chart:
-    low, high = (points(metrics, f"eval/success_{side}") for side in ("low", "high"))
-    line = Line("success", points(metrics, "eval/success"), low, high)
+    curves = [points(metrics, f"eval/success{end}") for end in ("", "_low", "_high")]
+    line = Line("success", *curves)
     return Chart("Held-out success, with its 95 % interval", [line], 0.0, 1.0)
 
 
@@ -86,6 +84,6 @@ def samples(run: RunFolder) -> list[tuple[str, Trajectory]]:
     for step in dict.fromkeys((min(steps), max(steps))):
         # Groups are named by their step, counted from 0.
         episodes = list(load_trajectories(run.path / TRAJECTORIES, f"{step - 1}/", growing=True))
-        chosen = best_and_worst(episodes)
-        found += [(f"Step {step}, {which}: task {each.task.id}", each) for which, each in chosen.items()]
+        for which, each in best_and_worst(episodes).items():
+            found.append((f"Step {step}, {which}: task {each.task.id}", each))
     return found
