@@ -34,11 +34,12 @@ def choose(
     or where none is scored: then why is what there is to see. What is left out becomes a note."""
     if best is None and worst is None:
         return list(groups)
-    if without := sum(not group.totals for group in groups):
+    scored = [group for group in groups if group.totals]
+    if without := len(groups) - len(scored):
         credit.notes.append(
             f"{without} of {len(groups)} tasks have no scored episode, so that none is best or worst: all are shown"
         )
-    if left := sum(len(group.episodes) - len(group.totals) for group in groups if group.totals):
+    if left := sum(len(group.episodes) - len(group.totals) for group in scored):
         credit.notes.append(
             f"best and worst are among scored episodes; {left} that could not be scored are not shown"
         )
