@@ -62,14 +62,15 @@ def charts(metrics: Rows) -> list[Chart]:
 
 def _spread(metrics: Rows) -> Chart:
     rows = [row for row in metrics if "reward" in row]
-    ends = [[(r["step"], r["reward"] + sign * r.get("reward_std", 0.0)) for r in rows] for sign in (-1, 1)]
-    return Chart("Reward, with its deviation", [Line("reward", points(rows, "reward"), *ends)])
+    low, high = (
+        [(r["step"], r["reward"] + sign * r.get("reward_std", 0.0)) for r in rows] for sign in (-1, 1)
+    )
+    return Chart("Reward, with its deviation", [Line("reward", points(rows, "reward"), low, high)])
 
 
 def _heldout(metrics: Rows) -> Chart:
-    curves = [points(metrics, f"eval/success{end}") for end in ("", "_low", "_high")]
-    line = Line("success", *curves)
-    return Chart("Held-out success, with its 95 % interval", [line], 0.0, 1.0)
+    value, low, high = (points(metrics, f"eval/success{end}") for end in ("", "_low", "_high"))
+    return Chart("Held-out success, with its 95 % interval", [Line("success", value, low, high)], 0.0, 1.0)
 
 
 def points(metrics: Rows, name: str) -> list[tuple[float, float]]:
