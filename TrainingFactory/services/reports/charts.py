@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-WIDTH, HEIGHT, EDGE = 640, 240, 44
+WIDTH, HEIGHT = 640, 240
+TOP, RIGHT, BOTTOM, LEFT = 14, 12, 44, 68  # free edges; numbers and steps stand in the last two
 MOST_POINTS = 320  # of a line; more are means of neighbours
 
 Points = Sequence[tuple[float, float]]  # step, value
@@ -30,6 +31,8 @@ class Line:
 class Chart:
     """Places lines on one sheet, from the lowest value to the highest, or from `bottom` to `top` where given."""
 
+    left, right = LEFT, WIDTH - RIGHT
+
     def __init__(
         self, title: str, lines: Sequence[Line], bottom: float | None = None, top: float | None = None
     ) -> None:
@@ -39,7 +42,7 @@ class Chart:
         self.bottom = min(values) if bottom is None else bottom
         self.top = max(values) if top is None else top
         if self.top <= self.bottom:
-            self.top, self.bottom = self.bottom + 0.5, self.bottom - 0.5
+            self.top = self.bottom + 1.0
         self.first, self.last = min(steps), max(steps)
 
     @property
@@ -58,11 +61,12 @@ class Chart:
         return self.path([*line.low, *reversed(line.high)])
 
     def _x(self, step: float) -> float:
-        return round(EDGE + (step - self.first) / max(1, self.last - self.first) * (WIDTH - 2 * EDGE), 1)
+        share = (step - self.first) / max(1, self.last - self.first)
+        return round(self.left + share * (self.right - self.left), 1)
 
     def _y(self, value: float) -> float:
         share = (value - self.bottom) / (self.top - self.bottom)
-        return round(HEIGHT - EDGE - share * (HEIGHT - 2 * EDGE), 1)
+        return round(HEIGHT - BOTTOM - share * (HEIGHT - BOTTOM - TOP), 1)
 
 
 def thinned(points: Points) -> Points:

@@ -29,7 +29,15 @@ CURVES: dict[str, dict[str, str]] = {
         "eval/seconds": "evaluate",
     },
 }  # fmt: skip
-SHARES = {"accuracy", "tool_success"}
+SHARES = {"accuracy", "tool_success"}  # drawn from 0 to 1
+AMOUNTS = {
+    "clip_fraction",
+    "entropy",
+    "grad_norm",
+    "length",
+    "length_max",
+    *CURVES["Seconds by phase"],
+}  # from 0 on
 Rows = Sequence[dict[str, Any]]
 
 
@@ -55,7 +63,9 @@ def charts(metrics: Rows) -> list[Chart]:
     """Return the curves for which a run has metrics."""
     found = [_spread(metrics), _heldout(metrics)]
     for title, names in CURVES.items():
-        ends = (0.0, 1.0) if names.keys() <= SHARES else (None, None)
+        ends = (
+            (0.0, 1.0) if names.keys() <= SHARES else (0.0, None) if names.keys() <= AMOUNTS else (None, None)
+        )
         found.append(Chart(title, [Line(shown, points(metrics, key)) for key, shown in names.items()], *ends))
     return [chart for chart in found if chart.lines]
 
