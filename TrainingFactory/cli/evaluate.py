@@ -43,9 +43,7 @@ def evaluate(
     tfactory eval runs/grpo-search-1
     tfactory eval runs/grpo-search-1 reward.type=environment
     tfactory eval agent@champion
-    tfactory eval qwen3-4b --env search --tasks 200
-    tfactory eval qwen3-4b --env search --episodes 8
-    tfactory eval qwen3-4b --suite builtin
+    tfactory eval qwen3-4b --env search --tasks 200 --episodes 8
     tfactory eval runs/grpo-search-1 --suite release.yaml
     tfactory eval runs/warm/checkpoints/step-000160 --env calculator --temperature 0 --json
     ```

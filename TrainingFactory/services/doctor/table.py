@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
+from typing import NamedTuple
 
 from TrainingFactory.services.runs.findings import Change, Finding
 from TrainingFactory.types import Trajectory
@@ -47,8 +48,7 @@ class Look:
         return fmean(self.values(name) or [0.0])
 
 
-@dataclass(slots=True, frozen=True)
-class Check:
+class Check(NamedTuple):
     """One row of the table: `look` returns the sentence where it sees what `name` stands for."""
 
     name: str

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from datetime import timedelta
 from typing import Any
 
-from TrainingFactory.data.trajectories import load_trajectories
 from TrainingFactory.services.reports.charts import Chart, Line
 from TrainingFactory.services.reports.pages import render
-from TrainingFactory.services.reports.run_tables import findings, what
+from TrainingFactory.services.reports.run_tables import findings, state_rows
 from TrainingFactory.services.reports.texts import best_and_worst, conversation, ending
 from TrainingFactory.services.runs.folder import CONFIG, TRAJECTORIES, RunFolder
 from TrainingFactory.types import Trajectory
@@ -43,15 +41,8 @@ Rows = Sequence[dict[str, Any]]
 
 def run_page(run: RunFolder) -> str:
     """Return the page of a run, which needs nothing beside it."""
-    status, about = run.status, run.about
-    rows = [
-        ("state", run.state + (f": {status.reason}" if status.reason else "")),
-        ("steps", f"{status.step} of {status.steps}, {timedelta(seconds=round(status.seconds))}"),
-        ("model", run.config.model.name),
-        ("training", what(run.config, about)),
-        ("started", f"{about['started']}, commit {about['commit'] or 'none'}"),
-        ("versions", ", ".join(f"{name} {version}" for name, version in about["versions"].items())),
-    ]
+    versions = ", ".join(f"{name} {version}" for name, version in run.about["versions"].items())
+    rows = [*state_rows(run), ("versions", versions)]
     told = [(name, conversation(each), ending(each)) for name, each in samples(run)]
     return render(
         "run.html.jinja", title=f"Run {run.name}", rows=rows, findings=findings(run), charts=charts(run.metrics()),
@@ -93,8 +84,6 @@ def samples(run: RunFolder) -> list[tuple[str, Trajectory]]:
         return []
     found: list[tuple[str, Trajectory]] = []
     for step in dict.fromkeys((min(steps), max(steps))):
-        # Groups are named by their step, counted from 0.
-        episodes = list(load_trajectories(run.path / TRAJECTORIES, f"{step - 1}/", growing=True))
-        for which, each in best_and_worst(episodes).items():
+        for which, each in best_and_worst(run.episodes(step)).items():
             found.append((f"Step {step}, {which}: task {each.task.id}", each))
     return found

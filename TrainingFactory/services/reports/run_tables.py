@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,21 @@ def _row(folder: Path) -> tuple[str, ...]:
         return run.name, "unreadable", "", "", reason if file in reason else f"{file}: {reason}"
     what = f"{config.training.algorithm} {config.environment.environment_id or ''} {config.model.name}"
     return run.name, state, f"{status.step}/{status.steps or '?'}", value, what
+
+
+def state_rows(run: RunFolder) -> list[tuple[str, str]]:
+    """Return what a run is and how far it is, one thing a row."""
+    status, about = run.status, run.about
+    return [
+        ("state", run.state + (f": {status.reason}" if status.reason else "")),
+        ("steps", f"{status.step} of {status.steps}, {timedelta(seconds=round(status.seconds))}"),
+        ("model", run.config.model.name),
+        ("training", what(run.config, about)),
+        (
+            "started",
+            f"{about['started']}, torch {about['versions']['torch']}, commit {about['commit'] or 'none'}",
+        ),
+    ]
 
 
 def what(config: TrainingConfig, about: dict[str, Any]) -> str:

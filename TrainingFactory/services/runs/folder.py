@@ -43,7 +43,7 @@ from TrainingFactory import __version__
 from TrainingFactory.config import TrainingConfig, load_config
 from TrainingFactory.config.problems import Problem
 from TrainingFactory.data.disk import remove, sync, write_aside
-from TrainingFactory.data.trajectories import save_trajectories
+from TrainingFactory.data.trajectories import load_trajectories, save_trajectories
 from TrainingFactory.services.runs.scores import Scores
 from TrainingFactory.texts import redacted, secrets_in
 from TrainingFactory.tools.recording import CALLS
@@ -219,6 +219,10 @@ class RunFolder:
     def consumed(self) -> dict[int, list[str]]:
         """Return the ids of the tasks that each step took."""
         return {row["step"]: row["tasks"] for row in self._rows(CONSUMED)}
+
+    def episodes(self, step: int) -> list[Trajectory]:
+        """Return the episodes of a step; groups are named by their step, counted from 0."""
+        return list(load_trajectories(self.path / TRAJECTORIES, f"{step - 1}/", growing=True))
 
     def _rows(self, name: str) -> list[dict[str, Any]]:
         """Return the rows of a file, without half a line at the end, from a process that was killed."""
