@@ -207,8 +207,8 @@ def test_mistakes_are_told_all_at_once(tfactory: Run, tmp_path: Path) -> None:
     status, out, _ = tfactory(*asked)
     assert status == 1 and "training.group_size is 1" in " ".join(out.split())
     (tmp_path / "empty").mkdir()
-    status, out, _ = tfactory("doctor", "empty")
-    assert status == 1 and "model" in out
+    status, _, err = tfactory("doctor", "empty")
+    assert status == 2 and "holds no model" in err
     status, out, err = tfactory("doctor", "builtin:tiny")
     assert status == 0 and "nothing was found" in err and "the model alone" in out
 
