@@ -1,16 +1,11 @@
-"""What a model, its chat format, dry episodes and their rows tell before a run."""
+"""What a chat format, dry episodes and their rows tell before a run."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import psutil
-import torch
-
-from TrainingFactory.algorithms.kinds import KINDS
-from TrainingFactory.config import TrainingConfig
 from TrainingFactory.models import LoadedModel, TemplateChatFormat, chat_format
 from TrainingFactory.models.round_trip import same_turn
 from TrainingFactory.services.doctor.diagnosis import Diagnosis
@@ -23,9 +18,6 @@ VALUES: dict[str, Any] = {
     "string": 'two words, "quoted"\nand a line', "integer": 7, "number": 0.5, "boolean": True, "array": [],
     "object": {}, "null": None,
 }  # fmt: skip
-OPTIMIZER = {"adamw": 8, "adamw_8bit": 2, "muon": 8}  # bytes of state for each trained weight, at most
-# Values that a layer keeps for the backward pass, in widths of the model: attention by parts, an MLP of four widths.
-KEPT = 17
 
 
 def check_format(found: Diagnosis, loaded: LoadedModel, chat: TemplateChatFormat, named: str | None) -> None:
@@ -125,45 +117,3 @@ def check_mask(found: Diagnosis, batch: StepGroups) -> None:
             found.add(
                 "mask", f"row {number} of the step trains tokens that were not sampled, or not all of them"
             )
-
-
-def estimate(config: TrainingConfig, model: Any, needs: frozenset[str], max_length: int) -> dict[str, int]:
-    """Return bytes by what they are for. The head's logits come in chunks and are not counted."""
-    training, shape = config.training, model.config.get_text_config()
-    params = list(model.parameters())
-    trained = sum(each.numel() for each in params if each.requires_grad)
-    exact = sum(each.numel() for each in params if each.requires_grad and each.dtype == torch.float32)
-    weights, size = sum(each.nbytes for each in params), max(2, params[0].element_size())
-    learned = 4 * (trained - exact) + 4 * trained  # float32 copies, and gradients
-    found = {"weights": weights, "gradients": learned, "optimizer": OPTIMIZER[training.optimizer] * trained}
-    alone = not config.lora.enabled and config.model.adapter is None
-    if "reference" in needs and "precomputed" not in needs and alone:
-        found["reference model"] = weights
-    if "critic" in needs:
-        found["critic"] = weights + learned + found["optimizer"]
-    episodes = training.batch_size * training.group_size
-    if KINDS[training.algorithm].samples:
-        heads = getattr(shape, "num_key_value_heads", None) or shape.num_attention_heads  # foreign object
-        width = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
-        slots = min(config.sampling.slots, episodes) + 1
-        found["cache"] = 2 * shape.num_hidden_layers * heads * width * size * slots * max_length
-    tokens, layers = min(training.token_budget, episodes * max_length), shape.num_hidden_layers
-    kept = layers + KEPT if training.gradient_checkpointing else layers * KEPT
-    found["activations"] = tokens * shape.hidden_size * size * kept
-    return found
-
-
-def check_memory(found: Diagnosis, needed: Mapping[str, float], device: torch.device) -> None:
-    """Say how much it is and whether it fits."""
-    on_gpu = device.type == "cuda"
-    there = torch.cuda.mem_get_info(device)[1] if on_gpu else psutil.virtual_memory().total
-    total, largest = sum(needed.values()), max(needed, key=lambda name: needed[name])
-    parts = ", ".join(f"{name} {_amount(count)}" for name, count in needed.items())
-    found.facts["memory"] = f"about {_amount(total)} of {_amount(there)} on {device}: {parts}"
-    if total > 0.9 * there:
-        told = f"training takes about {_amount(total)}, and {device} has {_amount(there)}; most of it is for {largest}"
-        found.add("memory", told, "error" if total > there else "warning")
-
-
-def _amount(count: float) -> str:
-    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"

@@ -22,6 +22,7 @@ from TrainingFactory.services.build.trackers import check_trackers
 from TrainingFactory.services.build.training import Training, make_loop, make_order, steps_in
 from TrainingFactory.services.doctor import checks
 from TrainingFactory.services.doctor.diagnosis import Diagnosis
+from TrainingFactory.services.doctor.memory import check_memory, estimate
 from TrainingFactory.services.doctor.table import Table
 from TrainingFactory.services.runs.folder import RunFolder
 from TrainingFactory.services.runs.tracking import Watcher
@@ -73,8 +74,8 @@ def _look_at_model(
     checks.check_format(found, loaded, chat, config.model.family)
     checks.check_tools(found, chat, [checks.PROBE])
     limit = build_sampler.max_length(config, loaded)
-    needed = checks.estimate(config, loaded.model, make_algorithm(config).needs, limit)
-    checks.check_memory(found, needed, next(loaded.model.parameters()).device)
+    needed = estimate(config, loaded.model, make_algorithm(config).needs, limit)
+    check_memory(found, needed, next(loaded.model.parameters()).device)
 
 
 class DryRun(Training):
