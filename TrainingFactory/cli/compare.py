@@ -66,13 +66,8 @@ def compare(
         overrides.append(key_value("training.group_size", episodes))
     runs = places(overrides)[0]
     sides, weights = comparison.sides(names, overrides, env, suite, show.note, runs, again=again)
-    for side in sides:
-        for evaluation in side.wanted:
-            if evaluation is None:
-                continue
-            if status := play(evaluation, f"{side.name} {evaluation.asked.entry or ''}".rstrip()):
-                return status
-        side.take()
+    if status := _play(sides):
+        return status
     found = [comparison.compare(sides[0], side, weights) for side in sides[1:]]
     if html is not None:
         from TrainingFactory.services.reports.comparison_page import comparison_page
@@ -89,6 +84,16 @@ def compare(
     show.columns(["model", *RECORD_COLUMNS], rows)
     for each in found:
         _print(each, show_tasks)
+    return 0
+
+
+def _play(sides: Sequence[Side]) -> int:
+    """Run what has no record yet, and return the exit status."""
+    for side in sides:
+        for evaluation in filter(None, side.wanted):
+            if status := play(evaluation, f"{side.name} {evaluation.asked.entry or ''}".rstrip()):
+                return status
+        side.take()
     return 0
 
 
