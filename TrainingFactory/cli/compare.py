@@ -21,7 +21,7 @@ from TrainingFactory.texts import clean
 from TrainingFactory.types import Trajectory
 
 if TYPE_CHECKING:
-    from TrainingFactory.services.evaluation.comparison import Comparison, Flip
+    from TrainingFactory.services.evaluation.comparison import Comparison, Flip, Side
 
 
 def compare(
@@ -64,8 +64,7 @@ def compare(
     overrides = [*(each for each in given if each not in names), *flags.overrides()]
     if episodes is not None:
         overrides.append(key_value("training.group_size", episodes))
-    runs = places(overrides)[0]
-    sides, weights = comparison.sides(names, overrides, env, suite, show.note, runs, again=again)
+    sides, weights = comparison.sides(names, overrides, env, suite, show.note, places(overrides)[0], again)
     if status := _play(sides):
         return status
     found = [comparison.compare(sides[0], side, weights) for side in sides[1:]]
