@@ -13,11 +13,10 @@ from rich.table import Table
 from rich.text import Text
 
 from TrainingFactory.cli import show
-from TrainingFactory.cli.display import Display
-from TrainingFactory.cli.evaluate import RECORD_COLUMNS, UNSCORED, record_row
+from TrainingFactory.cli.evaluate import RECORD_COLUMNS, play, record_row
 from TrainingFactory.cli.options import Count, Flags, Json, places
 from TrainingFactory.config.loading import key_value
-from TrainingFactory.services.reports.texts import conversation, reward_text
+from TrainingFactory.services.reports.texts import conversation, ending
 from TrainingFactory.texts import clean
 from TrainingFactory.types import Trajectory
 
@@ -65,9 +64,7 @@ def compare(
     overrides = [*(each for each in given if each not in names), *flags.overrides()]
     if episodes is not None:
         overrides.append(key_value("training.group_size", episodes))
-    sides, weights = comparison.sides(
-        names, overrides, env, suite, show.note, places(overrides)[0], again=again
-    )
+    sides, weights = comparison.sides(names, overrides, env, suite, show.note, places(overrides)[0], again)
     if status := _play(sides):
         return status
     found = [comparison.compare(sides[0], side, weights) for side in sides[1:]]
@@ -79,7 +76,9 @@ def compare(
         print(json.dumps({"comparisons": [each.as_json() for each in found]}))
         return 0
     rows = [
-        record_row(f"{side.name} {record.entry or ''}", record) for side in sides for record in side.records
+        [f"{side.name} {record.entry or ''}", *record_row(record)]
+        for side in sides
+        for record in side.records
     ]
     show.columns(["model", *RECORD_COLUMNS], rows)
     for each in found:
@@ -90,34 +89,23 @@ def compare(
 def _play(sides: Sequence[Side]) -> int:
     """Run what has no record yet, and return the exit status."""
     for side in sides:
-        for evaluation in side.wanted:
-            if evaluation is None:
-                continue
-            show.note(
-                f"{side.name}: {show.count(len(evaluation.tasks), 'task')} {evaluation.asked.entry or ''}"
-            )
-            with Display(evaluation.total) as display:
-                result = evaluation.run(display.episode)
-            if evaluation.record is None:
-                show.fail(f"{side.name} was broken off, or no episode could be scored: nothing to compare")
-                return show.INTERRUPTED if result.interrupted else UNSCORED
+        for evaluation in filter(None, side.wanted):
+            if status := play(evaluation, f"{side.name} {evaluation.asked.entry or ''}".rstrip()):
+                return status
         side.take()
     return 0
 
 
 def _print(found: Comparison, count: int) -> None:
-    better, worse = len(found.better), len(found.worse)
-    change = found.difference
-    show.table(
-        [
-            ("compared", f"{found.second.name} with {found.first.name}, {show.count(found.tasks, 'task')}"),
-            ("difference", f"{change.value:+.3f} (95 % interval {change.low:+.3f} to {change.high:+.3f})"),
-            ("flipped", f"{better} better, {worse} worse; exact McNemar p = {found.p:.3g}"),
-            *(("better on", _ids(found.better)),) * bool(better),
-            *(("worse on", _ids(found.worse)),) * bool(worse),
-        ]
-    )
-    for flip, episodes in found.episodes([*found.better[:count], *found.worse[:count]]):
+    better, worse, change = found.better, found.worse, found.difference
+    rows = [
+        ("compared", f"{found.second.name} with {found.first.name}, {show.count(found.tasks, 'task')}"),
+        ("difference", f"{change.value:+.3f} (95 % interval {change.low:+.3f} to {change.high:+.3f})"),
+        ("flipped", f"{len(better)} better, {len(worse)} worse; exact McNemar p = {found.p:.3g}"),
+    ]
+    rows += [(name, _ids(flips)) for name, flips in (("better on", better), ("worse on", worse)) if flips]
+    show.table(rows)
+    for flip, episodes in found.episodes([*better[:count], *worse[:count]]):
         _side_by_side(found, flip, episodes)
     for text in found.notes:
         show.note(f"note: {text}")
@@ -144,5 +132,5 @@ def _conversation(episode: Trajectory | None) -> Table | Text:
     rows = show.grid()
     for who, what in conversation(episode):
         rows.add_row(Text(who, style=show.ROLE_STYLES[who]), show.body(what or "(no text)"))
-    rows.add_row("", Text(clean(f"{episode.status}, {reward_text(episode.reward)}"), style="bold"))
+    rows.add_row("", Text(clean(ending(episode)), style="bold"))
     return rows

@@ -7,7 +7,6 @@ import json
 from TrainingFactory.cli import show
 from TrainingFactory.cli.options import Json, Overrides
 from TrainingFactory.config import load_config
-from TrainingFactory.config.loading import key_value
 
 FOUND = 1  # exit status
 
@@ -31,10 +30,10 @@ def doctor(config_or_model: str, /, *overrides: Overrides, as_json: Json = False
         config = read_config(config_or_model, overrides)
     else:
         from TrainingFactory.services.build.model_names import find_model
-        from TrainingFactory.services.evaluation.evaluation import sections_of
+        from TrainingFactory.services.evaluation.evaluation import overrides_of, sections_of
 
-        model = sections_of(find_model(config_or_model))["model"]
-        config = load_config(None, [*(key_value(f"model.{k}", v) for k, v in model.items()), *overrides])
+        model = {"model": sections_of(find_model(config_or_model))["model"]}
+        config = load_config(None, [*overrides_of(model), *overrides])
     # Imported here, so that help and a wrong config do not wait for it.
     from TrainingFactory.services.doctor.examination import examine
     from TrainingFactory.services.runs.tracking import PlainLines
@@ -42,11 +41,11 @@ def doctor(config_or_model: str, /, *overrides: Overrides, as_json: Json = False
     found = examine(config, PlainLines())
     if as_json:
         print(json.dumps(found.as_json, indent=1, ensure_ascii=False))
-        return FOUND if found.failed else 0
-    show.table([*found.facts.items()])
-    rows = [(each.severity, each.name, f"{each.sentence}. {each.remedy}") for each in found.sorted]
-    if rows:
-        show.columns(["", "finding", "what, and what to do"], rows)
     else:
-        show.note("nothing was found")
+        show.table([*found.facts.items()])
+        rows = [(each.severity, each.name, f"{each.sentence}. {each.remedy}") for each in found.sorted]
+        if rows:
+            show.columns(["", "finding", "what, and what to do"], rows)
+        else:
+            show.note("nothing was found")
     return FOUND if found.failed else 0

@@ -43,9 +43,7 @@ def evaluate(
     tfactory eval runs/grpo-search-1
     tfactory eval runs/grpo-search-1 reward.type=environment
     tfactory eval agent@champion
-    tfactory eval qwen3-4b --env search --tasks 200
-    tfactory eval qwen3-4b --env search --episodes 8
-    tfactory eval qwen3-4b --suite builtin
+    tfactory eval qwen3-4b --env search --tasks 200 --episodes 8
     tfactory eval runs/grpo-search-1 --suite release.yaml
     tfactory eval runs/warm/checkpoints/step-000160 --env calculator --temperature 0 --json
     ```
@@ -88,43 +86,50 @@ def _suite(model: str, source: str, overrides: list[str], as_json: bool) -> int:
 
     check_overrides(overrides)
     suite, folder = load_suite(source)
-    records, rows = [], []
-    asked = ask_model(model, overrides, *places(overrides))
+    asked, records = ask_model(model, overrides, *places(overrides)), []
     for evaluation in suite_evaluations(suite, asked, folder, show.note):
-        show.note(f"{evaluation.asked.entry}: {show.count(len(evaluation.tasks), 'task')}")
-        with Display(evaluation.total) as display:
-            result = evaluation.run(display.episode)
-        if evaluation.record is None:
-            show.fail(
-                f"{evaluation.asked.entry} was broken off, or no episode could be scored; there is no total"
-            )
-            return show.INTERRUPTED if result.interrupted else UNSCORED
+        if status := play(evaluation, str(evaluation.asked.entry)):
+            return status
         records.append(evaluation.record)
-        rows.append(record_row(str(evaluation.asked.entry), evaluation.record))
     total = suite.total(records)
     if as_json:
         entries = {str(r.entry): r.metrics | {"record": r.id} for r in records}
         found = {"model": model, "suite": suite.name, "total": total.value}
         print(json.dumps(found | {"total_low": total.low, "total_high": total.high, "entries": entries}))
         return 0
-    for row, entry in zip(rows, suite.entries, strict=True):
-        row.insert(1, f"{entry.weight:g}")
+    rows = [
+        [str(record.entry), f"{entry.weight:g}", *record_row(record)]
+        for record, entry in zip(records, suite.entries, strict=True)
+    ]
     show.columns(["entry", "weight", *RECORD_COLUMNS], [*rows, ["total", "", "", str(total)]])
     show.note(f"recorded in {asked.records}")
     return 0
 
 
+def play(evaluation: RecordedEvaluation, name: str) -> int:
+    """Run one evaluation of several, and return the exit status: 0 where it has left a record."""
+    show.note(f"{name}: {show.count(len(evaluation.tasks), 'task')}")
+    with Display(evaluation.total) as display:
+        result = evaluation.run(display.episode)
+    if evaluation.record is not None:
+        return 0
+    show.fail(
+        f"{name} was broken off, or no episode could be scored; without it there is nothing to say of the rest"
+    )
+    return show.INTERRUPTED if result.interrupted else UNSCORED
+
+
 RECORD_COLUMNS = ("tasks", "success (95 % interval)", "pass^k", "turns", "tool success", "tokens", "record")
 
 
-def record_row(name: str, record: EvaluationRecord) -> list[str]:
-    """Return a row of a table of records: its name, then RECORD_COLUMNS."""
+def record_row(record: EvaluationRecord) -> list[str]:
+    """Return the RECORD_COLUMNS of a record."""
     found, asked = record.metrics, record.conditions
     interval = f"{found['success']:.3f} ({found['success_low']:.3f} to {found['success_high']:.3f})"
     every = f"{found[key]:.3f} of {asked.episodes}" if (key := f"pass^{asked.episodes}") in found else ""
     tools = f"{found['tool_success']:.3f}" if "tool_success" in found else ""
-    tokens = f"{found['sampled_tokens']:.0f}"
-    return [name, str(asked.count), interval, every, f"{found['turns']:.1f}", tools, tokens, record.id]
+    turns, tokens = f"{found['turns']:.1f}", f"{found['sampled_tokens']:.0f}"
+    return [str(asked.count), interval, every, turns, tools, tokens, record.id]
 
 
 def _report(evaluation: RecordedEvaluation, result: Report, as_json: bool) -> int:

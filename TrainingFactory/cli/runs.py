@@ -9,7 +9,7 @@ from typing import Annotated
 from cyclopts import App, Parameter
 
 from TrainingFactory.cli import show
-from TrainingFactory.cli.display import Display, curve, duration, plot
+from TrainingFactory.cli.display import Display, curve, plot
 from TrainingFactory.cli.options import Count, Run, Where
 from TrainingFactory.services.evaluation.records import read_records
 from TrainingFactory.services.reports import run_tables
@@ -43,16 +43,7 @@ def show_(name: Run, *, where: Where = "runs") -> None:
     ```
     """
     run = RunFolder.find(name, where)
-    status, about, config = run.status, run.about, run.config
-    rows = [
-        ("run", f"{run.name} in {run.path}"),
-        ("state", run.state + (f": {status.reason}" if status.reason else "")),
-        ("steps", f"{status.step} of {status.steps}, {duration(status.seconds)}"),
-        ("model", config.model.name),
-        ("training", run_tables.what(config, about)),
-    ]
-    version = f"torch {about['versions']['torch']}, commit {about['commit'] or 'none'}"
-    rows.append(("started", f"{about['started']}, {version}"))
+    rows = [("run", f"{run.name} in {run.path}"), *run_tables.state_rows(run)]
     rows += [("checkpoint", str(path)) for path in run.checkpoints()]
     if (best := run.best()) is not None:
         rows.append(("best", f"{best}, on held-out tasks or rows"))

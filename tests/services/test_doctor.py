@@ -13,11 +13,16 @@ import torch
 from tests.kits.cli import Run
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.models import chat_format, load_model
+from TrainingFactory.services.doctor.checks import (
+    check_episodes,
+    check_format,
+    check_mask,
+    check_prompts,
+    check_tools,
+)
 from TrainingFactory.services.doctor.diagnosis import REMEDIES, Diagnosis
-from TrainingFactory.services.doctor.episodes import check_episodes, check_mask
 from TrainingFactory.services.doctor.examination import examine
 from TrainingFactory.services.doctor.memory import check_memory, estimate
-from TrainingFactory.services.doctor.template import check_format, check_prompts, check_tools
 from TrainingFactory.services.runs.tracking import PlainLines
 from TrainingFactory.services.training.source import StepGroups
 from TrainingFactory.types import (
@@ -185,6 +190,10 @@ def test_a_device_that_is_too_small(monkeypatch: pytest.MonkeyPatch) -> None:
     for given in (config(), TrainingConfig()):
         [finding] = examine(given, PlainLines()).findings
         assert finding.name == "memory" and finding.sentence.endswith("20 GiB")
+
+
+def test_a_model_that_cannot_be_loaded(tmp_path: Path) -> None:
+    assert names(examine(TrainingConfig(model={"name": str(tmp_path)}), PlainLines())) == {"model": "error"}
 
 
 def test_mistakes_are_told_all_at_once(tfactory: Run, tmp_path: Path) -> None:

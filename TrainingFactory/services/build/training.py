@@ -6,6 +6,7 @@ import shlex
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from datetime import date
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +31,7 @@ from TrainingFactory.services.build.run_tools import RunTools
 from TrainingFactory.services.build.siblings import Allocation
 from TrainingFactory.services.build.trackers import Trackers, check_trackers
 from TrainingFactory.services.doctor.table import Table
-from TrainingFactory.services.evaluation.training_records import TrainingRecords
+from TrainingFactory.services.evaluation.asked import record_of_training
 from TrainingFactory.services.model_registry import ModelRegistry
 from TrainingFactory.services.registry.rows import check_name
 from TrainingFactory.services.runs.folder import RunFolder, TrainingReport, new_name
@@ -328,8 +329,8 @@ def _heldout(training: Training, played: _Played | None, dataset: TokenizedDatas
         return HeldOut(dataset=dataset)
     rollouts, tasks = _rollouts(training, played, played.measure), training.data.heldout
     given = [kind for kind in training.objects.given if kind in ("environment", "reward", "tools")]
-    records = TrainingRecords(training.config, training.run, tasks, played.scored_by, given)
-    return HeldOut(tasks, rollouts, played.clock, dataset, records.write)
+    record = partial(record_of_training, training.config, training.run, tasks, played.scored_by, given)
+    return HeldOut(tasks, rollouts, played.clock, dataset, record)
 
 
 def _tokenized(

@@ -40,9 +40,6 @@ class Diagnosis:
         if finding not in self.findings:  # a part may be tried alone and again with the whole
             self.findings.append(finding)
 
-    def fact(self, name: str, text: str) -> None:
-        self.facts[name] = text
-
     def tried(self, name: str, do: Callable[[], T]) -> T | None:
         """Return what the function returns; where it refuses, keep its words as a finding."""
         try:

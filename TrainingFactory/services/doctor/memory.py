@@ -62,7 +62,7 @@ def check_memory(found: Diagnosis, needed: dict[str, float], device: torch.devic
     there = torch.cuda.mem_get_info(device)[1] if on_gpu else psutil.virtual_memory().total
     total = sum(needed.values())
     parts = ", ".join(f"{name} {amount(count)}" for name, count in needed.items())
-    found.fact("memory", f"about {amount(total)} of {amount(there)} on {device}: {parts}")
+    found.facts["memory"] = f"about {amount(total)} of {amount(there)} on {device}: {parts}"
     if total > 0.9 * there:
         largest = max(needed, key=lambda name: needed[name])
         found.add(

@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
+from typing import NamedTuple
 
 from TrainingFactory.services.runs.findings import Change, Finding
 from TrainingFactory.types import Trajectory
@@ -17,7 +18,7 @@ STEPS = 3  # in a row, before anything is said, and before it is gone
 START, BEFORE = (
     5,
     20,
-)  # steps at the start of a run, and before the last ones, that others are measured against
+)  # steps of the start of a run, and before the last ones, that others are measured against
 # What a call looks like in the forms that models have learned: tags, tokens, JSON, and the words of ReAct.
 CALL = re.compile(
     r"<\|?/?(tool_call|function|invoke|python_tag|tool▁call)|\[TOOL_CALLS\]|\"(name|function|tool|action)\"\s*:"
@@ -40,14 +41,14 @@ class Look:
 
     def values(self, name: str) -> list[float]:
         """Return the metric in each of the last steps; nothing where one of them lacks it."""
-        return _values(self.last, name) if all(name in row for row in self.last) else []
+        found = _values(self.last, name)
+        return found if len(found) == len(self.last) else []
 
     def mean(self, name: str) -> float:
         return fmean(self.values(name) or [0.0])
 
 
-@dataclass(slots=True, frozen=True)
-class Check:
+class Check(NamedTuple):
     """One row of the table: `look` returns the sentence where it sees what `name` stands for."""
 
     name: str
@@ -108,59 +109,48 @@ def like_a_call(episodes: Sequence[Trajectory]) -> str | None:
 def _no_tool_called(seen: Look) -> str | None:
     if not all(row.get("tools_offered") and not row.get("episodes/called") for row in seen.last):
         return None
-    told = "tools are there, and no episode has called one"
-    if (example := like_a_call(seen.episodes)) is not None:
-        return f"{told}, but this looks like a call that was not read: {example!r}"
-    return f"{told}; no text looks like a call either"
+    example = like_a_call(seen.episodes)
+    told = "; no text looks like a call either"
+    if example is not None:
+        told = f", but this looks like a call that was not read: {example!r}"
+    return f"tools are there, and no episode has called one{told}"
 
 
 def _truncated(seen: Look) -> str | None:
     shares = [row["episodes/truncated"] / row["episodes"] for row in seen.last if row.get("episodes")]
-    if len(shares) < len(seen.last) or min(shares) <= 0.5:
-        return None
-    return f"{shares[-1]:.0%} of the episodes were cut off at a length limit"
+    if len(shares) == len(seen.last) and min(shares) > 0.5:
+        return f"{shares[-1]:.0%} of the episodes were cut off at a length limit"
 
 
 def _tied(seen: Look) -> str | None:
     paid = {(each.reward.outcome, *each.reward.steps) for each in seen.episodes if each.reward is not None}
     same = len(paid) < 2 and not any(row.get("reward_std", 1.0) for row in seen.last)
-    if not seen.values("reward") or (not same and any(row.get("rows") for row in seen.last)):
+    learned = seen.mean("accuracy") > 0.9 and len(seen.before) >= START
+    if learned or not seen.values("reward") or (not same and any(row.get("rows") for row in seen.last)):
         return None
-    if seen.mean("accuracy") > 0.9 and len(seen.before) >= START:  # it has learned its tasks
-        return None
-    if same:
-        return f"all episodes were rewarded the same ({seen.last[-1]['reward']:g}), so that nothing can be learned"
-    return "the episodes of each task were all rewarded the same, so that nothing can be learned"
+    who = f"all episodes were rewarded the same ({seen.last[-1]['reward']:g})"
+    return f"{who if same else 'the episodes of each task were all rewarded the same'}, so that nothing can be learned"
 
 
 def _entropy(seen: Look) -> str | None:
-    now, start = seen.values("entropy"), _values(seen.start, "entropy")
-    if not now or not seen.before or max(now) >= 0.1 * median(start or [0.0]):
+    now, start, won = seen.values("entropy"), _values(seen.start, "entropy"), seen.mean("accuracy")
+    if not now or not start or not seen.before or won >= 0.8 or "reward" not in seen.last[-1]:
         return None
-    if seen.mean("accuracy") >= 0.8 or "reward" not in seen.last[-1]:
-        return None
-    return f"entropy has fallen from {median(start):.3g} to {now[-1]:.3g} with {seen.mean('accuracy'):.0%} rewarded"
+    if max(now) < 0.1 * median(start):
+        return f"entropy has fallen from {median(start):.3g} to {now[-1]:.3g} with {won:.0%} rewarded"
 
 
 def _length(seen: Look) -> str | None:
     now, before = seen.values("length"), _values(seen.before, "length")
-    if not now or len(before) < START or min(now) <= 2 * median(before):
+    if not now or len(before) < START or seen.mean("reward") > fmean(_values(seen.before, "reward") or [0.0]):
         return None
-    if seen.mean("reward") > fmean(_values(seen.before, "reward") or [0.0]):
-        return None
-    return (
-        f"episodes have {now[-1]:.0f} sampled tokens, before it were {median(before):.0f}, for no more reward"
-    )
+    if min(now) > 2 * median(before):
+        return f"episodes have {now[-1]:.0f} sampled tokens, before it were {median(before):.0f}, for no more reward"
 
 
 def _logprobs(seen: Look) -> str | None:
-    now = seen.values("logprob_diff")
-    if not now or min(now) <= seen.logprob_bound:
-        return None
-    return (
-        f"log-probs of the sampler and of the learner differ by {now[-1]:.3g} a token, which is over "
-        f"{seen.logprob_bound:g}"
-    )
+    if (now := seen.values("logprob_diff")) and min(now) > (bound := seen.logprob_bound):
+        return f"log-probs of the sampler and of the learner differ by {now[-1]:.3g} a token, which is over {bound:g}"
 
 
 def _gradient(seen: Look) -> str | None:
@@ -170,31 +160,27 @@ def _gradient(seen: Look) -> str | None:
     if not now or len(before) < START:
         return None
     usual = max(median(before), median(_values(seen.start, "grad_norm") or [0.0]))
-    if min(now) <= 5 * usual:
-        return None
-    return f"the gradient norm is {now[-1]:.3g}, before it was {usual:.3g}"
+    if min(now) > 5 * usual:
+        return f"the gradient norm is {now[-1]:.3g}, before it was {usual:.3g}"
 
 
 def _judge(seen: Look) -> str | None:
     asked = [row.get("judge/requests", 0.0) + row.get("judge/cached", 0.0) for row in seen.last]
     failed = [sum(v for name, v in row.items() if name.startswith("judge/failed_")) for row in seen.last]
-    if not all(asked) or any(lost <= 0.2 * tried for lost, tried in zip(failed, asked, strict=True)):
-        return None
-    return f"{failed[-1]:.0f} of {asked[-1]:.0f} verdicts of the judge failed"
+    if all(tried and lost > 0.2 * tried for lost, tried in zip(failed, asked, strict=True)):
+        return f"{failed[-1]:.0f} of {asked[-1]:.0f} verdicts of the judge failed"
 
 
 def _tool_success(seen: Look) -> str | None:
     now = seen.values("tool_success")
     known = [fmean(values) for rows in (seen.start, seen.before) if (values := _values(rows, "tool_success"))]
-    if not now or len(seen.before) < START or max(now) >= max(known or [0.0]) - 0.25:
-        return None
-    return f"{now[-1]:.0%} of the tool calls worked, before it were {max(known):.0%}"
+    if now and known and len(seen.before) >= START and max(now) < max(known) - 0.25:
+        return f"{now[-1]:.0%} of the tool calls worked, before it were {max(known):.0%}"
 
 
 def _tools_failing(seen: Look) -> str | None:
-    if not (now := seen.values("tool_success")) or max(now) >= 0.1:
-        return None
-    return f"{now[-1]:.0%} of the tool calls worked"
+    if (now := seen.values("tool_success")) and max(now) < 0.1:
+        return f"{now[-1]:.0%} of the tool calls worked"
 
 
 def _values(rows: Rows, name: str) -> list[float]:

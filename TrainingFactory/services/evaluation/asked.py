@@ -21,17 +21,13 @@ from TrainingFactory.services.evaluation.records import EvaluationRecord, Say, a
 from TrainingFactory.services.evaluation.rollouts import Report
 from TrainingFactory.services.runs.folder import EVALUATIONS, RunFolder
 from TrainingFactory.tools.threads import in_thread
-from TrainingFactory.types import Trajectory
+from TrainingFactory.types import Task, Trajectory
 
 # Keys of the config that belong to the model and not to what it is asked.
 OF_THE_MODEL = ("model.", "logging.", "training.seed")
 OTHER_REWARD = ("reward.type", "reward.parts")  # who names one of these wants another reward than the run's
 # kind of Python object -> how a command names what stands for it
-NAMED_BY = {
-    "environment": "--env FILE.py",
-    "tools": "'tools=[\"FILE.py:NAME\"]'",
-    "tasks": "data.tasks=FILE",
-}
+NAMED_BY = {"environment": "--env FILE.py", "tools": "'tools=[\"FILE.py:NAME\"]'", "tasks": "data.tasks=FILE"}
 
 
 @dataclass(slots=True)
@@ -53,9 +49,8 @@ class Asked:
 
     def under(self, config: TrainingConfig, suite: str | None = None, entry: str | None = None) -> Asked:
         """Return the same model under the conditions of another config."""
-        return replace(
-            self, config=config.model_copy(update={"model": self.config.model}), suite=suite, entry=entry
-        )
+        config = config.model_copy(update={"model": self.config.model})
+        return replace(self, config=config, suite=suite, entry=entry)
 
 
 class RecordedEvaluation(Evaluation):
@@ -78,21 +73,30 @@ class RecordedEvaluation(Evaluation):
         report = await super().run_async(on_episode)
         if report.interrupted or "success" not in report.metrics:
             return report
-        file, asked = self.asked.records, self.asked
+        asked, file = self.asked, self.asked.records
+        episodes = os.path.relpath(self.path.resolve(), file.parent.resolve())
         self.record: EvaluationRecord | None = make_record(
-            report.trajectories,
-            self.model,
-            self.conditions,
-            report.metrics,
-            by="eval",
-            scored_by=self.scored_by,
-            suite=asked.suite,
-            entry=asked.entry,
-            episodes_file=os.path.relpath(self.path.resolve(), file.parent.resolve()),
-        )
+            report.trajectories, self.model, self.conditions, report.metrics, by="eval", scored_by=self.scored_by,
+            suite=asked.suite, entry=asked.entry, episodes_file=episodes,
+        )  # fmt: skip
         report.metrics = self.record.metrics
         await in_thread(append_record, file, self.record)
         return report
+
+
+def record_of_training(
+    config: TrainingConfig, run: RunFolder, tasks: Sequence[Task], scored_by: str, given: Sequence[str],
+    step: int, played: Sequence[Trajectory], metrics: dict[str, float],
+) -> None:  # fmt: skip
+    """Append what a run's model did after so many steps. `given` are the kinds of Python objects in place of what the
+    config names: they have no digest, so that evaluations of other runs are never taken to be under the same
+    conditions."""
+    own = [*given, run.about.get("id")] if given else []
+    model = identity(config.model, f"{run.name}@step-{step}", run, step, saved=False)
+    scored_by = "a reward from Python" if "reward" in given else scored_by
+    asked = conditions(config, tasks, 1, own)
+    record = make_record(played, model, asked, metrics, by="training", scored_by=scored_by)
+    append_record(run.path / EVALUATIONS, record)
 
 
 def ask_model(
@@ -100,9 +104,7 @@ def ask_model(
 ) -> Asked:
     """Return a model or what a run has made, under no conditions of its own: for a suite, or those of another."""
     found = find_model(model, runs, registry)
-    given = [
-        key_value(f"model.{key}", value) for key, value in evaluations.sections_of(found)["model"].items()
-    ]
+    given = evaluations.overrides_of({"model": evaluations.sections_of(found)["model"]})
     own = [each for each in overrides if full_key(each.partition("=")[0].strip()).startswith(OF_THE_MODEL)]
     return _asked(found, load_config(None, [*given, *own]))
 
@@ -120,7 +122,7 @@ def ask(
         sections |= _reward(found.maker, other, say)
         learned = evaluations.learned_tasks(found.maker) if env is None else {}
         sections["data"] |= learned
-    given = [key_value(f"{s}.{key}", value) for s, keys in sections.items() for key, value in keys.items()]
+    given = evaluations.overrides_of(sections)
     if env is not None:
         given.append(key_value("environment.environment_id", env))
     config = load_config(None, [*given, *overrides])
@@ -155,15 +157,15 @@ def _reward(run: Maker, other: bool, say: Say) -> dict[str, dict[str, Any]]:
 
 def _check_objects(run: Maker, config: TrainingConfig, other_environment: bool) -> None:
     """Raise where a run was started with Python objects in whose place the config names nothing."""
-    environment = config.environment.environment_id
+    environment, tasks = config.environment.environment_id, config.data.tasks
     named = {
         "environment": environment,
         "tools": config.tools or other_environment,
-        "tasks": config.data.tasks or environment,
+        "tasks": tasks or environment,
     }
     given = [kind for kind in run.about.get("objects", []) if kind in named]
-    if missing := [kind for kind in given if not named[kind]]:
+    if missing := [NAMED_BY[kind] for kind in given if not named[kind]]:
         raise ValueError(
             f"run {run.name} was started from Python with its own {' and '.join(given)}, which its folder does not "
-            f"hold; name what is missing: {' '.join(NAMED_BY[kind] for kind in missing)}"
+            f"hold; name what is missing: {' '.join(missing)}"
         )

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from TrainingFactory.config import TrainingConfig
+from TrainingFactory.config.loading import key_value
 from TrainingFactory.config.schema import RewardSection
 from TrainingFactory.rollout.metrics import Z95, evaluation_metrics, wilson  # noqa: F401
 from TrainingFactory.services.build import rewards as assemble_rewards
@@ -62,17 +63,21 @@ def sections_of(found: Named) -> dict[str, dict[str, Any]]:
     return sections
 
 
+def overrides_of(sections: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Return the options of sections as `load_config` takes them."""
+    return [
+        key_value(f"{name}.{key}", value) for name, keys in sections.items() for key, value in keys.items()
+    ]
+
+
 def learned_tasks(run: Maker) -> dict[str, Any]:
     """Return the data options for the tasks that a run learned from, where there are no others: nothing was held out,
     and its environment makes none. Empty where there are."""
     config = as_then(run.config, run.about)
     data, named = config.data, config.environment.environment_id is not None
-    if (
-        data.tasks is None
-        or data.heldout
-        or data.dataset
-        or (named and makes_tasks(make_environment(config)))
-    ):
+    if data.tasks is None or data.heldout or data.dataset:
+        return {}
+    if named and makes_tasks(make_environment(config)):
         return {}
     return {"tasks": data.tasks, "dataset_split": data.dataset_split}
 
@@ -82,16 +87,13 @@ def reward_of(run: Maker) -> RewardSection | None:
     if "reward" in run.about.get("objects", []):
         return None
     config = as_started(run.config, run)
+
+    def found(model: Any) -> dict[str, str]:  # the model may be named by its run, in the folder of runs
+        return {"model": str(assemble_rewards.reward_model(model, config).folder)}
+
     reward = config.reward
-
-    def found(model: Any) -> str:  # the model may be named by its run, in the folder of runs
-        return str(assemble_rewards.reward_model(model, config).folder)
-
     if reward.type == "learned" and not reward.parts:
-        return reward.model_copy(update={"model": found(reward.model)})
-    learned = {
-        name: part | {"model": found(part.get("model"))}
-        for name, part in reward.parts.items()
-        if part.get("type") == "learned"
-    }
-    return reward.model_copy(update={"parts": reward.parts | learned})
+        return reward.model_copy(update=found(reward.model))
+    learned = {name: part for name, part in reward.parts.items() if part.get("type") == "learned"}
+    parts = {name: part | found(part.get("model")) for name, part in learned.items()}
+    return reward.model_copy(update={"parts": reward.parts | parts})

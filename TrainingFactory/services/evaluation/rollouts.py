@@ -55,9 +55,8 @@ class Rollouts:
     ) -> None:
         config = factories.by_file(config, say)
         found = factories.with_rows(config, Objects())
-        config = with_model(config)
-        self.config, self._choose = config, choose
-        self.group_size = group_size
+        self.config = config = with_model(config)
+        self.group_size, self._choose = group_size, choose
         self.tools = RunTools(config, tools, replay)
         checked = check_reward(config)
         check_group(choose(checked), group_size)
@@ -152,8 +151,7 @@ class Rollouts:
         if self._ended:
             save_trajectories(self._part, self._ended)
             os.replace(self._part, self._target)
-        else:
-            self._part.unlink(missing_ok=True)
+        self.discard()
 
 
 def writable(path: Path) -> Path:

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-WIDTH, HEIGHT, EDGE = 640, 240, 44
+WIDTH, HEIGHT = 640, 240
+TOP, RIGHT, BOTTOM, LEFT = 14, 12, 44, 68  # free edges; numbers and steps stand in the last two
 MOST_POINTS = 320  # of a line; more are means of neighbours
 
 Points = Sequence[tuple[float, float]]  # step, value
@@ -23,25 +24,25 @@ class Line:
     high: Points = ()
     dots: bool = False
 
+    def thinned(self) -> Line:
+        return Line(self.name, thinned(self.points), thinned(self.low), thinned(self.high), self.dots)
+
 
 class Chart:
     """Places lines on one sheet, from the lowest value to the highest, or from `bottom` to `top` where given."""
 
+    left, right = LEFT, WIDTH - RIGHT
+
     def __init__(
         self, title: str, lines: Sequence[Line], bottom: float | None = None, top: float | None = None
     ) -> None:
-        self.title = title
-        self.lines = [
-            Line(each.name, thinned(each.points), thinned(each.low), thinned(each.high), each.dots)
-            for each in lines
-            if each.points
-        ]
+        self.title, self.lines = title, [each.thinned() for each in lines if each.points]
         points = [p for each in self.lines for part in (each.points, each.low, each.high) for p in part]
-        values, steps = ([point[place] for point in points] or [1.0] for place in (1, 0))
+        steps, values = zip(*points, strict=True) if points else ([1.0], [1.0])
         self.bottom = min(values) if bottom is None else bottom
         self.top = max(values) if top is None else top
         if self.top <= self.bottom:
-            self.top, self.bottom = self.bottom + 0.5, self.bottom - 0.5
+            self.top = self.bottom + 1.0
         self.first, self.last = min(steps), max(steps)
 
     @property
@@ -60,12 +61,12 @@ class Chart:
         return self.path([*line.low, *reversed(line.high)])
 
     def _x(self, step: float) -> float:
-        return round(EDGE + (step - self.first) / max(1, self.last - self.first) * (WIDTH - 2 * EDGE), 1)
+        share = (step - self.first) / max(1, self.last - self.first)
+        return round(self.left + share * (self.right - self.left), 1)
 
     def _y(self, value: float) -> float:
-        return round(
-            HEIGHT - EDGE - (value - self.bottom) / (self.top - self.bottom) * (HEIGHT - 2 * EDGE), 1
-        )
+        share = (value - self.bottom) / (self.top - self.bottom)
+        return round(HEIGHT - BOTTOM - share * (HEIGHT - BOTTOM - TOP), 1)
 
 
 def thinned(points: Points) -> Points:

@@ -6,25 +6,18 @@ from collections.abc import Sequence
 
 from TrainingFactory.services.evaluation.comparison import Comparison, Side
 from TrainingFactory.services.reports.pages import render
-from TrainingFactory.services.reports.texts import conversation, reward_text
-from TrainingFactory.types import Trajectory
+from TrainingFactory.services.reports.texts import conversation, ending
 
 MOST = 50  # flipped tasks of each direction on a page
 
 
 def comparison_page(sides: Sequence[Side], found: Sequence[Comparison]) -> str:
     """Return a page that needs nothing beside it."""
-    parts = []
-    for each in found:
-        for word, flips in (("better", each.better), ("worse", each.worse)):
-            shown = [
-                (flip, [_shown(episode) for episode in pair]) for flip, pair in each.episodes(flips[:MOST])
-            ]
-            parts.append((each, word, len(flips), shown))
-    return render("compare.html.jinja", sides=sides, found=found, parts=parts)
-
-
-def _shown(episode: Trajectory | None) -> tuple[list[tuple[str, str]], str]:
-    if episode is None:
-        return [], "its episodes were not kept"
-    return conversation(episode), f"{episode.status}, {reward_text(episode.reward)}"
+    parts = [
+        (each, word, len(flips), each.episodes(flips[:MOST]))
+        for each in found
+        for word, flips in (("better", each.better), ("worse", each.worse))
+    ]
+    return render(
+        "compare.html.jinja", sides=sides, found=found, parts=parts, conversation=conversation, ending=ending
+    )

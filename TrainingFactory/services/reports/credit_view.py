@@ -56,10 +56,8 @@ class Piece:
     def details(self, measure: Measure) -> str:
         """Return a line per token: its text, number, log-prob and value."""
         values = [f"{measure} {value:+.4f}" for value in self.values] or ["not trained"] * len(self.token_ids)
-        return "\n".join(
-            f"{self.text!r}, token {token}, log-prob {logprob:.4f}, {value}"
-            for token, logprob, value in zip(self.token_ids, self.logprobs, values, strict=True)
-        )
+        told = zip(self.token_ids, self.logprobs, values, strict=True)
+        return "\n".join(f"{self.text!r}, token {n}, log-prob {p:.4f}, {value}" for n, p, value in told)
 
 
 @dataclass(slots=True, frozen=True)
@@ -74,15 +72,14 @@ class TurnCredit:
 
     def summary(self, measure: Measure) -> list[str]:
         """Return such as: step reward +0.50, advantage +0.83"""
-        values = self.values
-        told = [] if self.step_reward is None else [f"step reward {self.step_reward:+.2f}"]
-        if not values:
-            return [*told, "not trained"]
-        if measure == "reward":
-            return [*told, f"reward {sum(values):+.2f}"]
-        low, high, mean = f"{min(values):+.2f}", f"{max(values):+.2f}", sum(values) / len(values)
-        varied = f" on average, from {low} to {high}" if low != high else ""
-        return [*told, f"{measure} {mean:+.2f}{varied}"]
+        values, told = self.values, "not trained"
+        if values and measure == "reward":
+            told = f"reward {sum(values):+.2f}"
+        elif values:
+            low, high = f"{min(values):+.2f}", f"{max(values):+.2f}"
+            varied = f" on average, from {low} to {high}" if low != high else ""
+            told = f"{measure} {sum(values) / len(values):+.2f}{varied}"
+        return [told] if self.step_reward is None else [f"step reward {self.step_reward:+.2f}", told]
 
 
 @dataclass(slots=True, frozen=True)
@@ -94,8 +91,7 @@ class EpisodeCredit:
     @property
     def total(self) -> float | None:
         """The episode's worth to the algorithm; None if it could not be scored."""
-        reward = self.trajectory.reward
-        if reward is None:
+        if (reward := self.trajectory.reward) is None:
             return None
         return reward.outcome + sum(reward.steps) + reward.parts.get(OVERLONG, 0.0)
 
@@ -159,9 +155,9 @@ def coloured(trajectories: Sequence[Trajectory], algorithm: Algorithm, tokenizer
     measure: Measure = "reward" if "values" in algorithm.needs else "advantage"
     if algorithm.accepted([]) is not None:
         measure = "weight"
-    groups: dict[str, list[Trajectory]] = {}
-    for trajectory in trajectories:
-        groups.setdefault(trajectory.group, []).append(trajectory)
+    groups: dict[str, list[Trajectory]] = {each.group: [] for each in trajectories}
+    for each in trajectories:
+        groups[each.group].append(each)
     rows = {name: algorithm.samples(group) for name, group in groups.items()}
     _prepare([row for made in rows.values() for row in made], algorithm)
     decode = partial(tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False)

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from TrainingFactory.algorithms.kinds import KINDS
-from TrainingFactory.data.trajectories import load_trajectories
 from TrainingFactory.models.loading import load_tokenizer
 from TrainingFactory.options import did_you_mean, nearest
 from TrainingFactory.services.build.learner import make_algorithm
@@ -19,12 +18,10 @@ def run_credit(run: RunFolder, step: int | None = None, task: str | None = None)
     """Return the step (from 1; without one the last, or the last that took the task) and all its episodes, with the
     credit that the run's own algorithm gave."""
     step = _resolve_step(run, step, task)
-    # Groups are named by their step, counted from 0.
-    episodes = list(load_trajectories(run.path / TRAJECTORIES, f"{step - 1}/", growing=True))
     model = as_started_from(run).model
     place = str([model.name, *run.checkpoints()][-1])  # a checkpoint has the tokenizer, too
     tokenizer = load_tokenizer(place, model.revision, model.trust_remote_code)
-    return step, coloured(episodes, make_algorithm(run.config), tokenizer)
+    return step, coloured(run.episodes(step), make_algorithm(run.config), tokenizer)
 
 
 def choose(
@@ -34,11 +31,12 @@ def choose(
     or where none is scored: then why is what there is to see. What is left out becomes a note."""
     if best is None and worst is None:
         return list(groups)
-    if without := sum(not group.totals for group in groups):
+    scored = [group for group in groups if group.totals]
+    if without := len(groups) - len(scored):
         credit.notes.append(
             f"{without} of {len(groups)} tasks have no scored episode, so that none is best or worst: all are shown"
         )
-    if left := sum(len(group.episodes) - len(group.totals) for group in groups if group.totals):
+    if left := sum(len(group.episodes) - len(group.totals) for group in scored):
         credit.notes.append(
             f"best and worst are among scored episodes; {left} that could not be scored are not shown"
         )

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from datetime import timedelta
 from typing import Any
 
-from TrainingFactory.data.trajectories import load_trajectories
 from TrainingFactory.services.reports.charts import Chart, Line
 from TrainingFactory.services.reports.pages import render
-from TrainingFactory.services.reports.run_tables import findings, what
+from TrainingFactory.services.reports.run_tables import findings, state_rows
 from TrainingFactory.services.reports.texts import best_and_worst, conversation, ending
 from TrainingFactory.services.runs.folder import CONFIG, TRAJECTORIES, RunFolder
 from TrainingFactory.types import Trajectory
@@ -29,21 +27,22 @@ CURVES: dict[str, dict[str, str]] = {
         "eval/seconds": "evaluate",
     },
 }  # fmt: skip
-SHARES = {"accuracy", "tool_success"}
+SHARES = {"accuracy", "tool_success"}  # drawn from 0 to 1
+AMOUNTS = {
+    "clip_fraction",
+    "entropy",
+    "grad_norm",
+    "length",
+    "length_max",
+    *CURVES["Seconds by phase"],
+}  # from 0 on
 Rows = Sequence[dict[str, Any]]
 
 
 def run_page(run: RunFolder) -> str:
     """Return the page of a run, which needs nothing beside it."""
-    status, about = run.status, run.about
-    rows = [
-        ("state", run.state + (f": {status.reason}" if status.reason else "")),
-        ("steps", f"{status.step} of {status.steps}, {timedelta(seconds=round(status.seconds))}"),
-        ("model", run.config.model.name),
-        ("training", what(run.config, about)),
-        ("started", f"{about['started']}, commit {about['commit'] or 'none'}"),
-        ("versions", ", ".join(f"{name} {version}" for name, version in about["versions"].items())),
-    ]
+    versions = ", ".join(f"{name} {version}" for name, version in run.about["versions"].items())
+    rows = [*state_rows(run), ("versions", versions)]
     told = [(name, conversation(each), ending(each)) for name, each in samples(run)]
     return render(
         "run.html.jinja", title=f"Run {run.name}", rows=rows, findings=findings(run), charts=charts(run.metrics()),
@@ -55,7 +54,9 @@ def charts(metrics: Rows) -> list[Chart]:
     """Return the curves for which a run has metrics."""
     found = [_spread(metrics), _heldout(metrics)]
     for title, names in CURVES.items():
-        ends = (0.0, 1.0) if names.keys() <= SHARES else (None, None)
+        ends = (
+            (0.0, 1.0) if names.keys() <= SHARES else (0.0, None) if names.keys() <= AMOUNTS else (None, None)
+        )
         found.append(Chart(title, [Line(shown, points(metrics, key)) for key, shown in names.items()], *ends))
     return [chart for chart in found if chart.lines]
 
@@ -69,9 +70,8 @@ def _spread(metrics: Rows) -> Chart:
 
 
 def _heldout(metrics: Rows) -> Chart:
-    low, high = (points(metrics, f"eval/success_{side}") for side in ("low", "high"))
-    line = Line("success", points(metrics, "eval/success"), low, high)
-    return Chart("Held-out success, with its 95 % interval", [line], 0.0, 1.0)
+    value, low, high = (points(metrics, f"eval/success{end}") for end in ("", "_low", "_high"))
+    return Chart("Held-out success, with its 95 % interval", [Line("success", value, low, high)], 0.0, 1.0)
 
 
 def points(metrics: Rows, name: str) -> list[tuple[float, float]]:
@@ -84,8 +84,6 @@ def samples(run: RunFolder) -> list[tuple[str, Trajectory]]:
         return []
     found: list[tuple[str, Trajectory]] = []
     for step in dict.fromkeys((min(steps), max(steps))):
-        # Groups are named by their step, counted from 0.
-        episodes = list(load_trajectories(run.path / TRAJECTORIES, f"{step - 1}/", growing=True))
-        chosen = best_and_worst(episodes)
-        found += [(f"Step {step}, {which}: task {each.task.id}", each) for which, each in chosen.items()]
+        for which, each in best_and_worst(run.episodes(step)).items():
+            found.append((f"Step {step}, {which}: task {each.task.id}", each))
     return found

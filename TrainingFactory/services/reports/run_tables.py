@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.services.runs.findings import Finding
-from TrainingFactory.services.runs.folder import CONFIG, METRICS, RunFolder, is_run
+from TrainingFactory.services.runs.folder import ABOUT, CONFIG, METRICS, STATUS, RunFolder, is_run
 
 # Metrics that are shown where a run has them -> format
 FORMATS = {
     "steps_per_second": "{:.3g}", "loss": "{:.4f}", "reward": "{:.3f}", "reward_std": "{:.3f}", "accuracy": "{:.3f}",
     "eval/success": "{:.3f}", "eval/loss": "{:.4f}", "eval/perplexity": "{:.3f}", "eval/accuracy": "{:.3f}",
-    "eval/tool_success": "{:.3f}",
-    "tool_success": "{:.3f}", "turns": "{:.2f}", "length": "{:.1f}", "length_max": "{:.0f}",
-    "entropy": "{:.3f}", "kl": "{:.4f}", "grad_norm": "{:.3g}", "learning_rate": "{:.3g}",
+    "eval/tool_success": "{:.3f}", "tool_success": "{:.3f}", "turns": "{:.2f}", "length": "{:.1f}",
+    "length_max": "{:.0f}", "entropy": "{:.3f}", "kl": "{:.4f}", "grad_norm": "{:.3g}", "learning_rate": "{:.3g}",
     "tokens_per_second": "{:.0f}", "tokens_saved": "{:.1%}",
     **{f"seconds/{name}": "{:.2f}" for name in ("step", "generate", "tools", "reward", "update")},
     "episodes/failed": "{:.0f}",
@@ -37,21 +37,18 @@ Rows = Sequence[dict[str, Any]]
 
 def list_rows(runs: str | Path) -> list[tuple[str, ...]]:
     """Return a row of COLUMNS for each run, the oldest first. One that cannot be read says why."""
-    found = []
-    for folder in Path(runs).expanduser().glob("[!.]*/"):
-        files = [path for path in (folder / CONFIG, folder / "environment.json") if path.is_file()]
-        if files:
-            found.append((min(path.stat().st_mtime for path in files), folder))
-    return [_row(folder) for _, folder in sorted(found)]
+    files = [file for name in (CONFIG, ABOUT) for file in Path(runs).expanduser().glob(f"[!.]*/{name}")]
+    files.sort(key=lambda file: (file.stat().st_mtime, file))
+    return [_row(folder) for folder in dict.fromkeys(file.parent for file in files)]
 
 
 def _row(folder: Path) -> tuple[str, ...]:
     run, file = RunFolder(folder), CONFIG
     try:
         if not is_run(folder):
-            raise ValueError(f"it is half written: it needs {CONFIG} and environment.json")
+            raise ValueError(f"it is half written: it needs {CONFIG} and {ABOUT}")
         config = run.config
-        file = "status.json"
+        file = STATUS
         status, state = run.status, run.state
         file = METRICS
         last = latest(run.metrics())
@@ -62,6 +59,21 @@ def _row(folder: Path) -> tuple[str, ...]:
         return run.name, "unreadable", "", "", reason if file in reason else f"{file}: {reason}"
     what = f"{config.training.algorithm} {config.environment.environment_id or ''} {config.model.name}"
     return run.name, state, f"{status.step}/{status.steps or '?'}", value, what
+
+
+def state_rows(run: RunFolder) -> list[tuple[str, str]]:
+    """Return what a run is and how far it is, one thing a row."""
+    status, about = run.status, run.about
+    return [
+        ("state", run.state + (f": {status.reason}" if status.reason else "")),
+        ("steps", f"{status.step} of {status.steps}, {timedelta(seconds=round(status.seconds))}"),
+        ("model", run.config.model.name),
+        ("training", what(run.config, about)),
+        (
+            "started",
+            f"{about['started']}, torch {about['versions']['torch']}, commit {about['commit'] or 'none'}",
+        ),
+    ]
 
 
 def what(config: TrainingConfig, about: dict[str, Any]) -> str:
@@ -113,11 +125,8 @@ def asked_in_words(metrics: Rows) -> Iterator[tuple[str, str]]:
     """Yield a row for judges and one for pools, without what is 0."""
     total = asked(metrics)
     for prefix in ASKED:
-        told = [
-            f"{key.removeprefix(prefix).replace('_', ' ')} {value:.6g}"
-            for key, value in total.items()
-            if key.startswith(prefix) and value
-        ]
+        spent = {key.removeprefix(prefix): value for key, value in total.items() if key.startswith(prefix)}
+        told = [f"{name.replace('_', ' ')} {value:.6g}" for name, value in spent.items() if value]
         if told:
             yield prefix.removesuffix("/"), f"in all: {', '.join(told)}"
 

@@ -43,7 +43,7 @@ from TrainingFactory import __version__
 from TrainingFactory.config import TrainingConfig, load_config
 from TrainingFactory.config.problems import Problem
 from TrainingFactory.data.disk import remove, sync, write_aside
-from TrainingFactory.data.trajectories import save_trajectories
+from TrainingFactory.data.trajectories import load_trajectories, save_trajectories
 from TrainingFactory.services.runs.scores import Scores
 from TrainingFactory.texts import redacted, secrets_in
 from TrainingFactory.tools.recording import CALLS
@@ -112,9 +112,8 @@ class RunFolder:
             raise ValueError(f"{name!r} cannot name a run: it is the name of a folder, such as search-1")
         path, options = Path(config.logging.output_dir).expanduser() / name, config.model_dump()
         if path.is_dir() and any(path.iterdir()):
-            there = (
-                f"go on with it: {cls(path).resume_command}" if is_run(path) else "remove it: it is no run"
-            )
+            go_on = f"go on with it: {cls(path).resume_command}"
+            there = go_on if is_run(path) else "remove it: it is no run"
             raise ValueError(
                 f"run {name} exists already in {path}; choose another name with --name, or {there}"
             )
@@ -221,10 +220,13 @@ class RunFolder:
         """Return the ids of the tasks that each step took."""
         return {row["step"]: row["tasks"] for row in self._rows(CONSUMED)}
 
+    def episodes(self, step: int) -> list[Trajectory]:
+        """Return the episodes of a step; groups are named by their step, counted from 0."""
+        return list(load_trajectories(self.path / TRAJECTORIES, f"{step - 1}/", growing=True))
+
     def _rows(self, name: str) -> list[dict[str, Any]]:
         """Return the rows of a file, without half a line at the end, from a process that was killed."""
-        path = self.path / name
-        rows = []
+        path, rows = self.path / name, []
         for line in path.read_bytes().splitlines() if path.is_file() else []:
             with contextlib.suppress(ValueError):
                 rows.append(json.loads(line))
@@ -284,9 +286,8 @@ class RunFolder:
             if size > wanted:
                 kept = self._asked_for(wanted) if name == EVALUATIONS else b""
                 os.truncate(path, wanted)
-                if kept:
-                    with path.open("ab") as file:
-                        file.write(kept)
+                with path.open("ab") as file:
+                    file.write(kept)
         for leftover in (self.path / "checkpoints").glob(".*"):
             shutil.rmtree(leftover, ignore_errors=True)
 

@@ -42,9 +42,9 @@ class Scores:
         """Return why the run should stop here, if it should."""
         if self.best is None or not self.stop_when:
             return None
-        (step, value), sign = self.best, MEASURES[self.measure or ""]
+        step, value = self.best
         if (target := self.stop_when.get("target")) is not None:
-            if sign < 0:
+            if MEASURES[self.measure or ""] < 0:
                 raise ValueError(
                     "training.stop_when.target is a share of held-out tasks done, or of rows that are right, and this "
                     f"run measures {self.measure}; take training.stop_when.patience"

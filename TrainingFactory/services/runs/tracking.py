@@ -36,16 +36,10 @@ class PlainLines:
 
 # metric -> how it is told in a line
 SHORT = {
-    "loss": "loss {:.4f}",
-    "reward": "reward {:.3f}",
-    "accuracy": "accuracy {:.2f}",
-    "tool_success": "tools {:.0%}",
-    "eval/success": "held-out {:.3f}",
-    "eval/loss": "held-out loss {:.4f}",
-    "eval/accuracy": "held-out accuracy {:.2f}",
-    "tokens_per_second": "{:.0f} tokens/s",
-    "seconds/step": "{:.1f} s",
-}
+    "loss": "loss {:.4f}", "reward": "reward {:.3f}", "accuracy": "accuracy {:.2f}", "tool_success": "tools {:.0%}",
+    "eval/success": "held-out {:.3f}", "eval/loss": "held-out loss {:.4f}",
+    "eval/accuracy": "held-out accuracy {:.2f}", "tokens_per_second": "{:.0f} tokens/s", "seconds/step": "{:.1f} s",
+}  # fmt: skip
 
 
 def in_short(metrics: dict[str, float]) -> str:
