@@ -12,7 +12,7 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from TrainingFactory.services.build.model_names import Named, as_started_from, find_model
 from TrainingFactory.services.export import Dtype, Exported, export
@@ -23,6 +23,9 @@ from TrainingFactory.services.registry.recipe import write_recipe
 from TrainingFactory.services.registry.rows import Version
 from TrainingFactory.services.registry.to_mlflow import to_mlflow
 from TrainingFactory.services.runs.folder import RunFolder
+
+if TYPE_CHECKING:
+    from TrainingFactory.services.evaluation.promotion import Decision
 
 EVALUATIONS = "evaluations.jsonl"  # of a run
 
@@ -56,6 +59,12 @@ class ModelRegistry(Catalogue):
         lineage = _lineage(found)
         records = _measured(found, lineage)
         return self.add(name, found.folder, lineage, base, base_folder, description, tags, records)
+
+    def promote(self, name: str, alias: str, suite: str, first: bool = False) -> Decision:
+        """Give a version an alias if it holds the suite's gate against the version that has it; else refuse."""
+        from TrainingFactory.services.evaluation.promotion import Promotion  # which knows this class
+
+        return Promotion(self, name, alias, suite, first).run()
 
     def export(
         self, name: str, folder: str | Path, merge: bool = False, dtype: Dtype | None = None

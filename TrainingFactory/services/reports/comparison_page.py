@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from TrainingFactory.services.evaluation.comparison import Comparison, Side
+from TrainingFactory.services.evaluation.promotion import Decision
 from TrainingFactory.services.reports.pages import render
 from TrainingFactory.services.reports.texts import conversation, reward_text
 from TrainingFactory.types import Trajectory
@@ -12,8 +13,10 @@ from TrainingFactory.types import Trajectory
 MOST = 50  # flipped tasks of each direction on a page
 
 
-def comparison_page(sides: Sequence[Side], found: Sequence[Comparison]) -> str:
-    """Return a page that needs nothing beside it."""
+def comparison_page(
+    sides: Sequence[Side], found: Sequence[Comparison], decision: Decision | None = None
+) -> str:
+    """Return a page that needs nothing beside it, with what was decided by it, if anything."""
     parts = []
     for each in found:
         for word, flips in (("better", each.better), ("worse", each.worse)):
@@ -21,7 +24,7 @@ def comparison_page(sides: Sequence[Side], found: Sequence[Comparison]) -> str:
                 (flip, [_shown(episode) for episode in pair]) for flip, pair in each.episodes(flips[:MOST])
             ]
             parts.append((each, word, len(flips), shown))
-    return render("compare.html.jinja", sides=sides, found=found, parts=parts)
+    return render("compare.html.jinja", sides=sides, found=found, parts=parts, decision=decision)
 
 
 def _shown(episode: Trajectory | None) -> tuple[list[tuple[str, str]], str]:
