@@ -20,7 +20,8 @@ def log_capital(differences: ArrayLike, level: float = 0.0) -> NDArray[np.float6
     """Return the logarithm of the capital after each task; the tasks are the last axis."""
     gains = (np.asarray(differences, dtype=float) - level) / (1 + level)
     made = np.cumsum(np.log1p(gains[..., None] * BETS), axis=-2)
-    return np.logaddexp.reduce(made, axis=-1) - math.log(len(BETS))
+    most = made.max(axis=-1)  # taken out, as thousands of wins are more than a float can hold
+    return most + np.log(np.exp(made - most[..., None]).mean(axis=-1))
 
 
 def proved(differences: Sequence[float], level: float, alpha: float) -> int | None:
