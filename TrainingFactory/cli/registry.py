@@ -201,7 +201,7 @@ def promote(
     """
     from TrainingFactory.services.evaluation.promotion import Promotion
 
-    made = Promotion(_open(at, where), version, to, suite, first, overrides, show.note)
+    made = Promotion(_open(at, where), version, to, suite, first, overrides, where, show.note)
     against = f" against {made.champion}" if made.champion else ", the first"
     show.note(f"{made.version} for {made.target}{against}; the gate of suite {made.suite.name}:")
     for line in made.stated:

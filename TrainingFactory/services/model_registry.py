@@ -12,9 +12,10 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from TrainingFactory.services.build.model_names import Named, as_started_from, find_model
+from TrainingFactory.services.evaluation.promotion import Decision, Promotion
 from TrainingFactory.services.export import Dtype, Exported, export
 from TrainingFactory.services.registry.card import card
 from TrainingFactory.services.registry.catalogue import Catalogue, registry_path
@@ -23,9 +24,6 @@ from TrainingFactory.services.registry.recipe import write_recipe
 from TrainingFactory.services.registry.rows import Version
 from TrainingFactory.services.registry.to_mlflow import to_mlflow
 from TrainingFactory.services.runs.folder import RunFolder
-
-if TYPE_CHECKING:
-    from TrainingFactory.services.evaluation.promotion import Decision
 
 EVALUATIONS = "evaluations.jsonl"  # of a run
 
@@ -62,9 +60,7 @@ class ModelRegistry(Catalogue):
 
     def promote(self, name: str, alias: str, suite: str, first: bool = False) -> Decision:
         """Give a version an alias if it holds the suite's gate against the version that has it; else refuse."""
-        from TrainingFactory.services.evaluation.promotion import Promotion  # which knows this class
-
-        return Promotion(self, name, alias, suite, first).run()
+        return Promotion(self, name, alias, suite, first, runs=self.runs).run()
 
     def export(
         self, name: str, folder: str | Path, merge: bool = False, dtype: Dtype | None = None

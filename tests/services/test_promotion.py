@@ -269,6 +269,7 @@ def test_on_the_command_line(tfactory: Run) -> None:
     assert tfactory("registry", "rollback", "agent")[0] == 0
     status, out, err = tfactory(*arguments)
     assert status == 1 and "agent:2 is refused as agent@champion: success on parity.py: better" in out, err
+    assert not ModelRegistry().promote("agent:2", "champion", "release.yaml").promoted  # by the same records
     assert "needed: over" in tfactory("registry", "show", "agent")[1]
     assert find_model("agent@champion").version == ModelRegistry().get("agent:1")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 
 from TrainingFactory.config.loading import key_value
 from TrainingFactory.services.evaluation import sequential
@@ -13,7 +14,7 @@ from TrainingFactory.services.evaluation.comparison import Comparison, Side, com
 from TrainingFactory.services.evaluation.gate import KEYS, Check, Gate, check
 from TrainingFactory.services.evaluation.records import EpisodeOutcome, EvaluationRecord, Say, TaskOutcome
 from TrainingFactory.services.evaluation.suites import check_overrides, load_suite, suite_evaluations
-from TrainingFactory.services.model_registry import ModelRegistry
+from TrainingFactory.services.registry.catalogue import Catalogue
 from TrainingFactory.services.registry.rows import check_name
 from TrainingFactory.types import Trajectory
 
@@ -71,8 +72,8 @@ class Promotion:
     full, or its earlier record taken; the challenger in rounds, until the sequential test has decided."""
 
     def __init__(
-        self, registry: ModelRegistry, name: str, alias: str, suite: str, first: bool = False,
-        overrides: Sequence[str] = (), say: Say = lambda _: None,
+        self, registry: Catalogue, name: str, alias: str, suite: str, first: bool = False,
+        overrides: Sequence[str] = (), runs: str | Path = "runs", say: Say = lambda _: None,
     ) -> None:  # fmt: skip
         check_name(alias, "alias")
         check_overrides(overrides)
@@ -101,11 +102,11 @@ class Promotion:
         asked = found.model_copy(
             update={"entries": [found.entries[titles.index(title)] for title in self.entries]}
         )
-        given = [*overrides, key_value("logging.output_dir", str(registry.runs))]
+        given = [*overrides, key_value("logging.output_dir", str(runs))]
         names = [str(each) for each in (self.champion, self.version) if each is not None]
         self.sides = [Side(name) for name in names]
         for side in self.sides:
-            model = ask_model(side.name, given, registry.runs, registry.path)
+            model = ask_model(side.name, given, runs, registry.path)
             for each in suite_evaluations(asked, model, folder, say):
                 side.add(each)
         self.stated = self.gate.stated(self.main)
