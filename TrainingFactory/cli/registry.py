@@ -207,6 +207,7 @@ def promote(
     for line in made.stated:
         show.note(f"  {line}")
     decision = made.run(_play)
+    status = 0 if decision.promoted else REFUSED
     if html is not None:
         from TrainingFactory.services.reports.comparison_page import comparison_page
 
@@ -214,17 +215,16 @@ def promote(
         show.write_page(html, comparison_page(decision.sides, found, decision))
     if as_json:
         print(json.dumps({"promoted": decision.promoted} | made.registry.decisions(made.version.model)[-1]))
-        return 0 if decision.promoted else REFUSED
-    show.columns(
-        ["", "gate", "found"], [("ok" if c.holds else "NO", c.name, c.found) for c in decision.checks]
-    )
+        return status
+    rows = [("yes" if each.holds else "no", each.name, each.found) for each in decision.checks]
+    show.columns(["holds", "gate", "found"], rows)
     if (found := decision.comparison) is not None:
         change, counts = found.difference, f"{len(found.better)} better, {len(found.worse)} worse"
         interval = f"{change.value:+.3f} (95 % interval {change.low:+.3f} to {change.high:+.3f})"
         print(f"all tasks played: {interval}, {counts}, exact McNemar p = {found.p:.3g}")
     verdict = f"is {made.target} now" if decision.promoted else f"is refused as {made.target}"
     print(f"{made.version} {verdict}: {decision.text}")
-    return 0 if decision.promoted else REFUSED
+    return status
 
 
 def _play(name: str, evaluation: RecordedEvaluation) -> None:

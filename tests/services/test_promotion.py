@@ -198,7 +198,8 @@ MISTAKES: list[tuple[Sequence[str], str]] = [
     (["agent:3"], "version 3 of agent was deleted"),
     (["agent:2"], "agent:2 is damaged: look at it with tfactory registry verify agent:2"),
     (["agnt:2"], "there is no registered model 'agnt:2'"),
-    (["agent:1"], "agent:1 is agent@champion already"),
+    (["agent:1"], "agent@champion is agent:1 already"),
+    (["agent:4", "--first"], "agent@champion is agent:1 already; leave --first out"),
     (["agent:4", "--to", "a b"], "'a b' cannot name an alias"),
     (["agent:4", "sampling.temperature=0"], "with --suite this stands in the suite's entries"),
 ]

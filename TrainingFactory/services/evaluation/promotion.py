@@ -11,8 +11,8 @@ from TrainingFactory.config.loading import key_value
 from TrainingFactory.services.evaluation import sequential
 from TrainingFactory.services.evaluation.asked import RecordedEvaluation, ask_model
 from TrainingFactory.services.evaluation.comparison import Comparison, Side, compare
-from TrainingFactory.services.evaluation.gate import KEYS, Check, Gate, check
-from TrainingFactory.services.evaluation.records import EpisodeOutcome, EvaluationRecord, Say, TaskOutcome
+from TrainingFactory.services.evaluation.gate import KEYS, Check, Gate, Guard, check
+from TrainingFactory.services.evaluation.records import EvaluationRecord, Say, TaskOutcome
 from TrainingFactory.services.evaluation.suites import check_overrides, load_suite, suite_evaluations
 from TrainingFactory.services.registry.catalogue import Catalogue
 from TrainingFactory.services.registry.rows import check_name
@@ -48,11 +48,11 @@ class Duel:
         random.Random(f"promotion {champion.conditions.seed}").shuffle(order)
         return cls(order, [_share(scored[task]) for task in order], gate.level, gate.alpha)
 
-    def differences(self, ours: Mapping[str, TaskOutcome]) -> list[float]:
+    def differences(self, ours: Mapping[str, Sequence[bool]]) -> list[float]:
         """Return the challenger's shares less the champion's, in order. What could not be scored counts as lost: it
         must be no way round hard tasks."""
         pairs = zip(self.order, self.shares, strict=True)
-        return [_share(ours[task].scored) - share for task, share in pairs if task in ours]
+        return [_share(ours[task]) - share for task, share in pairs if task in ours]
 
     def is_proved(self, differences: Sequence[float]) -> bool:
         return sequential.proved(differences, self.level, self.alpha) is not None
@@ -63,7 +63,10 @@ class Duel:
 
     def decided(self, played: Sequence[Trajectory]) -> bool:
         """Tell whether no further task could change the decision."""
-        found = self.differences(_outcomes(played))
+        ours: dict[str, list[bool]] = {each.task.id: [] for each in played}
+        for each in played:
+            ours[each.task.id] += [] if each.reward is None else [each.reward.outcome > 0]
+        found = self.differences(ours)
         return self.is_proved(found) or not self.can_be_proved(found)
 
 
@@ -84,8 +87,8 @@ class Promotion:
         }
         self.champion = there.get(alias)
         self.target = f"{self.version.model}@{alias}"
-        if self.champion is not None and self.champion.number == self.version.number:
-            raise ValueError(f"{self.version} is {self.target} already")
+        if self.champion is not None and (first or self.champion.number == self.version.number):
+            raise ValueError(f"{self.target} is {self.champion} already{'; leave --first out' * first}")
         if self.champion is None and not first:
             raise ValueError(
                 f"there is no {self.target} to compare {self.version} with; --first promotes it if the guards hold "
@@ -114,13 +117,17 @@ class Promotion:
     def run(self, play: Play | None = None) -> Decision:
         """Play what is needed, decide, and write the decision into the registry."""
         play = play or (lambda _, evaluation: evaluation.run() and None)
-        checks = [] if self.champion is None else [self._test(play)]
-        if all(each.holds for each in checks):
-            for place in range(len(self.entries)):
-                for side in self.sides:
-                    self._play(side, place, play)
-            checks += [self._guard(number) for number in range(len(self.gate.guards))]
-        self._discard()
+        try:
+            checks = [] if self.champion is None else [self._test(play)]
+            if all(each.holds for each in checks):
+                for place in range(len(self.entries)):
+                    for side in self.sides:
+                        self._play(side, place, play)
+                checks += [self._guard(guard) for guard in self.gate.guards]
+        finally:
+            for evaluation in (each for side in self.sides for each in side.wanted):
+                if evaluation is not None and evaluation.record is None:
+                    evaluation.discard()
         return self._decide(checks)
 
     def _test(self, play: Play) -> Check:
@@ -138,13 +145,12 @@ class Promotion:
             evaluation.rounds = [order[at : at + size] for at in range(0, len(order), size)]
             evaluation.enough = duel.decided
         self._play(challenger, 0, play)
-        found = duel.differences(_by_task(challenger, 0))
+        found = duel.differences({name: each.scored for name, each in _by_task(challenger, 0).items()})
         text = f"difference {sum(found) / len(found):+.3f} after {len(found)} of {len(duel.order)} tasks, proved to be "
         text += f"over {sequential.lower_bound(found, duel.alpha):+.3f}; needed: over {duel.level:+.3f}"
         return Check(self.stated[0], duel.is_proved(found), text)
 
-    def _guard(self, number: int) -> Check:
-        guard = self.gate.guards[number]
+    def _guard(self, guard: Guard) -> Check:
         place = self.entries.index(guard.entry or self.main)
         outcomes = [_by_task(side, place) for side in self.sides]
         both = [task for task in outcomes[-1] if task in outcomes[0]]
@@ -157,17 +163,10 @@ class Promotion:
             play(side.name, evaluation)
             side.take()
             if side.found[place] is None:
-                self._discard()
                 raise ValueError(
                     f"{side.name} on {self.entries[place]} was broken off, or no episode could be scored: nothing is "
                     "decided"
                 )
-
-    def _discard(self) -> None:
-        for side in self.sides:
-            for evaluation in side.wanted:
-                if evaluation is not None and evaluation.record is None:
-                    evaluation.discard()
 
     def _decide(self, checks: list[Check]) -> Decision:
         failed = [str(each) for each in checks if not each.holds]
@@ -199,13 +198,6 @@ def _by_task(side: Side, place: int) -> dict[str, TaskOutcome]:
     found = side.found[place]
     assert found is not None
     return {each.task: each for each in found.record.outcomes}
-
-
-def _outcomes(played: Sequence[Trajectory]) -> dict[str, TaskOutcome]:
-    found: dict[str, list[EpisodeOutcome]] = {}
-    for each in played:
-        found.setdefault(each.task.id, []).append(EpisodeOutcome.of(each))
-    return {task: TaskOutcome(task=task, digest="", episodes=episodes) for task, episodes in found.items()}
 
 
 def _share(won: Sequence[bool]) -> float:
