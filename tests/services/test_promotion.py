@@ -178,6 +178,10 @@ def test_guards_have_a_direction(registry: ModelRegistry) -> None:
 def test_the_first_one(registry: ModelRegistry) -> None:
     with pytest.raises(ValueError, match="there is no agent@staging to compare agent:3 with; --first"):
         Promotion(registry, "agent:3", "staging", suite())
+    made = Promotion(
+        registry, "agent:3", "staging", suite("  guards: [{metric: turns, worse_by: 0}]\n"), first=True
+    )
+    assert made.stated == ["nothing of the first: no guard has at_least or at_most"]
     guards = "  guards: [{metric: success, at_least: 0.3, worse_by: 0}]\n"
     decision = Promotion(registry, "agent:3", "staging", suite(guards), first=True).run(scripted(third))
     assert not decision.promoted and decision.text.startswith("success on calculator: 0.125; limit:")

@@ -71,11 +71,20 @@ class Gate(Section):
                 )
         return found
 
-    def stated(self, main: str) -> list[str]:
+    def asked(self, first: bool) -> list[Guard]:
+        """Return the guards that are held; of the first champion those that need no other."""
+        return [each for each in self.guards if not first or (each.at_least, each.at_most) != (None, None)]
+
+    def stated(self, main: str, first: bool) -> list[str]:
         """Return the gate in words."""
         than = f"not worse by {self.not_worse:g}" if self.not_worse else "better"
         lines = [f"success on {main}: {than}, with an error of at most {self.alpha:g} (sequential test)"]
-        return lines + [f"{each.metric} on {each.entry or main}: {each.limits()}" for each in self.guards]
+        guards = [f"{each.metric} on {each.entry or main}: {each.limits()}" for each in self.asked(first)]
+        return (
+            (guards or ["nothing of the first: no guard has at_least or at_most"])
+            if first
+            else lines + guards
+        )
 
 
 @dataclass(slots=True, frozen=True)

@@ -112,7 +112,7 @@ class Promotion:
             model = ask_model(side.name, given, runs, registry.path)
             for each in suite_evaluations(asked, model, folder, say):
                 side.add(each)
-        self.stated = self.gate.stated(self.main)
+        self.stated = self.gate.stated(self.main, first)
 
     def run(self, play: Play | None = None) -> Decision:
         """Play what is needed, decide, and write the decision into the registry."""
@@ -123,7 +123,7 @@ class Promotion:
                 for place in range(len(self.entries)):
                     for side in self.sides:
                         self._play(side, place, play)
-                checks += [self._guard(guard) for guard in self.gate.guards]
+                checks += [self._guard(guard) for guard in self.gate.asked(self.champion is None)]
         finally:
             for evaluation in (each for side in self.sides for each in side.wanted):
                 if evaluation is not None and evaluation.record is None:
