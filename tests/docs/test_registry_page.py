@@ -50,7 +50,7 @@ def test_the_walk(tmp_path: Path) -> None:
     ]
     told += [
         "agent:3 stays out",
-        '"object":"chat.completion"',
+        '"object": "chat.completion"',
         "agent@champion is agent:1 again; it was agent:2",
     ]
     places = [done.stdout.index(text) for text in told]

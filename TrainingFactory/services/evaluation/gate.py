@@ -56,7 +56,7 @@ class Gate(Section):
     @property
     def level(self) -> float:
         """Return what the mean difference must be over."""
-        return -(self.not_worse or 0.0)
+        return 0.0 - (self.not_worse or 0.0)
 
     def problems(self, entries: Sequence[str]) -> list[Problem]:
         """Return what is wrong with a gate that is well formed, for the entries of its suite."""
