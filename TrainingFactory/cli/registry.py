@@ -14,11 +14,14 @@ from TrainingFactory.cli import show
 from TrainingFactory.cli.options import Json, Where
 
 if TYPE_CHECKING:
+    from TrainingFactory.services.evaluation.asked import RecordedEvaluation
     from TrainingFactory.services.model_registry import ModelRegistry
     from TrainingFactory.services.registry.rows import Version
 
-registry = App(name="registry", help="Register models: versions, aliases, lineage; verify and export them.")
-DAMAGED = 1  # exit status
+registry = App(
+    name="registry", help="Register models: versions, aliases, lineage; promote, verify and export them."
+)
+DAMAGED = REFUSED = 1  # exit status
 Of = Annotated[str, Parameter(name="version", help="As agent:3, agent@champion, or agent for the newest.")]
 At = Annotated[
     Path | None, Parameter(name="--registry", help="The registry's file; beside the runs if not given.")
@@ -65,7 +68,8 @@ def list_(*, as_json: Json = False, at: At = None, where: Where = "runs") -> Non
 def show_(
     version: Of, *, lineage: bool = False, as_json: Json = False, at: At = None, where: Where = "runs"
 ) -> None:
-    """Show a version: its files, what was measured and decided; with --lineage the way from the base model to it.
+    """Show a version: its files, what was measured and decided (of all versions where the model alone is named); with
+    --lineage the way from the base model to it.
 
     ```
     tfactory registry show agent@champion
@@ -96,7 +100,7 @@ def show_(
         if "success" in each.get("metrics", {}):
             rows.append(("measured", f"{what_of(each)}: success {each['metrics']['success']:.3f}"))
     for each in decisions:
-        if found.number in (each["number"], each["was"]):
+        if version == found.model or found.number in (each["number"], each["was"]):
             rows.append((each["kind"], _decision(each)))
     show.table([row for row in rows if row[1]])
     if lineage:
@@ -165,6 +169,71 @@ def alias(version: Of, name: str, *, remove: bool = False, at: At = None, where:
         return
     found, was = opened.set_alias(version, name)
     print(f"{found.model}@{name} is {found}" + (f"; it was {found.model}:{was}" if was else ""))
+
+
+@registry.command
+def promote(
+    version: Of,
+    *overrides: Annotated[str, Parameter(help="Options of the model, as key=value: model.dtype=bfloat16")],
+    suite: str,
+    to: str = "champion",
+    first: bool = False,
+    html: Path | None = None,
+    as_json: Json = False,
+    at: At = None,
+    where: Where = "runs",
+) -> int:
+    """Give a version an alias if it proves itself against the version that has it: both are asked the same tasks with
+    the same random numbers, and the suite's section `gate:` says what must hold. The decision is kept with its
+    evidence. The exit status is 0 if it was promoted, and 1 if it was refused.
+
+    ```
+    tfactory registry promote agent:7 --suite release.yaml
+    tfactory registry promote agent:7 --to staging --suite release.yaml --html promotion.html
+    tfactory registry promote agent:1 --suite release.yaml --first
+    ```
+
+    Args:
+        suite: A YAML file with entries and a gate.
+        to: The alias.
+        first: There is no such alias yet: promote if the guards hold that need no other version.
+        html: Write a page with the decision and every task that flipped to this file.
+    """
+    from TrainingFactory.services.evaluation.promotion import Promotion
+
+    made = Promotion(_open(at, where), version, to, suite, first, overrides, where, show.note)
+    against = f" against {made.champion}" if made.champion else ", the first"
+    show.note(f"{made.version} for {made.target}{against}; the gate of suite {made.suite.name}:")
+    for line in made.stated:
+        show.note(f"  {line}")
+    decision = made.run(_play)
+    status = 0 if decision.promoted else REFUSED
+    if html is not None:
+        from TrainingFactory.services.reports.comparison_page import comparison_page
+
+        found = [decision.comparison] if decision.comparison else []
+        show.write_page(html, comparison_page(decision.sides, found, decision))
+    if as_json:
+        print(json.dumps({"promoted": decision.promoted} | made.registry.decisions(made.version.model)[-1]))
+        return status
+    rows = [("yes" if each.holds else "no", each.name, each.found) for each in decision.checks]
+    show.columns(["holds", "gate", "found"], rows)
+    if (found := decision.comparison) is not None:
+        change, counts = found.difference, f"{len(found.better)} better, {len(found.worse)} worse"
+        interval = f"{change.value:+.3f} (95 % interval {change.low:+.3f} to {change.high:+.3f})"
+        print(f"all tasks played: {interval}, {counts}, exact McNemar p = {found.p:.3g}")
+    verdict = f"is {made.target} now" if decision.promoted else f"is refused as {made.target}"
+    print(f"{made.version} {verdict}: {decision.text}")
+    return status
+
+
+def _play(name: str, evaluation: RecordedEvaluation) -> None:
+    from TrainingFactory.cli.display import Display
+
+    show.note(f"{name}: {evaluation.asked.entry}, up to {show.count(len(evaluation.tasks), 'task')}")
+    with Display(evaluation.total) as display:
+        if evaluation.run(display.episode).interrupted:
+            raise KeyboardInterrupt
 
 
 @registry.command
@@ -288,8 +357,13 @@ def _origin(version: Version) -> str:
 
 
 def _decision(row: dict[str, Any]) -> str:
+    evidence = row["evidence"] or {}
+    if row["kind"] == "refuse":
+        what = f"{row['model']}:{row['number']} as {row['alias']}"
+        return f"{what}, {row['created']} by {row['who']}: {evidence['reason']}"
     alias = f"{row['model']}@{row['alias']} " if row["alias"] else ""
     versions = (
         f"{row['was'] or 'none'} -> {row['number'] or 'none'}" if row["alias"] else f"version {row['number']}"
     )
-    return f"{alias}{versions}, {row['created']} by {row['who']}"
+    proof = "".join(f"; {each['name']}: {each['found']}" for each in evidence.get("checks", [])[:1])
+    return f"{alias}{versions}, {row['created']} by {row['who']}{proof}"

@@ -15,6 +15,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from TrainingFactory.services.build.model_names import Named, as_started_from, find_model
+from TrainingFactory.services.evaluation.promotion import Decision, Promotion
 from TrainingFactory.services.export import Dtype, Exported, export
 from TrainingFactory.services.registry.card import card
 from TrainingFactory.services.registry.catalogue import Catalogue, registry_path
@@ -56,6 +57,10 @@ class ModelRegistry(Catalogue):
         lineage = _lineage(found)
         records = _measured(found, lineage)
         return self.add(name, found.folder, lineage, base, base_folder, description, tags, records)
+
+    def promote(self, name: str, alias: str, suite: str, first: bool = False) -> Decision:
+        """Give a version an alias if it holds the suite's gate against the version that has it; else refuse."""
+        return Promotion(self, name, alias, suite, first, runs=self.runs).run()
 
     def export(
         self, name: str, folder: str | Path, merge: bool = False, dtype: Dtype | None = None

@@ -17,8 +17,16 @@ from TrainingFactory.services.build.named_files import changed_files
 from TrainingFactory.services.evaluation import evaluation as evaluations
 from TrainingFactory.services.evaluation.evaluation import Evaluation
 from TrainingFactory.services.evaluation.identity import conditions, identity
-from TrainingFactory.services.evaluation.records import EvaluationRecord, Say, append_record, make_record
+from TrainingFactory.services.evaluation.records import (
+    EvaluationRecord,
+    Say,
+    append_record,
+    make_record,
+    tasks_digest,
+)
 from TrainingFactory.services.evaluation.rollouts import Report
+from TrainingFactory.services.registry.catalogue import Catalogue, registry_path
+from TrainingFactory.services.registry.rows import Version
 from TrainingFactory.services.runs.folder import EVALUATIONS, RunFolder
 from TrainingFactory.tools.threads import in_thread
 from TrainingFactory.types import Task, Trajectory
@@ -40,12 +48,20 @@ class Asked:
     step: int | None = None
     suite: str | None = None
     entry: str | None = None
+    version: Version | None = None  # where it is a registered model, with the registry's file
+    registry: Path | None = None
 
     @property
     def records(self) -> Path:
         """Return the file that its records go to."""
         folder = Path(self.config.logging.output_dir).expanduser() if self.run is None else self.run.path
         return folder / EVALUATIONS
+
+    def keep(self, record: EvaluationRecord) -> None:
+        """Write the record to its file, and to the registry where the model is registered."""
+        append_record(self.records, record)
+        if self.version is not None and self.registry is not None:
+            Catalogue(self.registry).add_evaluation(str(self.version), record.model_dump(mode="json"))
 
     def under(self, config: TrainingConfig, suite: str | None = None, entry: str | None = None) -> Asked:
         """Return the same model under the conditions of another config."""
@@ -75,12 +91,15 @@ class RecordedEvaluation(Evaluation):
             return report
         asked, file = self.asked, self.asked.records
         episodes = os.path.relpath(self.path.resolve(), file.parent.resolve())
+        done = {each.task.id for each in report.trajectories}
+        tasks = [task for task in self.tasks if task.id in done]  # fewer where these were enough
+        under = self.conditions.model_copy(update={"tasks": tasks_digest(tasks), "count": len(tasks)})
         self.record: EvaluationRecord | None = make_record(
-            report.trajectories, self.model, self.conditions, report.metrics, by="eval", scored_by=self.scored_by,
+            report.trajectories, self.model, under, report.metrics, by="eval", scored_by=self.scored_by,
             suite=asked.suite, entry=asked.entry, episodes_file=episodes,
         )  # fmt: skip
         report.metrics = self.record.metrics
-        await in_thread(append_record, file, self.record)
+        await in_thread(asked.keep, self.record)
         return report
 
 
@@ -106,7 +125,7 @@ def ask_model(
     found = find_model(model, runs, registry)
     given = evaluations.overrides_of({"model": evaluations.sections_of(found)["model"]})
     own = [each for each in overrides if full_key(each.partition("=")[0].strip()).startswith(OF_THE_MODEL)]
-    return _asked(found, load_config(None, [*given, *own]))
+    return _asked(found, load_config(None, [*given, *own]), registry_path(runs, registry))
 
 
 def ask(
@@ -132,13 +151,13 @@ def ask(
         say(
             "note: the run has no held-out tasks, so these are those it learned from; name others: --tasks FILE"
         )
-    return _asked(found, config)
+    return _asked(found, config, registry_path(runs, registry))
 
 
-def _asked(found: Named, config: TrainingConfig) -> Asked:
+def _asked(found: Named, config: TrainingConfig, registry: Path) -> Asked:
     run, number = found.maker, re.fullmatch(r"step-(\d+)", found.folder.name if found.folder else "")
     if not isinstance(run, RunFolder):
-        return Asked(found.written, config)
+        return Asked(found.written, config, version=found.version, registry=registry)
     return Asked(found.written, config, run, int(number[1]) if number else None)
 
 

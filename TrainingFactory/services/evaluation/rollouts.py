@@ -27,7 +27,7 @@ from TrainingFactory.services.training.dataset import Objects, make_tasks
 from TrainingFactory.services.training.interrupts import Interrupts, Stopped
 from TrainingFactory.tools.recording import CALLS
 from TrainingFactory.tools.threads import in_thread
-from TrainingFactory.types import Trajectory
+from TrainingFactory.types import Task, Trajectory
 
 
 @dataclass(slots=True)
@@ -65,6 +65,9 @@ class Rollouts:
             self.tasks = list(found.tasks or ()) or make_tasks(config, self.environment)
         build_rewards.check_tasks(checked, self.tasks)
         save_trajectories(os.devnull, (Trajectory(task, group="") for task in self.tasks))  # can they be?
+        # Played one after the other until what has been played is enough; together all tasks.
+        self.rounds: Sequence[Sequence[Task]] = [self.tasks]
+        self.enough: Callable[[Sequence[Trajectory]], bool] = lambda _: False
         self.total = len(self.tasks) * group_size
         name = short_name(config.environment.environment_id or "tools")
         folder = Path(config.logging.output_dir).expanduser() / "rollouts"
@@ -118,7 +121,10 @@ class Rollouts:
         await check_tools(environment, self.tasks[0], chat, reward)
         started = time.perf_counter()
         heldout = "eval" if config.data.split == "heldout" else None
-        await engine.rollout_batch(self.tasks, sampler, self.group_size, recorded_as=heldout)
+        for tasks in self.rounds:
+            await engine.rollout_batch(tasks, sampler, self.group_size, recorded_as=heldout)
+            if self.enough(self._ended):
+                break
         return started
 
     def _new_recording(self) -> Path | None:

@@ -19,6 +19,7 @@ from TrainingFactory.options import Count, Positive, Text, ZeroOrMore, did_you_m
 from TrainingFactory.services.build.named_files import found_beside
 from TrainingFactory.services.evaluation import statistics
 from TrainingFactory.services.evaluation.asked import OF_THE_MODEL, Asked, RecordedEvaluation
+from TrainingFactory.services.evaluation.gate import Gate
 from TrainingFactory.services.evaluation.records import EvaluationRecord, Say
 
 
@@ -80,6 +81,8 @@ class Suite(Section):
     """Of the suite; null: that of its file."""
     entries: Annotated[list[SuiteEntry], Field(min_length=1)]
     """What a model is asked."""
+    gate: Gate | None = None
+    """What must hold for a model to be promoted."""
 
     def asked(self, model: Asked, folder: Path | None = None) -> list[Asked]:
         """Return what the suite asks of a model; files are looked for here and in the suite's folder."""
@@ -139,7 +142,7 @@ def _wrong(suite: Suite) -> list[Problem]:
                 Problem(key, f"is the second that is called {entry.title}; give it a name of its own")
             )
         titles.add(entry.title)
-    return found
+    return found + ([] if suite.gate is None else suite.gate.problems([each.title for each in suite.entries]))
 
 
 def check_overrides(overrides: Sequence[str]) -> None:

@@ -5,19 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from TrainingFactory.services.evaluation.comparison import Comparison, Side
+from TrainingFactory.services.evaluation.promotion import Decision
 from TrainingFactory.services.reports.pages import render
 from TrainingFactory.services.reports.texts import conversation, ending
 
 MOST = 50  # flipped tasks of each direction on a page
 
 
-def comparison_page(sides: Sequence[Side], found: Sequence[Comparison]) -> str:
-    """Return a page that needs nothing beside it."""
+def comparison_page(
+    sides: Sequence[Side], found: Sequence[Comparison], decision: Decision | None = None
+) -> str:
+    """Return a page that needs nothing beside it, with what was decided by it, if anything."""
     parts = [
         (each, word, len(flips), each.episodes(flips[:MOST]))
         for each in found
         for word, flips in (("better", each.better), ("worse", each.worse))
     ]
-    return render(
-        "compare.html.jinja", sides=sides, found=found, parts=parts, conversation=conversation, ending=ending
-    )
+    known = {"sides": sides, "found": found, "parts": parts, "decision": decision}
+    return render("compare.html.jinja", **known, conversation=conversation, ending=ending)
