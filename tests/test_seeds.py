@@ -211,6 +211,8 @@ def rewards_steps(space: dict[str, Any]) -> None:
     assert trajectory.reward is not None
     trajectory.reward.outcome = 1.0
     assert calculate_process_reward(trajectory).outcome == 1.0
+    with pytest.raises(ValueError, match="is of a Trajectory, as a rollout returns it, not of a list"):
+        calculate_process_reward([])  # pyright: ignore[reportArgumentType]
 
 
 def supports(space: dict[str, Any]) -> None:

@@ -138,3 +138,27 @@ def check(
     for note in examples.notes:
         show.note(f"note: {note}")
     return 1 if examples.bad else 0
+
+
+@data.command
+def lessons(environment: Literal["search", "calculator"] = "search", /, *, out: Path, seed: int = 0) -> int:
+    """Write the demo's demonstrations for the built-in model, good ones and mistakes: what sft learns from them,
+    rewards can better.
+
+    ```
+    tfactory data lessons search --out lessons.jsonl
+    tfactory train configs/tiny_sft.yaml data.dataset=lessons.jsonl data.shuffle=false training.schedule=linear
+    ```
+
+    Args:
+        environment: Whose tasks are demonstrated.
+        out: The JSONL file; one that is there is replaced.
+        seed: For the tasks and the mistakes.
+    """
+    from TrainingFactory import catalog
+    from TrainingFactory.services.demo.demo import write_lessons
+    from TrainingFactory.services.demo.lessons import LESSONS
+
+    write_lessons(out, catalog.find("environment", environment), seed, LESSONS[environment])
+    show.note(f"wrote {out}")
+    return 0

@@ -126,7 +126,12 @@ def _of_folder(path: Path, split: str) -> Iterator[Row]:
     if (path / "trajectories.jsonl").is_file():  # a run
         return _of_lines(path / "trajectories.jsonl")
     if not any((path / name).is_file() for name in ("dataset_info.json", "dataset_dict.json")):
-        raise ValueError(f"the folder {path} is no dataset: there is no dataset_info.json in it")
+        files = [path / f"{split}{ending}" for ending in FILES]
+        if (found := next((file for file in files if file.is_file()), None)) is not None:
+            return _rows(found, split)
+        raise ValueError(
+            f"the folder {path} is no dataset: there is neither dataset_info.json nor {split}.jsonl in it"
+        )
     import datasets
 
     found = _split_of(datasets.load_from_disk(str(path)), str(path), split)

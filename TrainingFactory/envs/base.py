@@ -94,7 +94,8 @@ class ToolEnvironment:
             raise ValueError(
                 f"task {self.task.id} has no answer to compare with: write {name}.reward or give a reward"
             )
-        return float(episode.trajectory.answer.strip() == str(self.task.answer).strip())
+        wanted = str(self.task.answer).rpartition("####")[2]  # GSM8K has a whole solution before it
+        return float(episode.trajectory.answer.strip() == wanted.strip())
 
     async def close(self) -> None:
         """Give back what the episode held."""

@@ -227,6 +227,9 @@ def calculate_process_reward(
 ) -> Reward:
     """Return the same for a trajectory whose outcome is known already: its own reward's if none is given, and 0 where
     it has none. Options are those of ProcessReward."""
+    if not isinstance(trajectory, Trajectory):
+        kind = type(trajectory).__name__
+        raise ValueError(f"a process reward is of a Trajectory, as a rollout returns it, not of a {kind}")
     if outcome is None:
         outcome = 0.0 if trajectory.reward is None else trajectory.reward.outcome
     reward = ProcessReward(outcome_weight, step_rewards, **options)

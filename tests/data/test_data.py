@@ -11,6 +11,7 @@ import pytest
 
 from tests.kits.data import ANSWER, BROKEN, CALL, DIALOGUE, RESULT, SEARCH, USER, calling, load, one
 from TrainingFactory.data.examples import load_examples
+from TrainingFactory.data.tasks import load_tasks
 from TrainingFactory.services.training.dataset import arguments_fit
 from TrainingFactory.types import Message
 
@@ -222,7 +223,14 @@ def test_files_that_are_none(tmp_path: Path, name: str, text: str, expected: str
 
 
 def test_folders_and_names_that_are_none(tmp_path: Path) -> None:
-    said = {"is no dataset: there is no dataset_info": tmp_path, "no file of data at": tmp_path / "x.parquet"}
+    nothing = "is no dataset: there is neither dataset_info.json nor train.jsonl"
+    said = {nothing: tmp_path, "no file of data at": tmp_path / "x.parquet"}
     for text, source in (said | {"not a int": 3}).items():
         with pytest.raises(ValueError, match=text):
             load_examples(source, "sft")
+
+
+def test_a_folder_with_a_file_for_each_split(tmp_path: Path) -> None:
+    for split, count in {"train": 2, "test": 1}.items():
+        (tmp_path / f"{split}.jsonl").write_text('{"question": "1 + 1?", "answer": "Two. #### 2"}\n' * count)
+    assert [len(load_tasks(tmp_path, split)) for split in ("train", "test")] == [2, 1]

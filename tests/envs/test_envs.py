@@ -65,8 +65,9 @@ def test_an_environment_in_a_dozen_lines():
     ("said", "reward"), [("4", 1.0), (" 4\n", 1.0), ("5", 0.0), ("", 0.0), ("It is 4", 0.0)]
 )
 def test_the_default_reward_compares_answers(said: str, reward: float):
-    trajectory = play_out(Weather(Task("oslo", "?", "4")), iter([Message("assistant", said)]))
-    assert trajectory.reward is not None and trajectory.reward.outcome == reward
+    for answer in ("4", "Two and two.\n#### 4"):  # the second in GSM8K's form
+        trajectory = play_out(Weather(Task("oslo", "?", answer)), iter([Message("assistant", said)]))
+        assert trajectory.reward is not None and trajectory.reward.outcome == reward
 
 
 def test_no_answer_is_not_a_zero():

@@ -240,6 +240,7 @@ def _rules(self: Any, data: Any, tokenizer: Any, if_val: bool = False) -> Any:
         ),
         ({"_compute_score_with_reward_rollout_wg": _rules}, "no worker group.*reward.type=model_judge"),
         ({"compute_score": _rules}, "Mine.compute_score cannot be honoured"),
+        ({"_compute_scores_with_rules": _rules}, "nobody's to call; did you mean _compute_score_with_rules"),
         (
             {"_compute_score_with_rules": lambda self, data: 0},
             r"rules\(data\) has another signature.*data, tokenizer",

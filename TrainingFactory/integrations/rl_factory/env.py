@@ -10,6 +10,7 @@ from TrainingFactory.envs.base import ForeignEnvironment, ToolEnvironment
 from TrainingFactory.integrations.rl_factory.data import PROMPTS, READ, RULES, STEPS, DataItem
 from TrainingFactory.integrations.rl_factory.episode import EnvEpisode, JudgedEpisode
 from TrainingFactory.integrations.rl_factory.tool_manager import EpisodeTools
+from TrainingFactory.options import nearest
 
 VERIFY, ONE_PROMPT = "verify_tool", "_get_single_prompt_str"
 SWITCHES = {"use_verify_tool": VERIFY, "use_process_reward": STEPS}
@@ -127,6 +128,9 @@ class Env(ForeignEnvironment):
         for method, instead in REFUSED.items():
             if hasattr(type(self), method):
                 raise ValueError(f"{name}.{method} cannot be honoured: {instead}")
+        for method in dir(type(self)):  # one that is nearly called so would never be called
+            if not hasattr(Env, method) and (near := nearest(method, CALLED, 0.85)):
+                raise ValueError(f"{name}.{method} is nobody's to call; did you mean {near}?")
         for method in CALLED:
             if not self.fits(method) and not (method == RULES and self.fits(RULES, if_val=False)):
                 right = ", ".join(["self", *(each.name for each in _parameters(method))])

@@ -100,7 +100,7 @@ def find_model(name: str, runs: str | Path = "runs", registry: str | Path | None
     plain = name.removeprefix(f"{runs}/")
     near = nearest(plain, known, 0.5) or nearest(re.split("[:@]", plain)[0], known, 0.5)
     text = f"there is no such run or model: {name!r}{did_you_mean(near)}"
-    raise factories.nowhere("models", name, text) if Path(factories.FILE).is_file() else ValueError(text)
+    raise factories.nowhere("models", name, text)
 
 
 def with_model(config: TrainingConfig) -> TrainingConfig:

@@ -14,6 +14,7 @@ import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from TrainingFactory import catalog
 from TrainingFactory.config import TrainingConfig, load_config
@@ -77,12 +78,7 @@ class Demo:
 
     def warm_start(self, watcher: Watcher) -> TrainingReport:
         """Write the demonstrations, and learn from them."""
-        from TrainingFactory.models import chat_format
-        from TrainingFactory.models.tiny import tiny_tokenizer
-
-        tasks = list(self.environment.tasks("train", DEMONSTRATED + self.seed, self.lessons.played))
-        chat, rng = chat_format(tiny_tokenizer()), random.Random(f"demo {self.seed}")
-        self.lessons.write(self.demonstrations, self.environment, chat, tasks, rng)
+        write_lessons(self.demonstrations, self.environment, self.seed, self.lessons)
         return self._run(self.warm_config, self.warm.name, watcher)
 
     def train(self, watcher: Watcher) -> TrainingReport:
@@ -113,6 +109,15 @@ class Demo:
         text = json.dumps(report.as_json(), indent=1, ensure_ascii=False)
         (self.folder / "report.json").write_text(text, encoding="utf-8", errors="backslashreplace")
         return report
+
+
+def write_lessons(path: Path, environment: Any, seed: int, lessons: Lessons) -> None:
+    """Write demonstrations, good and bad, from which the built-in model learns enough for rewards to go on with."""
+    from TrainingFactory.models import chat_format
+    from TrainingFactory.models.tiny import tiny_tokenizer
+
+    tasks = list(environment.tasks("train", DEMONSTRATED + seed, lessons.played))
+    lessons.write(path, environment, chat_format(tiny_tokenizer()), tasks, random.Random(f"demo {seed}"))
 
 
 @contextmanager
