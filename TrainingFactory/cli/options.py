@@ -22,7 +22,7 @@ Overrides = Annotated[str, Parameter(help="Options of the config, as key=value: 
 @Parameter(name="*")
 @dataclass(slots=True)
 class Flags:
-    """What is set most often; each stands for a key of the config."""
+    """Holds the options that are set most often; each stands for a key of the config."""
 
     model: str | None = None
     """Short name, hub id, local folder, GGUF file, run, registered model, or builtin:tiny."""

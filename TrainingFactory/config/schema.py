@@ -283,7 +283,7 @@ class RegistrySection(Section):
     name: str | None = None
     """Register what the run has made as the next version of this model when it is finished; null: it is not."""
     checkpoint: Literal["best", "last"] = "last"
-    """What is registered: the best checkpoint by its evaluations, or the last; `register` is another name of it."""
+    """Register the best checkpoint by its evaluations, or the last; `register` is another name of it."""
     path: PathText | None = None
     """The registry's file; null: registry.sqlite in logging.output_dir."""
 

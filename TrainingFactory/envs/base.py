@@ -88,14 +88,15 @@ class ToolEnvironment:
         return Step(replies, tool_results=results)
 
     def reward(self, episode: Episode) -> Reward | float | Awaitable[Reward | float]:
-        """Return 1 if the last message is the task's answer, else 0."""
+        """Return 1 if the last message is the task's answer, or what follows `####` in it, else 0."""
         if self.task.answer is None:
             name = type(self).__name__
             raise ValueError(
                 f"task {self.task.id} has no answer to compare with: write {name}.reward or give a reward"
             )
-        wanted = str(self.task.answer).rpartition("####")[2]  # GSM8K has a whole solution before it
-        return float(episode.trajectory.answer.strip() == wanted.strip())
+        wanted = str(self.task.answer)
+        short = wanted.rpartition("####")[2]  # GSM8K has a whole solution before it
+        return float(episode.trajectory.answer.strip() in (wanted.strip(), short.strip()))
 
     async def close(self) -> None:
         """Give back what the episode held."""

@@ -70,6 +70,12 @@ def test_the_default_reward_compares_answers(said: str, reward: float):
         assert trajectory.reward is not None and trajectory.reward.outcome == reward
 
 
+def test_an_answer_with_the_mark_of_gsm8k_in_it_is_right_as_a_whole():
+    text = "#### Weather\nCold"
+    trajectory = play_out(Weather(Task("oslo", "?", text)), iter([Message("assistant", text)]))
+    assert trajectory.reward is not None and trajectory.reward.outcome == 1.0
+
+
 def test_no_answer_is_not_a_zero():
     trajectory = play_out(Weather(Task("oslo", "?")), iter([Message("assistant", "4")]))
     assert trajectory.reward is None and "no answer to compare with" in str(trajectory.error)

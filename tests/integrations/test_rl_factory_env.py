@@ -234,10 +234,7 @@ def _rules(self: Any, data: Any, tokenizer: Any, if_val: bool = False) -> Any:
     ("members", "error"),
     [
         ({}, "Mine scores nothing: write _compute_score_with_rules, get_step_reward or"),
-        (
-            {"step": lambda self, responses, tokenizer: None},
-            "Mine.step cannot be honoured: the run itself calls",
-        ),
+        ({"step": lambda self, responses: None}, "Mine.step cannot be honoured: the run itself calls"),
         ({"_compute_score_with_reward_rollout_wg": _rules}, "no worker group.*reward.type=model_judge"),
         ({"compute_score": _rules}, "Mine.compute_score cannot be honoured"),
         ({"_compute_scores_with_rules": _rules}, "nobody's to call; did you mean _compute_score_with_rules"),

@@ -359,6 +359,6 @@ def test_without_mlflow_the_way_to_get_it_is_told(registry: ModelRegistry) -> No
 
 
 def test_what_was_read_is_not_read_again(registry: ModelRegistry, monkeypatch: pytest.MonkeyPatch) -> None:
-    find_model("sft", registry.runs)
-    monkeypatch.setattr(model_names, "changed", lambda *_, **__: pytest.fail("read twice"))
-    find_model("sft", registry.runs)
+    first, read = find_model("sft", registry.runs), list[Path]()
+    monkeypatch.setattr(model_names, "changed", lambda folder, **_: read.append(folder) or [])
+    assert find_model("sft", registry.runs).folder == first.folder and not read

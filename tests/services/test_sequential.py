@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import pytest
 
@@ -43,11 +41,10 @@ def test_of_2000_promotions_of_equal_models_few_are_made(flipping: float) -> Non
     rng = np.random.default_rng(1)
     drawn = rng.random((2000, 100))
     differences = np.where(drawn < flipping / 2, 1.0, np.where(drawn < flipping, -1.0, 0.0))
-    promoted = np.mean((log_capital(differences) >= math.log(20)).any(axis=1))
-    assert promoted <= 0.05
+    assert np.mean([proved(each, 0.0, 0.05) is not None for each in differences]) <= 0.05
     worse = differences - 0.1 * (rng.random(differences.shape) < 0.5) * (differences > -0.9)
     level = float(worse.mean())  # a model that is worse by just the margin
-    assert np.mean((log_capital(worse, level) >= math.log(20)).any(axis=1)) <= 0.05
+    assert np.mean([proved(each, level, 0.05) is not None for each in worse]) <= 0.05
     sums = np.cumsum(differences, axis=1)
     naive = sums > 1.645 * np.sqrt(np.cumsum(differences**2, axis=1)) + 1e-9
     assert naive[:, 10:].any(axis=1).mean() > 0.1
@@ -56,5 +53,6 @@ def test_of_2000_promotions_of_equal_models_few_are_made(flipping: float) -> Non
 def test_a_better_model_is_found_early() -> None:
     drawn = np.random.default_rng(2).random((300, 200))
     differences = np.where(drawn < 0.25, 1.0, np.where(drawn < 0.3, -1.0, 0.0))  # better by 0.2
-    reached = log_capital(differences) >= math.log(20)
-    assert reached.any(axis=1).mean() > 0.99 and np.median(reached.argmax(axis=1)) < 60
+    found = [proved(each, 0.0, 0.05) for each in differences]
+    needed = [each for each in found if each is not None]
+    assert len(needed) > 0.99 * len(found) and np.median(needed) < 60

@@ -12,18 +12,15 @@ import pytest
 
 from tests.kits.cli import Run
 from tests.kits.mcp import own
-from tests.kits.rollout import FakeChat, call_text, rollout
+from tests.kits.rollout import call_text, rollout
 from tests.kits.run import Quiet, small
 from tests.kits.tools import execute
-from TrainingFactory import catalog
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.data.trajectories import load_trajectories
 from TrainingFactory.envs import SearchEnvironment, ToolEnvironment
 from TrainingFactory.services import GRPOTrainer
 from TrainingFactory.services.build.run_tools import RunTools
 from TrainingFactory.services.build.tools import cacheable, choose_names
-from TrainingFactory.services.build.training import Training
-from TrainingFactory.services.evaluation.rollouts import Rollouts, check_tools
 from TrainingFactory.tools import MCPTools, ToolCache, tool
 from TrainingFactory.types import Reward, Task, ToolCall
 
@@ -279,75 +276,6 @@ def test_trainers_take_tools_of_every_kind(folder: Path) -> None:
     assert [each.spec.name for each in GRPOTrainer(tools=plain, tasks=tasks).objects.tools] == ["plain"]
     with pytest.raises(ValueError, match="is no tool"):
         GRPOTrainer(tools=[3], tasks=tasks)
-
-
-class Process:
-    """A source with something to end."""
-
-    started: ClassVar[list[Process]] = []
-    ended: ClassVar[list[Process]] = []
-    closed: ClassVar[list[str]] = []  # sessions
-
-    async def open(self) -> None:
-        self.started.append(self)
-
-    def session(self) -> Any:
-        return Process.Session()
-
-    async def close(self) -> None:
-        self.ended.append(self)
-
-    class Session:
-        tools: ClassVar[list[Any]] = []
-
-        async def close(self) -> None:
-            Process.closed.append("session")
-
-
-@pytest.mark.parametrize("how", ["raises", "hangs"])
-def test_an_environment_that_does_not_close_gives_its_sessions_back(how: str) -> None:
-    closed = Process.closed
-    closed.clear()
-
-    class Broken(ToolEnvironment):
-        def __init__(self, task: Task) -> None:
-            super().__init__(task, [Process()])
-
-        async def close(self) -> None:
-            if how == "raises":
-                raise RuntimeError("no")
-            await asyncio.sleep(600)
-
-    [[played]] = rollout(Broken, lambda *_: "ok", episode_timeout=60 if how == "raises" else 0.5)
-    assert played.status == "done" and closed == ["session"]
-    if how == "raises":
-        with pytest.raises(ValueError, match="no"):
-            asyncio.run(check_tools(Broken, Task("a", "?"), FakeChat()))
-        assert closed == ["session"] * 2
-
-
-def test_what_a_run_started_ends_with_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(catalog._CATALOG["tool"], "process", f"{__name__}:Process")
-    Process.started.clear()
-    Process.ended.clear()
-    config = small(folder, training={"max_steps": 2, "batch_size": 1, "group_size": 2})
-    config = TrainingConfig(**config.model_dump() | {"tools": ["process"], "data": {"tasks": "tasks.jsonl"}})
-    Training(config, name="fine", watcher=Quiet()).train()
-    with pytest.raises(RuntimeError, match="broken off"):
-        Training(config, name="broken", watcher=Quiet(fail_at=1)).train()
-    (folder / "hollow").mkdir()
-    (folder / "hollow" / "config.json").write_text("{}")  # what is wrong with it shows when it is loaded
-    with pytest.raises(ValueError, match=r"\./hollow"):
-        hollow = TrainingConfig(**config.model_dump() | {"model": "./hollow"})
-        Training(hollow, name="c", watcher=Quiet()).train()
-    with pytest.raises(ValueError, match="exists already"):
-        Training(config, name="fine", watcher=Quiet())
-    with pytest.raises(ValueError, match="did you mean calculator"):
-        wrong = TrainingConfig(**config.model_dump() | {"tools": ["process", "calculato"]})
-        Training(wrong, name="d", watcher=Quiet()).train()
-    Rollouts(config).run()
-    assert len(Process.started) == 4 and Process.ended == Process.started
-    assert not (folder / "c").exists() and not (folder / "d").exists()
 
 
 # the cache
