@@ -28,7 +28,9 @@ def main() -> None:
     wrong = {tasks: [share(needed(0.0, flips, tasks)) for flips in (0.1, 0.3, 1.0)] for tasks in (100, 400)}
     for tasks, rates in wrong.items():
         print(f"equal models, {tasks} tasks: {min(rates):.1%} to {max(rates):.1%} promoted")
-    print("| better by | promoted with 100 tasks | with 400 | tasks it takes (median of 400) |\n|---|---|---|---|")
+    print(
+        "| better by | promoted with 100 tasks | with 400 | tasks it takes (median of 400) |\n|---|---|---|---|"
+    )
     for better in (0.05, 0.1, 0.2):
         few, many = needed(better, 0.3, 100), needed(better, 0.3, 400)
         median = np.median([each for each in many if each is not None])
