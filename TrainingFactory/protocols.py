@@ -53,6 +53,27 @@ class Sampler(Protocol):
     async def close(self) -> None: ...
 
 
+class Engine(Protocol):
+    """Samples in another process or on another machine, as one of a fleet. Only plain data crosses it, and the fleet
+    keeps what a turn needs, so that another engine can be asked the same with the same seed."""
+
+    async def start(self) -> dict[str, Any]:
+        """Be ready to sample, or to `load` weights first; return what to tell: pid, node, versions, vocabulary."""
+        ...
+
+    async def sample(
+        self, prompt_ids: Sequence[int], params: SamplingParams, session: int = -1
+    ) -> Completion: ...
+    async def load(self, weights: Weights) -> None:
+        """Go on with these weights. Raise where they are not the model's or not finite: then the engine is replaced."""
+
+    async def score(self, token_ids: Sequence[int]) -> list[float]:
+        """Return the log-probs, at temperature 1, of all tokens but the first."""
+        ...
+
+    async def close(self) -> None: ...
+
+
 class ChatFormat(Protocol):
     """Writes and reads a conversation in tokens, as one model family does."""
 

@@ -85,11 +85,17 @@ class Completion:
     token_ids: list[int]
     logprobs: list[float]
     finish: Finish
-    policy_version: int = 0
+    policy_version: int = 0  # of the weights that sampled its first token
+    versions: list[int] | None = None  # of each token, where new weights landed within the turn
 
     def __post_init__(self) -> None:
         if len(self.token_ids) != len(self.logprobs):
             raise ValueError(f"{len(self.token_ids)} token ids but {len(self.logprobs)} log-probs")
+
+    @property
+    def token_versions(self) -> list[int]:
+        """Return the version of the weights that sampled each token."""
+        return self.versions or [self.policy_version] * len(self.token_ids)
 
 
 @dataclass(slots=True)
@@ -188,9 +194,32 @@ class Weights:
     """Names a published version of the policy's weights."""
 
     version: int
-    where: str = "shared"  # a file that holds them; shared: sampler and learner have the same tensors
+    where: str = "shared"  # a folder that holds them; shared: sampler and learner have the same tensors
     kind: Literal["full", "adapter"] = "full"
-    digest: str = ""
+    base: str = ""  # of an adapter: the folder with the weights under it, which never change
+    # A text in tokens, and the log-probs that the learner gives to all of them but the first: who loads the weights
+    # must find the same.
+    canary: tuple[tuple[int, ...], tuple[float, ...]] = ((), ())
+
+
+@dataclass(slots=True, frozen=True)
+class EngineSpec:
+    """Describes an engine so that it can be made anywhere. With `pushed` no weights are read from `model`, a folder or
+    a hub id: only its config.json counts, and the weights come by `load`."""
+
+    kind: Literal["native", "vllm"]
+    model: str
+    max_length: int
+    slots: int = 64
+    dtype: str = "auto"
+    device: str = "auto"
+    pushed: bool = True
+    trust_remote_code: bool = False
+    options: dict[str, Any] = field(default_factory=dict)  # arguments of vLLM's engine
+
+
+class SamplersLost(Exception):
+    """Says that nothing is left that could sample, nor could be started again: a run saves what it has and stops."""
 
 
 class ToolFailure(Exception):

@@ -33,7 +33,7 @@ LEVEL = {name: level for level, row in enumerate(LAYERS) for name in row}
 # The core never imports a satellite, nor the edge, which knows both.
 EDGE = ["services/build"]
 SATELLITES = [
-    "cli", "integrations", "http", "workers", "sql", "arithmetic.py", "endpoint.py", "envs/builtin",
+    "cli", "integrations", "cluster", "http", "workers", "sql", "arithmetic.py", "endpoint.py", "envs/builtin",
     "tools/mcp", "tools/cache", "tools/builtin", "tools/sandbox", "rewards/rules",
     "rewards/judge", "rewards/workers", "services/evaluation", "services/serving",
     "services/reports", "services/judge_audit", "services/demo", "services/doctor", "services/registry",
@@ -46,13 +46,14 @@ SATELLITES = [
     "services/keywords.py", "services/trl.py", "services/model_registry.py", "services/sft_trainer.py",
     "services/rl_trainer.py", "services/reward_model.py", "services/async_executor.py", "services/process_reward.py",
 ]  # fmt: skip
-CORE_LINES = 15_200
+CORE_LINES = 16_600
 # Lines of Python in each folder. A change that raises one says why in its commit.
 BUDGET: dict[str, int] = {
     ".": 1600,
     "algorithms": 990,
     "cli": 2590,
-    "config": 920,
+    "cluster": 100,
+    "config": 950,
     "data": 1810,
     "envs": 140,
     "envs/builtin": 500,
@@ -289,7 +290,7 @@ def test_config_stays_small() -> None:
     algorithms = {"sft", "grpo", "ppo", "dpo", "kto", "rft", "reward_model"}
     # A run has one algorithm, so nobody has to read the sections of the others.
     common = sum(count for section, count in per_section.items() if section not in algorithms)
-    assert common + max(per_section[section] for section in algorithms) <= 116
+    assert common + max(per_section[section] for section in algorithms) <= 130
     # a mapping such as step_rewards is one level deeper than its key
     assert max(key.count(".") + 1 for key in keys) <= 2
     assert all(field.description for field in keys.values())

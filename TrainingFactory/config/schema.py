@@ -125,6 +125,8 @@ class ToolEntry(Section):
     """JSON file with MCP servers, as other programs write it."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Of a built-in tool, such as {path: shop.db} for sql."""
+    remote: bool | None = None
+    """With compute.backend=ray: run it on the cluster's machines; null: those that can (the sandbox)."""
     cache_enabled: bool = False
     """Answer repeated calls from the cache; says that equal arguments give equal results."""
 
@@ -140,6 +142,8 @@ class OneReward(Section):
     model: PathText | None = None
     """learned: what a run of training.algorithm=reward_model has made, named as in model.name. model_judge: the judge's
     name at its endpoint."""
+    judge: dict[str, Any] = Field(default_factory=dict)
+    """model_judge: a judge of the run's own, started and ended with it: {model: NAME, replicas: 2, gpus: 1}."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Of the type: {rule: numeric} for rule_based, {verify: sql_execution} for tool_verified, {pay: per_turn, cap: 1.0,
     claw_back: true, outcome: {rule: f1}, rules: {mine: rules.py:mine}} for process_reward,
@@ -172,6 +176,17 @@ class RewardSection(OneReward):
 class OptimizationSection(Section):
     async_rollout: bool = False
     """Sample the next steps while the model is being updated."""
+    max_staleness: ZeroOrMore = 1
+    """async_rollout: versions of the weights that a token may be behind when it is trained; 0: nothing overlaps."""
+    async_order: Literal["number", "arrival"] = "number"
+    """async_rollout: train groups in the order in which they were begun, or as they end: quick ones come first then."""
+    importance_by: Literal["token", "sequence"] = "token"
+    """Of each token, or of the whole episode for all of its tokens."""
+    importance_mask: Annotated[list[Positive], Field(min_length=2, max_length=2)] | None = None
+    """Leave tokens out whose weight is below the first or above the second (IcePop), such as [0.5, 2.0]; null: none."""
+    max_mismatch: Positive = 0.1
+    """Mean distance between the log-probs of sampler and learner for the same weights: over it the run warns, and after
+    three steps in a row it stops."""
     distributed_reward: bool = False
     """Run rewards of the types rule_based and function in processes of their own, where they need no tools. Judges
     answer at their endpoints anyway."""
@@ -213,7 +228,7 @@ class DataSection(Section):
 
 class SamplingSection(Section):
     engine: Literal["native", "vllm"] = "native"
-    """What samples."""
+    """What samples: the engine of this package, or vLLM in a process of its own."""
     temperature: NotNegative = 1.0
     """0 is greedy."""
     max_tokens: Count = 256
@@ -230,6 +245,8 @@ class SamplingSection(Section):
     """Same seed, same trajectories, whatever the latencies of the tools."""
     max_reply_tokens: Count = 1024
     """Longest tool reply, in tokens; a longer one is cut, and the cut is marked."""
+    engine_options: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of vLLM's engine, such as {gpu_memory_utilization: 0.5, tensor_parallel_size: 2}."""
 
 
 class LoraSection(Section):
@@ -252,8 +269,19 @@ class LoraSection(Section):
 class ComputeSection(Section):
     backend: Literal["local", "ray"] = "local"
     """This machine, or a Ray cluster."""
+    address: str | None = None
+    """ray: auto for the cluster that this machine is part of, or HOST:PORT; null: Ray is started on this machine for
+    the run."""
+    samplers: Count = 1
+    """ray: engines that sample, each in a process of its own."""
+    gpus_per_sampler: NotNegative | None = None
+    """ray: GPUs of each; null: 1 for vLLM where the cluster has GPUs, else 0."""
+    cpus_per_sampler: NotNegative = 1.0
+    """ray: cores of each."""
+    start_timeout: Positive = 600.0
+    """Seconds in which an engine in another process must have started."""
     num_gpus: Count | None = None
-    """GPUs to use; null: all there are."""
+    """ray, where it is started for the run: GPUs that it may use; null: all there are."""
     allocation_id: PathText | None = None
     """Machines by their id in factories.yaml or in a ComputeFactory; they are released when the run ends."""
 

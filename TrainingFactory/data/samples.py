@@ -49,7 +49,7 @@ def to_samples(
         row.logprobs += [0.0] * known + [value if used else 0.0 for value, used in known_as]
         row.advantages += [0.0] * known + [advantage if used else 0.0 for used in trained]
         row.rewards += [0.0] * (known + new - 1) + [reward]
-        row.policy_version += [sampled.policy_version] * (known + new)
+        row.policy_version += [sampled.policy_version] * known + sampled.token_versions
     return rows
 
 

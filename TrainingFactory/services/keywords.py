@@ -121,6 +121,7 @@ class Keywords(TRLKeywords, total=False):
     # reward
     type: str
     outcome_weight: float
+    judge: dict[str, Any]
     step_rewards: dict[str, float]
     parts: dict[str, dict[str, Any]]
     max_unscored: float
@@ -128,6 +129,11 @@ class Keywords(TRLKeywords, total=False):
 
     # optimization
     async_rollout: bool
+    max_staleness: int
+    async_order: Literal["number", "arrival"]
+    importance_by: Literal["token", "sequence"]
+    importance_mask: list[float] | None
+    max_mismatch: float
     distributed_reward: bool
     reward_workers: int | None
     tool_cache: bool | str | ToolCache
@@ -152,6 +158,7 @@ class Keywords(TRLKeywords, total=False):
     slots: int
     deterministic: bool
     max_reply_tokens: int
+    engine_options: dict[str, Any]
 
     # lora
     enabled: bool
@@ -164,6 +171,11 @@ class Keywords(TRLKeywords, total=False):
 
     # compute
     backend: Literal["local", "ray"]
+    address: str | None
+    samplers: int
+    gpus_per_sampler: float | None
+    cpus_per_sampler: float
+    start_timeout: float
     num_gpus: int | None
 
     # logging
