@@ -182,7 +182,7 @@ class OptimizationSection(Section):
     """async_rollout: train groups in the order in which they were begun, or as they end: quick ones come first then."""
     importance_by: Literal["token", "sequence"] = "token"
     """Of each token, or of the whole episode for all of its tokens."""
-    importance_mask: Annotated[list[Positive], Field(min_length=2, max_length=2)] | None = None
+    importance_mask: Annotated[list[float], Field(min_length=2, max_length=2)] | None = None
     """Leave tokens out whose weight is below the first or above the second (IcePop), such as [0.5, 2.0]; null: none."""
     max_mismatch: Positive = 0.1
     """Mean distance between the log-probs of sampler and learner for the same weights: over it the run warns, and after

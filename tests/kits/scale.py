@@ -1,4 +1,4 @@
-"""Ray and vLLM's CPU build, where `make servers` has installed them: in a folder of their own, seen by these tests only.
+"""Ray and vLLM's CPU build, where `make servers` has installed them: a folder that only these tests see.
 
 Tests that use them are marked with `SCALE`: they share one process of the suite, one Ray and one vLLM engine."""
 
