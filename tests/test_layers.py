@@ -49,10 +49,10 @@ SATELLITES = [
 CORE_LINES = 16_600
 # Lines of Python in each folder. A change that raises one says why in its commit.
 BUDGET: dict[str, int] = {
-    ".": 1600,
+    ".": 1650,
     "algorithms": 990,
     "cli": 2590,
-    "cluster": 100,
+    "cluster": 70,
     "config": 950,
     "data": 1810,
     "envs": 140,
@@ -70,7 +70,7 @@ BUDGET: dict[str, int] = {
     "rewards/workers": 400,
     "rollout": 680,
     "sampling": 1720,
-    "services": 1420,
+    "services": 1430,
     "services/build": 2600,
     "services/demo": 420,
     "services/doctor": 650,
