@@ -5,7 +5,7 @@ The demo's GRPO config over its search environment, from a model that its warm s
 takes as long as a distribution says, 1 s on average: constant, exponential, heavy-tailed (log-normal, sigma 1.2: of 100
 calls one takes over 8 s). Changed in both alike: deterministic mode is off, which the asynchronous run refuses, and
 episodes go without a limit of slots over two steps' worth. A rate is that of the steps after the second one, by the
-times in metrics.jsonl.
+times in metrics.jsonl. A name such as 1 is max_staleness with groups in order; 1-arrival takes them as they end.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import json
 import math
 import random
 import tempfile
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from TrainingFactory.services.demo.demo import GRPO, Demo
 from TrainingFactory.services.runs.folder import RunFolder
 from TrainingFactory.services.runs.tracking import PlainLines
 from TrainingFactory.services.training.dataset import Objects
-from TrainingFactory.types import Message, Step
+from TrainingFactory.types import Message, Step, Task
 
 SKIPPED = 2  # steps, while the stream fills
 SIGMA = 1.2
@@ -40,13 +41,18 @@ LATENCIES: dict[str, Callable[[random.Random], float]] = {
 
 
 def delayed(kind: str, mean: float) -> type[SearchEnvironment]:
-    """Return the environment with a tool that takes its time; latencies are drawn in the order of the calls."""
-    rng, draw = random.Random(0), LATENCIES[kind]
+    """Return the environment with a tool that takes its time: the same for the same episode in every run."""
+    draw, members = LATENCIES[kind], Counter[str]()
 
     class Delayed(SearchEnvironment):
+        def __init__(self, task: Task) -> None:
+            super().__init__(task)
+            members[task.id] += 1
+            self._rng = random.Random(f"{task.id} {members[task.id]}")
+
         async def step(self, message: Message) -> Step:
             if message.tool_calls:
-                await asyncio.sleep(mean * draw(rng))
+                await asyncio.sleep(mean * draw(self._rng))
             return await super().step(message)
 
     return Delayed
@@ -78,9 +84,11 @@ def slow_tools(
     for kind in LATENCIES:
         options = {"training.max_steps": steps} | more
         seconds = {"0": run(model, folder, f"{kind}-0", kind, options, mean)}
-        for bound in bounds:
+        for bound, order in [*((bound, "number") for bound in bounds), (1, "arrival")]:
             ahead = {"optimization.async_rollout": True, "optimization.max_staleness": bound}
-            seconds[str(bound)] = run(model, folder, f"{kind}-{bound}", kind, options | ahead, mean)
+            ahead["optimization.async_order"] = order
+            name = f"{bound}" if order == "number" else f"{bound}-{order}"
+            seconds[name] = run(model, folder, f"{kind}-{name}", kind, options | ahead, mean)
         found[kind] = {
             "seconds_per_step": {bound: round(value, 3) for bound, value in seconds.items()},
             "speedup": {bound: round(seconds["0"] / seconds[bound], 2) for bound in seconds if bound != "0"},
