@@ -113,8 +113,8 @@ def test_ppo_by_hand(correction: Correction) -> None:
     trained = tokens(4)
     ppo = PPO(clip=0.1, clip_dual=None, value_clip=None, value_weight=0.7, correction=correction)
     loss, metrics = ppo.loss(trained)
-    slopes, value_slopes = torch.autograd.grad(loss, [trained.logprobs, trained.values])
     assert trained.old is not None and trained.values is not None and trained.returns is not None
+    slopes, value_slopes = torch.autograd.grad(loss, [trained.logprobs, trained.values])
     now, old, sampled, advantage, values, returns = (
         part.detach().double().numpy()
         for part in (trained.logprobs, trained.old, trained.sampled, trained.advantages, trained.values,

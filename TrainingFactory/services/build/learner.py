@@ -39,8 +39,8 @@ def make_algorithm(config: TrainingConfig) -> Algorithm:
     if (cap := importance_cap(config)) is not None:
         from TrainingFactory.algorithms.correction import Correction
 
-        low_high = tuple(asked.importance_mask) if asked.importance_mask else None
-        options["correction"] = Correction(cap, asked.importance_by, low_high)
+        mask = asked.importance_mask
+        options["correction"] = Correction(cap, asked.importance_by, mask and (mask[0], mask[1]))
     return kinds.make_algorithm(name, options)
 
 
