@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 from TrainingFactory.algorithms import kinds
 from TrainingFactory.algorithms.kinds import KINDS
 from TrainingFactory.config import TrainingConfig
-from TrainingFactory.protocols import Algorithm
+from TrainingFactory.protocols import Algorithm, Policy
+from TrainingFactory.services.runs.tracking import Watcher
+from TrainingFactory.services.training.tokenized import TokenizedDataset, Told
 
 if TYPE_CHECKING:
     from TrainingFactory.learning.learner import Learner
@@ -33,8 +35,25 @@ def make_trainable(config: TrainingConfig, loaded: LoadedModel) -> None:
 
 
 def make_algorithm(config: TrainingConfig) -> Algorithm:
-    name = config.training.algorithm
-    return kinds.make_algorithm(name, getattr(config, name).model_dump())
+    """Make the algorithm, with the correction that goes with who samples its episodes."""
+    name, asked = config.training.algorithm, config.optimization
+    options = getattr(config, name).model_dump()
+    if (cap := importance_cap(config)) is not None:
+        from TrainingFactory.algorithms.correction import Correction
+
+        low_high = None if (mask := asked.importance_mask) is None else (mask[0], mask[1])
+        options["correction"] = Correction(cap, asked.importance_by, low_high)
+    return kinds.make_algorithm(name, options)
+
+
+def importance_cap(config: TrainingConfig) -> float | None:
+    """Return the largest weight of a token; None: nothing is weighted, because what is learned is what was sampled."""
+    asked = config.optimization
+    elsewhere = config.sampling.engine != "native" or config.compute.backend != "local"
+    if not KINDS[config.training.algorithm].samples:
+        return None
+    behind = asked.async_rollout and asked.max_staleness > 0
+    return asked.importance_cap or (2.0 if elsewhere or behind else None)
 
 
 def make_policy(config: TrainingConfig, loaded: LoadedModel, algorithm: Algorithm, steps: int) -> LocalPolicy:
@@ -107,3 +126,20 @@ def make_critic(model: Any) -> Any:
 def critic_rate(config: TrainingConfig) -> float:
     """Return the critic's own rate: it starts from nothing, and may learn faster than the policy."""
     return config.ppo.critic_learning_rate or 10 * config.training.learning_rate
+
+
+async def references(
+    policy: Policy, algorithm: Algorithm, dataset: TokenizedDataset, batch_size: int, watcher: Watcher
+) -> list[list[list[float]]]:
+    """Compute the reference model's log-probs of all rows of each example, so that no such model is kept. Before a
+    checkpoint is loaded: the policy is its own reference only until it is trained."""
+    watcher.phase("reference")
+    found: list[list[list[float]]] = []
+    told = Told(watcher.say, len(dataset))
+    for start in range(0, len(dataset), batch_size):
+        numbers = range(start, min(start + batch_size, len(dataset)))
+        groups = [algorithm.samples(dataset.group(number)) for number in numbers]
+        scored = iter(await policy.score([row for group in groups for row in group]))
+        found += [[next(scored) for _ in group] for group in groups]
+        told.at(len(found), "examples have log-probs of the reference model")
+    return found
