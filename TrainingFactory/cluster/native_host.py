@@ -55,7 +55,6 @@ class NativeHost:
             return load_model(
                 spec.model, dtype=spec.dtype, device=spec.device, trust_remote_code=spec.trust_remote_code
             ).model
-        self._shapes = saved_shapes(spec.model, spec.trust_remote_code)
         kind, place = self._kinds()
         with torch.device(place):
             model = transformers.AutoModelForCausalLM.from_config(
@@ -111,7 +110,7 @@ class NativeHost:
             self._empty = False
 
     def _copy(self, folder: Path) -> None:
-        """Read a folder's weights into the model. Names of files may differ from those of modules: transformers knows."""
+        """Read a folder's weights into the model. Its names may differ from those of modules: transformers knows."""
         self._shapes = self._shapes or saved_shapes(self._spec.model, self._spec.trust_remote_code)
         check_weights(folder / WEIGHTS, self._shapes)
         read: Any = transformers.AutoModelForCausalLM.from_pretrained(

@@ -53,9 +53,16 @@ class RayPlaces:
                 self._group = await self._session.placed(bundles, what, self._timeout)
         what = f"sampler {number}"
         more = {"num_cpus": self._bundle["CPU"], "num_gpus": self._bundle["GPU"], "max_concurrency": AT_ONCE}
-        actor = ray.remote(EngineActor).options(**self._session.options(what, self._group, number, **more)).remote()
+        actor = (
+            ray.remote(EngineActor)
+            .options(**self._session.options(what, self._group, number, **more))
+            .remote()
+        )
         place = RayPlace(ray, actor, what, self.packed)
-        config = await in_thread(_read, Path(self._spec.model), "*.json") if self._spec.pushed else {}
+        wanted = (
+            "*" if self._spec.options.get("enable_lora") else "*.json"
+        )  # adapters have weights under them
+        config = await in_thread(_read, Path(self._spec.model), wanted) if self._spec.pushed else {}
         try:
             async with asyncio.timeout(self._timeout):
                 await place.open(self._spec, number, config, self._timeout)
@@ -135,11 +142,12 @@ class EngineActor:
 
     def __init__(self) -> None:
         self._call: Callable[..., Any] | None = None
+        self._model: tempfile.TemporaryDirectory[str] | None = None  # what came from another machine
 
     async def start(self, spec: EngineSpec, number: int, config: Files, timeout: float) -> dict[str, Any]:
         if config and not os.path.isdir(spec.model):
-            self._config = _written(config, None)
-            spec = dataclasses.replace(spec, model=self._config.name)
+            self._model = _written(config, None)
+            spec = dataclasses.replace(spec, model=self._model.name)
         about = await self._make(spec, number, timeout)
         node = require_ray().get_runtime_context().get_node_id()
         return {**about, "ray_node": node}
@@ -164,7 +172,8 @@ class EngineActor:
         """Load weights that came from another machine, by way of this one's memory."""
         shared = "/dev/shm" if os.path.isdir("/dev/shm") else None
         with _written(files, shared) as folder:
-            await self.call("load", (dataclasses.replace(weights, where=folder),))
+            base = self._model.name if weights.base and self._model is not None else weights.base
+            await self.call("load", (dataclasses.replace(weights, where=folder, base=base),))
 
 
 def _read(folder: Path, pattern: str) -> dict[str, Any]:
