@@ -179,7 +179,7 @@ class Fleet:
             return
         del self._alive[number]
         self._reason = str(error)
-        self._say(f"{place.name} is lost ({error}); its turns are asked again, and another one is started")
+        self._say(f"{error}; its turns are asked again, and another one is started")
         self._making[number] = asyncio.create_task(self._remake(number, place))
 
     async def _remake(self, number: int, lost: Place) -> None:

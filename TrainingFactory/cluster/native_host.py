@@ -74,7 +74,7 @@ class NativeHost:
         self, prompt_ids: Sequence[int], params: SamplingParams, session: int = -1
     ) -> Completion:
         if self._empty:
-            raise RuntimeError("the engine has no weights yet: they are pushed before it samples")
+            raise ValueError("the engine has no weights yet: they are pushed before it samples")
         async with self._turn():
             if session < 0:
                 return await self._engine.sample(prompt_ids, params)
