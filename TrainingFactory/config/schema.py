@@ -196,6 +196,11 @@ class OptimizationSection(Section):
     """Answer repeated calls of all tools that are marked pure or stateful: true for tool_cache.sqlite in output_dir, or
     another file, or redis://HOST:PORT/0."""
 
+    @property
+    def bound(self) -> int:
+        """Return how many steps sampling may be ahead of training."""
+        return self.max_staleness if self.async_rollout else 0
+
 
 class DataSection(Section):
     tasks: PathText | None = None

@@ -30,7 +30,7 @@ def batch(groups: Sequence[Sequence[Trajectory]], algorithm: GRPO | None = None)
     """A step of these groups; without an algorithm, every one of them is said to teach something."""
     rows = [Sample([1], [False], [0.0], [0.0], [0.0], [0])]
     made = [Group(n, list(g), algorithm.samples(g) if algorithm else rows) for n, g in enumerate(groups)]
-    return StepGroups(0, made, 0, sampled=True)
+    return StepGroups(0, made, sampled=True)
 
 
 def stopped(algorithm: GRPO | None, steps: int | None, *groups: Sequence[Trajectory]) -> str | None:

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 from TrainingFactory.algorithms import kinds
 from TrainingFactory.algorithms.kinds import KINDS
 from TrainingFactory.config import TrainingConfig
-from TrainingFactory.protocols import Algorithm
+from TrainingFactory.protocols import Algorithm, Policy
+from TrainingFactory.services.runs.tracking import Watcher
+from TrainingFactory.services.training.tokenized import TokenizedDataset, Told
 
 if TYPE_CHECKING:
     from TrainingFactory.learning.learner import Learner
@@ -107,3 +109,20 @@ def make_critic(model: Any) -> Any:
 def critic_rate(config: TrainingConfig) -> float:
     """Return the critic's own rate: it starts from nothing, and may learn faster than the policy."""
     return config.ppo.critic_learning_rate or 10 * config.training.learning_rate
+
+
+async def references(
+    policy: Policy, algorithm: Algorithm, dataset: TokenizedDataset, batch_size: int, watcher: Watcher
+) -> list[list[list[float]]]:
+    """Compute the reference model's log-probs of all rows of each example, so that no such model is kept. Before a
+    checkpoint is loaded: the policy is its own reference only until it is trained."""
+    watcher.phase("reference")
+    found: list[list[list[float]]] = []
+    told = Told(watcher.say, len(dataset))
+    for start in range(0, len(dataset), batch_size):
+        numbers = range(start, min(start + batch_size, len(dataset)))
+        groups = [algorithm.samples(dataset.group(number)) for number in numbers]
+        scored = iter(await policy.score([row for group in groups for row in group]))
+        found += [[next(scored) for _ in group] for group in groups]
+        told.at(len(found), "examples have log-probs of the reference model")
+    return found

@@ -10,6 +10,8 @@ from TrainingFactory.config.not_yet import changed, not_yet
 from TrainingFactory.rewards.rule_based import rule_from_options
 from TrainingFactory.rewards.rules.code import ToolRule
 
+AHEAD = ("async_rollout", "max_staleness", "async_order")
+
 
 def notices(config: TrainingConfig) -> list[str]:
     """Return one line for each feature that is not there yet, or not for this reward."""
@@ -35,6 +37,11 @@ def unused(config: TrainingConfig, *, played: bool = False, heldout: bool = Fals
             read = {"sampling.max_reply_tokens"} if expert else set()
             shown = [key for key in changed(config, "sampling") if key not in read]
             lines.append((shown, f"{name} samples nothing without an environment and training.eval_every"))
+    ahead = [key for key in changed(config, "optimization") if key.split(".")[1] in AHEAD]
+    if not kind.samples:
+        lines.append((ahead, f"{name} samples nothing that it trains on"))
+    elif not config.optimization.async_rollout:
+        lines.append((ahead, "they are for optimization.async_rollout=true"))
     if training.eval_every is None:
         measured = [key for key in changed(config, "data") if key.startswith("data.heldout")]
         measured += ["heldout"] if heldout else []

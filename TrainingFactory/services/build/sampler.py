@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from datetime import date
 from typing import TYPE_CHECKING
@@ -10,6 +11,7 @@ from TrainingFactory.config import TrainingConfig
 from TrainingFactory.protocols import ChatFormat, EnvironmentFactory, RewardFunction, Sampler
 from TrainingFactory.rollout import AsyncRolloutEngine
 from TrainingFactory.services.build.factories import told_with_places
+from TrainingFactory.services.build.learner import copy_of
 from TrainingFactory.tools.runtime import ToolRuntime
 from TrainingFactory.types import SamplingParams, Trajectory
 
@@ -56,11 +58,15 @@ def make_chat(config: TrainingConfig, loaded: LoadedModel, day: date | None = No
     )
 
 
-def make_engine(config: TrainingConfig, loaded: LoadedModel, episodes: int) -> NativeEngine:
+def make_engine(
+    config: TrainingConfig, loaded: LoadedModel, episodes: int, ahead: bool = False
+) -> NativeEngine:
+    """Make the engine that samples; `ahead`: while the model is trained, from weights of its own."""
     from TrainingFactory.sampling import NativeEngine
 
     return NativeEngine(
-        loaded.model,
+        copy_of(loaded.model) if ahead else loaded.model,
+        source=loaded.model if ahead else None,
         slots=min(config.sampling.slots, episodes),
         max_length=max_length(config, loaded),
         deterministic=config.sampling.deterministic,
@@ -84,6 +90,7 @@ def make_rollouts(
     on_episode: Callable[[Trajectory], None] | None = None,
     reward: RewardFunction | None = None,
     runtime: ToolRuntime | None = None,
+    gate: asyncio.Semaphore | None = None,
 ) -> AsyncRolloutEngine:
     sampling = config.sampling
     params = SamplingParams(
@@ -105,4 +112,5 @@ def make_rollouts(
         seed=config.training.seed,
         on_episode=on_episode,
         runtime=runtime,
+        gate=gate,
     )
