@@ -35,8 +35,25 @@ def make_trainable(config: TrainingConfig, loaded: LoadedModel) -> None:
 
 
 def make_algorithm(config: TrainingConfig) -> Algorithm:
-    name = config.training.algorithm
-    return kinds.make_algorithm(name, getattr(config, name).model_dump())
+    """Make the algorithm, with the correction that goes with who samples its episodes."""
+    name, asked = config.training.algorithm, config.optimization
+    options = getattr(config, name).model_dump()
+    if (cap := importance_cap(config)) is not None:
+        from TrainingFactory.algorithms.correction import Correction
+
+        mask = asked.importance_mask
+        options["correction"] = Correction(cap, asked.importance_by, mask and (mask[0], mask[1]))
+    return kinds.make_algorithm(name, options)
+
+
+def importance_cap(config: TrainingConfig) -> float | None:
+    """Return the largest weight of a token; None: nothing is weighted, because what is learned is what was sampled."""
+    asked = config.optimization
+    elsewhere = config.sampling.engine != "native" or config.compute.backend != "local"
+    if not KINDS[config.training.algorithm].samples:
+        return None
+    behind = asked.async_rollout and asked.max_staleness > 0
+    return asked.importance_cap or (2.0 if elsewhere or behind else None)
 
 
 def make_policy(config: TrainingConfig, loaded: LoadedModel, algorithm: Algorithm, steps: int) -> LocalPolicy:

@@ -261,7 +261,12 @@ async def make_loop(training: Training, held: AsyncExitStack) -> TrainingLoop:
         run=run,
         tools=tools,
         heldout=_heldout(training, played, heldout),
-        guards=Guards(config.reward.max_equal_steps, scored=scored, replayed=tools.replayed is not None),
+        guards=Guards(
+            config.reward.max_equal_steps,
+            scored=scored,
+            replayed=tools.replayed is not None,
+            max_mismatch=config.optimization.max_mismatch,
+        ),
         doctor=Table(earlier, config.training.update_epochs * config.training.minibatches),
         watcher=watcher,
         trackers=trackers,

@@ -26,7 +26,7 @@ from TrainingFactory.services.runs.folder import (
 )
 from TrainingFactory.services.runs.scores import Scores
 from TrainingFactory.services.runs.tracking import Watcher
-from TrainingFactory.services.training.guards import Guards
+from TrainingFactory.services.training.guards import Finding, Guards
 from TrainingFactory.services.training.interrupts import Interrupts, Stopped
 from TrainingFactory.services.training.ledger import Ledger
 from TrainingFactory.services.training.order import Order
@@ -131,7 +131,8 @@ class TrainingLoop:
             stream.end()
         self.watcher.phase("generate")
         async for batch in self.interrupts.over(stream):
-            await self._guard(batch)
+            last = batch.step + 1 == self.total
+            await self._guard(batch.step, self.guards.check(batch, last))
             self.watcher.phase("update")
             started = time.perf_counter()
             metrics = await self.policy.step(batch.rows, batch.step)
@@ -139,6 +140,7 @@ class TrainingLoop:
             await self._record(batch, metrics, time.perf_counter() - started)
             if lost is not None:
                 raise lost
+            await self._guard(batch.step, self.guards.updated(metrics, last))
             reason = self.scores.verdict()
             await self._save_if_due(last=reason is not None)
             self.interrupts.check()
@@ -158,13 +160,12 @@ class TrainingLoop:
             return lost
         return None
 
-    async def _guard(self, batch: StepGroups) -> None:
+    async def _guard(self, step: int, finding: Finding) -> None:
         """Warn of a step that cannot be learned from; wait for what may pass, stop at what will not."""
-        finding = self.guards.check(batch, last=batch.step + 1 == self.total)
         if finding.save:
             await self._save()
         if finding.warning is not None:
-            self.watcher.say(f"WARNING step {batch.step + 1}: {finding.warning}")
+            self.watcher.say(f"WARNING step {step + 1}: {finding.warning}")
         if finding.stop is not None:
             raise ValueError(f"{finding.stop}. {self.run.mend}")
         if finding.pause:
