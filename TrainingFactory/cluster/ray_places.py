@@ -24,21 +24,22 @@ Files = Mapping[str, Any]  # names and contents
 
 
 class RayPlaces:
-    """Makes `RayPlace`s, each in a bundle of one placement group for `count` of them. Machines that have no such folder
-    as `spec.model` get its config where weights are pushed; else the path must be there too."""
+    """Makes `RayPlace`s, each in a bundle of one placement group for `count` of them; gpus=None: 1 for vLLM where the
+    cluster has any. Machines that have no such folder as `spec.model` get its config where weights are pushed; else the
+    path must be there too."""
 
     def __init__(
         self,
         session: RaySession,
         spec: EngineSpec,
         count: int,
-        gpus: float = 0.0,
+        gpus: float | None = None,
         cpus: float = 1.0,
         timeout: float = 600.0,
         say: Callable[[str], object] = lambda _: None,
     ) -> None:
         self._session, self._spec, self._count = session, spec, count
-        self._bundle = {"CPU": cpus, "GPU": gpus}
+        self._gpus, self._bundle = gpus, {"CPU": cpus}
         self._timeout, self._say = timeout, say
         self._placing = asyncio.Lock()
         self._group: Any = None
@@ -49,6 +50,9 @@ class RayPlaces:
         began = time.monotonic()
         async with self._placing:
             if self._group is None:
+                await self._session.open()
+                some = ray.cluster_resources().get("GPU", 0.0) and self._spec.kind == "vllm"
+                self._bundle["GPU"] = float(bool(some)) if self._gpus is None else self._gpus
                 bundles, what = [self._bundle] * self._count, f"compute.samplers={self._count}"
                 self._group = await self._session.placed(bundles, what, self._timeout)
         what = f"sampler {number}"
@@ -91,6 +95,7 @@ class RayPlaces:
         if self._group is not None:
             self._session.unplace(self._group)
             self._group = None
+        await self._session.close()
 
 
 class RayPlace:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from TrainingFactory.algorithms.kinds import KINDS
+from TrainingFactory.cluster.fleet import Fleet
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.config.not_yet import not_yet
 from TrainingFactory.config.problems import Problem
@@ -23,6 +24,7 @@ from TrainingFactory.services.build import factories
 from TrainingFactory.services.build import rewards as build_rewards
 from TrainingFactory.services.build import sampler as build_sampler
 from TrainingFactory.services.build.environment import check_tools, make_environment
+from TrainingFactory.services.build.fleet import at_once, check_engines, elsewhere, join_cluster, pushed_to
 from TrainingFactory.services.build.learner import make_algorithm, make_policy, make_trainable, references
 from TrainingFactory.services.build.model_names import as_started_from, check_started_from, with_model
 from TrainingFactory.services.build.named_files import about_start, as_started, changed_files
@@ -53,6 +55,7 @@ from TrainingFactory.services.training.tokenized import TokenizedDataset
 from TrainingFactory.tools.threads import in_thread
 
 if TYPE_CHECKING:
+    from TrainingFactory.learning.policy import LocalPolicy
     from TrainingFactory.models import LoadedModel, TemplateChatFormat
 
 
@@ -103,6 +106,7 @@ class Training:
         self.config = with_model(self.written) if run is None else as_started_from(run, self.written)
         config = self.config
         check(config, config.data.dataset is not None or self.objects.examples is not None)
+        check_engines(config)
         check_trackers(config.logging.trackers)
         check_registry(config)
         sampled = KINDS[config.training.algorithm].samples
@@ -219,6 +223,7 @@ async def make_loop(training: Training, held: AsyncExitStack) -> TrainingLoop:
     """Make everything that a run needs. `held` closes at its end what is opened here."""
     config, data, run, watcher = training.config, training.data, training.run, training.watcher
     tools = training.tools
+    await join_cluster(config, held)
     environment = None if data.environment is None else await tools.equip(data.environment)
     watcher.phase("load")
     loaded, chat = await in_thread(training.load, date.fromisoformat(run.about["day"]))
@@ -227,7 +232,9 @@ async def make_loop(training: Training, held: AsyncExitStack) -> TrainingLoop:
     order = training.order if dataset is None else make_order(config, len(dataset))
     total = steps_in(config, order)
     algorithm = make_algorithm(config)
-    policy = await in_thread(make_policy, config, loaded, algorithm, total)
+    samples = KINDS[config.training.algorithm].samples or config.training.eval_every is not None
+    published = elsewhere(config) and samples and environment is not None and tools.sampled_ahead is None
+    policy = await in_thread(make_policy, config, loaded, algorithm, total, published)
     held.push_async_callback(policy.close)
     for each in (dataset, heldout):
         if each is not None and "precomputed" in algorithm.needs:
@@ -245,7 +252,7 @@ async def make_loop(training: Training, held: AsyncExitStack) -> TrainingLoop:
         )
     played = None
     if environment is not None and recorded is None:
-        played = await _played(training, environment, chat, loaded, held)
+        played = await _played(training, environment, chat, loaded, policy, held)
     earlier = run.metrics()
     scored = any("reward" in row for row in earlier)
     trackers = Trackers(run.path, config)
@@ -255,6 +262,7 @@ async def make_loop(training: Training, held: AsyncExitStack) -> TrainingLoop:
         total=total,
         policy=policy,
         sampler=None if played is None else played.sampler,
+        counts=played.sampler.metrics if played is not None and isinstance(played.sampler, Fleet) else dict,
         source=recorded or _source(training, algorithm, order, progress.ledger, played, dataset, total),
         algorithm=algorithm,
         order=order,
@@ -292,12 +300,21 @@ class _Played:
 
 
 async def _played(
-    training: Training, environment: EnvironmentFactory, chat: Any, loaded: LoadedModel, held: AsyncExitStack
+    training: Training,
+    environment: EnvironmentFactory,
+    chat: Any,
+    loaded: LoadedModel,
+    policy: LocalPolicy,
+    held: AsyncExitStack,
 ) -> _Played:
     config, say = training.config, training.watcher.say
     bound, episodes = config.optimization.bound, config.training.batch_size * config.training.group_size
     bound = bound if KINDS[config.training.algorithm].samples else 0
-    sampler = build_sampler.make_engine(config, loaded, episodes * (1 + bound), ahead=bound > 0)
+    episodes, limit = episodes * (1 + bound), build_sampler.max_length(config, loaded)
+    if policy.publisher is not None:
+        sampler = pushed_to(config, policy.publisher, limit, episodes, say)
+    else:
+        sampler = build_sampler.make_engine(config, loaded, episodes, ahead=bound > 0)
     held.push_async_callback(sampler.close)
     reward = training.objects.reward or build_rewards.make_reward(config)
     held.push_async_callback(build_rewards.close_reward, reward)
@@ -307,8 +324,8 @@ async def _played(
     measure = RewardClock(measured, say)
     if tasks := training.data.tasks or training.data.heldout:
         await check_tools(environment, tasks[0], chat, reward)
-    limit, told = build_sampler.max_length(config, loaded), build_rewards.scored_by(config, measured)
-    gate = asyncio.Semaphore(config.sampling.slots) if bound else None
+    told = build_rewards.scored_by(config, measured)
+    gate = asyncio.Semaphore(at_once(config)) if bound else None
     return _Played(environment, chat, limit, sampler, clock, measure, told, gate)
 
 
