@@ -14,7 +14,11 @@ from TrainingFactory.types import Sample, Weights
 
 
 class Publishes(Protocol):
-    """Writes the weights for samplers that do not share them."""
+    """Writes the weights for samplers that do not share them: `learning/publishing.py`."""
+
+    model_folder: str
+    dtype: str
+    rank: int | None
 
     def publish(self, version: int) -> Weights: ...
     def close(self) -> None: ...
@@ -29,7 +33,7 @@ class LocalPolicy:
         self, learner: Learner, algorithm: Algorithm, tokenizer: Any, options: StepOptions,
         publisher: Publishes | None = None,
     ) -> None:  # fmt: skip
-        self._publisher = publisher
+        self.publisher = publisher
         self._learner, self._algorithm = learner, algorithm
         self._tokenizer, self._options = tokenizer, options
         self._thread = OneThread("policy")
@@ -57,11 +61,11 @@ class LocalPolicy:
         return state
 
     async def publish(self) -> Weights:
-        if self._publisher is None:
+        if self.publisher is None:
             return Weights(self._version)
-        return await self._thread.call(self._publisher.publish, self._version)
+        return await self._thread.call(self.publisher.publish, self._version)
 
     async def close(self) -> None:
         self._thread.close()
-        if self._publisher is not None:
-            self._publisher.close()
+        if self.publisher is not None:
+            self.publisher.close()

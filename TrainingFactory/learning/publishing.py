@@ -33,8 +33,8 @@ SHARED_MEMORY = Path("/dev/shm")
 
 class Publisher:
     """Writes versions of a learner's weights. `model_folder` is what an `EngineSpec` names: the model's config, and
-    under adapters its base; `rank` is that of an adapter, None where full weights are published. Without `adapters`
-    they always are."""
+    under adapters its base; `dtype` is its number format; `rank` is that of an adapter, None where full weights are
+    published. Without `adapters` they always are."""
 
     def __init__(self, learner: Learner, adapters: bool = True) -> None:
         self._learner, self._causal = learner, learner.causal
@@ -52,6 +52,7 @@ class Publisher:
         config = copy.deepcopy(self._causal.config)
         config.architectures = [type(self._causal).__name__]
         config.dtype = self._causal.dtype
+        self.dtype = str(config.dtype).removeprefix("torch.")
         self.model_folder, self._bones = str(self._home / "model"), skeleton(config)
         config.save_pretrained(self.model_folder)
         self.rank = _adapter_rank(learner.model) if adapters else None
