@@ -26,12 +26,13 @@ from TrainingFactory.models.saved import check_weights, saved_shapes
 def test_the_names_of_a_checkpoint(kind: str, tmp_path: Path) -> None:
     model = tiny(kind)
     publisher = Publisher(make_learner(model, temperature=0.7))
+    model.train()
     weights = publisher.publish(3)
+    assert model.training  # as it was
     model.save_pretrained(tmp_path)
     ours, theirs = (load_file(folder / "model.safetensors") for folder in (Path(weights.where), tmp_path))
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
     check_weights(Path(weights.where) / "model.safetensors", saved_shapes(publisher.model_folder))
-    assert model.training  # as it was
     tokens, logprobs = weights.canary
     expected = plain_logprobs(model, [tokens[0]], list(tokens[1:]))  # at temperature 1
     assert logprobs == pytest.approx(expected, abs=1e-4)
