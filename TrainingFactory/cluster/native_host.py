@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import load_file
 
 from TrainingFactory import __version__
 from TrainingFactory.models import load_model
@@ -113,10 +114,8 @@ class NativeHost:
         """Read a folder's weights into the model. Its names may differ from those of modules: transformers knows."""
         self._shapes = self._shapes or saved_shapes(self._spec.model, self._spec.trust_remote_code)
         check_weights(folder / WEIGHTS, self._shapes)
-        read: Any = transformers.AutoModelForCausalLM.from_pretrained(
-            folder, config=self._config(), dtype=self._kinds()[0], use_safetensors=True,
-            trust_remote_code=self._spec.trust_remote_code,
-        )  # fmt: skip
+        weights = load_file(folder / WEIGHTS)
+        read = type(self._model).from_pretrained(None, config=self._model.config, state_dict=weights)
         self._model.load_state_dict(read.state_dict())
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
