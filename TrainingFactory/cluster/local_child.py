@@ -27,13 +27,12 @@ SEGMENT = re.compile(r" /dev/shm/((?:psm_|sem\.|vllm|torch_)[^/\s]+)")  # as Pyt
 
 
 def main() -> None:
-    watch(int(sys.argv[1]))
-    asyncio.run(serve(*take_pipes()))
+    watcher = watch(int(sys.argv[1]))
+    asyncio.run(serve(*take_pipes(), watcher))
 
 
-async def serve(lines: BinaryIO, answers: int) -> None:
-    reader = asyncio.StreamReader(limit=LARGEST)
-    loop = asyncio.get_running_loop()
+async def serve(lines: BinaryIO, answers: int, watcher: int) -> None:
+    reader, loop = asyncio.StreamReader(limit=LARGEST), asyncio.get_running_loop()
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), lines)
     engine = make_engine(EngineSpec(**json.loads(await reader.readline())))
     calls: dict[str, asyncio.Task[None]] = {}
@@ -44,9 +43,11 @@ async def serve(lines: BinaryIO, answers: int) -> None:
             assert method in METHODS, method
             found = to_json(await getattr(engine, method)(*map(from_json, args)))
         except Exception as error:  # whatever a model or vLLM raises
-            problem = explain(error)
+            problem = f"ValueError: {error}" if isinstance(error, ValueError) else explain(error)
         finally:
             calls.pop(ticket, None)
+        if method == "start":
+            os.kill(watcher, signal.SIGUSR1)
         send(answers, ticket, found, problem)
 
     while line := await reader.readline():
@@ -58,17 +59,20 @@ async def serve(lines: BinaryIO, answers: int) -> None:
     await engine.close()
 
 
-def watch(life: int) -> None:
-    """Fork the process that watches over this one. `life` is a pipe to which nobody writes."""
+def watch(life: int) -> int:
+    """Fork the process that watches over this one, and return its number. `life` is a pipe to which nobody writes. On
+    SIGUSR1 it looks what segments there are: those who have them may be gone at the end."""
     watched = os.getpid()
-    if os.fork():
+    if watcher := os.fork():
         os.close(life)
-        return
+        return watcher
+    left: set[str] = set()
+    signal.signal(signal.SIGUSR1, lambda *_: left.update(segments(watched)))
     os.setsid()
     os.close(0)  # and no more: it holds the pipe of answers until everything is gone
     while os.getppid() == watched and not select.select([life], [], [], TICK)[0]:
         pass
-    left = segments(watched)
+    left |= segments(watched)
     with suppress(ProcessLookupError):
         os.killpg(watched, signal.SIGKILL)
     for name in left:
