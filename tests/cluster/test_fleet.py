@@ -74,6 +74,8 @@ class Fakes:
 
     async def close(self) -> None:
         self.closed = True
+        for place in self.made:
+            place.closed = True
 
 
 def params(seed: int) -> SamplingParams:
