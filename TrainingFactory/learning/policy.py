@@ -30,13 +30,9 @@ class LocalPolicy:
     changed no weight."""
 
     def __init__(
-        self,
-        learner: Learner,
-        algorithm: Algorithm,
-        tokenizer: Any,
-        options: StepOptions,
+        self, learner: Learner, algorithm: Algorithm, tokenizer: Any, options: StepOptions,
         publisher: Publishes | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.publisher = publisher
         self.learner, self._algorithm = learner, algorithm
         self._tokenizer, self._options = tokenizer, options
