@@ -1,5 +1,5 @@
-"""Tools that run on the machines of a Ray cluster. Only the call itself travels: what holds for every call (schema, time,
-attempts, limits, cache, recording) stays in the run's own process, so that limits are those of the whole cluster."""
+"""Tools that run on the machines of a Ray cluster. Only the call itself travels: what holds for every call (schema,
+time, attempts, limits, cache, recording) stays in the run's own process, so that limits are those of the cluster."""
 
 from __future__ import annotations
 

@@ -38,6 +38,7 @@ from TrainingFactory.rewards.tool_verified import VERIFIERS
 from TrainingFactory.rewards.workers.distributed import DistributedRewardModel
 from TrainingFactory.rewards.workers.process import RewardProcess
 from TrainingFactory.services.build.model_names import Named, find_model
+from TrainingFactory.services.build.own_judge import with_own_judge
 from TrainingFactory.workers import Worker
 
 RULE_MAKER = "TrainingFactory.rewards.rule_based:rule_from_options"
@@ -167,6 +168,8 @@ def process_reward(making: Making, options: Options) -> RewardFunction:
 def judge(making: Making, options: Options) -> RewardFunction:
     # A fence that follows from the seed: the same requests in every run.
     options = {"fence_seed": making.config.training.seed} | options
+    if "judge" in options:
+        options = with_own_judge(options, making.config)
     if isinstance(options.get("base_url"), list):
         judges = judges_at(options.pop("base_url"), options)
         limit = options.get("concurrency", 8) or MANY
@@ -233,6 +236,7 @@ REWARD_TYPES: dict[str, Callable[[Making, Options], RewardFunction | None]] = {
 # Keys that stand beside `options` in the config, and the types that read them.
 BESIDE = {
     "model": ("learned", "model_judge"),
+    "judge": ("model_judge",),
     "outcome_weight": ("process_reward",),
     "step_rewards": ("process_reward",),
 }
