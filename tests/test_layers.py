@@ -52,7 +52,7 @@ BUDGET: dict[str, int] = {
     ".": 1650,
     "algorithms": 990,
     "cli": 2590,
-    "cluster": 70,
+    "cluster": 870,
     "config": 950,
     "data": 1810,
     "envs": 140,
