@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
 
+from TrainingFactory.cluster.ray_session import RaySession
 from TrainingFactory.workers import WorkerDied, WorkerError, WorkerTooSlow
 
 START_SECONDS = 120.0  # its function may import much
@@ -18,13 +19,12 @@ AT_ONCE = 1000  # calls that one actor takes
 
 class RayWorker:
     """Is a `workers.Worker` whose process is a Ray actor: started with the first question, and again after it has died.
-    `number` spreads workers over the machines. It reserves no cores, so that it never waits for any."""
+    `what` is shown to users, `number` spreads workers over the machines. It reserves no cores, so that it never waits
+    for any."""
 
-    def __init__(
-        self, target: str, settings: Any = None, *, number: int = 0, start_seconds: float = START_SECONDS
-    ) -> None:
+    def __init__(self, target: str, settings: Any = None, *, what: str, number: int = 0) -> None:
         self.target, self.settings = target, settings
-        self._number, self._start_seconds = number, start_seconds
+        self._what, self._number = what, number
         self._actor: Any = None
         self._starting: asyncio.Task[None] | None = None
         self._closed = False
@@ -66,16 +66,16 @@ class RayWorker:
 
         nodes = machines()
         where = NodeAffinitySchedulingStrategy(nodes[self._number % len(nodes)], soft=True)
-        options = {"num_cpus": 0, "max_restarts": 0, "max_concurrency": AT_ONCE, "scheduling_strategy": where}
+        options = RaySession().options(self._what, scheduling_strategy=where, max_concurrency=AT_ONCE)
         actor = ray.remote(Host).options(**options).remote()
         try:
-            async with asyncio.timeout(self._start_seconds):
+            async with asyncio.timeout(START_SECONDS):
                 await self._answer(
                     actor, actor.start.remote(self.target, self.settings, os.getcwd(), sys.path)
                 )
         except TimeoutError:
             self._drop(actor)
-            raise WorkerDied(f"did not start within {self._start_seconds:g} s") from None
+            raise WorkerDied(f"did not start within {START_SECONDS:g} s") from None
         except BaseException:
             self._drop(actor)
             raise

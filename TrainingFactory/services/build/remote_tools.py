@@ -10,6 +10,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from typing import Any
 
+from TrainingFactory.cluster.ray_session import RaySession
 from TrainingFactory.cluster.ray_workers import RayWorker, machines
 from TrainingFactory.config.schema import ToolEntry
 from TrainingFactory.protocols import Tool, ToolSource
@@ -26,9 +27,9 @@ HOST = "TrainingFactory.services.build.tool_host:start"
 class Executors:
     """The processes on the cluster that run tools: so many, or one on each machine. An episode keeps to one of them."""
 
-    def __init__(self, count: int | None) -> None:
+    def __init__(self, count: int | None, ray: RaySession) -> None:
         self.entries: list[ToolEntry] = []
-        self._count = count
+        self._count, self._ray = count, ray
         self._workers: list[RayWorker] = []
         self._episodes: Counter[RayWorker] = Counter()
 
@@ -36,9 +37,10 @@ class Executors:
         """Start all of them; raise ValueError where one cannot have the tools."""
         if self._workers:
             return
+        await self._ray.open()
         settings = [entry.model_dump() for entry in self.entries]
         count = self._count or len(machines())
-        self._workers = [RayWorker(HOST, settings, number=number) for number in range(count)]
+        self._workers = [RayWorker(HOST, settings, what="tools", number=number) for number in range(count)]
         try:
             await asyncio.gather(*(worker.ready() for worker in self._workers))
         except (WorkerDied, WorkerError) as error:
@@ -61,6 +63,7 @@ class Executors:
         workers, self._workers = self._workers, []
         for worker in workers:
             await worker.close()
+        await self._ray.close()
 
 
 class RemoteTools:
@@ -90,13 +93,14 @@ class RemoteSession:
         self._worker: RayWorker | None = None
 
     async def call(self, tool: str, arguments: dict[str, Any]) -> ToolResult:
-        begun = self._worker is not None
+        begun = self._worker is not None and self._local.holds_sessions
         worker = self._worker = self._worker or self._executors.enter()
         message = {"episode": self._name, "begun": begun, "tool": tool, "arguments": arguments}
         try:
             answer = await worker.ask(message)
         except (WorkerDied, WorkerError) as error:
-            text = f"{tool} gave no answer: its process on the cluster {error}" + GONE
+            text = f"{tool} gave no answer: its process on the cluster {error}"
+            text += GONE if self._local.holds_sessions else ""
             return ToolResult(text, ok=False, error="unavailable")
         if isinstance(answer, str):
             raise ToolFailure(answer)

@@ -80,7 +80,7 @@ class Making:
     def _worker(self, number: int) -> Callable[..., Any]:
         """Return what makes the process of a reward: here, or on a machine of the cluster."""
         on_ray = self.config.compute.backend == "ray"
-        return functools.partial(RayWorker, number=number) if on_ray else Worker
+        return functools.partial(RayWorker, what="reward", number=number) if on_ray else Worker
 
 
 def environment_reward(making: Making, options: Options) -> None:

@@ -55,6 +55,6 @@ class _Hosted:
                 "unavailable" if is_lost(error) else "exception",
             )
             result = ToolResult(text, ok=False, error=kind)
-        if fresh and message["begun"] and executor.holds_sessions:
+        if fresh and message["begun"]:
             result.content = FRESH + result.content
         return dataclasses.asdict(result)

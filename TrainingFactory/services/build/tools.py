@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from TrainingFactory.cluster.ray_session import RaySession
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.config.schema import ToolEntry
 from TrainingFactory.protocols import EnvironmentFactory, Tool, ToolSession, ToolSource
@@ -45,7 +46,9 @@ def make_tools(
     """Return the tools of the config and those given as objects; sources are not open yet. An entry that only names a
     tool which the environment brings itself adds nothing."""
     own, files = _own_tools(environment), set[str]()
-    executors = Executors(config.environment.num_workers) if config.compute.backend == "ray" else None
+    compute, executors = config.compute, None
+    if compute.backend == "ray":
+        executors = Executors(config.environment.num_workers, RaySession(compute.address, compute.num_gpus))
     made: list[Handed] = []
     for number, entry in enumerate(config.tools):
         where = f"tools.{number}"
