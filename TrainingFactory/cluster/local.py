@@ -1,0 +1,191 @@
+"""Engines in child processes of this machine: each gets its calls over a pipe, many at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import itertools
+import json
+import os
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from TrainingFactory.cluster.messages import LARGEST, from_json, to_json
+from TrainingFactory.cluster.places import PlaceLost
+from TrainingFactory.types import EngineSpec
+
+CLOSE_SECONDS = 20.0  # for an engine to end by itself
+TAIL = 15  # lines of its log that an error quotes
+CAUSE = re.compile(r"\b\w*(?:Error|Exception): .+")
+ONLY_SAYS_SO = ("Engine core initialization failed", "Engine core proc")  # vLLM's words for "see above"
+
+
+class LocalPlaces:
+    """Makes `LocalPlace`s. `environment` is added to theirs; `folder` takes their logs, which are lost without one;
+    `say` hears what a user may want to know."""
+
+    def __init__(
+        self,
+        spec: EngineSpec,
+        environment: Mapping[str, str] | None = None,
+        start_timeout: float = 600.0,
+        say: Callable[[str], object] = lambda text: None,
+        folder: Path | None = None,
+    ) -> None:
+        self._spec, self._seconds, self._say, self._folder = spec, start_timeout, say, folder
+        threads = str(max(1, (os.cpu_count() or 1) // 2))  # the learner has the other half
+        # All of our path: what vLLM starts must find its packages too.
+        path = os.pathsep.join(each or os.getcwd() for each in sys.path)
+        self._environment = {"OMP_NUM_THREADS": threads, **os.environ, "PYTHONPATH": path}
+        self._environment |= environment or {}
+        self._places: list[LocalPlace] = []
+
+    async def make(self, number: int) -> LocalPlace:
+        began = time.monotonic()
+        place = LocalPlace(number, _Log(self._folder, number))
+        self._places.append(place)
+        try:
+            async with asyncio.timeout(self._seconds):
+                await place.open(self._spec, self._environment)
+                place.about = await place.call("start")
+        except TimeoutError:
+            await place.close()
+            raise ValueError(
+                f"{place.name} did not start within {self._seconds:g} s; "
+                f"compute.start_timeout gives it longer{place.log.tail()}"
+            ) from None
+        except (PlaceLost, ValueError) as error:
+            cause = place.log.cause() or str(error)
+            await place.close()
+            raise ValueError(f"{place.name} could not be started: {cause}{place.log.tail()}") from error
+        except BaseException:
+            await place.close()
+            raise
+        self._say(f"{place.name} is ready after {time.monotonic() - began:.0f} s")
+        return place
+
+    async def close(self) -> None:
+        await asyncio.gather(*(place.close() for place in self._places))
+
+
+class LocalPlace:
+    """An engine in a process of its own, which ends with `close`, and with this program however it ends."""
+
+    def __init__(self, number: int, log: _Log) -> None:
+        self.name, self.log = f"sampler {number}", log
+        self.about: dict[str, Any] = {}  # what the engine said of itself
+        self._process: asyncio.subprocess.Process | None = None
+        self._life = -1  # while this pipe is open, it may live
+        self._tickets = itertools.count()
+        self._waiting: dict[str, asyncio.Future[Any]] = {}
+        self._lost = "is not open"
+        self._reader: asyncio.Task[None] | None = None
+
+    async def open(self, spec: EngineSpec, environment: Mapping[str, str]) -> None:
+        theirs, self._life = os.pipe()
+        try:
+            self._process = await asyncio.create_subprocess_exec(
+                sys.executable, "-P", "-m", "TrainingFactory.cluster.local_child", str(theirs),
+                stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=self.log.file, limit=LARGEST,
+                env=environment, pass_fds=[theirs], start_new_session=True,
+            )  # fmt: skip
+        finally:
+            os.close(theirs)
+        self._lost = ""
+        self.name = f"{self.name}, process {self._process.pid}"
+        self._reader = asyncio.create_task(self._read())
+        self._send(dataclasses.asdict(spec))
+
+    async def call(self, method: str, *args: Any) -> Any:
+        if self._lost:
+            raise PlaceLost(f"{self.name} {self._lost}")
+        ticket = str(next(self._tickets))
+        self._waiting[ticket] = answer = asyncio.get_running_loop().create_future()
+        self._send([ticket, method, [to_json(each) for each in args]])
+        try:
+            return from_json(await answer)
+        except asyncio.CancelledError:
+            self._send([ticket, "cancel", []])
+            raise
+        finally:
+            del self._waiting[ticket]
+
+    async def close(self) -> None:
+        if self._process is None or self._life < 0:
+            return
+        if not self._lost:
+            with suppress(PlaceLost, ValueError, TimeoutError):
+                async with asyncio.timeout(CLOSE_SECONDS):
+                    await self.call("close")
+        life, self._life, self._lost = self._life, -1, self._lost or "is closed"
+        os.close(life)  # now the process that watches over it ends what is left
+        await self._process.wait()
+        if self._reader is not None:
+            await self._reader
+        self.log.close()
+
+    def _send(self, message: Any) -> None:
+        assert self._process is not None and self._process.stdin is not None
+        if not self._lost:
+            self._process.stdin.write(json.dumps(message).encode() + b"\n")
+
+    async def _read(self) -> None:
+        """Hand out answers until the process and all that it has started are gone."""
+        assert self._process is not None and self._process.stdout is not None
+        while line := await self._process.stdout.readline():
+            ticket, found, problem = json.loads(line)
+            answer = self._waiting.get(ticket)
+            if answer is None or answer.done():  # it was cancelled
+                continue
+            kind, _, text = (problem or "").partition(": ")
+            if problem is None:
+                answer.set_result(found)
+            elif kind == "ValueError":
+                answer.set_exception(ValueError(text))
+            else:
+                self._lost = self._lost or f"is of no use any more: {problem}"
+                answer.set_exception(PlaceLost(f"{self.name} {self._lost}"))
+        self._lost = self._lost or "is gone"
+        for answer in self._waiting.values():
+            if not answer.done():
+                answer.set_exception(PlaceLost(f"{self.name} {self._lost}"))
+
+
+class _Log:
+    """What an engine prints: a file in the run's folder, or one that nobody sees."""
+
+    def __init__(self, folder: Path | None, number: int) -> None:
+        self._temporary = tempfile.TemporaryDirectory() if folder is None else None
+        home = Path(self._temporary.name) if self._temporary is not None else folder
+        assert home is not None
+        home.mkdir(parents=True, exist_ok=True)
+        self._path, self._lines = home / f"sampler-{number}.log", [""]
+        self.file = self._path.open("ab")
+
+    def _read(self) -> list[str]:
+        if self._path.is_file():
+            self._lines = self._path.read_text(encoding="utf-8", errors="replace").splitlines()
+        return self._lines
+
+    def cause(self) -> str:
+        """Return the last line that tells of an error, without the frame that vLLM puts around it."""
+        found = [match[0] for line in self._read() if (match := CAUSE.search(line))]
+        told = [text for text in found if not any(words in text for words in ONLY_SAYS_SO)]
+        return told[-1] if told else ""
+
+    def tail(self) -> str:
+        lines = self._read()[-TAIL:]
+        where = "" if self._temporary is not None else f" ({self._path})"
+        return f"\nIts last words{where}:\n" + "\n".join(f"    {line}" for line in lines) if lines else ""
+
+    def close(self) -> None:
+        self._read()
+        self.file.close()
+        if self._temporary is not None:
+            self._temporary.cleanup()

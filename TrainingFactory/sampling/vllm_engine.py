@@ -1,0 +1,302 @@
+"""vLLM as an `Engine`: token ids in, token ids and log-probs out, weights pushed into it while it runs.
+
+Written for vLLM 0.32. What earlier releases do not have is looked up: without spans of versions a turn is let finish
+before weights change. What vLLM would not survive, or do wrong in silence, never reaches it: ids outside of the
+vocabulary, a seeded prompt in chunks, requests with and without an adapter side by side, weights that are not the
+model's. `ValueError` means that one call was wrong; anything else, that the engine is of no use any more."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import platform
+from collections import Counter
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import TrainingFactory
+from TrainingFactory.models.saved import WEIGHTS, check_weights, saved_shapes
+from TrainingFactory.types import Completion, EngineSpec, SamplingParams, Weights
+
+# Of the processes that vLLM runs in, where the user has not said otherwise.
+ENVIRONMENT = {
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_DO_NOT_TRACK": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # engines of one machine would otherwise sit on the same cores
+}
+GPU_SHARE = 0.5  # of a GPU's memory: the learner may live on the same one
+CPU_CACHE = 2**30  # bytes for keys and values on a CPU, at least two of the longest texts
+ADAPTER = "adapter_model.safetensors"
+OWN_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM has room for
+
+
+def lora_options(rank: int) -> dict[str, Any]:
+    """Return the engine's arguments for adapters of a rank: the current version, and the one before in turns that began
+    with it."""
+    room = next((each for each in OWN_RANKS if each >= rank), None)
+    if room is None:
+        raise ValueError(f"lora.r is {rank}, and vLLM takes at most {OWN_RANKS[-1]}: lower it")
+    return {"enable_lora": True, "max_loras": 2, "max_lora_rank": room}
+
+
+class VllmEngine:
+    """One engine of vLLM, whose core runs in a process below this one."""
+
+    def __init__(self, spec: EngineSpec) -> None:
+        self._spec = spec
+        self._numbers = itertools.count(1)
+        self._llm: Any = None
+        self._lora = bool(spec.options.get("enable_lora"))
+        self._version = 0
+        self._useless = ""  # why nothing may be sampled
+        self._shapes: dict[str, tuple[int, ...]] = {}  # of the weights that may be pushed
+        self._adapter: Any = None  # the request for the current one
+        self._adapter_shapes: dict[str, tuple[int, ...]] = {}
+        self._turns: Counter[int] = Counter()  # under way, by the number of their adapter
+        self._loading = asyncio.Lock()
+        self._any_cut = False  # whether top_p, top_k and min_p leave log-probs as they should be
+
+    async def start(self) -> dict[str, Any]:
+        os.environ |= {name: value for name, value in ENVIRONMENT.items() if name not in os.environ}
+        if (device := self._spec.device).startswith("cuda:"):
+            os.environ.setdefault("CUDA_VISIBLE_DEVICES", device.removeprefix("cuda:"))
+        try:
+            from vllm.v1.engine.async_llm import AsyncLLM  # pyright: ignore[reportMissingImports]
+        except ImportError as error:
+            raise ValueError(
+                f"sampling.engine is vllm, which needs: pip install 'training-factory[vllm]' ({error})"
+            ) from error
+        self._llm = AsyncLLM.from_engine_args(engine_arguments(self._spec))
+        self._vocabulary = int(self._llm.model_config.get_vocab_size())
+        self._spans = hasattr(self._llm, "update_weight_version")  # foreign object
+        self._any_cut = all(await self._llm.collective_rpc("tfactory_full_logprobs"))
+        await self._say_version(0)
+        await self._turn([0], SamplingParams(max_tokens=1))  # the first request compiles much
+        if self._spec.pushed and not self._lora:
+            self._useless = "has no weights yet: they are pushed before it samples"
+        return {
+            "pid": os.getpid(), "node": platform.node(), "vocabulary": self._vocabulary, "versions": _versions(),
+        }  # fmt: skip
+
+    async def sample(
+        self, prompt_ids: Sequence[int], params: SamplingParams, session: int = -1
+    ) -> Completion:
+        self._check(prompt_ids, self._spec.max_length - 1)
+        if not self._any_cut and (params.top_p < 1 or params.top_k or params.min_p):
+            raise ValueError(
+                "top_p, top_k and min_p: this release of vLLM gives no log-probs of the full softmax with "
+                "them; leave them out, or use sampling.engine: native"
+            )
+        if (
+            self._lora or not self._spans
+        ):  # such a turn has one version, which must be the one that it begins with
+            async with self._loading:
+                pass
+        if self._useless:
+            raise RuntimeError(f"the engine {self._useless}")
+        return await self._turn(prompt_ids, params)
+
+    async def score(self, token_ids: Sequence[int]) -> list[float]:
+        from vllm import SamplingParams as Params  # pyright: ignore[reportMissingImports]
+
+        self._check(token_ids, self._spec.max_length - 1)
+        params = Params(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False, ignore_eos=True)
+        answer = await self._ask(token_ids, params)
+        pairs = zip(token_ids[1:], answer.prompt_logprobs[1:], strict=True)
+        return [float(logprobs[token].logprob) for token, logprobs in pairs]
+
+    async def load(self, weights: Weights) -> None:
+        async with self._loading:
+            if weights.kind == "adapter":
+                await self._load_adapter(weights)
+            else:
+                await self._load_full(weights)
+
+    async def close(self) -> None:
+        if self._llm is not None:
+            self._useless, llm, self._llm = "is closed", self._llm, None
+            await asyncio.to_thread(llm.shutdown)
+
+    # -- requests
+
+    def _check(self, token_ids: Sequence[int], most: int) -> None:
+        size = len(token_ids)
+        if not size:
+            raise ValueError("an empty prompt cannot be sampled from; it needs at least one token")
+        if size > most:
+            raise ValueError(f"the prompt has {size} tokens, and max_length {most + 1} has room for {most}")
+        if wrong := [token for token in token_ids if not 0 <= token < self._vocabulary]:
+            raise ValueError(f"token id {wrong[0]} is not in the model's vocabulary of {self._vocabulary}")
+
+    async def _turn(self, prompt_ids: Sequence[int], params: SamplingParams) -> Completion:
+        from vllm import SamplingParams as Params  # pyright: ignore[reportMissingImports]
+        from vllm.sampling_params import RequestOutputKind  # pyright: ignore[reportMissingImports]
+
+        room = self._spec.max_length - len(prompt_ids)
+        wanted = Params(
+            temperature=params.temperature, top_p=params.top_p, top_k=params.top_k, min_p=params.min_p,
+            seed=params.seed % 2**63, max_tokens=min(params.max_tokens, room),
+            stop_token_ids=list(params.stop_ids), ignore_eos=True,  # what ends a turn is said by the caller alone
+            logprobs=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY,
+        )  # fmt: skip
+        version = self._version
+        output = (await self._ask(prompt_ids, wanted)).outputs[0]
+        if output.finish_reason not in ("stop", "length"):
+            raise RuntimeError(f"vLLM ended a request by itself: {output.finish_reason}")
+        tokens = list(output.token_ids)
+        pairs = zip(tokens, output.logprobs, strict=True)
+        logprobs = [float(found[token].logprob) for token, found in pairs]
+        # Turns with an adapter end with the version that they began with.
+        spans = output.weight_versions if self._spans and not self._lora else ()
+        each = [int(span.version) for span in spans for _ in range(span.start, span.end)] or [version]
+        several = each if len(set(each)) > 1 else None
+        return Completion(tokens, logprobs, output.finish_reason, each[0], several)
+
+    async def _ask(self, token_ids: Sequence[int], params: Any) -> Any:
+        """Ask vLLM with the current adapter. Cancelling it aborts the request."""
+        from vllm.v1.engine.exceptions import EngineDeadError  # pyright: ignore[reportMissingImports]
+
+        prompt = {"prompt_token_ids": list(token_ids), "cache_salt": str(self._version)}
+        adapter, last = self._adapter, None
+        number = adapter.lora_int_id if adapter is not None else 0
+        self._turns[number] += 1
+        try:
+            name = f"r{next(self._numbers)}"
+            async for last in self._llm.generate(prompt, params, request_id=name, lora_request=adapter):
+                pass
+        except EngineDeadError as error:
+            raise RuntimeError(f"vLLM's engine core has died: {error}") from error
+        finally:
+            self._turns[number] -= 1
+        assert last is not None
+        return last
+
+    # -- weights
+
+    async def _load_full(self, weights: Weights) -> None:
+        """Load the weights under requests that wait meanwhile and go on with the new ones, their keys and values
+        computed anew; vLLM tells which token is of which version."""
+        if self._lora:  # vLLM wraps layers for adapters, after which those below cannot be loaded any more
+            raise ValueError(
+                "an engine with enable_lora takes adapters only: full weights need one without it"
+            )
+        if not self._shapes:
+            spec = self._spec
+            self._shapes = await asyncio.to_thread(saved_shapes, spec.model, spec.trust_remote_code)
+        file = Path(weights.where) / WEIGHTS
+        await asyncio.to_thread(check_weights, file, self._shapes)
+        await self._llm.pause_generation(mode="keep" if self._spans else "wait", clear_cache=True)
+        try:
+            await self._llm.collective_rpc("tfactory_load", args=(str(file),))
+        except Exception as error:  # it may hold parts of both, and the next load would fail too
+            self._useless = f"could not load {file}: {error}"
+            raise RuntimeError(f"vLLM {self._useless}") from error
+        await self._say_version(weights.version)
+        self._useless = ""
+        await self._llm.resume_generation()
+
+    async def _say_version(self, version: int) -> None:
+        if self._spans:
+            await self._llm.update_weight_version(str(version))
+        self._version = version
+
+    async def _load_adapter(self, weights: Weights) -> None:
+        """Add the adapter under a new number: what is stored of the prompts of others stays apart by itself."""
+        from vllm.lora.request import LoRARequest  # pyright: ignore[reportMissingImports]
+
+        if not self._lora:
+            raise ValueError("the engine was started without room for adapters: options need enable_lora")
+        if Path(weights.base).resolve() != Path(self._spec.model).resolve():
+            raise ValueError(f"the adapter is for {weights.base}, and the engine has {self._spec.model}")
+        file = Path(weights.where) / ADAPTER
+        self._adapter_shapes = await asyncio.to_thread(_adapter_shapes, file, self._adapter_shapes)
+        request = LoRARequest(f"v{weights.version}", next(self._numbers), weights.where)
+        first = self._adapter is None
+        if first:  # requests without an adapter are wrong beside those with one: they end before
+            await self._llm.pause_generation(mode="wait", clear_cache=True)
+        try:
+            await self._llm.add_lora(request)
+        except Exception as error:
+            self._useless = f"could not load the adapter {weights.where}: {error}"
+            raise RuntimeError(f"vLLM {self._useless}") from error
+        self._adapter = request
+        await self._say_version(weights.version)
+        if first:
+            await self._llm.resume_generation()
+        for number in await self._llm.list_loras():
+            if number != request.lora_int_id and not self._turns[number]:
+                await self._llm.remove_lora(number)
+
+
+def engine_arguments(spec: EngineSpec) -> Any:
+    """Return vLLM's own arguments. What the spec's options say comes last."""
+    from vllm import AsyncEngineArgs  # pyright: ignore[reportMissingImports]
+    from vllm.platforms import current_platform  # pyright: ignore[reportMissingImports]
+
+    on_cpu = current_platform.is_cpu()
+    if on_cpu and spec.device.startswith("cuda"):
+        raise ValueError(f"model.device is {spec.device!r}, but this vLLM is built for CPUs, or sees no GPU")
+    given: dict[str, Any] = {
+        "model": spec.model,
+        "trust_remote_code": spec.trust_remote_code,
+        "dtype": spec.dtype if spec.dtype != "auto" else "float32" if on_cpu else "bfloat16",
+        "max_model_len": spec.max_length,
+        "max_num_seqs": spec.slots,
+        "enable_chunked_prefill": False,  # a seeded request in chunks kills the engine
+        "max_num_batched_tokens": max(spec.max_length, 4096 if on_cpu else 16_384),
+        "enable_prefix_caching": True,
+        "logprobs_mode": "processed_logprobs",  # at the sampling temperature
+        "generation_config": "vllm",  # not the model's own, which may cut the distribution
+        "skip_tokenizer_init": True,
+        "disable_log_stats": True,
+        "worker_extension_cls": "TrainingFactory.sampling.vllm_worker.WorkerExtension",
+    }
+    if spec.pushed and not spec.options.get(
+        "enable_lora"
+    ):  # the weights under adapters are read from the folder
+        given["load_format"] = "dummy"
+    if on_cpu:
+        given |= {
+            "enforce_eager": True,
+            "block_size": 32,
+            "kv_cache_memory_bytes": _cpu_cache(spec, given["dtype"]),
+        }
+    else:
+        given["gpu_memory_utilization"] = GPU_SHARE
+    return AsyncEngineArgs(**given | spec.options)
+
+
+def _cpu_cache(spec: EngineSpec, dtype: str) -> int:
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(
+        spec.model, trust_remote_code=spec.trust_remote_code
+    ).get_text_config()
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads  # foreign object
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    token = config.num_hidden_layers * heads * width * 2 * (4 if dtype == "float32" else 2)
+    text = token * (spec.max_length + 64)
+    return max(2 * text, min(CPU_CACHE, spec.slots * text))
+
+
+def _adapter_shapes(file: Path, before: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """Return the names and shapes of an adapter's weights; raise where they differ from those `before`."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, "pt") as weights:
+            names = list(weights.keys())
+            shapes = {name: tuple(weights.get_slice(name).get_shape()) for name in names}
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{file} cannot be read: {error}") from error
+    check_weights(file, before or shapes)
+    return shapes
+
+
+def _versions() -> dict[str, str]:
+    found = {"TrainingFactory": TrainingFactory.__version__, "python": platform.python_version()}
+    return found | {name: import_module(name).__version__ for name in ("torch", "transformers", "vllm")}

@@ -1,0 +1,100 @@
+"""Runs in vLLM's worker processes, as their extension: loads weights from a file into the running model, and keeps
+log-probs those of the full softmax."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+
+class WorkerExtension:
+    """Is mixed into vLLM's worker class, whose own names must not be met: hence the prefix."""
+
+    model_runner: Any
+    vllm_config: Any
+    model_config: Any
+
+    def tfactory_load(self, path: str) -> None:
+        """Load all weights from a safetensors file. Layer by layer: a layer may keep its weights packed, in another
+        form than they are loaded in."""
+        from vllm.config import set_current_vllm_config  # pyright: ignore[reportMissingImports]
+
+        model = self.model_runner.get_model()
+        with torch.no_grad(), set_current_vllm_config(self.vllm_config):
+            try:
+                from vllm.model_executor.model_loader import (
+                    reload,  # pyright: ignore[reportMissingImports]
+                )
+            except ImportError:  # an earlier release
+                model.load_weights(_tensors(path))
+                return
+            reload.initialize_layerwise_reload(model)
+            model.load_weights(_tensors(path))
+            reload.finalize_layerwise_reload(model, self.model_config)
+            _repack_tied_head(model)
+
+    def tfactory_full_logprobs(self) -> bool:
+        """Give log-probs of the full softmax also where top_p, top_k or min_p cut it; vLLM's are of what is left. Tell
+        whether this release's sampler is one of those that are known."""
+        sampler = getattr(self.model_runner, "sampler", None)  # foreign object
+        if hasattr(sampler, "sampling_states"):
+            sampler.sample = _full_logits(sampler, sampler.sample)
+        elif hasattr(sampler, "topk_topp_sampler"):
+            sampler.sample = _full_logprobs(sampler.sample)
+        else:
+            return False
+        return True
+
+
+def _tensors(path: str) -> Iterator[tuple[str, torch.Tensor]]:
+    with safe_open(path, "pt") as file:
+        for name in file.keys():  # noqa: SIM118  (no mapping: safetensors' own object)
+            yield name, file.get_tensor(name)
+
+
+def _repack_tied_head(model: Any) -> None:
+    """Pack a head anew that shares the embedding's weights. On a CPU every layer computes from a packed copy; a tied
+    head has no weights in the file, so a reload leaves its copy as it was."""
+    from vllm.model_executor.layers import vocab_parallel_embedding  # pyright: ignore[reportMissingImports]
+
+    tied = getattr(model.config.get_text_config(), "tie_word_embeddings", False)
+    if tied and next(model.parameters()).device.type == "cpu":
+        for module in model.modules():
+            if isinstance(module, vocab_parallel_embedding.ParallelLMHead):
+                module.quant_method.process_weights_after_loading(module)
+
+
+def _full_logits(sampler: Any, sample: Any) -> Any:
+    """Wrap `sample` of the second model runner, which returns tokens and the logits that log-probs are made from."""
+
+    def wrapped(
+        logits: torch.Tensor, expanded: Any, mapping: Any, rows: Any, *more: Any, **named: Any
+    ) -> Any:
+        states = sampler.sampling_states
+        cut = states.get_top_k_top_p(expanded, rows) != (None, None) or (states.min_p.np[rows] != 0).any()
+        full = logits.to(torch.float32, copy=True) if cut else None
+        sampled, processed = sample(logits, expanded, mapping, rows, *more, **named)
+        if full is None:
+            return sampled, processed
+        states.apply_temperature(full, expanded, rows)
+        return sampled, full
+
+    return wrapped
+
+
+def _full_logprobs(sample: Any) -> Any:
+    """Wrap `sample` of the first model runner, which returns tokens and log-probs."""
+
+    def wrapped(logits: torch.Tensor, about: Any, *more: Any, **named: Any) -> Any:
+        cut = about.top_p is not None or about.top_k is not None
+        cut = cut or any(getattr(each, "min_p_count", 0) for each in about.logitsprocs.argmax_invariant)
+        if not cut or about.max_num_logprobs is None or about.temperature is None:
+            return sample(logits, about, *more, **named)
+        heat = torch.where(about.temperature < 1e-5, 1.0, about.temperature)[:, None]
+        full = (logits / heat).log_softmax(-1, dtype=torch.float32)
+        return sample(logits, about, *more, **named)[0], full
+
+    return wrapped
