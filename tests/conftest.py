@@ -12,11 +12,11 @@ from tests.kits.cli import Run
 
 
 @pytest.fixture(scope="session")
-def warm(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model that does a task with a tool now and then; see `tests/warm_kit.py`."""
-    from tests.kits.warm import warm_folder  # torch takes seconds, and most tests do without
+def warm() -> Path:
+    """A tiny model that does a task with a tool now and then; see `tests/kits/warm.py`."""
+    from tests.kits.warm import WARM  # torch takes seconds, and most tests do without
 
-    return warm_folder(tmp_path_factory)
+    return WARM
 
 
 @pytest.fixture

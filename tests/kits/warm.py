@@ -1,21 +1,21 @@
 """One warm start for the whole suite: a tiny model that has seen a task with one tool done well and badly. What learns
 from rewards or comparisons is measured from there, all on the same held-out tasks.
 
-Making it takes 240 steps, once for all processes of the tests; with 170 it does as many tasks, and learns more slowly.
-The warm model does about 0.3 of the tasks.
+It is kept in tests/fixtures/warm and does about 0.3 of the tasks. `python -m tests.kits.warm` makes it anew, in 240
+steps; with 170 it does as many tasks, and learns more slowly.
 """
 
 from __future__ import annotations
 
 import random
+import shutil
+import tempfile
 from collections.abc import Iterator
 from itertools import count as endlessly
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import pytest
 import torch
-from filelock import FileLock
 
 from tests.kits.run import Quiet
 from TrainingFactory.config import TrainingConfig, load_config
@@ -28,11 +28,13 @@ from TrainingFactory.models.words import NAMES, PLACES
 from TrainingFactory.services.build.training import Training
 from TrainingFactory.services.demo.demo import WARM_START
 from TrainingFactory.services.demo.lessons import Lessons
+from TrainingFactory.services.export import export
 from TrainingFactory.services.runs.folder import TrainingReport
 from TrainingFactory.services.training.dataset import Objects
 from TrainingFactory.tools import tool
 from TrainingFactory.types import Message, Task, ToolCall
 
+WARM = Path(__file__).parents[1] / "fixtures" / "warm"
 HELDOUT = 128
 # Two turns do a task. One more shows what the model makes of it; further ones would only take time.
 SECTIONS: dict[str, dict[str, Any]] = {
@@ -84,31 +86,15 @@ class Homes(ToolEnvironment):
         yield Message("assistant", rng.choice(PLACES))
 
 
-def warm_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The warm start as a folder; whoever comes first makes it, other processes of the tests wait for it."""
-    base = tmp_path_factory.getbasetemp()
-    # Each process of pytest-xdist has a folder of its own, named popen-gwN, in the folder of the whole run.
-    common = base.parent if base.name.startswith("popen-") else base
-    done = common / "warm" / "done"
-    with FileLock(common / "warm.lock"):
-        if not done.exists():
-            done.write_text(str(_make(done.parent)))
-    return Path(done.read_text())
-
-
-def _make(folder: Path) -> Path:
-    """Run the demo's SFT over lessons of `Homes`, and return its checkpoint."""
-    threads = torch.get_num_threads()
+def make(folder: Path) -> None:
+    """Run the demo's SFT over lessons of `Homes`, and keep the model that it makes."""
     torch.set_num_threads(1)  # matrices this small are not worth a second one
     tasks = list(Homes.tasks("train", 1, LESSONS.played))
     LESSONS.write(folder / "lessons.jsonl", Homes, chat_format(tiny_tokenizer()), tasks, random.Random(2))
     options = {"environment.environment_id": None, "data.dataset": str(folder / "lessons.jsonl")}
     options |= {"logging.output_dir": str(folder), "model.revision": "2"}
     config = load_config(WARM_START, [key_value(key, value) for key, value in options.items()])
-    checkpoint = Training(config, name="run", watcher=Quiet()).train().checkpoint
-    torch.set_num_threads(threads)
-    assert checkpoint is not None
-    return checkpoint
+    export(str(Training(config, name="run", watcher=Quiet()).train().run), WARM)
 
 
 class Lift(NamedTuple):
@@ -137,3 +123,9 @@ def lift(warm: Path, folder: Path, objects: Objects | None = None, **sections: d
     report = Training(TrainingConfig(**given), name="run", objects=objects, watcher=Quiet()).train()
     shares = [row["eval/success"] for row in report.rows if "eval/success" in row]
     return Lift(shares[0], shares[-1], report)
+
+
+if __name__ == "__main__":
+    shutil.rmtree(WARM, ignore_errors=True)
+    with tempfile.TemporaryDirectory() as scratch:
+        make(Path(scratch))

@@ -1,0 +1,181 @@
+"""Engines in Ray actors, on the machines of a cluster."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from TrainingFactory.cluster.engines import make_engine
+from TrainingFactory.cluster.places import PlaceLost
+from TrainingFactory.cluster.ray_session import RaySession, require_ray
+from TrainingFactory.tools.threads import in_thread
+from TrainingFactory.types import EngineSpec, Weights
+
+AT_ONCE = 10_000  # calls that one actor takes
+CLOSE_SECONDS = 20.0
+Files = Mapping[str, Any]  # names and contents
+
+
+class RayPlaces:
+    """Makes `RayPlace`s, each in a bundle of one placement group for `count` of them. Machines that have no such folder
+    as `spec.model` get its config where weights are pushed; else the path must be there too."""
+
+    def __init__(
+        self,
+        session: RaySession,
+        spec: EngineSpec,
+        count: int,
+        gpus: float = 0.0,
+        cpus: float = 1.0,
+        timeout: float = 600.0,
+        say: Callable[[str], object] = lambda _: None,
+    ) -> None:
+        self._session, self._spec, self._count = session, spec, count
+        self._bundle = {"CPU": cpus, "GPU": gpus}
+        self._timeout, self._say = timeout, say
+        self._placing = asyncio.Lock()
+        self._group: Any = None
+        self._packed: tuple[Weights, Any] | None = None  # the last ones that went to another machine
+
+    async def make(self, number: int) -> RayPlace:
+        ray = require_ray()
+        began = time.monotonic()
+        async with self._placing:
+            if self._group is None:
+                bundles, what = [self._bundle] * self._count, f"compute.samplers={self._count}"
+                self._group = await self._session.placed(bundles, what, self._timeout)
+        what = f"sampler {number}"
+        more = {"num_cpus": self._bundle["CPU"], "num_gpus": self._bundle["GPU"], "max_concurrency": AT_ONCE}
+        actor = ray.remote(EngineActor).options(**self._session.options(what, self._group, number, **more)).remote()
+        place = RayPlace(ray, actor, what, self.packed)
+        config = await in_thread(_read, Path(self._spec.model), "*.json") if self._spec.pushed else {}
+        try:
+            async with asyncio.timeout(self._timeout):
+                await place.open(self._spec, number, config, self._timeout)
+        except TimeoutError:
+            await place.close()
+            raise ValueError(
+                f"{place.name} did not start within {self._timeout:g} s; compute.start_timeout gives it longer"
+            ) from None
+        except (PlaceLost, ValueError) as error:
+            await place.close()
+            raise ValueError(f"{place.name} could not be started: {error}") from error
+        except BaseException:
+            await place.close()
+            raise
+        self._say(f"{place.name} is ready after {time.monotonic() - began:.0f} s")
+        return place
+
+    async def packed(self, weights: Weights) -> Any:
+        """Return a folder's files in Ray's object store, which brings them to every machine once."""
+        if self._packed is None or self._packed[0] is not weights:
+            files = await in_thread(_read, Path(weights.where), "*")
+            self._packed = weights, await in_thread(require_ray().put, files)
+        return self._packed[1]
+
+    async def close(self) -> None:
+        if self._group is not None:
+            self._session.unplace(self._group)
+            self._group = None
+
+
+class RayPlace:
+    """An engine in an actor, which ends with `close`, and with this program however it ends."""
+
+    def __init__(self, ray: Any, actor: Any, name: str, packed: Callable[[Weights], Any]) -> None:
+        self.name, self.about = name, {}
+        self._ray, self._actor, self._packed = ray, actor, packed
+        self._here = True  # on this machine, where folders need not travel
+
+    async def open(self, spec: EngineSpec, number: int, config: Files, timeout: float) -> None:
+        self.about = await self._answer(self._actor.start.remote(spec, number, config, timeout))
+        self._here = self.about["ray_node"] == self._ray.get_runtime_context().get_node_id()
+        self.name = f"{self.name} on {self.about['node']}, process {self.about['pid']}"
+
+    async def call(self, method: str, *args: Any) -> Any:
+        if method == "load" and not self._here:
+            return await self._answer(self._actor.load.remote(args[0], await self._packed(args[0])))
+        return await self._answer(self._actor.call.remote(method, args))
+
+    async def _answer(self, ref: Any) -> Any:
+        errors = self._ray.exceptions
+        try:
+            return await ref
+        except asyncio.CancelledError:
+            self._ray.cancel(ref)
+            raise
+        except errors.RayTaskError as error:
+            if isinstance(error.cause, ValueError):
+                raise ValueError(str(error.cause)) from None
+            told = str(error.cause) if isinstance(error.cause, PlaceLost) else repr(error.cause)
+            raise PlaceLost(f"{self.name} is of no use any more: {told}") from None
+        except errors.RayError as error:
+            raise PlaceLost(f"{self.name} is gone: {type(error).__name__}") from None
+
+    async def close(self) -> None:
+        if self._actor is None or not self._ray.is_initialized():
+            return
+        actor, self._actor = self._actor, None
+        with suppress(PlaceLost, ValueError, TimeoutError):
+            async with asyncio.timeout(CLOSE_SECONDS):
+                await self._answer(actor.call.remote("close", ()))
+        self._ray.kill(actor)
+
+
+class EngineActor:
+    """Runs in the actor. vLLM has processes below it, which are left to the watcher of a `LocalPlace`: an actor that is
+    killed cannot end them."""
+
+    def __init__(self) -> None:
+        self._call: Callable[..., Any] | None = None
+
+    async def start(self, spec: EngineSpec, number: int, config: Files, timeout: float) -> dict[str, Any]:
+        if config and not os.path.isdir(spec.model):
+            self._config = _written(config, None)
+            spec = dataclasses.replace(spec, model=self._config.name)
+        about = await self._make(spec, number, timeout)
+        node = require_ray().get_runtime_context().get_node_id()
+        return {**about, "ray_node": node}
+
+    async def _make(self, spec: EngineSpec, number: int, timeout: float) -> dict[str, Any]:
+        if spec.kind == "vllm":
+            from TrainingFactory.cluster.local import LocalPlaces
+
+            place = await LocalPlaces(spec, start_timeout=timeout).make(number)
+            self._call = place.call
+            return place.about
+        engine = make_engine(spec)
+        self._call = lambda method, *args: getattr(engine, method)(*args)
+        return await engine.start()
+
+    async def call(self, method: str, args: tuple[Any, ...]) -> Any:
+        if self._call is None:
+            raise PlaceLost("it has not been started")
+        return await self._call(method, *args)
+
+    async def load(self, weights: Weights, files: Files) -> None:
+        """Load weights that came from another machine, by way of this one's memory."""
+        shared = "/dev/shm" if os.path.isdir("/dev/shm") else None
+        with _written(files, shared) as folder:
+            await self.call("load", (dataclasses.replace(weights, where=folder),))
+
+
+def _read(folder: Path, pattern: str) -> dict[str, Any]:
+    import numpy as np
+
+    # As arrays: Ray puts them into its store without another copy.
+    return {file.name: np.fromfile(file, np.uint8) for file in sorted(folder.glob(pattern)) if file.is_file()}
+
+
+def _written(files: Files, where: str | None) -> tempfile.TemporaryDirectory[str]:
+    folder = tempfile.TemporaryDirectory(prefix="tfactory-", dir=where)
+    for name, content in files.items():
+        content.tofile(os.path.join(folder.name, name))
+    return folder
