@@ -37,7 +37,9 @@ class LocalPlaces:
         start_timeout: float = 600.0,
         say: Callable[[str], object] = lambda text: None,
         folder: Path | None = None,
+        what: str = "sampler",
     ) -> None:
+        self._what = what
         self._spec, self._seconds, self._say, self._folder = spec, start_timeout, say, folder
         threads = str(max(1, (os.cpu_count() or 1) // 2))  # the learner has the other half
         # All of our path: what vLLM starts must find its packages too.
@@ -48,7 +50,7 @@ class LocalPlaces:
 
     async def make(self, number: int) -> LocalPlace:
         began = time.monotonic()
-        place = LocalPlace(number, _Log(self._folder, number))
+        place = LocalPlace(f"{self._what} {number}", _Log(self._folder, number))
         self._places.append(place)
         try:
             async with asyncio.timeout(self._seconds):
@@ -77,8 +79,8 @@ class LocalPlaces:
 class LocalPlace:
     """An engine in a process of its own, which ends with `close`, and with this program however it ends."""
 
-    def __init__(self, number: int, log: _Log) -> None:
-        self.name, self.log = f"sampler {number}", log
+    def __init__(self, name: str, log: _Log) -> None:
+        self.name, self.log = name, log
         self.about: dict[str, Any] = {}  # what the engine said of itself
         self._process: asyncio.subprocess.Process | None = None
         self._life = -1  # while this pipe is open, it may live

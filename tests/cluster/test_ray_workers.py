@@ -13,13 +13,14 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.kits.judge import finished
+from tests.kits.judge import all_scored, finished
+from tests.kits.parrot import parrot
 from tests.kits.scale import SCALE, scale  # noqa: F401
 from TrainingFactory.cluster.ray_session import RaySession
 from TrainingFactory.cluster.ray_workers import RayWorker
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.rewards.workers.process import FinishedEpisode
-from TrainingFactory.services.build.rewards import close_reward, make_reward
+from TrainingFactory.services.build.rewards import close_reward, make_reward, open_reward
 from TrainingFactory.services.build.tools import make_tools
 from TrainingFactory.tools import AsyncToolExecutor
 from TrainingFactory.tools.runtime import ToolRuntime
@@ -258,6 +259,49 @@ def test_what_cannot_go_there_is_refused(code: Path, tmp_path: Path) -> None:
         ValueError, match=r"there is no file own_code.py .*must have the same path on every machine"
     ):
         asyncio.run(open_and_close())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("engine", "replicas"), [("native", 2), ("vllm", 1)])
+def test_a_judge_of_ones_own_on_ray_scores_and_is_made_anew(
+    tmp_path: Path, engine: str, replicas: int
+) -> None:
+    keys = {
+        "model": str(parrot(tmp_path, "Score: 7")),
+        "engine": engine,
+        "replicas": replicas,
+        "max_length": 2048,
+    }
+    given = config(
+        reward={"type": "model_judge", "judge": keys}, compute={"backend": "ray", "cpus_per_sampler": 0.5}
+    )
+
+    async def judged() -> tuple[list[float], dict[str, Any], list[int]]:
+        reward: Any = make_reward(given)
+        try:
+            await open_reward(reward, said.append)
+            found = await all_scored(reward, *(finished(str(number)) for number in range(6)))
+            status = await RaySession().status()
+            judges = [each["pid"] for each in status["actors"] if each["what"].startswith("judge ")]
+            for pid in judges:
+                os.kill(pid, signal.SIGKILL)
+            found += await all_scored(reward, finished("again"))
+        finally:
+            await close_reward(reward)
+        return [each.outcome for each in found], await RaySession().status(), judges
+
+    said: list[str] = []
+    outcomes, status, judges = asyncio.run(judged())
+    assert outcomes == [0.7] * 7 and len(judges) == replicas
+    assert not [each for each in status["actors"] if each["what"].startswith("judge ")]
+    assert sum("is ready after" in text and text.startswith("judge ") for text in said) >= replicas + 1
+
+
+def test_a_judge_that_cannot_be_placed_is_told_at_once() -> None:
+    keys = {"model": "builtin:tiny", "replicas": 2, "gpus": 4}
+    reward: Any = make_reward(config(reward={"type": "model_judge", "judge": keys}))
+    with pytest.raises(ValueError, match=r"reward.judge.replicas=2 cannot be placed: asked for .* 8 GPU"):
+        asyncio.run(open_reward(reward, lambda _: None))
 
 
 async def gone(pid: int) -> bool:

@@ -11,9 +11,14 @@ from typing import Any, Literal
 from pydantic import validate_call
 from pydantic.dataclasses import dataclass
 
+from TrainingFactory.cluster.fleet import Fleet
+from TrainingFactory.cluster.local import LocalPlaces
+from TrainingFactory.cluster.places import Places
+from TrainingFactory.cluster.ray_places import RayPlaces
+from TrainingFactory.cluster.ray_session import RaySession, require_ray
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.endpoint import ModelError
-from TrainingFactory.models.names import resolve
+from TrainingFactory.models.names import BUILTIN, resolve
 from TrainingFactory.options import (
     STRICT,
     Count,
@@ -25,7 +30,6 @@ from TrainingFactory.options import (
     ZeroOrMore,
     make_from,
 )
-from TrainingFactory.protocols import Sampler
 from TrainingFactory.rewards.judge.endpoints import DEFAULT_MAX_TOKENS, Reply, SampledJudge
 from TrainingFactory.services.build.model_names import find_model
 from TrainingFactory.tools.fingerprint import digest
@@ -86,6 +90,9 @@ def with_own_judge(options: dict[str, Any], config: TrainingConfig) -> dict[str,
             text = "needs compute.backend=ray: without Ray a judge has one process"
             raise OptionError(Wrong("replicas", text, chosen.replicas))
         name = _model(chosen.model, config)
+        if (chosen.engine or config.sampling.engine) == "vllm" and not _as_folder(name):
+            text = f"vllm reads folders and hub ids, and {chosen.model} is neither; take native"
+            raise OptionError(Wrong("engine", text))
     except OptionError as error:
         raise error.within("judge") from None
     several = (
@@ -114,12 +121,8 @@ def _model(written: str, config: TrainingConfig) -> str:
     return str(found.folder) if found.folder is not None else resolve(found.name)
 
 
-async def make_judges(spec: EngineSpec, asked: JudgeOptions, config: TrainingConfig, say: Say) -> Sampler:
-    from TrainingFactory.models import load_model
-    from TrainingFactory.sampling import NativeEngine
-
-    loaded = await in_thread(load_model, spec.model)
-    return NativeEngine(loaded.model, slots=spec.slots, max_length=spec.max_length)
+def _as_folder(name: str) -> bool:
+    return name != BUILTIN and not name.endswith(".gguf") and not name.startswith("package:")
 
 
 class OwnJudge:
@@ -131,7 +134,9 @@ class OwnJudge:
         self.asked, self._name, self._params, self._config = asked, name, params, config
         self.kind = asked.engine or config.sampling.engine
         self.identity = digest(name, self.kind, repr(params), repr(asked.thinking))
+        self._fleet: Fleet | None = None
         self._judge: SampledJudge | None = None
+        self._ray = RaySession(config.compute.address, config.compute.num_gpus)
         self._turn = asyncio.Lock()
 
     async def open(self, say: Say = lambda _: None) -> SampledJudge:
@@ -165,6 +170,8 @@ class OwnJudge:
             )
         tokenizer = await in_thread(load_tokenizer, self._name)
         chat = await in_thread(chat_format, tokenizer, asked.family, thinking=asked.thinking)
+        gpus = int(asked.gpus or 0)
+        parallel = {"tensor_parallel_size": gpus} if self.kind == "vllm" and gpus > 1 else {}
         spec = EngineSpec(
             kind=self.kind,
             model=self._name,
@@ -172,16 +179,27 @@ class OwnJudge:
             slots=AT_ONCE,
             device=asked.device,
             pushed=False,
-            options=asked.engine_options,
+            options=parallel | asked.engine_options,
         )
-        sampler = await make_judges(spec, asked, self._config, say)
-        judge = SampledJudge(sampler, chat, self._params, self._name)
         try:
-            await judge.sampler.sample(chat.render([Message("user", "?")]), SamplingParams(max_tokens=1))
+            places = await self._places(spec, say)
+            self._fleet = Fleet(places, asked.replicas, spec.max_length, say)
+            await self._fleet.sample(chat.render([Message("user", "?")]), SamplingParams(max_tokens=1))
         except BaseException:
-            await sampler.close()
+            await self.close()
             raise
-        return judge
+        return SampledJudge(self._fleet, chat, self._params, self._name)
+
+    async def _places(self, spec: EngineSpec, say: Say) -> Places:
+        asked, compute = self.asked, self._config.compute
+        if compute.backend != "ray":
+            return LocalPlaces(spec, start_timeout=compute.start_timeout, say=say, what="judge")
+        await self._ray.open()
+        gpus = asked.gpus
+        if gpus is None:
+            gpus = float(self.kind == "vllm" and require_ray().cluster_resources().get("GPU", 0) >= 1)
+        shape = asked.replicas, gpus, compute.cpus_per_sampler, compute.start_timeout
+        return RayPlaces(self._ray, spec, *shape, say=say, what="judge")
 
     async def ask(self, messages: Sequence[Message], number: int) -> Reply:
         judge = await self.open()
@@ -194,6 +212,7 @@ class OwnJudge:
 
     async def close(self) -> None:
         """End the engines."""
-        judge, self._judge = self._judge, None
-        if judge is not None:
-            await judge.sampler.close()
+        fleet, self._fleet, self._judge = self._fleet, None, None
+        if fleet is not None:
+            await fleet.close()
+        await self._ray.close()
