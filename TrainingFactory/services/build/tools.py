@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from TrainingFactory.cluster.ray_session import RaySession
+from TrainingFactory import catalog
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.config.schema import ToolEntry
 from TrainingFactory.protocols import EnvironmentFactory, Tool, ToolSession, ToolSource
-from TrainingFactory.services.build.remote_tools import Executors, RemoteTools
+from TrainingFactory.services.build.remote_tools import Hosted, RemoteTools
 from TrainingFactory.texts import SECRET_VARIABLES, is_secret
 from TrainingFactory.tools import ToolOptions
 from TrainingFactory.tools.adapt import as_tool
@@ -46,22 +46,23 @@ def make_tools(
     """Return the tools of the config and those given as objects; sources are not open yet. An entry that only names a
     tool which the environment brings itself adds nothing."""
     own, files = _own_tools(environment), set[str]()
-    compute, executors = config.compute, None
-    if compute.backend == "ray":
-        executors = Executors(config.environment.num_workers, RaySession(compute.address, compute.num_gpus))
+    remote = RemoteTools(config.environment.num_workers)
     made: list[Handed] = []
     for number, entry in enumerate(config.tools):
         where = f"tools.{number}"
         if entry.config is None:
-            if entry.options or entry.name not in own:
-                made += tools_of(entry, where, executors)
-            elif entry.remote:
+            brought = entry.name in own and not entry.options
+            if brought and entry.remote:
                 raise ValueError(f"{where}.remote: {entry.name} is the environment's own, which runs here")
+            tools = [] if brought else _tools_of(entry, where)
+            if tools and config.compute.backend == "ray" and _may_go(entry):
+                remote.add(entry, tools)
+                tools = [] if remote in made else [remote]
+            made += tools
             continue
         if entry.remote:
             raise ValueError(
-                f"{where}.remote: servers run where {entry.config} says, and calls go there from this machine; for "
-                "another machine give the server's url"
+                f"{where}.remote: servers run where {entry.config} says; one on another machine has a url there"
             )
         if entry.options:
             raise ValueError(f"{where}.options are for built-in tools; a server's stand in {entry.config}")
@@ -69,6 +70,19 @@ def make_tools(
             files.add(entry.config)
             made += _from_servers(entry.config, config.tools)
     return [*made, *map(as_tool, given)]
+
+
+def _may_go(entry: ToolEntry) -> bool:
+    """Tell whether a tool is called on the cluster: one that is asked to be, and the sandbox."""
+    if entry.remote is None:
+        return not is_file_name(entry.name) and catalog.find("tool", entry.name) is PythonTool
+    return entry.remote
+
+
+def tools_there(entries: Sequence[Mapping[str, Any]]) -> Callable[..., Any]:
+    """Make tools on another machine, with its own environment variables; return what answers calls."""
+    plain = [ToolEntry(**entry).model_copy(update={"cache_enabled": False}) for entry in entries]
+    return Hosted([tool for entry in plain for tool in _tools_of(entry, entry.name)]).answer
 
 
 def _own_tools(environment: EnvironmentFactory | None) -> set[str]:
@@ -79,9 +93,8 @@ def _own_tools(environment: EnvironmentFactory | None) -> set[str]:
     return {member.spec.name for member in members if isinstance(member, FunctionTool)}
 
 
-def tools_of(entry: ToolEntry, where: str, executors: Executors | None = None) -> list[Handed]:
-    """Return a built-in tool, one of an installed package, or those of a Python file; with `executors` so that its
-    calls go to a cluster, where they may."""
+def _tools_of(entry: ToolEntry, where: str) -> list[Handed]:
+    """Return a built-in tool, one of an installed package, or those of a Python file."""
     if is_file_name(entry.name):
         if entry.options:
             raise ValueError(f"{where}.options are for built-in tools; {entry.name} is a Python file")
@@ -91,10 +104,6 @@ def tools_of(entry: ToolEntry, where: str, executors: Executors | None = None) -
             made = [make_tool({"name": entry.name, "options": filled_in(entry.options, "options")})]
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from error
-    anywhere = all(isinstance(tool, PythonTool) for tool in made) if entry.remote is None else entry.remote
-    if executors is not None and anywhere:
-        executors.entries.append(entry)
-        made = [RemoteTools(made, executors)]
     if not entry.cache_enabled:
         return made
     return [
