@@ -19,13 +19,11 @@ AT_ONCE = 1000  # calls that one actor takes
 
 class RayWorker:
     """Is a `workers.Worker` whose process is a Ray actor: started with the first question, and again after it has died.
-    `what` is shown to users, `number` spreads workers over the machines. It reserves no cores, so that it never waits
-    for any."""
+    `what` is shown to users. It reserves no cores, so that it never waits for any."""
 
-    def __init__(self, target: str, settings: Any = None, *, what: str, number: int = 0) -> None:
-        self.target, self.settings = target, settings
+    def __init__(self, target: str, settings: Any = None, *, what: str) -> None:
+        self.target, self.settings, self._what = target, settings, what
         self.starts = 0  # so far
-        self._what, self._number = what, number
         self._actor: Any = None
         self._starting = asyncio.Lock()
         self._closed = False
@@ -39,12 +37,8 @@ class RayWorker:
         `seconds` the actor outlives a caller who gives up: others may be waiting for it."""
         actor = await self.ready()
         try:
-            async with asyncio.timeout(seconds):
-                return await _answer(actor.ask.remote(message))
-        except TimeoutError:
-            self._drop(actor)
-            raise WorkerTooSlow(f"did not answer within {seconds:g} s") from None
-        except (WorkerDied, asyncio.CancelledError) as error:
+            return await _answer(actor.ask.remote(message), seconds)
+        except (WorkerDied, WorkerTooSlow, asyncio.CancelledError) as error:
             if seconds is not None or isinstance(error, WorkerDied):
                 self._drop(actor)
             raise
@@ -59,19 +53,13 @@ class RayWorker:
             return self._actor
 
     async def _started(self) -> Any:
-        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy  # pyright: ignore
-
-        nodes = machines()
-        where = NodeAffinitySchedulingStrategy(nodes[self._number % len(nodes)], soft=True)
-        options = RaySession().options(self._what, scheduling_strategy=where, max_concurrency=AT_ONCE)
+        options = RaySession().options(self._what, scheduling_strategy="SPREAD", max_concurrency=AT_ONCE)
         actor = require_ray().remote(Host).options(**options).remote()
         try:
-            async with asyncio.timeout(START_SECONDS):
-                await _answer(actor.start.remote(self.target, self.settings, os.getcwd(), sys.path))
-        except BaseException as error:
+            begun = actor.start.remote(self.target, self.settings, os.getcwd(), sys.path)
+            await _answer(begun, START_SECONDS)
+        except BaseException:
             self._drop(actor)
-            if isinstance(error, TimeoutError):
-                raise WorkerDied(f"did not start within {START_SECONDS:g} s") from None
             raise
         self.starts += 1
         return actor
@@ -94,15 +82,18 @@ class RayWorker:
             self.kill()
 
 
-async def _answer(ref: Any) -> Any:
+async def _answer(ref: Any, seconds: float | None) -> Any:
     ray = require_ray()
     try:
-        return await ref
+        async with asyncio.timeout(seconds):
+            return await ref
+    except ray.exceptions.RayTaskError as error:  # first, since it is also of the class of its cause
+        raise WorkerError(f"{type(error.cause).__name__}: {error.cause}") from None
+    except TimeoutError:
+        raise WorkerTooSlow(f"did not answer within {seconds:g} s") from None
     except asyncio.CancelledError:
         ray.cancel(ref)
         raise
-    except ray.exceptions.RayTaskError as error:
-        raise WorkerError(f"{type(error.cause).__name__}: {error.cause}") from None
     except ray.exceptions.RayError:
         raise WorkerDied("died") from None
 
@@ -126,10 +117,6 @@ class Host:
         return await asyncio.to_thread(self._function, message)
 
 
-def machines() -> list[str]:
-    """Return the ids of the machines of the cluster, this one first."""
-    ray = require_ray()
-    here = ray.get_runtime_context().get_node_id()
-    return sorted(
-        (node["NodeID"] for node in ray.nodes() if node["Alive"]), key=lambda node: (node != here, node)
-    )
+def machines() -> int:
+    """Return how many machines the cluster has."""
+    return sum(node["Alive"] for node in require_ray().nodes())

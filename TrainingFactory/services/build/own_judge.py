@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import field
 from typing import Any, Literal
@@ -28,7 +27,6 @@ from TrainingFactory.types import EngineSpec, Message, SamplersLost, SamplingPar
 AT_ENDPOINTS = ("base_url", "model", "api", "api_key_env", "timeout")
 MOST_TOKENS = 8192  # of a prompt and its verdict, where the config does not say
 AT_ONCE = 8  # requests of each engine
-TELL_SECONDS = 30.0  # between two words about a start that takes long
 Say = Callable[[str], None]
 
 
@@ -46,15 +44,7 @@ class JudgeOptions:
     engine_options: dict[str, Any] = field(default_factory=dict)
 
 
-@dataclass(config=STRICT, kw_only=True, frozen=True)
-class Sampled:
-    """What may stand in the options of its requests."""
-
-    temperature: NotNegative
-    max_tokens: Count = DEFAULT_MAX_TOKENS
-    top_p: NotNegative = 1.0
-    top_k: int = 0
-    seed: int = 0
+Sampled = dataclass(SamplingParams, config=STRICT)  # what may stand in the options of its requests
 
 
 def with_own_judge(options: dict[str, Any], config: TrainingConfig) -> dict[str, Any]:
@@ -76,13 +66,13 @@ def with_own_judge(options: dict[str, Any], config: TrainingConfig) -> dict[str,
     except OptionError as error:
         raise error.within("judge") from None
     # Greedily several samples would be one and the same.
-    given = {"temperature": float(options.get("samples", 1) != 1)} | (options.pop("options", None) or {})
+    usual = {"temperature": float(options.get("samples", 1) != 1), "max_tokens": DEFAULT_MAX_TOKENS}
     try:
-        sampled = make_from(Sampled, given, "a judge of the run's own")
+        params = make_from(Sampled, usual | (options.pop("options", None) or {}), "a judge of the run's own")
     except OptionError as error:
         raise error.within("options") from None
     options.setdefault("concurrency", AT_ONCE * chosen.replicas)
-    return options | {"model": OwnJudge(chosen, name, SamplingParams(**vars(sampled)), config)}
+    return options | {"model": OwnJudge(chosen, name, params, config)}
 
 
 def _model(written: str, config: TrainingConfig) -> str:
@@ -111,20 +101,15 @@ class OwnJudge:
         self._turn = asyncio.Lock()
 
     async def open(self, say: Say = lambda _: None) -> SampledJudge:
-        """Start the engines, and return when they answer; tell about it as long as it takes."""
+        """Start the engines, and return when they answer; `say` hears of each."""
         async with self._turn:
             if self._judge is None:
-                began, name = time.monotonic(), self.asked.model
-                say(f"starting the judge {name}: {self._kind}, engines: {self.asked.replicas}")
-                telling = asyncio.create_task(_tell(say, name))
+                say(f"starting the judge {self.asked.model}: {self._kind}, engines: {self.asked.replicas}")
                 try:
                     self._judge = await self._started(say)
                 except BaseException:
                     await self.close()
                     raise
-                finally:
-                    telling.cancel()
-                say(f"the judge {name} is ready after {time.monotonic() - began:.1f} s")
             return self._judge
 
     async def _started(self, say: Say) -> SampledJudge:
@@ -134,13 +119,9 @@ class OwnJudge:
         asked, gpus = self.asked, int(self.asked.gpus or 0)
         tokenizer = await in_thread(load_tokenizer, self._name)
         chat = await in_thread(chat_format, tokenizer, thinking=asked.thinking)
-        longest, options = asked.max_length or MOST_TOKENS, asked.engine_options
-        if asked.max_length is not None and longest > tokenizer.model_max_length:
-            text = f"reward.judge.max_length is {longest}, but {asked.model} was made for "
-            raise ValueError(f"{text}{tokenizer.model_max_length}")
-        if self._kind == "vllm" and gpus > 1:
-            options = {"tensor_parallel_size": gpus} | options
-        longest = min(longest, tokenizer.model_max_length)
+        longest = asked.max_length or min(MOST_TOKENS, tokenizer.model_max_length)
+        parallel = {"tensor_parallel_size": gpus} if self._kind == "vllm" and gpus > 1 else {}
+        options = parallel | asked.engine_options
         spec = EngineSpec(
             self._kind, self._name, longest, AT_ONCE, device=asked.device, pushed=False, options=options
         )
@@ -171,9 +152,3 @@ class OwnJudge:
         fleet, self._fleet, self._judge = self._fleet, None, None
         if fleet is not None:
             await fleet.close()
-
-
-async def _tell(say: Say, name: str) -> None:
-    while True:
-        await asyncio.sleep(TELL_SECONDS)
-        say(f"waiting for the judge {name}")

@@ -18,7 +18,7 @@ from TrainingFactory.texts import describe
 from TrainingFactory.tools import AsyncToolExecutor, ToolOptions
 from TrainingFactory.tools.runtime import is_lost, run_tool
 from TrainingFactory.types import ToolFailure, ToolResult
-from TrainingFactory.workers import WorkerDied, WorkerError
+from TrainingFactory.workers import WorkerDied, WorkerError, WorkerTooSlow
 
 HOST = "TrainingFactory.services.build.tools:tools_there"
 CLOSE_SECONDS = 10.0  # for an interpreter to end
@@ -43,15 +43,13 @@ class RemoteTools:
 
     async def open(self) -> None:
         """Start the processes; raise ValueError where one cannot have the tools."""
-        for tool in self._tools:
-            if isinstance(tool, ToolSource):
-                await tool.open()
+        await asyncio.gather(*(tool.open() for tool in self._tools if isinstance(tool, ToolSource)))
         settings = [entry.model_dump() for entry in self._entries]
-        count = self._count or len(machines())
-        self._workers = [RayWorker(HOST, settings, what="tools", number=number) for number in range(count)]
+        count = self._count or machines()
+        self._workers = [RayWorker(HOST, settings, what="tools") for _ in range(count)]
         try:
             await asyncio.gather(*(worker.ready() for worker in self._workers))
-        except (WorkerDied, WorkerError) as error:
+        except (WorkerDied, WorkerError, WorkerTooSlow) as error:
             names = ", ".join(entry.name for entry in self._entries)
             raise ValueError(
                 f"a process for the tools {names} cannot be had on the cluster: {error}; files of tools must have the "
@@ -85,7 +83,7 @@ class RemoteSession:
             self._source.episodes[self._worker] += 1
         try:
             answer = await self._worker.ask([self._name, tool, arguments])
-        except (WorkerDied, WorkerError) as error:
+        except (WorkerDied, WorkerError, WorkerTooSlow) as error:
             text = f"{tool} gave no answer: its process on the cluster {error}{GONE}"
             return ToolResult(text, ok=False, error="unavailable"), self._worker.starts
         if isinstance(answer, str):
@@ -97,17 +95,16 @@ class RemoteSession:
         worker, self._worker = self._worker, None
         if worker is not None:
             self._source.episodes[worker] -= 1
+        if worker is not None and worker.alive:
             with suppress(WorkerDied, WorkerError, TimeoutError):
-                async with asyncio.timeout(CLOSE_SECONDS if worker.alive else 0):
+                async with asyncio.timeout(CLOSE_SECONDS):
                     await worker.ask([self._name, None, {}])
 
 
 class _RemoteTool:
     def __init__(self, tool: Tool, session: RemoteSession) -> None:
         self.spec, self._session = tool.spec, session
-        self.options: ToolOptions = getattr(
-            tool, "options", ToolOptions()
-        )  # a foreign tool need not have any
+        self.options: ToolOptions = getattr(tool, "options", ToolOptions())  # a foreign one may have none
         self.__wrapped__ = tool  # the cache has to see who answers
         self._process: int | None = None  # that has its state
 

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from TrainingFactory import catalog
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.config.schema import ToolEntry
 from TrainingFactory.protocols import EnvironmentFactory, Tool, ToolSession, ToolSource
@@ -23,13 +22,13 @@ from TrainingFactory.tools.cache.cache import ToolCache
 from TrainingFactory.tools.decorator import FunctionTool
 from TrainingFactory.tools.mcp.config import read_with_names
 from TrainingFactory.tools.mcp_tools import MCPTools
-from TrainingFactory.tools.sandbox.python_tool import PythonTool
 from TrainingFactory.user_code import chosen, is_file_name
 
 Handed = Tool | ToolSource
 # From the names of the tools on offer, each with that of its server, to the names of those that are taken, and whether
 # their repeated calls may be answered from the cache.
 Choice = Callable[[Mapping[str, str]], dict[str, bool]]
+SANDBOX = ("python", "code_interpreter")
 VARIABLE = re.compile(r"\$\{(\w+)\}")
 
 
@@ -46,7 +45,7 @@ def make_tools(
     """Return the tools of the config and those given as objects; sources are not open yet. An entry that only names a
     tool which the environment brings itself adds nothing."""
     own, files = _own_tools(environment), set[str]()
-    remote = RemoteTools(config.environment.num_workers)
+    remote, on_ray = RemoteTools(config.environment.num_workers), config.compute.backend == "ray"
     made: list[Handed] = []
     for number, entry in enumerate(config.tools):
         where = f"tools.{number}"
@@ -55,7 +54,8 @@ def make_tools(
             if brought and entry.remote:
                 raise ValueError(f"{where}.remote: {entry.name} is the environment's own, which runs here")
             tools = [] if brought else _tools_of(entry, where)
-            if tools and config.compute.backend == "ray" and _may_go(entry):
+            # By default the sandbox: it has no state but that of an episode.
+            if tools and on_ray and (entry.remote or (entry.remote is None and entry.name in SANDBOX)):
                 remote.add(entry, tools)
                 tools = [] if remote in made else [remote]
             made += tools
@@ -70,13 +70,6 @@ def make_tools(
             files.add(entry.config)
             made += _from_servers(entry.config, config.tools)
     return [*made, *map(as_tool, given)]
-
-
-def _may_go(entry: ToolEntry) -> bool:
-    """Tell whether a tool is called on the cluster: one that is asked to be, and the sandbox."""
-    if entry.remote is None:
-        return not is_file_name(entry.name) and catalog.find("tool", entry.name) is PythonTool
-    return entry.remote
 
 
 def tools_there(entries: Sequence[Mapping[str, Any]]) -> Callable[..., Any]:
