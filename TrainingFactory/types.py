@@ -86,7 +86,8 @@ class Completion:
     logprobs: list[float]
     finish: Finish
     policy_version: int = 0  # of the weights that sampled its first token
-    versions: list[int] | None = None  # of each token, where new weights landed within the turn
+    # Of each token, where new weights landed within the turn. Not in its text, by which runs know their data.
+    versions: list[int] | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         if len(self.token_ids) != len(self.logprobs):
@@ -186,7 +187,8 @@ class Group:
     number: int  # place in the order of the run: step n has those from n * batch_size on
     trajectories: list[Trajectory]
     rows: list[Sample] = field(default_factory=list)
-    attempt: int = 0  # tasks tried for that place before, which taught nothing
+    attempt: int = 0  # those before it taught nothing, or were too old
+    place: int = 0  # of its task in the order of all epochs
 
 
 @dataclass(slots=True, frozen=True)

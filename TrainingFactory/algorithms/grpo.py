@@ -5,8 +5,8 @@
 A is the advantage of the token's turn (`credit.py`); w = p_now / p_sampled, of the token, or with ratio `sequence`
 the geometric mean of those of its episode, with the gradient of the token's own (GSPO-token); v is 1. Where A < 0 the
 minimum is `clip_dual` A at least. The loss `cispo` has min(w, 1 + high) A log p_now in place of the minimum, with no
-gradient through w. With `importance_cap`, for samplers that compute differently from the learner, w = p_now / p_old and
-v = min(p_old / p_sampled, cap), p_old being the learner's own before the step.
+gradient through w. With a `correction`, for what the learner did not sample itself, w = p_now / p_old and v is the
+weight of `correction.py`.
 
 With advantage `reinforce_plus_plus`, A is the reward, whitened over all trained tokens of the step, and with
 `reinforce_plus_plus_baseline` that of `group`, whitened. But for the first, groups whose episodes all earned the same
@@ -23,6 +23,7 @@ import numpy as np
 import torch
 
 from TrainingFactory.algorithms.base import BaseAlgorithm, Total, whiten
+from TrainingFactory.algorithms.correction import Correction, corrected
 from TrainingFactory.algorithms.credit import OVERLONG, Credit, advantages, equal, reward_tables
 from TrainingFactory.algorithms.policy_loss import Estimator, clipped_gain, kl_terms, ratio_of
 from TrainingFactory.algorithms.trained import Trained
@@ -57,7 +58,7 @@ class GRPO(BaseAlgorithm):
     overlong_penalty: float = 1.0
     refill: int = 0  # rounds; whoever samples the episodes does it
     refill_by: Literal["reward", "outcome"] = "reward"
-    importance_cap: float | None = None
+    correction: Correction | None = None  # of who samples, not of the algorithm
 
     def __post_init__(self) -> None:
         """Refuse options that contradict each other; the range of each is checked by the config."""
@@ -78,7 +79,7 @@ class GRPO(BaseAlgorithm):
 
     @property
     def needs(self) -> frozenset[str]:
-        wanted = {"reference": self.kl > 0, "old": self.importance_cap is not None}
+        wanted = {"reference": self.kl > 0, "old": self.correction is not None}
         return frozenset(name for name, needed in wanted.items() if needed)
 
     def samples(self, group: Sequence[Trajectory]) -> list[Sample]:
@@ -125,8 +126,7 @@ class GRPO(BaseAlgorithm):
             whiten([pack for batch in batches for pack in batch.packs], total)
 
     def loss(self, trained: Trained) -> tuple[torch.Tensor, dict[str, float]]:
-        before = trained.sampled if self.importance_cap is None else trained.old
-        assert before is not None
+        before, weight, weighed = corrected(trained, self.correction)
         gap = trained.logprobs - before
         if self.ratio == "sequence":
             whole = (trained.per_episode(gap) / trained.lengths)[trained.episode]
@@ -140,15 +140,11 @@ class GRPO(BaseAlgorithm):
             gain, stopped = clipped_gain(
                 ratio, trained.advantages, self.clip_low, self.clip_high, self.clip_dual
             )
-        metrics = {
+        metrics = weighed | {
             "clip_fraction": float(stopped.sum()) / trained.step_tokens,
             "logprob_diff": _mean(trained, (trained.logprobs - trained.sampled).abs()),
         }
-        if self.importance_cap is not None:
-            weight = (before - trained.sampled).exp().clamp(max=self.importance_cap)
-            gain = gain * weight
-            metrics["importance_weight"] = _mean(trained, weight)
-        terms = -gain
+        terms = -gain * weight
         if self.kl:
             assert trained.reference is not None
             distance = kl_terms(trained.logprobs, trained.reference, self.kl_estimator)

@@ -8,7 +8,8 @@
 
 where w = p_now / p_sampled for each token, and the mean is over all trained tokens of the step. A turn's step reward
 stands on its last token, the outcome on the last token of the last turn. With `kl_in="reward"` each token's reward
-loses kl (log p_sampled - log p_reference) instead.
+loses kl (log p_sampled - log p_reference) instead. With a `correction`, for what the learner did not sample itself,
+p_sampled is p_old in both, and the minimum is multiplied by the weight of `correction.py`.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Literal
 import torch
 
 from TrainingFactory.algorithms.base import SMALLEST, BaseAlgorithm, Total, moments, whiten
+from TrainingFactory.algorithms.correction import Correction, corrected
 from TrainingFactory.algorithms.gae import gae_of_episodes
 from TrainingFactory.algorithms.policy_loss import clipped_gain, kl_terms, ratio_of
 from TrainingFactory.algorithms.trained import Trained
@@ -45,10 +47,12 @@ class PPO(BaseAlgorithm):
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     entropy: float = 0.0
     train_truncated: bool = True  # whether episodes cut by a length limit are trained on
+    correction: Correction | None = None  # of who samples, not of the algorithm
 
     @property
     def needs(self) -> frozenset[str]:
         wanted = {"values": True, "reference": self.kl > 0, "critic": self.critic == "separate"}
+        wanted["old"] = self.correction is not None
         return frozenset(name for name, needed in wanted.items() if needed)
 
     def samples(self, group: Sequence[Trajectory]) -> list[Sample]:
@@ -82,18 +86,19 @@ class PPO(BaseAlgorithm):
         rewards = pack.rewards.astype("float64")
         if self.kl and self.kl_in == "reward":
             assert pack.reference is not None
-            rewards -= self.kl * (pack.logprobs - pack.reference)
+            rewards -= self.kl * ((pack.logprobs if pack.old is None else pack.old) - pack.reference)
         pack.advantages = gae_of_episodes(rewards, pack.values, pack.episode, pack.row, self.gamma, self.lam)
         pack.returns = (pack.advantages + pack.values).astype("float32")
 
     def loss(self, trained: Trained) -> tuple[torch.Tensor, dict[str, float]]:
-        gap = trained.logprobs - trained.sampled
-        gain, stopped = clipped_gain(ratio_of(gap), trained.advantages, self.clip, self.clip, self.clip_dual)
+        before, weight, weighed = corrected(trained, self.correction)
+        ratio = ratio_of(trained.logprobs - before)
+        gain, stopped = clipped_gain(ratio, trained.advantages, self.clip, self.clip, self.clip_dual)
         value_loss = self._value_loss(trained)
-        total = -gain.sum() + self.value_weight * value_loss
+        total = -(gain * weight).sum() + self.value_weight * value_loss
         sums = {
             "clip_fraction": stopped.sum(),
-            "logprob_diff": gap.abs().sum(),
+            "logprob_diff": (trained.logprobs - trained.sampled).abs().sum(),
             "value_loss": value_loss,
         }
         if trained.baseline > SMALLEST**2:  # the variance of the returns: the share of it that was foreseen
@@ -108,7 +113,7 @@ class PPO(BaseAlgorithm):
         if self.entropy:
             total = total - self.entropy * trained.entropy.sum()
         metrics = {name: float(value.detach()) / trained.step_tokens for name, value in sums.items()}
-        return total / trained.step_tokens, metrics
+        return total / trained.step_tokens, weighed | metrics
 
     def _value_loss(self, trained: Trained) -> torch.Tensor:
         values, old, returns = trained.values, trained.old_values, trained.returns

@@ -7,7 +7,8 @@ them as demonstrations.
     w = 1                                                              (without: every token does)
 
 Of episodes of a task that made the same calls and gave the same answer one is kept (`dedupe`). Episodes that a length
-limit cut are no example of how to end, so they are left out unless asked for.
+limit cut are no example of how to end, so they are left out unless asked for. With a `correction`, for what the learner
+did not sample itself, log p is multiplied by the weight of `correction.py` as well.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from dataclasses import dataclass
 import torch
 
 from TrainingFactory.algorithms.base import BaseAlgorithm, Total
+from TrainingFactory.algorithms.correction import Correction, corrected
 from TrainingFactory.algorithms.preferences import total_reward
 from TrainingFactory.algorithms.trained import Trained
 from TrainingFactory.data.packing import Batch
@@ -33,6 +35,11 @@ class RFT(BaseAlgorithm):
     dedupe: bool = True
     balance: bool = True
     train_truncated: bool = False
+    correction: Correction | None = None  # of who samples, not of the algorithm
+
+    @property
+    def needs(self) -> frozenset[str]:
+        return frozenset() if self.correction is None else frozenset({"old"})
 
     def accepted(self, group: Sequence[Trajectory]) -> list[Trajectory]:
         """Return the episodes of a task that are learned from, the best first."""
@@ -65,7 +72,8 @@ class RFT(BaseAlgorithm):
                 pack.advantages *= sums["tokens"] / sums["weight"]
 
     def loss(self, trained: Trained) -> tuple[torch.Tensor, dict[str, float]]:
-        return -(trained.advantages * trained.logprobs).sum() / trained.step_tokens, {}
+        _, weight, metrics = corrected(trained, self.correction)
+        return -(trained.advantages * trained.logprobs * weight).sum() / trained.step_tokens, metrics
 
 
 def _conduct(trajectory: Trajectory) -> tuple[str, ...]:

@@ -52,7 +52,9 @@ class Fleet:
         max_length: int,
         say: Callable[[str], None] = lambda _: None,
         tolerance: float = 1e-3,
+        holds: object = None,
     ) -> None:
+        self._holds = holds  # what must be there as long as the fleet is, such as a folder of weights
         self.max_length, self.policy_version = max_length, 0
         self._places, self._count, self._say, self._tolerance = places, count, say, tolerance
         self._alive: dict[int, Place] = {}
@@ -179,7 +181,7 @@ class Fleet:
             return
         del self._alive[number]
         self._reason = str(error)
-        self._say(f"{place.name} is lost ({error}); its turns are asked again, and another one is started")
+        self._say(f"{error}; its turns are asked again, and another one is started")
         self._making[number] = asyncio.create_task(self._remake(number, place))
 
     async def _remake(self, number: int, lost: Place) -> None:

@@ -8,6 +8,7 @@ import itertools
 import json
 import os
 import re
+import shutil
 import sys
 import tempfile
 import time
@@ -23,7 +24,7 @@ from TrainingFactory.types import EngineSpec
 CLOSE_SECONDS = 20.0  # for an engine to end by itself
 TAIL = 15  # lines of its log that an error quotes
 CAUSE = re.compile(r"\b\w*(?:Error|Exception): .+")
-ONLY_SAYS_SO = ("Engine core initialization failed", "Engine core proc")  # vLLM's words for "see above"
+FRAME = re.compile("Engine core initialization failed|WorkerProc initialization failed")  # "see above"
 
 
 class LocalPlaces:
@@ -39,8 +40,8 @@ class LocalPlaces:
         folder: Path | None = None,
         what: str = "sampler",
     ) -> None:
-        self._what = what
         self._spec, self._seconds, self._say, self._folder = spec, start_timeout, say, folder
+        self._what = what
         threads = str(max(1, (os.cpu_count() or 1) // 2))  # the learner has the other half
         # All of our path: what vLLM starts must find its packages too.
         path = os.pathsep.join(each or os.getcwd() for each in sys.path)
@@ -50,22 +51,18 @@ class LocalPlaces:
 
     async def make(self, number: int) -> LocalPlace:
         began = time.monotonic()
-        place = LocalPlace(f"{self._what} {number}", _Log(self._folder, number))
+        place = LocalPlace(number, self._folder, self._what)
         self._places.append(place)
         try:
             async with asyncio.timeout(self._seconds):
                 await place.open(self._spec, self._environment)
                 place.about = await place.call("start")
-        except TimeoutError:
+        except (TimeoutError, PlaceLost, ValueError) as error:
+            cause, tail = _epitaph(place.log)
+            if isinstance(error, TimeoutError):
+                cause = f"it took longer than {self._seconds:g} s, which compute.start_timeout raises"
             await place.close()
-            raise ValueError(
-                f"{place.name} did not start within {self._seconds:g} s; "
-                f"compute.start_timeout gives it longer{place.log.tail()}"
-            ) from None
-        except (PlaceLost, ValueError) as error:
-            cause = place.log.cause() or str(error)
-            await place.close()
-            raise ValueError(f"{place.name} could not be started: {cause}{place.log.tail()}") from error
+            raise ValueError(f"{place.name} could not be started: {cause or error}{tail}") from error
         except BaseException:
             await place.close()
             raise
@@ -79,8 +76,9 @@ class LocalPlaces:
 class LocalPlace:
     """An engine in a process of its own, which ends with `close`, and with this program however it ends."""
 
-    def __init__(self, name: str, log: _Log) -> None:
-        self.name, self.log = name, log
+    def __init__(self, number: int, folder: Path | None, what: str = "sampler") -> None:
+        self.name, self._folder = f"{what} {number}", Path(tempfile.mkdtemp()) if folder is None else None
+        self.log = (folder or self._folder or Path()) / f"{what}-{number}.log"
         self.about: dict[str, Any] = {}  # what the engine said of itself
         self._process: asyncio.subprocess.Process | None = None
         self._life = -1  # while this pipe is open, it may live
@@ -91,14 +89,13 @@ class LocalPlace:
 
     async def open(self, spec: EngineSpec, environment: Mapping[str, str]) -> None:
         theirs, self._life = os.pipe()
-        try:
+        with self.log.open("ab") as log:
             self._process = await asyncio.create_subprocess_exec(
                 sys.executable, "-P", "-m", "TrainingFactory.cluster.local_child", str(theirs),
-                stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=self.log.file, limit=LARGEST,
+                stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=log, limit=LARGEST,
                 env=environment, pass_fds=[theirs], start_new_session=True,
             )  # fmt: skip
-        finally:
-            os.close(theirs)
+        os.close(theirs)
         self._lost = ""
         self.name = f"{self.name}, process {self._process.pid}"
         self._reader = asyncio.create_task(self._read())
@@ -130,7 +127,8 @@ class LocalPlace:
         await self._process.wait()
         if self._reader is not None:
             await self._reader
-        self.log.close()
+        if self._folder is not None:
+            shutil.rmtree(self._folder)
 
     def _send(self, message: Any) -> None:
         assert self._process is not None and self._process.stdin is not None
@@ -159,35 +157,9 @@ class LocalPlace:
                 answer.set_exception(PlaceLost(f"{self.name} {self._lost}"))
 
 
-class _Log:
-    """What an engine prints: a file in the run's folder, or one that nobody sees."""
-
-    def __init__(self, folder: Path | None, number: int) -> None:
-        self._temporary = tempfile.TemporaryDirectory() if folder is None else None
-        home = Path(self._temporary.name) if self._temporary is not None else folder
-        assert home is not None
-        home.mkdir(parents=True, exist_ok=True)
-        self._path, self._lines = home / f"sampler-{number}.log", [""]
-        self.file = self._path.open("ab")
-
-    def _read(self) -> list[str]:
-        if self._path.is_file():
-            self._lines = self._path.read_text(encoding="utf-8", errors="replace").splitlines()
-        return self._lines
-
-    def cause(self) -> str:
-        """Return the last line that tells of an error, without the frame that vLLM puts around it."""
-        found = [match[0] for line in self._read() if (match := CAUSE.search(line))]
-        told = [text for text in found if not any(words in text for words in ONLY_SAYS_SO)]
-        return told[-1] if told else ""
-
-    def tail(self) -> str:
-        lines = self._read()[-TAIL:]
-        where = "" if self._temporary is not None else f" ({self._path})"
-        return f"\nIts last words{where}:\n" + "\n".join(f"    {line}" for line in lines) if lines else ""
-
-    def close(self) -> None:
-        self._read()
-        self.file.close()
-        if self._temporary is not None:
-            self._temporary.cleanup()
+def _epitaph(log: Path) -> tuple[str, str]:
+    """Return the error that a log tells of last, without the frame that vLLM puts around it, and its last lines."""
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+    found = [match[0] for line in lines if (match := CAUSE.search(line)) and not FRAME.search(line)]
+    tail = "".join(f"\n    {line}" for line in lines[-TAIL:])
+    return found[-1] if found else "", f"\nThe end of its log:{tail}" if tail else ""

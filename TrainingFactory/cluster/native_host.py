@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import load_file
 
 from TrainingFactory import __version__
 from TrainingFactory.models import load_model
@@ -55,7 +56,6 @@ class NativeHost:
             return load_model(
                 spec.model, dtype=spec.dtype, device=spec.device, trust_remote_code=spec.trust_remote_code
             ).model
-        self._shapes = saved_shapes(spec.model, spec.trust_remote_code)
         kind, place = self._kinds()
         with torch.device(place):
             model = transformers.AutoModelForCausalLM.from_config(
@@ -75,7 +75,7 @@ class NativeHost:
         self, prompt_ids: Sequence[int], params: SamplingParams, session: int = -1
     ) -> Completion:
         if self._empty:
-            raise RuntimeError("the engine has no weights yet: they are pushed before it samples")
+            raise ValueError("the engine has no weights yet: they are pushed before it samples")
         async with self._turn():
             if session < 0:
                 return await self._engine.sample(prompt_ids, params)
@@ -111,13 +111,11 @@ class NativeHost:
             self._empty = False
 
     def _copy(self, folder: Path) -> None:
-        """Read a folder's weights into the model. Names of files may differ from those of modules: transformers knows."""
+        """Read a folder's weights into the model. Its names may differ from those of modules: transformers knows."""
         self._shapes = self._shapes or saved_shapes(self._spec.model, self._spec.trust_remote_code)
         check_weights(folder / WEIGHTS, self._shapes)
-        read: Any = transformers.AutoModelForCausalLM.from_pretrained(
-            folder, config=self._config(), dtype=self._kinds()[0], use_safetensors=True,
-            trust_remote_code=self._spec.trust_remote_code,
-        )  # fmt: skip
+        weights = load_file(folder / WEIGHTS)
+        read = type(self._model).from_pretrained(None, config=self._model.config, state_dict=weights)
         self._model.load_state_dict(read.state_dict())
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:

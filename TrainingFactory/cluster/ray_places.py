@@ -24,15 +24,16 @@ Files = Mapping[str, Any]  # names and contents
 
 
 class RayPlaces:
-    """Makes `RayPlace`s, each in a bundle of one placement group for `count` of them. Machines that have no such folder
-    as `spec.model` get its config where weights are pushed; else the path must be there too."""
+    """Makes `RayPlace`s, each in a bundle of one placement group for `count` of them; gpus=None: 1 for vLLM where the
+    cluster has any. Machines that have no such folder as `spec.model` get its config where weights are pushed; else the
+    path must be there too."""
 
     def __init__(
         self,
         session: RaySession,
         spec: EngineSpec,
         count: int,
-        gpus: float = 0.0,
+        gpus: float | None = None,
         cpus: float = 1.0,
         timeout: float = 600.0,
         say: Callable[[str], object] = lambda _: None,
@@ -40,7 +41,7 @@ class RayPlaces:
     ) -> None:
         self._what, self._key = what, "compute.samplers" if what == "sampler" else f"reward.{what}.replicas"
         self._session, self._spec, self._count = session, spec, count
-        self._bundle = {"CPU": cpus, "GPU": gpus}
+        self._gpus, self._bundle = gpus, {"CPU": cpus}
         self._timeout, self._say = timeout, say
         self._placing = asyncio.Lock()
         self._group: Any = None
@@ -51,13 +52,23 @@ class RayPlaces:
         began = time.monotonic()
         async with self._placing:
             if self._group is None:
+                await self._session.open()
+                some = ray.cluster_resources().get("GPU", 0.0) and self._spec.kind == "vllm"
+                self._bundle["GPU"] = float(bool(some)) if self._gpus is None else self._gpus
                 bundles, what = [self._bundle] * self._count, f"{self._key}={self._count}"
                 self._group = await self._session.placed(bundles, what, self._timeout)
         what = f"{self._what} {number}"
         more = {"num_cpus": self._bundle["CPU"], "num_gpus": self._bundle["GPU"], "max_concurrency": AT_ONCE}
-        actor = ray.remote(EngineActor).options(**self._session.options(what, self._group, number, **more)).remote()
+        actor = (
+            ray.remote(EngineActor)
+            .options(**self._session.options(what, self._group, number, **more))
+            .remote()
+        )
         place = RayPlace(ray, actor, what, self.packed)
-        config = await in_thread(_read, Path(self._spec.model), "*.json") if self._spec.pushed else {}
+        wanted = (
+            "*" if self._spec.options.get("enable_lora") else "*.json"
+        )  # adapters have weights under them
+        config = await in_thread(_read, Path(self._spec.model), wanted) if self._spec.pushed else {}
         try:
             async with asyncio.timeout(self._timeout):
                 await place.open(self._spec, number, config, self._timeout)
@@ -86,6 +97,7 @@ class RayPlaces:
         if self._group is not None:
             self._session.unplace(self._group)
             self._group = None
+        await self._session.close()
 
 
 class RayPlace:
@@ -137,11 +149,12 @@ class EngineActor:
 
     def __init__(self) -> None:
         self._call: Callable[..., Any] | None = None
+        self._model: tempfile.TemporaryDirectory[str] | None = None  # what came from another machine
 
     async def start(self, spec: EngineSpec, number: int, config: Files, timeout: float) -> dict[str, Any]:
         if config and not os.path.isdir(spec.model):
-            self._config = _written(config, None)
-            spec = dataclasses.replace(spec, model=self._config.name)
+            self._model = _written(config, None)
+            spec = dataclasses.replace(spec, model=self._model.name)
         about = await self._make(spec, number, timeout)
         node = require_ray().get_runtime_context().get_node_id()
         return {**about, "ray_node": node}
@@ -166,7 +179,8 @@ class EngineActor:
         """Load weights that came from another machine, by way of this one's memory."""
         shared = "/dev/shm" if os.path.isdir("/dev/shm") else None
         with _written(files, shared) as folder:
-            await self.call("load", (dataclasses.replace(weights, where=folder),))
+            base = self._model.name if weights.base and self._model is not None else weights.base
+            await self.call("load", (dataclasses.replace(weights, where=folder, base=base),))
 
 
 def _read(folder: Path, pattern: str) -> dict[str, Any]:

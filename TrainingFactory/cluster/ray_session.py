@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 import os
 import platform
-import shutil
 import socket
 import tempfile
+import threading
 import uuid
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 from TrainingFactory import __version__
 from TrainingFactory.tools.threads import in_thread
@@ -46,57 +46,58 @@ def _versions_there() -> dict[str, str]:
 
 class RaySession:
     """Connects to Ray and places work there. `address` is as in compute.address; without one Ray is started on this
-    machine, reachable from it alone, and ended by `close`. A process that is connected already stays as it is."""
+    machine, reachable from it alone. All sessions of a process share its connection: what the first one began ends with
+    the last one, and a connection that was there before stays."""
 
-    def __init__(
-        self,
-        address: str | None = None,
-        num_gpus: int | None = None,
-        say: Callable[[str], None] = lambda _: None,
-    ) -> None:
-        self.address, self._num_gpus, self._say = address, num_gpus, say
-        self._connected = False  # by us
-        self._folder: str | None = None  # of what was started here
+    _lock = threading.Lock()
+    _open: ClassVar[set[RaySession]] = set()
+    _began: ClassVar[list[tempfile.TemporaryDirectory[str]]] = []  # by the first one; holds what Ray writes
+
+    def __init__(self, address: str | None = None, num_gpus: int | None = None) -> None:
+        self.address, self._num_gpus = address, num_gpus
 
     async def open(self) -> None:
         """Connect without blocking the event loop, and compare the versions on all machines; again does nothing."""
-        # Ray's own processes end with the thread that started them: those of `in_thread` never end.
-        await in_thread(self._open)
-        if self.address is not None:
-            await in_thread(self._check_versions)
+        if self not in self._open:
+            # Ray's own processes end with the thread that started them: those of `in_thread` never end.
+            await in_thread(self._connect)
 
     async def close(self) -> None:
-        """End what `open` has begun, and only that."""
-        if self._connected:
-            self._connected = False
-            await in_thread(require_ray().shutdown)
-        if self._folder is not None:
-            await in_thread(shutil.rmtree, self._folder, ignore_errors=True)
-            self._folder = None
+        await in_thread(self._disconnect)
 
-    def _open(self) -> None:
-        if self.address is None:
-            # Read when Ray is imported: 127.0.0.1 instead of an address that others can reach.
-            os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
-        ray = require_ray()
-        if ray.is_initialized():
-            return
-        logging.getLogger("ray").setLevel(logging.ERROR)
-        common = {"namespace": NAMESPACE, "log_to_driver": False, "logging_level": logging.ERROR}
-        if self.address is None:
-            self._folder = tempfile.mkdtemp(prefix="tfactory-ray-")
-            ray.init(
-                "local",  # also where RAY_ADDRESS names a cluster
-                num_gpus=self._num_gpus,
-                include_dashboard=False,
-                object_store_memory=OBJECT_STORE,
-                _node_ip_address="127.0.0.1",
-                _temp_dir=self._folder,
-                **common,
-            )
-        else:
-            self._join(ray, self.address, common)
-        self._connected = True
+    def _connect(self) -> None:
+        with self._lock:
+            if self.address is None:
+                # Read when Ray is imported: 127.0.0.1 instead of an address that others can reach.
+                os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+            ray = require_ray()
+            if not ray.is_initialized():
+                logging.getLogger("ray").setLevel(logging.ERROR)
+                folder = tempfile.TemporaryDirectory(prefix="tfactory-ray-", ignore_cleanup_errors=True)
+                common = {"namespace": NAMESPACE, "log_to_driver": False, "logging_level": logging.ERROR}
+                if self.address is not None:
+                    self._join(ray, self.address, common)
+                else:
+                    ray.init(
+                        "local",  # also where RAY_ADDRESS names a cluster
+                        num_gpus=self._num_gpus, include_dashboard=False, object_store_memory=OBJECT_STORE,
+                        _node_ip_address="127.0.0.1", _temp_dir=folder.name, **common,
+                    )  # fmt: skip
+                self._began.append(folder)
+            self._open.add(self)
+        if self.address is not None:
+            try:
+                self._check_versions(ray)
+            except BaseException:
+                self._disconnect()
+                raise
+
+    def _disconnect(self) -> None:
+        with self._lock:
+            self._open.discard(self)
+            if self._began and not self._open:
+                require_ray().shutdown()
+                self._began.pop().cleanup()
 
     def _join(self, ray: Any, address: str, common: dict[str, Any]) -> None:
         if address != "auto":
@@ -111,9 +112,8 @@ class RaySession:
                 "command on one of them; or leave compute.address out: then Ray starts on this machine"
             ) from error
 
-    def _check_versions(self) -> None:
+    def _check_versions(self, ray: Any) -> None:
         """Ask every machine for its versions; raise where one has others, or cannot tell."""
-        ray = require_ray()
         at = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
         ask = ray.remote(num_cpus=0, max_retries=0)(_versions_there)
         mine, wrong = versions(), []
@@ -143,28 +143,41 @@ class RaySession:
 
     # -- placing
 
+    async def check(self, bundles: Sequence[Resources], what: str) -> None:
+        """Raise where the cluster could not hold the bundles even if it were empty."""
+        nodes = [node["Resources"] for node in await in_thread(require_ray().nodes) if node["Alive"]]
+        have, want = _total(nodes), _total(bundles)
+        if any(amount > have.get(key, 0.0) for key, amount in want.items()):
+            reason = f"asked for {_told(want)}, and the whole cluster has {_told(have)}"
+        elif lone := [bundle for bundle in bundles if not any(_fits(bundle, node) for node in nodes)]:
+            most = "; ".join(map(_told, nodes))
+            reason = f"one machine must have {_told(lone[0])}, and the machines have {most}"
+        else:
+            return
+        raise ValueError(
+            f"{what} cannot be placed: {reason}. Ask for less (compute.samplers, gpus_per_sampler, cpus_per_sampler), "
+            "or add machines by `ray start`"
+        )
+
     async def placed(self, bundles: Sequence[Resources], what: str, timeout: float) -> Any:
         """Return a placement group with one bundle of resources each, such as {"CPU": 1, "GPU": 1}. Raise at once
-        where the cluster could not hold them even if it were empty, else when the time is over."""
+        where the cluster could never hold them, else when the time is over."""
+        await self.check(bundles, what)
         ray = require_ray()
-        bundles = [{key: value for key, value in bundle.items() if value} for bundle in bundles]
+        asked = [{key: value for key, value in bundle.items() if value} for bundle in bundles]
         # A bundle of nothing cannot be placed: this much of the memory is on every machine.
-        asked = [bundle or {"memory": 1.0} for bundle in bundles]
-        if text := _never(asked, [node["Resources"] for node in await in_thread(ray.nodes) if node["Alive"]]):
-            raise ValueError(f"{what} cannot be placed: {text}")
-        group = ray.util.placement_group(asked, strategy="PACK")
+        group = ray.util.placement_group([bundle or {"memory": 1.0} for bundle in asked])
         try:
-            ready = await in_thread(group.wait, timeout)
-            if not ready:
-                free = await in_thread(ray.available_resources)
-                raise ValueError(
-                    f"{what} could not be placed in {timeout:g} s: asked for {_told(_total(asked))}, and free are "
-                    f"{_told(free)}; wait until others have ended, or ask for less (`tfactory cluster status`)"
-                )
+            if await in_thread(group.wait, timeout):
+                return group
+            free = _told(await in_thread(ray.available_resources))
+            raise ValueError(
+                f"{what} could not be placed in {timeout:g} s: asked for {_told(_total(asked))}, and free are {free}; "
+                "wait until others have ended, or ask for less (`tfactory cluster status`)"
+            )
         except BaseException:
             self.unplace(group)
             raise
-        return group
 
     def unplace(self, group: Any) -> None:
         """Give the resources of a placement group back; actors in it end."""
@@ -200,21 +213,8 @@ def _probe(address: str) -> None:
         ) from error
 
 
-def _never(asked: Sequence[Resources], nodes: Sequence[Resources]) -> str | None:
-    """Return why an empty cluster could not hold the bundles, if it could not."""
-    have, want = _total(nodes), _total(asked)
-    if any(amount > have.get(key, 0.0) for key, amount in want.items()):
-        return f"asked for {_told(want)}, and the whole cluster has {_told(have)}. {_REMEDY}"
-    for bundle in asked:
-        if not any(all(node.get(key, 0.0) >= amount for key, amount in bundle.items()) for node in nodes):
-            most = "; ".join(_told(node) for node in nodes)
-            return f"one machine must have {_told(bundle)}, and the machines have {most}. {_REMEDY}"
-    return None
-
-
-_REMEDY = (
-    "Ask for less (compute.samplers, gpus_per_sampler, cpus_per_sampler), or add machines by `ray start`"
-)
+def _fits(bundle: Resources, node: Resources) -> bool:
+    return all(node.get(key, 0.0) >= amount for key, amount in bundle.items())
 
 
 def _total(each: Sequence[Resources]) -> dict[str, float]:
@@ -223,12 +223,7 @@ def _total(each: Sequence[Resources]) -> dict[str, float]:
 
 
 def _told(resources: Resources) -> str:
-    """Return cores, GPUs and resources of users' own in words; machines also have memory and their own names."""
-    own = {
-        key: value for key, value in resources.items() if not key.startswith(("node:", "bundle", "memory"))
-    }
-    shown = {"CPU": 0.0, "GPU": 0.0} | {key: value for key, value in own.items() if "_" not in key}
-    return ", ".join(f"{value:g} {key}" for key, value in shown.items())
+    return ", ".join(f"{resources.get(key, 0.0):g} {key}" for key in ("CPU", "GPU"))
 
 
 def _status(ray: Any) -> dict[str, Any]:
@@ -246,16 +241,13 @@ def _status(ray: Any) -> dict[str, Any]:
         for actor in state.actors().values()
         if actor["Name"].startswith(f"{PREFIX}:") and actor["State"] != "DEAD"
     ]
-    free = state.available_resources_per_node()
-    return {
-        "nodes": [
-            {
-                "name": node["NodeName"],
-                "address": node["NodeManagerAddress"],
-                "resources": {key: node["Resources"].get(key, 0.0) for key in ("CPU", "GPU", "memory")},
-                "free": {key: free.get(node["NodeID"], {}).get(key, 0.0) for key in ("CPU", "GPU", "memory")},
-            }
-            for node in nodes
-        ],
-        "actors": sorted(actors, key=lambda actor: (actor["what"], actor["since"])),
-    }
+    free, kinds = state.available_resources_per_node(), ("CPU", "GPU", "memory")
+    machines = [
+        {
+            "name": node["NodeName"],
+            "resources": {key: node["Resources"].get(key, 0.0) for key in kinds},
+            "free": {key: free.get(node["NodeID"], {}).get(key, 0.0) for key in kinds},
+        }
+        for node in nodes
+    ]
+    return {"nodes": machines, "actors": sorted(actors, key=lambda actor: (actor["what"], actor["since"]))}

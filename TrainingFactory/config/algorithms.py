@@ -61,8 +61,6 @@ class GRPOSection(Section):
     tasks; 0: none."""
     refill_by: Literal["reward", "outcome"] = "reward"
     """What must differ for a task to teach: the whole reward, or the outcome, whatever steps and lengths are worth."""
-    importance_cap: Positive | None = None
-    """For a sampler that computes differently from the learner: weight tokens by the ratio of the two, at most this."""
 
 
 class PPOSection(Section):

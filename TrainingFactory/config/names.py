@@ -32,6 +32,7 @@ ALIASES = {
     "lora_r": "lora.r",
     "lora_alpha": "lora.alpha",
     "output_dir": "logging.output_dir",
+    "grpo.importance_cap": "optimization.importance_cap",
     "allocation_id": "compute.allocation_id",
     "registry.register": "registry.checkpoint",
 }

@@ -174,6 +174,13 @@ class RewardSection(OneReward):
     """Stop when the rewards told no episode of a task from another for so many steps in a row; null: go on."""
 
 
+def _bounds(given: list[float]) -> list[float]:
+    """Check that something lies between the two, and what is as likely for both among it."""
+    if not 0 <= given[0] < 1 < given[1]:
+        raise ValueError("must be a number below 1 and one above it, such as [0.5, 2.0]")
+    return given
+
+
 class OptimizationSection(Section):
     async_rollout: bool = False
     """Sample the next steps while the model is being updated."""
@@ -181,9 +188,14 @@ class OptimizationSection(Section):
     """async_rollout: versions of the weights that a token may be behind when it is trained; 0: nothing overlaps."""
     async_order: Literal["number", "arrival"] = "number"
     """async_rollout: train groups in the order in which they were begun, or as they end: quick ones come first then."""
+    importance_cap: Positive | None = None
+    """Weight tokens by how much likelier the learner finds them than their sampler did, at most this; null: 2 with
+    vLLM, Ray or max_staleness above 0, and nothing is weighted where the learner itself samples."""
     importance_by: Literal["token", "sequence"] = "token"
     """Of each token, or of the whole episode for all of its tokens."""
-    importance_mask: Annotated[list[float], Field(min_length=2, max_length=2)] | None = None
+    importance_mask: (
+        Annotated[list[float], Field(min_length=2, max_length=2), AfterValidator(_bounds)] | None
+    ) = None
     """Leave tokens out whose weight is below the first or above the second (IcePop), such as [0.5, 2.0]; null: none."""
     max_mismatch: Positive = 0.1
     """Mean distance between the log-probs of sampler and learner for the same weights: over it the run warns, and after
@@ -196,6 +208,11 @@ class OptimizationSection(Section):
     tool_cache: bool | str = False
     """Answer repeated calls of all tools that are marked pure or stateful: true for tool_cache.sqlite in output_dir, or
     another file, or redis://HOST:PORT/0."""
+
+    @property
+    def bound(self) -> int:
+        """Return how many steps sampling may be ahead of training."""
+        return self.max_staleness if self.async_rollout else 0
 
 
 class DataSection(Section):

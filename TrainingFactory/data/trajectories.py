@@ -136,6 +136,9 @@ def _new_ids(turn: Turn, before: list[int]) -> tuple[bool, list[int]]:
 
 def _turn_to_dict(turn: Turn, before: list[int]) -> dict[str, Any]:
     continues, new_ids = _new_ids(turn, before)
+    completion = asdict(turn.completion)
+    if completion["versions"] is None:  # one version, which is there anyway
+        del completion["versions"]
     return {
         "message": message_to_dict(turn.message),
         "replies": [message_to_dict(reply) for reply in turn.replies],
@@ -143,7 +146,7 @@ def _turn_to_dict(turn: Turn, before: list[int]) -> dict[str, Any]:
         "signals": turn.signals,
         "continues": continues,
         "new_ids": new_ids,
-        "completion": asdict(turn.completion),
+        "completion": completion,
     }
 
 

@@ -96,10 +96,12 @@ class Learner:
         for pack in batch.packs:
             if "reference" in needs and pack.reference is None:  # it may have been computed beforehand
                 pack.reference = self._reference_logprobs(pack)
+            both = {"old", "values"} <= needs and self.critic is None
+            states = self.states(pack) if both else None
             if "old" in needs:
-                pack.old = self.logprobs(pack)[0].cpu().numpy()
+                pack.old = self.logprobs(pack, states=states)[0].cpu().numpy()
             if "values" in needs:
-                pack.values = self._scalars(pack, pack.source).cpu().numpy()
+                pack.values = self._scalars(pack, pack.source, states).cpu().numpy()
         for pack in batch.mismatched:
             pack.reference, pack.old = self._reference_logprobs(pack), self.logprobs(pack)[0].cpu().numpy()
         return batch

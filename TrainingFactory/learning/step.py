@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from TrainingFactory.algorithms.base import Total
 from TrainingFactory.data.packing import Batch, make_batch
 from TrainingFactory.learning.learner import Learner
 from TrainingFactory.protocols import Algorithm
@@ -38,9 +39,26 @@ def train_step(
     parts = split(rows, options.minibatches, seed)
     batches = [_annotated(learner, algorithm, part, options.token_budget) for part in parts]
     algorithm.prepare(batches, step, learner.total)
-    return merged(
-        [learner.update(batch, algorithm.loss, algorithm.needs) for batch in batches * options.epochs]
-    )
+    measured = mismatch(batches, step, learner.total) if "old" in algorithm.needs else {}
+    updates = [learner.update(batch, algorithm.loss, algorithm.needs) for batch in batches * options.epochs]
+    return merged(updates) | measured
+
+
+def mismatch(batches: Sequence[Batch], step: int, total: Total = dict) -> dict[str, float]:
+    """Measure how far the log-probs of who sampled are from the learner's own before the step: `mismatch` over the
+    tokens of the weights that are trained, where only the computing differs, and `staleness_gap` over those of older
+    ones. What there is no token for is left out."""
+    packs = [pack for batch in batches for pack in batch.packs if pack.old is not None]
+    gaps = np.concatenate([np.zeros(0), *(np.abs(pack.old - pack.logprobs) for pack in packs)])
+    fresh = np.concatenate([np.zeros(0, bool), *(pack.versions == step for pack in packs)])
+    found: dict[str, float] = {}
+    for name, chosen in (("mismatch", gaps[fresh]), ("staleness_gap", gaps[~fresh])):
+        sums = total({"tokens": float(len(chosen)), "gap": float(chosen.sum())})
+        if sums["tokens"]:
+            found[name] = sums["gap"] / sums["tokens"]
+    if fresh.any():
+        found["mismatch_max"] = float(gaps[fresh].max())  # of this process
+    return found
 
 
 def evaluate_rows(

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+Shapes = dict[str, tuple[int, ...]]
 WEIGHTS = "model.safetensors"  # of a folder of weights: one file, whatever its size
 
 
@@ -33,7 +34,7 @@ def as_saved(bones: Any, weights: Mapping[str, torch.Tensor]) -> dict[str, torch
     )
 
 
-def saved_shapes(folder: str, trust_remote_code: bool = False) -> dict[str, tuple[int, ...]]:
+def saved_shapes(folder: str, trust_remote_code: bool = False) -> Shapes:
     """Return the names and shapes of all weights of the model whose config.json is in a folder, or at a hub id."""
     from transformers import AutoConfig
 
@@ -42,18 +43,20 @@ def saved_shapes(folder: str, trust_remote_code: bool = False) -> dict[str, tupl
     return {name: tuple(weight.shape) for name, weight in as_saved(bones, bones.state_dict()).items()}
 
 
-def check_weights(file: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise ValueError where a file does not hold exactly these weights, or numbers that are not finite: an engine may
-    load half a model in silence, and sample from NaN as well."""
+def check_weights(file: Path, shapes: Shapes | None) -> Shapes:
+    """Raise ValueError where a file does not hold exactly the weights of these names and shapes, or numbers that are
+    not finite: an engine may load half a model in silence, and sample from NaN as well. Return what it holds."""
     try:
         with safe_open(file, "pt") as weights:
-            found = {name: tuple(weights.get_slice(name).get_shape()) for name in weights.keys()}  # noqa: SIM118
-            for name in sorted(found.keys() | shapes.keys()):
+            names = list(weights.keys())
+            found = {name: tuple(weights.get_slice(name).get_shape()) for name in names}
+            for name in sorted(found.keys() | shapes.keys()) if shapes else ():
                 if (here := found.get(name)) != (wanted := shapes.get(name)):
                     there = f"{here or 'missing'} in it and {wanted or 'missing'} in the model"
                     raise ValueError(f"{file} does not hold the weights of the model: {name} is {there}")
-            for name in found:
+            for name in names:
                 if not bool(torch.isfinite(weights.get_tensor(name)).all()):
                     raise ValueError(f"{file} holds numbers that are not finite, in {name}")
     except (OSError, SafetensorError) as error:
         raise ValueError(f"{file} cannot be read: {error}") from error
+    return found

@@ -23,7 +23,8 @@ class AsyncRolloutEngine:
     """Without `reward` the environment's own is used; one that scores whole groups is called when the last episode of a
     group has ended. `on_episode` is told of every episode when its reward is known. An episode's clock
     (`episode_timeout`) starts when it is let in: with more episodes than the sampler has slots, set
-    `max_concurrency` to the number of slots. `runtime` is what all tools share."""
+    `max_concurrency` to the number of slots. `runtime` is what all tools share. `gate` bounds the episodes of all
+    batches together, first come first served; without one every batch has a bound of its own."""
 
     def __init__(
         self,
@@ -39,6 +40,7 @@ class AsyncRolloutEngine:
         seed: int = 0,
         on_episode: Callable[[Trajectory], None] | None = None,
         runtime: ToolRuntime | None = None,
+        gate: asyncio.Semaphore | None = None,
     ) -> None:
         params = dataclasses.replace(params, stop_ids=params.stop_ids or chat.stop_ids)
         self.group_reward = group_reward(reward)
@@ -46,7 +48,7 @@ class AsyncRolloutEngine:
         self.rules = EpisodeRules(
             environment, chat, params, single, max_turns, episode_timeout, max_reply_tokens, runtime
         )
-        self.max_concurrency = max_concurrency
+        self.max_concurrency, self.gate = max_concurrency, gate
         self.seed = seed
         self.on_episode = on_episode
 
@@ -57,12 +59,15 @@ class AsyncRolloutEngine:
         group_size: int = 1,
         step: int = 0,
         recorded_as: str | None = None,
+        names: Sequence[str] | None = None,
     ) -> list[list[Trajectory]]:
         """Play `group_size` episodes of each task: one list per task, members in order. Random numbers are keyed by
-        `step`, and so are the tool calls in a recording unless they are `recorded_as` something else."""
-        runs = self._open(tasks, sampler, group_size, step, step if recorded_as is None else recorded_as)
+        `step` and the task's id, or its name in `names`, and so are the tool calls in a recording unless they are
+        `recorded_as` something else."""
+        key = step if recorded_as is None else recorded_as
+        runs = self._open(tasks, names or _names(tasks), sampler, group_size, step, key)
         groups = [runs[start : start + group_size] for start in range(0, len(runs), group_size)]
-        gate = asyncio.Semaphore(self.max_concurrency or len(runs) or 1)
+        gate = self.gate or asyncio.Semaphore(self.max_concurrency or len(runs) or 1)
         try:
             if self.group_reward is None:
                 await all_of([self._run(one, gate) for one in runs])
@@ -99,18 +104,30 @@ class AsyncRolloutEngine:
             self.on_episode(one.trajectory)
 
     def _open(
-        self, tasks: Sequence[Task], sampler: Sampler, group_size: int, step: int, recorded_as: int | str
+        self,
+        tasks: Sequence[Task],
+        names: Sequence[str],
+        sampler: Sampler,
+        group_size: int,
+        step: int,
+        recorded_as: int | str,
     ) -> list[EpisodeRun]:
         """All sessions in order, before anything is awaited: which one an episode gets must not depend on timing."""
         runs: list[EpisodeRun] = []
-        seen: Counter[str] = Counter()
-        for task in tasks:
-            seen[task.id] += 1
-            # A task may come twice in a batch: its second group has its own name and its own seeds.
-            name = task.id if seen[task.id] == 1 else f"{task.id}#{seen[task.id]}"
+        for task, name in zip(tasks, names, strict=True):
             for member in range(group_size):
                 trajectory = Trajectory(task, group=f"{step}/{name}", member=member)
                 seed_of = functools.partial(turn_seed, self.seed, step, name, member)
                 key, session = EpisodeKey(recorded_as, name, member), sampler.session()
                 runs.append(EpisodeRun(self.rules, trajectory, session, sampler.max_length, seed_of, key))
         return runs
+
+
+def _names(tasks: Sequence[Task]) -> list[str]:
+    """A task may come twice in a batch: its second group has its own name and its own seeds."""
+    seen: Counter[str] = Counter()
+    names = []
+    for task in tasks:
+        seen[task.id] += 1
+        names.append(task.id if seen[task.id] == 1 else f"{task.id}#{seen[task.id]}")
+    return names

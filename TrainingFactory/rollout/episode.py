@@ -25,6 +25,7 @@ from TrainingFactory.tools.waiting import OutOfTime, SelfCancelled, within
 from TrainingFactory.types import (
     Completion,
     Message,
+    SamplersLost,
     SamplingParams,
     Status,
     Step,
@@ -67,6 +68,8 @@ def _foreign(what: str, caught: type[Exception] = Exception) -> Iterator[None]:
     """Around other people's code: what it raises ends its own episode and nothing else."""
     try:
         yield
+    except SamplersLost:  # by what samples inside the environment: it ends the run
+        raise
     except ToolFailure as error:
         raise _Over("tool_failure", f"{what}: {error}") from error
     except (caught, SystemExit) as error:
@@ -214,6 +217,8 @@ class EpisodeRun:
                 trajectory.reward = await within(self.rules.timeout, scoring)
         except OutOfTime:
             trajectory.error = f"scoring took longer than {self.rules.timeout:g} s"
+        except SamplersLost:
+            raise
         except Exception as error:  # rewards are foreign code
             log.info("scoring task %s failed", trajectory.task.id, exc_info=True)
             trajectory.error = scoring_failed(error)

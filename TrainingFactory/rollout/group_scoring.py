@@ -14,7 +14,7 @@ from TrainingFactory.rewards.adapt import Unscored
 from TrainingFactory.rollout.episode import EpisodeRun
 from TrainingFactory.rollout.scoring import Episode, scoring_failed
 from TrainingFactory.tools.waiting import OutOfTime, SelfCancelled, within
-from TrainingFactory.types import Reward
+from TrainingFactory.types import Reward, SamplersLost
 from TrainingFactory.user_code import place_of
 
 log = logging.getLogger(__name__)
@@ -73,6 +73,8 @@ class GroupRun:
                 found = await within(timeout, _grouped(self.reward, episodes))
         except OutOfTime:
             return [f"scoring the group took longer than {timeout:g} s"] * len(episodes)
+        except SamplersLost:
+            raise
         except (Exception, SelfCancelled) as error:  # rewards are foreign code
             log.info("scoring the group of task %s failed", episodes[0].task.id, exc_info=True)
             return [scoring_failed(error)] * len(episodes)

@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
+import torch
 
 from TrainingFactory.sampling.drafts import CONTEXT, Drafts
 from TrainingFactory.sampling.planning import Planner
@@ -60,7 +61,8 @@ class NativeSession:
 
 
 class NativeEngine:
-    """A `Sampler` over a transformers or PEFT model in this process. Weights are shared, never copied."""
+    """A `Sampler` over a transformers or PEFT model in this process. Its weights are shared with whoever holds the model.
+    With `source`, which is what is trained, they are its own and are copied from there at every update."""
 
     def __init__(
         self,
@@ -71,7 +73,9 @@ class NativeEngine:
         deterministic: bool = False,
         prefill_tokens: int | None = None,
         guesses: int = 7,  # most tokens that a row feeds on a guess in one step; 0: none
+        source: Any = None,
     ) -> None:
+        self._model, self._source = model, source
         causal = causal_model(model)
         if deterministic and routes_tokens(causal):
             reason = "its experts see batches that depend on timing, so deterministic mode cannot hold"
@@ -130,6 +134,8 @@ class NativeEngine:
                 idle.set_result(None)
         try:
             await idle
+            if self._source is not None:
+                await loop.run_in_executor(self._pool, self._copy)
             self._table.forget()
             self._runner.refresh()
             self.policy_version = weights.version
@@ -137,6 +143,13 @@ class NativeEngine:
             with self._lock:
                 self._held = None
                 self._wake()
+
+    @torch.no_grad()
+    def _copy(self) -> None:
+        """Copy in place, because CUDA graphs read these tensors; what is not trained is shared."""
+        for own, trained in zip(self._model.parameters(), self._source.parameters(), strict=True):
+            if own is not trained:
+                own.copy_(trained)
 
     async def close(self) -> None:
         """End the worker thread; nothing can be sampled afterwards."""

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import TrainingFactory
-from TrainingFactory.models.saved import WEIGHTS, check_weights, saved_shapes
+from TrainingFactory.models.saved import WEIGHTS, Shapes, check_weights, saved_shapes
 from TrainingFactory.types import Completion, EngineSpec, SamplingParams, Weights
 
 # Of the processes that vLLM runs in, where the user has not said otherwise.
@@ -29,7 +29,7 @@ ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # engines of one machine would otherwise sit on the same cores
 }
 GPU_SHARE = 0.5  # of a GPU's memory: the learner may live on the same one
-CPU_CACHE = 2**30  # bytes for keys and values on a CPU, at least two of the longest texts
+CPU_CACHE = 2 * 2**30  # bytes for keys and values on a CPU
 ADAPTER = "adapter_model.safetensors"
 OWN_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM has room for
 
@@ -53,9 +53,10 @@ class VllmEngine:
         self._lora = bool(spec.options.get("enable_lora"))
         self._version = 0
         self._useless = ""  # why nothing may be sampled
-        self._shapes: dict[str, tuple[int, ...]] = {}  # of the weights that may be pushed
+        self._shapes: Shapes | None = None  # of the model's weights, once any are pushed
         self._adapter: Any = None  # the request for the current one
-        self._adapter_shapes: dict[str, tuple[int, ...]] = {}
+        self._adapter_shapes: Shapes | None = None
+        self._base = "" if spec.pushed else spec.model  # the weights under adapters
         self._turns: Counter[int] = Counter()  # under way, by the number of their adapter
         self._loading = asyncio.Lock()
         self._any_cut = False  # whether top_p, top_k and min_p leave log-probs as they should be
@@ -76,7 +77,7 @@ class VllmEngine:
         self._any_cut = all(await self._llm.collective_rpc("tfactory_full_logprobs"))
         await self._say_version(0)
         await self._turn([0], SamplingParams(max_tokens=1))  # the first request compiles much
-        if self._spec.pushed and not self._lora:
+        if self._spec.pushed:
             self._useless = "has no weights yet: they are pushed before it samples"
         return {
             "pid": os.getpid(), "node": platform.node(), "vocabulary": self._vocabulary, "versions": _versions(),
@@ -91,9 +92,7 @@ class VllmEngine:
                 "top_p, top_k and min_p: this release of vLLM gives no log-probs of the full softmax with "
                 "them; leave them out, or use sampling.engine: native"
             )
-        if (
-            self._lora or not self._spans
-        ):  # such a turn has one version, which must be the one that it begins with
+        if self._lora or not self._spans:  # a turn of one version: the one that it begins with
             async with self._loading:
                 pass
         if self._useless:
@@ -143,7 +142,7 @@ class VllmEngine:
             stop_token_ids=list(params.stop_ids), ignore_eos=True,  # what ends a turn is said by the caller alone
             logprobs=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY,
         )  # fmt: skip
-        version = self._version
+        version, adapter = self._version, self._adapter is not None
         output = (await self._ask(prompt_ids, wanted)).outputs[0]
         if output.finish_reason not in ("stop", "length"):
             raise RuntimeError(f"vLLM ended a request by itself: {output.finish_reason}")
@@ -151,7 +150,7 @@ class VllmEngine:
         pairs = zip(tokens, output.logprobs, strict=True)
         logprobs = [float(found[token].logprob) for token, found in pairs]
         # Turns with an adapter end with the version that they began with.
-        spans = output.weight_versions if self._spans and not self._lora else ()
+        spans = output.weight_versions if self._spans and not adapter else ()
         each = [int(span.version) for span in spans for _ in range(span.start, span.end)] or [version]
         several = each if len(set(each)) > 1 else None
         return Completion(tokens, logprobs, output.finish_reason, each[0], several)
@@ -166,8 +165,8 @@ class VllmEngine:
         self._turns[number] += 1
         try:
             name = f"r{next(self._numbers)}"
-            async for last in self._llm.generate(prompt, params, request_id=name, lora_request=adapter):
-                pass
+            async for answer in self._llm.generate(prompt, params, request_id=name, lora_request=adapter):
+                last = answer
         except EngineDeadError as error:
             raise RuntimeError(f"vLLM's engine core has died: {error}") from error
         finally:
@@ -179,24 +178,21 @@ class VllmEngine:
 
     async def _load_full(self, weights: Weights) -> None:
         """Load the weights under requests that wait meanwhile and go on with the new ones, their keys and values
-        computed anew; vLLM tells which token is of which version."""
-        if self._lora:  # vLLM wraps layers for adapters, after which those below cannot be loaded any more
-            raise ValueError(
-                "an engine with enable_lora takes adapters only: full weights need one without it"
-            )
-        if not self._shapes:
+        computed anew; vLLM tells which token is of which version. Those with an adapter end before."""
+        if self._shapes is None:
             spec = self._spec
             self._shapes = await asyncio.to_thread(saved_shapes, spec.model, spec.trust_remote_code)
         file = Path(weights.where) / WEIGHTS
         await asyncio.to_thread(check_weights, file, self._shapes)
-        await self._llm.pause_generation(mode="keep" if self._spans else "wait", clear_cache=True)
+        mode = "keep" if self._spans and self._adapter is None else "wait"
+        await self._llm.pause_generation(mode=mode, clear_cache=True)
         try:
             await self._llm.collective_rpc("tfactory_load", args=(str(file),))
         except Exception as error:  # it may hold parts of both, and the next load would fail too
             self._useless = f"could not load {file}: {error}"
             raise RuntimeError(f"vLLM {self._useless}") from error
+        self._adapter, self._base, self._useless = None, weights.where, ""
         await self._say_version(weights.version)
-        self._useless = ""
         await self._llm.resume_generation()
 
     async def _say_version(self, version: int) -> None:
@@ -210,10 +206,10 @@ class VllmEngine:
 
         if not self._lora:
             raise ValueError("the engine was started without room for adapters: options need enable_lora")
-        if Path(weights.base).resolve() != Path(self._spec.model).resolve():
-            raise ValueError(f"the adapter is for {weights.base}, and the engine has {self._spec.model}")
-        file = Path(weights.where) / ADAPTER
-        self._adapter_shapes = await asyncio.to_thread(_adapter_shapes, file, self._adapter_shapes)
+        if weights.base != self._base:
+            await self._load_full(Weights(weights.version, weights.base))
+        file, shapes = Path(weights.where) / ADAPTER, self._adapter_shapes  # the first says what one holds
+        self._adapter_shapes = await asyncio.to_thread(check_weights, file, shapes)
         request = LoRARequest(f"v{weights.version}", next(self._numbers), weights.where)
         first = self._adapter is None
         if first:  # requests without an adapter are wrong beside those with one: they end before
@@ -255,46 +251,11 @@ def engine_arguments(spec: EngineSpec) -> Any:
         "disable_log_stats": True,
         "worker_extension_cls": "TrainingFactory.sampling.vllm_worker.WorkerExtension",
     }
-    if spec.pushed and not spec.options.get(
-        "enable_lora"
-    ):  # the weights under adapters are read from the folder
+    if spec.pushed:
         given["load_format"] = "dummy"
-    if on_cpu:
-        given |= {
-            "enforce_eager": True,
-            "block_size": 32,
-            "kv_cache_memory_bytes": _cpu_cache(spec, given["dtype"]),
-        }
-    else:
-        given["gpu_memory_utilization"] = GPU_SHARE
+    on_a_cpu = {"enforce_eager": True, "block_size": 32, "kv_cache_memory_bytes": CPU_CACHE}
+    given |= on_a_cpu if on_cpu else {"gpu_memory_utilization": GPU_SHARE}
     return AsyncEngineArgs(**given | spec.options)
-
-
-def _cpu_cache(spec: EngineSpec, dtype: str) -> int:
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(
-        spec.model, trust_remote_code=spec.trust_remote_code
-    ).get_text_config()
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads  # foreign object
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    token = config.num_hidden_layers * heads * width * 2 * (4 if dtype == "float32" else 2)
-    text = token * (spec.max_length + 64)
-    return max(2 * text, min(CPU_CACHE, spec.slots * text))
-
-
-def _adapter_shapes(file: Path, before: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-    """Return the names and shapes of an adapter's weights; raise where they differ from those `before`."""
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(file, "pt") as weights:
-            names = list(weights.keys())
-            shapes = {name: tuple(weights.get_slice(name).get_shape()) for name in names}
-    except (OSError, SafetensorError) as error:
-        raise ValueError(f"{file} cannot be read: {error}") from error
-    check_weights(file, before or shapes)
-    return shapes
 
 
 def _versions() -> dict[str, str]:

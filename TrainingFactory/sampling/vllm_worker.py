@@ -4,6 +4,8 @@ log-probs those of the full softmax."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -23,11 +25,9 @@ class WorkerExtension:
         from vllm.config import set_current_vllm_config  # pyright: ignore[reportMissingImports]
 
         model = self.model_runner.get_model()
-        with torch.no_grad(), set_current_vllm_config(self.vllm_config):
+        with torch.no_grad(), set_current_vllm_config(self.vllm_config), _bare(model):
             try:
-                from vllm.model_executor.model_loader import (
-                    reload,  # pyright: ignore[reportMissingImports]
-                )
+                reload = import_module("vllm.model_executor.model_loader.reload")
             except ImportError:  # an earlier release
                 model.load_weights(_tensors(path))
                 return
@@ -47,6 +47,24 @@ class WorkerExtension:
         else:
             return False
         return True
+
+
+@contextmanager
+def _bare(model: Any) -> Iterator[None]:
+    """Take away the layers that vLLM puts around others for adapters: weights have the names of those inside."""
+    from vllm.lora.layers import BaseLayerWithLoRA  # pyright: ignore[reportMissingImports]
+
+    children = [
+        (parent, name, child) for parent in model.modules() for name, child in parent.named_children()
+    ]
+    around = [each for each in children if isinstance(each[2], BaseLayerWithLoRA)]
+    for parent, name, child in around:
+        setattr(parent, name, child.base_layer)
+    try:
+        yield
+    finally:
+        for parent, name, child in around:
+            setattr(parent, name, child)
 
 
 def _tensors(path: str) -> Iterator[tuple[str, torch.Tensor]]:

@@ -131,6 +131,7 @@ class Keywords(TRLKeywords, total=False):
     async_rollout: bool
     max_staleness: int
     async_order: Literal["number", "arrival"]
+    importance_cap: float | None
     importance_by: Literal["token", "sequence"]
     importance_mask: list[float] | None
     max_mismatch: float
@@ -219,7 +220,6 @@ class GRPOKeywords(Keywords, total=False):
     overlong_penalty: float
     refill: int
     refill_by: Literal["reward", "outcome"]
-    importance_cap: float | None
 
 
 class PPOKeywords(Keywords, total=False):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -114,14 +114,21 @@ class Recorder:
         if self._problem is not None:
             raise ValueError(str(self._problem)) from self._problem
 
-    def commit(self) -> None:
-        """Append the calls since the last time, in the order of their places: equal runs have equal files."""
-        if self._target is None or not self._waiting:
-            return
-        lines = [self._waiting[place] for place in sorted(self._waiting, key=_order)]
-        self._waiting.clear()
-        with self._target.open("a", encoding="utf-8", newline="\n") as file:
-            file.writelines(lines)
+    def commit(self, wanted: Callable[[EpisodeKey], bool] = lambda _: True) -> None:
+        """Append the calls of these episodes since the last time, in the order of their places: equal runs have equal
+        files. Those of others wait on."""
+        # A list first: other episodes may go on recording meanwhile.
+        places = sorted((place for place in list(self._waiting) if wanted(_key(place))), key=_order)
+        lines = [self._waiting.pop(place) for place in places]
+        if self._target is not None and lines:
+            with self._target.open("a", encoding="utf-8", newline="\n") as file:
+                file.writelines(lines)
+
+    def drop(self, unwanted: Callable[[EpisodeKey], bool]) -> None:
+        """Forget the calls of these episodes, which are not learned from."""
+        for place in list(self._waiting):
+            if unwanted(_key(place)):
+                del self._waiting[place]
 
     def close(self) -> None:
         if self._file is not None:

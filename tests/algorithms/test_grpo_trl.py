@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from TrainingFactory.algorithms.correction import Correction
 from TrainingFactory.algorithms.grpo import GRPO
 from TrainingFactory.algorithms.trained import Trained
 
@@ -51,7 +52,7 @@ def ragged(seed: int, per_turn: bool, episodes: int = 6, longest: int = 25) -> P
 def trl_loss(data: Padded, kind: str, low: float, high: float, **options: Any) -> torch.Tensor:
     from trl.trainer.grpo_trainer import GRPOTrainer
 
-    cap = options.get("importance_cap")
+    cap = options["correction"].cap if "correction" in options else None
     trainer = SimpleNamespace(
         loss_type=kind, epsilon_low=low, epsilon_high=high, beta=options.get("kl", 0.0),
         importance_sampling_level=options.get("ratio", "token"), max_completion_length=40,
@@ -113,9 +114,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "cispo": ("cispo", {"loss_kind": "cispo", "clip_high": 0.1}),
     "cispo of a foreign sampler": (
         "cispo",
-        {"loss_kind": "cispo", "clip_high": 0.1, "importance_cap": 1.1},
+        {"loss_kind": "cispo", "clip_high": 0.1, "correction": Correction(1.1)},
     ),
-    "dapo of a foreign sampler": ("dapo", {"importance_cap": 1.2, "kl": 0.1}),
+    "dapo of a foreign sampler": ("dapo", {"correction": Correction(1.2), "kl": 0.1}),
 }
 
 

@@ -10,10 +10,12 @@ import pytest
 
 from tests.kits.algorithm import made
 from tests.kits.run import small, train
+from TrainingFactory.algorithms.correction import Correction
 from TrainingFactory.algorithms.dpo import DPO
 from TrainingFactory.algorithms.grpo import GRPO
 from TrainingFactory.algorithms.ppo import PPO
 from TrainingFactory.algorithms.reward_model import RewardModel
+from TrainingFactory.algorithms.rft import RFT
 from TrainingFactory.config import load_config
 from TrainingFactory.config.algorithms import GRPOSection
 
@@ -21,7 +23,7 @@ from TrainingFactory.config.algorithms import GRPOSection
 WRONG: dict[str, list[dict[str, Any]]] = {
     "grpo": [
         {"clip_low": 0.0}, {"clip_low": 1.0}, {"clip_high": 0.0}, {"kl": -0.1}, {"entropy": -1.0}, {"refill": -1},
-        {"constant_length": 0}, {"importance_cap": 0.0}, {"overlong_penalty": -1.0}, {"advantage": "gae"},
+        {"constant_length": 0}, {"overlong_penalty": -1.0}, {"advantage": "gae"},
         {"overlong_buffer": 9, "overlong_length": 8}, {"scale_rewards": True, "advantage": "reinforce_plus_plus"},
         {"scale_rewards": True, "advantage": "reinforce_plus_plus_baseline"}, {"clip_dual": 1.0}, {"refill_by": "luck"},
         {"credit": "token"}, {"normalization": "none"}, {"loss_kind": "ppo"}, {"ratio": "turn"},
@@ -59,7 +61,7 @@ def test_a_policy_that_would_never_learn_is_refused(tmp_path: Path) -> None:
 
 def test_the_config_has_the_same_options_and_defaults() -> None:
     assert GRPO(**GRPOSection().model_dump()) == GRPO()
-    assert set(GRPOSection.model_fields) == {field.name for field in fields(GRPO)}
+    assert {*GRPOSection.model_fields, "correction"} == {field.name for field in fields(GRPO)}
 
 
 def test_the_published_recipes_are_those_of_their_authors(tmp_path: Path) -> None:
@@ -83,8 +85,11 @@ def test_the_published_recipes_are_those_of_their_authors(tmp_path: Path) -> Non
     [
         (GRPO(), set()),
         (GRPO(kl=0.1), {"reference"}),
-        (GRPO(importance_cap=2.0), {"old"}),
+        (GRPO(correction=Correction()), {"old"}),
+        (RFT(), set()),
+        (RFT(correction=Correction()), {"old"}),
         (PPO(), {"values"}),
+        (PPO(correction=Correction()), {"values", "old"}),
         (PPO(kl=0.1, kl_in="reward"), {"values", "reference"}),
         *((DPO(kind), {"reference"}) for kind in ("sigmoid", "ipo", "hinge", "robust")),
         *((DPO(kind), set()) for kind in ("orpo", "simpo")),

@@ -8,14 +8,17 @@ from typing import Any
 
 import pytest
 
+from TrainingFactory.algorithms.correction import Correction
 from TrainingFactory.config import ConfigError, TrainingConfig, load_config
 from TrainingFactory.config.names import ALIASES, SHORT
 from TrainingFactory.config.not_yet import NOT_YET
 from TrainingFactory.config.problems import leaves
+from TrainingFactory.services.build.learner import importance_cap, make_algorithm
 from TrainingFactory.services.build.notices import notices, unused
 from TrainingFactory.services.build.rewards import check_reward
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+FIXTURES = CONFIGS.parent / "tests" / "fixtures"
 SEED_CONFIG = CONFIGS / "qwen3_grpo.yaml"
 # nine lines that stand for 10^9 values
 BOMB = "a0: &a0 [" + "x, " * 9 + "x]\n"
@@ -284,6 +287,50 @@ def test_what_a_run_does_not_use_is_said() -> None:
     assert unused(TrainingConfig(**used, ppo={"gamma": 0.9})) == []
     used = {"algorithm": "sft", "environment": "search", "sampling": {"max_reply_tokens": 9}}
     assert unused(TrainingConfig(**used)) == []
+
+
+@pytest.mark.parametrize(
+    ("sections", "cap"),
+    [
+        ({}, None),
+        ({"optimization": {"importance_cap": 1.5}}, 1.5),
+        ({"sampling": {"engine": "vllm"}}, 2.0),
+        ({"compute": {"backend": "ray"}, "algorithm": "ppo"}, 2.0),
+        ({"compute": {"backend": "ray"}, "algorithm": "dpo"}, None),
+        ({"optimization": {"async_rollout": True}, "algorithm": "rft"}, 2.0),
+        ({"optimization": {"async_rollout": True, "max_staleness": 0}}, None),
+        ({"optimization": {"max_staleness": 3}}, None),
+    ],
+)
+def test_what_the_learner_did_not_sample_is_weighted(sections: dict[str, Any], cap: float | None) -> None:
+    sections = {"algorithm": "grpo"} | sections
+    sections["optimization"] = sections.get("optimization", {}) | {"importance_by": "sequence"}
+    sections["optimization"] |= {"importance_mask": [0.5, 3]}
+    config = TrainingConfig(**sections)
+    assert importance_cap(config) == cap
+    made: Any = make_algorithm(config)
+    found = getattr(made, "correction", None)
+    assert found == (None if cap is None else Correction(cap, "sequence", (0.5, 3)))
+    [said] = [line for line in unused(config) if "importance" in line] if cap is None else [""]
+    assert said.startswith("optimization.importance_by, optimization.importance_mask: ") or cap is not None
+
+
+@pytest.mark.parametrize("mask", [[2.0, 0.5], [1.5, 2.0], [-1.0, 2.0], [0.5], [0.5, 2.0, 3.0]])
+def test_a_mask_is_around_one(mask: list[float]) -> None:
+    with pytest.raises(ValueError, match=r"optimization\.importance_mask"):
+        TrainingConfig(optimization={"importance_mask": mask})
+
+
+def test_the_cap_has_moved_and_its_old_place_is_read(tmp_path: Path) -> None:
+    config = load_config(written(tmp_path, "grpo:\n  importance_cap: 1.5\n  kl: 0.1\n"))
+    assert config.optimization.importance_cap == 1.5 and config.grpo.kl == 0.1
+    assert load_config(None, ["grpo.importance_cap=3.0"]).optimization.importance_cap == 3.0
+    assert load_config(FIXTURES / "run_before" / "config.yaml").optimization.importance_cap is None
+    twice = "grpo: {importance_cap: 1.5}\noptimization: {importance_cap: 2.0}\n"
+    with pytest.raises(ValueError, match=r"another name of optimization\.importance_cap"):
+        load_config(written(tmp_path, twice))
+    with pytest.raises(ValueError, match=r"run.yaml:2: optimization\.importance_cap: must be greater than 0"):
+        load_config(written(tmp_path, "grpo:\n  importance_cap: 0.0\n"))
 
 
 def test_a_config_does_not_change() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.kits.run import rows, small, train
+from tests.kits.run import Quiet, go_on, rows, small, train
 from TrainingFactory.algorithms.grpo import GRPO
 from TrainingFactory.data.trajectories import load_trajectories
 from TrainingFactory.rollout import rollout_metrics
@@ -30,7 +30,7 @@ def batch(groups: Sequence[Sequence[Trajectory]], algorithm: GRPO | None = None)
     """A step of these groups; without an algorithm, every one of them is said to teach something."""
     rows = [Sample([1], [False], [0.0], [0.0], [0.0], [0])]
     made = [Group(n, list(g), algorithm.samples(g) if algorithm else rows) for n, g in enumerate(groups)]
-    return StepGroups(0, made, 0, sampled=True)
+    return StepGroups(0, made, sampled=True)
 
 
 def stopped(algorithm: GRPO | None, steps: int | None, *groups: Sequence[Trajectory]) -> str | None:
@@ -117,3 +117,41 @@ def test_a_run_shows_it(tmp_path: Path):
         tokens = sum(len(turn.completion.token_ids) for turn in trajectory.turns)
         assert loss == -0.5 * min(max(tokens - 1, 0), 1)
     assert min(lost) == -0.5 and row["reward/overlong_penalty"] == pytest.approx(sum(lost) / len(lost))
+
+
+def test_a_sampler_that_is_not_the_model_warns_then_stops():
+    guards = Guards(None, max_mismatch=0.1)
+    assert guards.updated({"mismatch": 0.1}, last=False) == guards.updated({}, last=False)
+    for figures in (
+        {"mismatch": 0.2},
+        {},
+        {"mismatch": float("nan")},
+    ):  # one that measured nothing does not count
+        found = guards.updated(figures, last=False)
+        assert not found.save and found.stop is None and (found.warning is not None) == bool(figures)
+    assert guards.updated({"mismatch": 0.3}, last=True).stop is None  # it is over anyway
+    found = guards.updated({"mismatch": 0.25}, last=False)
+    assert found.save and "stopped after 4 steps" in str(found.stop) and "0.25 a token" in str(found.stop)
+    guards.updated({"mismatch": 0.01}, last=False)
+    assert guards.updated({"mismatch": 0.3}, last=False).stop is None
+
+
+def test_a_run_stops_with_a_checkpoint_and_goes_on(tmp_path: Path):
+    """Sampler and learner add up in another order, which is over a bound of next to nothing."""
+    watcher, strict = Quiet(), {"importance_cap": 2.0, "max_mismatch": 1e-12}
+    logging = {"output_dir": str(tmp_path), "checkpoint_every": 100}
+    config = small(tmp_path, training={"max_steps": 4}, optimization=strict, logging=logging)
+    with pytest.raises(
+        ValueError, match=r"stopped after 3 steps .*max_mismatch 1e-12 .*tfactory runs resume"
+    ):
+        train(config, "run", watcher)
+    warned = [text.partition(":")[0] for text in watcher.said if "WARNING" in text]
+    assert warned == ["WARNING step 1", "WARNING step 2"]
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-000003"]
+    path = tmp_path / "run" / "config.yaml"
+    path.write_text(path.read_text().replace("max_mismatch: 1.0e-12", "max_mismatch: 0.1"))
+    assert go_on(tmp_path / "run").state == "finished"
+    made = rows(tmp_path / "run" / "metrics.jsonl")
+    assert len(made) == 4 and not any("staleness_gap" in row for row in made)
+    assert all(row["mismatch"] <= row["mismatch_max"] < 1e-4 for row in made)
+    assert all(row["importance_weight"] == pytest.approx(1, abs=1e-4) for row in made)

@@ -18,7 +18,6 @@ from TrainingFactory.running import run
 from TrainingFactory.services.build.training import Training
 from TrainingFactory.services.runs.folder import RunFolder
 from TrainingFactory.services.training.dataset import Objects
-from TrainingFactory.services.training.source import StepGroups, Stream
 from TrainingFactory.tools import AsyncToolExecutor, tool
 from TrainingFactory.types import ToolCall
 
@@ -139,31 +138,3 @@ def test_run_gives_back_results_and_errors_wherever_it_is_called() -> None:
     assert run(value) == 3 and asyncio.run(inside()) == 3
     with pytest.raises(OSError, match="no disk"):
         run(broken)
-
-
-class Slow:
-    """A source that notes when it is asked and when it is done."""
-
-    def __init__(self) -> None:
-        self.asked: list[int] = []
-
-    async def take(self, step: int) -> StepGroups:
-        self.asked.append(step)
-        await asyncio.sleep(0)
-        return StepGroups(step, [], taken=0)
-
-
-@pytest.mark.parametrize(
-    ("bound", "ahead"), [(0, [[1], [1, 2], [1, 2, 3]]), (1, [[1, 2], [1, 2, 3], [1, 2, 3]])]
-)
-def test_a_stream_runs_ahead_by_its_bound_and_no_further(bound: int, ahead: list[list[int]]) -> None:
-    async def everything() -> list[list[int]]:
-        source, seen = Slow(), []
-        async for batch in Stream(source, 1, 4, bound):
-            assert batch.step == len(seen) + 1
-            for _ in range(5):
-                await asyncio.sleep(0)  # learning, while the source may go on
-            seen.append(list(source.asked))
-        return seen
-
-    assert asyncio.run(everything()) == ahead

@@ -9,7 +9,10 @@ from typing import TYPE_CHECKING, Any
 from TrainingFactory.algorithms import kinds
 from TrainingFactory.algorithms.kinds import KINDS
 from TrainingFactory.config import TrainingConfig
-from TrainingFactory.protocols import Algorithm
+from TrainingFactory.protocols import Algorithm, Policy
+from TrainingFactory.services.build.fleet import elsewhere
+from TrainingFactory.services.runs.tracking import Watcher
+from TrainingFactory.services.training.tokenized import TokenizedDataset, Told
 
 if TYPE_CHECKING:
     from TrainingFactory.learning.learner import Learner
@@ -33,19 +36,43 @@ def make_trainable(config: TrainingConfig, loaded: LoadedModel) -> None:
 
 
 def make_algorithm(config: TrainingConfig) -> Algorithm:
-    name = config.training.algorithm
-    return kinds.make_algorithm(name, getattr(config, name).model_dump())
+    """Make the algorithm, with the correction that goes with who samples its episodes."""
+    name, asked = config.training.algorithm, config.optimization
+    options = getattr(config, name).model_dump()
+    if (cap := importance_cap(config)) is not None:
+        from TrainingFactory.algorithms.correction import Correction
+
+        mask = asked.importance_mask
+        options["correction"] = Correction(cap, asked.importance_by, mask and (mask[0], mask[1]))
+    return kinds.make_algorithm(name, options)
 
 
-def make_policy(config: TrainingConfig, loaded: LoadedModel, algorithm: Algorithm, steps: int) -> LocalPolicy:
-    """Make the policy of this process. `steps` are those of the training loop; each may have several updates."""
+def importance_cap(config: TrainingConfig) -> float | None:
+    """Return the largest weight of a token; None: nothing is weighted, because what is learned is what was sampled."""
+    asked = config.optimization
+    if not KINDS[config.training.algorithm].samples:
+        return None
+    behind = asked.async_rollout and asked.max_staleness > 0
+    return asked.importance_cap or (2.0 if elsewhere(config) or behind else None)
+
+
+def make_policy(
+    config: TrainingConfig, loaded: LoadedModel, algorithm: Algorithm, steps: int, published: bool = False
+) -> LocalPolicy:
+    """Make the policy of this process. `steps` are those of the training loop; each may have several updates.
+    `published`: its weights are written for engines in other processes."""
     from TrainingFactory.learning.policy import LocalPolicy
     from TrainingFactory.learning.step import StepOptions
 
     training = config.training
     options = StepOptions(training.token_budget, training.update_epochs, training.minibatches, training.seed)
     learner = make_learner(config, loaded, algorithm, steps)
-    return LocalPolicy(learner, algorithm, loaded.tokenizer, options)
+    publisher = None
+    if published:
+        from TrainingFactory.learning.publishing import Publisher
+
+        publisher = Publisher(learner, adapters=config.sampling.engine == "vllm")
+    return LocalPolicy(learner, algorithm, loaded.tokenizer, options, publisher)
 
 
 def make_learner(config: TrainingConfig, loaded: LoadedModel, algorithm: Algorithm, steps: int) -> Learner:
@@ -107,3 +134,20 @@ def make_critic(model: Any) -> Any:
 def critic_rate(config: TrainingConfig) -> float:
     """Return the critic's own rate: it starts from nothing, and may learn faster than the policy."""
     return config.ppo.critic_learning_rate or 10 * config.training.learning_rate
+
+
+async def references(
+    policy: Policy, algorithm: Algorithm, dataset: TokenizedDataset, batch_size: int, watcher: Watcher
+) -> list[list[list[float]]]:
+    """Compute the reference model's log-probs of all rows of each example, so that no such model is kept. Before a
+    checkpoint is loaded: the policy is its own reference only until it is trained."""
+    watcher.phase("reference")
+    found: list[list[list[float]]] = []
+    told = Told(watcher.say, len(dataset))
+    for start in range(0, len(dataset), batch_size):
+        numbers = range(start, min(start + batch_size, len(dataset)))
+        groups = [algorithm.samples(dataset.group(number)) for number in numbers]
+        scored = iter(await policy.score([row for group in groups for row in group]))
+        found += [[next(scored) for _ in group] for group in groups]
+        told.at(len(found), "examples have log-probs of the reference model")
+    return found

@@ -9,6 +9,9 @@ from TrainingFactory.config import TrainingConfig
 from TrainingFactory.config.not_yet import changed, not_yet
 from TrainingFactory.rewards.rule_based import rule_from_options
 from TrainingFactory.rewards.rules.code import ToolRule
+from TrainingFactory.services.build.learner import importance_cap
+
+AHEAD = ("async_rollout", "max_staleness", "async_order")
 
 
 def notices(config: TrainingConfig) -> list[str]:
@@ -35,6 +38,20 @@ def unused(config: TrainingConfig, *, played: bool = False, heldout: bool = Fals
             read = {"sampling.max_reply_tokens"} if expert else set()
             shown = [key for key in changed(config, "sampling") if key not in read]
             lines.append((shown, f"{name} samples nothing without an environment and training.eval_every"))
+    ahead = [key for key in changed(config, "optimization") if key.split(".")[1] in AHEAD]
+    if not kind.samples:
+        lines.append((ahead, f"{name} samples nothing that it trains on"))
+    elif not config.optimization.async_rollout:
+        lines.append((ahead, "they are for optimization.async_rollout=true"))
+    if importance_cap(config) is None:
+        weighed = [key for key in changed(config, "optimization") if "importance" in key or "mismatch" in key]
+        why = "the learner itself samples, and weights nothing without optimization.importance_cap"
+        lines.append((weighed, why if kind.samples else f"{name} samples nothing that it learns from"))
+    if config.compute.backend != "ray":
+        own = {"compute.allocation_id", "compute.start_timeout"}
+        lines.append(
+            ([key for key in changed(config, "compute") if key not in own], "they are for backend=ray")
+        )
     if training.eval_every is None:
         measured = [key for key in changed(config, "data") if key.startswith("data.heldout")]
         measured += ["heldout"] if heldout else []

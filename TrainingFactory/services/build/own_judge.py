@@ -13,7 +13,7 @@ from TrainingFactory.cluster.fleet import Fleet
 from TrainingFactory.cluster.local import LocalPlaces
 from TrainingFactory.cluster.places import Places
 from TrainingFactory.cluster.ray_places import RayPlaces
-from TrainingFactory.cluster.ray_session import RaySession, require_ray
+from TrainingFactory.cluster.ray_session import RaySession
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.endpoint import ModelError
 from TrainingFactory.models.names import resolve
@@ -130,13 +130,12 @@ class OwnJudge:
         return SampledJudge(self._fleet, chat, self._params, self._name)
 
     def _places(self, spec: EngineSpec, say: Say) -> Places:
-        compute, gpus = self._config.compute, self.asked.gpus
+        compute = self._config.compute
         if compute.backend != "ray":
             return LocalPlaces(spec, start_timeout=compute.start_timeout, say=say, what="judge")
-        if gpus is None:
-            gpus = float(spec.kind == "vllm" and require_ray().cluster_resources().get("GPU", 0) >= 1)
-        shape = self.asked.replicas, gpus, compute.cpus_per_sampler, compute.start_timeout
-        return RayPlaces(RaySession(), spec, *shape, say=say, what="judge")
+        session = RaySession(compute.address, compute.num_gpus)
+        each = self.asked.gpus, compute.cpus_per_sampler, compute.start_timeout
+        return RayPlaces(session, spec, self.asked.replicas, *each, say=say, what="judge")
 
     async def ask(self, messages: Sequence[Message], number: int) -> Reply:
         judge = await self.open()

@@ -7,24 +7,35 @@ from typing import Any
 
 from TrainingFactory.protocols import Policy
 from TrainingFactory.services.runs.folder import RunFolder
+from TrainingFactory.services.training.ledger import Ledger
 from TrainingFactory.services.training.loop import Progress
 from TrainingFactory.services.training.order import Order
 from TrainingFactory.tools.threads import in_thread
 
 
 async def taken_up(
-    run: RunFolder, policy: Policy, order: Order, total: int, resuming: bool, say: Callable[[str], None]
+    run: RunFolder,
+    policy: Policy,
+    order: Order,
+    total: int,
+    resuming: bool,
+    ahead: bool,
+    say: Callable[[str], None],
 ) -> Progress:
-    """Load the last whole checkpoint, if there is one, and cut the files of the run back to it."""
-    progress, offsets = Progress(), dict[str, int]()
+    """Load the last whole checkpoint, if there is one, and cut the files of the run back to it. `ahead`: groups may be
+    sampled before their step."""
+    progress, offsets = Progress(Ledger(order)), dict[str, int]()
     if state := await _last_state(run, policy, say):
-        done, offsets = state["step"], state["offsets"]
-        progress = Progress(done, state.get("taken", order.start(done)), state["seconds"])
-        [[_, consumed]] = state.get("consumed", [[0, done * order.batch_size]])
-        if consumed != done * order.batch_size:
+        try:
+            ledger = Ledger.of_state(order, state)
+        except ValueError as error:
+            raise ValueError(f"run {run.name} {error}") from error
+        if ledger.under_way and not ahead:
             raise ValueError(
-                f"run {run.name} has taken {consumed} groups in {done} steps: its training.batch_size cannot change"
+                f"run {run.name} was sampled ahead, and {len(ledger.under_way)} of its groups were under way: it goes "
+                "on with optimization.async_rollout=true and optimization.max_staleness above 0"
             )
+        progress, offsets = Progress(ledger, state["step"], state["seconds"]), state["offsets"]
     await in_thread(run.rewind, offsets)
     if resuming:
         say(

@@ -12,10 +12,10 @@ from TrainingFactory.config import TrainingConfig
 from TrainingFactory.envs import ToolEnvironment
 from TrainingFactory.protocols import ToolSource
 from TrainingFactory.services.build.tools import Handed, make_tool_cache, make_tools
-from TrainingFactory.services.runs.folder import is_run, list_runs
+from TrainingFactory.services.runs.folder import RunFolder, is_run, list_runs
 from TrainingFactory.tools import AsyncToolExecutor
 from TrainingFactory.tools.cache.cache import ToolCache
-from TrainingFactory.tools.recording import CALLS, Recorder, recorded_tools, save_specs
+from TrainingFactory.tools.recording import CALLS, EpisodeKey, Recorder, recorded_tools, save_specs
 from TrainingFactory.tools.runtime import ToolRuntime
 from TrainingFactory.types import Task, ToolSpec
 
@@ -50,6 +50,14 @@ class RunTools:
     def replayed(self) -> str | None:
         return str(self._recording.resolve()) if self._recording is not None else None
 
+    @property
+    def sampled_ahead(self) -> RunFolder | None:
+        """Return the run that is replayed, if groups of it were sampled ahead: then their order is what it recorded."""
+        if self._recording is None or not is_run(self._recording):
+            return None
+        run = RunFolder(self._recording)
+        return run if run.config.optimization.bound and run.ledger() else None
+
     async def equip(self, environment: Any) -> Any:
         """Make the tools, open those that have servers, and return the environment with all of them in it."""
         if self._recording is not None:
@@ -69,9 +77,13 @@ class RunTools:
         save_specs(folder, self._specs)
         self._recorder.record_to(folder)
 
-    def commit(self) -> None:
-        """Write down the calls of a batch of episodes that has ended."""
-        self._recorder.commit()
+    def commit(self, trained: Callable[[EpisodeKey], bool] = lambda _: True) -> None:
+        """Write down the calls of episodes that have ended and are used; those of others wait on."""
+        self._recorder.commit(trained)
+
+    def drop(self, unwanted: Callable[[EpisodeKey], bool]) -> None:
+        """Forget the calls of episodes that are not used."""
+        self._recorder.drop(unwanted)
 
     def metrics(self) -> dict[str, float]:
         """Return those of the calls since the last time."""

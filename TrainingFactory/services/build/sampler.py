@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from datetime import date
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.protocols import ChatFormat, EnvironmentFactory, RewardFunction, Sampler
 from TrainingFactory.rollout import AsyncRolloutEngine
 from TrainingFactory.services.build.factories import told_with_places
+from TrainingFactory.services.build.fleet import Say, at_once, check_engines, elsewhere, reading
+from TrainingFactory.services.build.learner import copy_of
 from TrainingFactory.tools.runtime import ToolRuntime
 from TrainingFactory.types import SamplingParams, Trajectory
 
@@ -56,11 +59,15 @@ def make_chat(config: TrainingConfig, loaded: LoadedModel, day: date | None = No
     )
 
 
-def make_engine(config: TrainingConfig, loaded: LoadedModel, episodes: int) -> NativeEngine:
+def make_engine(
+    config: TrainingConfig, loaded: LoadedModel, episodes: int, ahead: bool = False
+) -> NativeEngine:
+    """Make the engine that samples; `ahead`: while the model is trained, from weights of its own."""
     from TrainingFactory.sampling import NativeEngine
 
     return NativeEngine(
-        loaded.model,
+        copy_of(loaded.model) if ahead else loaded.model,
+        source=loaded.model if ahead else None,
         slots=min(config.sampling.slots, episodes),
         max_length=max_length(config, loaded),
         deterministic=config.sampling.deterministic,
@@ -73,8 +80,18 @@ def max_length(config: TrainingConfig, loaded: LoadedModel) -> int:
 
 def make_sampler(config: TrainingConfig, episodes: int) -> tuple[ChatFormat, Sampler]:
     """Load the model; return its way to write a conversation, and the engine that samples from it."""
+    chat, sampler, _ = make_all(config, episodes)
+    return chat, sampler
+
+
+def make_all(config: TrainingConfig, episodes: int, say: Say = lambda _: None) -> tuple[Any, Sampler, Any]:
+    """Return also the model, where the engine has it in this process."""
+    check_engines(config)
     loaded = load(config)
-    return make_chat(config, loaded), make_engine(config, loaded, episodes)
+    chat = make_chat(config, loaded)
+    if elsewhere(config):
+        return chat, reading(config, loaded, max_length(config, loaded), episodes, say), None
+    return chat, make_engine(config, loaded, episodes), loaded.model
 
 
 def make_rollouts(
@@ -84,6 +101,7 @@ def make_rollouts(
     on_episode: Callable[[Trajectory], None] | None = None,
     reward: RewardFunction | None = None,
     runtime: ToolRuntime | None = None,
+    gate: asyncio.Semaphore | None = None,
 ) -> AsyncRolloutEngine:
     sampling = config.sampling
     params = SamplingParams(
@@ -101,8 +119,9 @@ def make_rollouts(
         max_turns=config.environment.max_turns,
         episode_timeout=config.environment.episode_timeout,
         max_reply_tokens=sampling.max_reply_tokens,
-        max_concurrency=sampling.slots,  # an episode's clock starts when there is a slot for it
+        max_concurrency=at_once(config),  # an episode's clock starts when there is a slot for it
         seed=config.training.seed,
         on_episode=on_episode,
         runtime=runtime,
+        gate=gate,
     )

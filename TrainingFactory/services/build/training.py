@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import shlex
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -11,18 +12,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from TrainingFactory.algorithms.kinds import KINDS
+from TrainingFactory.cluster.fleet import Fleet
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.config.not_yet import not_yet
 from TrainingFactory.config.problems import Problem
 from TrainingFactory.data.examples import Examples
-from TrainingFactory.protocols import Algorithm, EnvironmentFactory, Policy, Sampler
+from TrainingFactory.protocols import Algorithm, EnvironmentFactory, Sampler
 from TrainingFactory.rollout import AsyncRolloutEngine
 from TrainingFactory.running import run as run_anywhere
 from TrainingFactory.services.build import factories
 from TrainingFactory.services.build import rewards as build_rewards
 from TrainingFactory.services.build import sampler as build_sampler
 from TrainingFactory.services.build.environment import check_tools, make_environment
-from TrainingFactory.services.build.learner import make_algorithm, make_policy, make_trainable
+from TrainingFactory.services.build.fleet import at_once, check_engines, elsewhere, join_cluster, pushed_to
+from TrainingFactory.services.build.learner import make_algorithm, make_policy, make_trainable, references
 from TrainingFactory.services.build.model_names import as_started_from, check_started_from, with_model
 from TrainingFactory.services.build.named_files import about_start, as_started, changed_files
 from TrainingFactory.services.build.resuming import taken_up
@@ -37,18 +40,22 @@ from TrainingFactory.services.registry.rows import check_name
 from TrainingFactory.services.runs.folder import RunFolder, TrainingReport, new_name
 from TrainingFactory.services.runs.scores import Scores
 from TrainingFactory.services.runs.tracking import PlainLines, Watcher
+from TrainingFactory.services.training.ahead import AheadSource
 from TrainingFactory.services.training.dataset import Objects, check_same, gather
 from TrainingFactory.services.training.guards import Guards
 from TrainingFactory.services.training.interrupts import Interrupts
+from TrainingFactory.services.training.ledger import Ledger
 from TrainingFactory.services.training.loop import HeldOut, TrainingLoop
 from TrainingFactory.services.training.order import Order
 from TrainingFactory.services.training.preflight import check, check_steps
+from TrainingFactory.services.training.recorded import RecordedSource
 from TrainingFactory.services.training.reward_clock import RewardClock
 from TrainingFactory.services.training.source import DatasetSource, ExpertSource, SampledSource, Source
-from TrainingFactory.services.training.tokenized import TokenizedDataset, Told
+from TrainingFactory.services.training.tokenized import TokenizedDataset
 from TrainingFactory.tools.threads import in_thread
 
 if TYPE_CHECKING:
+    from TrainingFactory.learning.policy import LocalPolicy
     from TrainingFactory.models import LoadedModel, TemplateChatFormat
 
 
@@ -99,6 +106,7 @@ class Training:
         self.config = with_model(self.written) if run is None else as_started_from(run, self.written)
         config = self.config
         check(config, config.data.dataset is not None or self.objects.examples is not None)
+        check_engines(config)
         check_trackers(config.logging.trackers)
         check_registry(config)
         sampled = KINDS[config.training.algorithm].samples
@@ -215,6 +223,7 @@ async def make_loop(training: Training, held: AsyncExitStack) -> TrainingLoop:
     """Make everything that a run needs. `held` closes at its end what is opened here."""
     config, data, run, watcher = training.config, training.data, training.run, training.watcher
     tools = training.tools
+    await join_cluster(config, held)
     environment = None if data.environment is None else await tools.equip(data.environment)
     watcher.phase("load")
     loaded, chat = await in_thread(training.load, date.fromisoformat(run.about["day"]))
@@ -223,15 +232,27 @@ async def make_loop(training: Training, held: AsyncExitStack) -> TrainingLoop:
     order = training.order if dataset is None else make_order(config, len(dataset))
     total = steps_in(config, order)
     algorithm = make_algorithm(config)
-    policy = await in_thread(make_policy, config, loaded, algorithm, total)
+    samples = KINDS[config.training.algorithm].samples or config.training.eval_every is not None
+    published = elsewhere(config) and samples and environment is not None and tools.sampled_ahead is None
+    policy = await in_thread(make_policy, config, loaded, algorithm, total, published)
     held.push_async_callback(policy.close)
     for each in (dataset, heldout):
         if each is not None and "precomputed" in algorithm.needs:
-            each.references = await _references(policy, algorithm, each, config.training.batch_size, watcher)
-    progress = await taken_up(run, policy, order, total, training.resuming, training.watcher.say)
+            each.references = await references(policy, algorithm, each, config.training.batch_size, watcher)
+    bound = config.optimization.bound
+    progress = await taken_up(run, policy, order, total, training.resuming, bound > 0, watcher.say)
     if config.logging.record_tools:
         tools.record_to(run.path)
-    played = None if environment is None else await _played(training, environment, chat, loaded, held)
+    recorded = None  # the run that is trained again as it was, with nothing sampled
+    if (before := tools.sampled_ahead) is not None:
+        recorded = RecordedSource(before, algorithm, config.reward.max_unscored, progress.done)
+        total = min(total, recorded.steps)
+        config = config.model_copy(
+            update={"training": config.training.model_copy(update={"eval_every": None})}
+        )
+    played = None
+    if environment is not None and recorded is None:
+        played = await _played(training, environment, chat, loaded, policy, held)
     earlier = run.metrics()
     scored = any("reward" in row for row in earlier)
     trackers = Trackers(run.path, config)
@@ -241,13 +262,19 @@ async def make_loop(training: Training, held: AsyncExitStack) -> TrainingLoop:
         total=total,
         policy=policy,
         sampler=None if played is None else played.sampler,
-        source=_source(training, algorithm, order, progress.taken, played, dataset),
+        counts=played.sampler.metrics if played is not None and isinstance(played.sampler, Fleet) else dict,
+        source=recorded or _source(training, algorithm, order, progress.ledger, played, dataset, total),
         algorithm=algorithm,
         order=order,
         run=run,
         tools=tools,
         heldout=_heldout(training, played, heldout),
-        guards=Guards(config.reward.max_equal_steps, scored=scored, replayed=tools.replayed is not None),
+        guards=Guards(
+            config.reward.max_equal_steps,
+            scored=scored,
+            replayed=tools.replayed is not None,
+            max_mismatch=config.optimization.max_mismatch,
+        ),
         doctor=Table(earlier, config.training.update_epochs * config.training.minibatches),
         watcher=watcher,
         trackers=trackers,
@@ -269,15 +296,25 @@ class _Played:
     clock: RewardClock  # of the reward that is learned from
     measure: RewardClock  # of what held-out tasks are measured by
     scored_by: str  # the latter in words
+    gate: asyncio.Semaphore | None  # for all episodes, where some are sampled ahead
 
 
 async def _played(
-    training: Training, environment: EnvironmentFactory, chat: Any, loaded: LoadedModel, held: AsyncExitStack
+    training: Training,
+    environment: EnvironmentFactory,
+    chat: Any,
+    loaded: LoadedModel,
+    policy: LocalPolicy,
+    held: AsyncExitStack,
 ) -> _Played:
     config, say = training.config, training.watcher.say
-    sampler = build_sampler.make_engine(
-        config, loaded, config.training.batch_size * config.training.group_size
-    )
+    bound, episodes = config.optimization.bound, config.training.batch_size * config.training.group_size
+    bound = bound if KINDS[config.training.algorithm].samples else 0
+    episodes, limit = episodes * (1 + bound), build_sampler.max_length(config, loaded)
+    if policy.publisher is not None:
+        sampler = pushed_to(config, policy.publisher, limit, episodes, say)
+    else:
+        sampler = build_sampler.make_engine(config, loaded, episodes, ahead=bound > 0)
     held.push_async_callback(sampler.close)
     reward = training.objects.reward or build_rewards.make_reward(config)
     held.push_async_callback(build_rewards.close_reward, reward)
@@ -288,17 +325,19 @@ async def _played(
     measure = RewardClock(measured, say)
     if tasks := training.data.tasks or training.data.heldout:
         await check_tools(environment, tasks[0], chat, reward)
-    limit, told = build_sampler.max_length(config, loaded), build_rewards.scored_by(config, measured)
-    return _Played(environment, chat, limit, sampler, clock, measure, told)
+    told = build_rewards.scored_by(config, measured)
+    gate = asyncio.Semaphore(at_once(config)) if bound else None
+    return _Played(environment, chat, limit, sampler, clock, measure, told, gate)
 
 
 def _source(
     training: Training,
     algorithm: Algorithm,
     order: Order,
-    taken: int,
+    ledger: Ledger,
     played: _Played | None,
     dataset: TokenizedDataset | None,
+    total: int,
 ) -> Source:
     config, tasks = training.config, training.data.tasks
     if dataset is not None:
@@ -312,16 +351,26 @@ def _source(
             "runtime": training.tools.runtime,
         }
         return ExpertSource(tasks, order, played.environment, played.chat, algorithm, limits)
-    return SampledSource(
-        tasks, order, _rollouts(training, played, played.clock), played.sampler, algorithm, played.clock,
-        group_size=config.training.group_size, max_unscored=config.reward.max_unscored, taken=taken,
-    )  # fmt: skip
+    given = (
+        tasks,
+        order,
+        _rollouts(training, played, played.clock),
+        played.sampler,
+        algorithm,
+        played.clock,
+        ledger,
+    )
+    options = {"group_size": config.training.group_size, "max_unscored": config.reward.max_unscored}
+    if not (bound := config.optimization.bound):
+        return SampledSource(*given, **options)
+    by_arrival = config.optimization.async_order == "arrival"
+    return AheadSource(*given, **options, bound=bound, by_arrival=by_arrival, total=total)
 
 
 def _rollouts(training: Training, played: _Played, reward: RewardClock) -> AsyncRolloutEngine:
     watch, runtime = training.watcher.episode, training.tools.runtime
     return build_sampler.make_rollouts(
-        training.config, played.environment, played.chat, watch, reward, runtime
+        training.config, played.environment, played.chat, watch, reward, runtime, played.gate
     )
 
 
@@ -348,23 +397,6 @@ def _tokenized(
 
     found = written(data.examples, ""), written(data.heldout_examples, "held-out: ")
     data.examples = data.heldout_examples = None  # their texts are not needed any more
-    return found
-
-
-async def _references(
-    policy: Policy, algorithm: Algorithm, dataset: TokenizedDataset, batch_size: int, watcher: Watcher
-) -> list[list[list[float]]]:
-    """Compute the reference model's log-probs of all rows of each example, so that no such model is kept. Before a
-    checkpoint is loaded: the policy is its own reference only until it is trained."""
-    watcher.phase("reference")
-    found: list[list[list[float]]] = []
-    told = Told(watcher.say, len(dataset))
-    for start in range(0, len(dataset), batch_size):
-        numbers = range(start, min(start + batch_size, len(dataset)))
-        groups = [algorithm.samples(dataset.group(number)) for number in numbers]
-        scored = iter(await policy.score([row for group in groups for row in group]))
-        found += [[next(scored) for _ in group] for group in groups]
-        told.at(len(found), "examples have log-probs of the reference model")
     return found
 
 

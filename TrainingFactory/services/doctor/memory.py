@@ -32,7 +32,10 @@ def estimate(config: TrainingConfig, model: Any, needs: frozenset[str], max_leng
         found["critic"] = weights + learned + found["optimizer"]
     episodes, tokens = training.batch_size * training.group_size, training.token_budget
     if KINDS[training.algorithm].samples:
-        found["cache"] = cache_bytes(shape, min(config.sampling.slots, episodes), max_length, size)
+        if ahead := config.optimization.bound:
+            found["the sampler's weights"] = sum(each.nbytes for each in params if each.requires_grad)
+        slots = min(config.sampling.slots, episodes * (1 + ahead))
+        found["cache"] = cache_bytes(shape, slots, max_length, size)
     tokens = min(tokens, episodes * max_length)
     layers = shape.num_hidden_layers * (1 if training.gradient_checkpointing else KEPT)
     found["activations"] = (

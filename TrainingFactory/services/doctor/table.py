@@ -200,8 +200,8 @@ CHECKS = (
           "or go back to an earlier checkpoint."),
     Check("length_explosion", _length, "Look at the longest episodes; set grpo.overlong_length, or lower "
           "sampling.max_tokens."),
-    Check("logprob_gap", _logprobs, "Set grpo.importance_cap=2.0, or model.dtype=float32; where a step has several "
-          "updates, lower training.learning_rate or training.update_epochs."),
+    Check("logprob_gap", _logprobs, "Set optimization.importance_cap=2.0, or model.dtype=float32; where a step has "
+          "several updates, lower training.learning_rate or training.update_epochs."),
     Check("gradient_jump", _gradient, "Lower training.learning_rate or training.max_grad_norm, and go on from the "
           "checkpoint before."),
     Check("judge_failing", _judge, "Look at why with tfactory judge audit; check reward.options (base_url, model, "

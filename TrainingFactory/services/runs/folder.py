@@ -4,7 +4,7 @@
     environment.json    what it ran on: versions, device, commit
     status.json         how far it is, and how it ended
     metrics.jsonl       a line per step
-    consumed.jsonl      which tasks each step took
+    consumed.jsonl      which tasks each step took, with number, attempt and place of their groups
     trajectories.jsonl  every episode of training
     kept.jsonl          rft: the episodes that were learned from
     findings.jsonl      what was seen going wrong, and when it was gone
@@ -219,6 +219,10 @@ class RunFolder:
     def consumed(self) -> dict[int, list[str]]:
         """Return the ids of the tasks that each step took."""
         return {row["step"]: row["tasks"] for row in self._rows(CONSUMED)}
+
+    def ledger(self) -> list[dict[str, Any]]:
+        """Return a row per step: its `tasks`, and number, attempt and place of each in `groups`."""
+        return self._rows(CONSUMED)
 
     def episodes(self, step: int) -> list[Trajectory]:
         """Return the episodes of a step; groups are named by their step, counted from 0."""

@@ -23,13 +23,22 @@ class Finding:
 
 
 class Guards:
-    """Count steps in a row of which too little could be scored, and steps in which the reward says nothing. `scored`
-    tells whether any episode of the run has had a reward before; a replay does not wait for tools that are down."""
+    """Count steps in a row of which too little could be scored, in which the reward says nothing, or whose sampler is
+    not the model that learns. `scored` tells whether any episode of the run has had a reward before; a replay does not
+    wait for tools that are down."""
 
-    def __init__(self, max_equal_steps: int | None, *, scored: bool = False, replayed: bool = False) -> None:
+    def __init__(
+        self,
+        max_equal_steps: int | None,
+        *,
+        scored: bool = False,
+        replayed: bool = False,
+        max_mismatch: float = 0.1,
+    ) -> None:
         self._max_equal, self._scored, self._replayed = max_equal_steps, scored, replayed
+        self._max_mismatch = max_mismatch
         self.unusable = 0
-        self._equal = 0
+        self._equal = self._strange = 0
 
     def check(self, batch: StepGroups, last: bool) -> Finding:
         """Look at the groups of a step, which is the last one of the run or not."""
@@ -49,6 +58,24 @@ class Guards:
             pause = min(2.0 ** (self.unusable - 1), LONGEST_PAUSE)
         # If it does not get better, the run can go on from before the first of these steps.
         return Finding(save=self.unusable == 1, warning=batch.problem, stop=stop, pause=pause)
+
+    def updated(self, metrics: dict[str, float], last: bool) -> Finding:
+        """Look at what the update of a step has measured; a step in which nothing fresh was trained says nothing."""
+        found = metrics.get("mismatch")
+        if found is None:
+            return Finding()
+        self._strange = 0 if found <= self._max_mismatch else self._strange + 1  # also where it is no number
+        if not self._strange:
+            return Finding()
+        problem = (
+            f"for the same weights the sampler's log-probs are {found:.3g} a token away from the learner's, which is "
+            f"over optimization.max_mismatch {self._max_mismatch:g} (bfloat16 alone makes 0.004 to 0.009): it computes "
+            "with other weights or more coarsely, and what it plays is not what is trained. Look at model.dtype and "
+            "sampling.engine_options (dtype, quantization), and compare with sampling.engine=native"
+        )
+        if self._strange < MAX_UNUSABLE or last:
+            return Finding(warning=problem)
+        return Finding(save=True, stop=f"stopped after {self._strange} steps in which {problem}")
 
     def _equal_rewards(self, batch: StepGroups) -> str | None:
         """Return why the run should stop: no group taught anything for too long, or every episode was rewarded the

@@ -26,20 +26,23 @@ from TrainingFactory.services.runs.folder import (
 )
 from TrainingFactory.services.runs.scores import Scores
 from TrainingFactory.services.runs.tracking import Watcher
-from TrainingFactory.services.training.guards import Guards
+from TrainingFactory.services.training.guards import Finding, Guards
 from TrainingFactory.services.training.interrupts import Interrupts, Stopped
+from TrainingFactory.services.training.ledger import Ledger
 from TrainingFactory.services.training.order import Order
 from TrainingFactory.services.training.reward_clock import RewardClock
 from TrainingFactory.services.training.source import Source, StepGroups, Stream
 from TrainingFactory.services.training.tokenized import TokenizedDataset
+from TrainingFactory.tools.recording import EpisodeKey
 from TrainingFactory.tools.threads import in_thread
-from TrainingFactory.types import Sample, Task, Trajectory
+from TrainingFactory.types import Sample, SamplersLost, Task, Trajectory
 
 
 class ToolCalls(Protocol):
     """The tools of a run as the loop sees them: `services/build/run_tools.py`."""
 
-    def commit(self) -> None: ...
+    def commit(self, trained: Callable[[EpisodeKey], bool] = ...) -> None: ...
+    def drop(self, unwanted: Callable[[EpisodeKey], bool]) -> None: ...
     def metrics(self) -> dict[str, float]: ...
     def totals(self) -> dict[str, float]: ...
 
@@ -48,8 +51,8 @@ class ToolCalls(Protocol):
 class Progress:
     """How far a run is; what a checkpoint holds beside the weights."""
 
+    ledger: Ledger  # of the tasks or examples
     done: int = 0  # steps
-    taken: int = 0  # tasks or examples
     seconds: float = 0.0  # spent so far, in earlier processes too
 
 
@@ -72,6 +75,7 @@ class TrainingLoop:
     total: int  # steps
     policy: Policy
     sampler: Sampler | None  # None: nothing is sampled
+    counts: Callable[[], dict[str, float]]  # of the sampler, for the metrics
     source: Source
     algorithm: Algorithm  # the driver's, for credit; the policy has its own
     order: Order
@@ -83,7 +87,7 @@ class TrainingLoop:
     watcher: Watcher
     trackers: Tracker
     interrupts: Interrupts
-    progress: Progress = field(default_factory=Progress)
+    progress: Progress
     scores: Scores = field(default_factory=Scores)
     rows: list[dict[str, float]] = field(default_factory=list)
     saved: int = -1  # the step of the last checkpoint
@@ -92,7 +96,10 @@ class TrainingLoop:
         await self._write_status("running")
         try:
             with self.interrupts.watching():
-                reason = await self._steps()
+                try:
+                    reason = await self._steps()
+                finally:
+                    await self.source.close()
             return await self._finish("finished", reason)
         except Stopped:
             await self._save()
@@ -101,6 +108,11 @@ class TrainingLoop:
             if not self.interrupts.asked:
                 raise
             return await self._finish("interrupted")  # at once: the last checkpoint is what remains
+        except SamplersLost as error:
+            await self._save()
+            reason = f"{error}; when that is mended, go on with: {self.run.resume_command}"
+            await self._finish("failed", reason)
+            raise ValueError(reason) from error
         except OSError as error:
             reason = f"{error}; when that is mended, go on with: {self.run.resume_command}"
             await self._finish("failed", reason)
@@ -112,41 +124,49 @@ class TrainingLoop:
     async def _steps(self) -> str | None:
         """Go to the end and return why that is before the last step, if it is."""
         stream = Stream(self.source, self.progress.done, self.total)
-        await self._publish()
+        if (lost := await self._publish()) is not None:
+            raise lost
         if self.config.training.eval_every is not None and self.progress.done == 0:
             await self._log(0, await self.interrupts.at_once(self._evaluate()))
         if (reason := self.scores.verdict()) is not None:  # or it was killed when it had just ended
-            await stream.end()
+            stream.end()
         self.watcher.phase("generate")
         async for batch in self.interrupts.over(stream):
-            await self._guard(batch)
+            last = batch.step + 1 == self.total
+            await self._guard(batch.step, self.guards.check(batch, last))
             self.watcher.phase("update")
             started = time.perf_counter()
             metrics = await self.policy.step(batch.rows, batch.step)
-            await self._publish()
+            lost = await self._publish()
             await self._record(batch, metrics, time.perf_counter() - started)
+            if lost is not None:
+                raise lost
+            await self._guard(batch.step, self.guards.updated(metrics, last))
             reason = self.scores.verdict()
             await self._save_if_due(last=reason is not None)
             self.interrupts.check()
             if reason is not None:
                 self.watcher.say(f"ending after step {batch.step + 1}: {reason}")
-                await stream.end()
+                stream.end()
             self.watcher.phase("generate")
         return reason
 
-    async def _publish(self) -> None:
-        """Let the sampler go on with the newest weights."""
+    async def _publish(self) -> SamplersLost | None:
+        """Let the sampler go on with the newest weights; what is lost by it is raised when the step is written."""
         weights = await self.policy.publish()
-        if self.sampler is not None:
-            await self.sampler.update(weights)
+        try:
+            if self.sampler is not None:
+                await self.sampler.update(weights)
+        except SamplersLost as lost:
+            return lost
+        return None
 
-    async def _guard(self, batch: StepGroups) -> None:
+    async def _guard(self, step: int, finding: Finding) -> None:
         """Warn of a step that cannot be learned from; wait for what may pass, stop at what will not."""
-        finding = self.guards.check(batch, last=batch.step + 1 == self.total)
         if finding.save:
             await self._save()
         if finding.warning is not None:
-            self.watcher.say(f"WARNING step {batch.step + 1}: {finding.warning}")
+            self.watcher.say(f"WARNING step {step + 1}: {finding.warning}")
         if finding.stop is not None:
             raise ValueError(f"{finding.stop}. {self.run.mend}")
         if finding.pause:
@@ -154,7 +174,7 @@ class TrainingLoop:
 
     async def _record(self, batch: StepGroups, updated: dict[str, float], updating: float) -> None:
         seconds = batch.seconds + updating
-        metrics = batch.metrics | self.tools.metrics() | updated
+        metrics = batch.metrics | self.tools.metrics() | updated | self.counts()
         metrics |= {
             "seconds/step": seconds,
             "seconds/generate": batch.seconds,
@@ -163,17 +183,24 @@ class TrainingLoop:
         }
         if updated["row_tokens"]:
             metrics["tokens_saved"] = 1 - updated["computed_tokens"] / updated["row_tokens"]
-        epoch = self.progress.taken // self.order.size
+        epoch = batch.groups[0].place // self.order.size
         self.progress.done = batch.step + 1
-        self.progress.taken = batch.taken
+        self.progress.ledger.trained(batch.groups)
         self.progress.seconds += seconds
         # Not before: a checkpoint holds the calls of steps that are done.
-        await in_thread(self.tools.commit)
-        if self._evaluation_is_due():
-            metrics |= await self._evaluate()
-        metrics |= await in_thread(self._write_episodes, batch)
+        await in_thread(self._write_calls, batch)
+        written = await in_thread(self._write_episodes, batch)
         tasks = [group.trajectories[0].task.id for group in batch.groups]
-        await in_thread(self.run.append, CONSUMED, {"step": batch.step + 1, "epoch": epoch, "tasks": tasks})
+        groups = [[group.number, group.attempt, group.place] for group in batch.groups]
+        row = {"step": batch.step + 1, "epoch": epoch, "tasks": tasks, "groups": groups}
+        await in_thread(self.run.append, CONSUMED, row)
+        try:
+            if self._evaluation_is_due():
+                metrics |= await self._evaluate()
+        except SamplersLost:
+            await self._log(epoch, metrics | written)  # the step itself is done
+            raise
+        metrics |= written
         await self._log(epoch, metrics)
         if batch.sampled and (self._save_is_due() or self.progress.done == 1):
             await in_thread(self.trackers.episodes, self.progress.done, batch.trajectories)
@@ -181,6 +208,12 @@ class TrainingLoop:
             await in_thread(self.run.append, FINDINGS, change.row)
             if change.finding is not None:
                 self.watcher.say(f"FINDING step {change.step}: {change.finding.text}")
+
+    def _write_calls(self, batch: StepGroups) -> None:
+        """Write the tool calls of a step, and forget those of groups that were given up."""
+        recorded, given_up = batch.recorded, batch.given_up
+        self.tools.drop(lambda key: (key.step, key.task) in given_up)
+        self.tools.commit(lambda key: recorded is None or (key.step, key.task) in recorded)
 
     def _write_episodes(self, batch: StepGroups) -> dict[str, float]:
         """Write the episodes of a step, and apart those that are learned from: `kept` of all, of `kept_tasks` any."""
@@ -229,8 +262,9 @@ class TrainingLoop:
         given = self.heldout
         assert given.rollouts is not None and self.sampler is not None
         started, done = time.perf_counter(), self.progress.done
-        groups = await given.rollouts.rollout_batch(given.tasks, self.sampler, recorded_as=f"eval-{done}")
-        await in_thread(self.tools.commit)
+        name = f"eval-{done}"
+        groups = await given.rollouts.rollout_batch(given.tasks, self.sampler, recorded_as=name)
+        await in_thread(self.tools.commit, lambda key: key.step == name)
         played = [trajectory for group in groups for trajectory in group]
         metrics = self.tools.metrics() | (given.clock.spent() if given.clock is not None else {})
         if given.record is not None:
@@ -261,9 +295,8 @@ class TrainingLoop:
         self.watcher.phase("checkpoint")
         state = {
             "step": progress.done,
-            "taken": progress.taken,
             "seconds": progress.seconds,
-            "consumed": [[0, progress.done * self.order.batch_size]],  # numbers of groups, from and up to
+            **progress.ledger.state(),
             "offsets": await in_thread(self.run.offsets),
         }
         await self.policy.save(str(self.run.checkpoint_folder(progress.done)), state)

@@ -34,6 +34,6 @@ class Order:
             self._epoch = epoch
         return self._shuffled[place : place + count]
 
-    def left(self, start: int) -> int:
-        """Return how many the epoch has after the first `start`."""
-        return self.size - start % self.size
+    def at(self, place: int) -> int:
+        """Return the number at a place of the order."""
+        return self.take(place, 1)[0]

@@ -59,6 +59,11 @@ def _check_sampling(config: TrainingConfig) -> None:
             "sampling.top_p, top_k and min_p are for evaluation: training needs log-probs of the full "
             "softmax; leave them out of a training config"
         )
+    if sampling.deterministic and config.optimization.bound:
+        raise ValueError(
+            "sampling.deterministic is true, but with optimization.async_rollout it depends on the time that tools and "
+            "updates take which weights sample a turn; leave one of them out, or set optimization.max_staleness to 0"
+        )
 
 
 def check_steps(config: TrainingConfig, total: int) -> None:

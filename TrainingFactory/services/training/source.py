@@ -1,18 +1,19 @@
 """Where the groups of a step come from, with their credit: sampled now, played by an expert, or read from a dataset.
-Which tasks a step takes follows from the seed and from how many were taken before: so a resumed run goes on exactly."""
+Which tasks a step takes follows from the seed and from which were taken before: so a resumed run goes on exactly."""
 
 from __future__ import annotations
 
 import asyncio
 import re
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from TrainingFactory.protocols import Algorithm, ChatFormat, EnvironmentFactory, Sampler
 from TrainingFactory.rollout import AsyncRolloutEngine, play, rollout_metrics
+from TrainingFactory.services.training.ledger import Ledger
 from TrainingFactory.services.training.order import Order
 from TrainingFactory.services.training.reward_clock import RewardClock
 from TrainingFactory.services.training.tokenized import TokenizedDataset
@@ -27,11 +28,14 @@ class StepGroups:
 
     step: int
     groups: list[Group]
-    taken: int  # tasks or examples of the order, up to and with this step
     seconds: float = 0.0
     metrics: dict[str, float] = field(default_factory=dict)
     problem: str | None = None  # why too little can be learned from them
     sampled: bool = False  # by the policy itself
+    # Step and name by which the tool calls of its groups are recorded, and those of groups that were given up since
+    # the step before; None: all calls so far are theirs.
+    recorded: set[tuple[int | str, str]] | None = None
+    given_up: set[tuple[int | str, str]] = field(default_factory=set)
 
     @property
     def rows(self) -> list[Sample]:
@@ -44,49 +48,37 @@ class StepGroups:
 
 class Source(Protocol):
     async def take(self, step: int) -> StepGroups:
-        """Get the groups of a step. Steps are asked for in order."""
+        """Get the groups of a step. Steps are asked for in order, each when the one before has been learned from."""
         ...
+
+    async def close(self) -> None:
+        """End what is under way."""
 
 
 class Stream:
-    """The steps of a run, one after the other. `bound` says how many the source may run ahead of the one that is being
-    learned from; at 0 sampling and learning never overlap."""
+    """The steps of a run, one after the other."""
 
-    def __init__(self, source: Source, first: int, total: int, bound: int = 0) -> None:
-        self._source, self._next, self._total, self._bound = source, first, total, bound
-        self._ahead: deque[asyncio.Future[StepGroups]] = deque()
+    def __init__(self, source: Source, first: int, total: int) -> None:
+        self._source, self._next, self._total = source, first, total
 
     def __aiter__(self) -> Stream:
         return self
 
     async def __anext__(self) -> StepGroups:
-        while self._next < self._total and len(self._ahead) <= self._bound:
-            self._ahead.append(asyncio.ensure_future(self._source.take(self._next)))
-            self._next += 1
-        if not self._ahead:
+        if self._next >= self._total:
             raise StopAsyncIteration
-        try:
-            return await self._ahead.popleft()
-        except BaseException:
-            await self.close()
-            raise
+        self._next += 1
+        return await self._source.take(self._next - 1)
 
-    async def end(self) -> None:
+    def end(self) -> None:
         """Give nothing more."""
         self._total = self._next
-        await self.close()
-
-    async def close(self) -> None:
-        """Cancel what is under way."""
-        while self._ahead:
-            self._ahead[-1].cancel()
-            await asyncio.gather(self._ahead.pop(), return_exceptions=True)
 
 
 class SampledSource:
     """`group_size` episodes of each task of the step, by the newest weights. Where the algorithm refills, tasks that
     teach nothing are made up for by the next ones of the order, but not beyond an epoch. Where more than the share
-    `max_unscored` has no reward, the step has a problem. `taken` is how many tasks were taken before."""
+    `max_unscored` has no reward, the step has a problem. `ledger` knows which tasks were taken before."""
 
     def __init__(
         self,
@@ -96,70 +88,85 @@ class SampledSource:
         sampler: Sampler,
         algorithm: Algorithm,
         clock: RewardClock,
+        ledger: Ledger,
         *,
         group_size: int,
         max_unscored: float = 1.0,
-        taken: int = 0,
     ) -> None:
         self._tasks, self._order, self._rollouts, self._sampler = tasks, order, rollouts, sampler
         self._algorithm, self._clock = algorithm, clock  # the clock that the rollouts score by
-        self._group_size, self._max_unscored, self._taken = group_size, max_unscored, taken
+        self._ledger, self._group_size, self._max_unscored = ledger, group_size, max_unscored
 
     async def take(self, step: int) -> StepGroups:
         started = time.perf_counter()
         self._clock.seconds = 0.0
-        places = [step * self._order.batch_size + place for place in range(self._order.batch_size)]
-        left = self._order.left(self._taken)
-        groups = latest = await self._play(step, places, 0)
+        first = step * self._order.batch_size
+        left, numbers = self._ledger.left, range(first, first + self._order.batch_size)
+        groups = latest = await self._play(step, numbers, self._ledger.take(len(numbers)), 0)
         for attempt in range(1, self._algorithm.refill + 1):
-            open_places = [group.number for group in latest if not group.rows][: left - len(groups)]
-            if not open_places or self._problem(latest):
+            open_numbers = [group.number for group in latest if not group.rows][: left - len(groups)]
+            if not open_numbers or problem_of(latest, self._max_unscored):
                 break
-            latest = await self._play(step, open_places, attempt)
+            latest = await self._play(step, open_numbers, self._ledger.take(len(open_numbers)), attempt)
             groups = groups + latest
         seconds = time.perf_counter() - started
-        problem, metrics = self._problem(groups), self._metrics(groups, seconds)
-        return StepGroups(step, groups, self._taken, seconds, metrics, problem, sampled=True)
+        problem, metrics = (
+            problem_of(groups, self._max_unscored),
+            sampled_metrics(groups, seconds, self._clock),
+        )
+        return StepGroups(step, groups, seconds, metrics, problem, sampled=True)
 
-    async def _play(self, step: int, places: Sequence[int], attempt: int) -> list[Group]:
-        tasks = [self._tasks[number] for number in self._order.take(self._taken, len(places))]
-        self._taken += len(tasks)
-        played = await self._rollouts.rollout_batch(tasks, self._sampler, self._group_size, step)
+    async def close(self) -> None: ...
+
+    async def _play(
+        self,
+        step: int,
+        numbers: Sequence[int],
+        places: Sequence[int],
+        attempt: int,
+        names: Sequence[str] | None = None,
+    ) -> list[Group]:
+        """Play a group at each place, by numbers; there are fewer places where an epoch ends."""
+        tasks = [self._tasks[self._order.at(place)] for place in places]
+        played = await self._rollouts.rollout_batch(tasks, self._sampler, self._group_size, step, names=names)
         adjusted = [self._algorithm.adjusted(group) for group in played]
         credited = await in_thread(lambda: [self._algorithm.samples(group) for group in adjusted])
-        found = zip(places, adjusted, credited, strict=False)  # an epoch may end before the places do
-        return [Group(number, group, rows, attempt) for number, group, rows in found]
+        found = zip(numbers, adjusted, credited, places, strict=False)
+        return [Group(number, group, rows, attempt, place) for number, group, rows, place in found]
 
-    def _metrics(self, groups: Sequence[Group], seconds: float) -> dict[str, float]:
-        """Sum the step up; seconds of `tools` and `reward` add up over episodes that run side by side."""
-        episodes = [trajectory for group in groups for trajectory in group.trajectories]
-        metrics = rollout_metrics(episodes)
-        outcomes = [trajectory.reward.outcome for trajectory in episodes if trajectory.reward is not None]
-        if outcomes:
-            metrics["accuracy"] = sum(outcome > 0 for outcome in outcomes) / len(outcomes)
-        metrics["episodes/failed"] = metrics["episodes/error"] + metrics["episodes/tool_failure"]
-        tools = sum(result.seconds for t in episodes for turn in t.turns for result in turn.tool_results)
-        spent = sum(trajectory.seconds for trajectory in episodes)
-        return metrics | {
-            "groups/dropped": sum(not group.rows for group in groups),
-            "groups/refilled": sum(group.attempt > 0 for group in groups),
-            "seconds/tools": tools,
-            "seconds/reward": self._clock.seconds,
-            "tools_share": tools / spent if spent else 0.0,
-            "tokens_per_second": metrics["sampled_tokens"] / seconds,
-            **self._clock.spent(),
-        }
 
-    def _problem(self, groups: Sequence[Group]) -> str | None:
-        episodes = [trajectory for group in groups for trajectory in group.trajectories]
-        unscored = [trajectory for trajectory in episodes if trajectory.reward is None]
-        if len(unscored) < len(episodes) and len(unscored) <= self._max_unscored * len(episodes):
-            return None
-        what = f"{len(unscored)} of {len(episodes)} episodes could not be scored"
-        if len(unscored) == len(episodes):
-            what = f"none of {len(episodes)} episodes could be scored"
-        limit = f"reward.max_unscored is {self._max_unscored:g}"
-        return f"{what}, and {limit}; mostly: {most_frequent(unscored)}"
+def sampled_metrics(groups: Sequence[Group], seconds: float, clock: RewardClock | None) -> dict[str, float]:
+    """Sum the step up; seconds of `tools` and `reward` add up over episodes that run side by side."""
+    episodes = [trajectory for group in groups for trajectory in group.trajectories]
+    metrics = rollout_metrics(episodes)
+    outcomes = [trajectory.reward.outcome for trajectory in episodes if trajectory.reward is not None]
+    if outcomes:
+        metrics["accuracy"] = sum(outcome > 0 for outcome in outcomes) / len(outcomes)
+    metrics["episodes/failed"] = metrics["episodes/error"] + metrics["episodes/tool_failure"]
+    tools = sum(result.seconds for t in episodes for turn in t.turns for result in turn.tool_results)
+    spent = sum(trajectory.seconds for trajectory in episodes)
+    return metrics | {
+        "groups/dropped": sum(not group.rows for group in groups),
+        "groups/refilled": len(groups) - len({group.number for group in groups}),
+        "seconds/tools": tools,
+        "seconds/reward": 0.0 if clock is None else clock.seconds,
+        "tools_share": tools / spent if spent else 0.0,
+        "tokens_per_second": metrics["sampled_tokens"] / seconds,
+        **({} if clock is None else clock.spent()),
+    }
+
+
+def problem_of(groups: Sequence[Group], max_unscored: float) -> str | None:
+    """Say why too little can be learned from groups, if that is so."""
+    episodes = [trajectory for group in groups for trajectory in group.trajectories]
+    unscored = [trajectory for trajectory in episodes if trajectory.reward is None]
+    if len(unscored) < len(episodes) and len(unscored) <= max_unscored * len(episodes):
+        return None
+    what = f"{len(unscored)} of {len(episodes)} episodes could not be scored"
+    if len(unscored) == len(episodes):
+        what = f"none of {len(episodes)} episodes could be scored"
+    limit = f"reward.max_unscored is {max_unscored:g}"
+    return f"{what}, and {limit}; mostly: {most_frequent(unscored)}"
 
 
 class ExpertSource:
@@ -182,7 +189,9 @@ class ExpertSource:
         tasks = [self._tasks[number] for number in self._order.batch(step)]
         played = await asyncio.gather(*(self._play(task, step) for task in tasks))
         groups = numbered(step, self._order, [[each] for each in played], self._algorithm)
-        return demonstrated(step, self._order, groups, time.perf_counter() - started)
+        return demonstrated(step, groups, time.perf_counter() - started)
+
+    async def close(self) -> None: ...
 
     async def _play(self, task: Task, step: int) -> Trajectory:
         environment: Any = self._environment(task)
@@ -202,9 +211,11 @@ class DatasetSource:
     async def take(self, step: int) -> StepGroups:
         started = time.perf_counter()
         groups = await in_thread(self._groups, step)
-        found = demonstrated(step, self._order, groups, time.perf_counter() - started)
+        found = demonstrated(step, groups, time.perf_counter() - started)
         found.metrics |= self._dataset.left_out
         return found
+
+    async def close(self) -> None: ...
 
     def _groups(self, step: int) -> list[Group]:
         examples = self._order.batch(step)
@@ -218,17 +229,17 @@ class DatasetSource:
 def numbered(
     step: int, order: Order, played: Sequence[list[Trajectory]], algorithm: Algorithm
 ) -> list[Group]:
-    """Give groups that exist their numbers and their rows."""
-    first = step * order.batch_size
-    return [Group(first + n, group, algorithm.samples(group)) for n, group in enumerate(played)]
+    """Give groups that exist their numbers, their rows and their places."""
+    first, place = step * order.batch_size, order.start(step)
+    return [Group(first + n, group, algorithm.samples(group), 0, place + n) for n, group in enumerate(played)]
 
 
-def demonstrated(step: int, order: Order, groups: list[Group], seconds: float) -> StepGroups:
+def demonstrated(step: int, groups: list[Group], seconds: float) -> StepGroups:
     """Sum groups up that were not sampled: they are usable, and their rewards say nothing about the model."""
     episodes = [trajectory for group in groups for trajectory in group.trajectories]
     turns = sum(len(trajectory.turns) for trajectory in episodes) / len(episodes)
     metrics = {"demonstrations": float(len(groups)), "turns": turns}
-    return StepGroups(step, groups, order.start(step) + len(groups), seconds, metrics)
+    return StepGroups(step, groups, seconds, metrics)
 
 
 def most_frequent(unscored: Sequence[Trajectory]) -> str:
