@@ -115,8 +115,3 @@ class Host:
         if inspect.iscoroutinefunction(self._function):
             return await self._function(message)
         return await asyncio.to_thread(self._function, message)
-
-
-def machines() -> int:
-    """Return how many machines the cluster has."""
-    return sum(node["Alive"] for node in require_ray().nodes())

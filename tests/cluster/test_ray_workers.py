@@ -256,7 +256,7 @@ def test_what_cannot_go_there_is_refused(code: Path, tmp_path: Path) -> None:
             await source.close()
 
     with pytest.raises(
-        ValueError, match=r"there is no file own_code.py .*must have the same path on every machine"
+        ValueError, match=r"there is no file own_code.py .*their files must have the same path on every machine"
     ):
         asyncio.run(open_and_close())
 

@@ -44,24 +44,22 @@ class JudgeOptions:
     engine_options: dict[str, Any] = field(default_factory=dict)
 
 
-Sampled = dataclass(SamplingParams, config=STRICT)  # what may stand in the options of its requests
+Sampled = dataclass(
+    SamplingParams, config=STRICT, frozen=True
+)  # what may stand in the options of its requests
 
 
 def with_own_judge(options: dict[str, Any], config: TrainingConfig) -> dict[str, Any]:
     """Return a judge's options with a model of the run's own in place of `judge`; nothing is started yet."""
     options = dict(options)
-    asked, text = (
-        options.pop("judge"),
-        "is for a judge at an endpoint, and reward.judge starts one; leave one out",
-    )
+    text = "is for a judge at an endpoint, and reward.judge starts one; leave one out"
     if wrong := [Wrong(name, text) for name in AT_ENDPOINTS if name in options]:
         raise OptionError(*wrong)
     try:
-        chosen: JudgeOptions = make_from(JudgeOptions, asked, "reward.judge")
+        chosen: JudgeOptions = make_from(JudgeOptions, options.pop("judge"), "reward.judge")
         if chosen.replicas > 1 and config.compute.backend != "ray":
-            raise OptionError(
-                Wrong("replicas", "needs compute.backend=ray: without Ray a judge has one process")
-            )
+            text = "needs compute.backend=ray: without Ray a judge has one process"
+            raise OptionError(Wrong("replicas", text, chosen.replicas))
         name = _model(chosen.model, config)
     except OptionError as error:
         raise error.within("judge") from None
@@ -76,7 +74,6 @@ def with_own_judge(options: dict[str, Any], config: TrainingConfig) -> dict[str,
 
 
 def _model(written: str, config: TrainingConfig) -> str:
-    """Return the folder or hub id of a model that is named as model.name is."""
     try:
         found = find_model(written, config.logging.output_dir, config.registry.path)
     except ValueError as error:
@@ -120,8 +117,9 @@ class OwnJudge:
         tokenizer = await in_thread(load_tokenizer, self._name)
         chat = await in_thread(chat_format, tokenizer, thinking=asked.thinking)
         longest = asked.max_length or min(MOST_TOKENS, tokenizer.model_max_length)
-        parallel = {"tensor_parallel_size": gpus} if self._kind == "vllm" and gpus > 1 else {}
-        options = parallel | asked.engine_options
+        options = asked.engine_options
+        if self._kind == "vllm" and gpus > 1:
+            options = {"tensor_parallel_size": gpus} | options
         spec = EngineSpec(
             self._kind, self._name, longest, AT_ONCE, device=asked.device, pushed=False, options=options
         )
@@ -147,7 +145,6 @@ class OwnJudge:
             raise ModelError(f"the judge {self.asked.model} is down: {error}", temporary=True) from error
 
     async def close(self) -> None:
-        """End the engines."""
         fleet, self._fleet, self._judge = self._fleet, None, None
         if fleet is not None:
             await fleet.close()

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-from TrainingFactory.cluster.ray_workers import RayWorker, machines
+from TrainingFactory.cluster.ray_session import require_ray
+from TrainingFactory.cluster.ray_workers import RayWorker
 from TrainingFactory.config.schema import ToolEntry
 from TrainingFactory.protocols import Tool, ToolSource
 from TrainingFactory.texts import describe
@@ -32,32 +33,27 @@ class RemoteTools:
 
     def __init__(self, count: int | None) -> None:
         self._count = count
-        self._entries: list[ToolEntry] = []
-        self._tools: list[Tool | ToolSource] = []
+        self.entries: list[ToolEntry] = []
+        self.tools: list[Tool | ToolSource] = []
         self._workers: list[RayWorker] = []
         self.episodes: Counter[RayWorker] = Counter()
 
-    def add(self, entry: ToolEntry, tools: Sequence[Tool | ToolSource]) -> None:
-        self._entries.append(entry)
-        self._tools += tools
-
     async def open(self) -> None:
         """Start the processes; raise ValueError where one cannot have the tools."""
-        await asyncio.gather(*(tool.open() for tool in self._tools if isinstance(tool, ToolSource)))
-        settings = [entry.model_dump() for entry in self._entries]
-        count = self._count or machines()
+        await asyncio.gather(*(tool.open() for tool in self.tools if isinstance(tool, ToolSource)))
+        settings = [entry.model_dump() for entry in self.entries]
+        count = self._count or sum(node["Alive"] for node in require_ray().nodes())
         self._workers = [RayWorker(HOST, settings, what="tools") for _ in range(count)]
         try:
             await asyncio.gather(*(worker.ready() for worker in self._workers))
         except (WorkerDied, WorkerError, WorkerTooSlow) as error:
-            names = ", ".join(entry.name for entry in self._entries)
             raise ValueError(
-                f"a process for the tools {names} cannot be had on the cluster: {error}; files of tools must have the "
-                "same path on every machine; remote: false keeps a tool on this one"
+                f"a process for tools cannot be had on the cluster: {error}; their files must have the same path on "
+                "every machine, and remote: false keeps a tool on this one"
             ) from error
 
     def session(self) -> RemoteSession:
-        return RemoteSession(self, AsyncToolExecutor(self._tools))
+        return RemoteSession(self, AsyncToolExecutor(self.tools))
 
     def least_used(self) -> RayWorker:
         return min(self._workers, key=lambda worker: self.episodes[worker])

@@ -56,14 +56,13 @@ def make_tools(
             tools = [] if brought else _tools_of(entry, where)
             # By default the sandbox: it has no state but that of an episode.
             if tools and on_ray and (entry.remote or (entry.remote is None and entry.name in SANDBOX)):
-                remote.add(entry, tools)
+                remote.entries.append(entry)
+                remote.tools += tools
                 tools = [] if remote in made else [remote]
             made += tools
             continue
         if entry.remote:
-            raise ValueError(
-                f"{where}.remote: servers run where {entry.config} says; one on another machine has a url there"
-            )
+            raise ValueError(f"{where}.remote: servers run where {entry.config} says, here or at their url")
         if entry.options:
             raise ValueError(f"{where}.options are for built-in tools; a server's stand in {entry.config}")
         if entry.config not in files:
