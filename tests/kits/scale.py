@@ -39,3 +39,16 @@ def scale() -> Iterator[None]:
         del os.environ["PYTHONPATH"]
     else:
         os.environ["PYTHONPATH"] = before
+
+
+@pytest.fixture(scope="session")
+def ray_head(scale: None) -> Iterator[str]:
+    """One Ray on this machine for all tests; its address, which `compute.address` takes."""
+    from TrainingFactory.cluster.ray_session import RaySession
+
+    session = RaySession()
+    session._connect()  # in this thread, which lives as long
+    import ray  # pyright: ignore[reportMissingImports]
+
+    yield ray.get_runtime_context().gcs_address
+    session._disconnect()
