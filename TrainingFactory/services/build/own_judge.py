@@ -91,7 +91,7 @@ class OwnJudge:
         self, asked: JudgeOptions, name: str, params: SamplingParams, config: TrainingConfig
     ) -> None:
         self.asked, self._name, self._params, self._config = asked, name, params, config
-        self._kind = asked.engine or config.sampling.engine
+        self._kind: Literal["native", "vllm"] = asked.engine or config.sampling.engine
         self.identity = digest(name, self._kind, repr(params), repr(asked.thinking))
         self._fleet: Fleet | None = None
         self._judge: SampledJudge | None = None
