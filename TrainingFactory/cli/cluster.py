@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import time
+from contextlib import AsyncExitStack
+from typing import Any
 
 from cyclopts import App
 
@@ -25,10 +27,17 @@ def status(*, address: str = "auto", as_json: Json = False) -> None:
     Args:
         address: Its head, as HOST:PORT; auto is the cluster that this machine is part of.
     """
-    from TrainingFactory.cluster.ray_session import status_at
+    from TrainingFactory.cluster.ray_session import RaySession
     from TrainingFactory.running import run
 
-    found = run(lambda: status_at(address))
+    async def look() -> dict[str, Any]:
+        async with AsyncExitStack() as held:
+            session = RaySession(address)
+            held.push_async_callback(session.close)
+            await session.open()
+            return await session.status()
+
+    found = run(look)
     if as_json:
         print(json.dumps(found))
         return

@@ -40,7 +40,13 @@ class LocalPlaces:
         folder: Path | None = None,
         what: str = "sampler",
     ) -> None:
-        self._spec, self._seconds, self._say, self._folder, self._what = spec, start_timeout, say, folder, what
+        self._spec, self._seconds, self._say, self._folder, self._what = (
+            spec,
+            start_timeout,
+            say,
+            folder,
+            what,
+        )
         threads = str(max(1, (os.cpu_count() or 1) // 2))  # the learner has the other half
         # All of our path: what vLLM starts must find its packages too.
         path = os.pathsep.join(each or os.getcwd() for each in sys.path)

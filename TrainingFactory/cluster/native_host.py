@@ -42,7 +42,8 @@ class NativeHost:
         return {"pid": os.getpid(), "node": platform.node(), "versions": versions}
 
     def _make(self) -> Any:
-        spec, trust = self._spec, {"trust_remote_code": self._spec.trust_remote_code}
+        spec = self._spec
+        trust: dict[str, Any] = {"trust_remote_code": spec.trust_remote_code}
         if not spec.pushed:
             return load_model(spec.model, dtype=spec.dtype, device=spec.device, **trust).model
         place, auto = pick_device(spec.device), transformers.AutoModelForCausalLM

@@ -93,7 +93,8 @@ class RayPlace:
 
     def __init__(self, ray: Any, actor: Any, name: str, packed: Callable[[Weights], Any]) -> None:
         self.name, self.about = name, {}
-        self._ray, self._actor, self._packed = ray, actor, packed
+        self._ray, self._packed = ray, packed
+        self._actor: Any = actor
         self._here = True  # on this machine, where folders need not travel
 
     async def open(self, spec: EngineSpec, number: int, config: Files, timeout: float) -> None:

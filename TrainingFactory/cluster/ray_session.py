@@ -144,15 +144,9 @@ class RaySession:
         fixed = {"name": name, "namespace": NAMESPACE, "max_restarts": 0, "max_task_retries": 0}
         return {"num_cpus": 0, **more, **fixed}
 
-
-async def status_at(address: str) -> dict[str, Any]:
-    """Return the machines of a cluster with their resources, and the actors of TrainingFactory."""
-    session = RaySession(address)
-    await session.open()
-    try:
+    async def status(self) -> dict[str, Any]:
+        """Return the machines of the cluster with their resources, and the actors of TrainingFactory."""
         return await in_thread(status, require_ray())
-    finally:
-        await session.close()
 
 
 def _join(ray: Any, address: str, common: dict[str, Any]) -> None:
