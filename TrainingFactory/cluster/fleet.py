@@ -21,18 +21,12 @@ class FleetSession:
 
     def __init__(self, fleet: Fleet, number: int, home: int) -> None:
         self._fleet, self.number, self.home = fleet, number, home
-        self._busy = self._closed = False
+        self._closed = False
 
     async def sample(self, prompt_ids: Sequence[int], params: SamplingParams) -> Completion:
         if self._closed:
             raise ValueError("this sampling session is closed")
-        if self._busy:
-            raise ValueError("a sampling session samples one turn at a time; open a session per episode")
-        self._busy = True
-        try:
-            return await self._fleet._ask(self, list(prompt_ids), params)
-        finally:
-            self._busy = False
+        return await self._fleet._ask(self, list(prompt_ids), params)
 
     def close(self) -> None:
         if not self._closed:
