@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from contextlib import AsyncExitStack
 from typing import Any
 
 from cyclopts import App
@@ -11,13 +12,13 @@ from cyclopts import App
 from TrainingFactory.cli import show
 from TrainingFactory.cli.options import Json
 
+KINDS = ("CPU", "GPU")
 cluster = App(name="cluster", help="Look at a Ray cluster.")
 
 
 @cluster.command
 def status(*, address: str = "auto", as_json: Json = False) -> None:
-    """Show the machines of a cluster, what is free on them, and the samplers, judges, rewards and tools that runs have
-    there.
+    """Show the machines of a cluster, what is free on them, and what runs of TrainingFactory have there.
 
     ```
     tfactory cluster status
@@ -31,34 +32,29 @@ def status(*, address: str = "auto", as_json: Json = False) -> None:
     from TrainingFactory.running import run
 
     async def look() -> dict[str, Any]:
-        session = RaySession(address)
-        await session.open()
-        try:
+        async with AsyncExitStack() as held:
+            session = RaySession(address)
+            held.push_async_callback(session.close)
+            await session.open()
             return await session.status()
-        finally:
-            await session.close()
 
     found = run(look)
     if as_json:
         print(json.dumps(found))
         return
-    kinds = {"CPU": 1, "GPU": 1, "memory": 2**30}
-    show.columns(
-        ["machine", "CPU (free)", "GPU (free)", "GiB (free)"],
-        [
-            (
-                node["name"],
-                *(f"{node['resources'][k] / u:.4g} ({node['free'][k] / u:.4g})" for k, u in kinds.items()),
-            )
-            for node in found["nodes"]
-        ],
-    )
-    started = [time.strftime("%F %T", time.localtime(actor["since"])) for actor in found["actors"]]
-    rows = [
-        (a["what"], a["node"], str(a["pid"]), since)
-        for a, since in zip(found["actors"], started, strict=True)
+    machines = [
+        (
+            node["name"],
+            *(f"{node['free'].get(key, 0):g} of {node['resources'].get(key, 0):g}" for key in KINDS),
+        )
+        for node in found["nodes"]
     ]
-    if rows:
-        show.columns(["what", "machine", "process", "since"], rows)
+    show.columns(["machine", *(f"free {key}" for key in KINDS)], machines)
+    actors = [
+        (each["what"], each["node"], str(each["pid"]), time.strftime("%F %T", time.localtime(each["since"])))
+        for each in found["actors"]
+    ]
+    if actors:
+        show.columns(["what", "machine", "process", "since"], actors)
     else:
         show.note("nothing of TrainingFactory runs there")

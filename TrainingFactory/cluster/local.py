@@ -29,13 +29,19 @@ FRAME = re.compile("Engine core initialization failed|WorkerProc initialization 
 
 class LocalPlaces:
     """Makes `LocalPlace`s. `environment` is added to theirs; `folder` takes their logs, which are lost without one;
-    `say` hears what a user may want to know."""
+    `say` hears what a user may want to know, under the name `what`."""
 
     def __init__(
         self, spec: EngineSpec, environment: Mapping[str, str] | None = None, start_timeout: float = 600.0,
-        say: Callable[[str], object] = lambda text: None, folder: Path | None = None,
+        say: Callable[[str], object] = lambda text: None, folder: Path | None = None, what: str = "sampler",
     ) -> None:  # fmt: skip
-        self._spec, self._seconds, self._say, self._folder = spec, start_timeout, say, folder
+        self._spec, self._seconds, self._say, self._folder, self._what = (
+            spec,
+            start_timeout,
+            say,
+            folder,
+            what,
+        )
         threads = str(max(1, (os.cpu_count() or 1) // 2))  # the learner has the other half
         # All of our path: what vLLM starts must find its packages too.
         path = os.pathsep.join(each or os.getcwd() for each in sys.path)
@@ -48,7 +54,7 @@ class LocalPlaces:
         self._places: list[LocalPlace] = []
 
     async def make(self, number: int) -> LocalPlace:
-        place, began = LocalPlace(number, self._folder), time.monotonic()
+        place, began = LocalPlace(number, self._folder, self._what), time.monotonic()
         self._places.append(place)
         await place.open(self._spec, self._environment)
         try:
@@ -75,9 +81,9 @@ class LocalPlaces:
 class LocalPlace:
     """An engine in a process of its own, which ends with `close`, and with this program however it ends."""
 
-    def __init__(self, number: int, folder: Path | None) -> None:
-        self.name, self._folder = f"sampler {number}", Path(tempfile.mkdtemp()) if folder is None else None
-        self.log = (folder or self._folder or Path()) / f"sampler-{number}.log"
+    def __init__(self, number: int, folder: Path | None, what: str) -> None:
+        self.name, self._folder = f"{what} {number}", Path(tempfile.mkdtemp()) if folder is None else None
+        self.log = (folder or self._folder or Path()) / f"{what}-{number}.log"
         self.about: dict[str, Any] = {}  # what the engine said of itself
         self._life = -1  # while this pipe is open, it may live
         self._tickets, self._lost = itertools.count(), "is not open"
