@@ -5,9 +5,12 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
+from collections.abc import Collection
 from pathlib import Path
 
 SUMS = "SHA256SUMS"  # as `sha256sum -c` reads it
+# What a checkpoint holds to train on, which is large and no part of the model; the second as earlier versions wrote it.
+STATE = ("learner/state.safetensors", "learner.safetensors")
 
 
 def sync(*paths: Path) -> None:
@@ -39,8 +42,9 @@ def remove(folder: Path) -> None:
 
 
 def write_sums(folder: Path) -> None:
-    """Write down the digest of every file directly in a folder."""
-    lines = [f"{file_digest(path)}  {path.name}\n" for path in sorted(folder.iterdir()) if path.is_file()]
+    """Write down the digest of every file in a folder."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    lines = [f"{file_digest(path)}  {path.relative_to(folder).as_posix()}\n" for path in files]
     (folder / SUMS).write_text("".join(lines), encoding="utf-8")
 
 
@@ -52,10 +56,10 @@ def read_sums(folder: Path) -> dict[str, str]:
     return {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
 
 
-def changed(folder: Path, but: str = "") -> list[str]:
+def changed(folder: Path, but: Collection[str] = ()) -> list[str]:
     """Return the files that are missing or not as they were when their digests were written; none without digests.
-    The file `but` is not looked at."""
-    sums = {name: digest for name, digest in read_sums(folder).items() if name != but}
+    The files `but` are not looked at."""
+    sums = {name: digest for name, digest in read_sums(folder).items() if name not in but}
     whole = {n for n, digest in sums.items() if (folder / n).is_file() and file_digest(folder / n) == digest}
     return sorted(sums.keys() - whole)
 

@@ -2,12 +2,13 @@
 
     config.json, model.safetensors, ...     the model as `save_pretrained` writes it (an adapter alone with LoRA)
     tokenizer.json, ...                     its tokenizer
-    scalar_head.safetensors                 the model's head as a critic or reward model, where it has one
-    learner.safetensors                     trained weights in float32, a critic's too, and the state of the optimisers
+    scalar_head.safetensors                 the head of a reward model
+    learner/state.safetensors               trained weights in float32, a critic's too, and the state of the optimisers
     learner.json                            which model this belongs to, and the counts of steps
     state.json                              what the caller wants back
     SHA256SUMS                              digests of all of these, for `sha256sum -c` and before it is loaded
 
+vLLM reads every *.safetensors file of a model's folder as the model's: hence the folder below it for what is not.
 It is written aside and renamed, so that a folder with this name is whole, whatever happened meanwhile.
 """
 
@@ -25,7 +26,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from transformers.utils import logging as hf_logging
 
-from TrainingFactory.data.disk import SUMS, changed, remove, sync, write_sums
+from TrainingFactory.data.disk import STATE, SUMS, changed, remove, sync, write_sums
 from TrainingFactory.learning.heads import save_head
 from TrainingFactory.learning.learner import Learner
 
@@ -67,12 +68,13 @@ def load_checkpoint(folder: str | Path, learner: Learner) -> dict[str, Any]:
         raise ValueError(f"{folder} was written in format {about.get('format')}; this version reads {FORMAT}")
     if differences := _differences(about["model"], _identity(learner)):
         raise ValueError(f"{folder} is not a checkpoint of this model: {'; '.join(differences[:3])}")
+    found = next((folder / name for name in STATE if (folder / name).exists()), folder / STATE[0])
     try:
-        with safe_open(folder / "learner.safetensors", "pt") as file:
+        with safe_open(found, "pt") as file:
             _load_optimizers(learner, file, about["optimizers"])
             _load_weights(learner, file)
     except (OSError, SafetensorError) as error:
-        raise Damaged(f"{folder / 'learner.safetensors'} cannot be read: {error}") from error
+        raise Damaged(f"{found} cannot be read: {error}") from error
     learner.steps = about["steps"]
     return state
 
@@ -89,7 +91,7 @@ def _write(part: Path, learner: Learner, tokenizer: Any, state: dict[str, Any]) 
     hf_logging.disable_progress_bar()  # one for each file that it writes, over whatever the run shows
     learner.model.save_pretrained(part, **adapter)
     tokenizer.save_pretrained(part)
-    if learner.head is not None and learner.critic is None:  # that of a critic says nothing about the model
+    if learner.head is not None and learner.head.about is not None:  # a critic's says nothing about the model
         save_head(part, learner.head)
     masters = _masters(learner)
     names = {id(master): name for name, master in masters.items()}
@@ -104,7 +106,8 @@ def _write(part: Path, learner: Learner, tokenizer: Any, state: dict[str, Any]) 
                     tensors[f"optimizer/{index}/{key}/{name}"] = value.detach().contiguous()
                 else:
                     numbers[index].setdefault(name, {})[key] = value
-    save_file(tensors, part / "learner.safetensors")
+    (part / STATE[0]).parent.mkdir()
+    save_file(tensors, part / STATE[0])
     about = {"format": FORMAT, "steps": learner.steps, "model": _identity(learner), "optimizers": numbers}
     (part / "learner.json").write_text(json.dumps(about, indent=1), encoding="utf-8")
     (part / "state.json").write_text(json.dumps(state, indent=1), encoding="utf-8")

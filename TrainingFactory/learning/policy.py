@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from TrainingFactory.learning.checkpoints import load_checkpoint, save_checkpoint
 from TrainingFactory.learning.learner import Learner
@@ -13,39 +13,59 @@ from TrainingFactory.running import OneThread
 from TrainingFactory.types import Sample, Weights
 
 
+class Publishes(Protocol):
+    """Writes the weights for samplers that do not share them: `learning/publishing.py`."""
+
+    model_folder: str
+    dtype: str
+    rank: int | None
+
+    def publish(self, version: int) -> Weights: ...
+    def close(self) -> None: ...
+
+
 class LocalPolicy:
     """Train in this process, on one thread of its own, so that the event loop never waits for an update. Samplers in
-    this process share the weights. `version` counts training steps, also those that changed no weight."""
+    this process share the weights; for others there is a `publisher`. `version` counts training steps, also those that
+    changed no weight."""
 
-    def __init__(self, learner: Learner, algorithm: Algorithm, tokenizer: Any, options: StepOptions) -> None:
-        self._learner, self._algorithm = learner, algorithm
+    def __init__(
+        self, learner: Learner, algorithm: Algorithm, tokenizer: Any, options: StepOptions,
+        publisher: Publishes | None = None,
+    ) -> None:  # fmt: skip
+        self.publisher = publisher
+        self.learner, self._algorithm = learner, algorithm
         self._tokenizer, self._options = tokenizer, options
         self._thread = OneThread("policy")
         self._version = 0
 
     async def step(self, rows: Sequence[Sample], step: int) -> dict[str, float]:
-        given = (self._learner, self._algorithm, rows, step, self._options)
+        given = (self.learner, self._algorithm, rows, step, self._options)
         metrics = await self._thread.call(train_step, *given)
         self._version = step + 1
         return metrics
 
     async def evaluate(self, rows: Sequence[Sample], step: int) -> dict[str, float]:
-        given = (self._learner, self._algorithm, rows, step, self._options)
+        given = (self.learner, self._algorithm, rows, step, self._options)
         return await self._thread.call(evaluate_rows, *given)
 
     async def score(self, rows: Sequence[Sample]) -> list[list[float]]:
-        return await self._thread.call(score_rows, self._learner, rows, self._options)
+        return await self._thread.call(score_rows, self.learner, rows, self._options)
 
     async def save(self, folder: str, state: dict[str, Any]) -> None:
-        await self._thread.call(save_checkpoint, folder, self._learner, self._tokenizer, state)
+        await self._thread.call(save_checkpoint, folder, self.learner, self._tokenizer, state)
 
     async def load(self, folder: str) -> dict[str, Any]:
-        state = await self._thread.call(load_checkpoint, folder, self._learner)
+        state = await self._thread.call(load_checkpoint, folder, self.learner)
         self._version = state["step"]
         return state
 
     async def publish(self) -> Weights:
-        return Weights(self._version)
+        if self.publisher is None:
+            return Weights(self._version)
+        return await self._thread.call(self.publisher.publish, self._version)
 
     async def close(self) -> None:
         self._thread.close()
+        if self.publisher is not None:
+            self.publisher.close()

@@ -16,6 +16,7 @@ from TrainingFactory.rewards.adapt import as_reward
 from TrainingFactory.rollout import AsyncRolloutEngine as Engine
 from TrainingFactory.services.build.environment import environment_named
 from TrainingFactory.services.build.factories import by_file
+from TrainingFactory.services.build.fleet import join_cluster
 from TrainingFactory.services.build.run_tools import RunTools
 from TrainingFactory.services.build.sampler import make_rollouts, make_sampler
 from TrainingFactory.services.build.tools import listed
@@ -89,6 +90,7 @@ class AsyncRolloutEngine:
 
     async def _open(self) -> tuple[Engine, Any]:
         self._held.push_async_callback(self._tools.close)
+        await join_cluster(self.config, self._held)
         environment = await self._tools.equip(self._environment or ToolEnvironment)
         chat, sampler = await in_thread(make_sampler, self.config, self.config.sampling.slots)
         self._held.push_async_callback(sampler.close)

@@ -37,7 +37,8 @@ def made_run(
     run = RunFolder.create(config, name, about, max(steps))
     for step in steps:
         folder = model_folder(run.checkpoint_folder(step), f"{name} {step}", adapter)
-        (folder / "learner.safetensors").write_text("state of training")
+        (folder / "learner").mkdir()
+        (folder / "learner" / "state.safetensors").write_text("state of training")
         (folder / "state.json").write_text(json.dumps({"step": step}))
         write_sums(folder)
         run.append("metrics.jsonl", {"step": step, "eval/success": step / 4, "tools/search/calls": 1.0})

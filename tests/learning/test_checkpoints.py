@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 from tests.kits.engine import VOCABULARY, tiny
 from TrainingFactory.algorithms.sft import SFT
+from TrainingFactory.data.disk import write_sums
 from TrainingFactory.data.packing import make_batch
 from TrainingFactory.learning import checkpoints
 from TrainingFactory.learning.checkpoints import load_checkpoint, save_checkpoint
@@ -112,16 +113,31 @@ def test_an_adapter_fits_its_own_base_only(tmp_path: Path) -> None:
         load_checkpoint(tmp_path / "c", make(lora=4, seed=3)[1])
 
 
+def test_the_state_where_earlier_versions_wrote_it(tmp_path: Path) -> None:
+    loaded, learner = make()
+    save_checkpoint(tmp_path / "c", learner, loaded.tokenizer, {"step": 7})
+    assert [path.name for path in (tmp_path / "c").glob("*.safetensors")] == ["model.safetensors"]
+    (tmp_path / "c" / "learner" / "state.safetensors").rename(tmp_path / "c" / "learner.safetensors")
+    (tmp_path / "c" / "learner").rmdir()
+    write_sums(tmp_path / "c")
+    other = make(seed=3)[1]
+    assert load_checkpoint(tmp_path / "c", other) == {"step": 7}
+    pairs = zip(learner.model.parameters(), other.model.parameters(), strict=True)
+    assert all(torch.equal(one, two) for one, two in pairs)
+
+
 def test_folders_that_are_none(tmp_path: Path) -> None:
     loaded, learner = make()
     with pytest.raises(ValueError, match=r"is no checkpoint: learner.json cannot be read"):
         load_checkpoint(tmp_path, learner)
     save_checkpoint(tmp_path / "c", learner, loaded.tokenizer, {})
-    (tmp_path / "c" / "learner.safetensors").write_bytes(b"x" * 100)
-    with pytest.raises(ValueError, match=r"is damaged: learner.safetensors: missing or not as SHA256SUMS"):
+    (tmp_path / "c" / "learner" / "state.safetensors").write_bytes(b"x" * 100)
+    with pytest.raises(
+        ValueError, match=r"is damaged: learner/state.safetensors: missing or not as SHA256SUMS"
+    ):
         load_checkpoint(tmp_path / "c", learner)
     (tmp_path / "c" / "SHA256SUMS").unlink()  # as earlier versions wrote it
-    with pytest.raises(ValueError, match=r"learner.safetensors cannot be read"):
+    with pytest.raises(ValueError, match=r"learner/state.safetensors cannot be read"):
         load_checkpoint(tmp_path / "c", learner)
     (tmp_path / "c" / "learner.json").write_text(json.dumps({"format": 99}))
     with pytest.raises(ValueError, match="format 99"):

@@ -165,7 +165,9 @@ def test_a_run_goes_on_exactly(tmp_path: Path, name: str) -> None:
     config = small(tmp_path, **sections)
     report = train(config, "whole")
     assert report.rows[-1]["value_loss"] > 0 and report.checkpoint is not None
-    assert (report.checkpoint / "scalar_head.safetensors").exists() == (name == "head")
+    # What vLLM would read as the model's weights, or as an adapter's.
+    weights = "model.safetensors" if name == "head" else "adapter_model.safetensors"
+    assert [path.name for path in report.checkpoint.glob("*.safetensors")] == [weights]
     with pytest.raises(RuntimeError, match="broken off"):
         train(config, "broken", Quiet(fail_at=2))
     assert go_on(tmp_path / "broken").state == "finished"

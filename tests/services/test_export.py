@@ -21,7 +21,7 @@ from TrainingFactory.models import load_model
 from TrainingFactory.services.export import export
 
 IDS = torch.tensor([[5, 17, 300, 42, 7, 7, 250, 11]])
-LEARNER = {"learner.safetensors", "learner.json", "state.json"}
+LEARNER = {"learner", "learner.json", "state.json"}
 
 
 @torch.no_grad()

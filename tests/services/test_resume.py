@@ -127,7 +127,7 @@ def test_files_and_options_that_were_changed(whole: Path, tmp_path: Path) -> Non
 def test_a_damaged_checkpoint_is_left_for_the_one_before(whole: Path, tmp_path: Path, damage: str) -> None:
     run, watcher = RunFolder(shutil.copytree(whole, tmp_path / "a")), Quiet()
     [first, last] = run.checkpoints()
-    file = last / "learner.safetensors"
+    file = last / "learner" / "state.safetensors"
     data = bytearray(file.read_bytes())
     data[-401::4] = bytes(byte ^ 0x40 for byte in data[-401::4])  # high bits of numbers
     file.write_bytes(data if damage == "flipped" else data[: len(data) // 2])
@@ -140,7 +140,9 @@ def test_a_damaged_checkpoint_is_left_for_the_one_before(whole: Path, tmp_path: 
     objects = Objects(environment=Parity)
     assert Training(run.config, run=run, objects=objects, watcher=watcher).train().state == "finished"
     [told] = [text for text in watcher.said if "WARNING" in text]
-    assert "step-000004" in told and "learner.safetensors" in told and "the one before it is used" in told
+    assert (
+        "step-000004" in told and "learner/state.safetensors" in told and "the one before it is used" in told
+    )
     assert "going on after step 2 of 4" in watcher.said
     assert_same_run(whole, run.path)
     assert sorted(path.name for path in (run.path / "checkpoints").iterdir()) == [first.name, last.name]

@@ -10,6 +10,7 @@ from TrainingFactory.algorithms import kinds
 from TrainingFactory.algorithms.kinds import KINDS
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.protocols import Algorithm, Policy
+from TrainingFactory.services.build.fleet import elsewhere
 from TrainingFactory.services.runs.tracking import Watcher
 from TrainingFactory.services.training.tokenized import TokenizedDataset, Told
 
@@ -49,11 +50,10 @@ def make_algorithm(config: TrainingConfig) -> Algorithm:
 def importance_cap(config: TrainingConfig) -> float | None:
     """Return the largest weight of a token; None: nothing is weighted, because what is learned is what was sampled."""
     asked = config.optimization
-    elsewhere = config.sampling.engine != "native" or config.compute.backend != "local"
     if not KINDS[config.training.algorithm].samples:
         return None
     behind = asked.async_rollout and asked.max_staleness > 0
-    return asked.importance_cap or (2.0 if elsewhere or behind else None)
+    return asked.importance_cap or (2.0 if elsewhere(config) or behind else None)
 
 
 def make_policy(config: TrainingConfig, loaded: LoadedModel, algorithm: Algorithm, steps: int) -> LocalPolicy:

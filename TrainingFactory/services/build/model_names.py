@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.config.problems import Problem
-from TrainingFactory.data.disk import changed
+from TrainingFactory.data.disk import STATE, changed
 from TrainingFactory.models.names import BUILTIN, SUPPORTED_MODELS, resolve
 from TrainingFactory.options import did_you_mean, nearest
 from TrainingFactory.services.build import factories
@@ -249,7 +249,7 @@ def _damaged(folder: Path) -> list[str]:
 
 @functools.lru_cache(64)
 def _read_damage(folder: Path, state: tuple[Any, ...]) -> list[str]:
-    return changed(folder, but="learner.safetensors")  # large, and no part of the model
+    return changed(folder, but=STATE)
 
 
 def _registered(written: str, version: Version, catalogue: Catalogue) -> Named:

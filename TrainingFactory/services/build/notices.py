@@ -47,6 +47,11 @@ def unused(config: TrainingConfig, *, played: bool = False, heldout: bool = Fals
         weighed = [key for key in changed(config, "optimization") if "importance" in key or "mismatch" in key]
         why = "the learner itself samples, and weights nothing without optimization.importance_cap"
         lines.append((weighed, why if kind.samples else f"{name} samples nothing that it learns from"))
+    if config.compute.backend != "ray":
+        own = {"compute.allocation_id", "compute.start_timeout"}
+        lines.append(
+            ([key for key in changed(config, "compute") if key not in own], "they are for backend=ray")
+        )
     if training.eval_every is None:
         measured = [key for key in changed(config, "data") if key.startswith("data.heldout")]
         measured += ["heldout"] if heldout else []

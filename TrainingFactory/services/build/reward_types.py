@@ -7,11 +7,13 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass as plain_dataclass
 from dataclasses import field
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, ValidationInfo, field_validator
 from pydantic.dataclasses import dataclass
 
+from TrainingFactory.cluster.ray_workers import RayWorker
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.options import (
     STRICT,
@@ -36,6 +38,8 @@ from TrainingFactory.rewards.tool_verified import VERIFIERS
 from TrainingFactory.rewards.workers.distributed import DistributedRewardModel
 from TrainingFactory.rewards.workers.process import RewardProcess
 from TrainingFactory.services.build.model_names import Named, find_model
+from TrainingFactory.services.build.own_judge import with_own_judge
+from TrainingFactory.workers import Worker
 
 RULE_MAKER = "TrainingFactory.rewards.rule_based:rule_from_options"
 MOST_WORKERS = 4  # by default
@@ -68,7 +72,9 @@ class Making:
         options: Options | None = None,
     ) -> RewardFunction:
         timeout = timeout or self.config.environment.episode_timeout
-        return DistributedRewardModel([RewardProcess(target, timeout, options, like) for _ in range(count)])
+        worker = partial(RayWorker, what="reward") if self.config.compute.backend == "ray" else Worker
+        made = [RewardProcess(target, timeout, options, like, worker) for _ in range(count)]
+        return DistributedRewardModel(made)
 
 
 def environment_reward(making: Making, options: Options) -> None:
@@ -156,6 +162,8 @@ def process_reward(making: Making, options: Options) -> RewardFunction:
 def judge(making: Making, options: Options) -> RewardFunction:
     # A fence that follows from the seed: the same requests in every run.
     options = {"fence_seed": making.config.training.seed} | options
+    if "judge" in options:
+        options = with_own_judge(options, making.config)
     if isinstance(options.get("base_url"), list):
         judges = judges_at(options.pop("base_url"), options)
         limit = options.get("concurrency", 8) or MANY
@@ -222,6 +230,7 @@ REWARD_TYPES: dict[str, Callable[[Making, Options], RewardFunction | None]] = {
 # Keys that stand beside `options` in the config, and the types that read them.
 BESIDE = {
     "model": ("learned", "model_judge"),
+    "judge": ("model_judge",),
     "outcome_weight": ("process_reward",),
     "step_rewards": ("process_reward",),
 }

@@ -5,17 +5,20 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from datetime import date
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from TrainingFactory.algorithms.kinds import KINDS
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.protocols import ChatFormat, EnvironmentFactory, RewardFunction, Sampler
 from TrainingFactory.rollout import AsyncRolloutEngine
 from TrainingFactory.services.build.factories import told_with_places
+from TrainingFactory.services.build.fleet import Say, at_once, check_engines, elsewhere, pushed_to, reading
 from TrainingFactory.services.build.learner import copy_of
 from TrainingFactory.tools.runtime import ToolRuntime
 from TrainingFactory.types import SamplingParams, Trajectory
 
 if TYPE_CHECKING:
+    from TrainingFactory.learning.policy import LocalPolicy
     from TrainingFactory.models import LoadedModel, TemplateChatFormat
     from TrainingFactory.sampling import NativeEngine
 
@@ -73,14 +76,37 @@ def make_engine(
     )
 
 
+def make_trained(
+    config: TrainingConfig, loaded: LoadedModel, policy: LocalPolicy, episodes: int, ahead: bool, say: Say
+) -> Sampler:
+    """Make what samples for a policy that learns: an engine that shares its weights, or others to which it pushes."""
+    wanted = KINDS[config.training.algorithm].samples or config.training.eval_every is not None
+    if not (elsewhere(config) and wanted):
+        return make_engine(config, loaded, episodes, ahead)
+    from TrainingFactory.learning.publishing import Publisher
+
+    policy.publisher = Publisher(policy.learner, adapters=config.sampling.engine == "vllm")
+    return pushed_to(config, policy.publisher, max_length(config, loaded), episodes, say)
+
+
 def max_length(config: TrainingConfig, loaded: LoadedModel) -> int:
     return config.model.max_length or min(context_limit(loaded) or DEFAULT_MAX_LENGTH, DEFAULT_MAX_LENGTH)
 
 
 def make_sampler(config: TrainingConfig, episodes: int) -> tuple[ChatFormat, Sampler]:
     """Load the model; return its way to write a conversation, and the engine that samples from it."""
+    chat, sampler, _ = make_all(config, episodes)
+    return chat, sampler
+
+
+def make_all(config: TrainingConfig, episodes: int, say: Say = lambda _: None) -> tuple[Any, Sampler, Any]:
+    """Return also the model, where the engine has it in this process."""
+    check_engines(config)
     loaded = load(config)
-    return make_chat(config, loaded), make_engine(config, loaded, episodes)
+    chat = make_chat(config, loaded)
+    if elsewhere(config):
+        return chat, reading(config, loaded, max_length(config, loaded), episodes, say), None
+    return chat, make_engine(config, loaded, episodes), loaded.model
 
 
 def make_rollouts(
@@ -108,7 +134,7 @@ def make_rollouts(
         max_turns=config.environment.max_turns,
         episode_timeout=config.environment.episode_timeout,
         max_reply_tokens=sampling.max_reply_tokens,
-        max_concurrency=sampling.slots,  # an episode's clock starts when there is a slot for it
+        max_concurrency=at_once(config),  # an episode's clock starts when there is a slot for it
         seed=config.training.seed,
         on_episode=on_episode,
         runtime=runtime,

@@ -13,6 +13,7 @@ from typing import Any
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.config.schema import ToolEntry
 from TrainingFactory.protocols import EnvironmentFactory, Tool, ToolSession, ToolSource
+from TrainingFactory.services.build.remote_tools import Hosted, RemoteTools
 from TrainingFactory.texts import SECRET_VARIABLES, is_secret
 from TrainingFactory.tools import ToolOptions
 from TrainingFactory.tools.adapt import as_tool
@@ -27,6 +28,7 @@ Handed = Tool | ToolSource
 # From the names of the tools on offer, each with that of its server, to the names of those that are taken, and whether
 # their repeated calls may be answered from the cache.
 Choice = Callable[[Mapping[str, str]], dict[str, bool]]
+SANDBOX = ("python", "code_interpreter")
 VARIABLE = re.compile(r"\$\{(\w+)\}")
 
 
@@ -43,19 +45,36 @@ def make_tools(
     """Return the tools of the config and those given as objects; sources are not open yet. An entry that only names a
     tool which the environment brings itself adds nothing."""
     own, files = _own_tools(environment), set[str]()
+    remote, on_ray = RemoteTools(config.environment.num_workers), config.compute.backend == "ray"
     made: list[Handed] = []
     for number, entry in enumerate(config.tools):
         where = f"tools.{number}"
         if entry.config is None:
-            if entry.options or entry.name not in own:
-                made += _tools_of(entry, where)
+            brought = entry.name in own and not entry.options
+            if brought and entry.remote:
+                raise ValueError(f"{where}.remote: {entry.name} is the environment's own, which runs here")
+            tools = [] if brought else _tools_of(entry, where)
+            # By default the sandbox: it has no state but that of an episode.
+            if tools and on_ray and (entry.remote or (entry.remote is None and entry.name in SANDBOX)):
+                remote.entries.append(entry)
+                remote.tools += tools
+                tools = [] if remote in made else [remote]
+            made += tools
             continue
+        if entry.remote:
+            raise ValueError(f"{where}.remote: servers run where {entry.config} says, here or at their url")
         if entry.options:
             raise ValueError(f"{where}.options are for built-in tools; a server's stand in {entry.config}")
         if entry.config not in files:
             files.add(entry.config)
             made += _from_servers(entry.config, config.tools)
     return [*made, *map(as_tool, given)]
+
+
+def tools_there(entries: Sequence[Mapping[str, Any]]) -> Callable[..., Any]:
+    """Make tools on another machine, with its own environment variables; return what answers calls."""
+    plain = [ToolEntry(**entry).model_copy(update={"cache_enabled": False}) for entry in entries]
+    return Hosted([tool for entry in plain for tool in _tools_of(entry, entry.name)]).answer
 
 
 def _own_tools(environment: EnvironmentFactory | None) -> set[str]:

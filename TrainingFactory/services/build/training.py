@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from TrainingFactory.algorithms.kinds import KINDS
+from TrainingFactory.cluster.fleet import Fleet
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.config.not_yet import not_yet
 from TrainingFactory.config.problems import Problem
@@ -23,6 +24,7 @@ from TrainingFactory.services.build import factories
 from TrainingFactory.services.build import rewards as build_rewards
 from TrainingFactory.services.build import sampler as build_sampler
 from TrainingFactory.services.build.environment import check_tools, make_environment
+from TrainingFactory.services.build.fleet import at_once, check_engines, join_cluster
 from TrainingFactory.services.build.learner import make_algorithm, make_policy, make_trainable, references
 from TrainingFactory.services.build.model_names import as_started_from, check_started_from, with_model
 from TrainingFactory.services.build.named_files import about_start, as_started, changed_files
@@ -53,6 +55,7 @@ from TrainingFactory.services.training.tokenized import TokenizedDataset
 from TrainingFactory.tools.threads import in_thread
 
 if TYPE_CHECKING:
+    from TrainingFactory.learning.policy import LocalPolicy
     from TrainingFactory.models import LoadedModel, TemplateChatFormat
 
 
@@ -103,6 +106,7 @@ class Training:
         self.config = with_model(self.written) if run is None else as_started_from(run, self.written)
         config = self.config
         check(config, config.data.dataset is not None or self.objects.examples is not None)
+        check_engines(config)
         check_trackers(config.logging.trackers)
         check_registry(config)
         sampled = KINDS[config.training.algorithm].samples
@@ -165,6 +169,7 @@ class Training:
             held.callback(self.run.unlock)
             held.push_async_callback(self.tools.close)
             try:
+                await join_cluster(self.config, held)
                 loop = await make_loop(self, held)
             except BaseException:
                 if not self.resuming:
@@ -245,9 +250,8 @@ async def make_loop(training: Training, held: AsyncExitStack) -> TrainingLoop:
         )
     played = None
     if environment is not None and recorded is None:
-        played = await _played(training, environment, chat, loaded, held)
+        played = await _played(training, environment, chat, loaded, policy, held)
     earlier = run.metrics()
-    scored = any("reward" in row for row in earlier)
     trackers = Trackers(run.path, config)
     held.callback(trackers.close)
     return TrainingLoop(
@@ -255,6 +259,7 @@ async def make_loop(training: Training, held: AsyncExitStack) -> TrainingLoop:
         total=total,
         policy=policy,
         sampler=None if played is None else played.sampler,
+        counts=played.sampler.metrics if played is not None and isinstance(played.sampler, Fleet) else dict,
         source=recorded or _source(training, algorithm, order, progress.ledger, played, dataset, total),
         algorithm=algorithm,
         order=order,
@@ -263,7 +268,7 @@ async def make_loop(training: Training, held: AsyncExitStack) -> TrainingLoop:
         heldout=_heldout(training, played, heldout),
         guards=Guards(
             config.reward.max_equal_steps,
-            scored=scored,
+            scored=any("reward" in row for row in earlier),
             replayed=tools.replayed is not None,
             max_mismatch=config.optimization.max_mismatch,
         ),
@@ -292,15 +297,17 @@ class _Played:
 
 
 async def _played(
-    training: Training, environment: EnvironmentFactory, chat: Any, loaded: LoadedModel, held: AsyncExitStack
-) -> _Played:
+    training: Training, environment: EnvironmentFactory, chat: Any, loaded: LoadedModel, policy: LocalPolicy,
+    held: AsyncExitStack,
+) -> _Played:  # fmt: skip
     config, say = training.config, training.watcher.say
     bound, episodes = config.optimization.bound, config.training.batch_size * config.training.group_size
     bound = bound if KINDS[config.training.algorithm].samples else 0
-    sampler = build_sampler.make_engine(config, loaded, episodes * (1 + bound), ahead=bound > 0)
+    given = config, loaded, policy, episodes * (1 + bound), bound > 0, say
+    sampler = await in_thread(build_sampler.make_trained, *given)
     held.push_async_callback(sampler.close)
     reward = training.objects.reward or build_rewards.make_reward(config)
-    held.push_async_callback(build_rewards.close_reward, reward)
+    await build_rewards.open_reward(reward, held, say)
     clock = RewardClock(reward, say, lambda: build_rewards.judge_metrics(reward))
     quiet = config.training.eval_every is None
     measured = evaluation_reward(reward, (lambda _: None) if quiet else say)
@@ -308,7 +315,7 @@ async def _played(
     if tasks := training.data.tasks or training.data.heldout:
         await check_tools(environment, tasks[0], chat, reward)
     limit, told = build_sampler.max_length(config, loaded), build_rewards.scored_by(config, measured)
-    gate = asyncio.Semaphore(config.sampling.slots) if bound else None
+    gate = asyncio.Semaphore(at_once(config)) if bound else None
     return _Played(environment, chat, limit, sampler, clock, measure, told, gate)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.config.schema import ModelSection
-from TrainingFactory.data.disk import file_digest, read_sums
+from TrainingFactory.data.disk import STATE, file_digest, read_sums
 from TrainingFactory.models.names import BUILTIN, resolve
 from TrainingFactory.services.build.named_files import moved
 from TrainingFactory.services.evaluation.records import Conditions, ModelIdentity, digest_of, tasks_digest
@@ -18,7 +18,6 @@ from TrainingFactory.types import Task
 from TrainingFactory.user_code import is_file_name
 
 WEIGHTS = (".safetensors", ".bin", ".gguf")
-LEARNER = "learner.safetensors"  # of a checkpoint: no part of the model
 # Options of a model that change what it says; of sampling those that change only how fast, or the engine's shapes.
 SHAPING = ("family", "dtype", "max_length", "thinking", "quantization")
 FREE = {"slots", "deterministic"}
@@ -66,7 +65,7 @@ def model_digest(model: ModelSection) -> str:
 def weights_digest(folder: Path) -> str:
     """Return the digest of the files of weights in a folder; those of a checkpoint are written down there."""
     known = read_sums(folder)
-    files = [path for path in folder.iterdir() if path.suffix in WEIGHTS and path.name != LEARNER]
+    files = [path for path in folder.iterdir() if path.suffix in WEIGHTS and path.name not in STATE]
     return f"sha256:{sums_digest({p.name: known.get(p.name) or file_digest(p) for p in files})}"
 
 

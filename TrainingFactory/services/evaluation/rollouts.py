@@ -18,6 +18,7 @@ from TrainingFactory.running import run as run_anywhere
 from TrainingFactory.services.build import factories
 from TrainingFactory.services.build import rewards as build_rewards
 from TrainingFactory.services.build.environment import check_tools, make_environment
+from TrainingFactory.services.build.fleet import join_cluster
 from TrainingFactory.services.build.model_names import with_model
 from TrainingFactory.services.build.rewards import check_group, check_reward, judge_metrics, make_reward
 from TrainingFactory.services.build.run_tools import RunTools, recording_beside
@@ -56,7 +57,7 @@ class Rollouts:
         config = factories.by_file(config, say)
         found = factories.with_rows(config, Objects())
         self.config = config = with_model(config)
-        self.group_size, self._choose = group_size, choose
+        self.group_size, self._choose, self._say = group_size, choose, say
         self.tools = RunTools(config, tools, replay)
         checked = check_reward(config)
         check_group(choose(checked), group_size)
@@ -110,11 +111,12 @@ class Rollouts:
             on_episode(trajectory)
 
         config = self.config
+        await join_cluster(config, held)
         environment = await self.tools.equip(self.environment)
         chat, sampler = await in_thread(make_sampler, config, self.total)
         held.push_async_callback(sampler.close)
         made = self._reward = make_reward(config)
-        held.push_async_callback(build_rewards.close_reward, made)
+        await build_rewards.open_reward(made, held, self._say)
         reward = self._choose(made)
         engine = make_rollouts(config, environment, chat, ended, reward, runtime=self.tools.runtime)
         self._record()

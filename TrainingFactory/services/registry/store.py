@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from uuid import uuid4
 
-from TrainingFactory.data.disk import SUMS, changed, file_digest, read_sums, sync, write_sums
+from TrainingFactory.data.disk import STATE, SUMS, changed, file_digest, read_sums, sync, write_sums
 
 try:
     import fcntl
@@ -24,7 +24,7 @@ except ImportError:  # not on Windows: there what a killed process left is remov
     fcntl = None
 
 # What a checkpoint holds beside the model; the last is PEFT's empty page.
-TRAINING = ("learner.safetensors", "learner.json", "state.json", SUMS, "README.md")
+TRAINING = (*STATE, "learner.json", "state.json", SUMS, "README.md")
 WEIGHTS = ".safetensors"
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 SUFFIXES = (WEIGHTS, ".json", ".txt", ".model", ".jinja", ".tiktoken")
@@ -126,7 +126,7 @@ class Store:
 def sums_of(folder: Path) -> dict[str, str]:
     """Return the digests of a model's files as they are now; raise ValueError where it is not whole or has no weights
     as safetensors."""
-    if files := changed(folder, but="learner.safetensors"):  # large, and no part of the model
+    if files := changed(folder, but=STATE):
         raise ValueError(f"{folder} is damaged: {', '.join(files)}: missing or not as {SUMS} says")
     files = model_files(folder)
     if not any(path.suffix == WEIGHTS for path in files):

@@ -12,8 +12,9 @@ from TrainingFactory.config import TrainingConfig, load_config
 from TrainingFactory.config.loading import key_value
 from TrainingFactory.protocols import Sampler
 from TrainingFactory.services.build.factories import by_file
+from TrainingFactory.services.build.fleet import at_once
 from TrainingFactory.services.build.model_names import Named
-from TrainingFactory.services.build.sampler import load, make_chat, make_engine
+from TrainingFactory.services.build.sampler import make_all
 from TrainingFactory.services.evaluation.evaluation import sections_of
 from TrainingFactory.types import SamplingParams
 
@@ -41,10 +42,10 @@ class Served:
 def load_served(config: TrainingConfig, version: str | None = None) -> Served:
     """Load the model of a config; its sampling section holds what a client leaves out."""
     config = by_file(config)
-    loaded, slots = load(config), config.sampling.slots
+    slots = at_once(config)
     sampling = config.sampling.model_dump(include={"temperature", "top_p", "top_k", "min_p"})
-    engine = make_engine(config, loaded, slots)
-    return Served(make_chat(config, loaded), engine, slots, SamplingParams(**sampling), version, loaded.model)
+    chat, engine, model = make_all(config, slots)
+    return Served(chat, engine, slots, SamplingParams(**sampling), version, model)
 
 
 def served_config(found: Named, overrides: Sequence[str] = ()) -> TrainingConfig:

@@ -75,6 +75,7 @@ class TrainingLoop:
     total: int  # steps
     policy: Policy
     sampler: Sampler | None  # None: nothing is sampled
+    counts: Callable[[], dict[str, float]]  # of the sampler, for the metrics
     source: Source
     algorithm: Algorithm  # the driver's, for credit; the policy has its own
     order: Order
@@ -173,7 +174,7 @@ class TrainingLoop:
 
     async def _record(self, batch: StepGroups, updated: dict[str, float], updating: float) -> None:
         seconds = batch.seconds + updating
-        metrics = batch.metrics | self.tools.metrics() | updated
+        metrics = batch.metrics | self.tools.metrics() | updated | self.counts()
         metrics |= {
             "seconds/step": seconds,
             "seconds/generate": batch.seconds,

@@ -1,0 +1,197 @@
+"""Several engines in other processes as one `Sampler`: who is lost is made anew, and nobody who asks notices."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+from TrainingFactory.cluster.places import Place, PlaceLost, Places
+from TrainingFactory.types import Completion, SamplersLost, SamplingParams, Weights
+
+ATTEMPTS = 2  # to make a place anew before it is given up
+AGAIN = 4  # times that one turn is asked again: then it is the turn itself that ends engines
+
+
+class FleetSession:
+    """Holds one episode's side: its number, by which engines know it, and the place that it keeps to."""
+
+    def __init__(self, fleet: Fleet, number: int, home: int) -> None:
+        self._fleet, self.number, self.home = fleet, number, home
+        self._closed = False
+
+    async def sample(self, prompt_ids: Sequence[int], params: SamplingParams) -> Completion:
+        if self._closed:
+            raise ValueError("this sampling session is closed")
+        return await self._fleet._ask(self, list(prompt_ids), params)
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._fleet._open[self.home] -= 1
+
+
+class Fleet:
+    """A `Sampler` over `count` places, which start with the first use. A turn whose place is lost is asked again
+    elsewhere with the same seed; a lost place is made anew beside that, and has the last weights before it gets work.
+    `tolerance` bounds the mean distance between the learner's log-probs of the canary and those of a place."""
+
+    def __init__(
+        self, places: Places, count: int, max_length: int, say: Callable[[str], None] = lambda _: None,
+        tolerance: float = 1e-3, holds: object = None,
+    ) -> None:  # fmt: skip
+        self._holds = holds  # what must be there as long as the fleet is, such as a folder of weights
+        self.max_length, self.policy_version = max_length, 0
+        self._places, self._count, self._say, self._tolerance = places, count, say, tolerance
+        self._alive: dict[int, Place] = {}
+        self._making: dict[int, asyncio.Task[None]] = {}
+        self._reason = ""  # why the last one was lost or could not be made
+        self._changed = asyncio.Event()  # set and replaced when a place comes or is given up
+        self._starting: asyncio.Task[None] | None = None
+        self._weights: Weights | None = None
+        self._open: Counter[int] = Counter()  # sessions by place
+        self._numbers = itertools.count()
+        self._counts = {"samplers/asked_again": 0.0, "samplers/remade": 0.0, "seconds/push": 0.0}
+
+    # -- the Sampler port
+
+    def session(self) -> FleetSession:
+        # By open sessions and then by number, whoever is alive: so a calm run depends on nothing but itself.
+        home = min(range(self._count), key=lambda number: (self._open[number], number))
+        self._open[home] += 1
+        return FleetSession(self, next(self._numbers), home)
+
+    async def sample(self, prompt_ids: Sequence[int], params: SamplingParams) -> Completion:
+        session = self.session()
+        try:
+            return await session.sample(prompt_ids, params)
+        finally:
+            session.close()
+
+    async def update(self, weights: Weights) -> None:
+        """Load the weights on every place and compare the canary. A place where that fails is made anew."""
+        began = time.perf_counter()
+        await self._started()
+        self._weights = weights
+        pushed = [self._push(number, place, weights) for number, place in self._alive.items()]
+        await asyncio.gather(*pushed)
+        await self._some()
+        self.policy_version = weights.version
+        self._counts["seconds/push"] = time.perf_counter() - began
+
+    def metrics(self) -> dict[str, float]:
+        """Return how many places are alive, what has happened so far, and how long the last push took."""
+        return {"samplers/alive": float(len(self._alive)), **self._counts}
+
+    async def close(self) -> None:
+        tasks = [task for task in (*self._making.values(), self._starting) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._alive.clear()
+        await self._places.close()
+
+    # -- turns
+
+    async def _ask(self, session: FleetSession, prompt_ids: list[int], params: SamplingParams) -> Completion:
+        await self._started()
+        for _ in range(1 + AGAIN):
+            await self._some()
+            if (
+                session.home not in self._alive
+            ):  # to the one with the fewest: there its prompt is computed anew
+                self._open[session.home] -= 1
+                session.home = min(self._alive, key=lambda number: (self._open[number], number))
+                self._open[session.home] += 1
+            place = self._alive[session.home]
+            try:
+                return await place.call("sample", prompt_ids, params, session.number)
+            except PlaceLost as error:
+                self._lose(session.home, place, error)
+                self._counts["samplers/asked_again"] += 1
+        raise SamplersLost(
+            f"one turn of {len(prompt_ids)} tokens was asked {1 + AGAIN} times, and each time the sampler was lost: "
+            f"{self._reason}"
+        )
+
+    async def _some(self) -> None:
+        """Wait until a place is alive; raise where none is and none is being made."""
+        while not self._alive:
+            if not self._making:
+                raise SamplersLost(f"no sampler is left, and none could be started: {self._reason}")
+            await self._changed.wait()
+
+    # -- places
+
+    async def _started(self) -> None:
+        if self._starting is None:
+            self._starting = asyncio.create_task(self._start())
+        # Shielded: whoever came first may be cancelled, and the others wait for the same.
+        await asyncio.shield(self._starting)
+
+    async def _start(self) -> None:
+        self._alive = dict(enumerate(await asyncio.gather(*map(self._places.make, range(self._count)))))
+
+    async def _push(self, number: int, place: Place, weights: Weights) -> None:
+        try:
+            await self._load(place, weights)
+        except (PlaceLost, ValueError) as error:
+            self._lose(number, place, error)
+
+    async def _load(self, place: Place, weights: Weights) -> None:
+        await place.call("load", weights)
+        token_ids, wanted = weights.canary
+        found = await place.call("score", list(token_ids)) if token_ids else []
+        gap = sum(abs(one - other) for one, other in zip(wanted, found, strict=True)) / max(1, len(wanted))
+        if not gap <= self._tolerance:
+            raise ValueError(
+                f"{place.name} does not have the learner's weights: after a push its log-probs of a known text are "
+                f"{gap:.3g} away from the learner's on average, and at most {self._tolerance:g} is rounding"
+            )
+
+    def _lose(self, number: int, place: Place, error: Exception) -> None:
+        """Leave a place out and make it anew in the background; of several that noticed, the first does."""
+        if self._alive.get(number) is not place:
+            return
+        del self._alive[number]
+        self._reason = str(error)
+        self._say(f"{error}; its turns are asked again, and another one is started")
+        self._making[number] = asyncio.create_task(self._remake(number, place))
+
+    async def _remake(self, number: int, lost: Place) -> None:
+        try:
+            with suppress(PlaceLost, ValueError):
+                await lost.close()
+            for _ in range(ATTEMPTS):
+                try:
+                    self._alive[number] = await self._made(number)
+                except (PlaceLost, ValueError) as error:
+                    self._reason = str(error)
+                    continue
+                self._counts["samplers/remade"] += 1
+                return
+            self._say(f"{lost.name} could not be made anew: {self._reason}")
+        finally:
+            del self._making[number]
+            changed, self._changed = self._changed, asyncio.Event()
+            changed.set()
+
+    async def _made(self, number: int) -> Place:
+        """Make a place that has the last weights, also where there are new ones meanwhile."""
+        place = await self._places.make(number)
+        loaded = None
+        try:
+            while (weights := self._weights) is not None and weights is not loaded:
+                try:
+                    await self._load(place, weights)
+                    loaded = weights
+                except ValueError:
+                    if self._weights is weights:  # else they were replaced, and are there no more
+                        raise
+        except BaseException:
+            await place.close()
+            raise
+        return place

@@ -1,0 +1,174 @@
+"""Engines in Ray actors, on the machines of a cluster."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from TrainingFactory.cluster.engines import make_engine
+from TrainingFactory.cluster.local import LocalPlaces
+from TrainingFactory.cluster.places import PlaceLost
+from TrainingFactory.cluster.ray_session import RaySession, require_ray
+from TrainingFactory.tools.threads import in_thread
+from TrainingFactory.types import EngineSpec, Weights
+
+AT_ONCE = 10_000  # calls that one actor takes
+CLOSE_SECONDS = 20.0
+Files = Mapping[str, Any]  # names and contents
+
+
+class RayPlaces:
+    """Makes `RayPlace`s, each in a bundle of one placement group for `count` of them; gpus=None: 1 for vLLM where the
+    cluster has any. Machines that have no such folder as `spec.model` get its config where weights are pushed; else the
+    path must be there too."""
+
+    def __init__(
+        self, session: RaySession, spec: EngineSpec, count: int, gpus: float | None = None, cpus: float = 1.0,
+        timeout: float = 600.0, say: Callable[[str], object] = lambda _: None, what: str = "sampler",
+    ) -> None:  # fmt: skip
+        self._session, self._spec, self._count, self._gpus, self._cpus = session, spec, count, gpus, cpus
+        self._timeout, self._say, self._what = timeout, say, what
+        self._placing = asyncio.Lock()
+        self._group: Any = None
+        self._packed: tuple[Weights, Any] | None = None  # the last ones that went to another machine
+        self._made: list[RayPlace] = []
+
+    async def make(self, number: int) -> RayPlace:
+        spec, session, began = self._spec, self._session, time.monotonic()
+        async with self._placing:
+            await session.open()
+            ray = require_ray()
+            if self._gpus is None:
+                self._gpus = float(spec.kind == "vllm" and "GPU" in ray.cluster_resources())
+            if self._group is None:
+                key = "compute.samplers" if self._what == "sampler" else f"reward.{self._what}.replicas"
+                bundles = [{"CPU": self._cpus, "GPU": self._gpus}] * self._count
+                self._group = await session.placed(bundles, f"{key}={self._count}", self._timeout)
+        name = f"{self._what} {number}"
+        more = {"num_cpus": self._cpus, "num_gpus": self._gpus, "max_concurrency": AT_ONCE}
+        made = ray.remote(EngineActor).options(**session.options(name, self._group, number, **more))
+        place = RayPlace(ray, made.remote(), name, self.packed)
+        self._made.append(place)
+        files = "*" if spec.options.get("enable_lora") else "*.json"  # adapters have weights under them
+        config = await in_thread(_read, Path(spec.model), files) if spec.pushed else {}
+        try:
+            async with asyncio.timeout(self._timeout):
+                await place.open(spec, number, config, self._timeout)
+        except BaseException as error:
+            await place.close()
+            if not isinstance(error, PlaceLost | ValueError | TimeoutError):
+                raise
+            late = f"it took longer than {self._timeout:g} s, which compute.start_timeout raises"
+            told = late if isinstance(error, TimeoutError) else error
+            raise ValueError(f"{name} could not be started: {told}") from error
+        self._say(f"{place.name} is ready after {time.monotonic() - began:.0f} s")
+        return place
+
+    async def packed(self, weights: Weights) -> Any:
+        """Return a folder's files in Ray's object store, which brings them to every machine once."""
+        if self._packed is None or self._packed[0] is not weights:
+            files = await in_thread(_read, Path(weights.where), "*")
+            self._packed = weights, await in_thread(require_ray().put, files)
+        return self._packed[1]
+
+    async def close(self) -> None:
+        await asyncio.gather(*(place.close() for place in self._made))
+        if self._group is not None:
+            self._session.unplace(self._group)
+        self._group = None
+        await self._session.close()
+
+
+class RayPlace:
+    """An engine in an actor, which ends with `close`, and with this program however it ends."""
+
+    def __init__(self, ray: Any, actor: Any, name: str, packed: Callable[[Weights], Any]) -> None:
+        self.name, self.about = name, {}
+        self._ray, self._packed = ray, packed
+        self._actor: Any = actor
+        self._here = True  # on this machine, where folders need not travel
+
+    async def open(self, spec: EngineSpec, number: int, config: Files, timeout: float) -> None:
+        self.about = await self._answer(self._actor.start.remote(spec, number, config, timeout))
+        self._here = self.about["ray_node"] == self._ray.get_runtime_context().get_node_id()
+        self.name = f"{self.name} on {self.about['node']}, process {self.about['pid']}"
+
+    async def call(self, method: str, *args: Any) -> Any:
+        if method == "load" and not self._here:
+            return await self._answer(self._actor.load.remote(args[0], await self._packed(args[0])))
+        return await self._answer(self._actor.call.remote(method, args))
+
+    async def _answer(self, ref: Any) -> Any:
+        errors = self._ray.exceptions
+        try:
+            return await ref
+        except asyncio.CancelledError:
+            self._ray.cancel(ref)
+            raise
+        except errors.RayTaskError as error:
+            if isinstance(error.cause, ValueError):
+                raise ValueError(str(error.cause)) from None
+            raise PlaceLost(f"{self.name} is of no use any more: {error.cause!r}") from None
+        except errors.RayError as error:
+            raise PlaceLost(f"{self.name} is gone: {type(error).__name__}") from None
+
+    async def close(self) -> None:
+        if self._actor is None or not self._ray.is_initialized():
+            return
+        actor, self._actor = self._actor, None
+        with suppress(PlaceLost, ValueError, TimeoutError):
+            async with asyncio.timeout(CLOSE_SECONDS):
+                await self._answer(actor.call.remote("close", ()))
+        self._ray.kill(actor)
+
+
+class EngineActor:
+    """Runs in the actor. vLLM has processes below it, which are left to the watcher of a `LocalPlace`: an actor that is
+    killed cannot end them."""
+
+    def __init__(self) -> None:
+        self._call: Callable[..., Any]
+        self._model: tempfile.TemporaryDirectory[str] | None = None  # what came from another machine
+
+    async def start(self, spec: EngineSpec, number: int, config: Files, timeout: float) -> dict[str, Any]:
+        if config and not os.path.isdir(spec.model):
+            self._model = _written(config, None)
+            spec = dataclasses.replace(spec, model=self._model.name)
+        if spec.kind == "vllm":
+            place = await LocalPlaces(spec, start_timeout=timeout).make(number)
+            self._call, about = place.call, place.about
+        else:
+            engine = make_engine(spec)
+            self._call = lambda method, *args: getattr(engine, method)(*args)
+            about = await engine.start()
+        return {**about, "ray_node": require_ray().get_runtime_context().get_node_id()}
+
+    async def call(self, method: str, args: tuple[Any, ...]) -> Any:
+        return await self._call(method, *args)
+
+    async def load(self, weights: Weights, files: Files) -> None:
+        """Load weights that came from another machine, by way of this one's memory."""
+        with _written(files, "/dev/shm" if os.path.isdir("/dev/shm") else None) as folder:
+            base = self._model.name if weights.base and self._model is not None else weights.base
+            await self.call("load", (dataclasses.replace(weights, where=folder, base=base),))
+
+
+def _read(folder: Path, pattern: str) -> dict[str, Any]:
+    # As arrays: Ray puts them into its store without another copy.
+    return {file.name: np.fromfile(file, np.uint8) for file in sorted(folder.glob(pattern)) if file.is_file()}
+
+
+def _written(files: Files, where: str | None) -> tempfile.TemporaryDirectory[str]:
+    folder = tempfile.TemporaryDirectory(prefix="tfactory-", dir=where)
+    for name, content in files.items():
+        content.tofile(os.path.join(folder.name, name))
+    return folder

@@ -1,0 +1,120 @@
+"""Engines in other processes, as a config asks for them: vLLM on this machine, or either engine on a Ray cluster."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from TrainingFactory.cluster.fleet import Fleet
+from TrainingFactory.cluster.local import LocalPlaces
+from TrainingFactory.cluster.ray_places import RayPlaces
+from TrainingFactory.cluster.ray_session import RaySession
+from TrainingFactory.config import TrainingConfig
+from TrainingFactory.config.problems import Problem
+from TrainingFactory.models.names import BUILTIN, resolve
+from TrainingFactory.types import EngineSpec
+
+if TYPE_CHECKING:
+    from TrainingFactory.learning.policy import Publishes
+    from TrainingFactory.models import LoadedModel
+
+Say = Callable[[str], None]
+# Mean distance of log-probs that rounding explains: of float32 over other kernels, and of two bytes.
+TOLERANCE, COARSE = 0.01, 0.25
+
+
+def elsewhere(config: TrainingConfig) -> bool:
+    """Tell whether what samples is in another process than what learns, so that weights must be pushed."""
+    return config.sampling.engine != "native" or config.compute.backend != "local"
+
+
+def at_once(config: TrainingConfig) -> int:
+    """Return how many episodes all engines hold at the same time."""
+    return config.sampling.slots * config.compute.samplers
+
+
+def check_engines(config: TrainingConfig) -> None:
+    """Raise for what a config says about engines and cannot be, before anything is loaded or started."""
+    sampling, samplers, wrong = config.sampling, config.compute.samplers, list[Problem]()
+    if config.compute.backend != "ray" and samplers > 1:
+        text = f"it is {samplers}, and without compute.backend=ray there is one engine; take both, or none"
+        wrong.append(Problem(("compute", "samplers"), text))
+    if sampling.deterministic and elsewhere(config):
+        text = "it needs the native engine in the run's own process: leave sampling.engine and compute.backend out"
+        wrong.append(Problem(("sampling", "deterministic"), text))
+    if sampling.engine_options and sampling.engine != "vllm":
+        wrong.append(Problem(("sampling", "engine_options"), "they are vLLM's: take sampling.engine=vllm"))
+    if wrong:
+        raise config.wrong(wrong)
+
+
+async def join_cluster(config: TrainingConfig, held: AsyncExitStack) -> None:
+    """Connect to the cluster, if one is asked for, and say at once where it can never hold the samplers."""
+    compute = config.compute
+    if compute.backend == "ray":
+        session = RaySession(compute.address, compute.num_gpus)
+        held.push_async_callback(session.close)
+        await session.open()
+        asked = {"CPU": compute.cpus_per_sampler, "GPU": compute.gpus_per_sampler or 0.0}
+        await session.check([asked] * compute.samplers, f"compute.samplers={compute.samplers}")
+
+
+def pushed_to(config: TrainingConfig, publisher: Publishes, length: int, episodes: int, say: Say) -> Fleet:
+    """Make the engines of a training run: their weights come from the publisher."""
+    options = config.sampling.engine_options
+    if publisher.rank is not None:
+        from TrainingFactory.sampling.vllm_engine import lora_options
+
+        options = lora_options(publisher.rank) | options
+    given = {"dtype": publisher.dtype, "options": options}
+    tolerance = TOLERANCE if publisher.dtype == "float32" else COARSE
+    return _fleet(config, publisher.model_folder, length, episodes, given, say, tolerance)
+
+
+def reading(config: TrainingConfig, loaded: LoadedModel, length: int, episodes: int, say: Say) -> Fleet:
+    """Make engines that read the model from where it is, or else from a folder that is written for them."""
+    folder, held = _readable(config), None
+    if folder is None:
+        held = tempfile.TemporaryDirectory(prefix="tfactory-model-")
+        folder, whole = held.name, loaded.model
+        whole = whole.merge_and_unload() if hasattr(whole, "merge_and_unload") else whole  # foreign object
+        whole.save_pretrained(folder)
+        loaded.tokenizer.save_pretrained(folder)
+    given = {"dtype": config.model.dtype, "options": config.sampling.engine_options, "pushed": False}
+    return _fleet(config, folder, length, episodes, given, say, holds=held)
+
+
+def _readable(config: TrainingConfig) -> str | None:
+    """Return where an engine on any machine finds the model by itself: a hub id, or a folder with whole weights."""
+    model, name = config.model, resolve(config.model.name)
+    folder = Path(name).expanduser()
+    if model.adapter is not None or model.quantization != "none" or model.revision is not None:
+        return None
+    if folder.is_dir():
+        return str(folder.resolve()) if any(folder.glob("model*.safetensors")) else None
+    return None if name == BUILTIN or folder.exists() or name.startswith("package:") else name
+
+
+def _fleet(
+    config: TrainingConfig, model: str, length: int, episodes: int, given: dict[str, Any], say: Say,
+    tolerance: float = COARSE, holds: object = None,
+) -> Fleet:  # fmt: skip
+    compute, slots, trust = (
+        config.compute,
+        min(config.sampling.slots, episodes),
+        config.model.trust_remote_code,
+    )
+    on_ray = compute.backend == "ray"
+    device = "auto" if on_ray else config.model.device  # Ray shows each machine's own
+    engine = config.sampling.engine
+    spec = EngineSpec(engine, model, length, slots, device=device, trust_remote_code=trust, **given)
+    if on_ray:
+        session, cpus = RaySession(compute.address, compute.num_gpus), compute.cpus_per_sampler
+        shape = compute.samplers, compute.gpus_per_sampler, cpus, compute.start_timeout
+        places = RayPlaces(session, spec, *shape, say)
+    else:
+        places = LocalPlaces(spec, start_timeout=compute.start_timeout, say=say)
+    return Fleet(places, compute.samplers, length, say, tolerance, holds)
