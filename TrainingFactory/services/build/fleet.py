@@ -52,7 +52,7 @@ def check_engines(config: TrainingConfig) -> None:
         raise config.wrong(wrong)
 
 
-async def started(sampler: Sampler) -> None:
+async def await_engines(sampler: Sampler) -> None:
     """Wait for engines in other processes: their start takes longer than an episode may."""
     if isinstance(sampler, Fleet):
         await sampler.start()
