@@ -74,7 +74,7 @@ class Fleet:
     async def update(self, weights: Weights) -> None:
         """Load the weights on every place and compare the canary. A place where that fails is made anew."""
         began = time.perf_counter()
-        await self._started()
+        await self.start()
         self._weights = weights
         pushed = [self._push(number, place, weights) for number, place in self._alive.items()]
         await asyncio.gather(*pushed)
@@ -97,7 +97,7 @@ class Fleet:
     # -- turns
 
     async def _ask(self, session: FleetSession, prompt_ids: list[int], params: SamplingParams) -> Completion:
-        await self._started()
+        await self.start()
         for _ in range(1 + AGAIN):
             await self._some()
             if (
@@ -126,7 +126,8 @@ class Fleet:
 
     # -- places
 
-    async def _started(self) -> None:
+    async def start(self) -> None:
+        """Start all places, if nobody has; before the clocks of episodes run."""
         if self._starting is None:
             self._starting = asyncio.create_task(self._start())
         # Shielded: whoever came first may be cancelled, and the others wait for the same.
