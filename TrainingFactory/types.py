@@ -209,7 +209,7 @@ class EngineSpec:
     """Describes an engine so that it can be made anywhere. With `pushed` no weights are read from `model`, a folder or
     a hub id: only its config.json counts, and the weights come by `load`."""
 
-    kind: Literal["native", "vllm"]
+    kind: str  # native, vllm, or the class of another one: package.module:Class
     model: str
     max_length: int
     slots: int = 64

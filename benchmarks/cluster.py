@@ -1,11 +1,11 @@
 """What engines on Ray and asynchronous training give and cost: `python -m benchmarks.cluster` (needs Ray; minutes).
 
-    async_speedup    steps per second with max_staleness 1 over those of the synchronous run, the least of three kinds of
-                     slow tools: see `benchmarks.slow_tools`
+    async_speedup    steps per second with max_staleness 1 over those of the synchronous run, the least of three kinds
+                     of slow tools: see `benchmarks.slow_tools`
     fleet_overhead   time of 64 episodes of the demo's task by one native engine in a Ray actor over that by the same
                      engine in this process, less 1; medians of runs that take turns
-    two_samplers     rate of turns by two Ray actors over that by one, where sampling is the bottleneck. Two cores cannot
-                     show that with a model: an engine here answers after a sleep, so many turns at a time
+    two_samplers     rate of turns by two Ray actors over that by one, where sampling is the bottleneck. Two cores
+                     cannot show that with a model: an engine here answers after a sleep, so many turns at a time
 
 All are ratios within one run of this program; `simulated` names what is not real.
 """

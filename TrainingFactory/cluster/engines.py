@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+
 from TrainingFactory.protocols import Engine
 from TrainingFactory.types import EngineSpec
+
+ENGINES = {
+    "native": "TrainingFactory.cluster.native_host:NativeHost",
+    "vllm": "TrainingFactory.sampling.vllm_engine:VllmEngine",
+}
 
 
 def make_engine(spec: EngineSpec) -> Engine:
     """Make the engine in this process; it samples after `start`."""
-    if spec.kind == "vllm":
-        from TrainingFactory.sampling.vllm_engine import VllmEngine
-
-        return VllmEngine(spec)
-    from TrainingFactory.cluster.native_host import NativeHost
-
-    return NativeHost(spec)
+    module, _, name = ENGINES.get(spec.kind, spec.kind).partition(":")
+    return getattr(import_module(module), name)(spec)
