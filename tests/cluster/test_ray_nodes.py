@@ -42,8 +42,8 @@ print(json.dumps({"seen": seen[-1], "rows": rows(report.run / "metrics.jsonl"), 
 
 
 def run(code: str, *arguments: str) -> str:
-    given = {"env": os.environ | {"PYTHONPATH": f"{Path.cwd()}{os.pathsep}{os.environ['PYTHONPATH']}"}}
-    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, **given)
+    env = os.environ | {"PYTHONPATH": f"{Path.cwd()}{os.pathsep}{os.environ['PYTHONPATH']}"}
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()[-1]
 
