@@ -24,7 +24,8 @@ from TrainingFactory.types import EngineSpec
 from TrainingFactory.workers.child import explain, send, take_pipes
 
 TICK = 0.25  # seconds between two looks at the engine's process
-SEGMENT = re.compile(r" /dev/shm/((?:psm_|sem\.|vllm|torch_)[^/\s]+)")  # as Python, vLLM and torch name them
+# As Python, vLLM and torch name them; by inode, because a semaphore is mapped under a name that is gone.
+SEGMENT = re.compile(r" (\d+) +/dev/shm/(?:psm_|sem\.|vllm|torch_)[^/\s]+")
 
 
 def main() -> None:
@@ -81,8 +82,10 @@ def watch(life: int) -> int:
     time.sleep(TICK)  # in which Python's own tracker removes what it knows of
     with suppress(ProcessLookupError):
         os.killpg(watched, signal.SIGKILL)
-    for name in left:
-        Path("/dev/shm", name).unlink(missing_ok=True)
+    for path in Path("/dev/shm").iterdir() if left else ():
+        with suppress(OSError):
+            if str(path.stat().st_ino) in left:
+                path.unlink()
     os._exit(0)
 
 
