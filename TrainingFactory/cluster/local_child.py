@@ -13,6 +13,7 @@ import re
 import select
 import signal
 import sys
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -23,7 +24,8 @@ from TrainingFactory.types import EngineSpec
 from TrainingFactory.workers.child import explain, send, take_pipes
 
 TICK = 0.25  # seconds between two looks at the engine's process
-SEGMENT = re.compile(r" /dev/shm/((?:psm_|sem\.|vllm|torch_)[^/\s]+)")  # as Python, vLLM and torch name them
+# As Python, vLLM and torch name them; by inode, because a semaphore is mapped under a name that is gone.
+SEGMENT = re.compile(r" (\d+) +/dev/shm/(?:psm_|sem\.|vllm|torch_)[^/\s]+")
 
 
 def main() -> None:
@@ -73,21 +75,35 @@ def watch(life: int) -> int:
     while os.getppid() == watched and not select.select([life], [], [], TICK)[0]:
         pass
     left |= segments(watched)
+    for folder in members(watched):
+        with suppress(OSError):
+            if b"resource_tracker" not in (folder / "cmdline").read_bytes():
+                os.kill(int(folder.name), signal.SIGKILL)
+    time.sleep(TICK)  # in which Python's own tracker removes what it knows of
     with suppress(ProcessLookupError):
         os.killpg(watched, signal.SIGKILL)
-    for name in left:
-        Path("/dev/shm", name).unlink(missing_ok=True)
+    for path in Path("/dev/shm").iterdir() if left else ():
+        with suppress(OSError):
+            if str(path.stat().st_ino) in left:
+                path.unlink()
     os._exit(0)
 
 
 def segments(group: int) -> set[str]:
     """Return the segments of shared memory that the processes of a group have."""
     found: set[str] = set()
-    for folder in Path("/proc").glob("[0-9]*"):
+    for folder in members(group):
         with suppress(OSError):  # it may end meanwhile
-            after_name = (folder / "stat").read_text().rpartition(")")[2].split()
-            if int(after_name[2]) == group:
-                found.update(SEGMENT.findall((folder / "maps").read_text()))
+            found.update(SEGMENT.findall((folder / "maps").read_text()))
+    return found
+
+
+def members(group: int) -> list[Path]:
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if int((folder / "stat").read_text().rpartition(")")[2].split()[2]) == group:
+                found.append(folder)
     return found
 
 
