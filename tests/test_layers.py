@@ -53,7 +53,7 @@ BUDGET: dict[str, int] = {
     ".": 1650,
     "algorithms": 1050,
     "cli": 2650,
-    "cluster": 1160,
+    "cluster": 1170,
     "config": 960,
     "data": 1820,
     "envs": 140,
