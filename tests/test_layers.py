@@ -51,7 +51,7 @@ CORE_LINES = 15_950
 # Lines of Python in each folder. A change that raises one says why in its commit.
 BUDGET: dict[str, int] = {
     ".": 1650,
-    "algorithms": 1050,
+    "algorithms": 1060,
     "cli": 2650,
     "cluster": 1170,
     "config": 960,

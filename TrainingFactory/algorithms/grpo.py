@@ -126,7 +126,8 @@ class GRPO(BaseAlgorithm):
             whiten([pack for batch in batches for pack in batch.packs], total)
 
     def loss(self, trained: Trained) -> tuple[torch.Tensor, dict[str, float]]:
-        before, weight, weighed = corrected(trained, self.correction)
+        clip = (self.clip_low, self.clip_high) if self.loss_kind == "clip" else None
+        before, weight, weighed = corrected(trained, self.correction, clip)
         gap = trained.logprobs - before
         if self.ratio == "sequence":
             whole = (trained.per_episode(gap) / trained.lengths)[trained.episode]

@@ -91,7 +91,7 @@ class PPO(BaseAlgorithm):
         pack.returns = (pack.advantages + pack.values).astype("float32")
 
     def loss(self, trained: Trained) -> tuple[torch.Tensor, dict[str, float]]:
-        before, weight, weighed = corrected(trained, self.correction)
+        before, weight, weighed = corrected(trained, self.correction, (self.clip, self.clip))
         ratio = ratio_of(trained.logprobs - before)
         gain, stopped = clipped_gain(ratio, trained.advantages, self.clip, self.clip, self.clip_dual)
         value_loss = self._value_loss(trained)

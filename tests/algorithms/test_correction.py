@@ -222,3 +222,21 @@ def test_mismatch_and_staleness_are_told_apart() -> None:
     assert "mismatch" not in train_step(learner, algorithm, rows, 8, StepOptions())
     assert not {"mismatch", "staleness_gap"} & train_step(learner, GRPO(), rows, 7, StepOptions()).keys()
     assert "mismatch" not in train_step(learner, algorithm, [], 7, StepOptions())
+
+
+def test_a_token_that_older_updates_have_moved_to_the_clip_counts_no_more() -> None:
+    """On the side of its advantage alone, and only where that is asked for."""
+    trained = tokens(6)
+    trained.sampled = torch.full((60,), -2.0)
+    trained.old = trained.sampled + torch.tensor([0.5, 0.5, -0.5, -0.5, 0.1, -0.1]).repeat(10)
+    trained.advantages = torch.tensor([1.0, -1.0, 1.0, -1.0, 1.0, -1.0]).repeat(10)
+    counts = torch.tensor([False, True, True, False, True, True]).repeat(10)
+    for algorithm in (GRPO(clip_low=0.2, clip_high=0.28), PPO(clip=0.2)):
+        found = []
+        for anchored in (False, True):
+            loss, metrics = replace(algorithm, correction=Correction(anchored=anchored)).loss(trained)
+            found.append(torch.autograd.grad(loss, trained.logprobs)[0])
+            assert metrics["importance_moved"] == pytest.approx(0.2 * anchored)  # 20 of the step's 100 tokens
+        assert torch.equal(found[1], found[0] * counts) and not torch.equal(*found)
+    loss, metrics = RFT(correction=Correction(anchored=True)).loss(trained)  # has no clip
+    assert metrics["importance_moved"] == 0

@@ -43,7 +43,7 @@ def make_algorithm(config: TrainingConfig) -> Algorithm:
         from TrainingFactory.algorithms.correction import Correction
 
         low_high = None if (mask := asked.importance_mask) is None else (mask[0], mask[1])
-        options["correction"] = Correction(cap, asked.importance_by, low_high)
+        options["correction"] = Correction(cap, asked.importance_by, low_high, asked.bound > 0)
     return kinds.make_algorithm(name, options)
 
 
@@ -52,8 +52,7 @@ def importance_cap(config: TrainingConfig) -> float | None:
     asked = config.optimization
     if not KINDS[config.training.algorithm].samples:
         return None
-    behind = asked.async_rollout and asked.max_staleness > 0
-    return asked.importance_cap or (2.0 if elsewhere(config) or behind else None)
+    return asked.importance_cap or (2.0 if elsewhere(config) or asked.bound else None)
 
 
 def make_policy(config: TrainingConfig, loaded: LoadedModel, algorithm: Algorithm, steps: int) -> LocalPolicy:
