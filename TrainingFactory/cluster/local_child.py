@@ -24,8 +24,7 @@ from TrainingFactory.types import EngineSpec
 from TrainingFactory.workers.child import explain, send, take_pipes
 
 TICK = 0.25  # seconds between two looks at the engine's process
-# As Python, vLLM and torch name them; by inode, because a semaphore is mapped under a name that is gone.
-SEGMENT = re.compile(r" (\d+) +/dev/shm/(?:psm_|sem\.|vllm|torch_)[^/\s]+")
+SEGMENT = re.compile(r" /dev/shm/((?:psm_|sem\.|vllm|torch_)[^/\s]+)")  # as Python, vLLM and torch name them
 
 
 def main() -> None:
@@ -82,10 +81,8 @@ def watch(life: int) -> int:
     time.sleep(TICK)  # in which Python's own tracker removes what it knows of
     with suppress(ProcessLookupError):
         os.killpg(watched, signal.SIGKILL)
-    for path in Path("/dev/shm").iterdir() if left else ():
-        with suppress(OSError):
-            if str(path.stat().st_ino) in left:
-                path.unlink()
+    for name in left:
+        Path("/dev/shm", name).unlink(missing_ok=True)
     os._exit(0)
 
 
