@@ -61,8 +61,8 @@ class NativeSession:
 
 
 class NativeEngine:
-    """A `Sampler` over a transformers or PEFT model in this process. Its weights are shared with whoever holds the model.
-    With `source`, which is what is trained, they are its own and are copied from there at every update."""
+    """A `Sampler` over a transformers or PEFT model in this process, sharing its weights with whoever holds it. With
+    `source`, which is what is trained, they are its own, and are copied from there at every update."""
 
     def __init__(
         self,

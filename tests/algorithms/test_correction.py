@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from itertools import product
 from typing import Any
 
@@ -17,7 +18,9 @@ from TrainingFactory.algorithms.grpo import GRPO
 from TrainingFactory.algorithms.ppo import PPO
 from TrainingFactory.algorithms.rft import RFT
 from TrainingFactory.algorithms.trained import Trained
+from TrainingFactory.learning.learner import Learner
 from TrainingFactory.learning.step import StepOptions, train_step
+from TrainingFactory.types import Sample
 
 CORRECTIONS = {
     "token": Correction(cap=1.2),
@@ -32,19 +35,22 @@ def plain_weights(ratios: np.ndarray, correction: Correction) -> np.ndarray:
     return np.array([min(ratio, correction.cap) if low <= ratio <= high else 0.0 for ratio in ratios])
 
 
-@pytest.mark.parametrize("budget", [1, 120, 16_384])
-@pytest.mark.parametrize("name", CORRECTIONS)
-def test_the_weights_are_the_formula(name: str, budget: int) -> None:
-    """Row by row with the model's own attention, whatever is packed with what; episodes may have several rows."""
-    correction = CORRECTIONS[name]
-    algorithm = GRPO(correction=correction)
-    learner, rows = learner_for(algorithm), samples_of(algorithm, groups_of())
+@cache
+def played() -> tuple[Learner, list[Sample], list[np.ndarray]]:
+    """Rows, and of each the gaps old - sampled, by the model's own attention."""
+    learner, rows = learner_for(GRPO()), samples_of(GRPO(), groups_of())
     learner.model.eval()
     with torch.no_grad():
-        gaps = [
-            (row_logprobs(learner.model, row) - trained_values(row, "logprobs")).double().numpy()
-            for row in rows
-        ]
+        gaps = [row_logprobs(learner.model, row) - trained_values(row, "logprobs") for row in rows]
+    return learner, rows, [gap.double().numpy() for gap in gaps]
+
+
+@pytest.mark.parametrize("budget", [1, 16_384])
+@pytest.mark.parametrize("name", CORRECTIONS)
+def test_the_weights_are_the_formula(name: str, budget: int) -> None:
+    """Whatever is packed with what; episodes may have several rows."""
+    correction = CORRECTIONS[name]
+    algorithm, (learner, rows, gaps) = GRPO(correction=correction), played()
     whole = {row.episode: 0.0 for row in rows}
     for row, gap in zip(rows, gaps, strict=True):
         whole[row.episode] += gap.sum()

@@ -40,12 +40,8 @@ ALGORITHMS: dict[str, Any] = {
     "cispo": GRPO(loss_kind="cispo"),
     "grpo-kl-k3": GRPO(kl=0.1, kl_estimator="k3"),
     "grpo-entropy": GRPO(entropy=0.05),
-    "grpo-importance": GRPO(correction=Correction()),
-    "grpo-importance-sequence": GRPO(
-        correction=Correction(1.5, "sequence", (0.3, 3.0)), normalization="sequence"
-    ),
+    "grpo-importance": GRPO(correction=Correction(1.5, "sequence", (0.3, 3.0))),
     "ppo-importance": PPO(correction=Correction(mask=(0.8, 1.3)), kl=0.1, kl_in="reward"),
-    "rft-importance": RFT(threshold=0.5, correction=Correction(by="sequence")),
     "ppo-head": PPO(kl=0.1, entropy=0.01),
     "ppo-kl-in-reward": PPO(kl=0.1, kl_in="reward", value_clip=None, whiten=False),
     "ppo-separate": PPO(critic="separate"),

@@ -42,8 +42,8 @@ def make_algorithm(config: TrainingConfig) -> Algorithm:
     if (cap := importance_cap(config)) is not None:
         from TrainingFactory.algorithms.correction import Correction
 
-        mask = asked.importance_mask
-        options["correction"] = Correction(cap, asked.importance_by, mask and (mask[0], mask[1]))
+        low_high = None if (mask := asked.importance_mask) is None else (mask[0], mask[1])
+        options["correction"] = Correction(cap, asked.importance_by, low_high)
     return kinds.make_algorithm(name, options)
 
 

@@ -118,7 +118,7 @@ class AheadSource(SampledSource):
         recorded, given_up = _recorded(groups), _recorded(self._given_up)
         for group in groups:
             self._rename(group, step)
-        ages = [staleness(group, step) for group in groups]
+        ages = [staleness(slot.groups[-1], step) for slot in chosen]  # nothing is trained of those before
         waiting = [group for slot in self._ended for group in slot.groups]
         metrics = sampled_metrics(groups, passed, self._clock) | {
             "staleness/mean": fmean(ages),
