@@ -38,7 +38,9 @@ class LocalPlaces:
         start_timeout: float = 600.0,
         say: Callable[[str], object] = lambda text: None,
         folder: Path | None = None,
+        what: str = "sampler",
     ) -> None:
+        self._what = what
         self._spec, self._seconds, self._say, self._folder = spec, start_timeout, say, folder
         threads = str(max(1, (os.cpu_count() or 1) // 2))  # the learner has the other half
         # All of our path: what vLLM starts must find its packages too.
@@ -49,7 +51,7 @@ class LocalPlaces:
 
     async def make(self, number: int) -> LocalPlace:
         began = time.monotonic()
-        place = LocalPlace(number, self._folder)
+        place = LocalPlace(self._what, number, self._folder)
         self._places.append(place)
         try:
             async with asyncio.timeout(self._seconds):
@@ -74,9 +76,9 @@ class LocalPlaces:
 class LocalPlace:
     """An engine in a process of its own, which ends with `close`, and with this program however it ends."""
 
-    def __init__(self, number: int, folder: Path | None) -> None:
-        self.name, self._folder = f"sampler {number}", Path(tempfile.mkdtemp()) if folder is None else None
-        self.log = (folder or self._folder or Path()) / f"sampler-{number}.log"
+    def __init__(self, what: str, number: int, folder: Path | None) -> None:
+        self.name, self._folder = f"{what} {number}", Path(tempfile.mkdtemp()) if folder is None else None
+        self.log = (folder or self._folder or Path()) / f"{what}-{number}.log"
         self.about: dict[str, Any] = {}  # what the engine said of itself
         self._process: asyncio.subprocess.Process | None = None
         self._life = -1  # while this pipe is open, it may live

@@ -37,7 +37,9 @@ class RayPlaces:
         cpus: float = 1.0,
         timeout: float = 600.0,
         say: Callable[[str], object] = lambda _: None,
+        what: str = "sampler",
     ) -> None:
+        self._what, self._key = what, "compute.samplers" if what == "sampler" else f"reward.{what}.replicas"
         self._session, self._spec, self._count = session, spec, count
         self._gpus, self._bundle = gpus, {"CPU": cpus}
         self._timeout, self._say = timeout, say
@@ -53,9 +55,9 @@ class RayPlaces:
                 await self._session.open()
                 some = ray.cluster_resources().get("GPU", 0.0) and self._spec.kind == "vllm"
                 self._bundle["GPU"] = float(bool(some)) if self._gpus is None else self._gpus
-                bundles, what = [self._bundle] * self._count, f"compute.samplers={self._count}"
+                bundles, what = [self._bundle] * self._count, f"{self._key}={self._count}"
                 self._group = await self._session.placed(bundles, what, self._timeout)
-        what = f"sampler {number}"
+        what = f"{self._what} {number}"
         more = {"num_cpus": self._bundle["CPU"], "num_gpus": self._bundle["GPU"], "max_concurrency": AT_ONCE}
         actor = (
             ray.remote(EngineActor)

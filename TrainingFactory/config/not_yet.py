@@ -9,7 +9,6 @@ from TrainingFactory.config.schema import TrainingConfig
 # key -> (the value that says what happens now anyway, what to tell a user who set another one)
 NOT_YET: dict[str, tuple[Any, str]] = {
     "environment.async_execution": (True, "tools always run while other episodes are sampled"),
-    "environment.num_workers": (None, "there are always as many tool workers as episodes"),
 }
 
 

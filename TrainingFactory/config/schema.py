@@ -110,7 +110,7 @@ class EnvironmentSection(Section):
     async_execution: bool = True
     """Tools of one episode run while others are sampled."""
     num_workers: Count | None = None
-    """Tool workers; null: as many as there are episodes."""
+    """ray: processes on the cluster that run the tools which may (tools.N.remote); null: one on each machine."""
     max_turns: Count = 8
     """Turns of the model after which an episode ends as max_turns."""
     episode_timeout: Positive = 300.0
@@ -126,7 +126,8 @@ class ToolEntry(Section):
     options: dict[str, Any] = Field(default_factory=dict)
     """Of a built-in tool, such as {path: shop.db} for sql."""
     remote: bool | None = None
-    """With compute.backend=ray: run it on the cluster's machines; null: those that can (the sandbox)."""
+    """ray: run it on the cluster's machines; null: the python tool alone does. Servers and the environment's own tools
+    stay where they are."""
     cache_enabled: bool = False
     """Answer repeated calls from the cache; says that equal arguments give equal results."""
 
@@ -200,8 +201,8 @@ class OptimizationSection(Section):
     """Mean distance between the log-probs of sampler and learner for the same weights: over it the run warns, and after
     three steps in a row it stops."""
     distributed_reward: bool = False
-    """Run rewards of the types rule_based and function in processes of their own, where they need no tools. Judges
-    answer at their endpoints anyway."""
+    """Run rewards of the types rule_based and function in processes of their own, with ray on the cluster's machines,
+    where they need no tools. Judges answer at their endpoints anyway."""
     reward_workers: Count | None = None
     """Processes for each such reward; null: as many as there are cores, at most 4."""
     tool_cache: bool | str = False

@@ -11,6 +11,7 @@ from contextlib import AsyncExitStack
 from functools import cached_property
 from typing import Any
 
+from TrainingFactory.protocols import Tool
 from TrainingFactory.texts import bounded, describe, environment_secrets, without
 from TrainingFactory.tools.calls import Outcome, PendingCall, ResultCache
 from TrainingFactory.tools.decorator import as_result
@@ -140,7 +141,7 @@ class ToolRuntime:
 
 async def _bounded(call: PendingCall, timeout: float) -> Outcome:
     try:
-        result = await within(timeout, _run(call))
+        result = await within(timeout, run_tool(call.tool, call.arguments))
     except ToolFailure:
         raise
     except OutOfTime:
@@ -150,21 +151,23 @@ async def _bounded(call: PendingCall, timeout: float) -> Outcome:
     except Exception as error:
         log.info("tool %s failed", call.name, exc_info=True)
         text = f"{call.name} failed: {describe(error)}"
-        return Outcome(ToolResult(text, ok=False, error="exception"), lost=_is_lost(error))
+        return Outcome(ToolResult(text, ok=False, error="exception"), lost=is_lost(error))
     return Outcome(result, lost=not result.ok and result.error in ("timeout", "unavailable"))
 
 
-async def _run(call: PendingCall) -> ToolResult:
+async def run_tool(tool: Tool, arguments: dict[str, Any]) -> ToolResult:
+    """Run it; whatever it raises is an Exception."""
     try:
-        return as_result(await call.tool.run(call.arguments))
+        return as_result(await tool.run(arguments))
     except SystemExit as error:
         raise RuntimeError("it tried to end the program") from error
     except BaseExceptionGroup as error:  # a dying connection may raise one that is no Exception
-        kind = ConnectionError if error.subgroup(_is_lost) is not None else RuntimeError
+        kind = ConnectionError if error.subgroup(is_lost) is not None else RuntimeError
         raise kind(describe(error)) from error
 
 
-def _is_lost(error: BaseException) -> bool:
+def is_lost(error: BaseException) -> bool:
+    """Tell whether no answer came: anything else that a tool raises is its answer."""
     if isinstance(error, LOST):
         return not isinstance(error, NOT_LOST)
     return any(cls.__name__ in LOST_NAMES for cls in type(error).__mro__)

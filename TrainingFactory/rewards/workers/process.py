@@ -55,11 +55,12 @@ class RewardProcess:
         timeout: float = 300.0,
         options: Mapping[str, Any] | None = None,
         like: Adapted | None = None,  # the same reward in this process, where it has been loaded already
+        worker: Callable[..., Worker] = Worker,  # whose process may be on another machine
     ) -> None:
         self.like = like or load_reward(target, options)
         self.grouped, self.compares = self.like.grouped, self.like.compares
         self.target, self.timeout = with_whole_path(target), timeout
-        self._worker = Worker(f"{__name__}:start", {"target": self.target, "options": options})
+        self._worker = worker(f"{__name__}:start", {"target": self.target, "options": options})
 
     @property
     def alive(self) -> bool:

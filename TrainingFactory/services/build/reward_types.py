@@ -3,6 +3,7 @@ is an OptionError with its name; `model`, `outcome_weight` and `step_rewards` ar
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass as plain_dataclass
@@ -12,6 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, ValidationInfo, field_validator
 from pydantic.dataclasses import dataclass
 
+from TrainingFactory.cluster.ray_workers import RayWorker
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.options import (
     STRICT,
@@ -36,6 +38,8 @@ from TrainingFactory.rewards.tool_verified import VERIFIERS
 from TrainingFactory.rewards.workers.distributed import DistributedRewardModel
 from TrainingFactory.rewards.workers.process import RewardProcess
 from TrainingFactory.services.build.model_names import Named, find_model
+from TrainingFactory.services.build.own_judge import with_own_judge
+from TrainingFactory.workers import Worker
 
 RULE_MAKER = "TrainingFactory.rewards.rule_based:rule_from_options"
 MOST_WORKERS = 4  # by default
@@ -68,7 +72,15 @@ class Making:
         options: Options | None = None,
     ) -> RewardFunction:
         timeout = timeout or self.config.environment.episode_timeout
-        return DistributedRewardModel([RewardProcess(target, timeout, options, like) for _ in range(count)])
+        made = [
+            RewardProcess(target, timeout, options, like, self._worker(number)) for number in range(count)
+        ]
+        return DistributedRewardModel(made)
+
+    def _worker(self, number: int) -> Callable[..., Any]:
+        """Return what makes the process of a reward: here, or on a machine of the cluster."""
+        on_ray = self.config.compute.backend == "ray"
+        return functools.partial(RayWorker, what="reward", number=number) if on_ray else Worker
 
 
 def environment_reward(making: Making, options: Options) -> None:
@@ -156,6 +168,8 @@ def process_reward(making: Making, options: Options) -> RewardFunction:
 def judge(making: Making, options: Options) -> RewardFunction:
     # A fence that follows from the seed: the same requests in every run.
     options = {"fence_seed": making.config.training.seed} | options
+    if "judge" in options:
+        options = with_own_judge(options, making.config)
     if isinstance(options.get("base_url"), list):
         judges = judges_at(options.pop("base_url"), options)
         limit = options.get("concurrency", 8) or MANY
@@ -222,6 +236,7 @@ REWARD_TYPES: dict[str, Callable[[Making, Options], RewardFunction | None]] = {
 # Keys that stand beside `options` in the config, and the types that read them.
 BESIDE = {
     "model": ("learned", "model_judge"),
+    "judge": ("model_judge",),
     "outcome_weight": ("process_reward",),
     "step_rewards": ("process_reward",),
 }

@@ -24,6 +24,7 @@ from TrainingFactory.rewards.rules.answers import ReferenceRule
 from TrainingFactory.rewards.rules.code import ToolRule
 from TrainingFactory.rewards.workers.distributed import DistributedRewardModel
 from TrainingFactory.rewards.workers.process import RewardProcess
+from TrainingFactory.services.build.own_judge import OwnJudge
 from TrainingFactory.services.build.reward_types import BESIDE, REWARD_TYPES, Making, reward_model
 from TrainingFactory.types import Task
 
@@ -51,6 +52,13 @@ def check_reward(config: TrainingConfig, group_size: int | None = None) -> Rewar
 def make_reward(config: TrainingConfig) -> RewardFunction | None:
     """Return who scores the episodes, to be closed by `close_reward`; None: the environment's own reward."""
     return _made(Making(config, load=True))
+
+
+async def open_reward(reward: RewardFunction | None, say: Callable[[str], None]) -> None:
+    """Start the judges of the run's own in a reward, and return when they answer."""
+    for each in _inside(reward):
+        if isinstance(each, Judge) and isinstance(each.client.model, OwnJudge):
+            await each.client.model.open(say)
 
 
 async def close_reward(reward: RewardFunction | None) -> None:
@@ -146,7 +154,7 @@ def scored_by(config: TrainingConfig, measuring: RewardFunction | None) -> str:
         return _parts(measuring.rewards)
     if reward.type == "environment" or (measuring is None and reward.type != "learned"):
         return OWN
-    name = reward.options.get(TOLD_BY.get(reward.type, "")) or reward.model
+    name = reward.options.get(TOLD_BY.get(reward.type, "")) or reward.model or reward.judge.get("model")
     return f"reward.type={reward.type}" + (f" ({name})" if name else "")
 
 

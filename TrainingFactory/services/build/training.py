@@ -318,6 +318,7 @@ async def _played(
     held.push_async_callback(sampler.close)
     reward = training.objects.reward or build_rewards.make_reward(config)
     held.push_async_callback(build_rewards.close_reward, reward)
+    await build_rewards.open_reward(reward, say)
     clock = RewardClock(reward, say, lambda: build_rewards.judge_metrics(reward))
     quiet = config.training.eval_every is None
     measured = evaluation_reward(reward, (lambda _: None) if quiet else say)

@@ -57,7 +57,7 @@ class Rollouts:
         config = factories.by_file(config, say)
         found = factories.with_rows(config, Objects())
         self.config = config = with_model(config)
-        self.group_size, self._choose = group_size, choose
+        self.group_size, self._choose, self._say = group_size, choose, say
         self.tools = RunTools(config, tools, replay)
         checked = check_reward(config)
         check_group(choose(checked), group_size)
@@ -117,6 +117,7 @@ class Rollouts:
         held.push_async_callback(sampler.close)
         made = self._reward = make_reward(config)
         held.push_async_callback(build_rewards.close_reward, made)
+        await build_rewards.open_reward(made, self._say)
         reward = self._choose(made)
         engine = make_rollouts(config, environment, chat, ended, reward, runtime=self.tools.runtime)
         self._record()
