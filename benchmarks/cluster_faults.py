@@ -1,0 +1,382 @@
+"""Random kills over real runs on Ray and vLLM: `python -m benchmarks.cluster_faults --kills 50 --vllm 8`; `--kills 6`
+to try it out, `--only N` for one of them again.
+
+Each run is `tfactory train` as a process of its own: GRPO from the small warm model of the tests, 5 steps, a checkpoint
+after each, a tool and a reward that take a moment, two native samplers and two reward workers in Ray actors, or vLLM
+beside the run or in an actor. Most join one Ray that serves all, every seventh starts its own. At a moment that the
+seed chooses SIGKILL goes to a sampler, to vLLM's engine core, to a reward worker or to the driver. A run that has ended
+early is gone on with by its own command. Then:
+
+- bound 0: every step has the metrics of the undisturbed run. Turns have the same seeds wherever they are sampled, so
+  tokens, rewards and counts are equal; which turns are computed together depends on time, and rounding on that: loss
+  and the norm of the gradient are equal within GAP (float32; in half precision near-ties would be drawn otherwise);
+- every bound: the ledger shows each group once, each group has all its episodes, no group is staler than the bound;
+- no process of the run is left, no segment of shared memory that nobody holds, no port.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from TrainingFactory.cluster.ray_session import RaySession, require_ray
+from TrainingFactory.services.training.ledger import wrong_in_ledger
+
+HERE = Path(__file__).resolve().parents[1]
+MARK = "TFACTORY_FAULTS"  # in the environment of all processes of a campaign
+STEPS, GROUPS, MEMBERS = 5, 4, 4
+EXACT = ("episodes", "reward", "reward_std", "sampled_tokens", "trained_tokens", "turns", "tool_calls")
+CLOSE, GAP = ("loss", "grad_norm"), 1e-3  # relative, to at least 0.01
+SHARED = Path("/dev/shm")
+HELD = re.compile(r"/dev/shm/((?:psm_|sem\.mp-|tfactory-|torch_|vllm)[^/\s]+)")
+GRACE = 30.0  # seconds for what a run has started to end after it
+LONGEST = {"native": 240.0, "vllm": 600.0}  # seconds of one command
+ENVIRONMENT = '''
+import time
+from TrainingFactory.tools import tool
+from tests.kits.warm import Homes as Plain
+
+class Homes(Plain):
+    @tool
+    def lookup(self, name: str) -> str:
+        """Where somebody lives."""
+        time.sleep(0.05 + len(name) % 3 * 0.05)
+        return str(self.task.answer) if name == self.task.metadata["name"] else "unknown"
+'''
+REWARD = '''
+import time
+
+def score(trajectory):
+    time.sleep(0.02)
+    right = trajectory.turns[-1].message.content == str(trajectory.task.answer)
+    return float(right) + 0.01 * len(trajectory.turns)
+'''
+TITLES = {"sampler": "ray::EngineActor", "reward": "ray::Host", "engine": "VLLM::EngineCore"}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run and its kill: `delay` seconds after the run has written `step` steps."""
+
+    number: int
+    victim: str
+    engine: str = "native"
+    where: str = "shared"  # Ray: shared, own; or none
+    samplers: int = 2
+    bound: int = 0
+    order: str = "number"
+    step: int = 0
+    delay: float = 0.0
+
+    @property
+    def told(self) -> str:
+        way = f"{self.engine} x{self.samplers}, Ray {self.where}, bound {self.bound} by {self.order}"
+        return f"{self.number}: {way}; {self.victim} {self.delay:.2f} s after step {self.step}"
+
+    @property
+    def overrides(self) -> list[str]:
+        found = [f"sampling.engine={self.engine}"]
+        if self.where != "none":
+            found += ["compute.backend=ray", f"compute.samplers={self.samplers}"]
+        if self.bound:
+            found += ["optimization.async_rollout=true", f"optimization.max_staleness={self.bound}"]
+            found += [f"optimization.async_order={self.order}"]
+        return found
+
+
+def plan(kills: int, vllm: int, seed: int) -> list[Case]:
+    """Choose the runs and moments; victims and bounds take turns, so that few kills have all of them."""
+    with_vllm = {round((n + 0.5) * kills / vllm) for n in range(vllm)} if vllm else set()
+    ways = ((0, "number"), (1, "number"), (0, "number"), (2, "arrival"), (1, "arrival"), (2, "number"))
+    cases, natives, others = list[Case](), 0, 0
+    for number in range(kills):
+        rng = random.Random(f"faults {seed} {number}")
+        step = rng.randrange(STEPS - 1)
+        delay = rng.uniform(0.0, 0.8) if step else rng.uniform(0.0, 10.0)
+        if number in with_vllm:
+            bound, order = ((0, "number"), (0, "number"), (1, "number"), (2, "arrival"))[others // 2 % 4]
+            victim = "driver" if others % 4 == 3 else "engine"
+            where, samplers = ("shared", 1 + others // 4 % 2) if others % 2 else ("none", 1)
+            given, others = ("vllm", where, samplers, bound, order), others + 1
+        else:
+            victim = ("sampler", "driver", "reward")[natives % 3]
+            bound, order = ways[natives // 3 % len(ways)]
+            given = ("native", "own" if natives % 7 == 5 else "shared", 2, bound, order)
+            natives += 1
+        cases.append(Case(number, victim, *given, step, delay))
+    return cases
+
+
+class Processes:
+    """Knows the processes that a campaign has started, directly or not, and what they hold; others may use the machine
+    meanwhile."""
+
+    def __init__(self, mark: str) -> None:
+        self._mark, self._asked = mark, dict[psutil.Process, bool]()
+        self.lasting: set[psutil.Process] = set()  # what serves all runs
+        self._held, self._ports = set[str](), set[int]()
+
+    def look(self) -> dict[psutil.Process, str]:
+        """Return those that live with their titles, without what serves all runs; note what they hold."""
+        every = sorted(psutil.process_iter(), key=lambda each: each.pid)
+        for each in every:
+            if each not in self._asked:
+                with suppress(psutil.Error):  # it may end meanwhile
+                    mine = self._asked.get(each.parent(), False)  # pyright: ignore[reportArgumentType]
+                    self._asked[each] = mine or each.environ().get(MARK) == self._mark
+        found = {each: " ".join(_words(each)) for each in every if self._asked.get(each)}
+        self._held |= {name for each in found for name in _held_by(each)}
+        return {each: title for each, title in found.items() if title and each not in self.lasting}
+
+    def listen(self) -> None:
+        """Note on which ports they listen."""
+        pids = {each.pid for each in self.look()}
+        self._ports |= {port for pid, port in _listening() if pid in pids}
+
+    def left(self) -> list[str]:
+        """Return what lives, is held by nobody any more, or listens; a Ray that serves all keeps idle workers."""
+        living = self.look()
+        found = [f"process {each.pid} {title}" for each, title in living.items() if "ray::IDLE" not in title]
+        there = {each.name for each in SHARED.iterdir()} & self._held
+        held = {name for each in psutil.process_iter() for name in _held_by(each)} if there else set()
+        found += [f"shared memory {name}" for name in sorted(there - held)]
+        pids = {each.pid for each in living}
+        found += [
+            f"port {port}" for pid, port in _listening() if pid in pids or (not pid and port in self._ports)
+        ]
+        return found
+
+
+def _words(process: psutil.Process) -> list[str]:
+    with suppress(psutil.Error):
+        return process.cmdline()  # of those that have ended there are none
+    return []
+
+
+def _held_by(process: psutil.Process) -> set[str]:
+    """Return the names in shared memory that a process maps, or has among its arguments."""
+    with suppress(OSError):
+        maps = Path("/proc", str(process.pid), "maps").read_text(encoding="utf-8", errors="replace")
+        return set(HELD.findall(maps + " ".join(_words(process))))
+    return set()
+
+
+def _listening() -> list[tuple[int | None, int]]:
+    every = psutil.net_connections("inet")
+    return [(each.pid, each.laddr[1]) for each in every if each.status == psutil.CONN_LISTEN]
+
+
+class Campaign:
+    def __init__(self, folder: Path, address: str, processes: Processes) -> None:
+        self.folder, self._address, self._processes = folder, address, processes
+        self.gap = 0.0  # the largest
+        config: dict[str, Any] = {
+            "model": {"name": str(HERE / "tests" / "fixtures" / "warm"), "dtype": "float32"},
+            "training": {"algorithm": "grpo", "max_steps": STEPS, "batch_size": GROUPS, "group_size": MEMBERS},
+            "environment": {"environment_id": "homes.py:Homes", "max_turns": 3},
+            "reward": {"type": "function", "options": {"function": "scoring.py:score"}},
+            "optimization": {"distributed_reward": True, "reward_workers": 2},
+            "data": {"count": 100}, "sampling": {"max_tokens": 24},
+            "logging": {"checkpoint_every": 1},
+        }  # fmt: skip
+        config["training"]["learning_rate"] = 6e-4
+        (folder / "run.yaml").write_text(json.dumps(config), encoding="utf-8")
+        (folder / "homes.py").write_text(ENVIRONMENT, encoding="utf-8")
+        (folder / "scoring.py").write_text(REWARD, encoding="utf-8")
+
+    def start(self, name: str, *arguments: str) -> subprocess.Popen[bytes]:
+        with (self.folder / f"{name}.log").open("ab") as log:
+            command = [sys.executable, "-m", "TrainingFactory.cli", *arguments]
+            return subprocess.Popen(
+                command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, cwd=self.folder
+            )
+
+    def train(self, name: str, case: Case) -> subprocess.Popen[bytes]:
+        address = [f"compute.address={self._address}"] if case.where == "shared" else []
+        return self.start(name, "train", "run.yaml", "--name", name, *case.overrides, *address)
+
+    def rows(self, name: str, file: str = "metrics.jsonl") -> list[dict[str, Any]]:
+        path = self.folder / "runs" / name / file
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.is_file() else []
+        return [json.loads(line) for line in lines if line.endswith("\n")]
+
+    def ended(self, driver: subprocess.Popen[bytes], case: Case) -> int:
+        until = time.monotonic() + LONGEST[case.engine]
+        while driver.poll() is None and time.monotonic() < until:
+            self._processes.look()
+            time.sleep(0.7)
+        if driver.poll() is None:
+            self.end_all()
+            driver.wait()
+            raise TimeoutError(f"it took longer than {LONGEST[case.engine]:g} s")
+        return driver.returncode
+
+    def end_all(self) -> None:
+        for each in self._processes.look():
+            with suppress(psutil.Error):
+                each.kill()
+
+    def calm(self, engine: str) -> list[dict[str, Any]]:
+        """Return the metrics of an undisturbed run."""
+        case = Case(-1, "nobody", engine, "none" if engine == "vllm" else "shared")
+        driver = self.train(f"calm-{engine}", case)
+        if self.ended(driver, case):
+            raise SystemExit(f"the undisturbed run failed: {self.folder}/calm-{engine}.log")
+        return self.rows(f"calm-{engine}")
+
+    def strike(self, driver: subprocess.Popen[bytes], name: str, case: Case) -> bool:
+        """Wait for the moment and kill; tell whether anybody was killed before the run ended."""
+
+        def victims() -> list[Any]:
+            if case.victim == "driver":
+                return [driver]
+            found = self._processes.look().items()
+            return [each for each, title in found if title.startswith(TITLES[case.victim])]
+
+        until = time.monotonic() + LONGEST[case.engine]
+        while len(self.rows(name)) < case.step or not victims():
+            if driver.poll() is not None or time.monotonic() > until:
+                return False
+            time.sleep(0.2)
+        self._processes.listen()
+        time.sleep(case.delay)
+        found = victims()
+        if driver.poll() is not None or not found:
+            return False
+        victim = random.Random(case.number).choice(found)
+        with suppress(psutil.NoSuchProcess):
+            os.kill(victim.pid, signal.SIGKILL)
+            return True
+        return False
+
+    def play(self, case: Case, calm: list[dict[str, Any]]) -> dict[str, Any]:
+        """Make a run with a kill and return what was found: struck, resumed, and what is wrong in words."""
+        name = f"case-{case.number}"
+        found: dict[str, Any] = {"struck": False, "resumed": False, "wrong": [], "left": []}
+        try:
+            driver = self.train(name, case)
+            found["struck"] = self.strike(driver, name, case)
+            if self.ended(driver, case):
+                found["resumed"] = True
+                found["left"] += self.left()
+                if self.ended(self.go_on(name, case), case):
+                    found["wrong"].append("it could not be gone on with")
+        except TimeoutError as error:
+            found["wrong"].append(str(error))
+        found["wrong"] += self.wrong(name, case, calm)
+        found["left"] += self.left()
+        self.end_all()
+        return found
+
+    def go_on(self, name: str, case: Case) -> subprocess.Popen[bytes]:
+        there = (self.folder / "runs" / name / "config.yaml").is_file()
+        return self.start(name, "runs", "resume", name) if there else self.train(name, case)
+
+    def wrong(self, name: str, case: Case, calm: list[dict[str, Any]]) -> list[str]:
+        rows, consumed, found = self.rows(name), self.rows(name, "consumed.jsonl"), list[str]()
+        if [row["step"] for row in rows] != list(range(1, STEPS + 1)):
+            return [f"its metrics have the steps {[row['step'] for row in rows]}"]
+        found += [f"ledger: {text}" for text in wrong_in_ledger(consumed)]
+        episodes = Counter(each["group"] for each in self.rows(name, "trajectories.jsonl"))
+        if len(episodes) != STEPS * GROUPS or set(episodes.values()) != {MEMBERS}:
+            found.append(f"ledger: its groups have the episodes {dict(episodes)}")
+        stale = [row["step"] for row in rows if row.get("staleness/max", 0) > case.bound]
+        found += [f"ledger: the steps {stale} are staler than {case.bound}"] if stale else []
+        if case.bound:
+            return found
+        for row, other in zip(rows, calm, strict=True):
+            found += [
+                f"step {row['step']}: {key} {row[key]}, calm {other[key]}"
+                for key in EXACT
+                if row[key] != other[key]
+            ]
+            for key in CLOSE:
+                gap = abs(row[key] - other[key]) / max(abs(other[key]), 0.01)
+                self.gap = max(self.gap, gap)
+                if not gap <= GAP:
+                    found.append(f"step {row['step']}: {key} {row[key]}, calm {other[key]}")
+        return found
+
+    def left(self) -> list[str]:
+        """Return what is left when a run has ended and a little time has passed."""
+        until = time.monotonic() + GRACE
+        while (found := self._processes.left()) and time.monotonic() < until:
+            time.sleep(0.5)
+        return found
+
+
+async def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
+    parser.add_argument("--kills", type=int, default=50)
+    parser.add_argument("--vllm", type=int, default=0, help="so many of them with vLLM")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", type=int, nargs="*", help="numbers of kills to repeat")
+    asked = parser.parse_args()
+    mark = f"{os.getpid()}-{time.time_ns()}"
+    path = os.pathsep.join([str(HERE), *(each for each in sys.path if each)])
+    os.environ |= {MARK: mark, "OMP_NUM_THREADS": "1", "RAY_AUTH_MODE": "disabled", "PYTHONPATH": path}
+    os.environ |= {
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    }
+    began, processes = time.monotonic(), Processes(mark)
+    folder = Path(tempfile.mkdtemp(prefix="tfactory-faults-"))
+    session = RaySession()
+    await session.open()
+    say: Callable[[str], None] = lambda text: print(f"{time.monotonic() - began:6.0f} s  {text}", flush=True)  # noqa: E731
+    campaign = Campaign(folder, require_ray().get_runtime_context().gcs_address, processes)
+    say(f"logs and runs are in {folder}")
+    cases = [
+        each
+        for each in plan(asked.kills, asked.vllm, asked.seed)
+        if not asked.only or each.number in asked.only
+    ]
+    processes.lasting = {each for each, title in processes.look().items() if "ray::IDLE" not in title}
+    calm = {engine: campaign.calm(engine) for engine in sorted({case.engine for case in cases})}
+    say(f"undisturbed runs: {', '.join(calm)}")
+    kills, sums, failed = Counter[str](), Counter[str](), list[dict[str, Any]]()
+    for case in cases:
+        found = campaign.play(case, calm[case.engine])
+        wrong, left = found["wrong"], found["left"]
+        kills[
+            f"{case.engine} {case.victim} bound {case.bound}" if found["struck"] else "run ended before"
+        ] += 1
+        sums["equal"] += not case.bound and not wrong
+        sums["resumed"] += found["resumed"]
+        sums["ledger_ok"] += not any(text.startswith(("ledger", "its metrics")) for text in wrong)
+        sums["left_behind"] += bool(left)
+        say(f"{case.told}: {'; '.join(wrong + left) or 'ok'}{', gone on with' if found['resumed'] else ''}")
+        if wrong or left:
+            again = f"--kills {asked.kills} --vllm {asked.vllm} --seed {asked.seed} --only {case.number}"
+            say(f"    again: python -m benchmarks.cluster_faults {again}")
+            failed.append({"number": case.number, "wrong": wrong, "left": left})
+    await session.close()
+    processes.lasting = set()
+    if ends := campaign.left():
+        failed.append({"number": "Ray for all", "wrong": [], "left": ends})
+    sums["bound_0"] = sum(not case.bound for case in cases)
+    result = {"kills": dict(kills), **sums, "largest_gap": campaign.gap, "failed": failed}
+    print("RESULT", json.dumps(result | {"seconds": round(time.monotonic() - began)}))
+    raise SystemExit(bool(failed))
+
+
+if __name__ == "__main__":
+    asyncio.run(main())
