@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.kits.cli import Run
+from tests.kits.scale import ray_head, scale, vllm_place  # noqa: F401  # fixtures
 
 
 @pytest.fixture(scope="session")

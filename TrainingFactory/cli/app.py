@@ -13,6 +13,7 @@ from typing import Annotated, Any
 from cyclopts import App, Parameter
 
 from TrainingFactory import __version__
+from TrainingFactory.cli.cluster import cluster
 from TrainingFactory.cli.compare import compare
 from TrainingFactory.cli.data import data
 from TrainingFactory.cli.demo import demo
@@ -58,6 +59,7 @@ for command in (
     rollout,
     data,
     serve,
+    cluster,
     new,
     tools,
     judge,

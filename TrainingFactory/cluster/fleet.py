@@ -17,7 +17,7 @@ AGAIN = 4  # times that one turn is asked again: then it is the turn itself that
 
 
 class FleetSession:
-    """Holds one episode's side: its number, by which engines know it again, and the place that it keeps to."""
+    """Holds one episode's side: its number, by which engines know it, and the place that it keeps to."""
 
     def __init__(self, fleet: Fleet, number: int, home: int) -> None:
         self._fleet, self.number, self.home = fleet, number, home
@@ -46,14 +46,9 @@ class Fleet:
     `tolerance` bounds the mean distance between the learner's log-probs of the canary and those of a place."""
 
     def __init__(
-        self,
-        places: Places,
-        count: int,
-        max_length: int,
-        say: Callable[[str], None] = lambda _: None,
-        tolerance: float = 1e-3,
-        holds: object = None,
-    ) -> None:
+        self, places: Places, count: int, max_length: int, say: Callable[[str], None] = lambda _: None,
+        tolerance: float = 1e-3, holds: object = None,
+    ) -> None:  # fmt: skip
         self._holds = holds  # what must be there as long as the fleet is, such as a folder of weights
         self.max_length, self.policy_version = max_length, 0
         self._places, self._count, self._say, self._tolerance = places, count, say, tolerance
@@ -98,11 +93,10 @@ class Fleet:
         return {"samplers/alive": float(len(self._alive)), **self._counts}
 
     async def close(self) -> None:
-        tasks = [*self._making.values(), *([self._starting] if self._starting is not None else [])]
+        tasks = [task for task in (*self._making.values(), self._starting) if task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await asyncio.gather(*(place.close() for place in self._alive.values()))
         self._alive.clear()
         await self._places.close()
 
@@ -112,7 +106,12 @@ class Fleet:
         await self._started()
         for _ in range(1 + AGAIN):
             await self._some()
-            self._settle(session)
+            if (
+                session.home not in self._alive
+            ):  # to the one with the fewest: there its prompt is computed anew
+                self._open[session.home] -= 1
+                session.home = min(self._alive, key=lambda number: (self._open[number], number))
+                self._open[session.home] += 1
             place = self._alive[session.home]
             try:
                 return await place.call("sample", prompt_ids, params, session.number)
@@ -123,13 +122,6 @@ class Fleet:
             f"one turn of {len(prompt_ids)} tokens was asked {1 + AGAIN} times, and each time the sampler was lost: "
             f"{self._reason}"
         )
-
-    def _settle(self, session: FleetSession) -> None:
-        """Move a session whose place is gone to the one with the fewest; there its prompt is computed anew."""
-        if session.home not in self._alive:
-            self._open[session.home] -= 1
-            session.home = min(self._alive, key=lambda number: (self._open[number], number))
-            self._open[session.home] += 1
 
     async def _some(self) -> None:
         """Wait until a place is alive; raise where none is and none is being made."""
@@ -147,13 +139,7 @@ class Fleet:
         await asyncio.shield(self._starting)
 
     async def _start(self) -> None:
-        made = await asyncio.gather(*map(self._places.make, range(self._count)), return_exceptions=True)
-        places = {number: each for number, each in enumerate(made) if not isinstance(each, BaseException)}
-        wrong = next((each for each in made if isinstance(each, BaseException)), None)
-        if wrong is not None:
-            await asyncio.gather(*(place.close() for place in places.values()))
-            raise wrong
-        self._alive = places
+        self._alive = dict(enumerate(await asyncio.gather(*map(self._places.make, range(self._count)))))
 
     async def _push(self, number: int, place: Place, weights: Weights) -> None:
         try:
@@ -164,11 +150,8 @@ class Fleet:
     async def _load(self, place: Place, weights: Weights) -> None:
         await place.call("load", weights)
         token_ids, wanted = weights.canary
-        if not token_ids:
-            return
-        found = await place.call("score", list(token_ids))
-        pairs = list(zip(wanted, found, strict=True))
-        gap = sum(abs(one - other) for one, other in pairs) / len(pairs)
+        found = await place.call("score", list(token_ids)) if token_ids else []
+        gap = sum(abs(one - other) for one, other in zip(wanted, found, strict=True)) / max(1, len(wanted))
         if not gap <= self._tolerance:
             raise ValueError(
                 f"{place.name} does not have the learner's weights: after a push its log-probs of a known text are "

@@ -40,8 +40,13 @@ class LocalPlaces:
         folder: Path | None = None,
         what: str = "sampler",
     ) -> None:
-        self._what = what
-        self._spec, self._seconds, self._say, self._folder = spec, start_timeout, say, folder
+        self._spec, self._seconds, self._say, self._folder, self._what = (
+            spec,
+            start_timeout,
+            say,
+            folder,
+            what,
+        )
         threads = str(max(1, (os.cpu_count() or 1) // 2))  # the learner has the other half
         # All of our path: what vLLM starts must find its packages too.
         path = os.pathsep.join(each or os.getcwd() for each in sys.path)
@@ -51,7 +56,7 @@ class LocalPlaces:
 
     async def make(self, number: int) -> LocalPlace:
         began = time.monotonic()
-        place = LocalPlace(self._what, number, self._folder)
+        place = LocalPlace(number, self._folder, self._what)
         self._places.append(place)
         try:
             async with asyncio.timeout(self._seconds):
@@ -76,7 +81,7 @@ class LocalPlaces:
 class LocalPlace:
     """An engine in a process of its own, which ends with `close`, and with this program however it ends."""
 
-    def __init__(self, what: str, number: int, folder: Path | None) -> None:
+    def __init__(self, number: int, folder: Path | None, what: str = "sampler") -> None:
         self.name, self._folder = f"{what} {number}", Path(tempfile.mkdtemp()) if folder is None else None
         self.log = (folder or self._folder or Path()) / f"{what}-{number}.log"
         self.about: dict[str, Any] = {}  # what the engine said of itself

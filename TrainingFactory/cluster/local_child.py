@@ -23,7 +23,6 @@ from TrainingFactory.types import EngineSpec
 from TrainingFactory.workers.child import explain, send, take_pipes
 
 TICK = 0.25  # seconds between two looks at the engine's process
-LOOKS = 20  # ticks between two looks at its memory
 SEGMENT = re.compile(r" /dev/shm/((?:psm_|sem\.|vllm|torch_)[^/\s]+)")  # as Python, vLLM and torch name them
 
 
@@ -67,13 +66,9 @@ def watch(life: int) -> None:
         return
     os.setsid()
     os.close(0)  # and no more: it holds the pipe of answers until everything is gone
-    left: set[str] = set()
-    looks = 0
     while os.getppid() == watched and not select.select([life], [], [], TICK)[0]:
-        looks += 1
-        if looks % LOOKS == 0:
-            left |= segments(watched)
-    left |= segments(watched)
+        pass
+    left = segments(watched)
     with suppress(ProcessLookupError):
         os.killpg(watched, signal.SIGKILL)
     for name in left:

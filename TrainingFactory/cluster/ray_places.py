@@ -12,7 +12,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from TrainingFactory.cluster.engines import make_engine
+from TrainingFactory.cluster.local import LocalPlaces
 from TrainingFactory.cluster.places import PlaceLost
 from TrainingFactory.cluster.ray_session import RaySession, require_ray
 from TrainingFactory.tools.threads import in_thread
@@ -29,60 +32,44 @@ class RayPlaces:
     path must be there too."""
 
     def __init__(
-        self,
-        session: RaySession,
-        spec: EngineSpec,
-        count: int,
-        gpus: float | None = None,
-        cpus: float = 1.0,
-        timeout: float = 600.0,
-        say: Callable[[str], object] = lambda _: None,
-        what: str = "sampler",
-    ) -> None:
-        self._what, self._key = what, "compute.samplers" if what == "sampler" else f"reward.{what}.replicas"
-        self._session, self._spec, self._count = session, spec, count
-        self._gpus, self._bundle = gpus, {"CPU": cpus}
-        self._timeout, self._say = timeout, say
+        self, session: RaySession, spec: EngineSpec, count: int, gpus: float | None = None, cpus: float = 1.0,
+        timeout: float = 600.0, say: Callable[[str], object] = lambda _: None, what: str = "sampler",
+    ) -> None:  # fmt: skip
+        self._session, self._spec, self._count, self._gpus, self._cpus = session, spec, count, gpus, cpus
+        self._timeout, self._say, self._what = timeout, say, what
         self._placing = asyncio.Lock()
         self._group: Any = None
         self._packed: tuple[Weights, Any] | None = None  # the last ones that went to another machine
+        self._made: list[RayPlace] = []
 
     async def make(self, number: int) -> RayPlace:
-        ray = require_ray()
-        began = time.monotonic()
+        spec, session, began = self._spec, self._session, time.monotonic()
         async with self._placing:
+            await session.open()
+            ray = require_ray()
+            if self._gpus is None:
+                self._gpus = float(spec.kind == "vllm" and "GPU" in ray.cluster_resources())
             if self._group is None:
-                await self._session.open()
-                some = ray.cluster_resources().get("GPU", 0.0) and self._spec.kind == "vllm"
-                self._bundle["GPU"] = float(bool(some)) if self._gpus is None else self._gpus
-                bundles, what = [self._bundle] * self._count, f"{self._key}={self._count}"
-                self._group = await self._session.placed(bundles, what, self._timeout)
-        what = f"{self._what} {number}"
-        more = {"num_cpus": self._bundle["CPU"], "num_gpus": self._bundle["GPU"], "max_concurrency": AT_ONCE}
-        actor = (
-            ray.remote(EngineActor)
-            .options(**self._session.options(what, self._group, number, **more))
-            .remote()
-        )
-        place = RayPlace(ray, actor, what, self.packed)
-        wanted = (
-            "*" if self._spec.options.get("enable_lora") else "*.json"
-        )  # adapters have weights under them
-        config = await in_thread(_read, Path(self._spec.model), wanted) if self._spec.pushed else {}
+                key = "compute.samplers" if self._what == "sampler" else f"reward.{self._what}.replicas"
+                bundles = [{"CPU": self._cpus, "GPU": self._gpus}] * self._count
+                self._group = await session.placed(bundles, f"{key}={self._count}", self._timeout)
+        name = f"{self._what} {number}"
+        more = {"num_cpus": self._cpus, "num_gpus": self._gpus, "max_concurrency": AT_ONCE}
+        made = ray.remote(EngineActor).options(**session.options(name, self._group, number, **more))
+        place = RayPlace(ray, made.remote(), name, self.packed)
+        self._made.append(place)
+        files = "*" if spec.options.get("enable_lora") else "*.json"  # adapters have weights under them
+        config = await in_thread(_read, Path(spec.model), files) if spec.pushed else {}
         try:
             async with asyncio.timeout(self._timeout):
-                await place.open(self._spec, number, config, self._timeout)
-        except TimeoutError:
+                await place.open(spec, number, config, self._timeout)
+        except BaseException as error:
             await place.close()
-            raise ValueError(
-                f"{place.name} did not start within {self._timeout:g} s; compute.start_timeout gives it longer"
-            ) from None
-        except (PlaceLost, ValueError) as error:
-            await place.close()
-            raise ValueError(f"{place.name} could not be started: {error}") from error
-        except BaseException:
-            await place.close()
-            raise
+            if not isinstance(error, PlaceLost | ValueError | TimeoutError):
+                raise
+            late = f"it took longer than {self._timeout:g} s, which compute.start_timeout raises"
+            told = late if isinstance(error, TimeoutError) else error
+            raise ValueError(f"{name} could not be started: {told}") from error
         self._say(f"{place.name} is ready after {time.monotonic() - began:.0f} s")
         return place
 
@@ -94,9 +81,10 @@ class RayPlaces:
         return self._packed[1]
 
     async def close(self) -> None:
+        await asyncio.gather(*(place.close() for place in self._made))
         if self._group is not None:
             self._session.unplace(self._group)
-            self._group = None
+        self._group = None
         await self._session.close()
 
 
@@ -105,7 +93,8 @@ class RayPlace:
 
     def __init__(self, ray: Any, actor: Any, name: str, packed: Callable[[Weights], Any]) -> None:
         self.name, self.about = name, {}
-        self._ray, self._actor, self._packed = ray, actor, packed
+        self._ray, self._packed = ray, packed
+        self._actor: Any = actor
         self._here = True  # on this machine, where folders need not travel
 
     async def open(self, spec: EngineSpec, number: int, config: Files, timeout: float) -> None:
@@ -128,8 +117,7 @@ class RayPlace:
         except errors.RayTaskError as error:
             if isinstance(error.cause, ValueError):
                 raise ValueError(str(error.cause)) from None
-            told = str(error.cause) if isinstance(error.cause, PlaceLost) else repr(error.cause)
-            raise PlaceLost(f"{self.name} is of no use any more: {told}") from None
+            raise PlaceLost(f"{self.name} is of no use any more: {error.cause!r}") from None
         except errors.RayError as error:
             raise PlaceLost(f"{self.name} is gone: {type(error).__name__}") from None
 
@@ -148,44 +136,33 @@ class EngineActor:
     killed cannot end them."""
 
     def __init__(self) -> None:
-        self._call: Callable[..., Any] | None = None
+        self._call: Callable[..., Any]
         self._model: tempfile.TemporaryDirectory[str] | None = None  # what came from another machine
 
     async def start(self, spec: EngineSpec, number: int, config: Files, timeout: float) -> dict[str, Any]:
         if config and not os.path.isdir(spec.model):
             self._model = _written(config, None)
             spec = dataclasses.replace(spec, model=self._model.name)
-        about = await self._make(spec, number, timeout)
-        node = require_ray().get_runtime_context().get_node_id()
-        return {**about, "ray_node": node}
-
-    async def _make(self, spec: EngineSpec, number: int, timeout: float) -> dict[str, Any]:
         if spec.kind == "vllm":
-            from TrainingFactory.cluster.local import LocalPlaces
-
             place = await LocalPlaces(spec, start_timeout=timeout).make(number)
-            self._call = place.call
-            return place.about
-        engine = make_engine(spec)
-        self._call = lambda method, *args: getattr(engine, method)(*args)
-        return await engine.start()
+            self._call, about = place.call, place.about
+        else:
+            engine = make_engine(spec)
+            self._call = lambda method, *args: getattr(engine, method)(*args)
+            about = await engine.start()
+        return {**about, "ray_node": require_ray().get_runtime_context().get_node_id()}
 
     async def call(self, method: str, args: tuple[Any, ...]) -> Any:
-        if self._call is None:
-            raise PlaceLost("it has not been started")
         return await self._call(method, *args)
 
     async def load(self, weights: Weights, files: Files) -> None:
         """Load weights that came from another machine, by way of this one's memory."""
-        shared = "/dev/shm" if os.path.isdir("/dev/shm") else None
-        with _written(files, shared) as folder:
+        with _written(files, "/dev/shm" if os.path.isdir("/dev/shm") else None) as folder:
             base = self._model.name if weights.base and self._model is not None else weights.base
             await self.call("load", (dataclasses.replace(weights, where=folder, base=base),))
 
 
 def _read(folder: Path, pattern: str) -> dict[str, Any]:
-    import numpy as np
-
     # As arrays: Ray puts them into its store without another copy.
     return {file.name: np.fromfile(file, np.uint8) for file in sorted(folder.glob(pattern)) if file.is_file()}
 

@@ -28,9 +28,7 @@ def require_ray() -> Any:
     try:
         import ray  # pyright: ignore[reportMissingImports]  # an extra
     except ImportError as error:
-        raise ValueError(
-            "compute.backend is ray, but Ray is not installed: pip install 'training-factory[ray]'"
-        ) from error
+        raise ValueError("Ray is not installed: pip install 'training-factory[ray]'") from error
     return ray
 
 
@@ -38,10 +36,6 @@ def versions() -> dict[str, str]:
     """Return what must be equal on all machines of a cluster, as it is in this process."""
     python = ".".join(platform.python_version_tuple()[:2])
     return {"Python": python, "Ray": require_ray().__version__, "TrainingFactory": __version__}
-
-
-def _versions_there() -> dict[str, str]:
-    return versions()
 
 
 class RaySession:
@@ -67,8 +61,7 @@ class RaySession:
 
     def _connect(self) -> None:
         with self._lock:
-            if self.address is None:
-                # Read when Ray is imported: 127.0.0.1 instead of an address that others can reach.
+            if self.address is None:  # read when Ray is imported: 127.0.0.1, which others cannot reach
                 os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
             ray = require_ray()
             if not ray.is_initialized():
@@ -76,21 +69,22 @@ class RaySession:
                 folder = tempfile.TemporaryDirectory(prefix="tfactory-ray-", ignore_cleanup_errors=True)
                 common = {"namespace": NAMESPACE, "log_to_driver": False, "logging_level": logging.ERROR}
                 if self.address is not None:
-                    self._join(ray, self.address, common)
-                else:
-                    ray.init(
-                        "local",  # also where RAY_ADDRESS names a cluster
-                        num_gpus=self._num_gpus, include_dashboard=False, object_store_memory=OBJECT_STORE,
-                        _node_ip_address="127.0.0.1", _temp_dir=folder.name, **common,
-                    )  # fmt: skip
+                    _join(ray, self.address, common)
+                else:  # "local" also where RAY_ADDRESS names a cluster
+                    own = {
+                        "object_store_memory": OBJECT_STORE,
+                        "_temp_dir": folder.name,
+                        "num_gpus": self._num_gpus,
+                    }
+                    ray.init("local", include_dashboard=False, _node_ip_address="127.0.0.1", **own, **common)
                 self._began.append(folder)
             self._open.add(self)
-        if self.address is not None:
-            try:
-                self._check_versions(ray)
-            except BaseException:
-                self._disconnect()
-                raise
+        try:
+            if self.address is not None:
+                _check_versions(ray)
+        except BaseException:
+            self._disconnect()
+            raise
 
     def _disconnect(self) -> None:
         with self._lock:
@@ -99,61 +93,16 @@ class RaySession:
                 require_ray().shutdown()
                 self._began.pop().cleanup()
 
-    def _join(self, ray: Any, address: str, common: dict[str, Any]) -> None:
-        if address != "auto":
-            _probe(address)  # Ray itself would try for minutes, and then end the process
-        try:
-            ray.init(address=address, **common)
-        except (ConnectionError, RuntimeError, ValueError) as error:
-            first = str(error).strip().splitlines()[0]
-            raise ValueError(
-                f"compute.address is {address}, but this process cannot join a cluster there: {first} Start one by "
-                "`ray start --head`, join it on every other machine by `ray start --address=HOST:PORT`, and run this "
-                "command on one of them; or leave compute.address out: then Ray starts on this machine"
-            ) from error
-
-    def _check_versions(self, ray: Any) -> None:
-        """Ask every machine for its versions; raise where one has others, or cannot tell."""
-        at = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
-        ask = ray.remote(num_cpus=0, max_retries=0)(_versions_there)
-        mine, wrong = versions(), []
-        asked = {
-            f"{node['NodeName']} ({node['NodeManagerAddress']})": ask.options(
-                scheduling_strategy=at(node["NodeID"], soft=False)
-            ).remote()
-            for node in ray.nodes()
-            if node["Alive"]
-        }
-        for name, answer in asked.items():
-            try:
-                theirs = ray.get(answer, timeout=CHECK)
-            except Exception as error:  # whatever a machine raises that lacks the package, or has another one
-                last = str(error).strip().splitlines()[-1]
-                wrong.append(f"{name} cannot tell its versions: {type(error).__name__}: {last}")
-                continue
-            pairs = [(part, theirs.get(part), own) for part, own in mine.items() if theirs.get(part) != own]
-            wrong += [f"{name} has {part} {other}, this process has {own}" for part, other, own in pairs]
-        if wrong:
-            raise ValueError(
-                "the machines of a cluster need the same versions: "
-                + "; ".join(wrong)
-                + ". Install the same there, "
-                "or take the machine out of the cluster by `ray stop` on it"
-            )
-
-    # -- placing
-
     async def check(self, bundles: Sequence[Resources], what: str) -> None:
         """Raise where the cluster could not hold the bundles even if it were empty."""
         nodes = [node["Resources"] for node in await in_thread(require_ray().nodes) if node["Alive"]]
         have, want = _total(nodes), _total(bundles)
-        if any(amount > have.get(key, 0.0) for key, amount in want.items()):
-            reason = f"asked for {_told(want)}, and the whole cluster has {_told(have)}"
-        elif lone := [bundle for bundle in bundles if not any(_fits(bundle, node) for node in nodes)]:
-            most = "; ".join(map(_told, nodes))
-            reason = f"one machine must have {_told(lone[0])}, and the machines have {most}"
-        else:
-            return
+        reason = f"asked for {_told(want)}, and the whole cluster has {_told(have)}"
+        if _fits(want, have):
+            lone = [bundle for bundle in bundles if not any(_fits(bundle, node) for node in nodes)]
+            if not lone:
+                return
+            reason = f"one machine must have {_told(lone[0])}, and they have {'; '.join(map(_told, nodes))}"
         raise ValueError(
             f"{what} cannot be placed: {reason}. Ask for less (compute.samplers, gpus_per_sampler, cpus_per_sampler), "
             "or add machines by `ray start`"
@@ -164,15 +113,15 @@ class RaySession:
         where the cluster could never hold them, else when the time is over."""
         await self.check(bundles, what)
         ray = require_ray()
-        asked = [{key: value for key, value in bundle.items() if value} for bundle in bundles]
         # A bundle of nothing cannot be placed: this much of the memory is on every machine.
-        group = ray.util.placement_group([bundle or {"memory": 1.0} for bundle in asked])
+        some = [{k: v for k, v in bundle.items() if v} or {"memory": 1.0} for bundle in bundles]
+        group = ray.util.placement_group(some)
         try:
             if await in_thread(group.wait, timeout):
                 return group
             free = _told(await in_thread(ray.available_resources))
             raise ValueError(
-                f"{what} could not be placed in {timeout:g} s: asked for {_told(_total(asked))}, and free are {free}; "
+                f"{what} could not be placed in {timeout:g} s: asked for {_told(_total(some))}, and free are {free}; "
                 "wait until others have ended, or ask for less (`tfactory cluster status`)"
             )
         except BaseException:
@@ -197,20 +146,44 @@ class RaySession:
 
     async def status(self) -> dict[str, Any]:
         """Return the machines of the cluster with their resources, and the actors of TrainingFactory."""
-        return await in_thread(_status, require_ray())
+        return await in_thread(status, require_ray())
 
 
-def _probe(address: str) -> None:
-    host, _, port = address.removeprefix("ray://").rpartition(":")
-    if address.startswith("ray://") or not host or not port.isdigit():
+def _join(ray: Any, address: str, common: dict[str, Any]) -> None:
+    host, _, port = address.rpartition(":")
+    if address != "auto" and ("/" in host or not host or not port.isdigit()):
         raise ValueError(f"compute.address is {address}; it must be auto, or HOST:PORT of the cluster's head")
     try:
-        socket.create_connection((host.strip("[]"), int(port)), PROBE).close()
-    except OSError as error:
+        if address != "auto":  # Ray itself would try for minutes, and then end the process
+            socket.create_connection((host.strip("[]"), int(port)), PROBE).close()
+        ray.init(address=address, **common)
+    except (OSError, RuntimeError, ValueError) as error:
         raise ValueError(
-            f"compute.address is {address}, but nothing answers there ({error}); `ray status` on the cluster's head "
-            "tells whether it runs, and its port, 6379 by default, must be reachable from here"
+            f"compute.address is {address}, but there is no cluster that this process can join: "
+            f"{str(error).strip().splitlines()[0]} Start one by `ray start --head`, join it on every other machine by "
+            "`ray start --address=HOST:PORT`, and run this command on one of them; or leave compute.address out: then "
+            "Ray starts on this machine"
         ) from error
+
+
+def _check_versions(ray: Any) -> None:
+    """Ask every machine for its versions; raise where one has others, or cannot tell."""
+    at = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
+    ask, mine, wrong = ray.remote(num_cpus=0, max_retries=0)(versions), versions(), list[str]()
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    asked = [ask.options(scheduling_strategy=at(node["NodeID"], soft=False)).remote() for node in nodes]
+    for node, answer in zip(nodes, asked, strict=True):
+        try:
+            theirs = ray.get(answer, timeout=CHECK)
+        except Exception as error:  # whatever a machine raises that lacks the package, or has another one
+            theirs = dict.fromkeys(mine, f"unknown ({str(error).strip().splitlines()[-1]})")
+        other = [f"{part} {theirs[part]} (here {own})" for part, own in mine.items() if theirs[part] != own]
+        wrong += [f"{node['NodeName']} has {', '.join(other)}"] if other else []
+    if wrong:
+        raise ValueError(
+            f"the machines of a cluster need the same versions: {'; '.join(wrong)}. Install the same there, or "
+            "take the machine out of the cluster by `ray stop` on it"
+        )
 
 
 def _fits(bundle: Resources, node: Resources) -> bool:
@@ -218,36 +191,28 @@ def _fits(bundle: Resources, node: Resources) -> bool:
 
 
 def _total(each: Sequence[Resources]) -> dict[str, float]:
-    keys = sorted({key for one in each for key in one})
-    return {key: sum(one.get(key, 0.0) for one in each) for key in keys}
+    return {key: sum(one.get(key, 0.0) for one in each) for one in each for key in one}
 
 
 def _told(resources: Resources) -> str:
     return ", ".join(f"{resources.get(key, 0.0):g} {key}" for key in ("CPU", "GPU"))
 
 
-def _status(ray: Any) -> dict[str, Any]:
-    state = ray._private.state  # the public way needs the dashboard
-    nodes = [node for node in ray.nodes() if node["Alive"]]
-    names = {node["NodeID"]: node["NodeName"] for node in nodes}
+def status(ray: Any) -> dict[str, Any]:
+    state, kinds = ray._private.state, ("CPU", "GPU", "memory")  # the public way needs the dashboard
+    free, nodes = state.available_resources_per_node(), {}
+    for node in ray.nodes():
+        if node["Alive"]:
+            have, left = node["Resources"], free.get(node["NodeID"], {})
+            found = {"resources": {key: have.get(key, 0.0) for key in kinds}}
+            found["free"] = {key: left.get(key, 0.0) for key in kinds}
+            nodes[node["NodeID"]] = {"name": node["NodeName"], **found}
     actors = [
         {
-            "what": actor["Name"].split(":")[1],
-            "node": names.get(actor["Address"]["NodeID"], "?"),
-            "pid": actor["Pid"],
-            "state": actor["State"],
-            "since": actor["StartTime"] / 1000,
+            "what": actor["Name"].split(":")[1], "pid": actor["Pid"], "since": actor["StartTime"] / 1000,
+            "node": nodes.get(actor["Address"]["NodeID"], {}).get("name", "?"),
         }
         for actor in state.actors().values()
         if actor["Name"].startswith(f"{PREFIX}:") and actor["State"] != "DEAD"
-    ]
-    free, kinds = state.available_resources_per_node(), ("CPU", "GPU", "memory")
-    machines = [
-        {
-            "name": node["NodeName"],
-            "resources": {key: node["Resources"].get(key, 0.0) for key in kinds},
-            "free": {key: free.get(node["NodeID"], {}).get(key, 0.0) for key in kinds},
-        }
-        for node in nodes
-    ]
-    return {"nodes": machines, "actors": sorted(actors, key=lambda actor: (actor["what"], actor["since"]))}
+    ]  # fmt: skip
+    return {"nodes": [*nodes.values()], "actors": sorted(actors, key=lambda actor: actor["what"])}

@@ -1,4 +1,4 @@
-"""Functions in Ray actors: rewards and tools that run on the machines of a cluster. Ray is running already."""
+"""Functions in Ray actors: rewards and tools that run on the machines of a cluster, which has been joined before."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
 
-from TrainingFactory.cluster.ray_session import RaySession
+from TrainingFactory.cluster.ray_session import RaySession, require_ray
 from TrainingFactory.workers import WorkerDied, WorkerError, WorkerTooSlow
 
 START_SECONDS = 120.0  # its function may import much
@@ -19,14 +19,13 @@ AT_ONCE = 1000  # calls that one actor takes
 
 class RayWorker:
     """Is a `workers.Worker` whose process is a Ray actor: started with the first question, and again after it has died.
-    `what` is shown to users, `number` spreads workers over the machines. It reserves no cores, so that it never waits
-    for any."""
+    `what` is shown to users. It reserves no cores, so that it never waits for any."""
 
-    def __init__(self, target: str, settings: Any = None, *, what: str, number: int = 0) -> None:
-        self.target, self.settings = target, settings
-        self._what, self._number = what, number
+    def __init__(self, target: str, settings: Any = None, *, what: str) -> None:
+        self.target, self.settings, self._what = target, settings, what
+        self.starts = 0  # so far
         self._actor: Any = None
-        self._starting: asyncio.Task[None] | None = None
+        self._starting = asyncio.Lock()
         self._closed = False
 
     @property
@@ -38,74 +37,38 @@ class RayWorker:
         `seconds` the actor outlives a caller who gives up: others may be waiting for it."""
         actor = await self.ready()
         try:
-            async with asyncio.timeout(seconds):
-                return await self._answer(actor, actor.ask.remote(message))
-        except TimeoutError:
-            self._drop(actor)
-            raise WorkerTooSlow(f"did not answer within {seconds:g} s") from None
-        except asyncio.CancelledError:
-            if seconds is not None:
+            return await _answer(actor.ask.remote(message), seconds)
+        except (WorkerDied, WorkerTooSlow, asyncio.CancelledError) as error:
+            if seconds is not None or isinstance(error, WorkerDied):
                 self._drop(actor)
             raise
 
     async def ready(self) -> Any:
-        """Return the actor, started by whoever comes first; the others wait for it."""
-        import ray
+        """Return the actor, started by whoever comes first."""
+        async with self._starting:
+            if self._closed or not require_ray().is_initialized():  # a call would start Ray by itself
+                raise WorkerDied("was closed")
+            if self._actor is None:
+                self._actor = await self._started()
+            return self._actor
 
-        if self._closed or not ray.is_initialized():  # which a call would start by itself
-            raise WorkerDied("was closed")
-        if self._actor is None:
-            if self._starting is None or self._starting.done():
-                self._starting = asyncio.create_task(self._start())
-            await asyncio.shield(self._starting)
-        return self._actor
-
-    async def _start(self) -> None:
-        import ray
-        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-        nodes = machines()
-        where = NodeAffinitySchedulingStrategy(nodes[self._number % len(nodes)], soft=True)
-        options = RaySession().options(self._what, scheduling_strategy=where, max_concurrency=AT_ONCE)
-        actor = ray.remote(Host).options(**options).remote()
+    async def _started(self) -> Any:
+        options = RaySession().options(self._what, scheduling_strategy="SPREAD", max_concurrency=AT_ONCE)
+        actor = require_ray().remote(Host).options(**options).remote()
         try:
-            async with asyncio.timeout(START_SECONDS):
-                await self._answer(
-                    actor, actor.start.remote(self.target, self.settings, os.getcwd(), sys.path)
-                )
-        except TimeoutError:
-            self._drop(actor)
-            raise WorkerDied(f"did not start within {START_SECONDS:g} s") from None
+            begun = actor.start.remote(self.target, self.settings, os.getcwd(), sys.path)
+            await _answer(begun, START_SECONDS)
         except BaseException:
             self._drop(actor)
             raise
-        if self._closed:
-            self._drop(actor)
-            raise WorkerDied("was closed")
-        self._actor = actor
-
-    async def _answer(self, actor: Any, ref: Any) -> Any:
-        import ray
-        from ray.exceptions import RayActorError, RayTaskError, TaskCancelledError
-
-        try:
-            return await ref
-        except asyncio.CancelledError:
-            ray.cancel(ref)
-            raise
-        except RayTaskError as error:
-            raise WorkerError(f"{type(error.cause).__name__}: {error.cause}") from None
-        except (RayActorError, TaskCancelledError):
-            self._drop(actor)
-            raise WorkerDied("was closed" if self._closed else "died") from None
+        self.starts += 1
+        return actor
 
     def _drop(self, actor: Any) -> None:
-        import ray
-
         if self._actor is actor:
             self._actor = None
-        if ray.is_initialized():  # else everything is gone with it
-            ray.kill(actor)
+        if require_ray().is_initialized():  # else it is gone with Ray
+            require_ray().kill(actor)
 
     def kill(self) -> None:
         """End the actor at once. A call under way raises WorkerDied; the next one starts another."""
@@ -115,16 +78,28 @@ class RayWorker:
     async def close(self) -> None:
         """End the actor for good."""
         self._closed = True
-        self.kill()
+        async with self._starting:
+            self.kill()
+
+
+async def _answer(ref: Any, seconds: float | None) -> Any:
+    ray = require_ray()
+    try:
+        async with asyncio.timeout(seconds):
+            return await ref
+    except ray.exceptions.RayTaskError as error:  # first, since it is also of the class of its cause
+        raise WorkerError(f"{type(error.cause).__name__}: {error.cause}") from None
+    except TimeoutError:
+        raise WorkerTooSlow(f"did not answer within {seconds:g} s") from None
+    except asyncio.CancelledError:
+        ray.cancel(ref)
+        raise
+    except ray.exceptions.RayError:
+        raise WorkerDied("died") from None
 
 
 class Host:
-    """Runs in the actor: answers with what a function makes of a message. It may be asynchronous, and then answers many
-    at once; else one at a time has a thread."""
-
-    def __init__(self) -> None:
-        self._function: Any = None
-        self._turn = asyncio.Lock()
+    """Runs in the actor: answers with what a function makes of a message. An asynchronous one answers many at once."""
 
     async def start(self, target: str, settings: Any, folder: str, path: Sequence[str]) -> None:
         """Find the function, from the same folder as in the run's own process where this machine has it."""
@@ -139,14 +114,4 @@ class Host:
     async def ask(self, message: Any) -> Any:
         if inspect.iscoroutinefunction(self._function):
             return await self._function(message)
-        async with self._turn:
-            return await asyncio.to_thread(self._function, message)
-
-
-def machines() -> list[str]:
-    """Return the ids of the machines of the cluster, this one first."""
-    import ray
-
-    here = ray.get_runtime_context().get_node_id()
-    found = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
-    return sorted(found, key=lambda node: (node != here, node))
+        return await asyncio.to_thread(self._function, message)

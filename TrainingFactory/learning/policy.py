@@ -30,37 +30,33 @@ class LocalPolicy:
     changed no weight."""
 
     def __init__(
-        self,
-        learner: Learner,
-        algorithm: Algorithm,
-        tokenizer: Any,
-        options: StepOptions,
+        self, learner: Learner, algorithm: Algorithm, tokenizer: Any, options: StepOptions,
         publisher: Publishes | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.publisher = publisher
-        self._learner, self._algorithm = learner, algorithm
+        self.learner, self._algorithm = learner, algorithm
         self._tokenizer, self._options = tokenizer, options
         self._thread = OneThread("policy")
         self._version = 0
 
     async def step(self, rows: Sequence[Sample], step: int) -> dict[str, float]:
-        given = (self._learner, self._algorithm, rows, step, self._options)
+        given = (self.learner, self._algorithm, rows, step, self._options)
         metrics = await self._thread.call(train_step, *given)
         self._version = step + 1
         return metrics
 
     async def evaluate(self, rows: Sequence[Sample], step: int) -> dict[str, float]:
-        given = (self._learner, self._algorithm, rows, step, self._options)
+        given = (self.learner, self._algorithm, rows, step, self._options)
         return await self._thread.call(evaluate_rows, *given)
 
     async def score(self, rows: Sequence[Sample]) -> list[list[float]]:
-        return await self._thread.call(score_rows, self._learner, rows, self._options)
+        return await self._thread.call(score_rows, self.learner, rows, self._options)
 
     async def save(self, folder: str, state: dict[str, Any]) -> None:
-        await self._thread.call(save_checkpoint, folder, self._learner, self._tokenizer, state)
+        await self._thread.call(save_checkpoint, folder, self.learner, self._tokenizer, state)
 
     async def load(self, folder: str) -> dict[str, Any]:
-        state = await self._thread.call(load_checkpoint, folder, self._learner)
+        state = await self._thread.call(load_checkpoint, folder, self.learner)
         self._version = state["step"]
         return state
 

@@ -54,7 +54,7 @@ class Publisher:
         config.dtype = self._causal.dtype
         self.dtype = str(config.dtype).removeprefix("torch.")
         self.model_folder, self._bones = str(self._home / "model"), skeleton(config)
-        config.save_pretrained(self.model_folder)
+        self._bones.config.save_pretrained(self.model_folder)
         self.rank = _adapter_rank(learner.model) if adapters else None
         if self.rank is not None:
             self._write(self._home / "model", merged=False)
@@ -86,7 +86,7 @@ class Publisher:
         self._guard.wait()
 
     def _write(self, folder: Path, merged: bool) -> None:
-        folder.mkdir(exist_ok=True)
+        self._bones.config.save_pretrained(folder)
         with torch.no_grad():
             weights = as_saved(self._bones, dict(_weights(self._causal, self._bones, merged)))
             save_file({name: weight.cpu().contiguous() for name, weight in weights.items()}, folder / WEIGHTS)

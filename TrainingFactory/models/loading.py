@@ -15,7 +15,7 @@ import torch
 
 from TrainingFactory.models.encoding import gives_back
 from TrainingFactory.models.names import BUILTIN, SUPPORTED_MODELS, resolve
-from TrainingFactory.models.tiny import CONTEXT, tiny_model, tiny_tokenizer
+from TrainingFactory.models.tiny import tiny_model, tiny_tokenizer
 from TrainingFactory.options import Unknown, did_you_mean, nearest
 
 CPU = torch.device("cpu")
@@ -147,28 +147,18 @@ def _trainable_bits(model: Any) -> Any:
 
 def stored_dtype(name: str, revision: str | None = None, trust_remote_code: bool = False) -> torch.dtype:
     """Return the number format of the weights as they are stored; float32 where the config does not say."""
-    if resolve(name) == BUILTIN:
-        return torch.float32
-    config = _read_config(name, revision, trust_remote_code)
-    return getattr(config, "dtype", None) or torch.float32  # foreign object
-
-
-def context_length(name: str) -> int | None:
-    """Return for how many tokens a model was made, where its config says so; no weights are read."""
-    if resolve(name) == BUILTIN:
-        return CONTEXT
-    return getattr(_read_config(name).get_text_config(), "max_position_embeddings", None)  # foreign object
-
-
-def _read_config(name: str, revision: str | None = None, trust_remote_code: bool = False) -> Any:
     from transformers import AutoConfig
 
-    source, options = _locate(name, resolve(name))
+    target = resolve(name)
+    if target == BUILTIN:
+        return torch.float32
+    source, options = _locate(name, target)
     options |= {"revision": revision, "trust_remote_code": trust_remote_code}
     try:
-        return AutoConfig.from_pretrained(source, **options)
+        config = AutoConfig.from_pretrained(source, **options)
     except LOADING as error:
         raise ValueError(f"the config of {name!r} could not be read: {_first_line(error)}") from error
+    return getattr(config, "dtype", None) or torch.float32  # foreign object
 
 
 def _load_pretrained(name: str, target: str, options: dict[str, Any], how: dict[str, Any]) -> tuple[Any, Any]:

@@ -9,7 +9,6 @@ from typing import Any
 
 from TrainingFactory.models.words import NAMES, PLACES, THINGS, VERBIAGE
 
-CONTEXT = 4096  # tokens
 SPECIAL_TOKENS = """<|endoftext|> <|im_start|> <|im_end|> <|object_ref_start|> <|object_ref_end|>
 <|box_start|> <|box_end|> <|quad_start|> <|quad_end|> <|vision_start|> <|vision_end|>
 <|vision_pad|> <|image_pad|> <|video_pad|>""".split()
@@ -66,7 +65,7 @@ def tiny_tokenizer() -> Any:
         eos_token="<|im_end|>",
         pad_token="<|endoftext|>",
         chat_template=template(),
-        model_max_length=CONTEXT,
+        model_max_length=4096,
         clean_up_tokenization_spaces=False,
     )
 
@@ -83,7 +82,7 @@ def tiny_model(vocab_size: int, eos_token_id: int, pad_token_id: int, seed: int 
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=32,
-        max_position_embeddings=CONTEXT,
+        max_position_embeddings=4096,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
         tie_word_embeddings=True,
         eos_token_id=eos_token_id,

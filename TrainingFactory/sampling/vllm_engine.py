@@ -17,7 +17,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import TrainingFactory
+from TrainingFactory import __version__
 from TrainingFactory.models.saved import WEIGHTS, Shapes, check_weights, saved_shapes
 from TrainingFactory.types import Completion, EngineSpec, SamplingParams, Weights
 
@@ -26,6 +26,7 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_DO_NOT_TRACK": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_USE_V2_MODEL_RUNNER": "0",  # whose log-probs cannot be kept those of the full softmax
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # engines of one machine would otherwise sit on the same cores
 }
 GPU_SHARE = 0.5  # of a GPU's memory: the learner may live on the same one
@@ -59,7 +60,6 @@ class VllmEngine:
         self._base = "" if spec.pushed else spec.model  # the weights under adapters
         self._turns: Counter[int] = Counter()  # under way, by the number of their adapter
         self._loading = asyncio.Lock()
-        self._any_cut = False  # whether top_p, top_k and min_p leave log-probs as they should be
 
     async def start(self) -> dict[str, Any]:
         os.environ |= {name: value for name, value in ENVIRONMENT.items() if name not in os.environ}
@@ -74,24 +74,20 @@ class VllmEngine:
         self._llm = AsyncLLM.from_engine_args(engine_arguments(self._spec))
         self._vocabulary = int(self._llm.model_config.get_vocab_size())
         self._spans = hasattr(self._llm, "update_weight_version")  # foreign object
-        self._any_cut = all(await self._llm.collective_rpc("tfactory_full_logprobs"))
+        await self._llm.collective_rpc("tfactory_full_logprobs")
         await self._say_version(0)
         await self._turn([0], SamplingParams(max_tokens=1))  # the first request compiles much
         if self._spec.pushed:
             self._useless = "has no weights yet: they are pushed before it samples"
-        return {
-            "pid": os.getpid(), "node": platform.node(), "vocabulary": self._vocabulary, "versions": _versions(),
-        }  # fmt: skip
+        versions = {name: import_module(name).__version__ for name in ("torch", "transformers", "vllm")}
+        versions |= {"TrainingFactory": __version__, "python": platform.python_version()}
+        about = {"pid": os.getpid(), "node": platform.node(), "vocabulary": self._vocabulary}
+        return {**about, "versions": versions}
 
     async def sample(
         self, prompt_ids: Sequence[int], params: SamplingParams, session: int = -1
     ) -> Completion:
-        self._check(prompt_ids, self._spec.max_length - 1)
-        if not self._any_cut and (params.top_p < 1 or params.top_k or params.min_p):
-            raise ValueError(
-                "top_p, top_k and min_p: this release of vLLM gives no log-probs of the full softmax with "
-                "them; leave them out, or use sampling.engine: native"
-            )
+        self._check(prompt_ids)
         if self._lora or not self._spans:  # a turn of one version: the one that it begins with
             async with self._loading:
                 pass
@@ -102,7 +98,7 @@ class VllmEngine:
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         from vllm import SamplingParams as Params  # pyright: ignore[reportMissingImports]
 
-        self._check(token_ids, self._spec.max_length - 1)
+        self._check(token_ids)
         params = Params(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False, ignore_eos=True)
         answer = await self._ask(token_ids, params)
         pairs = zip(token_ids[1:], answer.prompt_logprobs[1:], strict=True)
@@ -122,8 +118,8 @@ class VllmEngine:
 
     # -- requests
 
-    def _check(self, token_ids: Sequence[int], most: int) -> None:
-        size = len(token_ids)
+    def _check(self, token_ids: Sequence[int]) -> None:
+        size, most = len(token_ids), self._spec.max_length - 1
         if not size:
             raise ValueError("an empty prompt cannot be sampled from; it needs at least one token")
         if size > most:
@@ -135,10 +131,10 @@ class VllmEngine:
         from vllm import SamplingParams as Params  # pyright: ignore[reportMissingImports]
         from vllm.sampling_params import RequestOutputKind  # pyright: ignore[reportMissingImports]
 
-        room = self._spec.max_length - len(prompt_ids)
+        most = min(params.max_tokens, self._spec.max_length - len(prompt_ids))
         wanted = Params(
             temperature=params.temperature, top_p=params.top_p, top_k=params.top_k, min_p=params.min_p,
-            seed=params.seed % 2**63, max_tokens=min(params.max_tokens, room),
+            seed=params.seed % 2**63, max_tokens=most,
             stop_token_ids=list(params.stop_ids), ignore_eos=True,  # what ends a turn is said by the caller alone
             logprobs=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY,
         )  # fmt: skip
@@ -256,8 +252,3 @@ def engine_arguments(spec: EngineSpec) -> Any:
     on_a_cpu = {"enforce_eager": True, "block_size": 32, "kv_cache_memory_bytes": CPU_CACHE}
     given |= on_a_cpu if on_cpu else {"gpu_memory_utilization": GPU_SHARE}
     return AsyncEngineArgs(**given | spec.options)
-
-
-def _versions() -> dict[str, str]:
-    found = {"TrainingFactory": TrainingFactory.__version__, "python": platform.python_version()}
-    return found | {name: import_module(name).__version__ for name in ("torch", "transformers", "vllm")}

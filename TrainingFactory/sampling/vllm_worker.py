@@ -36,17 +36,11 @@ class WorkerExtension:
             reload.finalize_layerwise_reload(model, self.model_config)
             _repack_tied_head(model)
 
-    def tfactory_full_logprobs(self) -> bool:
-        """Give log-probs of the full softmax also where top_p, top_k or min_p cut it; vLLM's are of what is left. Tell
-        whether this release's sampler is one of those that are known."""
-        sampler = getattr(self.model_runner, "sampler", None)  # foreign object
-        if hasattr(sampler, "sampling_states"):
-            sampler.sample = _full_logits(sampler, sampler.sample)
-        elif hasattr(sampler, "topk_topp_sampler"):
-            sampler.sample = _full_logprobs(sampler.sample)
-        else:
-            return False
-        return True
+    def tfactory_full_logprobs(self) -> None:
+        """Make log-probs those of the full softmax also where top_p, top_k or min_p cut it: vLLM's are of the rest."""
+        sampler = self.model_runner.sampler
+        assert hasattr(sampler, "topk_topp_sampler"), "VLLM_USE_V2_MODEL_RUNNER must be 0"
+        sampler.sample = _full_logprobs(sampler.sample)
 
 
 @contextmanager
@@ -85,27 +79,7 @@ def _repack_tied_head(model: Any) -> None:
                 module.quant_method.process_weights_after_loading(module)
 
 
-def _full_logits(sampler: Any, sample: Any) -> Any:
-    """Wrap `sample` of the second model runner, which returns tokens and the logits that log-probs are made from."""
-
-    def wrapped(
-        logits: torch.Tensor, expanded: Any, mapping: Any, rows: Any, *more: Any, **named: Any
-    ) -> Any:
-        states = sampler.sampling_states
-        cut = states.get_top_k_top_p(expanded, rows) != (None, None) or (states.min_p.np[rows] != 0).any()
-        full = logits.to(torch.float32, copy=True) if cut else None
-        sampled, processed = sample(logits, expanded, mapping, rows, *more, **named)
-        if full is None:
-            return sampled, processed
-        states.apply_temperature(full, expanded, rows)
-        return sampled, full
-
-    return wrapped
-
-
 def _full_logprobs(sample: Any) -> Any:
-    """Wrap `sample` of the first model runner, which returns tokens and log-probs."""
-
     def wrapped(logits: torch.Tensor, about: Any, *more: Any, **named: Any) -> Any:
         cut = about.top_p is not None or about.top_k is not None
         cut = cut or any(getattr(each, "min_p_count", 0) for each in about.logitsprocs.argmax_invariant)

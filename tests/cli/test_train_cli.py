@@ -150,7 +150,7 @@ def test_the_panel_plots_the_whole_run() -> None:
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.name)
 def test_the_configs_load(path: Path) -> None:
     config = load_config(path)
-    family, _, algorithm = path.stem.removesuffix("_lora").partition("_")
+    family, _, algorithm = path.stem.removesuffix("_lora").removesuffix("_ray").partition("_")
     algorithm = {"text2sql": "grpo"}.get(algorithm, algorithm)  # called after its environment
     assert config.training.algorithm == algorithm and family in config.model.name.lower()
     assert unused(config) == []

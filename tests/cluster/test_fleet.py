@@ -74,6 +74,8 @@ class Fakes:
 
     async def close(self) -> None:
         self.closed = True
+        for place in self.made:
+            place.closed = True
 
 
 def params(seed: int) -> SamplingParams:
@@ -100,7 +102,8 @@ def test_sessions_keep_to_their_place_and_are_spread() -> None:
         one, two = fakes.made
         assert sorted(one.asked) == [(0, 0), (0, 10), (2, 2), (2, 12)]
         assert sorted(two.asked) == [(1, 1), (1, 11), (3, 3), (3, 13)]
-        sessions[1].close(), sessions[3].close()
+        sessions[1].close()
+        sessions[3].close()
         await asyncio.gather(*(fleet.sample([1], params(n)) for n in (20, 21)))
         assert [seed for _, seed in two.asked[4:]] == [20, 21]  # it had the fewer
         with pytest.raises(ValueError, match="closed"):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Iterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import pytest
 
 from tests.kits.judge import all_scored, finished
 from tests.kits.parrot import parrot
-from tests.kits.scale import SCALE, scale  # noqa: F401
+from tests.kits.scale import SCALE
 from TrainingFactory.cluster.ray_session import RaySession
 from TrainingFactory.cluster.ray_workers import RayWorker
 from TrainingFactory.config import TrainingConfig
@@ -27,7 +27,7 @@ from TrainingFactory.tools.runtime import ToolRuntime
 from TrainingFactory.types import ToolCall, ToolResult
 from TrainingFactory.workers import WorkerDied, WorkerError, WorkerTooSlow
 
-pytestmark = [SCALE, pytest.mark.usefixtures("ray")]
+pytestmark = [SCALE, pytest.mark.usefixtures("ray_head")]
 
 CODE = '''
 import os, time
@@ -70,18 +70,6 @@ def wrong(how: str) -> str:
         raise SystemExit(3)
     raise {"value": ValueError, "lost": ConnectionError}[how]("as asked")
 '''
-
-
-@pytest.fixture(scope="module")
-def ray(scale: None) -> Iterator[None]:
-    async def opened() -> RaySession:
-        session = RaySession()
-        await session.open()
-        return session
-
-    session = asyncio.run(opened())
-    yield
-    asyncio.run(session.close())
 
 
 @pytest.fixture
@@ -152,7 +140,7 @@ async def scores(chosen: TrainingConfig, rows: list[Any]) -> list[float]:
 
 
 @asynccontextmanager
-async def episodes(chosen: TrainingConfig, count: int) -> Any:
+async def episodes(chosen: TrainingConfig, count: int) -> AsyncIterator[list[AsyncToolExecutor]]:
     """Open the tools of a config for some episodes of one run."""
     tools, runtime = make_tools(chosen), ToolRuntime()
     sources: list[Any] = [tool for tool in tools if hasattr(tool, "open")]
@@ -232,7 +220,7 @@ def test_an_executor_that_dies_is_told_to_the_model_and_replaced(code: Path) -> 
     lost, fresh, last = asyncio.run(played())
     assert not lost.ok and lost.error == "unavailable"
     assert lost.content.startswith(
-        "python gave no answer: its process on the cluster died; the next call begins"
+        "python gave no answer: its process on the cluster died; what this episode had"
     )
     assert fresh.ok and fresh.content.startswith("[a fresh process: the last one died;")
     assert fresh.content.endswith("]\n4") and last.content == "6"
@@ -256,7 +244,8 @@ def test_what_cannot_go_there_is_refused(code: Path, tmp_path: Path) -> None:
             await source.close()
 
     with pytest.raises(
-        ValueError, match=r"there is no file own_code.py .*must have the same path on every machine"
+        ValueError,
+        match=r"there is no file own_code.py .*their files must have the same path on every machine",
     ):
         asyncio.run(open_and_close())
 
@@ -278,16 +267,14 @@ def test_a_judge_of_ones_own_on_ray_scores_and_is_made_anew(
 
     async def judged() -> tuple[list[float], dict[str, Any], list[int]]:
         reward: Any = make_reward(given)
-        try:
-            await open_reward(reward, said.append)
+        async with AsyncExitStack() as held:
+            await open_reward(reward, held, said.append)
             found = await all_scored(reward, *(finished(str(number)) for number in range(6)))
             status = await RaySession().status()
             judges = [each["pid"] for each in status["actors"] if each["what"].startswith("judge ")]
             for pid in judges:
                 os.kill(pid, signal.SIGKILL)
             found += await all_scored(reward, finished("again"))
-        finally:
-            await close_reward(reward)
         return [each.outcome for each in found], await RaySession().status(), judges
 
     said: list[str] = []
@@ -300,8 +287,13 @@ def test_a_judge_of_ones_own_on_ray_scores_and_is_made_anew(
 def test_a_judge_that_cannot_be_placed_is_told_at_once() -> None:
     keys = {"model": "builtin:tiny", "replicas": 2, "gpus": 4}
     reward: Any = make_reward(config(reward={"type": "model_judge", "judge": keys}))
+
+    async def opened() -> None:
+        async with AsyncExitStack() as held:
+            await open_reward(reward, held, lambda _: None)
+
     with pytest.raises(ValueError, match=r"reward.judge.replicas=2 cannot be placed: asked for .* 8 GPU"):
-        asyncio.run(open_reward(reward, lambda _: None))
+        asyncio.run(opened())
 
 
 async def gone(pid: int) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 
@@ -27,7 +28,7 @@ def parrot(folder: Path, text: str = "Score: 7") -> Path:
                 weight.zero_()  # so that nothing but the last token counts
         known = model.model.embed_tokens.weight
         known.normal_(generator=torch.Generator().manual_seed(0))
-        for token, follower in zip(said, said[1:], strict=False):
+        for token, follower in itertools.pairwise(said):
             model.lm_head.weight[follower] = known[token]
     model.generation_config.eos_token_id = [tokenizer.eos_token_id]
     model.save_pretrained(folder)

@@ -105,7 +105,7 @@ def assert_same_run(left: Path, right: Path) -> None:
     [*_, mine], [*_, yours] = RunFolder(left).checkpoints(), RunFolder(right).checkpoints()
     assert mine.name == yours.name
     compared = 0
-    for path in sorted(mine.glob("*.safetensors")):
-        assert path.read_bytes() == (yours / path.name).read_bytes(), path.name
+    for path in sorted(mine.rglob("*.safetensors")):
+        assert path.read_bytes() == (yours / path.relative_to(mine)).read_bytes(), path.name
         compared += 1
     assert compared >= 2

@@ -4,11 +4,14 @@ Tests that use them are marked with `SCALE`: they share one process of the suite
 
 from __future__ import annotations
 
+import asyncio
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -39,3 +42,54 @@ def scale() -> Iterator[None]:
         del os.environ["PYTHONPATH"]
     else:
         os.environ["PYTHONPATH"] = before
+
+
+@dataclass
+class Shared:
+    """A place with a vLLM engine, on an event loop that runs while a test waits: `run` takes what is asynchronous, as
+    asyncio.run would. `model` is the folder of its config."""
+
+    model: str
+    place: Any = None
+    _loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.new_event_loop)
+
+    def run(self, work: Coroutine[Any, Any, Any]) -> Any:
+        return self._loop.run_until_complete(work)
+
+    def call(self, method: str, *args: Any) -> Any:
+        return self.run(self.place.call(method, *args))
+
+
+@pytest.fixture(scope="session")
+def vllm_place(scale: None) -> Iterator[Shared]:
+    """The one vLLM engine of the suite: builtin:tiny in float32, up to 512 tokens, with room for adapters of rank 4. It
+    has whatever weights the last test has loaded: every test loads its own."""
+    from tests.kits.learner import make_learner
+    from TrainingFactory.cluster.local import LocalPlaces  # torch takes seconds, and most tests do without
+    from TrainingFactory.learning.publishing import Publisher
+    from TrainingFactory.models import load_model
+    from TrainingFactory.sampling.vllm_engine import lora_options
+    from TrainingFactory.types import EngineSpec
+
+    publisher = Publisher(make_learner(load_model("builtin:tiny", dtype="float32").model))
+    shared = Shared(publisher.model_folder)
+    options = lora_options(4) | {"kv_cache_memory_bytes": 2**28}
+    spec = EngineSpec("vllm", shared.model, 512, slots=16, dtype="float32", options=options)
+    places = LocalPlaces(spec, {"OMP_NUM_THREADS": "1"})
+    shared.place = shared.run(places.make(0))
+    yield shared
+    shared.run(places.close())
+    publisher.close()
+
+
+@pytest.fixture(scope="session")
+def ray_head(scale: None) -> Iterator[str]:
+    """One Ray on this machine for all tests; its address, which `compute.address` takes."""
+    from TrainingFactory.cluster.ray_session import RaySession
+
+    session = RaySession()
+    session._connect()  # in this thread, which lives as long
+    import ray  # pyright: ignore[reportMissingImports]
+
+    yield ray.get_runtime_context().gcs_address
+    session._disconnect()

@@ -40,7 +40,7 @@ from TrainingFactory.types import (
 class Calling(Parity):
     """The reward of an episode calls a tool, so that every episode has a recorded call; some take longer."""
 
-    async def reward(self, episode: Any) -> float:
+    async def reward(self, episode: Any) -> float:  # pyright: ignore[reportIncompatibleMethodOverride]
         await episode.call("calculator", expression="1 + 1")
         slow = episode.task.id.endswith("0") or episode.trajectory.member == 3
         await asyncio.sleep(0.01 if slow else 0)

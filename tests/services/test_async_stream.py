@@ -163,7 +163,7 @@ def test_states_of_earlier_versions_and_of_another_batch_size() -> None:
         with pytest.raises(ValueError, match="has taken 8 groups in 2 steps"):
             Ledger.of_state(order, {"step": 2} | state)
     ledger = Ledger(order)
-    ledger.begin(0), ledger.begin(1)
+    assert ledger.begin(0) + ledger.begin(1) == [0, 1, 2, 3, 4, 5]
     assert ledger.left == 1 and ledger.one_more(0) == 6 and ledger.one_more(0) is None
     ledger.trained([Group(4, [], place=4), Group(1, [], place=1), Group(0, [], place=0)])
     state = ledger.state()

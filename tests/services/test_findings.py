@@ -75,6 +75,9 @@ def test_what_looks_alike_and_is_healthy() -> None:
     ]  # there was nothing to learn
     # several updates of a step move the learner away from what was sampled
     assert told(Table(updates=4), 1, 5, logprob_diff=0.1) == []
+    stale = {"logprob_diff": 0.3, "staleness_gap": 0.3}  # as it must be
+    assert told(Table(), 1, 5, **stale) == told(Table(), 1, 5, **stale, mismatch=0.01) == []
+    assert told(Table(), 1, 5, **stale, mismatch=0.06) == told(Table(), 1, 5, logprob_diff=0.06) != []
 
 
 def test_a_gradient_that_is_not_finite() -> None:

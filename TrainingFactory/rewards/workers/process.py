@@ -55,7 +55,7 @@ class RewardProcess:
         timeout: float = 300.0,
         options: Mapping[str, Any] | None = None,
         like: Adapted | None = None,  # the same reward in this process, where it has been loaded already
-        worker: Callable[..., Worker] = Worker,  # whose process may be on another machine
+        worker: Callable[..., Any] = Worker,  # whose process may be on another machine
     ) -> None:
         self.like = like or load_reward(target, options)
         self.grouped, self.compares = self.like.grouped, self.like.compares

@@ -56,23 +56,15 @@ def importance_cap(config: TrainingConfig) -> float | None:
     return asked.importance_cap or (2.0 if elsewhere(config) or behind else None)
 
 
-def make_policy(
-    config: TrainingConfig, loaded: LoadedModel, algorithm: Algorithm, steps: int, published: bool = False
-) -> LocalPolicy:
-    """Make the policy of this process. `steps` are those of the training loop; each may have several updates.
-    `published`: its weights are written for engines in other processes."""
+def make_policy(config: TrainingConfig, loaded: LoadedModel, algorithm: Algorithm, steps: int) -> LocalPolicy:
+    """Make the policy of this process. `steps` are those of the training loop; each may have several updates."""
     from TrainingFactory.learning.policy import LocalPolicy
     from TrainingFactory.learning.step import StepOptions
 
     training = config.training
     options = StepOptions(training.token_budget, training.update_epochs, training.minibatches, training.seed)
     learner = make_learner(config, loaded, algorithm, steps)
-    publisher = None
-    if published:
-        from TrainingFactory.learning.publishing import Publisher
-
-        publisher = Publisher(learner, adapters=config.sampling.engine == "vllm")
-    return LocalPolicy(learner, algorithm, loaded.tokenizer, options, publisher)
+    return LocalPolicy(learner, algorithm, loaded.tokenizer, options)
 
 
 def make_learner(config: TrainingConfig, loaded: LoadedModel, algorithm: Algorithm, steps: int) -> Learner:

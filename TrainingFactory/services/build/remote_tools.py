@@ -4,128 +4,135 @@ time, attempts, limits, cache, recording) stays in the run's own process, so tha
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import secrets
 from collections import Counter
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-from TrainingFactory.cluster.ray_session import RaySession
-from TrainingFactory.cluster.ray_workers import RayWorker, machines
+from TrainingFactory.cluster.ray_session import require_ray
+from TrainingFactory.cluster.ray_workers import RayWorker
 from TrainingFactory.config.schema import ToolEntry
 from TrainingFactory.protocols import Tool, ToolSource
-from TrainingFactory.tools import AsyncToolExecutor
+from TrainingFactory.texts import describe
+from TrainingFactory.tools import AsyncToolExecutor, ToolOptions
+from TrainingFactory.tools.runtime import is_lost, run_tool
 from TrainingFactory.types import ToolFailure, ToolResult
-from TrainingFactory.workers import WorkerDied, WorkerError
+from TrainingFactory.workers import WorkerDied, WorkerError, WorkerTooSlow
 
-Handed = Tool | ToolSource
+HOST = "TrainingFactory.services.build.tools:tools_there"
 CLOSE_SECONDS = 10.0  # for an interpreter to end
-GONE = "; the next call begins in a fresh process, and what this episode had there is gone"
-HOST = "TrainingFactory.services.build.tool_host:start"
-
-
-class Executors:
-    """The processes on the cluster that run tools: so many, or one on each machine. An episode keeps to one of them."""
-
-    def __init__(self, count: int | None, ray: RaySession) -> None:
-        self.entries: list[ToolEntry] = []
-        self._count, self._ray = count, ray
-        self._workers: list[RayWorker] = []
-        self._episodes: Counter[RayWorker] = Counter()
-
-    async def open(self) -> None:
-        """Start all of them; raise ValueError where one cannot have the tools."""
-        if self._workers:
-            return
-        await self._ray.open()
-        settings = [entry.model_dump() for entry in self.entries]
-        count = self._count or len(machines())
-        self._workers = [RayWorker(HOST, settings, what="tools", number=number) for number in range(count)]
-        try:
-            await asyncio.gather(*(worker.ready() for worker in self._workers))
-        except (WorkerDied, WorkerError) as error:
-            names = ", ".join(entry.name for entry in self.entries)
-            raise ValueError(
-                f"a process for the tools {names} cannot be had on the cluster: {error}; files of tools must have "
-                "the same path on every machine; remote: false keeps a tool on this one"
-            ) from error
-
-    def enter(self) -> RayWorker:
-        """Return the one with the fewest episodes, for another one."""
-        chosen = min(self._workers, key=lambda worker: self._episodes[worker])
-        self._episodes[chosen] += 1
-        return chosen
-
-    def leave(self, worker: RayWorker) -> None:
-        self._episodes[worker] -= 1
-
-    async def close(self) -> None:
-        workers, self._workers = self._workers, []
-        for worker in workers:
-            await worker.close()
-        await self._ray.close()
+GONE = "; what this episode had there is gone"
+FRESH = f"[a fresh process: the last one died{GONE}]\n"
 
 
 class RemoteTools:
-    """The tools of an entry as a source whose calls are made on the cluster. `tools` are the same in this process: they
-    say what the model is told, and how a call is checked and bounded."""
+    """All tools of a run that are called on the cluster, in `count` processes or one on each machine. The same tools in
+    this process say what the model is told, and how a call is checked and bounded."""
 
-    def __init__(self, tools: Sequence[Handed], executors: Executors) -> None:
-        self._tools, self._executors = tools, executors
+    def __init__(self, count: int | None) -> None:
+        self._count = count
+        self.entries: list[ToolEntry] = []
+        self.tools: list[Tool | ToolSource] = []
+        self._workers: list[RayWorker] = []
+        self.episodes: Counter[RayWorker] = Counter()
 
     async def open(self) -> None:
-        await self._executors.open()
+        """Start the processes; raise ValueError where one cannot have the tools."""
+        await asyncio.gather(*(tool.open() for tool in self.tools if isinstance(tool, ToolSource)))
+        settings = [entry.model_dump() for entry in self.entries]
+        count = self._count or sum(node["Alive"] for node in require_ray().nodes())
+        self._workers = [RayWorker(HOST, settings, what="tools") for _ in range(count)]
+        try:
+            await asyncio.gather(*(worker.ready() for worker in self._workers))
+        except (WorkerDied, WorkerError, WorkerTooSlow) as error:
+            raise ValueError(
+                f"a process for tools cannot be had on the cluster: {error}; their files must have the same path on "
+                "every machine, and remote: false keeps a tool on this one"
+            ) from error
 
     def session(self) -> RemoteSession:
-        return RemoteSession(AsyncToolExecutor(self._tools), self._executors)
+        return RemoteSession(self, AsyncToolExecutor(self.tools))
+
+    def least_used(self) -> RayWorker:
+        return min(self._workers, key=lambda worker: self.episodes[worker])
 
     async def close(self) -> None:
-        await self._executors.close()
+        for worker in self._workers:
+            await worker.close()
 
 
 class RemoteSession:
-    """Makes the calls of one episode, all on one machine."""
+    """Makes the calls of one episode, all in one process."""
 
-    def __init__(self, local: AsyncToolExecutor, executors: Executors) -> None:
-        self._local, self._executors = local, executors
-        self.tools = [RemoteTool(tool, self.call) for tool in local.tools]
+    def __init__(self, source: RemoteTools, local: AsyncToolExecutor) -> None:
+        self._source, self._local = source, local
+        self.tools = [_RemoteTool(tool, self) for tool in local.tools]
         self._name = secrets.token_hex(8)
         self._worker: RayWorker | None = None
 
-    async def call(self, tool: str, arguments: dict[str, Any]) -> ToolResult:
-        begun = self._worker is not None and self._local.holds_sessions
-        worker = self._worker = self._worker or self._executors.enter()
-        message = {"episode": self._name, "begun": begun, "tool": tool, "arguments": arguments}
+    async def call(self, tool: str, arguments: dict[str, Any]) -> tuple[ToolResult, int]:
+        """Return the result, and which process of those that the worker has had gave it."""
+        if self._worker is None:
+            self._worker = self._source.least_used()
+            self._source.episodes[self._worker] += 1
         try:
-            answer = await worker.ask(message)
-        except (WorkerDied, WorkerError) as error:
-            text = f"{tool} gave no answer: its process on the cluster {error}"
-            text += GONE if self._local.holds_sessions else ""
-            return ToolResult(text, ok=False, error="unavailable")
+            answer = await self._worker.ask([self._name, tool, arguments])
+        except (WorkerDied, WorkerError, WorkerTooSlow) as error:
+            text = f"{tool} gave no answer: its process on the cluster {error}{GONE}"
+            return ToolResult(text, ok=False, error="unavailable"), self._worker.starts
         if isinstance(answer, str):
             raise ToolFailure(answer)
-        return ToolResult(**answer)
+        return ToolResult(**answer), self._worker.starts
 
     async def close(self) -> None:
         await self._local.close()
         worker, self._worker = self._worker, None
-        if worker is None:
-            return
-        self._executors.leave(worker)
-        if worker.alive:
+        if worker is not None:
+            self._source.episodes[worker] -= 1
+        if worker is not None and worker.alive:
             with suppress(WorkerDied, WorkerError, TimeoutError):
                 async with asyncio.timeout(CLOSE_SECONDS):
-                    await worker.ask({"episode": self._name})
+                    await worker.ask([self._name, None, {}])
 
 
-class RemoteTool:
-    def __init__(
-        self, tool: Tool, call: Callable[[str, dict[str, Any]], Coroutine[Any, Any, ToolResult]]
-    ) -> None:
-        self.spec, self._call = tool.spec, call
-        if options := getattr(tool, "options", None):  # a foreign tool need not have any
-            self.options = options
+class _RemoteTool:
+    def __init__(self, tool: Tool, session: RemoteSession) -> None:
+        self.spec, self._session = tool.spec, session
+        self.options: ToolOptions = getattr(tool, "options", ToolOptions())  # a foreign one may have none
         self.__wrapped__ = tool  # the cache has to see who answers
+        self._process: int | None = None  # that has its state
 
     async def run(self, arguments: dict[str, Any]) -> ToolResult:
-        return await self._call(self.spec.name, arguments)
+        result, process = await self._session.call(self.spec.name, arguments)
+        before, self._process = self._process or process, process
+        if before != process and self.options.ordered and result.error != "unavailable":
+            result.content = FRESH + result.content
+        return result
+
+
+class Hosted:
+    """Runs there: the tools, and what each episode has of them."""
+
+    def __init__(self, tools: Sequence[Tool | ToolSource]) -> None:
+        self._tools = tools
+        self._episodes: dict[str, AsyncToolExecutor] = {}
+
+    async def answer(self, message: list[Any]) -> dict[str, Any] | str | None:
+        """Return the result of a call, or why its tools are gone; without a tool, end the episode."""
+        episode, name, arguments = message
+        if name is None:
+            if (ended := self._episodes.pop(episode, None)) is not None:
+                await ended.close()
+            return None
+        if episode not in self._episodes:
+            self._episodes[episode] = AsyncToolExecutor(self._tools)
+        tool = next(each for each in self._episodes[episode].tools if each.spec.name == name)
+        try:
+            return dataclasses.asdict(await run_tool(tool, arguments))
+        except ToolFailure as error:
+            return str(error)
+        except Exception as error:  # foreign code
+            kind = "unavailable" if is_lost(error) else "exception"
+            return {"content": f"{name} failed: {describe(error)}", "ok": False, "error": kind}

@@ -3,11 +3,11 @@ is an OptionError with its name; `model`, `outcome_weight` and `step_rewards` ar
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass as plain_dataclass
 from dataclasses import field
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, ValidationInfo, field_validator
@@ -72,15 +72,9 @@ class Making:
         options: Options | None = None,
     ) -> RewardFunction:
         timeout = timeout or self.config.environment.episode_timeout
-        made = [
-            RewardProcess(target, timeout, options, like, self._worker(number)) for number in range(count)
-        ]
+        worker = partial(RayWorker, what="reward") if self.config.compute.backend == "ray" else Worker
+        made = [RewardProcess(target, timeout, options, like, worker) for _ in range(count)]
         return DistributedRewardModel(made)
-
-    def _worker(self, number: int) -> Callable[..., Any]:
-        """Return what makes the process of a reward: here, or on a machine of the cluster."""
-        on_ray = self.config.compute.backend == "ray"
-        return functools.partial(RayWorker, what="reward", number=number) if on_ray else Worker
 
 
 def environment_reward(making: Making, options: Options) -> None:

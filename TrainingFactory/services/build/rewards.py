@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from TrainingFactory.rewards.rules.answers import ReferenceRule
 from TrainingFactory.rewards.rules.code import ToolRule
 from TrainingFactory.rewards.workers.distributed import DistributedRewardModel
 from TrainingFactory.rewards.workers.process import RewardProcess
-from TrainingFactory.services.build.own_judge import OwnJudge
+from TrainingFactory.services.build.own_judge import OwnJudge, Say
 from TrainingFactory.services.build.reward_types import BESIDE, REWARD_TYPES, Making, reward_model
 from TrainingFactory.types import Task
 
@@ -54,8 +54,9 @@ def make_reward(config: TrainingConfig) -> RewardFunction | None:
     return _made(Making(config, load=True))
 
 
-async def open_reward(reward: RewardFunction | None, say: Callable[[str], None]) -> None:
-    """Start the judges of the run's own in a reward, and return when they answer."""
+async def open_reward(reward: RewardFunction | None, held: AsyncExitStack, say: Say) -> None:
+    """Start the judges of the run's own in a reward, and return when they answer; `held` closes it."""
+    held.push_async_callback(close_reward, reward)
     for each in _inside(reward):
         if isinstance(each, Judge) and isinstance(each.client.model, OwnJudge):
             await each.client.model.open(say)

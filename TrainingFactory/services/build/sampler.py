@@ -7,16 +7,18 @@ from collections.abc import Callable
 from datetime import date
 from typing import TYPE_CHECKING, Any
 
+from TrainingFactory.algorithms.kinds import KINDS
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.protocols import ChatFormat, EnvironmentFactory, RewardFunction, Sampler
 from TrainingFactory.rollout import AsyncRolloutEngine
 from TrainingFactory.services.build.factories import told_with_places
-from TrainingFactory.services.build.fleet import Say, at_once, check_engines, elsewhere, reading
+from TrainingFactory.services.build.fleet import Say, at_once, check_engines, elsewhere, pushed_to, reading
 from TrainingFactory.services.build.learner import copy_of
 from TrainingFactory.tools.runtime import ToolRuntime
 from TrainingFactory.types import SamplingParams, Trajectory
 
 if TYPE_CHECKING:
+    from TrainingFactory.learning.policy import LocalPolicy
     from TrainingFactory.models import LoadedModel, TemplateChatFormat
     from TrainingFactory.sampling import NativeEngine
 
@@ -72,6 +74,19 @@ def make_engine(
         max_length=max_length(config, loaded),
         deterministic=config.sampling.deterministic,
     )
+
+
+def make_trained(
+    config: TrainingConfig, loaded: LoadedModel, policy: LocalPolicy, episodes: int, ahead: bool, say: Say
+) -> Sampler:
+    """Make what samples for a policy that learns: an engine that shares its weights, or others to which it pushes."""
+    wanted = KINDS[config.training.algorithm].samples or config.training.eval_every is not None
+    if not (elsewhere(config) and wanted):
+        return make_engine(config, loaded, episodes, ahead)
+    from TrainingFactory.learning.publishing import Publisher
+
+    policy.publisher = Publisher(policy.learner, adapters=config.sampling.engine == "vllm")
+    return pushed_to(config, policy.publisher, max_length(config, loaded), episodes, say)
 
 
 def max_length(config: TrainingConfig, loaded: LoadedModel) -> int:

@@ -10,11 +10,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from TrainingFactory.cluster.ray_session import RaySession
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.config.schema import ToolEntry
 from TrainingFactory.protocols import EnvironmentFactory, Tool, ToolSession, ToolSource
-from TrainingFactory.services.build.remote_tools import Executors, RemoteTools
+from TrainingFactory.services.build.remote_tools import Hosted, RemoteTools
 from TrainingFactory.texts import SECRET_VARIABLES, is_secret
 from TrainingFactory.tools import ToolOptions
 from TrainingFactory.tools.adapt import as_tool
@@ -23,13 +22,13 @@ from TrainingFactory.tools.cache.cache import ToolCache
 from TrainingFactory.tools.decorator import FunctionTool
 from TrainingFactory.tools.mcp.config import read_with_names
 from TrainingFactory.tools.mcp_tools import MCPTools
-from TrainingFactory.tools.sandbox.python_tool import PythonTool
 from TrainingFactory.user_code import chosen, is_file_name
 
 Handed = Tool | ToolSource
 # From the names of the tools on offer, each with that of its server, to the names of those that are taken, and whether
 # their repeated calls may be answered from the cache.
 Choice = Callable[[Mapping[str, str]], dict[str, bool]]
+SANDBOX = ("python", "code_interpreter")
 VARIABLE = re.compile(r"\$\{(\w+)\}")
 
 
@@ -46,29 +45,36 @@ def make_tools(
     """Return the tools of the config and those given as objects; sources are not open yet. An entry that only names a
     tool which the environment brings itself adds nothing."""
     own, files = _own_tools(environment), set[str]()
-    compute, executors = config.compute, None
-    if compute.backend == "ray":
-        executors = Executors(config.environment.num_workers, RaySession(compute.address, compute.num_gpus))
+    remote, on_ray = RemoteTools(config.environment.num_workers), config.compute.backend == "ray"
     made: list[Handed] = []
     for number, entry in enumerate(config.tools):
         where = f"tools.{number}"
         if entry.config is None:
-            if entry.options or entry.name not in own:
-                made += tools_of(entry, where, executors)
-            elif entry.remote:
+            brought = entry.name in own and not entry.options
+            if brought and entry.remote:
                 raise ValueError(f"{where}.remote: {entry.name} is the environment's own, which runs here")
+            tools = [] if brought else _tools_of(entry, where)
+            # By default the sandbox: it has no state but that of an episode.
+            if tools and on_ray and (entry.remote or (entry.remote is None and entry.name in SANDBOX)):
+                remote.entries.append(entry)
+                remote.tools += tools
+                tools = [] if remote in made else [remote]
+            made += tools
             continue
         if entry.remote:
-            raise ValueError(
-                f"{where}.remote: servers run where {entry.config} says, and calls go there from this machine; for "
-                "another machine give the server's url"
-            )
+            raise ValueError(f"{where}.remote: servers run where {entry.config} says, here or at their url")
         if entry.options:
             raise ValueError(f"{where}.options are for built-in tools; a server's stand in {entry.config}")
         if entry.config not in files:
             files.add(entry.config)
             made += _from_servers(entry.config, config.tools)
     return [*made, *map(as_tool, given)]
+
+
+def tools_there(entries: Sequence[Mapping[str, Any]]) -> Callable[..., Any]:
+    """Make tools on another machine, with its own environment variables; return what answers calls."""
+    plain = [ToolEntry(**entry).model_copy(update={"cache_enabled": False}) for entry in entries]
+    return Hosted([tool for entry in plain for tool in _tools_of(entry, entry.name)]).answer
 
 
 def _own_tools(environment: EnvironmentFactory | None) -> set[str]:
@@ -79,9 +85,8 @@ def _own_tools(environment: EnvironmentFactory | None) -> set[str]:
     return {member.spec.name for member in members if isinstance(member, FunctionTool)}
 
 
-def tools_of(entry: ToolEntry, where: str, executors: Executors | None = None) -> list[Handed]:
-    """Return a built-in tool, one of an installed package, or those of a Python file; with `executors` so that its
-    calls go to a cluster, where they may."""
+def _tools_of(entry: ToolEntry, where: str) -> list[Handed]:
+    """Return a built-in tool, one of an installed package, or those of a Python file."""
     if is_file_name(entry.name):
         if entry.options:
             raise ValueError(f"{where}.options are for built-in tools; {entry.name} is a Python file")
@@ -91,10 +96,6 @@ def tools_of(entry: ToolEntry, where: str, executors: Executors | None = None) -
             made = [make_tool({"name": entry.name, "options": filled_in(entry.options, "options")})]
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from error
-    anywhere = all(isinstance(tool, PythonTool) for tool in made) if entry.remote is None else entry.remote
-    if executors is not None and anywhere:
-        executors.entries.append(entry)
-        made = [RemoteTools(made, executors)]
     if not entry.cache_enabled:
         return made
     return [

@@ -24,7 +24,7 @@ from TrainingFactory.services.build import factories
 from TrainingFactory.services.build import rewards as build_rewards
 from TrainingFactory.services.build import sampler as build_sampler
 from TrainingFactory.services.build.environment import check_tools, make_environment
-from TrainingFactory.services.build.fleet import at_once, check_engines, elsewhere, join_cluster, pushed_to
+from TrainingFactory.services.build.fleet import at_once, check_engines, join_cluster
 from TrainingFactory.services.build.learner import make_algorithm, make_policy, make_trainable, references
 from TrainingFactory.services.build.model_names import as_started_from, check_started_from, with_model
 from TrainingFactory.services.build.named_files import about_start, as_started, changed_files
@@ -169,6 +169,7 @@ class Training:
             held.callback(self.run.unlock)
             held.push_async_callback(self.tools.close)
             try:
+                await join_cluster(self.config, held)
                 loop = await make_loop(self, held)
             except BaseException:
                 if not self.resuming:
@@ -223,7 +224,6 @@ async def make_loop(training: Training, held: AsyncExitStack) -> TrainingLoop:
     """Make everything that a run needs. `held` closes at its end what is opened here."""
     config, data, run, watcher = training.config, training.data, training.run, training.watcher
     tools = training.tools
-    await join_cluster(config, held)
     environment = None if data.environment is None else await tools.equip(data.environment)
     watcher.phase("load")
     loaded, chat = await in_thread(training.load, date.fromisoformat(run.about["day"]))
@@ -232,9 +232,7 @@ async def make_loop(training: Training, held: AsyncExitStack) -> TrainingLoop:
     order = training.order if dataset is None else make_order(config, len(dataset))
     total = steps_in(config, order)
     algorithm = make_algorithm(config)
-    samples = KINDS[config.training.algorithm].samples or config.training.eval_every is not None
-    published = elsewhere(config) and samples and environment is not None and tools.sampled_ahead is None
-    policy = await in_thread(make_policy, config, loaded, algorithm, total, published)
+    policy = await in_thread(make_policy, config, loaded, algorithm, total)
     held.push_async_callback(policy.close)
     for each in (dataset, heldout):
         if each is not None and "precomputed" in algorithm.needs:
@@ -254,7 +252,6 @@ async def make_loop(training: Training, held: AsyncExitStack) -> TrainingLoop:
     if environment is not None and recorded is None:
         played = await _played(training, environment, chat, loaded, policy, held)
     earlier = run.metrics()
-    scored = any("reward" in row for row in earlier)
     trackers = Trackers(run.path, config)
     held.callback(trackers.close)
     return TrainingLoop(
@@ -271,7 +268,7 @@ async def make_loop(training: Training, held: AsyncExitStack) -> TrainingLoop:
         heldout=_heldout(training, played, heldout),
         guards=Guards(
             config.reward.max_equal_steps,
-            scored=scored,
+            scored=any("reward" in row for row in earlier),
             replayed=tools.replayed is not None,
             max_mismatch=config.optimization.max_mismatch,
         ),
@@ -300,32 +297,24 @@ class _Played:
 
 
 async def _played(
-    training: Training,
-    environment: EnvironmentFactory,
-    chat: Any,
-    loaded: LoadedModel,
-    policy: LocalPolicy,
+    training: Training, environment: EnvironmentFactory, chat: Any, loaded: LoadedModel, policy: LocalPolicy,
     held: AsyncExitStack,
-) -> _Played:
+) -> _Played:  # fmt: skip
     config, say = training.config, training.watcher.say
     bound, episodes = config.optimization.bound, config.training.batch_size * config.training.group_size
     bound = bound if KINDS[config.training.algorithm].samples else 0
-    episodes, limit = episodes * (1 + bound), build_sampler.max_length(config, loaded)
-    if policy.publisher is not None:
-        sampler = pushed_to(config, policy.publisher, limit, episodes, say)
-    else:
-        sampler = build_sampler.make_engine(config, loaded, episodes, ahead=bound > 0)
+    given = config, loaded, policy, episodes * (1 + bound), bound > 0, say
+    sampler = await in_thread(build_sampler.make_trained, *given)
     held.push_async_callback(sampler.close)
     reward = training.objects.reward or build_rewards.make_reward(config)
-    held.push_async_callback(build_rewards.close_reward, reward)
-    await build_rewards.open_reward(reward, say)
+    await build_rewards.open_reward(reward, held, say)
     clock = RewardClock(reward, say, lambda: build_rewards.judge_metrics(reward))
     quiet = config.training.eval_every is None
     measured = evaluation_reward(reward, (lambda _: None) if quiet else say)
     measure = RewardClock(measured, say)
     if tasks := training.data.tasks or training.data.heldout:
         await check_tools(environment, tasks[0], chat, reward)
-    told = build_rewards.scored_by(config, measured)
+    limit, told = build_sampler.max_length(config, loaded), build_rewards.scored_by(config, measured)
     gate = asyncio.Semaphore(at_once(config)) if bound else None
     return _Played(environment, chat, limit, sampler, clock, measure, told, gate)
 

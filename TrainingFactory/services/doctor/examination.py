@@ -110,6 +110,7 @@ class DryRun(Training):
             except (ValueError, OSError) as error:
                 self.found.add("model" if self.chat is None else "config", str(error))
                 return
+            held.push_async_callback(loop.source.close)
             try:
                 batch = await loop.source.take(0)
             except ValueError as error:  # a demonstration that cannot be played

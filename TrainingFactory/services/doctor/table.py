@@ -149,7 +149,9 @@ def _length(seen: Look) -> str | None:
 
 
 def _logprobs(seen: Look) -> str | None:
-    if (now := seen.values("logprob_diff")) and min(now) > (bound := seen.logprob_bound):
+    # Tokens of older weights differ anyway, and are weighted for it.
+    name = "mismatch" if "staleness_gap" in seen.last[-1] else "logprob_diff"
+    if (now := seen.values(name)) and min(now) > (bound := seen.logprob_bound):
         return f"log-probs of the sampler and of the learner differ by {now[-1]:.3g} a token, which is over {bound:g}"
 
 

@@ -28,8 +28,8 @@ class AheadSource(SampledSource):
     the version of the weights is at most `bound` steps before it. The sweep just before training guarantees: a group
     with a token older than that is given up, and sampled again as its next attempt. The groups of a step are those
     with the lowest numbers, which the gate keeps within the bound by itself; or with `by_arrival` the first that have
-    ended. Groups begin in `take` alone: while the learner works, evaluates or saves, those under way go on and no
-    other begins."""
+    ended. Groups begin in `take` alone: while the learner works, evaluates or saves, those under way go on, also with
+    further tasks where one taught nothing, and no other begins."""
 
     def __init__(self, *given: Any, bound: int, by_arrival: bool, total: int, **options: Any) -> None:
         super().__init__(*given, **options)
@@ -70,8 +70,9 @@ class AheadSource(SampledSource):
         while (step := version + len(ledger.ahead)) <= min(version + self._bound, self._total - 1):
             ledger.begin(step)
         for number in sorted(ledger.under_way.keys() - self._slots.keys()):
-            self._slots[number] = Slot(number, *ledger.under_way[number])
-            self._begin(self._slots[number])
+            if number // self._order.batch_size <= version + self._bound:  # which may have been larger before
+                self._slots[number] = Slot(number, *ledger.under_way[number])
+                self._begin(self._slots[number])
 
     def _begin(self, slot: Slot) -> None:
         self._running.add(asyncio.create_task(self._fill(slot), name=f"group {slot.number}"))

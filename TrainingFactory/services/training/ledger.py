@@ -87,15 +87,14 @@ class Ledger:
         """Read a checkpoint's state; raise ValueError where the run had another batch size."""
         done = state["step"]
         if "batch_size" in state:
-            size, given = state["batch_size"], (state["consumed"],)
-            given += (state.get("under_way", ()), state.get("ahead", ()))
+            size, consumed = state["batch_size"], state["consumed"]
         else:  # of an earlier version: `consumed` has numbers of groups, and all of them were trained in order
             [[_, numbers]] = state.get("consumed", [[0, done * order.batch_size]])
-            size, given = numbers / done if done else 0, ([[0, state.get("taken", order.start(done))]],)
-        if done and size != order.batch_size:
+            size, consumed = numbers / done, [[0, state.get("taken", order.start(done))]]
+        if size != order.batch_size:
             text = f"has taken {size * done:g} groups in {done} steps: its training.batch_size cannot change"
             raise ValueError(text)
-        return cls(order, *given)
+        return cls(order, consumed, state.get("under_way", ()), state.get("ahead", ()))
 
     def _peek(self) -> int:
         return self._free[0] if self._free else self.next

@@ -1,0 +1,57 @@
+"""`tfactory cluster`: what runs where on a Ray cluster."""
+
+from __future__ import annotations
+
+import json
+import time
+from contextlib import AsyncExitStack
+from typing import Any
+
+from cyclopts import App
+
+from TrainingFactory.cli import show
+from TrainingFactory.cli.options import Json
+
+cluster = App(name="cluster", help="Look at a Ray cluster.")
+
+
+@cluster.command
+def status(*, address: str = "auto", as_json: Json = False) -> None:
+    """Show the machines of a cluster, what is free on them, and what runs of TrainingFactory have there.
+
+    ```
+    tfactory cluster status
+    tfactory cluster status --address 10.0.0.1:6379 --json
+    ```
+
+    Args:
+        address: Its head, as HOST:PORT; auto is the cluster that this machine is part of.
+    """
+    from TrainingFactory.cluster.ray_session import RaySession
+    from TrainingFactory.running import run
+
+    async def look() -> dict[str, Any]:
+        async with AsyncExitStack() as held:
+            session = RaySession(address)
+            held.push_async_callback(session.close)
+            await session.open()
+            return await session.status()
+
+    found = run(look)
+    if as_json:
+        print(json.dumps(found))
+        return
+    units = {"CPU": 1, "GPU": 1, "memory": 2**30}
+    machines = [
+        (node["name"], *(f"{node['resources'][key] / n:.4g} ({node['free'][key] / n:.4g})" for key, n in units.items()))
+        for node in found["nodes"]
+    ]  # fmt: skip
+    show.columns(["machine", "CPU (free)", "GPU (free)", "GiB (free)"], machines)
+    actors = [
+        (each["what"], each["node"], str(each["pid"]), time.strftime("%F %T", time.localtime(each["since"])))
+        for each in found["actors"]
+    ]
+    if actors:
+        show.columns(["what", "machine", "process", "since"], actors)
+    else:
+        show.note("nothing of TrainingFactory runs there")

@@ -1,0 +1,126 @@
+"""An engine in a child process: calls side by side, cancelling, and nothing left whatever dies. vLLM itself is replaced
+by a stand-in; tests/sampling/test_vllm.py has the real one."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from TrainingFactory.cluster.local import LocalPlace, LocalPlaces
+from TrainingFactory.cluster.places import PlaceLost
+from TrainingFactory.types import Completion, EngineSpec, SamplingParams
+
+ROOT = Path(__file__).resolve().parents[2]
+FAKE = {"PYTHONPATH": os.pathsep.join([str(ROOT / "tests" / "fixtures" / "fake_vllm"), str(ROOT)])}
+SPEC = EngineSpec("vllm", "a-model", 64, pushed=False)
+
+
+def remains(log: Path) -> tuple[list[int], Path]:
+    """The processes and the segment of shared memory that an engine has."""
+    [line] = [line.split() for line in log.read_text().splitlines() if line.startswith("REMAINS")]
+    return [int(each) for each in line[1:3]], Path("/dev/shm", line[3])
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def all_goes(log: Path) -> None:
+    """Wait until everything is gone, since a process that was killed may need a moment; else the suite's own limit ends
+    the test."""
+    pids, memory = remains(log)
+    while memory.exists() or any(map(alive, pids)):
+        time.sleep(0.05)
+
+
+def test_calls_side_by_side(tmp_path: Path) -> None:
+    async def everything() -> None:
+        said: list[str] = []
+        places = LocalPlaces(SPEC, FAKE, say=said.append, folder=tmp_path)
+        place = await places.make(3)
+        assert said[0].startswith("sampler 3, process ") and place.about["versions"]["vllm"] == "0"
+        params = SamplingParams(stop_ids=(1,))
+        waiting = [asyncio.create_task(place.call("sample", [9], params)) for _ in range(3)]
+        assert await place.call("sample", [1, 2], params) == Completion([2], [-0.1], "length")
+        with pytest.raises(ValueError, match=r"^token id 10 is not in the model's vocabulary of 10$"):
+            await place.call("sample", [10], params)
+        for task in waiting[:2]:
+            task.cancel()
+        await asyncio.wait(waiting[:2])
+        assert (await place.call("sample", [6], params)).token_ids == [2]  # two were given up there too
+        assert not waiting[2].done()
+        await places.close()
+        with pytest.raises(PlaceLost, match="is closed"):
+            await waiting[2]
+        with pytest.raises(PlaceLost, match="is closed"):
+            await place.call("sample", [1], params)
+
+    asyncio.run(everything())
+    all_goes(tmp_path / "sampler-3.log")
+
+
+def test_whoever_dies_is_lost_and_leaves_nothing(tmp_path: Path) -> None:
+    async def lost(place: LocalPlace, token: int, words: str) -> None:
+        waiting = asyncio.create_task(place.call("sample", [9], SamplingParams()))
+        await asyncio.sleep(0)
+        if token < 0:
+            os.kill(place.about["pid"], signal.SIGKILL)
+            token = 9
+        with pytest.raises(PlaceLost, match=words):
+            await place.call("sample", [token], SamplingParams())
+        with pytest.raises(PlaceLost, match=words):
+            await place.call("sample", [1], SamplingParams())
+        await place.close()
+        with pytest.raises(PlaceLost):
+            await waiting
+
+    async def everything() -> None:
+        places = LocalPlaces(SPEC, FAKE, folder=tmp_path)
+        made = await asyncio.gather(*map(places.make, range(3)))
+        causes = [(-1, "is gone"), (7, "engine core has died"), (8, "ended a request by itself: abort")]
+        await asyncio.gather(*(lost(place, *cause) for place, cause in zip(made, causes, strict=True)))
+        await places.close()
+
+    asyncio.run(everything())
+    for number in range(3):
+        all_goes(tmp_path / f"sampler-{number}.log")
+
+
+def test_an_engine_ends_with_the_program_however_that_ends(tmp_path: Path) -> None:
+    code = f"""
+import asyncio, os, signal
+from pathlib import Path
+from TrainingFactory.cluster.local import LocalPlaces
+from TrainingFactory.types import EngineSpec
+async def main():
+    spec = EngineSpec("vllm", "m", 64, pushed=False)
+    place = await LocalPlaces(spec, {FAKE!r}, folder=Path({str(tmp_path)!r})).make(0)
+    os.kill(os.getpid(), signal.SIGKILL)
+asyncio.run(main())
+"""
+    done = subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": str(ROOT)})
+    assert done.returncode == -signal.SIGKILL
+    all_goes(tmp_path / "sampler-0.log")
+
+
+def test_one_that_cannot_start_says_why() -> None:
+    async def make(spec: EngineSpec, seconds: float = 100.0) -> None:
+        await LocalPlaces(spec, FAKE, seconds).make(0)
+
+    with pytest.raises(
+        ValueError, match=r"not be started: ValueError: Model architectures \['Odd'\] are not"
+    ) as told:
+        asyncio.run(make(EngineSpec("vllm", "broken", 64)))
+    assert "The end of its log:\n    (EngineCore)" in str(told.value)
+    with pytest.raises(ValueError, match=r"longer than 0.01 s, which compute.start_timeout raises"):
+        asyncio.run(make(SPEC, 0.01))

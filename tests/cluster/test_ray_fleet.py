@@ -1,0 +1,132 @@
+"""Engines in Ray actors, on a real Ray: a run that loses one is as if nothing had happened, and mistakes are told."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.kits.cli import Run
+from tests.kits.run import Quiet, rows, small, train
+from tests.kits.scale import SCALE
+from TrainingFactory.cluster import ray_session
+from TrainingFactory.cluster.fleet import Fleet
+from TrainingFactory.cluster.ray_places import RayPlaces
+from TrainingFactory.cluster.ray_session import RaySession
+from TrainingFactory.config.problems import ConfigError
+from TrainingFactory.types import EngineSpec, SamplingParams
+
+pytestmark = SCALE
+RAY = {"backend": "ray", "address": "auto", "samplers": 2, "cpus_per_sampler": 0.5}
+
+
+def status() -> list[dict[str, Any]]:
+    return ray_session.status(ray_session.require_ray())["actors"]
+
+
+class Killer(Quiet):
+    """Kills a sampler at the end of the first step, and looks at what there is."""
+
+    def __init__(self, kill: bool) -> None:
+        super().__init__()
+        self.kill, self.seen = kill, list[str]()
+
+    def step(self, step: int, total: int, metrics: dict[str, float]) -> None:
+        if step == 1:
+            actors = status()
+            self.seen = [actor["what"] for actor in actors]
+            if self.kill:
+                os.kill(actors[0]["pid"], signal.SIGKILL)
+
+
+def figures(run: Path) -> list[dict[str, Any]]:
+    return [
+        {key: value for key, value in row.items() if not key.startswith("samplers/")}
+        for row in rows(run / "metrics.jsonl")
+    ]
+
+
+def test_a_run_that_loses_a_sampler_is_the_undisturbed_one(ray_head: str, tmp_path: Path) -> None:
+    def run(watcher: Killer, samplers: int) -> Path:
+        shape = {
+            "sampling": {"deterministic": False, "max_tokens": 8},
+            "compute": RAY | {"samplers": samplers},
+        }
+        return train(small(tmp_path, training={"max_steps": 3}, **shape), f"of-{samplers}", watcher).run
+
+    calm, killer = Killer(kill=False), Killer(kill=True)
+    one, two = run(calm, 1), run(killer, 2)  # who samples makes no difference
+    assert (calm.seen, killer.seen) == (["sampler 0"], ["sampler 0", "sampler 1"]) and status() == []
+    for left, right in zip(figures(one), figures(two), strict=True):
+        assert left == pytest.approx(right, abs=1e-5)
+    assert figures(one)[-1]["mismatch"] < 1e-5
+    last = rows(two / "metrics.jsonl")[-1]
+    assert last["samplers/asked_again"] >= 1 and any("is gone" in text for text in killer.said)
+    tokens = [(run / "trajectories.jsonl").read_bytes().count(b'"completion"') for run in (one, two)]
+    assert tokens[0] == tokens[1] > 0
+
+
+def test_what_cannot_be_is_told_in_seconds(ray_head: str, tmp_path: Path, tfactory: Run) -> None:
+    for compute, message in (
+        ({"gpus_per_sampler": 64}, "asked for .* GPU, and the whole cluster has"),
+        ({"samplers": 2, "cpus_per_sampler": 10_000}, "compute.samplers=2 cannot be placed"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            train(small(tmp_path, sampling={"deterministic": False}, compute=RAY | compute), "wrong")
+    for address, message in (
+        ("127.0.0.1:6", "no cluster that this process can join.*Connection refused"),
+        ("ray://there:10001", "must be auto, or HOST:PORT"),
+    ):
+        with pytest.raises(ValueError, match=message):  # this process is connected already
+            ray_session._join(None, address, {})
+    with pytest.raises(ConfigError, match=r"sampling\.deterministic: it needs the native engine"):
+        train(small(tmp_path, compute=RAY), "wrong")
+    with pytest.raises(ConfigError, match=r"compute\.samplers: it is 2, and without compute.backend=ray"):
+        train(small(tmp_path, compute={"samplers": 2}), "wrong")
+    assert not list(tmp_path.glob("wrong*")) and status() == []
+    code, out, err = tfactory("cluster", "status")
+    assert code == 0 and "CPU" in out and "nothing of TrainingFactory" in err
+    code, out, err = tfactory("cluster", "status", "--json")
+    assert code == 0 and json.loads(out)["actors"] == []
+
+
+def test_a_placement_that_is_taken_is_told_when_the_time_is_over(ray_head: str) -> None:
+    async def test() -> None:
+        session = RaySession(ray_head)
+        await session.open()
+        cores = ray_session.status(ray_session.require_ray())["nodes"][0]["resources"]["CPU"]
+        group = await session.placed([{"CPU": cores}], "everything", 10)
+        with pytest.raises(ValueError, match=r"more could not be placed in 0.5 s: asked for 1 CPU"):
+            await session.placed([{"CPU": 1}], "more", 0.5)
+        session.unplace(group)
+        await session.close()
+
+    asyncio.run(test())
+
+
+def test_a_machine_of_another_version_is_named(ray_head: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_session, "__version__", "9.9")
+    with pytest.raises(ValueError, match=r"has TrainingFactory \S+ \(here 9.9\)"):
+        asyncio.run(RaySession(ray_head).open())
+
+
+def test_a_model_that_cannot_be_loaded(ray_head: str, tmp_path: Path) -> None:
+    async def test() -> None:
+        spec = EngineSpec("native", str(tmp_path), 64)
+        fleet = Fleet(RayPlaces(RaySession(ray_head), spec, 1, cpus=0.5), 1, 64)
+        with pytest.raises(ValueError, match=r"sampler 0 could not be started: .* cannot be loaded"):
+            await fleet.sample([1], SamplingParams())
+        await fleet.close()
+
+    asyncio.run(test())
+    for _ in range(100):  # an actor's name stays a moment after its end
+        if not status():
+            return
+        time.sleep(0.1)
+    raise AssertionError(status())
