@@ -19,13 +19,13 @@ from TrainingFactory.services.runs.folder import RunFolder
 from TrainingFactory.types import Message, Step
 
 
-def success(warm: Path, folder: Path, bound: int, seed: int, order: str = "number", steps: int = 24) -> float:
+def success(warm: Path, folder: Path, bound: int, seed: int, order: str = "number", steps: int = 14) -> float:
     """Train from the warm start, and return the share of held-out tasks that are done afterwards."""
     folder.mkdir(parents=True)
     _, after, report = lift(
         warm,
         folder,
-        training={"max_steps": steps, "seed": seed, "learning_rate": 3e-4},
+        training={"max_steps": steps, "seed": seed, "learning_rate": 4e-4, "schedule": "linear"},
         sampling={"max_tokens": 24, "deterministic": False, "slots": 64},
         optimization={"async_rollout": bound > 0, "max_staleness": bound, "async_order": order},
     )
@@ -35,7 +35,6 @@ def success(warm: Path, folder: Path, bound: int, seed: int, order: str = "numbe
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(3600)
 def test_every_bound_reaches_the_same_success(warm: Path, tmp_path: Path) -> None:
     found = {
         bound: [success(warm, tmp_path / f"{bound}-{seed}", bound, seed) for seed in range(5)]
