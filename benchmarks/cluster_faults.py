@@ -28,7 +28,6 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,10 +43,9 @@ MARK = "TFACTORY_FAULTS"  # in the environment of all processes of a campaign
 STEPS, GROUPS, MEMBERS = 5, 4, 4
 EXACT = ("episodes", "reward", "reward_std", "sampled_tokens", "trained_tokens", "turns", "tool_calls")
 CLOSE, GAP = ("loss", "grad_norm"), 1e-3  # relative, to at least 0.01
-SHARED = Path("/dev/shm")
 HELD = re.compile(r"/dev/shm/((?:psm_|sem\.mp-|tfactory-|torch_|vllm)[^/\s]+)")
 GRACE = 30.0  # seconds for what a run has started to end after it
-LONGEST = {"native": 240.0, "vllm": 600.0}  # seconds of one command
+LONGEST = 600.0  # seconds of one command
 ENVIRONMENT = '''
 import time
 from TrainingFactory.tools import tool
@@ -60,14 +58,18 @@ class Homes(Plain):
         time.sleep(0.05 + len(name) % 3 * 0.05)
         return str(self.task.answer) if name == self.task.metadata["name"] else "unknown"
 '''
-REWARD = '''
+REWARD = """
 import time
 
 def score(trajectory):
     time.sleep(0.02)
     right = trajectory.turns[-1].message.content == str(trajectory.task.answer)
     return float(right) + 0.01 * len(trajectory.turns)
-'''
+"""
+SETTINGS = {
+    "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1",
+    "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0",
+}  # fmt: skip
 TITLES = {"sampler": "ray::EngineActor", "reward": "ray::Host", "engine": "VLLM::EngineCore"}
 
 
@@ -109,7 +111,7 @@ def plan(kills: int, vllm: int, seed: int) -> list[Case]:
     for number in range(kills):
         rng = random.Random(f"faults {seed} {number}")
         step = rng.randrange(STEPS - 1)
-        delay = rng.uniform(0.0, 0.8) if step else rng.uniform(0.0, 10.0)
+        delay = rng.uniform(0.0, 0.8 if step else 6.0)
         if number in with_vllm:
             bound, order = ((0, "number"), (0, "number"), (1, "number"), (2, "arrival"))[others // 2 % 4]
             victim = "driver" if others % 4 == 3 else "engine"
@@ -117,6 +119,7 @@ def plan(kills: int, vllm: int, seed: int) -> list[Case]:
             given, others = ("vllm", where, samplers, bound, order), others + 1
         else:
             victim = ("sampler", "driver", "reward")[natives % 3]
+            delay /= 1 + 3 * (victim == "reward")  # they begin late
             bound, order = ways[natives // 3 % len(ways)]
             given = ("native", "own" if natives % 7 == 5 else "shared", 2, bound, order)
             natives += 1
@@ -131,7 +134,7 @@ class Processes:
     def __init__(self, mark: str) -> None:
         self._mark, self._asked = mark, dict[psutil.Process, bool]()
         self.lasting: set[psutil.Process] = set()  # what serves all runs
-        self._held, self._ports = set[str](), set[int]()
+        self._held = set[str]()
 
     def look(self) -> dict[psutil.Process, str]:
         """Return those that live with their titles, without what serves all runs; note what they hold."""
@@ -139,29 +142,31 @@ class Processes:
         for each in every:
             if each not in self._asked:
                 with suppress(psutil.Error):  # it may end meanwhile
-                    mine = self._asked.get(each.parent(), False)  # pyright: ignore[reportArgumentType]
+                    mine = any(self._asked.get(parent) for parent in each.parents()[:1])
                     self._asked[each] = mine or each.environ().get(MARK) == self._mark
         found = {each: " ".join(_words(each)) for each in every if self._asked.get(each)}
         self._held |= {name for each in found for name in _held_by(each)}
         return {each: title for each, title in found.items() if title and each not in self.lasting}
 
-    def listen(self) -> None:
-        """Note on which ports they listen."""
-        pids = {each.pid for each in self.look()}
-        self._ports |= {port for pid, port in _listening() if pid in pids}
-
     def left(self) -> list[str]:
-        """Return what lives, is held by nobody any more, or listens; a Ray that serves all keeps idle workers."""
-        living = self.look()
-        found = [f"process {each.pid} {title}" for each, title in living.items() if "ray::IDLE" not in title]
-        there = {each.name for each in SHARED.iterdir()} & self._held
+        """Return what lives, what nobody holds any more, and what listens. Ray for all keeps idle workers."""
+        lasting = {each.pid for each in self.lasting}
+        idle = {
+            each for each, title in self.look().items() if "ray::IDLE" in title and _parent(each) in lasting
+        }
+        living = {each.pid: title for each, title in self.look().items() if each not in idle}
+        there = {each.name for each in Path("/dev/shm").iterdir()} & self._held
         held = {name for each in psutil.process_iter() for name in _held_by(each)} if there else set()
+        ports = [each for each in psutil.net_connections("inet") if each.status == psutil.CONN_LISTEN]
+        found = [f"process {pid} {title}" for pid, title in living.items()]
         found += [f"shared memory {name}" for name in sorted(there - held)]
-        pids = {each.pid for each in living}
-        found += [
-            f"port {port}" for pid, port in _listening() if pid in pids or (not pid and port in self._ports)
-        ]
-        return found
+        return found + [f"port {each.laddr.port}" for each in ports if each.pid in living and each.laddr]
+
+
+def _parent(process: psutil.Process) -> int:
+    with suppress(psutil.Error):
+        return process.ppid()
+    return 0
 
 
 def _words(process: psutil.Process) -> list[str]:
@@ -178,14 +183,9 @@ def _held_by(process: psutil.Process) -> set[str]:
     return set()
 
 
-def _listening() -> list[tuple[int | None, int]]:
-    every = psutil.net_connections("inet")
-    return [(each.pid, each.laddr[1]) for each in every if each.status == psutil.CONN_LISTEN]
-
-
 class Campaign:
-    def __init__(self, folder: Path, address: str, processes: Processes) -> None:
-        self.folder, self._address, self._processes = folder, address, processes
+    def __init__(self, folder: Path, processes: Processes, address: str) -> None:
+        self.folder, self._processes, self._address = folder, processes, address
         self.gap = 0.0  # the largest
         config: dict[str, Any] = {
             "model": {"name": str(HERE / "tests" / "fixtures" / "warm"), "dtype": "float32"},
@@ -193,13 +193,35 @@ class Campaign:
             "environment": {"environment_id": "homes.py:Homes", "max_turns": 3},
             "reward": {"type": "function", "options": {"function": "scoring.py:score"}},
             "optimization": {"distributed_reward": True, "reward_workers": 2},
-            "data": {"count": 100}, "sampling": {"max_tokens": 24},
-            "logging": {"checkpoint_every": 1},
+            "data": {"count": 100}, "sampling": {"max_tokens": 24}, "logging": {"checkpoint_every": 1},
         }  # fmt: skip
         config["training"]["learning_rate"] = 6e-4
         (folder / "run.yaml").write_text(json.dumps(config), encoding="utf-8")
         (folder / "homes.py").write_text(ENVIRONMENT, encoding="utf-8")
         (folder / "scoring.py").write_text(REWARD, encoding="utf-8")
+
+    def all(self, cases: list[Case], again: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        """Play the cases; return sums, and what failed."""
+        kills, sums, failed = Counter[str](), Counter[str](), list[dict[str, Any]]()
+        for case in cases:
+            began, found = time.monotonic(), self.play(case)
+            wrong, left = found["wrong"], found["left"]
+            what = f"{case.engine} {case.victim} bound {case.bound}"
+            kills[what if found["struck"] else "the run ended before"] += 1
+            sums["bound_0"] += not case.bound
+            sums["equal"] += not case.bound and not wrong
+            sums["resumed"] += found["resumed"]
+            sums["ledger_ok"] += not any(text.startswith(("ledger", "its metrics")) for text in wrong)
+            sums["left_behind"] += bool(left)
+            told = "; ".join(wrong + left) or ("ok" if found["struck"] else "ok, but it had ended before")
+            resumed = ", gone on with" if found["resumed"] else ""
+            print(f"{case.told}: {told}{resumed} ({time.monotonic() - began:.0f} s)", flush=True)
+            if wrong or left:
+                print(
+                    f"    again: python -m benchmarks.cluster_faults {again} --only {case.number}", flush=True
+                )
+                failed.append({"number": case.number, "wrong": wrong, "left": left})
+        return {"kills": dict(kills), **sums}, failed
 
     def start(self, name: str, *arguments: str) -> subprocess.Popen[bytes]:
         with (self.folder / f"{name}.log").open("ab") as log:
@@ -217,15 +239,15 @@ class Campaign:
         lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.is_file() else []
         return [json.loads(line) for line in lines if line.endswith("\n")]
 
-    def ended(self, driver: subprocess.Popen[bytes], case: Case) -> int:
-        until = time.monotonic() + LONGEST[case.engine]
+    def ended(self, driver: subprocess.Popen[bytes]) -> int:
+        until = time.monotonic() + LONGEST
         while driver.poll() is None and time.monotonic() < until:
             self._processes.look()
             time.sleep(0.7)
         if driver.poll() is None:
             self.end_all()
             driver.wait()
-            raise TimeoutError(f"it took longer than {LONGEST[case.engine]:g} s")
+            raise TimeoutError(f"it took longer than {LONGEST:g} s")
         return driver.returncode
 
     def end_all(self) -> None:
@@ -234,12 +256,11 @@ class Campaign:
                 each.kill()
 
     def calm(self, engine: str) -> list[dict[str, Any]]:
-        """Return the metrics of an undisturbed run."""
-        case = Case(-1, "nobody", engine, "none" if engine == "vllm" else "shared")
-        driver = self.train(f"calm-{engine}", case)
-        if self.ended(driver, case):
-            raise SystemExit(f"the undisturbed run failed: {self.folder}/calm-{engine}.log")
-        return self.rows(f"calm-{engine}")
+        """Return the metrics of an undisturbed run, which is made once."""
+        name, case = f"calm-{engine}", Case(-1, "nobody", engine, "none" if engine == "vllm" else "shared")
+        if not self.rows(name) and self.ended(self.train(name, case)):
+            raise SystemExit(f"the undisturbed run failed: {self.folder}/{name}.log")
+        return self.rows(name)
 
     def strike(self, driver: subprocess.Popen[bytes], name: str, case: Case) -> bool:
         """Wait for the moment and kill; tell whether anybody was killed before the run ended."""
@@ -250,37 +271,33 @@ class Campaign:
             found = self._processes.look().items()
             return [each for each, title in found if title.startswith(TITLES[case.victim])]
 
-        until = time.monotonic() + LONGEST[case.engine]
+        until = time.monotonic() + LONGEST
         while len(self.rows(name)) < case.step or not victims():
             if driver.poll() is not None or time.monotonic() > until:
                 return False
             time.sleep(0.2)
-        self._processes.listen()
         time.sleep(case.delay)
-        found = victims()
-        if driver.poll() is not None or not found:
-            return False
-        victim = random.Random(case.number).choice(found)
-        with suppress(psutil.NoSuchProcess):
-            os.kill(victim.pid, signal.SIGKILL)
-            return True
+        if driver.poll() is None and (found := victims()):
+            with suppress(ProcessLookupError):
+                os.kill(random.Random(case.number).choice(found).pid, signal.SIGKILL)
+                return True
         return False
 
-    def play(self, case: Case, calm: list[dict[str, Any]]) -> dict[str, Any]:
+    def play(self, case: Case) -> dict[str, Any]:
         """Make a run with a kill and return what was found: struck, resumed, and what is wrong in words."""
         name = f"case-{case.number}"
         found: dict[str, Any] = {"struck": False, "resumed": False, "wrong": [], "left": []}
         try:
             driver = self.train(name, case)
             found["struck"] = self.strike(driver, name, case)
-            if self.ended(driver, case):
+            if self.ended(driver):
                 found["resumed"] = True
                 found["left"] += self.left()
-                if self.ended(self.go_on(name, case), case):
+                if self.ended(self.go_on(name, case)):
                     found["wrong"].append("it could not be gone on with")
         except TimeoutError as error:
             found["wrong"].append(str(error))
-        found["wrong"] += self.wrong(name, case, calm)
+        found["wrong"] += self.wrong(name, case)
         found["left"] += self.left()
         self.end_all()
         return found
@@ -289,11 +306,11 @@ class Campaign:
         there = (self.folder / "runs" / name / "config.yaml").is_file()
         return self.start(name, "runs", "resume", name) if there else self.train(name, case)
 
-    def wrong(self, name: str, case: Case, calm: list[dict[str, Any]]) -> list[str]:
-        rows, consumed, found = self.rows(name), self.rows(name, "consumed.jsonl"), list[str]()
-        if [row["step"] for row in rows] != list(range(1, STEPS + 1)):
-            return [f"its metrics have the steps {[row['step'] for row in rows]}"]
-        found += [f"ledger: {text}" for text in wrong_in_ledger(consumed)]
+    def wrong(self, name: str, case: Case) -> list[str]:
+        rows = self.rows(name)
+        if (steps := [row["step"] for row in rows]) != list(range(1, STEPS + 1)):
+            return [f"its metrics have the steps {steps}"]
+        found = [f"ledger: {text}" for text in wrong_in_ledger(self.rows(name, "consumed.jsonl"))]
         episodes = Counter(each["group"] for each in self.rows(name, "trajectories.jsonl"))
         if len(episodes) != STEPS * GROUPS or set(episodes.values()) != {MEMBERS}:
             found.append(f"ledger: its groups have the episodes {dict(episodes)}")
@@ -301,17 +318,11 @@ class Campaign:
         found += [f"ledger: the steps {stale} are staler than {case.bound}"] if stale else []
         if case.bound:
             return found
-        for row, other in zip(rows, calm, strict=True):
-            found += [
-                f"step {row['step']}: {key} {row[key]}, calm {other[key]}"
-                for key in EXACT
-                if row[key] != other[key]
-            ]
-            for key in CLOSE:
-                gap = abs(row[key] - other[key]) / max(abs(other[key]), 0.01)
-                self.gap = max(self.gap, gap)
-                if not gap <= GAP:
-                    found.append(f"step {row['step']}: {key} {row[key]}, calm {other[key]}")
+        for row, other in zip(rows, self.calm(case.engine), strict=True):
+            gaps = {key: abs(row[key] - other[key]) / max(abs(other[key]), 0.01) for key in EXACT + CLOSE}
+            self.gap = max(self.gap, *(gaps[key] for key in CLOSE))
+            far = [key for key, gap in gaps.items() if not gap <= (GAP if key in CLOSE else 0.0)]
+            found += [f"step {row['step']}: {key} {row[key]}, calm {other[key]}" for key in far]
         return found
 
     def left(self) -> list[str]:
@@ -322,61 +333,35 @@ class Campaign:
         return found
 
 
-async def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Kill processes of real runs.")
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--vllm", type=int, default=0, help="so many of them with vLLM")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", type=int, nargs="*", help="numbers of kills to repeat")
     asked = parser.parse_args()
-    mark = f"{os.getpid()}-{time.time_ns()}"
+    cases = plan(asked.kills, asked.vllm, asked.seed)
+    cases = [case for case in cases if asked.only is None or case.number in asked.only]
+    mark, began, session = f"{os.getpid()}-{time.time_ns()}", time.monotonic(), RaySession()
     path = os.pathsep.join([str(HERE), *(each for each in sys.path if each)])
-    os.environ |= {MARK: mark, "OMP_NUM_THREADS": "1", "RAY_AUTH_MODE": "disabled", "PYTHONPATH": path}
-    os.environ |= {
-        "RAY_USAGE_STATS_ENABLED": "0",
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    }
-    began, processes = time.monotonic(), Processes(mark)
-    folder = Path(tempfile.mkdtemp(prefix="tfactory-faults-"))
-    session = RaySession()
-    await session.open()
-    say: Callable[[str], None] = lambda text: print(f"{time.monotonic() - began:6.0f} s  {text}", flush=True)  # noqa: E731
-    campaign = Campaign(folder, require_ray().get_runtime_context().gcs_address, processes)
-    say(f"logs and runs are in {folder}")
-    cases = [
-        each
-        for each in plan(asked.kills, asked.vllm, asked.seed)
-        if not asked.only or each.number in asked.only
-    ]
+    os.environ |= {MARK: mark, "PYTHONPATH": path, **SETTINGS}
+    folder, processes = Path(tempfile.mkdtemp(prefix="tfactory-faults-")), Processes(mark)
+    print(f"logs and runs are in {folder}", flush=True)
+    asyncio.run(session.open())
     processes.lasting = {each for each, title in processes.look().items() if "ray::IDLE" not in title}
-    calm = {engine: campaign.calm(engine) for engine in sorted({case.engine for case in cases})}
-    say(f"undisturbed runs: {', '.join(calm)}")
-    kills, sums, failed = Counter[str](), Counter[str](), list[dict[str, Any]]()
-    for case in cases:
-        found = campaign.play(case, calm[case.engine])
-        wrong, left = found["wrong"], found["left"]
-        kills[
-            f"{case.engine} {case.victim} bound {case.bound}" if found["struck"] else "run ended before"
-        ] += 1
-        sums["equal"] += not case.bound and not wrong
-        sums["resumed"] += found["resumed"]
-        sums["ledger_ok"] += not any(text.startswith(("ledger", "its metrics")) for text in wrong)
-        sums["left_behind"] += bool(left)
-        say(f"{case.told}: {'; '.join(wrong + left) or 'ok'}{', gone on with' if found['resumed'] else ''}")
-        if wrong or left:
-            again = f"--kills {asked.kills} --vllm {asked.vllm} --seed {asked.seed} --only {case.number}"
-            say(f"    again: python -m benchmarks.cluster_faults {again}")
-            failed.append({"number": case.number, "wrong": wrong, "left": left})
-    await session.close()
+    campaign = Campaign(folder, processes, require_ray().get_runtime_context().gcs_address)
+    try:
+        result, failed = campaign.all(cases, f"--kills {asked.kills} --vllm {asked.vllm} --seed {asked.seed}")
+    finally:
+        campaign.end_all()
+        asyncio.run(session.close())
     processes.lasting = set()
-    if ends := campaign.left():
-        failed.append({"number": "Ray for all", "wrong": [], "left": ends})
-    sums["bound_0"] = sum(not case.bound for case in cases)
-    result = {"kills": dict(kills), **sums, "largest_gap": campaign.gap, "failed": failed}
-    print("RESULT", json.dumps(result | {"seconds": round(time.monotonic() - began)}))
+    if left := campaign.left():
+        failed.append({"number": "Ray for all", "wrong": [], "left": left})
+    result |= {"largest_gap": campaign.gap, "seconds": round(time.monotonic() - began), "failed": failed}
+    print("RESULT", json.dumps(result))
     raise SystemExit(bool(failed))
 
 
 if __name__ == "__main__":
-    asyncio.run(main())
+    main()

@@ -37,7 +37,9 @@ class Killer(Quiet):
 
 
 @SCALE
-def test_no_group_is_lost_or_trained_twice(ray_head: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_group_is_lost_or_trained_twice(
+    ray_head: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     code = "def score(trajectory):\n    return float(sum(trajectory.turns[0].completion.token_ids) % 3)\n"
     (tmp_path / "scoring.py").write_text(code, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
