@@ -6,7 +6,6 @@ after each, a tool and a reward that take a moment, two native samplers and two 
 beside the run or in an actor. Most join one Ray that serves all, every seventh starts its own. At a moment that the
 seed chooses SIGKILL goes to a sampler, to vLLM's engine core, to a reward worker or to the driver. A run that has ended
 early is gone on with by its own command. Then:
-
 - bound 0: every step has the metrics of the undisturbed run. Turns have the same seeds wherever they are sampled, so
   tokens, rewards and counts are equal; which turns are computed together depends on time, and rounding on that: loss
   and the norm of the gradient are equal within GAP (float32; in half precision near-ties would be drawn otherwise);
@@ -46,18 +45,15 @@ CLOSE, GAP = ("loss", "grad_norm"), 1e-3  # relative, to at least 0.01
 HELD = re.compile(r"/dev/shm/((?:psm_|sem\.mp-|tfactory-|torch_|vllm)[^/\s]+)")
 GRACE = 30.0  # seconds for what a run has started to end after it
 LONGEST = 600.0  # seconds of one command
-ENVIRONMENT = '''
-import time
-from TrainingFactory.tools import tool
+ENVIRONMENT = """
+import asyncio
 from tests.kits.warm import Homes as Plain
 
 class Homes(Plain):
-    @tool
-    def lookup(self, name: str) -> str:
-        """Where somebody lives."""
-        time.sleep(0.05 + len(name) % 3 * 0.05)
-        return str(self.task.answer) if name == self.task.metadata["name"] else "unknown"
-'''
+    async def step(self, message):
+        await asyncio.sleep(0.1 * len(message.tool_calls))
+        return await super().step(message)
+"""
 REWARD = """
 import time
 
@@ -98,20 +94,19 @@ class Case:
         if self.where != "none":
             found += ["compute.backend=ray", f"compute.samplers={self.samplers}"]
         if self.bound:
-            found += ["optimization.async_rollout=true", f"optimization.max_staleness={self.bound}"]
-            found += [f"optimization.async_order={self.order}"]
+            ahead = {"async_rollout": "true", "max_staleness": self.bound, "async_order": self.order}
+            found += [f"optimization.{key}={value}" for key, value in ahead.items()]
         return found
 
 
 def plan(kills: int, vllm: int, seed: int) -> list[Case]:
-    """Choose the runs and moments; victims and bounds take turns, so that few kills have all of them."""
+    """Choose runs and moments; victims and bounds take turns."""
     with_vllm = {round((n + 0.5) * kills / vllm) for n in range(vllm)} if vllm else set()
     ways = ((0, "number"), (1, "number"), (0, "number"), (2, "arrival"), (1, "arrival"), (2, "number"))
     cases, natives, others = list[Case](), 0, 0
     for number in range(kills):
         rng = random.Random(f"faults {seed} {number}")
         step = rng.randrange(STEPS - 1)
-        delay = rng.uniform(0.0, 0.8 if step else 6.0)
         if number in with_vllm:
             bound, order = ((0, "number"), (0, "number"), (1, "number"), (2, "arrival"))[others // 2 % 4]
             victim = "driver" if others % 4 == 3 else "engine"
@@ -119,86 +114,85 @@ def plan(kills: int, vllm: int, seed: int) -> list[Case]:
             given, others = ("vllm", where, samplers, bound, order), others + 1
         else:
             victim = ("sampler", "driver", "reward")[natives % 3]
-            delay /= 1 + 3 * (victim == "reward")  # they begin late
             bound, order = ways[natives // 3 % len(ways)]
             given = ("native", "own" if natives % 7 == 5 else "shared", 2, bound, order)
             natives += 1
-        cases.append(Case(number, victim, *given, step, delay))
+        # Before the first step: from the victim's begin, and reward workers begin late.
+        longest = 0.8 if step else {"reward": 1.0, "sampler": 6.0}.get(victim, 12.0)
+        cases.append(Case(number, victim, *given, step, rng.uniform(0.0, longest)))
     return cases
 
 
 class Processes:
-    """Knows the processes that a campaign has started, directly or not, and what they hold; others may use the machine
-    meanwhile."""
+    """Knows what a campaign has started, directly or not, and what that holds: others may use the machine too."""
 
     def __init__(self, mark: str) -> None:
-        self._mark, self._asked = mark, dict[psutil.Process, bool]()
+        self._mark, self._held, self._asked = mark, set[str](), dict[psutil.Process, bool]()
+        self._parents: dict[psutil.Process, psutil.Process | None] = {}
         self.lasting: set[psutil.Process] = set()  # what serves all runs
-        self._held = set[str]()
 
     def look(self) -> dict[psutil.Process, str]:
         """Return those that live with their titles, without what serves all runs; note what they hold."""
-        every = sorted(psutil.process_iter(), key=lambda each: each.pid)
+        every = _every()
         for each in every:
             if each not in self._asked:
                 with suppress(psutil.Error):  # it may end meanwhile
-                    mine = any(self._asked.get(parent) for parent in each.parents()[:1])
+                    self._parents[each] = parent = each.parent()
+                    mine = parent is not None and self._asked.get(parent, False)
                     self._asked[each] = mine or each.environ().get(MARK) == self._mark
-        found = {each: " ".join(_words(each)) for each in every if self._asked.get(each)}
-        self._held |= {name for each in found for name in _held_by(each)}
+        found = {each: title for each, title in every.items() if self._asked.get(each)}
+        self._held |= _held_by(found)
         return {each: title for each, title in found.items() if title and each not in self.lasting}
+
+    def end(self) -> None:
+        for each in self.look():
+            with suppress(psutil.Error):
+                each.kill()
 
     def left(self) -> list[str]:
         """Return what lives, what nobody holds any more, and what listens. Ray for all keeps idle workers."""
-        lasting = {each.pid for each in self.lasting}
-        idle = {
-            each for each, title in self.look().items() if "ray::IDLE" in title and _parent(each) in lasting
-        }
-        living = {each.pid: title for each, title in self.look().items() if each not in idle}
+        kept = {each for each, parent in self._parents.items() if parent in self.lasting}
+        every = self.look().items()
+        living = {each.pid: title for each, title in every if "ray::IDLE" not in title or each not in kept}
         there = {each.name for each in Path("/dev/shm").iterdir()} & self._held
-        held = {name for each in psutil.process_iter() for name in _held_by(each)} if there else set()
+        lost = there - _held_by(_every()) if there else set()
         ports = [each for each in psutil.net_connections("inet") if each.status == psutil.CONN_LISTEN]
         found = [f"process {pid} {title}" for pid, title in living.items()]
-        found += [f"shared memory {name}" for name in sorted(there - held)]
+        found += [f"shared memory {name}" for name in sorted(lost)]
         return found + [f"port {each.laddr.port}" for each in ports if each.pid in living and each.laddr]
 
 
-def _parent(process: psutil.Process) -> int:
-    with suppress(psutil.Error):
-        return process.ppid()
-    return 0
+def _every() -> dict[psutil.Process, str]:
+    """Return the processes of this machine with their titles; of those that have ended there are none."""
+    found = sorted(psutil.process_iter(["cmdline"]), key=lambda each: each.pid)
+    return {each: " ".join(each.info["cmdline"] or []) for each in found}
 
 
-def _words(process: psutil.Process) -> list[str]:
-    with suppress(psutil.Error):
-        return process.cmdline()  # of those that have ended there are none
-    return []
-
-
-def _held_by(process: psutil.Process) -> set[str]:
-    """Return the names in shared memory that a process maps, or has among its arguments."""
-    with suppress(OSError):
-        maps = Path("/proc", str(process.pid), "maps").read_text(encoding="utf-8", errors="replace")
-        return set(HELD.findall(maps + " ".join(_words(process))))
-    return set()
+def _held_by(processes: dict[psutil.Process, str]) -> set[str]:
+    """Return the names in shared memory that processes map, or have in their titles."""
+    texts = list(processes.values())
+    for each in processes:
+        with suppress(OSError):
+            texts.append(Path(f"/proc/{each.pid}/maps").read_text(encoding="utf-8", errors="replace"))
+    return set(HELD.findall("\n".join(texts)))
 
 
 class Campaign:
     def __init__(self, folder: Path, processes: Processes, address: str) -> None:
         self.folder, self._processes, self._address = folder, processes, address
         self.gap = 0.0  # the largest
-        config: dict[str, Any] = {
+        shape = {"max_steps": STEPS, "batch_size": GROUPS, "group_size": MEMBERS}
+        config = {
             "model": {"name": str(HERE / "tests" / "fixtures" / "warm"), "dtype": "float32"},
-            "training": {"algorithm": "grpo", "max_steps": STEPS, "batch_size": GROUPS, "group_size": MEMBERS},
+            "training": {"algorithm": "grpo", "learning_rate": 6e-4, **shape},
             "environment": {"environment_id": "homes.py:Homes", "max_turns": 3},
             "reward": {"type": "function", "options": {"function": "scoring.py:score"}},
             "optimization": {"distributed_reward": True, "reward_workers": 2},
             "data": {"count": 100}, "sampling": {"max_tokens": 24}, "logging": {"checkpoint_every": 1},
         }  # fmt: skip
-        config["training"]["learning_rate"] = 6e-4
-        (folder / "run.yaml").write_text(json.dumps(config), encoding="utf-8")
-        (folder / "homes.py").write_text(ENVIRONMENT, encoding="utf-8")
-        (folder / "scoring.py").write_text(REWARD, encoding="utf-8")
+        files = {"run.yaml": json.dumps(config), "homes.py": ENVIRONMENT, "scoring.py": REWARD}
+        for name, text in files.items():
+            (folder / name).write_text(text, encoding="utf-8")
 
     def all(self, cases: list[Case], again: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         """Play the cases; return sums, and what failed."""
@@ -206,20 +200,18 @@ class Campaign:
         for case in cases:
             began, found = time.monotonic(), self.play(case)
             wrong, left = found["wrong"], found["left"]
-            what = f"{case.engine} {case.victim} bound {case.bound}"
-            kills[what if found["struck"] else "the run ended before"] += 1
+            what = f"{case.engine} {case.victim} bound {case.bound}" if found["struck"] else "ended before"
+            kills[what] += 1
             sums["bound_0"] += not case.bound
             sums["equal"] += not case.bound and not wrong
             sums["resumed"] += found["resumed"]
             sums["ledger_ok"] += not any(text.startswith(("ledger", "its metrics")) for text in wrong)
             sums["left_behind"] += bool(left)
-            told = "; ".join(wrong + left) or ("ok" if found["struck"] else "ok, but it had ended before")
-            resumed = ", gone on with" if found["resumed"] else ""
-            print(f"{case.told}: {told}{resumed} ({time.monotonic() - began:.0f} s)", flush=True)
+            notes = ["gone on with"] * found["resumed"] + ["no kill"] * (not found["struck"]) + wrong + left
+            notes.append(f"{time.monotonic() - began:.0f} s")
+            print(f"{'NOT ok' if wrong or left else 'ok':8}{case.told}: {'; '.join(notes)}", flush=True)
             if wrong or left:
-                print(
-                    f"    again: python -m benchmarks.cluster_faults {again} --only {case.number}", flush=True
-                )
+                print(f"        again: {sys.argv[0]} {again} --only {case.number}", flush=True)
                 failed.append({"number": case.number, "wrong": wrong, "left": left})
         return {"kills": dict(kills), **sums}, failed
 
@@ -227,7 +219,7 @@ class Campaign:
         with (self.folder / f"{name}.log").open("ab") as log:
             command = [sys.executable, "-m", "TrainingFactory.cli", *arguments]
             return subprocess.Popen(
-                command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, cwd=self.folder
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=self.folder
             )
 
     def train(self, name: str, case: Case) -> subprocess.Popen[bytes]:
@@ -236,24 +228,17 @@ class Campaign:
 
     def rows(self, name: str, file: str = "metrics.jsonl") -> list[dict[str, Any]]:
         path = self.folder / "runs" / name / file
-        lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.is_file() else []
-        return [json.loads(line) for line in lines if line.endswith("\n")]
+        text = path.read_text(encoding="utf-8") if path.is_file() else ""
+        return [json.loads(line) for line in text.split("\n")[:-1]]
 
     def ended(self, driver: subprocess.Popen[bytes]) -> int:
         until = time.monotonic() + LONGEST
-        while driver.poll() is None and time.monotonic() < until:
+        while driver.poll() is None:
             self._processes.look()
+            if time.monotonic() > until:
+                raise TimeoutError(f"it took longer than {LONGEST:g} s")
             time.sleep(0.7)
-        if driver.poll() is None:
-            self.end_all()
-            driver.wait()
-            raise TimeoutError(f"it took longer than {LONGEST:g} s")
         return driver.returncode
-
-    def end_all(self) -> None:
-        for each in self._processes.look():
-            with suppress(psutil.Error):
-                each.kill()
 
     def calm(self, engine: str) -> list[dict[str, Any]]:
         """Return the metrics of an undisturbed run, which is made once."""
@@ -286,25 +271,22 @@ class Campaign:
     def play(self, case: Case) -> dict[str, Any]:
         """Make a run with a kill and return what was found: struck, resumed, and what is wrong in words."""
         name = f"case-{case.number}"
-        found: dict[str, Any] = {"struck": False, "resumed": False, "wrong": [], "left": []}
+        driver = self.train(name, case)
+        found = {"struck": self.strike(driver, name, case), "resumed": False, "wrong": [], "left": []}
         try:
-            driver = self.train(name, case)
-            found["struck"] = self.strike(driver, name, case)
             if self.ended(driver):
                 found["resumed"] = True
                 found["left"] += self.left()
-                if self.ended(self.go_on(name, case)):
+                there = (self.folder / "runs" / name).is_dir()
+                if self.ended(self.start(name, "runs", "resume", name) if there else self.train(name, case)):
                     found["wrong"].append("it could not be gone on with")
         except TimeoutError as error:
             found["wrong"].append(str(error))
+            self._processes.end()
         found["wrong"] += self.wrong(name, case)
         found["left"] += self.left()
-        self.end_all()
+        self._processes.end()
         return found
-
-    def go_on(self, name: str, case: Case) -> subprocess.Popen[bytes]:
-        there = (self.folder / "runs" / name / "config.yaml").is_file()
-        return self.start(name, "runs", "resume", name) if there else self.train(name, case)
 
     def wrong(self, name: str, case: Case) -> list[str]:
         rows = self.rows(name)
@@ -335,15 +317,14 @@ class Campaign:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Kill processes of real runs.")
-    parser.add_argument("--kills", type=int, default=50)
-    parser.add_argument("--vllm", type=int, default=0, help="so many of them with vLLM")
-    parser.add_argument("--seed", type=int, default=0)
+    for key, default in (("kills", 50), ("vllm", 0), ("seed", 0)):
+        parser.add_argument(f"--{key}", type=int, default=default)
     parser.add_argument("--only", type=int, nargs="*", help="numbers of kills to repeat")
     asked = parser.parse_args()
     cases = plan(asked.kills, asked.vllm, asked.seed)
     cases = [case for case in cases if asked.only is None or case.number in asked.only]
     mark, began, session = f"{os.getpid()}-{time.time_ns()}", time.monotonic(), RaySession()
-    path = os.pathsep.join([str(HERE), *(each for each in sys.path if each)])
+    path = os.pathsep.join([str(HERE), *filter(None, sys.path)])
     os.environ |= {MARK: mark, "PYTHONPATH": path, **SETTINGS}
     folder, processes = Path(tempfile.mkdtemp(prefix="tfactory-faults-")), Processes(mark)
     print(f"logs and runs are in {folder}", flush=True)
@@ -353,7 +334,7 @@ def main() -> None:
     try:
         result, failed = campaign.all(cases, f"--kills {asked.kills} --vllm {asked.vllm} --seed {asked.seed}")
     finally:
-        campaign.end_all()
+        processes.end()
         asyncio.run(session.close())
     processes.lasting = set()
     if left := campaign.left():
