@@ -59,7 +59,8 @@ def test_no_group_is_lost_or_trained_twice(
     assert wrong_in_ledger(rows(run / "consumed.jsonl")) == []
     metrics, episodes = rows(run / "metrics.jsonl"), rows(run / "trajectories.jsonl")
     assert [row["step"] for row in metrics] == [1, 2, 3, 4, 5]
-    assert all(row["staleness/max"] <= 1 and row["episodes/unscored"] == 0 for row in metrics)
+    assert max(row["staleness/max"] for row in metrics) == 1
+    assert [row["episodes/unscored"] for row in metrics] == [0] * 5  # the only reward worker was asked again
     assert set(Counter(each["group"] for each in episodes).values()) == {4}
     assert metrics[-1]["samplers/asked_again"] + metrics[-1]["samplers/remade"] >= 1
 
