@@ -43,7 +43,7 @@ STEPS, GROUPS, MEMBERS = 5, 4, 4
 EXACT = ("episodes", "reward", "reward_std", "sampled_tokens", "trained_tokens", "turns", "tool_calls")
 CLOSE, GAP = ("loss", "grad_norm"), 1e-3  # relative, to at least 0.01
 HELD = re.compile(r"/dev/shm/((?:psm_|sem\.mp-|tfactory-|torch_|vllm)[^/\s]+)")
-GRACE = 30.0  # seconds for what a run has started to end after it
+GRACE = 90.0  # seconds for what a run has started to end; where a driver was killed Ray's agents take 60
 LONGEST = 600.0  # seconds of one command
 ENVIRONMENT = """
 import asyncio
@@ -157,7 +157,7 @@ class Processes:
         there = {each.name for each in Path("/dev/shm").iterdir()} & self._held
         lost = there - _held_by(_every()) if there else set()
         ports = [each for each in psutil.net_connections("inet") if each.status == psutil.CONN_LISTEN]
-        found = [f"process {pid} {title}" for pid, title in living.items()]
+        found = [f"process {pid} {title[:80]}" for pid, title in living.items()]
         found += [f"shared memory {name}" for name in sorted(lost)]
         return found + [f"port {each.laddr.port}" for each in ports if each.pid in living and each.laddr]
 
@@ -165,7 +165,7 @@ class Processes:
 def _every() -> dict[psutil.Process, str]:
     """Return the processes of this machine with their titles; of those that have ended there are none."""
     found = sorted(psutil.process_iter(["cmdline"]), key=lambda each: each.pid)
-    return {each: " ".join(each.info["cmdline"] or []) for each in found}
+    return {each: " ".join(each.info["cmdline"] or []).strip() for each in found}
 
 
 def _held_by(processes: dict[psutil.Process, str]) -> set[str]:
@@ -211,7 +211,10 @@ class Campaign:
             notes.append(f"{time.monotonic() - began:.0f} s")
             print(f"{'NOT ok' if wrong or left else 'ok':8}{case.told}: {'; '.join(notes)}", flush=True)
             if wrong or left:
-                print(f"        again: {sys.argv[0]} {again} --only {case.number}", flush=True)
+                print(
+                    f"        again: python -m benchmarks.cluster_faults {again} --only {case.number}",
+                    flush=True,
+                )
                 failed.append({"number": case.number, "wrong": wrong, "left": left})
         return {"kills": dict(kills), **sums}, failed
 
