@@ -12,6 +12,7 @@ from cyclopts import App
 from TrainingFactory.cli import show
 from TrainingFactory.cli.options import Json
 
+KINDS = ("CPU", "GPU")
 cluster = App(name="cluster", help="Look at a Ray cluster.")
 
 
@@ -41,12 +42,14 @@ def status(*, address: str = "auto", as_json: Json = False) -> None:
     if as_json:
         print(json.dumps(found))
         return
-    units = {"CPU": 1, "GPU": 1, "memory": 2**30}
     machines = [
-        (node["name"], *(f"{node['resources'][key] / n:.4g} ({node['free'][key] / n:.4g})" for key, n in units.items()))
+        (
+            node["name"],
+            *(f"{node['free'].get(key, 0):g} of {node['resources'].get(key, 0):g}" for key in KINDS),
+        )
         for node in found["nodes"]
-    ]  # fmt: skip
-    show.columns(["machine", "CPU (free)", "GPU (free)", "GiB (free)"], machines)
+    ]
+    show.columns(["machine", *(f"free {key}" for key in KINDS)], machines)
     actors = [
         (each["what"], each["node"], str(each["pid"]), time.strftime("%F %T", time.localtime(each["since"])))
         for each in found["actors"]

@@ -21,18 +21,12 @@ class FleetSession:
 
     def __init__(self, fleet: Fleet, number: int, home: int) -> None:
         self._fleet, self.number, self.home = fleet, number, home
-        self._busy = self._closed = False
+        self._closed = False
 
     async def sample(self, prompt_ids: Sequence[int], params: SamplingParams) -> Completion:
         if self._closed:
             raise ValueError("this sampling session is closed")
-        if self._busy:
-            raise ValueError("a sampling session samples one turn at a time; open a session per episode")
-        self._busy = True
-        try:
-            return await self._fleet._ask(self, list(prompt_ids), params)
-        finally:
-            self._busy = False
+        return await self._fleet._ask(self, list(prompt_ids), params)
 
     def close(self) -> None:
         if not self._closed:
@@ -80,7 +74,7 @@ class Fleet:
     async def update(self, weights: Weights) -> None:
         """Load the weights on every place and compare the canary. A place where that fails is made anew."""
         began = time.perf_counter()
-        await self._started()
+        await self.start()
         self._weights = weights
         pushed = [self._push(number, place, weights) for number, place in self._alive.items()]
         await asyncio.gather(*pushed)
@@ -103,7 +97,7 @@ class Fleet:
     # -- turns
 
     async def _ask(self, session: FleetSession, prompt_ids: list[int], params: SamplingParams) -> Completion:
-        await self._started()
+        await self.start()
         for _ in range(1 + AGAIN):
             await self._some()
             if (
@@ -132,7 +126,8 @@ class Fleet:
 
     # -- places
 
-    async def _started(self) -> None:
+    async def start(self) -> None:
+        """Start all places, if nobody has; before the clocks of episodes run."""
         if self._starting is None:
             self._starting = asyncio.create_task(self._start())
         # Shielded: whoever came first may be cancelled, and the others wait for the same.

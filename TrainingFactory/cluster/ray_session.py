@@ -15,7 +15,6 @@ from typing import Any, ClassVar
 from TrainingFactory import __version__
 from TrainingFactory.tools.threads import in_thread
 
-NAMESPACE = "training-factory"
 PREFIX = "tfactory"  # of the names of our actors
 OBJECT_STORE = 256 * 2**20  # bytes; weights travel by it only to other machines
 PROBE = 5.0  # seconds in which the head of a cluster must take a connection
@@ -67,16 +66,13 @@ class RaySession:
             if not ray.is_initialized():
                 logging.getLogger("ray").setLevel(logging.ERROR)
                 folder = tempfile.TemporaryDirectory(prefix="tfactory-ray-", ignore_cleanup_errors=True)
-                common = {"namespace": NAMESPACE, "log_to_driver": False, "logging_level": logging.ERROR}
+                quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
                 if self.address is not None:
-                    _join(ray, self.address, common)
+                    _join(ray, self.address, quiet)
                 else:  # "local" also where RAY_ADDRESS names a cluster
-                    own = {
-                        "object_store_memory": OBJECT_STORE,
-                        "_temp_dir": folder.name,
-                        "num_gpus": self._num_gpus,
-                    }
-                    ray.init("local", include_dashboard=False, _node_ip_address="127.0.0.1", **own, **common)
+                    own = {"object_store_memory": OBJECT_STORE, "_temp_dir": folder.name} | quiet
+                    own |= {"include_dashboard": False, "_node_ip_address": "127.0.0.1"}
+                    ray.init("local", num_gpus=self._num_gpus, **own)
                 self._began.append(folder)
             self._open.add(self)
         try:
@@ -137,26 +133,25 @@ class RaySession:
     def options(self, what: str, group: Any = None, bundle: int = 0, **more: Any) -> dict[str, Any]:
         """Return options for an actor that `tfactory cluster status` shows as `what`: in a bundle of a placement group
         if one is given, never restarted by Ray and no call repeated, since its state would be gone."""
-        inside = require_ray().util.scheduling_strategies.PlacementGroupSchedulingStrategy
         if group is not None:
+            inside = require_ray().util.scheduling_strategies.PlacementGroupSchedulingStrategy
             more["scheduling_strategy"] = inside(group, bundle)
         name = f"{PREFIX}:{what}:{uuid.uuid4().hex[:8]}"
-        fixed = {"name": name, "namespace": NAMESPACE, "max_restarts": 0, "max_task_retries": 0}
-        return {"num_cpus": 0, **more, **fixed}
+        return {"num_cpus": 0, **more, "name": name, "max_restarts": 0, "max_task_retries": 0}
 
     async def status(self) -> dict[str, Any]:
         """Return the machines of the cluster with their resources, and the actors of TrainingFactory."""
         return await in_thread(status, require_ray())
 
 
-def _join(ray: Any, address: str, common: dict[str, Any]) -> None:
+def _join(ray: Any, address: str, quiet: dict[str, Any]) -> None:
     host, _, port = address.rpartition(":")
     if address != "auto" and ("/" in host or not host or not port.isdigit()):
         raise ValueError(f"compute.address is {address}; it must be auto, or HOST:PORT of the cluster's head")
     try:
         if address != "auto":  # Ray itself would try for minutes, and then end the process
             socket.create_connection((host.strip("[]"), int(port)), PROBE).close()
-        ray.init(address=address, **common)
+        ray.init(address=address, **quiet)
     except (OSError, RuntimeError, ValueError) as error:
         raise ValueError(
             f"compute.address is {address}, but there is no cluster that this process can join: "
@@ -199,14 +194,14 @@ def _told(resources: Resources) -> str:
 
 
 def status(ray: Any) -> dict[str, Any]:
-    state, kinds = ray._private.state, ("CPU", "GPU", "memory")  # the public way needs the dashboard
-    free, nodes = state.available_resources_per_node(), {}
-    for node in ray.nodes():
-        if node["Alive"]:
-            have, left = node["Resources"], free.get(node["NodeID"], {})
-            found = {"resources": {key: have.get(key, 0.0) for key in kinds}}
-            found["free"] = {key: left.get(key, 0.0) for key in kinds}
-            nodes[node["NodeID"]] = {"name": node["NodeName"], **found}
+    state = ray._private.state  # the public way needs the dashboard
+    free, alive = state.available_resources_per_node(), [node for node in ray.nodes() if node["Alive"]]
+    nodes = {
+        node["NodeID"]: {
+            "name": node["NodeName"], "resources": node["Resources"], "free": free.get(node["NodeID"], {})
+        }
+        for node in alive
+    }  # fmt: skip
     actors = [
         {
             "what": actor["Name"].split(":")[1], "pid": actor["Pid"], "since": actor["StartTime"] / 1000,

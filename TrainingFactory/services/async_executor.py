@@ -16,7 +16,7 @@ from TrainingFactory.rewards.adapt import as_reward
 from TrainingFactory.rollout import AsyncRolloutEngine as Engine
 from TrainingFactory.services.build.environment import environment_named
 from TrainingFactory.services.build.factories import by_file
-from TrainingFactory.services.build.fleet import join_cluster
+from TrainingFactory.services.build.fleet import await_engines, join_cluster
 from TrainingFactory.services.build.run_tools import RunTools
 from TrainingFactory.services.build.sampler import make_rollouts, make_sampler
 from TrainingFactory.services.build.tools import listed
@@ -94,6 +94,7 @@ class AsyncRolloutEngine:
         environment = await self._tools.equip(self._environment or ToolEnvironment)
         chat, sampler = await in_thread(make_sampler, self.config, self.config.sampling.slots)
         self._held.push_async_callback(sampler.close)
+        await await_engines(sampler)
         reward = None if self._reward is None else as_reward(self._reward)
         runtime = self._tools.runtime
         return make_rollouts(self.config, environment, chat, reward=reward, runtime=runtime), sampler

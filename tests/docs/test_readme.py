@@ -45,7 +45,7 @@ def test_the_map_is_right() -> None:
 def test_it_says_where_it_runs_and_what_is_not_there_yet() -> None:
     text = README.text[README.text.index("## Where it runs") : README.text.index("## Config")]
     parts = {part.partition(".**")[0]: part for part in text.split("**", 1)[1].split("\n\n**")}
-    assert list(parts) == ["GPUs", "Notebooks", "Real models offline", "Not there yet"]
+    assert list(parts) == ["GPUs", "Notebooks", "Real models offline", "On a cluster", "Not there yet"]
     for part, words in {
         "GPUs": ("model.device", "lora.enabled", "configs/qwen3_grpo_lora.yaml"),
         "Notebooks": ("train_async", "resume=True"),

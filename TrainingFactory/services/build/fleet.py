@@ -15,6 +15,7 @@ from TrainingFactory.cluster.ray_session import RaySession
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.config.problems import Problem
 from TrainingFactory.models.names import BUILTIN, resolve
+from TrainingFactory.protocols import Sampler
 from TrainingFactory.types import EngineSpec
 
 if TYPE_CHECKING:
@@ -49,6 +50,12 @@ def check_engines(config: TrainingConfig) -> None:
         wrong.append(Problem(("sampling", "engine_options"), "they are vLLM's: take sampling.engine=vllm"))
     if wrong:
         raise config.wrong(wrong)
+
+
+async def await_engines(sampler: Sampler) -> None:
+    """Wait for engines in other processes: their start takes longer than an episode may."""
+    if isinstance(sampler, Fleet):
+        await sampler.start()
 
 
 async def join_cluster(config: TrainingConfig, held: AsyncExitStack) -> None:

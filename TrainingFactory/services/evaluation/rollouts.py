@@ -18,7 +18,7 @@ from TrainingFactory.running import run as run_anywhere
 from TrainingFactory.services.build import factories
 from TrainingFactory.services.build import rewards as build_rewards
 from TrainingFactory.services.build.environment import check_tools, make_environment
-from TrainingFactory.services.build.fleet import join_cluster
+from TrainingFactory.services.build.fleet import await_engines, join_cluster
 from TrainingFactory.services.build.model_names import with_model
 from TrainingFactory.services.build.rewards import check_group, check_reward, judge_metrics, make_reward
 from TrainingFactory.services.build.run_tools import RunTools, recording_beside
@@ -115,6 +115,7 @@ class Rollouts:
         environment = await self.tools.equip(self.environment)
         chat, sampler = await in_thread(make_sampler, config, self.total)
         held.push_async_callback(sampler.close)
+        await await_engines(sampler)
         made = self._reward = make_reward(config)
         await build_rewards.open_reward(made, held, self._say)
         reward = self._choose(made)

@@ -19,6 +19,7 @@ from transformers import AutoConfig
 
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.models.loading import pick_device, pick_dtype
+from TrainingFactory.services.build.fleet import elsewhere
 from TrainingFactory.services.build.model_names import Named, find_model
 from TrainingFactory.services.doctor.memory import amount, cache_bytes, free_bytes
 from TrainingFactory.services.registry.catalogue import Catalogue, registry_path
@@ -51,6 +52,10 @@ def following(
     def config_of(version: str) -> TrainingConfig:
         return served_config(find_model(version, runs, registry), overrides)
 
+    if elsewhere(config_of(str(found.version))):
+        raise ValueError(
+            f"{found.written} is followed by engines of this process only: name a version, such as AGENT:3"
+        )
     follower = Follower(server, catalogue, found.version.model, written["alias"], config_of, say)
     follower.tell(None)
     ended = threading.Event()
