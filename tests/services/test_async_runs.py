@@ -136,20 +136,20 @@ def test_an_evaluation_sees_one_version(tmp_path: Path) -> None:
 
 def test_a_replay_trains_the_recorded_groups_in_their_order(tmp_path: Path) -> None:
     """Nothing is played, and the replay is broken off and goes on too."""
-    recorded = run(ahead(tmp_path, 3, "arrival", training={"eval_every": 3}), "a")
+    recorded = run(ahead(tmp_path, 2, "arrival", training={"eval_every": 4, "max_steps": 4}), "a")
 
     class Untouched(Calling):
         async def reset(self) -> list[Message]:
             raise AssertionError("nothing is played")
 
     with pytest.raises(RuntimeError, match="broken off"):
-        run(recorded.config, "b", Quiet(fail_at=5), environment=Untouched, replay="a")
+        run(recorded.config, "b", Quiet(fail_at=3), environment=Untouched, replay="a")
     go_on(tmp_path / "b", Untouched)
     replayed = RunFolder(tmp_path / "b")
     for name in ("trajectories.jsonl", "consumed.jsonl"):
         assert (replayed.path / name).read_bytes() == (recorded.path / name).read_bytes()
     [*_, ours], [*_, theirs] = recorded.checkpoints(), replayed.checkpoints()
-    assert ours.name == theirs.name == "step-000006"
+    assert ours.name == theirs.name == "step-000004"
     for name in ("model.safetensors", "learner.safetensors"):
         assert (ours / name).read_bytes() == (theirs / name).read_bytes()
     (recorded.path / "trajectories.jsonl").unlink()
