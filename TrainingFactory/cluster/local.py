@@ -29,17 +29,12 @@ FRAME = re.compile("Engine core initialization failed|WorkerProc initialization 
 
 class LocalPlaces:
     """Makes `LocalPlace`s. `environment` is added to theirs; `folder` takes their logs, which are lost without one;
-    `say` hears what a user may want to know."""
+    `say` hears what a user may want to know, under the name `what`."""
 
     def __init__(
-        self,
-        spec: EngineSpec,
-        environment: Mapping[str, str] | None = None,
-        start_timeout: float = 600.0,
-        say: Callable[[str], object] = lambda text: None,
-        folder: Path | None = None,
-        what: str = "sampler",
-    ) -> None:
+        self, spec: EngineSpec, environment: Mapping[str, str] | None = None, start_timeout: float = 600.0,
+        say: Callable[[str], object] = lambda text: None, folder: Path | None = None, what: str = "sampler",
+    ) -> None:  # fmt: skip
         self._spec, self._seconds, self._say, self._folder, self._what = (
             spec,
             start_timeout,
@@ -50,24 +45,29 @@ class LocalPlaces:
         threads = str(max(1, (os.cpu_count() or 1) // 2))  # the learner has the other half
         # All of our path: what vLLM starts must find its packages too.
         path = os.pathsep.join(each or os.getcwd() for each in sys.path)
-        self._environment = {"OMP_NUM_THREADS": threads, **os.environ, "PYTHONPATH": path}
-        self._environment |= environment or {}
+        self._environment = {
+            "OMP_NUM_THREADS": threads,
+            **os.environ,
+            "PYTHONPATH": path,
+            **(environment or {}),
+        }
         self._places: list[LocalPlace] = []
 
     async def make(self, number: int) -> LocalPlace:
-        began = time.monotonic()
-        place = LocalPlace(number, self._folder, self._what)
+        place, began = LocalPlace(number, self._folder, self._what), time.monotonic()
         self._places.append(place)
+        await place.open(self._spec, self._environment)
         try:
             async with asyncio.timeout(self._seconds):
-                await place.open(self._spec, self._environment)
                 place.about = await place.call("start")
         except (TimeoutError, PlaceLost, ValueError) as error:
             cause, tail = _epitaph(place.log)
             if isinstance(error, TimeoutError):
                 cause = f"it took longer than {self._seconds:g} s, which compute.start_timeout raises"
+            elif isinstance(error, ValueError) or not cause:
+                cause = str(error)
             await place.close()
-            raise ValueError(f"{place.name} could not be started: {cause or error}{tail}") from error
+            raise ValueError(f"{place.name} could not be started: {cause}{tail}") from error
         except BaseException:
             await place.close()
             raise
@@ -81,16 +81,13 @@ class LocalPlaces:
 class LocalPlace:
     """An engine in a process of its own, which ends with `close`, and with this program however it ends."""
 
-    def __init__(self, number: int, folder: Path | None, what: str = "sampler") -> None:
+    def __init__(self, number: int, folder: Path | None, what: str) -> None:
         self.name, self._folder = f"{what} {number}", Path(tempfile.mkdtemp()) if folder is None else None
         self.log = (folder or self._folder or Path()) / f"{what}-{number}.log"
         self.about: dict[str, Any] = {}  # what the engine said of itself
-        self._process: asyncio.subprocess.Process | None = None
         self._life = -1  # while this pipe is open, it may live
-        self._tickets = itertools.count()
+        self._tickets, self._lost = itertools.count(), "is not open"
         self._waiting: dict[str, asyncio.Future[Any]] = {}
-        self._lost = "is not open"
-        self._reader: asyncio.Task[None] | None = None
 
     async def open(self, spec: EngineSpec, environment: Mapping[str, str]) -> None:
         theirs, self._life = os.pipe()
@@ -103,7 +100,7 @@ class LocalPlace:
         os.close(theirs)
         self._lost = ""
         self.name = f"{self.name}, process {self._process.pid}"
-        self._reader = asyncio.create_task(self._read())
+        self._reader = asyncio.create_task(self._read(self._process.stdout))
         self._send(dataclasses.asdict(spec))
 
     async def call(self, method: str, *args: Any) -> Any:
@@ -121,7 +118,7 @@ class LocalPlace:
             del self._waiting[ticket]
 
     async def close(self) -> None:
-        if self._process is None or self._life < 0:
+        if self._life < 0:
             return
         if not self._lost:
             with suppress(PlaceLost, ValueError, TimeoutError):
@@ -130,20 +127,17 @@ class LocalPlace:
         life, self._life, self._lost = self._life, -1, self._lost or "is closed"
         os.close(life)  # now the process that watches over it ends what is left
         await self._process.wait()
-        if self._reader is not None:
-            await self._reader
+        await self._reader
         if self._folder is not None:
             shutil.rmtree(self._folder)
 
     def _send(self, message: Any) -> None:
-        assert self._process is not None and self._process.stdin is not None
-        if not self._lost:
+        if not self._lost and self._process.stdin is not None:
             self._process.stdin.write(json.dumps(message).encode() + b"\n")
 
-    async def _read(self) -> None:
+    async def _read(self, lines: Any) -> None:
         """Hand out answers until the process and all that it has started are gone."""
-        assert self._process is not None and self._process.stdout is not None
-        while line := await self._process.stdout.readline():
+        while line := await lines.readline():
             ticket, found, problem = json.loads(line)
             answer = self._waiting.get(ticket)
             if answer is None or answer.done():  # it was cancelled

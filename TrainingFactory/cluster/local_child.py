@@ -13,6 +13,7 @@ import re
 import select
 import signal
 import sys
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -27,13 +28,12 @@ SEGMENT = re.compile(r" /dev/shm/((?:psm_|sem\.|vllm|torch_)[^/\s]+)")  # as Pyt
 
 
 def main() -> None:
-    watch(int(sys.argv[1]))
-    asyncio.run(serve(*take_pipes()))
+    watcher = watch(int(sys.argv[1]))
+    asyncio.run(serve(*take_pipes(), watcher))
 
 
-async def serve(lines: BinaryIO, answers: int) -> None:
-    reader = asyncio.StreamReader(limit=LARGEST)
-    loop = asyncio.get_running_loop()
+async def serve(lines: BinaryIO, answers: int, watcher: int) -> None:
+    reader, loop = asyncio.StreamReader(limit=LARGEST), asyncio.get_running_loop()
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), lines)
     engine = make_engine(EngineSpec(**json.loads(await reader.readline())))
     calls: dict[str, asyncio.Task[None]] = {}
@@ -44,9 +44,11 @@ async def serve(lines: BinaryIO, answers: int) -> None:
             assert method in METHODS, method
             found = to_json(await getattr(engine, method)(*map(from_json, args)))
         except Exception as error:  # whatever a model or vLLM raises
-            problem = explain(error)
+            problem = f"ValueError: {error}" if isinstance(error, ValueError) else explain(error)
         finally:
             calls.pop(ticket, None)
+        if method == "start":
+            os.kill(watcher, signal.SIGUSR1)
         send(answers, ticket, found, problem)
 
     while line := await reader.readline():
@@ -58,17 +60,25 @@ async def serve(lines: BinaryIO, answers: int) -> None:
     await engine.close()
 
 
-def watch(life: int) -> None:
-    """Fork the process that watches over this one. `life` is a pipe to which nobody writes."""
+def watch(life: int) -> int:
+    """Fork the process that watches over this one, and return its number. `life` is a pipe to which nobody writes. On
+    SIGUSR1 it looks what segments there are: those who have them may be gone at the end."""
     watched = os.getpid()
-    if os.fork():
+    if watcher := os.fork():
         os.close(life)
-        return
+        return watcher
+    left: set[str] = set()
+    signal.signal(signal.SIGUSR1, lambda *_: left.update(segments(watched)))
     os.setsid()
     os.close(0)  # and no more: it holds the pipe of answers until everything is gone
     while os.getppid() == watched and not select.select([life], [], [], TICK)[0]:
         pass
-    left = segments(watched)
+    left |= segments(watched)
+    for folder in members(watched):
+        with suppress(OSError):
+            if b"resource_tracker" not in (folder / "cmdline").read_bytes():
+                os.kill(int(folder.name), signal.SIGKILL)
+    time.sleep(TICK)  # in which Python's own tracker removes what it knows of
     with suppress(ProcessLookupError):
         os.killpg(watched, signal.SIGKILL)
     for name in left:
@@ -79,11 +89,18 @@ def watch(life: int) -> None:
 def segments(group: int) -> set[str]:
     """Return the segments of shared memory that the processes of a group have."""
     found: set[str] = set()
-    for folder in Path("/proc").glob("[0-9]*"):
+    for folder in members(group):
         with suppress(OSError):  # it may end meanwhile
-            after_name = (folder / "stat").read_text().rpartition(")")[2].split()
-            if int(after_name[2]) == group:
-                found.update(SEGMENT.findall((folder / "maps").read_text()))
+            found.update(SEGMENT.findall((folder / "maps").read_text()))
+    return found
+
+
+def members(group: int) -> list[Path]:
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if int((folder / "stat").read_text().rpartition(")")[2].split()[2]) == group:
+                found.append(folder)
     return found
 
 

@@ -1,4 +1,4 @@
-"""Calls of an engine, and their answers, as JSON: what `Engine` takes and returns and nothing else."""
+"""Calls of an engine, and their answers, as JSON."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ LARGEST = 256 * 2**20  # bytes of one message
 
 
 def to_json(value: Any) -> Any:
-    if type(value).__name__ in TYPES:
-        return {"type": type(value).__name__, "fields": dataclasses.asdict(value)}
-    return value
+    name = type(value).__name__
+    return {"type": name, "fields": dataclasses.asdict(value)} if name in TYPES else value
 
 
 def from_json(value: Any) -> Any:
     if not isinstance(value, dict) or value.keys() != {"type", "fields"}:
         return value
     kind, fields = TYPES[value["type"]], value["fields"]
-    if kind is SamplingParams:
-        fields["stop_ids"] = tuple(fields["stop_ids"])
-    if kind is Weights:
-        fields["canary"] = tuple(tuple(each) for each in fields["canary"])
+    if kind is not Completion:  # the others are frozen
+        fields = {key: _tuple(each) for key, each in fields.items()}
     return kind(**fields)
+
+
+def _tuple(value: Any) -> Any:
+    return tuple(map(_tuple, value)) if isinstance(value, list) else value

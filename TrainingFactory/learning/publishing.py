@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from peft import PeftModel
 from peft.tuners.tuners_utils import BaseTunerLayer
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from TrainingFactory.learning.learner import Learner
@@ -39,22 +40,21 @@ class Publisher:
     def __init__(self, learner: Learner, adapters: bool = True) -> None:
         self._learner, self._causal = learner, learner.causal
         if getattr(self._causal, "is_quantized", False):  # foreign object
-            raise ValueError(
-                "model.quantization: engines in other processes need whole weights; leave it out, or sample with "
-                "sampling.engine: native and without Ray"
+            text = (
+                "engines in other processes need whole weights: leave it out, or take sampling.engine: native"
             )
+            raise ValueError(f"model.quantization: {text} and no Ray")
         size = sum(param.numel() * param.element_size() for param in self._causal.parameters())
         roomy = SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free > (KEPT + 1) * size
         self._home = Path(tempfile.mkdtemp(prefix="tfactory-weights-", dir=SHARED_MEMORY if roomy else None))
         # Removes the folder when this process is gone, however it ended: memory would be lost until the next start.
         guard = ["sh", "-c", 'cat >/dev/null; rm -rf "$1"', "sh", str(self._home)]
         self._guard = subprocess.Popen(guard, stdin=subprocess.PIPE, start_new_session=True)
-        config = copy.deepcopy(self._causal.config)
-        config.architectures = [type(self._causal).__name__]
-        config.dtype = self._causal.dtype
-        self.dtype = str(config.dtype).removeprefix("torch.")
-        self.model_folder, self._bones = str(self._home / "model"), skeleton(config)
-        self._bones.config.save_pretrained(self.model_folder)
+        self._bones = skeleton(self._causal.config)
+        config = self._bones.config
+        config.architectures, config.dtype = [type(self._causal).__name__], self._causal.dtype
+        self.dtype, self.model_folder = str(config.dtype).removeprefix("torch."), str(self._home / "model")
+        config.save_pretrained(self.model_folder)
         self.rank = _adapter_rank(learner.model) if adapters else None
         if self.rank is not None:
             self._write(self._home / "model", merged=False)
@@ -71,7 +71,7 @@ class Publisher:
             else:
                 self._learner.model.save_pretrained(part, save_embedding_layers=False)
             part.rename(where)
-        except OSError as error:
+        except (OSError, SafetensorError) as error:
             raise OSError(f"the weights could not be written to {self._home}: {error}") from error
         self._kept.append(where)
         while len(self._kept) > KEPT:
@@ -93,10 +93,10 @@ class Publisher:
 
     def _score(self) -> tuple[float, ...]:
         """Return the learner's log-probs of the canary at temperature 1; it stays as it is."""
-        learner, size = self._learner, CANARY
+        learner, zeros = self._learner, [0.0] * CANARY
         training, temperature = learner.model.training, learner.temperature
-        zeros = [0.0] * size
-        row = Sample(list(self._canary), [False] + [True] * (size - 1), zeros, zeros, zeros, [0] * size)
+        mask = [False] + [True] * (CANARY - 1)
+        row = Sample(list(self._canary), mask, zeros, zeros, zeros, [0] * CANARY)
         learner.temperature = 1.0
         try:
             return tuple(score_rows(learner, [row], StepOptions())[0][1:])
@@ -120,15 +120,13 @@ def _adapter_rank(model: Any) -> int | None:
 def _weights(causal: Any, bones: Any, merged: bool) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the weights under the names that they have without PEFT, with the adapter or without, in the model's
     number format. What PEFT puts around modules that are trained as a whole answers for them itself."""
-    layer, last = None, None
     for name in bones.state_dict():
         path, _, leaf = name.rpartition(".")
         module = causal.get_submodule(path)
         if isinstance(module, BaseTunerLayer):
-            if path != last:
-                layer, last = copy.deepcopy(module) if merged else module, path
-                if merged:
-                    layer.merge()
-            module = layer.get_base_layer()
+            if merged:
+                module = copy.deepcopy(module)
+                module.merge()
+            module = module.get_base_layer()
         weight = getattr(module, leaf).detach()
         yield name, weight.to(causal.dtype) if weight.is_floating_point() else weight

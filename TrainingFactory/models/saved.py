@@ -23,15 +23,14 @@ def skeleton(config: Any, trust_remote_code: bool = False) -> Any:
 
 
 def as_saved(bones: Any, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return weights that have the names of modules under those of a checkpoint, and those that are tied once. `bones`
-    is the model's `skeleton`: a model that was loaded would be named as the file that it came from."""
+    """Return weights that have the names of modules under those of a checkpoint, tied ones once. `bones` is the model's
+    `skeleton`: one that was loaded is named as the file that it came from."""
     from transformers.core_model_loading import revert_weight_conversion
 
     every = (name for name, _ in bones.named_parameters(remove_duplicate=False))
     again = set(every) - {name for name, _ in bones.named_parameters()}
-    return revert_weight_conversion(
-        bones, {name: weight for name, weight in weights.items() if name not in again}
-    )
+    once = {name: weight for name, weight in weights.items() if name not in again}
+    return revert_weight_conversion(bones, once)
 
 
 def saved_shapes(folder: str, trust_remote_code: bool = False) -> Shapes:
@@ -50,7 +49,8 @@ def check_weights(file: Path, shapes: Shapes | None) -> Shapes:
         with safe_open(file, "pt") as weights:
             names = list(weights.keys())
             found = {name: tuple(weights.get_slice(name).get_shape()) for name in names}
-            for name in sorted(found.keys() | shapes.keys()) if shapes else ():
+            shapes = found if shapes is None else shapes
+            for name in sorted(found.keys() | shapes.keys()):
                 if (here := found.get(name)) != (wanted := shapes.get(name)):
                     there = f"{here or 'missing'} in it and {wanted or 'missing'} in the model"
                     raise ValueError(f"{file} does not hold the weights of the model: {name} is {there}")

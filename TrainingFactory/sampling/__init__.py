@@ -1,5 +1,14 @@
-"""Tokens in, tokens and log-probs out."""
+"""Tokens in, tokens and log-probs out. The native engine is imported on first use: vLLM needs nothing of it."""
 
-from TrainingFactory.sampling.native import NativeEngine
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["NativeEngine"]
+if TYPE_CHECKING:
+    from TrainingFactory.sampling.native import NativeEngine as NativeEngine
+
+
+def __getattr__(name: str) -> Any:
+    if name != "NativeEngine":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from TrainingFactory.sampling.native import NativeEngine
+
+    return NativeEngine

@@ -1,9 +1,8 @@
 """vLLM as an `Engine`: token ids in, token ids and log-probs out, weights pushed into it while it runs.
 
-Written for vLLM 0.32. What earlier releases do not have is looked up: without spans of versions a turn is let finish
-before weights change. What vLLM would not survive, or do wrong in silence, never reaches it: ids outside of the
-vocabulary, a seeded prompt in chunks, requests with and without an adapter side by side, weights that are not the
-model's. `ValueError` means that one call was wrong; anything else, that the engine is of no use any more."""
+What vLLM would not survive, or do wrong in silence, never reaches it: ids outside of the vocabulary, a seeded prompt in
+chunks, requests with and without an adapter side by side, weights that are not the model's. `ValueError` means that one
+call was wrong; anything else, that the engine is of no use any more."""
 
 from __future__ import annotations
 
@@ -11,14 +10,12 @@ import asyncio
 import itertools
 import os
 import platform
-from collections import Counter
 from collections.abc import Sequence
-from importlib import import_module
+from importlib import import_module, metadata
 from pathlib import Path
 from typing import Any
 
 from TrainingFactory import __version__
-from TrainingFactory.models.saved import WEIGHTS, Shapes, check_weights, saved_shapes
 from TrainingFactory.types import Completion, EngineSpec, SamplingParams, Weights
 
 # Of the processes that vLLM runs in, where the user has not said otherwise.
@@ -36,29 +33,26 @@ OWN_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM has room for
 
 
 def lora_options(rank: int) -> dict[str, Any]:
-    """Return the engine's arguments for adapters of a rank: the current version, and the one before in turns that began
-    with it."""
+    """Return the engine's arguments for adapters of a rank, of two versions side by side."""
     room = next((each for each in OWN_RANKS if each >= rank), None)
     if room is None:
         raise ValueError(f"lora.r is {rank}, and vLLM takes at most {OWN_RANKS[-1]}: lower it")
-    return {"enable_lora": True, "max_loras": 2, "max_lora_rank": room}
+    # Turns that are older still find theirs in memory: its folder may be gone.
+    return {"enable_lora": True, "max_loras": 2, "max_cpu_loras": 8, "max_lora_rank": room}
 
 
 class VllmEngine:
     """One engine of vLLM, whose core runs in a process below this one."""
 
     def __init__(self, spec: EngineSpec) -> None:
-        self._spec = spec
-        self._numbers = itertools.count(1)
+        self._spec, self._lora = spec, bool(spec.options.get("enable_lora"))
         self._llm: Any = None
-        self._lora = bool(spec.options.get("enable_lora"))
-        self._version = 0
+        self._version, self._numbers = 0, itertools.count(1)
         self._useless = ""  # why nothing may be sampled
-        self._shapes: Shapes | None = None  # of the model's weights, once any are pushed
+        self._shapes: Any = None  # of the model's weights, once any are pushed
         self._adapter: Any = None  # the request for the current one
-        self._adapter_shapes: Shapes | None = None
+        self._adapter_shapes: Any = None
         self._base = "" if spec.pushed else spec.model  # the weights under adapters
-        self._turns: Counter[int] = Counter()  # under way, by the number of their adapter
         self._loading = asyncio.Lock()
 
     async def start(self) -> dict[str, Any]:
@@ -73,14 +67,15 @@ class VllmEngine:
             ) from error
         self._llm = AsyncLLM.from_engine_args(engine_arguments(self._spec))
         self._vocabulary = int(self._llm.model_config.get_vocab_size())
-        self._spans = hasattr(self._llm, "update_weight_version")  # foreign object
+        self._spans = hasattr(self._llm, "update_weight_version")  # not in earlier releases
         await self._llm.collective_rpc("tfactory_full_logprobs")
         await self._say_version(0)
         await self._turn([0], SamplingParams(max_tokens=1))  # the first request compiles much
         if self._spec.pushed:
             self._useless = "has no weights yet: they are pushed before it samples"
-        versions = {name: import_module(name).__version__ for name in ("torch", "transformers", "vllm")}
+        versions = {name: metadata.version(name) for name in ("torch", "transformers")}
         versions |= {"TrainingFactory": __version__, "python": platform.python_version()}
+        versions["vllm"] = import_module("vllm").__version__  # its package has several names
         about = {"pid": os.getpid(), "node": platform.node(), "vocabulary": self._vocabulary}
         return {**about, "versions": versions}
 
@@ -156,17 +151,12 @@ class VllmEngine:
         from vllm.v1.engine.exceptions import EngineDeadError  # pyright: ignore[reportMissingImports]
 
         prompt = {"prompt_token_ids": list(token_ids), "cache_salt": str(self._version)}
-        adapter, last = self._adapter, None
-        number = adapter.lora_int_id if adapter is not None else 0
-        self._turns[number] += 1
+        name, adapter, last = f"r{next(self._numbers)}", self._adapter, None
         try:
-            name = f"r{next(self._numbers)}"
             async for answer in self._llm.generate(prompt, params, request_id=name, lora_request=adapter):
                 last = answer
         except EngineDeadError as error:
             raise RuntimeError(f"vLLM's engine core has died: {error}") from error
-        finally:
-            self._turns[number] -= 1
         assert last is not None
         return last
 
@@ -175,10 +165,11 @@ class VllmEngine:
     async def _load_full(self, weights: Weights) -> None:
         """Load the weights under requests that wait meanwhile and go on with the new ones, their keys and values
         computed anew; vLLM tells which token is of which version. Those with an adapter end before."""
+        from TrainingFactory.models.saved import WEIGHTS, check_weights, saved_shapes
+
+        spec, file = self._spec, Path(weights.where) / WEIGHTS
         if self._shapes is None:
-            spec = self._spec
             self._shapes = await asyncio.to_thread(saved_shapes, spec.model, spec.trust_remote_code)
-        file = Path(weights.where) / WEIGHTS
         await asyncio.to_thread(check_weights, file, self._shapes)
         mode = "keep" if self._spans and self._adapter is None else "wait"
         await self._llm.pause_generation(mode=mode, clear_cache=True)
@@ -200,6 +191,8 @@ class VllmEngine:
         """Add the adapter under a new number: what is stored of the prompts of others stays apart by itself."""
         from vllm.lora.request import LoRARequest  # pyright: ignore[reportMissingImports]
 
+        from TrainingFactory.models.saved import check_weights
+
         if not self._lora:
             raise ValueError("the engine was started without room for adapters: options need enable_lora")
         if weights.base != self._base:
@@ -219,9 +212,6 @@ class VllmEngine:
         await self._say_version(weights.version)
         if first:
             await self._llm.resume_generation()
-        for number in await self._llm.list_loras():
-            if number != request.lora_int_id and not self._turns[number]:
-                await self._llm.remove_lora(number)
 
 
 def engine_arguments(spec: EngineSpec) -> Any:
@@ -232,23 +222,18 @@ def engine_arguments(spec: EngineSpec) -> Any:
     on_cpu = current_platform.is_cpu()
     if on_cpu and spec.device.startswith("cuda"):
         raise ValueError(f"model.device is {spec.device!r}, but this vLLM is built for CPUs, or sees no GPU")
+    dtype = spec.dtype if spec.dtype != "auto" else "float32" if on_cpu else "bfloat16"
     given: dict[str, Any] = {
-        "model": spec.model,
-        "trust_remote_code": spec.trust_remote_code,
-        "dtype": spec.dtype if spec.dtype != "auto" else "float32" if on_cpu else "bfloat16",
-        "max_model_len": spec.max_length,
-        "max_num_seqs": spec.slots,
+        "model": spec.model, "trust_remote_code": spec.trust_remote_code, "dtype": dtype,
+        "max_model_len": spec.max_length, "max_num_seqs": spec.slots, "enable_prefix_caching": True,
         "enable_chunked_prefill": False,  # a seeded request in chunks kills the engine
         "max_num_batched_tokens": max(spec.max_length, 4096 if on_cpu else 16_384),
-        "enable_prefix_caching": True,
         "logprobs_mode": "processed_logprobs",  # at the sampling temperature
         "generation_config": "vllm",  # not the model's own, which may cut the distribution
-        "skip_tokenizer_init": True,
-        "disable_log_stats": True,
+        "skip_tokenizer_init": True, "disable_log_stats": True,
         "worker_extension_cls": "TrainingFactory.sampling.vllm_worker.WorkerExtension",
-    }
-    if spec.pushed:
-        given["load_format"] = "dummy"
+    }  # fmt: skip
+    given |= {"load_format": "dummy"} if spec.pushed else {}
     on_a_cpu = {"enforce_eager": True, "block_size": 32, "kv_cache_memory_bytes": CPU_CACHE}
     given |= on_a_cpu if on_cpu else {"gpu_memory_utilization": GPU_SHARE}
     return AsyncEngineArgs(**given | spec.options)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -15,28 +14,19 @@ from safetensors import safe_open
 class WorkerExtension:
     """Is mixed into vLLM's worker class, whose own names must not be met: hence the prefix."""
 
-    model_runner: Any
-    vllm_config: Any
-    model_config: Any
-
-    def tfactory_load(self, path: str) -> None:
-        """Load all weights from a safetensors file. Layer by layer: a layer may keep its weights packed, in another
-        form than they are loaded in."""
+    def tfactory_load(self: Any, path: str) -> None:
+        """Load all weights from a safetensors file, layer by layer: layers keep them packed in other forms."""
         from vllm.config import set_current_vllm_config  # pyright: ignore[reportMissingImports]
+        from vllm.model_executor.model_loader import reload  # pyright: ignore[reportMissingImports]
 
         model = self.model_runner.get_model()
         with torch.no_grad(), set_current_vllm_config(self.vllm_config), _bare(model):
-            try:
-                reload = import_module("vllm.model_executor.model_loader.reload")
-            except ImportError:  # an earlier release
-                model.load_weights(_tensors(path))
-                return
             reload.initialize_layerwise_reload(model)
             model.load_weights(_tensors(path))
             reload.finalize_layerwise_reload(model, self.model_config)
             _repack_tied_head(model)
 
-    def tfactory_full_logprobs(self) -> None:
+    def tfactory_full_logprobs(self: Any) -> None:
         """Make log-probs those of the full softmax also where top_p, top_k or min_p cut it: vLLM's are of the rest."""
         sampler = self.model_runner.sampler
         assert hasattr(sampler, "topk_topp_sampler"), "VLLM_USE_V2_MODEL_RUNNER must be 0"
@@ -48,10 +38,8 @@ def _bare(model: Any) -> Iterator[None]:
     """Take away the layers that vLLM puts around others for adapters: weights have the names of those inside."""
     from vllm.lora.layers import BaseLayerWithLoRA  # pyright: ignore[reportMissingImports]
 
-    children = [
-        (parent, name, child) for parent in model.modules() for name, child in parent.named_children()
-    ]
-    around = [each for each in children if isinstance(each[2], BaseLayerWithLoRA)]
+    every = [(parent, *child) for parent in model.modules() for child in parent.named_children()]
+    around = [each for each in every if isinstance(each[2], BaseLayerWithLoRA)]
     for parent, name, child in around:
         setattr(parent, name, child.base_layer)
     try:

@@ -269,23 +269,25 @@ def test_checkpoints_load_and_engines_die(scale: None, tmp_path: Path) -> None:
     """A checkpoint is a model for vLLM as it is; a core that is killed is a place that is lost, and all of it goes."""
     loaded = load_model("builtin:tiny", dtype="float32", seed=4)
     save_checkpoint(tmp_path / "c", make_learner(loaded.model), loaded.tokenizer, {"step": 1})
-    before = set(os.listdir("/dev/shm"))
+    before = segments()
 
     async def kill(name: str, place: Any) -> list[psutil.Process]:
         family = psutil.Process(place.about["pid"])
         family = [family, *family.children(recursive=True)]
-        waiting = asyncio.create_task(place.call("sample", PROMPT, SamplingParams(max_tokens=400)))
-        await asyncio.sleep(0.2)
-        [victim] = [each for each in family if name in each.name() + str(each.cmdline())]
+        victim = next(each for each in family if name in each.name() + str(each.cmdline()))
+        params = SamplingParams(max_tokens=400)
+        turns = [asyncio.create_task(place.call("sample", PROMPT, params)) for _ in range(8)]
         victim.send_signal(signal.SIGKILL)
+        found = await asyncio.gather(*turns, return_exceptions=True)
+        assert {type(each) for each in found} == {PlaceLost}, found
         with pytest.raises(PlaceLost):
-            await waiting
+            await place.call("score", PROMPT)
         await place.close()
         return family
 
     async def everything() -> list[psutil.Process]:
         places = LocalPlaces(EngineSpec("vllm", str(tmp_path / "c"), 512, slots=8, pushed=False))
-        one, two = await places.make(0), await places.make(1)
+        one, two = await asyncio.gather(places.make(0), places.make(1))
         found = await one.call("sample", PROMPT, SamplingParams(max_tokens=24))
         assert distance(found.logprobs, plain_logprobs(loaded.model, PROMPT, found.token_ids)) < CLOSE
         family = [*await kill("EngineCore", one), *await kill("local_child", two)]
@@ -293,4 +295,8 @@ def test_checkpoints_load_and_engines_die(scale: None, tmp_path: Path) -> None:
         return family
 
     _, alive = psutil.wait_procs(asyncio.run(everything()), timeout=30)
-    assert not alive and set(os.listdir("/dev/shm")) <= before
+    assert not alive and segments() <= before
+
+
+def segments() -> set[str]:
+    return {name for name in os.listdir("/dev/shm") if name.startswith(("psm_", "sem."))}
