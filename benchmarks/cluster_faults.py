@@ -211,10 +211,7 @@ class Campaign:
             notes.append(f"{time.monotonic() - began:.0f} s")
             print(f"{'NOT ok' if wrong or left else 'ok':8}{case.told}: {'; '.join(notes)}", flush=True)
             if wrong or left:
-                print(
-                    f"        again: python -m benchmarks.cluster_faults {again} --only {case.number}",
-                    flush=True,
-                )
+                print(f"        again: {again} --only {case.number}", flush=True)
                 failed.append({"number": case.number, "wrong": wrong, "left": left})
         return {"kills": dict(kills), **sums}, failed
 
@@ -335,7 +332,8 @@ def main() -> None:
     processes.lasting = {each for each, title in processes.look().items() if "ray::IDLE" not in title}
     campaign = Campaign(folder, processes, require_ray().get_runtime_context().gcs_address)
     try:
-        result, failed = campaign.all(cases, f"--kills {asked.kills} --vllm {asked.vllm} --seed {asked.seed}")
+        again = f"--kills {asked.kills} --vllm {asked.vllm} --seed {asked.seed}"
+        result, failed = campaign.all(cases, f"python -m benchmarks.cluster_faults {again}")
     finally:
         processes.end()
         asyncio.run(session.close())
