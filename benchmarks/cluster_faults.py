@@ -109,7 +109,7 @@ def plan(kills: int, vllm: int, seed: int) -> list[Case]:
         step = rng.randrange(STEPS - 1)
         if number in with_vllm:
             bound, order = ((0, "number"), (0, "number"), (1, "number"), (2, "arrival"))[others // 2 % 4]
-            victim = "driver" if others % 4 == 3 else "engine"
+            victim = "driver" if others % 8 in (3, 6) else "engine"  # once on Ray, once beside the run
             where, samplers = ("shared", 1 + others // 4 % 2) if others % 2 else ("none", 1)
             given, others = ("vllm", where, samplers, bound, order), others + 1
         else:
