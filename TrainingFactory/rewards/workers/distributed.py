@@ -159,6 +159,8 @@ class DistributedRewardModel:
 
     async def _scored(self, score: Callable[[PoolWorker], Coroutine[Any, Any, T]]) -> T:
         tried: dict[PoolWorker, Exception] = {}
+        # Where there is only one, a process that died is asked again: the next call has another.
+        settled = len(self.workers) > 1 or not isinstance(self.workers[0].reward, RewardProcess)
         while True:
             worker, ticket = await self._place(tried)
             answered: bool | None = None  # a call that is cancelled says nothing about the worker
@@ -173,7 +175,9 @@ class DistributedRewardModel:
                 error, (answered, again) = caught, _blame(caught)
                 if not again:
                     raise
-                tried[worker] = caught
+                if settled or not isinstance(caught, ConnectionError):
+                    tried[worker] = caught
+                settled = True
             finally:
                 worker.running -= 1
                 worker.failed += answered is False
