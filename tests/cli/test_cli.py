@@ -50,7 +50,6 @@ def test_a_config_with_overrides(tfactory: Run) -> None:
     status, out, err = tfactory("rollout", config, *options.split(), "optimization.tool_cache=false")
     assert status == 0, err
     assert "episode 2 of 2" in out
-    assert "note: optimization.async_rollout: training and sampling do not overlap yet" in err
     assert "saved 2 episodes to runs/rollouts/env_search_v1-" in err
 
 

@@ -310,7 +310,9 @@ def test_what_the_learner_did_not_sample_is_weighted(sections: dict[str, Any], c
     assert importance_cap(config) == cap
     made: Any = make_algorithm(config)
     found = getattr(made, "correction", None)
-    assert found == (None if cap is None else Correction(cap, "sequence", (0.5, 3)))
+    assert found == (
+        None if cap is None else Correction(cap, "sequence", (0.5, 3), config.optimization.async_rollout)
+    )
     [said] = [line for line in unused(config) if "importance" in line] if cap is None else [""]
     assert said.startswith("optimization.importance_by, optimization.importance_mask: ") or cap is not None
 

@@ -119,6 +119,7 @@ def test_the_state_where_earlier_versions_wrote_it(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "c").glob("*.safetensors")] == ["model.safetensors"]
     (tmp_path / "c" / "learner" / "state.safetensors").rename(tmp_path / "c" / "learner.safetensors")
     (tmp_path / "c" / "learner").rmdir()
+    (tmp_path / "c" / "SHA256SUMS").unlink()
     write_sums(tmp_path / "c")
     other = make(seed=3)[1]
     assert load_checkpoint(tmp_path / "c", other) == {"step": 7}

@@ -150,7 +150,7 @@ def test_a_replay_trains_the_recorded_groups_in_their_order(tmp_path: Path) -> N
         assert (replayed.path / name).read_bytes() == (recorded.path / name).read_bytes()
     [*_, ours], [*_, theirs] = recorded.checkpoints(), replayed.checkpoints()
     assert ours.name == theirs.name == "step-000004"
-    for name in ("model.safetensors", "learner.safetensors"):
+    for name in ("model.safetensors", "learner/state.safetensors"):
         assert (ours / name).read_bytes() == (theirs / name).read_bytes()
     (recorded.path / "trajectories.jsonl").unlink()
     with pytest.raises(ValueError, match="a replay needs its episodes, and it has none"):

@@ -157,7 +157,8 @@ def test_digests_are_those_that_others_compute(whole: Path) -> None:
     done = subprocess.run(["sha256sum", "-c", "SHA256SUMS"], cwd=folder, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     listed = {line.split(":")[0] for line in done.stdout.splitlines()}
-    assert listed == {path.name for path in folder.iterdir()} - {"SHA256SUMS"}
+    files = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+    assert listed == files - {"SHA256SUMS"}
 
 
 def test_a_damaged_model_is_not_taken(whole: Path, tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 from TrainingFactory.algorithms.kinds import KINDS
 from TrainingFactory.cluster.fleet import Fleet
 from TrainingFactory.config import TrainingConfig
-from TrainingFactory.config.not_yet import not_yet
 from TrainingFactory.config.problems import Problem
 from TrainingFactory.data.examples import Examples
 from TrainingFactory.protocols import Algorithm, EnvironmentFactory, Sampler
@@ -81,13 +80,9 @@ class Training:
         try:
             if run is not None:
                 check_started_from(run)
-            before = as_started(config, run)
-            config = factories.by_file(before, say)
+            config = factories.by_file(as_started(config, run), say)
             self.allocation = self.allocation or factories.allocated(config, say)
             config = factories.with_machines(config, self.allocation, say)
-            for text in not_yet(config):
-                if text not in not_yet(before):  # those were told by whoever made the config
-                    say(f"note: {text}")
             self._prepare(config, given, name, run, replay)
         except BaseException:
             self._release()
