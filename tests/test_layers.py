@@ -72,7 +72,7 @@ BUDGET: dict[str, int] = {
     "rollout": 700,
     "sampling": 2060,
     "services": 1440,
-    "services/build": 3190,
+    "services/build": 3180,
     "services/demo": 420,
     "services/doctor": 660,
     "services/evaluation": 1700,
