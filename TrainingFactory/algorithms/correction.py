@@ -36,17 +36,21 @@ class Correction:
 
 
 def corrected(
-    trained: Trained, correction: Correction | None, clip: tuple[float, float] | None = None
+    trained: Trained,
+    correction: Correction | None,
+    clip: tuple[float, float] | None = None,
+    whole: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | float, dict[str, float]]:
     """Return the log-probs that the model's are compared with, the weight of each token, and metrics that add up.
-    `clip` is how far below and above 1 the ratio of a token counts, where the loss has such bounds."""
+    `clip` is how far below and above 1 a ratio counts, where the loss has such bounds; `whole`: that of the episode."""
     if correction is None:
         return trained.sampled, 1.0, {}
     assert trained.old is not None
     gap = trained.old - trained.sampled
     moved = torch.zeros_like(gap, dtype=torch.bool)
     if correction.anchored and clip is not None:
-        drift, above = ratio_of(gap), trained.advantages > 0
+        mean = (trained.per_episode(gap) / trained.lengths)[trained.episode] if whole else gap
+        drift, above = ratio_of(mean), trained.advantages > 0
         moved = torch.where(above, drift > 1 + clip[1], drift < 1 - clip[0]) & (trained.advantages != 0)
     if correction.by == "sequence":
         gap = trained.per_episode(gap)[trained.episode]

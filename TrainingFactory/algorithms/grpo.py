@@ -127,7 +127,7 @@ class GRPO(BaseAlgorithm):
 
     def loss(self, trained: Trained) -> tuple[torch.Tensor, dict[str, float]]:
         clip = (self.clip_low, self.clip_high) if self.loss_kind == "clip" else None
-        before, weight, weighed = corrected(trained, self.correction, clip)
+        before, weight, weighed = corrected(trained, self.correction, clip, self.ratio == "sequence")
         gap = trained.logprobs - before
         if self.ratio == "sequence":
             whole = (trained.per_episode(gap) / trained.lengths)[trained.episode]

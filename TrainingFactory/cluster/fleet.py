@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from TrainingFactory.cluster.places import Place, PlaceLost, Places
+from TrainingFactory.rollout.group_scoring import all_of
 from TrainingFactory.types import Completion, SamplersLost, SamplingParams, Weights
 
 ATTEMPTS = 2  # to make a place anew before it is given up
@@ -37,15 +38,17 @@ class FleetSession:
 class Fleet:
     """A `Sampler` over `count` places, which start with the first use. A turn whose place is lost is asked again
     elsewhere with the same seed; a lost place is made anew beside that, and has the last weights before it gets work.
-    `tolerance` bounds the mean distance between the learner's log-probs of the canary and those of a place."""
+    `tolerance` bounds the mean distance between the learner's log-probs of the canary and those of a place; one that
+    has not loaded weights after `patience` seconds is lost."""
 
     def __init__(
         self, places: Places, count: int, max_length: int, say: Callable[[str], None] = lambda _: None,
-        tolerance: float = 1e-3, holds: object = None,
+        tolerance: float = 1e-3, holds: object = None, patience: float = 600.0,
     ) -> None:  # fmt: skip
         self._holds = holds  # what must be there as long as the fleet is, such as a folder of weights
         self.max_length, self.policy_version = max_length, 0
         self._places, self._count, self._say, self._tolerance = places, count, say, tolerance
+        self._patience = patience
         self._alive: dict[int, Place] = {}
         self._making: dict[int, asyncio.Task[None]] = {}
         self._reason = ""  # why the last one was lost or could not be made
@@ -102,7 +105,7 @@ class Fleet:
             await self._some()
             if (
                 session.home not in self._alive
-            ):  # to the one with the fewest: there its prompt is computed anew
+            ):  # to the one with the fewest, where its prompt is computed anew
                 self._open[session.home] -= 1
                 session.home = min(self._alive, key=lambda number: (self._open[number], number))
                 self._open[session.home] += 1
@@ -134,7 +137,7 @@ class Fleet:
         await asyncio.shield(self._starting)
 
     async def _start(self) -> None:
-        self._alive = dict(enumerate(await asyncio.gather(*map(self._places.make, range(self._count)))))
+        self._alive = dict(enumerate(await all_of([self._places.make(n) for n in range(self._count)])))
 
     async def _push(self, number: int, place: Place, weights: Weights) -> None:
         try:
@@ -143,9 +146,13 @@ class Fleet:
             self._lose(number, place, error)
 
     async def _load(self, place: Place, weights: Weights) -> None:
-        await place.call("load", weights)
         token_ids, wanted = weights.canary
-        found = await place.call("score", list(token_ids)) if token_ids else []
+        try:
+            async with asyncio.timeout(self._patience):
+                await place.call("load", weights)
+                found = await place.call("score", list(token_ids)) if token_ids else []
+        except TimeoutError:
+            raise PlaceLost(f"{place.name} has not loaded weights within {self._patience:g} s") from None
         gap = sum(abs(one - other) for one, other in zip(wanted, found, strict=True)) / max(1, len(wanted))
         if not gap <= self._tolerance:
             raise ValueError(
@@ -169,7 +176,7 @@ class Fleet:
             for _ in range(ATTEMPTS):
                 try:
                     self._alive[number] = await self._made(number)
-                except (PlaceLost, ValueError) as error:
+                except Exception as error:  # Ray, vLLM and the machine have many
                     self._reason = str(error)
                     continue
                 self._counts["samplers/remade"] += 1

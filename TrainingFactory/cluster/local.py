@@ -45,19 +45,15 @@ class LocalPlaces:
         threads = str(max(1, (os.cpu_count() or 1) // 2))  # the learner has the other half
         # All of our path: what vLLM starts must find its packages too.
         path = os.pathsep.join(each or os.getcwd() for each in sys.path)
-        self._environment = {
-            "OMP_NUM_THREADS": threads,
-            **os.environ,
-            "PYTHONPATH": path,
-            **(environment or {}),
-        }
+        given = environment or {}
+        self._environment = {"OMP_NUM_THREADS": threads, **os.environ, "PYTHONPATH": path, **given}
         self._places: list[LocalPlace] = []
 
     async def make(self, number: int) -> LocalPlace:
         place, began = LocalPlace(number, self._folder, self._what), time.monotonic()
         self._places.append(place)
-        await place.open(self._spec, self._environment)
         try:
+            await place.open(self._spec, self._environment)
             async with asyncio.timeout(self._seconds):
                 place.about = await place.call("start")
         except (TimeoutError, PlaceLost, ValueError) as error:
@@ -86,6 +82,7 @@ class LocalPlace:
         self.log = (folder or self._folder or Path()) / f"{what}-{number}.log"
         self.about: dict[str, Any] = {}  # what the engine said of itself
         self._life = -1  # while this pipe is open, it may live
+        self._process: asyncio.subprocess.Process | None = None
         self._tickets, self._lost = itertools.count(), "is not open"
         self._waiting: dict[str, asyncio.Future[Any]] = {}
 
@@ -120,24 +117,27 @@ class LocalPlace:
     async def close(self) -> None:
         if self._life < 0:
             return
-        if not self._lost:
+        if not self._lost and self.about:  # one that is starting hears nothing
             with suppress(PlaceLost, ValueError, TimeoutError):
                 async with asyncio.timeout(CLOSE_SECONDS):
                     await self.call("close")
         life, self._life, self._lost = self._life, -1, self._lost or "is closed"
         os.close(life)  # now the process that watches over it ends what is left
-        await self._process.wait()
-        await self._reader
+        if self._process is not None:
+            await self._process.wait()
+            await self._reader
         if self._folder is not None:
             shutil.rmtree(self._folder)
 
     def _send(self, message: Any) -> None:
-        if not self._lost and self._process.stdin is not None:
+        if not self._lost and self._process is not None and self._process.stdin is not None:
             self._process.stdin.write(json.dumps(message).encode() + b"\n")
 
     async def _read(self, lines: Any) -> None:
         """Hand out answers until the process and all that it has started are gone."""
-        while line := await lines.readline():
+        while (line := await lines.readline()).endswith(
+            b"\n"
+        ):  # half a line is the last word of one that was killed
             ticket, found, problem = json.loads(line)
             answer = self._waiting.get(ticket)
             if answer is None or answer.done():  # it was cancelled
@@ -150,7 +150,8 @@ class LocalPlace:
             else:
                 self._lost = self._lost or f"is of no use any more: {problem}"
                 answer.set_exception(PlaceLost(f"{self.name} {self._lost}"))
-        self._lost = self._lost or "is gone"
+        cause, _ = _epitaph(self.log)
+        self._lost = self._lost or "is gone" + (f": {cause}" if cause else "")
         for answer in self._waiting.values():
             if not answer.done():
                 answer.set_exception(PlaceLost(f"{self.name} {self._lost}"))

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from TrainingFactory.cluster.engines import make_engine
-from TrainingFactory.cluster.local import LocalPlaces
+from TrainingFactory.cluster.local import LocalPlace, LocalPlaces
 from TrainingFactory.cluster.places import PlaceLost
 from TrainingFactory.cluster.ray_session import RaySession, require_ray
 from TrainingFactory.tools.threads import in_thread
@@ -37,7 +37,7 @@ class RayPlaces:
     ) -> None:  # fmt: skip
         self._session, self._spec, self._count, self._gpus, self._cpus = session, spec, count, gpus, cpus
         self._timeout, self._say, self._what = timeout, say, what
-        self._placing = asyncio.Lock()
+        self._placing, self._packing = asyncio.Lock(), asyncio.Lock()
         self._group: Any = None
         self._packed: tuple[Weights, Any] | None = None  # the last ones that went to another machine
         self._made: list[RayPlace] = []
@@ -75,9 +75,10 @@ class RayPlaces:
 
     async def packed(self, weights: Weights) -> Any:
         """Return a folder's files in Ray's object store, which brings them to every machine once."""
-        if self._packed is None or self._packed[0] is not weights:
-            files = await in_thread(_read, Path(weights.where), "*")
-            self._packed = weights, await in_thread(require_ray().put, files)
+        async with self._packing:
+            if self._packed is None or self._packed[0] is not weights:
+                files = await in_thread(_read, Path(weights.where), "*")
+                self._packed = weights, await in_thread(require_ray().put, files)
         return self._packed[1]
 
     async def close(self) -> None:
@@ -127,7 +128,7 @@ class RayPlace:
         actor, self._actor = self._actor, None
         with suppress(PlaceLost, ValueError, TimeoutError):
             async with asyncio.timeout(CLOSE_SECONDS):
-                await self._answer(actor.call.remote("close", ()))
+                await self._answer(actor.close.remote())
         self._ray.kill(actor)
 
 
@@ -137,6 +138,7 @@ class EngineActor:
 
     def __init__(self) -> None:
         self._call: Callable[..., Any]
+        self._place: LocalPlace | None = None
         self._model: tempfile.TemporaryDirectory[str] | None = None  # what came from another machine
 
     async def start(self, spec: EngineSpec, number: int, config: Files, timeout: float) -> dict[str, Any]:
@@ -144,7 +146,7 @@ class EngineActor:
             self._model = _written(config, None)
             spec = dataclasses.replace(spec, model=self._model.name)
         if spec.kind == "vllm":
-            place = await LocalPlaces(spec, start_timeout=timeout).make(number)
+            self._place = place = await LocalPlaces(spec, start_timeout=timeout).make(number)
             self._call, about = place.call, place.about
         else:
             engine = make_engine(spec)
@@ -154,6 +156,11 @@ class EngineActor:
 
     async def call(self, method: str, args: tuple[Any, ...]) -> Any:
         return await self._call(method, *args)
+
+    async def close(self) -> None:
+        await (self._place.close() if self._place is not None else self._call("close"))
+        if self._model is not None:
+            self._model.cleanup()
 
     async def load(self, weights: Weights, files: Files) -> None:
         """Load weights that came from another machine, by way of this one's memory."""

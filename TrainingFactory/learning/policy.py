@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, Protocol
 
 from TrainingFactory.learning.checkpoints import load_checkpoint, save_checkpoint
@@ -11,6 +13,8 @@ from TrainingFactory.learning.step import StepOptions, evaluate_rows, score_rows
 from TrainingFactory.protocols import Algorithm
 from TrainingFactory.running import OneThread
 from TrainingFactory.types import Sample, Weights
+
+CLOSE_SECONDS = 10.0
 
 
 class Publishes(Protocol):
@@ -66,6 +70,8 @@ class LocalPolicy:
         return await self._thread.call(self.publisher.publish, self._version)
 
     async def close(self) -> None:
-        self._thread.close()
         if self.publisher is not None:
-            self.publisher.close()
+            with suppress(TimeoutError):  # after a push that is under way, which would write its folder anew
+                async with asyncio.timeout(CLOSE_SECONDS):
+                    await self._thread.call(self.publisher.close)
+        self._thread.close()

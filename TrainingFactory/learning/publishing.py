@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 
 from TrainingFactory.learning.learner import Learner
 from TrainingFactory.learning.step import StepOptions, score_rows
-from TrainingFactory.models.saved import WEIGHTS, as_saved, skeleton
+from TrainingFactory.models.saved import WEIGHTS, as_saved
 from TrainingFactory.types import Sample, Weights
 
 KEPT = 2  # versions: the one that all engines have, and the one that they are loading
@@ -50,7 +50,8 @@ class Publisher:
         # Removes the folder when this process is gone, however it ended: memory would be lost until the next start.
         guard = ["sh", "-c", 'cat >/dev/null; rm -rf "$1"', "sh", str(self._home)]
         self._guard = subprocess.Popen(guard, stdin=subprocess.PIPE, start_new_session=True)
-        self._bones = skeleton(self._causal.config)
+        with torch.device("meta"):
+            self._bones = type(self._causal)(copy.deepcopy(self._causal.config))
         config = self._bones.config
         config.architectures, config.dtype = [type(self._causal).__name__], self._causal.dtype
         self.dtype, self.model_folder = str(config.dtype).removeprefix("torch."), str(self._home / "model")
@@ -114,6 +115,7 @@ def _adapter_rank(model: Any) -> int | None:
     trained = [name for name, param in model.named_parameters() if param.requires_grad]
     plain = all(re.search(r"\.lora_[AB]\.", name) and "lm_head" not in name for name in trained)
     odd = config.use_dora or config.bias != "none" or isinstance(config.init_lora_weights, str)
+    odd = odd or bool(config.modules_to_save)  # also where they are frozen
     return max([config.r, *config.rank_pattern.values()]) if plain and not odd else None
 
 

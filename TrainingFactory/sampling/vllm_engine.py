@@ -26,6 +26,7 @@ ENVIRONMENT = {
     "VLLM_USE_V2_MODEL_RUNNER": "0",  # whose log-probs cannot be kept those of the full softmax
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # engines of one machine would otherwise sit on the same cores
 }
+STRIDE = 0x9E3779B97F4A7C15  # a turn that is asked in pieces draws other numbers in each: vLLM starts from the seed
 GPU_SHARE = 0.5  # of a GPU's memory: the learner may live on the same one
 CPU_CACHE = 2 * 2**30  # bytes for keys and values on a CPU
 ADAPTER = "adapter_model.safetensors"
@@ -58,7 +59,8 @@ class VllmEngine:
     async def start(self) -> dict[str, Any]:
         os.environ |= {name: value for name, value in ENVIRONMENT.items() if name not in os.environ}
         if (device := self._spec.device).startswith("cuda:"):
-            os.environ.setdefault("CUDA_VISIBLE_DEVICES", device.removeprefix("cuda:"))
+            number, seen = int(device.removeprefix("cuda:")), os.environ.get("CUDA_VISIBLE_DEVICES", "")
+            os.environ["CUDA_VISIBLE_DEVICES"] = seen.split(",")[number] if seen else str(number)
         try:
             from vllm.v1.engine.async_llm import AsyncLLM  # pyright: ignore[reportMissingImports]
         except ImportError as error:
@@ -129,7 +131,7 @@ class VllmEngine:
         most = min(params.max_tokens, self._spec.max_length - len(prompt_ids))
         wanted = Params(
             temperature=params.temperature, top_p=params.top_p, top_k=params.top_k, min_p=params.min_p,
-            seed=params.seed % 2**63, max_tokens=most,
+            seed=(params.seed + STRIDE * len(prompt_ids)) % 2**63, max_tokens=most,
             stop_token_ids=list(params.stop_ids), ignore_eos=True,  # what ends a turn is said by the caller alone
             logprobs=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY,
         )  # fmt: skip
@@ -157,6 +159,10 @@ class VllmEngine:
                 last = answer
         except EngineDeadError as error:
             raise RuntimeError(f"vLLM's engine core has died: {error}") from error
+        except Exception as error:
+            if type(error).__name__ == "VLLMValidationError":  # of 0.32; no ValueError any more
+                raise ValueError(str(error)) from error
+            raise
         assert last is not None
         return last
 
@@ -220,8 +226,9 @@ def engine_arguments(spec: EngineSpec) -> Any:
     from vllm.platforms import current_platform  # pyright: ignore[reportMissingImports]
 
     on_cpu = current_platform.is_cpu()
-    if on_cpu and spec.device.startswith("cuda"):
-        raise ValueError(f"model.device is {spec.device!r}, but this vLLM is built for CPUs, or sees no GPU")
+    if on_cpu != (spec.device == "cpu") and spec.device != "auto":
+        kind = "CPUs, or sees no GPU" if on_cpu else "GPUs"
+        raise ValueError(f"model.device is {spec.device!r}, but this vLLM is built for {kind}")
     dtype = spec.dtype if spec.dtype != "auto" else "float32" if on_cpu else "bfloat16"
     given: dict[str, Any] = {
         "model": spec.model, "trust_remote_code": spec.trust_remote_code, "dtype": dtype,

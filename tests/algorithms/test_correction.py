@@ -240,3 +240,14 @@ def test_a_token_that_older_updates_have_moved_to_the_clip_counts_no_more() -> N
         assert torch.equal(found[1], found[0] * counts) and not torch.equal(*found)
     loss, metrics = RFT(correction=Correction(anchored=True)).loss(trained)  # has no clip
     assert metrics["importance_moved"] == 0
+
+
+def test_with_a_ratio_of_whole_episodes_their_drift_counts() -> None:
+    """Noise of single tokens is far beyond bounds that are made for the mean over an episode."""
+    trained = tokens(7)
+    trained.old = trained.sampled + 0.01 * torch.tensor([1.0, -1.0]).repeat(30)
+    gspo = GRPO(ratio="sequence", clip_low=3e-4, clip_high=4e-4, correction=Correction(anchored=True))
+    assert gspo.loss(trained)[1]["importance_moved"] == 0
+    trained.old = trained.sampled + 0.01 * torch.arange(60).ge(30)  # the last three episodes
+    share = float((trained.advantages[30:] > 0).sum()) / trained.step_tokens
+    assert gspo.loss(trained)[1]["importance_moved"] == pytest.approx(share) and share > 0

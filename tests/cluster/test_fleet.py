@@ -23,7 +23,7 @@ class Fake:
         self.asked: list[tuple[int, int]] = []  # session, seed
         self.loaded: list[int] = []
         self.scores = [-1.0, -2.0]
-        self.dead = self.closed = False
+        self.dead = self.closed = self.stuck = False
         self.cancelled = 0
         self.hold: asyncio.Event | None = None
 
@@ -31,6 +31,8 @@ class Fake:
         await asyncio.sleep(0)
         if self.dead:
             raise PlaceLost("killed")
+        if self.stuck:
+            await asyncio.Event().wait()
         if method == "load":
             self.loaded.append(args[0].version)
         if method == "score":
@@ -221,3 +223,43 @@ def test_cancelling_reaches_the_place_and_a_wrong_call_is_told() -> None:
         await fleet.close()
 
     run(test())
+
+
+def test_a_place_that_does_not_take_weights_is_lost() -> None:
+    """A process that stands still answers nothing: the others must not wait for it for ever."""
+
+    async def everything() -> None:
+        fakes, said = Fakes(), list[str]()
+
+        def stuck(place: Fake) -> None:
+            place.stuck = not fakes.made  # the first that is made
+
+        fakes.each = stuck
+        fleet = Fleet(fakes, 2, 64, said.append, patience=0.05)
+        await fleet.update(Weights(1, "x", canary=CANARY))
+        assert fleet.policy_version == 1 and "has not loaded weights within 0.05 s" in said[0]
+        assert (await fleet.sample([1], SamplingParams(seed=5))).token_ids == [5]
+        await fleet.close()
+
+    asyncio.run(everything())
+
+
+def test_the_start_of_one_that_fails_ends_the_others() -> None:
+    async def everything() -> None:
+        ended: list[int] = []
+
+        class Slow(Fakes):
+            async def make(self, number: int) -> Fake:
+                if number:
+                    raise ValueError("no room")
+                try:
+                    await asyncio.sleep(60)
+                finally:
+                    ended.append(number)
+                raise AssertionError
+
+        with pytest.raises(ValueError, match="no room"):
+            await Fleet(Slow(), 2, 64).start()
+        assert ended == [0]
+
+    asyncio.run(everything())

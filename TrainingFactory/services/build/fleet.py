@@ -124,4 +124,4 @@ def _fleet(
         places = RayPlaces(session, spec, *shape, say)
     else:
         places = LocalPlaces(spec, start_timeout=compute.start_timeout, say=say)
-    return Fleet(places, compute.samplers, length, say, tolerance, holds)
+    return Fleet(places, compute.samplers, length, say, tolerance, holds, compute.start_timeout)
