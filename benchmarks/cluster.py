@@ -16,6 +16,7 @@ import argparse
 import asyncio
 import json
 import os
+import platform
 import statistics
 import tempfile
 import time
@@ -47,7 +48,7 @@ class SleepingEngine:
         self._room = asyncio.Semaphore(AT_ONCE)
 
     async def start(self) -> dict[str, Any]:
-        return {"pid": os.getpid(), "vocabulary": 2}
+        return {"pid": os.getpid(), "node": platform.node(), "vocabulary": 2}
 
     async def sample(
         self, prompt_ids: Sequence[int], params: SamplingParams, session: int = -1
