@@ -336,3 +336,13 @@ def test_the_cap_has_moved_and_its_old_place_is_read(tmp_path: Path) -> None:
 def test_a_config_does_not_change() -> None:
     with pytest.raises(ValueError, match="frozen"):
         TrainingConfig().training.batch_size = -1  # type: ignore[misc]
+
+
+def test_tools_on_a_cluster_need_one() -> None:
+    asked = {
+        "environment": {"num_workers": 4},
+        "tools": [{"name": "calculator"}, {"name": "x.py", "remote": True}],
+    }
+    text = "environment.num_workers, tools.1.remote: tools run in the run's own process without compute.backend=ray"
+    assert unused(TrainingConfig(**asked)) == [text]
+    assert unused(TrainingConfig(**asked, compute={"backend": "ray"})) == []
