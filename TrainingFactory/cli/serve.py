@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from typing import Annotated
 
@@ -44,6 +45,7 @@ def serve(
     """
     # Imported here: fastapi, uvicorn, torch and transformers take seconds, and help should not wait for them.
     from TrainingFactory.http import listen
+    from TrainingFactory.services.build.fleet import await_engines
     from TrainingFactory.services.build.model_names import find_model
     from TrainingFactory.services.serving.follow import following
     from TrainingFactory.services.serving.served import served_config
@@ -62,9 +64,14 @@ def serve(
         server = make_server(config, name or model, queue, version)
         app = server.api(key, local).app
         which = server.name if version in (None, server.name) else f"{server.name} ({version})"
-        print(f"serving {which} at {listen.address_of(bound)}/v1 (Ctrl-C stops)", flush=True)
         follow = following(server, found, overrides, *where, show.note)
+
+        async def answer() -> None:
+            await await_engines(server.served.sampler)
+            print(f"serving {which} at {listen.address_of(bound)}/v1 (Ctrl-C stops)", flush=True)
+            await listen.make_server(app).serve(sockets=[bound])
+
         with contextlib.suppress(KeyboardInterrupt), contextlib.closing(server), follow:
-            listen.make_server(app).run(sockets=[bound])
+            asyncio.run(answer())
     show.note("stopped")
     return 0

@@ -90,11 +90,11 @@ class Fleet:
         return {"samplers/alive": float(len(self._alive)), **self._counts}
 
     async def close(self) -> None:
+        self._alive.clear()  # first: a turn under way loses its place, and nobody is to make another
         tasks = [task for task in (*self._making.values(), self._starting) if task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        self._alive.clear()
         await self._places.close()
 
     # -- turns

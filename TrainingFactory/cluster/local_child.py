@@ -24,7 +24,9 @@ from TrainingFactory.types import EngineSpec
 from TrainingFactory.workers.child import explain, send, take_pipes
 
 TICK = 0.25  # seconds between two looks at the engine's process
-SEGMENT = re.compile(r" /dev/shm/((?:psm_|sem\.|vllm|torch_)[^/\s]+)")  # as Python, vLLM and torch name them
+ROUNDS = 80  # ticks in which all that an engine has started must end
+# As Python, vLLM and torch name them; by inode, because a semaphore is mapped under a name that is gone.
+SEGMENT = re.compile(r" (\d+) +/dev/shm/(?:psm_|sem\.|vllm|torch_)[^/\s]+")
 
 
 def main() -> None:
@@ -48,7 +50,7 @@ async def serve(lines: BinaryIO, answers: int, watcher: int) -> None:
         finally:
             calls.pop(ticket, None)
         if method == "start":
-            os.kill(watcher, signal.SIGUSR1)
+            os.write(watcher, " ".join(segments(os.getpid())).encode())
         send(answers, ticket, found, problem)
 
     while line := await reader.readline():
@@ -61,28 +63,40 @@ async def serve(lines: BinaryIO, answers: int, watcher: int) -> None:
 
 
 def watch(life: int) -> int:
-    """Fork the process that watches over this one, and return its number. `life` is a pipe to which nobody writes. On
-    SIGUSR1 it looks what segments there are: those who have them may be gone at the end."""
-    watched = os.getpid()
-    if watcher := os.fork():
+    """Fork the process that watches over this one; return where it takes the segments that there are after the start,
+    since those who have them may be gone at the end. Until then it looks itself. `life` is a pipe to which nobody
+    writes."""
+    watched, (told, tell) = os.getpid(), os.pipe()
+    if os.fork():
         os.close(life)
-        return watcher
-    left: set[str] = set()
-    signal.signal(signal.SIGUSR1, lambda *_: left.update(segments(watched)))
+        return tell
     os.setsid()
     os.close(0)  # and no more: it holds the pipe of answers until everything is gone
-    while os.getppid() == watched and not select.select([life], [], [], TICK)[0]:
-        pass
+    left, hears, over = set[str](), [life, told], False
+    while not over:
+        over = os.getppid() != watched
+        heard = select.select(hears, [], [], 0 if over else TICK)[0]
+        if told in heard:
+            left.update(os.read(told, LARGEST).decode().split())
+            hears = [life]
+        elif told in hears:
+            left |= segments(watched)
+        over = over or life in heard
     left |= segments(watched)
-    for folder in members(watched):
-        with suppress(OSError):
-            if b"resource_tracker" not in (folder / "cmdline").read_bytes():
-                os.kill(int(folder.name), signal.SIGKILL)
-    time.sleep(TICK)  # in which Python's own tracker removes what it knows of
+    for _ in range(ROUNDS):
+        for folder in (living := members(watched)):
+            with suppress(OSError):  # Python's own tracker removes what it knows of when all others are gone
+                if b"resource_tracker" not in (folder / "cmdline").read_bytes():
+                    os.kill(int(folder.name), signal.SIGKILL)
+        if not living:
+            break
+        time.sleep(TICK)
     with suppress(ProcessLookupError):
         os.killpg(watched, signal.SIGKILL)
-    for name in left:
-        Path("/dev/shm", name).unlink(missing_ok=True)
+    for path in Path("/dev/shm").iterdir() if left else ():
+        with suppress(OSError):
+            if str(path.stat().st_ino) in left:
+                path.unlink()
     os._exit(0)
 
 
@@ -96,10 +110,12 @@ def segments(group: int) -> set[str]:
 
 
 def members(group: int) -> list[Path]:
+    """Return the folders in /proc of a group's processes that have not ended."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
-            if int((folder / "stat").read_text().rpartition(")")[2].split()[2]) == group:
+            state, _, its = (folder / "stat").read_text().rpartition(")")[2].split()[:3]
+            if int(its) == group and state != "Z":
                 found.append(folder)
     return found
 

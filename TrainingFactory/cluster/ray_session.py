@@ -148,13 +148,17 @@ def _join(ray: Any, address: str, quiet: dict[str, Any]) -> None:
     host, _, port = address.rpartition(":")
     if address != "auto" and ("/" in host or not host or not port.isdigit()):
         raise ValueError(f"compute.address is {address}; it must be auto, or HOST:PORT of the cluster's head")
+    tried = address
     try:
-        if address != "auto":  # Ray itself would try for minutes, and then end the process
-            socket.create_connection((host.strip("[]"), int(port)), PROBE).close()
-        ray.init(address=address, **quiet)
+        # Ray itself would try for minutes, and then end the process; for 127.0.0.1 it takes the machine's own address.
+        tried = ray._private.services.canonicalize_bootstrap_address_or_die(address)
+        host, _, port = tried.rpartition(":")
+        socket.create_connection((host.strip("[]"), int(port)), PROBE).close()
+        ray.init(address=tried, **quiet)
     except (OSError, RuntimeError, ValueError) as error:
+        at = "" if tried == address else f" at {tried}, where Ray looks for it"
         raise ValueError(
-            f"compute.address is {address}, but there is no cluster that this process can join: "
+            f"compute.address is {address}, but there is no cluster that this process can join{at}: "
             f"{str(error).strip().splitlines()[0]} Start one by `ray start --head`, join it on every other machine by "
             "`ray start --address=HOST:PORT`, and run this command on one of them; or leave compute.address out: then "
             "Ray starts on this machine"

@@ -263,3 +263,26 @@ def test_the_start_of_one_that_fails_ends_the_others() -> None:
         assert ended == [0]
 
     asyncio.run(everything())
+
+
+def test_a_turn_under_way_at_the_end_makes_nothing_anew() -> None:
+    async def test() -> None:
+        fakes = Fakes()
+        fleet = Fleet(fakes, 2, 64)
+        await fleet.start()
+        one, two = fakes.made
+        one.hold, fakes.gate, two.dead = asyncio.Event(), asyncio.Event(), True
+        turns = [asyncio.create_task(fleet.sample([1], params(n))) for n in range(2)]
+        while len(one.asked) < 2:  # the second one has made anew, which the end waits for
+            await asyncio.sleep(0)
+        closing = asyncio.create_task(fleet.close())
+        await asyncio.sleep(0)
+        one.dead = True
+        one.hold.set()
+        for turn in turns:
+            with pytest.raises(SamplersLost):
+                await turn
+        await closing
+        assert fakes.made == [one, two] and fakes.closed and not fleet._making
+
+    run(test())

@@ -84,7 +84,7 @@ def test_what_cannot_be_is_told_in_seconds(ray_head: str, tmp_path: Path, tfacto
         ("ray://there:10001", "must be auto, or HOST:PORT"),
     ):
         with pytest.raises(ValueError, match=message):  # this process is connected already
-            ray_session._join(None, address, {})
+            ray_session._join(ray_session.require_ray(), address, {})
     with pytest.raises(ConfigError, match=r"sampling\.deterministic: it needs the native engine"):
         train(small(tmp_path, compute=RAY), "wrong")
     with pytest.raises(ConfigError, match=r"compute\.samplers: it is 2, and without compute.backend=ray"):

@@ -260,7 +260,8 @@ def test_what_is_not_there_yet_is_said() -> None:
 
 
 def test_what_a_run_does_not_use_is_said() -> None:
-    assert unused(TrainingConfig()) == [] and unused(load_config(SEED_CONFIG)) == []
+    [said] = unused(load_config(SEED_CONFIG))  # which has no cluster
+    assert unused(TrainingConfig()) == [] and said.startswith("environment.num_workers: tools run in")
     config = TrainingConfig(
         algorithm="dpo",
         grpo={"kl": 0.1, "refill": 2},
@@ -310,9 +311,8 @@ def test_what_the_learner_did_not_sample_is_weighted(sections: dict[str, Any], c
     assert importance_cap(config) == cap
     made: Any = make_algorithm(config)
     found = getattr(made, "correction", None)
-    assert found == (
-        None if cap is None else Correction(cap, "sequence", (0.5, 3), config.optimization.async_rollout)
-    )
+    older = config.optimization.async_rollout
+    assert found == (None if cap is None else Correction(cap, "sequence", (0.5, 3), older))
     [said] = [line for line in unused(config) if "importance" in line] if cap is None else [""]
     assert said.startswith("optimization.importance_by, optimization.importance_mask: ") or cap is not None
 
@@ -338,3 +338,13 @@ def test_the_cap_has_moved_and_its_old_place_is_read(tmp_path: Path) -> None:
 def test_a_config_does_not_change() -> None:
     with pytest.raises(ValueError, match="frozen"):
         TrainingConfig().training.batch_size = -1  # type: ignore[misc]
+
+
+def test_tools_on_a_cluster_need_one() -> None:
+    asked = {
+        "environment": {"num_workers": 4},
+        "tools": [{"name": "calculator"}, {"name": "x.py", "remote": True}],
+    }
+    text = "environment.num_workers, tools.1.remote: tools run in the run's own process without compute.backend=ray"
+    assert unused(TrainingConfig(**asked)) == [text]
+    assert unused(TrainingConfig(**asked, compute={"backend": "ray"})) == []

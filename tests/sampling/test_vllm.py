@@ -21,6 +21,7 @@ from tests.kits.engine import plain_logprobs
 from tests.kits.learner import make_learner
 from tests.kits.scale import SCALE, Shared
 from TrainingFactory.cluster.local import LocalPlaces
+from TrainingFactory.cluster.local_child import segments
 from TrainingFactory.cluster.places import PlaceLost
 from TrainingFactory.learning.checkpoints import save_checkpoint
 from TrainingFactory.learning.learner import Learner
@@ -269,10 +270,11 @@ def test_checkpoints_load_and_engines_die(scale: None, tmp_path: Path) -> None:
     """A checkpoint is a model for vLLM as it is; a core that is killed is a place that is lost, and all of it goes."""
     loaded = load_model("builtin:tiny", dtype="float32", seed=4)
     save_checkpoint(tmp_path / "c", make_learner(loaded.model), loaded.tokenizer, {"step": 1})
-    before = segments()
+    had: set[str] = set()
 
     async def kill(name: str, place: Any) -> list[psutil.Process]:
         family = psutil.Process(place.about["pid"])
+        had.update(segments(family.pid))
         family = [family, *family.children(recursive=True)]
         victim = next(each for each in family if name in each.name() + str(each.cmdline()))
         params = SamplingParams(max_tokens=400)
@@ -295,8 +297,5 @@ def test_checkpoints_load_and_engines_die(scale: None, tmp_path: Path) -> None:
         return family
 
     _, alive = psutil.wait_procs(asyncio.run(everything()), timeout=30)
-    assert not alive and segments() <= before
-
-
-def segments() -> set[str]:
-    return {name for name in os.listdir("/dev/shm") if name.startswith(("psm_", "sem."))}
+    assert not alive and len(had) > 2
+    assert not had & {str(path.stat().st_ino) for path in Path("/dev/shm").iterdir()}

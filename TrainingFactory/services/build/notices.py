@@ -52,6 +52,9 @@ def unused(config: TrainingConfig, *, played: bool = False, heldout: bool = Fals
         lines.append(
             ([key for key in changed(config, "compute") if key not in own], "they are for backend=ray")
         )
+        far = [key for key in changed(config, "environment") if key == "environment.num_workers"]
+        far += [f"tools.{number}.remote" for number, entry in enumerate(config.tools) if entry.remote]
+        lines.append((far, "tools run in the run's own process without compute.backend=ray"))
     if training.eval_every is None:
         measured = [key for key in changed(config, "data") if key.startswith("data.heldout")]
         measured += ["heldout"] if heldout else []
