@@ -62,6 +62,8 @@ class RaySession:
         with self._lock:
             if self.address is None:  # read when Ray is imported: 127.0.0.1, which others cannot reach
                 os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+                # Ray lets its workers give way to everything else: samplers would starve beside the run itself.
+                os.environ.setdefault("RAY_worker_niceness", "0")
             ray = require_ray()
             if not ray.is_initialized():
                 logging.getLogger("ray").setLevel(logging.ERROR)
