@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from typing import Annotated
+from collections.abc import Coroutine
+from typing import Annotated, Any
 
 from cyclopts import Parameter, validators
 
 from TrainingFactory.cli import show
 from TrainingFactory.cli.options import places
+from TrainingFactory.protocols import Sampler
 
 
 def serve(
@@ -45,7 +47,6 @@ def serve(
     """
     # Imported here: fastapi, uvicorn, torch and transformers take seconds, and help should not wait for them.
     from TrainingFactory.http import listen
-    from TrainingFactory.services.build.fleet import await_engines
     from TrainingFactory.services.build.model_names import find_model
     from TrainingFactory.services.serving.follow import following
     from TrainingFactory.services.serving.served import served_config
@@ -64,14 +65,17 @@ def serve(
         server = make_server(config, name or model, queue, version)
         app = server.api(key, local).app
         which = server.name if version in (None, server.name) else f"{server.name} ({version})"
+        told = f"serving {which} at {listen.address_of(bound)}/v1 (Ctrl-C stops)"
         follow = following(server, found, overrides, *where, show.note)
-
-        async def answer() -> None:
-            await await_engines(server.served.sampler)
-            print(f"serving {which} at {listen.address_of(bound)}/v1 (Ctrl-C stops)", flush=True)
-            await listen.make_server(app).serve(sockets=[bound])
-
         with contextlib.suppress(KeyboardInterrupt), contextlib.closing(server), follow:
-            asyncio.run(answer())
+            asyncio.run(_answer(server.served.sampler, listen.make_server(app).serve([bound]), told))
     show.note("stopped")
     return 0
+
+
+async def _answer(sampler: Sampler, serving: Coroutine[Any, Any, None], told: str) -> None:
+    from TrainingFactory.services.build.fleet import await_engines
+
+    await await_engines(sampler)
+    print(told, flush=True)
+    await serving

@@ -43,6 +43,7 @@ class Killing(Quiet):
             os.kill(each.pid, signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_it_scores_is_made_anew_when_it_is_killed_and_ends_with_its_run(judge: str, tmp_path: Path) -> None:
     part = section(model=judge) | {"weight": 2.0, "options": {"judge_unfinished": True}}
     few = {"max_steps": 4, "batch_size": 2, "group_size": 2}
