@@ -153,7 +153,8 @@ def test_the_configs_load(path: Path) -> None:
     family, _, algorithm = path.stem.removesuffix("_lora").removesuffix("_ray").partition("_")
     algorithm = {"text2sql": "grpo"}.get(algorithm, algorithm)  # called after its environment
     assert config.training.algorithm == algorithm and family in config.model.name.lower()
-    assert unused(config) == []
+    # A laptop has no workers for tools, a cluster has.
+    assert [line for line in unused(config) if not line.startswith("environment.num_workers:")] == []
     if path.name != "qwen3_grpo.yaml":  # that one is the form that other texts print
         assert notices(config) == []
         check(config, config.data.dataset is not None)

@@ -129,7 +129,8 @@ def test_whatever_happens_every_task_is_trained_once(seed: int) -> None:
     while learner is None or learner.done < 24:
         learner = asyncio.run(part(learner, chance.randint(1, 9)))
         assert wrong_in_ledger(learner.rows, finished=False) == []
-    assert wrong_in_ledger(learner.rows) == [] and not learner.ledger.under_way
+    # What a refill had taken is free again after a break, and there may be no step left to take it.
+    assert wrong_in_ledger(learner.rows, finished=not refill) == [] and not learner.ledger.under_way
     trained = [number for row in learner.rows for number, *_ in row["groups"]]
     if not refill:
         assert sorted(trained) == [
