@@ -139,7 +139,7 @@ def main() -> None:
         found = asyncio.run(on_ray(model, 9))
         print(json.dumps(found), flush=True)
         slow = (
-            slow_tools(model, Path(folder), given.steps, [1, 2], 1.0, **{"model.device": "cpu"})
+            slow_tools(model, Path(folder), given.steps, [1], 1.0, **{"model.device": "cpu"})
             if given.steps
             else {}
         )

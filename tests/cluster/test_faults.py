@@ -37,6 +37,7 @@ class Killer(Quiet):
 
 
 @SCALE
+@pytest.mark.slow
 def test_no_group_is_lost_or_trained_twice(
     ray_head: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
