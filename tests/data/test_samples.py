@@ -31,6 +31,14 @@ def test_turns_merge_into_one_row():
     )
 
 
+def test_every_token_keeps_the_version_that_sampled_it():
+    """Weights may land within a turn: what is too old, and what is fresh, is told by the token."""
+    played = trajectory(turn([1, 2], [3, 4, 5], version=6), turn([1, 2, 3, 4, 5, 9], [7], version=8))
+    played.turns[0].completion.versions = [6, 7, 7]
+    [row] = to_samples(played)
+    assert row.policy_version == [6, 6, 6, 7, 7, 8, 8]
+
+
 def test_no_answer_makes_a_row_longer_than_all_others():
     """A long answer after a long prompt might not fit anywhere."""
     sizes = {(100, 190): 10, (0, 10): 90, (20, 40): 30}

@@ -109,11 +109,8 @@ def _fleet(
     config: TrainingConfig, model: str, length: int, episodes: int, given: dict[str, Any], say: Say,
     tolerance: float = COARSE, holds: object = None,
 ) -> Fleet:  # fmt: skip
-    compute, slots, trust = (
-        config.compute,
-        min(config.sampling.slots, episodes),
-        config.model.trust_remote_code,
-    )
+    compute, trust = config.compute, config.model.trust_remote_code
+    slots = min(config.sampling.slots, episodes)
     on_ray = compute.backend == "ray"
     device = "auto" if on_ray else config.model.device  # Ray shows each machine's own
     engine = config.sampling.engine

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import field
 from typing import Any, Literal
 
@@ -19,6 +19,7 @@ from TrainingFactory.endpoint import ModelError
 from TrainingFactory.models.names import resolve
 from TrainingFactory.options import STRICT, Count, NotNegative, OptionError, Text, Wrong, make_from
 from TrainingFactory.rewards.judge.endpoints import DEFAULT_MAX_TOKENS, Reply, SampledJudge
+from TrainingFactory.services.build.fleet import Say
 from TrainingFactory.services.build.model_names import find_model
 from TrainingFactory.tools.fingerprint import digest
 from TrainingFactory.tools.threads import in_thread
@@ -27,7 +28,6 @@ from TrainingFactory.types import EngineSpec, Message, SamplersLost, SamplingPar
 AT_ENDPOINTS = ("base_url", "model", "api", "api_key_env", "timeout")
 MOST_TOKENS = 8192  # of a prompt and its verdict, where the config does not say
 AT_ONCE = 8  # requests of each engine
-Say = Callable[[str], None]
 
 
 @dataclass(config=STRICT, kw_only=True, frozen=True)
