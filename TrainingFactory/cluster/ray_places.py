@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import itertools
 import os
 import tempfile
 import time
@@ -19,11 +20,13 @@ from TrainingFactory.cluster.local import LocalPlace, LocalPlaces
 from TrainingFactory.cluster.places import PlaceLost
 from TrainingFactory.cluster.ray_session import RaySession, require_ray
 from TrainingFactory.tools.threads import in_thread
-from TrainingFactory.types import EngineSpec, Weights
+from TrainingFactory.types import Completion, EngineSpec, Weights
 
 AT_ONCE = 10_000  # calls that one actor takes
 CLOSE_SECONDS = 20.0
 Files = Mapping[str, Any]  # names and contents
+Answer = tuple[int, Completion | Exception]
+Turn = tuple[Any, ...] | None  # arguments of `Engine.sample`; None cancels it
 
 
 class RayPlaces:
@@ -97,6 +100,10 @@ class RayPlace:
         self._ray, self._packed = ray, packed
         self._actor: Any = actor
         self._here = True  # on this machine, where folders need not travel
+        self._tickets, self._outbox = itertools.count(), list[tuple[int, Turn]]()
+        self._waiting: dict[int, asyncio.Future[Completion]] = {}
+        self._reader: asyncio.Task[None] | None = None
+        self._lost: PlaceLost | None = None
 
     async def open(self, spec: EngineSpec, number: int, config: Files, timeout: float) -> None:
         self.about = await self._answer(self._actor.start.remote(spec, number, config, timeout))
@@ -106,7 +113,58 @@ class RayPlace:
     async def call(self, method: str, *args: Any) -> Any:
         if method == "load" and not self._here:
             return await self._answer(self._actor.load.remote(args[0], await self._packed(args[0])))
+        if method == "sample":
+            return await self._turn(args)
         return await self._answer(self._actor.call.remote(method, args))
+
+    async def _turn(self, args: tuple[Any, ...]) -> Completion:
+        """Ask for a turn. A call of Ray costs as much as many tokens of a small model, so turns that are asked in the
+        same moment travel as one, and so do answers."""
+        if self._lost is not None:
+            raise self._lost
+        self._reader = self._reader or asyncio.create_task(self._read())
+        ticket = next(self._tickets)
+        self._waiting[ticket] = answer = asyncio.get_running_loop().create_future()
+        self._post(ticket, args)
+        try:
+            return await answer
+        except asyncio.CancelledError:
+            self._post(ticket, None)
+            raise
+        finally:
+            del self._waiting[ticket]
+
+    def _post(self, ticket: int, args: Turn) -> None:
+        if not self._outbox:
+            asyncio.get_running_loop().call_soon(self._send)
+        self._outbox.append((ticket, args))
+
+    def _send(self) -> None:
+        mail, self._outbox = self._outbox, []
+        if self._actor is not None:
+            self._actor.post.remote(mail)
+
+    async def _read(self) -> None:
+        """Hand out answers until the actor is gone."""
+        while self._lost is None:
+            try:
+                answers = await self._answer(self._actor.answers.remote())
+            except PlaceLost as error:
+                return self._lose(error)
+            for ticket, found in answers:
+                answer = self._waiting.get(ticket)
+                if answer is None or answer.done():  # it was cancelled
+                    continue
+                if isinstance(found, Exception):
+                    answer.set_exception(found)
+                else:
+                    answer.set_result(found)
+
+    def _lose(self, error: PlaceLost) -> None:
+        self._lost = self._lost or error
+        for answer in self._waiting.values():
+            if not answer.done():
+                answer.set_exception(self._lost)
 
     async def _answer(self, ref: Any) -> Any:
         errors = self._ray.exceptions
@@ -123,6 +181,9 @@ class RayPlace:
             raise PlaceLost(f"{self.name} is gone: {type(error).__name__}") from None
 
     async def close(self) -> None:
+        self._lose(PlaceLost(f"{self.name} is closed"))
+        if self._reader is not None:
+            self._reader.cancel()
         if self._actor is None or not self._ray.is_initialized():
             return
         actor, self._actor = self._actor, None
@@ -140,6 +201,8 @@ class EngineActor:
         self._call: Callable[..., Any]
         self._place: LocalPlace | None = None
         self._model: tempfile.TemporaryDirectory[str] | None = None  # what came from another machine
+        self._turns: dict[int, asyncio.Task[None]] = {}
+        self._answers, self._some = list[Answer](), asyncio.Event()
 
     async def start(self, spec: EngineSpec, number: int, config: Files, timeout: float) -> dict[str, Any]:
         if config and not os.path.isdir(spec.model):
@@ -156,6 +219,33 @@ class EngineActor:
 
     async def call(self, method: str, args: tuple[Any, ...]) -> Any:
         return await self._call(method, *args)
+
+    async def post(self, mail: list[tuple[int, Turn]]) -> None:
+        """Begin turns, and cancel those without arguments."""
+        for ticket, args in mail:
+            if args is not None:
+                self._turns[ticket] = asyncio.create_task(self._sample(ticket, args))
+            elif ticket in self._turns:
+                self._turns[ticket].cancel()
+
+    async def _sample(self, ticket: int, args: tuple[Any, ...]) -> None:
+        found: Completion | Exception
+        try:
+            found = await self._call("sample", *args)
+        except Exception as error:  # whatever a model or vLLM raises
+            known = isinstance(error, ValueError | PlaceLost)
+            found = error if known else PlaceLost(f"the engine is of no use any more: {error!r}")
+        finally:
+            del self._turns[ticket]
+        self._answers.append((ticket, found))
+        self._some.set()
+
+    async def answers(self) -> list[Answer]:
+        """Wait for turns that have ended, and return all of them."""
+        await self._some.wait()
+        self._some.clear()
+        found, self._answers = self._answers, []
+        return found
 
     async def close(self) -> None:
         await (self._place.close() if self._place is not None else self._call("close"))
