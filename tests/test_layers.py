@@ -53,7 +53,7 @@ BUDGET: dict[str, int] = {
     ".": 1650,
     "algorithms": 1070,
     "cli": 2670,
-    "cluster": 1210,
+    "cluster": 1290,
     "config": 960,
     "data": 1820,
     "envs": 140,
