@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 Say = Callable[[str], None]
 # Mean distance of log-probs that rounding explains: of float32 over other kernels, and of two bytes.
-TOLERANCE, COARSE = 0.01, 0.25
+TOLERANCE, COARSE = 0.01, 0.1
 
 
 def elsewhere(config: TrainingConfig) -> bool:
