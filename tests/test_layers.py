@@ -77,7 +77,7 @@ BUDGET: dict[str, int] = {
     "services/doctor": 660,
     "services/evaluation": 1700,
     "services/judge_audit": 580,
-    "services/plan": 640,
+    "services/plan": 615,
     "services/registry": 1050,
     "services/reports": 800,
     "services/runs": 570,

@@ -224,7 +224,7 @@ def test_the_command_prints_figures_with_sources_and_json(
     }
     assert "benchmarks.gpu_vllm" in found["figures"]["push_load_gbs"]["source"]
     assert found["step_seconds_by_bound"].keys() == {"0", "1"}
-    assert sum(found["learner_gb"].values()) - found["learner_gb"]["room"] < found["learner_gb"]["room"]
+    assert sum(found["learner_gb"].values()) < found["room_gb"]
     app([*given, "training.gradient_checkpointing=true"])
     shown = capsys.readouterr().out
     assert "bottleneck" in shown and "assumed" in shown and "gpu hours" in shown
@@ -267,5 +267,5 @@ def test_models_that_cannot_be_planned_are_named(tmp_path: Path) -> None:
         find_shape(str(tmp_path), None)
     (tmp_path / "config.json").write_text(json.dumps(shape | {"num_experts": None}), encoding="utf-8")
     assert find_shape(str(tmp_path), None)._replace(name="x") == Shape("x", 2, 8, 16, 2, 1, 4, 100, True)
-    with pytest.raises(ValueError, match="training.algorithm=sft samples nothing"):
+    with pytest.raises(ValueError, match=r"training\.algorithm=sft samples nothing"):
         Planner(TrainingConfig(training={"algorithm": "sft"}), 2)

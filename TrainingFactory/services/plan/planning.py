@@ -23,6 +23,7 @@ EPISODES = 3000  # of a simulation, in 4 to 12 steps
 # parts of a step, and the costs that each stands for
 PARTS = {"sampling": ("decode", "prefill", "turn"), "tools": (), "reward": (), "update": ("update",)}
 PARTS |= {"push": ("write", "load"), "driver": ("driver", "record")}
+CALLED = Costs._fields[:3]  # the functions among them
 REMEDIES = [
     ("training", "gradient_checkpointing", True),
     ("training", "token_budget", 4096),
@@ -61,6 +62,10 @@ def find_figures(engine: str, gpu: str, file: Path | None, rates: Sequence[str])
     return found
 
 
+def in_gb(parts: dict[str, float]) -> dict[str, float]:
+    return {name: count / 1e9 for name, count in parts.items()}
+
+
 class Planner:
     """Plans a config on GPUs. If there is only one, it holds sampler and learner, else every GPU has one of them."""
 
@@ -93,8 +98,8 @@ class Planner:
 
     def least_learners(self, config: TrainingConfig) -> int:
         """Return on how many GPUs the learner fits; 1025: on no number that is tried."""
-        used = ((n, learner_bytes(self.shape, config, self.needs, n)) for n in range(1, 1025))
-        return next((n for n, parts in used if sum(parts.values()) <= self.room), 1025)
+        used = (sum(learner_bytes(self.shape, config, self.needs, n).values()) for n in range(1, 1025))
+        return next((n for n, each in enumerate(used, 1) if each <= self.room), 1025)
 
     def costs(self, learners: int) -> Costs:
         """Return what everything takes: decoding by memory traffic or operations, whichever is more; the rest by
@@ -127,23 +132,14 @@ class Planner:
 
         pushed = 2e-9 * trained * (self.gpus > 1 or self.config.sampling.engine != "native")
         over = (learners > 1) * 1e9 / link + (self.gpus > self["gpus_per_node"]) / self["network_gbs"]
-        turn, driver, written = (
-            1e-3 * self["turn_ms"],
-            1e-3 * self["driver_ms"],
-            pushed / self["push_write_gbs"],
-        )
-        push = written + pushed * over, pushed / self["push_load_gbs"]
-        return Costs(decode, prefill, update, turn, driver, *push, self["record_s"], self["overlap"])
+        write, load = pushed / self["push_write_gbs"] + pushed * over, pushed / self["push_load_gbs"]
+        turn, driver, record = 1e-3 * self["turn_ms"], 1e-3 * self["driver_ms"], self["record_s"]
+        return Costs(decode, prefill, update, turn, driver, write, load, record, self["overlap"])
 
     def step(self, learners: int, slots: int, bound: int, without: str = "") -> tuple[float, float]:
         """Simulate steps, also with a part that takes no time; return seconds and tokens of one."""
         training, costs = self.config.training, self.costs(learners)
-        free = {
-            name: 0.0 * getattr(costs, name)
-            for name in PARTS.get(without, ())
-            if name not in costs._fields[:3]
-        }
-        free |= {name: lambda *_: 0.0 for name in PARTS.get(without, ()) if name in costs._fields[:3]}
+        free = {name: (lambda *_: 0.0) if name in CALLED else 0.0 for name in PARTS.get(without, ())}
 
         def workload(rng: np.random.Generator, size: int) -> Played:
             episodes, rewards, taught = self.workload(rng, size)
@@ -169,25 +165,21 @@ class Planner:
         most = max(1, self.gpus - self.width)
         if slots < 1 or not least <= (learners or least) <= most:
             raise ValueError(self._too_few(least, learners))
-        tried = (
-            {learners}
-            if learners
-            else {*(most * n // 8 for n in range(1, 9)), *(2**n for n in range(10)), least}
-        )
-        splits = {n: self.step(n, slots, bound)[0] for n in sorted(tried) if least <= n <= most}
+        tried = {*(most * n // 8 for n in range(1, 9)), *(2**n for n in range(10)), least}
+        tried = {learners} if learners else {n for n in tried if least <= n <= most}
+        splits = {n: self.step(n, slots, bound)[0] for n in sorted(tried)}
         best = min(splits, key=lambda n: splits[n])
         modes = {n: self.step(best, slots, n) for n in sorted({0, bound or 1})}
         without = {part: self.step(best, slots, bound, part)[0] for part in PARTS}
-        steps = training.max_steps or training.num_epochs * -(
-            -(config.data.count or 1000) // training.batch_size
+        steps = training.num_epochs * math.ceil((config.data.count or 1000) / training.batch_size)
+        steps, told = (
+            training.max_steps or steps,
+            "data.count" if config.data.count else "assumed: 1,000 tasks",
         )
-        used = (
-            learner_bytes(self.shape, config, self.needs, best),
-            sampler_bytes(self.shape, self.width, slots, length),
-        )
-        memory = [
-            {name: count / 1e9 for name, count in ({"room": self.room} | each).items()} for each in used
-        ]
+        told = "training.max_steps" if training.max_steps else told
+        self.figures["steps"] = Figure(steps, "steps", told)
+        if bound and config.optimization.async_order == "arrival":
+            self.figures["async_order"] = Figure("number", "", "assumed: arrival cannot be simulated")
         seconds, tokens = modes[bound]
         return {
             "model": self.shape.name, "parameters": self.shape.params, "gpus": self.gpus, "learners": best,
@@ -195,7 +187,8 @@ class Planner:
             "episodes_per_sampler": slots, "step_seconds": seconds, "tokens_per_second": tokens / seconds,
             "bottleneck": min(without, key=lambda part: without[part]), "step_seconds_without": without,
             "step_seconds_by_bound": {n: each[0] for n, each in modes.items()}, "step_seconds_by_learners": splits,
-            "learner_gb": memory[0], "sampler_gb": memory[1], "steps": steps,
+            "room_gb": self.room / 1e9, "learner_gb": in_gb(learner_bytes(self.shape, config, self.needs, best)),
+            "sampler_gb": in_gb(sampler_bytes(self.shape, self.width, slots, length)),
             "gpu_hours": self.gpus * (self["start_s"] + steps * seconds) / 3600,
             "figures": {name: each._asdict() for name, each in self.figures.items()},
         }  # fmt: skip

@@ -22,24 +22,20 @@ class Turn(NamedTuple):
 
 
 class Played(NamedTuple):
-    """Holds the episodes of a group; with `taught` their rewards differ, so that there is something to learn."""
-
-    episodes: Sequence[Sequence[Turn]]
+    episodes: Sequence[Sequence[Turn]]  # of a group
     rewards: Sequence[float]  # seconds of each
-    taught: bool = True
+    taught: bool = True  # its rewards differ, so that there is something to learn
 
     @property
     def sampled(self) -> int:
         return sum(turn.sampled for episode in self.episodes for turn in episode)
 
     @property
-    def length(self) -> float:
-        """Return the mean length of its rows."""
+    def length(self) -> float:  # of a row, in the mean
         return sum(turn.new + turn.sampled for each in self.episodes for turn in each) / len(self.episodes)
 
     @property
-    def tree_tokens(self) -> float:
-        """Return the tokens of its rows with their prompt counted once."""
+    def tree_tokens(self) -> float:  # with their prompt counted once
         return self.length * len(self.episodes) - self.episodes[0][0].new * (len(self.episodes) - 1)
 
 
@@ -51,12 +47,11 @@ def distribution(text: str) -> Draw:
     name, *rest = str(text).split(":")
     try:
         mean, *more = [float(each) for each in rest or [name]]
+        kind = (name if rest else "", len(more))
         if min(mean, *more, 0) == 0 and math.isfinite(sum([mean, *more])):
-            if not rest:
-                return lambda _: mean
-            if (name, len(more)) == ("exponential", 0):
-                return lambda rng: rng.exponential(mean)
-            if (name, len(more)) == ("lognormal", 1):
+            if kind in (("", 0), ("exponential", 0)):
+                return (lambda rng: rng.exponential(mean)) if rest else lambda _: mean
+            if kind == ("lognormal", 1):
                 return lambda rng: mean * math.exp(rng.normal(-(more[0] ** 2) / 2, more[0]))
     except ValueError:
         pass
@@ -67,24 +62,21 @@ def drawn(given: Mapping[str, Draw], max_turns: int, max_tokens: int) -> Workloa
     """Return groups by distributions; every turn but the last calls a tool."""
 
     def draw(rng: np.random.Generator, size: int) -> Played:
-        def tokens(name: str) -> int:
-            return max(1, round(given[name](rng)))
+        def some(name: str, most: float = math.inf) -> int:
+            return int(min(most, max(1, round(given[name](rng)))))
 
-        prompt, episodes = tokens("prompt_tokens"), list[list[Turn]]()
+        prompt, episodes = some("prompt_tokens"), list[list[Turn]]()
         for _ in range(size):
-            turns = range(min(max_turns, tokens("turns")))
-            new = [tokens("reply_tokens") if number else prompt for number in turns]
-            sampled = [min(max_tokens, tokens("turn_tokens")) for _ in turns]
-            tools = [given["tool_seconds"](rng) if number < turns[-1] else 0.0 for number in turns]
-            episodes.append([*map(Turn, new, sampled, tools)])
+            new = [prompt, *(some("reply_tokens") for _ in range(some("turns", max_turns) - 1))]
+            sampled = [some("turn_tokens", max_tokens) for _ in new]
+            episodes.append([*map(Turn, new, sampled, [*(given["tool_seconds"](rng) for _ in new[1:]), 0.0])])
         return Played(episodes, [given["reward_seconds"](rng) for _ in episodes])
 
     return draw
 
 
 def recorded(run: RunFolder, tool: Draw | None = None) -> Workload:
-    """Return groups of a run, with members more or less often where the size differs; calls take as long as they did,
-    or as `tool` says."""
+    """Return groups of a run, of another size where that is asked; calls take what they did, or what `tool` says."""
     path, groups = run.path / TRAJECTORIES, dict[str, list[Trajectory]]()
     for each in load_trajectories(path, growing=True) if path.is_file() else []:
         if each.turns:
@@ -102,9 +94,7 @@ def recorded(run: RunFolder, tool: Draw | None = None) -> Workload:
         order = [n for _ in range(size) for n in rng.permutation(len(played[number]))][:size]
         chosen = [played[number][n] for n in order]
         if tool is not None:
-            chosen = [
-                [turn._replace(tool=tool(rng) if turn.tool else 0.0) for turn in each] for each in chosen
-            ]
+            chosen = [[turn._replace(tool=tool(rng) if turn.tool else 0.0) for turn in one] for one in chosen]
         return Played(chosen, [reward] * size, taught[number])
 
     return draw
