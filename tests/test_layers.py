@@ -77,7 +77,7 @@ BUDGET: dict[str, int] = {
     "services/doctor": 660,
     "services/evaluation": 1700,
     "services/judge_audit": 580,
-    "services/plan": 615,
+    "services/plan": 605,
     "services/registry": 1050,
     "services/reports": 800,
     "services/runs": 570,

@@ -24,11 +24,7 @@ EPISODES = 3000  # of a simulation, in 4 to 12 steps
 PARTS = {"sampling": ("decode", "prefill", "turn"), "tools": (), "reward": (), "update": ("update",)}
 PARTS |= {"push": ("write", "load"), "driver": ("driver", "record")}
 CALLED = Costs._fields[:3]  # the functions among them
-REMEDIES = [
-    ("training", "gradient_checkpointing", True),
-    ("training", "token_budget", 4096),
-    ("lora", "enabled", True),
-]
+REMEDIES = ("training.gradient_checkpointing=true", "training.token_budget=4096", "lora.enabled=true")
 
 
 class Figure(NamedTuple):
@@ -49,9 +45,7 @@ def find_figures(engine: str, gpu: str, file: Path | None, rates: Sequence[str])
     given = [("--rate", *each.partition("=")[::2]) for each in rates]
     for source, name, value in [*((f"--rates {file}", *each) for each in read.items()), *given]:
         if name not in found:
-            raise ValueError(
-                f"{source}: there is no figure {name!r}{did_you_mean(nearest(str(name), found))}"
-            )
+            raise ValueError(f"{source}: no figure {name!r}{did_you_mean(nearest(str(name), found))}")
         try:
             number = value if name in DATA["workload"] else float(value)
             if not distribution(value)(np.random.default_rng(0)) and found[name].value:
@@ -75,7 +69,7 @@ class Planner:
     ) -> None:  # fmt: skip
         if not KINDS[config.training.algorithm].samples:
             raise ValueError(
-                f"training.algorithm={config.training.algorithm} samples nothing; grpo, ppo and rft do"
+                f"training.algorithm={config.training.algorithm} samples nothing; take grpo, ppo or rft"
             )
         self.config, self.gpus, self.shape = config, gpus, find_shape(config.model.name, size)
         self.figures = find_figures("vllm" if gpus > 1 else config.sampling.engine, gpu, file, rates)
@@ -111,9 +105,8 @@ class Planner:
         read, kept = (value / traffic for value in sampler_bytes(shape, width, 1, 1.0).values())
         link = 1e9 * self["node_gbs" if learners <= self["gpus_per_node"] else "network_gbs"]
         trained = shape.adapter(lora.r) if lora.enabled else shape.params
-        carried = (
-            4 * (shape.params + trained) * (1 - 1 / learners) / link
-        )  # 16 bits gathered twice, 32 summed
+        # 16 bits gathered twice, 32 summed
+        carried = 4 * (shape.params + trained) * (1 - 1 / learners) / link
         learned = training.update_epochs * (3 + training.gradient_checkpointing)  # backward is two forwards
         passes = learned + (learned + 1) * ("critic" in self.needs) + len(self.needs & {"old", "reference"})
 
@@ -198,8 +191,10 @@ class Planner:
         text = f"--gpus {self.gpus}" + (f" --learners {learners}" if learners else "") + " does not go with "
         text += f"{self.shape.name}: the learner takes {least if least < 1025 else 'over 1024'} or more"
         text += f" and a sampler {self.width} of {self['gpu_memory_gb']:g} GB"
-        for section, key, value in REMEDIES:
-            changed = getattr(self.config, section).model_copy(update={key: value})
+        for remedy in REMEDIES:
+            key, _, value = remedy.partition("=")
+            section, _, name = key.partition(".")
+            changed = getattr(self.config, section).model_copy(update={name: yaml.safe_load(value)})
             if (fewer := self.least_learners(self.config.model_copy(update={section: changed}))) < least:
-                text += f"; with {section}.{key}={str(value).lower()} the learner takes {fewer}"
+                text += f"; with {remedy} the learner takes {fewer}"
         return text

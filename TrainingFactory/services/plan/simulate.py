@@ -69,8 +69,8 @@ class Device:
         samples, speed, step = self._state()
         ends = [] if self.lesson is None else [(self.lesson[0] / speed, 0, self._end_lesson)]
         if samples:
-            seconds = self._prompts + (self._rows[0][0] - self._place) * step
-            ends.append((seconds / speed, 1, self._end_row))
+            left = self._prompts + (self._rows[0][0] - self._place) * step
+            ends.append((left / speed, 1, self._end_row))
         for seconds, _, end in sorted(ends)[:1]:
             self.clock.after(max(0.0, seconds), partial(self._due, self._changes, end))
 
@@ -79,9 +79,6 @@ class Device:
         samples = bool(self._rows) and not self.halted
         speed = self.costs.overlap if samples and self.lesson is not None else 1.0
         return samples, speed, self.costs.decode(len(self._rows), self._context) if samples else 0.0
-
-    def learn(self, seconds: float, resume: Resume) -> None:
-        self.lesson = [seconds, resume]
 
     def _due(self, changes: int, end: Resume) -> None:
         if changes == self._changes:  # else what was planned holds no more
@@ -147,7 +144,7 @@ class Simulation:
                 yield partial(setattr, self, "_loop")
             groups = self._played[step * size : (step + 1) * size]
             lesson = self.costs.update([group for group in groups if group.taught])
-            yield partial(learner.change, learner.learn, lesson)
+            yield lambda resume, of=lesson: learner.change(setattr, learner, "lesson", [of, resume])
             yield partial(self.after, self.costs.write)
             for sampler in self._devices:
                 sampler.change(sampler.halt, True)
