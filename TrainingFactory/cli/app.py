@@ -25,6 +25,7 @@ from TrainingFactory.cli.hello import hello
 from TrainingFactory.cli.import_ import import_
 from TrainingFactory.cli.judge import judge
 from TrainingFactory.cli.new import env, envs, models
+from TrainingFactory.cli.plan import plan
 from TrainingFactory.cli.registry import registry
 from TrainingFactory.cli.rollout import rollout
 from TrainingFactory.cli.runs import runs
@@ -53,6 +54,7 @@ for command in (
     demo,
     train,
     doctor,
+    plan,
     runs,
     registry,
     export,
