@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
 from benchmarks.update import make_model, make_rows
 from TrainingFactory.algorithms.grpo import GRPO
@@ -75,7 +76,7 @@ def main() -> None:
     parser.add_argument("--learning-rate", type=float, default=1e-5)
     args = parser.parse_args()
     backend = "cpu:gloo,cuda:nccl" if args.device == "cuda" else "gloo"
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
     learners = {name: make_side(name, args) for name in SIDES}
     rows = make_rows(args.real, learners["plain"].causal.config.get_text_config().vocab_size)
     before = trained(learners["plain"])
