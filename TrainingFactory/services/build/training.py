@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import shlex
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from datetime import date
@@ -14,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from TrainingFactory.algorithms.kinds import KINDS
 from TrainingFactory.cluster.fleet import Fleet
 from TrainingFactory.config import TrainingConfig
-from TrainingFactory.config.problems import Problem
 from TrainingFactory.data.examples import Examples
 from TrainingFactory.protocols import Algorithm, EnvironmentFactory, Sampler
 from TrainingFactory.rollout import AsyncRolloutEngine
@@ -24,9 +22,11 @@ from TrainingFactory.services.build import rewards as build_rewards
 from TrainingFactory.services.build import sampler as build_sampler
 from TrainingFactory.services.build.environment import check_tools, make_environment
 from TrainingFactory.services.build.fleet import at_once, check_engines, join_cluster
-from TrainingFactory.services.build.learner import make_algorithm, make_policy, make_trainable, references
+from TrainingFactory.services.build.learner import make_algorithm, make_trainable, references
 from TrainingFactory.services.build.model_names import as_started_from, check_started_from, with_model
 from TrainingFactory.services.build.named_files import about_start, as_started, changed_files
+from TrainingFactory.services.build.ranks import Learners, with_learners
+from TrainingFactory.services.build.registering import check_registry, register
 from TrainingFactory.services.build.resuming import taken_up
 from TrainingFactory.services.build.rewards import evaluation_reward
 from TrainingFactory.services.build.run_tools import RunTools
@@ -34,8 +34,6 @@ from TrainingFactory.services.build.siblings import Allocation
 from TrainingFactory.services.build.trackers import Trackers, check_trackers
 from TrainingFactory.services.doctor.table import Table
 from TrainingFactory.services.evaluation.asked import record_of_training
-from TrainingFactory.services.model_registry import ModelRegistry
-from TrainingFactory.services.registry.rows import check_name
 from TrainingFactory.services.runs.folder import RunFolder, TrainingReport, new_name
 from TrainingFactory.services.runs.scores import Scores
 from TrainingFactory.services.runs.tracking import PlainLines, Watcher
@@ -80,9 +78,10 @@ class Training:
         try:
             if run is not None:
                 check_started_from(run)
+            self.learners = Learners(None if run is not None else config)
             config = factories.by_file(as_started(config, run), say)
             self.allocation = self.allocation or factories.allocated(config, say)
-            config = factories.with_machines(config, self.allocation, say)
+            config = with_learners(factories.with_machines(config, self.allocation, say), say)
             self._prepare(config, given, name, run, replay)
         except BaseException:
             self._release()
@@ -172,39 +171,9 @@ class Training:
                 raise
             report = await loop.train()
             if report.state == "finished":
-                report.version = await in_thread(self._register)
+                report.version = await in_thread(register, self.config, self.run.path, self.watcher.say)
+            await self.learners.end(report)
             return report
-
-    def _register(self) -> str | None:
-        """Register what was made, where the config asks for it. What goes wrong is said; the run is finished."""
-        asked, output = self.config.registry, self.config.logging.output_dir
-        if asked.name is None:
-            return None
-        made = shlex.quote(f"{self.run.path}@{asked.checkpoint}")
-        try:
-            version = ModelRegistry(asked.path, output).register(
-                asked.name, f"{self.run.path}@{asked.checkpoint}"
-            )
-        except (ValueError, OSError) as error:
-            at = "" if asked.path is None else f" --registry {asked.path}"
-            self.watcher.say(
-                f"WARNING the run is finished, and could not be registered: {error}; when that is mended: tfactory "
-                f"registry register {asked.name} {made} --runs {output}{at}"
-            )
-            return None
-        self.watcher.say(f"registered as {version}")
-        return str(version)
-
-
-def check_registry(config: TrainingConfig) -> None:
-    """Raise where a run that is to be registered could not be: before it has taken a day."""
-    asked = config.registry
-    if asked.name is not None:
-        try:
-            check_name(asked.name)
-        except ValueError as error:
-            raise config.wrong([Problem(("registry", "name"), str(error))]) from error
-        ModelRegistry(asked.path, config.logging.output_dir).names()
 
 
 def make_order(config: TrainingConfig, size: int) -> Order:
@@ -221,13 +190,15 @@ async def make_loop(training: Training, held: AsyncExitStack) -> TrainingLoop:
     tools = training.tools
     environment = None if data.environment is None else await tools.equip(data.environment)
     watcher.phase("load")
-    loaded, chat = await in_thread(training.load, date.fromisoformat(run.about["day"]))
+    learners, day = training.learners, date.fromisoformat(run.about["day"])
+    await learners.open(config, held, run.path, training.interrupts.fail)
+    loaded, chat = await learners.load(partial(training.load, day))
     dataset, heldout = await in_thread(_tokenized, training, loaded, chat)
     # Only now it is known how many rows are too long.
     order = training.order if dataset is None else make_order(config, len(dataset))
     total = steps_in(config, order)
     algorithm = make_algorithm(config)
-    policy = await in_thread(make_policy, config, loaded, algorithm, total)
+    own, policy = await learners.policy(loaded, algorithm, total)
     held.push_async_callback(policy.close)
     for each in (dataset, heldout):
         if each is not None and "precomputed" in algorithm.needs:
@@ -245,7 +216,8 @@ async def make_loop(training: Training, held: AsyncExitStack) -> TrainingLoop:
         )
     played = None
     if environment is not None and recorded is None:
-        played = await _played(training, environment, chat, loaded, policy, held)
+        await learners.publisher(own)
+        played = await _played(training, environment, chat, loaded, own, held)
     earlier = run.metrics()
     trackers = Trackers(run.path, config)
     held.callback(trackers.close)
