@@ -14,7 +14,6 @@ It is written aside and renamed, so that a folder with this name is whole, whate
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
@@ -31,7 +30,6 @@ from TrainingFactory.learning.heads import save_head
 from TrainingFactory.learning.learner import Learner
 
 FORMAT = 1
-SAMPLED = 1024  # numbers of each frozen weight that tell one base model from another
 
 
 class Damaged(ValueError):
@@ -149,18 +147,8 @@ def _identity(learner: Learner) -> dict[str, Any]:
         "architecture": type(learner.causal).__name__,
         "optimizers": [type(optimizer).__name__ for optimizer in learner.optimizers],
         "trained": {name: list(master.shape) for name, master in _masters(learner).items()},
-        "frozen": _frozen_digest(learner.model),
+        "frozen": learner.frozen,
     }
-
-
-def _frozen_digest(model: torch.nn.Module) -> str:
-    """Of the weights that are not trained: an adapter fits only the base it was trained on."""
-    digest = hashlib.blake2b(digest_size=8)
-    for name, param in model.named_parameters():
-        if not param.requires_grad:
-            digest.update(name.encode())
-            digest.update(param.detach().flatten()[:SAMPLED].float().cpu().numpy().tobytes())
-    return digest.hexdigest()
 
 
 def _differences(there: dict[str, Any], here: dict[str, Any]) -> list[str]:
