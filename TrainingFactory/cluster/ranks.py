@@ -6,13 +6,13 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import logging
 import os
 import platform
 import signal
 import socket
 import sys
 import threading
-import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -28,6 +28,7 @@ from TrainingFactory.tools.threads import in_thread
 from TrainingFactory.types import Sample, Weights
 
 T = TypeVar("T")
+log = logging.getLogger(__name__)
 FIRST = asyncio.FIRST_COMPLETED
 LONG = timedelta(days=60)  # between two calls: rollouts take as long as they take
 WAIT = timedelta(hours=2)  # within a call
@@ -168,8 +169,8 @@ class Ranks:
             await asyncio.wait(self._answers.values(), timeout=GRACE)
             raise
         for rank, answer in self._answers.items():
-            if problem := await answer:
-                self._lose(rank, f"failed: {problem}")
+            if await answer:
+                self._lose(rank, "has failed")
         return found
 
     async def close(self, report: Any = None) -> None:
@@ -187,7 +188,7 @@ class Ranks:
 
     def _part(self, last: str) -> None:
         """Wait for all that listens: a thread that waits in torch must not see the end of the program."""
-        for rank, thread in self._threads.items():
+        for rank in self._threads:
             with suppress(RuntimeError):  # it is gone
                 self._group.tell(last, rank)
         for thread in self._threads.values():
@@ -208,12 +209,13 @@ class Ranks:
     def _heard(self, rank: int, text: str) -> None:
         self._answers[rank].set_result(text)
         if text and (doing := self._doing) is not None:  # those who do not fail too may wait for it for ever
-            self._loop.call_later(GRACE, lambda: doing.done() or self._lose(rank, f"failed: {text}"))
+            self._loop.call_later(GRACE, lambda: doing.done() or self._lose(rank, "has failed"))
 
     def _lose(self, rank: int, how: str) -> None:
         if self._gone.done() or self._group.ended:
             return
-        about = self.about.get(rank, {"pid": "?", "host": "?"})
+        about, answer = self.about.get(rank, {"pid": "?", "host": "?"}), self._answers[rank]
+        how += f": {answer.result()}" if answer.done() and answer.result() else ""
         who = f"learner {rank} (process {about['pid']} on {about['host']}{self._note})"
         since = f"steps since the last checkpoint, which will be made again: {self.done - self.saved}"
         self._gone.set_result(RankLost(f"{who} {how}; {since}"))
@@ -268,22 +270,21 @@ async def serve(group: Group, call: Callable[..., Awaitable[Any]], facts: Mappin
     with suppress(RuntimeError):  # rank 0 is gone
         await thread.call(group.tell, json.dumps(about))
         while (called := unpack(await thread.call(group.broadcast)))[0] != "end":
-            await thread.call(group.tell, await _outcome(call, *called))
+            outcome, same = "", True
+            try:
+                await call(called[0], *called[1])
+            except BaseException as error:
+                outcome, same = f"{type(error).__name__}: {error}", isinstance(error, ValueError | OSError)
+            if not same:  # rank 0 does not have it: whoever waits for this process must not
+                log.exception("learner")
+                await asyncio.sleep(1)  # it may be because another one is gone, which is heard before
+            await thread.call(group.tell, outcome)
+            if not same:
+                os._exit(1)
         life.join(CLOSE_SECONDS)
         await thread.call(group.tell, "")
         return called[1][0]
     os._exit(1)
-
-
-async def _outcome(call: Callable[..., Awaitable[Any]], method: str, args: list[Any]) -> str:
-    try:
-        await call(method, *args)
-    except (ValueError, OSError) as error:  # rank 0 has the same, and may go on
-        return f"{type(error).__name__}: {error}"
-    except BaseException:  # the others wait for this one, and must not
-        traceback.print_exc()
-        os._exit(1)
-    return ""
 
 
 def _outlive(group: Group) -> None:

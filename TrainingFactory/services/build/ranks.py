@@ -6,9 +6,12 @@ import asyncio
 import logging
 import os
 import platform
+import signal
+import threading
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
 from copy import deepcopy
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -23,8 +26,9 @@ from TrainingFactory.protocols import Algorithm, Policy
 from TrainingFactory.running import run as run_anywhere
 from TrainingFactory.services.build import sampler as build_sampler
 from TrainingFactory.services.build.fleet import elsewhere
-from TrainingFactory.services.build.learner import make_algorithm, make_policy, make_trainable
+from TrainingFactory.services.build.learner import check_sharded, make_algorithm, make_policy, make_trainable
 from TrainingFactory.services.runs.folder import TrainingReport
+from TrainingFactory.services.training.interrupts import Interrupts
 from TrainingFactory.tools.threads import in_thread
 from TrainingFactory.workers import Worker, WorkerDied, WorkerError
 
@@ -52,6 +56,8 @@ def with_learners(config: TrainingConfig, say: Callable[[str], None]) -> Trainin
         wrong.append(Problem(("model", "device"), text))
     if wrong:
         raise config.wrong(wrong)
+    if count > 1:
+        check_sharded(config)
     return config.model_copy(update={"compute": config.compute.model_copy(update={"learners": count})})
 
 
@@ -65,7 +71,7 @@ class Learners:
         self._whole: Any = None  # the model of an engine in this process: the learner's is sharded
 
     async def open(
-        self, config: TrainingConfig, held: AsyncExitStack, folder: Path, lost: Callable[[Exception], None]
+        self, config: TrainingConfig, held: AsyncExitStack, folder: Path, interrupts: Interrupts
     ) -> None:
         """Start the others, or wait for those of a launcher, and see that they are as this one is."""
         self._config, count, note = config, config.compute.learners or 1, ""
@@ -77,11 +83,14 @@ class Learners:
         cuda = pick_device(config.model.device).type == "cuda"
         if launched() is not None:
             group = await in_thread(Group, 0, count, None, os.environ["MASTER_ADDR"], cuda)
+            if threading.current_thread() is threading.main_thread():
+                loop = asyncio.get_running_loop()  # a launcher that ends everybody waits a while
+                stop = partial(loop.call_soon_threadsafe, interrupts.ask)
+                signal.signal(signal.SIGTERM, lambda *_: loop.is_closed() or stop())
         else:
-            if config.compute.backend == "local":
-                note = f", with a log in {folder}"
+            note = f", with a log in {folder}" if config.compute.backend == "local" else ""
             group = await self._started(held, folder, count, cuda)
-        self._ranks = ranks = Ranks(group, lost, note)
+        self._ranks = ranks = Ranks(group, interrupts.fail, note)
         held.push_async_callback(ranks.close)
         await ranks.hello()
         mine, wrong = facts(self._written), list[str]()

@@ -191,7 +191,7 @@ async def make_loop(training: Training, held: AsyncExitStack) -> TrainingLoop:
     environment = None if data.environment is None else await tools.equip(data.environment)
     watcher.phase("load")
     learners, day = training.learners, date.fromisoformat(run.about["day"])
-    await learners.open(config, held, run.path, training.interrupts.fail)
+    await learners.open(config, held, run.path, training.interrupts)
     loaded, chat = await learners.load(partial(training.load, day))
     dataset, heldout = await in_thread(_tokenized, training, loaded, chat)
     # Only now it is known how many rows are too long.

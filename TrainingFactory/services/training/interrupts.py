@@ -67,6 +67,8 @@ class Interrupts:
 
     def ask(self) -> None:
         """Stop: at once where nothing is lost by it, or where it is asked for the second time."""
+        if self._failure is not None:
+            return
         again, self.asked = self.asked, True
         if self._sampling is not None:
             self._sampling.cancel()
