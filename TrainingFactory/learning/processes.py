@@ -45,6 +45,7 @@ class Processes:
         """Return the part of a whole tensor that this process has of `like`."""
         return tensor
 
-    def state_of(self, model: Any) -> dict[str, torch.Tensor] | None:
-        """Return whole weights for `save_pretrained`; None: the model has them itself."""
+    def state_of(self, model: Any, dtype: torch.dtype) -> dict[str, torch.Tensor] | None:
+        """Return whole weights for `save_pretrained`, trained ones but an adapter's in the number format of the model
+        as it was given; None: the model has them itself."""
         return None

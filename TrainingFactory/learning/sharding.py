@@ -128,7 +128,7 @@ class Sharded(Processes):
         given = tensor.to(like.device)
         return distribute_tensor(given, like.device_mesh, like.placements, src_data_rank=None)
 
-    def state_of(self, model: Any) -> dict[str, torch.Tensor]:
+    def state_of(self, model: Any, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         """Gather weight by weight into the first process's memory; of an adapter, without what is under it."""
         state = model.state_dict(keep_vars=True)  # tied weights are one object
         adapter = isinstance(model, PeftModel)
@@ -137,7 +137,7 @@ class Sharded(Processes):
         for tensor in {id(tensor): tensor for tensor in chosen.values()}.values():
             whole = self.whole(tensor.detach())
             if self.rank == 0:
-                found[id(tensor)] = whole.cpu()
+                found[id(tensor)] = (whole.to(dtype) if tensor.requires_grad and not adapter else whole).cpu()
         return {name: found[id(tensor)] for name, tensor in state.items()}
 
     def _enter(self) -> None:
