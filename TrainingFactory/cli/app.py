@@ -98,7 +98,7 @@ def run(
 
 
 def _runs_here(tokens: Sequence[str]) -> bool:
-    """Tell whether this process runs the command: all that a launcher has started train, and the first does the rest."""
+    """Tell whether this process runs the command: of those that a launcher has started all train, one does the rest."""
     there = launched()
     if there is None or tokens[0:1] == ("train",) or tokens[0:2] == ("runs", "resume"):
         return True

@@ -22,7 +22,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from TrainingFactory.protocols import Policy
 from TrainingFactory.running import OneThread
 from TrainingFactory.tools.threads import in_thread
 from TrainingFactory.types import Sample, Weights
@@ -40,10 +39,6 @@ KINDS = {
     "token_ids": int, "loss_mask": bool, "logprobs": float, "advantages": float, "rewards": float,
     "policy_version": int, "reference": float,
 }  # fmt: skip
-
-
-class RankLost(OSError):
-    """A process of the learner is gone, and with it its share of the weights."""
 
 
 def pack(method: str, args: Sequence[Any]) -> bytearray:
@@ -123,15 +118,16 @@ class Group:
 
 
 class Ranks:
-    """The other processes as rank 0 sees them: every call is made in all of them and here. `lost` hears on the running
-    event loop that one is gone, whatever is being done; `note` says where to look for the reason."""
+    """All processes as rank 0 sees them, and their `Policy`: every call is made here, by `own`, and in all others.
+    `lost` hears on the running event loop that one is gone, whatever is being done; `note` says where to look."""
 
-    def __init__(self, group: Group, lost: Callable[[RankLost], object], note: str) -> None:
-        self._group, self._tell, self._note = group, lost, note
+    def __init__(self, group: Group, lost: Callable[[OSError], object], note: str) -> None:
+        self._group, self._lost, self._note = group, lost, note
+        self.own: Any = None  # the policy of this process, once it is made
         self.about: dict[int, dict[str, Any]] = {}
-        self.done = self.saved = 0  # steps that were learned, and those in a checkpoint
+        self._done = self._saved = 0  # steps that were learned, and those in a checkpoint
         self._thread, self._loop = OneThread("ranks"), asyncio.get_running_loop()
-        self._gone: asyncio.Future[RankLost] = self._loop.create_future()
+        self._gone: asyncio.Future[OSError] = self._loop.create_future()
         self._doing: asyncio.Future[Any] | None = None
         self._expect()
         self._threads = {
@@ -150,6 +146,46 @@ class Ranks:
         self._expect()
         self._doing = asyncio.ensure_future(self._do(method, args, own))
         return await self._or_lost(self._doing)
+
+    async def step(self, rows: Sequence[Sample], step: int) -> dict[str, float]:
+        metrics = await self._all("step", rows, step)
+        self._done = step + 1
+        return metrics
+
+    async def evaluate(self, rows: Sequence[Sample], step: int) -> dict[str, float]:
+        return await self._all("evaluate", rows, step)
+
+    async def score(self, rows: Sequence[Sample]) -> list[list[float]]:
+        return await self._all("score", rows)
+
+    async def save(self, folder: str, state: dict[str, Any]) -> None:
+        await self._all("save", folder, state)
+        self._saved = self._done
+
+    async def load(self, folder: str) -> dict[str, Any]:
+        state = await self._all("load", folder)
+        self._done = self._saved = state["step"]
+        return state
+
+    async def publish(self) -> Weights:
+        return await self._all("publish")
+
+    async def close(self, report: Any = None) -> None:
+        """Let the others end, at once where they are in the middle of something; again does nothing."""
+        if self._group.ended:
+            return
+        self._group.ended, last = True, GONE
+        if not self._gone.done() and (self._doing is None or self._doing.done()):
+            with suppress(RuntimeError):
+                await self._thread.call(self._group.broadcast, pack("end", [report]))
+                last = ""
+        await in_thread(self._part, last)
+        self._thread.close()
+        if self.own is not None:
+            await self.own.close()
+
+    async def _all(self, method: str, *args: Any) -> Any:
+        return await self.call(method, args, lambda: getattr(self.own, method)(*args))
 
     async def _or_lost(self, doing: asyncio.Future[T]) -> T:
         await asyncio.wait({doing, self._gone}, return_when=FIRST)
@@ -173,28 +209,6 @@ class Ranks:
                 self._lose(rank, "has failed")
         return found
 
-    async def close(self, report: Any = None) -> None:
-        """Let the others end, at once where they are in the middle of something; again does nothing."""
-        if self._group.ended:
-            return
-        self._group.ended, last = True, GONE
-        if not self._gone.done() and (self._doing is None or self._doing.done()):
-            with suppress(TimeoutError, RuntimeError):
-                async with asyncio.timeout(CLOSE_SECONDS):
-                    await self._thread.call(lambda: self._group.broadcast(pack("end", [report])))
-                    last = ""
-        await in_thread(self._part, last)
-        self._thread.close()
-
-    def _part(self, last: str) -> None:
-        """Wait for all that listens: a thread that waits in torch must not see the end of the program."""
-        for rank in self._threads:
-            with suppress(RuntimeError):  # it is gone
-                self._group.tell(last, rank)
-        for thread in self._threads.values():
-            thread.join(CLOSE_SECONDS)
-        self._group.close()
-
     def _expect(self) -> None:
         self._answers = {rank: self._loop.create_future() for rank in range(1, self._group.count)}
 
@@ -215,47 +229,20 @@ class Ranks:
         if self._gone.done() or self._group.ended:
             return
         about, answer = self.about.get(rank, {"pid": "?", "host": "?"}), self._answers[rank]
-        how += f": {answer.result()}" if answer.done() and answer.result() else ""
+        why = f": {answer.result()}" if answer.done() and answer.result() else ""
         who = f"learner {rank} (process {about['pid']} on {about['host']}{self._note})"
-        since = f"steps since the last checkpoint, which will be made again: {self.done - self.saved}"
-        self._gone.set_result(RankLost(f"{who} {how}; {since}"))
-        self._tell(self._gone.result())
+        since = f"steps since the last checkpoint, which will be made again: {self._done - self._saved}"
+        self._gone.set_result(OSError(f"{who} {how}{why}; {since}"))
+        self._lost(self._gone.result())
 
-
-class SharedPolicy:
-    """A `Policy` whose every call is made in all processes; `own` is that of this one."""
-
-    def __init__(self, own: Policy, ranks: Ranks) -> None:
-        self._own, self._ranks = own, ranks
-
-    async def _all(self, method: str, *args: Any) -> Any:
-        return await self._ranks.call(method, args, lambda: getattr(self._own, method)(*args))
-
-    async def step(self, rows: Sequence[Sample], step: int) -> dict[str, float]:
-        metrics = await self._all("step", rows, step)
-        self._ranks.done = step + 1
-        return metrics
-
-    async def evaluate(self, rows: Sequence[Sample], step: int) -> dict[str, float]:
-        return await self._all("evaluate", rows, step)
-
-    async def score(self, rows: Sequence[Sample]) -> list[list[float]]:
-        return await self._all("score", rows)
-
-    async def save(self, folder: str, state: dict[str, Any]) -> None:
-        await self._all("save", folder, state)
-        self._ranks.saved = self._ranks.done
-
-    async def load(self, folder: str) -> dict[str, Any]:
-        state = await self._all("load", folder)
-        self._ranks.done = self._ranks.saved = state["step"]
-        return state
-
-    async def publish(self) -> Weights:
-        return await self._all("publish")
-
-    async def close(self) -> None:
-        await self._own.close()
+    def _part(self, last: str) -> None:
+        """Wait for all that listens: a thread that waits in torch must not see the end of the program."""
+        for rank in self._threads:
+            with suppress(RuntimeError):  # it is gone
+                self._group.tell(last, rank)
+        for thread in self._threads.values():
+            thread.join(CLOSE_SECONDS)
+        self._group.close()
 
 
 async def serve(group: Group, call: Callable[..., Awaitable[Any]], facts: Mapping[str, Any]) -> Any:

@@ -8,7 +8,7 @@ import os
 import platform
 import signal
 import threading
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from copy import deepcopy
 from functools import partial
@@ -46,16 +46,18 @@ def with_learners(config: TrainingConfig, say: Callable[[str], None]) -> Trainin
     """Return the config with the number of processes that train: that of a launcher, if one has started this."""
     for note in launcher_notes():
         say(f"note: {note}")
-    there, count, wrong = launched(), config.compute.learners or 1, list[Problem]()
-    if there is not None and config.compute.learners not in (None, there.count):
-        text = f"it is {count}, and the launcher has started {there.count} processes; leave it out, or make it equal"
-        wrong.append(Problem(("compute", "learners"), text))
-    count = count if there is None else there.count
+    there, asked = launched(), config.compute.learners
+    count = (asked or 1) if there is None else there.count
+    if asked not in (None, count):
+        text = (
+            f"it is {asked}, and the launcher has started {count} processes; leave it out, or make it equal"
+        )
+        raise config.wrong([Problem(("compute", "learners"), text)])
     if count > 1 and ":" in config.model.device:
-        text = f"it is {config.model.device}, and each of {count} learners has a device of its own: take cuda or auto"
-        wrong.append(Problem(("model", "device"), text))
-    if wrong:
-        raise config.wrong(wrong)
+        text = (
+            f"it is {config.model.device}, and each of {count} learners has its own device: take cuda or auto"
+        )
+        raise config.wrong([Problem(("model", "device"), text)])
     if count > 1:
         check_sharded(config)
     return config.model_copy(update={"compute": config.compute.model_copy(update={"learners": count})})
@@ -68,7 +70,6 @@ class Learners:
     def __init__(self, written: TrainingConfig | None) -> None:
         self._written, self._config = written, TrainingConfig()
         self._ranks: Ranks | None = None
-        self._whole: Any = None  # the model of an engine in this process: the learner's is sharded
 
     async def open(
         self, config: TrainingConfig, held: AsyncExitStack, folder: Path, interrupts: Interrupts
@@ -78,9 +79,8 @@ class Learners:
         if count == 1:
             return
         from TrainingFactory.cluster.ranks import Group, Ranks
-        from TrainingFactory.models.loading import pick_device
 
-        cuda = pick_device(config.model.device).type == "cuda"
+        cuda = _device(config).type == "cuda"
         if launched() is not None:
             group = await in_thread(Group, 0, count, None, os.environ["MASTER_ADDR"], cuda)
             if threading.current_thread() is threading.main_thread():
@@ -96,40 +96,40 @@ class Learners:
         mine, wrong = facts(self._written), list[str]()
         for rank, about in ranks.about.items():
             theirs = about["facts"]
-            other = [key for key in mine.keys() & theirs.keys() if mine[key] != theirs[key]]
-            told = ", ".join(f"{key} {theirs[key]} (here {mine[key]})" for key in sorted(other))
+            other = sorted(key for key in mine.keys() & theirs.keys() if mine[key] != theirs[key])
+            told = ", ".join(f"{key} {theirs[key]} (here {mine[key]})" for key in other)
             wrong += [f"learner {rank} on {about['host']} has {told}"] * bool(other)
         if wrong:
-            text = "all processes of a learner need the same versions and the same config: "
-            raise ValueError(text + "; ".join(wrong))
+            raise ValueError(f"all learners need the same versions and the same config: {'; '.join(wrong)}")
 
     async def _started(self, held: AsyncExitStack, folder: Path, count: int, cuda: bool) -> Group:
+        import torch
+
         from TrainingFactory.cluster.ranks import FIRST, Group, listening
 
-        compute, host, workers = self._config.compute, "127.0.0.1", list[Any]()
-        if compute.backend == "ray":
+        compute, host, workers, devices = self._config.compute, "127.0.0.1", list[Any](), [0] * count
+        if compute.backend == "ray":  # which shows each its own device alone
             host, workers = await self._actors(held, count)
-        else:
-            check_devices(count, cuda)
-            for rank in range(1, count):
-                log = held.enter_context((folder / f"learner-{rank}.log").open("ab"))
-                workers.append(Worker(SERVE, stderr=log, start_seconds=compute.start_timeout))
+        elif cuda and (there := torch.cuda.device_count()) < count:
+            text = f"compute.learners is {count}, and this machine has {there} GPUs, one for each: take fewer, or"
+            raise ValueError(f"{text} several machines by compute.backend=ray or torchrun")
+        for rank in range(1, count if compute.backend == "local" else 1):
+            log, devices[rank] = held.enter_context((folder / f"learner-{rank}.log").open("ab")), rank
+            workers.append(Worker(SERVE, stderr=log, start_seconds=compute.start_timeout))
         store, port = listening(host)
-        place = {"count": count, "host": host, "port": port, "cuda": cuda}
         begun = list[asyncio.Task[str]]()
         for rank, worker in enumerate(workers, 1):
             held.push_async_callback(worker.close)
-            device = rank if compute.backend == "local" else 0  # Ray shows each its own alone
-            begun.append(asyncio.create_task(_end_of(worker, place | {"rank": rank, "device": device})))
+            begun.append(asyncio.create_task(_end_of(worker, [rank, count, host, port, cuda, devices[rank]])))
         joining = asyncio.create_task(in_thread(Group, 0, count, store, host, cuda))
         await asyncio.wait({joining, *begun}, timeout=compute.start_timeout, return_when=FIRST)
         if not joining.done():
             ended = [f"learner {rank} {task.result()}" for rank, task in enumerate(begun, 1) if task.done()]
-            late = f"it took longer than compute.start_timeout={compute.start_timeout:g} s"
-            logs = "" if compute.backend == "ray" else f"; logs are in {folder}"
-            raise ValueError(
-                f"compute.learners={count} could not be started: {'; '.join(ended) or late}{logs}"
+            told = (
+                "; ".join(ended) or f"it took longer than compute.start_timeout={compute.start_timeout:g} s"
             )
+            logs = "" if compute.backend == "ray" else f"; logs are in {folder}"
+            raise ValueError(f"compute.learners={count} could not be started: {told}{logs}")
         return joining.result()
 
     async def _actors(self, held: AsyncExitStack, count: int) -> tuple[str, list[RayWorker]]:
@@ -144,41 +144,33 @@ class Learners:
         group = await session.placed(bundles, asked, compute.start_timeout)
         held.callback(session.unplace, group)
         inside = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
-        made = [
-            RayWorker(
-                SERVE,
-                what=f"learner {n + 1}",
-                num_cpus=cpus,
-                num_gpus=gpus,
-                scheduling_strategy=inside(group, n),
-            )
-            for n in range(count - 1)
+        options = [
+            dict(num_cpus=cpus, num_gpus=gpus, scheduling_strategy=inside(group, n)) for n in range(count - 1)
         ]
+        made = [RayWorker(SERVE, what=f"learner {n}", **each, **at) for n, at in enumerate(places, 1)]
         return await in_thread(ray.util.get_node_ip_address), made
 
     async def load(self, own: Callable[[], T]) -> T:
-        """Load the model in all processes at the same time."""
-        return await self._do("prepare", [self._config.model_dump(mode="json")], lambda: in_thread(own))
+        """Load the model, in all processes at the same time."""
+        if self._ranks is None:
+            return await in_thread(own)
+        return await self._ranks.call(
+            "prepare", [self._config.model_dump(mode="json")], lambda: in_thread(own)
+        )
 
     async def policy(
-        self, loaded: LoadedModel, algorithm: Algorithm, steps: int
+        self, loaded: LoadedModel, algorithm: Algorithm, steps: int, played: bool
     ) -> tuple[LocalPolicy, Policy]:
-        """Make the policy of this process, and that of all."""
-        config, ranks = self._config, self._ranks
-        if ranks is not None and not elsewhere(config):
-            self._whole = await in_thread(deepcopy, loaded.model)
-        given = config, loaded, algorithm, steps, ranks is not None
-        own = await self._do("build", [steps], lambda: in_thread(make_policy, *given))
+        """Make the policy of this process, and that of all; `played`: there is something that samples."""
+        ranks, whole = self._ranks, None
+        if ranks is not None and played and not elsewhere(self._config):
+            whole = await in_thread(deepcopy, loaded.model)  # of an engine here, before weights are sharded
+        make = partial(in_thread, _policy, self._config, loaded, algorithm, steps, played, whole)
         if ranks is None:
+            own = await make()
             return own, own
-        from TrainingFactory.cluster.ranks import SharedPolicy
-
-        return own, SharedPolicy(own, ranks)
-
-    async def publisher(self, own: LocalPolicy) -> None:
-        """Make what writes or gathers the weights for samplers that do not share them."""
-        given = self._config, own, self._whole
-        await self._do("publisher", [], lambda: in_thread(build_sampler.add_publisher, *given))
+        ranks.own = await ranks.call("build", [steps, played], make)
+        return ranks.own, ranks
 
     async def end(self, report: TrainingReport) -> None:
         """Let the others end, with the report for those that a launcher has started."""
@@ -186,28 +178,30 @@ class Learners:
             fields = {name: getattr(report, name) for name in TrainingReport.__slots__}
             await self._ranks.close(fields | {"run": str(report.run)})
 
-    async def _do(self, method: str, args: list[Any], own: Callable[[], Awaitable[T]]) -> T:
-        return await (own() if self._ranks is None else self._ranks.call(method, args, own))
 
-
-async def _end_of(worker: Any, place: dict[str, Any]) -> str:
+async def _end_of(worker: Any, place: list[Any]) -> str:
     """Let it serve, and return how it ended."""
     try:
-        await worker.ask(place, None)
-        return "ended"
+        return await worker.ask(place, None) or "ended"
     except (WorkerDied, WorkerError) as error:
         return str(error)
 
 
-def check_devices(count: int, cuda: bool) -> None:
-    """Raise where this machine has fewer GPUs than learners."""
-    import torch
+def _policy(
+    config: TrainingConfig, loaded: LoadedModel, algorithm: Algorithm, steps: int, played: bool, whole: Any
+) -> LocalPolicy:
+    """Make the policy of one process, with what publishes its weights to samplers that do not share them."""
+    several = config.compute.learners != 1
+    policy = make_policy(config, loaded, algorithm, steps, several)
+    if played and (several or elsewhere(config)):
+        build_sampler.add_publisher(config, policy, whole)
+    return policy
 
-    if cuda and (there := torch.cuda.device_count()) < count:
-        raise ValueError(
-            f"compute.learners is {count}, and this machine has {there} GPUs, one for each: take fewer, or several "
-            "machines by compute.backend=ray or torchrun"
-        )
+
+def _device(config: TrainingConfig) -> Any:
+    from TrainingFactory.models.loading import pick_device
+
+    return pick_device(config.model.device)
 
 
 def facts(config: TrainingConfig | None) -> dict[str, Any]:
@@ -225,38 +219,32 @@ class Rank:
 
     def __init__(self, device: int) -> None:
         self._device = device
-        self._loaded: Any = None
         self._policy: Any = None
 
     async def call(self, method: str, *args: Any) -> None:
-        ours = {"prepare": self._prepare, "build": self._build, "publisher": self._publisher}
+        ours = {"prepare": self._prepare, "build": self._build}
         await (in_thread(ours[method], *args) if method in ours else getattr(self._policy, method)(*args))
 
     def _prepare(self, written: Mapping[str, Any]) -> None:
-        from TrainingFactory.models.loading import pick_device
-
         config = TrainingConfig(**written)
-        if pick_device(config.model.device).type == "cuda":
+        if _device(config).type == "cuda":
             model = config.model.model_copy(update={"device": f"cuda:{self._device}"})
             config = config.model_copy(update={"model": model})
         self._config, self._loaded = config, build_sampler.load(config)
         make_trainable(config, self._loaded)
 
-    def _build(self, steps: int) -> None:
+    def _build(self, steps: int, played: bool) -> None:
         algorithm = make_algorithm(self._config)
-        self._policy = make_policy(self._config, self._loaded, algorithm, steps, True)
-
-    def _publisher(self) -> None:
-        build_sampler.add_publisher(self._config, self._policy, None)
+        self._policy = _policy(self._config, self._loaded, algorithm, steps, played, None)
 
 
-def serve_started(place: Mapping[str, Any]) -> None:
+def serve_started(place: list[Any]) -> None:
     """Serve in a process that `Learners` has started."""
     import torch.distributed as dist
 
-    store = dist.TCPStore(place["host"], place["port"], None, False)
-    shape = place["rank"], place["count"], store, place["host"], place["cuda"]
-    asyncio.run(_serve(shape, place["device"], None))
+    rank, count, host, port, cuda, device = place
+    store = dist.TCPStore(host, port, None, False)
+    asyncio.run(_serve((rank, count, store, host, cuda), device, None))
 
 
 def served(config: TrainingConfig | None) -> TrainingReport | None:
@@ -265,10 +253,8 @@ def served(config: TrainingConfig | None) -> TrainingReport | None:
     there = launched()
     if there is None or there.rank == 0:
         return None
-    from TrainingFactory.models.loading import pick_device
-
     logging.disable(logging.WARNING)  # rank 0 says the same
-    cuda = pick_device("auto" if config is None else config.model.device).type == "cuda"
+    cuda = _device(config or TrainingConfig()).type == "cuda"
     shape = there.rank, there.count, None, os.environ["MASTER_ADDR"], cuda
     report = run_anywhere(lambda: _serve(shape, there.device, config))
     if report is None:

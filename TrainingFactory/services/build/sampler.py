@@ -89,18 +89,14 @@ def make_trained(
 
 
 def add_publisher(config: TrainingConfig, policy: LocalPolicy, whole: Any) -> None:
-    """Let a policy publish its weights where what samples cannot share them: into folders, or in this process for an
+    """Let a policy publish its weights to what samples and cannot share them: into folders, or in this process to an
     engine with the model `whole`."""
-    if not (KINDS[config.training.algorithm].samples or config.training.eval_every is not None):
-        return
-    if elsewhere(config):
-        from TrainingFactory.learning.publishing import Publisher
+    from TrainingFactory.learning.gathered import Gathered
+    from TrainingFactory.learning.publishing import Publisher
 
-        policy.publisher = Publisher(policy.learner, adapters=config.sampling.engine == "vllm")
-    elif config.compute.learners != 1:
-        from TrainingFactory.learning.gathered import Gathered
-
-        policy.publisher = Gathered(policy.learner, whole)
+    if KINDS[config.training.algorithm].samples or config.training.eval_every is not None:
+        near, adapters = not elsewhere(config), config.sampling.engine == "vllm"
+        policy.publisher = Gathered(policy.learner, whole) if near else Publisher(policy.learner, adapters)
 
 
 def max_length(config: TrainingConfig, loaded: LoadedModel) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shlex
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from datetime import date
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from TrainingFactory.algorithms.kinds import KINDS
 from TrainingFactory.cluster.fleet import Fleet
 from TrainingFactory.config import TrainingConfig
+from TrainingFactory.config.problems import Problem
 from TrainingFactory.data.examples import Examples
 from TrainingFactory.protocols import Algorithm, EnvironmentFactory, Sampler
 from TrainingFactory.rollout import AsyncRolloutEngine
@@ -26,7 +28,6 @@ from TrainingFactory.services.build.learner import make_algorithm, make_trainabl
 from TrainingFactory.services.build.model_names import as_started_from, check_started_from, with_model
 from TrainingFactory.services.build.named_files import about_start, as_started, changed_files
 from TrainingFactory.services.build.ranks import Learners, with_learners
-from TrainingFactory.services.build.registering import check_registry, register
 from TrainingFactory.services.build.resuming import taken_up
 from TrainingFactory.services.build.rewards import evaluation_reward
 from TrainingFactory.services.build.run_tools import RunTools
@@ -34,6 +35,8 @@ from TrainingFactory.services.build.siblings import Allocation
 from TrainingFactory.services.build.trackers import Trackers, check_trackers
 from TrainingFactory.services.doctor.table import Table
 from TrainingFactory.services.evaluation.asked import record_of_training
+from TrainingFactory.services.model_registry import ModelRegistry
+from TrainingFactory.services.registry.rows import check_name
 from TrainingFactory.services.runs.folder import RunFolder, TrainingReport, new_name
 from TrainingFactory.services.runs.scores import Scores
 from TrainingFactory.services.runs.tracking import PlainLines, Watcher
@@ -78,7 +81,7 @@ class Training:
         try:
             if run is not None:
                 check_started_from(run)
-            self.learners = Learners(None if run is not None else config)
+            self.learners = Learners(config if run is None else None)
             config = factories.by_file(as_started(config, run), say)
             self.allocation = self.allocation or factories.allocated(config, say)
             config = with_learners(factories.with_machines(config, self.allocation, say), say)
@@ -171,9 +174,38 @@ class Training:
                 raise
             report = await loop.train()
             if report.state == "finished":
-                report.version = await in_thread(register, self.config, self.run.path, self.watcher.say)
+                report.version = await in_thread(self._register)
             await self.learners.end(report)
             return report
+
+    def _register(self) -> str | None:
+        """Register what was made, where the config asks for it. What goes wrong is said; the run is finished."""
+        asked, output = self.config.registry, self.config.logging.output_dir
+        if asked.name is None:
+            return None
+        made = f"{self.run.path}@{asked.checkpoint}"
+        try:
+            version = ModelRegistry(asked.path, output).register(asked.name, made)
+        except (ValueError, OSError) as error:
+            at = "" if asked.path is None else f" --registry {asked.path}"
+            self.watcher.say(
+                f"WARNING the run is finished, and could not be registered: {error}; when that is mended: tfactory "
+                f"registry register {asked.name} {shlex.quote(made)} --runs {output}{at}"
+            )
+            return None
+        self.watcher.say(f"registered as {version}")
+        return str(version)
+
+
+def check_registry(config: TrainingConfig) -> None:
+    """Raise where a run that is to be registered could not be: before it has taken a day."""
+    asked = config.registry
+    if asked.name is not None:
+        try:
+            check_name(asked.name)
+        except ValueError as error:
+            raise config.wrong([Problem(("registry", "name"), str(error))]) from error
+        ModelRegistry(asked.path, config.logging.output_dir).names()
 
 
 def make_order(config: TrainingConfig, size: int) -> Order:
@@ -198,7 +230,9 @@ async def make_loop(training: Training, held: AsyncExitStack) -> TrainingLoop:
     order = training.order if dataset is None else make_order(config, len(dataset))
     total = steps_in(config, order)
     algorithm = make_algorithm(config)
-    own, policy = await learners.policy(loaded, algorithm, total)
+    before = tools.sampled_ahead  # the run that is trained again as it was, with nothing sampled
+    sampled = environment is not None and before is None
+    own, policy = await learners.policy(loaded, algorithm, total, sampled)
     held.push_async_callback(policy.close)
     for each in (dataset, heldout):
         if each is not None and "precomputed" in algorithm.needs:
@@ -207,8 +241,8 @@ async def make_loop(training: Training, held: AsyncExitStack) -> TrainingLoop:
     progress = await taken_up(run, policy, order, total, training.resuming, bound > 0, watcher.say)
     if config.logging.record_tools:
         tools.record_to(run.path)
-    recorded = None  # the run that is trained again as it was, with nothing sampled
-    if (before := tools.sampled_ahead) is not None:
+    recorded = None
+    if before is not None:
         recorded = RecordedSource(before, algorithm, config.reward.max_unscored, progress.done)
         total = min(total, recorded.steps)
         config = config.model_copy(
@@ -216,7 +250,6 @@ async def make_loop(training: Training, held: AsyncExitStack) -> TrainingLoop:
         )
     played = None
     if environment is not None and recorded is None:
-        await learners.publisher(own)
         played = await _played(training, environment, chat, loaded, own, held)
     earlier = run.metrics()
     trackers = Trackers(run.path, config)
