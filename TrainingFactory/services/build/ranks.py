@@ -134,20 +134,17 @@ class Learners:
 
     async def _actors(self, held: AsyncExitStack, count: int) -> tuple[str, list[RayWorker]]:
         """Return the address of this machine in a Ray cluster, and an actor for each other process."""
-        compute, ray = self._config.compute, require_ray()
+        compute = self._config.compute
         session = RaySession(compute.address, compute.num_gpus)
         await session.open()
         held.push_async_callback(session.close)
-        gpus, cpus = compute.gpus_per_learner, compute.cpus_per_learner
+        ray, gpus, cpus = require_ray(), compute.gpus_per_learner, compute.cpus_per_learner
         gpus = float("GPU" in ray.cluster_resources()) if gpus is None else gpus
         bundles, asked = [{"CPU": cpus, "GPU": gpus}] * (count - 1), f"compute.learners={count}"
         group = await session.placed(bundles, asked, compute.start_timeout)
         held.callback(session.unplace, group)
-        inside = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
-        options = [
-            dict(num_cpus=cpus, num_gpus=gpus, scheduling_strategy=inside(group, n)) for n in range(count - 1)
-        ]
-        made = [RayWorker(SERVE, what=f"learner {n}", **each, **at) for n, at in enumerate(places, 1)]
+        given = {"group": group, "num_cpus": cpus, "num_gpus": gpus}
+        made = [RayWorker(SERVE, what=f"learner {n + 1}", bundle=n, **given) for n in range(count - 1)]
         return await in_thread(ray.util.get_node_ip_address), made
 
     async def load(self, own: Callable[[], T]) -> T:
