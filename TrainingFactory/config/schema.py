@@ -296,8 +296,15 @@ class ComputeSection(Section):
     """ray: GPUs of each; null: 1 for vLLM where the cluster has GPUs, else 0."""
     cpus_per_sampler: NotNegative = 1.0
     """ray: cores of each."""
+    learners: Count | None = None
+    """Processes that train together, each on a device of its own, with the weights sharded over them; null: as many as
+    torchrun or accelerate launch have started, else 1."""
+    gpus_per_learner: NotNegative | None = None
+    """ray: GPUs of each but the first, which is the run's own process; null: 1 where the cluster has GPUs, else 0."""
+    cpus_per_learner: NotNegative = 1.0
+    """ray: cores of each but the first."""
     start_timeout: Positive = 600.0
-    """Seconds in which an engine in another process must have started."""
+    """Seconds in which an engine or a learner in another process must have started."""
     num_gpus: Count | None = None
     """ray, where it is started for the run: GPUs that it may use; null: all there are."""
     allocation_id: PathText | None = None

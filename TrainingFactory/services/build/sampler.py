@@ -62,14 +62,16 @@ def make_chat(config: TrainingConfig, loaded: LoadedModel, day: date | None = No
 
 
 def make_engine(
-    config: TrainingConfig, loaded: LoadedModel, episodes: int, ahead: bool = False
+    config: TrainingConfig, loaded: LoadedModel, episodes: int, ahead: bool = False, gathered: Any = None
 ) -> NativeEngine:
-    """Make the engine that samples; `ahead`: while the model is trained, from weights of its own."""
+    """Make the engine that samples; `ahead`: while the model is trained, from weights of its own. With `gathered` it
+    has the model of that, because the learner's is sharded."""
     from TrainingFactory.sampling import NativeEngine
 
+    own = copy_of(loaded.model) if ahead and gathered is None else loaded.model
     return NativeEngine(
-        copy_of(loaded.model) if ahead else loaded.model,
-        source=loaded.model if ahead else None,
+        own if gathered is None else gathered.model,
+        source=gathered or (loaded.model if ahead else None),
         slots=min(config.sampling.slots, episodes),
         max_length=max_length(config, loaded),
         deterministic=config.sampling.deterministic,
@@ -80,13 +82,21 @@ def make_trained(
     config: TrainingConfig, loaded: LoadedModel, policy: LocalPolicy, episodes: int, ahead: bool, say: Say
 ) -> Sampler:
     """Make what samples for a policy that learns: an engine that shares its weights, or others to which it pushes."""
-    wanted = KINDS[config.training.algorithm].samples or config.training.eval_every is not None
-    if not (elsewhere(config) and wanted):
-        return make_engine(config, loaded, episodes, ahead)
+    publisher = policy.publisher
+    if publisher is None or not publisher.model_folder:
+        return make_engine(config, loaded, episodes, ahead, publisher)
+    return pushed_to(config, publisher, max_length(config, loaded), episodes, say)
+
+
+def add_publisher(config: TrainingConfig, policy: LocalPolicy, whole: Any) -> None:
+    """Let a policy publish its weights to what samples and cannot share them: into folders, or in this process to an
+    engine with the model `whole`."""
+    from TrainingFactory.learning.gathered import Gathered
     from TrainingFactory.learning.publishing import Publisher
 
-    policy.publisher = Publisher(policy.learner, adapters=config.sampling.engine == "vllm")
-    return pushed_to(config, policy.publisher, max_length(config, loaded), episodes, say)
+    if KINDS[config.training.algorithm].samples or config.training.eval_every is not None:
+        near, adapters = not elsewhere(config), config.sampling.engine == "vllm"
+        policy.publisher = Gathered(policy.learner, whole) if near else Publisher(policy.learner, adapters)
 
 
 def max_length(config: TrainingConfig, loaded: LoadedModel) -> int:

@@ -1,0 +1,132 @@
+"""A learner in several processes: who starts them, and what happens when one is lost."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.kits.cli import ROOT, Run
+from tests.kits.run import Quiet, assert_same_run, brief, go_on, rows, train
+from TrainingFactory.cluster.launcher import LAUNCHER
+from TrainingFactory.cluster.ranks import pack, unpack
+from TrainingFactory.services.runs.folder import RunFolder
+from TrainingFactory.types import Sample
+
+CONFIG = """
+model: {name: builtin:tiny}
+training: {algorithm: grpo, max_steps: 2, batch_size: 2, group_size: 2}
+environment: {environment_id: calculator, max_turns: 2}
+sampling: {max_tokens: 4, deterministic: true}
+"""
+CHILD = "workers/child.py"
+
+
+def learners() -> list[psutil.Process]:
+    return [each for each in psutil.Process().children() if CHILD in " ".join(each.cmdline())]
+
+
+class Strikes(Quiet):
+    """Kills a learner when a step is done."""
+
+    def __init__(self, at: int) -> None:
+        super().__init__()
+        self.at = at
+
+    def step(self, step: int, total: int, metrics: dict[str, float]) -> None:
+        if step == self.at:
+            for each in learners():
+                each.kill()
+
+
+def test_rows_arrive_as_they_were() -> None:
+    rng = random.Random(0)
+    given = []
+    for number in range(5):
+        size = rng.randrange(1, 9)
+        ids, mask = [rng.randrange(200_000) for _ in range(size)], [rng.random() < 0.5 for _ in range(size)]
+        some = [[rng.gauss(0, 1) for _ in range(size)] for _ in range(4)]
+        reference = some[3] if number % 2 else None
+        given.append(Sample(ids, mask, *some[:3], [number] * size, number, 7, 0.1, reference))
+    method, (found, step) = unpack(pack("step", [given, 3]))
+    assert (method, found, step) == ("step", given, 3)  # `episode` and `pair` are not compared
+    assert [(row.episode, row.pair) for row in found] == [(row.episode, row.pair) for row in given]
+    assert isinstance(found[0].token_ids[0], int) and isinstance(found[0].loss_mask[0], bool)
+    assert unpack(pack("step", [[], 3])) == ("step", [[], 3])
+    assert unpack(pack("save", ["x", {"rows": [1.5]}])) == ("save", ["x", {"rows": [1.5]}])
+
+
+def test_a_learner_is_killed_and_the_run_goes_on(tmp_path: Path) -> None:
+    """To the metrics of one process that was left alone; to the bit those of several: `benchmarks.rank_kills`."""
+    config = brief(tmp_path, compute={"learners": 2})
+    with pytest.raises(OSError, match=r"learner 1 \(process \d+ on .*is gone; steps since .*: 1; .*runs resume"):
+        train(config, "broken", Strikes(3))
+    assert RunFolder(tmp_path / "broken").state == "failed" and not learners()
+    assert go_on(tmp_path / "broken").state == "finished"
+    assert not learners()
+    train(brief(tmp_path), "whole")
+    found, wanted = (rows(tmp_path / name / "metrics.jsonl") for name in ("broken", "whole"))
+    for key in ("step", "loss", "grad_norm", "entropy", "reward", "trained_tokens"):
+        assert [row[key] for row in found] == pytest.approx([row[key] for row in wanted], rel=1e-3, abs=1e-5), key
+
+
+def launched(folder: Path, *arguments: str, count: int = 2) -> subprocess.Popen[str]:
+    (folder / "run.yaml").write_text(CONFIG, encoding="utf-8")
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(count), *arguments]
+    given = {"PYTHONPATH": f"{ROOT}", "OMP_NUM_THREADS": "1"}
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, cwd=folder, env=os.environ | given, **pipes)
+
+
+CLI = ("-m", "TrainingFactory.cli")
+
+
+def test_torchrun(tmp_path: Path) -> None:
+    out, err = (run := launched(tmp_path, *CLI, "train", "run.yaml", "--name", "a")).communicate(timeout=300)
+    assert run.returncode == 0, out + err
+    assert err.count("step 2/2") == 1 and [each.name for each in (tmp_path / "runs").iterdir()] == ["a"]
+    made = RunFolder(tmp_path / "runs" / "a")
+    assert made.config.compute.learners == 2 and made.state == "finished" and len(made.metrics()) == 2
+
+
+MISTAKES = [
+    ({"WORLD_SIZE": "2"}, [], "WORLD_SIZE is 2, which a launcher sets together with RANK"),
+    (
+        {"WORLD_SIZE": "2", "RANK": "0"},
+        ["compute.learners=3"],
+        "it is 3, and the launcher has started 2 processes",
+    ),
+    ({"ACCELERATE_USE_DEEPSPEED": "true"}, [], "DeepSpeed .* is not supported: leave it out"),
+    ({}, ["compute.learners=2", "model.device=cuda:1"], "it is cuda:1, and each of 2 learners"),
+    ({}, ["compute.learners=2", "training.optimizer=adamw_8bit"], "adamw_8bit"),
+]
+
+
+@pytest.mark.parametrize(("given", "overrides", "text"), MISTAKES)
+def test_mistakes(
+    tfactory: Run, monkeypatch: pytest.MonkeyPatch, given: dict[str, str], overrides: list[str], text: str
+) -> None:
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    Path("run.yaml").write_text(CONFIG, encoding="utf-8")
+    status, _, err = tfactory("train", "run.yaml", *overrides)
+    assert status == 2 and re.search(text, " ".join(err.split())), err
+    assert not Path("runs").exists()
+
+
+def test_other_commands_run_once(tfactory: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "127.0.0.1"}.items():
+        monkeypatch.setenv(name, value)
+    assert tfactory("runs", "list") == (0, "", "")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    status, _, err = tfactory("runs", "list")
+    assert status == 0 and "of the 2 processes that were started one is used" in " ".join(err.split())
+    assert not any(name in os.environ for name in LAUNCHER)
