@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from tests.kits.cli import ROOT, Run
-from tests.kits.run import Quiet, assert_same_run, brief, go_on, rows, train
+from tests.kits.run import Quiet, brief, go_on, rows, train
 from TrainingFactory.cluster.launcher import LAUNCHER
 from TrainingFactory.cluster.ranks import pack, unpack
 from TrainingFactory.services.runs.folder import RunFolder

@@ -16,7 +16,8 @@ from safetensors.torch import load_file
 from tests.kits.learner import ragged_rows
 from tests.kits.sharded import CASES, SAVED, Found, go_on, make_case, torchrun, train_case
 from TrainingFactory.config import TrainingConfig
-from TrainingFactory.data.packing import make_batch, rounds_cost
+from TrainingFactory.data.packing import make_batch
+from TrainingFactory.learning.sharding import Sharded, rounds_cost
 from TrainingFactory.services.build.learner import check_sharded
 
 QUICK = ["grpo", "ppo-head", "ppo-critic+", "ppo-critic>", "dpo", "sft", "lora+", "checkpointing", "bf16+"]
@@ -117,7 +118,9 @@ def test_packs_are_made_for_all_processes() -> None:
     one = make_batch(rows, 3000)
     every = sorted(number for each in one.packs for number in each.rows)
     for shares in (2, 3, 5):
-        batch = make_batch(rows, 3000, shares=shares)
+        processes = Sharded.__new__(Sharded)
+        processes.count = shares
+        batch = processes.packed(lambda budget: make_batch(rows, budget), 3000)
         assert sorted(number for each in batch.packs for number in each.rows) == every
         assert (batch.rows, batch.tokens, batch.episodes) == (one.rows, one.tokens, one.episodes)
         ideal = sum(len(each.token_ids) for each in one.packs) / shares
