@@ -62,6 +62,8 @@ class Learner:
         self.steps = 0
         for each in self._trained_models() if gradient_checkpointing else ():
             causal_model(each).gradient_checkpointing_enable({"use_reentrant": False})
+        if reference is not None:
+            reference.requires_grad_(False)
         models = [each for each in (model, reference, critic) if each is not None]
         for each in models:  # all that looks at weights comes before they are divided
             check_head(causal_model(each))
