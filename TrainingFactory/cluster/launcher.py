@@ -33,16 +33,9 @@ class Launched(NamedTuple):
 def launched() -> Launched | None:
     """Return what a launcher has said; None where there is none, or it has started one process alone."""
     given = os.environ
-    if given.get("WORLD_SIZE", "1") == "1":
+    if "RANK" not in given or given.get("WORLD_SIZE", "1") == "1":
         return None
-    try:
-        rank, count = int(given["RANK"]), int(given["WORLD_SIZE"])
-        return Launched(rank, count, int(given.get("LOCAL_RANK", rank)))
-    except (KeyError, ValueError) as error:
-        text = f"WORLD_SIZE is {given['WORLD_SIZE']}, which a launcher sets together with RANK ({error}): start several"
-        raise ValueError(
-            f"{text} processes by torchrun, or by compute.learners and without WORLD_SIZE"
-        ) from error
+    return Launched(int(given["RANK"]), int(given["WORLD_SIZE"]), int(given.get("LOCAL_RANK", given["RANK"])))
 
 
 def launcher_notes() -> list[str]:
