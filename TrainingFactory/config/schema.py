@@ -205,6 +205,8 @@ class OptimizationSection(Section):
     where they need no tools. Judges answer at their endpoints anyway."""
     reward_workers: Count | None = None
     """Processes for each such reward; null: as many as there are cores, at most 4."""
+    offload_reference: bool = False
+    """Several learners on GPUs: keep the reference model in the memory of the CPUs, and load it layer by layer."""
     tool_cache: bool | str = False
     """Answer repeated calls of all tools that are marked pure or stateful: true for tool_cache.sqlite in output_dir, or
     another file, or redis://HOST:PORT/0."""

@@ -231,25 +231,11 @@ class Batch:
     mismatched: list[Pack] = field(default_factory=list)  # answers after other prompts, never trained
 
 
-def rounds_cost(packs: Sequence[Pack], shares: int) -> int:
-    """Count the tokens of the largest pack of every round, in which each process takes one."""
-    return sum(sorted((len(each.token_ids) for each in packs), reverse=True)[::shares])
-
-
 def make_batch(
-    samples: Sequence[Sample],
-    token_budget: int = 16_384,
-    sharing: bool = True,
-    mismatched: bool = False,
-    shares: int = 1,
+    samples: Sequence[Sample], token_budget: int = 16_384, sharing: bool = True, mismatched: bool = False
 ) -> Batch:
-    """Pack the rows of a step; without `sharing` for models that cannot share prefixes, see `Learner.sharing`. With
-    several `shares` for processes that take packs in turn, smaller ones where that takes less time."""
+    """Pack the rows of a step; without `sharing` for models that cannot share prefixes, see `Learner.sharing`."""
     packs = pack(samples, token_budget, sharing)
-    if len(packs) % shares:
-        even = sum(len(each.token_ids) for each in packs) / (len(packs) + -len(packs) % shares)
-        tries = (pack(samples, min(token_budget, int(slack * even)), sharing) for slack in (1.02, 1.15, 1.4))
-        packs = min(packs, *tries, key=lambda each: rounds_cost(each, shares))
     return Batch(
         packs,
         sum(len(p.rows) for p in packs),

@@ -189,27 +189,27 @@ class Learner:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Return log-probs and entropies of the trained tokens, if asked, and what the head says at these places of the
         tree."""
-        assert places is None or self.head is not None, (
-            "the objective needs values or scores: there is no head"
-        )
+        nothing = torch.zeros(0, device=self.causal.device)
 
-        def scalars(states: torch.Tensor) -> torch.Tensor | None:
-            return None if places is None else self.head(states.index_select(0, *self._on_device(places)))
+        def scalars(states: torch.Tensor) -> torch.Tensor:
+            assert self.head is not None and places is not None, (
+                "the objective needs values or scores: no head"
+            )
+            return self.head(states.index_select(0, *self._on_device(places)))
 
         def policy() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
             with torch.set_grad_enabled(torch.is_grad_enabled() and not values_only):
                 states = self.states(pack)
-                nothing = states.new_zeros(0, dtype=torch.float32)
-                found = self.logprobs(pack, states=states) if logprobs else (nothing, nothing)
-            return *found, scalars(states) if self.critic is None else None
+                found, entropy = self.logprobs(pack, states=states) if logprobs else (nothing, nothing)
+            return found, entropy, None if places is None or self.critic is not None else scalars(states)
 
         if self.critic is None:
             return self.processes.run(self.model, policy)
-        critic, nothing = causal_model(self.critic), torch.zeros(0)
-        found = self.processes.run(self.model, policy)[:2] if logprobs else (nothing, nothing)
+        found, entropy, _ = self.processes.run(self.model, policy) if logprobs else (nothing, nothing, None)
         if places is None:
-            return *found, None
-        return *found, self.processes.run(self.critic, lambda: scalars(self.states(pack, critic)))
+            return found, entropy, None
+        critic = causal_model(self.critic)
+        return found, entropy, self.processes.run(self.critic, lambda: scalars(self.states(pack, critic)))
 
     def _trained(self, pack: Pack, batch: Batch, needs: frozenset[str]) -> Trained:
         scored, valued = "scores" in needs, "values" in needs

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from TrainingFactory.data.packing import Pack
+from TrainingFactory.data.packing import Batch, Pack
 
 
 class Processes:
@@ -21,6 +21,10 @@ class Processes:
     def run(self, model: Any, call: Callable[[], Any]) -> Any:
         """Return what the call makes of this model, with its whole weights at hand. One call for each pack."""
         return call()
+
+    def packed(self, make: Callable[[int], Batch], token_budget: int) -> Batch:
+        """Return a batch whose packs have at most so many tokens, or fewer where that makes even shares."""
+        return make(token_budget)
 
     def deal(self, packs: Sequence[Pack]) -> Sequence[Pack]:
         """Return the packs of this process: as many as every other has, some of them without rows."""

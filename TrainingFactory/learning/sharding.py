@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from TrainingFactory.data.packing import Pack, pack
+from TrainingFactory.data.packing import Batch, Pack, pack
 from TrainingFactory.learning.forward import causal_model
 from TrainingFactory.learning.processes import Processes
 from TrainingFactory.types import Sample
@@ -35,10 +35,12 @@ class Sharded(Processes):
     def __init__(self, device: torch.device, offload: bool = False) -> None:
         self.rank, self.count = dist.get_rank(), dist.get_world_size()
         self._device, self._offload = device, offload and device.type == "cuda"
+        self._enter()
         self._mesh = init_device_mesh(device.type, (self.count,))
         self._roots: dict[int, _Root] = {}
 
     def shard(self, model: Any, head: nn.Module | None = None) -> None:
+        self._enter()
         causal: Any = causal_model(model)
         if getattr(causal, "is_quantized", False):  # foreign object
             raise ValueError(
@@ -82,6 +84,15 @@ class Sharded(Processes):
         self._enter()
         return self._roots[id(model)](call)
 
+    def packed(self, make: Callable[[int], Batch], token_budget: int) -> Batch:
+        batch = make(token_budget)
+        if not (over := len(batch.packs) % self.count):
+            return batch
+        tokens = sum(len(each.token_ids) for each in batch.packs)
+        even = tokens / (len(batch.packs) - over + self.count)
+        tries = [make(min(token_budget, int(even * slack))) for slack in (1.02, 1.15, 1.4)]
+        return min([batch, *tries], key=lambda each: rounds_cost(each.packs, self.count))
+
     def deal(self, packs: Sequence[Pack]) -> list[Pack]:
         ordered = sorted(packs, key=lambda each: len(each.token_ids), reverse=True)
         own = ordered[self.rank :: self.count]
@@ -123,6 +134,7 @@ class Sharded(Processes):
         return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
     def share(self, tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        self._enter()
         if not isinstance(like, DTensor):
             return tensor
         given = tensor.to(like.device)
@@ -155,6 +167,11 @@ class _Root(nn.Module):
 
     def forward(self, call: Callable[[], Any]) -> Any:
         return call()
+
+
+def rounds_cost(packs: Sequence[Pack], count: int) -> int:
+    """Count the tokens of the largest pack of every round, in which each process takes one."""
+    return sum(sorted((len(each.token_ids) for each in packs), reverse=True)[::count])
 
 
 def _nothing() -> Pack:

@@ -36,7 +36,7 @@ def train_step(
     seed = turn_seed(options.seed, step, "update", 0, 0)
     torch.manual_seed(seed + learner.processes.rank)
     parts = split(rows, options.minibatches, seed)
-    batches = [_annotated(learner, algorithm, part, options.token_budget) for part in parts]
+    batches = [_annotated(learner, algorithm.needs, part, options.token_budget) for part in parts]
     algorithm.prepare(batches, step)
     measured = mismatch(batches, step) if "old" in algorithm.needs else {}
     updates = [learner.update(batch, algorithm.loss, algorithm.needs) for batch in batches * options.epochs]
@@ -63,16 +63,14 @@ def evaluate_rows(
     learner: Learner, algorithm: Algorithm, rows: Sequence[Sample], step: int, options: StepOptions
 ) -> dict[str, float]:
     """Measure the loss of the rows, and what else it tells, without an update."""
-    batch = _annotated(learner, algorithm, rows, options.token_budget)
+    batch = _annotated(learner, algorithm.needs, rows, options.token_budget)
     algorithm.prepare([batch], step)
     return algorithm.evaluated(learner.evaluate(batch, algorithm.loss, algorithm.needs))
 
 
 def score_rows(learner: Learner, rows: Sequence[Sample], options: StepOptions) -> list[list[float]]:
     """Return the log-probs of the trained tokens of each row by the weights as they are; 0 for other tokens."""
-    shares = learner.processes.count
-    made = make_batch(rows, options.token_budget, learner.sharing, shares=shares)
-    batch = learner.annotate(made, frozenset({"old"}))
+    batch = _annotated(learner, frozenset({"old"}), rows, options.token_budget)
     found = [np.zeros(len(row.token_ids), np.float32) for row in rows]
     for pack in batch.packs:
         assert pack.old is not None
@@ -81,10 +79,11 @@ def score_rows(learner: Learner, rows: Sequence[Sample], options: StepOptions) -
     return [values.tolist() for values in found]
 
 
-def _annotated(learner: Learner, algorithm: Algorithm, rows: Sequence[Sample], token_budget: int) -> Batch:
-    unlike, shares = "mismatched" in algorithm.needs, learner.processes.count
-    batch = make_batch(rows, token_budget, learner.sharing, unlike, shares)
-    return learner.annotate(batch, algorithm.needs)
+def _annotated(learner: Learner, needs: frozenset[str], rows: Sequence[Sample], token_budget: int) -> Batch:
+    def packed(budget: int) -> Batch:
+        return make_batch(rows, budget, learner.sharing, "mismatched" in needs)
+
+    return learner.annotate(learner.processes.packed(packed, token_budget), needs)
 
 
 def split(samples: Sequence[Sample], parts: int, seed: int = 0) -> list[list[Sample]]:

@@ -110,7 +110,7 @@ def make_processes(config: TrainingConfig, loaded: LoadedModel) -> Processes:
     from TrainingFactory.learning.sharding import Sharded
 
     check_sharded(config)
-    return Sharded(loaded.model.device)
+    return Sharded(loaded.model.device, config.optimization.offload_reference)
 
 
 def check_sharded(config: TrainingConfig) -> None:
