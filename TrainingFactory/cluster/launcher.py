@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import NamedTuple
+from dataclasses import dataclass
 
 LAUNCHER = (
     "RANK",
@@ -22,7 +22,8 @@ UNUSED = {
 }
 
 
-class Launched(NamedTuple):
+@dataclass(slots=True, frozen=True)
+class Launched:
     """Says which of `count` processes this one is; `device` is its number on its machine."""
 
     rank: int

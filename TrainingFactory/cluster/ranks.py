@@ -55,9 +55,12 @@ class Group:
         self._own = not dist.is_initialized()  # a script may have opened it before
         if self._own:
             store = TCPStore(host, store, None, False) if isinstance(store, int) else store
-            given: dict[str, Any] = {} if store is None else {"store": store, "rank": rank, "world_size": count}
+            given: dict[str, Any] = (
+                {} if store is None else {"store": store, "rank": rank, "world_size": count}
+            )
             dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=WAIT, **given)
-        self._calls, self._answers = (dist.new_group(backend="gloo", timeout=LONG) for _ in range(2))
+        self._calls: Any = dist.new_group(backend="gloo", timeout=LONG)
+        self._answers: Any = dist.new_group(backend="gloo", timeout=LONG)
 
     def broadcast(self, *call: Any) -> list[Any]:
         """Say it to all others, as rank 0; elsewhere return what it says. Torch pickles it, in half the time that rows

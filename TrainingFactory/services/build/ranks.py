@@ -127,7 +127,7 @@ class Learners:
             raise ValueError(f"compute.learners={count} could not be started: {told}{logs}")
         return joining.result()
 
-    async def _actors(self, held: AsyncExitStack, count: int) -> tuple[str, list[RayWorker]]:
+    async def _actors(self, held: AsyncExitStack, count: int) -> tuple[str, list[Any]]:
         """Return the address of this machine in a Ray cluster, and an actor for each other process."""
         compute = self._config.compute
         session = RaySession(compute.address, compute.num_gpus)
