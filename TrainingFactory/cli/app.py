@@ -105,9 +105,7 @@ def _runs_here(tokens: Sequence[str]) -> bool:
     for name in LAUNCHER:
         os.environ.pop(name, None)
     if there.rank == 0:
-        note(
-            f"of the {there.count} processes that were started one is used: only train and runs resume take several"
-        )
+        note(f"one of {there.count} processes runs this: only train and runs resume use all of them")
     return there.rank == 0
 
 

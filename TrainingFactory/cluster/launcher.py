@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import NamedTuple
+from dataclasses import dataclass
 
 LAUNCHER = (
     "RANK",
@@ -22,7 +22,8 @@ UNUSED = {
 }
 
 
-class Launched(NamedTuple):
+@dataclass(slots=True, frozen=True)
+class Launched:
     """Says which of `count` processes this one is; `device` is its number on its machine."""
 
     rank: int
@@ -33,16 +34,9 @@ class Launched(NamedTuple):
 def launched() -> Launched | None:
     """Return what a launcher has said; None where there is none, or it has started one process alone."""
     given = os.environ
-    if given.get("WORLD_SIZE", "1") == "1":
+    if "RANK" not in given or given.get("WORLD_SIZE", "1") == "1":
         return None
-    try:
-        rank, count = int(given["RANK"]), int(given["WORLD_SIZE"])
-        return Launched(rank, count, int(given.get("LOCAL_RANK", rank)))
-    except (KeyError, ValueError) as error:
-        text = f"WORLD_SIZE is {given['WORLD_SIZE']}, which a launcher sets together with RANK ({error}): start several"
-        raise ValueError(
-            f"{text} processes by torchrun, or by compute.learners and without WORLD_SIZE"
-        ) from error
+    return Launched(int(given["RANK"]), int(given["WORLD_SIZE"]), int(given.get("LOCAL_RANK", given["RANK"])))
 
 
 def launcher_notes() -> list[str]:

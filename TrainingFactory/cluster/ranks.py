@@ -4,8 +4,6 @@ all others do, each of which has a learner of its own over its share of the weig
 from __future__ import annotations
 
 import asyncio
-import itertools
-import json
 import logging
 import os
 import platform
@@ -13,18 +11,20 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from functools import partialmethod
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed import Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
+from TrainingFactory.learning.learner import Learner
 from TrainingFactory.running import OneThread
 from TrainingFactory.tools.threads import in_thread
-from TrainingFactory.types import Sample, Weights
+from TrainingFactory.types import Weights
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -33,83 +33,50 @@ LONG = timedelta(days=60)  # between two calls: rollouts take as long as they ta
 WAIT = timedelta(hours=2)  # within a call
 GRACE = 10.0  # seconds in which an error of one process must be that of all, and its end be noticed
 CLOSE_SECONDS = 10.0
-GONE = "gone"  # the last word of a rank 0 that has failed
-ROWS = ("step", "evaluate", "score")  # methods whose first argument they are
-KINDS = {
-    "token_ids": int, "loss_mask": bool, "logprobs": float, "advantages": float, "rewards": float,
-    "policy_version": int, "reference": float,
-}  # fmt: skip
 
 
-def pack(method: str, args: Sequence[Any]) -> bytearray:
-    """Write a call: JSON, and behind it the lists of rows as float64, which holds all of them exactly."""
-    rows, args = (args[0], args[1:]) if method in ROWS else ((), args)
-    about = [
-        [len(row.token_ids), row.reference is not None, row.episode, row.pair, row.label] for row in rows
-    ]
-    head = json.dumps([method, about, list(args)]).encode()
-    lists = [[getattr(row, name) or [0] * len(row.token_ids) for name in KINDS] for row in rows]
-    numbers = [np.array(each, "<f8") for each in lists]
-    body = np.concatenate(numbers, 1).tobytes() if numbers else b""
-    return bytearray(b"".join([len(head).to_bytes(8, "little"), head, body]))
-
-
-def unpack(message: bytearray) -> tuple[str, list[Any]]:
-    start = 8 + int.from_bytes(message[:8], "little")
-    method, about, args = json.loads(message[8:start])
-    if method not in ROWS:
-        return method, args
-    numbers = np.frombuffer(message[start:], "<f8").reshape(len(KINDS), -1)
-    lists = [each.astype(kind).tolist() for each, kind in zip(numbers, KINDS.values(), strict=True)]
-    ends, rows = [0, *itertools.accumulate(row[0] for row in about)], list[Sample]()
-    for (_, known, *rest), (begin, end) in zip(about, itertools.pairwise(ends), strict=True):
-        *six, reference = (each[begin:end] for each in lists)
-        rows.append(Sample(*six, *rest, reference if known else None))
-    return method, [rows, *args]
-
-
-def listening(host: str) -> tuple[dist.TCPStore, int]:
+def listening(host: str) -> tuple[Store, int]:
     """Open the store by which processes find each other, on this address alone; return its port too."""
     taken = socket.create_server((host, 0), backlog=128)
     port = taken.getsockname()[1]
-    return dist.TCPStore(host, port, None, True, WAIT, False, master_listen_fd=taken.detach()), port
+    return TCPStore(host, port, None, True, WAIT, False, master_listen_fd=taken.detach()), port
 
 
 class Group:
     """The processes that train together. Weights and gradients go over torch's own group; beside it are two for what is
-    said: calls of rank 0 to all, and answers to it. Whoever listens there hears at once that a process is gone."""
+    said: calls of rank 0 to all, and answers to it. Whoever listens there hears at once that a process is gone. `store`
+    is that of rank 0, or its port; None: the launcher's."""
 
-    def __init__(self, rank: int, count: int, store: dist.Store | None, host: str, cuda: bool) -> None:
+    def __init__(self, rank: int, count: int, store: Store | int | None, host: str, cuda: bool) -> None:
         self.count, self.ended = count, False
         if host in ("127.0.0.1", "localhost") and sys.platform == "linux":  # else by the name of the machine
             for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
                 os.environ.setdefault(name, "lo")
         self._own = not dist.is_initialized()  # a script may have opened it before
         if self._own:
-            given = {} if store is None else {"store": store, "rank": rank, "world_size": count}
+            store = TCPStore(host, store, None, False) if isinstance(store, int) else store
+            given: dict[str, Any] = (
+                {} if store is None else {"store": store, "rank": rank, "world_size": count}
+            )
             dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=WAIT, **given)
-        self._calls, self._answers = (dist.new_group(backend="gloo", timeout=LONG) for _ in range(2))
+        self._calls: Any = dist.new_group(backend="gloo", timeout=LONG)
+        self._answers: Any = dist.new_group(backend="gloo", timeout=LONG)
 
-    def broadcast(self, message: bytearray | None = None) -> bytearray:
-        """Say it to all others, as rank 0; elsewhere return what it says."""
-        size = torch.tensor([len(message or b"")])
-        dist.broadcast(size, 0, group=self._calls)
-        message = message or bytearray(int(size))
-        dist.broadcast(torch.frombuffer(message, dtype=torch.uint8), 0, group=self._calls)
-        return message
+    def broadcast(self, *call: Any) -> list[Any]:
+        """Say it to all others, as rank 0; elsewhere return what it says. Torch pickles it, in half the time that rows
+        take in other forms; only processes of one program hear each other."""
+        held = [call]
+        dist.broadcast_object_list(held, 0, group=self._calls)
+        return [*held[0]]
 
-    def tell(self, text: str, rank: int = 0) -> None:
-        body = torch.frombuffer(bytearray(text.encode() + b"\n"), dtype=torch.uint8)
-        dist.send(torch.tensor([len(body)]), rank, group=self._answers)
-        dist.send(body, rank, group=self._answers)
+    def tell(self, what: Any, rank: int = 0) -> None:
+        dist.send_object_list([what], rank, group=self._answers)
 
-    def heard(self, rank: int) -> str:
+    def heard(self, rank: int) -> Any:
         """Wait for what a process has to say; raise RuntimeError when it is gone."""
-        size = torch.zeros(1, dtype=torch.int64)
-        dist.recv(size, rank, group=self._answers)
-        body = torch.zeros(int(size), dtype=torch.uint8)
-        dist.recv(body, rank, group=self._answers)
-        return body.numpy().tobytes().decode().strip()
+        held = [None]
+        dist.recv_object_list(held, rank, group=self._answers)
+        return held[0]
 
     def close(self) -> None:
         self.ended = True
@@ -130,16 +97,12 @@ class Ranks:
         self._gone: asyncio.Future[OSError] = self._loop.create_future()
         self._doing: asyncio.Future[Any] | None = None
         self._expect()
-        self._threads = {
-            rank: threading.Thread(target=self._listen, args=(rank,), daemon=True) for rank in self._answers
-        }
-        for thread in self._threads.values():
-            thread.start()
+        self._threads = {rank: _thread(self._listen, rank) for rank in self._answers}
 
     async def hello(self) -> None:
         """Wait until each has said what it is."""
         every = await self._or_lost(asyncio.gather(*self._answers.values()))
-        self.about = dict(zip(self._answers, map(json.loads, every), strict=True))
+        self.about = dict(zip(self._answers, every, strict=True))
 
     async def call(self, method: str, args: Sequence[Any], own: Callable[[], Awaitable[T]]) -> T:
         """Do `own` here and the same in all others, and return what it returns."""
@@ -147,45 +110,34 @@ class Ranks:
         self._doing = asyncio.ensure_future(self._do(method, args, own))
         return await self._or_lost(self._doing)
 
-    async def step(self, rows: Sequence[Sample], step: int) -> dict[str, float]:
-        metrics = await self._all("step", rows, step)
-        self._done = step + 1
-        return metrics
+    async def _port(self, method: str, *args: Any) -> Any:
+        found = await self.call(method, args, lambda: getattr(self.own, method)(*args))
+        if method in ("step", "load"):
+            self._done = args[1] + 1 if method == "step" else found["step"]
+        if method in ("save", "load"):
+            self._saved = self._done
+        return found
 
-    async def evaluate(self, rows: Sequence[Sample], step: int) -> dict[str, float]:
-        return await self._all("evaluate", rows, step)
-
-    async def score(self, rows: Sequence[Sample]) -> list[list[float]]:
-        return await self._all("score", rows)
-
-    async def save(self, folder: str, state: dict[str, Any]) -> None:
-        await self._all("save", folder, state)
-        self._saved = self._done
-
-    async def load(self, folder: str) -> dict[str, Any]:
-        state = await self._all("load", folder)
-        self._done = self._saved = state["step"]
-        return state
-
-    async def publish(self) -> Weights:
-        return await self._all("publish")
+    step = partialmethod(_port, "step")
+    evaluate = partialmethod(_port, "evaluate")
+    score = partialmethod(_port, "score")
+    save = partialmethod(_port, "save")
+    load = partialmethod(_port, "load")
+    publish = partialmethod(_port, "publish")
 
     async def close(self, report: Any = None) -> None:
         """Let the others end, at once where they are in the middle of something; again does nothing."""
         if self._group.ended:
             return
-        self._group.ended, last = True, GONE
+        self._group.ended, last = True, "failed"
         if not self._gone.done() and (self._doing is None or self._doing.done()):
             with suppress(RuntimeError):
-                await self._thread.call(self._group.broadcast, pack("end", [report]))
+                await self._thread.call(self._group.broadcast, "end", report)
                 last = ""
         await in_thread(self._part, last)
         self._thread.close()
         if self.own is not None:
             await self.own.close()
-
-    async def _all(self, method: str, *args: Any) -> Any:
-        return await self.call(method, args, lambda: getattr(self.own, method)(*args))
 
     async def _or_lost(self, doing: asyncio.Future[T]) -> T:
         await asyncio.wait({doing, self._gone}, return_when=FIRST)
@@ -196,7 +148,7 @@ class Ranks:
 
     async def _do(self, method: str, args: Sequence[Any], own: Callable[[], Awaitable[T]]) -> T:
         try:
-            await self._thread.call(lambda: self._group.broadcast(pack(method, args)))
+            await self._thread.call(self._group.broadcast, method, *args)
             found = await own()
         except RuntimeError:  # most often because another one is gone, which is heard in a moment
             await asyncio.sleep(GRACE)
@@ -215,7 +167,7 @@ class Ranks:
     def _listen(self, rank: int) -> None:
         with suppress(RuntimeError):  # of a loop that is closed
             try:
-                while (heard := self._group.heard(rank)) is not None and not self._group.ended:
+                while [heard := self._group.heard(rank)] and not self._group.ended:
                     self._loop.call_soon_threadsafe(self._heard, rank, heard)
             except RuntimeError:
                 self._loop.call_soon_threadsafe(self._lose, rank, "is gone")
@@ -249,36 +201,64 @@ async def serve(group: Group, call: Callable[..., Awaitable[Any]], facts: Mappin
     """Say what this process is, and `call(method, *args)` what rank 0 says until it ends; return its last word. When
     rank 0 is gone this process ends at once, whatever it is doing."""
     thread, about = OneThread("calls"), {"pid": os.getpid(), "host": platform.node(), "facts": facts}
-    life = threading.Thread(target=_outlive, args=(group,), daemon=True)
-    life.start()
+    life = _thread(_outlive, group)
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGINT, signal.SIGTERM):  # rank 0 has them too, and needs us for its checkpoint
             asyncio.get_running_loop().add_signal_handler(number, lambda: None)
     with suppress(RuntimeError):  # rank 0 is gone
-        await thread.call(group.tell, json.dumps(about))
-        while (called := unpack(await thread.call(group.broadcast)))[0] != "end":
-            outcome, same = "", True
+        await thread.call(group.tell, about)
+        while (called := await thread.call(group.broadcast))[0] != "end":
+            found, own = "", False
             try:
-                await call(called[0], *called[1])
+                await call(*called)
             except BaseException as error:
-                outcome, same = f"{type(error).__name__}: {error}", isinstance(error, ValueError | OSError)
-            if not same:  # rank 0 does not have it: whoever waits for this process must not
-                log.exception("learner")
-                await asyncio.sleep(1)  # it may be because another one is gone, which is heard before
-            await thread.call(group.tell, outcome)
-            if not same:
+                found, own = f"{type(error).__name__}: {error}", not isinstance(error, ValueError | OSError)
+            if own:  # rank 0 does not have the same; or another one is gone, which it must hear before
+                log.error(found, exc_info=True)
+                await asyncio.sleep(1)
+            await thread.call(group.tell, found)
+            if own:  # nobody must wait for this process
                 os._exit(1)
         life.join(CLOSE_SECONDS)
         await thread.call(group.tell, "")
-        return called[1][0]
+        return called[1]
     os._exit(1)
 
 
 def _outlive(group: Group) -> None:
-    """Wait for the last word of rank 0, or its end."""
-    try:
-        last = group.heard(0)
-    except RuntimeError:
-        last = GONE
-    if last == GONE:
-        os._exit(1)
+    """End this process at once when rank 0 is gone, or says that it has failed."""
+    with suppress(RuntimeError):
+        if not group.heard(0):
+            return
+    os._exit(1)
+
+
+def _thread(function: Callable[..., None], *args: Any) -> threading.Thread:
+    thread = threading.Thread(target=function, args=args, daemon=True)
+    thread.start()
+    return thread
+
+
+class Gathered:
+    """Publishes to an engine in the first process, which has the model `model` of its own: all processes gather each
+    trained weight, and the engine takes them from `parameters` at its next update."""
+
+    model_folder = dtype = ""
+    rank: int | None = None
+
+    def __init__(self, learner: Learner, model: Any) -> None:
+        self._learner, self.model, self._found = learner, model, list[torch.Tensor]()
+
+    @torch.no_grad()
+    def publish(self, version: int) -> Weights:
+        trained = (param for param in self._learner.model.parameters() if param.requires_grad)
+        wholes = map(self._learner.processes.whole, trained)
+        self._found = [whole.cpu() for whole in wholes if self.model is not None]
+        return Weights(version)
+
+    def parameters(self) -> Iterator[torch.Tensor]:
+        found, self._found = iter(self._found), []
+        for own in self.model.parameters():
+            yield next(found) if own.requires_grad else own
+
+    def close(self) -> None: ...

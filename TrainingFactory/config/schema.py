@@ -303,8 +303,6 @@ class ComputeSection(Section):
     torchrun or accelerate launch have started, else 1."""
     gpus_per_learner: NotNegative | None = None
     """ray: GPUs of each but the first, which is the run's own process; null: 1 where the cluster has GPUs, else 0."""
-    cpus_per_learner: NotNegative = 1.0
-    """ray: cores of each but the first."""
     start_timeout: Positive = 600.0
     """Seconds in which an engine or a learner in another process must have started."""
     num_gpus: Count | None = None

@@ -67,7 +67,7 @@ async def join_cluster(config: TrainingConfig, held: AsyncExitStack) -> None:
         await session.open()
         asked = [{"CPU": compute.cpus_per_sampler, "GPU": compute.gpus_per_sampler or 0.0}] * compute.samplers
         others = (compute.learners or 1) - 1
-        asked += [{"CPU": compute.cpus_per_learner, "GPU": compute.gpus_per_learner or 0.0}] * others
+        asked += [{"CPU": 1.0, "GPU": compute.gpus_per_learner or 0.0}] * others
         learners = f" and learners={compute.learners}" if others else ""
         await session.check(asked, f"compute.samplers={compute.samplers}{learners}")
 

@@ -8,13 +8,13 @@ import os
 import platform
 import signal
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from copy import deepcopy
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from TrainingFactory import __version__
 from TrainingFactory.cluster.launcher import launched, launcher_notes
@@ -26,7 +26,7 @@ from TrainingFactory.protocols import Algorithm, Policy
 from TrainingFactory.running import run as run_anywhere
 from TrainingFactory.services.build import sampler as build_sampler
 from TrainingFactory.services.build.fleet import elsewhere
-from TrainingFactory.services.build.learner import check_sharded, make_algorithm, make_policy, make_trainable
+from TrainingFactory.services.build.learner import check_sharded, make_algorithm, make_trainable
 from TrainingFactory.services.runs.folder import TrainingReport
 from TrainingFactory.services.training.interrupts import Interrupts
 from TrainingFactory.tools.threads import in_thread
@@ -49,14 +49,10 @@ def with_learners(config: TrainingConfig, say: Callable[[str], None]) -> Trainin
     there, asked = launched(), config.compute.learners
     count = (asked or 1) if there is None else there.count
     if asked not in (None, count):
-        text = (
-            f"it is {asked}, and the launcher has started {count} processes; leave it out, or make it equal"
-        )
+        text = f"it is {asked}, and the launcher has started {count} processes: leave it out"
         raise config.wrong([Problem(("compute", "learners"), text)])
     if count > 1 and ":" in config.model.device:
-        text = (
-            f"it is {config.model.device}, and each of {count} learners has its own device: take cuda or auto"
-        )
+        text = f"it is {config.model.device}, and each of {count} learners has its own: take cuda or auto"
         raise config.wrong([Problem(("model", "device"), text)])
     if count > 1:
         check_sharded(config)
@@ -107,43 +103,42 @@ class Learners:
 
         from TrainingFactory.cluster.ranks import FIRST, Group, listening
 
-        compute, host, workers, devices = self._config.compute, "127.0.0.1", list[Any](), [0] * count
+        compute, host, workers = self._config.compute, "127.0.0.1", list[Any]()
         if compute.backend == "ray":  # which shows each its own device alone
             host, workers = await self._actors(held, count)
         elif cuda and (there := torch.cuda.device_count()) < count:
             text = f"compute.learners is {count}, and this machine has {there} GPUs, one for each: take fewer, or"
             raise ValueError(f"{text} several machines by compute.backend=ray or torchrun")
         for rank in range(1, count if compute.backend == "local" else 1):
-            log, devices[rank] = held.enter_context((folder / f"learner-{rank}.log").open("ab")), rank
+            log = held.enter_context((folder / f"learner-{rank}.log").open("ab"))
             workers.append(Worker(SERVE, stderr=log, start_seconds=compute.start_timeout))
         store, port = listening(host)
         begun = list[asyncio.Task[str]]()
         for rank, worker in enumerate(workers, 1):
             held.push_async_callback(worker.close)
-            begun.append(asyncio.create_task(_end_of(worker, [rank, count, host, port, cuda, devices[rank]])))
+            device = rank if compute.backend == "local" else 0
+            begun.append(asyncio.create_task(_end_of(worker, [rank, count, port, host, cuda, device])))
         joining = asyncio.create_task(in_thread(Group, 0, count, store, host, cuda))
         await asyncio.wait({joining, *begun}, timeout=compute.start_timeout, return_when=FIRST)
         if not joining.done():
             ended = [f"learner {rank} {task.result()}" for rank, task in enumerate(begun, 1) if task.done()]
-            told = (
-                "; ".join(ended) or f"it took longer than compute.start_timeout={compute.start_timeout:g} s"
-            )
+            told = "; ".join(ended) or f"compute.start_timeout={compute.start_timeout:g} s are over"
             logs = "" if compute.backend == "ray" else f"; logs are in {folder}"
             raise ValueError(f"compute.learners={count} could not be started: {told}{logs}")
         return joining.result()
 
-    async def _actors(self, held: AsyncExitStack, count: int) -> tuple[str, list[RayWorker]]:
+    async def _actors(self, held: AsyncExitStack, count: int) -> tuple[str, list[Any]]:
         """Return the address of this machine in a Ray cluster, and an actor for each other process."""
         compute = self._config.compute
         session = RaySession(compute.address, compute.num_gpus)
         await session.open()
         held.push_async_callback(session.close)
-        ray, gpus, cpus = require_ray(), compute.gpus_per_learner, compute.cpus_per_learner
+        ray, gpus = require_ray(), compute.gpus_per_learner
         gpus = float("GPU" in ray.cluster_resources()) if gpus is None else gpus
-        bundles, asked = [{"CPU": cpus, "GPU": gpus}] * (count - 1), f"compute.learners={count}"
+        bundles, asked = [{"CPU": 1.0, "GPU": gpus}] * (count - 1), f"compute.learners={count}"
         group = await session.placed(bundles, asked, compute.start_timeout)
         held.callback(session.unplace, group)
-        given = {"group": group, "num_cpus": cpus, "num_gpus": gpus}
+        given = {"group": group, "num_cpus": 1, "num_gpus": gpus}
         made = [RayWorker(SERVE, what=f"learner {n + 1}", bundle=n, **given) for n in range(count - 1)]
         return await in_thread(ray.util.get_node_ip_address), made
 
@@ -151,9 +146,7 @@ class Learners:
         """Load the model, in all processes at the same time."""
         if self._ranks is None:
             return await in_thread(own)
-        return await self._ranks.call(
-            "prepare", [self._config.model_dump(mode="json")], lambda: in_thread(own)
-        )
+        return await self._ranks.call("prepare", [self._config], lambda: in_thread(own))
 
     async def policy(
         self, loaded: LoadedModel, algorithm: Algorithm, steps: int, played: bool
@@ -162,18 +155,18 @@ class Learners:
         ranks, whole = self._ranks, None
         if ranks is not None and played and not elsewhere(self._config):
             whole = await in_thread(deepcopy, loaded.model)  # of an engine here, before weights are sharded
-        make = partial(in_thread, _policy, self._config, loaded, algorithm, steps, played, whole)
+        given = self._config, loaded, algorithm, steps, played, whole
+        make = partial(in_thread, build_sampler.make_published, *given)
         if ranks is None:
             own = await make()
             return own, own
         ranks.own = await ranks.call("build", [steps, played], make)
-        return ranks.own, ranks
+        return ranks.own, cast(Policy, ranks)
 
     async def end(self, report: TrainingReport) -> None:
         """Let the others end, with the report for those that a launcher has started."""
         if self._ranks is not None:
-            fields = {name: getattr(report, name) for name in TrainingReport.__slots__}
-            await self._ranks.close(fields | {"run": str(report.run)})
+            await self._ranks.close(report)
 
 
 async def _end_of(worker: Any, place: list[Any]) -> str:
@@ -182,17 +175,6 @@ async def _end_of(worker: Any, place: list[Any]) -> str:
         return await worker.ask(place, None) or "ended"
     except (WorkerDied, WorkerError) as error:
         return str(error)
-
-
-def _policy(
-    config: TrainingConfig, loaded: LoadedModel, algorithm: Algorithm, steps: int, played: bool, whole: Any
-) -> LocalPolicy:
-    """Make the policy of one process, with what publishes its weights to samplers that do not share them."""
-    several = config.compute.learners != 1
-    policy = make_policy(config, loaded, algorithm, steps, several)
-    if played and (several or elsewhere(config)):
-        build_sampler.add_publisher(config, policy, whole)
-    return policy
 
 
 def _device(config: TrainingConfig) -> Any:
@@ -222,8 +204,7 @@ class Rank:
         ours = {"prepare": self._prepare, "build": self._build}
         await (in_thread(ours[method], *args) if method in ours else getattr(self._policy, method)(*args))
 
-    def _prepare(self, written: Mapping[str, Any]) -> None:
-        config = TrainingConfig(**written)
+    def _prepare(self, config: TrainingConfig) -> None:
         if _device(config).type == "cuda":
             model = config.model.model_copy(update={"device": f"cuda:{self._device}"})
             config = config.model_copy(update={"model": model})
@@ -231,17 +212,14 @@ class Rank:
         make_trainable(config, self._loaded)
 
     def _build(self, steps: int, played: bool) -> None:
-        algorithm = make_algorithm(self._config)
-        self._policy = _policy(self._config, self._loaded, algorithm, steps, played, None)
+        given = self._config, self._loaded, make_algorithm(self._config), steps, played
+        self._policy = build_sampler.make_published(*given)
 
 
 def serve_started(place: list[Any]) -> None:
     """Serve in a process that `Learners` has started."""
-    import torch.distributed as dist
-
-    rank, count, host, port, cuda, device = place
-    store = dist.TCPStore(host, port, None, False)
-    asyncio.run(_serve((rank, count, store, host, cuda), device, None))
+    *shape, device = place
+    asyncio.run(_serve(shape, device, None))
 
 
 def served(config: TrainingConfig | None) -> TrainingReport | None:
@@ -253,17 +231,15 @@ def served(config: TrainingConfig | None) -> TrainingReport | None:
     logging.disable(logging.WARNING)  # rank 0 says the same
     cuda = _device(config or TrainingConfig()).type == "cuda"
     shape = there.rank, there.count, None, os.environ["MASTER_ADDR"], cuda
-    report = run_anywhere(lambda: _serve(shape, there.device, config))
-    if report is None:
+    if (report := run_anywhere(lambda: _serve(shape, there.device, config))) is None:
         raise SystemExit(1)  # rank 0 says why
-    return TrainingReport(**report | {"run": Path(report["run"])})
+    return report
 
 
-async def _serve(shape: tuple[Any, ...], device: int, config: TrainingConfig | None) -> dict[str, Any] | None:
+async def _serve(shape: Sequence[Any], device: int, config: TrainingConfig | None) -> TrainingReport | None:
     from TrainingFactory.cluster.ranks import Group, serve
 
     group = await in_thread(Group, *shape)
-    try:
-        return await serve(group, Rank(device).call, facts(config))
-    finally:
-        group.close()
+    report = await serve(group, Rank(device).call, facts(config))
+    group.close()
+    return report

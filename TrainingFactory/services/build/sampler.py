@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from TrainingFactory.algorithms.kinds import KINDS
 from TrainingFactory.config import TrainingConfig
-from TrainingFactory.protocols import ChatFormat, EnvironmentFactory, RewardFunction, Sampler
+from TrainingFactory.protocols import Algorithm, ChatFormat, EnvironmentFactory, RewardFunction, Sampler
 from TrainingFactory.rollout import AsyncRolloutEngine
 from TrainingFactory.services.build.factories import told_with_places
 from TrainingFactory.services.build.fleet import Say, at_once, check_engines, elsewhere, pushed_to, reading
-from TrainingFactory.services.build.learner import copy_of
+from TrainingFactory.services.build.learner import copy_of, make_policy
 from TrainingFactory.tools.runtime import ToolRuntime
 from TrainingFactory.types import SamplingParams, Trajectory
 
@@ -88,15 +88,23 @@ def make_trained(
     return pushed_to(config, publisher, max_length(config, loaded), episodes, say)
 
 
-def add_publisher(config: TrainingConfig, policy: LocalPolicy, whole: Any) -> None:
-    """Let a policy publish its weights to what samples and cannot share them: into folders, or in this process to an
-    engine with the model `whole`."""
-    from TrainingFactory.learning.gathered import Gathered
-    from TrainingFactory.learning.publishing import Publisher
+def make_published(
+    config: TrainingConfig, loaded: LoadedModel, algorithm: Algorithm, steps: int, played: bool, whole: Any = None
+) -> LocalPolicy:  # fmt: skip
+    """Make the policy of this process. Where something samples (`played`) and cannot share its weights, they are
+    published: into folders, or in this process to an engine with the model `whole`."""
+    policy = make_policy(config, loaded, algorithm, steps, sharded=config.compute.learners != 1)
+    if not (played and (KINDS[config.training.algorithm].samples or config.training.eval_every is not None)):
+        return policy
+    if elsewhere(config):
+        from TrainingFactory.learning.publishing import Publisher
 
-    if KINDS[config.training.algorithm].samples or config.training.eval_every is not None:
-        near, adapters = not elsewhere(config), config.sampling.engine == "vllm"
-        policy.publisher = Gathered(policy.learner, whole) if near else Publisher(policy.learner, adapters)
+        policy.publisher = Publisher(policy.learner, adapters=config.sampling.engine == "vllm")
+    elif config.compute.learners != 1:
+        from TrainingFactory.cluster.ranks import Gathered
+
+        policy.publisher = Gathered(policy.learner, whole)
+    return policy
 
 
 def max_length(config: TrainingConfig, loaded: LoadedModel) -> int:

@@ -33,18 +33,14 @@ class Interrupts:
         self._whole = asyncio.current_task()
         try:
             with self._signals():
-                self._check_failure()
                 yield
         except asyncio.CancelledError:
-            self._check_failure()
+            if self._failure is not None:
+                raise self._failure from None
             raise
 
-    def _check_failure(self) -> None:
-        if self._failure is not None:
-            raise self._failure
-
     def fail(self, error: Exception) -> None:
-        """End what is under way, whatever it is, with this error: what the run needs is gone."""
+        """End whatever is under way with this error: what the run needs is gone."""
         self._failure = error
         if self._whole is not None:
             self._whole.cancel()
