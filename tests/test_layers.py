@@ -40,7 +40,7 @@ SATELLITES = [
     "services/export.py",
     "services/datasets.py", "data/convert.py", "learning/reward_models.py", "models/faces.py", "models/qwen3.py",
     "models/llama.py", "models/deepseek.py", "sampling/vllm_engine.py", "sampling/vllm_worker.py",
-    "learning/publishing.py",
+    "learning/publishing.py", "learning/sharding.py",
     # faces of satellite folders, and what users call
     "tools/custom_tools.py", "tools/mcp_tools.py", "tools/tool_cache.py", "rewards/rule_based.py",
     "rewards/model_judge.py", "rewards/tool_verified.py", "services/trainers.py",
