@@ -239,7 +239,5 @@ def served(config: TrainingConfig | None) -> TrainingReport | None:
 async def _serve(shape: Sequence[Any], device: int, config: TrainingConfig | None) -> TrainingReport | None:
     from TrainingFactory.cluster.ranks import Group, serve
 
-    group = await in_thread(Group, *shape)
-    report = await serve(group, Rank(device).call, facts(config))
-    group.close()
-    return report
+    # The group stays open: after collectives a process that has closed it aborts at its end.
+    return await serve(await in_thread(Group, *shape), Rank(device).call, facts(config))
