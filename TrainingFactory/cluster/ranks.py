@@ -52,8 +52,8 @@ class Group:
         if host in ("127.0.0.1", "localhost") and sys.platform == "linux":  # else by the name of the machine
             for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
                 os.environ.setdefault(name, "lo")
-        self._own = not dist.is_initialized()  # a script may have opened it before
-        if self._own:
+        self._own = store is not None  # else it is the launcher's, and may serve another run
+        if not dist.is_initialized():
             store = TCPStore(host, store, None, False) if isinstance(store, int) else store
             given: dict[str, Any] = (
                 {} if store is None else {"store": store, "rank": rank, "world_size": count}

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import re
+import signal
+import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,8 @@ import pytest
 
 from tests.kits.cli import ROOT, Run
 from tests.kits.run import Quiet, brief, go_on, rows, train
+from tests.kits.scale import SCALE
+from tests.kits.warm import lift
 from TrainingFactory.cluster.launcher import LAUNCHER
 from TrainingFactory.services.runs.folder import RunFolder
 

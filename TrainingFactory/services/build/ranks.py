@@ -67,7 +67,7 @@ class Learners:
         self._written, self._config = written, TrainingConfig()
         self._ranks: Ranks | None = None
 
-    async def open(
+    async def _open(
         self, config: TrainingConfig, held: AsyncExitStack, folder: Path, interrupts: Interrupts
     ) -> None:
         """Start the others, or wait for those of a launcher, and see that they are as this one is."""
@@ -142,8 +142,9 @@ class Learners:
         made = [RayWorker(SERVE, what=f"learner {n + 1}", bundle=n, **given) for n in range(count - 1)]
         return await in_thread(ray.util.get_node_ip_address), made
 
-    async def load(self, own: Callable[[], T]) -> T:
-        """Load the model, in all processes at the same time."""
+    async def load(self, own: Callable[[], T], *given: Any) -> T:
+        """Open with what is `given`, and load the model in all processes at the same time."""
+        await self._open(*given)
         if self._ranks is None:
             return await in_thread(own)
         return await self._ranks.call("prepare", [self._config], lambda: in_thread(own))
@@ -239,7 +240,5 @@ def served(config: TrainingConfig | None) -> TrainingReport | None:
 async def _serve(shape: Sequence[Any], device: int, config: TrainingConfig | None) -> TrainingReport | None:
     from TrainingFactory.cluster.ranks import Group, serve
 
-    group = await in_thread(Group, *shape)
-    report = await serve(group, Rank(device).call, facts(config))
-    group.close()
-    return report
+    # The group stays open: after collectives a process that has closed it aborts at its end.
+    return await serve(await in_thread(Group, *shape), Rank(device).call, facts(config))

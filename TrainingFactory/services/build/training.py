@@ -222,33 +222,29 @@ async def make_loop(training: Training, held: AsyncExitStack) -> TrainingLoop:
     tools = training.tools
     environment = None if data.environment is None else await tools.equip(data.environment)
     watcher.phase("load")
-    learners, day = training.learners, date.fromisoformat(run.about["day"])
-    await learners.open(config, held, run.path, training.interrupts)
-    loaded, chat = await learners.load(partial(training.load, day))
+    learners, load = training.learners, partial(training.load, date.fromisoformat(run.about["day"]))
+    loaded, chat = await learners.load(load, config, held, run.path, training.interrupts)
     dataset, heldout = await in_thread(_tokenized, training, loaded, chat)
     # Only now it is known how many rows are too long.
     order = training.order if dataset is None else make_order(config, len(dataset))
     total = steps_in(config, order)
     algorithm = make_algorithm(config)
     before = tools.sampled_ahead  # the run that is trained again as it was, with nothing sampled
-    sampled = environment is not None and before is None
-    own, policy = await learners.policy(loaded, algorithm, total, sampled)
+    own, policy = await learners.policy(loaded, algorithm, total, environment is not None and before is None)
     held.push_async_callback(policy.close)
     for each in (dataset, heldout):
         if each is not None and "precomputed" in algorithm.needs:
             each.references = await references(policy, algorithm, each, config.training.batch_size, watcher)
-    bound = config.optimization.bound
-    progress = await taken_up(run, policy, order, total, training.resuming, bound > 0, watcher.say)
+    ahead = config.optimization.bound > 0
+    progress = await taken_up(run, policy, order, total, training.resuming, ahead, watcher.say)
     if config.logging.record_tools:
         tools.record_to(run.path)
-    recorded = None
+    recorded = played = None
     if before is not None:
         recorded = RecordedSource(before, algorithm, config.reward.max_unscored, progress.done)
         total = min(total, recorded.steps)
-        config = config.model_copy(
-            update={"training": config.training.model_copy(update={"eval_every": None})}
-        )
-    played = None
+        quiet = config.training.model_copy(update={"eval_every": None})
+        config = config.model_copy(update={"training": quiet})
     if environment is not None and recorded is None:
         played = await _played(training, environment, chat, loaded, own, held)
     earlier = run.metrics()
