@@ -37,7 +37,8 @@ SATELLITES = [
     "tools/mcp", "tools/cache", "tools/builtin", "tools/sandbox", "rewards/rules",
     "rewards/judge", "rewards/workers", "services/evaluation", "services/serving",
     "services/reports", "services/judge_audit", "services/demo", "services/doctor", "services/plan",
-    "services/registry", "services/export.py", "services/datasets.py", "data/convert.py", "learning/reward_models.py", "models/faces.py", "models/qwen3.py",
+    "services/registry", "services/export.py", "services/datasets.py", "data/convert.py",
+    "learning/reward_models.py", "models/faces.py", "models/qwen3.py",
     "models/llama.py", "models/deepseek.py", "sampling/vllm_engine.py", "sampling/vllm_worker.py",
     "learning/publishing.py", "learning/sharding.py",
     # faces of satellite folders, and what users call
