@@ -177,6 +177,8 @@ class Keywords(TRLKeywords, total=False):
     samplers: int
     gpus_per_sampler: float | None
     cpus_per_sampler: float
+    learners: int | None
+    gpus_per_learner: float | None
     start_timeout: float
     num_gpus: int | None
 
