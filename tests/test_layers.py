@@ -71,7 +71,7 @@ BUDGET: dict[str, int] = {
     "rewards/workers": 400,
     "rollout": 700,
     "sampling": 2070,
-    "services": 1440,
+    "services": 1450,
     "services/build": 3480,
     "services/demo": 420,
     "services/doctor": 660,
