@@ -118,9 +118,14 @@ class AsyncRolloutEngine:
             for member in range(group_size):
                 trajectory = Trajectory(task, group=f"{step}/{name}", member=member)
                 seed_of = functools.partial(turn_seed, self.seed, step, name, member)
-                key, session = EpisodeKey(recorded_as, name, member), sampler.session()
-                runs.append(EpisodeRun(self.rules, trajectory, session, sampler.max_length, seed_of, key))
+                runs.append(self._new(trajectory, sampler, seed_of, EpisodeKey(recorded_as, name, member)))
         return runs
+
+    def _new(
+        self, trajectory: Trajectory, sampler: Sampler, seed_of: Callable[[int], int], key: EpisodeKey
+    ) -> EpisodeRun:
+        """Make an episode; one of another kind is made here by a class of its own."""
+        return EpisodeRun(self.rules, trajectory, sampler.session(), sampler.max_length, seed_of, key)
 
 
 def _names(tasks: Sequence[Task]) -> list[str]:

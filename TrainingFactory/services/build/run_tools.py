@@ -12,6 +12,7 @@ from TrainingFactory.config import TrainingConfig
 from TrainingFactory.envs import ToolEnvironment
 from TrainingFactory.protocols import ToolSource
 from TrainingFactory.services.build.tools import Handed, make_tool_cache, make_tools
+from TrainingFactory.services.proxy.program import AgentProgram
 from TrainingFactory.services.runs.folder import RunFolder, is_run, list_runs
 from TrainingFactory.tools import AsyncToolExecutor
 from TrainingFactory.tools.cache.cache import ToolCache
@@ -35,7 +36,8 @@ class RunTools:
         self._config, self._given = config, given
         self._recording = find_recording(replay, config.logging.output_dir) if replay is not None else None
         self._recorder = Recorder(self._recording)
-        self._sources: list[ToolSource] = []
+        self._sources: list[ToolSource | AgentProgram] = []
+        self._program: AgentProgram | None = None
         self._specs: list[ToolSpec] = []
         self._borrowed = cache is not None
         self._cache = None if self._recording else cache or make_tool_cache(config)
@@ -60,12 +62,19 @@ class RunTools:
 
     async def equip(self, environment: Any) -> Any:
         """Make the tools, open those that have servers, and return the environment with all of them in it."""
+        if isinstance(environment, AgentProgram):
+            if self._recording is not None:
+                raise ValueError("a run with environment.command has no recording that could be replayed")
+            self._program, self._sources = environment, [environment]
+            await environment.open()
+            return with_tools(environment, self._given)
         if self._recording is not None:
             tools: Sequence[Handed] = recorded_tools(self._recording)
         else:
             tools = make_tools(self._config, self._given, environment)
-        self._sources = [tool for tool in tools if isinstance(tool, ToolSource)]
-        for source in self._sources:
+        sources = [tool for tool in tools if isinstance(tool, ToolSource)]
+        self._sources = [*sources]
+        for source in sources:
             await source.open()
         episode = AsyncToolExecutor(tools)
         self._specs = [tool.spec for tool in episode.tools]
@@ -86,8 +95,8 @@ class RunTools:
         self._recorder.drop(unwanted)
 
     def metrics(self) -> dict[str, float]:
-        """Return those of the calls since the last time."""
-        return self.runtime.snapshot()
+        """Return those of the calls since the last time, and of the calls that programs made."""
+        return self.runtime.snapshot() | ({} if self._program is None else self._program.metrics())
 
     def totals(self) -> dict[str, float]:
         """Return those of all calls up to the last `metrics`."""

@@ -14,6 +14,7 @@ from TrainingFactory.rollout import AsyncRolloutEngine
 from TrainingFactory.services.build.factories import told_with_places
 from TrainingFactory.services.build.fleet import Say, at_once, check_engines, elsewhere, pushed_to, reading
 from TrainingFactory.services.build.learner import copy_of
+from TrainingFactory.services.proxy.program import AgentProgram, ProgramRollouts
 from TrainingFactory.tools.runtime import ToolRuntime
 from TrainingFactory.types import SamplingParams, Trajectory
 
@@ -109,6 +110,12 @@ def make_all(config: TrainingConfig, episodes: int, say: Say = lambda _: None) -
     return chat, make_engine(config, loaded, episodes), loaded.model
 
 
+def places(config: TrainingConfig, environment: EnvironmentFactory) -> int:
+    """Return how many episodes are played at a time."""
+    own = environment.options.processes if isinstance(environment, AgentProgram) else at_once(config)
+    return min(own, at_once(config))
+
+
 def make_rollouts(
     config: TrainingConfig,
     environment: EnvironmentFactory,
@@ -126,7 +133,8 @@ def make_rollouts(
         top_k=sampling.top_k,
         min_p=sampling.min_p,
     )
-    return AsyncRolloutEngine(
+    kind = ProgramRollouts if isinstance(environment, AgentProgram) else AsyncRolloutEngine
+    return kind(
         environment,
         chat,
         params,
@@ -134,7 +142,7 @@ def make_rollouts(
         max_turns=config.environment.max_turns,
         episode_timeout=config.environment.episode_timeout,
         max_reply_tokens=sampling.max_reply_tokens,
-        max_concurrency=at_once(config),  # an episode's clock starts when there is a slot for it
+        max_concurrency=places(config, environment),  # an episode's clock starts when there is one for it
         seed=config.training.seed,
         on_episode=on_episode,
         runtime=runtime,

@@ -23,7 +23,7 @@ from TrainingFactory.services.build import factories
 from TrainingFactory.services.build import rewards as build_rewards
 from TrainingFactory.services.build import sampler as build_sampler
 from TrainingFactory.services.build.environment import check_tools, make_environment
-from TrainingFactory.services.build.fleet import at_once, check_engines, join_cluster
+from TrainingFactory.services.build.fleet import check_engines, join_cluster
 from TrainingFactory.services.build.learner import make_algorithm, make_policy, make_trainable, references
 from TrainingFactory.services.build.model_names import as_started_from, check_started_from, with_model
 from TrainingFactory.services.build.named_files import about_start, as_started, changed_files
@@ -150,7 +150,8 @@ class Training:
         if given.environment is not None:
             return None
         rows = given.examples is not None or config.data.dataset is not None
-        named = config.environment.environment_id is not None or self.tools.wanted
+        place = config.environment
+        named = place.environment_id is not None or place.command is not None or self.tools.wanted
         return make_environment(config, self.tools.wanted or bool(given.tasks)) if named or not rows else None
 
     def train(self) -> TrainingReport:
@@ -310,7 +311,7 @@ async def _played(
     if tasks := training.data.tasks or training.data.heldout:
         await check_tools(environment, tasks[0], chat, reward)
     limit, told = build_sampler.max_length(config, loaded), build_rewards.scored_by(config, measured)
-    gate = asyncio.Semaphore(at_once(config)) if bound else None
+    gate = asyncio.Semaphore(build_sampler.places(config, environment)) if bound else None
     return _Played(environment, chat, limit, sampler, clock, measure, told, gate)
 
 
