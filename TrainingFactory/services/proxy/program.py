@@ -97,14 +97,27 @@ class AgentProgram:
         } | own
 
 
-class ProgramEpisode(ToolEnvironment):
+class Scored(ToolEnvironment):
+    """An episode that says itself what it was worth; `why` it has not."""
+
+    given: Given | None = None
+    why = "no reward was posted"
+
+    def reward(self, episode: Episode) -> Reward:
+        reward = None if self.given is None else self.given.as_reward()
+        if reward is None:
+            raise Unscored(self.why)
+        return reward
+
+
+class ProgramEpisode(Scored):
     """One episode of a program."""
+
+    why = 'the program printed no line of JSON with "reward", and posted none'
 
     def __init__(self, task: Task, program: AgentProgram) -> None:
         super().__init__(task)
         self._program = program
-        self.given: Given | None = None
-        self.why = 'the program printed no line of JSON with "reward", and posted none'
 
     async def play(self, calls: Calls, base_url: str, key: str) -> None:
         """Run the program to its end; raise ProgramFailed where it fails. However this ends, nothing goes on."""
@@ -124,13 +137,6 @@ class ProgramEpisode(ToolEnvironment):
                 lines = without(_tail(folder / "stderr"), [key, *self._program.secrets]).split("\n")
                 last = next((line for line in reversed(lines) if line.strip()), "nothing on stderr")
                 raise ProgramFailed(f"the program {how}: {clean(last.strip())[-MAX_ERROR_CHARS:]}")
-
-    def reward(self, episode: Episode) -> Reward:
-        """Return what the program has said."""
-        reward = None if self.given is None else self.given.as_reward()
-        if reward is None:
-            raise Unscored(self.why)
-        return reward
 
     async def _run(self, folder: Path, environment: dict[str, str]) -> int:
         """Return its status. Files, not pipes: who has been started by it may hold a pipe for ever."""
