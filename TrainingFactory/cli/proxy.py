@@ -23,13 +23,12 @@ def proxy(
 ) -> int:
     """Put an OpenAI-compatible endpoint in front of the model of a config that keeps what your own agent samples.
 
-    `tfactory train` with environment.command starts your agent by itself; this is for agents that you start. POST
+    With environment.command, train, eval and rollout start your agent; this is for agents that you start. POST
     /v1/episodes begins an episode and gives its key, which the agent sends as its API key; POST /v1/reward with
     {"reward": 1.0} and that key ends it. See docs/OWN_AGENT.md.
 
     ```
-    tfactory proxy config.yaml
-    tfactory proxy config.yaml --port 9000 --out episodes.jsonl model.name=qwen3-4b
+    tfactory proxy config.yaml --port 9000 model.name=qwen3-4b
     MY_TOKEN=... tfactory proxy config.yaml --host 0.0.0.0 --api-key-env MY_TOKEN
     ```
 
@@ -51,8 +50,7 @@ def proxy(
     if not local and token is None:
         raise ValueError(f"--host {host} lets other machines in: name a token with --api-key-env NAME")
     if given.environment.command is not None:
-        show.note("note: environment.command is not started by this command; tfactory train and rollout do")
-    out.parent.mkdir(parents=True, exist_ok=True)
+        show.note("note: environment.command is not started here; train, eval and rollout start it")
     with listen.bind(host, port) as bound:
         done = asyncio.run(serve_alone(given, bound, out, token, local, lambda text: print(text, flush=True)))
     show.note(f"stopped: {done.ended} episodes, {done.scored} of them scored")

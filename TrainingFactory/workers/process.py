@@ -16,8 +16,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from TrainingFactory.workers.ending import signal_group
-
 CHILD = Path(__file__).with_name("child.py")
 START_SECONDS = 120.0  # its function may import much
 LAST_SECONDS = 1.0  # to leave, for a process that has closed its pipe
@@ -216,7 +214,8 @@ class _Child:
 
     def signal(self) -> None:
         """Kill the process and what it has started, also when itself it has ended."""
-        signal_group(self.process.pid, signal.SIGKILL)
+        with suppress(ProcessLookupError, PermissionError):  # macOS says the latter of a group that is gone
+            os.killpg(self.process.pid, signal.SIGKILL)
 
     def end(self) -> None:
         self.signal()

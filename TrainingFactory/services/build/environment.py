@@ -39,18 +39,13 @@ def make_environment(config: TrainingConfig, given: bool = False) -> Environment
 
 
 def make_program(config: TrainingConfig, command: str) -> AgentProgram:
-    """Return a user's own agent; refuse what is beside it and would do nothing."""
-    environment = config.environment
-    beside = {
-        "environment_id": environment.environment_id,
-        "system_prompt": environment.system_prompt,
-        "tools": config.tools,
-        "deterministic": config.sampling.deterministic,
-    }
-    why = "it has its own prompts and tools, and its calls come when they come"
-    if given := [name for name, value in beside.items() if value]:
-        raise ValueError(f"environment.command stands alone: leave {', '.join(given)} out; {why}")
-    return AgentProgram(command, environment.options)
+    """Return a user's own agent; refuse what stands beside it and would do nothing."""
+    place, own = config.environment, {"tools": config.tools, "deterministic": config.sampling.deterministic}
+    beside = own | {"environment_id": place.environment_id, "system_prompt": place.system_prompt}
+    if given := ", ".join(name for name, value in beside.items() if value):
+        why = "the program has its own prompts and tools, and calls when it wants to"
+        raise ValueError(f"environment.command goes without {given}: {why}; leave one of them out")
+    return AgentProgram(command, place.options)
 
 
 def environment_named(name: str) -> Any:

@@ -33,8 +33,7 @@ def unused(config: TrainingConfig, *, played: bool = False, heldout: bool = Fals
         grouped = [key for key in changed(config, "training") if key == "training.group_size"]
         lines.append((grouped, f"{name} samples no groups of episodes"))
         place = config.environment
-        named = place.environment_id is not None or place.command is not None
-        played = played or named or bool(config.tools)
+        played = played or (place.environment_id or place.command) is not None or bool(config.tools)
         if not (played and training.eval_every is not None):
             expert = kind.demonstrations and config.data.dataset is None
             read = {"sampling.max_reply_tokens"} if expert else set()

@@ -36,7 +36,7 @@ class RunTools:
         self._config, self._given = config, given
         self._recording = find_recording(replay, config.logging.output_dir) if replay is not None else None
         self._recorder = Recorder(self._recording)
-        self._sources: list[ToolSource | AgentProgram] = []
+        self._sources: list[ToolSource] = []
         self._program: AgentProgram | None = None
         self._specs: list[ToolSpec] = []
         self._borrowed = cache is not None
@@ -65,16 +65,15 @@ class RunTools:
         if isinstance(environment, AgentProgram):
             if self._recording is not None:
                 raise ValueError("a run with environment.command has no recording that could be replayed")
-            self._program, self._sources = environment, [environment]
             await environment.open()
+            self._program = environment
             return with_tools(environment, self._given)
         if self._recording is not None:
             tools: Sequence[Handed] = recorded_tools(self._recording)
         else:
             tools = make_tools(self._config, self._given, environment)
-        sources = [tool for tool in tools if isinstance(tool, ToolSource)]
-        self._sources = [*sources]
-        for source in sources:
+        self._sources = [tool for tool in tools if isinstance(tool, ToolSource)]
+        for source in self._sources:
             await source.open()
         episode = AsyncToolExecutor(tools)
         self._specs = [tool.spec for tool in episode.tools]
@@ -107,6 +106,8 @@ class RunTools:
         sources, self._sources = self._sources, []
         try:
             await asyncio.gather(*(source.close() for source in sources))
+            if self._program is not None:
+                await self._program.close()
         finally:
             self._recorder.close()
             if self._cache is not None:

@@ -5,21 +5,18 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import secrets
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import Field, TypeAdapter, ValidationError
-from pydantic.dataclasses import dataclass as checked_dataclass
+from pydantic import BaseModel, ConfigDict, Field
 
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.data.tasks import load_tasks
 from TrainingFactory.data.trajectories import save_trajectories
 from TrainingFactory.http import listen
 from TrainingFactory.http.api import Answer, ApiError
-from TrainingFactory.options import STRICT
 from TrainingFactory.protocols import Sampler
 from TrainingFactory.rollout import AsyncRolloutEngine
 from TrainingFactory.seeds import turn_seed
@@ -28,9 +25,9 @@ from TrainingFactory.services.build.factories import by_file
 from TrainingFactory.services.build.fleet import at_once, await_engines, join_cluster
 from TrainingFactory.services.build.model_names import with_model
 from TrainingFactory.services.build.sampler import make_rollouts, make_sampler
-from TrainingFactory.services.proxy.calls import Calls
-from TrainingFactory.services.proxy.endpoint import Endpoint
+from TrainingFactory.services.proxy.endpoint import Calls, Endpoint, new_key
 from TrainingFactory.services.proxy.program import ProgramFailed, ProgramRun, Scored
+from TrainingFactory.texts import describe
 from TrainingFactory.tools.recording import EpisodeKey
 from TrainingFactory.tools.threads import in_thread
 from TrainingFactory.types import Trajectory
@@ -38,18 +35,15 @@ from TrainingFactory.types import Trajectory
 MOST_OPEN = 1000  # episodes at a time
 
 
-@checked_dataclass(config=STRICT, frozen=True)
-class Asked:
+class Asked(BaseModel):
     """The body of `POST /v1/episodes`: the task as a row of a file of tasks, and a key that the caller chose."""
 
-    task: dict[str, Any] | None = None
-    key: Annotated[str, Field(pattern=r"^[\x21-\x7e]{16,200}$")] | None = None
+    model_config = ConfigDict(extra="forbid", hide_input_in_errors=True)
+    task: dict[str, Any] = Field(default_factory=dict)
+    key: Annotated[str, Field(pattern=r"^[\x21-\x7e]{16,200}$")] = Field(default_factory=new_key)
 
 
-ASKED = TypeAdapter(Asked)
-
-
-class _Elsewhere(Scored):
+class Elsewhere(Scored):
     """Is played by whoever has its key, until a reward is posted."""
 
     async def play(self, calls: Calls, base_url: str, key: str) -> None:
@@ -60,19 +54,18 @@ class _Elsewhere(Scored):
 
 
 class Proxy:
-    """Plays episodes at an endpoint until it is closed. `out` gets each of them when it has ended."""
+    """Plays episodes until it is closed. `out` gets each of them when it has ended."""
 
     def __init__(self, rollouts: AsyncRolloutEngine, sampler: Sampler, out: Path) -> None:
         if rollouts.group_reward is not None:
             raise ValueError(
-                "reward compares the episodes of a task, and here each comes alone; take another reward"
+                "the reward compares episodes of a task, and here each comes alone; take another"
             )
-        self.endpoint, self._rules, self._seed = Endpoint(), rollouts.rules, rollouts.seed
-        self._sampler, self._out = sampler, out
+        self.endpoint, self._rollouts, self._sampler, self._out = Endpoint(), rollouts, sampler, out
         self._playing: set[asyncio.Task[None]] = set()
         self.begun = self.ended = self.scored = 0
 
-    def app(self, token: str | None, local: bool) -> Any:
+    def app(self, token: str | None = None, local: bool = True) -> Any:
         """Make its pages; with a token only who sends it can begin an episode."""
         api = self.endpoint.api(token, local)
         api.post("/v1/episodes", self.begin)
@@ -82,27 +75,25 @@ class Proxy:
     async def begin(self, body: bytes) -> Answer:
         """Begin an episode; return its key."""
         try:
-            asked = ASKED.validate_json(body or b"{}")
-            [task] = load_tasks([{"id": f"episode-{self.begun}", "prompt": "none"} | (asked.task or {})])
-        except (ValidationError, ValueError) as error:
-            raise ApiError(f"the episode cannot be begun: {_first(error)}", "body") from None
+            asked = Asked.model_validate_json(body)
+            [task] = load_tasks([{"id": f"episode-{self.begun}", "prompt": "none"} | asked.task])
+        except ValueError as error:
+            raise ApiError(f"the episode cannot be begun: {error}", "body") from None
         if len(self._playing) >= MOST_OPEN:
             raise ApiError(f"{MOST_OPEN} episodes are open", status=429, code="too_many_episodes")
-        key = asked.key or f"tf-{secrets.token_urlsafe(32)}"
-        if key in self.endpoint.open_calls:
+        if asked.key in self.endpoint.open_calls:
             raise ApiError("an open episode has this key", "key", status=409, code="key_taken")
         number, self.begun = self.begun, self.begun + 1
-        seed_of = functools.partial(turn_seed, self._seed, 0, task.id, number)
-        run = ProgramRun(
-            self.endpoint, self._rules, Trajectory(task, group=f"proxy/{task.id}", member=number), self._sampler,
-            seed_of, EpisodeKey("proxy", task.id, number), key,
-        )  # fmt: skip
+        trajectory = Trajectory(task, group=f"proxy/{task.id}", member=number)
+        seed_of = functools.partial(turn_seed, self._rollouts.seed, 0, task.id, number)
+        given = self.endpoint, self._rollouts.rules, trajectory, self._sampler, seed_of
+        run = ProgramRun(*given, EpisodeKey("proxy", task.id, number), asked.key)
         playing = asyncio.create_task(self._play(run))
         self._playing.add(playing)
         playing.add_done_callback(self._playing.discard)
-        while key not in self.endpoint.open_calls and not playing.done():
+        while asked.key not in self.endpoint.open_calls and not playing.done():
             await asyncio.sleep(0)
-        return {"key": key, "task": task.id}
+        return {"key": asked.key, "task": task.id}
 
     def health(self) -> dict[str, Any]:
         counts = {"open": len(self._playing), "ended": self.ended, "scored": self.scored}
@@ -118,19 +109,12 @@ class Proxy:
         try:
             await run.run()
         except Exception as error:  # of the sampler: others may still work
-            run.trajectory.status, run.trajectory.error = (
-                "error",
-                f"sampling failed: {type(error).__name__}: {error}",
-            )
+            run.trajectory.status, run.trajectory.error = "error", f"sampling failed: {describe(error)}"
         finally:
             run.leave()
         self.ended += 1
         self.scored += run.trajectory.reward is not None
         save_trajectories(self._out, [run.trajectory], append=True)
-
-
-def _first(error: Exception) -> str:
-    return error.errors(include_url=False)[0]["msg"] if isinstance(error, ValidationError) else str(error)
 
 
 async def serve_alone(
@@ -145,12 +129,11 @@ async def serve_alone(
         await await_engines(sampler)
         reward = build_rewards.make_reward(config)
         await build_rewards.open_reward(reward, held, say)
-        proxy = Proxy(make_rollouts(config, _Elsewhere, chat, reward=reward), sampler, out)
+        proxy = Proxy(make_rollouts(config, Elsewhere, chat, reward=reward), sampler, out)
         held.push_async_callback(proxy.close)
         address = f"{listen.address_of(bound)}/v1"
-        proxy.endpoint.base_url = address
         say(
-            f"proxy at {address}: POST {address}/episodes begins an episode; Ctrl-C stops; episodes go to {out}"
+            f"proxy at {address} (POST {address}/episodes begins an episode; Ctrl-C stops); episodes go to {out}"
         )
         await listen.make_server(proxy.app(token, local)).serve([bound])
     return proxy

@@ -5,95 +5,82 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from itertools import pairwise
+from dataclasses import dataclass, field, replace
 
 from TrainingFactory.protocols import ChatFormat, SamplingSession
 from TrainingFactory.types import Completion, Message, ToolSpec, Turn
 
 
 @dataclass(slots=True, eq=False)
-class Begun:
-    """A prompt to be answered: the turn that it continues, and what came after that. `why` there is no such turn."""
+class Node:
+    """A request: the turn that it continues, and what came after that, or `why` there is no such turn. When it has been
+    answered, `session` has the tokens of the answer, until a request that continues it takes the session over."""
 
-    prompt: list[int]
-    messages: list[Message]
-    tools: list[ToolSpec]
-    why: str = "extended"
-    parent: Answered | None = None
-    replies: list[Message] = field(default_factory=list)
-
-
-@dataclass(slots=True, eq=False)
-class Answered:
-    """A turn that was sampled after `begun.messages`. `session` has its tokens, until another turn takes it over."""
-
-    begun: Begun
     turn: Turn
+    messages: list[Message]  # that were sent, and the answer
+    tools: list[ToolSpec]
+    why: str
+    parent: Node | None = None
+    replies: list[Message] = field(default_factory=list)
     session: SamplingSession | None = None
-
-    @property
-    def messages(self) -> list[Message]:
-        return [*self.begun.messages, self.turn.message]
 
 
 class Conversations:
-    """Keeps them in the order in which turns ended, so that a turn stands behind the one that it continues."""
+    """Keeps turns in the order in which they ended, so that each stands behind the one that it continues."""
 
     def __init__(self, chat: ChatFormat) -> None:
         self._chat = chat
-        self.answered: list[Answered] = []
+        self.answered: list[Node] = []
 
-    def begin(self, messages: list[Message], tools: list[ToolSpec]) -> Begun:
-        """Return the prompt of a request; raise ValueError where the template cannot write it."""
+    def begin(self, messages: list[Message], tools: list[ToolSpec]) -> Node:
+        """Return a request with its prompt; raise ValueError where the template cannot write it."""
         before, why = self._continued(messages, tools)
-        if before is not None and why == "extended":
+        nothing = Completion([], [], "length"), Message("assistant")
+        if before is not None:
             replies, turn = messages[len(before.messages) :], before.turn
             try:
                 ids = turn.prompt_ids + turn.completion.token_ids + self._chat.extend(turn, replies)
-                return Begun(ids, messages, tools, why, before, replies)
+                return Node(Turn(ids, *nothing), messages, tools, "extended", before, replies)
             except ValueError:  # a reply that the template does not write there
                 why = "template"
-        return Begun(self._chat.render(messages, tools), messages, tools, why)
+        return Node(Turn(self._chat.render(messages, tools), *nothing), messages, tools, why)
 
-    def add(self, begun: Begun, completion: Completion, message: Message, session: SamplingSession) -> None:
-        self.answered.append(Answered(begun, Turn(begun.prompt, completion, message), session))
+    def add(self, begun: Node, completion: Completion, message: Message, session: SamplingSession) -> None:
+        turn, messages = Turn(begun.turn.prompt_ids, completion, message), [*begun.messages, message]
+        self.answered.append(replace(begun, turn=turn, messages=messages, session=session))
 
-    def turns(self) -> list[Turn]:
-        """Return all turns, row after row. The row that ends last comes last: its last turn is the episode's."""
-        latest: dict[Answered, int] = {}
+    def ordered(self) -> list[Node]:
+        """Return all turns, row after row. The row that ended last comes last: its last turn is the episode's."""
+        latest: dict[Node, int] = {}
         for number, each in reversed(list(enumerate(self.answered))):
             latest.setdefault(each, number)
-            if (parent := each.begun.parent) is not None:
-                latest[parent] = max(latest[each], latest.get(parent, 0))
-        paths: dict[Answered | None, tuple[int, ...]] = {None: ()}
+            if each.parent is not None:
+                latest[each.parent] = max(latest[each], latest.get(each.parent, 0))
+        paths: dict[Node | None, tuple[int, ...]] = {None: ()}
         for each in self.answered:
-            paths[each] = (*paths[each.begun.parent], latest[each])
-        order = sorted(self.answered, key=lambda each: paths[each])
-        row = 0
-        for before, each in pairwise([None, *order]):
-            assert each is not None
-            if before is not None and each.begun.parent is before:
-                before.turn.replies = each.begun.replies
+            paths[each] = (*paths[each.parent], latest[each])
+        order, row = sorted(self.answered, key=paths.__getitem__), 0.0
+        for before, each in zip([None, *order], order, strict=False):
+            if before is not None and each.parent is before:
+                before.turn.replies = each.replies
             else:
                 row += 1
-            each.turn.signals = {"row": float(row)}
-        return [each.turn for each in order]
+            each.turn.signals = {"row": row}
+        return order
 
-    def _continued(self, messages: list[Message], tools: list[ToolSpec]) -> tuple[Answered | None, str]:
+    def _continued(self, messages: list[Message], tools: list[ToolSpec]) -> tuple[Node | None, str]:
         """Return the longest conversation that this one continues, or why there is none."""
-        held = sorted(self.answered, key=lambda each: -len(each.messages))
-        held = [each for each in held if len(each.messages) < len(messages)]
+        held = [each for each in self.answered if len(each.messages) < len(messages)]
+        held.sort(key=lambda each: -len(each.messages))
         whole = [each for each in held if _begins(messages, each.messages)]
-        if same := [each for each in whole if each.begun.tools == tools]:
-            if any(message.role == "assistant" for message in messages[len(same[0].messages) :]):
+        sampled = [message.role == "assistant" for message in messages]
+        if same := [each for each in whole if each.tools == tools]:
+            if any(sampled[len(same[0].messages) :]):
                 return None, "rewritten"  # with a turn that was not sampled here, or not like this
-            return same[0], "extended" if same[0].turn.completion.finish == "stop" else "cut"
-        if whole:
-            return None, "tools"
-        if any(_begins(messages, each.messages, arguments=False) for each in held):
-            return None, "arguments"
-        return None, "rewritten" if any(message.role == "assistant" for message in messages) else "begun"
+            return (same[0], "") if same[0].turn.completion.finish == "stop" else (None, "cut")
+        if whole or any(_begins(messages, each.messages, arguments=False) for each in held):
+            return None, "tools" if whole else "arguments"
+        return None, "rewritten" if any(sampled) else "begun"
 
 
 def _begins(messages: Sequence[Message], sent: Sequence[Message], arguments: bool = True) -> bool:

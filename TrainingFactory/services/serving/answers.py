@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import json
 import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,13 +38,14 @@ Choose = Callable[[int, Tell | None], Coroutine[Any, Any, Choice]]  # writes the
 
 async def sample_choice(
     session: SamplingSession,
+    chat: Any,
     ask: Ask,
     prompt: list[int],
     params: SamplingParams,
-    reader: TurnReader,
     tell: Tell | None,
 ) -> tuple[Choice, Completion]:
     """Sample one turn. Return it as the client sees it, and its tokens up to a stop string that ended it."""
+    reader = TurnReader(chat, prompt, ask.tools)
     ids, logprobs, versions = list[int](), list[float](), list[int]()
     piece = PIECE if tell is not None or ask.request.stop else ask.max_tokens
     while True:
@@ -73,32 +74,26 @@ async def sample_choice(
     return Choice(message, finish, len(ids), shown), whole
 
 
-def head_of(kind: str, model: str) -> dict[str, Any]:
+def head_of(model: str, streamed: bool = False) -> dict[str, Any]:
     """Return what an answer, or each part of a stream, begins with."""
-    unique = f"chatcmpl-{secrets.token_hex(12)}"
-    return {"id": unique, "object": kind, "created": int(time.time()), "model": model}
+    kind, unique = "chat.completion.chunk" if streamed else "chat.completion", secrets.token_hex(12)
+    return {"id": f"chatcmpl-{unique}", "object": kind, "created": int(time.time()), "model": model}
 
 
 async def complete(head: dict[str, Any], ask: Ask, prompt: list[int], choose: Choose) -> dict[str, Any]:
     """Write the answer in one piece."""
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(choose(number, None)) for number in range(ask.request.n)]
-    choices = [task.result() for task in tasks]
-    rows = [
-        {"index": number, "message": _message_row(choice.message), "finish_reason": choice.finish}
-        | {"logprobs": choice.logprobs}
-        for number, choice in enumerate(choices)
-    ]
-    usage = _usage(prompt, sum(choice.tokens for choice in choices))
-    return head | {"choices": rows, "usage": usage}
+    rows, tokens = list[dict[str, Any]](), 0
+    for number, choice in enumerate(task.result() for task in tasks):
+        row = {"index": number, "message": _message_row(choice.message), "finish_reason": choice.finish}
+        rows.append(row | {"logprobs": choice.logprobs})
+        tokens += choice.tokens
+    return head | {"choices": rows, "usage": _usage(prompt, tokens)}
 
 
 async def stream(
-    head: dict[str, Any],
-    ask: Ask,
-    prompt: list[int],
-    choose: Choose,
-    around: contextlib.AbstractContextManager[Any],
+    head: dict[str, Any], ask: Ask, prompt: list[int], choose: Choose, around: AbstractContextManager[Any]
 ) -> AsyncGenerator[str, None]:
     """Yield the data of server-sent events, the last one being [DONE], inside `around`; to be closed."""
     n, counts = ask.request.n, ask.request.stream_options.include_usage

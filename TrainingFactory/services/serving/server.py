@@ -23,7 +23,6 @@ from TrainingFactory.seeds import turn_seed
 from TrainingFactory.services.serving.answers import Choice, Tell, complete, head_of, sample_choice, stream
 from TrainingFactory.services.serving.request import Ask, check_size, read_ask
 from TrainingFactory.services.serving.served import Served, load_served
-from TrainingFactory.services.serving.text import TurnReader
 
 
 class ChatServer:
@@ -63,8 +62,7 @@ class ChatServer:
                 ask, prompt = await self.read(served, body)
             with self.admitted(ask.request.n):  # a stream is refused here, while a status can still be told
                 choose, n = partial(self._choice, served, ask, prompt), ask.request.n
-                kind = "chat.completion.chunk" if ask.request.stream else "chat.completion"
-                head = head_of(kind, self.name) | _known("system_fingerprint", served)
+                head = head_of(self.name, ask.request.stream) | _known("system_fingerprint", served)
                 if ask.request.stream:
                     return stream(head, ask, prompt, choose, self.admitted(n))
                 return await complete(head, ask, prompt, choose)
@@ -136,14 +134,10 @@ class ChatServer:
         self, served: Served, ask: Ask, prompt: list[int], number: int, tell: Tell | None
     ) -> Choice:
         seed = ask.request.seed if number == 0 else turn_seed(ask.request.seed, 0, "choice", number, 0)
-        reader, params = (
-            TurnReader(served.chat, prompt, ask.tools),
-            dataclasses.replace(ask.params, seed=seed),
-        )
+        params = dataclasses.replace(ask.params, seed=seed)
         async with served.gate:
             with contextlib.closing(served.sampler.session()) as session:
-                choice, _ = await sample_choice(session, ask, prompt, params, reader, tell)
-                return choice
+                return (await sample_choice(session, served.chat, ask, prompt, params, tell))[0]
 
 
 def make_server(

@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Iterator
 from typing import Any, TextIO
 
 import anyio
+import psutil
 from anyio.abc import Process
 from mcp.client.stdio import get_default_environment
 from mcp.shared.message import SessionMessage
@@ -19,7 +20,6 @@ from mcp.types import ErrorData, JSONRPCError, jsonrpc_message_adapter
 from pydantic import ValidationError
 
 from TrainingFactory.tools.mcp.server_config import ServerConfig
-from TrainingFactory.workers.ending import descendants, kill_all, signal_group
 
 MAX_MESSAGE_BYTES = 8 * 2**20  # a large image; reading more JSON keeps everybody else waiting
 TOO_LONG = f"the answer has more than {MAX_MESSAGE_BYTES} bytes"
@@ -97,21 +97,34 @@ async def _write(process: Process, told: Any, said: Any) -> None:
 
 async def _end(process: Process, outgoing: Any) -> None:
     """Close its stdin, ask, and kill, with what it has started; some start what is in no group of theirs, browsers."""
-    started = await asyncio.to_thread(descendants, process.pid)
+    started = await asyncio.to_thread(_descendants, process.pid)
     outgoing.close()  # and its stdin, once all is written
     for way in (None, signal.SIGTERM, signal.SIGKILL):
         if way is not None:
-            signal_group(process.pid, way)
+            _signal(process.pid, way)
         with anyio.move_on_after(GRACE_SECONDS):
             while process.returncode is None:  # not `wait`, which also waits for all who hold its pipes
                 await anyio.sleep(0.01)
             break
-    signal_group(process.pid, signal.SIGKILL)
-    kill_all(started)
+    _signal(process.pid, signal.SIGKILL)
+    for each in started:
+        with contextlib.suppress(psutil.Error):
+            each.kill()  # unless it is gone, and its number is another's
     # Nothing public closes our ends of the pipes, which somebody may still hold.
     transport = getattr(getattr(process, "_process", None), "_transport", None)
     if transport is not None:
         transport.close()
+
+
+def _descendants(pid: int) -> list[psutil.Process]:
+    with contextlib.suppress(psutil.Error):
+        return psutil.Process(pid).children(recursive=True)
+    return []
+
+
+def _signal(group: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(group, number)
 
 
 class Lines:
