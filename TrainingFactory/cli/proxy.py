@@ -27,13 +27,8 @@ def proxy(
     /v1/episodes begins an episode and gives its key, which the agent sends as its API key; POST /v1/reward with
     {"reward": 1.0} and that key ends it. See docs/OWN_AGENT.md.
 
-    ```
-    tfactory proxy config.yaml --port 9000 model.name=qwen3-4b
-    MY_TOKEN=... tfactory proxy config.yaml --host 0.0.0.0 --api-key-env MY_TOKEN
-    ```
-
     Args:
-        config: A YAML file: its model, sampling and reward count, and environment.max_turns and episode_timeout.
+        config: A YAML file with a model, and as wanted sampling, reward, environment.max_turns and episode_timeout.
         host: The address to serve at; another than this machine's own needs --api-key-env.
         port: 0 picks a free one.
         out: JSONL file to which each episode is added when it has ended.

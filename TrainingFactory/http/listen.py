@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import ipaddress
 import os
 import socket
-from collections.abc import Iterator
 from typing import Any
 
 import h11
@@ -70,15 +68,7 @@ class _Connection(H11Protocol):
             self._late = None
 
 
-class _Inside(uvicorn.Server):
-    """Serves on the event loop of a program that looks after its own signals; `should_exit` ends it."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
-def make_server(app: Any, inside: bool = False) -> uvicorn.Server:
+def make_server(app: Any) -> uvicorn.Server:
     """Make a server that serves until Ctrl-C, which lets running requests finish for a while."""
     config = uvicorn.Config(
         app,
@@ -91,4 +81,4 @@ def make_server(app: Any, inside: bool = False) -> uvicorn.Server:
         timeout_keep_alive=75,  # longer than clients keep a connection, so that they are the ones to close it
         timeout_graceful_shutdown=GRACE,
     )
-    return _Inside(config) if inside else uvicorn.Server(config)
+    return uvicorn.Server(config)

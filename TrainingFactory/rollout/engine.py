@@ -7,6 +7,7 @@ import dataclasses
 import functools
 from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from TrainingFactory.protocols import AnyReward, ChatFormat, Environment, Sampler
 from TrainingFactory.rewards.adapt import group_reward
@@ -121,11 +122,8 @@ class AsyncRolloutEngine:
                 runs.append(self._new(trajectory, sampler, seed_of, EpisodeKey(recorded_as, name, member)))
         return runs
 
-    def _new(
-        self, trajectory: Trajectory, sampler: Sampler, seed_of: Callable[[int], int], key: EpisodeKey
-    ) -> EpisodeRun:
-        """Make an episode; one of another kind is made here by a class of its own."""
-        return EpisodeRun(self.rules, trajectory, sampler.session(), sampler.max_length, seed_of, key)
+    def _new(self, trajectory: Trajectory, sampler: Sampler, *given: Any) -> EpisodeRun:
+        return EpisodeRun(self.rules, trajectory, sampler.session(), sampler.max_length, *given)
 
 
 def _names(tasks: Sequence[Task]) -> list[str]:

@@ -65,7 +65,7 @@ class RunTools:
         if isinstance(environment, AgentProgram):
             if self._recording is not None:
                 raise ValueError("a run with environment.command has no recording that could be replayed")
-            await environment.open()
+            await environment.endpoint.open()
             self._program = environment
             return with_tools(environment, self._given)
         if self._recording is not None:
@@ -95,7 +95,7 @@ class RunTools:
 
     def metrics(self) -> dict[str, float]:
         """Return those of the calls since the last time, and of the calls that programs made."""
-        return self.runtime.snapshot() | ({} if self._program is None else self._program.metrics())
+        return self.runtime.snapshot() | ({} if self._program is None else self._program.endpoint.metrics())
 
     def totals(self) -> dict[str, float]:
         """Return those of all calls up to the last `metrics`."""
@@ -107,7 +107,7 @@ class RunTools:
         try:
             await asyncio.gather(*(source.close() for source in sources))
             if self._program is not None:
-                await self._program.close()
+                await self._program.endpoint.close()
         finally:
             self._recorder.close()
             if self._cache is not None:

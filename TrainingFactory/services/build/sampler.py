@@ -110,12 +110,6 @@ def make_all(config: TrainingConfig, episodes: int, say: Say = lambda _: None) -
     return chat, make_engine(config, loaded, episodes), loaded.model
 
 
-def places(config: TrainingConfig, environment: EnvironmentFactory) -> int:
-    """Return how many episodes are played at a time."""
-    own = environment.options.processes if isinstance(environment, AgentProgram) else at_once(config)
-    return min(own, at_once(config))
-
-
 def make_rollouts(
     config: TrainingConfig,
     environment: EnvironmentFactory,
@@ -133,8 +127,7 @@ def make_rollouts(
         top_k=sampling.top_k,
         min_p=sampling.min_p,
     )
-    kind = ProgramRollouts if isinstance(environment, AgentProgram) else AsyncRolloutEngine
-    return kind(
+    return (ProgramRollouts if isinstance(environment, AgentProgram) else AsyncRolloutEngine)(
         environment,
         chat,
         params,
@@ -142,7 +135,7 @@ def make_rollouts(
         max_turns=config.environment.max_turns,
         episode_timeout=config.environment.episode_timeout,
         max_reply_tokens=sampling.max_reply_tokens,
-        max_concurrency=places(config, environment),  # an episode's clock starts when there is one for it
+        max_concurrency=at_once(config),  # an episode's clock starts when there is a slot for it
         seed=config.training.seed,
         on_episode=on_episode,
         runtime=runtime,

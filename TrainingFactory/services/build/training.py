@@ -23,7 +23,7 @@ from TrainingFactory.services.build import factories
 from TrainingFactory.services.build import rewards as build_rewards
 from TrainingFactory.services.build import sampler as build_sampler
 from TrainingFactory.services.build.environment import check_tools, make_environment
-from TrainingFactory.services.build.fleet import check_engines, join_cluster
+from TrainingFactory.services.build.fleet import at_once, check_engines, join_cluster
 from TrainingFactory.services.build.learner import make_algorithm, make_policy, make_trainable, references
 from TrainingFactory.services.build.model_names import as_started_from, check_started_from, with_model
 from TrainingFactory.services.build.named_files import about_start, as_started, changed_files
@@ -310,7 +310,7 @@ async def _played(
     if tasks := training.data.tasks or training.data.heldout:
         await check_tools(environment, tasks[0], chat, reward)
     limit, told = build_sampler.max_length(config, loaded), build_rewards.scored_by(config, measured)
-    gate = asyncio.Semaphore(build_sampler.places(config, environment)) if bound else None
+    gate = asyncio.Semaphore(at_once(config)) if bound else None
     return _Played(environment, chat, limit, sampler, clock, measure, told, gate)
 
 

@@ -4,9 +4,10 @@ calls, and each is written to a file when it has ended."""
 from __future__ import annotations
 
 import asyncio
-import functools
 from collections.abc import Callable
 from contextlib import AsyncExitStack
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.data.tasks import load_tasks
 from TrainingFactory.data.trajectories import save_trajectories
+from TrainingFactory.envs import ToolEnvironment
 from TrainingFactory.http import listen
 from TrainingFactory.http.api import Answer, ApiError
 from TrainingFactory.protocols import Sampler
@@ -28,7 +30,6 @@ from TrainingFactory.services.build.sampler import make_rollouts, make_sampler
 from TrainingFactory.services.proxy.endpoint import Calls, Endpoint, new_key
 from TrainingFactory.services.proxy.program import ProgramFailed, ProgramRun, Scored
 from TrainingFactory.texts import describe
-from TrainingFactory.tools.recording import EpisodeKey
 from TrainingFactory.tools.threads import in_thread
 from TrainingFactory.types import Trajectory
 
@@ -46,7 +47,7 @@ class Asked(BaseModel):
 class Elsewhere(Scored):
     """Is played by whoever has its key, until a reward is posted."""
 
-    async def play(self, calls: Calls, base_url: str, key: str) -> None:
+    async def play(self, calls: Calls) -> None:
         await calls.rewarded.wait()
         self.given = calls.given
         if self.given is None:
@@ -61,7 +62,8 @@ class Proxy:
             raise ValueError(
                 "the reward compares episodes of a task, and here each comes alone; take another"
             )
-        self.endpoint, self._rollouts, self._sampler, self._out = Endpoint(), rollouts, sampler, out
+        self.endpoint, self._rules, self._seed = Endpoint(), rollouts.rules, rollouts.seed
+        self._sampler, self._out = sampler, out
         self._playing: set[asyncio.Task[None]] = set()
         self.begun = self.ended = self.scored = 0
 
@@ -79,25 +81,28 @@ class Proxy:
             [task] = load_tasks([{"id": f"episode-{self.begun}", "prompt": "none"} | asked.task])
         except ValueError as error:
             raise ApiError(f"the episode cannot be begun: {error}", "body") from None
-        if len(self._playing) >= MOST_OPEN:
-            raise ApiError(f"{MOST_OPEN} episodes are open", status=429, code="too_many_episodes")
-        if asked.key in self.endpoint.open_calls:
-            raise ApiError("an open episode has this key", "key", status=409, code="key_taken")
-        number, self.begun = self.begun, self.begun + 1
+        open_calls, number = self.endpoint.open_calls, self.begun
+        if asked.key in open_calls or len(open_calls) >= MOST_OPEN:
+            why = (
+                "an open episode has this key"
+                if asked.key in open_calls
+                else f"{MOST_OPEN} episodes are open"
+            )
+            raise ApiError(why, "key", status=409, code="conflict")
+        self.begun += 1
+        rules = replace(self._rules, environment=lambda task: Elsewhere(task, self.endpoint, asked.key))
         trajectory = Trajectory(task, group=f"proxy/{task.id}", member=number)
-        seed_of = functools.partial(turn_seed, self._rollouts.seed, 0, task.id, number)
-        given = self.endpoint, self._rollouts.rules, trajectory, self._sampler, seed_of
-        run = ProgramRun(*given, EpisodeKey("proxy", task.id, number), asked.key)
+        run = ProgramRun(rules, trajectory, self._sampler, partial(turn_seed, self._seed, 0, task.id, number))
         playing = asyncio.create_task(self._play(run))
         self._playing.add(playing)
         playing.add_done_callback(self._playing.discard)
-        while asked.key not in self.endpoint.open_calls and not playing.done():
+        while asked.key not in open_calls and not playing.done():
             await asyncio.sleep(0)
         return {"key": asked.key, "task": task.id}
 
     def health(self) -> dict[str, Any]:
         counts = {"open": len(self._playing), "ended": self.ended, "scored": self.scored}
-        return {"status": "ok"} | counts | dict(self.endpoint.counts)
+        return counts | self.endpoint.counts
 
     async def close(self) -> None:
         """End the episodes that are open; they are written as failed."""
@@ -129,7 +134,7 @@ async def serve_alone(
         await await_engines(sampler)
         reward = build_rewards.make_reward(config)
         await build_rewards.open_reward(reward, held, say)
-        proxy = Proxy(make_rollouts(config, Elsewhere, chat, reward=reward), sampler, out)
+        proxy = Proxy(make_rollouts(config, ToolEnvironment, chat, reward=reward), sampler, out)
         held.push_async_callback(proxy.close)
         address = f"{listen.address_of(bound)}/v1"
         say(

@@ -172,8 +172,7 @@ class Endpoint:
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
         self.open_calls: dict[str, Calls] = {}
-        self.base_url = ""
-        self._held = contextlib.AsyncExitStack()
+        self.base_url = ""  # once it is open
 
     def api(self, token: str | None = None, local: bool = True) -> Api:
         """Make the pages that a client of an episode sees."""
@@ -188,25 +187,21 @@ class Endpoint:
         """Listen on a free port of this machine, on the running loop."""
         bound = listen.bind("127.0.0.1", 0)
         self.base_url = f"{listen.address_of(bound)}/v1"
-        server = listen.make_server(self.api().app, inside=True)
-        serving = asyncio.create_task(server.serve([bound]))
-
-        async def end() -> None:
-            server.should_exit = True
-            await serving
-
-        self._held.push_async_callback(end)
+        self._server = listen.make_server(self.api().app)
+        self._serving = asyncio.create_task(
+            self._server._serve([bound])
+        )  # `serve` would take Ctrl-C from the run
 
     async def close(self) -> None:
-        await self._held.aclose()
+        self._server.should_exit = True
+        await self._serving
 
     @contextlib.contextmanager
-    def admitted(self, calls: Calls, key: str | None = None) -> Iterator[str]:
-        """Give the episode a key for as long."""
-        key = key or new_key()
+    def admitted(self, key: str, calls: Calls) -> Iterator[None]:
+        """Let who has the key reach the episode for as long."""
         self.open_calls[key] = calls
         try:
-            yield key
+            yield
         finally:
             del self.open_calls[key]
 

@@ -12,7 +12,7 @@ import shutil
 import signal
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +26,9 @@ from TrainingFactory.protocols import Episode, Sampler
 from TrainingFactory.rewards.adapt import Unscored
 from TrainingFactory.rollout import AsyncRolloutEngine
 from TrainingFactory.rollout.episode import EpisodeRules, EpisodeRun
-from TrainingFactory.services.proxy.endpoint import Calls, Endpoint, Given
+from TrainingFactory.services.build.fleet import PROCESSES
+from TrainingFactory.services.proxy.endpoint import Calls, Endpoint, Given, new_key
 from TrainingFactory.texts import MAX_ERROR_CHARS, clean, without
-from TrainingFactory.tools.recording import EpisodeKey
 from TrainingFactory.types import Reward, Task, Trajectory
 
 # What a program gets of our environment besides what `env` names: enough to start, and nothing secret.
@@ -53,7 +53,7 @@ class ProgramOptions:
 
     cwd: str = "."
     env: list[Text] = Field(default_factory=list)
-    processes: Count = 16
+    processes: Count = PROCESSES
 
 
 class AgentProgram:
@@ -74,7 +74,6 @@ class AgentProgram:
                 "leave them out (entries are names alone: values stay out of files)"
             )
         self.endpoint = Endpoint()
-        self.open, self.close, self.metrics = self.endpoint.open, self.endpoint.close, self.endpoint.metrics
 
     def __call__(self, task: Task) -> ProgramEpisode:
         return ProgramEpisode(task, self)
@@ -85,10 +84,14 @@ class AgentProgram:
 
 
 class Scored(ToolEnvironment):
-    """An episode that says itself what it was worth; `why` it has not."""
+    """An episode at an endpoint, under a key, that says itself what it was worth; `why` it has not."""
 
     given: Given | None = None
     why = "no reward was posted"
+
+    def __init__(self, task: Task, endpoint: Endpoint, key: str) -> None:
+        super().__init__(task)
+        self.endpoint, self.key = endpoint, key
 
     def reward(self, episode: Episode) -> Reward:
         if self.given is None or self.given.reward is None:
@@ -102,16 +105,17 @@ class ProgramEpisode(Scored):
     why = 'the program printed no line of JSON with "reward", and posted none'
 
     def __init__(self, task: Task, program: AgentProgram) -> None:
-        super().__init__(task)
+        super().__init__(task, program.endpoint, new_key())
         self._program = program
 
-    async def play(self, calls: Calls, base_url: str, key: str) -> None:
+    async def play(self, calls: Calls) -> None:
         """Run the program to its end; raise ProgramFailed where it fails. However this ends, nothing goes on."""
         shown = {name: os.environ.get(name) for name in (*INHERITED, *self._program.options.env)}
         with tempfile.TemporaryDirectory(prefix="tfactory-episode-") as name:
             row, folder = trajectory_to_dict(Trajectory(self.task, group=""))["task"], Path(name)
             (folder / "task.json").write_text(json.dumps(row, default=str), encoding="utf-8")
-            own = {"OPENAI_BASE_URL": base_url, "OPENAI_API_BASE": base_url, "OPENAI_API_KEY": key}
+            base_url = self.endpoint.base_url
+            own = {"OPENAI_BASE_URL": base_url, "OPENAI_API_BASE": base_url, "OPENAI_API_KEY": self.key}
             own |= {"TFACTORY_TASK": str(folder / "task.json"), "NO_PROXY": "127.0.0.1,localhost"}
             env = {name: value for name, value in shown.items() if value is not None} | own
             try:
@@ -123,7 +127,7 @@ class ProgramEpisode(Scored):
                 how = (
                     f"ended with status {status}" if status > 0 else f"died of {signal.Signals(-status).name}"
                 )
-                secrets = [key, *(env[name] for name in self._program.options.env if len(env[name]) > 3)]
+                secrets = [self.key, *(env[name] for name in self._program.options.env if len(env[name]) > 3)]
                 lines = without(_tail(folder / "stderr"), secrets).split("\n")
                 last = next((line for line in reversed(lines) if line.strip()), "nothing on stderr")
                 raise ProgramFailed(f"the program {how}: {clean(last.strip())[-MAX_ERROR_CHARS:]}")
@@ -168,18 +172,15 @@ class ProgramEpisode(Scored):
 class ProgramRun(EpisodeRun):
     """An episode whose turns are the calls that a program makes."""
 
-    def __init__(
-        self, endpoint: Endpoint, rules: EpisodeRules, trajectory: Trajectory, sampler: Sampler,
-        seed_of: Callable[[int], int], key: EpisodeKey, secret: str | None = None,
-    ) -> None:  # fmt: skip
-        super().__init__(rules, trajectory, sampler.session(), sampler.max_length, seed_of, key)
-        self._endpoint, self._sampler, self._secret = endpoint, sampler, secret
+    def __init__(self, rules: EpisodeRules, trajectory: Trajectory, sampler: Sampler, *given: Any) -> None:
+        super().__init__(rules, trajectory, sampler.session(), sampler.max_length, *given)
+        self._sampler = sampler
 
     async def _turns(self, environment: Any) -> None:
-        calls = Calls(self.rules, self._sampler, self.session, self.seed_of, self._endpoint.counts)
-        trajectory, problem = self.trajectory, None
-        with self._endpoint.admitted(calls, self._secret) as key:
-            playing = asyncio.ensure_future(environment.play(calls, self._endpoint.base_url, key))
+        endpoint, trajectory, problem = environment.endpoint, self.trajectory, None
+        calls = Calls(self.rules, self._sampler, self.session, self.seed_of, endpoint.counts)
+        with endpoint.admitted(environment.key, calls):
+            playing = asyncio.ensure_future(environment.play(calls))
             try:
                 await asyncio.wait({playing, calls.failed}, return_when=asyncio.FIRST_COMPLETED)
             finally:
@@ -211,11 +212,8 @@ class ProgramRun(EpisodeRun):
 class ProgramRollouts(AsyncRolloutEngine):
     """Plays episodes of an `AgentProgram`."""
 
-    def _new(
-        self, trajectory: Trajectory, sampler: Sampler, seed_of: Callable[[int], int], key: EpisodeKey
-    ) -> EpisodeRun:
-        program: Any = self.rules.environment
-        return ProgramRun(program.endpoint, self.rules, trajectory, sampler, seed_of, key)
+    def _new(self, trajectory: Trajectory, sampler: Sampler, *given: Any) -> EpisodeRun:
+        return ProgramRun(self.rules, trajectory, sampler, *given)
 
 
 def _tail(path: Path) -> str:
