@@ -37,8 +37,7 @@ def proxy(
     from TrainingFactory.services.build.named_files import read_config
 
     given = read_config(config, list(overrides))
-    # Imported here: fastapi, torch and transformers take seconds, and a wrong config should not wait for them.
-    from TrainingFactory.http import listen
+    from TrainingFactory.http import listen  # after a wrong config is told: torch and fastapi take seconds
     from TrainingFactory.services.proxy.alone import serve_alone
 
     token, local = listen.key_from(api_key_env), listen.is_loopback(host)

@@ -39,7 +39,6 @@ class ApiError(Exception):
 # JSON, or the data of server-sent events
 Answer = dict[str, Any] | AsyncGenerator[str, None]
 Handler = Callable[[bytes], Awaitable[Answer]]
-EPISODE = "x-tfactory-episode"  # the header with a key that goes before the one in `authorization`
 
 
 class Api:
@@ -55,7 +54,7 @@ class Api:
     def get(self, path: str, answer: Callable[[], dict[str, Any]], keyed: bool = True) -> None:
         async def handler(request: Request) -> Response:
             self._check_host(request)
-            if keyed and not self._opens(_key_in(request)):
+            if keyed and not self._opens(request):
                 raise _wrong_key()
             return _json(answer())
 
@@ -63,11 +62,11 @@ class Api:
 
     def post(self, path: str, answer: Handler) -> None:
         """Take JSON. The answer is cancelled as soon as the client has hung up."""
-        self._post(path, lambda request: answer if self._opens(_key_in(request)) else None)
+        self._post(path, lambda request: answer if self._opens(request) else None)
 
     def post_by_key(self, path: str, find: Callable[[str], Handler | None]) -> None:
         """Do so for the one that `find` gives for the request's key; None for a key that is nobody's."""
-        self._post(path, lambda request: find(request.headers.get(EPISODE) or _key_in(request)))
+        self._post(path, lambda request: find(request.headers.get("x-tfactory-episode") or _key_in(request)))
 
     def _post(self, path: str, find: Callable[[Request], Handler | None]) -> None:
         async def handler(request: Request) -> Response:
@@ -107,9 +106,9 @@ class Api:
             text = "this server is for programs on its own machine; call it by 127.0.0.1 or localhost"
             raise ApiError(text, "host", status=403, code="forbidden")
 
-    def _opens(self, given: str) -> bool:
-        # the bytes as they were sent
-        return self._key is None or hmac.compare_digest(given.encode("latin-1"), self._key.encode())
+    def _opens(self, request: Request) -> bool:
+        given = _key_in(request).encode("latin-1")  # the bytes as they were sent
+        return self._key is None or hmac.compare_digest(given, self._key.encode())
 
     async def _no_such_page(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)

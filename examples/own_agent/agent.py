@@ -14,11 +14,12 @@ from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from openai import AsyncOpenAI
+from openai import AsyncOpenAI  # pyright: ignore[reportMissingImports]
 
 SYSTEM = {"role": "system", "content": "Look up, then answer."}
-LOOKUP = {"type": "function", "function": {"name": "lookup", "description": "Where somebody lives.", "parameters": {
-    "type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}}}  # fmt: skip
+NAME = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
+ABOUT = {"name": "lookup", "description": "Where somebody lives.", "parameters": NAME}
+LOOKUP: Any = {"type": "function", "function": ABOUT}
 MOST = 2  # turns of one conversation
 
 
@@ -54,9 +55,10 @@ class Agent:
                         piece.index,
                         {"id": "", "type": "function", "function": {"name": "", "arguments": ""}},
                     )
+                    function: Any = piece.function
                     call["id"] += piece.id or ""
-                    call["function"]["name"] += piece.function.name or ""
-                    call["function"]["arguments"] += piece.function.arguments or ""
+                    call["function"]["name"] += function.name or ""
+                    call["function"]["arguments"] += function.arguments or ""
         found: dict[str, Any] = {"role": "assistant", "content": content}
         return found | ({"tool_calls": list(calls.values())} if calls else {})
 

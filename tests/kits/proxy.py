@@ -25,6 +25,7 @@ from TrainingFactory.services.proxy.program import AgentProgram, ProgramRollouts
 from TrainingFactory.types import Completion, SamplingParams, Task, Trajectory
 
 REWARD = "/v1/reward"
+TASK = Task("t", "Where is it?", "Rome", {"name": "tower"})
 # A program: `ask(messages)` returns the whole answer, `say(text)` a user's message.
 PROGRAM = """
 import json, os, sys, urllib.error, urllib.request
@@ -92,27 +93,31 @@ def ended(out: Path) -> list[Trajectory]:
 
 
 def play(
-    folder: Path, code: str, say: Callable[[str], Said] | Said = "Rome", episodes: int = 1, **options: Any
-) -> tuple[list[Trajectory], dict[str, float], Script]:
+    folder: Path, code: str, say: Callable[[str], Said] | Said = "Rome", **options: Any
+) -> tuple[list[Trajectory], dict[str, float], Any]:
     """Episodes of a program with this code, what was counted, and the sampler."""
     (folder / "agent.py").write_text(PROGRAM + code, encoding="utf-8")
     sampler = options.pop("sampler", None) or Talker(say if callable(say) else lambda _: say)
-    env = options.pop("env", [])
     command = shlex.join([sys.executable, "-S", str(folder / "agent.py")])
-    program = AgentProgram(command, {"cwd": str(folder), "env": env})
+    program = AgentProgram(command, {"cwd": str(folder), "env": options.pop("env", [])})
+    return *play_program(program, sampler, **options), sampler
+
+
+def play_program(
+    program: AgentProgram, sampler: Any, task: Task = TASK, episodes: int = 1, **options: Any
+) -> tuple[list[Trajectory], dict[str, float]]:
     params = options.pop("params", SamplingParams(max_tokens=100))
 
     async def run() -> list[Trajectory]:
         await program.endpoint.open()
         try:
             engine = ProgramRollouts(program, sampler.chat, params, **options)
-            task = Task("t", "Where is it?", "Rome", {"name": "tower"})
             [group] = await engine.rollout_batch([task], sampler, episodes)
             return group
         finally:
             await program.endpoint.close()
 
-    return asyncio.run(run()), program.endpoint.metrics(), sampler
+    return asyncio.run(run()), program.endpoint.metrics()
 
 
 def line(**row: Any) -> str:

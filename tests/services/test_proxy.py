@@ -196,7 +196,7 @@ FAILURES = {
     TALK + line(reward="much"): ("done", "reward is of no use"),
     TALK + "print('{\"reward\": NaN}')": ("done", "reward is of no use"),
     TALK + line(reward=1) + "sys.exit('no ' + os.environ['MY_SECRET'])": ("error", "status 1: no ***"),
-    TALK + "os.kill(os.getpid(), 9)": ("error", "died of SIGKILL"),
+    TALK + "os.kill(os.getpid(), 9)": ("error", "ended with SIGKILL"),
     "import nothing_like_it": ("error", "ModuleNotFoundError"),
 }  # fmt: skip
 

@@ -59,9 +59,7 @@ class Proxy:
 
     def __init__(self, rollouts: AsyncRolloutEngine, sampler: Sampler, out: Path) -> None:
         if rollouts.group_reward is not None:
-            raise ValueError(
-                "the reward compares episodes of a task, and here each comes alone; take another"
-            )
+            raise ValueError("the reward compares episodes, and here each comes alone; take another")
         self.endpoint, self._rules, self._seed = Endpoint(), rollouts.rules, rollouts.seed
         self._sampler, self._out = sampler, out
         self._playing: set[asyncio.Task[None]] = set()
@@ -71,7 +69,8 @@ class Proxy:
         """Make its pages; with a token only who sends it can begin an episode."""
         api = self.endpoint.api(token, local)
         api.post("/v1/episodes", self.begin)
-        api.get("/health", self.health)
+        told = ("begun", "ended", "scored")
+        api.get("/health", lambda: {name: getattr(self, name) for name in told} | self.endpoint.counts)
         return api.app
 
     async def begin(self, body: bytes) -> Answer:
@@ -83,12 +82,8 @@ class Proxy:
             raise ApiError(f"the episode cannot be begun: {error}", "body") from None
         open_calls, number = self.endpoint.open_calls, self.begun
         if asked.key in open_calls or len(open_calls) >= MOST_OPEN:
-            why = (
-                "an open episode has this key"
-                if asked.key in open_calls
-                else f"{MOST_OPEN} episodes are open"
-            )
-            raise ApiError(why, "key", status=409, code="conflict")
+            text = f"an open episode has this key, or {MOST_OPEN} episodes are open"
+            raise ApiError(text, "key", status=409, code="conflict")
         self.begun += 1
         rules = replace(self._rules, environment=lambda task: Elsewhere(task, self.endpoint, asked.key))
         trajectory = Trajectory(task, group=f"proxy/{task.id}", member=number)
@@ -99,10 +94,6 @@ class Proxy:
         while asked.key not in open_calls and not playing.done():
             await asyncio.sleep(0)
         return {"key": asked.key, "task": task.id}
-
-    def health(self) -> dict[str, Any]:
-        counts = {"open": len(self._playing), "ended": self.ended, "scored": self.scored}
-        return counts | self.endpoint.counts
 
     async def close(self) -> None:
         """End the episodes that are open; they are written as failed."""

@@ -25,7 +25,7 @@ from TrainingFactory.tools.threads import in_thread
 
 ANEW = ("rewritten", "arguments", "tools", "cut", "template")  # why a history was written anew
 SETTINGS = {"temperature", "top_p", "top_k", "min_p", "seed"}  # of a client that the config decides
-REFUSED = ("max_turns", "episode_over", "context_length_exceeded")
+REFUSED = ("max_turns", "context_length_exceeded")
 COUNTS = ("turns", "rows", *ANEW, "aborted", "malformed", "refused", "ignored", "unknown_key")
 
 
@@ -88,7 +88,7 @@ class Calls:
 
     async def close(self) -> list[Node]:
         """Answer nothing more; return all turns in the order of rows."""
-        self._over = True
+        self._over, self._left = True, 0
         for each in self._running:
             each.cancel()
         await asyncio.gather(*self._running, return_exceptions=True)
@@ -112,11 +112,10 @@ class Calls:
         """Refuse what there is no turn or no room left for; count what a client asks for and does not get."""
         request, limit, ours = ask.request, self._sampler.max_length, dataclasses.asdict(self._rules.params)
         room = limit - len(begun.turn.prompt_ids)
-        if self._over or request.n > self._left:
-            self.limited = not self._over
-            left = f"no turn is left of environment.max_turns={self._rules.max_turns}, where each of n counts"
-            code = "episode_over" if self._over else "max_turns"
-            raise ApiError("the episode is over" if self._over else left, status=403, code=code)
+        if request.n > self._left:
+            self.limited |= not self._over
+            text = f"no turn is left of environment.max_turns={self._rules.max_turns}, where each of n counts"
+            raise ApiError(text, status=403, code="max_turns")
         if room < 1:
             self.full = True
             text = f"the messages take {limit - room} tokens, and the context has {limit}; shorten them"
@@ -131,6 +130,9 @@ class Calls:
 
     async def _choice(self, ask: Ask, begun: Node, tell: Tell | None) -> Choice:
         """Sample a turn and keep it. One whose client hangs up is thrown away."""
+        over = ApiError("the episode is over", status=403, code="episode_over")
+        if self._over:
+            raise over
         prompt, rules = begun.turn.prompt_ids, self._rules
         # By what is asked, not by who came first: calls side by side have the same seeds in every run.
         place = int.from_bytes(hashlib.blake2b(json.dumps(prompt).encode(), digest_size=7).digest())
@@ -144,7 +146,7 @@ class Calls:
         except asyncio.CancelledError:
             self._counts["aborted"] += 1
             if self._over:  # by `close`: the client is still there
-                raise ApiError("the episode is over", status=403, code="episode_over") from None
+                raise over from None
             raise
         except Exception as error:
             if not self.failed.done():
@@ -160,10 +162,11 @@ class Calls:
         """Return the session that has the tokens of the turn before, or one that nobody uses."""
         if parent is not None and parent.session is not None:
             session, parent.session = parent.session, None
-            return session
-        if not self._free:
-            self._opened.append(self._sampler.session())
-        return self._free.pop() if self._free else self._opened[-1]
+        elif self._free:
+            session = self._free.pop()
+        else:
+            self._opened.append(session := self._sampler.session())
+        return session
 
 
 class Endpoint:

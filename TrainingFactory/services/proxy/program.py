@@ -65,14 +65,11 @@ class AgentProgram:
         name = self.argv[0] if self.argv else ""
         if shutil.which(str(self.cwd / name) if "/" in name else name) is None:
             raise ValueError(
-                f"environment.command names the program {name!r}, which is not found; name one that is on the PATH, or "
-                f"by a path from {self.cwd} (environment.options.cwd)"
+                f"environment.command names the program {name!r}, which is neither on the PATH nor at {self.cwd / name}"
             )
         if missing := [name for name in self.options.env if name not in os.environ]:
-            raise ValueError(
-                f"environment.options.env names {', '.join(missing)}, and there are no such variables; set them, or "
-                "leave them out (entries are names alone: values stay out of files)"
-            )
+            unset = ", ".join(missing)
+            raise ValueError(f"environment.options.env names {unset}: not set here; set it, or leave it out")
         self.endpoint = Endpoint()
 
     def __call__(self, task: Task) -> ProgramEpisode:
@@ -122,24 +119,21 @@ class ProgramEpisode(Scored):
                 status = await self._run(folder, env)
             except OSError as error:
                 raise ProgramFailed(f"the program cannot be started: {error.strerror}") from error
-            self._read(_tail(folder / "stdout"), calls)
+            self._read((folder / "stdout").read_bytes()[-READ:].decode(errors="replace"), calls)
             if status:
-                how = (
-                    f"ended with status {status}" if status > 0 else f"died of {signal.Signals(-status).name}"
-                )
+                how = signal.Signals(-status).name if status < 0 else f"status {status}"
                 secrets = [self.key, *(env[name] for name in self._program.options.env if len(env[name]) > 3)]
-                lines = without(_tail(folder / "stderr"), secrets).split("\n")
+                wrote = (folder / "stderr").read_bytes()[-READ:].decode(errors="replace")
+                lines = without(wrote, secrets).split("\n")
                 last = next((line for line in reversed(lines) if line.strip()), "nothing on stderr")
-                raise ProgramFailed(f"the program {how}: {clean(last.strip())[-MAX_ERROR_CHARS:]}")
+                raise ProgramFailed(f"the program ended with {how}: {clean(last.strip())[-MAX_ERROR_CHARS:]}")
 
     async def _run(self, folder: Path, env: dict[str, str]) -> int:
         """Return its status. Files, not pipes: who has been started by it may hold a pipe for ever."""
         outputs = [folder / "stdout", folder / "stderr"]
-        with (
-            (folder / "task.json").open("rb") as stdin,
-            outputs[0].open("wb") as out,
-            outputs[1].open("wb") as err,
-        ):
+        with contextlib.ExitStack() as held:
+            stdin = held.enter_context((folder / "task.json").open("rb"))
+            out, err = (held.enter_context(path.open("wb")) for path in outputs)
             process = subprocess.Popen(
                 self._program.argv, stdin=stdin, stdout=out, stderr=err, cwd=self._program.cwd, env=env,
                 start_new_session=True,  # so that it can be ended with all that it has started
@@ -214,9 +208,3 @@ class ProgramRollouts(AsyncRolloutEngine):
 
     def _new(self, trajectory: Trajectory, sampler: Sampler, *given: Any) -> EpisodeRun:
         return ProgramRun(self.rules, trajectory, sampler, *given)
-
-
-def _tail(path: Path) -> str:
-    with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - READ))
-        return file.read().decode(errors="replace")
