@@ -25,6 +25,7 @@ from TrainingFactory.cli.hello import hello
 from TrainingFactory.cli.import_ import import_
 from TrainingFactory.cli.judge import judge
 from TrainingFactory.cli.new import env, envs, models
+from TrainingFactory.cli.plan import plan
 from TrainingFactory.cli.proxy import proxy
 from TrainingFactory.cli.registry import registry
 from TrainingFactory.cli.rollout import rollout
@@ -54,6 +55,7 @@ for command in (
     demo,
     train,
     doctor,
+    plan,
     runs,
     registry,
     export,

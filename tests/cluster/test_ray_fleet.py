@@ -130,3 +130,10 @@ def test_a_model_that_cannot_be_loaded(ray_head: str, tmp_path: Path) -> None:
             return
         time.sleep(0.1)
     raise AssertionError(status())
+
+
+def test_all_that_need_ray_or_vllm_are_in_one_process(request: pytest.FixtureRequest) -> None:
+    """Each process of the suite would start its own: pytest-xdist tells groups by the names that it gives to tests."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        pytest.skip("the suite runs in one process")
+    assert request.node.nodeid.endswith("@scale")

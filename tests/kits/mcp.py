@@ -70,12 +70,14 @@ async def pid_of(tools: MCPTools) -> int:
 
 def children() -> set[int]:
     """Processes of ours that live."""
-    found = set()
-    for process in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            if process.status() != psutil.STATUS_ZOMBIE:
-                found.add(process.pid)
-    return found
+    return {process.pid for process in psutil.Process().children(recursive=True) if lives(process)}
+
+
+def lives(process: psutil.Process) -> bool:
+    """Whether it is still there: one that has ended counts as gone, also where nobody has asked how."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
 
 
 def wait_until(condition: Callable[[], Any], seconds: float = 60.0) -> None:

@@ -208,12 +208,13 @@ def test_the_sampler_has_weights_of_its_own(lora: bool) -> None:
             for weight in loaded.model.parameters():
                 if weight.requires_grad:
                     weight.add_(0.05 * torch.ones_like(weight).cumsum(-1) / weight.shape[-1])
-        assert await logprobs(engine) == before
+        assert await logprobs(engine) == pytest.approx(before, abs=1e-5)
         pointers = [weight.data_ptr() for weight in copied.parameters()]
         await engine.update(Weights(1))
         await alone.update(Weights(1))
         after = await logprobs(engine)
-        assert after != before and after == await logprobs(alone) and engine.policy_version == 1
+        assert after != pytest.approx(before, abs=1e-2) and engine.policy_version == 1
+        assert after == pytest.approx(await logprobs(alone), abs=1e-5)
         assert [weight.data_ptr() for weight in copied.parameters()] == pointers
         await engine.close()
         await alone.close()

@@ -268,8 +268,8 @@ async def test_what_a_server_has_started_ends_with_it() -> None:
     async with kit.tiny() as tools:
         pids = [int(pid) for pid in (await call(tools, "say", text="children")).content.split()]
         started = [psutil.Process(pid) for pid in pids]  # not by number alone, which may soon be another's
-        assert len(started) == 2 and all(each.is_running() for each in started)
-    await kit.until(lambda: not any(each.is_running() for each in started))
+        assert len(started) == 2 and all(map(kit.lives, started))
+    await kit.until(lambda: not any(map(kit.lives, started)))
 
 
 def test_a_forgotten_close_leaves_nothing_and_does_not_hang() -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.kits.mcp import children, wait_until
+from tests.kits.mcp import children, lives, wait_until
 from tests.kits.python import make, run, texts
 from TrainingFactory.tools import AsyncToolExecutor
 from TrainingFactory.tools.sandbox.python_tool import START_SECONDS
@@ -276,5 +276,5 @@ def test_the_process_dies_with_a_killed_trainer(first: str, tmp_path: Path):
             lambda: worker.cpu_times().user > idle
         )  # the loop runs: it reads no pipe that could end it
         parent.kill()
-    wait_until(lambda: not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE)
+    wait_until(lambda: not lives(worker))
     assert [list(folder.iterdir()) for folder in tmp_path.iterdir()] in ([], [[]])

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 Say = Callable[[str], None]
 PROCESSES = 16  # of environment.command at a time, unless its options say otherwise
 # Mean distance of log-probs that rounding explains: of float32 over other kernels, and of two bytes.
-TOLERANCE, COARSE = 0.01, 0.25
+TOLERANCE, COARSE = 0.01, 0.1
 
 
 def elsewhere(config: TrainingConfig) -> bool:

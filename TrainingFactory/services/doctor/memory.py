@@ -37,11 +37,14 @@ def estimate(config: TrainingConfig, model: Any, needs: frozenset[str], max_leng
         slots = min(config.sampling.slots, episodes * (1 + ahead))
         found["cache"] = cache_bytes(shape, slots, max_length, size)
     tokens = min(tokens, episodes * max_length)
-    layers = shape.num_hidden_layers * (1 if training.gradient_checkpointing else KEPT)
-    found["activations"] = (
-        tokens * shape.hidden_size * size * (layers + KEPT * training.gradient_checkpointing)
-    )
+    found["activations"] = activation_bytes(shape, tokens, training.gradient_checkpointing, size)
     return {name: float(count) for name, count in found.items()}
+
+
+def activation_bytes(shape: Any, tokens: int, checkpointing: bool, size: int) -> int:
+    """Return the bytes that a pack of tokens leaves for the backward pass; `shape` is the text config."""
+    layers = shape.num_hidden_layers * (1 if checkpointing else KEPT)
+    return tokens * shape.hidden_size * size * (layers + KEPT * checkpointing)
 
 
 def cache_bytes(shape: Any, slots: int, max_length: int, size: int) -> int:

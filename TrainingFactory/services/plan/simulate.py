@@ -1,0 +1,196 @@
+"""Simulate training steps by events: episodes, samplers, tools, the learner, and what waits for what."""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from TrainingFactory.services.plan.workload import Played, Workload
+
+Resume = Callable[[], object]
+Process = Generator[Callable[[Resume], object]]  # what it yields calls back when what it waits for is there
+
+
+class Costs(NamedTuple):
+    """Holds seconds: `decode` of a token in each of n rows whose contexts have so many tokens together, `prefill` of
+    tokens behind known ones, `update` of groups; `overlap` is how fast both are while one device does both."""
+
+    decode: Callable[[int, float], float]
+    prefill: Callable[[int, int], float]
+    update: Callable[[Sequence[Played]], float]
+    turn: float = 0.0  # in its sampler
+    driver: float = 0.0  # of a turn in the one process that plays all episodes
+    write: float = 0.0  # of weights, while sampling goes on
+    load: float = 0.0  # of weights, while it stands still
+    record: float = 0.0  # between two steps
+    overlap: float = 0.5
+
+
+class Device:
+    """A sampler: while prompts are computed no row goes on; else every row gets a token in the same time, which depends
+    on how many there are. It may learn as well."""
+
+    def __init__(self, clock: Simulation) -> None:
+        self.clock, self.costs, self.halted, self.episodes = clock, clock.costs, False, 0
+        self.cached = set[tuple[int, int]]()  # prompts of groups, by versions
+        self.lesson: list[Any] | None = None  # seconds left, resume
+        self._rows = list[tuple[float, int, int, Resume]]()  # place where it ends, number, context, resume
+        self._place, self._context = 0.0, 0  # tokens of a row since the beginning; all contexts together
+        self._prompts, self._since, self._changes = 0.0, 0.0, 0  # seconds of prompts that are left
+
+    def ask(self, seconds: float, tokens: int, context: int, resume: Resume) -> None:
+        """Compute a prompt, then sample tokens behind a context that is so long in the mean."""
+        self._prompts += seconds
+        heapq.heappush(self._rows, (self._place + tokens, self._changes, context, resume))
+        self._context += context
+
+    def halt(self, halted: bool) -> None:
+        """Stand still, or go on by new weights: what rows have behind them is then computed anew."""
+        self.halted = halted
+        self._prompts += self.costs.prefill(self._context, 0) if self._rows and not halted else 0.0
+
+    def change(self, action: Callable[..., object], *given: Any) -> None:
+        """Account for the time since the last change, make this one, and plan what is next."""
+        passed, self._since, self._changes = self.clock.now - self._since, self.clock.now, self._changes + 1
+        samples, speed, step = self._state()
+        if self.lesson is not None:
+            self.lesson[0] -= passed * speed
+        if samples:
+            behind = max(0.0, passed * speed - self._prompts)
+            self._prompts = max(0.0, self._prompts - passed * speed)
+            self._place += behind / step if step else 0.0
+        action(*given)
+        samples, speed, step = self._state()
+        ends = [] if self.lesson is None else [(self.lesson[0] / speed, 0, self._end_lesson)]
+        if samples:
+            left = self._prompts + (self._rows[0][0] - self._place) * step
+            ends.append((left / speed, 1, self._end_row))
+        for seconds, _, end in sorted(ends)[:1]:
+            self.clock.after(max(0.0, seconds), partial(self._due, self._changes, end))
+
+    def _state(self) -> tuple[bool, float, float]:
+        """Return whether it samples, how fast it is, and the seconds of a token."""
+        samples = bool(self._rows) and not self.halted
+        speed = self.costs.overlap if samples and self.lesson is not None else 1.0
+        return samples, speed, self.costs.decode(len(self._rows), self._context) if samples else 0.0
+
+    def _due(self, changes: int, end: Resume) -> None:
+        if changes == self._changes:  # else what was planned holds no more
+            self.change(end)
+
+    def _end_lesson(self) -> None:
+        assert self.lesson is not None
+        self.clock.after(0.0, self.lesson[1])
+        self.lesson = None
+
+    def _end_row(self) -> None:
+        self._place, _, context, resume = heapq.heappop(self._rows)
+        self._context -= context
+        self.clock.after(0.0, resume)
+
+
+@dataclass
+class Simulation:
+    """The driver of a run: its gate, its loop and its episodes, as `services/training` has them, groups in order. A
+    group has the same episodes by its number, whatever the hardware."""
+
+    workload: Workload
+    costs: Costs
+    batch_size: int
+    group_size: int
+    slots: int  # episodes at a time, in each sampler
+    samplers: int = 1
+    bound: int = 0
+    shared: bool = False  # sampler and learner have one device
+    steps: int = 6
+    seed: int = 0
+
+    def run(self, skipped: int = 1) -> tuple[float, float]:
+        """Return seconds and sampled tokens of a step, in the mean; those before the stream is full do not count."""
+        self.now, self._events, self._version, self._driven = 0.0, list[tuple[float, int, Resume]](), 0, 0.0
+        self._devices = [Device(self) for _ in range(self.samplers)]
+        self._learner = self._devices[0] if self.shared else Device(self)
+        self._room, self._outside, self._pushed = self.slots * self.samplers, deque[Resume](), 0
+        self._played, self._left = list[Played](), list[int]()  # by number
+        self._times, self._loop = list[float](), None  # ends of steps; what waits for groups
+        self._start(self._steps())
+        while self._events:
+            self.now, _, resume = heapq.heappop(self._events)
+            resume()
+        counted, tokens = self.steps - skipped, self._played[skipped * self.batch_size :]
+        seconds = (self._times[-1] - self._times[skipped - 1]) / counted
+        return seconds, sum(group.sampled for group in tokens) / counted
+
+    def after(self, seconds: float, resume: Resume) -> None:
+        self._pushed += 1
+        heapq.heappush(self._events, (self.now + seconds, self._pushed, resume))
+
+    def _start(self, process: Process) -> None:
+        if (wait := next(process, None)) is not None:
+            wait(partial(self._start, process))
+
+    def _steps(self) -> Process:
+        size, learner = self.batch_size, self._learner
+        for step in range(self.steps):
+            while len(self._played) < min(step + self.bound + 1, self.steps) * size:
+                self._begin(len(self._played))
+            while any(self._left[step * size : (step + 1) * size]):
+                yield partial(setattr, self, "_loop")
+            groups = self._played[step * size : (step + 1) * size]
+            lesson = self.costs.update([group for group in groups if group.taught])
+            yield lambda resume, of=lesson: learner.change(setattr, learner, "lesson", [of, resume])
+            yield partial(self.after, self.costs.write)
+            for sampler in self._devices:
+                sampler.change(sampler.halt, True)
+            yield partial(self.after, self.costs.load)
+            self._version += 1
+            for sampler in self._devices:
+                sampler.change(sampler.halt, False)
+            yield partial(self.after, self.costs.record)
+            self._times.append(self.now)
+
+    def _begin(self, number: int) -> None:
+        self._played.append(self.workload(np.random.default_rng([self.seed, number]), self.group_size))
+        self._left.append(self.group_size)
+        for member in range(self.group_size):
+            self._start(self._episode(number, member))
+
+    def _enter(self, resume: Resume) -> None:
+        self._outside.append(resume)
+        self._admit(0)
+
+    def _admit(self, left: int) -> None:
+        self._room += left
+        if self._room and self._outside:
+            self._room -= 1
+            self.after(0.0, self._outside.popleft())
+
+    def _episode(self, number: int, member: int) -> Process:
+        yield self._enter
+        sampler = min(self._devices, key=lambda each: each.episodes)
+        sampler.episodes += 1
+        context, seen, group, costs = 0, -1, self._played[number], self.costs
+        for turn in group.episodes[member]:
+            self._driven = max(self._driven, self.now) + costs.driver  # one turn after the other
+            yield partial(self.after, self._driven - self.now)
+            prompt = group.episodes[0][0].new if (number, self._version) in sampler.cached else 0
+            known, seen = context if seen == self._version else prompt, self._version
+            sampler.cached.add((number, seen))
+            context += turn.new
+            seconds, mean = costs.prefill(max(0, context - known), known), context + turn.sampled // 2
+            yield partial(sampler.change, sampler.ask, costs.turn + seconds, turn.sampled, mean)
+            context += turn.sampled
+            yield partial(self.after, turn.tool)
+        yield partial(self.after, group.rewards[member])
+        sampler.episodes -= 1
+        self._admit(1)
+        self._left[number] -= 1
+        if self._loop is not None and not self._left[number]:
+            self.after(0.0, self._loop)
+            self._loop = None

@@ -1,0 +1,271 @@
+"""`tfactory plan`: simulations against cases computed by hand, formulas against a real model and measured figures."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from TrainingFactory.cli.app import app
+from TrainingFactory.config import TrainingConfig, load_config
+from TrainingFactory.models import load_model
+from TrainingFactory.services.doctor.memory import estimate
+from TrainingFactory.services.plan.planning import Planner
+from TrainingFactory.services.plan.shapes import DATA, Shape, find_shape, learner_bytes, sampler_bytes
+from TrainingFactory.services.plan.simulate import Costs, Simulation
+from TrainingFactory.services.plan.workload import Played, Turn, Workload, distribution, drawn, recorded
+from TrainingFactory.services.runs.folder import RunFolder
+from TrainingFactory.types import Completion, Message, Reward, Task, ToolResult, Trajectory
+from TrainingFactory.types import Turn as Sampled
+
+CONFIG = str(Path(__file__).parents[2] / "configs" / "qwen3_grpo_ray.yaml")
+SMALL = {"training": {"batch_size": 2, "group_size": 2, "token_budget": 4096}, "sampling": {"engine": "vllm"}}
+
+
+def free(*_: object) -> float:
+    return 0.0
+
+
+def fixed(*turns: Turn, reward: float = 0.0) -> Workload:
+    """Groups of equal episodes."""
+    return lambda _, size: Played([list(turns)] * size, [reward] * size)
+
+
+def test_a_synchronous_step_adds_up_what_each_part_takes() -> None:
+    # 10 rows, two turns of 100 tokens at 10 ms, a call of 3 s, a reward of 0.5 s, 5 + 1 + 2 + 0.25 s for the learner
+    workload = fixed(Turn(50, 100, 3.0), Turn(20, 100), reward=0.5)
+    costs = Costs(lambda *_: 0.01, free, lambda groups: len(groups) * 1.0, write=1.0, load=2.0, record=0.25)
+    seconds, tokens = Simulation(workload, costs, 5, 2, 64).run()
+    assert seconds == pytest.approx(1.0 + 3.0 + 1.0 + 0.5 + 5.0 + 1.0 + 2.0 + 0.25)
+    assert tokens == 5 * 2 * 200
+
+
+def test_ahead_the_slower_of_sampling_and_learning_counts() -> None:
+    workload = fixed(Turn(50, 100, 2.0))
+    for lesson, expected in ((4.0, 4.0), (0.5, 1.75)):
+        costs = Costs(lambda *_: 0.01, free, lambda _, lesson=lesson: lesson)
+        # 3 s of sampling; with a bound of 1 the groups of a step begin one step before it: 3 s by two steps, where
+        # the learner is quicker
+        seconds, _ = Simulation(workload, costs, 5, 2, 64, bound=1, steps=42).run(skipped=1)
+        assert seconds == pytest.approx(expected, rel=0.03)
+        assert Simulation(workload, costs, 5, 2, 64).run()[0] == pytest.approx(3.0 + lesson)
+
+
+def test_rows_share_a_sampler_and_prompts_hold_them_up() -> None:
+    # every row of n takes n ms a token; a prompt is computed once for a group, a millisecond a token
+    costs = Costs(lambda n, _: n * 1e-3, lambda new, _: new * 1e-3, free)
+    workload = fixed(Turn(200, 100, 1.0), Turn(50, 100))
+    one = Simulation(workload, costs, 3, 2, 64).run()[0]
+    assert one == pytest.approx((3 * 0.2 + 0.6) + 1.0 + (6 * 0.05 + 0.6))
+    # three samplers have two episodes each: an episode goes where the fewest are, so groups are torn apart
+    three = Simulation(workload, costs, 3, 2, 64, samplers=3).run()[0]
+    assert three == pytest.approx((2 * 0.2 + 0.2) + 1.0 + (2 * 0.05 + 0.2))
+    # with room for two episodes at a time the six go in three rounds
+    assert Simulation(fixed(Turn(0, 100)), costs, 3, 2, 2).run()[0] == pytest.approx(3 * 0.2)
+
+
+def test_contexts_cost_and_are_computed_anew_by_new_weights() -> None:
+    contexts = list[tuple[int, float]]()
+    known = list[tuple[int, int]]()
+
+    def decode(rows: int, context: float) -> float:
+        contexts.append((rows, context))
+        return 0.01
+
+    def prefill(new: int, old: int) -> float:
+        known.append((new, old))
+        return 0.0
+
+    # of one row, step 1 is sampled while step 0 is learned for 2.5 s: its second turn comes after the new weights
+    workload = fixed(Turn(30, 100, 1.0), Turn(10, 100))
+    Simulation(workload, Costs(decode, prefill, lambda _: 2.5), 1, 1, 8, bound=1, steps=2).run()
+    assert (1, 80) in contexts and (1, 190) in contexts
+    assert known[:2] == [(30, 0), (30, 0)] and (10, 130) in known
+    # a sampler that is halted goes on where it was, behind what it computes anew
+    halted = Costs(lambda *_: 0.01, free, lambda _: 0.5, load=4.0)
+    assert Simulation(fixed(Turn(0, 100)), halted, 1, 1, 8, bound=1, steps=9).run()[0] == pytest.approx(
+        4.9, rel=0.1
+    )
+
+
+def test_one_device_for_both_is_slower_while_both_work() -> None:
+    costs = Costs(lambda *_: 0.01, free, lambda _: 1.0, overlap=0.5)
+    workload = fixed(Turn(0, 100))
+    apart = Simulation(workload, costs, 1, 1, 8, bound=1, steps=20).run()[0]
+    shared = Simulation(workload, costs, 1, 1, 8, bound=1, steps=20, shared=True).run()[0]
+    assert apart == pytest.approx(1.0, rel=0.06) and shared == pytest.approx(2.0, rel=0.06)
+
+
+def test_tails_decide_and_a_bound_helps() -> None:
+    given = DATA["workload"] | {"turn_tokens": [20], "tool_seconds": ["lognormal:1:1.2"]}
+    draws = {name: distribution(row[0]) for name, row in given.items()}
+    costs = Costs(lambda *_: 0.01, free, lambda _: 1.0)
+    ahead = [Simulation(drawn(draws, 8, 99), costs, 8, 8, 999, bound=n, steps=8).run()[0] for n in (0, 1, 2)]
+    assert ahead[0] > ahead[1] > ahead[2]
+    mean = draws | {"tool_seconds": distribution("1")}
+    constant = Simulation(drawn(mean, 8, 99), costs, 8, 8, 999, steps=8).run()[0]
+    assert constant == pytest.approx(4 * 0.2 + 3.0 + 1.0) and ahead[0] > 2 * constant
+    again = Simulation(drawn(draws, 8, 99), costs, 8, 8, 999, bound=1, steps=8).run()[0]
+    assert again == ahead[1]
+
+
+def test_weights_and_memory_are_those_of_a_real_model() -> None:
+    loaded, shape = load_model("builtin:tiny", device="cpu"), find_shape("builtin:tiny", None)
+    real = sum(each.numel() for each in loaded.model.parameters())
+    assert shape.params == pytest.approx(real, rel=0.005)  # norms are left out
+    config = TrainingConfig(training={"token_budget": 64})
+    found = estimate(config, loaded.model.bfloat16(), frozenset(), 512)
+    ours = learner_bytes(shape, config, frozenset(), 1)
+    assert ours["activations"] == found["activations"]
+    assert ours["weights"] == pytest.approx(found["weights"], rel=0.005)
+    assert ours["copies, gradients, optimizer"] == pytest.approx(
+        found["gradients"] + found["optimizer"], rel=0.005
+    )
+    slots = config.sampling.slots + 1
+    assert sampler_bytes(shape, 1, slots, 512)["cache"] == found["cache"]
+    assert sampler_bytes(shape, 2, slots, 512)["cache"] == found["cache"] / 2
+    shards = learner_bytes(shape, config, frozenset({"reference"}), 4)
+    assert shards["copies, gradients, optimizer"] == pytest.approx(16 * shape.params / 4)
+    assert shards["reference"] == 2 * shape.params / 4
+
+
+def test_adapters_have_the_weights_that_peft_makes() -> None:
+    from TrainingFactory.learning.lora import add_lora
+
+    model = add_lora(load_model("builtin:tiny", device="cpu").model, 4, 8, 0.0, "all-linear")
+    real = sum(each.numel() for each in model.parameters() if each.requires_grad)
+    assert find_shape("builtin:tiny", None).adapter(4) == real
+
+
+@pytest.mark.parametrize(
+    ("size", "billions"),
+    [("0.6B", 0.6), ("4B", 4.0), ("8B", 8.2), ("14B", 14.8), ("32B", 32.8), ("70B", 70.6)],
+)
+def test_named_shapes_have_the_sizes_of_their_models(size: str, billions: float) -> None:
+    assert find_shape("x", size).params / 1e9 == pytest.approx(billions, rel=0.01)
+    assert find_shape(f"some/Model-{size}-Instruct", None).params == find_shape("x", size.lower()).params
+
+
+@pytest.mark.parametrize(
+    ("engine", "rates"), [("native", {64: 8041, 256: 22014}), ("vllm", {64: 9756, 256: 14160})]
+)
+def test_figures_give_back_what_they_were_measured_by(engine: str, rates: dict[int, int]) -> None:
+    config = TrainingConfig(sampling={"engine": engine, "slots": 256}, training={"group_size": 2})
+    planner = Planner(config, 1, size="0.6B")
+    for rows, rate in rates.items():  # 256 + 128 tokens, 32 prompts
+        alone = planner.costs(1)._replace(update=free, driver=0.0, record=0.0, write=0.0, load=0.0)
+        step = Simulation(fixed(Turn(256, 128)), alone, 32, rows // 32, 256, steps=3).run()
+        assert step[1] / step[0] == pytest.approx(rate, rel=0.03)
+    groups = 16 * [Played([[Turn(768, 256)]] * 8, [0.0] * 8)]
+    passes = 4 / 3 if engine == "vllm" else 1.0  # log-probs of its own weights first
+    assert 131_072 * passes / planner.costs(1).update(groups) == pytest.approx(121_000, rel=0.01)
+
+
+def test_more_gpus_are_never_slower_and_larger_models_are() -> None:
+    config = TrainingConfig(**SMALL)
+    by_gpus = [Planner(config, gpus, size="4B").plan()["step_seconds"] for gpus in (2, 4, 8)]
+    assert by_gpus == sorted(by_gpus, reverse=True)
+    assert Planner(config, 8, size="8B").plan(4)["step_seconds"] > by_gpus[-1]
+
+
+def test_what_takes_most_is_the_bottleneck() -> None:
+    config = TrainingConfig(**SMALL)
+    for part, rates in {
+        "tools": ["tool_seconds=100"], "reward": ["reward_seconds=100"], "update": ["update_mfu=0.0001"],
+        "push": ["push_load_gbs=0.01"], "sampling": ["layer_us=100000"], "driver": ["record_s=500"],
+    }.items():  # fmt: skip
+        found = Planner(config, 2, size="0.6B", rates=rates).plan(1)
+        assert found["bottleneck"] == part
+        assert found["step_seconds_without"][part] < 0.5 * found["step_seconds"]
+
+
+def trajectory(group: str, seconds: float, reward: float) -> Trajectory:
+    first = Sampled([1, 2, 3], Completion([4, 5], [0.0, 0.0], "stop"), Message("assistant"))
+    first.tool_results = [ToolResult("", seconds=seconds), ToolResult("", seconds=0.1)]
+    last = Sampled([1, 2, 3, 4, 5, 6], Completion([7], [0.0], "stop"), Message("assistant"))
+    return Trajectory(Task("t", "?"), group, turns=[first, last], reward=Reward(reward))
+
+
+def test_a_run_gives_lengths_latencies_and_what_taught(tmp_path: Path) -> None:
+    run = RunFolder.create(TrainingConfig(logging={"output_dir": str(tmp_path)}), "r", {})
+    with pytest.raises(ValueError, match=r"no episodes in trajectories\.jsonl"):
+        recorded(run)
+    run.append_trajectories(
+        [trajectory("0/a", 2.0, 1.0), trajectory("0/a", 3.0, 0.0), trajectory("0/b", 4.0, 0.0)]
+    )
+    run.append("metrics.jsonl", {"step": 1, "episodes": 3, "seconds/reward": 1.5})
+    workload, seen = recorded(run), set[tuple[float, bool]]()
+    for number in range(20):
+        played = workload(np.random.default_rng(number), 3)
+        assert [turn[:2] for turn in played.episodes[0]] == [(3, 2), (1, 1)]
+        assert list(played.rewards) == [0.5] * 3 and played.tree_tokens == 3 * 7 - 2 * 3
+        seen |= {(each[0].tool, played.taught) for each in played.episodes}
+    assert seen == {(2.0, True), (3.0, True), (4.0, False)}
+    slow = recorded(run, distribution("9"))(np.random.default_rng(0), 1)
+    assert [turn.tool for turn in slow.episodes[0]] == [9.0, 0.0]
+
+
+def test_the_command_prints_figures_with_sources_and_json(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    rates = tmp_path / "rates.yaml"
+    rates.write_text("{update_mfu: 0.4, tool_seconds: 'exponential:2'}", encoding="utf-8")
+    given = ["plan", CONFIG, "--gpus", "4", "training.batch_size=4", "--learners", "1", "--rates", str(rates)]
+    app([*given, "--rate", "node_gbs=200", "training.gradient_checkpointing=true", "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert found["learners"] == 1 and found["samplers"] == 3 and found["model"] == "Qwen3-4B"
+    assert found["figures"]["update_mfu"]["source"] == f"given by --rates {rates}"
+    assert found["figures"]["node_gbs"] == {
+        "value": 200.0,
+        "unit": "GB/s for each GPU",
+        "source": "given by --rate",
+    }
+    assert "benchmarks.gpu_vllm" in found["figures"]["push_load_gbs"]["source"]
+    assert found["step_seconds_by_bound"].keys() == {"0", "1"}
+    assert sum(found["learner_gb"].values()) < found["room_gb"]
+    app([*given, "training.gradient_checkpointing=true"])
+    shown = capsys.readouterr().out
+    assert "bottleneck" in shown and "assumed" in shown and "gpu hours" in shown
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (
+            {"gpus": 2, "size": "70B"},
+            [
+                "--gpus 2 does not go with Llama-3.1-70B",
+                "training.gradient_checkpointing=true the learner takes 11",
+            ],
+        ),
+        ({"gpus": 8, "size": "5B"}, ["--model-size 5B", "4B, 7B, 8B"]),
+        ({"gpus": 8, "size": "4B", "gpu": "v100"}, ["--gpu v100", "h200, h100, a100"]),
+        (
+            {"gpus": 8, "size": "4B", "rates": ["update_mf=1"]},
+            ["no figure 'update_mf'", "did you mean update_mfu?"],
+        ),
+        ({"gpus": 8, "size": "4B", "rates": ["update_mfu=0"]}, ["update_mfu: must be more than 0"]),
+        (
+            {"gpus": 8, "size": "4B", "rates": ["tool_seconds=normal:1"]},
+            ["'normal:1' must be a number, exponential"],
+        ),
+        ({"gpus": 8, "size": "4B", "run": "nowhere"}, ["nowhere"]),
+    ],
+)
+def test_mistakes_are_named(given: dict[str, object], words: list[str]) -> None:
+    with pytest.raises(ValueError) as caught:
+        Planner(load_config(CONFIG), **given).plan()  # type: ignore[arg-type]
+    assert all(each in str(caught.value) for each in words), caught.value
+
+
+def test_models_that_cannot_be_planned_are_named(tmp_path: Path) -> None:
+    shape = Shape("x", 2, 8, 16, 2, 1, 4, 100, True)._asdict() | {"num_experts": 8}
+    (tmp_path / "config.json").write_text(json.dumps(shape), encoding="utf-8")
+    with pytest.raises(ValueError, match="mixture of experts"):
+        find_shape(str(tmp_path), None)
+    (tmp_path / "config.json").write_text(json.dumps(shape | {"num_experts": None}), encoding="utf-8")
+    assert find_shape(str(tmp_path), None)._replace(name="x") == Shape("x", 2, 8, 16, 2, 1, 4, 100, True)
+    with pytest.raises(ValueError, match=r"training\.algorithm=sft samples nothing"):
+        Planner(TrainingConfig(training={"algorithm": "sft"}), 2)
