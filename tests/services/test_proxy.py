@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,13 @@ import psutil
 import pytest
 
 from tests.kits.cli import Run
-from tests.kits.proxy import REWARD, Talker, begin, ended, line, play, proxied
+from tests.kits.proxy import PROGRAM, REWARD, Talker, begin, ended, line, play, proxied
+from tests.kits.run import Quiet
 from tests.kits.serve import CHAT, WEATHER, events, joined, tiny_chat, until
 from TrainingFactory.algorithms.grpo import GRPO
+from TrainingFactory.config import TrainingConfig
 from TrainingFactory.data.samples import to_samples
+from TrainingFactory.services.build.training import Training
 from TrainingFactory.services.proxy.conversations import Conversations
 from TrainingFactory.types import (
     Completion,
@@ -303,6 +307,38 @@ class Seen(Talker):
 
         session.sample = noted  # type: ignore[method-assign]
         return session
+
+
+def test_a_run_trains_evaluates_and_samples_ahead_by_a_command(tmp_path: Path) -> None:
+    code = TALK + 'print(json.dumps({"reward": len(first["content"] or "") % 3}))\n'
+    (tmp_path / "agent.py").write_text(PROGRAM + code)
+    rows = [json.dumps({"prompt": f"{number}?"}) + "\n" for number in range(4)]
+    (tmp_path / "tasks.jsonl").write_text("".join(rows))
+    sections: dict[str, dict[str, Any]] = {
+        "environment": {
+            "command": shlex.join([sys.executable, "-S", str(tmp_path / "agent.py")]),
+            "max_turns": 3,
+        },
+        "data": {
+            "tasks": str(tmp_path / "tasks.jsonl"),
+            "heldout": str(tmp_path / "tasks.jsonl"),
+            "heldout_count": 2,
+        },
+        "training": {"max_steps": 2, "batch_size": 2, "group_size": 3, "eval_every": 2},
+        "sampling": {"max_tokens": 30},
+        "optimization": {"async_rollout": True},
+        "logging": {"output_dir": str(tmp_path)},
+    }
+    report = Training(TrainingConfig(**sections), name="run", watcher=Quiet()).train()
+    rows = [row for row in report.rows if "reward" in row]
+    assert report.state == "finished" and len(rows) == 2
+    assert sum(row["proxy/turns"] for row in rows) <= 24 and all(row["episodes/failed"] == 0 for row in rows)
+    assert any("eval/proxy/turns" in row for row in report.rows)
+    episodes = ended(tmp_path / "run" / "trajectories.jsonl")
+    for first, second in (each.turns for each in episodes if len(each.turns) == 2):
+        so_far = first.prompt_ids + first.completion.token_ids
+        went_on = second.prompt_ids[: len(so_far)] == so_far
+        assert went_on == (first.completion.finish == "stop")
 
 
 @pytest.mark.parametrize(
