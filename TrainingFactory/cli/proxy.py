@@ -27,6 +27,10 @@ def proxy(
     /v1/episodes begins an episode and gives its key, which the agent sends as its API key; POST /v1/reward with
     {"reward": 1.0} and that key ends it. See docs/OWN_AGENT.md.
 
+    ```
+    tfactory proxy config.yaml --port 9000 model.name=qwen3-4b
+    ```
+
     Args:
         config: A YAML file with a model, and as wanted sampling, reward, environment.max_turns and episode_timeout.
         host: The address to serve at; another than this machine's own needs --api-key-env.

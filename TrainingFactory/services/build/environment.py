@@ -43,8 +43,9 @@ def make_program(config: TrainingConfig, command: str) -> AgentProgram:
     place, own = config.environment, {"tools": config.tools, "deterministic": config.sampling.deterministic}
     beside = own | {"environment_id": place.environment_id, "system_prompt": place.system_prompt}
     if given := ", ".join(name for name, value in beside.items() if value):
-        why = "the program has its own prompts and tools, and calls when it wants to"
-        raise ValueError(f"environment.command goes without {given}: {why}; leave one of them out")
+        raise ValueError(
+            f"environment.command goes without {given}, for the program has its own; leave one out"
+        )
     return AgentProgram(command, place.options)
 
 

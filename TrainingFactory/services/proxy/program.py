@@ -68,8 +68,7 @@ class AgentProgram:
                 f"environment.command names the program {name!r}, which is neither on the PATH nor at {self.cwd / name}"
             )
         if missing := [name for name in self.options.env if name not in os.environ]:
-            unset = ", ".join(missing)
-            raise ValueError(f"environment.options.env names {unset}: not set here; set it, or leave it out")
+            raise ValueError(f"environment.options.env names {', '.join(missing)}: set it, or leave it out")
         self.endpoint = Endpoint()
 
     def __call__(self, task: Task) -> ProgramEpisode:
