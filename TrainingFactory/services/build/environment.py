@@ -43,9 +43,7 @@ def make_program(config: TrainingConfig, command: str) -> AgentProgram:
     place, own = config.environment, {"tools": config.tools, "deterministic": config.sampling.deterministic}
     beside = own | {"environment_id": place.environment_id, "system_prompt": place.system_prompt}
     if given := ", ".join(name for name, value in beside.items() if value):
-        raise ValueError(
-            f"environment.command goes without {given}, for the program has its own; leave one out"
-        )
+        raise ValueError(f"environment.command goes without {given}: the program has its own")
     return AgentProgram(command, place.options)
 
 
