@@ -53,7 +53,7 @@ def test_its_turns_are_kept_whatever_its_client_does(options: list[str]) -> None
     }  # fmt: skip
     assert counts["proxy/extended"] == pytest.approx(1 / 3)
     samples = to_samples(episode)
-    assert len(samples) == 4 and [turn.signals["row"] for turn in episode.turns].count(1.0) <= 2
+    assert len(samples) == 4 and [turn.signals["proxy/row"] for turn in episode.turns].count(1.0) <= 2
     trained = sum(sum(row.loss_mask) for row in samples)
     assert trained == sum(len(turn.completion.token_ids) for turn in episode.turns)
 

@@ -85,7 +85,7 @@ def test_rows_of_a_tree_train_every_sampled_token_once_and_end_with_the_last_tur
     ):  # fmt: skip
         answered(kept, asked, answer)
     order = kept.ordered()
-    assert [each.turn.signals["row"] for each in order] == [1, 1, 2, 3, 3]
+    assert [each.turn.signals["proxy/row"] for each in order] == [1, 1, 2, 3, 3]
     assert order[-1].turn.message.content == "The end."
     assert order[0].turn.replies == order[1].replies == [more]
     trajectory = Trajectory(Task("t", "?"), "g", turns=[each.turn for each in order], reward=Reward(1.0))

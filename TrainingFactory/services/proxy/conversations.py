@@ -65,7 +65,7 @@ class Conversations:
                 before.turn.replies = each.replies
             else:
                 row += 1
-            each.turn.signals = {"row": row}
+            each.turn.signals = {"proxy/row": row}
         return order
 
     def _continued(self, messages: list[Message], tools: list[ToolSpec]) -> tuple[Node | None, str]:

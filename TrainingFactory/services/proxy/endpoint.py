@@ -96,7 +96,7 @@ class Calls:
             session.close()
         self.failed.cancel()
         order = self._conversations.ordered()
-        self._counts["rows"] += int(order[-1].turn.signals["row"]) if order else 0
+        self._counts["rows"] += int(order[-1].turn.signals["proxy/row"]) if order else 0
         return order
 
     def _read(self, body: bytes) -> tuple[Ask, Node]:

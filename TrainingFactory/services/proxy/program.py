@@ -36,11 +36,6 @@ INHERITED = "HOME LANG LC_ALL LD_LIBRARY_PATH LOGNAME PATH SHELL TERM TMPDIR TZ 
 POLL = 0.02  # seconds between two looks at a program
 MOST_WRITTEN = 64 * 2**20  # bytes on stdout or stderr
 READ = 64 * 1024  # bytes of the end of what it wrote
-NO_REWARD = (
-    "json_invalid",
-    "model_type",
-    "missing",
-)  # what pydantic says of a line that is about something else
 
 
 class ProgramFailed(Exception):
@@ -157,7 +152,11 @@ class ProgramEpisode(Scored):
                 return
             except ValidationError as error:
                 wrong = error.errors(include_url=False)[0]
-                if wrong["type"] not in NO_REWARD:
+                if wrong["type"] not in (
+                    "json_invalid",
+                    "model_type",
+                    "missing",
+                ):  # a line about something else
                     self.given, self.why = None, f"the program's reward is of no use: {wrong['msg']}"
                     return
 
