@@ -236,10 +236,8 @@ class Algorithm(Objective, Protocol):
         ...
 
     def samples(self, group: Sequence[Trajectory]) -> list[Sample]: ...
-    def prepare(
-        self, batches: Sequence[Any], step: int, total: Callable[[dict[str, float]], dict[str, float]] = ...
-    ) -> None:
-        """Fill in what takes all rows of a step (its mini-batches); `total` adds up over the processes that train."""
+    def prepare(self, batches: Sequence[Any], step: int) -> None:
+        """Fill in what takes all rows of a step (its mini-batches)."""
 
     def evaluated(self, metrics: dict[str, float]) -> dict[str, float]:
         """Return the metrics of an evaluation, with what follows from them."""

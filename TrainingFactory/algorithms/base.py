@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 from TrainingFactory.data.packing import Batch, Pack
 from TrainingFactory.types import Sample, Trajectory
 
-Total = Callable[[dict[str, float]], dict[str, float]]  # sums over the processes that train together
 SMALLEST = 1e-6  # deviation; numbers that are closer together than that are the same but for rounding
 
 
@@ -31,23 +30,20 @@ class BaseAlgorithm:
     def samples(self, group: Sequence[Trajectory]) -> list[Sample]:
         raise NotImplementedError
 
-    def prepare(self, batches: Sequence[Batch], step: int, total: Total = dict) -> None: ...
+    def prepare(self, batches: Sequence[Batch], step: int) -> None: ...
 
     def evaluated(self, metrics: dict[str, float]) -> dict[str, float]:
         return metrics
 
 
-def moments(arrays: Sequence[np.ndarray], total: Total) -> tuple[float, float]:
-    """Return mean and deviation of all numbers in the arrays of all processes."""
+def moments(arrays: Sequence[np.ndarray]) -> tuple[float, float]:
+    """Return mean and deviation of all numbers in the arrays; 0 where there are none."""
     every = np.concatenate([np.zeros(0), *arrays])  # float64
-    sums = total({"count": float(len(every)), "sum": float(every.sum())})
-    count = max(1.0, sums["count"])
-    mean = sums["sum"] / count
-    return mean, (total({"squares": float(((every - mean) ** 2).sum())})["squares"] / count) ** 0.5
+    return (float(every.mean()), float(every.std())) if len(every) else (0.0, 0.0)
 
 
-def whiten(packs: Sequence[Pack], total: Total) -> None:
-    """Give the advantages of all trained tokens of a step, in all processes, mean 0 and deviation 1."""
-    mean, deviation = moments([pack.advantages for pack in packs], total)
+def whiten(packs: Sequence[Pack]) -> None:
+    """Give the advantages of all trained tokens of a step mean 0 and deviation 1."""
+    mean, deviation = moments([pack.advantages for pack in packs])
     for pack in packs:
         pack.advantages = ((pack.advantages - mean) / max(deviation, SMALLEST)).astype(np.float32)

@@ -22,7 +22,7 @@ from typing import Literal
 import numpy as np
 import torch
 
-from TrainingFactory.algorithms.base import BaseAlgorithm, Total, whiten
+from TrainingFactory.algorithms.base import BaseAlgorithm, whiten
 from TrainingFactory.algorithms.correction import Correction, corrected
 from TrainingFactory.algorithms.credit import OVERLONG, Credit, advantages, equal, reward_tables
 from TrainingFactory.algorithms.policy_loss import Estimator, clipped_gain, kl_terms, ratio_of
@@ -121,9 +121,9 @@ class GRPO(BaseAlgorithm):
         over = (lengths - (limit - self.overlong_buffer)) / self.overlong_buffer
         return self.overlong_penalty * np.clip(over, 0.0, 1.0)
 
-    def prepare(self, batches: Sequence[Batch], step: int, total: Total = dict) -> None:
+    def prepare(self, batches: Sequence[Batch], step: int) -> None:
         if self._whitened:
-            whiten([pack for batch in batches for pack in batch.packs], total)
+            whiten([pack for batch in batches for pack in batch.packs])
 
     def loss(self, trained: Trained) -> tuple[torch.Tensor, dict[str, float]]:
         clip = (self.clip_low, self.clip_high) if self.loss_kind == "clip" else None

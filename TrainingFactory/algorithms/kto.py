@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from TrainingFactory.algorithms.base import BaseAlgorithm, Total
+from TrainingFactory.algorithms.base import BaseAlgorithm
 from TrainingFactory.algorithms.preferences import total_reward
 from TrainingFactory.algorithms.trained import Trained
 from TrainingFactory.data.packing import Batch
@@ -43,14 +43,13 @@ class KTO(BaseAlgorithm):
                 rows += to_samples(each, label=float(total_reward(each) > self.threshold))
         return rows
 
-    def prepare(self, batches: Sequence[Batch], step: int, total: Total = dict) -> None:
+    def prepare(self, batches: Sequence[Batch], step: int) -> None:
         for batch in batches:
             sums = {"ratios": 0.0, "rows": 0.0}
             for pack in batch.mismatched:
                 assert pack.old is not None and pack.reference is not None
                 sums["ratios"] += float((pack.old - pack.reference).sum(dtype="float64"))
                 sums["rows"] += len(pack.rows)
-            sums = total(sums)
             batch.baseline = max(0.0, sums["ratios"] / sums["rows"]) if sums["rows"] else 0.0
 
     def loss(self, trained: Trained) -> tuple[torch.Tensor, dict[str, float]]:

@@ -20,7 +20,7 @@ from typing import Literal
 
 import torch
 
-from TrainingFactory.algorithms.base import SMALLEST, BaseAlgorithm, Total, moments, whiten
+from TrainingFactory.algorithms.base import SMALLEST, BaseAlgorithm, moments, whiten
 from TrainingFactory.algorithms.correction import Correction, corrected
 from TrainingFactory.algorithms.gae import gae_of_episodes
 from TrainingFactory.algorithms.policy_loss import clipped_gain, kl_terms, ratio_of
@@ -67,13 +67,13 @@ class PPO(BaseAlgorithm):
             rows += to_samples(trajectory, rewards=rewards)
         return rows
 
-    def prepare(self, batches: Sequence[Batch], step: int, total: Total = dict) -> None:
+    def prepare(self, batches: Sequence[Batch], step: int) -> None:
         packs = [pack for batch in batches for pack in batch.packs]
         for pack in packs:
             self._credit(pack)
-        _, spread = moments([pack.returns for pack in packs if pack.returns is not None], total)
+        _, spread = moments([pack.returns for pack in packs if pack.returns is not None])
         if self.whiten:
-            whiten(packs, total)
+            whiten(packs)
         for pack in packs:
             pack.advantages = pack.advantages.astype("float32")
         for batch in batches:

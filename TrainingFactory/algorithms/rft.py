@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import torch
 
-from TrainingFactory.algorithms.base import BaseAlgorithm, Total
+from TrainingFactory.algorithms.base import BaseAlgorithm
 from TrainingFactory.algorithms.correction import Correction, corrected
 from TrainingFactory.algorithms.preferences import total_reward
 from TrainingFactory.algorithms.trained import Trained
@@ -63,13 +63,12 @@ class RFT(BaseAlgorithm):
         weight = 1 / tokens if self.balance and tokens else 1.0
         return [row for each in kept for row in to_samples(each, [weight] * len(each.turns))]
 
-    def prepare(self, batches: Sequence[Batch], step: int, total: Total = dict) -> None:
+    def prepare(self, batches: Sequence[Batch], step: int) -> None:
         """Advantages are the weights; here they get a mean of 1 over the tokens of each step of the optimiser."""
         for batch in batches:
             weight = float(sum(pack.advantages.sum(dtype=float) for pack in batch.packs))
-            sums = total({"tokens": float(batch.tokens), "weight": weight})
             for pack in batch.packs:
-                pack.advantages *= sums["tokens"] / sums["weight"]
+                pack.advantages *= batch.tokens / weight
 
     def loss(self, trained: Trained) -> tuple[torch.Tensor, dict[str, float]]:
         _, weight, metrics = corrected(trained, self.correction)

@@ -31,9 +31,10 @@ from TrainingFactory.cli.registry import registry
 from TrainingFactory.cli.rollout import rollout
 from TrainingFactory.cli.runs import runs
 from TrainingFactory.cli.serve import serve
-from TrainingFactory.cli.show import INTERRUPTED, fail
+from TrainingFactory.cli.show import INTERRUPTED, fail, note
 from TrainingFactory.cli.tools import tools
 from TrainingFactory.cli.train import train
+from TrainingFactory.cluster.launcher import LAUNCHER, launched
 from TrainingFactory.texts import clean
 
 FAILED = 1
@@ -82,6 +83,8 @@ def run(
     debug: Annotated[bool, Parameter(negative="", help="Show the traceback of an error.")] = False,
 ) -> Any:
     try:
+        if not _runs_here(tokens):
+            return 0
         status = app(tokens)
         sys.stdout.flush()
         return status
@@ -96,6 +99,18 @@ def run(
     except KeyboardInterrupt:
         fail("interrupted")
         return INTERRUPTED
+
+
+def _runs_here(tokens: Sequence[str]) -> bool:
+    """Tell whether this process runs the command: of those that a launcher has started all train, one does the rest."""
+    there = launched()
+    if there is None or tokens[0:1] == ("train",) or tokens[0:2] == ("runs", "resume"):
+        return True
+    for name in LAUNCHER:
+        os.environ.pop(name, None)
+    if there.rank == 0:
+        note(f"one of {there.count} processes runs this: only train and runs resume use all of them")
+    return there.rank == 0
 
 
 class _Cleaned(logging.Formatter):

@@ -177,8 +177,11 @@ def resume(name: Run, *, where: Where = "runs") -> int:
     ```
     """
     from TrainingFactory.cli.train import follow
+    from TrainingFactory.services.build.ranks import served
     from TrainingFactory.services.build.training import resume as resume_run
 
+    if served(None) is not None:
+        return 0
     run = RunFolder.find(name, where)
     if run.status.status == "finished":
         show.note(f"run {name} is finished; nothing to do")

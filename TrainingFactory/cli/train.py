@@ -30,8 +30,11 @@ def train(config: str, /, *overrides: Overrides, name: str | None = None, replay
         replay: A run whose recorded tool calls are served again, with no tool called and no server started.
     """
     from TrainingFactory.services.build.named_files import read_config
+    from TrainingFactory.services.build.ranks import served
 
     options = read_config(config, overrides)
+    if served(options) is not None:  # by rank 0, which also tells how it goes
+        return 0
     # Imported here, so that help and a wrong config do not wait for it.
     from TrainingFactory.services.build.training import Training
 

@@ -17,6 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from TrainingFactory.cluster.launcher import LAUNCHER
 from TrainingFactory.cluster.messages import LARGEST, from_json, to_json
 from TrainingFactory.cluster.places import PlaceLost
 from TrainingFactory.types import EngineSpec
@@ -45,8 +46,8 @@ class LocalPlaces:
         threads = str(max(1, (os.cpu_count() or 1) // 2))  # the learner has the other half
         # All of our path: what vLLM starts must find its packages too.
         path = os.pathsep.join(each or os.getcwd() for each in sys.path)
-        given = environment or {}
-        self._environment = {"OMP_NUM_THREADS": threads, **os.environ, "PYTHONPATH": path, **given}
+        given, ours = environment or {}, {key: os.environ[key] for key in os.environ if key not in LAUNCHER}
+        self._environment = {"OMP_NUM_THREADS": threads, **ours, "PYTHONPATH": path, **given}
         self._places: list[LocalPlace] = []
 
     async def make(self, number: int) -> LocalPlace:

@@ -19,10 +19,10 @@ AT_ONCE = 1000  # calls that one actor takes
 
 class RayWorker:
     """Is a `workers.Worker` whose process is a Ray actor: started with the first question, and again after it has died.
-    `what` is shown to users. It reserves no cores, so that it never waits for any."""
+    `what` is shown to users. It reserves no cores, so that it never waits for any, unless `options` of Ray say so."""
 
-    def __init__(self, target: str, settings: Any = None, *, what: str) -> None:
-        self.target, self.settings, self._what = target, settings, what
+    def __init__(self, target: str, settings: Any = None, *, what: str, **options: Any) -> None:
+        self.target, self.settings, self._what, self._options = target, settings, what, options
         self.starts = 0  # so far
         self._actor: Any = None
         self._starting = asyncio.Lock()
@@ -53,7 +53,8 @@ class RayWorker:
             return self._actor
 
     async def _started(self) -> Any:
-        options = RaySession().options(self._what, scheduling_strategy="SPREAD", max_concurrency=AT_ONCE)
+        options = {"scheduling_strategy": "SPREAD", "max_concurrency": AT_ONCE} | self._options
+        options = RaySession().options(self._what, **options)
         actor = require_ray().remote(Host).options(**options).remote()
         try:
             begun = actor.start.remote(self.target, self.settings, os.getcwd(), sys.path)

@@ -209,6 +209,8 @@ class OptimizationSection(Section):
     where they need no tools. Judges answer at their endpoints anyway."""
     reward_workers: Count | None = None
     """Processes for each such reward; null: as many as there are cores, at most 4."""
+    offload_reference: bool = False
+    """Several learners on GPUs: keep the reference model in the memory of the CPUs, and load it layer by layer."""
     tool_cache: bool | str = False
     """Answer repeated calls of all tools that are marked pure or stateful: true for tool_cache.sqlite in output_dir, or
     another file, or redis://HOST:PORT/0."""
@@ -300,8 +302,13 @@ class ComputeSection(Section):
     """ray: GPUs of each; null: 1 for vLLM where the cluster has GPUs, else 0."""
     cpus_per_sampler: NotNegative = 1.0
     """ray: cores of each."""
+    learners: Count | None = None
+    """Processes that train together, each on a device of its own, with the weights sharded over them; null: as many as
+    torchrun or accelerate launch have started, else 1."""
+    gpus_per_learner: NotNegative | None = None
+    """ray: GPUs of each but the first, which is the run's own process; null: 1 where the cluster has GPUs, else 0."""
     start_timeout: Positive = 600.0
-    """Seconds in which an engine in another process must have started."""
+    """Seconds in which an engine or a learner in another process must have started."""
     num_gpus: Count | None = None
     """ray, where it is started for the run: GPUs that it may use; null: all there are."""
     allocation_id: PathText | None = None

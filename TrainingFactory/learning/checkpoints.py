@@ -14,7 +14,6 @@ It is written aside and renamed, so that a folder with this name is whole, whate
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
@@ -31,7 +30,7 @@ from TrainingFactory.learning.heads import save_head
 from TrainingFactory.learning.learner import Learner
 
 FORMAT = 1
-SAMPLED = 1024  # numbers of each frozen weight that tell one base model from another
+Tensors = dict[str, torch.Tensor]
 
 
 class Damaged(ValueError):
@@ -39,22 +38,31 @@ class Damaged(ValueError):
 
 
 def save_checkpoint(folder: str | Path, learner: Learner, tokenizer: Any, state: dict[str, Any]) -> None:
-    """Write the learner and `state`, which is JSON; raise OSError, with nothing of that name changed, if it fails."""
+    """Write the learner and `state`, which is JSON; raise OSError, with nothing of that name changed, if it fails. Of
+    several processes the first writes, and all of them succeed or fail."""
     folder = Path(folder)
-    part = folder.with_name(f".{folder.name}.part")
+    weights = learner.processes.state_of(learner.model, learner.dtype)
+    tensors, numbers = _state(learner)
+    about = {"format": FORMAT, "steps": learner.steps, "model": _identity(learner), "optimizers": numbers}
+    files = {"learner.json": json.dumps(about, indent=1), "state.json": json.dumps(state, indent=1)}
+    part, failed = folder.with_name(f".{folder.name}.part"), ""
     try:
-        remove(part)
-        part.mkdir(parents=True)
-        _write(part, learner, tokenizer, state)
-        write_sums(part)
-        sync(*part.rglob("*"), part)
-        remove(folder)
-        os.rename(part, folder)
-        sync(folder.parent)
+        if learner.processes.rank == 0:
+            remove(part)
+            part.mkdir(parents=True)
+            _write(part, learner, tokenizer, weights, tensors)
+            for name, content in files.items():
+                (part / name).write_text(content, encoding="utf-8")
+            write_sums(part)
+            sync(*part.rglob("*"), part)
+            remove(folder)
+            os.rename(part, folder)
+            sync(folder.parent)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(part, ignore_errors=True)
-        reason = getattr(error, "strerror", None) or str(error)
-        raise OSError(f"checkpoint {folder} could not be written: {reason}") from error
+        failed = getattr(error, "strerror", None) or str(error)
+    if failed := learner.processes.agree(failed):
+        raise OSError(f"checkpoint {folder} could not be written: {failed}")
 
 
 def load_checkpoint(folder: str | Path, learner: Learner) -> dict[str, Any]:
@@ -86,16 +94,28 @@ def _read_json(path: Path) -> dict[str, Any]:
         raise Damaged(f"{path.parent} is no checkpoint: {path.name} cannot be read: {error}") from error
 
 
-def _write(part: Path, learner: Learner, tokenizer: Any, state: dict[str, Any]) -> None:
-    adapter = {"save_embedding_layers": False} if learner.model is not learner.causal else {}
+def _write(part: Path, learner: Learner, tokenizer: Any, weights: Tensors | None, tensors: Tensors) -> None:
+    """Write the files of a model and its learner's state, from whole tensors."""
     hf_logging.disable_progress_bar()  # one for each file that it writes, over whatever the run shows
-    learner.model.save_pretrained(part, **adapter)
+    adapter = {"save_embedding_layers": False} if learner.model is not learner.causal else {}
+    learner.model.save_pretrained(part, state_dict=weights, **adapter)
+    if weights is not None and not adapter:  # trained in float32, saved as it was loaded
+        learner.causal.config.dtype = learner.dtype
+        learner.causal.config.save_pretrained(part)
     tokenizer.save_pretrained(part)
     if learner.head is not None and learner.head.about is not None:  # a critic's says nothing about the model
-        save_head(part, learner.head)
-    masters = _masters(learner)
+        names = {name: tensors[f"weight/head.{name}"] for name, _ in learner.head.named_parameters()}
+        save_head(part, learner.head.about, names)
+    (part / STATE[0]).parent.mkdir()
+    save_file(tensors, part / STATE[0])
+
+
+def _state(learner: Learner) -> tuple[Tensors, list[dict[str, dict[str, Any]]]]:
+    """Return the trained weights and what optimisers remember of them, by names: tensors, in the first process alone,
+    and numbers."""
+    masters, processes = _masters(learner), learner.processes
     names = {id(master): name for name, master in masters.items()}
-    tensors = {f"weight/{name}": master.detach().contiguous() for name, master in masters.items()}
+    found: dict[str, torch.Tensor] = {f"weight/{name}": master for name, master in masters.items()}
     numbers: list[dict[str, dict[str, Any]]] = []
     for index, optimizer in enumerate(learner.optimizers):
         numbers.append({})
@@ -103,14 +123,15 @@ def _write(part: Path, learner: Learner, tokenizer: Any, state: dict[str, Any]) 
             name = names[id(param)]
             for key, value in slots.items():
                 if isinstance(value, torch.Tensor):
-                    tensors[f"optimizer/{index}/{key}/{name}"] = value.detach().contiguous()
+                    found[f"optimizer/{index}/{key}/{name}"] = value
                 else:
                     numbers[index].setdefault(name, {})[key] = value
-    (part / STATE[0]).parent.mkdir()
-    save_file(tensors, part / STATE[0])
-    about = {"format": FORMAT, "steps": learner.steps, "model": _identity(learner), "optimizers": numbers}
-    (part / "learner.json").write_text(json.dumps(about, indent=1), encoding="utf-8")
-    (part / "state.json").write_text(json.dumps(state, indent=1), encoding="utf-8")
+    tensors: Tensors = {}
+    for name, value in found.items():
+        whole = processes.whole(value.detach())
+        if processes.rank == 0:
+            tensors[name] = whole.cpu().contiguous()
+    return tensors, numbers
 
 
 def _masters(learner: Learner) -> dict[str, torch.nn.Parameter]:
@@ -120,17 +141,21 @@ def _masters(learner: Learner) -> dict[str, torch.nn.Parameter]:
 @torch.no_grad()
 def _load_weights(learner: Learner, file: Any) -> None:
     for name, master in _masters(learner).items():
-        master.copy_(file.get_tensor(f"weight/{name}"))
+        master.copy_(learner.processes.share(file.get_tensor(f"weight/{name}"), master))
     learner._weights.write_back()
 
 
 def _load_optimizers(learner: Learner, file: Any, numbers: list[dict[str, dict[str, Any]]]) -> None:
-    names = {id(master): name for name, master in _masters(learner).items()}
+    masters = _masters(learner)
+    names = {id(master): name for name, master in masters.items()}
     stored: dict[tuple[int, str], dict[str, Any]] = {}
     for full in file.keys():  # noqa: SIM118  (no mapping: safetensors' own object)
         if full.startswith("optimizer/"):
             _, index, key, name = full.split("/", 3)
-            stored.setdefault((int(index), name), {})[key] = file.get_tensor(full)
+            value = file.get_tensor(full)
+            if value.dim():  # else a count of steps
+                value = learner.processes.share(value, masters[name])
+            stored.setdefault((int(index), name), {})[key] = value
     for index, optimizer in enumerate(learner.optimizers):
         # torch counts parameters over all groups, in order
         params = [param for group in optimizer.param_groups for param in group["params"]]
@@ -149,18 +174,8 @@ def _identity(learner: Learner) -> dict[str, Any]:
         "architecture": type(learner.causal).__name__,
         "optimizers": [type(optimizer).__name__ for optimizer in learner.optimizers],
         "trained": {name: list(master.shape) for name, master in _masters(learner).items()},
-        "frozen": _frozen_digest(learner.model),
+        "frozen": learner.frozen,
     }
-
-
-def _frozen_digest(model: torch.nn.Module) -> str:
-    """Of the weights that are not trained: an adapter fits only the base it was trained on."""
-    digest = hashlib.blake2b(digest_size=8)
-    for name, param in model.named_parameters():
-        if not param.requires_grad:
-            digest.update(name.encode())
-            digest.update(param.detach().flatten()[:SAMPLED].float().cpu().numpy().tobytes())
-    return digest.hexdigest()
 
 
 def _differences(there: dict[str, Any], here: dict[str, Any]) -> list[str]:

@@ -27,17 +27,17 @@ class ScalarHead(nn.Module):
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
         """[M, D] -> [M]"""
-        return nn.functional.linear(states.float(), self.weight, self.bias)[:, 0]
+        # No view: FSDP's hooks are on what comes out.
+        return nn.functional.linear(states.float(), self.weight, self.bias).sum(-1)
 
 
 def head_for(causal: Any, about: dict[str, Any] | None = None) -> ScalarHead:
     return ScalarHead(causal.config.get_text_config().hidden_size, causal.device, about)
 
 
-def save_head(folder: Path, head: ScalarHead) -> None:
-    save_file({name: value.detach().contiguous() for name, value in head.state_dict().items()}, folder / FILE)
-    if head.about is not None:
-        (folder / ABOUT).write_text(json.dumps(head.about, indent=1), encoding="utf-8")
+def save_head(folder: Path, about: dict[str, Any], weights: dict[str, torch.Tensor]) -> None:
+    save_file(weights, folder / FILE)
+    (folder / ABOUT).write_text(json.dumps(about, indent=1), encoding="utf-8")
 
 
 def load_head(folder: Path, causal: Any) -> ScalarHead:

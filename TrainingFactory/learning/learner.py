@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
+import hashlib
 import logging
 import math
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -32,6 +32,8 @@ from TrainingFactory.learning.processes import Processes
 
 log = logging.getLogger(__name__)
 
+ANNOTATIONS = ("reference", "old", "values")  # fields of a pack that models fill in
+SAMPLED = 1024  # numbers of each frozen weight that tell one base model from another
 # What is counted over the step: its name among the metrics, and in a batch.
 COUNTS = {"trained_tokens": "tokens", "rows": "rows", "trained_episodes": "episodes", "pairs": "pairs"}
 
@@ -39,7 +41,8 @@ COUNTS = {"trained_tokens": "tokens", "rows": "rows", "trained_episodes": "episo
 class Learner:
     """`temperature` is the sampler's: training sees the distribution that was sampled from. `reference` is a frozen
     model; without one an adapter's base is it. `head` gives a number for each token, on the model or on a `critic` of
-    its own. `sharing` says whether common prefixes are computed once, for `make_batch(..., sharing)`."""
+    its own. `sharing` says whether common prefixes are computed once, for `make_batch(..., sharing)`. With several
+    `processes` their weights are divided among them, in the models that are given."""
 
     def __init__(
         self,
@@ -51,6 +54,7 @@ class Learner:
         critic: Any = None,
         temperature: float = 1.0,
         gradient_checkpointing: bool = False,
+        processes: Processes | None = None,
     ) -> None:
         self.model, self.causal, self.options = model, causal_model(model), options
         self.reference, self.head, self.critic = reference, head, critic
@@ -58,18 +62,24 @@ class Learner:
         self.steps = 0
         for each in self._trained_models() if gradient_checkpointing else ():
             causal_model(each).gradient_checkpointing_enable({"use_reentrant": False})
-        self._processes = Processes(self.causal.device)
+        if reference is not None:
+            reference.requires_grad_(False)
+        models = [each for each in (model, reference, critic) if each is not None]
+        for each in models:  # all that looks at weights comes before they are divided
+            check_head(causal_model(each))
+        self.sharing = all(_can_share(causal_model(each)) for each in models)
+        self.dtype, self.frozen = self.causal.dtype, frozen_digest(model)
+        self.processes = processes or Processes()
+        for each in models:
+            scored = each is (critic or model)
+            self.processes.shard(each, head if scored else None)
         self._weights = MixedPrecision(self._named_parameters())
         named = list(zip(self._weights.names, self._weights.masters, strict=True))
         self._critic_weights = [weight for name, weight in named if name.startswith(CRITIC)]
         self._policy_weights = [weight for name, weight in named if not name.startswith(CRITIC)]
-        self.optimizers = make_optimizers(named, options)
+        self.optimizers = make_optimizers(named, options, self.processes)
         if not self.optimizers:
             raise ValueError("the model has no weights to train")
-        models = [causal_model(each) for each in (model, reference, critic) if each is not None]
-        for each in models:
-            check_head(each)
-        self.sharing = all(_can_share(each) for each in models)
 
     def _named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         yield from self.model.named_parameters()
@@ -85,71 +95,77 @@ class Learner:
         for each in self._trained_models():
             each.train(training)
 
-    def total(self, sums: dict[str, float]) -> dict[str, float]:
-        """Add sums up over the processes that train together."""
-        return self._processes.total(sums)
-
     @torch.no_grad()
     def annotate(self, batch: Batch, needs: frozenset[str]) -> Batch:
         """Add what the batch must carry beside its rows, by the models as they are now."""
         self._set_training(False)
-        for pack in batch.packs:
-            if "reference" in needs and pack.reference is None:  # it may have been computed beforehand
-                pack.reference = self._reference_logprobs(pack)
-            both = {"old", "values"} <= needs and self.critic is None
-            states = self.states(pack) if both else None
-            if "old" in needs:
-                pack.old = self.logprobs(pack, states=states)[0].cpu().numpy()
-            if "values" in needs:
-                pack.values = self._scalars(pack, pack.source, states).cpu().numpy()
-        for pack in batch.mismatched:
-            pack.reference, pack.old = self._reference_logprobs(pack), self.logprobs(pack)[0].cpu().numpy()
+        known = all(pack.reference is not None for pack in batch.packs)  # computed beforehand
+        wanted = [name for name in ANNOTATIONS if name in needs and not (name == "reference" and known)]
+        self._annotate(batch.packs, wanted)
+        self._annotate(batch.mismatched, ["reference", "old"])
         return batch
 
+    def _annotate(self, packs: Sequence[Pack], wanted: Sequence[str]) -> None:
+        for pack in self.processes.deal(packs) if wanted else ():
+            if "reference" in wanted:
+                pack.reference = self._reference_logprobs(pack)
+            if "old" in wanted or "values" in wanted:
+                places = pack.source if "values" in wanted else None
+                logprobs, _, values = self._outputs(pack, "old" in wanted, places)
+                pack.old = logprobs.cpu().numpy() if "old" in wanted else pack.old
+                pack.values = pack.values if values is None else values.cpu().numpy()
+        self.processes.exchange(packs, wanted)
+
     def update(self, batch: Batch, loss: Loss, needs: frozenset[str] = frozenset()) -> dict[str, float]:
-        """Make one step over the rows of all processes; none without rows or with a gradient that is not finite."""
-        sums: dict[str, float] = defaultdict(float)
-        sums["row_tokens"] = sum(pack.row_tokens for pack in batch.packs)
-        sums["computed_tokens"] = sum(len(pack.token_ids) for pack in batch.packs)
-        sums |= {name: getattr(batch, count) for name, count in COUNTS.items()}
-        counts = self._processes.total(dict(sums))
-        step = dataclasses.replace(batch, **{count: int(counts[name]) for name, count in COUNTS.items()})
-        if step.rows:
+        """Make one step over the rows; none without rows or with a gradient that is not finite."""
+        found: dict[str, float] = {name: getattr(batch, count) for name, count in COUNTS.items()}
+        found["row_tokens"] = sum(pack.row_tokens for pack in batch.packs)
+        found["computed_tokens"] = sum(len(pack.token_ids) for pack in batch.packs)
+        if batch.rows:
             self._set_training(True)
             self._weights.clear_grads()  # of a step that ended in an error
-            for pack in step.packs:
+            sums: dict[str, float] = defaultdict(float)
+            for pack in self.processes.deal(batch.packs):
                 # Around forward and backward: with gradient checkpointing the layers run again in the latter.
                 with contextlib.ExitStack() as stack:
                     for model in self._trained_models():
                         stack.enter_context(tree_mode(causal_model(model), self.sharing))
-                    trained = self._trained(pack, step, needs)
-                    value, metrics = loss(trained)
+                    value, metrics = self._loss(pack, batch, loss, needs)
                     value.backward()
                 self._weights.gather_grads()
-                metrics["loss"] = float(value.detach())
-                if "scores" not in needs:  # a scorer has no distribution
-                    metrics["entropy"] = float(trained.entropy.detach().sum()) / step.tokens
                 for name, metric in metrics.items():
                     sums[name] += metric
+            found |= self.processes.total(sums)
             # Weights that have no gradient are left alone by the optimiser, by its decay and momentum too.
-            self._processes.add_gradients(self._critic_weights if step.values_only else self._weights.masters)
-            sums = defaultdict(float, self._processes.total(dict(sums)))
-            sums["grad_norm"] = norm = self._step()
-            sums["skipped"] = float(not math.isfinite(norm))
-        sums["learning_rate"] = self.options.learning_rate * self.options.factor(self.steps)
+            found["grad_norm"] = norm = self._step()
+            found["skipped"] = float(not math.isfinite(norm))
+        found["learning_rate"] = self.options.learning_rate * self.options.factor(self.steps)
         self.steps += 1
-        return dict(sums)
+        return found
 
     @torch.no_grad()
     def evaluate(self, batch: Batch, loss: Loss, needs: frozenset[str] = frozenset()) -> dict[str, float]:
         """Return the loss and what goes with it, without a step."""
         sums: dict[str, float] = defaultdict(float)
         self._set_training(False)
-        for pack in batch.packs:
-            value, metrics = loss(self._trained(pack, batch, needs))
-            for name, metric in (metrics | {"loss": float(value)}).items():
+        for pack in self.processes.deal(batch.packs):
+            for name, metric in self._loss(pack, batch, loss, needs)[1].items():
                 sums[name] += metric
-        return dict(sums)
+        return self.processes.total(sums)
+
+    def _loss(
+        self, pack: Pack, batch: Batch, loss: Loss, needs: frozenset[str]
+    ) -> tuple[torch.Tensor, dict[str, float]]:
+        """Return the pack's part of the step's loss and metrics; 0 and none for a pack without rows."""
+        trained = self._trained(pack, batch, needs)
+        if not len(pack.rows):
+            outputs = (trained.logprobs, trained.values, trained.scores)
+            return torch.stack([each.sum() for each in outputs if each is not None]).sum() * 0.0, {}
+        value, metrics = loss(trained)
+        metrics["loss"] = float(value.detach())
+        if torch.is_grad_enabled() and "scores" not in needs:  # a scorer has no distribution
+            metrics["entropy"] = float(trained.entropy.detach().sum()) / batch.tokens
+        return value, metrics
 
     def states(self, pack: Pack, model: PreTrainedModel | None = None) -> torch.Tensor:
         """Return the hidden states of the tokens of a pack. [N, D]"""
@@ -170,23 +186,37 @@ class Learner:
         found = token_logprobs(hidden, head_of(causal), source, target, vocabulary, self.temperature)
         return found[0].index_select(0, every), found[1].index_select(0, every)
 
-    def _scalars(self, pack: Pack, places: np.ndarray, states: torch.Tensor | None = None) -> torch.Tensor:
-        """Return what the head says at these places of the tree. `states` are the model's, where they are known."""
-        assert self.head is not None, "the objective needs values or scores, and there is no head"
-        if self.critic is not None:
-            states = self.states(pack, causal_model(self.critic))
-        elif states is None:
-            states = self.states(pack)
-        (chosen,) = self._on_device(places)
-        return self.head(states.index_select(0, chosen))
+    def _outputs(
+        self, pack: Pack, logprobs: bool, places: np.ndarray | None, values_only: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Return log-probs and entropies of the trained tokens, if asked, and what the head says at these places of the
+        tree."""
+        nothing = torch.zeros(0, device=self.causal.device)
+
+        def scalars(states: torch.Tensor) -> torch.Tensor:
+            assert self.head is not None and places is not None, (
+                "the objective needs values or scores: no head"
+            )
+            return self.head(states.index_select(0, *self._on_device(places)))
+
+        def policy() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+            with torch.set_grad_enabled(torch.is_grad_enabled() and not values_only):
+                states = self.states(pack)
+                found, entropy = self.logprobs(pack, states=states) if logprobs else (nothing, nothing)
+            return found, entropy, None if places is None or self.critic is not None else scalars(states)
+
+        if self.critic is None:
+            return self.processes.run(self.model, policy)
+        found, entropy, _ = self.processes.run(self.model, policy) if logprobs else (nothing, nothing, None)
+        if places is None:
+            return found, entropy, None
+        critic = causal_model(self.critic)
+        return found, entropy, self.processes.run(self.critic, lambda: scalars(self.states(pack, critic)))
 
     def _trained(self, pack: Pack, batch: Batch, needs: frozenset[str]) -> Trained:
-        with torch.set_grad_enabled(torch.is_grad_enabled() and not batch.values_only):
-            states = self.states(pack)
-            if "scores" in needs:
-                logprobs = entropy = states.new_zeros(0, dtype=torch.float32)
-            else:
-                logprobs, entropy = self.logprobs(pack, states=states)
+        scored, valued = "scores" in needs, "values" in needs
+        places = pack.place if scored else pack.source if valued else None
+        logprobs, entropy, scalars = self._outputs(pack, not scored, places, batch.values_only)
         sampled, advantages, rewards = self._on_device(pack.logprobs, pack.advantages, pack.rewards)
         episode, labels, pairs = self._on_device(pack.episode, pack.labels, pack.pairs)
         extra = (pack.reference, pack.old, pack.values, pack.returns)
@@ -197,26 +227,29 @@ class Learner:
             logprobs, entropy, sampled, advantages, rewards, episode, labels, pairs,
             batch.tokens, batch.episodes, batch.pairs,
             reference=reference, old=old, old_values=old_values, returns=returns, baseline=batch.baseline,
-            values=self._scalars(pack, pack.source, states) if "values" in needs else None,
-            scores=self._scalars(pack, pack.place, states) if "scores" in needs else None,
+            values=scalars if valued else None, scores=scalars if scored else None,
         )  # fmt: skip
 
     def _on_device(self, *arrays: np.ndarray) -> list[torch.Tensor]:
         return [torch.from_numpy(array).to(self.causal.device) for array in arrays]
 
     def _reference_logprobs(self, pack: Pack) -> np.ndarray:
-        if self.reference is not None:
-            self.reference.eval()
-            return self.logprobs(pack, causal_model(self.reference))[0].cpu().numpy()
-        assert self.model is not self.causal, "no reference model: neither a frozen copy nor an adapter"
-        with self.model.disable_adapter():
-            return self.logprobs(pack)[0].cpu().numpy()
+        model = self.model if self.reference is None else self.reference
+        assert self.reference is not None or model is not self.causal, (
+            "no reference model: neither a frozen copy nor an adapter"
+        )
+        model.eval()
+        with model.disable_adapter() if self.reference is None else contextlib.nullcontext():
+            return (
+                self.processes.run(model, lambda: self.logprobs(pack, causal_model(model))[0]).cpu().numpy()
+            )
 
     def _step(self) -> float:
         # A separate critic has a limit of its own: its errors, which are large at first, must not slow the policy.
         parts = [self._policy_weights, self._critic_weights] if self.critic else [self._weights.masters]
         limit = self.options.max_grad_norm
-        norm = math.hypot(*(float(torch.nn.utils.clip_grad_norm_(part, limit)) for part in parts))
+        norms = (self.processes.whole(torch.nn.utils.clip_grad_norm_(part, limit)) for part in parts)
+        norm = math.hypot(*(float(each) for each in norms))
         if not math.isfinite(norm):
             log.warning("step %d: the gradient's norm is %s; the weights stay as they are", self.steps, norm)
         factor = self.options.factor(self.steps)
@@ -237,3 +270,13 @@ def _can_share(model: PreTrainedModel) -> bool:
             "same, updates take longer.", model.config.model_type, reason,
         )  # fmt: skip
     return reason is None
+
+
+def frozen_digest(model: torch.nn.Module) -> str:
+    """Return a digest of the weights that are not trained: an adapter fits only the base it was trained on."""
+    digest = hashlib.blake2b(digest_size=8)
+    for name, param in model.named_parameters():
+        if not param.requires_grad:
+            digest.update(name.encode())
+            digest.update(param.detach().flatten()[:SAMPLED].float().cpu().numpy().tobytes())
+    return digest.hexdigest()

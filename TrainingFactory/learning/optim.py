@@ -11,6 +11,8 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from TrainingFactory.learning.processes import Processes
+
 CRITIC = ("head.", "critic.")  # how the names of a learner's weights begin that are not the policy's
 
 
@@ -41,8 +43,15 @@ class OptimizerOptions:
 class Muon(torch.optim.Optimizer):
     """Momentum, made orthogonal by Newton-Schulz in float32 (torch's own in bfloat16 is slow on a CPU)."""
 
-    def __init__(self, params: Iterable[nn.Parameter], lr: float, momentum: float = 0.95) -> None:
+    def __init__(
+        self,
+        params: Iterable[nn.Parameter],
+        lr: float,
+        momentum: float = 0.95,
+        processes: Processes | None = None,
+    ) -> None:
         super().__init__(params, {"lr": lr, "momentum": momentum})
+        self._processes = processes or Processes()
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -54,7 +63,8 @@ class Muon(torch.optim.Optimizer):
                 state = self.state[param]
                 buffer = state.setdefault("momentum", torch.zeros_like(param))
                 buffer.lerp_(param.grad, 1 - group["momentum"])
-                direction = orthogonal(param.grad.lerp(buffer, group["momentum"]))
+                mixed = self._processes.whole(param.grad.lerp(buffer, group["momentum"]))
+                direction = self._processes.share(orthogonal(mixed), param)
                 param.add_(direction, alpha=-group["lr"] * max(1, param.shape[0] / param.shape[1]) ** 0.5)
 
 
@@ -71,7 +81,7 @@ def orthogonal(matrix: torch.Tensor, steps: int = 5) -> torch.Tensor:
 
 
 def make_optimizers(
-    named: Iterable[tuple[str, nn.Parameter]], options: OptimizerOptions
+    named: Iterable[tuple[str, nn.Parameter]], options: OptimizerOptions, processes: Processes | None = None
 ) -> list[torch.optim.Optimizer]:
     """Norms, biases, embeddings and a learner's head are not decayed. With Muon, the policy's inner matrices go by it
     and the rest by AdamW. The head and the critic have a learning rate of their own."""
@@ -97,7 +107,7 @@ def make_optimizers(
             from bitsandbytes.optim.adamw import AdamW8bit as kind  # pyright: ignore[reportMissingImports]
         optimizers.append(kind(groups, lr=options.learning_rate, betas=options.betas))
     if matrices:
-        optimizers.append(Muon(matrices, lr=options.matrix_learning_rate))
+        optimizers.append(Muon(matrices, lr=options.matrix_learning_rate, processes=processes))
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["peak_lr"] = group["lr"]

@@ -1,42 +1,55 @@
-"""Several processes that train one model, each on rows of its own. Started by `accelerate launch` or anything
-else that sets its variables there are as many as it says; otherwise there is one, and all of this does nothing.
-
-Gradients are added up once for each step, after all packs of a process: how many packs each has, none among
-them, does not matter to the others, and no process waits for a pack that another does not have.
-"""
+"""The processes that train one model together, as a learner sees them. Here there is one, and nothing to do;
+`sharding.py` has several. All of them have all rows and make the same calls in the same order."""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
-from accelerate import PartialState
-from accelerate.utils import gather_object, reduce
+
+from TrainingFactory.data.packing import Batch, Pack
 
 
 class Processes:
-    def __init__(self, device: torch.device) -> None:
-        self._state = PartialState(cpu=device.type == "cpu")
+    rank = 0
+    count = 1
 
-    @property
-    def count(self) -> int:
-        return self._state.num_processes
+    def shard(self, model: Any, head: torch.nn.Module | None = None) -> None:
+        """Divide the weights of a model, and of the head on it, among the processes."""
 
-    def total(self, figures: dict[str, float]) -> dict[str, float]:
-        """The sums over all processes, of which some may lack a figure."""
-        if self.count == 1:
-            return figures
-        sums: dict[str, float] = defaultdict(float)
-        for each in gather_object([figures]):
-            for name, figure in each.items():
-                sums[name] += figure
-        return dict(sums)
+    def run(self, model: Any, call: Callable[[], Any]) -> Any:
+        """Return what the call makes of this model, with its whole weights at hand. One call for each pack."""
+        return call()
 
-    def add_gradients(self, weights: Sequence[torch.nn.Parameter]) -> None:
-        """Every weight has the sum of its gradients in all processes afterwards."""
-        if self.count == 1:
-            return
-        for weight in weights:
-            gradient = torch.zeros_like(weight) if weight.grad is None else weight.grad
-            weight.grad = reduce(gradient, "sum")  # pyright: ignore[reportAttributeAccessIssue]
+    def packed(self, make: Callable[[int], Batch], token_budget: int) -> Batch:
+        """Return a batch whose packs have at most so many tokens, or fewer where that makes even shares."""
+        return make(token_budget)
+
+    def deal(self, packs: Sequence[Pack]) -> Sequence[Pack]:
+        """Return the packs of this process: as many as every other has, some of them without rows."""
+        return packs
+
+    def exchange(self, packs: Sequence[Pack], names: Sequence[str]) -> None:
+        """Give every process what each found out about its own packs."""
+
+    def total(self, sums: dict[str, float]) -> dict[str, float]:
+        """Return the sums over all processes, of which some may lack a figure."""
+        return sums
+
+    def agree(self, text: str) -> str:
+        """Return what the first process says."""
+        return text
+
+    def whole(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a weight, or what goes with one, as a whole."""
+        return tensor
+
+    def share(self, tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        """Return the part of a whole tensor that this process has of `like`."""
+        return tensor
+
+    def state_of(self, model: Any, dtype: torch.dtype) -> dict[str, torch.Tensor] | None:
+        """Return whole weights for `save_pretrained`, trained ones but an adapter's in the number format of the model
+        as it was given; None: the model has them itself."""
+        return None

@@ -12,7 +12,7 @@ import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -46,51 +46,77 @@ class Publisher:
             raise ValueError(f"model.quantization: {text} and no Ray")
         size = sum(param.numel() * param.element_size() for param in self._causal.parameters())
         roomy = SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free > (KEPT + 1) * size
-        self._home = Path(tempfile.mkdtemp(prefix="tfactory-weights-", dir=SHARED_MEMORY if roomy else None))
-        # Removes the folder when this process is gone, however it ended: memory would be lost until the next start.
-        guard = ["sh", "-c", 'cat >/dev/null; rm -rf "$1"', "sh", str(self._home)]
-        self._guard = subprocess.Popen(guard, stdin=subprocess.PIPE, start_new_session=True)
+        self._first, made, self._guard = learner.processes.rank == 0, "", None
+        if self._first:
+            made = tempfile.mkdtemp(prefix="tfactory-weights-", dir=SHARED_MEMORY if roomy else None)
+            # Removes it when this process is gone, however it ended: memory would be lost until the next start.
+            guard = ["sh", "-c", 'cat >/dev/null; rm -rf "$1"', "sh", made]
+            self._guard = subprocess.Popen(guard, stdin=subprocess.PIPE, start_new_session=True)
+        self._home = Path(learner.processes.agree(made))
         with torch.device("meta"):
             self._bones = type(self._causal)(copy.deepcopy(self._causal.config))
         config = self._bones.config
-        config.architectures, config.dtype = [type(self._causal).__name__], self._causal.dtype
+        config.architectures, config.dtype = [type(self._causal).__name__], learner.dtype
         self.dtype, self.model_folder = str(config.dtype).removeprefix("torch."), str(self._home / "model")
-        config.save_pretrained(self.model_folder)
         self.rank = _adapter_rank(learner.model) if adapters else None
         if self.rank is not None:
             self._write(self._home / "model", merged=False)
+        elif self._first:
+            config.save_pretrained(self.model_folder)
         rng, vocabulary = random.Random(0), config.get_text_config().vocab_size
         self._canary = tuple(rng.randrange(vocabulary) for _ in range(CANARY))
         self._numbers, self._kept = itertools.count(), list[Path]()
 
     def publish(self, version: int) -> Weights:
-        """Write the weights as they are now, and return where, with the log-probs that they give."""
-        part, where = self._home / ".part", self._home / f"{next(self._numbers):06d}-version-{version}"
-        try:
-            if self.rank is None:
-                self._write(part, merged=True)
-            else:
-                self._learner.model.save_pretrained(part, save_embedding_layers=False)
-            part.rename(where)
-        except (OSError, SafetensorError) as error:
-            raise OSError(f"the weights could not be written to {self._home}: {error}") from error
+        """Write the weights as they are now, and return where, with the log-probs that they give. Of several processes
+        the first writes."""
+        where = self._home / f"{next(self._numbers):06d}-version-{version}"
+        if self.rank is None:
+            self._write(where, merged=True)
+        else:
+            model, given = self._learner.model, {"save_embedding_layers": False}
+            weights = self._learner.processes.state_of(model, self._learner.dtype)
+            self._into(where, lambda part: model.save_pretrained(part, state_dict=weights, **given))
         self._kept.append(where)
         while len(self._kept) > KEPT:
-            shutil.rmtree(self._kept.pop(0))
+            old = self._kept.pop(0)
+            if self._first:
+                shutil.rmtree(old)
         kind, base = ("full", "") if self.rank is None else ("adapter", self.model_folder)
         return Weights(version, str(where), kind, base, (self._canary, self._score()))
 
     def close(self) -> None:
         """Remove everything; again does nothing."""
-        assert self._guard.stdin is not None
-        self._guard.stdin.close()
-        self._guard.wait()
+        if self._guard is not None:
+            assert self._guard.stdin is not None
+            self._guard.stdin.close()
+            self._guard.wait()
 
     def _write(self, folder: Path, merged: bool) -> None:
-        self._bones.config.save_pretrained(folder)
+        weights: dict[str, torch.Tensor] = {}
         with torch.no_grad():
-            weights = as_saved(self._bones, dict(_weights(self._causal, self._bones, merged)))
-            save_file({name: weight.cpu().contiguous() for name, weight in weights.items()}, folder / WEIGHTS)
+            for name, weight in _weights(self._learner, self._bones, merged):  # one by one
+                if self._first:
+                    weights[name] = weight.cpu()
+
+        def write(part: Path) -> None:
+            self._bones.config.save_pretrained(part)
+            saved = as_saved(self._bones, weights)
+            save_file({name: weight.contiguous() for name, weight in saved.items()}, part / WEIGHTS)
+
+        self._into(folder, write)
+
+    def _into(self, folder: Path, write: Callable[[Path], object]) -> None:
+        """Write a folder aside and rename it, in the first process; in all of them raise OSError where that fails."""
+        failed, part = "", self._home / ".part"
+        try:
+            if self._first:
+                write(part)
+                part.rename(folder)
+        except (OSError, SafetensorError) as error:
+            failed = str(error)
+        if failed := self._learner.processes.agree(failed):
+            raise OSError(f"the weights could not be written to {self._home}: {failed}")
 
     def _score(self) -> tuple[float, ...]:
         """Return the learner's log-probs of the canary at temperature 1; it stays as it is."""
@@ -119,16 +145,20 @@ def _adapter_rank(model: Any) -> int | None:
     return max([config.r, *config.rank_pattern.values()]) if plain and not odd else None
 
 
-def _weights(causal: Any, bones: Any, merged: bool) -> Iterator[tuple[str, torch.Tensor]]:
+def _weights(learner: Learner, bones: Any, merged: bool) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the weights under the names that they have without PEFT, with the adapter or without, in the model's
     number format. What PEFT puts around modules that are trained as a whole answers for them itself."""
+    whole = learner.processes.whole
     for name in bones.state_dict():
         path, _, leaf = name.rpartition(".")
-        module = causal.get_submodule(path)
+        module = learner.causal.get_submodule(path)
         if isinstance(module, BaseTunerLayer):
             if merged:
-                module = copy.deepcopy(module)
+                params = {
+                    id(each): torch.nn.Parameter(whole(each.detach()).clone()) for each in module.parameters()
+                }
+                module = copy.deepcopy(module, params)
                 module.merge()
             module = module.get_base_layer()
-        weight = getattr(module, leaf).detach()
-        yield name, weight.to(causal.dtype) if weight.is_floating_point() else weight
+        weight = whole(getattr(module, leaf).detach())
+        yield name, weight.to(learner.dtype) if weight.is_floating_point() else weight

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from TrainingFactory.algorithms.base import Total
 from TrainingFactory.data.packing import Batch, make_batch
 from TrainingFactory.learning.learner import Learner
 from TrainingFactory.protocols import Algorithm
@@ -35,16 +34,16 @@ def train_step(
     """Pack the rows, annotate them, let the algorithm prepare them, and update the weights. Dropout and the order of
     mini-batches are keyed by the step, so that a resumed run does the same."""
     seed = turn_seed(options.seed, step, "update", 0, 0)
-    torch.manual_seed(seed)
+    torch.manual_seed(seed + learner.processes.rank)
     parts = split(rows, options.minibatches, seed)
-    batches = [_annotated(learner, algorithm, part, options.token_budget) for part in parts]
-    algorithm.prepare(batches, step, learner.total)
-    measured = mismatch(batches, step, learner.total) if "old" in algorithm.needs else {}
+    batches = [_annotated(learner, algorithm.needs, part, options.token_budget) for part in parts]
+    algorithm.prepare(batches, step)
+    measured = mismatch(batches, step) if "old" in algorithm.needs else {}
     updates = [learner.update(batch, algorithm.loss, algorithm.needs) for batch in batches * options.epochs]
     return merged(updates) | measured
 
 
-def mismatch(batches: Sequence[Batch], step: int, total: Total = dict) -> dict[str, float]:
+def mismatch(batches: Sequence[Batch], step: int) -> dict[str, float]:
     """Measure how far the log-probs of who sampled are from the learner's own before the step: `mismatch` over the
     tokens of the weights that are trained, where only the computing differs, and `staleness_gap` over those of older
     ones. What there is no token for is left out."""
@@ -53,11 +52,10 @@ def mismatch(batches: Sequence[Batch], step: int, total: Total = dict) -> dict[s
     fresh = np.concatenate([np.zeros(0, bool), *(pack.versions == step for pack in packs)])
     found: dict[str, float] = {}
     for name, chosen in (("mismatch", gaps[fresh]), ("staleness_gap", gaps[~fresh])):
-        sums = total({"tokens": float(len(chosen)), "gap": float(chosen.sum())})
-        if sums["tokens"]:
-            found[name] = sums["gap"] / sums["tokens"]
+        if len(chosen):
+            found[name] = float(chosen.mean())
     if fresh.any():
-        found["mismatch_max"] = float(gaps[fresh].max())  # of this process
+        found["mismatch_max"] = float(gaps[fresh].max())
     return found
 
 
@@ -65,14 +63,14 @@ def evaluate_rows(
     learner: Learner, algorithm: Algorithm, rows: Sequence[Sample], step: int, options: StepOptions
 ) -> dict[str, float]:
     """Measure the loss of the rows, and what else it tells, without an update."""
-    batch = _annotated(learner, algorithm, rows, options.token_budget)
-    algorithm.prepare([batch], step, learner.total)
+    batch = _annotated(learner, algorithm.needs, rows, options.token_budget)
+    algorithm.prepare([batch], step)
     return algorithm.evaluated(learner.evaluate(batch, algorithm.loss, algorithm.needs))
 
 
 def score_rows(learner: Learner, rows: Sequence[Sample], options: StepOptions) -> list[list[float]]:
     """Return the log-probs of the trained tokens of each row by the weights as they are; 0 for other tokens."""
-    batch = learner.annotate(make_batch(rows, options.token_budget, learner.sharing), frozenset({"old"}))
+    batch = _annotated(learner, frozenset({"old"}), rows, options.token_budget)
     found = [np.zeros(len(row.token_ids), np.float32) for row in rows]
     for pack in batch.packs:
         assert pack.old is not None
@@ -81,9 +79,11 @@ def score_rows(learner: Learner, rows: Sequence[Sample], options: StepOptions) -
     return [values.tolist() for values in found]
 
 
-def _annotated(learner: Learner, algorithm: Algorithm, rows: Sequence[Sample], token_budget: int) -> Batch:
-    batch = make_batch(rows, token_budget, learner.sharing, "mismatched" in algorithm.needs)
-    return learner.annotate(batch, algorithm.needs)
+def _annotated(learner: Learner, needs: frozenset[str], rows: Sequence[Sample], token_budget: int) -> Batch:
+    def packed(budget: int) -> Batch:
+        return make_batch(rows, budget, learner.sharing, "mismatched" in needs)
+
+    return learner.annotate(learner.processes.packed(packed, token_budget), needs)
 
 
 def split(samples: Sequence[Sample], parts: int, seed: int = 0) -> list[list[Sample]]:

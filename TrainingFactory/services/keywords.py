@@ -138,6 +138,7 @@ class Keywords(TRLKeywords, total=False):
     max_mismatch: float
     distributed_reward: bool
     reward_workers: int | None
+    offload_reference: bool
     tool_cache: bool | str | ToolCache
 
     # data

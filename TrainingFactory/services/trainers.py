@@ -14,6 +14,7 @@ from TrainingFactory.rewards.adapt import as_reward
 from TrainingFactory.services.build.environment import as_ours, environment_of
 from TrainingFactory.services.build.factories import by_file
 from TrainingFactory.services.build.notices import notices, unused
+from TrainingFactory.services.build.ranks import served
 from TrainingFactory.services.build.rewards import check_group
 from TrainingFactory.services.build.siblings import rows_of
 from TrainingFactory.services.build.tools import listed
@@ -97,13 +98,15 @@ class Trainer:
     def train(self, config: TrainingConfig | Mapping[str, Any] | None = None) -> TrainingReport:
         """Train, and return how it went. Options in `config` go before those of the trainer. It works in a script, in
         a notebook and inside a running event loop."""
-        report = self._training(config).train()
+        self._given(config)
+        report = served(self.config) or self._training().train()
         self._run = report.run
         return report
 
     async def train_async(self, config: TrainingConfig | Mapping[str, Any] | None = None) -> TrainingReport:
         """Train on the running event loop, for tools and rewards that belong to it."""
-        report = await self._training(config).train_async()
+        self._given(config)
+        report = served(self.config) or await self._training().train_async()
         self._run = report.run
         return report
 
@@ -116,10 +119,12 @@ class Trainer:
             )
         return export(str(self._run), path if path is not None else self._run / "model", merge)
 
-    def _training(self, config: TrainingConfig | Mapping[str, Any] | None) -> Training:
-        """Return the run that `train()` is to run: a new one, or with `resume` the one of that name."""
+    def _given(self, config: TrainingConfig | Mapping[str, Any] | None) -> None:
         if config is not None:
             self._take(merged(self.config, self._in_sections(config)))
+
+    def _training(self) -> Training:
+        """Return the run that `train()` is to run: a new one, or with `resume` the one of that name."""
         for text in self.notices:
             self._watcher.say(f"note: {text}")
         run, taken = None, self.config

@@ -109,7 +109,7 @@ def learner_for(algorithm: Any, model: Any = None, **options: Any) -> Learner:
     if isinstance(algorithm, PPO) and algorithm.critic == "separate":
         options.setdefault("critic", moved(tiny(), 4))
     if needs & {"values", "scores"}:
-        options["head"] = _head(reference)
+        options["head"] = _head(made)
     return make_learner(made, **options)
 
 
@@ -134,7 +134,7 @@ def batch_for(
     if "mismatched" in needs and mismatched is not None:
         made.mismatched = pack(mismatched, budget, sharing)
     batch = learner.annotate(made, needs)
-    algorithm.prepare([batch], 0, learner.total)
+    algorithm.prepare([batch], 0)
     return batch
 
 

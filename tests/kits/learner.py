@@ -99,8 +99,8 @@ def weighted_part(logprobs: torch.Tensor, row: Sample) -> torch.Tensor:
     return (trained_values(row, "advantages") * (logprobs / 3).tanh()).sum()
 
 
-def make_learner(model: Any = None, **options: Any) -> Learner:
-    return Learner(model or tiny(), OptimizerOptions(learning_rate=1e-3), **options)
+def make_learner(model: Any = None, optimizer: OptimizerOptions | None = None, **options: Any) -> Learner:
+    return Learner(model or tiny(), optimizer or OptimizerOptions(learning_rate=1e-3), **options)
 
 
 def gradients(

@@ -61,7 +61,7 @@ def prepared(
     batches = [
         learner.annotate(make_batch(part, **packing), ppo.needs) for part in split(rows, parts, seed=1)
     ]
-    ppo.prepare(batches, 0, learner.total)
+    ppo.prepare(batches, 0)
     return batches
 
 

@@ -91,17 +91,11 @@ def test_gradients_through_the_learner_equal_plain_turns(critic: bool) -> None:
     ("critic", "dtype"), [(False, torch.float32), (True, torch.float32), (False, torch.bfloat16)]
 )
 def test_warm_up_leaves_the_policy_as_it_is(critic: bool, dtype: torch.dtype) -> None:
-    """Also where several processes fill in gradients of zero, with decay and momentum waiting to move it."""
+    """With decay and momentum waiting to move it."""
     ppo, model = PPO(critic_warmup=3), tiny().to(dtype)  # pyright: ignore[reportArgumentType]
     learner, groups = make(critic, model), played(3, groups=2, members=3)
     learn(learner, ppo, groups, 3, token_budget=400)  # the first that trains both
     assert learner.head is not None and learner.head.weight.dtype == torch.float32
-
-    def filled(weights: Sequence[torch.nn.Parameter]) -> None:
-        for weight in weights:
-            weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
-
-    learner._processes.add_gradients = filled  # pyright: ignore[reportAttributeAccessIssue]
     named = dict(zip(learner._weights.names, learner._weights.masters, strict=True))
     before = {name: weight.detach().clone() for name, weight in named.items()}
     served = {name: weight.detach().clone() for name, weight in model.named_parameters()}

@@ -67,8 +67,11 @@ async def join_cluster(config: TrainingConfig, held: AsyncExitStack) -> None:
         session = RaySession(compute.address, compute.num_gpus)
         held.push_async_callback(session.close)
         await session.open()
-        asked = {"CPU": compute.cpus_per_sampler, "GPU": compute.gpus_per_sampler or 0.0}
-        await session.check([asked] * compute.samplers, f"compute.samplers={compute.samplers}")
+        asked = [{"CPU": compute.cpus_per_sampler, "GPU": compute.gpus_per_sampler or 0.0}] * compute.samplers
+        others = (compute.learners or 1) - 1
+        asked += [{"CPU": 1.0, "GPU": compute.gpus_per_learner or 0.0}] * others
+        learners = f" and learners={compute.learners}" if others else ""
+        await session.check(asked, f"compute.samplers={compute.samplers}{learners}")
 
 
 def pushed_to(config: TrainingConfig, publisher: Publishes, length: int, episodes: int, say: Say) -> Fleet:

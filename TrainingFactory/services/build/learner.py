@@ -17,6 +17,7 @@ from TrainingFactory.services.training.tokenized import TokenizedDataset, Told
 if TYPE_CHECKING:
     from TrainingFactory.learning.learner import Learner
     from TrainingFactory.learning.policy import LocalPolicy
+    from TrainingFactory.learning.processes import Processes
     from TrainingFactory.models import LoadedModel
 
 
@@ -55,18 +56,23 @@ def importance_cap(config: TrainingConfig) -> float | None:
     return asked.importance_cap or (2.0 if elsewhere(config) or asked.bound else None)
 
 
-def make_policy(config: TrainingConfig, loaded: LoadedModel, algorithm: Algorithm, steps: int) -> LocalPolicy:
-    """Make the policy of this process. `steps` are those of the training loop; each may have several updates."""
+def make_policy(
+    config: TrainingConfig, loaded: LoadedModel, algorithm: Algorithm, steps: int, sharded: bool = False
+) -> LocalPolicy:
+    """Make the policy of this process. `steps` are those of the training loop; each may have several updates. `sharded`
+    divides the weights among the processes of torch.distributed, each of which calls this."""
     from TrainingFactory.learning.policy import LocalPolicy
     from TrainingFactory.learning.step import StepOptions
 
     training = config.training
     options = StepOptions(training.token_budget, training.update_epochs, training.minibatches, training.seed)
-    learner = make_learner(config, loaded, algorithm, steps)
+    learner = make_learner(config, loaded, algorithm, steps, sharded)
     return LocalPolicy(learner, algorithm, loaded.tokenizer, options)
 
 
-def make_learner(config: TrainingConfig, loaded: LoadedModel, algorithm: Algorithm, steps: int) -> Learner:
+def make_learner(
+    config: TrainingConfig, loaded: LoadedModel, algorithm: Algorithm, steps: int, sharded: bool = False
+) -> Learner:
     from TrainingFactory.learning.heads import head_for
     from TrainingFactory.learning.learner import Learner
     from TrainingFactory.learning.optim import OptimizerOptions
@@ -95,7 +101,29 @@ def make_learner(config: TrainingConfig, loaded: LoadedModel, algorithm: Algorit
         critic=make_critic(loaded.model) if "critic" in needs else None,
         temperature=config.sampling.temperature if KINDS[options.algorithm].samples else 1.0,
         gradient_checkpointing=options.gradient_checkpointing,
+        processes=make_processes(config, loaded) if sharded else None,
     )
+
+
+def make_processes(config: TrainingConfig, loaded: LoadedModel) -> Processes:
+    """Make what divides weights among the processes of torch.distributed."""
+    from TrainingFactory.learning.sharding import Sharded
+
+    check_sharded(config)
+    return Sharded(loaded.model.device, config.optimization.offload_reference)
+
+
+def check_sharded(config: TrainingConfig) -> None:
+    """Raise ValueError for what several learners cannot do; before anything is loaded."""
+    wrong = {
+        "training.optimizer is adamw_8bit": (config.training.optimizer == "adamw_8bit", "adamw or muon"),
+        f"model.quantization is {config.model.quantization}": (config.model.quantization != "none", "none"),
+    }
+    for what, (there, other) in wrong.items():
+        if there:
+            raise ValueError(
+                f"{what}, which cannot be divided among several learners: use {other}, or one learner"
+            )
 
 
 def about_reward_model(config: TrainingConfig, needs: frozenset[str]) -> dict[str, Any] | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from TrainingFactory.algorithms.kinds import KINDS
+from TrainingFactory.cluster.launcher import launched
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.config.not_yet import changed, not_yet
 from TrainingFactory.rewards.rule_based import rule_from_options
@@ -49,13 +50,16 @@ def unused(config: TrainingConfig, *, played: bool = False, heldout: bool = Fals
         why = "the learner itself samples, and weights nothing without optimization.importance_cap"
         lines.append((weighed, why if kind.samples else f"{name} samples nothing that it learns from"))
     if config.compute.backend != "ray":
-        own = {"compute.allocation_id", "compute.start_timeout"}
+        own = {"compute.allocation_id", "compute.start_timeout", "compute.learners"}
         lines.append(
             ([key for key in changed(config, "compute") if key not in own], "they are for backend=ray")
         )
         far = [key for key in changed(config, "environment") if key == "environment.num_workers"]
         far += [f"tools.{number}.remote" for number, entry in enumerate(config.tools) if entry.remote]
         lines.append((far, "tools run in the run's own process without compute.backend=ray"))
+    if config.compute.learners == 1 or (config.compute.learners is None and launched() is None):
+        kept = [key for key in changed(config, "optimization") if key == "optimization.offload_reference"]
+        lines.append((kept, "it is for several learners (compute.learners)"))
     if training.eval_every is None:
         measured = [key for key in changed(config, "data") if key.startswith("data.heldout")]
         measured += ["heldout"] if heldout else []

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from TrainingFactory.algorithms.kinds import KINDS
 from TrainingFactory.config import TrainingConfig
-from TrainingFactory.protocols import ChatFormat, EnvironmentFactory, RewardFunction, Sampler
+from TrainingFactory.protocols import Algorithm, ChatFormat, EnvironmentFactory, RewardFunction, Sampler
 from TrainingFactory.rollout import AsyncRolloutEngine
 from TrainingFactory.services.build.factories import told_with_places
 from TrainingFactory.services.build.fleet import Say, at_once, check_engines, elsewhere, pushed_to, reading
-from TrainingFactory.services.build.learner import copy_of
+from TrainingFactory.services.build.learner import copy_of, make_policy
 from TrainingFactory.services.proxy.program import AgentProgram, ProgramRollouts
 from TrainingFactory.tools.runtime import ToolRuntime
 from TrainingFactory.types import SamplingParams, Trajectory
@@ -63,14 +63,16 @@ def make_chat(config: TrainingConfig, loaded: LoadedModel, day: date | None = No
 
 
 def make_engine(
-    config: TrainingConfig, loaded: LoadedModel, episodes: int, ahead: bool = False
+    config: TrainingConfig, loaded: LoadedModel, episodes: int, ahead: bool = False, gathered: Any = None
 ) -> NativeEngine:
-    """Make the engine that samples; `ahead`: while the model is trained, from weights of its own."""
+    """Make the engine that samples; `ahead`: while the model is trained, from weights of its own. With `gathered` it
+    has the model of that, because the learner's is sharded."""
     from TrainingFactory.sampling import NativeEngine
 
+    own = copy_of(loaded.model) if ahead and gathered is None else loaded.model
     return NativeEngine(
-        copy_of(loaded.model) if ahead else loaded.model,
-        source=loaded.model if ahead else None,
+        own if gathered is None else gathered.model,
+        source=gathered or (loaded.model if ahead else None),
         slots=min(config.sampling.slots, episodes),
         max_length=max_length(config, loaded),
         deterministic=config.sampling.deterministic,
@@ -81,13 +83,29 @@ def make_trained(
     config: TrainingConfig, loaded: LoadedModel, policy: LocalPolicy, episodes: int, ahead: bool, say: Say
 ) -> Sampler:
     """Make what samples for a policy that learns: an engine that shares its weights, or others to which it pushes."""
-    wanted = KINDS[config.training.algorithm].samples or config.training.eval_every is not None
-    if not (elsewhere(config) and wanted):
-        return make_engine(config, loaded, episodes, ahead)
-    from TrainingFactory.learning.publishing import Publisher
+    publisher = policy.publisher
+    if publisher is None or not publisher.model_folder:
+        return make_engine(config, loaded, episodes, ahead, publisher)
+    return pushed_to(config, publisher, max_length(config, loaded), episodes, say)
 
-    policy.publisher = Publisher(policy.learner, adapters=config.sampling.engine == "vllm")
-    return pushed_to(config, policy.publisher, max_length(config, loaded), episodes, say)
+
+def make_published(
+    config: TrainingConfig, loaded: LoadedModel, algorithm: Algorithm, steps: int, played: bool, whole: Any = None
+) -> LocalPolicy:  # fmt: skip
+    """Make the policy of this process. Where something samples (`played`) and cannot share its weights, they are
+    published: into folders, or in this process to an engine with the model `whole`."""
+    policy = make_policy(config, loaded, algorithm, steps, sharded=config.compute.learners != 1)
+    if not (played and (KINDS[config.training.algorithm].samples or config.training.eval_every is not None)):
+        return policy
+    if elsewhere(config):
+        from TrainingFactory.learning.publishing import Publisher
+
+        policy.publisher = Publisher(policy.learner, adapters=config.sampling.engine == "vllm")
+    elif config.compute.learners != 1:
+        from TrainingFactory.cluster.ranks import Gathered
+
+        policy.publisher = Gathered(policy.learner, whole)
+    return policy
 
 
 def max_length(config: TrainingConfig, loaded: LoadedModel) -> int:

@@ -24,9 +24,10 @@ from TrainingFactory.services.build import rewards as build_rewards
 from TrainingFactory.services.build import sampler as build_sampler
 from TrainingFactory.services.build.environment import check_tools, make_environment
 from TrainingFactory.services.build.fleet import at_once, check_engines, join_cluster
-from TrainingFactory.services.build.learner import make_algorithm, make_policy, make_trainable, references
+from TrainingFactory.services.build.learner import make_algorithm, make_trainable, references
 from TrainingFactory.services.build.model_names import as_started_from, check_started_from, with_model
 from TrainingFactory.services.build.named_files import about_start, as_started, changed_files
+from TrainingFactory.services.build.ranks import Learners, with_learners
 from TrainingFactory.services.build.resuming import taken_up
 from TrainingFactory.services.build.rewards import evaluation_reward
 from TrainingFactory.services.build.run_tools import RunTools
@@ -80,9 +81,10 @@ class Training:
         try:
             if run is not None:
                 check_started_from(run)
+            self.learners = Learners(config if run is None else None)
             config = factories.by_file(as_started(config, run), say)
             self.allocation = self.allocation or factories.allocated(config, say)
-            config = factories.with_machines(config, self.allocation, say)
+            config = with_learners(factories.with_machines(config, self.allocation, say), say)
             self._prepare(config, given, name, run, replay)
         except BaseException:
             self._release()
@@ -173,6 +175,7 @@ class Training:
             report = await loop.train()
             if report.state == "finished":
                 report.version = await in_thread(self._register)
+            await self.learners.end(report)
             return report
 
     def _register(self) -> str | None:
@@ -180,16 +183,14 @@ class Training:
         asked, output = self.config.registry, self.config.logging.output_dir
         if asked.name is None:
             return None
-        made = shlex.quote(f"{self.run.path}@{asked.checkpoint}")
+        made = f"{self.run.path}@{asked.checkpoint}"
         try:
-            version = ModelRegistry(asked.path, output).register(
-                asked.name, f"{self.run.path}@{asked.checkpoint}"
-            )
+            version = ModelRegistry(asked.path, output).register(asked.name, made)
         except (ValueError, OSError) as error:
             at = "" if asked.path is None else f" --registry {asked.path}"
             self.watcher.say(
                 f"WARNING the run is finished, and could not be registered: {error}; when that is mended: tfactory "
-                f"registry register {asked.name} {made} --runs {output}{at}"
+                f"registry register {asked.name} {shlex.quote(made)} --runs {output}{at}"
             )
             return None
         self.watcher.say(f"registered as {version}")
@@ -221,31 +222,31 @@ async def make_loop(training: Training, held: AsyncExitStack) -> TrainingLoop:
     tools = training.tools
     environment = None if data.environment is None else await tools.equip(data.environment)
     watcher.phase("load")
-    loaded, chat = await in_thread(training.load, date.fromisoformat(run.about["day"]))
+    learners, load = training.learners, partial(training.load, date.fromisoformat(run.about["day"]))
+    loaded, chat = await learners.load(load, config, held, run.path, training.interrupts)
     dataset, heldout = await in_thread(_tokenized, training, loaded, chat)
     # Only now it is known how many rows are too long.
     order = training.order if dataset is None else make_order(config, len(dataset))
     total = steps_in(config, order)
     algorithm = make_algorithm(config)
-    policy = await in_thread(make_policy, config, loaded, algorithm, total)
+    before = tools.sampled_ahead  # the run that is trained again as it was, with nothing sampled
+    own, policy = await learners.policy(loaded, algorithm, total, environment is not None and before is None)
     held.push_async_callback(policy.close)
     for each in (dataset, heldout):
         if each is not None and "precomputed" in algorithm.needs:
             each.references = await references(policy, algorithm, each, config.training.batch_size, watcher)
-    bound = config.optimization.bound
-    progress = await taken_up(run, policy, order, total, training.resuming, bound > 0, watcher.say)
+    ahead = config.optimization.bound > 0
+    progress = await taken_up(run, policy, order, total, training.resuming, ahead, watcher.say)
     if config.logging.record_tools:
         tools.record_to(run.path)
-    recorded = None  # the run that is trained again as it was, with nothing sampled
-    if (before := tools.sampled_ahead) is not None:
+    recorded = played = None
+    if before is not None:
         recorded = RecordedSource(before, algorithm, config.reward.max_unscored, progress.done)
         total = min(total, recorded.steps)
-        config = config.model_copy(
-            update={"training": config.training.model_copy(update={"eval_every": None})}
-        )
-    played = None
+        quiet = config.training.model_copy(update={"eval_every": None})
+        config = config.model_copy(update={"training": quiet})
     if environment is not None and recorded is None:
-        played = await _played(training, environment, chat, loaded, policy, held)
+        played = await _played(training, environment, chat, loaded, own, held)
     earlier = run.metrics()
     trackers = Trackers(run.path, config)
     held.callback(trackers.close)

@@ -30,10 +30,13 @@ def estimate(config: TrainingConfig, model: Any, needs: frozenset[str], max_leng
         found["reference model"] = weights
     if "critic" in needs:
         found["critic"] = weights + learned + found["optimizer"]
+    learners = config.compute.learners or 1
+    found = {name: count / learners for name, count in found.items()}  # all of that is sharded
     episodes, tokens = training.batch_size * training.group_size, training.token_budget
     if KINDS[training.algorithm].samples:
-        if ahead := config.optimization.bound:
-            found["the sampler's weights"] = sum(each.nbytes for each in params if each.requires_grad)
+        if (ahead := config.optimization.bound) or learners > 1:  # of a sharded learner all are copied
+            copied = [each.nbytes for each in params if each.requires_grad or learners > 1]
+            found["the sampler's weights"] = sum(copied)
         slots = min(config.sampling.slots, episodes * (1 + ahead))
         found["cache"] = cache_bytes(shape, slots, max_length, size)
     tokens = min(tokens, episodes * max_length)

@@ -23,16 +23,34 @@ class Interrupts:
     def __init__(self, say: Callable[[str], None]) -> None:
         self.asked = False
         self._say = say
+        self._failure: Exception | None = None
         self._whole: asyncio.Task[Any] | None = None  # the run
         self._sampling: asyncio.Future[Any] | None = None  # what may be cancelled at any moment
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         """Take Ctrl-C while the block runs."""
-        loop, self._whole = asyncio.get_running_loop(), asyncio.current_task()
+        self._whole = asyncio.current_task()
+        try:
+            with self._signals():
+                yield
+        except asyncio.CancelledError:
+            if self._failure is not None:
+                raise self._failure from None
+            raise
+
+    def fail(self, error: Exception) -> None:
+        """End whatever is under way with this error: what the run needs is gone."""
+        self._failure = error
+        if self._whole is not None:
+            self._whole.cancel()
+
+    @contextlib.contextmanager
+    def _signals(self) -> Iterator[None]:
         if threading.current_thread() is not threading.main_thread():
             yield
             return
+        loop = asyncio.get_running_loop()
         before = signal.getsignal(signal.SIGINT)
         with contextlib.suppress(NotImplementedError):  # Windows
             loop.add_signal_handler(signal.SIGINT, self.ask)
@@ -45,6 +63,8 @@ class Interrupts:
 
     def ask(self) -> None:
         """Stop: at once where nothing is lost by it, or where it is asked for the second time."""
+        if self._failure is not None:
+            return
         again, self.asked = self.asked, True
         if self._sampling is not None:
             self._sampling.cancel()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 from TrainingFactory.algorithms.kinds import KINDS, make_algorithm
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.data.examples import NEEDS
@@ -14,10 +12,6 @@ def check(config: TrainingConfig, recorded: bool) -> None:
     """Raise ValueError for what cannot be trained. `recorded`: the rows that are learned from exist already."""
     training, name = config.training, config.training.algorithm
     kind = KINDS[name]
-    if os.environ.get("WORLD_SIZE", "1") != "1":
-        raise ValueError(
-            "several processes were started (WORLD_SIZE is set), but a run is one process for now; start it plainly"
-        )
     if training.group_size < (least := kind.least_group(getattr(config, name))):
         raise ValueError(
             f"training.group_size is {training.group_size}, but {name} compares the episodes of a group with each "

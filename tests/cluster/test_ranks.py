@@ -1,0 +1,209 @@
+"""A learner in several processes: who starts them, and what happens when one is lost."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.kits.cli import ROOT, Run
+from tests.kits.run import Quiet, brief, go_on, rows, train
+from tests.kits.scale import SCALE
+from tests.kits.warm import lift
+from TrainingFactory.cluster.launcher import LAUNCHER
+from TrainingFactory.services.runs.folder import RunFolder
+
+CONFIG = """
+model: {name: builtin:tiny}
+training: {algorithm: grpo, max_steps: 2, batch_size: 2, group_size: 2}
+environment: {environment_id: calculator, max_turns: 2}
+sampling: {max_tokens: 4, deterministic: true}
+"""
+CHILD = "workers/child.py"
+
+
+def learners() -> list[psutil.Process]:
+    return [each for each in psutil.Process().children() if CHILD in " ".join(each.cmdline())]
+
+
+class Strikes(Quiet):
+    """Kills a learner when a step is done."""
+
+    def __init__(self, at: int) -> None:
+        super().__init__()
+        self.at = at
+
+    def step(self, step: int, total: int, metrics: dict[str, float]) -> None:
+        if step == self.at:
+            for each in learners():
+                each.kill()
+
+
+def test_a_learner_is_killed_and_the_run_goes_on(tmp_path: Path) -> None:
+    """To the metrics of one process that was left alone; to the bit those of several: `benchmarks.rank_kills`."""
+    config = brief(tmp_path, compute={"learners": 2})
+    with pytest.raises(
+        OSError, match=r"learner 1 \(process \d+ on .*is gone; steps since .*: 1; .*runs resume"
+    ):
+        train(config, "broken", Strikes(3))
+    assert RunFolder(tmp_path / "broken").state == "failed" and not learners()
+    assert go_on(tmp_path / "broken").state == "finished"
+    assert not learners()
+    train(brief(tmp_path), "whole")
+    found, wanted = (rows(tmp_path / name / "metrics.jsonl") for name in ("broken", "whole"))
+    for key in ("step", "loss", "grad_norm", "entropy", "reward", "trained_tokens"):
+        assert [row[key] for row in found] == pytest.approx(
+            [row[key] for row in wanted], rel=1e-3, abs=1e-5
+        ), key
+
+
+def launched(folder: Path, *arguments: str, count: int = 2) -> subprocess.Popen[str]:
+    (folder / "run.yaml").write_text(CONFIG, encoding="utf-8")
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(count), *arguments]
+    given = {"PYTHONPATH": f"{ROOT}", "OMP_NUM_THREADS": "1"}
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, cwd=folder, env=os.environ | given, **pipes)
+
+
+CLI = ("-m", "TrainingFactory.cli")
+
+
+def test_torchrun(tmp_path: Path) -> None:
+    out, err = (run := launched(tmp_path, *CLI, "train", "run.yaml", "--name", "a")).communicate(timeout=300)
+    assert run.returncode == 0, out + err
+    assert err.count("step 2/2") == 1 and [each.name for each in (tmp_path / "runs").iterdir()] == ["a"]
+    made = RunFolder(tmp_path / "runs" / "a")
+    assert made.config.compute.learners == 2 and made.state == "finished" and len(made.metrics()) == 2
+
+
+MISTAKES = [
+    (
+        {"WORLD_SIZE": "2", "RANK": "0"},
+        ["compute.learners=3"],
+        "it is 3, and the launcher has started 2 processes",
+    ),
+    ({"ACCELERATE_USE_DEEPSPEED": "true"}, [], "DeepSpeed .* is not supported: leave it out"),
+    ({}, ["compute.learners=2", "model.device=cuda:1"], "it is cuda:1, and each of 2 learners"),
+    ({}, ["compute.learners=2", "training.optimizer=adamw_8bit"], "adamw_8bit"),
+]
+
+
+@pytest.mark.parametrize(("given", "overrides", "text"), MISTAKES)
+def test_mistakes(
+    tfactory: Run, monkeypatch: pytest.MonkeyPatch, given: dict[str, str], overrides: list[str], text: str
+) -> None:
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    Path("run.yaml").write_text(CONFIG, encoding="utf-8")
+    status, _, err = tfactory("train", "run.yaml", *overrides)
+    assert status == 2 and re.search(text, " ".join(err.split())), err
+    assert not Path("runs").exists()
+
+
+def test_other_commands_run_once(tfactory: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "127.0.0.1"}.items():
+        monkeypatch.setenv(name, value)
+    assert tfactory("runs", "list") == (0, "", "")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    status, _, err = tfactory("runs", "list")
+    assert status == 0 and "one of 2 processes runs this" in " ".join(err.split())
+    assert not any(name in os.environ for name in LAUNCHER)
+
+
+SCRIPT = """
+from TrainingFactory.services.sft_trainer import SFTTrainer
+rows = [{"prompt": f"{n}?", "completion": str(n)} for n in range(8)]
+report = SFTTrainer("builtin:tiny", dataset=rows, name="script", batch_size=4, max_steps=2).train()
+print(report.state, report.steps, report.run)
+"""
+
+
+@pytest.mark.slow
+def test_a_script_with_a_trainer(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT, encoding="utf-8")
+    out, err = (run := launched(tmp_path, "script.py")).communicate(timeout=300)
+    assert run.returncode == 0, err
+    assert [line for line in out.splitlines() if "finished" in line] == ["finished 2 runs/script"] * 2, (
+        out + err
+    )
+
+
+@pytest.mark.slow
+def test_ctrl_c_under_torchrun(tmp_path: Path) -> None:
+    given = ("train", "run.yaml", "--name", "a", "training.max_steps=500", "logging.checkpoint_every=1000")
+    run, metrics = launched(tmp_path, *CLI, *given), tmp_path / "runs" / "a" / "metrics.jsonl"
+    while run.poll() is None and not (metrics.exists() and metrics.read_text().count("\n") > 1):
+        time.sleep(0.1)
+    run.send_signal(signal.SIGINT)
+    _, err = run.communicate(timeout=300)
+    made = RunFolder(tmp_path / "runs" / "a")
+    assert made.state == "interrupted" and len(made.checkpoints()) == 1, err
+    assert len(made.metrics()) == int(made.checkpoints()[0].name.removeprefix("step-"))
+
+
+@pytest.mark.slow
+def test_processes_with_other_configs(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(CONFIG, encoding="utf-8")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    runs = []
+    for rank, rate in enumerate(("1e-5", "2e-5")):
+        given = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        given |= {"LOCAL_RANK": str(rank), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, *CLI, "train", "run.yaml", f"training.learning_rate={rate}"]
+        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        runs.append(subprocess.Popen(command, cwd=tmp_path, env=os.environ | given, **pipes))
+    (_, told), (_, quiet) = (run.communicate(timeout=300) for run in runs)
+    assert [run.returncode for run in runs] == [2, 1] and not quiet
+    assert "learner 1 on" in told and "training.learning_rate 2e-05 (here 1e-05)" in " ".join(told.split())
+
+
+@SCALE
+@pytest.mark.slow
+def test_actors_of_ray_are_learners(tmp_path: Path, ray_head: str) -> None:
+    sections: dict[str, Any] = {"sampling": {"deterministic": False}, "training": {"max_steps": 3}}
+    compute = {"backend": "ray", "address": ray_head, "learners": 2}
+    config = brief(tmp_path, **sections, compute=compute)
+    train(config, "whole")
+
+    class Kills(Quiet):
+        def step(self, step: int, total: int, metrics: dict[str, float]) -> None:
+            if step == 2:
+                import ray  # pyright: ignore[reportMissingImports]
+
+                [name] = [each for each in ray.util.list_named_actors() if ":learner 1:" in each]
+                ray.kill(ray.get_actor(name))
+
+    with pytest.raises(OSError, match=r"learner 1 .*is gone; steps since .*: 0; .*runs resume"):
+        train(config, "broken", Kills())
+    assert go_on(tmp_path / "broken").state == "finished"
+    found, wanted = (rows(tmp_path / name / "metrics.jsonl") for name in ("broken", "whole"))
+    for key in ("step", "loss", "grad_norm", "reward", "trained_tokens"):
+        assert [row[key] for row in found] == pytest.approx(
+            [row[key] for row in wanted], rel=1e-3, abs=1e-5
+        ), key
+
+
+@SCALE
+@pytest.mark.slow
+def test_everything_at_once_learns(warm: Path, tmp_path: Path, ray_head: str) -> None:
+    """Two samplers with vLLM on Ray, two learners, groups sampled ahead: GRPO learns what it learns on a laptop."""
+    compute = {"backend": "ray", "address": ray_head, "samplers": 2, "learners": 2, "cpus_per_sampler": 0.5}
+    options = {"kv_cache_memory_bytes": 2**28}
+    before, after, report = lift(
+        warm, tmp_path, compute=compute,
+        sampling={"max_tokens": 24, "deterministic": False, "engine": "vllm", "engine_options": options},
+        optimization={"async_rollout": True, "max_staleness": 1}, model={"name": str(warm), "dtype": "float32"},
+    )  # fmt: skip
+    assert report.state == "finished" and after > before + 0.2, (before, after)
+    assert max(row.get("staleness/max", 0) for row in report.rows) == 1
