@@ -26,6 +26,7 @@ from TrainingFactory.cli.import_ import import_
 from TrainingFactory.cli.judge import judge
 from TrainingFactory.cli.new import env, envs, models
 from TrainingFactory.cli.plan import plan
+from TrainingFactory.cli.proxy import proxy
 from TrainingFactory.cli.registry import registry
 from TrainingFactory.cli.rollout import rollout
 from TrainingFactory.cli.runs import runs
@@ -62,6 +63,7 @@ for command in (
     rollout,
     data,
     serve,
+    proxy,
     cluster,
     new,
     tools,

@@ -103,10 +103,14 @@ class EnvironmentSection(Section):
     environment_id: PathText | None = None
     """Name of an environment, or a Python file with one: weather.py, weather.py:Weather; null with data.tasks: a plain
     conversation, with the tools if there are any."""
+    command: str | None = None
+    """Your own agent in place of an environment: a program that is started for each episode and calls the model at
+    OPENAI_BASE_URL, such as "python my_agent.py"."""
     system_prompt: str | None = None
     """What the model is told first; null: what the environment says."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """Of an environment that is written for RL-Factory: its config, such as {use_process_reward: true}."""
+    """Of a command: {cwd: FOLDER, env: [NAMES of variables that it may see], processes: 16}; of an environment that is
+    written for RL-Factory: its config, such as {use_process_reward: true}."""
     async_execution: bool = True
     """Tools of one episode run while others are sampled."""
     num_workers: Count | None = None

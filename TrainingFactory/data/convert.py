@@ -114,6 +114,8 @@ def _read(row: Row, to: Form, filters: Filters) -> _Episode | str:
     reward = None if episode.reward is None else total(episode.reward)
     if why := useless(episode, to) or _outside(episode, reward, filters):
         return why
+    if any(turn.signals.get("proxy/row", 1) > 1 for turn in episode.turns):  # of a user's own agent
+        return "has several conversations"
     kept = [turn for turn in episode.turns if turn.completion.finish == "stop"]
     if not kept or (len(kept) < len(episode.turns) and to not in ("sft", "prm")):
         return "was cut"

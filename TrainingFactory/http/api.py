@@ -53,16 +53,26 @@ class Api:
 
     def get(self, path: str, answer: Callable[[], dict[str, Any]], keyed: bool = True) -> None:
         async def handler(request: Request) -> Response:
-            self._check(request, keyed)
+            self._check_host(request)
+            if keyed and not self._opens(request):
+                raise _wrong_key()
             return _json(answer())
 
         self._add("GET", path, handler)
 
     def post(self, path: str, answer: Handler) -> None:
         """Take JSON. The answer is cancelled as soon as the client has hung up."""
+        self._post(path, lambda request: answer if self._opens(request) else None)
 
+    def post_by_key(self, path: str, find: Callable[[str], Handler | None]) -> None:
+        """Do so for the one that `find` gives for the request's key; None for a key that is nobody's."""
+        self._post(path, lambda request: find(request.headers.get("x-tfactory-episode") or _key_in(request)))
+
+    def _post(self, path: str, find: Callable[[Request], Handler | None]) -> None:
         async def handler(request: Request) -> Response:
-            self._check(request, keyed=True)
+            self._check_host(request)
+            if (answer := find(request)) is None:
+                raise _wrong_key()
             kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
             if kind != "application/json":
                 text = "the body must be JSON, sent with the header content-type: application/json"
@@ -89,20 +99,16 @@ class Api:
 
         self.app.add_api_route(path, guarded, methods=[method], response_model=None)
 
-    def _check(self, request: Request, keyed: bool) -> None:
+    def _check_host(self, request: Request) -> None:
         host = re.match(r"\[([^\]]*)\]|([^:]*)", request.headers.get("host", ""))
         assert host is not None  # it matches nothing, too
         if self._local and not is_loopback(host[1] or host[2] or ""):
             text = "this server is for programs on its own machine; call it by 127.0.0.1 or localhost"
             raise ApiError(text, "host", status=403, code="forbidden")
-        if self._key is None or not keyed:
-            return
-        kind, _, given = request.headers.get("authorization", "").partition(" ")
-        # the bytes as they were sent
-        same = hmac.compare_digest(given.strip().encode("latin-1"), self._key.encode())
-        if kind.lower() != "bearer" or not same:
-            text = "this server wants an API key: the header authorization: Bearer KEY, with the right key"
-            raise ApiError(text, "authorization", status=401, code="invalid_api_key")
+
+    def _opens(self, request: Request) -> bool:
+        given = _key_in(request).encode("latin-1")  # the bytes as they were sent
+        return self._key is None or hmac.compare_digest(given, self._key.encode())
 
     async def _no_such_page(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
@@ -127,6 +133,16 @@ class _Stream(EventSourceResponse):
             await send({"type": "http.response.body", "body": last, "more_body": False})
         finally:
             await self._texts.aclose()
+
+
+def _key_in(request: Request) -> str:
+    kind, _, given = request.headers.get("authorization", "").partition(" ")
+    return given.strip() if kind.lower() == "bearer" else ""
+
+
+def _wrong_key() -> ApiError:
+    text = "this server wants an API key: the header authorization: Bearer KEY, with the right key"
+    return ApiError(text, "authorization", status=401, code="invalid_api_key")
 
 
 def _stopping() -> ApiError:

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from TrainingFactory.protocols import AnyReward, ChatFormat, Environment, Sampler
 from TrainingFactory.rewards.adapt import group_reward
@@ -118,9 +119,11 @@ class AsyncRolloutEngine:
             for member in range(group_size):
                 trajectory = Trajectory(task, group=f"{step}/{name}", member=member)
                 seed_of = functools.partial(turn_seed, self.seed, step, name, member)
-                key, session = EpisodeKey(recorded_as, name, member), sampler.session()
-                runs.append(EpisodeRun(self.rules, trajectory, session, sampler.max_length, seed_of, key))
+                runs.append(self._new(trajectory, sampler, seed_of, EpisodeKey(recorded_as, name, member)))
         return runs
+
+    def _new(self, trajectory: Trajectory, sampler: Sampler, *given: Any) -> EpisodeRun:
+        return EpisodeRun(self.rules, trajectory, sampler.session(), sampler.max_length, *given)
 
 
 def _names(tasks: Sequence[Task]) -> list[str]:

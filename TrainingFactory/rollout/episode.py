@@ -119,10 +119,13 @@ class EpisodeRun:
             self._end("error", f"the episode took longer than {self.rules.timeout:g} s")
         except SelfCancelled:
             self._end("error", "the environment cancelled its own episode")
+        self._check()
+        self.trajectory.seconds = time.perf_counter() - started
+
+    def _check(self) -> None:
         for turn, following in pairwise(self.trajectory.turns):
             so_far = turn.prompt_ids + turn.completion.token_ids
             assert following.prompt_ids[: len(so_far)] == so_far, "a prompt must continue what was sampled"
-        self.trajectory.seconds = time.perf_counter() - started
 
     def leave(self) -> None:
         """Give the sampler its place back, once."""

@@ -112,6 +112,7 @@ class Keywords(TRLKeywords, total=False):
     stop_when: dict[Literal["patience", "target"], float]
 
     # environment
+    command: str | None
     system_prompt: str | None
     async_execution: bool
     num_workers: int | None

@@ -151,7 +151,8 @@ def test_a_client_that_hangs_up_frees_the_engine(
 
     monkeypatch.setattr(engine._runner, "run", held)
     with tiny.stream("POST", CHAT, json=user(max_tokens=550, n=8, stream=True)) as answer:
-        next(answer.iter_lines())
+        lines = answer.iter_lines()  # who drops it hangs up
+        next(lines)
         assert begun.wait(HANG)
     until(lambda: tiny.get("/health").json()["running"] == 0)
     go_on.set()

@@ -16,6 +16,7 @@ from TrainingFactory.protocols import ChatFormat, EnvironmentFactory, RewardFunc
 from TrainingFactory.services.build import rewards as build_rewards
 from TrainingFactory.services.build.factories import told_with_places
 from TrainingFactory.services.build.siblings import ENVIRONMENTS
+from TrainingFactory.services.proxy.program import AgentProgram
 from TrainingFactory.tools.adapt import as_tool
 from TrainingFactory.types import Message, Task
 from TrainingFactory.user_code import chosen, is_file_name, told
@@ -24,6 +25,8 @@ from TrainingFactory.user_code import chosen, is_file_name, told
 def make_environment(config: TrainingConfig, given: bool = False) -> EnvironmentFactory:
     """Return the environment that is named; a plain conversation where there are tasks, or `given` tools or tasks."""
     name = config.environment.environment_id
+    if config.environment.command is not None:
+        return make_program(config, config.environment.command)
     if name is not None:
         return as_ours(environment_named(name), config.environment.options)
     if given or config.data.tasks is not None:
@@ -33,6 +36,15 @@ def make_environment(config: TrainingConfig, given: bool = False) -> Environment
         f"no environment is named; give one of {known}, or a Python file such as weather.py; with tasks "
         "alone, data.tasks=FILE, there is a plain conversation"
     )
+
+
+def make_program(config: TrainingConfig, command: str) -> AgentProgram:
+    """Return a user's own agent; refuse what stands beside it and would do nothing."""
+    place, own = config.environment, {"tools": config.tools, "deterministic": config.sampling.deterministic}
+    beside = own | {"environment_id": place.environment_id, "system_prompt": place.system_prompt}
+    if given := ", ".join(name for name, value in beside.items() if value):
+        raise ValueError(f"environment.command goes without {given}: the program has its own")
+    return AgentProgram(command, place.options)
 
 
 def environment_named(name: str) -> Any:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from TrainingFactory.models import LoadedModel
 
 Say = Callable[[str], None]
+PROCESSES = 16  # of environment.command at a time, unless its options say otherwise
 # Mean distance of log-probs that rounding explains: of float32 over other kernels, and of two bytes.
 TOLERANCE, COARSE = 0.01, 0.1
 
@@ -33,8 +34,9 @@ def elsewhere(config: TrainingConfig) -> bool:
 
 
 def at_once(config: TrainingConfig) -> int:
-    """Return how many episodes all engines hold at the same time."""
-    return config.sampling.slots * config.compute.samplers
+    """Return how many episodes all engines hold, or how many programs play, at the same time."""
+    held, place = config.sampling.slots * config.compute.samplers, config.environment
+    return held if place.command is None else min(held, place.options.get("processes", PROCESSES))
 
 
 def check_engines(config: TrainingConfig) -> None:

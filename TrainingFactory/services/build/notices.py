@@ -33,7 +33,8 @@ def unused(config: TrainingConfig, *, played: bool = False, heldout: bool = Fals
     if not kind.samples:
         grouped = [key for key in changed(config, "training") if key == "training.group_size"]
         lines.append((grouped, f"{name} samples no groups of episodes"))
-        played = played or config.environment.environment_id is not None or bool(config.tools)
+        place = config.environment
+        played = played or (place.environment_id or place.command) is not None or bool(config.tools)
         if not (played and training.eval_every is not None):
             expert = kind.demonstrations and config.data.dataset is None
             read = {"sampling.max_reply_tokens"} if expert else set()

@@ -12,6 +12,7 @@ from TrainingFactory.config import TrainingConfig
 from TrainingFactory.envs import ToolEnvironment
 from TrainingFactory.protocols import ToolSource
 from TrainingFactory.services.build.tools import Handed, make_tool_cache, make_tools
+from TrainingFactory.services.proxy.program import AgentProgram
 from TrainingFactory.services.runs.folder import RunFolder, is_run, list_runs
 from TrainingFactory.tools import AsyncToolExecutor
 from TrainingFactory.tools.cache.cache import ToolCache
@@ -36,6 +37,7 @@ class RunTools:
         self._recording = find_recording(replay, config.logging.output_dir) if replay is not None else None
         self._recorder = Recorder(self._recording)
         self._sources: list[ToolSource] = []
+        self._program: AgentProgram | None = None
         self._specs: list[ToolSpec] = []
         self._borrowed = cache is not None
         self._cache = None if self._recording else cache or make_tool_cache(config)
@@ -60,6 +62,12 @@ class RunTools:
 
     async def equip(self, environment: Any) -> Any:
         """Make the tools, open those that have servers, and return the environment with all of them in it."""
+        if isinstance(environment, AgentProgram):
+            if self._recording is not None:
+                raise ValueError("a run with environment.command has no recording that could be replayed")
+            await environment.endpoint.open()
+            self._program = environment
+            return with_tools(environment, self._given)
         if self._recording is not None:
             tools: Sequence[Handed] = recorded_tools(self._recording)
         else:
@@ -86,8 +94,8 @@ class RunTools:
         self._recorder.drop(unwanted)
 
     def metrics(self) -> dict[str, float]:
-        """Return those of the calls since the last time."""
-        return self.runtime.snapshot()
+        """Return those of the calls since the last time, and of the calls that programs made."""
+        return self.runtime.snapshot() | ({} if self._program is None else self._program.endpoint.metrics())
 
     def totals(self) -> dict[str, float]:
         """Return those of all calls up to the last `metrics`."""
@@ -98,6 +106,8 @@ class RunTools:
         sources, self._sources = self._sources, []
         try:
             await asyncio.gather(*(source.close() for source in sources))
+            if self._program is not None:
+                await self._program.endpoint.close()
         finally:
             self._recorder.close()
             if self._cache is not None:

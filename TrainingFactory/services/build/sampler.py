@@ -14,6 +14,7 @@ from TrainingFactory.rollout import AsyncRolloutEngine
 from TrainingFactory.services.build.factories import told_with_places
 from TrainingFactory.services.build.fleet import Say, at_once, check_engines, elsewhere, pushed_to, reading
 from TrainingFactory.services.build.learner import copy_of, make_policy
+from TrainingFactory.services.proxy.program import AgentProgram, ProgramRollouts
 from TrainingFactory.tools.runtime import ToolRuntime
 from TrainingFactory.types import SamplingParams, Trajectory
 
@@ -144,7 +145,7 @@ def make_rollouts(
         top_k=sampling.top_k,
         min_p=sampling.min_p,
     )
-    return AsyncRolloutEngine(
+    return (ProgramRollouts if isinstance(environment, AgentProgram) else AsyncRolloutEngine)(
         environment,
         chat,
         params,

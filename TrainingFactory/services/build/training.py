@@ -152,7 +152,7 @@ class Training:
         if given.environment is not None:
             return None
         rows = given.examples is not None or config.data.dataset is not None
-        named = config.environment.environment_id is not None or self.tools.wanted
+        named = (config.environment.environment_id or config.environment.command) or self.tools.wanted
         return make_environment(config, self.tools.wanted or bool(given.tasks)) if named or not rows else None
 
     def train(self) -> TrainingReport:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Any
 
 from TrainingFactory.models import LoadedModel, TemplateChatFormat, chat_format
@@ -107,8 +108,9 @@ def check_episodes(found: Diagnosis, episodes: Sequence[Trajectory], turn_limit:
 
 def check_mask(found: Diagnosis, batch: StepGroups) -> None:
     """Compare the trained tokens of the rows with what was sampled."""
-    episodes = batch.trajectories
-    spoken = {tuple(token for turn in e.turns for token in turn.completion.token_ids) for e in episodes}
+    turns = (episode.turns for episode in batch.trajectories)
+    rows = [[*row] for each in turns for _, row in groupby(each, lambda turn: turn.signals.get("proxy/row"))]
+    spoken = {tuple(token for turn in row for token in turn.completion.token_ids) for row in rows}
     for number, row in enumerate(batch.rows):
         trained = tuple(token for token, used in zip(row.token_ids, row.loss_mask, strict=True) if used)
         if not trained:

@@ -41,7 +41,7 @@ def examine(config: TrainingConfig, watcher: Watcher) -> Diagnosis:
     for text in [*notices(config), *unused(config)]:
         found.add("ignored", text, "note")
     try:
-        if rows or config.environment.environment_id or config.tools:
+        if rows or config.environment.environment_id or config.environment.command or config.tools:
             sampled = KINDS[config.training.algorithm].samples
             found.tried("config", lambda: check(config, rows))
             found.tried("config", lambda: check_trackers(config.logging.trackers))

@@ -40,6 +40,8 @@ def conditions(
     named, place = moved(config, _by_content), config.environment.environment_id
     reward = named.reward.model_dump(exclude={"max_unscored", "max_equal_steps"})
     tools = [entry.model_dump() for entry in named.tools]
+    if (program := named.environment).command is not None:
+        own = [*own, program.command, str(program.options)]
     return Conditions(
         environment=None if place is None else Path(place).name if is_file_name(place) else place,
         tasks=tasks_digest(tasks),

@@ -10,35 +10,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import json
-import secrets
 import time
 import weakref
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from TrainingFactory.config import TrainingConfig
-from TrainingFactory.http.api import Answer, Api, ApiError, failure
-from TrainingFactory.openai_form import message_to_dict
+from TrainingFactory.http.api import Answer, Api, ApiError
 from TrainingFactory.seeds import turn_seed
+from TrainingFactory.services.serving.answers import Choice, Tell, complete, head_of, sample_choice, stream
 from TrainingFactory.services.serving.request import Ask, check_size, read_ask
 from TrainingFactory.services.serving.served import Served, load_served
-from TrainingFactory.services.serving.text import Cut, TurnReader
-from TrainingFactory.types import Completion, Message
-
-PIECE = 8  # tokens between two looks at a turn that is streamed or may meet a stop string
-
-
-@dataclass(slots=True)
-class Choice:
-    """One finished answer."""
-
-    message: Message
-    finish: str
-    tokens: int
-    logprobs: dict[str, Any] | None
 
 
 class ChatServer:
@@ -77,9 +61,11 @@ class ChatServer:
             with self.admitted():
                 ask, prompt = await self.read(served, body)
             with self.admitted(ask.request.n):  # a stream is refused here, while a status can still be told
+                choose, n = partial(self._choice, served, ask, prompt), ask.request.n
+                head = head_of(self.name, ask.request.stream) | _known("system_fingerprint", served)
                 if ask.request.stream:
-                    return self.stream(served, ask, prompt)
-                return await self.complete(served, ask, prompt)
+                    return stream(head, ask, prompt, choose, self.admitted(n))
+                return await complete(head, ask, prompt, choose)
         except ApiError:
             self.refused += 1
             raise
@@ -141,136 +127,17 @@ class ChatServer:
         finally:
             self.pending -= n
 
-    async def complete(self, served: Served, ask: Ask, prompt: list[int]) -> dict[str, Any]:
-        """Write the answer in one piece. Call it inside `admitted`."""
-        async with asyncio.TaskGroup() as group:
-            each = range(ask.request.n)
-            tasks = [group.create_task(self._choice(served, ask, prompt, number)) for number in each]
-        choices = [task.result() for task in tasks]
-        rows = [
-            {"index": number, "message": _message_row(choice.message), "finish_reason": choice.finish}
-            | {"logprobs": choice.logprobs}
-            for number, choice in enumerate(choices)
-        ]
-        usage = _usage(prompt, sum(choice.tokens for choice in choices))
-        return self._head(served, "chat.completion") | {"choices": rows, "usage": usage}
-
-    async def stream(self, served: Served, ask: Ask, prompt: list[int]) -> AsyncGenerator[str, None]:
-        """Yield the data of server-sent events, the last one being [DONE]; to be closed."""
-        n, counts = ask.request.n, ask.request.stream_options.include_usage
-        head = self._head(served, "chat.completion.chunk") | ({"usage": None} if counts else {})
-        events: asyncio.Queue[dict[str, Any] | Exception] = asyncio.Queue()
-
-        async def one(number: int) -> int:
-            try:
-                return await self._streamed(served, ask, prompt, number, events.put_nowait)
-            except Exception as error:
-                events.put_nowait(error)
-                return 0
-
-        with self.admitted(n):
-            tasks = [asyncio.create_task(one(number)) for number in range(n)]
-            try:
-                while n:
-                    event = await events.get()
-                    if isinstance(event, Exception):
-                        yield json.dumps(failure(event).body)
-                        break
-                    n -= event["finish_reason"] is not None
-                    yield json.dumps(head | {"choices": [event]})
-                else:
-                    if counts:
-                        usage = _usage(prompt, sum([await task for task in tasks]))
-                        yield json.dumps(head | {"choices": [], "usage": usage})
-                yield "[DONE]"
-            finally:
-                for task in tasks:
-                    task.cancel()
-                await asyncio.gather(*tasks, return_exceptions=True)
-
     def close(self) -> None:
         self._writer.shutdown()
 
-    async def _streamed(
-        self, served: Served, ask: Ask, prompt: list[int], number: int, send: Callable[[dict[str, Any]], None]
-    ) -> int:
-        """Send what one choice is made of as it becomes known, and return the number of its tokens."""
-        sent = {"reasoning_content": "", "content": ""}
-
-        def put(delta: dict[str, Any], finish: str | None = None, logprobs: Any = None) -> None:
-            send({"index": number, "delta": delta, "logprobs": logprobs, "finish_reason": finish})
-
-        def tell(message: Message) -> None:
-            for key, text in (("reasoning_content", message.reasoning or ""), ("content", message.content)):
-                if len(text) > len(sent[key]):
-                    put({key: text[len(sent[key]) :]})
-                    sent[key] = text
-
-        put({"role": "assistant", "content": ""})
-        choice = await self._choice(served, ask, prompt, number, tell)
-        tell(choice.message)
-        for index, call in enumerate(_message_row(choice.message).get("tool_calls", [])):
-            put({"tool_calls": [{"index": index} | call]})
-        put({}, choice.finish, choice.logprobs)
-        return choice.tokens
-
     async def _choice(
-        self,
-        served: Served,
-        ask: Ask,
-        prompt: list[int],
-        number: int,
-        tell: Callable[[Message], None] | None = None,
+        self, served: Served, ask: Ask, prompt: list[int], number: int, tell: Tell | None
     ) -> Choice:
         seed = ask.request.seed if number == 0 else turn_seed(ask.request.seed, 0, "choice", number, 0)
-        reader = TurnReader(served.chat, prompt, ask.tools)
+        params = dataclasses.replace(ask.params, seed=seed)
         async with served.gate:
-            completion, text, cut = await self._sample(served, ask, prompt, seed, reader, tell)
-        message = reader.message(completion.token_ids, text if cut is None else text[: cut.start])
-        for call in message.tool_calls:
-            call.id = f"call_{secrets.token_hex(12)}"
-        ended = cut is not None or completion.finish == "stop"
-        finish = "length" if not ended else "tool_calls" if message.tool_calls else "stop"
-        tokens = len(completion.token_ids) if cut is None else cut.tokens
-        logprobs = None
-        if ask.request.logprobs:
-            logprobs = {"content": reader.logprobs(completion, cut), "refusal": None}
-        return Choice(message, finish, tokens, logprobs)
-
-    async def _sample(
-        self,
-        served: Served,
-        ask: Ask,
-        prompt: list[int],
-        seed: int,
-        reader: TurnReader,
-        tell: Callable[[Message], None] | None,
-    ) -> tuple[Completion, str, Cut | None]:
-        """Return one turn: its tokens, its text, and the stop string that ended it."""
-        so_far = Completion([], [], "length")
-        piece = PIECE if tell is not None or ask.request.stop else ask.max_tokens
-        session = served.sampler.session()
-        try:
-            while True:
-                size = min(piece, ask.max_tokens - len(so_far.token_ids))
-                params = dataclasses.replace(ask.params, max_tokens=size, seed=seed)
-                more = await session.sample(prompt + so_far.token_ids, params)
-                so_far.token_ids += more.token_ids
-                so_far.logprobs += more.logprobs
-                so_far.finish = more.finish
-                text = reader.text(so_far.token_ids)
-                cut = reader.cut(so_far.token_ids, text, ask.request.stop)
-                if cut or more.finish == "stop" or len(so_far.token_ids) >= ask.max_tokens:
-                    return so_far, text, cut
-                if tell is not None:
-                    tell(reader.so_far(text, ask.request.stop))
-        finally:
-            session.close()
-
-    def _head(self, served: Served, kind: str) -> dict[str, Any]:
-        unique = f"chatcmpl-{secrets.token_hex(12)}"
-        head = {"id": unique, "object": kind, "created": int(time.time()), "model": self.name}
-        return head | _known("system_fingerprint", served)
+            with contextlib.closing(served.sampler.session()) as session:
+                return (await sample_choice(session, served.chat, ask, prompt, params, tell))[0]
 
 
 def make_server(
@@ -283,17 +150,3 @@ def make_server(
 def _known(key: str, served: Served) -> dict[str, str]:
     """Return which version of a registered model it is, under this key; nothing for other models."""
     return {} if served.version is None else {key: served.version}
-
-
-def _message_row(message: Message) -> dict[str, Any]:
-    row = message_to_dict(message) | {"refusal": None}
-    if not message.reasoning:
-        row.pop("reasoning_content", None)
-    if message.tool_calls and not message.content:
-        row["content"] = None
-    return row
-
-
-def _usage(prompt: list[int], sampled: int) -> dict[str, int]:
-    total = len(prompt) + sampled
-    return {"prompt_tokens": len(prompt), "completion_tokens": sampled, "total_tokens": total}

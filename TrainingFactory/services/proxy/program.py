@@ -1,0 +1,208 @@
+"""A user's own agent as an environment: for each episode its program is started with an address and a key, plays with
+its own tools, and says at its end what the episode was worth."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import tempfile
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field, ValidationError
+from pydantic.dataclasses import dataclass as checked_dataclass
+
+from TrainingFactory.data.trajectories import trajectory_to_dict
+from TrainingFactory.envs import ToolEnvironment
+from TrainingFactory.options import STRICT, Count, Text, make_from
+from TrainingFactory.protocols import Episode, Sampler
+from TrainingFactory.rewards.adapt import Unscored
+from TrainingFactory.rollout import AsyncRolloutEngine
+from TrainingFactory.rollout.episode import EpisodeRules, EpisodeRun
+from TrainingFactory.services.build.fleet import PROCESSES
+from TrainingFactory.services.proxy.endpoint import Calls, Endpoint, Given, new_key
+from TrainingFactory.texts import MAX_ERROR_CHARS, clean, without
+from TrainingFactory.types import Reward, Task, Trajectory
+
+# What a program gets of our environment besides what `env` names: enough to start, and nothing secret.
+INHERITED = "HOME LANG LC_ALL LD_LIBRARY_PATH LOGNAME PATH SHELL TERM TMPDIR TZ USER".split()
+POLL = 0.02  # seconds between two looks at a program
+MOST_WRITTEN = 64 * 2**20  # bytes on stdout or stderr
+READ = 64 * 1024  # bytes of the end of what it wrote
+
+
+class ProgramFailed(Exception):
+    """Says what a program did wrong."""
+
+
+@checked_dataclass(config=STRICT, frozen=True)
+class ProgramOptions:
+    """Options of a command: its folder, the names of variables that it may see, and how many run at a time."""
+
+    cwd: str = "."
+    env: list[Text] = Field(default_factory=list)
+    processes: Count = PROCESSES
+
+
+class AgentProgram:
+    """Makes the environments, one for each episode. Its endpoint is open for a run."""
+
+    def __init__(self, command: str, options: Mapping[str, Any]) -> None:
+        self.options: ProgramOptions = make_from(ProgramOptions, options, "environment.command")
+        self.argv, self.cwd = shlex.split(command), Path(self.options.cwd).expanduser().resolve()
+        name = self.argv[0] if self.argv else ""
+        if shutil.which(str(self.cwd / name) if "/" in name else name) is None:
+            raise ValueError(
+                f"environment.command names the program {name!r}, which is neither on the PATH nor at {self.cwd / name}"
+            )
+        if missing := [name for name in self.options.env if name not in os.environ]:
+            raise ValueError(f"environment.options.env names {', '.join(missing)}: set it, or leave it out")
+        self.endpoint = Endpoint()
+
+    def __call__(self, task: Task) -> ProgramEpisode:
+        return ProgramEpisode(task, self)
+
+    def tasks(self, split: str, seed: int, count: int) -> Iterable[Task]:
+        key = "heldout" if split == "heldout" else "tasks"
+        raise ValueError(f"environment.command makes no tasks: give a file of them, data.{key}=FILE.jsonl")
+
+
+class Scored(ToolEnvironment):
+    """An episode at an endpoint, under a key, that says itself what it was worth; `why` it has not."""
+
+    given: Given | None = None
+    why = "no reward was posted"
+
+    def __init__(self, task: Task, endpoint: Endpoint, key: str) -> None:
+        super().__init__(task)
+        self.endpoint, self.key = endpoint, key
+
+    def reward(self, episode: Episode) -> Reward:
+        if self.given is None or self.given.reward is None:
+            raise Unscored(self.why)
+        return Reward(self.given.reward, parts=self.given.parts)
+
+
+class ProgramEpisode(Scored):
+    """One episode of a program."""
+
+    why = 'the program printed no line of JSON with "reward", and posted none'
+
+    def __init__(self, task: Task, program: AgentProgram) -> None:
+        super().__init__(task, program.endpoint, new_key())
+        self._program = program
+
+    async def play(self, calls: Calls) -> None:
+        """Run the program to its end; raise ProgramFailed where it fails. However this ends, nothing goes on."""
+        shown = {name: os.environ.get(name) for name in (*INHERITED, *self._program.options.env)}
+        with tempfile.TemporaryDirectory(prefix="tfactory-episode-") as name:
+            row, folder = trajectory_to_dict(Trajectory(self.task, group=""))["task"], Path(name)
+            (folder / "task.json").write_text(json.dumps(row, default=str), encoding="utf-8")
+            base_url = self.endpoint.base_url
+            own = {"OPENAI_BASE_URL": base_url, "OPENAI_API_BASE": base_url, "OPENAI_API_KEY": self.key}
+            own |= {"TFACTORY_TASK": str(folder / "task.json"), "NO_PROXY": "127.0.0.1,localhost"}
+            env = {name: value for name, value in shown.items() if value is not None} | own
+            try:
+                status = await self._run(folder, env)
+            except OSError as error:
+                raise ProgramFailed(f"the program cannot be started: {error.strerror}") from error
+            self._read((folder / "stdout").read_bytes()[-READ:].decode(errors="replace"), calls)
+            if status:
+                how = signal.Signals(-status).name if status < 0 else f"status {status}"
+                secrets = [self.key, *(env[name] for name in self._program.options.env if len(env[name]) > 3)]
+                wrote = (folder / "stderr").read_bytes()[-READ:].decode(errors="replace")
+                lines = without(wrote, secrets).split("\n")
+                last = next((line for line in reversed(lines) if line.strip()), "nothing on stderr")
+                raise ProgramFailed(f"the program ended with {how}: {clean(last.strip())[-MAX_ERROR_CHARS:]}")
+
+    async def _run(self, folder: Path, env: dict[str, str]) -> int:
+        """Return its status. Files, not pipes: who has been started by it may hold a pipe for ever."""
+        outputs = [folder / "stdout", folder / "stderr"]
+        with contextlib.ExitStack() as held:
+            stdin = held.enter_context((folder / "task.json").open("rb"))
+            out, err = (held.enter_context(path.open("wb")) for path in outputs)
+            process = subprocess.Popen(
+                self._program.argv, stdin=stdin, stdout=out, stderr=err, cwd=self._program.cwd, env=env,
+                start_new_session=True,  # so that it can be ended with all that it has started
+            )  # fmt: skip
+        try:
+            while process.poll() is None:
+                await asyncio.sleep(POLL)
+                if any(path.stat().st_size > MOST_WRITTEN for path in outputs):
+                    raise ProgramFailed(f"the program wrote more than {MOST_WRITTEN} bytes")
+            return process.returncode
+        finally:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+    def _read(self, printed: str, calls: Calls) -> None:
+        """Take the reward of the last line that has one, else the one that was posted."""
+        self.given = calls.given
+        for line in reversed(printed.split("\n")):
+            try:
+                self.given = Given.model_validate_json(line)
+                return
+            except ValidationError as error:
+                wrong = error.errors(include_url=False)[0]
+                if wrong["type"] not in (
+                    "json_invalid",
+                    "model_type",
+                    "missing",
+                ):  # a line about something else
+                    self.given, self.why = None, f"the program's reward is of no use: {wrong['msg']}"
+                    return
+
+
+class ProgramRun(EpisodeRun):
+    """An episode whose turns are the calls that a program makes."""
+
+    def __init__(self, rules: EpisodeRules, trajectory: Trajectory, sampler: Sampler, *given: Any) -> None:
+        super().__init__(rules, trajectory, sampler.session(), sampler.max_length, *given)
+        self._sampler = sampler
+
+    async def _turns(self, environment: Any) -> None:
+        endpoint, trajectory, problem = environment.endpoint, self.trajectory, None
+        calls = Calls(self.rules, self._sampler, self.session, self.seed_of, endpoint.counts)
+        with endpoint.admitted(environment.key, calls):
+            playing = asyncio.ensure_future(environment.play(calls))
+            try:
+                await asyncio.wait({playing, calls.failed}, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                playing.cancel()
+                await asyncio.gather(playing, return_exceptions=True)
+                order = await calls.close()
+                trajectory.turns = [each.turn for each in order]
+                for first in order[:1]:
+                    trajectory.prompt, trajectory.tools = first.messages[:-1], first.tools
+        if not calls.failed.cancelled():
+            calls.failed.result()  # raises: the sampler's failure is the run's
+        try:
+            playing.result()
+        except ProgramFailed as error:
+            problem = str(error)
+        if not order:
+            self._end("error", problem or "the program ended without an answered call to OPENAI_BASE_URL")
+        elif calls.limited:
+            self._end("max_turns", None)
+        elif calls.full or order[-1].turn.completion.finish == "length":
+            self._end("truncated", None)
+        else:
+            self._end("done" if problem is None else "error", problem)
+
+    def _check(self) -> None:
+        """Leave it to `Conversations`: a prompt goes on from what was sampled, or begins a row."""
+
+
+class ProgramRollouts(AsyncRolloutEngine):
+    """Plays episodes of an `AgentProgram`."""
+
+    def _new(self, trajectory: Trajectory, sampler: Sampler, *given: Any) -> EpisodeRun:
+        return ProgramRun(self.rules, trajectory, sampler, *given)
