@@ -166,7 +166,7 @@ def test_a_dry_step_says_now_what_a_run_would_say_after_three(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    found = examine(config(data={"count": 8}, lora={"r": 4}), PlainLines())
+    found = examine(config(data={"count": 8}, lora={"r": 4}, compute={"learners": 2}), PlainLines())
     assert names(found) == {
         "ignored": "note", "no_stop": "warning", "no_tool_called": "warning", "most_truncated": "warning",
         "tied_groups": "warning",

@@ -153,7 +153,8 @@ class DryRun(Training):
 
 
 def _small(config: TrainingConfig) -> TrainingConfig:
-    """Return the config of a step of two groups and one update; of all rows where none is sampled."""
+    """Return the config of a step of two groups and one update; of all rows where none is sampled. One process learns:
+    several learn the same, and need machines that may not be there yet."""
     training = config.training
     few = min(GROUPS, training.batch_size) if KINDS[training.algorithm].samples else training.batch_size
     changed = {"batch_size": few, "minibatches": 1, "update_epochs": 1, "seed": training.seed + OTHER_SEED}
@@ -161,5 +162,6 @@ def _small(config: TrainingConfig) -> TrainingConfig:
         "training": training.model_copy(update=changed),
         "grpo": config.grpo.model_copy(update={"refill": 0}),
         "logging": config.logging.model_copy(update={"trackers": []}),
+        "compute": config.compute.model_copy(update={"learners": None}),
     }
     return config.model_copy(update=sections)
