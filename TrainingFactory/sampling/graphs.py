@@ -34,8 +34,9 @@ def graph_span(following: np.ndarray, rows: int, most: int) -> int:
 
 
 class DecodeGraphs:
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, state: torch.Tensor) -> None:
         self.device = device
+        self.state = state  # what a step changes, which the trial before a recording must not
         self.broken = False  # this model cannot be recorded
         self._state: Hashable = None
         self._graphs: dict[Hashable, tuple[torch.cuda.CUDAGraph, torch.Tensor, torch.Tensor]] = {}
@@ -57,7 +58,7 @@ class DecodeGraphs:
         if found is None:
             return None
         graph, inputs, result = found
-        inputs.copy_(packed(arrays))
+        inputs.copy_(packed(arrays).pin_memory(), non_blocking=True)
         graph.replay()
         return result
 
@@ -68,7 +69,9 @@ class DecodeGraphs:
             stream = torch.cuda.Stream()
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):  # libraries set themselves up outside the recording
+                before = self.state.clone()
                 step(tensors)
+                self.state.copy_(before)
             torch.cuda.current_stream().wait_stream(stream)
             graph = torch.cuda.CUDAGraph()
             # A learner in another thread may allocate meanwhile; that is no concern of this recording.
