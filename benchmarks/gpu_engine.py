@@ -18,6 +18,7 @@ import json
 import random
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -59,10 +60,10 @@ def timed(work: Callable[[], Any], device: torch.device) -> tuple[float, Any]:
     return time.perf_counter() - started, result
 
 
-def engine_run(engine: NativeEngine, prompts: list[list[int]], new: int) -> list[Completion]:
+def engine_run(engine: NativeEngine, prompts: list[list[int]], new: int, repeat: int = 0) -> list[Completion]:
     async def everything() -> list[Completion]:
         runs = [
-            engine.sample(prompt, SamplingParams(max_tokens=new, seed=row))
+            engine.sample(prompt, SamplingParams(max_tokens=new, seed=row + repeat * len(prompts)))
             for row, prompt in enumerate(prompts)
         ]
         return await asyncio.gather(*runs)
@@ -117,7 +118,7 @@ def measure(model: Any, rows: int, length: int, new: int, repeats: int) -> dict[
     for repeat in range(repeats + 1):
         asyncio.run(engine.update(Weights(repeat)))  # nothing is kept from the repeat before
         before = copy.copy(engine.stats)
-        seconds, completions = timed(lambda: engine_run(engine, prompts, new), device)
+        seconds, completions = timed(partial(engine_run, engine, prompts, new, repeat), device)
         slow, _ = timed(lambda: generate_run(model, prompts, new), device)
         if repeat:  # the first warms up
             result["engine_s"].append(seconds)
@@ -152,7 +153,8 @@ def measure_turns(model: Any, sessions: int, repeats: int) -> dict[str, Any]:
         groups = [random.Random(group) for group in range(-(-sessions // SIBLINGS))]
         prompts = [[rng.randrange(400) for _ in range(START)] for rng in groups]
         runs = [
-            episode(engine, list(prompts[n // SIBLINGS]), random.Random(f"{sessions} {n}")) for n in range(sessions)
+            episode(engine, list(prompts[n // SIBLINGS]), random.Random(f"{sessions} {n}"))
+            for n in range(sessions)
         ]
         return sum(await asyncio.gather(*runs))
 

@@ -11,15 +11,6 @@ from TrainingFactory.sampling import kernels
 from TrainingFactory.sampling.slots import Shape, StepContext
 
 MODELS = {"llama", "mistral", "qwen2", "qwen3"}
-NORMS, LINEARS = {"q_norm", "k_norm"}, {"q_proj", "k_proj", "v_proj", "o_proj"}
-
-
-class FusedNorm(nn.Module):
-    weight: torch.Tensor
-    variance_epsilon: float
-
-    def forward(self, states: torch.Tensor) -> torch.Tensor:
-        return kernels.norm(states.flatten(0, -2), self)[0].view_as(states)
 
 
 class FusedLayer(nn.Module):
@@ -29,7 +20,7 @@ class FusedLayer(nn.Module):
 
     def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         step: StepContext = kwargs["tfactory_step"]
-        if step.attend is None:
+        if step.attend is None:  # the probe
             return self.plain.forward(self, hidden_states, **kwargs)
         assert step.cache is not None and step.where is not None
         attention: Any = self.self_attn
@@ -39,9 +30,10 @@ class FusedLayer(nn.Module):
         q, k, v = attention.q_proj(normed), attention.k_proj(normed), attention.v_proj(normed)
         norms = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
         kernels.rotate(q, k, v, kwargs["position_embeddings"], layer, step.where, norms)
-        q = q.unflatten(1, (-1, layer.keys.shape[3]))
-        mixed = step.attend(q, layer, step, attention.scaling).flatten(1)
-        normed, states = kernels.norm(attention.o_proj(mixed), self.post_attention_layernorm, states)
+        mixed = step.attend(q.unflatten(1, (-1, layer.keys.shape[3])), layer, step, attention.scaling)
+        normed, states = kernels.norm(
+            attention.o_proj(mixed.flatten(1)), self.post_attention_layernorm, states
+        )
         inner, down = kernels.gate(mlp.gate_proj(normed), mlp.up_proj(normed)), mlp.down_proj
         if type(down) is nn.Linear and down.bias is None:
             return states.addmm_(inner, down.weight.t())[None]
@@ -49,29 +41,19 @@ class FusedLayer(nn.Module):
 
 
 def fused_kind(module: nn.Module) -> type[nn.Module] | None:
-    """Return what takes the module's place, where nobody has changed how it is called."""
-    modules = [module, *(child for name, child in module.named_modules() if not name.endswith("_proj"))]
-    if any(part._forward_hooks or part._forward_pre_hooks or "forward" in part.__dict__ for part in modules):
+    """Return what takes the module's place, if it is a layer and nobody has changed how its parts are called."""
+    if not type(module).__name__.endswith("DecoderLayer"):
         return None
-    name = type(module).__name__
-    if name.endswith("RMSNorm"):
-        return FusedNorm
-    return FusedLayer if name.endswith("DecoderLayer") and _like_llama(module) else None
-
-
-def _like_llama(layer: nn.Module) -> bool:
-    parts = {name: {*child._modules} for name, child in layer.named_children()}
-    if {*parts} != {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}:
-        return False
-    mlp: Any = layer.mlp
-    right = parts["self_attn"] - NORMS == LINEARS and (NORMS <= parts["self_attn"] or not NORMS & parts["self_attn"])
-    right = right and parts["mlp"] == {"gate_proj", "up_proj", "down_proj", "act_fn"}
-    return right and type(mlp.act_fn).__name__ in ("SiLU", "SiLUActivation")
+    parts: list[Any] = [module, *module.children()]
+    changed = any(
+        part._forward_hooks or part._forward_pre_hooks or "forward" in part.__dict__ for part in parts
+    )
+    silu = type(module.mlp.act_fn).__name__ in ("SiLU", "SiLUActivation")  # pyright: ignore
+    return FusedLayer if silu and not changed else None
 
 
 def can_attend(shapes: list[Shape]) -> bool:
     """Tell whether the attention kernel takes these layers."""
     kinds = (torch.float32, torch.bfloat16, torch.float16)
-    return all(
-        shape.key_size == shape.value_size in (16, 32, 64, 128, 256) and shape.dtype in kinds for shape in shapes
-    )
+    sizes = all(shape.key_size == shape.value_size in (16, 32, 64, 128, 256) for shape in shapes)
+    return sizes and all(shape.dtype in kinds for shape in shapes)

@@ -97,6 +97,13 @@ def unpacked(packed: torch.Tensor, arrays: list[np.ndarray]) -> list[torch.Tenso
     return [part.view(kinds[array.dtype]) for part, array in zip(parts, arrays, strict=True)]
 
 
+def to_device(arrays: list[np.ndarray], device: torch.device) -> list[torch.Tensor]:
+    """Move all in one transfer, which is what small copies to a GPU cost by."""
+    if device.type == "cpu":
+        return [torch.from_numpy(array) for array in arrays]
+    return unpacked(packed(arrays).to(device), arrays)
+
+
 def adapter_state(model: torch.nn.Module) -> Hashable:
     """Tell which adapters are in use: PEFT switches them by attributes, which no address shows."""
     from peft.tuners.tuners_utils import BaseTunerLayer

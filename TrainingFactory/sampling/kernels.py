@@ -1,8 +1,7 @@
-"""Triton kernels of the decode step on a GPU: each row reads its own keys once, and what transformers does in many small
-kernels is done in one. They round where transformers rounds.
+"""Triton kernels of a step on a GPU: each row reads its own keys once, and what transformers does in many small kernels
+is done in one. They round where transformers rounds.
 
-Legend: N tokens of a forward, H query heads, K key heads, G = H / K, D head size, V vocabulary. A tile is up to T tokens
-that look at the keys of one slot.
+Legend: H query heads, K key heads, G = H / K, D head size, V vocabulary, T tokens of a tile.
 """
 
 from __future__ import annotations
@@ -78,11 +77,11 @@ def _rotate(
         tl.store(values + to + whole, tl.load(v + at * K * D + whole, whole < K * D), whole < K * D)
 
 
-@triton.jit(do_not_specialize=["tokens", "part"])
+@triton.jit(do_not_specialize=["tokens", "part", "splits", "T"])
 def _attend(
     q, keys, values, out, sums, positions, members, slots, begins, ends, tokens, capacity, scale, part,
-    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, T: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-    SPLITS: tl.constexpr, LISTED: tl.constexpr, BEGINS: tl.constexpr, PARTIAL: tl.constexpr,
+    splits, T, H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    LISTED: tl.constexpr, BEGINS: tl.constexpr, PARTIAL: tl.constexpr,
 ):  # fmt: skip
     tile, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     G: tl.constexpr = H // K
@@ -98,7 +97,7 @@ def _attend(
     place = tl.load(positions + at, real, -1)
     begin = tl.load(begins + tile) if BEGINS else 0
     end = tl.minimum(end, tl.max(place) + 1)
-    share = tl.cdiv(tl.cdiv(end - begin, SPLITS), N) * N
+    share = tl.cdiv(tl.cdiv(end - begin, splits), N) * N
     begin = (begin + split * share).to(tl.int32)
     end = tl.minimum(end, begin + share).to(tl.int32)
     query = (at * H + head * G + m % G) * D
@@ -126,17 +125,17 @@ def _attend(
     tl.store(out + query[:, None] + d[None, :], mix.to(out.dtype.element_ty), real[:, None])
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit(do_not_specialize=["tokens", "T", "count"])
 def _merge(
-    parts, sums, out, begins, tokens, H: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
-    T: tl.constexpr, PARTS: tl.constexpr, GROUPED: tl.constexpr,
+    parts, sums, out, begins, tokens, T, count, H: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
+    GROUPED: tl.constexpr,
 ):  # fmt: skip
     """Mix the results over parts of the keys by the logarithms of their sums; the first may be a group's."""
     at, head, d = tl.program_id(0), tl.arange(0, BLOCK), tl.arange(0, D)
     inside, row = head < H, tl.program_id(0) * H + tl.arange(0, BLOCK)
     first: tl.constexpr = 1 if GROUPED else 0
     top = tl.full([BLOCK], float("-inf"), tl.float32)
-    for part in tl.static_range(first, PARTS):
+    for part in range(first, count):
         top = tl.maximum(top, tl.load(sums + part * tokens * H + row, inside, 0.0))
     total, mix = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK, D], tl.float32)
     if GROUPED:
@@ -145,7 +144,7 @@ def _merge(
         top = tl.maximum(top, group)
         total = tl.exp2(group - top)
         mix = total[:, None] * tl.load(parts + row[:, None] * D + d[None, :], grouped[:, None], 0.0)
-    for part in tl.static_range(first, PARTS):
+    for part in range(first, count):
         weight = tl.exp2(tl.load(sums + part * tokens * H + row, inside, 0.0) - top)
         place = (part * tokens * H + row)[:, None] * D + d[None, :]
         mix += weight[:, None] * tl.load(parts + place, inside[:, None], 0.0)
@@ -258,8 +257,8 @@ def attend(q: torch.Tensor, layer: Layer, step: StepContext, scale: float) -> to
                 _tiles(q, layer, step, groups, scale, parts, sums)
             _tiles(q, layer, step, step.rows, scale, parts, sums, first, splits)
             _merge[(dense,)](
-                parts, sums, out, step.rows.begins, dense, *q.shape[1:], triton.next_power_of_2(q.shape[1]),
-                step.rows.tokens, first + splits, groups is not None,
+                parts, sums, out, step.rows.begins, dense, step.rows.tokens, first + splits, *q.shape[1:],
+                triton.next_power_of_2(q.shape[1]), groups is not None,
             )  # fmt: skip
     if step.pieces is not None:
         _tiles(q, layer, step, step.pieces, scale, out)
@@ -273,11 +272,13 @@ def _tiles(
     _, capacity, heads, size = layer.keys.shape
     listed = tiles.members is not None
     rows = max(16, triton.next_power_of_2(tiles.tokens * (q.shape[1] // heads)))
-    keys = min(128, max(16, (8192 if q.element_size() == 2 else 2048) // size))
+    # Found by trying on an H200: many small programs for rows of one token, which wait for memory.
+    keys = min(64, max(16, (2048 if q.element_size() > 2 else 4096 if rows == 16 else 8192) // size))
     _attend[(tiles.count, heads, splits)](
         q, layer.keys, layer.values, out, sums, step.positions, tiles.members, tiles.slots, tiles.begins,
-        tiles.ends, step.tokens, capacity, scale * LOG2E, part, q.shape[1], heads, size, tiles.tokens, rows,
-        keys, splits, listed, tiles.begins is not None, sums is not None, num_warps=4, num_stages=3,
+        tiles.ends, step.tokens, capacity, scale * LOG2E, part, splits, tiles.tokens, q.shape[1],
+        heads, size, rows, keys, listed, tiles.begins is not None, sums is not None,
+        num_warps=2 if rows == 16 else 4, num_stages=3,
     )  # fmt: skip
 
 

@@ -21,8 +21,9 @@ import numpy as np
 import torch
 
 from TrainingFactory.sampling.drafts import CONTEXT, Drafts
+from TrainingFactory.sampling.flights import Flight, FlightRunner
 from TrainingFactory.sampling.planning import Plan, Planner
-from TrainingFactory.sampling.runner import Flight, Runner, Sampled
+from TrainingFactory.sampling.runner import Sampled
 from TrainingFactory.sampling.table import Request, Round, Seat, SlotTable
 from TrainingFactory.sampling.view import causal_model, refuse, routes_tokens
 from TrainingFactory.types import Completion, SamplingParams, Weights
@@ -83,14 +84,14 @@ class NativeEngine:
             raise refuse(causal.config.model_type, reason)
         on_cuda = causal.device.type == "cuda"
         self._table = SlotTable(slots, max_length, deterministic=deterministic)
-        self._runner = Runner(causal, self._table)
+        self._runner = FlightRunner(causal, self._table)
         if on_cuda and not self._runner.tiled:
             # Steps that only decode are by far the cheapest: short replies go along with them, token by token.
             self._table.ride = 32
         self._runner.ahead = self._runner.tiled
         # What there is to guess from depends on timing, so in deterministic mode nothing is guessed.
         self._drafts = Drafts() if guesses and not deterministic else None
-        budget = prefill_tokens or (4096 if on_cuda else 1024)
+        budget = prefill_tokens or (8192 if self._runner.tiled else 4096 if on_cuda else 1024)
         self._planner = Planner(self._table, budget, self._drafts, guesses, few_shapes=on_cuda)
         self._planner.tiled = self._runner.tiled
         self._flight: Flight | None = None  # the step whose tokens have not been looked at
@@ -109,7 +110,10 @@ class NativeEngine:
         # The worker's own.
         self._waiting: deque[Request] = deque()
         self._sparse = 0  # steps in a row in which fewer than half of the rows were in use
-        self._pool = ThreadPoolExecutor(1, "native-engine")
+        pick_device = (
+            (torch.cuda.set_device, (causal.device,)) if on_cuda else (None, ())
+        )  # threads have their own
+        self._pool = ThreadPoolExecutor(1, "native-engine", *pick_device)
 
     def session(self) -> NativeSession:
         if self._deterministic and not self.sessions:
@@ -267,7 +271,7 @@ class NativeEngine:
         if len(plan.dense) or len(plan.slots):
             self._count(plan)
             self._enter(self._runner.run(plan))
-        self._ahead = -1 if plan.guesses is not None else 0
+        self._ahead = -1 if 2 * plan.guessed.sum() > len(plan.dense) else 0
 
     def _launch(self) -> None:
         """Start the next step, then look at the tokens of the last; what follows a stop is computed in vain."""

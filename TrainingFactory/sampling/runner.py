@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -11,12 +10,12 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from TrainingFactory.sampling.graphs import DecodeGraphs, packed, unpacked
-from TrainingFactory.sampling.picking import pick, uniforms
+from TrainingFactory.sampling.graphs import DecodeGraphs, to_device
+from TrainingFactory.sampling.picking import finite, pick, split_picked, uniforms
 from TrainingFactory.sampling.planning import CHUNK, NONE, Plan
-from TrainingFactory.sampling.slots import ATTENTION, Part, Shape, SlotCache, StepContext, Tiles
+from TrainingFactory.sampling.slots import ATTENTION, Part, Shape, SlotCache, StepContext
 from TrainingFactory.sampling.table import SlotTable
-from TrainingFactory.sampling.tiles import Layout, lay_out
+from TrainingFactory.sampling.tiles import Layout
 from TrainingFactory.sampling.twins import Twins, find_twins
 from TrainingFactory.sampling.view import check_model, refuse, shared_view
 
@@ -44,18 +43,6 @@ class Sampled(NamedTuple):
     logprobs: np.ndarray
 
 
-@dataclass(slots=True)
-class Flight:
-    """Holds a step that runs while the next one is planned: each of its slots gets one token."""
-
-    slots: np.ndarray
-    places: np.ndarray
-    epochs: np.ndarray  # a slot whose epoch has changed meanwhile has no use for its token
-    live: np.ndarray  # [M] whose logits they are drawn from
-    picked: torch.Tensor | None  # [2, M], on its way to the host
-    ready: torch.cuda.Event | None
-
-
 def round_up(number: int, step: int) -> int:
     return -(-number // step) * step
 
@@ -70,7 +57,7 @@ class Runner:
         self.vocabulary: int = embeddings.num_embeddings
         self.device: torch.device = embeddings.weight.device
         self.kind = model.config.model_type
-        self._kernels, self._fused_kind = None, None
+        self._fused_kind: Callable[[torch.nn.Module], type[torch.nn.Module] | None] | None = None
         self.refresh()
         self.shapes = self._shapes()
         self.dtype = self.shapes[0].dtype
@@ -85,23 +72,11 @@ class Runner:
         self._trunks: dict[tuple[int, bytes], int] = {}
         self._latest = torch.zeros(table.slots + 1, dtype=torch.long, device=self.device)  # tokens by slot
         self._graphs = DecodeGraphs(self.device, self._latest) if self.device.type == "cuda" else None
-        # Graphs and the kernel's shapes need Triton, which comes with torch for CUDA; deterministic mode is the CPU's.
-        if self._graphs is not None and not table.deterministic and importlib.util.find_spec("triton"):
-            self._use_kernels()
+        self._prepare()
         self._compare()
 
-    def _use_kernels(self) -> None:
-        from TrainingFactory.sampling import fused, kernels
-
-        if fused.can_attend(self.shapes):
-            self._kernels = kernels
-            self._fused_kind = fused.fused_kind if self.kind in fused.MODELS else None
-            self.refresh()
-
-    @property
-    def tiled(self) -> bool:
-        """Tell whether the GPU's kernel runs the steps."""
-        return self._kernels is not None
+    def _prepare(self) -> None:
+        """Choose what runs the steps, now that the shapes are known."""
 
     def refresh(self) -> None:
         """Look at the model anew: its adapters may have been switched, its modules replaced."""
@@ -126,15 +101,15 @@ class Runner:
         cache, found = SlotCache(1, 64, self.shapes), []
         for at in self._span[:8].split((7, 1)):
             part, alone = Part(slice(0, 1), self._mask(at[None], 64), 64), len(at) == 1
-            step = StepContext(cache, at, dense=part if alone else None, tokens=int(alone), chunks=None if alone else part)
-            if self._kernels is not None:
-                step.attend, step.positions = self._kernels.attend, at
-                step.rows = Tiles(1, 1) if alone else None
-                step.pieces = None if alone else Tiles(7, 1, self._span[:7], self._span[:1], self._span[7:8])
+            row = StepContext(cache, at, dense=part, tokens=1)
+            step = self._tile(row if alone else StepContext(cache, at, chunks=part), at)
             found.append(self._logits(ids[at], at, step, 0))
         off = (torch.cat(found).float() - expected).abs().mean() / expected.std().clamp(min=1e-6)
         if not off < (0.01 if self.dtype == torch.float32 else 0.1):
             raise refuse(self.kind, f"its logits through the slot cache are off by {off:.1%} of their spread")
+
+    def _tile(self, step: StepContext, at: torch.Tensor) -> StepContext:
+        return step  # as it is, where no kernel runs it
 
     # -- cache
 
@@ -185,42 +160,18 @@ class Runner:
         flat, picked = self._begin(plan)
         return self._settle(plan, flat, picked)
 
-    @torch.inference_mode()
-    def launch(self, plan: Plan) -> Flight:
-        """Begin a plan without guesses, and move the table on as if its tokens were known; `land` returns them."""
-        table = self.table
-        flat, picked = self._begin(plan)
-        slots, ready = flat.rows[flat.live], None
-        if picked is not None and picked.is_cuda:
-            picked = torch.empty(picked.shape, dtype=picked.dtype, pin_memory=True).copy_(picked, non_blocking=True)
-            ready = torch.cuda.Event()
-            ready.record()
-        flight = Flight(slots, table.known[slots], table.epoch[slots], flat.live, picked, ready)
-        table.advance(plan.dense, 1)
-        if len(plan.slots):
-            table.advance(plan.slots, plan.counts)
-        table.expect(slots)
-        return flight
-
-    def land(self, flight: Flight) -> Sampled:
-        """Wait for the tokens of a step, and return those whose turn still goes on."""
-        if flight.ready is not None:
-            flight.ready.synchronize()
-        tokens, logprobs = _split(flight.picked, flight.live)
-        same = self.table.epoch[flight.slots] == flight.epochs
-        slots, tokens, logprobs = flight.slots[same], tokens[flight.live][same], logprobs[flight.live][same]
-        self.table.flying[slots] -= 1
-        return Sampled(slots, flight.places[same], tokens, _finite(logprobs))
-
     def _begin(self, plan: Plan) -> tuple[Flat, torch.Tensor | None]:
         table = self.table
         stored, guessed = table.stored, plan.guessed if plan.guesses is not None else 0
         dense_end = int((stored[plan.dense] + guessed).max()) + 1 if len(plan.dense) else 0
         chunk_end = int((stored[plan.slots] + plan.counts).max()) if len(plan.slots) else 0
         cache = self.reserve(max(dense_end, chunk_end))
-        if self._kernels is not None:
-            return self._tiled(plan, cache)
-        trunk = self.trunk(plan.dense)
+        return self._feed(plan, cache, dense_end, chunk_end)
+
+    def _feed(
+        self, plan: Plan, cache: SlotCache, dense_end: int, chunk_end: int
+    ) -> tuple[Flat, torch.Tensor | None]:
+        table, trunk = self.table, self.trunk(plan.dense)
         flat = self._flat(plan, cache, trunk)
         draws = uniforms(table.seed[flat.rows], table.known[flat.rows] + flat.offsets)
         arrays = [flat.tokens, flat.positions, flat.where, flat.keep, draws]
@@ -231,39 +182,6 @@ class Runner:
             picked = self._replay(plan, cache, [*arrays, *limits], widths[0])
         if picked is None:
             picked = self._forward(plan, flat, StepContext(cache=cache), [draws, *limits], widths, trunk)
-        return flat, picked
-
-    def _tiled(self, plan: Plan, cache: SlotCache) -> tuple[Flat, torch.Tensor | None]:
-        """Run a plan with the GPU's kernel, as a graph where its shapes come back."""
-        table, shape = self.table, self.shapes[0]
-        layout = lay_out(plan, table, shape.queries // shape.heads)
-        flat = self._flat(plan, cache, 0, layout)
-        draws = uniforms(table.seed[flat.rows], table.known[flat.rows] + flat.offsets)
-        into = np.where(flat.live, flat.rows, table.slots)
-        limits = self._limits(flat.rows[flat.live], flat.rows)
-        arrays = [flat.tokens, flat.positions, flat.where, flat.keep, into, draws, *limits, *layout.arrays]
-
-        def step(tensors: list[torch.Tensor]) -> torch.Tensor:
-            assert self._kernels is not None
-            tokens, positions, where, keep, into, draws = tensors[:6]
-            heat, rest = tensors[6 : 6 + len(limits)], tensors[6 + len(limits) :]
-            context = StepContext(cache, where, tokens=plan.rows * (plan.span or 1), positions=positions)
-            context.attend = self._kernels.attend
-            layout.enter(context, plan, rest)
-            logits = self._logits(self._known(tokens), positions, context, keep if len(plan.slots) else 0)
-            if len(heat) > 1:
-                picked = pick(logits, draws, heat[0], heat[1:])
-            else:
-                picked = self._kernels.choose(logits, draws, heat[0] if heat else None)
-            self._latest.index_copy_(0, into, picked[0].long())
-            return picked
-
-        picked = None
-        if self._graphs is not None and len(limits) < 2 and layout.recorded:
-            self._check_graphs(cache)
-            picked = self._graphs.run((plan.rows, plan.span, len(limits), *layout.key), arrays, step)
-        if picked is None:
-            picked = step(to_device(arrays, self.device))
         return flat, picked
 
     def _known(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -299,7 +217,9 @@ class Runner:
         if not flat.live.any():
             return None
         temperature = tensors[11] if len(tensors) > 11 else None
-        picked = pick(logits, tensors[10], temperature, tensors[12:], tensors[5] if twins is not None else None)
+        picked = pick(
+            logits, tensors[10], temperature, tensors[12:], tensors[5] if twins is not None else None
+        )
         if self.ahead:
             self._latest[flat.rows[flat.live]] = picked[0, flat.live].long()
         return picked
@@ -345,7 +265,7 @@ class Runner:
     def _settle(self, plan: Plan, flat: Flat, picked: torch.Tensor | None) -> Sampled:
         """Keep what was drawn behind guesses that came true, and move the table's counts on."""
         table, live = self.table, flat.live
-        tokens, logprobs = _split(picked, live)
+        tokens, logprobs = split_picked(picked, live)
         fresh: np.ndarray | int = 1
         if plan.guesses is not None:
             live = live & _came_true(flat, tokens, table.stops)
@@ -357,7 +277,7 @@ class Runner:
         if len(plan.slots):
             table.advance(plan.slots, plan.counts)
         rows = flat.rows[live]
-        return Sampled(rows, table.known[rows] + flat.offsets[live], tokens[live], _finite(logprobs[live]))
+        return Sampled(rows, table.known[rows] + flat.offsets[live], tokens[live], finite(logprobs[live]))
 
     def _flat(self, plan: Plan, cache: SlotCache, trunk: int, layout: Layout | None = None) -> Flat:
         # Unused places feed token 0, right behind the trunk, to the scratch slot: they touch nothing.
@@ -476,21 +396,3 @@ def _came_true(flat: Flat, drawn: np.ndarray, stops: np.ndarray) -> np.ndarray:
     first = np.full(len(stops), len(drawn))  # [S] the offset of a slot's first wrong guess
     np.minimum.at(first, flat.rows[wrong], flat.offsets[wrong])
     return flat.offsets < first[flat.rows]
-
-
-def _split(picked: torch.Tensor | None, live: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    tokens, logprobs = np.zeros((2, len(live))) if picked is None else picked.cpu().numpy()
-    return tokens.astype(np.int64), logprobs
-
-
-def _finite(logprobs: np.ndarray) -> np.ndarray:
-    if not np.isfinite(logprobs).all():
-        raise FloatingPointError("the model gave NaN or infinite logits; there is nothing to sample")
-    return logprobs
-
-
-def to_device(arrays: list[np.ndarray], device: torch.device) -> list[torch.Tensor]:
-    """Move all in one transfer, which is what small copies to a GPU cost by."""
-    if device.type == "cpu":
-        return [torch.from_numpy(array) for array in arrays]
-    return unpacked(packed(arrays).to(device), arrays)

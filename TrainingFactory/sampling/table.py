@@ -61,7 +61,9 @@ class Round:
     moved: dict[int, int] = field(default_factory=dict)  # slot that is to get a prefix: where that lies
     must_wait: set[bytes] = field(default_factory=set)  # prompts; equal ones must wait too
     full: bool = False  # no slot is left, and none can be taken from an idle session
-    seated: dict[bytes, int] = field(default_factory=dict)  # prompts that are copied nearly whole: a slot of theirs
+    seated: dict[bytes, int] = field(
+        default_factory=dict
+    )  # prompts that are copied nearly whole: a slot of theirs
 
 
 class SlotTable:
@@ -279,7 +281,7 @@ class SlotTable:
         self.pure[slots] = after
 
     def expect(self, slots: np.ndarray) -> None:
-        """Count a token that is being sampled as known, so that the next step can be planned: -1 - slot stands for it."""
+        """Count a token that is being sampled as known, so that the next step can be planned; -1 - slot is its id."""
         self.ids[slots, self.known[slots]] = -1 - slots
         self.known[slots] += 1
         self.flying[slots] += 1
