@@ -109,7 +109,7 @@ def differences(model: Any, prompts: list[list[int]], completions: list[Completi
     }
 
 
-def measure(model: Any, rows: int, length: int, new: int, repeats: int) -> dict[str, Any]:
+def measure(model: Any, rows: int, length: int, new: int, repeats: int, alone: bool) -> dict[str, Any]:
     device = model.device
     prompts = make_prompts(rows, length, model.config.vocab_size)
     engine = NativeEngine(model, slots=rows, max_length=length + new)
@@ -119,13 +119,13 @@ def measure(model: Any, rows: int, length: int, new: int, repeats: int) -> dict[
         asyncio.run(engine.update(Weights(repeat)))  # nothing is kept from the repeat before
         before = copy.copy(engine.stats)
         seconds, completions = timed(partial(engine_run, engine, prompts, new, repeat), device)
-        slow, _ = timed(lambda: generate_run(model, prompts, new), device)
+        slow = 0.0 if alone else timed(lambda: generate_run(model, prompts, new), device)[0]
         if repeat:  # the first warms up
             result["engine_s"].append(seconds)
             result["generate_s"].append(slow)
             result["prefilled"] = engine.stats.prefilled - before.prefilled
             result["forwards"] = engine.stats.forwards - before.forwards
-    for name in ("engine", "generate"):
+    for name in ("engine",) if alone else ("engine", "generate"):
         result[f"{name}_tokens_per_second"] = rows * new / min(result[f"{name}_s"])
         print(f"{rows} rows: {name} {result[f'{name}_tokens_per_second']:.0f} tokens/s")
     result["logprob_difference"] = differences(model, prompts, completions)
@@ -165,7 +165,8 @@ def measure_turns(model: Any, sessions: int, repeats: int) -> dict[str, Any]:
         seconds, sampled = timed(lambda: asyncio.run(everything(engine)), model.device)
         if repeat:  # the first warms up
             result["tokens_per_second"].append(sampled / seconds)
-    print(f"{sessions} sessions of {TURNS} turns: {max(result['tokens_per_second']):.0f} tokens/s")
+    speeds = ", ".join(f"{speed:.0f}" for speed in result["tokens_per_second"])
+    print(f"{sessions} sessions of {TURNS} turns: {speeds} tokens/s")
     return result
 
 
@@ -178,6 +179,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[64, 256])
     parser.add_argument("--prompt", type=int, default=256)
     parser.add_argument("--new", type=int, default=128)
+    parser.add_argument("--alone", action="store_true", help="without transformers' generate")
     parser.add_argument("--sessions", type=int, nargs="*", default=[256, 1024])
     parser.add_argument("--repeats", type=int, default=2)
     arguments = parser.parse_args()
@@ -188,7 +190,9 @@ def main() -> None:
     result: dict[str, Any] = {"torch": torch.__version__, "parameters": model.num_parameters(), "runs": []}
     result["device"] = torch.cuda.get_device_name() if model.device.type == "cuda" else "cpu"
     for rows in arguments.rows:
-        result["runs"].append(measure(model, rows, arguments.prompt, arguments.new, arguments.repeats))
+        result["runs"].append(
+            measure(model, rows, arguments.prompt, arguments.new, arguments.repeats, arguments.alone)
+        )
     del model
     sizes = LLAMA | (SMALL if arguments.small else {})
     talker: Any = LlamaForCausalLM(LlamaConfig(**sizes, eos_token_id=None, pad_token_id=0))

@@ -4,8 +4,8 @@ Random multi-turn episodes that join and leave, on a small float32 Qwen3. The la
 engine's log-probs and those of a plain forward of each row is printed for what graphs could get wrong: weights
 changed in place, weights replaced, an adapter switched off and on; and the same episodes over and over, most
 tokens of which are guessed then. Then groups of equal prompts, whose keys are read once for all; few rows, whose keys
-are read in parts; a Llama with three query heads for each key head; a model that the kernels for layers do not know; and
-head sizes that the attention kernel does not take. Tests cannot show this on a CPU.
+are read in parts; a Llama with three query heads for each key head; a model that the kernels for layers do not know;
+and head sizes that the attention kernel does not take. Tests cannot show this on a CPU.
 """
 
 from __future__ import annotations
@@ -40,15 +40,14 @@ SIZES: dict[str, Any] = {
 
 
 def make_model(kind: str = "qwen3") -> Any:
-    models: dict[str, Any] = {
-        "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES)),
-        "llama": lambda: LlamaForCausalLM(
-            LlamaConfig(**SIZES | {"num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64})
-        ),
-        "odd": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES | {"head_dim": 24})),
-        "olmo2": lambda: Olmo2ForCausalLM(Olmo2Config(**SIZES)),
-    }
-    return models[kind]().cuda().eval()
+    three: dict[str, Any] = SIZES | {"hidden_size": 144, "num_attention_heads": 9, "num_key_value_heads": 3}
+    odd: dict[str, Any] = SIZES | {"head_dim": 24}
+    configs: dict[str, Any] = {
+        "qwen3": (Qwen3ForCausalLM, Qwen3Config, SIZES), "llama": (LlamaForCausalLM, LlamaConfig, three),
+        "odd": (Qwen3ForCausalLM, Qwen3Config, odd), "olmo2": (Olmo2ForCausalLM, Olmo2Config, SIZES),
+    }  # fmt: skip
+    model, config, sizes = configs[kind]
+    return model(config(**sizes)).cuda().eval()
 
 
 async def episode(

@@ -251,7 +251,7 @@ class SlotTable:
         self.ids[slot, :size] = prompt
         self.known[slot] = size
         self.hashes[slot] = self.marks(prompt, np.arange(size)).sum()
-        if not continues:
+        if not continues or stored < self.head[slot]:
             self.head[slot], self.mark[slot] = size - 1, self.hashes[slot]
         self.stored[slot] = stored
         self.pure[slot] = min(int(self.pure[slot]), stored)
