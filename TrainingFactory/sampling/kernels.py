@@ -4,6 +4,7 @@ is done in one. They round where transformers rounds.
 Legend: H query heads, K key heads, G = H / K, D head size, V vocabulary, T tokens of a tile.
 """
 
+# pyright: reportIndexIssue=false
 from __future__ import annotations
 
 from typing import Any

@@ -15,6 +15,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -110,10 +111,8 @@ class NativeEngine:
         # The worker's own.
         self._waiting: deque[Request] = deque()
         self._sparse = 0  # steps in a row in which fewer than half of the rows were in use
-        pick_device = (
-            (torch.cuda.set_device, (causal.device,)) if on_cuda else (None, ())
-        )  # threads have their own
-        self._pool = ThreadPoolExecutor(1, "native-engine", *pick_device)
+        choose = partial(torch.cuda.set_device, causal.device) if on_cuda else None  # each thread has its own
+        self._pool = ThreadPoolExecutor(1, "native-engine", choose)
 
     def session(self) -> NativeSession:
         if self._deterministic and not self.sessions:
