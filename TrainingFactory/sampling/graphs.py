@@ -34,8 +34,9 @@ def graph_span(following: np.ndarray, rows: int, most: int) -> int:
 
 
 class DecodeGraphs:
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, state: torch.Tensor) -> None:
         self.device = device
+        self.state = state  # what a step changes, which the trial before a recording must not
         self.broken = False  # this model cannot be recorded
         self._state: Hashable = None
         self._graphs: dict[Hashable, tuple[torch.cuda.CUDAGraph, torch.Tensor, torch.Tensor]] = {}
@@ -57,7 +58,7 @@ class DecodeGraphs:
         if found is None:
             return None
         graph, inputs, result = found
-        inputs.copy_(packed(arrays))
+        inputs.copy_(packed(arrays).pin_memory(), non_blocking=True)
         graph.replay()
         return result
 
@@ -68,7 +69,9 @@ class DecodeGraphs:
             stream = torch.cuda.Stream()
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):  # libraries set themselves up outside the recording
+                before = self.state.clone()
                 step(tensors)
+                self.state.copy_(before)
             torch.cuda.current_stream().wait_stream(stream)
             graph = torch.cuda.CUDAGraph()
             # A learner in another thread may allocate meanwhile; that is no concern of this recording.
@@ -92,6 +95,13 @@ def unpacked(packed: torch.Tensor, arrays: list[np.ndarray]) -> list[torch.Tenso
     kinds = {np.dtype(np.int64): torch.int64, np.dtype(np.float64): torch.float64}
     parts = packed.split([len(array) for array in arrays])
     return [part.view(kinds[array.dtype]) for part, array in zip(parts, arrays, strict=True)]
+
+
+def to_device(arrays: list[np.ndarray], device: torch.device) -> list[torch.Tensor]:
+    """Move all in one transfer, which is what small copies to a GPU cost by."""
+    if device.type == "cpu":
+        return [torch.from_numpy(array) for array in arrays]
+    return unpacked(packed(arrays).to(device), arrays)
 
 
 def adapter_state(model: torch.nn.Module) -> Hashable:

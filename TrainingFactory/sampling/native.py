@@ -15,19 +15,22 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
 from TrainingFactory.sampling.drafts import CONTEXT, Drafts
-from TrainingFactory.sampling.planning import Planner
-from TrainingFactory.sampling.runner import Runner
+from TrainingFactory.sampling.flights import Flight, FlightRunner
+from TrainingFactory.sampling.planning import Plan, Planner
+from TrainingFactory.sampling.runner import Sampled
 from TrainingFactory.sampling.table import Request, Round, Seat, SlotTable
 from TrainingFactory.sampling.view import causal_model, refuse, routes_tokens
 from TrainingFactory.types import Completion, SamplingParams, Weights
 
 COMPACT_AFTER = 3  # steps
+LOOK_AFTER = 16  # steps launched ahead in a row before one waits, to see whether there is something to guess
 
 
 class NativeSession:
@@ -81,13 +84,19 @@ class NativeEngine:
             reason = "its experts see batches that depend on timing, so deterministic mode cannot hold"
             raise refuse(causal.config.model_type, reason)
         on_cuda = causal.device.type == "cuda"
-        # With CUDA graphs, steps that only decode are by far the cheapest: short replies go along with them.
-        self._table = SlotTable(slots, max_length, deterministic=deterministic, ride=32 if on_cuda else 1)
-        self._runner = Runner(causal, self._table)
+        self._table = SlotTable(slots, max_length, deterministic=deterministic)
+        self._runner = FlightRunner(causal, self._table)
+        if on_cuda and not self._runner.tiled:
+            # Steps that only decode are by far the cheapest: short replies go along with them, token by token.
+            self._table.ride = 32
+        self._runner.ahead = self._runner.tiled
         # What there is to guess from depends on timing, so in deterministic mode nothing is guessed.
         self._drafts = Drafts() if guesses and not deterministic else None
-        budget = prefill_tokens or (4096 if on_cuda else 1024)
+        budget = prefill_tokens or (8192 if self._runner.tiled else 4096 if on_cuda else 1024)
         self._planner = Planner(self._table, budget, self._drafts, guesses, few_shapes=on_cuda)
+        self._planner.tiled = self._runner.tiled
+        self._flight: Flight | None = None  # the step whose tokens have not been looked at
+        self._ahead = 0  # steps launched ahead since one waited; under 0: guesses pay
         self.policy_version = 0
         self.max_length = max_length
         self.sessions = 0  # open now
@@ -102,7 +111,8 @@ class NativeEngine:
         # The worker's own.
         self._waiting: deque[Request] = deque()
         self._sparse = 0  # steps in a row in which fewer than half of the rows were in use
-        self._pool = ThreadPoolExecutor(1, "native-engine")
+        choose = partial(torch.cuda.set_device, causal.device) if on_cuda else None  # each thread has its own
+        self._pool = ThreadPoolExecutor(1, "native-engine", choose)
 
     def session(self) -> NativeSession:
         if self._deterministic and not self.sessions:
@@ -204,7 +214,7 @@ class NativeEngine:
                 self._take_in(news)
                 if held is None:
                     self._admit()
-                running = bool(self._table.running.any())
+                running = bool(self._table.running.any()) or self._flight is not None
                 if running:
                     self._step()
             except BaseException as error:  # the model is foreign code; whoever waits must hear of it
@@ -251,16 +261,44 @@ class NativeEngine:
             self._runner.copy([(source, target) for target, source in this.moved.items()], length)
 
     def _step(self) -> None:
-        table, counts = self._table, self.stats
         self._compact()
+        if self._runner.ahead and (self._drafts is None or 0 <= self._ahead < LOOK_AFTER):
+            self._launch()
+            return
+        self._land()
         plan = self._planner.plan()
-        sampled = self._runner.run(plan)
+        if len(plan.dense) or len(plan.slots):
+            self._count(plan)
+            self._enter(self._runner.run(plan))
+        self._ahead = -1 if 2 * plan.guessed.sum() > len(plan.dense) else 0
+
+    def _launch(self) -> None:
+        """Start the next step, then look at the tokens of the last; what follows a stop is computed in vain."""
+        plan, before, self._flight = self._planner.plan(guess=False), self._flight, None
+        if len(plan.dense) or len(plan.slots):
+            self._count(plan)
+            self._flight = self._runner.launch(plan)
+        self._ahead += 1
+        if before is not None:
+            self._enter(self._runner.land(before))
+
+    def _land(self) -> None:
+        flight, self._flight = self._flight, None
+        if flight is not None:
+            self._enter(self._runner.land(flight))
+
+    def _count(self, plan: Plan) -> None:
+        counts = self.stats
         counts.prefilled += int(plan.counts.sum())
-        counts.sampled += len(sampled.slots)
         counts.guessed += int(plan.guessed.sum())
         counts.forwards += 1
         counts.decodes += bool(plan.rows)
         counts.rows += plan.rows if plan.fixed else len(plan.dense)
+
+    def _enter(self, sampled: Sampled) -> None:
+        """Note what was sampled, and hand out the turns that have ended."""
+        table = self._table
+        self.stats.sampled += len(sampled.slots)
         done = [table.finish(slot, self.policy_version) for slot in table.accept(*sampled)]
         if self._drafts is not None:
             self._drafts.learn(table.recent(sampled.slots, sampled.places, CONTEXT), sampled.tokens)
@@ -276,6 +314,10 @@ class NativeEngine:
         if self._sparse < COMPACT_AFTER:
             return
         self._sparse = 0
+        self._land()
+        pairs = self._table.scattered()
+        if not pairs:
+            return
         both = [slot for pair in pairs for slot in pair]
         self._runner.copy([*pairs, *((b, a) for a, b in pairs)], int(self._table.stored[both].max()))
         self._table.exchange(pairs)
@@ -294,6 +336,7 @@ class NativeEngine:
         with self._lock:
             waiting = [item for item in self._inbox if isinstance(item, Request)]
             self._inbox = deque(item for item in self._inbox if isinstance(item, Seat))
+        self._flight = None
         waiting += [*self._waiting, *self._table.clear()]
         self._waiting.clear()
         self._runner.cache = None

@@ -95,3 +95,14 @@ def pick(
     chosen = shifted.gather(-1, tokens) if rows is None else shifted[rows, tokens[:, 0]][:, None]
     logprobs = chosen - total.log()
     return torch.cat((tokens.double(), logprobs), 1).T
+
+
+def split_picked(picked: torch.Tensor | None, live: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    tokens, logprobs = np.zeros((2, len(live))) if picked is None else picked.cpu().numpy()
+    return tokens.astype(np.int64), logprobs
+
+
+def finite(logprobs: np.ndarray) -> np.ndarray:
+    if not np.isfinite(logprobs).all():
+        raise FloatingPointError("the model gave NaN or infinite logits; there is nothing to sample")
+    return logprobs

@@ -12,6 +12,7 @@ from TrainingFactory.sampling.table import SlotTable
 
 NONE = np.zeros(0, np.int64)
 CHUNK = 32  # deterministic mode: tokens of one prefill forward, at multiples of it
+PIECE = 512  # chunk tokens of a forward that also decodes, if the GPU's kernel runs it and few are waiting
 GUESSED_TOKENS = 512  # dense tokens of a forward with guesses, at most
 
 
@@ -37,11 +38,13 @@ class Planner:
     ) -> None:
         self.table, self.prefill_tokens, self.few_shapes = table, prefill_tokens, few_shapes
         self.drafts, self.guesses = drafts, guesses
+        self.tiled = False  # chunks of any lengths go together
 
-    def plan(self) -> Plan:
+    def plan(self, guess: bool = True) -> Plan:
         """Feed all rows that decode, and as many chunks as the budget allows, the oldest first."""
         table = self.table
-        running = np.flatnonzero(table.running)
+        # A row that reaches its limit with a token that has not come back yet has nothing more to feed.
+        running = np.flatnonzero(table.running & ((table.flying == 0) | (table.known < table.limit)))
         chunking = table.stored[running] < table.chunked[running]
         dense, queue = running[~chunking], running[chunking]
         if table.deterministic:
@@ -49,10 +52,13 @@ class Planner:
         rows = int(dense[-1]) + 1 if len(dense) else 0
         if self.few_shapes and rows:
             rows = graph_rows(rows, table.slots)
-        taken, counts, longest = [], [], 0
+        taken, counts, longest, budget = [], [], 0, self.prefill_tokens
+        if self.tiled and rows and (table.chunked[queue] - table.stored[queue]).sum() <= 3 * PIECE:
+            budget = min(budget, PIECE)
         for slot in queue[table.used[queue].argsort(kind="stable")].tolist():
-            count = min(int(table.chunked[slot] - table.stored[slot]), self.prefill_tokens)
-            if taken and (len(taken) + 1) * max(longest, count) > self.prefill_tokens:
+            count = min(int(table.chunked[slot] - table.stored[slot]), budget)
+            size = sum(counts) + count if self.tiled else (len(taken) + 1) * max(longest, count)
+            if taken and size > budget:
                 continue
             longest = max(longest, count)
             taken.append(slot)
@@ -60,7 +66,7 @@ class Planner:
         order = np.argsort(taken)
         slots, tokens = np.array(taken, np.int64)[order], np.array(counts, np.int64)[order]
         plan = Plan(dense, rows, self.few_shapes, slots=slots, counts=tokens)
-        if len(dense):
+        if len(dense) and guess:
             self._follow(plan)
         return plan
 

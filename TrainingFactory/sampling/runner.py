@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -10,11 +10,12 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from TrainingFactory.sampling.graphs import DecodeGraphs, packed, unpacked
-from TrainingFactory.sampling.picking import pick, uniforms
+from TrainingFactory.sampling.graphs import DecodeGraphs, to_device
+from TrainingFactory.sampling.picking import finite, pick, split_picked, uniforms
 from TrainingFactory.sampling.planning import CHUNK, NONE, Plan
 from TrainingFactory.sampling.slots import ATTENTION, Part, Shape, SlotCache, StepContext
 from TrainingFactory.sampling.table import SlotTable
+from TrainingFactory.sampling.tiles import Layout
 from TrainingFactory.sampling.twins import Twins, find_twins
 from TrainingFactory.sampling.view import check_model, refuse, shared_view
 
@@ -52,11 +53,12 @@ class Runner:
     def __init__(self, model: PreTrainedModel, table: SlotTable) -> None:
         check_model(model)
         self.model, self.table = model, table
-        self.refresh()
         embeddings: Any = model.get_input_embeddings()
         self.vocabulary: int = embeddings.num_embeddings
         self.device: torch.device = embeddings.weight.device
         self.kind = model.config.model_type
+        self._fused_kind: Callable[[torch.nn.Module], type[torch.nn.Module] | None] | None = None
+        self.refresh()
         self.shapes = self._shapes()
         self.dtype = self.shapes[0].dtype
         self.full = round_up(table.max_length, 64)
@@ -66,13 +68,19 @@ class Runner:
         self._hidden = torch.full((), -torch.inf, dtype=self.dtype, device=self.device)
         same_sizes = all(shape.key_size == shape.value_size for shape in self.shapes)
         self._fused = same_sizes and self.device.type == "cpu"  # the CPU's fused kernel takes these layers
+        self.ahead = False  # steps are launched before the tokens of the last are known
         self._trunks: dict[tuple[int, bytes], int] = {}
-        self._graphs = DecodeGraphs(self.device) if self.device.type == "cuda" else None
+        self._latest = torch.zeros(table.slots + 1, dtype=torch.long, device=self.device)  # tokens by slot
+        self._graphs = DecodeGraphs(self.device, self._latest) if self.device.type == "cuda" else None
+        self._prepare()
         self._compare()
+
+    def _prepare(self) -> None:
+        """Choose what runs the steps, now that the shapes are known."""
 
     def refresh(self) -> None:
         """Look at the model anew: its adapters may have been switched, its modules replaced."""
-        self.view = shared_view(self.model, ATTENTION)
+        self.view = shared_view(self.model, ATTENTION, self._fused_kind)
         self._moved = True  # what CUDA graphs point to may be elsewhere now
 
     @torch.inference_mode()
@@ -94,10 +102,14 @@ class Runner:
         for at in self._span[:8].split((7, 1)):
             part, alone = Part(slice(0, 1), self._mask(at[None], 64), 64), len(at) == 1
             row = StepContext(cache, at, dense=part, tokens=1)
-            found.append(self._logits(ids[at], at, row if alone else StepContext(cache, at, chunks=part), 0))
+            step = self._tile(row if alone else StepContext(cache, at, chunks=part), at)
+            found.append(self._logits(ids[at], at, step, 0))
         off = (torch.cat(found).float() - expected).abs().mean() / expected.std().clamp(min=1e-6)
         if not off < (0.01 if self.dtype == torch.float32 else 0.1):
             raise refuse(self.kind, f"its logits through the slot cache are off by {off:.1%} of their spread")
+
+    def _tile(self, step: StepContext, at: torch.Tensor) -> StepContext:
+        return step  # as it is, where no kernel runs it
 
     # -- cache
 
@@ -145,12 +157,21 @@ class Runner:
     @torch.inference_mode()
     def run(self, plan: Plan) -> Sampled:
         """Feed what the plan says, and move the table's `stored` on; the new tokens are the caller's to enter."""
+        flat, picked = self._begin(plan)
+        return self._settle(plan, flat, picked)
+
+    def _begin(self, plan: Plan) -> tuple[Flat, torch.Tensor | None]:
         table = self.table
         stored, guessed = table.stored, plan.guessed if plan.guesses is not None else 0
         dense_end = int((stored[plan.dense] + guessed).max()) + 1 if len(plan.dense) else 0
         chunk_end = int((stored[plan.slots] + plan.counts).max()) if len(plan.slots) else 0
         cache = self.reserve(max(dense_end, chunk_end))
-        trunk = self.trunk(plan.dense)
+        return self._feed(plan, cache, dense_end, chunk_end)
+
+    def _feed(
+        self, plan: Plan, cache: SlotCache, dense_end: int, chunk_end: int
+    ) -> tuple[Flat, torch.Tensor | None]:
+        table, trunk = self.table, self.trunk(plan.dense)
         flat = self._flat(plan, cache, trunk)
         draws = uniforms(table.seed[flat.rows], table.known[flat.rows] + flat.offsets)
         arrays = [flat.tokens, flat.positions, flat.where, flat.keep, draws]
@@ -161,7 +182,11 @@ class Runner:
             picked = self._replay(plan, cache, [*arrays, *limits], widths[0])
         if picked is None:
             picked = self._forward(plan, flat, StepContext(cache=cache), [draws, *limits], widths, trunk)
-        return self._settle(plan, flat, picked)
+        return flat, picked
+
+    def _known(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Put in the tokens that the host does not know yet."""
+        return torch.where(tokens < 0, self._latest[(-1 - tokens).clamp_(min=0)], tokens)
 
     def _forward(
         self, plan: Plan, flat: Flat, step: StepContext, draws: list[np.ndarray], widths: tuple[int, int],
@@ -187,11 +212,17 @@ class Runner:
         if len(slots):
             step.chunks = self._part(chunks, tensors[1][step.tokens :], tensors[8:10], widths[1])
             step.chunks.trunk, step.chunks.trunk_slot = self.trunk(slots), int(slots[0])
-        logits = self._logits(tensors[0], tensors[1], step, tensors[3] if len(plan.slots) else 0)
+        ids = tensors[0] if not self.table.flying.any() else self._known(tensors[0])
+        logits = self._logits(ids, tensors[1], step, tensors[3] if len(plan.slots) else 0)
         if not flat.live.any():
             return None
         temperature = tensors[11] if len(tensors) > 11 else None
-        return pick(logits, tensors[10], temperature, tensors[12:], tensors[5] if twins is not None else None)
+        picked = pick(
+            logits, tensors[10], temperature, tensors[12:], tensors[5] if twins is not None else None
+        )
+        if self.ahead:
+            self._latest[flat.rows[flat.live]] = picked[0, flat.live].long()
+        return picked
 
     def _twins(self, plan: Plan, flat: Flat) -> Twins | None:
         rows = np.concatenate((plan.dense, plan.slots))
@@ -223,16 +254,18 @@ class Runner:
             context = StepContext(cache=cache, where=where, dense=part, tokens=len(ids))
             return pick(self._logits(ids, positions, context, 0), draws, limits[0] if limits else None)
 
-        if self._moved:
+        self._check_graphs(cache)
+        return self._graphs.run((plan.rows, plan.span, width, len(arrays)), arrays, step)
+
+    def _check_graphs(self, cache: SlotCache) -> None:
+        if self._moved and self._graphs is not None:
             self._graphs.check(self.model, [layer.keys for layer in cache.layers])
             self._moved = False
-        return self._graphs.run((plan.rows, plan.span, width, len(arrays)), arrays, step)
 
     def _settle(self, plan: Plan, flat: Flat, picked: torch.Tensor | None) -> Sampled:
         """Keep what was drawn behind guesses that came true, and move the table's counts on."""
         table, live = self.table, flat.live
-        tokens, logprobs = np.zeros((2, len(live))) if picked is None else picked.cpu().numpy()
-        tokens = tokens.astype(np.int64)
+        tokens, logprobs = split_picked(picked, live)
         fresh: np.ndarray | int = 1
         if plan.guesses is not None:
             live = live & _came_true(flat, tokens, table.stops)
@@ -243,12 +276,10 @@ class Runner:
         table.advance(plan.dense, fresh)
         if len(plan.slots):
             table.advance(plan.slots, plan.counts)
-        if not np.isfinite(logprobs[live]).all():
-            raise FloatingPointError("the model gave NaN or infinite logits; there is nothing to sample")
         rows = flat.rows[live]
-        return Sampled(rows, table.known[rows] + flat.offsets[live], tokens[live], logprobs[live])
+        return Sampled(rows, table.known[rows] + flat.offsets[live], tokens[live], finite(logprobs[live]))
 
-    def _flat(self, plan: Plan, cache: SlotCache, trunk: int) -> Flat:
+    def _flat(self, plan: Plan, cache: SlotCache, trunk: int, layout: Layout | None = None) -> Flat:
         # Unused places feed token 0, right behind the trunk, to the scratch slot: they touch nothing.
         table, capacity = self.table, cache.capacity
         fed = np.full(plan.rows, int(plan.fixed))
@@ -258,6 +289,7 @@ class Runner:
             fed = np.full(plan.rows, plan.span) if plan.span else fed
         start = int(fed.sum())
         size = start + (CHUNK if table.deterministic and len(plan.slots) else int(plan.counts.sum()))
+        size = size if layout is None else start + layout.extra
         tokens, positions = np.zeros(size, np.int64), np.full(size, trunk)
         where = np.full(size, cache.slots * capacity)
         first = fed.cumsum() - fed  # [R] the flat place of a row's first token
@@ -280,7 +312,11 @@ class Runner:
             positions[part] = np.arange(begin, begin + count)
             where[part] = positions[part] + slot * capacity
             start += count
-        return Flat(tokens, positions, where, fed, *self._wanted(plan, fed, first))
+        wanted = self._wanted(plan, fed, first)
+        if layout is not None:  # the rows of logits of a shape that comes back
+            missing = int(fed.sum()) + layout.pieces - len(wanted[0])
+            wanted = [np.pad(array, (0, missing)) for array in wanted] if layout.recorded else wanted
+        return Flat(tokens, positions, where, fed, *wanted)
 
     def _wanted(
         self, plan: Plan, fed: np.ndarray, first: np.ndarray
@@ -360,10 +396,3 @@ def _came_true(flat: Flat, drawn: np.ndarray, stops: np.ndarray) -> np.ndarray:
     first = np.full(len(stops), len(drawn))  # [S] the offset of a slot's first wrong guess
     np.minimum.at(first, flat.rows[wrong], flat.offsets[wrong])
     return flat.offsets < first[flat.rows]
-
-
-def to_device(arrays: list[np.ndarray], device: torch.device) -> list[torch.Tensor]:
-    """Move all in one transfer, which is what small copies to a GPU cost by."""
-    if device.type == "cpu":
-        return [torch.from_numpy(array) for array in arrays]
-    return unpacked(packed(arrays).to(device), arrays)

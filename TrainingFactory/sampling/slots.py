@@ -9,6 +9,7 @@ the guesses that follow it), then the chunks being prefilled. Attention sees eac
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,6 +43,7 @@ class Layer:
 class Shape:
     """Holds what the probe saw of one layer's keys and values."""
 
+    queries: int  # query heads
     heads: int
     key_size: int
     value_size: int
@@ -120,6 +122,18 @@ class Part:
 
 
 @dataclass(slots=True)
+class Tiles:
+    """Says who looks at which keys, for the GPU's kernel: each tile is up to `tokens` tokens at one slot's keys."""
+
+    tokens: int
+    count: int
+    members: torch.Tensor | None = None  # [count * tokens] flat tokens, under 0: none; None: row i, at slot i
+    slots: torch.Tensor | None = None  # [count]
+    ends: torch.Tensor | None = None  # [count] keys from here on are not looked at
+    begins: torch.Tensor | None = None  # [count] nor those before; None: 0
+
+
+@dataclass(slots=True)
 class StepContext:
     """Travels through the model as a keyword argument, from the engine to the attention function."""
 
@@ -130,6 +144,12 @@ class StepContext:
     tokens: int = 0  # how many of the N belong to the dense part
     chunks: Part | None = None
     shapes: list[Shape] = field(default_factory=list)  # filled by the probe
+    # With the GPU's kernel, in place of the two parts:
+    attend: Callable[[torch.Tensor, Layer, StepContext, float], torch.Tensor] | None = None
+    positions: torch.Tensor | None = None  # [N]
+    rows: Tiles | None = None  # the dense part
+    groups: Tiles | None = None  # rows of it that begin alike, at the keys that they share
+    pieces: Tiles | None = None  # the chunks
 
 
 def part_attention(query: torch.Tensor, layer: Layer, part: Part, scale: Any) -> torch.Tensor:
@@ -179,6 +199,9 @@ def slot_attention(
     assert step.where is not None
     layer = step.cache.layers[int(module.layer_idx)]  # pyright: ignore[reportArgumentType]
     layer.write(step.where, key, value, step.source)
+    if step.attend is not None:
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        return step.attend(query[0].transpose(0, 1).contiguous(), layer, step, scale).unsqueeze(0), None
     parts = []
     if step.dense is not None:
         parts.append(part_attention(query[:, :, : step.tokens], layer, step.dense, scaling))
@@ -210,7 +233,8 @@ def _probe(
         raise refuse(kind, "it builds an attention mask of its own")
     if getattr(module, "layer_idx", None) != len(step.shapes):
         raise refuse(kind, "its attention layers are not numbered one after the other")
-    step.shapes.append(Shape(key.shape[1], key.shape[-1], value.shape[-1], key.dtype, key.device))
+    sizes = query.shape[1], key.shape[1], key.shape[-1], value.shape[-1]
+    step.shapes.append(Shape(*sizes, key.dtype, key.device))
     # A zero result of the right shape; what it means to the layers above does not matter here.
     return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1])
 

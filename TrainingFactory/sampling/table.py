@@ -61,6 +61,9 @@ class Round:
     moved: dict[int, int] = field(default_factory=dict)  # slot that is to get a prefix: where that lies
     must_wait: set[bytes] = field(default_factory=set)  # prompts; equal ones must wait too
     full: bool = False  # no slot is left, and none can be taken from an idle session
+    seated: dict[bytes, int] = field(
+        default_factory=dict
+    )  # prompts that are copied nearly whole: a slot of theirs
 
 
 class SlotTable:
@@ -85,6 +88,10 @@ class SlotTable:
         self.min_p = np.zeros(slots, np.float64)
         self.stops = np.full((slots, 1), -1, np.int64)  # padded with -1
         self.hashes = np.zeros(slots, np.uint64)  # of the sequence: the sum of its tokens' marks
+        self.head = np.zeros(slots, np.int64)  # leading tokens that rows with the same mark have in common
+        self.mark = np.zeros(slots, np.uint64)  # the hash of the prompt that the session began with
+        self.flying = np.zeros(slots, np.int64)  # tokens that are being sampled, counted as known already
+        self.epoch = np.zeros(slots, np.int64)  # goes up with each turn that begins or ends
         # Nobody can know them beforehand, so nobody can write two texts of the same hash.
         self._factors = np.random.default_rng().integers(0, 1 << 64, max_length, np.uint64) | np.uint64(1)
         self.seats: list[Seat | None] = [None] * slots
@@ -122,6 +129,8 @@ class SlotTable:
                 seat.slot = None
         self.seats, self.requests = [None] * self.slots, [None] * self.slots
         self.running[:] = False
+        self.flying[:] = 0
+        self.epoch += 1
         self.forget()
         return failed
 
@@ -154,6 +163,10 @@ class SlotTable:
             self.stats.kept += stored
             self._start(request, own, stored, continues=True)
             return True
+        twin = this.seated.get(request.prompt.tobytes()) if own is None else None
+        if twin is not None:  # a search would find no more than its twin's did
+            self._copy(request, this, twin, int(self.stored[twin]), np.zeros(self.slots, np.int64))
+            return True
         common = np.minimum(self.common(request.prompt), need)
         have = np.minimum(common, self.pure)
         if own is not None and (mine := min(int(common[own]), stored)) > have[own]:
@@ -166,7 +179,15 @@ class SlotTable:
         if int(coming.max()) >= best + WAIT_FOR:
             this.must_wait.add(request.prompt.tobytes())
             return False
-        slot = self._slot_for(seat, have, best)
+        slot = self._copy(request, this, source, best, have)
+        if not self.deterministic and best + WAIT_FOR > need and this.moved.get(slot) is not None:
+            this.seated[request.prompt.tobytes()] = slot
+        return True
+
+    def _copy(self, request: Request, this: Round, source: int, best: int, have: np.ndarray) -> int:
+        """Start the request in a slot that has its first `best` tokens, or is to get them from `source`."""
+        seat = request.seat
+        own, slot = seat.slot, self._slot_for(seat, have, best)
         if have[slot] == best:
             source = slot
         else:
@@ -177,7 +198,7 @@ class SlotTable:
         self.seats[slot], seat.slot = seat, slot
         self.pure[slot] = best
         self._start(request, slot, best)
-        return True
+        return slot
 
     def _may_sit(self, seat: Seat, this: Round) -> bool:
         if self.deterministic:
@@ -191,11 +212,11 @@ class SlotTable:
             return seat.slot
         if self.deterministic:
             return seat.order % self.slots
-        free = [slot for slot, owner in enumerate(self.seats) if owner is None]
-        if fitting := [slot for slot in free if best and have[slot] == best]:
-            return fitting[0]
-        if free:
-            return min(free, key=lambda slot: (self.stored[slot] > 0, self.used[slot]))
+        free = np.flatnonzero([owner is None for owner in self.seats])
+        if best and (fitting := free[have[free] == best]).size:
+            return int(fitting[0])
+        if free.size:
+            return int(free[np.lexsort((self.used[free], self.stored[free] > 0))[0]])
         slot = self._longest_idle()
         evicted = self.seats[slot] if slot is not None else None
         assert slot is not None and evicted is not None
@@ -230,6 +251,8 @@ class SlotTable:
         self.ids[slot, :size] = prompt
         self.known[slot] = size
         self.hashes[slot] = self.marks(prompt, np.arange(size)).sum()
+        if not continues or stored < self.head[slot]:
+            self.head[slot], self.mark[slot] = size - 1, self.hashes[slot]
         self.stored[slot] = stored
         self.pure[slot] = min(int(self.pure[slot]), stored)
         if self.deterministic:  # short replies go token by token with the decoding rows, which step anyway
@@ -257,6 +280,12 @@ class SlotTable:
             after = np.where(pure, after, self.pure[slots])
         self.pure[slots] = after
 
+    def expect(self, slots: np.ndarray) -> None:
+        """Count a token that is being sampled as known, so that the next step can be planned; -1 - slot is its id."""
+        self.ids[slots, self.known[slots]] = -1 - slots
+        self.known[slots] += 1
+        self.flying[slots] += 1
+
     def accept(
         self, slots: np.ndarray, places: np.ndarray, tokens: np.ndarray, logprobs: np.ndarray
     ) -> list[int]:
@@ -281,6 +310,11 @@ class SlotTable:
         self.requests[slot] = None
         self.running[slot] = False
         self.used[slot] = time.monotonic()
+        for array in (self.known, self.stored):  # tokens on their way are dropped
+            array[slot] -= self.flying[slot]
+        self.pure[slot] = min(self.pure[slot], self.stored[slot])
+        self.flying[slot] = 0
+        self.epoch[slot] += 1
         return request
 
     # -- compaction
@@ -302,7 +336,7 @@ class SlotTable:
         for array in (
             self.ids, self.logprobs, self.stored, self.known, self.pure, self.chunked, self.running,
             self.used, self.limit, self.seed, self.stops, self.temperature, self.top_p, self.top_k,
-            self.min_p, self.hashes,
+            self.min_p, self.hashes, self.head, self.mark,
         ):  # fmt: skip
             array[both] = array[swapped]
         for a, b in pairs:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -66,8 +67,11 @@ def fuses(module: nn.Module) -> bool:
         return False
 
 
-def shared_view(model: PreTrainedModel, attention: str) -> PreTrainedModel:
-    """Return the same weights under modules that are in eval mode and use the given attention function."""
+def shared_view(
+    model: PreTrainedModel, attention: str, fused: Callable[[nn.Module], type[nn.Module] | None] | None = None
+) -> PreTrainedModel:
+    """Return the same weights under modules that are in eval mode and use the given attention function; `fused` names
+    the classes that take other modules' places."""
     configs: dict[int, PreTrainedConfig] = {}
     modules: dict[int, nn.Module] = {}
 
@@ -81,7 +85,7 @@ def shared_view(model: PreTrainedModel, attention: str) -> PreTrainedModel:
     def view(module: nn.Module) -> nn.Module:
         if id(module) in modules:
             return modules[id(module)]
-        kind = OneCallNorm if fuses(module) else module.__class__
+        kind = (fused and fused(module)) or (OneCallNorm if fuses(module) else module.__class__)
         twin = modules[id(module)] = kind.__new__(kind)
         # The dict of parameters is shared, so that one which the learner replaces is seen here as well. The
         # dict of buffers is not: rotary tables may be replaced in a forward, and ours are inference tensors.
@@ -89,6 +93,7 @@ def shared_view(model: PreTrainedModel, attention: str) -> PreTrainedModel:
         twin.__dict__.pop("forward", None)  # wrappers such as Accelerate's are bound to the learner's modules
         twin.__dict__["_buffers"] = dict(module._buffers)
         twin.__dict__["training"] = False
+        twin.__dict__["plain"] = module.__class__
         if isinstance(config := module.__dict__.get("config"), PreTrainedConfig):
             twin.__dict__["config"] = view_config(config)
         twin.__dict__["_modules"] = {

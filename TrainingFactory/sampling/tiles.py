@@ -1,0 +1,110 @@
+"""Lay a forward out for the GPU's kernels, in shapes that come back: which tokens look at which slot's keys."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from TrainingFactory.sampling.planning import PIECE, Plan
+from TrainingFactory.sampling.slots import StepContext, Tiles
+from TrainingFactory.sampling.table import SlotTable
+
+PIECES = (64, PIECE)  # chunk tokens of a forward for which there are graphs
+WORTH = 0.5  # of all keys that are read, how many groups must save
+SHORT = 64  # a shared beginning under so many tokens is not worth a group
+ROWS = (16, 32, 64)  # queries of a tile
+
+
+@dataclass(slots=True)
+class Layout:
+    """Holds the tiles as arrays, and what of it is fixed in a graph."""
+
+    extra: int  # chunk tokens, unused places included
+    pieces: int  # tiles of the chunks
+    groups: int  # tiles of rows that begin alike; 0: every row reads all of its keys
+    tokens: int  # of a tile of the chunks
+    siblings: int  # of a tile of rows
+    arrays: list[np.ndarray]
+    recorded: bool = True  # these shapes come back
+
+    @property
+    def key(self) -> tuple[int, ...]:
+        return self.extra, self.pieces, self.groups, self.siblings
+
+    def enter(self, step: StepContext, plan: Plan, tensors: list[torch.Tensor]) -> None:
+        """Tell the step's kernel what `arrays` say, which are on the device now."""
+        rest = iter(tensors)
+        if plan.rows:
+            step.rows = Tiles(plan.span or 1, plan.rows)
+        if self.pieces:
+            step.pieces = Tiles(self.tokens, self.pieces, next(rest), next(rest), next(rest))
+        if self.groups and step.rows is not None:
+            step.groups = Tiles(self.siblings, self.groups, next(rest), next(rest), next(rest))
+            step.rows.begins = next(rest)
+
+
+def lay_out(plan: Plan, table: SlotTable, heads: int) -> Layout:
+    """`heads`: query heads of each key head."""
+    tokens, dense = max(1, ROWS[-1] // heads), plan.rows * (plan.span or 1)
+    layout = Layout(int(plan.counts.sum()), 0, 0, tokens, 0, [])
+    if len(plan.slots):
+        arrays = _pieces(plan, dense, tokens)
+        layout.pieces = len(arrays[1])
+        fitting = [extra for extra in PIECES if layout.extra <= extra and layout.pieces <= extra // 8]
+        if fitting:
+            layout.extra, layout.pieces = fitting[0], fitting[0] // 8
+        layout.recorded = bool(fitting)
+        layout.arrays += _padded(arrays, layout.pieces, tokens)
+    if not plan.span and len(plan.dense) > 3:
+        found = _groups(plan, table, heads)
+        if found is not None:
+            layout.groups, layout.siblings = plan.rows // 2, found[0].shape[1]
+            layout.arrays += [*_padded(found[:3], layout.groups, layout.siblings), found[3]]
+    return layout
+
+
+def _padded(arrays: list[np.ndarray], count: int, tokens: int) -> list[np.ndarray]:
+    members, slots, ends = arrays
+    missing = count - len(slots)
+    return [
+        np.pad(members.ravel(), (0, missing * tokens), constant_values=-1),
+        np.pad(slots, (0, missing)),
+        np.pad(ends, (0, missing)),
+    ]
+
+
+def _pieces(plan: Plan, start: int, tokens: int) -> list[np.ndarray]:
+    """Return members, slots and ends of tiles for the chunks, whose tokens follow each other from `start` on."""
+    counts, tiles = plan.counts, -(-plan.counts // tokens)
+    chunk = np.repeat(np.arange(len(counts)), tiles)
+    before = (np.arange(len(chunk)) - np.repeat(tiles.cumsum() - tiles, tiles)) * tokens
+    column = np.arange(tokens)
+    members = (start + (counts.cumsum() - counts)[chunk] + before)[:, None] + column
+    members[column >= (counts[chunk] - before)[:, None]] = -1
+    return [members, plan.slots[chunk], np.full(len(chunk), 1 << 30)]
+
+
+def _groups(plan: Plan, table: SlotTable, heads: int) -> list[np.ndarray] | None:
+    """Return members, slots and ends of tiles of rows whose prompts began alike, and where the own keys of each row
+    begin; None where that saves too little."""
+    dense = plan.dense
+    rows = dense[(table.head[dense] >= SHORT) & (table.stored[dense] >= table.head[dense])]
+    rows = rows[table.mark[rows].argsort(kind="stable")]
+    _, first, counts = np.unique(table.mark[rows], return_index=True, return_counts=True)
+    place = np.arange(len(rows)) - np.repeat(first, counts)
+    keep = np.repeat(counts, counts) > 1
+    fitting = [size // heads for size in ROWS if size // heads >= counts.max(initial=1)]
+    tokens = (fitting or [max(1, ROWS[-1] // heads)])[0]
+    rows, place = rows[keep], place[keep] % tokens
+    tile = (place == 0).cumsum() - 1
+    leaders = rows[place == 0]
+    saved = table.head[rows].sum() - table.head[leaders].sum()
+    if saved < WORTH * table.stored[dense].sum() or len(leaders) > plan.rows // 2:
+        return None
+    members = np.full((len(leaders), tokens), -1)
+    members[tile, place] = rows
+    begins = np.zeros(plan.rows, np.int64)
+    begins[rows] = table.head[rows]
+    return [members, leaders, table.head[leaders], begins]

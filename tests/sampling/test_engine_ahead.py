@@ -1,0 +1,98 @@
+"""Steps that are launched before the last one's tokens are looked at, and the layout of the GPU's kernels."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.kits.engine import VOCABULARY, grouped_prompts, play, tiny, worst
+from TrainingFactory.sampling import NativeEngine, native
+from TrainingFactory.sampling.planning import Plan
+from TrainingFactory.sampling.table import SlotTable
+from TrainingFactory.sampling.tiles import lay_out
+from TrainingFactory.types import SamplingParams, Weights
+
+PROMPTS = grouped_prompts(3, 3)
+
+
+def sampled(played: list[Any]) -> list[Any]:
+    return [[(completion.token_ids, completion.finish) for _, completion in turns] for turns in played]
+
+
+@pytest.mark.parametrize("guesses", [0, 7])
+def test_what_is_launched_ahead_is_what_would_have_been_sampled(
+    guesses: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(native, "LOOK_AFTER", 2)
+    model = tiny()
+    plain = NativeEngine(model, slots=5, max_length=256, guesses=0)
+    ahead = NativeEngine(model, slots=5, max_length=256, guesses=guesses)
+    ahead._runner.ahead = True
+    expected = play(plain, PROMPTS)
+    for _ in range(2):  # the second time there is something to guess from
+        played = play(ahead, PROMPTS)
+        assert sampled(played) == sampled(expected)
+        assert max(worst(model, turns) for turns in played) < 1e-4
+    assert ahead._flight is None and not ahead._table.flying.any()
+    # what follows a stop is computed in vain, and counted
+    assert guesses or ahead.stats.rows > 2 * plain.stats.rows
+    assert bool(ahead.stats.guessed) == bool(guesses)
+
+
+def test_turns_are_cancelled_and_sessions_closed_while_a_step_is_under_way() -> None:
+    model = tiny()
+    engine = NativeEngine(model, slots=3, max_length=256)
+    engine._runner.ahead = True
+    rng = random.Random(0)
+
+    async def cut_short() -> None:
+        session = engine.session()
+        ids = [rng.randrange(VOCABULARY) for _ in range(20)]
+        turn = asyncio.ensure_future(
+            session.sample(ids, SamplingParams(max_tokens=200, seed=rng.randrange(99)))
+        )
+        await asyncio.sleep(rng.random() * 0.05)
+        if rng.random() < 0.5:
+            turn.cancel()
+        session.close()
+        await asyncio.gather(turn, return_exceptions=True)
+
+    async def everything() -> None:
+        await asyncio.gather(*[cut_short() for _ in range(12)])
+        await engine.update(Weights(1))
+
+    asyncio.run(everything())
+    assert not engine._table.running.any() and not engine._table.flying.any() and engine.sessions == 0
+    played = play(engine, PROMPTS)
+    assert sampled(played) == sampled(play(NativeEngine(model, slots=3, max_length=256), PROMPTS))
+    assert max(worst(model, turns) for turns in played) < 1e-4
+
+
+def test_rows_that_begin_alike_and_chunks_are_laid_out_in_tiles() -> None:
+    table = SlotTable(16, 256)
+    table.head[:], table.stored[:], table.mark[:] = 100, 110, np.arange(16) // 4
+    table.stored[5] = 99  # has not all of the beginning in the cache
+    plan = Plan(np.arange(12), 16, True, slots=np.array([13, 14]), counts=np.array([30, 3]))
+    layout = lay_out(plan, table, 3)
+    members, slots, ends, rows, leaders, shared, begins = layout.arrays
+    assert (layout.extra, layout.pieces, layout.groups, layout.recorded) == (64, 8, 8, True)
+    members, rows = members.reshape(8, layout.tokens), rows.reshape(8, layout.siblings)
+    # 21 tokens of 3 query heads fit into a tile of 64; the chunks follow the 16 rows
+    assert [[token for token in tile if token >= 0] for tile in members.tolist()] == [
+        list(range(16, 37)), list(range(37, 46)), [46, 47, 48], [], [], [], [], [],
+    ]  # fmt: skip
+    assert slots[:3].tolist() == [13, 13, 14] and (ends[:3] > 256).all()
+    assert [[row for row in tile if row >= 0] for tile in rows.tolist()][:4] == [
+        [0, 1, 2, 3], [4, 6, 7], [8, 9, 10, 11], [],
+    ]  # fmt: skip
+    assert leaders[:3].tolist() == [0, 4, 8] and shared.tolist() == [100] * 3 + [0] * 5
+    assert begins.tolist() == [100] * 5 + [0] + [100] * 6 + [0] * 4
+    table.mark[:] = np.arange(16)
+    assert lay_out(plan, table, 3).groups == 0
+    assert not lay_out(
+        Plan(plan.dense, 16, True, slots=plan.slots, counts=np.array([600, 3])), table, 3
+    ).recorded
