@@ -47,7 +47,7 @@ SATELLITES = [
     "services/keywords.py", "services/trl.py", "services/model_registry.py", "services/sft_trainer.py",
     "services/rl_trainer.py", "services/reward_model.py", "services/async_executor.py", "services/process_reward.py",
 ]  # fmt: skip
-CORE_LINES = 16_050
+CORE_LINES = 16_850
 # Lines of Python in each folder. A change that raises one says why in its commit.
 BUDGET: dict[str, int] = {
     ".": 1650,
@@ -70,11 +70,11 @@ BUDGET: dict[str, int] = {
     "rewards/rules": 1850,
     "rewards/workers": 400,
     "rollout": 710,
-    "sampling": 2070,
+    "sampling": 2830,
     "services": 1450,
     "services/build": 3510,
     "services/demo": 420,
-    "services/doctor": 660,
+    "services/doctor": 670,
     "services/evaluation": 1710,
     "services/judge_audit": 580,
     "services/plan": 620,
