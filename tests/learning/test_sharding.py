@@ -21,7 +21,7 @@ from TrainingFactory.data.packing import make_batch
 from TrainingFactory.learning.sharding import Sharded, rounds_cost
 from TrainingFactory.services.build.learner import check_sharded
 
-QUICK = ["grpo", "ppo-head", "ppo-critic+", "ppo-critic>", "dpo", "sft", "lora+", "checkpointing", "bf16+"]
+QUICK = ["grpo", "ppo-critic+", "ppo-critic>", "dpo", "lora+"]
 WRITTEN = [name for name in QUICK if name.endswith("+")]
 FAR = 1e-5
 # In bfloat16 other packs are rounded otherwise, and Adam makes as much of a small gradient as of a large one: how far
@@ -168,6 +168,15 @@ def same_files(found: Path, wanted: Path, case: str) -> None:
                 (folder / name).read_text().replace(",", "").splitlines() for folder in (found, wanted)
             )
             assert sorted(ours) == sorted(theirs), name  # PEFT writes sets
+
+
+@pytest.mark.slow
+def test_two_processes_and_every_case(tmp_path: Path) -> None:
+    names = [name for name in CASES if not {name, f"{name}+"} & {*QUICK}]
+    done = torchrun(2, "tests.kits.sharded", tmp_path, *names)
+    assert done.returncode == 0, done.stderr[-6000:]
+    for name in names:
+        compare(tmp_path, name, 2)
 
 
 @pytest.mark.slow
