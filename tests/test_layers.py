@@ -293,7 +293,7 @@ def test_config_stays_small() -> None:
     algorithms = {"sft", "grpo", "ppo", "dpo", "kto", "rft", "reward_model"}
     # A run has one algorithm, so nobody has to read the sections of the others.
     common = sum(count for section, count in per_section.items() if section not in algorithms)
-    assert common + max(per_section[section] for section in algorithms) <= 130
+    assert common + max(per_section[section] for section in algorithms) <= 131
     # a mapping such as step_rewards is one level deeper than its key
     assert max(key.count(".") + 1 for key in keys) <= 2
     assert all(field.description for field in keys.values())

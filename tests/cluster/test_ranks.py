@@ -77,6 +77,7 @@ def launched(folder: Path, *arguments: str, count: int = 2) -> subprocess.Popen[
 CLI = ("-m", "TrainingFactory.cli")
 
 
+@pytest.mark.slow
 def test_torchrun(tmp_path: Path) -> None:
     out, err = (run := launched(tmp_path, *CLI, "train", "run.yaml", "--name", "a")).communicate(timeout=300)
     assert run.returncode == 0, out + err

