@@ -44,15 +44,16 @@ async def stdio_transport(config: ServerConfig, errors: TextIO) -> AsyncIterator
     )
     said, incoming = anyio.create_memory_object_stream[SessionMessage | Exception](0)
     outgoing, told = anyio.create_memory_object_stream[SessionMessage](0)
+    may_end = anyio.Event()
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(_read, process, said)
-        tasks.start_soon(_write, process, told, said)
+        tasks.start_soon(_write, process, told, said, may_end)
         try:
             yield incoming, outgoing
         finally:
             incoming.close()
             with anyio.CancelScope(shield=True):
-                await _end(process, outgoing)
+                await _end(process, outgoing, may_end)
             tasks.cancel_scope.cancel()
     for stream in (said, told):
         stream.close()
@@ -83,7 +84,7 @@ def _message(line: bytes | JSONRPCError) -> SessionMessage | Exception:
         return error
 
 
-async def _write(process: Process, told: Any, said: Any) -> None:
+async def _write(process: Process, told: Any, said: Any, may_end: anyio.Event) -> None:
     assert process.stdin is not None
     try:
         async for each in told:
@@ -91,13 +92,17 @@ async def _write(process: Process, told: Any, said: Any) -> None:
             await process.stdin.send(line.encode(errors="replace") + b"\n")
     except (anyio.ClosedResourceError, anyio.BrokenResourceError, OSError):
         said.close()  # whoever waits for an answer waits in vain
+    await (
+        may_end.wait()
+    )  # whoever closes `told` first: without its stdin the process is gone, and nobody knows its own
     with contextlib.suppress(anyio.BrokenResourceError, OSError):
         await process.stdin.aclose()
 
 
-async def _end(process: Process, outgoing: Any) -> None:
+async def _end(process: Process, outgoing: Any, may_end: anyio.Event) -> None:
     """Close its stdin, ask, and kill, with what it has started; some start what is in no group of theirs, browsers."""
     started = await asyncio.to_thread(_descendants, process.pid)
+    may_end.set()
     outgoing.close()  # and its stdin, once all is written
     for way in (None, signal.SIGTERM, signal.SIGKILL):
         if way is not None:
