@@ -1,4 +1,4 @@
-"""What torchrun and `accelerate launch` tell a process by variables."""
+"""Read what torchrun and `accelerate launch` tell a process by variables."""
 
 from __future__ import annotations
 
