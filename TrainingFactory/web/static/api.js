@@ -1,0 +1,87 @@
+// Talks to the server: JSON in and out, errors with the field they belong to, and jobs that tell how far they are.
+
+let token = null;
+
+export class ApiError extends Error {
+  constructor(status, error) {
+    super(error.message);
+    this.status = status;
+    this.param = error.param ?? null;
+    this.code = error.code ?? null;
+  }
+}
+
+/** Tells version, folder and the token that changes of state need; asked once. */
+export async function about() {
+  const told = await get("/api/about");
+  token = told.page_token;
+  return told;
+}
+
+/** Builds /api/runs/NAME/episodes?step=3 from parts and a query; empty values are left out. */
+export function url(parts, query = {}) {
+  const kept = Object.entries(query).filter(([, value]) => value !== null && value !== undefined && value !== "");
+  const path = "/api/" + parts.map((part) => encodeURIComponent(part)).join("/");
+  return kept.length ? path + "?" + new URLSearchParams(kept) : path;
+}
+
+export async function get(address, signal) {
+  return await answer(await fetch(address, { signal, headers: { accept: "application/json" } }));
+}
+
+export async function post(address, body = {}, signal) {
+  return await answer(await send(address, body, signal));
+}
+
+/** Posts a job and returns its result; `heard` gets what the server tells on the way. */
+export async function job(address, body, heard, signal) {
+  const response = await send(address, body, signal);
+  const kind = response.headers.get("content-type") ?? "";
+  if (!response.ok || !kind.includes("event-stream")) return await answer(response);
+  let last = null;
+  for await (const { event, data } of events(response.body)) {
+    if (event === "error") throw new ApiError(500, data.error ?? data);
+    if (event === "done") last = data;
+    else heard(data);
+  }
+  if (last === null) throw new ApiError(500, { message: "The server ended before the work was done." });
+  return last;
+}
+
+async function send(address, body, signal) {
+  if (token === null) await about();
+  const headers = { "content-type": "application/json", "x-tfactory-page": token };
+  const response = await fetch(address, { method: "POST", headers, body: JSON.stringify(body), signal });
+  if (response.status === 403) token = null; // a server that was started anew has another token: ask for it next time
+  return response;
+}
+
+async function answer(response) {
+  const text = await response.text();
+  let told = null;
+  try {
+    told = JSON.parse(text);
+  } catch {
+    throw new ApiError(response.status, { message: "The server answered with something that is no JSON." });
+  }
+  if (!response.ok) throw new ApiError(response.status, told.error ?? { message: "The server answered " + response.status });
+  return told;
+}
+
+/** Reads server-sent events from the body of an answer. */
+async function* events(body) {
+  const reader = body.pipeThrough(new TextDecoderStream()).getReader();
+  let waiting = "";
+  for (;;) {
+    const { value, done } = await reader.read();
+    if (done) return;
+    const blocks = (waiting + value).replaceAll("\r\n", "\n").split("\n\n");
+    waiting = blocks.pop();
+    for (const block of blocks) {
+      const lines = block.split("\n");
+      const of = (name) => lines.filter((line) => line.startsWith(name)).map((line) => line.slice(name.length).trim());
+      const data = of("data:").join("\n");
+      if (data) yield { event: of("event:")[0] ?? "message", data: JSON.parse(data) };
+    }
+  }
+}

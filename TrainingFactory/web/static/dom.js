@@ -1,0 +1,62 @@
+// Makes elements. Children are nodes or text: nothing in this page is ever read as HTML.
+
+const SVG = "http://www.w3.org/2000/svg";
+
+/** Makes an element: h("button", {class: "small", onclick: go, disabled: true}, "Go"). */
+export function h(tag, attributes, ...children) {
+  return fill(document.createElement(tag), attributes, children);
+}
+
+/** Makes an element of a drawing. */
+export function svg(tag, attributes, ...children) {
+  return fill(document.createElementNS(SVG, tag), attributes, children);
+}
+
+function fill(element, attributes, children) {
+  for (const [name, value] of Object.entries(attributes ?? {})) set(element, name, value);
+  add(element, children);
+  return element;
+}
+
+function set(element, name, value) {
+  if (value === null || value === undefined || value === false) return;
+  if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
+  else if (name === "style") for (const [key, to] of Object.entries(value)) element.style.setProperty(key, to);
+  else if (name === "value") element.value = value;
+  else element.setAttribute(name, value === true ? "" : value);
+}
+
+/** Appends nodes and texts; null and false are left out, lists are opened. */
+export function add(element, children) {
+  for (const child of [children].flat(Infinity)) {
+    if (child === null || child === undefined || child === false) continue;
+    element.append(child instanceof Node ? child : document.createTextNode(String(child)));
+  }
+  return element;
+}
+
+/** Replaces what an element holds. */
+export function put(element, ...children) {
+  element.replaceChildren();
+  return add(element, children);
+}
+
+/** Gives a function that waits until nobody has called it for so many milliseconds. */
+export function debounce(milliseconds, call) {
+  let timer;
+  return (...given) => {
+    clearTimeout(timer);
+    timer = setTimeout(() => call(...given), milliseconds);
+  };
+}
+
+// Control codes in what models and tools write would be invisible: they are shown as their pictures.
+const CONTROLS = /[\u0000-\u0008\u000b-\u001f\u007f]/g;
+const HIDDEN = /[\u200b-\u200f\u202a-\u202e\u2060-\u2069\ufeff]/g;
+
+/** Makes invisible characters of foreign text visible. */
+export function visible(text) {
+  return String(text ?? "")
+    .replace(CONTROLS, (c) => (c === "\u007f" ? "\u2421" : String.fromCodePoint(0x2400 + c.codePointAt(0))))
+    .replace(HIDDEN, (c) => "\u27e8U+" + c.codePointAt(0).toString(16).toUpperCase().padStart(4, "0") + "\u27e9");
+}

@@ -1,0 +1,6 @@
+// The page Judges.
+import { h, put } from "./dom.js";
+
+export async function show({ main }) {
+  put(main, h("header", { class: "head" }, h("h1", {}, "Judges")));
+}

@@ -1,0 +1,95 @@
+// Curves of one run or several over each other, with their controls: used by the runs' table and by a run's page.
+import { get, url } from "./api.js";
+import { Board } from "./charts.js";
+import { extend, sections } from "./curves.js";
+import { debounce, h, put } from "./dom.js";
+import { on } from "./live.js";
+import { button, empty, searchField, segments } from "./parts.js";
+
+export class Overlay {
+  /** `names`: the runs to show. `kept`: how, as the address has it. `first`: what stands before the controls. */
+  constructor(names, signal, kept = {}, changed = () => {}, first = null) {
+    this.signal = signal;
+    this.names = names;
+    this.runs = new Map();
+    this.view = { log: kept.log === "1", smoothing: Number(kept.smooth ?? 0), time: kept.axis === "time", find: "" };
+    this.changed = changed;
+    this.place = h("div", { class: "board" });
+    this.board = new Board(this.place, signal);
+    this.element = h("div", {}, this.controls(first), this.place);
+    on("metrics", signal, () => this.read());
+  }
+
+  /** Shows these runs instead. */
+  async choose(names) {
+    this.names = names;
+    await this.read();
+  }
+
+  /** Reads what is new of each run, and draws. */
+  async read() {
+    if (this.reading) return void (this.again = true);
+    this.reading = true;
+    try {
+      await Promise.all(this.names.map((name) => this.readOne(name)));
+      this.draw();
+    } catch (error) {
+      if (error.name !== "AbortError") put(this.place, empty("The metrics could not be read", error.message));
+    } finally {
+      this.reading = false;
+    }
+    if (this.again) {
+      this.again = false;
+      await this.read();
+    }
+  }
+
+  async readOne(name) {
+    const known = this.runs.get(name) ?? { offset: 0, steps: [], times: [], series: {} };
+    const more = await get(url(["runs", name, "metrics"], { after: known.offset }), this.signal);
+    // A run that was resumed from a checkpoint has its file cut back: what was drawn is no longer so.
+    const whole = more.again ? { steps: [], times: [], series: {} } : known;
+    whole.offset = more.offset;
+    extend(whole, more);
+    this.runs.set(name, whole);
+    if (more.more) await this.readOne(name);
+  }
+
+  draw() {
+    const shown = this.names.filter((name) => this.runs.has(name)).map((name) => ({ name, data: this.runs.get(name) }));
+    const made = sections(shown, this.view);
+    if (made.length) this.board.draw(made, this.view);
+    else {
+      this.board.order = null;
+      put(this.place, empty(this.view.find ? "No metric is called so" : "No steps yet", "The curves begin with the first step that is written."));
+    }
+  }
+
+  controls(first) {
+    const set = (change) => {
+      Object.assign(this.view, change);
+      this.draw();
+      const { log, smoothing, time } = this.view;
+      this.changed({ log: log ? "1" : "", smooth: smoothing || "", axis: time ? "time" : "" });
+    };
+    const told = h("output", { class: "num" }, this.view.smoothing.toFixed(2));
+    const slow = debounce(60, (value) => set({ smoothing: value }));
+    const slider = h("input", { type: "range", min: 0, max: 0.98, step: 0.02, "aria-label": "Smoothing" });
+    slider.value = this.view.smoothing;
+    slider.addEventListener("input", () => {
+      told.textContent = Number(slider.value).toFixed(2);
+      slow(Number(slider.value));
+    });
+    const reset = button("Whole range", () => this.board.zoom(null), { hidden: true, class: "small" });
+    this.board.onzoom = (range) => (reset.hidden = range === null);
+    const axis = (value) => {
+      this.board.zoom(null);
+      set({ time: value === "time" });
+    };
+    return h("div", { class: "controls", role: "toolbar", "aria-label": "Curves" }, first,
+      segments("Horizontal axis", [["step", "Step"], ["time", "Time"]], this.view.time ? "time" : "step", axis),
+      segments("Vertical scale", [["", "Linear"], ["1", "Log"]], this.view.log ? "1" : "", (value) => set({ log: value === "1" })),
+      h("label", { class: "smoothing" }, "Smoothing", slider, told), reset,
+      searchField("Find a metric", "", debounce(150, (find) => set({ find }))));
+  }
+}

@@ -1,0 +1,147 @@
+// Small parts that all pages are made of.
+import { h, put } from "./dom.js";
+import { icon } from "./icons.js";
+import { number } from "./format.js";
+
+/** A state as a dot and a word: never by colour alone. */
+export function stateBadge(state) {
+  return h("span", { class: "state state-" + state }, h("span", { class: "dot", "aria-hidden": "true" }), state);
+}
+
+export function link(to, ...children) {
+  return h("a", { href: "#/" + to }, ...children);
+}
+
+export function button(text, onclick, more = {}) {
+  const { iconName, ...attributes } = more;
+  return h("button", { type: "button", onclick, ...attributes }, iconName && icon(iconName), text && h("span", {}, text));
+}
+
+/** A button that is only a drawing, with a name for those who hear it. */
+export function iconButton(name, label, onclick, more = {}) {
+  return h("button", { type: "button", class: "bare", "aria-label": label, title: label, onclick, ...more }, icon(name));
+}
+
+/** A command that can be copied. */
+export function command(text, label = null) {
+  const copy = iconButton("copy", "Copy the command", async () => {
+    await navigator.clipboard.writeText(text);
+    put(copy, icon("check"));
+    setTimeout(() => put(copy, icon("copy")), 1500);
+  });
+  return h("div", { class: "command" }, label && h("span", { class: "label" }, label), h("code", {}, text), copy);
+}
+
+/** Tells something in passing; errors stay until they are closed. */
+export function toast(text, kind = "info") {
+  const place = document.getElementById("toasts");
+  const close = () => shown.remove();
+  const shown = h("div", { class: "toast toast-" + kind }, h("span", {}, text), iconButton("close", "Close", close));
+  place.append(shown);
+  if (kind !== "error") setTimeout(close, 6000);
+}
+
+/** Runs an action of a button: it is off meanwhile, and an error becomes a toast. */
+export async function act(element, action) {
+  element.disabled = true;
+  try {
+    return await action();
+  } catch (error) {
+    if (error.name !== "AbortError") toast(error.message, "error");
+    return undefined;
+  } finally {
+    element.disabled = false;
+  }
+}
+
+/** Opens a dialog; the promise gives the value of the button that closed it, or null. */
+export function dialog(title, content, buttons = []) {
+  return new Promise((resolve) => {
+    const shown = h("dialog", { "aria-label": title });
+    const end = (value) => {
+      shown.close(value);
+      shown.remove();
+      resolve(value);
+    };
+    const foot = buttons.map(({ text, value, kind }) => button(text, () => end(value()), { class: kind }));
+    const head = h("header", {}, h("h2", {}, title), iconButton("close", "Close", () => end(null)));
+    put(shown, head, h("div", { class: "content" }, content), foot.length > 0 && h("footer", {}, foot));
+    shown.addEventListener("cancel", () => end(null));
+    shown.addEventListener("click", (event) => event.target === shown && end(null));
+    document.body.append(shown);
+    shown.showModal();
+  });
+}
+
+/** Asks before something is done; true if it shall be. */
+export async function confirm(title, content, yes, kind = "main") {
+  const no = { text: "Cancel", value: () => false };
+  return (await dialog(title, content, [no, { text: yes, value: () => true, kind }])) === true;
+}
+
+/** A row of buttons of which one is pressed. */
+export function segments(label, options, chosen, changed) {
+  const group = h("div", { class: "segments", role: "radiogroup", "aria-label": label });
+  const choose = (value) => {
+    for (const each of group.children) each.setAttribute("aria-checked", String(each.dataset.value === value));
+  };
+  for (const [value, text] of options) {
+    const pressed = () => {
+      choose(value);
+      changed(value);
+    };
+    group.append(h("button", { type: "button", role: "radio", "data-value": value, onclick: pressed }, text));
+  }
+  choose(chosen);
+  return group;
+}
+
+export function select(label, options, chosen, changed, more = {}) {
+  const made = h("select", { "aria-label": label, onchange: () => changed(made.value), ...more });
+  for (const [value, text] of options) made.append(h("option", { value, selected: value === chosen }, text));
+  return made;
+}
+
+/** A field to search with; / puts the cursor there. */
+export function searchField(label, value, changed) {
+  const input = h("input", { type: "search", placeholder: label, "aria-label": label, value, oninput: () => changed(input.value) });
+  return h("label", { class: "search" }, icon("search"), input, h("kbd", { "aria-hidden": "true" }, "/"));
+}
+
+export function progress(step, steps) {
+  const share = steps ? Math.min(1, step / steps) : 0;
+  const bar = h("span", { class: "fill", style: { width: (share * 100).toFixed(1) + "%" } });
+  const text = steps ? number(step) + " / " + number(steps) : number(step);
+  const named = { class: "progress", role: "img", "aria-label": "step " + text };
+  return h("span", named, h("span", { class: "bar" }, bar), h("span", { class: "num" }, text));
+}
+
+/** What a list shows when there is nothing in it, with what helps. */
+export function empty(title, ...help) {
+  return h("div", { class: "empty" }, h("strong", {}, title), h("p", {}, ...help));
+}
+
+export function failed(error) {
+  return h("div", { class: "empty bad", role: "alert" }, h("strong", {}, "This could not be read"), h("p", {}, error.message));
+}
+
+export function waiting(text = "Reading…") {
+  return h("div", { class: "waiting", "aria-busy": "true" }, text);
+}
+
+/** A table of names and values. */
+export function pairs(rows) {
+  return h("dl", { class: "pairs" }, rows.map(([name, value]) => [h("dt", {}, name), h("dd", {}, value)]));
+}
+
+export function panel(title, content, more = null) {
+  return h("section", { class: "panel" }, h("header", {}, h("h2", {}, title), more), content);
+}
+
+/** A table: heads are texts or {text, class}; rows are lists of cells. */
+export function table(label, heads, rows) {
+  const head = heads.map((each) => h("th", { scope: "col", class: each.class }, each.text ?? each));
+  const cells = (row) => row.map((cell, at) => h("td", { class: heads[at].class }, cell));
+  const body = rows.map((row) => h("tr", {}, cells(row)));
+  return h("div", { class: "table" }, h("table", { "aria-label": label }, h("thead", {}, h("tr", {}, head)), h("tbody", {}, body)));
+}

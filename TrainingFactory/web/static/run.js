@@ -1,0 +1,127 @@
+// A run: its state and numbers on top, then one of its views: curves, findings, episodes, config, lineage, log.
+import { get, post, url } from "./api.js";
+import { h, put } from "./dom.js";
+import { counted, duration, number, percent } from "./format.js";
+import { keys } from "./keys.js";
+import * as live from "./live.js";
+import { act, button, command, confirm, dialog, progress, stateBadge, toast, waiting } from "./parts.js";
+import * as config from "./run_config.js";
+import * as curves from "./run_curves.js";
+import * as findings from "./run_findings.js";
+import * as lineage from "./run_lineage.js";
+import * as log from "./run_log.js";
+import * as episodes from "./episodes.js";
+
+const TABS = [
+  ["", "Curves", curves],
+  ["findings", "Findings", findings],
+  ["episodes", "Episodes", episodes],
+  ["config", "Config", config],
+  ["lineage", "Lineage and files", lineage],
+  ["log", "Log", log],
+];
+
+const SUMMED = ["", "findings"]; // views with the numbers on top; the others need the room
+
+export async function show(place) {
+  const { main, parts, signal } = place;
+  const [name, tab = ""] = parts;
+  const shown = TABS.find(([path]) => path === tab) ?? TABS[0];
+  const head = h("div", {});
+  const content = h("div", { class: "view" }, waiting());
+  const nav = h("nav", { class: "tabs", "aria-label": "Views of the run" });
+  put(main, head, nav, content);
+  const state = { view: await get(url(["runs", name]), signal) };
+  const draw = () => {
+    drawHead(head, state.view, SUMMED.includes(shown[0]));
+    drawTabs(nav, name, shown[0], state.view);
+  };
+  draw();
+  live.on("runs", signal, (changed) => {
+    const row = live.runs.get(name);
+    if (!row || (changed && !changed.has(name))) return;
+    const ended = state.view.row.state !== row.state;
+    state.view.row = row;
+    draw();
+    if (ended) reread(name, state, signal, draw);
+  });
+  live.on("findings", signal, () => reread(name, state, signal, draw));
+  const at = TABS.indexOf(shown);
+  const go = (by) => (location.hash = "#/" + pathOf(name, TABS[(at + by + TABS.length) % TABS.length][0]));
+  keys(signal, [["[", "View before", () => go(-1)], ["]", "Next view", () => go(1)]]);
+  await shown[2].show({ ...place, content, name, view: state.view, tail: parts.slice(2) });
+}
+
+async function reread(name, state, signal, draw) {
+  try {
+    Object.assign(state.view, await get(url(["runs", name]), signal));
+    draw();
+  } catch (error) {
+    if (error.name !== "AbortError") toast(error.message, "error");
+  }
+}
+
+function pathOf(name, tab) {
+  return "run/" + encodeURIComponent(name) + (tab ? "/" + tab : "");
+}
+
+function drawTabs(nav, name, current, view) {
+  const open = view.findings.filter((each) => each.last_step === null).length;
+  put(nav, TABS.map(([path, title]) =>
+    h("a", { href: "#/" + pathOf(name, path), "aria-current": path === current ? "page" : null }, title,
+      path === "findings" && open > 0 && h("span", { class: "tag warn" }, open))));
+}
+
+function drawHead(head, view, summed) {
+  const { row, reason } = view;
+  const what = [row.algorithm, row.model, row.environment].filter(Boolean).join(" · ");
+  const why = row.problem ?? reason;
+  put(head, h("header", { class: "head" }, h("h1", {}, row.name), stateBadge(row.state), h("span", { class: "soft" }, what), h("div", { class: "actions" }, actions(view))),
+    why && h("p", { class: "why", role: "alert" }, why), summed && numbers(row));
+}
+
+/** The numbers that tell how it goes, at a glance. */
+function numbers(row) {
+  const left = row.state === "running" && row.step > 0 && row.steps ? (row.seconds / row.step) * (row.steps - row.step) : null;
+  const held = row.heldout;
+  const tiles = [
+    ["Progress", progress(row.step, row.steps), left !== null && "about " + duration(left) + " to go"],
+    row.spark_of === "reward" ? ["Reward", number(row.reward, 4), "at the last step"] : ["Loss", number(row.spark.at(-1), 4), "at the last step"],
+    ["Held-out success", held ? percent(held.value) : "–", held ? `${percent(held.low)} to ${percent(held.high)}, step ${held.step}` : "never evaluated"],
+    ["Tokens per second", row.tokens_per_second ? number(Math.round(row.tokens_per_second)) : "–", null],
+    ["Time", duration(row.seconds), row.step > 0 && duration(row.seconds / row.step) + " a step"],
+  ];
+  return h("dl", { class: "tiles" }, tiles.map(([name, value, note]) => h("div", {}, h("dt", {}, name), h("dd", { class: "num" }, value), note && h("dd", { class: "note" }, note))));
+}
+
+function actions(view) {
+  const { row, commands } = view;
+  const made = [];
+  if (row.state === "running") made.push(button("Stop", (event) => stop(event.currentTarget, row.name, commands), { iconName: "stop", class: "danger", id: "stop" }));
+  else if (["interrupted", "failed", "killed"].includes(row.state)) made.push(button("Resume", (event) => resume(event.currentTarget, row.name, commands), { iconName: "resume", class: "main", id: "resume" }));
+  made.push(button("Commands", () => showCommands(row.name, commands), { iconName: "copy" }));
+  return made;
+}
+
+async function stop(pressed, name, commands) {
+  const told = h("p", {}, "The step that is under way is finished, a checkpoint is saved, and the run can be resumed from there.");
+  if (!(await confirm("Stop " + name + "?", [told, command(commands.stop)], "Stop the run", "danger"))) return;
+  await act(pressed, async () => {
+    await post(url(["runs", name, "stop"]));
+    toast(name + " is asked to stop; it saves a checkpoint first.");
+  });
+}
+
+async function resume(pressed, name, commands) {
+  const told = h("p", {}, "It goes on from its last checkpoint, as a process of its own that outlives this page.");
+  if (!(await confirm("Resume " + name + "?", [told, command(commands.resume)], "Resume the run"))) return;
+  await act(pressed, async () => {
+    await post(url(["runs", name, "resume"]));
+    toast(name + " goes on.", "good");
+  });
+}
+
+function showCommands(name, commands) {
+  const rows = Object.entries(commands).map(([what, text]) => command(text, what));
+  dialog("Commands of " + name, [h("p", { class: "soft" }, "Everything this page does can be done by these: " + counted(rows.length, "command") + "."), rows]);
+}

@@ -1,0 +1,35 @@
+// What the doctor has found in a run, with what helps; and its evaluations.
+import { h, put } from "./dom.js";
+import { interval } from "./figures.js";
+import { moment, percent } from "./format.js";
+import { icon } from "./icons.js";
+import * as live from "./live.js";
+import { empty, panel, table } from "./parts.js";
+
+export async function show({ content, view, signal }) {
+  const draw = () => put(content, h("div", { class: "columns" }, panel("What the doctor found", list(view.findings)), panel("Evaluations", evaluations(view.evaluations))));
+  draw();
+  live.on("findings", signal, () => setTimeout(draw, 300)); // after the run's page has read them
+}
+
+/** Findings with their remedies, open ones first. */
+export function list(findings) {
+  if (!findings.length) return empty("Nothing", "Template, stop token, mask, reward variance and tools look as they should.");
+  const open = (each) => each.last_step === null || each.last_step === undefined;
+  const sorted = [...findings].sort((a, b) => open(b) - open(a));
+  return h("ul", { class: "findings" }, sorted.map((each) => one(each, open(each))));
+}
+
+function one({ name, sentence, remedy, severity, first_step: first, last_step: last }, open) {
+  const when = first === undefined || first === null ? null : last ? `steps ${first} to ${last}, gone since` : `since step ${first}`;
+  const kind = severity === "ok" || severity === "info" ? "check" : "warning";
+  return h("li", { class: "finding severity-" + severity + (open ? "" : " gone") }, icon(kind, 18),
+    h("div", {}, h("p", { class: "sentence" }, sentence), remedy && h("p", { class: "remedy" }, remedy), h("small", {}, [severity, name.replaceAll("_", " "), when].filter(Boolean).join(" · "))));
+}
+
+export function evaluations(rows) {
+  if (!rows.length) return empty("None yet", "training.eval_every evaluates on held-out tasks as the run goes.");
+  const heads = [{ text: "Step", class: "num" }, "Success", { text: "", class: "num" }, "By", "When"];
+  return table("Evaluations", heads, [...rows].reverse().map(({ step, success, low, high, by, suite, time }) =>
+    [step ?? "–", interval({ value: success, low, high }), percent(success), [by, suite].filter(Boolean).join(", "), moment(time)]));
+}
