@@ -8,8 +8,11 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
+from TrainingFactory.types import Reward
+
 State = Literal["running", "finished", "interrupted", "failed", "killed", "unreadable"]
 Number = float | None
+Chat = dict[str, Any]  # a message as OpenAI writes it, so that it can be sent on as it is
 Sort = Literal["place", "reward", "length", "seconds"]
 
 
@@ -163,19 +166,19 @@ class LogPart(BaseModel):
 
 class EpisodeRow(BaseModel):
     number: int  # the line of trajectories.jsonl, from 1
-    step: int | None  # from 1; None where the group's name has none
-    task: str
-    group: str
-    member: int
+    step: int | None = None  # from 1; None where the group's name has none
+    task: str = ""
+    group: str = ""
+    member: int = 0
     status: str  # done, max_turns, truncated, tool_failure, error; unreadable: the line is no episode
-    reward: Number  # outcome and steps together; None: it was not scored
-    turns: int
-    tokens: int  # sampled
-    tool_calls: int
-    tool_failures: int
-    cached: int  # calls that the cache answered
-    seconds: float
-    error: str | None
+    reward: Number = None  # outcome and steps together; None: it was not scored
+    turns: int = 0
+    tokens: int = 0  # sampled
+    tool_calls: int = 0
+    tool_failures: int = 0
+    cached: int = 0  # calls that the cache answered
+    seconds: float = 0.0
+    error: str | None = None
 
 
 class EpisodePage(BaseModel):
@@ -191,29 +194,6 @@ class EpisodePage(BaseModel):
     size: int
 
 
-class ChatFunction(BaseModel):
-    name: str
-    arguments: str  # JSON as text
-
-
-class ChatCall(BaseModel):
-    id: str = ""
-    type: Literal["function"] = "function"
-    function: ChatFunction
-    error: str | None = None  # of a call that could not be read
-
-
-class ChatMessage(BaseModel):
-    """A message as OpenAI writes it, so that it can be sent on as it is."""
-
-    role: str
-    content: str = ""
-    reasoning_content: str | None = None
-    tool_calls: list[ChatCall] = Field(default_factory=list)
-    tool_call_id: str | None = None
-    name: str | None = None
-
-
 class ResultView(BaseModel):
     content: str
     ok: bool
@@ -226,26 +206,19 @@ class ResultView(BaseModel):
 
 
 class TurnView(BaseModel):
-    message: ChatMessage
-    replies: list[ChatMessage]
+    message: Chat
+    replies: list[Chat]
     tool_results: list[ResultView]
     step_reward: Number
     signals: dict[str, float] = Field(default_factory=dict)
     finish: str
     policy_version: int
     tokens: int
-    logprobs: list[float] = Field(default_factory=list)  # the sampler's, one a token
-
-
-class RewardView(BaseModel):
-    outcome: float
-    steps: list[float]
-    parts: dict[str, float]
 
 
 class TaskView(BaseModel):
     id: str
-    prompt: list[ChatMessage]
+    prompt: list[Chat] = Field(default_factory=list)
     answer: Any = None
     metadata: dict[str, Any] = Field(default_factory=dict)
 
@@ -274,10 +247,10 @@ class CreditView(BaseModel):
 
 class EpisodeView(BaseModel):
     row: EpisodeRow
-    prompt: list[ChatMessage]
-    turns: list[TurnView]
-    reward: RewardView | None
-    answer: str  # the last message of the model
+    prompt: list[Chat] = Field(default_factory=list)
+    turns: list[TurnView] = Field(default_factory=list)
+    reward: Reward | None = None
+    answer: str = ""  # the last message of the model
     task: TaskView
     tools: list[str] = Field(default_factory=list)
     problem: str | None = None  # of a line that is no episode: nothing else is filled
