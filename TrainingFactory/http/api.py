@@ -56,7 +56,7 @@ class Api:
             self._check_host(request)
             if keyed and not self._opens(request):
                 raise _wrong_key()
-            return _json(answer())
+            return as_json(answer())
 
         self._add("GET", path, handler)
 
@@ -77,11 +77,11 @@ class Api:
             if kind != "application/json":
                 text = "the body must be JSON, sent with the header content-type: application/json"
                 raise ApiError(text, "content-type", status=415, code="unsupported_media_type")
-            body = await _body(request)
+            body = await read_body(request)
             found = await _unless_gone(request, answer(body))
             if found is None:
                 return Response(status_code=499)  # nobody reads it
-            return _json(found) if isinstance(found, dict) else _Stream(found)
+            return as_json(found) if isinstance(found, dict) else Stream(found)
 
         self._add("POST", path, handler)
 
@@ -95,7 +95,7 @@ class Api:
             except Exception as caught:
                 error = caught
             told = failure(error)
-            return _json(told.body, told.status, HEADERS.get(told.status))
+            return as_json(told.body, told.status, HEADERS.get(told.status))
 
         self.app.add_api_route(path, guarded, methods=[method], response_model=None)
 
@@ -114,10 +114,10 @@ class Api:
         assert isinstance(error, HTTPException)
         text = f"{request.method} {request.url.path[:80]}: {error.detail}"
         told = ApiError(text, status=error.status_code, code="not_found")
-        return _json(told.body, told.status)
+        return as_json(told.body, told.status)
 
 
-class _Stream(EventSourceResponse):
+class Stream(EventSourceResponse):
     """Server-sent events; one that outlasts the time after Ctrl-C ends with an error. However the client leaves, the
     generator of the texts is closed, and with it what it holds."""
 
@@ -177,7 +177,7 @@ async def _unless_gone(request: Request, work: Awaitable[Answer]) -> Answer | No
         await asyncio.gather(task, watch, return_exceptions=True)
 
 
-async def _body(request: Request) -> bytes:
+async def read_body(request: Request) -> bytes:
     body = bytearray()
     try:
         async with asyncio.timeout(BODY_TIME):
@@ -192,6 +192,6 @@ async def _body(request: Request) -> bytes:
     return bytes(body)
 
 
-def _json(data: dict[str, Any], status: int = 200, headers: dict[str, str] | None = None) -> Response:
+def as_json(data: dict[str, Any], status: int = 200, headers: dict[str, str] | None = None) -> Response:
     # A lone surrogate, which a client can write in JSON, has no UTF-8 form: ASCII can always be sent.
     return Response(json.dumps(data), status, headers, media_type="application/json")

@@ -1,0 +1,58 @@
+"""Child processes for what needs a model: torch stays out of the page's own, and what fails there fails alone."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from TrainingFactory.http.api import ApiError
+from TrainingFactory.http.site import Events, event
+from TrainingFactory.workers import Worker, WorkerDied, WorkerError, WorkerTooSlow
+
+IDLE = 300.0  # seconds after which a process that nobody asks is ended
+LONGEST = 6 * 3600.0  # seconds of a job
+
+
+class Pool:
+    """One process for each kind of job: `credit`, `check`, `play:MODEL`. It is started by its first job."""
+
+    def __init__(self) -> None:
+        self._workers: dict[str, Worker] = {}
+        self._ends: dict[str, asyncio.TimerHandle] = {}
+
+    async def ask(
+        self, kind: str, job: str, given: dict[str, Any], hear: Callable[[Any], None] = lambda _: None
+    ) -> Any:
+        """Return what the job `job` of worker.py makes of `given`; `hear` gets what it tells on the way. Who stops to
+        wait ends the process."""
+        worker = self._workers.setdefault(kind, Worker("TrainingFactory.web.worker:answer"))
+        if kind in self._ends:
+            self._ends.pop(kind).cancel()
+        try:
+            answer = await worker.ask({"job": job, "given": given}, LONGEST, hear)
+        except (WorkerDied, WorkerTooSlow, WorkerError) as error:
+            raise ApiError(f"the process for this {error}", status=500, code="worker_failed") from error
+        finally:
+            self._ends[kind] = asyncio.get_running_loop().call_later(IDLE, worker.kill)
+        if (wrong := answer.get("wrong")) is not None:
+            raise ApiError(wrong["message"], wrong["param"])
+        return answer["ok"]
+
+    async def events(self, kind: str, job: str, given: dict[str, Any]) -> Events:
+        """Yield what a job tells as events `told`, and what it makes as the event `done`."""
+        heard: asyncio.Queue[Any] = asyncio.Queue()
+        work = asyncio.create_task(self.ask(kind, job, given, heard.put_nowait))
+        work.add_done_callback(lambda _: heard.put_nowait(None))
+        try:
+            while (told := await heard.get()) is not None:
+                yield event("told", told)
+            yield event("done", await work)
+        finally:
+            work.cancel()
+            await asyncio.gather(work, return_exceptions=True)
+
+    async def close(self) -> None:
+        for handle in self._ends.values():
+            handle.cancel()
+        await asyncio.gather(*(worker.close() for worker in self._workers.values()))
