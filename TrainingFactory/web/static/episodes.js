@@ -9,7 +9,7 @@ import { button, empty, searchField, select } from "./parts.js";
 import { VirtualList } from "./virtual.js";
 
 const STATUSES = ["done", "max_turns", "truncated", "tool_failure", "error", "unreadable"];
-const SORTS = [["place", "Order of the run"], ["reward", "Reward"], ["length", "Length"], ["seconds", "Time"]];
+const SORTS = [["place", "Run's order"], ["reward", "Reward"], ["length", "Length"], ["seconds", "Time"]];
 const FILTERS = ["step", "task", "status", "failed_tool", "least", "most", "text", "sort", "down"];
 const ROW = 34;
 
@@ -30,6 +30,7 @@ class EpisodesPage {
 
   build() {
     this.told = h("p", { class: "soft told", role: "status" });
+    this.cleared = button("Clear", () => this.clear(), { class: "bare" });
     this.fresh = button("New episodes", () => this.load(), { class: "small", hidden: true });
     this.list = new VirtualList({ label: "Episodes", height: ROW, rowOf: (at) => this.rowOf(at), need: (from, to) => this.rows?.need(from, to) });
     const heads = h("div", { class: "row heads", "aria-hidden": "true" }, ["Step", "Task", "Reward", "Status", "Turns", "Tokens", "Tools", "Time"].map((text) => h("span", {}, text)));
@@ -55,7 +56,7 @@ class EpisodesPage {
   filters() {
     const typed = debounce(250, (change) => this.change(change));
     const field = (key, label, more) => h("input", { "aria-label": label, placeholder: label, name: key, value: this.filter[key], oninput: (event) => typed({ [key]: event.target.value.trim() }), ...more });
-    const tools = [["", "Tools: any result"], ["*", "Some tool failed"], ...this.view.tools.map((tool) => [tool, tool + " failed"])];
+    const tools = [["", "All tools"], ["*", "Some tool failed"], ...this.view.tools.map((tool) => [tool, tool + " failed"])];
     const text = searchField("Search in their text", this.filter.text, (value) => typed({ text: value }));
     this.search = text.querySelector("input");
     const way = h("button", { type: "button", "aria-label": "Direction", title: "Turn the order round", onclick: () => this.change({ down: this.filter.down ? "" : "1" }) });
@@ -66,7 +67,7 @@ class EpisodesPage {
       select("Tool that failed", tools, this.filter.failed_tool, (tool) => this.change({ failed_tool: tool })),
       h("span", { class: "range" }, field("least", "Reward from", { type: "number", step: "any", class: "short", placeholder: "Reward ≥" }), field("most", "Reward to", { type: "number", step: "any", class: "short", placeholder: "≤" })),
       h("span", { class: "range" }, select("Order", SORTS, this.filter.sort || "place", (sort) => this.change({ sort })), way),
-      button("Clear", () => this.clear(), { class: "bare" }), this.told, this.fresh);
+      this.cleared, this.told, this.fresh);
   }
 
   clear() {
@@ -92,6 +93,7 @@ class EpisodesPage {
 
   async load() {
     this.fresh.hidden = true;
+    this.cleared.hidden = Object.values(this.filter).every((value) => !value);
     put(this.way, this.filter.down ? "↓" : "↑");
     const rows = new EpisodeRows(this.name, { ...this.filter }, this.signal, () => rows === this.rows && this.refresh());
     this.rows = rows;

@@ -1,2 +1,200 @@
-import { h, put } from "./dom.js";
-export async function show({ main }) { put(main, h("h1", {}, "start")); }
+// Start: the config as a form made from its schema, beside the YAML that the command would read; the doctor; the start.
+import { get, job, post, url } from "./api.js";
+import { debounce, h, put } from "./dom.js";
+import { Field, same } from "./form.js";
+import { counted } from "./format.js";
+import { keys } from "./keys.js";
+import { act, button, empty, pairs, panel, searchField, segments, select, toast, waiting } from "./parts.js";
+import { list as findings } from "./run_findings.js";
+
+const TITLES = { lora: "LoRA", grpo: "GRPO", ppo: "PPO", dpo: "DPO", kto: "KTO", rft: "RFT", sft: "SFT", reward_model: "Reward model" };
+const titleOf = (name) => TITLES[name] ?? name[0].toUpperCase() + name.slice(1);
+
+/** The sections of the algorithms stand behind `training`, since only the chosen one is shown. */
+function ordered(sections) {
+  const own = sections.filter(({ algorithm }) => algorithm);
+  return sections.filter(({ algorithm }) => !algorithm).flatMap((section) => (section.name === "training" ? [section, ...own] : [section]));
+}
+
+export async function show(place) {
+  put(place.main, waiting());
+  const [options, starts] = await Promise.all([get(url(["options"]), place.signal), get(url(["starts"]), place.signal)]);
+  const page = new StartPage(place, ordered(options.sections), starts);
+  page.build();
+  await page.begin(place.query);
+}
+
+class StartPage {
+  constructor({ main, signal, setQuery }, sections, starts) {
+    Object.assign(this, { main, signal, setQuery, sections, starts, given: {}, problems: [], all: false, find: "", asked: 0 });
+    this.fields = new Map();
+    for (const { options } of sections) for (const option of options) this.fields.set(option.key, new Field(option, (key, value) => this.set(key, value)));
+    this.check = debounce(200, () => this.ask({ options: this.given }));
+  }
+
+  build() {
+    this.nav = h("nav", { class: "sections", "aria-label": "Sections of the config" });
+    this.form = h("form", { class: "config", onsubmit: (event) => event.preventDefault() });
+    const find = searchField("Find an option", "", debounce(80, (text) => this.filter({ find: text.toLowerCase() })));
+    const levels = segments("Options", [["", "Usual"], ["1", "All"]], "", (all) => this.filter({ all: all === "1" }));
+    this.what = h("p", { class: "soft what" });
+    put(this.main, h("header", { class: "head" }, h("h1", {}, "Start a run")), h("div", { class: "filters" }, this.sources(), h("span", { class: "gap" }), levels, find), this.what,
+      h("div", { class: "start" }, this.nav, this.form, this.side()));
+    keys(this.signal, [["/", "Find an option", () => find.querySelector("input").focus()]]);
+    this.drawForm();
+  }
+
+  /** Where the config begins: a template, a run that is there, or nothing. */
+  sources() {
+    const { templates, runs } = this.starts;
+    const group = (label, kind, names) => names.length > 0 && h("optgroup", { label }, names.map((name) => h("option", { value: kind + ":" + name }, name)));
+    this.source = h("select", { "aria-label": "Begin with", id: "source", onchange: () => this.load(this.source.value) },
+      h("option", { value: "empty:" }, "An empty config"), group("Templates", "template", templates.map(({ name }) => name)), group("The config of a run", "run", runs));
+    return h("label", { class: "source" }, "Begin with ", this.source);
+  }
+
+  side() {
+    this.yaml = h("textarea", { rows: 16, spellcheck: "false", "aria-label": "The config as YAML", id: "yaml", oninput: debounce(400, () => this.ask({ yaml: this.yaml.value }, true)) });
+    this.told = h("div", { class: "told-config", role: "status" });
+    this.name = h("input", { id: "run-name", placeholder: "made from algorithm and time", autocomplete: "off" });
+    this.wrongName = h("p", { class: "wrong", role: "alert" });
+    this.doctor = h("div", {});
+    this.go = button("Start the run", () => this.start(), { class: "main", id: "start" });
+    this.examine = button("Ask the doctor", () => this.diagnose(), { id: "doctor" });
+    return h("aside", { class: "side" },
+      panel("The config", [this.yaml, this.told]),
+      panel("Start", h("div", { class: "go" }, h("label", { for: "run-name" }, "Name of the run"), this.name, this.wrongName, h("div", { class: "buttons" }, this.examine, this.go), this.doctor)));
+  }
+
+  async begin(query) {
+    const asked = query.get("from");
+    const known = [...this.source.options].some(({ value }) => value === asked);
+    const first = this.starts.templates.find(({ name }) => name === "tiny_grpo") ?? this.starts.templates[0];
+    this.source.value = known ? asked : first ? "template:" + first.name : "empty:";
+    await this.load(this.source.value);
+  }
+
+  async load(source) {
+    const [kind, ...rest] = source.split(":");
+    const name = rest.join(":");
+    const template = this.starts.templates.find((each) => each.name === name);
+    this.setQuery({ from: source });
+    put(this.what, kind === "template" ? template.what + "." : kind === "run" ? "As run " + name + " was started." : "Every option has its default.");
+    try {
+      const yaml = kind === "template" ? template.yaml : kind === "run" ? (await get(url(["runs", name, "config"]), this.signal)).yaml : this.starts.empty;
+      await this.ask({ yaml }, true);
+    } catch (error) {
+      if (error.name !== "AbortError") toast(error.message, "error");
+    }
+  }
+
+  set(key, value) {
+    const { option } = this.fields.get(key);
+    if (same(value, option.default)) delete this.given[key];
+    else this.given[key] = value;
+    this.fields.get(key).show(this.given[key]);
+    this.go.disabled = true; // until it is checked
+    this.check();
+  }
+
+  /** Has the config checked by the server; `read`: the form shows what came of it. */
+  async ask(draft, read = false) {
+    const asked = (this.asked += 1);
+    try {
+      const told = await post(url(["check"]), draft, this.signal);
+      if (asked !== this.asked) return; // something was typed since
+      this.problems = told.problems;
+      if (read && !told.problems.length) this.take(told.options);
+      if (this.yaml !== document.activeElement) this.yaml.value = told.yaml;
+      this.drawTold(told);
+      this.filter({});
+    } catch (error) {
+      if (error.name !== "AbortError") toast(error.message, "error");
+    }
+  }
+
+  take(options) {
+    this.given = {};
+    for (const [key, field] of this.fields) {
+      if (key in options && !same(options[key], field.option.default)) this.given[key] = options[key];
+      field.show(this.given[key]);
+    }
+  }
+
+  drawTold({ problems, notices }) {
+    this.go.disabled = problems.length > 0;
+    this.examine.disabled = problems.length > 0;
+    const verdict = problems.length ? h("p", { class: "wrong" }, counted(problems.length, "problem") + ":") : h("p", { class: "right" }, "The config is right.");
+    const lines = problems.map(({ key, message, line }) => h("li", {}, h("a", { href: "#", onclick: (event) => this.jump(event, key) }, key || "config"), (line ? `, line ${line}` : "") + ": " + message));
+    put(this.told, verdict, lines.length > 0 && h("ul", {}, lines), notices.map((text) => h("p", { class: "notice" }, text)));
+  }
+
+  jump(event, key) {
+    event.preventDefault();
+    this.fields.get(key)?.control.focus();
+  }
+
+  drawForm() {
+    this.parts = this.sections.map(({ name, help, options, algorithm }) => {
+      const element = h("fieldset", { class: "panel", id: "section-" + name }, h("legend", {}, titleOf(name)), h("p", { class: "soft" }, help), h("div", { class: "fields" }, options.map(({ key }) => this.fields.get(key).element)));
+      const link = h("a", { href: "#", onclick: (event) => {
+        event.preventDefault();
+        element.scrollIntoView({ block: "start", behavior: "smooth" });
+      } }, titleOf(name));
+      return { name, algorithm, options, element, link };
+    });
+    put(this.form, this.parts.map(({ element }) => element));
+    put(this.nav, this.parts.map(({ link }) => link));
+  }
+
+  /** Shows the fields that are usual, changed, wrong or looked for; of algorithms only the chosen one's. */
+  filter(change) {
+    Object.assign(this, change);
+    const algorithm = this.given["training.algorithm"] ?? this.fields.get("training.algorithm")?.option.default;
+    for (const part of this.parts) {
+      let shown = 0;
+      let wrong = 0;
+      for (const { key, advanced } of part.options) {
+        const field = this.fields.get(key);
+        const own = this.problems.filter((each) => each.key === key || each.key.startsWith(key + "."));
+        field.tell(own.map(({ message }) => message));
+        const fits = this.find ? field.text.includes(this.find) : this.all || !advanced || key in this.given;
+        field.element.hidden = !(fits || own.length);
+        shown += !field.element.hidden;
+        wrong += own.length;
+      }
+      const other = part.algorithm && part.name !== algorithm && !this.find && !wrong;
+      part.element.hidden = !shown || other;
+      part.link.hidden = part.element.hidden;
+      part.link.classList.toggle("is-wrong", wrong > 0);
+    }
+  }
+
+  async diagnose() {
+    const heard = h("p", { class: "soft", role: "status" }, "Reading the model…");
+    put(this.doctor, heard);
+    await act(this.examine, async () => {
+      try {
+        const told = await job(url(["doctor"]), { yaml: this.yaml.value }, ({ text }) => put(heard, text), this.signal);
+        put(this.doctor, h("h3", {}, "What the doctor says"), findings(told.findings), told.rows.length > 0 && pairs(told.rows.map(([name, value]) => [name, typeof value === "object" ? JSON.stringify(value) : String(value)])));
+      } catch (error) {
+        put(this.doctor, empty("The doctor could not look at it", error.message));
+      }
+    });
+  }
+
+  async start() {
+    put(this.wrongName);
+    await act(this.go, async () => {
+      try {
+        const told = await post(url(["train"]), { yaml: this.yaml.value, name: this.name.value.trim() || null }, this.signal);
+        toast(told.name + " is started, as a process of its own.", "good");
+        location.hash = "#/run/" + encodeURIComponent(told.name);
+      } catch (error) {
+        if (error.param !== "name") throw error;
+        put(this.wrongName, error.message);
+        this.name.focus();
+      }
+    });
+  }
+}

@@ -28,10 +28,11 @@ function shown(text) {
 
 /** What the colours mean. */
 export function legend(way, credit) {
+  if (!credit) return h("p", { class: "legend-note" }, "There is no credit of these tokens: their text is shown as it is.");
   const mask = [h("span", { class: "token trained" }, "trained"), h("span", { class: "token untrained" }, "sampled, not trained"), h("span", { class: "soft" }, "prompts and results of tools are never trained")];
-  const largest = credit?.largest ?? 0;
+  const largest = credit.largest;
   const scale = way === "advantage"
-    ? [number(-largest, 3), h("i", { class: "scale diverging", "aria-hidden": "true" }), signed(largest), h("span", { class: "soft" }, credit?.measure ?? "advantage")]
+    ? [number(-largest, 3), h("i", { class: "scale diverging", "aria-hidden": "true" }), signed(largest), h("span", { class: "soft" }, credit.measure)]
     : ["likely", h("i", { class: "scale rare", "aria-hidden": "true" }), "log-prob of −" + SURPRISING + " or less", h("span", { class: "soft" }, "as the sampler had it")];
-  return h("div", { class: "token-legend", role: "note", "aria-label": "What the colours mean" }, h("span", {}, scale), h("span", {}, mask), way === "advantage" && credit?.note && h("span", { class: "soft" }, credit.note));
+  return h("div", { class: "token-legend", role: "note", "aria-label": "What the colours mean" }, h("span", {}, scale), h("span", {}, mask), way === "advantage" && credit.note && h("span", { class: "soft" }, credit.note));
 }
