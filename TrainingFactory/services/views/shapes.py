@@ -144,6 +144,7 @@ class MetricsPart(BaseModel):
     """What metrics.jsonl has from a byte on. Columns have the length of `steps`."""
 
     offset: int  # to ask from the next time
+    start: int = 0  # of an event: the byte that it goes on from
     again: bool = (
         False  # the file was cut back: this is from its beginning, and replaces what was read before
     )
@@ -156,6 +157,7 @@ class MetricsPart(BaseModel):
 
 class LogPart(BaseModel):
     offset: int
+    start: int = 0
     again: bool = False
     more: bool = False
     text: str
