@@ -9,6 +9,8 @@ from pydantic import BaseModel
 from TrainingFactory.http.api import ApiError
 from TrainingFactory.http.site import Events, Site
 from TrainingFactory.services.registry.catalogue import Catalogue, registry_path
+from TrainingFactory.services.views import registry as views
+from TrainingFactory.services.views import shapes
 from TrainingFactory.web.pool import Pool
 
 
@@ -35,10 +37,25 @@ class Suites(BaseModel):
 class RegistryRoutes:
     def __init__(self, site: Site, runs: Path, pool: Pool) -> None:
         self._runs, self._pool, self._catalogue = runs, pool, Catalogue(registry_path(runs))
+        site.add("GET", "/api/models", self.models)
+        site.add("GET", "/api/models/{name}/{number}", self.version)
+        site.add("GET", "/api/compare", self.compare)
         site.add("GET", "/api/suites", self.suites)
         site.add("POST", "/api/models/{name}/alias", self.alias)
         site.add("POST", "/api/models/{name}/rollback", self.rollback)
         site.add("POST", "/api/models/{name}/promote", self.promote)
+
+    def models(self) -> shapes.ModelList:
+        """List the registered models with their versions."""
+        return views.models(self._catalogue)
+
+    def version(self, name: str, number: int) -> shapes.VersionView:
+        """Show a version: where it comes from, what was measured, what was decided."""
+        return views.version_view(self._catalogue, f"{name}:{number}")
+
+    def compare(self, first: str, second: str) -> shapes.ComparisonView:
+        """Compare two models or runs by the evaluations that are there."""
+        return views.comparison_view(first, second, self._runs, self._catalogue)
 
     def suites(self) -> Suites:
         """List the suites with a gate: files of the folder in which the page was started, and of `suites/` there."""

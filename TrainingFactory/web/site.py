@@ -19,11 +19,12 @@ from TrainingFactory.http.site import IN_QUERY, Events, Site
 from TrainingFactory.services.runs.folder import RunFolder
 from TrainingFactory.services.views import runs as views
 from TrainingFactory.services.views import shapes
-from TrainingFactory.services.views.index import EpisodeIndex, Query
+from TrainingFactory.services.views.index import Query
 from TrainingFactory.web import form, processes
 from TrainingFactory.web.live import Live
 from TrainingFactory.web.pool import Pool
 from TrainingFactory.web.registry import RegistryRoutes
+from TrainingFactory.web.worker import index_of
 
 STATIC = Path(__file__).with_name("static")
 
@@ -127,15 +128,23 @@ class Page:
 
     def episodes(self, name: str, query: Annotated[Query, IN_QUERY]) -> shapes.EpisodePage:
         """List episodes of a run: those that are asked for, a page at a time."""
-        return EpisodeIndex(self.find(name)).page(query)
+        return index_of(self.find(name).path).page(query)
 
     def episode(self, name: str, number: int) -> shapes.EpisodeView:
         """Show an episode, by its line of trajectories.jsonl."""
-        return EpisodeIndex(self.find(name)).episode(number)
+        return index_of(self.find(name).path).episode(number)
 
-    async def group(self, name: str, step: int, task: str) -> shapes.GroupView:
+    async def group(self, name: str, step: int, task: str, credit: bool = True) -> shapes.GroupView:
         """Show the episodes of a task in a step, with the credit of their tokens."""
-        return await asyncio.to_thread(EpisodeIndex(self.find(name)).group, step, task)
+        path, notes = self.find(name).path, list[str]()
+        if credit:
+            try:
+                given = {"run": str(path), "step": step, "task": task}
+                return shapes.GroupView(**await self.pool.ask("credit", "credit", given))
+            except ApiError as error:
+                notes.append(f"the credit of tokens is not known: {error}")
+        found = await asyncio.to_thread(index_of(path).group, step, task)
+        return found.model_copy(update={"notes": notes})
 
     def stop(self, name: str) -> Started:
         """Ask a run to stop, as by Ctrl-C: it saves a checkpoint."""

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable
+from functools import lru_cache
 from importlib import import_module
 from itertools import count
 from pathlib import Path
 from typing import Any
 
+from TrainingFactory.services.runs.folder import RunFolder
 from TrainingFactory.services.runs.tracking import PlainLines
+from TrainingFactory.services.views.index import EpisodeIndex
 from TrainingFactory.types import Trajectory
 from TrainingFactory.web.form import Draft, read
 
@@ -43,6 +46,20 @@ class Telling(PlainLines):
         self.say(f"an episode of task {trajectory.task.id} has ended: {trajectory.status}")
 
 
+@lru_cache(maxsize=8)
+def index_of(run: Path) -> EpisodeIndex:
+    """Return the index of a run's episodes, which knows what it has read."""
+    return EpisodeIndex(RunFolder(run))
+
+
+def credit(given: dict[str, Any], tell: Tell) -> dict[str, Any]:
+    """Return the members of a group with the credit of their tokens."""
+    from TrainingFactory.services.views.credit import group_credit
+
+    index = index_of(Path(given["run"]))
+    return group_credit(index.run, given["step"], given["task"], index).model_dump(mode="json")
+
+
 def doctor(given: dict[str, Any], tell: Tell) -> dict[str, Any]:
     """Examine a config as `tfactory doctor` does."""
     from TrainingFactory.services.doctor.examination import examine
@@ -60,9 +77,8 @@ def sample(given: dict[str, Any], tell: Tell) -> dict[str, Any]:
     config = config.model_copy(update={"data": config.data.model_copy(update={"count": 2})})
     with tempfile.TemporaryDirectory(prefix="tfactory-sample-") as folder:
         rollouts = Rollouts(config, Path(folder) / "episodes.jsonl", say=notes.append)
-        rollouts.run(Telling(tell).episode)
-        lines = rollouts.path.read_bytes().splitlines()
-    views = [episode_view(number, line) for number, line in enumerate(lines, 1)]
+        played = rollouts.run(Telling(tell).episode).trajectories
+    views = [episode_view(each, number) for number, each in enumerate(played, 1)]
     return {"episodes": [each.model_dump(mode="json") for each in views], "notes": notes}
 
 

@@ -89,7 +89,9 @@ class Browser:
         return found["result"]
 
     @contextlib.contextmanager
-    def tab(self, url: str = "about:blank", width: int = 1400, height: int = 900, dark: bool = False) -> Iterator[Tab]:
+    def tab(
+        self, url: str = "about:blank", width: int = 1400, height: int = 900, dark: bool = False
+    ) -> Iterator[Tab]:
         """Open a page in a profile of its own."""
         profile = self.send("Target.createBrowserContext")["browserContextId"]
         target = self.send("Target.createTarget", url="about:blank", browserContextId=profile)["targetId"]
@@ -172,7 +174,9 @@ class Tab:
         end = time.monotonic() + seconds
         while True:
             try:
-                if found := self.run(f"(() => {{ const it = {script}; return it instanceof Node ? true : it }})()"):
+                if found := self.run(
+                    f"(() => {{ const it = {script}; return it instanceof Node ? true : it }})()"
+                ):
                     return found
             except RuntimeError as error:  # what it looks at is not there yet
                 wrong = str(error)
@@ -199,7 +203,9 @@ class Tab:
     def fill(self, selector: str, text: str) -> None:
         """Put the text into a field, in place of what stands there, as by typing."""
         self.wait(f"document.querySelector({json.dumps(selector)})")
-        self.run(f"(() => {{ const it = document.querySelector({json.dumps(selector)}); it.focus(); it.select?.() }})()")
+        self.run(
+            f"(() => {{ const it = document.querySelector({json.dumps(selector)}); it.focus(); it.select?.() }})()"
+        )
         self.send("Input.insertText", text=text)
 
     def press(self, key: str) -> None:

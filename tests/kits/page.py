@@ -15,9 +15,9 @@ from typing import Any
 
 import httpx
 
+from tests.kits.cli import ROOT
 from TrainingFactory.http import listen
 from TrainingFactory.web.site import Page
-from tests.kits.cli import ROOT
 
 HANG = 120.0  # seconds
 
