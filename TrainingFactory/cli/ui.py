@@ -54,6 +54,6 @@ def ui(
                 import webbrowser
 
                 webbrowser.open(address)
-            asyncio.run(page.serve(bound))
+            asyncio.run(page.serve(bound, listen.make_server(page.site.app)))
     show.note("stopped; runs go on")
     return 0

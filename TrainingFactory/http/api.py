@@ -47,7 +47,7 @@ class Api:
 
     def __init__(self, key: str | None = None, local: bool = True) -> None:
         self.app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
-        self.app.add_exception_handler(HTTPException, self._no_such_page)
+        self.app.add_exception_handler(HTTPException, no_such_page)
         self._key, self._local = key, local
         AppStatus.disable_automatic_graceful_drain()  # streams may finish within the time after Ctrl-C
 
@@ -73,12 +73,7 @@ class Api:
             self._check_host(request)
             if (answer := find(request)) is None:
                 raise _wrong_key()
-            kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-            if kind != "application/json":
-                text = "the body must be JSON, sent with the header content-type: application/json"
-                raise ApiError(text, "content-type", status=415, code="unsupported_media_type")
-            body = await read_body(request)
-            found = await _unless_gone(request, answer(body))
+            found = await _unless_gone(request, answer(await json_body(request)))
             if found is None:
                 return Response(status_code=499)  # nobody reads it
             return as_json(found) if isinstance(found, dict) else Stream(found)
@@ -109,12 +104,6 @@ class Api:
     def _opens(self, request: Request) -> bool:
         given = _key_in(request).encode("latin-1")  # the bytes as they were sent
         return self._key is None or hmac.compare_digest(given, self._key.encode())
-
-    async def _no_such_page(self, request: Request, error: Exception) -> Response:
-        assert isinstance(error, HTTPException)
-        text = f"{request.method} {request.url.path[:80]}: {error.detail}"
-        told = ApiError(text, status=error.status_code, code="not_found")
-        return as_json(told.body, told.status)
 
 
 class Stream(EventSourceResponse):
@@ -177,7 +166,19 @@ async def _unless_gone(request: Request, work: Awaitable[Answer]) -> Answer | No
         await asyncio.gather(task, watch, return_exceptions=True)
 
 
-async def read_body(request: Request) -> bytes:
+async def no_such_page(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    text = f"{request.method} {request.url.path[:80]}: {error.detail}"
+    told = ApiError(text, status=error.status_code, code="not_found")
+    return as_json(told.body, told.status)
+
+
+async def json_body(request: Request) -> bytes:
+    """Return the body, which must say that it is JSON, and must not be too long or too slow."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        text = "the body must be JSON, sent with the header content-type: application/json"
+        raise ApiError(text, "content-type", status=415, code="unsupported_media_type")
     body = bytearray()
     try:
         async with asyncio.timeout(BODY_TIME):

@@ -8,14 +8,13 @@ import functools
 import hashlib
 import hmac
 import inspect
-import ipaddress
 import json
 import re
 import secrets
 import socket
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, Literal, get_type_hints
 
 from fastapi import Depends, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
@@ -23,7 +22,7 @@ from pydantic import BaseModel
 from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
 
-from TrainingFactory.http.api import HEADERS, ApiError, Stream, as_json, failure, read_body
+from TrainingFactory.http.api import HEADERS, ApiError, Stream, as_json, failure, json_body, no_such_page
 from TrainingFactory.http.listen import is_loopback
 
 PAGE_HEADER = "x-tfactory-page"
@@ -51,26 +50,16 @@ Events = AsyncGenerator[Event, None]
 IN_QUERY = Depends()  # of an argument: Annotated[Kind, IN_QUERY] has its fields from the query
 
 
-class Told(BaseModel):
-    """What went wrong: in words, at which field of the request, and as a code."""
-
-    message: str
-    param: str | None
-    code: str
-
-
 class Refused(BaseModel):
-    """The answer to a request that cannot be done."""
+    """What went wrong: `message`, in words; `param`, the field of the request; `code`."""
 
-    error: Told
+    error: dict[str, str | None]
 
 
 def event(name: str, data: BaseModel | dict[str, Any]) -> Event:
     """Return an event with its data as JSON."""
-    return {
-        "event": name,
-        "data": data.model_dump_json() if isinstance(data, BaseModel) else json.dumps(data),
-    }
+    text = data.model_dump_json() if isinstance(data, BaseModel) else json.dumps(data)
+    return {"event": name, "data": text}
 
 
 class Site:
@@ -78,57 +67,44 @@ class Site:
     can be reached from other machines; None on a loopback address."""
 
     def __init__(self, title: str, version: str, static: Path, host: str, token: str | None = None) -> None:
-        self.page_token = secrets.token_urlsafe(24)
-        self._static = static
+        self.page_token, self._static = secrets.token_urlsafe(24), static
         self._api = FastAPI(title=title, version=version, docs_url=None, redoc_url=None, openapi_url=None)
-        self._api.add_exception_handler(HTTPException, self._no_such_page)
+        self._api.add_exception_handler(HTTPException, no_such_page)
         self._api.add_exception_handler(RequestValidationError, _wrong_request)
         self.app = _Guard(self._api, host, token, self.page_token)
 
-    def get(self, path: str, answer: Callable[..., Any]) -> None:
-        """Answer with the pydantic object that the function returns. Its arguments are the parts of the path and the
-        query; a plain function runs in a thread."""
-        self._add("GET", path, answer)
+    def add(self, method: Literal["GET", "POST"], path: str, answer: Callable[..., Any]) -> None:
+        """Answer with the pydantic object that a function returns, or with the events. Its arguments are the parts of
+        the path, those of the query, and of a pydantic type the JSON body; a plain function runs in a thread."""
+        waits = inspect.iscoroutinefunction(answer)
+        work = answer if waits else functools.partial(asyncio.to_thread, answer)
 
-    def post(self, path: str, answer: Callable[..., Any]) -> None:
-        """Do so for a JSON body, which is the function's argument of a pydantic type."""
-        self._add("POST", path, answer)
-
-    def files(self) -> None:
-        """Serve the files and the description of the API; called after all other routes."""
-        self._api.add_api_route("/api/openapi.json", self._openapi, include_in_schema=False)
-        self._api.add_api_route("/{path:path}", self._file, methods=["GET", "HEAD"], include_in_schema=False)
-
-    def _add(self, method: str, path: str, answer: Callable[..., Any]) -> None:
         @functools.wraps(answer)
         async def guarded(*given: Any, **named: Any) -> Response:
             try:
-                return _response(await _call(answer, *given, **named))
+                found = await work(*given, **named)
             except Exception as error:
                 told = _told(error)
                 return as_json(told.body, told.status, HEADERS.get(told.status))
+            if isinstance(found, AsyncGenerator):
+                return Stream(_with_error(found))
+            return Response(found.model_dump_json(), media_type="application/json")
 
         kind = get_type_hints(answer).get("return")
         model = kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
-        text = inspect.getdoc(answer) or ""
-        self._api.add_api_route(
-            path,
-            guarded,
-            methods=[method],
-            response_model=model,
-            summary=" ".join(text.partition("\n\n")[0].split()),
-            description=text,
-            responses={"4XX": {"model": Refused}},
-        )
+        text = " ".join((inspect.getdoc(answer) or "").split())
+        more: Any = {"response_model": model, "description": text, "responses": {"4XX": {"model": Refused}}}
+        self._api.add_api_route(path, guarded, methods=[method], **more)
 
-    async def _openapi(self) -> Response:
-        return as_json(self._api.openapi())
+    def add_files(self) -> None:
+        """Serve the files and the description of the API, after all other routes."""
+        self._api.add_api_route("/api/openapi.json", lambda: self._api.openapi(), include_in_schema=False)
+        self._api.add_api_route("/{path:path}", self._file, methods=["GET", "HEAD"], include_in_schema=False)
 
     async def _file(self, request: Request, path: str) -> Response:
         # The name is looked up among the files that are there, so that no path can lead elsewhere.
         there = {each.relative_to(self._static).as_posix(): each for each in self._static.rglob("*.*")}
-        named = {"": "index.html", "docs": "docs.html"}.get(path, path.removeprefix("static/"))
-        found = there.get(named)
+        found = there.get({"": "index.html", "docs": "docs.html"}.get(path, path.removeprefix("static/")))
         if found is None or found.suffix not in TYPES or not found.is_file():
             raise HTTPException(404, "there is no such page")
         content = found.read_bytes()
@@ -139,27 +115,8 @@ class Site:
             return Response(status_code=304, headers=headers)
         return Response(content, headers=headers)
 
-    async def _no_such_page(self, request: Request, error: Exception) -> Response:
-        assert isinstance(error, HTTPException)
-        text = f"{request.method} {request.url.path[:80]}: {error.detail}"
-        told = ApiError(text, status=error.status_code, code="not_found")
-        return as_json(told.body, told.status)
 
-
-async def _call(answer: Callable[..., Any], *given: Any, **named: Any) -> Any:
-    if inspect.iscoroutinefunction(answer):
-        return await answer(*given, **named)
-    return await asyncio.to_thread(answer, *given, **named)
-
-
-def _response(found: Any) -> Response:
-    if isinstance(found, AsyncGenerator):
-        return Stream(_told_as_events(found))
-    assert isinstance(found, BaseModel)
-    return Response(found.model_dump_json(), media_type="application/json")
-
-
-async def _told_as_events(events: Events) -> AsyncGenerator[Any, None]:
+async def _with_error(events: Events) -> AsyncGenerator[Any, None]:
     """Yield the events; what goes wrong becomes the last one, named error."""
     try:
         async for each in events:
@@ -190,9 +147,6 @@ class _Guard:
         self._app, self._host, self._token, self._page_token = app, host.lower(), token, page_token
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        assert scope["type"] == "http"
-        request = Request(scope, receive)
-
         async def told(message: Any) -> None:
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(scope=message)
@@ -200,14 +154,15 @@ class _Guard:
                 headers.update(ALWAYS)
             await send(message)
 
+        request = Request(scope, receive)
         try:
             self._check_names(request)
-            entering = self._check_token(request)
-            if entering is None and request.method not in SAFE:
+            answer = self._enter(request)
+            if answer is None and request.method not in SAFE:
                 receive = await self._checked_body(request)
         except ApiError as error:
-            entering = as_json(error.body, error.status, HEADERS.get(error.status))
-        await (entering or self._app)(scope, receive, told)
+            answer = as_json(error.body, error.status, HEADERS.get(error.status))
+        await (answer or self._app)(scope, receive, told)
 
     def _check_names(self, request: Request) -> None:
         """Check that the page was opened under its own name, and that the request comes from that page: another site
@@ -222,46 +177,35 @@ class _Guard:
             raise ApiError("this request comes from another site", "origin", status=403, code="forbidden")
 
     def _is_ours(self, host: str) -> bool:
-        named = re.fullmatch(r"(?:\[([^\]]*)\]|([^:]*))(:\d+)?", host)
+        named = re.fullmatch(r"(?:\[([^\]]+)\]|([^:]+))(?::\d+)?", host)
         name = named and (named[1] or named[2])
-        if not name:
-            return False
-        if is_loopback(name) or name == self._host:
-            return True
-        if self._host not in ("0.0.0.0", "::"):
-            return False
-        try:  # every address of this machine; a name could be anybody's
-            return ipaddress.ip_address(name) is not None
-        except ValueError:
-            return name in (socket.gethostname().lower(), socket.getfqdn().lower())
+        if not named or not name or is_loopback(name) or name == self._host:
+            return bool(name)
+        # Every address of this machine, and its own name: any other could be anybody's.
+        address = named[1] or re.fullmatch(r"[\d.]+", name)
+        return self._host in ("0.0.0.0", "::") and bool(address or name == socket.gethostname().lower())
 
-    def _check_token(self, request: Request) -> Response | None:
+    def _enter(self, request: Request) -> Response | None:
         """Check the cookie, where one is needed; return the answer that sets it for who brings the token."""
         if self._token is None:
             return None
-        # Cookies do not tell ports apart.
-        name = f"tfactory-{request.scope['server'][1]}"
+        cookie = f"tfactory-{request.scope['server'][1]}"  # by port: cookies are sent to all of them
         if request.url.path == "/" and _equal(request.query_params.get("token", ""), self._token):
-            # A page that goes on by itself, and no redirect: a strict cookie is not sent along with one that began
-            # on another site.
+            # A page that goes on by itself: along with a redirect that began on another site no strict cookie is sent.
             answer = Response(ENTER, media_type="text/html")
-            answer.set_cookie(name, self._token, httponly=True, samesite="strict")
+            answer.set_cookie(cookie, self._token, httponly=True, samesite="strict")
             return answer
-        if not _equal(request.cookies.get(name, ""), self._token):
+        if not _equal(request.cookies.get(cookie, ""), self._token):
             text = "this page is for who has its token: open the address that tfactory ui printed"
             raise ApiError(text, "token", status=401, code="unauthorized")
         return None
 
     async def _checked_body(self, request: Request) -> Callable[[], Awaitable[Any]]:
-        """Check that our own page sent it, and return the body as the application reads it."""
+        """Check that our own page sent it, and return what the application reads the body from."""
         if not _equal(request.headers.get(PAGE_HEADER, ""), self._page_token):
             text = f"changes need the header {PAGE_HEADER} with the page_token of GET /api/about; reload the page"
             raise ApiError(text, PAGE_HEADER, status=403, code="forbidden")
-        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        if kind != "application/json":
-            text = "the body must be JSON, sent with the header content-type: application/json"
-            raise ApiError(text, "content-type", status=415, code="unsupported_media_type")
-        messages = [{"type": "http.request", "body": await read_body(request), "more_body": False}]
+        messages = [{"type": "http.request", "body": await json_body(request), "more_body": False}]
 
         async def receive() -> Any:
             return messages.pop() if messages else await request.receive()

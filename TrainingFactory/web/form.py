@@ -4,7 +4,7 @@ what stands in it."""
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,38 +15,31 @@ from TrainingFactory import catalog
 from TrainingFactory.config import TrainingConfig, load_config
 from TrainingFactory.config.loading import key_value
 from TrainingFactory.config.problems import ConfigError, Problem, dotted
-from TrainingFactory.config.schema import sections
-from TrainingFactory.options import did_you_mean, nearest, show
+from TrainingFactory.config.schema import ALGORITHMS, sections
+from TrainingFactory.options import show
 from TrainingFactory.services.build.notices import notices, unused
 from TrainingFactory.services.runs.folder import SECRET, list_runs
 from TrainingFactory.texts import secrets_in
-from TrainingFactory.user_code import is_file_name
 
 Kind = Literal["text", "number", "integer", "switch", "choice", "list", "map"]
 KINDS: dict[str, Kind] = {
     "boolean": "switch", "integer": "integer", "number": "number", "string": "text", "array": "list", "object": "map"
 }  # fmt: skip
 HELP = {
-    "model": "What is trained.",
-    "training": "How it learns, how long, and from how much at once.",
-    "environment": "Where its episodes are played.",
-    "tools": "What it may call, besides the environment's own tools.",
-    "reward": "Who scores an episode.",
-    "optimization": "Sampling ahead, caches, rewards in other processes.",
-    "data": "Tasks, and rows that exist already.",
-    "sampling": "How its turns are sampled.",
-    "lora": "An adapter in place of all weights.",
-    "compute": "This machine, or a cluster.",
-    "logging": "What is kept, and where.",
-    "registry": "What becomes of the model when the run is finished.",
-}
+    "model": "What is trained.", "training": "How it learns, how long, and from how much at once.",
+    "environment": "Where its episodes are played.", "reward": "Who scores an episode.",
+    "tools": "What it may call, besides the environment's own tools.", "sampling": "How its turns are sampled.",
+    "optimization": "Sampling ahead, caches, rewards in other processes.", "compute": "This machine, or a cluster.",
+    "data": "Tasks, and rows that exist already.", "lora": "An adapter in place of all weights.",
+    "logging": "What is kept, and where.", "registry": "What becomes of the model when the run is finished.",
+}  # fmt: skip
 # What most runs set; the rest is shown on demand.
 USUAL = set(
     "model.name training.algorithm training.max_steps training.num_epochs training.batch_size training.group_size "
     "training.learning_rate training.eval_every training.seed environment.environment_id environment.max_turns tools "
     "reward.type reward.options data.tasks data.count data.dataset data.heldout sampling.temperature "
     "sampling.max_tokens lora.enabled lora.r logging.checkpoint_every registry.name grpo.advantage grpo.credit grpo.kl "
-    "ppo.critic_warmup dpo.beta kto.beta rft.keep sft.turns".split()
+    "ppo.critic_warmup dpo.beta kto.beta sft.turns".split()
 )
 FOLDER = Path(__file__).resolve().parents[2] / "configs"  # where the package is a checkout
 
@@ -83,8 +76,8 @@ class Template(BaseModel):
 
 class Starts(BaseModel):
     templates: list[Template]
-    runs: list[str]
-    empty: str
+    runs: list[str]  # the newest first
+    empty: str = "model: builtin:tiny\n"
 
 
 class Draft(BaseModel):
@@ -94,7 +87,7 @@ class Draft(BaseModel):
     options: dict[str, Any] = Field(default_factory=dict)
 
 
-class Wrong(BaseModel):
+class Mistake(BaseModel):
     key: str
     message: str
     line: int | None = None  # of the YAML
@@ -103,64 +96,52 @@ class Wrong(BaseModel):
 class Checked(BaseModel):
     options: dict[str, Any]  # every option by dotted key; of a config that is wrong those that were given
     yaml: str  # what differs from the defaults; of a config that is wrong as it was given
-    problems: list[Wrong]
+    problems: list[Mistake]
     notices: list[str]
 
 
 def options() -> Options:
     """Return the form: sections with their options."""
-    known = {"environment.environment_id": catalog.names("environment")}
-    algorithms = set(
-        TrainingConfig.model_fields["training"].annotation.model_fields["algorithm"].annotation.__args__
-    )  # type: ignore[union-attr]
     made = []
     for name in TrainingConfig.model_fields:
         section = sections().get(name)
         if section is None:  # tools, a list
-            schema, shown = {"": {"type": "array", "default": []}}, name
+            found = [_option(name, {"type": "array", "default": []})]
         else:
-            schema, shown = section.model_json_schema()["properties"], f"{name}."
-        found = [_option(f"{shown}{key}", each, known.get(f"{shown}{key}")) for key, each in schema.items()]
-        of_one = name in algorithms
-        help = HELP.get(name) or f"Options of {name}, where training.algorithm is {name}."
-        made.append(OptionSection(name=name, help=help, algorithm=of_one, options=found))
+            properties = section.model_json_schema()["properties"]
+            found = [_option(f"{name}.{key}", schema) for key, schema in properties.items()]
+        text = HELP.get(name) or f"Options of {name}, where training.algorithm is {name}."
+        made.append(OptionSection(name=name, help=text, algorithm=name in ALGORITHMS, options=found))
     return Options(sections=made)
 
 
-def _option(key: str, schema: Mapping[str, Any], known: Iterable[str] | None) -> Option:
-    kinds = [each for each in schema.get("anyOf", [schema]) if each.get("type") != "null"]
-    first = kinds[0]
-    choices = first.get("enum")
-    kind: Kind = "choice" if choices else KINDS.get(first.get("type", ""), "text")
-    least = first.get("minimum", first.get("exclusiveMinimum"))
+def _option(key: str, schema: Mapping[str, Any]) -> Option:
+    kinds = schema.get("anyOf", [schema])
+    first = next(each for each in kinds if each.get("type") != "null")
+    kind: Kind = "choice" if "enum" in first else KINDS.get(first.get("type", ""), "text")
+    known = sorted(catalog.names("environment")) if key == "environment.environment_id" else None
     return Option(
         key=key,
         kind=kind,
-        help=" ".join((schema.get("description") or HELP.get(key, "")).split()),
-        default=schema.get("default", [] if kind == "list" else {} if kind == "map" else None),
-        choices=choices or (sorted(known) if known is not None else None),
-        least=least,
+        help=" ".join(schema.get("description", HELP.get(key, "")).split()),
+        default=schema.get("default", {"list": [], "map": {}}.get(kind)),
+        choices=first.get("enum", known),
+        least=first.get("minimum", first.get("exclusiveMinimum")),
         most=first.get("maximum", first.get("exclusiveMaximum")),
         above="exclusiveMinimum" in first,
-        nullable=len(kinds) < len(schema.get("anyOf", [schema])),
+        nullable={"type": "null"} in kinds,
         advanced=key not in USUAL,
     )
 
 
 def starts(runs: Path) -> Starts:
     """Return what a new run can start from: templates, the runs that are there, nothing."""
-    folders = dict.fromkeys((Path("configs").resolve(), FOLDER))
-    files = [path for folder in folders for path in sorted(folder.glob("*.yaml"))]
-    made = [_template(path) for path in files]
-    return Starts(
-        templates=made, runs=[run.name for run in reversed(list_runs(runs))], empty="model: builtin:tiny\n"
-    )
-
-
-def _template(path: Path) -> Template:
-    text = path.read_text(encoding="utf-8")
-    head = [line.lstrip("# ") for line in text.splitlines() if line.startswith("#")]
-    return Template(name=path.stem, what=" ".join(head).partition(". ")[0].rstrip("."), yaml=text)
+    folders, made = dict.fromkeys((Path("configs").resolve(), FOLDER)), []
+    for path in (path for folder in folders for path in sorted(folder.glob("*.yaml"))):
+        text = path.read_text(encoding="utf-8")
+        head = " ".join(line.lstrip("# ") for line in text.splitlines() if line.startswith("#"))
+        made.append(Template(name=path.stem, what=head.partition(". ")[0].rstrip("."), yaml=text))
+    return Starts(templates=made, runs=[run.name for run in reversed(list_runs(runs))])
 
 
 def read(draft: Draft) -> TrainingConfig:
@@ -170,8 +151,7 @@ def read(draft: Draft) -> TrainingConfig:
         path = Path(folder) / "config.yaml"
         path.write_text(draft.yaml or "{}", encoding="utf-8")
         config = load_config(path, given)
-    wrong = [Problem(key, SECRET) for key, _ in secrets_in(config.model_dump())]
-    if wrong := [*wrong, *_unknown(config)]:
+    if wrong := [Problem(key, SECRET) for key, _ in secrets_in(config.model_dump())]:
         raise config.wrong(wrong)
     return config
 
@@ -181,60 +161,30 @@ def check(draft: Draft) -> Checked:
     try:
         config = read(draft)
     except ConfigError as error:
-        text = draft.yaml if draft.yaml is not None else shortest(nested(draft.options))
-        return Checked(options=draft.options, yaml=text, problems=told(error), notices=[])
+        return Checked(options=draft.options, yaml=draft.yaml or "", problems=mistakes(error), notices=[])
     said = [*notices(config), *unused(config)]
-    return Checked(options=flat(config.model_dump()), yaml=text_of(config), problems=[], notices=said)
+    return Checked(options=flat(config), yaml=text_of(config), problems=[], notices=said)
 
 
-def text_of(config: TrainingConfig) -> str:
-    """Return the YAML of what differs from the defaults."""
-    return shortest(config.model_dump(exclude_defaults=True))
-
-
-def shortest(data: dict[str, Any]) -> str:
-    return yaml.safe_dump(data, sort_keys=False, allow_unicode=True) if data else ""
-
-
-def told(error: ConfigError) -> list[Wrong]:
+def mistakes(error: ConfigError) -> list[Mistake]:
     """Return the problems with their keys; the file that they were read from is ours, and not told."""
     found = []
     for each in error.problems:
         key, line = dotted(each.key), each.where.rpartition(":")[2]
         got = "" if each.value is ... else f" (got {show(key, each.value)})"
-        at = int(line) if line.isdecimal() else None
-        found.append(Wrong(key=key, message=each.text + got, line=at))
+        found.append(Mistake(key=key, message=each.text + got, line=int(line) if line.isdecimal() else None))
     return found
 
 
-def _unknown(config: TrainingConfig) -> list[Problem]:
-    """Return names that nothing goes by. Models are told when they are looked for: a hub has too many of them."""
-    name = config.environment.environment_id
-    if name is None or is_file_name(name) or "/" in name or name in (known := catalog.names("environment")):
-        return []
-    near = did_you_mean(nearest(name, known)) or f"; there are {', '.join(sorted(known))}"
-    return [Problem(("environment", "environment_id"), f"there is no environment of this name{near}", name)]
+def text_of(config: TrainingConfig) -> str:
+    """Return the YAML of what differs from the defaults."""
+    data = config.model_dump(exclude_defaults=True)
+    return yaml.safe_dump(data, sort_keys=False, allow_unicode=True) if data else ""
 
 
-def nested(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return sections from dotted keys."""
-    made: dict[str, Any] = {}
-    for key, value in options.items():
-        section, _, name = key.partition(".")
-        if name:
-            made.setdefault(section, {})[name] = value
-        else:
-            made[section] = value
-    return made
-
-
-def flat(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Return every option of a dumped config by its dotted key."""
-    made: dict[str, Any] = {}
-    for name, value in data.items():
-        made |= (
-            {f"{name}.{key}": each for key, each in value.items()}
-            if isinstance(value, dict)
-            else {name: value}
-        )
+def flat(config: TrainingConfig) -> dict[str, Any]:
+    """Return every option by its dotted key."""
+    made: dict[str, Any] = {"tools": config.model_dump()["tools"]}
+    for name in sections():
+        made |= {f"{name}.{key}": value for key, value in getattr(config, name).model_dump().items()}
     return made

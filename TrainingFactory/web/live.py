@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,36 +13,17 @@ from pydantic import BaseModel
 from TrainingFactory.http.site import Event, Events, event
 from TrainingFactory.services.runs.folder import FINDINGS, METRICS, RunFolder
 from TrainingFactory.services.views.runs import LOG, Runs, findings, log_part, metrics_part
-from TrainingFactory.services.views.shapes import FindingRow, LogPart, MetricsPart, RunRow
+from TrainingFactory.services.views.shapes import RunRow
 
 TICK = 0.4  # seconds between two looks
-FRESH = 0.1  # several pages that look at the same time share a look
 TAIL = 1 << 20  # bytes in which the last line of a file begins
 
 
 class Changed(BaseModel):
-    """Data of the event `runs`: those that are new or have changed, and those that are not there any more."""
+    """Says which runs are new or have changed, and which are not there any more."""
 
     runs: list[RunRow]
     gone: list[str]
-
-
-class Findings(BaseModel):
-    """Data of the event `findings`: all of the run."""
-
-    findings: list[FindingRow]
-
-
-class MetricsNews(MetricsPart):
-    """Data of the event `metrics`; `start` is the byte that it goes on from."""
-
-    start: int
-
-
-class LogNews(LogPart):
-    """Data of the event `log`; `start` is the byte that it goes on from."""
-
-    start: int
 
 
 class Live:
@@ -52,14 +32,12 @@ class Live:
         self.stopping: Callable[[], bool] = lambda: (
             False
         )  # the server is about to end, and its streams with it
-        self._lock, self._at, self._rows = threading.Lock(), 0.0, list[RunRow]()
+        self._lock = threading.Lock()
 
     def rows(self) -> list[RunRow]:
         """Return a row for each run; called from any thread."""
         with self._lock:
-            if time.monotonic() - self._at > FRESH:
-                self._rows, self._at = self.runs.rows(), time.monotonic()
-            return self._rows
+            return self.runs.rows()
 
     async def events(self, run: RunFolder | None) -> Events:
         """Yield what changes from now on: of all runs their rows, of one its metrics, log and findings too."""
@@ -90,12 +68,12 @@ class _News:
     def look(self) -> list[Event]:
         found = []
         if (part := metrics_part(self.run, self._metrics)).steps or part.again:
-            found.append(event("metrics", MetricsNews(**part.model_dump(), start=self._metrics)))
+            found.append(event("metrics", part.model_copy(update={"start": self._metrics})))
         if (text := log_part(self.run, self._log)).text or text.again:
-            found.append(event("log", LogNews(**text.model_dump(), start=self._log)))
+            found.append(event("log", text.model_copy(update={"start": self._log})))
         self._metrics, self._log = part.offset, text.offset
         if (size := _size(self.run.path / FINDINGS)) != self._findings:
-            found.append(event("findings", Findings(findings=findings(self.run))))
+            found.append(event("findings", {"findings": [each.model_dump() for each in findings(self.run)]}))
         self._findings = size
         return found
 

@@ -36,7 +36,7 @@ class Pool:
         finally:
             self._ends[kind] = asyncio.get_running_loop().call_later(IDLE, worker.kill)
         if (wrong := answer.get("wrong")) is not None:
-            raise ApiError(wrong["message"], wrong["param"])
+            raise ApiError(wrong)
         return answer["ok"]
 
     async def events(self, kind: str, job: str, given: dict[str, Any]) -> Events:

@@ -9,16 +9,14 @@ from pydantic import BaseModel
 from TrainingFactory.http.api import ApiError
 from TrainingFactory.http.site import Events, Site
 from TrainingFactory.services.registry.catalogue import Catalogue, registry_path
+from TrainingFactory.services.views import registry as views
+from TrainingFactory.services.views import shapes
 from TrainingFactory.web.pool import Pool
 
 
 class Alias(BaseModel):
-    alias: str
-    number: int
-
-
-class Back(BaseModel):
     alias: str = "champion"
+    number: int = 0  # of the version; no matter for a rollback
 
 
 class Promote(Alias):
@@ -27,12 +25,8 @@ class Promote(Alias):
 
 
 class Moved(BaseModel):
-    """Which version an alias names now, and which it named before."""
-
-    model: str
-    alias: str
-    number: int
-    was: int | None
+    version: str  # that the alias names now
+    was: int | None  # the number of the one before
     command: str  # that does the same
 
 
@@ -42,12 +36,26 @@ class Suites(BaseModel):
 
 class RegistryRoutes:
     def __init__(self, site: Site, runs: Path, pool: Pool) -> None:
-        self._runs, self._pool = runs, pool
-        self._catalogue = Catalogue(registry_path(runs))
-        site.get("/api/suites", self.suites)
-        site.post("/api/models/{name}/alias", self.alias)
-        site.post("/api/models/{name}/rollback", self.rollback)
-        site.post("/api/models/{name}/promote", self.promote)
+        self._runs, self._pool, self._catalogue = runs, pool, Catalogue(registry_path(runs))
+        site.add("GET", "/api/models", self.models)
+        site.add("GET", "/api/models/{name}/{number}", self.version)
+        site.add("GET", "/api/compare", self.compare)
+        site.add("GET", "/api/suites", self.suites)
+        site.add("POST", "/api/models/{name}/alias", self.alias)
+        site.add("POST", "/api/models/{name}/rollback", self.rollback)
+        site.add("POST", "/api/models/{name}/promote", self.promote)
+
+    def models(self) -> shapes.ModelList:
+        """List the registered models with their versions."""
+        return views.models(self._catalogue)
+
+    def version(self, name: str, number: int) -> shapes.VersionView:
+        """Show a version: where it comes from, what was measured, what was decided."""
+        return views.version_view(self._catalogue, f"{name}:{number}")
+
+    def compare(self, first: str, second: str) -> shapes.ComparisonView:
+        """Compare two models or runs by the evaluations that are there."""
+        return views.comparison_view(first, second, self._runs, self._catalogue)
 
     def suites(self) -> Suites:
         """List the suites with a gate: files of the folder in which the page was started, and of `suites/` there."""
@@ -56,14 +64,13 @@ class RegistryRoutes:
     def alias(self, name: str, asked: Alias) -> Moved:
         """Let an alias name a version."""
         found, was = self._catalogue.set_alias(f"{name}:{asked.number}", asked.alias)
-        command = f"tfactory registry alias {found} {asked.alias}"
-        return Moved(model=name, alias=asked.alias, number=found.number, was=was, command=command)
+        return Moved(version=str(found), was=was, command=f"tfactory registry alias {found} {asked.alias}")
 
-    def rollback(self, name: str, asked: Back) -> Moved:
+    def rollback(self, name: str, asked: Alias) -> Moved:
         """Give an alias the version back that it had before."""
         found, was = self._catalogue.rollback(name, asked.alias)
         command = f"tfactory registry rollback {name} --alias {asked.alias}"
-        return Moved(model=name, alias=asked.alias, number=found.number, was=was, command=command)
+        return Moved(version=str(found), was=was, command=command)
 
     async def promote(self, name: str, asked: Promote) -> Events:
         """Promote a version if it holds the suite's gate; events `told`, then `done` with `promoted` and why."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
+from functools import partial
 from pathlib import Path
 from socket import socket
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import BaseModel
 
@@ -14,17 +15,16 @@ from TrainingFactory import __version__
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.config.problems import ConfigError
 from TrainingFactory.http.api import ApiError
-from TrainingFactory.http.listen import make_server
 from TrainingFactory.http.site import IN_QUERY, Events, Site
 from TrainingFactory.services.runs.folder import RunFolder
 from TrainingFactory.services.views import runs as views
 from TrainingFactory.services.views import shapes
-from TrainingFactory.services.views.index import EpisodeIndex, Query
-from TrainingFactory.web import form
+from TrainingFactory.services.views.index import Query
+from TrainingFactory.web import form, processes
 from TrainingFactory.web.live import Live
 from TrainingFactory.web.pool import Pool
-from TrainingFactory.web.processes import Processes
 from TrainingFactory.web.registry import RegistryRoutes
+from TrainingFactory.web.worker import index_of
 
 STATIC = Path(__file__).with_name("static")
 
@@ -52,8 +52,8 @@ class Page:
     def __init__(self, runs: Path, host: str = "127.0.0.1", token: str | None = None) -> None:
         self.site = Site("TrainingFactory", __version__, STATIC, host, token)
         self.runs, self.pool = views.Runs(runs.resolve()), Pool()
-        self.live, self.processes = Live(self.runs), Processes(self.runs.folder)
-        get, post = self.site.get, self.site.post
+        self.live = Live(self.runs)
+        get, post = partial(self.site.add, "GET"), partial(self.site.add, "POST")
         get("/api/about", self.about)
         get("/api/events", self.events)
         get("/api/runs", self.all_runs)
@@ -74,11 +74,10 @@ class Page:
         post("/api/sample", self.sample)
         post("/api/train", self.train)
         RegistryRoutes(self.site, self.runs.folder, self.pool)
-        self.site.files()
+        self.site.add_files()
 
-    async def serve(self, bound: socket) -> None:
+    async def serve(self, bound: socket, server: Any) -> None:
         """Serve until Ctrl-C, and end the processes for models; runs go on."""
-        server = make_server(self.site.app)
         self.live.stopping = lambda: server.should_exit
         try:
             await server.serve([bound])
@@ -105,7 +104,6 @@ class Page:
 
     async def events(self, run: str | None = None) -> Events:
         """Stream what changes: the event `runs`, and of the run that is named `metrics`, `log` and `findings`."""
-        self.processes.reap()
         return self.live.events(None if run is None else self.find(run))
 
     def run(self, name: str) -> shapes.RunView:
@@ -130,24 +128,32 @@ class Page:
 
     def episodes(self, name: str, query: Annotated[Query, IN_QUERY]) -> shapes.EpisodePage:
         """List episodes of a run: those that are asked for, a page at a time."""
-        return EpisodeIndex(self.find(name)).page(query)
+        return index_of(self.find(name).path).page(query)
 
     def episode(self, name: str, number: int) -> shapes.EpisodeView:
         """Show an episode, by its line of trajectories.jsonl."""
-        return EpisodeIndex(self.find(name)).episode(number)
+        return index_of(self.find(name).path).episode(number)
 
-    async def group(self, name: str, step: int, task: str) -> shapes.GroupView:
+    async def group(self, name: str, step: int, task: str, credit: bool = True) -> shapes.GroupView:
         """Show the episodes of a task in a step, with the credit of their tokens."""
-        return await asyncio.to_thread(EpisodeIndex(self.find(name)).group, step, task)
+        path, notes = self.find(name).path, list[str]()
+        if credit:
+            try:
+                given = {"run": str(path), "step": step, "task": task}
+                return shapes.GroupView(**await self.pool.ask("credit", "credit", given))
+            except ApiError as error:
+                notes.append(f"the credit of tokens is not known: {error}")
+        found = await asyncio.to_thread(index_of(path).group, step, task)
+        return found.model_copy(update={"notes": notes})
 
     def stop(self, name: str) -> Started:
         """Ask a run to stop, as by Ctrl-C: it saves a checkpoint."""
-        return Started(name=name, state="stopping", command=self.processes.stop(self.find(name)))
+        return Started(name=name, state="stopping", command=processes.stop(self.find(name)))
 
     async def resume(self, name: str) -> Started:
         """Go on with a run from its last checkpoint, in a process of its own."""
         run = self.find(name)
-        command = await self.processes.resume(run)
+        command = await processes.resume(run)
         return Started(name=name, state=run.state, command=command)
 
     # a new run
@@ -159,7 +165,7 @@ class Page:
     async def train(self, start: Start) -> Started:
         """Start a run in a process of its own, which the page does not end."""
         config = _read(start)
-        name, command = await self.processes.train(form.text_of(config), config, start.name)
+        name, command = await processes.train(form.text_of(config), config, start.name, self.runs.folder)
         return Started(name=name, state="running", command=command)
 
     async def doctor(self, draft: form.Draft) -> Events:
@@ -175,4 +181,6 @@ def _read(draft: form.Draft) -> TrainingConfig:
     try:
         return form.read(draft)
     except ConfigError as error:
-        raise ApiError(str(error), form.told(error)[0].key or None) from None
+        found = form.mistakes(error)
+        text = "; ".join(f"{each.key}: {each.message}".removeprefix(": ") for each in found)
+        raise ApiError(text, found[0].key or None) from None

@@ -1,28 +1,23 @@
 """An index over the episodes of a run, so that no request reads the whole file: where each line begins, and what lists
-are filtered and sorted by. It is a cache in RUNS/.index/, built as the file grows; whatever is wrong with it, it is made
-anew. The run's own folder is only read."""
+are filtered and sorted by. It is built as the file grows, in a file of its own that goes with the process: nothing is
+written into the folder of a run, and no index can be older than what it is of."""
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import hashlib
 import sqlite3
-import tempfile
-from collections.abc import Iterator
+import threading
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from TrainingFactory.services.runs.folder import TRAJECTORIES, RunFolder
-from TrainingFactory.services.views.episodes import episode_view, read_row, texts
+from TrainingFactory.services.views.episodes import episode_view, read_row, says
 from TrainingFactory.services.views.files import Part, Place, read_on
 from TrainingFactory.services.views.shapes import EpisodePage, EpisodeRow, EpisodeView, GroupView, Sort
 
-VERSION, FOLDER = 1, ".index"
 BLOCK = 4 << 20  # bytes that are read at once
 BUILT = 48 << 20  # bytes that a request adds to the index
 SEARCHED = 32 << 20  # bytes that a request looks through for a text
+MOST = 1000  # rows of a page
 COLUMNS = tuple(EpisodeRow.model_fields)
 SORTS: dict[Sort, str] = {
     "place": "number", "reward": "coalesce(reward, -1e308)", "length": "tokens", "seconds": "seconds",
@@ -47,79 +42,93 @@ class Query:
 
     def where(self) -> tuple[str, list[Any]]:
         """Return the condition, but for the text and the place."""
+        tool = self.failed_tool
         given = [
             ("step = ?", self.step), ("task = ?", self.task), ("status = ?", self.status), ("reward >= ?", self.least),
-            ("reward <= ?", self.most),
-            ("tool_failures > ?", 0 if self.failed_tool == "*" else None),
-            ("instr(failed, ?)", f"\n{self.failed_tool}\n" if self.failed_tool not in (None, "*") else None),
+            ("reward <= ?", self.most), ("tool_failures > ?", 0 if tool == "*" else None),
+            ("instr(failed, ?)", None if tool in (None, "*") else f"\n{tool}\n"),
         ]  # fmt: skip
         found = [(text, value) for text, value in given if value is not None]
         return " AND ".join(["1", *(text for text, _ in found)]), [value for _, value in found]
 
 
 class EpisodeIndex:
-    """The index of one run. Each call opens it anew, so that it may come from any thread or process."""
+    """The index of one run, for any thread."""
 
     def __init__(self, run: RunFolder) -> None:
         self.run, self.path = run, run.path / TRAJECTORIES
-        self.file = run.path.parent / FOLDER / f"{run.name}.v{VERSION}.sqlite"
+        self._place, self._count, self._lock = Place(), 0, threading.Lock()
+        # Without a name SQLite keeps it in a file of its own as soon as it is large.
+        self._db = sqlite3.connect("", check_same_thread=False)
+        self._db.row_factory = sqlite3.Row
+        columns = ", ".join(f'"{name}"' for name in (*COLUMNS[1:], "start", "length", "failed"))
+        self._db.execute(f"CREATE TABLE episodes (number INTEGER PRIMARY KEY, {columns})")
+        self._db.execute("CREATE INDEX by_step ON episodes (step, task)")
 
-    def page(self, query: Query) -> EpisodePage:
-        """Return the episodes that are asked for, as many as a request may look at."""
-        with self._open() as db:
-            read, part = self._grow(db)
+    def page(self, query: Query, whole: bool = False) -> EpisodePage:
+        """Return the episodes that are asked for, of as much as a request may look at, or of the whole file."""
+        with self._lock:
+            read, part = self._grow()
+            while whole and part.more:
+                more, part = self._grow()
+                read += more
             where, values = query.where()
-            total = db.execute("SELECT count(*) FROM episodes").fetchone()[0]
-            matched = db.execute(f"SELECT count(*) FROM episodes WHERE {where}", values).fetchone()[0]
-            limit, key = max(1, min(query.limit, 1000)), SORTS[query.sort]
+            [matched] = self._db.execute(f"SELECT count(*) FROM episodes WHERE {where}", values).fetchone()
+            limit, key, way = (
+                max(1, min(query.limit, MOST)),
+                SORTS[query.sort],
+                "DESC" if query.down else "ASC",
+            )
             if query.after is not None:
                 value, _, number = query.after.rpartition(":")
                 where += f" AND ({key}, number) {'<' if query.down else '>'} (?, ?)"
                 values += [float(value), int(number)]
-            way = "DESC" if query.down else "ASC"
-            sql = f"SELECT *, {key} AS at FROM episodes WHERE {where} ORDER BY {key} {way}, number {way}"
+            most = "" if query.text else f" LIMIT {limit + 1}"
+            sql = (
+                f"SELECT *, {key} AS at FROM episodes WHERE {where} ORDER BY {key} {way}, number {way}{most}"
+            )
             rows, last, searched, cut = list[EpisodeRow](), None, 0, False
-            for found in db.execute(sql + ("" if query.text else f" LIMIT {limit + 1}"), values):
+            for found in self._db.execute(sql, values):
                 if cut := len(rows) == limit or searched > SEARCHED:
                     break
                 last = f"{found['at']!r}:{found['number']}"
                 if query.text:
                     line = self._line(found)
                     searched += len(line)
-                    if not _has(line, query.text):
+                    if not says(line, query.text):
                         continue
-                rows.append(_row(found))
-        unknown = query.text and (cut or query.after is not None)
+                rows.append(EpisodeRow(**{name: found[name] for name in COLUMNS}))
+        if query.text:
+            matched = None if cut or query.after is not None else len(rows)
         return EpisodePage(
-            total=total, matched=None if unknown else len(rows) if query.text else matched, rows=rows,
-            next=last if cut else None, bytes_read=read + searched, indexed=part.place.offset, size=part.size,
-            partial=part.more or (cut and len(rows) < limit),
+            total=self._count, matched=matched, rows=rows, bytes_read=read + searched,
+            next=(last or query.after) if cut or part.more else None,
+            partial=part.more or (cut and len(rows) < limit), indexed=part.place.offset, size=part.size,
         )  # fmt: skip
 
     def episode(self, number: int) -> EpisodeView:
         """Return one episode by its line; raise ValueError where there is none."""
-        for line, found in self.lines("number = ?", number):
-            return episode_view(found, line)
-        raise ValueError(f"run {self.run.name} has no episode {number}")
+        if not (found := self.lines("number = ?", number)):
+            raise ValueError(f"run {self.run.name} has no episode {number}")
+        return episode_view(*found[0])
 
     def group(self, step: int, task: str) -> GroupView:
         """Return the episodes of a task in a step; raise ValueError where there are none."""
-        members = [
-            episode_view(number, line) for line, number in self.lines("step = ? AND task = ?", step, task)
-        ]
-        if not members:
+        if not (found := self.lines("step = ? AND task = ?", step, task)):
             raise ValueError(f"run {self.run.name} has no episodes of task {task!r} in step {step}")
-        return GroupView(step=step, task=task, members=members)
+        return GroupView(step=step, task=task, members=[episode_view(*each) for each in found])
 
     def lines(self, where: str, *values: Any) -> list[tuple[bytes, int]]:
-        """Return the lines of episodes, with their numbers."""
-        with self._open() as db:
+        """Return the lines of some episodes that stand together, such as a step's, with their numbers."""
+        with self._lock:
             while True:
-                more = self._grow(db)[1].more
-                found = db.execute(f"SELECT * FROM episodes WHERE {where} ORDER BY number", values).fetchall()
-                last = db.execute("SELECT max(number) FROM episodes").fetchone()[0]
-                # those of a group stand together: where another line follows, all of them are known
-                if not more or (found and found[-1]["number"] < last):
+                more = self._grow()[1].more
+                found = self._db.execute(
+                    f"SELECT * FROM episodes WHERE {where} ORDER BY number", values
+                ).fetchall()
+                if not more or (
+                    found and found[-1]["number"] < self._count
+                ):  # where another follows, all are known
                     return [(self._line(row), row["number"]) for row in found]
 
     def _line(self, row: sqlite3.Row) -> bytes:
@@ -127,92 +136,24 @@ class EpisodeIndex:
             file.seek(row["start"])
             return file.read(row["length"])
 
-    def _grow(self, db: sqlite3.Connection) -> tuple[int, Part]:
+    def _grow(self) -> tuple[int, Part]:
         """Add what is new in the file, as much as a request may; return the bytes that were read, and the last part."""
-        db.execute("BEGIN IMMEDIATE")  # one process at a time
-        with db:
-            offset, tail, number = db.execute("SELECT offset, tail, lines FROM place").fetchone()
-            place, read = Place(offset, tail), 0
-            while True:
-                part = read_on(self.path, place, BLOCK)
+        read = 0
+        while True:
+            part = read_on(self.path, self._place, BLOCK)
+            count, start, values = 0 if part.again else self._count, part.start, list[tuple[Any, ...]]()
+            for count, line in enumerate(part.lines, count + 1):  # noqa: B020
+                row, failed = read_row(line, count)
+                names = "".join(f"\n{name}\n" for name in failed)
+                values.append((*row.model_dump().values(), start, len(line), names))
+                start += len(line) + 1
+            with self._db:  # a transaction
                 if part.again:
-                    db.execute("DELETE FROM episodes")
-                    number = 0
-                place, start = part.place, part.start
-                for number, line in enumerate(part.data.split(b"\n")[:-1], number + 1):  # noqa: B020
-                    row, failed = read_row(number, line)
-                    values = (
-                        *row.model_dump().values(),
-                        start,
-                        len(line),
-                        "".join(f"\n{n}\n" for n in failed),
-                    )
-                    db.execute(f"INSERT INTO episodes VALUES ({', '.join('?' * len(values))})", values)
-                    start += len(line) + 1
-                read += len(part.data)
-                if not part.more or read >= BUILT:
-                    break
-            db.execute("UPDATE place SET offset = ?, tail = ?, lines = ?", (place.offset, place.tail, number))
-        return read, part
-
-    @contextlib.contextmanager
-    def _open(self) -> Iterator[sqlite3.Connection]:
-        try:
-            self.file.parent.mkdir(exist_ok=True)
-            db = _prepared(self.file)
-        except (OSError, sqlite3.OperationalError):  # a folder that may only be read
-            name = hashlib.sha256(str(self.file.absolute()).encode()).hexdigest()
-            self.file = Path(_elsewhere().name) / f"{name}.sqlite"
-            db = _prepared(self.file)
-        except sqlite3.DatabaseError:  # damaged
-            self.file.unlink()
-            db = _prepared(self.file)
-        try:
-            yield db
-        except sqlite3.OperationalError:
-            raise
-        except sqlite3.DatabaseError as error:
-            self.file.unlink(missing_ok=True)
-            raise ValueError(f"{self.file} was damaged and has been removed; ask again") from error
-        finally:
-            db.close()
-
-
-@functools.cache
-def _elsewhere() -> tempfile.TemporaryDirectory[str]:
-    return tempfile.TemporaryDirectory(prefix="tfactory-index-")
-
-
-def _prepared(path: Path) -> sqlite3.Connection:
-    if not path.exists():
-        for old in path.parent.glob("*.sqlite"):  # of runs that are gone
-            if path.parent.name == FOLDER and not (path.parent.parent / Path(old.stem).stem).is_dir():
-                old.unlink(missing_ok=True)
-    db = sqlite3.connect(path, timeout=60, isolation_level=None, check_same_thread=False)
-    db.row_factory = sqlite3.Row
-    try:
-        db.execute("PRAGMA synchronous = OFF")  # it is a cache
-        columns = ", ".join(f'"{name}"' for name in (*COLUMNS[1:], "start", "length", "failed"))
-        db.executescript(
-            f"CREATE TABLE IF NOT EXISTS episodes (number INTEGER PRIMARY KEY, {columns});"
-            "CREATE INDEX IF NOT EXISTS by_step ON episodes (step, task);"
-            "CREATE TABLE IF NOT EXISTS place (id INTEGER PRIMARY KEY CHECK (id = 1), offset, tail, lines);"
-            "INSERT OR IGNORE INTO place VALUES (1, 0, x'', 0)"
-        )
-    except sqlite3.DatabaseError:
-        db.close()
-        raise
-    return db
-
-
-def _row(found: sqlite3.Row) -> EpisodeRow:
-    return EpisodeRow(**{name: found[name] for name in COLUMNS})
-
-
-def _has(line: bytes, text: str) -> bool:
-    """Tell whether an episode says something, in whatever case. Most lines are told by their bytes."""
-    if text.isalnum() and text.isascii() and text.lower().encode() not in line.lower():
-        return False
-    with contextlib.suppress(ValueError, LookupError, TypeError, AttributeError):
-        return any(text.lower() in each.lower() for each in texts(line))
-    return text.lower() in line.decode("utf-8", "replace").lower()
+                    self._db.execute("DELETE FROM episodes")
+                self._db.executemany(
+                    f"INSERT INTO episodes VALUES ({', '.join('?' * (len(COLUMNS) + 3))})", values
+                )
+            self._place, self._count = part.place, count
+            read += start - part.start
+            if not part.more or read >= BUILT:
+                return read, part

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from array import array
 from collections.abc import Callable, Sequence
@@ -15,7 +16,7 @@ import yaml
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.config.loading import ConfigLoader
 from TrainingFactory.config.names import expand
-from TrainingFactory.services.evaluation.records import EvaluationRecord, read_records
+from TrainingFactory.services.evaluation.records import read_records
 from TrainingFactory.services.registry.lineage import chain, origin, parent_of, tools_of
 from TrainingFactory.services.registry.lineage import told as node_in_words
 from TrainingFactory.services.runs.folder import (
@@ -35,25 +36,13 @@ from TrainingFactory.services.views.files import Place, read_json, read_on
 SPARK = 60  # points of a small curve
 PART = 8 << 20  # bytes of metrics in an answer
 LOG, LOG_PART = "run.log", 256 << 10  # what a run's process has printed, where something kept it
-SUMMED = (
-    "step",
-    "time",
-    "reward",
-    "loss",
-    "tokens_per_second",
-    "eval/success",
-    "eval/success_low",
-    "eval/success_high",
-)
-SUMMED_IN = re.compile(rb'"(%s)": (-?\d[\d.eE+-]*)' % "|".join(SUMMED).encode())
-COMMANDS = {
-    "show": "runs show {}", "resume": "runs resume {}", "stop": "runs stop {}", "report": "runs report {}",
-    "eval": "eval {}", "serve": "serve {}", "episodes": "runs episodes {}",
-}  # fmt: skip
+SUMMED = re.compile(rb'"(step|reward|loss|tokens_per_second|eval/success(?:_low|_high)?)": (-?\d[\d.eE+-]*)')
+BEGAN = "the model it began with"
+COMMANDS = ("runs show", "runs resume", "runs report", "eval", "serve", "runs episodes")
 
 
-class _QuickLoader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
-    """Reads a config as `ConfigLoader` does, twenty times as fast; not for files with aliases, which it does not limit."""
+class _QuickLoader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # pyright: ignore[reportGeneralTypeIssues]
+    """Reads a config as `ConfigLoader` does, many times as fast; it has no limit for aliases."""
 
 
 _QuickLoader.yaml_implicit_resolvers = ConfigLoader.yaml_implicit_resolvers
@@ -63,12 +52,11 @@ _QuickLoader.yaml_implicit_resolvers = ConfigLoader.yaml_implicit_resolvers
 class _Known:
     """What was read of a run, and what its files were then."""
 
-    seen: tuple[Any, ...] = ()
-    row: shapes.RunRow = field(default_factory=lambda: shapes.RunRow(name="", state="unreadable"))
+    seen: list[tuple[int, int]] = field(default_factory=list)
+    row: shapes.RunRow | None = None
     place: Place = field(default_factory=Place)
     curves: dict[str, array[float]] = field(default_factory=dict)
     last: dict[str, float] = field(default_factory=dict)
-    evaluated: int = 0
 
 
 class Runs:
@@ -80,31 +68,26 @@ class Runs:
 
     def rows(self) -> list[shapes.RunRow]:
         """Return a row for each run, the oldest first. One that cannot be read says why."""
-        files = [file for name in (CONFIG, ABOUT) for file in self.folder.glob(f"[!.]*/{name}")]
-        made = {file.parent: _stat(file)[0] for file in reversed(files)}
-        self._known = {
-            path: self._known.get(path, _Known()) for path in sorted(made, key=lambda p: (made[p], p))
-        }
-        return [self._row(path, known) for path, known in self._known.items()]
+        files = [file for name in (ABOUT, CONFIG) for file in self.folder.glob(f"[!.]*/{name}")]
+        made = {file.parent: (_stat(file)[0], file) for file in files}
+        self._known = {path: self._known.get(path, _Known()) for path in sorted(made, key=made.__getitem__)}
+        return [self.row(RunFolder(path)) for path in self._known]
 
     def find(self, name: str) -> RunFolder:
-        """Return the run of that name in this folder; raise ValueError where there is none. A name is never a path."""
+        """Return the run of that name in this folder, which is looked up; raise ValueError where there is none."""
         if name in {path.name for path in self.folder.glob("[!.]*/") if is_run(path)}:
             return RunFolder(self.folder / name)
         raise ValueError(f"there is no run {name!r} in {self.folder}")
 
     def row(self, run: RunFolder) -> shapes.RunRow:
-        return self._row(run.path, self._known.setdefault(run.path, _Known()))
-
-    def _row(self, path: Path, known: _Known) -> shapes.RunRow:
-        seen = tuple(_stat(path / name) for name in (CONFIG, ABOUT, STATUS, METRICS, FINDINGS))
-        run = RunFolder(path)
-        if seen == known.seen and (known.row.state != "running" or run.state == "running"):
-            return known.row
-        if seen[3:4] != known.seen[3:4]:
-            _sum_up(path / METRICS, known)
-        known.seen, known.row = seen, _new_row(run, known, max(seen[2][0], seen[3][0]) / 1e9)
-        return known.row
+        known = self._known.setdefault(run.path, _Known())
+        seen = [_stat(run.path / name) for name in (METRICS, STATUS, CONFIG, ABOUT, FINDINGS)]
+        row = known.row
+        if row is None or seen != known.seen or (row.state == "running" != run.state):
+            if seen[:1] != known.seen[:1]:
+                _sum_up(run.path / METRICS, known)
+            known.seen, known.row = seen, (row := _new_row(run, known, max(seen)[0] / 1e9))
+        return row
 
 
 def _stat(path: Path) -> tuple[int, int]:
@@ -123,14 +106,11 @@ def _sum_up(path: Path, known: _Known) -> None:
         if part.again:
             known.curves, known.last = {}, {}
         known.place = part.place
-        for line in part.data.splitlines():
-            found = {name.decode(): float(value) for name, value in SUMMED_IN.findall(line)}
-            known.last |= found
-            for name in ("reward", "loss"):
-                if name in found:
-                    known.curves.setdefault(name, array("d")).append(found[name])
-            if "eval/success" in found:
-                known.evaluated = int(found.get("step", 0))
+        for line in part.lines:
+            found = {name.decode(): float(value) for name, value in SUMMED.findall(line)}
+            known.last |= found | ({"eval/step": found.get("step", 0)} if "eval/success" in found else {})
+            for name in found.keys() & {"reward", "loss"}:
+                known.curves.setdefault(name, array("d")).append(found[name])
 
 
 def _new_row(run: RunFolder, known: _Known, updated: float) -> shapes.RunRow:
@@ -139,20 +119,20 @@ def _new_row(run: RunFolder, known: _Known, updated: float) -> shapes.RunRow:
         name=run.name, state="unreadable", updated=updated, reward=last.get("reward"), loss=last.get("loss"),
         spark=_thinned(known.curves.get(of, ())), spark_of=of, tokens_per_second=last.get("tokens_per_second"),
     )  # fmt: skip
-    if (value := last.get("eval/success")) is not None:
+    if "eval/success" in last:
         low, high = last.get("eval/success_low"), last.get("eval/success_high")
-        row.heldout = shapes.Heldout(value=value, low=low, high=high, step=known.evaluated)
+        row.heldout = shapes.Heldout(
+            value=last["eval/success"], low=low, high=high, step=int(last["eval/step"])
+        )
     file = CONFIG
     try:
         if not is_run(run.path):
             raise ValueError(f"it is half written: it needs {CONFIG} and {ABOUT}")
         config = quick_config(run)
         row.algorithm, row.model = config.training.algorithm, config.model.name
-        row.environment = config.environment.environment_id or config.data.dataset
-        file = STATUS
+        row.environment, file = config.environment.environment_id or config.data.dataset, STATUS
         status, state = run.status, run.state
-        row.step, row.steps, row.seconds = status.step, status.steps, status.seconds
-        file = FINDINGS
+        row.step, row.steps, row.seconds, file = status.step, status.steps, status.seconds, FINDINGS
         row.findings = sum(each.last_step is None for each in findings(run))
         row.state, file = state, ABOUT
         row.started = str(run.about["started"]).replace(" ", "T")
@@ -163,7 +143,7 @@ def _new_row(run: RunFolder, known: _Known, updated: float) -> shapes.RunRow:
 
 
 def _thinned(values: Sequence[float]) -> list[float]:
-    """Return the means of so many parts of equal length."""
+    """Return the means of parts of equal length."""
     count = min(SPARK, len(values))
     return [fmean(values[n * len(values) // count : (n + 1) * len(values) // count]) for n in range(count)]
 
@@ -171,11 +151,9 @@ def _thinned(values: Sequence[float]) -> list[float]:
 def quick_config(run: RunFolder) -> TrainingConfig:
     """Return the config of a run, without the lines that its keys stand in; raise ConfigError as `run.config` does."""
     text = (run.path / CONFIG).read_text(encoding="utf-8", errors="replace")
-    if not re.search(r"(^|\s)[&*]\S", text):
-        try:
+    if not re.search(r"(^|\s)[&*]\S", text):  # no alias
+        with contextlib.suppress(Exception):  # then the other one says where
             return TrainingConfig(**expand(yaml.load(text, _QuickLoader)))  # a SafeLoader
-        except Exception:  # the loader that says where
-            pass
     return run.config
 
 
@@ -184,13 +162,11 @@ def findings(run: RunFolder) -> list[shapes.FindingRow]:
     found: list[shapes.FindingRow] = []
     since: dict[str, shapes.FindingRow] = {}  # those that are not gone yet
     for row in run.findings():
-        if row.get("gone"):
-            if (old := since.pop(row["name"], None)) is not None:
-                old.last_step = row["step"] - 1
-        else:
-            given = {key: row[key] for key in ("name", "sentence", "remedy", "severity")}
-            since[row["name"]] = shapes.FindingRow(**given, first_step=row["step"], last_step=None)
+        if not row.get("gone"):
+            since[row["name"]] = shapes.FindingRow(**row, first_step=row["step"])
             found.append(since[row["name"]])
+        elif (old := since.pop(row["name"], None)) is not None:
+            old.last_step = row["step"] - 1
     return found
 
 
@@ -205,87 +181,68 @@ def run_view(run: RunFolder, runs: Runs) -> shapes.RunView:
             notes.append(" ".join(str(error).split()))
             return otherwise
 
-    def noted(note: str) -> None:
-        notes.append(note.removeprefix("note: "))
-
-    about, best = tried(lambda: run.about, {}), tried(run.best, None)
-    records = read_records(run.path / EVALUATIONS, noted)
+    about, best, steps = tried(lambda: run.about, {}), tried(run.best, None), len("step-")
+    records = read_records(run.path / EVALUATIONS, lambda note: notes.append(note.removeprefix("note: ")))
+    parent, began = parent_of({"about": about}), {"name": runs.row(run).model, "what": BEGAN, "rows": []}
     files = sorted(path for path in run.path.iterdir() if path.is_file() and not path.name.startswith("."))
-    found = shapes.RunView(
-        row=runs.row(run),
-        about={key: value for key, value in about.items() if key != "model"},
-        reason=tried(lambda: run.status.reason, None),
-        checkpoints=[_checkpoint(path, best) for path in run.checkpoints()],
-        findings=tried(lambda: findings(run), []),
-        evaluations=[evaluation_row(record) for record in records],
-        lineage=tried(lambda: _ancestors(run, about), []),
-        commands={name: f"tfactory {text.format(run.shown)}" for name, text in COMMANDS.items()},
-        files=[shapes.FileRow(name=path.name, bytes=path.stat().st_size) for path in files],
-        tools=tried(lambda: tools_of(run)["names"], []),
-        notes=notes,
-    )
-    return found
+    return shapes.RunView(
+        row=runs.row(run), about={key: value for key, value in about.items() if key != "model"},
+        reason=tried(lambda: run.status.reason, None), findings=tried(lambda: findings(run), []),
+        checkpoints=[{"name": c.name, "step": int(c.name[steps:]), "best": c == best} for c in run.checkpoints()],
+        evaluations=[evaluation_row(record.model_dump(exclude={"outcomes"})) for record in records],
+        lineage=tried(lambda: lineage_rows(parent) if parent else [began], []),
+        commands={command.split()[-1]: f"tfactory {command} {run.shown}" for command in COMMANDS},
+        files=[{"name": path.name, "bytes": path.stat().st_size} for path in files],
+        tools=tried(lambda: tools_of(run)["names"], []), notes=notes,
+    )  # fmt: skip
 
 
-def _checkpoint(path: Path, best: Path | None) -> shapes.CheckpointRow:
-    return shapes.CheckpointRow(name=path.name, step=int(path.name.removeprefix("step-")), best=path == best)
-
-
-def _ancestors(run: RunFolder, about: dict[str, Any]) -> list[shapes.LineageRow]:
-    parent, model = parent_of({"about": about}), quick_config(run).model.name
-    return [
-        *(lineage_rows(parent) if parent else [shapes.LineageRow(name=model, what="the model it began with")])
-    ]
-
-
-def lineage_rows(node: dict[str, Any]) -> list[shapes.LineageRow]:
+def lineage_rows(node: shapes.Json) -> list[shapes.Json]:
     """Return the way from the base model to a node."""
-    found = [shapes.LineageRow(name=origin(node), what="the model it began with")]
-    for each in chain(node):
-        what, rows = node_in_words(each)
-        if "config" in each:
-            found.append(shapes.LineageRow(name=each["run"], what=what, rows=rows))
-    return found
+    made = [(each.get("run"), *node_in_words(each)) for each in chain(node)]
+    found = [{"name": run, "what": what, "rows": rows} for run, what, rows in made if run]
+    return [{"name": origin(node), "what": BEGAN, "rows": []}, *found]
 
 
-def evaluation_row(record: EvaluationRecord) -> shapes.EvaluationRow:
-    low, high = (record.metrics.get(f"success_{end}") for end in ("low", "high"))
-    suite = "/".join(each for each in (record.suite, record.entry) if each) or None
+def evaluation_row(record: shapes.Json) -> shapes.EvaluationRow:
+    """Return what a record of an evaluation says, be it of a version that this one does not know."""
+    success, low, high = (record.get("metrics", {}).get(f"success{end}") for end in ("", "_low", "_high"))
+    asked, suite = record.get("conditions", {}), [record.get("suite"), record.get("entry")]
     return shapes.EvaluationRow(
-        id=record.id, step=record.model.step, success=record.metrics.get("success"), low=low, high=high, by=record.by,
-        suite=suite, environment=record.conditions.environment, tasks=len(record.outcomes), time=record.time,
+        id=record.get("id", ""), step=record.get("model", {}).get("step"), success=success, low=low, high=high,
+        by=record.get("by", ""), suite="/".join(filter(None, suite)) or None, environment=asked.get("environment"),
+        tasks=asked.get("count", 0), time=record.get("time", ""),
     )  # fmt: skip
 
 
 def config_view(run: RunFolder) -> shapes.ConfigView:
-    text, problem = (run.path / CONFIG).read_text(encoding="utf-8", errors="replace"), None
+    """Return the options of a run, and which are not as they are by default."""
+    text = (run.path / CONFIG).read_text(encoding="utf-8", errors="replace")
     try:
-        options = _flat(quick_config(run).model_dump())
+        options, usual = (_flat(each.model_dump()) for each in (quick_config(run), TrainingConfig()))
     except ValueError as error:
-        problem = str(error)
-        options = {}
-    usual = _flat(TrainingConfig().model_dump())
+        return shapes.ConfigView(yaml=text, options={}, changed=[], problem=str(error))
     changed = [key for key, value in options.items() if key not in usual or usual[key] != value]
-    return shapes.ConfigView(yaml=text, options=options, changed=changed, problem=problem)
+    return shapes.ConfigView(yaml=text, options=options, changed=changed)
 
 
 def diff(runs: Sequence[RunFolder]) -> shapes.Diff:
     """Return the options in which runs differ, and their last metrics."""
-    options = [_flat(quick_config(run).model_dump()) for run in runs]
+    options = _beside([_flat(quick_config(run).model_dump()) for run in runs])
     last = [
         {k: v for row in run.metrics() for k, v in row.items() if k not in ("step", "time")} for run in runs
     ]
-    rows = [row for row in _beside(options) if any(value != row.values[0] for value in row.values)]
+    rows = [row for row in options if any(value != row["values"][0] for value in row["values"])]
     return shapes.Diff(runs=[run.name for run in runs], rows=rows, metrics=_beside(last))
 
 
-def _beside(columns: Sequence[dict[str, Any]]) -> list[shapes.DiffRow]:
+def _beside(columns: Sequence[shapes.Json]) -> list[shapes.Json]:
     keys = dict.fromkeys(key for column in columns for key in column)
-    return [shapes.DiffRow(key=key, values=[column.get(key) for column in columns]) for key in keys]
+    return [{"key": key, "values": [column.get(key) for column in columns]} for key in keys]
 
 
-def _flat(data: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
+def _flat(data: shapes.Json, prefix: str = "") -> shapes.Json:
+    flat: shapes.Json = {}
     for key, value in data.items():
         flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
     return flat
@@ -294,22 +251,19 @@ def _flat(data: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 def metrics_part(run: RunFolder, after: int = 0) -> shapes.MetricsPart:
     """Return the metrics of the steps after a byte, as columns."""
     part = read_on(run.path / METRICS, _after(after), PART)
-    found = shapes.MetricsPart(
-        offset=part.place.offset, again=part.again, more=part.more, steps=[], times=[], series={}
-    )
-    for line in part.data.splitlines():
+    found = shapes.MetricsPart(offset=part.place.offset, again=part.again, more=part.more)
+    for line in part.lines:
         try:
-            row = read_json(line)
-            step, count = int(row.pop("step")), len(found.steps)
+            row: shapes.Json = read_json(line)
+            found.steps.append(int(row.pop("step")))
         except (ValueError, LookupError, TypeError, AttributeError):
             found.unread += 1
             continue
-        found.steps.append(step)
         found.times.append(row.pop("time", None))
         for name, value in row.items():
             if isinstance(value, int | float):
                 column = found.series.setdefault(OLD_METRICS.get(name, name), [])
-                column += [None] * (count - len(column)) + [float(value)]
+                column += [None] * (len(found.steps) - 1 - len(column)) + [float(value)]
     for column in found.series.values():
         column += [None] * (len(found.steps) - len(column))
     return found
@@ -318,12 +272,10 @@ def metrics_part(run: RunFolder, after: int = 0) -> shapes.MetricsPart:
 def log_part(run: RunFolder, after: int = 0) -> shapes.LogPart:
     """Return what a run's process has printed after a byte; a negative one counts from the end."""
     path = run.path / LOG
-    if after < 0:
-        after = max(0, _stat(path)[1] + after)
-        skip = len(read_on(path, Place(after), 1).data) if after else 0  # half a line
-        after += skip
+    if after < 0 and (after := max(0, _stat(path)[1] + after)):
+        after = read_on(path, Place(after), 1).place.offset  # not half a line
     part = read_on(path, _after(after), LOG_PART)
-    text = part.data.decode("utf-8", "replace")
+    text = "".join(f"{line.decode('utf-8', 'replace')}\n" for line in part.lines)
     return shapes.LogPart(offset=part.place.offset, again=part.again, more=part.more, text=text)
 
 
