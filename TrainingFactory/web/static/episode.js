@@ -3,7 +3,7 @@ import { get, url } from "./api.js";
 import { h, put, visible } from "./dom.js";
 import { barOf } from "./figures.js";
 import { duration, number, plain, signed } from "./format.js";
-import { failed, iconButton, pairs, segments, waiting } from "./parts.js";
+import { failed, iconButton, pairs, segments } from "./parts.js";
 import { conversation, messages } from "./turns.js";
 import { legend } from "./tokens.js";
 
@@ -82,7 +82,7 @@ export class Detail {
     if (!needed) return void put(this.body, way === "difference" && (await this.difference(view)), one(view, null, "text", this.filterBy));
     const { step, task } = view.row;
     const key = step + "/" + task;
-    if (!this.groups.has(key)) put(this.body, waiting("Reading the group and the credit of its tokens…"));
+    if (!this.groups.has(key)) put(this.body, h("p", { class: "legend-note", role: "status", "aria-busy": "true" }, "Computing the credit of the group's tokens. The first time a process is started for it…"), one(view, null, "text", this.filterBy));
     try {
       if (!this.groups.has(key)) this.groups.set(key, await get(url(["runs", this.name, "groups"], { step, task }), this.signal));
       if (this.number !== wanted || this.way !== way) return;

@@ -2,10 +2,10 @@
 import { h, svg } from "./dom.js";
 import { pairs } from "./parts.js";
 
-const WIDTH = 190;
-const HEIGHT = 56;
+const WIDTH = 200;
+const HEIGHT = 70;
 const GAP = 44;
-const LONGEST = 25;
+const LONGEST = 29; // characters in a line
 
 /** Draws nodes [{name, what, rows?}] from left to right; a chain that is too wide is scrolled. */
 export function chain(nodes) {
@@ -30,8 +30,15 @@ function arrow(from, to) {
 function box({ name, what }, x, last) {
   return svg("g", { class: "node" + (last ? " last" : "") }, svg("title", {}, name + ": " + what),
     svg("rect", { x, y: 2, width: WIDTH, height: HEIGHT, rx: 7 }),
-    svg("text", { class: "name", x: x + 12, y: 25 }, short(name)),
-    svg("text", { class: "what", x: x + 12, y: 43 }, short(what)));
+    svg("text", { class: "name", x: x + 12, y: 24 }, short(name)),
+    lines(what).map((line, at) => svg("text", { class: "what", x: x + 12, y: 42 + at * 15 }, line)));
+}
+
+/** Breaks a text into two lines, at words. */
+function lines(text) {
+  if (text.length <= LONGEST) return [text];
+  const at = text.lastIndexOf(" ", LONGEST);
+  return at < 1 ? [short(text)] : [text.slice(0, at), short(text.slice(at + 1))];
 }
 
 function short(text) {

@@ -2,13 +2,12 @@
 import { get, post, url } from "./api.js";
 import * as compare from "./compare.js";
 import { h, put, visible } from "./dom.js";
-import { interval } from "./figures.js";
-import { counted, moment, number, percent, plain } from "./format.js";
+import { counted, moment, number, plain } from "./format.js";
 import { keys } from "./keys.js";
 import { chain } from "./lineage.js";
 import { act, button, command, confirm, empty, failed, link, pairs, panel, table, toast, waiting } from "./parts.js";
 import { promote } from "./promote.js";
-import { evaluations } from "./run_findings.js";
+import { evaluations, share } from "./run_findings.js";
 
 export async function show(place) {
   const { main, parts, signal } = place;
@@ -53,13 +52,13 @@ function keyboard(model, version, signal) {
 /** The versions of a model, the newest first, with what can be done with them. */
 function versions(model, chosen, job, again) {
   const back = Object.keys(model.aliases).map((alias) => button("Roll back " + alias, (event) => rollback(event.currentTarget, model, alias, again), { class: "small" }));
-  const heads = ["Version", "Run", "Success", { text: "", class: "num" }, { text: "", class: "num" }];
+  const heads = ["Version", "Run", "Success", { text: "", class: "num" }];
   const rows = [...model.versions].reverse().map((version) => {
     const last = latest(version);
     const name = link(`registry/${encodeURIComponent(model.name)}/${version.number}`, model.name + ":" + version.number);
     const named = version.aliases.map((alias) => h("span", { class: "tag accent" }, alias));
     const go = button("Promote", () => promote(model, version, job, again), { class: "small" });
-    return [[name, " ", named], version.run && link("run/" + encodeURIComponent(version.run), version.run), last && interval({ value: last.success, low: last.low, high: last.high }), last && percent(last.success), go];
+    return [[name, " ", named], version.run && link("run/" + encodeURIComponent(version.run), version.run), last && share(last.success, last.low, last.high), go];
   });
   const list = table("Versions of " + model.name, heads, rows);
   [...list.querySelectorAll("tbody tr")].forEach((row, at) => row.classList.toggle("at", model.versions.at(-1 - at) === chosen));

@@ -27,9 +27,14 @@ function one({ name, sentence, remedy, severity, first_step: first, last_step: l
     h("div", {}, h("p", { class: "sentence" }, sentence), remedy && h("p", { class: "remedy" }, remedy), h("small", {}, [severity, name.replaceAll("_", " "), when].filter(Boolean).join(" · "))));
 }
 
+/** A success with its interval, as a figure and in words. */
+export function share(value, low, high) {
+  return value === null ? "–" : h("span", { class: "curve" }, interval({ value, low, high }), h("span", { class: "num" }, percent(value)));
+}
+
 export function evaluations(rows) {
   if (!rows.length) return empty("None yet", "training.eval_every evaluates on held-out tasks as the run goes.");
-  const heads = [{ text: "Step", class: "num" }, "Success", { text: "", class: "num" }, "By", "When"];
+  const heads = [{ text: "Step", class: "num" }, "Success", "By", "When"];
   return table("Evaluations", heads, [...rows].reverse().map(({ step, success, low, high, by, suite, time }) =>
-    [step ?? "–", interval({ value: success, low, high }), percent(success), [by, suite].filter(Boolean).join(", "), moment(time)]));
+    [step ?? "–", share(success, low, high), [by, suite].filter(Boolean).join(", "), moment(time)]));
 }

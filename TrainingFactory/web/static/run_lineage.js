@@ -10,7 +10,7 @@ export async function show({ content, view }) {
   const made = checkpoints.length ? table("Checkpoints", ["Name", { text: "Step", class: "num" }, ""], steps) : empty("No checkpoint yet", "logging.checkpoint_every says when one is saved.");
   const sizes = table("Files", ["File", { text: "Size", class: "num" }], files.map((file) => [h("code", {}, file.name), bytes(file.bytes)]));
   const facts = [["Started", moment(row.started)], ["Tools", tools.join(", ") || "none"], ...versions(about)];
-  put(content, panel("Lineage", lineage.length ? chain(lineage) : empty("Nothing is known", "The run began with a model that no run has made.")),
+  put(content, panel("Lineage", chain([...lineage, { name: row.name, what: "this run" }])),
     h("div", { class: "columns" }, panel("Checkpoints", made), panel("Files", sizes), panel("Where it ran", pairs(facts))));
 }
 

@@ -14,7 +14,7 @@ function token(piece, way, { measure, largest }) {
   const chance = mean(piece.logprobs);
   const [kind, strength] = way === "advantage" ? [value < 0 ? "minus" : "plus", largest ? Math.abs(value ?? 0) / largest : 0] : ["rare", Math.min(1, -(chance ?? 0) / SURPRISING)];
   const told = [`token ${piece.ids.join(", ")}`, `log-prob ${piece.logprobs.map((each) => number(each)).join(", ")}`, piece.trained ? `${measure} ${signed(value)}` : "not trained"];
-  return h("span", { class: "token " + kind + (piece.trained ? " trained" : " untrained"), title: told.join("\n"), style: { "--a": (strength * 0.6).toFixed(3) } }, shown(piece.text));
+  return h("span", { class: "token " + kind + (piece.trained ? " trained" : " untrained"), title: told.join("\n"), style: { "--a": (strength * 0.45).toFixed(3) } }, shown(piece.text));
 }
 
 function mean(values) {
