@@ -89,7 +89,7 @@ export class Detail {
       const group = this.groups.get(key);
       const credit = group.members.find((member) => member.row.number === view.row.number)?.credit ?? null;
       const note = way === "difference" ? await this.difference(view) : way !== "text" && legend(way, (credit ?? group.members.find((member) => member.credit)?.credit) ?? null);
-      const notes = (group.notes ?? []).map((text) => h("p", { class: "soft note" }, text));
+      const notes = (group.notes ?? []).filter((text) => text !== credit?.note).map((text) => h("p", { class: "soft note" }, text));
       put(this.body, note, notes, this.group ? members(group, way) : one(view, credit, way, this.filterBy));
     } catch (error) {
       if (error.name === "AbortError" || this.number !== wanted) return;

@@ -81,16 +81,16 @@ export async function confirm(title, content, yes, kind = "main") {
 
 /** A row of buttons of which one is pressed. */
 export function segments(label, options, chosen, changed) {
-  const group = h("div", { class: "segments", role: "radiogroup", "aria-label": label });
+  const group = h("div", { class: "segments", role: "group", "aria-label": label });
   const choose = (value) => {
-    for (const each of group.children) each.setAttribute("aria-checked", String(each.dataset.value === value));
+    for (const each of group.children) each.setAttribute("aria-pressed", String(each.dataset.value === value));
   };
   for (const [value, text] of options) {
     const pressed = () => {
       choose(value);
       changed(value);
     };
-    group.append(h("button", { type: "button", role: "radio", "data-value": value, onclick: pressed }, text));
+    group.append(h("button", { type: "button", "data-value": value, onclick: pressed }, text));
   }
   choose(chosen);
   return group;

@@ -27,34 +27,37 @@ export async function show(place) {
   const { main, parts, signal } = place;
   const [name, tab = ""] = parts;
   const shown = TABS.find(([path]) => path === tab) ?? TABS[0];
-  const head = h("div", {});
+  const head = new Head(SUMMED.includes(shown[0]));
   const content = h("div", { class: "view" }, waiting());
   const nav = h("nav", { class: "tabs", "aria-label": "Views of the run" });
-  put(main, head, nav, content);
-  const state = { view: await get(url(["runs", name]), signal) };
+  put(main, waiting());
+  const view = await get(url(["runs", name]), signal);
+  const heard = []; // what the view of the run wants to draw when there is news
   const draw = () => {
-    drawHead(head, state.view, SUMMED.includes(shown[0]));
-    drawTabs(nav, name, shown[0], state.view);
+    head.update(view);
+    drawTabs(nav, name, shown[0], view);
+    for (const call of heard) call();
   };
+  put(main, head.element, nav, content);
   draw();
   live.on("runs", signal, (changed) => {
     const row = live.runs.get(name);
     if (!row || (changed && !changed.has(name))) return;
-    const ended = state.view.row.state !== row.state;
-    state.view.row = row;
+    const ended = view.row.state !== row.state;
+    view.row = row;
     draw();
-    if (ended) reread(name, state, signal, draw);
+    if (ended) reread(name, view, signal, draw);
   });
-  live.on("findings", signal, () => reread(name, state, signal, draw));
+  live.on("findings", signal, () => reread(name, view, signal, draw));
   const at = TABS.indexOf(shown);
   const go = (by) => (location.hash = "#/" + pathOf(name, TABS[(at + by + TABS.length) % TABS.length][0]));
   keys(signal, [["[", "View before", () => go(-1)], ["]", "Next view", () => go(1)]]);
-  await shown[2].show({ ...place, content, name, view: state.view, tail: parts.slice(2) });
+  await shown[2].show({ ...place, content, name, view, changed: (call) => heard.push(call) });
 }
 
-async function reread(name, state, signal, draw) {
+async function reread(name, view, signal, draw) {
   try {
-    Object.assign(state.view, await get(url(["runs", name]), signal));
+    Object.assign(view, await get(url(["runs", name]), signal));
     draw();
   } catch (error) {
     if (error.name !== "AbortError") toast(error.message, "error");
@@ -72,12 +75,32 @@ function drawTabs(nav, name, current, view) {
       path === "findings" && open > 0 && h("span", { class: "tag warn" }, open))));
 }
 
-function drawHead(head, view, summed) {
-  const { row, reason } = view;
-  const what = [row.algorithm, row.model, row.environment].filter(Boolean).join(" · ");
-  const why = row.problem ?? reason;
-  put(head, h("header", { class: "head" }, h("h1", {}, row.name), stateBadge(row.state), h("span", { class: "soft" }, what), h("div", { class: "actions" }, actions(view))),
-    why && h("p", { class: "why", role: "alert" }, why), summed && numbers(row));
+/** The top of the page. Its buttons are made anew only with another state, so that no click is lost to news. */
+class Head {
+  constructor(summed) {
+    this.summed = summed;
+    this.title = h("h1", {});
+    this.state = h("span", {});
+    this.what = h("span", { class: "soft" });
+    this.actions = h("div", { class: "actions" });
+    this.why = h("p", { class: "why", role: "alert" });
+    this.numbers = h("div", {});
+    this.element = h("div", {}, h("header", { class: "head" }, this.title, this.state, this.what, this.actions), this.why, this.numbers);
+  }
+
+  update(view) {
+    const { row, reason } = view;
+    const why = row.problem ?? reason;
+    this.why.hidden = !why;
+    if (this.why.textContent !== (why ?? "")) put(this.why, why);
+    if (this.summed) put(this.numbers, numbers(row));
+    if (this.shown === row.state) return;
+    this.shown = row.state;
+    put(this.title, row.name);
+    put(this.state, stateBadge(row.state));
+    put(this.what, [row.algorithm, row.model, row.environment].filter(Boolean).join(" · "));
+    put(this.actions, actions(view));
+  }
 }
 
 /** The numbers that tell how it goes, at a glance. */

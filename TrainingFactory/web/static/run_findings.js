@@ -3,13 +3,12 @@ import { h, put } from "./dom.js";
 import { interval } from "./figures.js";
 import { moment, percent } from "./format.js";
 import { icon } from "./icons.js";
-import * as live from "./live.js";
 import { empty, panel, table } from "./parts.js";
 
-export async function show({ content, view, signal }) {
+export async function show({ content, view, changed }) {
   const draw = () => put(content, h("div", { class: "columns" }, panel("What the doctor found", list(view.findings)), panel("Evaluations", evaluations(view.evaluations))));
   draw();
-  live.on("findings", signal, () => setTimeout(draw, 300)); // after the run's page has read them
+  changed(draw);
 }
 
 /** Findings with their remedies, open ones first. */

@@ -37,6 +37,11 @@ export async function show(place) {
   signal.addEventListener("abort", () => clearInterval(clock));
 }
 
+/** Shows for a moment that a row has news. */
+function flash(row) {
+  row.animate([{ background: "var(--accent-soft)" }, {}], { duration: 1200 });
+}
+
 class RunsPage {
   constructor({ main, signal, setQuery }) {
     Object.assign(this, { main, signal, setQuery, rows: new Map(), at: null });
@@ -92,10 +97,13 @@ class RunsPage {
     if (!live.loaded) return void put(this.none, waiting());
     for (const name of [...this.rows.keys()]) if (!live.runs.has(name)) this.rows.delete(name);
     for (const row of live.runs.values()) {
-      if (!this.rows.has(row.name) || changed === null || changed.has(row.name)) this.rows.set(row.name, this.rowOf(row, changed !== null));
+      const known = this.rows.get(row.name);
+      if (!known) this.rows.set(row.name, this.rowOf(row));
+      if (!known || changed === null || changed.has(row.name)) this.fill(this.rows.get(row.name), row);
+      if (known && changed?.has(row.name)) flash(known);
     }
     const shown = this.shown();
-    this.body.replaceChildren(...shown.map((row) => this.rows.get(row.name)));
+    this.order(shown.map((row) => this.rows.get(row.name)));
     for (const head of this.heads) {
       if (head.column === this.sort) head.setAttribute("aria-sort", this.down ? "descending" : "ascending");
       else head.removeAttribute("aria-sort");
@@ -105,6 +113,15 @@ class RunsPage {
     this.tellSummary(shown.length);
     this.tellSelection();
     return undefined;
+  }
+
+  /** Puts the rows in order; only where it is another one, since a row that is moved loses the focus. */
+  order(rows) {
+    const { children } = this.body;
+    if (rows.length === children.length && rows.every((row, at) => row === children[at])) return;
+    const focused = document.activeElement;
+    this.body.replaceChildren(...rows);
+    if (focused !== document.activeElement && this.body.contains(focused)) focused.focus({ preventScroll: true });
   }
 
   nothing() {
@@ -129,22 +146,37 @@ class RunsPage {
     return [...live.runs.values()].filter(fits).sort(order);
   }
 
-  rowOf(row, fresh) {
+  /** Makes a row; what changes of it is filled in later, so that focus and clicks outlive the news. */
+  rowOf(row) {
     const pick = h("input", { type: "checkbox", "aria-label": "Select " + row.name, onchange: () => this.toggle(row.name) });
-    pick.checked = this.selected.has(row.name);
-    const tags = Object.entries(row.tags).map(([key, value]) => h("span", { class: "tag" }, key + "=" + value));
-    const found = row.findings > 0 && h("span", { class: "tag warn", title: counted(row.findings, "open finding") }, counted(row.findings, "finding"));
-    const name = h("td", { class: "name" }, link("run/" + encodeURIComponent(row.name), row.name), tags, found, row.problem && h("small", { class: "problem", title: row.problem }, row.problem));
-    const curve = h("span", { class: "curve" }, spark(row.spark, row.spark_of), h("span", { class: "num" }, number(row.spark_of === "loss" ? row.spark.at(-1) : row.reward, 3)), row.spark_of === "loss" && h("small", {}, "loss"));
-    const held = row.heldout && h("span", { class: "curve", title: "at step " + row.heldout.step }, interval(row.heldout), h("span", { class: "num" }, percent(row.heldout.value)));
-    const made = h("tr", { class: row.state + (this.at === row.name ? " at" : "") }, h("td", { class: "pick" }, pick), name, h("td", {}, stateBadge(row.state)),
-      h("td", { class: "c-algorithm" }, row.algorithm), h("td", { class: "c-model", title: row.model }, row.model), h("td", { class: "c-environment" }, row.environment),
-      h("td", {}, row.state !== "unreadable" && progress(row.step, row.steps)), h("td", {}, curve), h("td", { class: "c-heldout" }, held),
-      h("td", { class: "num c-speed" }, row.tokens_per_second && number(Math.round(row.tokens_per_second))), h("td", { class: "num c-time" }, duration(row.seconds)),
-      h("td", { class: "num c-updated", "data-updated": row.updated, title: moment(row.updated) }, ago(row.updated)));
-    if (fresh) made.classList.add("fresh");
+    const name = h("td", { class: "name" }, link("run/" + encodeURIComponent(row.name), row.name), h("span", {}));
+    const rest = COLUMNS.slice(1).map((column) => h("td", { class: column.class }));
+    const made = h("tr", {}, h("td", { class: "pick" }, pick), name, rest);
     made.addEventListener("click", (event) => event.target.closest("a, input, button") || (location.hash = "#/run/" + encodeURIComponent(row.name)));
     return made;
+  }
+
+  fill(made, row) {
+    const [pick, name, state, algorithm, model, environment, steps, curve, held, speed, seconds, updated] = made.children;
+    made.className = row.state + (this.at === row.name ? " at" : "");
+    pick.firstChild.checked = this.selected.has(row.name);
+    const tags = Object.entries(row.tags).map(([key, value]) => h("span", { class: "tag" }, key + "=" + value));
+    const found = row.findings > 0 && h("span", { class: "tag warn" }, counted(row.findings, "finding"));
+    put(name.lastChild, tags, found, row.problem && h("small", { class: "problem", title: row.problem }, row.problem));
+    put(state, stateBadge(row.state));
+    put(algorithm, row.algorithm);
+    put(model, row.model);
+    model.title = row.model;
+    put(environment, row.environment);
+    put(steps, row.state !== "unreadable" && progress(row.step, row.steps));
+    const loss = row.spark_of === "loss";
+    put(curve, h("span", { class: "curve" }, spark(row.spark, row.spark_of), h("span", { class: "num" }, number(loss ? row.loss : row.reward, 3)), loss && h("small", {}, "loss")));
+    put(held, row.heldout && h("span", { class: "curve", title: "at step " + row.heldout.step }, interval(row.heldout), h("span", { class: "num" }, percent(row.heldout.value))));
+    put(speed, row.tokens_per_second && number(Math.round(row.tokens_per_second)));
+    put(seconds, row.seconds > 0 && duration(row.seconds));
+    put(updated, ago(row.updated));
+    updated.dataset.updated = row.updated;
+    updated.title = moment(row.updated);
   }
 
   times() {

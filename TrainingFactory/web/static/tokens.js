@@ -14,7 +14,7 @@ function token(piece, way, { measure, largest }) {
   const chance = mean(piece.logprobs);
   const [kind, strength] = way === "advantage" ? [value < 0 ? "minus" : "plus", largest ? Math.abs(value ?? 0) / largest : 0] : ["rare", Math.min(1, -(chance ?? 0) / SURPRISING)];
   const told = [`token ${piece.ids.join(", ")}`, `log-prob ${piece.logprobs.map((each) => number(each)).join(", ")}`, piece.trained ? `${measure} ${signed(value)}` : "not trained"];
-  return h("span", { class: "token " + kind + (piece.trained ? " trained" : " untrained"), title: told.join("\n"), style: { "--a": (strength * 0.45).toFixed(3) } }, shown(piece.text));
+  return h("span", { class: "token " + kind + (piece.trained ? " trained" : " untrained"), title: told.join("\n"), style: { "--a": (strength && 0.1 + strength * 0.38).toFixed(3) } }, shown(piece.text));
 }
 
 function mean(values) {
@@ -32,7 +32,7 @@ export function legend(way, credit) {
   const mask = [h("span", { class: "token trained" }, "trained"), h("span", { class: "token untrained" }, "sampled, not trained"), h("span", { class: "soft" }, "prompts and results of tools are never trained")];
   const largest = credit.largest;
   const scale = way === "advantage"
-    ? [number(-largest, 3), h("i", { class: "scale diverging", "aria-hidden": "true" }), signed(largest), h("span", { class: "soft" }, credit.measure)]
+    ? [signed(-largest), h("i", { class: "scale diverging", "aria-hidden": "true" }), signed(largest), h("span", { class: "soft" }, credit.measure)]
     : ["likely", h("i", { class: "scale rare", "aria-hidden": "true" }), "log-prob of −" + SURPRISING + " or less", h("span", { class: "soft" }, "as the sampler had it")];
   return h("div", { class: "token-legend", role: "note", "aria-label": "What the colours mean" }, h("span", {}, scale), h("span", {}, mask), way === "advantage" && credit.note && h("span", { class: "soft" }, credit.note));
 }

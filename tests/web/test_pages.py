@@ -1,0 +1,256 @@
+"""The pages in a real Chromium: each shows what is on disk, text of episodes stays text, and its buttons do what they
+say. One browser and one server for all of them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.kits.browser import PROGRAM, Browser, Tab
+from tests.kits.page import Served, serving
+from tests.kits.registry import made_run
+from TrainingFactory.services.registry.catalogue import Catalogue, registry_path
+from TrainingFactory.services.runs.folder import FINDINGS, METRICS, TRAJECTORIES, RunFolder, Status
+from TrainingFactory.web.site import STATIC
+
+pytestmark = pytest.mark.skipif(not PROGRAM.exists(), reason="there is no Chromium: make servers installs one")
+
+ROOT = Path(__file__).parents[2]
+HOSTILE = (
+    "<script>window.broken = 1</script><img src=x onerror='window.broken = 2'>"
+    '"><svg onload=window.broken=3> \x1b[2J\x00\u202e{{constructor.constructor("window.broken=4")()}}'
+)
+GROUPS = 45  # of 8 episodes: more than a page of the list
+SUITE = """
+entries:
+  - {environment: search, count: 2, max_turns: 1, sampling: {max_tokens: 2}}
+gate:
+  guards:
+    - {metric: tokens, at_most: 100}
+"""
+TINY = """
+environment: search
+training: {max_steps: 500, batch_size: 1, group_size: 2}
+sampling: {max_tokens: 4}
+"""
+
+
+def episode(step: int, task: str, member: int, reward: float, said: str = "Tunis") -> dict[str, Any]:
+    call = {
+        "id": "call_0_0",
+        "type": "function",
+        "function": {"name": "search", "arguments": json.dumps({"query": said})},
+    }
+    result = {"content": said, "ok": member != 1, "error": None if member != 1 else "timeout", "cached": member == 2}
+    sampled = {"token_ids": [1, 2, 3], "logprobs": [-0.1] * 3, "finish": "stop", "policy_version": step}
+    first = {
+        "message": {"role": "assistant", "content": "", "tool_calls": [call]},
+        "replies": [{"role": "tool", "content": said, "tool_call_id": "call_0_0", "name": "search"}],
+        "tool_results": [result | {"seconds": 0.25, "attachments": [], "id": "call_0_0"}],
+    }
+    last = {"message": {"role": "assistant", "content": said}, "replies": [], "tool_results": []}
+    more = {"signals": {}, "continues": False, "new_ids": [5], "completion": sampled}
+    return {
+        "task": {"id": task, "prompt": "Where?", "answer": "Tunis", "metadata": {"note": said}},
+        "group": f"{step - 1}/{task}",
+        "member": member,
+        "status": "done",
+        "reward": {"outcome": reward, "steps": [0.25, 0.0], "parts": {"rule": reward}},
+        "error": None,
+        "seconds": 1.5,
+        "tools": [],
+        "prompt": [{"role": "user", "content": said}],
+        "turns": [first | more, last | more],
+    }
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder as it is met: a run with episodes, one that was killed, one that cannot be read, a registered model."""
+    folder = tmp_path_factory.mktemp("page")
+    runs = folder / "runs"
+    run = made_run(runs, "rl", (1, 2, 3), training={"algorithm": "grpo", "learning_rate": 0.0005})
+    for step in range(4, 20):
+        metrics = {"step": step, "time": 1e9 + step, "reward": step / 20, "reward_std": 0.1, "loss": 1 / step}
+        run.append(METRICS, metrics | {"tokens_per_second": 900.0, "tools/search/success": 0.5, "odd/one": 1.0})
+    finding = {"sentence": "calls cannot be read", "remedy": "Raise sampling.max_tokens.", "severity": "warning"}
+    run.append(FINDINGS, {"step": 2, "name": "malformed_calls"} | finding)
+    for group in range(GROUPS):
+        for member in range(8):
+            said = HOSTILE if (group, member) == (0, 3) else "Tunis"
+            run.append(TRAJECTORIES, episode(group + 1, f"task-{group}", member, float(member % 2), said))
+    made_run(runs, "sft", training={"algorithm": "sft"})
+    made_run(runs, "dead").write_status(Status("running", 1, 2))
+    (made_run(runs, "strange").path / "config.yaml").write_text("training: {speed: 11}")
+    Catalogue(registry_path(runs)).add("agent", ROOT / "tests/fixtures/warm", {"folder": "warm"})
+    (folder / "release.yaml").write_text(SUITE)
+    return runs
+
+
+@pytest.fixture(scope="module")
+def page(runs: Path) -> Iterator[Served]:
+    with contextlib.chdir(runs.parent), serving(runs) as served:
+        yield served
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    browser = Browser()
+    yield browser
+    browser.close()
+
+
+@pytest.fixture
+def tab(browser: Browser, page: Served) -> Iterator[Tab]:
+    """An open page, which must not have complained of anything in the end."""
+    with browser.tab(page.url) as tab:
+        yield tab
+        assert tab.errors == []
+        assert {address.split("/")[2] for address in tab.requests if not address.startswith("data:")} == {
+            page.url.split("/")[2]
+        }
+
+
+def show(tab: Tab, page: Served, route: str, seen: str) -> None:
+    tab.goto(f"{page.url}/#/{route}")
+    tab.wait(f"document.querySelector('main').innerText.includes({json.dumps(seen)})")
+
+
+def count(tab: Tab, selector: str) -> int:
+    return tab.run(f"document.querySelectorAll({json.dumps(selector)}).length")
+
+
+def test_runs_are_listed_filtered_sorted_and_overlaid(tab: Tab, page: Served) -> None:
+    tab.wait("document.querySelectorAll('.runs tbody tr').length == 4")
+    states = tab.run("[...document.querySelectorAll('.runs tbody tr')].map(row => row.innerText).join('|')")
+    assert "killed" in states and "unreadable" in states and "speed" in states
+    tab.press("/")
+    tab.fill(".filters input", "grpo rl")
+    tab.wait("document.querySelectorAll('.runs tbody tr').length == 1")
+    tab.press("Escape")
+    tab.press("j")
+    tab.press("x")
+    tab.wait("document.querySelectorAll('.overlay .chart canvas').length > 3")
+    assert "1 run selected" in tab.text(".selection") and "select=rl" in tab.run("location.hash")
+    tab.press("Enter")
+    tab.wait("document.querySelector('h1').innerText == 'rl'")
+
+
+def test_a_run_shows_curves_findings_config_and_lineage(tab: Tab, page: Served) -> None:
+    show(tab, page, "run/rl?with=sft", "Held-out success")
+    tab.wait("document.querySelectorAll('.chart canvas').length > 5")
+    titles = tab.run("[...document.querySelectorAll('.chart h3')].map(each => each.innerText)")
+    assert {"Reward", "Held-out success", "Tool success"} <= set(titles)
+    assert "odd/one" in tab.run("document.querySelector('details .charts').textContent")  # nothing is left out
+    tab.click('[aria-label="Vertical scale"] button:nth-child(2)')
+    tab.click('[aria-label="Horizontal axis"] button:nth-child(2)')
+    tab.wait("location.hash.includes('log=1') && location.hash.includes('axis=time')")
+    show(tab, page, "run/rl/findings", "Raise sampling.max_tokens.")
+    show(tab, page, "run/rl/config?against=sft", "training.algorithm")
+    assert "grpo" in tab.text("table") and "sft" in tab.text("table")
+    show(tab, page, "run/rl/lineage", "trajectories.jsonl")
+    assert count(tab, "svg.lineage .node") >= 2
+    tab.click(".head .actions button:last-child")
+    tab.wait("document.querySelector('dialog').innerText.includes('tfactory')")
+
+
+def test_hostile_episodes_are_text(tab: Tab, page: Served) -> None:
+    show(tab, page, "run/rl/episodes?number=4", "onerror")
+    shown = tab.run("document.querySelector('.detail').textContent")
+    assert "<script>window.broken = 1</script><img src=x" in shown and "␛[2J␀⟨U+202E⟩" in shown
+    assert count(tab, "main script, main img, main .detail svg[onload]") == 0
+    tab.wait("document.querySelector('.detail').innerText.includes('Expected')")
+    assert tab.run("window.broken") is None
+    tab.click(".detail summary")
+    assert tab.run("window.broken") is None
+
+
+def test_episodes_are_read_a_page_at_a_time(tab: Tab, page: Served) -> None:
+    total = GROUPS * 8
+    show(tab, page, "run/rl/episodes", f"{total} episodes")
+    tab.run("document.querySelector('.virtual').scrollTop = 1e9")
+    tab.wait(f"document.querySelector('#episode-{total}')")
+    asked = [address for address in tab.requests if "/episodes?" in address]
+    assert len(asked) <= 3 and count(tab, ".virtual .row") < 100
+    tab.run("document.querySelector('.virtual').scrollTop = 0")
+    tab.press("j")
+    tab.press("j")
+    tab.wait("document.querySelector('#episode-2.at') && location.hash.includes('number=2')")
+    tab.wait("document.querySelector('.result.failed')?.innerText.includes('timeout')")
+    tab.fill('.filters input[name="step"]', "2")
+    tab.wait("document.querySelector('.told').innerText == '8 of 360 episodes'")
+    tab.run("document.querySelector('[aria-label=\"Tool that failed\"]').value = '*'")
+    tab.run("document.querySelector('[aria-label=\"Tool that failed\"]').dispatchEvent(new Event('change'))")
+    tab.wait("document.querySelector('.told').innerText == '1 of 360 episodes'")
+
+
+def test_the_form_tells_mistakes_at_their_fields(tab: Tab, page: Served) -> None:
+    show(tab, page, "start?from=empty:", "The config is right.")
+    tab.fill("#option-training-batch_size", "many")
+    field = "document.querySelector('[data-key=\"training.batch_size\"]')"
+    tab.wait(f"{field}.innerText.includes('must be')")
+    assert tab.run("document.querySelector('#start').disabled")
+    tab.fill("#option-training-batch_size", "3")
+    tab.wait("document.querySelector('#yaml').value.includes('batch_size: 3')")
+    tab.wait(f"!{field}.innerText.includes('must be')")
+    tab.run("document.querySelector('#source').value = 'run:rl'")
+    tab.run("document.querySelector('#source').dispatchEvent(new Event('change'))")
+    tab.wait("document.querySelector('#option-training-learning_rate').value == '0.0005'")
+
+
+def test_a_run_is_started_watched_and_stopped(tab: Tab, page: Served, runs: Path) -> None:
+    show(tab, page, "start?from=empty:", "The config is right.")
+    tab.fill("#yaml", TINY)
+    tab.fill("#run-name", "mine")
+    tab.wait("document.querySelector('#option-training-max_steps').value == '500'")
+    tab.click("#start")
+    tab.wait("location.hash == '#/run/mine'", 60)
+    told = "Number(document.querySelector('.tiles .progress .num').innerText.split('/')[0])"
+    tab.wait(f"{told} >= 2", 60)
+    tab.wait("document.querySelectorAll('.chart canvas').length > 5")
+    first = tab.run(told)
+    tab.wait(f"{told} > {first}")  # nothing was pressed: it goes on by itself
+    tab.click("#stop")
+    tab.click("dialog button.danger")
+    tab.wait("document.querySelector('#resume')", 60)
+    assert RunFolder(runs / "mine").state == "interrupted"
+
+
+def test_a_promotion(tab: Tab, page: Served, runs: Path) -> None:
+    show(tab, page, "registry", "agent:1")
+    tab.click(".registry td button")
+    tab.wait("document.querySelector('dialog').innerText.includes('--first')")
+    tab.click("dialog button.main")
+    tab.wait("document.querySelector('.job')?.innerText.includes('agent:1 is agent@champion')", 90)
+    tab.wait("document.querySelector('.registry .tag.accent')?.innerText == 'champion'")
+    assert Catalogue(registry_path(runs)).get("agent@champion").number == 1
+
+
+def test_keys_and_theme(tab: Tab, page: Served) -> None:
+    tab.wait("document.querySelectorAll('.runs tbody tr').length >= 4")
+    tab.press("?")
+    tab.wait("document.querySelector('dialog').innerText.includes('Next run')")
+    tab.press("Escape")
+    tab.wait("!document.querySelector('dialog')")
+    for theme in ("light", "dark"):
+        tab.press("t")
+        tab.wait(f"document.documentElement.dataset.theme == '{theme}'")
+    tab.press("g")
+    tab.press("m")
+    tab.wait("document.querySelector('h1').innerText == 'Registry'")
+    unnamed = "[...document.querySelectorAll('button, a, input, select, textarea')].filter(each => "
+    unnamed += "!(each.innerText || each.ariaLabel || each.title || each.labels?.length)).length"
+    assert tab.run(unnamed) == 0
+
+
+def test_the_page_is_small() -> None:
+    files = [path for path in STATIC.rglob("*") if path.is_file()]
+    assert sum(path.stat().st_size for path in files) < 400_000
+    for path in files:
+        if path.parent.name != "vendor" and path.suffix in (".js", ".css", ".html"):
+            assert len(path.read_text().splitlines()) <= 400, path.name
