@@ -108,7 +108,7 @@ class Card {
     this.chart = chart;
     this.view = view;
     this.title.textContent = chart.title;
-    const shape = JSON.stringify([chart.lines.map(({ label, low, dash }) => [label, !!low, dash]), view.log, view.smoothing > 0, view.time]);
+    const shape = JSON.stringify([chart.lines.map(({ label, low, dash }) => [label, !!low, dash]), this.log, view.smoothing > 0, view.time]);
     const data = this.table();
     if (this.plot && shape === this.shape) this.plot.setData(data, this.board.zoomed === null);
     else this.rebuild();
@@ -117,13 +117,20 @@ class Card {
     if (this.tall) this.tell();
   }
 
+  /** A logarithm needs something above zero; else the scale stays linear. */
+  get log() {
+    return this.view.log && this.chart.lines.some(({ y }) => y.some((value) => value > 0));
+  }
+
   /** Makes uPlot's columns: x, then for each line its curve, the raw one if smoothed, and its band. */
   table() {
     const { smoothing } = this.view;
-    const tables = this.chart.lines.map(({ x, y, low, high }) => {
-      const columns = [x, smooth(y, smoothing)];
-      if (smoothing) columns.push(y);
-      if (low) columns.push(high, low);
+    const drawn = this.log ? positive : (values) => values;
+    const tables = this.chart.lines.map(({ x, y, low, high, sparse }) => {
+      const weight = sparse ? 0 : smoothing; // of a few points each one counts
+      const columns = [x, drawn(smooth(y, weight))];
+      if (smoothing) columns.push(drawn(y));
+      if (low) columns.push(drawn(smooth(high, weight)), drawn(smooth(low, weight)));
       return columns;
     });
     return tables.length ? uPlot.join(tables) : [[]];
@@ -153,7 +160,8 @@ class Card {
   }
 
   options(width) {
-    const { log, smoothing, time } = this.view;
+    const { smoothing, time } = this.view;
+    const { log } = this;
     const series = [{}];
     const bands = [];
     const spare = { show: true, points: { show: false }, spanGaps: true, width: 0 };
@@ -172,7 +180,7 @@ class Card {
     return {
       width, height: this.height, series, bands, legend: { show: false }, padding: [6, 10, 0, 0],
       scales: { x: { time: false }, y: { distr: log ? 3 : 1, range: log ? undefined : this.chart.share ? shareRange : spread } },
-      axes: [{ ...axis, values: xs, size: 26, space: time ? 76 : 50 }, { ...axis, values: ys, size: wide, space: 30 }],
+      axes: [{ ...axis, values: xs, size: 26, space: time ? 76 : 50 }, { ...axis, grid: { ...axis.grid, filter: log ? powers : undefined }, values: ys, size: wide, space: 30 }],
       cursor: { sync: { key: this.board.sync.key, setSeries: false }, drag: { x: true, y: false, setScale: false }, y: false, points: { size: 6 },
         bind: { dblclick: () => () => (this.board.zoom(null), null) } },
       hooks: { setCursor: [(plot) => this.tellLegend(plot.cursor.idx)], setSelect: [(plot) => this.selected(plot)] },
@@ -250,12 +258,25 @@ function wide(_, values) {
   return 14 + Math.max(1, ...(values ?? []).map((text) => text.length)) * 6.5;
 }
 
+/** What is not above zero has no place on a logarithmic scale. */
+function positive(values) {
+  return values.map((value) => (value > 0 ? value : null));
+}
+
+/** Keeps the lines of a logarithmic grid at 1, 10, 100 where it has many. */
+function powers(_, splits) {
+  const whole = (value) => value > 0 && Math.abs(Math.log10(value) - Math.round(Math.log10(value))) < 1e-9;
+  return splits.filter(whole).length > 1 ? splits.map((value) => (whole(value) ? value : null)) : splits;
+}
+
 const last = (values) => values.findLast((value) => value !== null && value !== undefined);
 const near = (values, at) => values[at] ?? last(values.slice(0, at)) ?? null;
 
 function spread(_, low, high) {
   if (low === null || high === null) return [0, 1];
-  const room = (high - low) * 0.08 || Math.abs(high) * 0.1 || 1;
+  const size = Math.max(Math.abs(low), Math.abs(high));
+  const flat = high - low <= size * 1e-9; // rounding is no curve
+  const room = flat ? size * 0.1 || 1 : (high - low) * 0.08;
   return [low >= 0 && low - room < 0 ? 0 : low - room, high + room];
 }
 

@@ -28,6 +28,7 @@ export function percent(value) {
 /** Writes a duration: 0.12 s, 48 s, 4m 03s, 2h 05m, 3d 4h. */
 export function duration(seconds) {
   if (seconds === null || seconds === undefined) return NONE;
+  if (seconds === 0) return "0 s";
   if (seconds < 0.0995) return Math.round(seconds * 1000) + " ms";
   if (seconds < 10) return seconds.toFixed(seconds < 1 ? 2 : 1) + " s";
   const whole = Math.round(seconds);

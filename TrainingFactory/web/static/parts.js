@@ -70,6 +70,7 @@ export function dialog(title, content, buttons = []) {
     shown.addEventListener("click", (event) => event.target === shown && end(null));
     document.body.append(shown);
     shown.showModal();
+    shown.querySelector(".content :is(select, input), footer button")?.focus();
   });
 }
 

@@ -39,6 +39,7 @@ export async function show(place) {
 
 /** Shows for a moment that a row has news. */
 function flash(row) {
+  if (matchMedia("(prefers-reduced-motion: reduce)").matches) return;
   row.animate([{ background: "var(--accent-soft)" }, {}], { duration: 1200 });
 }
 

@@ -1,0 +1,79 @@
+"""Make the pictures of docs/UI.md: every page of `tfactory ui` over a folder of runs, light and dark.
+
+    python -m benchmarks.ui_shots --runs runs --run demo --model agent
+
+Run it in the folder that has the runs, with the repository on PYTHONPATH. The browser is that of the tests
+(`make servers`); a run that goes on meanwhile is shown as such. The fonts are the system's: FONTCONFIG_FILE names others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+from urllib.parse import quote
+
+from tests.kits.browser import Browser
+from tests.kits.page import Served, serving
+
+SIZE = (1400, 900)
+LARGEST = 200_000  # bytes of a picture
+ROOT = Path(__file__).parents[1]
+
+
+def routes(page: Served, run: str, model: str | None) -> dict[str, tuple[str, str]]:
+    """Return for each picture the route, and what must be there before it is taken."""
+    name = quote(run)
+    best = page.get(f"/api/runs/{name}/episodes", sort="reward", down=1, step=1, limit=1)["rows"][0]["number"]
+    others = [row["name"] for row in page.get("/api/runs")["runs"] if row["spark_of"] == "reward"]
+    chosen = [run, *(other for other in others if other != run)][:2]
+    made = {
+        "runs": ("runs", ".runs tbody tr"),
+        "overlay": (f"runs?select={','.join(map(quote, chosen))}", ".overlay .chart canvas"),
+        "run": (f"run/{name}", ".chart canvas"),
+        "episodes": (f"run/{name}/episodes?number={best}&colour=logprob", ".detail .tokens"),
+        "group": (f"run/{name}/episodes?number={best}&group=1&colour=advantage", ".member .tokens"),
+        "config": (f"run/{name}/config?against={quote(chosen[-1])}", "table"),
+        "start": ("start", ".told-config .right"),
+    }
+    if model is not None:
+        versions = page.get("/api/models")["models"]
+        numbers = [each["number"] for found in versions if found["name"] == model for each in found["versions"]]
+        made["registry"] = (f"registry/{quote(model)}/{numbers[-1]}", "svg.lineage")
+        if len(numbers) > 1:
+            pair = f"first={model}:{numbers[0]}&second={model}:{numbers[1]}"
+            made["compare"] = (f"registry/compare?{pair}", ".tiles")
+    return made
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--runs", type=Path, default=Path("runs"))
+    parser.add_argument("--run", required=True, help="the run whose pages are shown: one with episodes")
+    parser.add_argument("--model", help="the registered model that is shown")
+    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "ui")
+    parser.add_argument("--only", nargs="*", help="names of pictures; all without it")
+    given = parser.parse_args()
+    given.out.mkdir(parents=True, exist_ok=True)
+    browser = Browser()
+    try:
+        with serving(given.runs) as page:
+            for name, (route, there) in routes(page, given.run, given.model).items():
+                if given.only and name not in given.only:
+                    continue
+                for theme in ("light", "dark"):
+                    path = given.out / f"{name}-{theme}.png"
+                    with browser.tab(f"{page.url}/#/{route}", *SIZE, dark=theme == "dark") as tab:
+                        tab.wait(f"document.querySelector('{there}')", 120)
+                        time.sleep(1.0)  # what is drawn last: curves, and the rows below
+                        tab.screenshot(path)
+                        assert not tab.errors, tab.errors
+                    size = path.stat().st_size
+                    print(f"{path}  {size / 1000:.0f} kB", flush=True)
+                    assert size < LARGEST, f"{path} is too large"
+    finally:
+        browser.close()
+
+
+if __name__ == "__main__":
+    main()
