@@ -39,7 +39,7 @@ def routes(page: Served, run: str, model: str | None) -> dict[str, tuple[str, st
     if model is not None:
         versions = page.get("/api/models")["models"]
         numbers = [each["number"] for found in versions if found["name"] == model for each in found["versions"]]
-        made["registry"] = (f"registry/{quote(model)}/{numbers[-1]}", "svg.lineage")
+        made["registry"] = (f"registry/{quote(model)}/{numbers[:2][-1]}", "svg.lineage")
         if len(numbers) > 1:
             pair = f"first={model}:{numbers[0]}&second={model}:{numbers[1]}"
             made["compare"] = (f"registry/compare?{pair}", ".tiles")

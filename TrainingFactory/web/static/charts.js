@@ -180,7 +180,7 @@ class Card {
     return {
       width, height: this.height, series, bands, legend: { show: false }, padding: [6, 10, 0, 0],
       scales: { x: { time: false }, y: { distr: log ? 3 : 1, range: log ? undefined : this.chart.share ? shareRange : spread } },
-      axes: [{ ...axis, values: xs, size: 26, space: time ? 76 : 50 }, { ...axis, grid: { ...axis.grid, filter: log ? powers : undefined }, values: ys, size: wide, space: 30 }],
+      axes: [{ ...axis, values: xs, size: 26, space: time ? 76 : 50 }, { ...axis, grid: log ? { ...axis.grid, filter: powers } : axis.grid, values: ys, size: wide, space: 30 }],
       cursor: { sync: { key: this.board.sync.key, setSeries: false }, drag: { x: true, y: false, setScale: false }, y: false, points: { size: 6 },
         bind: { dblclick: () => () => (this.board.zoom(null), null) } },
       hooks: { setCursor: [(plot) => this.tellLegend(plot.cursor.idx)], setSelect: [(plot) => this.selected(plot)] },

@@ -89,8 +89,8 @@ async function showVersion(place, model, chosen, signal) {
       h("option", { value: "" }, "Compare with…"), others.map(({ version: name, aliases }) => h("option", { value: name }, [name, ...aliases].join(", "))));
     put(place, h("header", { class: "head" }, h("h2", { class: "big" }, version.version), version.aliases.map((alias) => h("span", { class: "tag accent" }, alias)), version.description && h("span", { class: "soft" }, version.description), h("div", { class: "actions" }, others.length > 0 && picker)),
       panel("Lineage", lineage.length ? chain(lineage) : empty("Nothing is known", "")),
-      h("div", { class: "columns" }, panel("Evaluations", evaluations(version.evaluations)), panel("About it", pairs(facts)),
-        panel("Decisions", decided(decisions, model.name)), commands.length > 0 && panel("To make it again", h("div", { class: "commands" }, commands.map((text) => command(text))))));
+      panel("Evaluations", evaluations(version.evaluations)),
+      h("div", { class: "columns" }, panel("About it", pairs(facts)), panel("Decisions", decided(decisions, model.name)), commands.length > 0 && panel("To make it again", h("div", { class: "commands" }, commands.map((text) => command(text))))));
   } catch (error) {
     if (error.name !== "AbortError") put(place, failed(error));
   }

@@ -12,9 +12,10 @@ export function tokens(pieces, way, credit) {
 function token(piece, way, { measure, largest }) {
   const value = mean(piece.values);
   const chance = mean(piece.logprobs);
-  const [kind, strength] = way === "advantage" ? [value < 0 ? "minus" : "plus", largest ? Math.abs(value ?? 0) / largest : 0] : ["rare", Math.min(1, -(chance ?? 0) / SURPRISING)];
+  const share = largest && Math.abs(value ?? 0) / largest;
+  const [kind, strength] = way === "advantage" ? [value < 0 ? "minus" : "plus", share && 0.1 + share * 0.38] : ["rare", Math.min(1, -(chance ?? 0) / SURPRISING) * 0.48];
   const told = [`token ${piece.ids.join(", ")}`, `log-prob ${piece.logprobs.map((each) => number(each)).join(", ")}`, piece.trained ? `${measure} ${signed(value)}` : "not trained"];
-  return h("span", { class: "token " + kind + (piece.trained ? " trained" : " untrained"), title: told.join("\n"), style: { "--a": (strength && 0.1 + strength * 0.38).toFixed(3) } }, shown(piece.text));
+  return h("span", { class: "token " + kind + (piece.trained ? " trained" : " untrained"), title: told.join("\n"), style: { "--a": strength.toFixed(3) } }, shown(piece.text));
 }
 
 function mean(values) {
