@@ -10,6 +10,7 @@ from TrainingFactory.http.api import ApiError
 from TrainingFactory.http.site import Events, event
 from TrainingFactory.workers import Worker, WorkerDied, WorkerError, WorkerTooSlow
 
+TARGET = "TrainingFactory.web.worker:answer"
 IDLE = 300.0  # seconds after which a process that nobody asks is ended
 LONGEST = 6 * 3600.0  # seconds of a job
 
@@ -26,7 +27,7 @@ class Pool:
     ) -> Any:
         """Return what the job `job` of worker.py makes of `given`; `hear` gets what it tells on the way. Who stops to
         wait ends the process."""
-        worker = self._workers.setdefault(kind, Worker("TrainingFactory.web.worker:answer"))
+        worker = self._workers.setdefault(kind, Worker(TARGET))
         if kind in self._ends:
             self._ends.pop(kind).cancel()
         try:

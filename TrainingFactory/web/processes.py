@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -39,8 +40,10 @@ async def train(text: str, config: TrainingConfig, name: str | None, runs: Path)
     placed = config.logging.model_copy(update={"output_dir": str(runs)})
     name = name or new_name(config.model_copy(update={"logging": placed}))
     path, part = runs / name, runs / f".{name}.part"
-    if Path(name).name != name or name.startswith("."):
-        raise ApiError(f"{name!r} cannot name a run: it is the name of a folder, such as search-1", "name")
+    if not re.fullmatch(r"\w[\w.+-]*", name):
+        raise ApiError(
+            f"{name!r} cannot name a run: letters, digits and . _ + - only, such as search-1", "name"
+        )
     if path.exists():
         raise ApiError(f"there is a run {name} already; choose another name", "name", status=409)
     # A run uses up a folder of this name when it makes its own, and so has its log from the first line.

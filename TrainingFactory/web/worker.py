@@ -62,9 +62,10 @@ def credit(given: dict[str, Any], tell: Tell) -> dict[str, Any]:
 
 def doctor(given: dict[str, Any], tell: Tell) -> dict[str, Any]:
     """Examine a config as `tfactory doctor` does."""
+    config = read(Draft(yaml=given["yaml"]))
     from TrainingFactory.services.doctor.examination import examine
 
-    found = examine(read(Draft(yaml=given["yaml"])), Telling(tell)).as_json
+    found = examine(config, Telling(tell)).as_json
     return {"findings": found["findings"], "rows": list(found["facts"].items())}
 
 

@@ -66,7 +66,6 @@ def serving(runs: Path, host: str = "127.0.0.1", token: str | None = None) -> It
     page = Page(runs, host, token)
     with listen.bind("127.0.0.1", 0) as bound:
         server = listen.make_server(page.site.app)
-        server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
         thread = threading.Thread(target=lambda: asyncio.run(page.serve(bound, server)))
         thread.start()
         try:
@@ -80,10 +79,13 @@ def serving(runs: Path, host: str = "127.0.0.1", token: str | None = None) -> It
 
 
 @contextlib.contextmanager
-def command(folder: Path, *arguments: str) -> Iterator[tuple[Served, subprocess.Popen[str]]]:
-    """Run `tfactory ui` in a folder, as a user does; what is left of it at the end is killed."""
+def command(
+    folder: Path, *arguments: str, script: str | None = None
+) -> Iterator[tuple[Served, subprocess.Popen[str]]]:
+    """Run `tfactory ui` in a folder, as a user does, or by a script; what is left of it at the end is killed."""
+    program = ["-c", script] if script else ["-m", "TrainingFactory.cli"]
     process = subprocess.Popen(
-        [sys.executable, "-m", "TrainingFactory.cli", "ui", "--port", "0", *arguments],
+        [sys.executable, *program, "ui", "--port", "0", *arguments],
         cwd=folder,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,
