@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
-from tests.kits.browser import PROGRAM, Browser, Tab
+from tests.kits.browser import Browser, Tab
 from tests.kits.page import Served, serving
 from tests.kits.registry import made_run
 from TrainingFactory.services.registry.catalogue import Catalogue, registry_path
 from TrainingFactory.services.runs.folder import FINDINGS, METRICS, TRAJECTORIES, RunFolder, Status
 from TrainingFactory.web.site import STATIC
 
-pytestmark = pytest.mark.skipif(not PROGRAM.exists(), reason="there is no Chromium: make servers installs one")
+pytestmark = pytest.mark.xdist_group("browser")
 
 ROOT = Path(__file__).parents[2]
 HOSTILE = (
@@ -46,7 +46,12 @@ def episode(step: int, task: str, member: int, reward: float, said: str = "Tunis
         "type": "function",
         "function": {"name": "search", "arguments": json.dumps({"query": said})},
     }
-    result = {"content": said, "ok": member != 1, "error": None if member != 1 else "timeout", "cached": member == 2}
+    result = {
+        "content": said,
+        "ok": member != 1,
+        "error": None if member != 1 else "timeout",
+        "cached": member == 2,
+    }
     sampled = {"token_ids": [1, 2, 3], "logprobs": [-0.1] * 3, "finish": "stop", "policy_version": step}
     first = {
         "message": {"role": "assistant", "content": "", "tool_calls": [call]},
@@ -77,8 +82,14 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = made_run(runs, "rl", (1, 2, 3), training={"algorithm": "grpo", "learning_rate": 0.0005})
     for step in range(4, 20):
         metrics = {"step": step, "time": 1e9 + step, "reward": step / 20, "reward_std": 0.1, "loss": 1 / step}
-        run.append(METRICS, metrics | {"tokens_per_second": 900.0, "tools/search/success": 0.5, "odd/one": 1.0})
-    finding = {"sentence": "calls cannot be read", "remedy": "Raise sampling.max_tokens.", "severity": "warning"}
+        run.append(
+            METRICS, metrics | {"tokens_per_second": 900.0, "tools/search/success": 0.5, "odd/one": 1.0}
+        )
+    finding = {
+        "sentence": "calls cannot be read",
+        "remedy": "Raise sampling.max_tokens.",
+        "severity": "warning",
+    }
     run.append(FINDINGS, {"step": 2, "name": "malformed_calls"} | finding)
     for group in range(GROUPS):
         for member in range(8):
@@ -96,13 +107,6 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def page(runs: Path) -> Iterator[Served]:
     with contextlib.chdir(runs.parent), serving(runs) as served:
         yield served
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    browser = Browser()
-    yield browser
-    browser.close()
 
 
 @pytest.fixture
@@ -146,7 +150,9 @@ def test_a_run_shows_curves_findings_config_and_lineage(tab: Tab, page: Served) 
     tab.wait("document.querySelectorAll('.chart canvas').length > 5")
     titles = tab.run("[...document.querySelectorAll('.chart h3')].map(each => each.innerText)")
     assert {"Reward", "Held-out success", "Tool success"} <= set(titles)
-    assert "odd/one" in tab.run("document.querySelector('details .charts').textContent")  # nothing is left out
+    assert "odd/one" in tab.run(
+        "document.querySelector('details .charts').textContent"
+    )  # nothing is left out
     tab.click('[aria-label="Vertical scale"] button:nth-child(2)')
     tab.click('[aria-label="Horizontal axis"] button:nth-child(2)')
     tab.wait("location.hash.includes('log=1') && location.hash.includes('axis=time')")
@@ -203,32 +209,31 @@ def test_the_form_tells_mistakes_at_their_fields(tab: Tab, page: Served) -> None
     tab.wait("document.querySelector('#option-training-learning_rate').value == '0.0005'")
 
 
-def test_a_run_is_started_watched_and_stopped(tab: Tab, page: Served, runs: Path) -> None:
-    show(tab, page, "start?from=empty:", "The config is right.")
-    tab.fill("#yaml", TINY)
-    tab.fill("#run-name", "mine")
-    tab.wait("document.querySelector('#option-training-max_steps').value == '500'")
-    tab.click("#start")
-    tab.wait("location.hash == '#/run/mine'", 60)
-    told = "Number(document.querySelector('.tiles .progress .num').innerText.split('/')[0])"
-    tab.wait(f"{told} >= 2", 60)
-    tab.wait("document.querySelectorAll('.chart canvas').length > 5")
-    first = tab.run(told)
-    tab.wait(f"{told} > {first}")  # nothing was pressed: it goes on by itself
-    tab.click("#stop")
-    tab.click("dialog button.danger")
-    tab.wait("document.querySelector('#resume')", 60)
-    assert RunFolder(runs / "mine").state == "interrupted"
-
-
-def test_a_promotion(tab: Tab, page: Served, runs: Path) -> None:
-    show(tab, page, "registry", "agent:1")
-    tab.click(".registry td button")
-    tab.wait("document.querySelector('dialog').innerText.includes('--first')")
-    tab.click("dialog button.main")
-    tab.wait("document.querySelector('.job')?.innerText.includes('agent:1 is agent@champion')", 90)
-    tab.wait("document.querySelector('.registry .tag.accent')?.innerText == 'champion'")
-    assert Catalogue(registry_path(runs)).get("agent@champion").number == 1
+def test_a_promotion_and_a_run_by_the_form(browser: Browser, tab: Tab, page: Served, runs: Path) -> None:
+    with browser.tab(f"{page.url}/#/registry") as other:
+        other.click(".registry td button")
+        other.wait("document.querySelector('dialog').innerText.includes('--first')")
+        other.click("dialog button.main")
+        # While a process for it reads the model, a run is started, watched and stopped.
+        show(tab, page, "start?from=empty:", "The config is right.")
+        tab.fill("#yaml", TINY)
+        tab.fill("#run-name", "mine")
+        tab.wait("document.querySelector('#option-training-max_steps').value == '500'")
+        tab.click("#start")
+        tab.wait("location.hash == '#/run/mine'", 60)
+        told = "Number(document.querySelector('.tiles .progress .num').innerText.split('/')[0])"
+        tab.wait(f"{told} >= 2", 60)
+        tab.wait("document.querySelectorAll('.chart canvas').length > 5")
+        first = tab.run(told)
+        tab.wait(f"{told} > {first}")  # nothing was pressed: it goes on by itself
+        tab.click("#stop")
+        tab.click("dialog button.danger")
+        tab.wait("document.querySelector('#resume')", 60)
+        assert RunFolder(runs / "mine").state == "interrupted"
+        other.wait("document.querySelector('.job')?.innerText.includes('agent:1 is agent@champion')", 90)
+        other.wait("document.querySelector('.registry .tag.accent')?.innerText == 'champion'")
+        assert Catalogue(registry_path(runs)).get("agent@champion").number == 1
+        assert other.errors == []
 
 
 def test_keys_and_theme(tab: Tab, page: Served) -> None:
@@ -251,6 +256,9 @@ def test_keys_and_theme(tab: Tab, page: Served) -> None:
 def test_the_page_is_small() -> None:
     files = [path for path in STATIC.rglob("*") if path.is_file()]
     assert sum(path.stat().st_size for path in files) < 400_000
+    html = (STATIC / "index.html").read_text()
+    modules = {path.name for path in STATIC.glob("*.js")} - {"docs.js"}
+    assert modules == {name for name in modules if f'"/static/{name}"' in html}  # all are asked for at once
     for path in files:
         if path.parent.name != "vendor" and path.suffix in (".js", ".css", ".html"):
             assert len(path.read_text().splitlines()) <= 400, path.name
