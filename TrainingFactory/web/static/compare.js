@@ -46,10 +46,14 @@ function summary({ tasks: all, summary: told }, { first, second }) {
 function tasks({ tasks: all }, { first, second, only }) {
   const shown = all.filter(({ flipped }) => !only || (only === "flipped" ? flipped : flipped === only));
   if (!shown.length) return empty(only === "flipped" ? "No task flipped" : "No such task", "Both did the same on all of them.");
-  const word = { better: h("span", { class: "tag accent" }, "now right"), worse: h("span", { class: "tag warn" }, "now wrong") };
-  const rows = shown.slice(0, MOST).map((task) => [task.episodes?.some(Boolean) ? pair(task, first, second) : h("code", {}, visible(task.task)), percent(task.first), percent(task.second), word[task.flipped] ?? null]);
+  const rows = shown.slice(0, MOST).map((task) => [task.episodes?.some(Boolean) ? pair(task, first, second) : h("code", {}, visible(task.task)), percent(task.first), percent(task.second), turned(task.flipped)]);
   const heads = ["Task", { text: first, class: "num" }, { text: second, class: "num" }, ""];
   return [panel("Tasks", table("Tasks", heads, rows)), shown.length > MOST && h("p", { class: "soft note" }, `The first ${MOST} of ${number(shown.length)}.`)];
+}
+
+function turned(flipped) {
+  if (!flipped) return null;
+  return h("span", { class: "tag " + (flipped === "better" ? "accent" : "warn") }, flipped === "better" ? "now right" : "now wrong");
 }
 
 /** A task that opens to both episodes, side by side. */

@@ -5,13 +5,14 @@ import { pairs } from "./parts.js";
 const WIDTH = 200;
 const HEIGHT = 70;
 const GAP = 44;
+const SMALLEST = 0.75; // of its size; where there is less room, it is scrolled
 const LONGEST = 29; // characters in a line
 
 /** Draws nodes [{name, what, rows?}] from left to right; a chain that is too wide is scrolled. */
 export function chain(nodes) {
   const width = nodes.length * (WIDTH + GAP) - GAP + 4;
   const named = "Lineage: " + nodes.map(({ name, what }) => name + ", " + what).join("; then ");
-  const drawing = svg("svg", { class: "lineage", width, height: HEIGHT + 4, viewBox: `0 0 ${width} ${HEIGHT + 4}`, role: "img", "aria-label": named });
+  const drawing = svg("svg", { class: "lineage", width, height: HEIGHT + 4, viewBox: `0 0 ${width} ${HEIGHT + 4}`, role: "img", "aria-label": named, style: { "min-width": width * SMALLEST + "px" } });
   nodes.forEach((node, at) => {
     const x = 2 + at * (WIDTH + GAP);
     if (at) drawing.append(arrow(x - GAP, x));

@@ -99,7 +99,7 @@ async function showVersion(place, model, chosen, signal) {
 /** What was decided of a model's aliases, the newest first. */
 function decided(decisions, model) {
   if (!decisions.length) return empty("None", "Aliases that move and promotions are kept here.");
-  return h("ol", { class: "decisions" }, [...decisions].reverse().map(({ kind, alias, number: to, was, who, created, evidence }) => {
+  return h("ul", { class: "decisions" }, [...decisions].reverse().map(({ kind, alias, number: to, was, who, created, evidence }) => {
     const moved = [to && `${model}:${to}`, was && `was ${model}:${was}`].filter(Boolean).join(", ");
     const why = evidence && Object.keys(evidence).length > 0 && h("details", {}, h("summary", {}, "Evidence, " + counted(Object.keys(evidence).length, "entry").replace("entrys", "entries")), h("pre", {}, visible(JSON.stringify(evidence, null, 1))));
     return h("li", {}, h("b", {}, plain(kind)), " ", alias && h("span", { class: "tag" }, alias), " ", moved, h("small", {}, [moment(created), who].filter(Boolean).join(", ")), why);

@@ -1,7 +1,7 @@
 // What the doctor has found in a run, with what helps; and its evaluations.
 import { h, put } from "./dom.js";
 import { interval } from "./figures.js";
-import { moment, percent } from "./format.js";
+import { moment, number, percent } from "./format.js";
 import { icon } from "./icons.js";
 import { empty, panel, table } from "./parts.js";
 
@@ -33,7 +33,9 @@ export function share(value, low, high) {
 
 export function evaluations(rows) {
   if (!rows.length) return empty("None yet", "training.eval_every evaluates on held-out tasks as the run goes.");
-  const heads = [{ text: "Step", class: "num" }, "Success", "By", "When"];
-  return table("Evaluations", heads, [...rows].reverse().map(({ step, success, low, high, by, suite, time }) =>
-    [step ?? "–", share(success, low, high), [by, suite].filter(Boolean).join(", "), moment(time)]));
+  const heads = ["Success", "Tasks", "By", "When"];
+  return table("Evaluations", heads, [...rows].reverse().map(({ step, success, low, high, by, suite, tasks, time }) => {
+    const at = step === null ? null : "step " + number(step);
+    return [share(success, low, high), number(tasks), [at, by, suite].filter(Boolean).join(", "), moment(time)];
+  }));
 }
