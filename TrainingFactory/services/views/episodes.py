@@ -90,10 +90,12 @@ def _turn(turn: Json, step_reward: float | None) -> TurnView:
 
 
 def says(line: bytes, text: str) -> bool:
-    """Tell whether an episode says something in its messages, calls, error or task's id, in whatever case. A word is
+    """Tell whether an episode says something in its messages, calls, error or task's id, in whatever case. It is
     first looked for among the bytes; a line that is no episode is searched as it is."""
     wanted = text.lower()
-    if text.isalnum() and text.isascii() and wanted.encode() not in line.lower():
+    if (
+        re.fullmatch(r"[ !#-.0-\[\]-~]+", text) and wanted.encode() not in line.lower()
+    ):  # what JSON never escapes
         return False
     try:
         return any(wanted in each.lower() for each in _texts(read_line(line)))

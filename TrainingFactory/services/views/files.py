@@ -45,9 +45,8 @@ def read_on(path: Path, place: Place, most: int) -> Part:
         data = file.read(most)
         data += b"" if b"\n" in data else file.readline()
     data = data[: data.rfind(b"\n") + 1]
-    return Part(
-        start, data.split(b"\n")[:-1], Place(start + len(data), data[-TAIL:] or place.tail), again, size
-    )
+    place = Place(start + len(data), (place.tail + data[-TAIL:])[-TAIL:])
+    return Part(start, data.split(b"\n")[:-1], place, again, size)
 
 
 def read_json(line: bytes) -> Any:

@@ -15,7 +15,7 @@ from TrainingFactory.services.views.files import Part, Place, read_on
 from TrainingFactory.services.views.shapes import EpisodePage, EpisodeRow, EpisodeView, GroupView, Sort
 
 BLOCK = 4 << 20  # bytes that are read at once
-BUILT = 48 << 20  # bytes that a request adds to the index
+BUILT = 16 << 20  # bytes that a request adds to the index
 SEARCHED = 32 << 20  # bytes that a request looks through for a text
 MOST = 1000  # rows of a page
 COLUMNS = tuple(EpisodeRow.model_fields)
@@ -132,7 +132,7 @@ class EpisodeIndex:
                     return [(self._line(row), row["number"]) for row in found]
 
     def _line(self, row: sqlite3.Row) -> bytes:
-        with self.path.open("rb") as file:
+        with self.path.open("rb", buffering=0) as file:
             file.seek(row["start"])
             return file.read(row["length"])
 
