@@ -47,7 +47,7 @@ class Page:
 
     def __init__(self, runs: Path, host: str = "127.0.0.1", token: str | None = None) -> None:
         self.site = Site("TrainingFactory", __version__, STATIC, host, token)
-        self.runs, self.pool = views.Runs(runs.resolve()), Pool()
+        self.runs, self.pool = views.Runs(runs), Pool()
         self.live = Live(self.runs)
         get, post = partial(self.site.add, "GET"), partial(self.site.add, "POST")
         get("/api/about", self.about)
@@ -91,7 +91,7 @@ class Page:
 
     def about(self) -> About:
         """Tell what this is, and the token that changes need."""
-        folder, token = str(self.runs.folder), self.site.page_token
+        folder, token = str(self.runs.folder.resolve()), self.site.page_token
         return About(version=__version__, runs_folder=folder, page_token=token, now=time.time())
 
     def all_runs(self) -> shapes.RunList:
