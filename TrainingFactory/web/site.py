@@ -42,16 +42,12 @@ class Started(BaseModel):
     command: str  # that does the same
 
 
-class Start(form.Draft):
-    name: str | None = None  # None: made from algorithm, environment and time
-
-
 class Page:
     """`runs`: the folder of runs. Further parts of the page add their routes here, one module each."""
 
     def __init__(self, runs: Path, host: str = "127.0.0.1", token: str | None = None) -> None:
         self.site = Site("TrainingFactory", __version__, STATIC, host, token)
-        self.runs, self.pool = views.Runs(runs.resolve()), Pool()
+        self.runs, self.pool = views.Runs(runs), Pool()
         self.live = Live(self.runs)
         get, post = partial(self.site.add, "GET"), partial(self.site.add, "POST")
         get("/api/about", self.about)
@@ -95,7 +91,7 @@ class Page:
 
     def about(self) -> About:
         """Tell what this is, and the token that changes need."""
-        folder, token = str(self.runs.folder), self.site.page_token
+        folder, token = str(self.runs.folder.resolve()), self.site.page_token
         return About(version=__version__, runs_folder=folder, page_token=token, now=time.time())
 
     def all_runs(self) -> shapes.RunList:
@@ -162,10 +158,10 @@ class Page:
         """List what a new run can start from."""
         return form.starts(self.runs.folder)
 
-    async def train(self, start: Start) -> Started:
+    async def train(self, draft: form.Draft) -> Started:
         """Start a run in a process of its own, which the page does not end."""
-        config = _read(start)
-        name, command = await processes.train(form.text_of(config), config, start.name, self.runs.folder)
+        config = _read(draft)
+        name, command = await processes.train(form.text_of(config), config, draft.name, self.runs.folder)
         return Started(name=name, state="running", command=command)
 
     async def doctor(self, draft: form.Draft) -> Events:

@@ -112,3 +112,22 @@ def test_what_nobody_runs_is_not_stopped(page: Served, tmp_path: Path) -> None:
         "run done is finished, not running",
     )
     assert "finished" in page.send("/api/runs/done/resume").json()["error"]["message"]
+
+
+@pytest.mark.slow
+def test_a_real_run_is_started_stopped_with_a_checkpoint_and_finished(tmp_path: Path) -> None:
+    config = (
+        "model: builtin:tiny\nenvironment: search\nlogging: {checkpoint_every: 1000}\n"
+        "training: {algorithm: sft, max_steps: 12, batch_size: 2, learning_rate: 0.001}\n"
+    )
+    with command(tmp_path) as (page, _):
+        page.post("/api/train", yaml=config, name="mine")
+        run = RunFolder(tmp_path / "runs" / "mine")
+        until(lambda: row(page, "mine")["step"])
+        page.post("/api/runs/mine/stop")
+        until(lambda: row(page, "mine")["state"] == "interrupted")
+        assert [path.name for path in run.checkpoints()] == [f"step-{run.status.step:06d}"]
+        assert "go on with: tfactory runs resume mine" in page.get("/api/runs/mine/log")["text"]
+        page.post("/api/runs/mine/resume")
+        until(lambda: row(page, "mine")["state"] == "finished")
+        assert page.get("/api/runs/mine/metrics")["steps"] == [*range(1, 13)]
