@@ -13,6 +13,8 @@ export class EpisodeRows {
     this.matched = null; // not known while a text is looked for
     this.next = null; // where the page after the last one begins
     this.ended = false;
+    this.building = true; // the server has not yet looked at the whole file
+    this.indexed = 0; // the share of it that it knows
     this.error = null;
   }
 
@@ -29,16 +31,28 @@ export class EpisodeRows {
     return this.matched ?? this.rows.length + 1;
   }
 
+  /** Reads the first page, and again as long as the server has not yet looked at the whole file. */
   async begin() {
-    this.pages.set(0, this.read(null));
-    await this.pages.get(0);
-    if (this.direct) for (let at = 0; at < this.rows.length; at += PAGE) this.pages.set(at / PAGE, Promise.resolve());
+    this.pages.set(0, Promise.resolve());
+    const { text } = this.filter;
+    this.filter.text = ""; // it is looked for when every line is known
+    do {
+      if (!this.direct) this.rows = []; // another order may come of what is new
+      await this.read(null, 0, text ? 1 : PAGE);
+      this.changed();
+    } while (this.building);
+    if (!text || this.error) return;
+    this.filter.text = text;
+    this.rows = [];
+    this.matched = null;
+    await this.read(null, 0);
+    this.changed();
   }
 
   need(from, to) {
     if (this.direct) {
       for (let page = Math.floor(from / PAGE); page * PAGE < to; page += 1) this.readPage(page);
-    } else if (to >= this.rows.length && !this.ended && !this.reading && this.error === null) {
+    } else if (to >= this.rows.length && this.next !== null && !this.building && !this.reading && this.error === null) {
       this.reading = this.read(this.next).finally(() => {
         this.reading = null;
         this.changed();
@@ -53,16 +67,18 @@ export class EpisodeRows {
     this.pages.set(page, read);
   }
 
-  async read(after, place = this.rows.length) {
+  async read(after, place = this.rows.length, limit = PAGE) {
     try {
-      const told = await get(url(["runs", this.name, "episodes"], { ...this.filter, after, limit: PAGE }), this.signal);
+      const told = await get(url(["runs", this.name, "episodes"], { ...this.filter, after, limit }), this.signal);
       told.rows.forEach((row, at) => (this.rows[place + at] = row));
       this.total = told.total;
       if (told.matched !== null) this.matched = told.matched;
       this.next = told.next;
-      this.partial = told.partial;
-      this.ended = told.next === null && !told.partial;
+      this.indexed = told.size ? told.indexed / told.size : 1;
+      this.building = told.partial && !this.filter.text;
+      this.ended = told.next === null && !this.building;
     } catch (error) {
+      this.building = false;
       if (error.name !== "AbortError") this.error = error;
     }
   }

@@ -2,7 +2,7 @@
 import { debounce, h, put } from "./dom.js";
 import { Detail } from "./episode.js";
 import { EpisodeRows } from "./episode_rows.js";
-import { duration, number } from "./format.js";
+import { duration, number, percent } from "./format.js";
 import { keys } from "./keys.js";
 import * as live from "./live.js";
 import { button, empty, searchField, select } from "./parts.js";
@@ -97,11 +97,10 @@ class EpisodesPage {
     put(this.way, this.filter.down ? "↓" : "↑");
     const rows = new EpisodeRows(this.name, { ...this.filter }, this.signal, () => rows === this.rows && this.refresh());
     this.rows = rows;
+    this.list.top();
     await rows.begin();
     if (rows !== this.rows) return;
-    this.list.top();
     this.at = rows.rows.findIndex((row) => row?.number === this.number);
-    this.refresh();
   }
 
   refresh() {
@@ -111,7 +110,7 @@ class EpisodesPage {
     this.list.element.hidden = Boolean(none);
     put(this.none, none && this.nothing(rows));
     const shown = rows.matched === null ? number(rows.rows.length) + (rows.ended ? "" : " so far") : number(rows.matched);
-    put(this.told, rows.direct ? number(rows.total) + " episodes" : `${shown} of ${number(rows.total)} episodes`, rows.partial && ", reading on…");
+    put(this.told, rows.direct ? number(rows.total) + " episodes" : `${shown} of ${number(rows.total)} episodes`, rows.building && `, ${percent(rows.indexed)} of the file read`);
   }
 
   nothing(rows) {

@@ -120,18 +120,18 @@ function numbers(row) {
 function actions(view) {
   const { row, commands } = view;
   const made = [];
-  if (row.state === "running") made.push(button("Stop", (event) => stop(event.currentTarget, row.name, commands), { iconName: "stop", class: "danger", id: "stop" }));
+  if (row.state === "running") made.push(button("Stop", (event) => stop(event.currentTarget, row.name), { iconName: "stop", class: "danger", id: "stop" }));
   else if (["interrupted", "failed", "killed"].includes(row.state)) made.push(button("Resume", (event) => resume(event.currentTarget, row.name, commands), { iconName: "resume", class: "main", id: "resume" }));
   made.push(button("Commands", () => showCommands(row.name, commands), { iconName: "copy" }));
   return made;
 }
 
-async function stop(pressed, name, commands) {
-  const told = h("p", {}, "The step that is under way is finished, a checkpoint is saved, and the run can be resumed from there.");
-  if (!(await confirm("Stop " + name + "?", [told, command(commands.stop)], "Stop the run", "danger"))) return;
+async function stop(pressed, name) {
+  const told = h("p", {}, "The step that is under way is finished, a checkpoint is saved, and the run can be resumed from there. It is what Ctrl-C does in its terminal.");
+  if (!(await confirm("Stop " + name + "?", told, "Stop the run", "danger"))) return;
   await act(pressed, async () => {
-    await post(url(["runs", name, "stop"]));
-    toast(name + " is asked to stop; it saves a checkpoint first.");
+    const { command: same } = await post(url(["runs", name, "stop"]));
+    toast(`${name} is asked to stop, as by ${same}; it saves a checkpoint first.`);
   });
 }
 
