@@ -6,7 +6,8 @@ const PAGE = 100;
 export class EpisodeRows {
   /** `changed` is called when there is more to show. */
   constructor(name, filter, signal, changed) {
-    Object.assign(this, { name, filter, signal, changed });
+    this.end = new AbortController();
+    Object.assign(this, { name, filter, changed, signal: AbortSignal.any([signal, this.end.signal]) });
     this.rows = []; // by place in the list; holes are not read yet
     this.pages = new Map(); // number of a page -> the promise of its reading
     this.total = 0;
@@ -33,20 +34,23 @@ export class EpisodeRows {
 
   /** Reads the first page, and again as long as the server has not yet looked at the whole file. */
   async begin() {
-    this.pages.set(0, Promise.resolve());
-    const { text } = this.filter;
-    this.filter.text = ""; // it is looked for when every line is known
+    const { text, down } = this.filter;
     do {
-      if (!this.direct) this.rows = []; // another order may come of what is new
-      await this.read(null, 0, text ? 1 : PAGE);
-      this.changed();
+      if (!this.direct || down) this.forget(); // another order may come of what is new
+      this.pages.set(0, Promise.resolve());
+      await this.read(null, 0, text ? { limit: 1, text: "" } : {}); // a text is looked for when every line is known
+      if (this.building || !text) this.changed();
     } while (this.building);
     if (!text || this.error) return;
-    this.filter.text = text;
-    this.rows = [];
-    this.matched = null;
+    this.forget();
     await this.read(null, 0);
     this.changed();
+  }
+
+  forget() {
+    this.rows = [];
+    this.pages.clear();
+    this.matched = null;
   }
 
   need(from, to) {
@@ -67,15 +71,15 @@ export class EpisodeRows {
     this.pages.set(page, read);
   }
 
-  async read(after, place = this.rows.length, limit = PAGE) {
+  async read(after, place = this.rows.length, more = {}) {
     try {
-      const told = await get(url(["runs", this.name, "episodes"], { ...this.filter, after, limit }), this.signal);
+      const told = await get(url(["runs", this.name, "episodes"], { ...this.filter, after, limit: PAGE, ...more }), this.signal);
       told.rows.forEach((row, at) => (this.rows[place + at] = row));
       this.total = told.total;
       if (told.matched !== null) this.matched = told.matched;
       this.next = told.next;
       this.indexed = told.size ? told.indexed / told.size : 1;
-      this.building = told.partial && !this.filter.text;
+      this.building = told.partial && !(more.text ?? this.filter.text);
       this.ended = told.next === null && !this.building;
     } catch (error) {
       this.building = false;

@@ -95,6 +95,7 @@ class EpisodesPage {
     this.fresh.hidden = true;
     this.cleared.hidden = Object.values(this.filter).every((value) => !value);
     put(this.way, this.filter.down ? "↓" : "↑");
+    this.rows?.end.abort(); // what is asked for an older filter
     const rows = new EpisodeRows(this.name, { ...this.filter }, this.signal, () => rows === this.rows && this.refresh());
     this.rows = rows;
     this.list.top();
