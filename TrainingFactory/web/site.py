@@ -96,7 +96,7 @@ class Page:
 
     def all_runs(self) -> shapes.RunList:
         """List the runs, the oldest first."""
-        return shapes.RunList(runs=self.live.rows())
+        return shapes.RunList(runs=self.runs.rows())
 
     async def events(self, run: str | None = None) -> Events:
         """Stream what changes: the event `runs`, and of the run that is named `metrics`, `log` and `findings`."""

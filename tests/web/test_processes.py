@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.kits.cli import ROOT
-from tests.kits.page import Served, command, serving
+from tests.kits.page import Served, command, serving, until
 from tests.kits.registry import made_run
 from TrainingFactory.services.runs.folder import RunFolder
 from TrainingFactory.web import processes
@@ -27,13 +26,6 @@ def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     with serving(tmp_path / "runs") as served:
         yield served
-
-
-def until(holds: Callable[[], object]) -> None:
-    end = time.monotonic() + 60
-    while not holds():
-        assert time.monotonic() < end, "it never came"
-        time.sleep(0.02)
 
 
 def row(page: Served, name: str) -> dict[str, object]:
