@@ -84,7 +84,7 @@ BUDGET: dict[str, int] = {
     "services/runs": 570,
     "services/serving": 900,
     "services/training": 1820,
-    "services/views": 1000,
+    "services/views": 990,
     "sql": 310,
     "tools": 1690,
     "tools/builtin": 590,
