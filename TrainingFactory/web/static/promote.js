@@ -15,7 +15,7 @@ export async function promote(model, version, place, again) {
   const log = h("ol", { class: "soft steps" });
   put(place, panel("Promotion of " + name, h("div", {}, heard, bar, log)));
   try {
-    // The work goes on where this page is left: it is the server's, not the page's.
+    // Without a signal: it goes on while other pages are looked at, and ends with the tab.
     const told = await job(url(["models", model.name, "promote"]), { number: version.number, ...asked }, (news) => progress(news, heard, bar, log));
     const verdict = told.promoted ? `${name} is ${model.name}@${asked.alias}` : `${name} stays out`;
     toast(verdict + ".", told.promoted ? "good" : "info");
