@@ -22,14 +22,22 @@ export function iconButton(name, label, onclick, more = {}) {
   return h("button", { type: "button", class: "bare", "aria-label": label, title: label, onclick, ...more }, icon(name));
 }
 
-/** A command that can be copied. */
-export function command(text, label = null) {
-  const copy = iconButton("copy", "Copy the command", async () => {
-    await navigator.clipboard.writeText(text);
+/** A button that copies the text of the moment. */
+export function copyButton(label, text) {
+  const copy = iconButton("copy", label, async () => {
+    // Browsers give the clipboard to pages of this machine and to encrypted ones only.
+    if (!navigator.clipboard) return toast("The browser does not let this page copy: select the text instead.", "error");
+    await navigator.clipboard.writeText(text());
     put(copy, icon("check"));
     setTimeout(() => put(copy, icon("copy")), 1500);
+    return undefined;
   });
-  return h("div", { class: "command" }, label && h("span", { class: "label" }, label), h("code", {}, text), copy);
+  return copy;
+}
+
+/** A command that can be copied. */
+export function command(text, label = null) {
+  return h("div", { class: "command" }, label && h("span", { class: "label" }, label), h("code", {}, text), copyButton("Copy the command", () => text));
 }
 
 /** Tells something in passing; errors stay until they are closed. */

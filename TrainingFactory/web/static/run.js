@@ -1,7 +1,7 @@
 // A run: its state and numbers on top, then one of its views: curves, findings, episodes, config, lineage, log.
 import { get, post, url } from "./api.js";
 import { h, put } from "./dom.js";
-import { counted, duration, number, percent } from "./format.js";
+import { duration, number, percent } from "./format.js";
 import { keys } from "./keys.js";
 import * as live from "./live.js";
 import { act, button, command, confirm, dialog, progress, stateBadge, toast, waiting } from "./parts.js";
@@ -146,5 +146,5 @@ async function resume(pressed, name, commands) {
 
 function showCommands(name, commands) {
   const rows = Object.entries(commands).map(([what, text]) => command(text, what));
-  dialog("Commands of " + name, [h("p", { class: "soft" }, "Everything this page does can be done by these: " + counted(rows.length, "command") + "."), rows]);
+  dialog("Commands of " + name, [h("p", { class: "soft" }, "What this page does, in a terminal. A run that is under way is stopped by Ctrl-C."), rows]);
 }

@@ -3,9 +3,9 @@ import { get, url } from "./api.js";
 import { h, put, visible } from "./dom.js";
 import { counted, plain } from "./format.js";
 import * as live from "./live.js";
-import { empty, failed, searchField, segments, table, waiting } from "./parts.js";
+import { command, empty, failed, searchField, segments, table, waiting } from "./parts.js";
 
-export async function show({ content, name, query, signal, setQuery }) {
+export async function show({ content, name, view, query, signal, setQuery }) {
   const told = await get(url(["runs", name, "config"]), signal);
   const state = { mode: query.get("against") ? "diff" : (query.get("show") ?? "changed"), against: query.get("against") ?? "", find: "" };
   const place = h("div", {}, waiting());
@@ -20,7 +20,7 @@ export async function show({ content, name, query, signal, setQuery }) {
   };
   const draw = async () => {
     try {
-      put(place, await body(told, name, state, signal));
+      put(place, await body(told, view, state, signal));
     } catch (error) {
       if (error.name !== "AbortError") put(place, failed(error));
     }
@@ -30,7 +30,8 @@ export async function show({ content, name, query, signal, setQuery }) {
   change({});
 }
 
-async function body(told, name, { mode, against, find }, signal) {
+async function body(told, view, { mode, against, find }, signal) {
+  const { name } = view.row;
   const fits = (key) => key.toLowerCase().includes(find.toLowerCase());
   if (mode === "yaml") return h("pre", { class: "panel yaml" }, visible(told.yaml));
   if (mode === "diff") {
@@ -38,7 +39,8 @@ async function body(told, name, { mode, against, find }, signal) {
     const { rows } = await get(url(["runs", name, "diff", against]), signal);
     const shown = rows.filter(({ key }) => fits(key));
     if (!shown.length) return empty("The same", "No option differs.");
-    return table("Options that differ", ["Option", name, against], shown.map(({ key, values }) => [h("code", {}, key), value(values[0], "minus"), value(values[1], "plus")]));
+    const same = view.commands.show?.replace("runs show", "runs compare") + " " + against;
+    return [view.commands.show && command(same), table("Options that differ", ["Option", name, against], shown.map(({ key, values }) => [h("code", {}, key), value(values[0], "minus"), value(values[1], "plus")]))];
   }
   const changed = new Set(told.changed);
   const keys = Object.keys(told.options).filter((key) => fits(key) && (mode === "all" || changed.has(key)));

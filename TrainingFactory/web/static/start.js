@@ -4,7 +4,7 @@ import { debounce, h, put } from "./dom.js";
 import { Field, same } from "./form.js";
 import { counted } from "./format.js";
 import { keys } from "./keys.js";
-import { act, button, empty, pairs, panel, searchField, segments, select, toast, waiting } from "./parts.js";
+import { act, button, command, copyButton, empty, pairs, panel, searchField, segments, select, toast, waiting } from "./parts.js";
 import { list as findings } from "./run_findings.js";
 
 const TITLES = { lora: "LoRA", grpo: "GRPO", ppo: "PPO", dpo: "DPO", kto: "KTO", rft: "RFT", sft: "SFT", reward_model: "Reward model" };
@@ -62,8 +62,8 @@ class StartPage {
     this.go = button("Start the run", () => this.start(), { class: "main", id: "start" });
     this.examine = button("Ask the doctor", () => this.diagnose(), { id: "doctor" });
     return h("aside", { class: "side" },
-      panel("The config", [this.yaml, this.told]),
-      panel("Start", h("div", { class: "go" }, h("label", { for: "run-name" }, "Name of the run"), this.name, this.wrongName, h("div", { class: "buttons" }, this.examine, this.go), this.doctor)));
+      panel("The config", [this.yaml, this.told], copyButton("Copy the config", () => this.yaml.value)),
+      panel("Start", h("div", { class: "go" }, h("label", { for: "run-name" }, "Name of the run"), this.name, this.wrongName, h("div", { class: "buttons" }, this.examine, this.go), h("p", { class: "soft" }, "With this text in config.yaml the same is"), command("tfactory train config.yaml"), this.doctor)));
   }
 
   async begin(query) {
@@ -105,8 +105,10 @@ class StartPage {
       if (asked !== this.asked) return; // something was typed since
       this.problems = told.problems;
       if (read && !told.problems.length) this.take(told.options);
-      if (this.yaml !== document.activeElement) this.yaml.value = told.yaml;
-      this.drawTold(told);
+      const stale = told.problems.length > 0 && draft.yaml === undefined; // a form that is wrong has no text
+      if (!stale && this.yaml !== document.activeElement) this.yaml.value = told.yaml;
+      this.yaml.classList.toggle("stale", stale);
+      this.drawTold(told, stale);
       this.filter({});
     } catch (error) {
       if (error.name !== "AbortError") toast(error.message, "error");
@@ -121,12 +123,12 @@ class StartPage {
     }
   }
 
-  drawTold({ problems, notices }) {
+  drawTold({ problems, notices }, stale) {
     this.go.disabled = problems.length > 0;
     this.examine.disabled = problems.length > 0;
     const verdict = problems.length ? h("p", { class: "wrong" }, counted(problems.length, "problem") + ":") : h("p", { class: "right" }, "The config is right.");
     const lines = problems.map(({ key, message, line }) => h("li", {}, h("a", { href: "#", onclick: (event) => this.jump(event, key) }, key || "config"), (line ? `, line ${line}` : "") + ": " + message));
-    put(this.told, verdict, lines.length > 0 && h("ul", {}, lines), notices.map((text) => h("p", { class: "notice" }, text)));
+    put(this.told, verdict, lines.length > 0 && h("ul", {}, lines), stale && h("p", { class: "soft" }, "The text above is that of the last config that was right."), notices.map((text) => h("p", { class: "notice" }, text)));
   }
 
   jump(event, key) {
