@@ -2,7 +2,7 @@
 
 let token = null;
 
-export class ApiError extends Error {
+class ApiError extends Error {
   constructor(status, error) {
     super(error.message);
     this.status = status;
@@ -11,7 +11,7 @@ export class ApiError extends Error {
   }
 }
 
-/** Tells version, folder and the token that changes of state need; asked once. */
+/** Tells version, folder and the token that changes of state need; asked before anything is sent. */
 export async function about() {
   const told = await get("/api/about");
   token = told.page_token;
@@ -49,11 +49,14 @@ export async function job(address, body, heard, signal) {
 }
 
 async function send(address, body, signal) {
-  if (token === null) await about();
-  const headers = { "content-type": "application/json", "x-tfactory-page": token };
-  const response = await fetch(address, { method: "POST", headers, body: JSON.stringify(body), signal });
-  if (response.status === 403) token = null; // a server that was started anew has another token: ask for it next time
-  return response;
+  const once = () => {
+    const headers = { "content-type": "application/json", "x-tfactory-page": token };
+    return fetch(address, { method: "POST", headers, body: JSON.stringify(body), signal });
+  };
+  const response = await once();
+  if (response.status !== 403) return response;
+  await about(); // a server that was started anew has another token
+  return await once();
 }
 
 async function answer(response) {

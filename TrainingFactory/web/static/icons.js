@@ -23,7 +23,6 @@ const LINES = {
   right: "M9 5l7 7-7 7",
   warning: "M12 4l9 16H3z M12 10v4 M12 17v.1",
   bolt: "M13 3L5 14h6l-1 7 8-11h-6z",
-  star: "M12 4l2.4 5 5.6.7-4 3.9 1 5.4-5-2.7-5 2.7 1-5.4-4-3.9 5.6-.7z",
 };
 
 /** Draws an icon; it is decoration, so the control around it carries the name. */
