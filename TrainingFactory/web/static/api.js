@@ -20,7 +20,9 @@ export async function about() {
 
 /** Builds /api/runs/NAME/episodes?step=3 from parts and a query; empty values are left out. */
 export function url(parts, query = {}) {
-  const kept = Object.entries(query).filter(([, value]) => value !== null && value !== undefined && value !== "");
+  const kept = Object.entries(query).filter(
+    ([, value]) => value !== null && value !== undefined && value !== "",
+  );
   const path = "/api/" + parts.map((part) => encodeURIComponent(part)).join("/");
   return kept.length ? path + "?" + new URLSearchParams(kept) : path;
 }
@@ -67,7 +69,8 @@ async function answer(response) {
   } catch {
     throw new ApiError(response.status, { message: "The server answered with something that is no JSON." });
   }
-  if (!response.ok) throw new ApiError(response.status, told.error ?? { message: "The server answered " + response.status });
+  if (!response.ok)
+    throw new ApiError(response.status, told.error ?? { message: "The server answered " + response.status });
   return told;
 }
 
@@ -82,7 +85,8 @@ async function* events(body) {
     waiting = blocks.pop();
     for (const block of blocks) {
       const lines = block.split("\n");
-      const of = (name) => lines.filter((line) => line.startsWith(name)).map((line) => line.slice(name.length).trim());
+      const of = (name) =>
+        lines.filter((line) => line.startsWith(name)).map((line) => line.slice(name.length).trim());
       const data = of("data:").join("\n");
       if (data) yield { event: of("event:")[0] ?? "message", data: JSON.parse(data) };
     }

@@ -56,7 +56,13 @@ export class EpisodeRows {
   need(from, to) {
     if (this.direct) {
       for (let page = Math.floor(from / PAGE); page * PAGE < to; page += 1) this.readPage(page);
-    } else if (to >= this.rows.length && this.next !== null && !this.building && !this.reading && this.error === null) {
+    } else if (
+      to >= this.rows.length &&
+      this.next !== null &&
+      !this.building &&
+      !this.reading &&
+      this.error === null
+    ) {
       this.reading = this.read(this.next).finally(() => {
         this.reading = null;
         this.changed();
@@ -73,7 +79,10 @@ export class EpisodeRows {
 
   async read(after, place = this.rows.length, more = {}) {
     try {
-      const told = await get(url(["runs", this.name, "episodes"], { ...this.filter, after, limit: PAGE, ...more }), this.signal);
+      const told = await get(
+        url(["runs", this.name, "episodes"], { ...this.filter, after, limit: PAGE, ...more }),
+        this.signal,
+      );
       told.rows.forEach((row, at) => (this.rows[place + at] = row));
       this.total = told.total;
       if (told.matched !== null) this.matched = told.matched;
