@@ -91,7 +91,7 @@ def test_contexts_cost_and_are_computed_anew_by_new_weights() -> None:
 
 
 def test_one_device_for_both_is_slower_while_both_work() -> None:
-    costs = Costs(lambda *_: 0.01, free, lambda _: 1.0, overlap=0.5)
+    costs = Costs(lambda *_: 0.01, free, lambda _: 1.0)
     workload = fixed(Turn(0, 100))
     apart = Simulation(workload, costs, 1, 1, 8, bound=1, steps=20).run()[0]
     shared = Simulation(workload, costs, 1, 1, 8, bound=1, steps=20, shared=True).run()[0]
@@ -155,7 +155,9 @@ def test_figures_give_back_what_they_were_measured_by(engine: str, rates: dict[i
     config = TrainingConfig(sampling={"engine": engine, "slots": 256}, training={"group_size": 2})
     planner = Planner(config, 1, size="0.6B")
     for rows, rate in rates.items():  # 256 + 128 tokens, 32 prompts
-        alone = planner.costs(1)._replace(update=free, driver=0.0, record=0.0, write=0.0, load=0.0)
+        alone = planner.costs(1)._replace(
+            update=free, driver=0.0, record=0.0, write=0.0, load=0.0, checkpoint=0.0
+        )
         step = Simulation(fixed(Turn(256, 128)), alone, 32, rows // 32, 256, steps=3).run()
         assert step[1] / step[0] == pytest.approx(rate, rel=0.03)
     groups = 16 * [Played([[Turn(768, 256)]] * 8, [0.0] * 8)]

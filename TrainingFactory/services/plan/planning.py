@@ -14,6 +14,7 @@ from TrainingFactory.algorithms.kinds import KINDS
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.options import did_you_mean, nearest
 from TrainingFactory.services.build.learner import make_algorithm
+from TrainingFactory.services.doctor.memory import OPTIMIZER
 from TrainingFactory.services.plan.shapes import DATA, find_shape, learner_bytes, sampler_bytes
 from TrainingFactory.services.plan.simulate import Costs, Simulation
 from TrainingFactory.services.plan.workload import Played, distribution, drawn, recorded
@@ -23,6 +24,7 @@ EPISODES = 3000  # of a simulation, in 4 to 12 steps
 # parts of a step, and the costs that each stands for
 PARTS = {"sampling": ("decode", "prefill", "turn"), "tools": (), "reward": (), "update": ("update",)}
 PARTS |= {"push": ("write", "load"), "driver": ("driver", "record")}
+PARTS |= {"evaluations": ("evaluation",), "checkpoints": ("checkpoint",)}
 CALLED = Costs._fields[:3]  # the functions among them
 REMEDIES = ("training.gradient_checkpointing=true", "training.token_budget=4096", "lora.enabled=true")
 
@@ -56,6 +58,11 @@ def find_figures(engine: str, gpu: str, file: Path | None, rates: Sequence[str])
     return found
 
 
+def freed(costs: Costs, *names: str) -> Costs:
+    """Return the costs with some that take no time."""
+    return costs._replace(**{name: (lambda *_: 0.0) if name in CALLED else 0.0 for name in names})
+
+
 def in_gb(parts: dict[str, float]) -> dict[str, float]:
     return {name: count / 1e9 for name, count in parts.items()}
 
@@ -72,7 +79,12 @@ class Planner:
                 f"training.algorithm={config.training.algorithm} samples nothing; take grpo, ppo or rft"
             )
         self.config, self.gpus, self.shape = config, gpus, find_shape(config.model.name, size)
-        self.figures = find_figures("vllm" if gpus > 1 else config.sampling.engine, gpu, file, rates)
+        engine, own = "vllm" if gpus > 1 else config.sampling.engine, config.sampling.engine
+        self.figures = find_figures(engine, gpu, file, rates)
+        text = "sampling.engine" if engine == own else f"assumed for several GPUs; sampling.engine is {own}"
+        self.figures["engine"] = Figure(engine, "samples", text)
+        for name in ("sampler_overlap", "learner_overlap") if gpus > 1 else ():
+            self.figures[name] = Figure(1.0, self.figures[name].unit, "they share no GPU")
         draws = {name: distribution(self.figures[name].value) for name in DATA["workload"]}
         self.workload = drawn(draws, config.environment.max_turns, config.sampling.max_tokens)
         if run is not None:
@@ -81,7 +93,8 @@ class Planner:
             for name in DATA["workload"].keys() - ({"tool_seconds"} if tool else set()):
                 self.figures[name] = Figure("recorded", self.figures[name].unit, f"from run {run}")
         # Where others sample, the learner computes the log-probs of its own weights too.
-        self.needs = make_algorithm(config).needs | frozenset(["old"] if gpus > 1 else [])
+        algorithm = make_algorithm(config)
+        self.needs, self.refill = algorithm.needs | frozenset(["old"] if gpus > 1 else []), algorithm.refill
         self.room = 1e9 * (self["gpu_memory_gb"] - self["reserve_gb"])
         # GPUs of a sampler: what the config says, else the least power of 2 that leaves a fifth free
         least = math.ceil(math.log2(max(1.0, 2 * self.shape.params / 0.8 / self.room)))
@@ -127,12 +140,16 @@ class Planner:
         over = (learners > 1) * 1e9 / link + (self.gpus > self["gpus_per_node"]) / self["network_gbs"]
         write, load = pushed / self["push_write_gbs"] + pushed * over, pushed / self["push_load_gbs"]
         turn, driver, record = 1e-3 * self["turn_ms"], 1e-3 * self["driver_ms"], self["record_s"]
-        return Costs(decode, prefill, update, turn, driver, write, load, record, self["overlap"])
+        # weights in 16 bits, float32 copies and the optimiser's state
+        saved = 1e-9 * trained * (6 + OPTIMIZER[training.optimizer]) * (1 + ("critic" in self.needs))
+        checkpoint = saved / self["disk_gbs"] / self.config.logging.checkpoint_every
+        overlaps = self["sampler_overlap"], self["learner_overlap"]
+        return Costs(decode, prefill, update, turn, driver, write, load, record, 0.0, checkpoint, *overlaps)
 
     def step(self, learners: int, slots: int, bound: int, without: str = "") -> tuple[float, float]:
         """Simulate steps, also with a part that takes no time; return seconds and tokens of one."""
-        training, costs = self.config.training, self.costs(learners)
-        free = {name: (lambda *_: 0.0) if name in CALLED else 0.0 for name in PARTS.get(without, ())}
+        training, asked = self.config.training, self.config.optimization
+        costs = freed(self.costs(learners), *PARTS.get(without, ()))
 
         def workload(rng: np.random.Generator, size: int) -> Played:
             episodes, rewards, taught = self.workload(rng, size)
@@ -141,9 +158,19 @@ class Planner:
             return Played(episodes, [0.0] * size if without == "reward" else rewards, taught)
 
         size, members = training.batch_size, training.group_size
-        shape = size, members, slots, max(1, (self.gpus - learners) // self.width), bound, self.gpus == 1
-        steps = min(12, max(4, EPISODES // size // members))
-        return Simulation(workload, costs._replace(**free), *shape, steps, training.seed).run()
+        samplers, seed = max(1, (self.gpus - learners) // self.width), training.seed
+        if training.eval_every and without != "evaluations":
+            alone = freed(costs, "update", "write", "load", "record", "checkpoint")
+            played = Simulation(
+                workload, alone, self.config.data.heldout_count, 1, slots, samplers, steps=2, seed=seed
+            )
+            costs = costs._replace(evaluation=played.run()[0] / training.eval_every)
+        steps, order = (
+            min(12, max(4, EPISODES // size // members)),
+            bound > 0 and asked.async_order == "arrival",
+        )
+        shape = size, members, slots, samplers, bound, self.gpus == 1, order, self.refill
+        return Simulation(workload, costs, *shape, steps, seed).run()
 
     def plan(self, learners: int | None = None) -> dict[str, Any]:
         """Return step time, bottleneck, split, memory and cost."""
@@ -171,19 +198,27 @@ class Planner:
         )
         told = "training.max_steps" if training.max_steps else told
         self.figures["steps"] = Figure(steps, "steps", told)
-        if bound and config.optimization.async_order == "arrival":
-            self.figures["async_order"] = Figure("number", "", "assumed: arrival cannot be simulated")
         seconds, tokens = modes[bound]
+        slowest, advice = min(without, key=lambda part: without[part]), list[str]()
+        if not bound and modes[1][0] < 0.9 * seconds:
+            advice.append(
+                f"optimization.async_rollout=true: {modes[1][0]:.3g} s a step instead of {seconds:.3g}"
+            )
+        if slowest == "push" and not config.lora.enabled:
+            advice.append("lora.enabled=true: an adapter is pushed instead of all weights")
+        if self.gpus > 1:
+            held = max(1, (self.gpus - best) // self.width)
+            advice.append(f"compute.learners={best} compute.samplers={held}: the split that is planned here")
         return {
             "model": self.shape.name, "parameters": self.shape.params, "gpus": self.gpus, "learners": best,
             "samplers": max(1, (self.gpus - best) // self.width), "gpus_per_sampler": self.width,
             "episodes_per_sampler": slots, "step_seconds": seconds, "tokens_per_second": tokens / seconds,
-            "bottleneck": min(without, key=lambda part: without[part]), "step_seconds_without": without,
+            "bottleneck": slowest, "step_seconds_without": without,
             "step_seconds_by_bound": {n: each[0] for n, each in modes.items()}, "step_seconds_by_learners": splits,
             "room_gb": self.room / 1e9, "learner_gb": in_gb(learner_bytes(self.shape, config, self.needs, best)),
             "sampler_gb": in_gb(sampler_bytes(self.shape, self.width, slots, length)),
             "gpu_hours": self.gpus * (self["start_s"] + steps * seconds) / 3600,
-            "figures": {name: each._asdict() for name, each in self.figures.items()},
+            "advice": advice, "figures": {name: each._asdict() for name, each in self.figures.items()},
         }  # fmt: skip
 
     def _too_few(self, least: int, learners: int | None) -> str:
