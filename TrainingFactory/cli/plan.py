@@ -45,17 +45,13 @@ def plan(
         return
     figures = [(name, *map(str, each.values())) for name, each in found.pop("figures").items()]
     show.columns(["figure", "value", "", "where it comes from"], figures)
-    rows = [(name.replace("_", " "), _said(value), DATA["plan"][name]) for name, value in found.items()]
-    show.columns(["plan", "", "what that is"], rows)
+    told = ((name, _said(value), DATA["plan"].get(name, "")) for name, value in found.items())
+    show.columns(["plan", "", "what that is"], [(name.replace("_", " "), *rest) for name, *rest in told])
     assumed = sum("assumed" in source for *_, source in figures)
-    show.note(
-        f"{assumed} of {len(figures)} figures are assumed; give what you know by --rate NAME=VALUE or --from-run RUN"
-    )
+    show.note(f"{assumed} of {len(figures)} figures are assumed: give your own by --rate or --from-run")
 
 
 def _said(value: Any) -> str:
     if isinstance(value, dict):
         return ", ".join(f"{name}: {_said(each)}" for name, each in value.items())
-    if isinstance(value, list):
-        return "; ".join(value)
     return str(value) if isinstance(value, str) else f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

@@ -79,10 +79,10 @@ class Planner:
                 f"training.algorithm={config.training.algorithm} samples nothing; take grpo, ppo or rft"
             )
         self.config, self.gpus, self.shape = config, gpus, find_shape(config.model.name, size)
-        engine, own = "vllm" if gpus > 1 else config.sampling.engine, config.sampling.engine
+        own, engine = config.sampling.engine, "vllm" if gpus > 1 else config.sampling.engine
         self.figures = find_figures(engine, gpu, file, rates)
-        text = "sampling.engine" if engine == own else f"assumed for several GPUs; sampling.engine is {own}"
-        self.figures["engine"] = Figure(engine, "samples", text)
+        text = "sampling.engine" if engine == own else f"assumed with several GPUs; sampling.engine is {own}"
+        self.figures["engine"] = Figure(engine, "that samples", text)
         for name in ("sampler_overlap", "learner_overlap") if gpus > 1 else ():
             self.figures[name] = Figure(1.0, self.figures[name].unit, "they share no GPU")
         draws = {name: distribution(self.figures[name].value) for name in DATA["workload"]}
@@ -140,7 +140,6 @@ class Planner:
         over = (learners > 1) * 1e9 / link + (self.gpus > self["gpus_per_node"]) / self["network_gbs"]
         write, load = pushed / self["push_write_gbs"] + pushed * over, pushed / self["push_load_gbs"]
         turn, driver, record = 1e-3 * self["turn_ms"], 1e-3 * self["driver_ms"], self["record_s"]
-        # weights in 16 bits, float32 copies and the optimiser's state
         saved = 1e-9 * trained * (6 + OPTIMIZER[training.optimizer]) * (1 + ("critic" in self.needs))
         checkpoint = saved / self["disk_gbs"] / self.config.logging.checkpoint_every
         overlaps = self["sampler_overlap"], self["learner_overlap"]
@@ -148,8 +147,7 @@ class Planner:
 
     def step(self, learners: int, slots: int, bound: int, without: str = "") -> tuple[float, float]:
         """Simulate steps, also with a part that takes no time; return seconds and tokens of one."""
-        training, asked = self.config.training, self.config.optimization
-        costs = freed(self.costs(learners), *PARTS.get(without, ()))
+        training, costs = self.config.training, freed(self.costs(learners), *PARTS.get(without, ()))
 
         def workload(rng: np.random.Generator, size: int) -> Played:
             episodes, rewards, taught = self.workload(rng, size)
@@ -158,19 +156,16 @@ class Planner:
             return Played(episodes, [0.0] * size if without == "reward" else rewards, taught)
 
         size, members = training.batch_size, training.group_size
-        samplers, seed = max(1, (self.gpus - learners) // self.width), training.seed
+        samplers = max(1, (self.gpus - learners) // self.width)
+        arrival = bound > 0 and self.config.optimization.async_order == "arrival"
         if training.eval_every and without != "evaluations":
             alone = freed(costs, "update", "write", "load", "record", "checkpoint")
-            played = Simulation(
-                workload, alone, self.config.data.heldout_count, 1, slots, samplers, steps=2, seed=seed
-            )
-            costs = costs._replace(evaluation=played.run()[0] / training.eval_every)
-        steps, order = (
-            min(12, max(4, EPISODES // size // members)),
-            bound > 0 and asked.async_order == "arrival",
-        )
-        shape = size, members, slots, samplers, bound, self.gpus == 1, order, self.refill
-        return Simulation(workload, costs, *shape, steps, seed).run()
+            held = self.config.data.heldout_count, 1, slots, samplers
+            seconds, _ = Simulation(workload, alone, *held, steps=2).run()
+            costs = costs._replace(evaluation=seconds / training.eval_every)
+        shape = size, members, slots, samplers, bound, self.gpus == 1, arrival, self.refill
+        steps = min(12, max(4, EPISODES // size // members))
+        return Simulation(workload, costs, *shape, steps, training.seed).run()
 
     def plan(self, learners: int | None = None) -> dict[str, Any]:
         """Return step time, bottleneck, split, memory and cost."""
@@ -192,23 +187,15 @@ class Planner:
         modes = {n: self.step(best, slots, n) for n in sorted({0, bound or 1})}
         without = {part: self.step(best, slots, bound, part)[0] for part in PARTS}
         steps = training.num_epochs * math.ceil((config.data.count or 1000) / training.batch_size)
-        steps, told = (
-            training.max_steps or steps,
-            "data.count" if config.data.count else "assumed: 1,000 tasks",
-        )
-        told = "training.max_steps" if training.max_steps else told
+        told = "data.count" if config.data.count else "assumed: 1,000 tasks"
+        steps, told = (training.max_steps, "training.max_steps") if training.max_steps else (steps, told)
         self.figures["steps"] = Figure(steps, "steps", told)
         seconds, tokens = modes[bound]
-        slowest, advice = min(without, key=lambda part: without[part]), list[str]()
+        slowest, advice = min(without, key=lambda part: without[part]), dict[str, str]()
         if not bound and modes[1][0] < 0.9 * seconds:
-            advice.append(
-                f"optimization.async_rollout=true: {modes[1][0]:.3g} s a step instead of {seconds:.3g}"
-            )
+            advice["optimization.async_rollout=true"] = f"{modes[1][0]:.3g} s a step"
         if slowest == "push" and not config.lora.enabled:
-            advice.append("lora.enabled=true: an adapter is pushed instead of all weights")
-        if self.gpus > 1:
-            held = max(1, (self.gpus - best) // self.width)
-            advice.append(f"compute.learners={best} compute.samplers={held}: the split that is planned here")
+            advice["lora.enabled=true"] = "an adapter is pushed instead of all weights"
         return {
             "model": self.shape.name, "parameters": self.shape.params, "gpus": self.gpus, "learners": best,
             "samplers": max(1, (self.gpus - best) // self.width), "gpus_per_sampler": self.width,

@@ -41,7 +41,7 @@ class Device:
 
     def __init__(self, clock: Simulation) -> None:
         self.clock, self.costs, self.halted, self.episodes = clock, clock.costs, False, 0
-        self.cached = set[tuple[int, int]]()  # prompts of groups, by versions
+        self.cached = set[tuple[int, ...]]()  # prompts of groups, by attempts and versions
         self.lesson: list[Any] | None = None  # seconds left, resume
         self._rows = list[tuple[float, int, int, Resume]]()  # place where it ends, number, context, resume
         self._place, self._context = 0.0, 0  # tokens of a row since the beginning; all contexts together
@@ -80,9 +80,8 @@ class Device:
     def _state(self) -> tuple[bool, float, float, float]:
         """Return whether it samples, how fast it samples and learns, and the seconds of a token."""
         samples = bool(self._rows) and not self.halted
-        both, costs = samples and self.lesson is not None, self.costs
-        speeds = (costs.sampler_overlap, costs.learner_overlap) if both else (1.0, 1.0)
-        return samples, *speeds, costs.decode(len(self._rows), self._context) if samples else 0.0
+        speeds = self.costs[-2:] if samples and self.lesson is not None else (1.0, 1.0)
+        return samples, *speeds, self.costs.decode(len(self._rows), self._context) if samples else 0.0
 
     def _due(self, changes: int, end: Resume) -> None:
         if changes == self._changes:  # else what was planned holds no more
@@ -123,15 +122,9 @@ class Simulation:
         self._devices = [Device(self) for _ in range(self.samplers)]
         self._learner = self._devices[0] if self.shared else Device(self)
         self._room, self._outside, self._pushed = self.slots * self.samplers, deque[Resume](), 0
-        self._played, self._left, self._tries = (
-            dict[int, Played](),
-            dict[int, int](),
-            dict[int, int](),
-        )  # by number
-        self._since, self._ended = (
-            dict[int, int](),
-            list[int](),
-        )  # version of the first token; not trained yet
+        # by number: episodes, how many are left, attempts, version of the first token; what is ready to be trained
+        self._played, self._left, self._tries = dict[int, Played](), dict[int, int](), dict[int, int]()
+        self._since, self._ended = dict[int, int](), list[int]()
         self._times, self._loop = list[float](), None  # ends of steps; what waits for groups
         self._start(self._steps())
         while self._events:
@@ -157,7 +150,7 @@ class Simulation:
             while len(chosen := self._ready(step)) < size:
                 yield partial(setattr, self, "_loop")
             self._ended = [number for number in self._ended if number not in chosen]
-            groups = [self._played[number] for number in sorted(chosen)]
+            groups = (self._played[number] for number in sorted(chosen))
             lesson = self.costs.update([group for group in groups if group.taught])
             yield lambda resume, of=lesson: learner.change(setattr, learner, "lesson", [of, resume])
             yield partial(self.after, self.costs.write)
@@ -171,8 +164,8 @@ class Simulation:
             self._times.append(self.now)
 
     def _ready(self, step: int) -> list[int]:
-        """Return what has ended of the groups whose turn it is. What is too old begins again, and in a synchronous run,
-        when all have ended, what taught nothing."""
+        """Return what has ended of the groups whose turn it is. What is too old begins again; if nothing is sampled
+        ahead, what taught nothing too, when all have ended."""
         turn = [number for number in self._ended if self.by_arrival or number // self.batch_size == step]
         again = [number for number in turn if step - self._since[number] > self.bound]
         again += [] if self.bound or len(turn) < self.batch_size else filter(self._refills, turn)
@@ -211,10 +204,11 @@ class Simulation:
         for turn in group.episodes[member]:
             self._driven = max(self._driven, self.now) + costs.driver  # one turn after the other
             yield partial(self.after, self._driven - self.now)
-            prompt = group.episodes[0][0].new if (number, self._version) in sampler.cached else 0
+            key = (number, self._tries[number], self._version)
+            prompt = group.episodes[0][0].new if key in sampler.cached else 0
             known, seen = context if seen == self._version else prompt, self._version
             self._since.setdefault(number, seen)
-            sampler.cached.add((number, seen))
+            sampler.cached.add(key)
             context += turn.new
             seconds, mean = costs.prefill(max(0, context - known), known), context + turn.sampled // 2
             yield partial(sampler.change, sampler.ask, costs.turn + seconds, turn.sampled, mean)
@@ -224,12 +218,10 @@ class Simulation:
         sampler.episodes -= 1
         self._admit(1)
         self._left[number] -= 1
-        if self._left[number]:
-            return
-        if self.bound and self._refills(number):
+        if not self._left[number] and self.bound and self._refills(number):
             self._begin(number)
-            return
-        self._ended.append(number)
-        if self._loop is not None:
-            self.after(0.0, self._loop)
-            self._loop = None
+        elif not self._left[number]:
+            self._ended.append(number)
+            if self._loop is not None:
+                self.after(0.0, self._loop)
+                self._loop = None

@@ -110,10 +110,8 @@ def _turns(episode: Trajectory) -> list[Turn]:
     """Return lengths and latencies; calls of one turn run side by side."""
     found, before = list[Turn](), 0
     for turn in episode.turns:
-        sampled, tools = (
-            len(turn.completion.token_ids),
-            [max(1e-9, each.seconds) for each in turn.tool_results],
-        )
+        sampled = len(turn.completion.token_ids)
+        tools = [max(1e-9, each.seconds) for each in turn.tool_results]
         found.append(Turn(max(0, len(turn.prompt_ids) - before), sampled, max(tools, default=0.0)))
         before = len(turn.prompt_ids) + sampled
     return found
