@@ -327,6 +327,10 @@ def test_calls_side_by_side_have_the_same_seeds_in_every_run(tmp_path: Path) -> 
     play(tmp_path, code, sampler=first)
     play(tmp_path, code.replace("'ab'", "'ba'"), sampler=second)
     assert first.seeds == second.seeds and len(set(first.seeds.values())) == 2
+    both, alone = Seen(), Seen()  # of the same prompt the one with another setting keeps its seed, too
+    play(tmp_path, "ask([say('a')], top_p=0.5); ask([say('a')])\n" + line(reward=1), sampler=both)
+    play(tmp_path, "ask([say('a')])\n" + line(reward=1), sampler=alone)
+    assert both.seeds == alone.seeds
 
 
 class Seen(Talker):
