@@ -192,9 +192,8 @@ class Endpoint:
         bound = listen.bind("127.0.0.1", 0)
         self.base_url = f"{listen.address_of(bound)}/v1"
         self._server = listen.make_server(self.api().app)
-        self._serving = asyncio.create_task(
-            self._server._serve([bound])
-        )  # `serve` would take Ctrl-C from the run
+        # `serve` would take Ctrl-C from the run.
+        self._serving = asyncio.create_task(self._server._serve([bound]))
 
     async def close(self) -> None:
         self._server.should_exit = True

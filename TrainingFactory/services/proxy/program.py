@@ -135,16 +135,15 @@ class ProgramEpisode(Scored):
 
     async def _run(self, env: dict[str, str], stdin: Any, *outputs: Any) -> int:
         """Return its status."""
-        watch: dict[str, Any] = {"args": ["sh", "-c", WATCH, env["TFACTORY_TASK"]], "start_new_session": True}
-        with subprocess.Popen(**watch, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL) as watcher:
-            process = subprocess.Popen(
-                self._program.argv, -1, None, stdin, *outputs, cwd=self._program.cwd, env=env,
-                start_new_session=True,  # so that it can be ended with all that it has started
-            )  # fmt: skip
+        watch, files = ["sh", "-c", WATCH, env["TFACTORY_TASK"]], (subprocess.PIPE, None, subprocess.DEVNULL)
+        its: dict[str, Any] = {"cwd": self._program.cwd, "env": env}
+        # Each in a group of its own, to be ended as one.
+        with subprocess.Popen(watch, 0, None, *files, start_new_session=True) as watcher:
+            args = (self._program.argv, -1, None, stdin, *outputs)
+            process = subprocess.Popen(*args, **its, start_new_session=True)
             try:
                 assert watcher.stdin is not None
                 watcher.stdin.write(b"%d\n" % process.pid)
-                watcher.stdin.flush()
                 while process.poll() is None:
                     await asyncio.sleep(POLL)
                     if any(os.fstat(each.fileno()).st_size > MOST_WRITTEN for each in outputs):
