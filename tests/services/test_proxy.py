@@ -396,6 +396,7 @@ def test_a_run_trains_evaluates_and_samples_ahead_by_a_command(tmp_path: Path) -
         (["environment.command=python", "environment.options={env: [NOT_THERE]}"], "NOT_THERE"),
         (["environment.command=python", "environment.options={cmd: x}"], "cmd"),
         (["environment.command=python"], "data.tasks=FILE.jsonl"),
+        (["environment.command=python 'x"], "environment.command=python 'x: No closing quotation"),
     ],
 )
 def test_a_wrong_command_is_said_before_anything_is_loaded(

@@ -64,12 +64,14 @@ class AgentProgram:
 
     def __init__(self, command: str, options: Mapping[str, Any]) -> None:
         self.options: ProgramOptions = make_from(ProgramOptions, options, "environment.command")
-        self.argv, self.cwd = shlex.split(command), Path(self.options.cwd).expanduser().resolve()
+        try:
+            self.argv, self.cwd = shlex.split(command), Path(self.options.cwd).expanduser().resolve()
+        except ValueError as error:
+            raise ValueError(f"environment.command={command}: {error}") from error
         name = self.argv[0] if self.argv else ""
         if shutil.which(str(self.cwd / name) if "/" in name else name) is None:
-            raise ValueError(
-                f"environment.command names the program {name!r}, which is neither on the PATH nor at {self.cwd / name}"
-            )
+            text = f"environment.command names the program {name!r}, "
+            raise ValueError(f"{text}which is neither on the PATH nor at {self.cwd / name}")
         if missing := [name for name in self.options.env if name not in os.environ]:
             raise ValueError(f"environment.options.env names {', '.join(missing)}: set it, or leave it out")
         self.endpoint = Endpoint()
