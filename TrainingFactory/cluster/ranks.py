@@ -130,7 +130,7 @@ class Ranks:
         if self._group.ended:
             return
         self._group.ended, last = True, "failed"
-        if not self._gone.done() and (self._doing is None or self._doing.done()):
+        if not self._gone.done() and all(answer.done() for answer in self._answers.values()):
             with suppress(RuntimeError):
                 await self._thread.call(self._group.broadcast, "end", report)
                 last = ""

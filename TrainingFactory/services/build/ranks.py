@@ -79,7 +79,7 @@ class Learners:
 
         cuda = _device(config).type == "cuda"
         if launched() is not None:
-            group = await in_thread(Group, 0, count, None, os.environ["MASTER_ADDR"], cuda)
+            group = await in_thread(Group, 0, count, None, os.environ["MASTER_ADDR"], _any_cuda())
             if threading.current_thread() is threading.main_thread():
                 loop = asyncio.get_running_loop()  # a launcher that ends everybody waits a while
                 stop = partial(loop.call_soon_threadsafe, interrupts.ask)
@@ -185,6 +185,11 @@ def _device(config: TrainingConfig) -> Any:
     return pick_device(config.model.device)
 
 
+def _any_cuda() -> bool:
+    """Tell whether this machine has GPUs: what all processes of a launcher see, also those that know no config."""
+    return _device(TrainingConfig()).type == "cuda"
+
+
 def facts(config: TrainingConfig | None) -> dict[str, Any]:
     """Return what must be equal in all processes: versions, and what the user wrote into the config."""
     found: dict[str, Any] = {"Python": platform.python_version(), "TrainingFactory": __version__}
@@ -231,8 +236,7 @@ def served(config: TrainingConfig | None) -> TrainingReport | None:
     if there is None or there.rank == 0:
         return None
     logging.disable(logging.WARNING)  # rank 0 says the same
-    cuda = _device(config or TrainingConfig()).type == "cuda"
-    shape = there.rank, there.count, None, os.environ["MASTER_ADDR"], cuda
+    shape = there.rank, there.count, None, os.environ["MASTER_ADDR"], _any_cuda()
     if (report := run_anywhere(lambda: _serve(shape, there.device, config))) is None:
         raise SystemExit(1)  # rank 0 says why
     return report
