@@ -213,8 +213,9 @@ async def serve(group: Group, call: Callable[..., Awaitable[Any]], facts: Mappin
                 await call(*called)
             except BaseException as error:
                 found, own = f"{type(error).__name__}: {error}", not isinstance(error, ValueError | OSError)
+                if own:
+                    log.error(found, exc_info=True)
             if own:  # rank 0 does not have the same; or another one is gone, which it must hear before
-                log.error(found, exc_info=True)
                 await asyncio.sleep(1)
             await thread.call(group.tell, found)
             if own:  # nobody must wait for this process
