@@ -50,6 +50,7 @@ class Case:
     kind: str = "gqa_tied"
     lora: dict[str, Any] | None = None  # options of an adapter
     saved: bool = False  # the adapter has a head of its own
+    rows: bool = False  # a layer does not run over a tree
     dtype: torch.dtype = torch.float32
     optimizer: Any = "adamw"
     groups: int = 4
@@ -67,12 +68,18 @@ CASES = {
     "lora": Case(GRPO(kl=0.1), lora={}),
     "dora": Case(GRPO(kl=0.1), lora={"dora": True}),
     "saved": Case(GRPO(), lora={}, saved=True, kind="gqa_bias"),
+    "rows": Case(GRPO(), rows=True),
     "checkpointing": Case(GRPO(), {"gradient_checkpointing": True}),
     "bf16": Case(GRPO(), dtype=torch.bfloat16, groups=2),  # slow on a CPU
     "lora-bf16": Case(GRPO(kl=0.1), lora={}, dtype=torch.bfloat16, groups=2),
     "muon": Case(GRPO(), optimizer="muon"),
     "experts": Case(GRPO(), kind="mla_moe"),
 }
+
+
+def refuse_trees(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    if kwargs.get("tfactory_tree") is not None:
+        raise NotImplementedError
 
 
 def make_case(case: Case, processes: Processes | None = None) -> Learner:
@@ -85,6 +92,8 @@ def make_case(case: Case, processes: Processes | None = None) -> Learner:
             param.requires_grad_("lora_" in name)
     elif case.lora is not None:
         model = moved(add_lora(model, r=4, **case.lora), 5)
+    if case.rows:
+        model.model.layers[1].register_forward_pre_hook(refuse_trees, with_kwargs=True)
     options = dict(case.options)
     needs = case.algorithm.needs
     if "reference" in needs and case.lora is None:
