@@ -102,7 +102,7 @@ MISTAKES = [
     (
         {"WORLD_SIZE": "2", "RANK": "0"},
         ["compute.learners=3"],
-        "it is 3, and the launcher has started 2 processes",
+        "it is 3, the launcher has started 2 processes: set it to 2, or leave it out",
     ),
     ({"ACCELERATE_USE_DEEPSPEED": "true"}, [], "DeepSpeed .* is not supported: leave it out"),
     ({}, ["compute.learners=2", "model.device=cuda:1"], "it is cuda:1, and each of 2 learners"),

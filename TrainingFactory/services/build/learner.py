@@ -107,14 +107,11 @@ def make_learner(
 
 def make_processes(config: TrainingConfig) -> Processes:
     """Make what divides weights among the processes of torch.distributed."""
-    import torch
-
     from TrainingFactory.learning.sharding import Sharded
     from TrainingFactory.models.loading import pick_device
 
     check_sharded(config)
-    place = pick_device(config.model.device)
-    return Sharded(torch.device(place.type, place.index or 0), config.optimization.offload_reference)
+    return Sharded(pick_device(config.model.device), config.optimization.offload_reference)
 
 
 def check_sharded(config: TrainingConfig) -> None:

@@ -50,7 +50,7 @@ def with_learners(config: TrainingConfig, say: Callable[[str], None]) -> Trainin
     count = (asked or 1) if there is None else there.count
     if asked not in (None, count):
         text = (
-            f"it is {asked}, and the launcher has started {count} processes: set it to that, or leave it out"
+            f"it is {asked}, the launcher has started {count} processes: set it to {count}, or leave it out"
         )
         raise config.wrong([Problem(("compute", "learners"), text)])
     if count > 1 and ":" in config.model.device:
@@ -79,9 +79,10 @@ class Learners:
             return
         from TrainingFactory.cluster.ranks import Group, Ranks
 
-        cuda = _device(config).type == "cuda"
+        # Under a launcher not all have read the config: each goes by whether there are GPUs.
+        cuda = _device(config if launched() is None else TrainingConfig()).type == "cuda"
         if launched() is not None:
-            group = await in_thread(Group, 0, count, None, os.environ["MASTER_ADDR"], _any_cuda())
+            group = await in_thread(Group, 0, count, None, os.environ["MASTER_ADDR"], cuda)
             if threading.current_thread() is threading.main_thread():
                 stop = partial(asyncio.get_running_loop().call_soon_threadsafe, interrupts.ask)
                 before = signal.signal(signal.SIGTERM, lambda *_: stop())  # a launcher waits a while
@@ -188,11 +189,6 @@ def _device(config: TrainingConfig) -> Any:
     return pick_device(config.model.device)
 
 
-def _any_cuda() -> bool:
-    """Tell whether this machine has GPUs: what all processes of a launcher see, also those that know no config."""
-    return _device(TrainingConfig()).type == "cuda"
-
-
 def facts(config: TrainingConfig | None) -> dict[str, Any]:
     """Return what must be equal in all processes: versions, and what the user wrote into the config."""
     found: dict[str, Any] = {"Python": platform.python_version(), "TrainingFactory": __version__}
@@ -238,7 +234,8 @@ def served(config: TrainingConfig | None) -> TrainingReport | None:
     if there is None or there.rank == 0:
         return None
     logging.disable(logging.WARNING)  # rank 0 says the same
-    shape = there.rank, there.count, None, os.environ["MASTER_ADDR"], _any_cuda()
+    cuda = _device(TrainingConfig()).type == "cuda"
+    shape = there.rank, there.count, None, os.environ["MASTER_ADDR"], cuda
     if (report := run_anywhere(lambda: _serve(shape, there.device, config))) is None:
         raise SystemExit(1)  # rank 0 says why
     return report

@@ -52,12 +52,11 @@ def load_trained(config: TrainingConfig) -> LoadedModel:
     of one layer after the other."""
     from TrainingFactory.models.loading import pick_device, pick_dtype
 
-    given = config
+    model = config.model
     if (config.compute.learners or 1) > 1:
-        dtype = str(pick_dtype(config.model.dtype, pick_device(config.model.device))).removeprefix("torch.")
-        there = config.model.model_copy(update={"device": "cpu", "dtype": dtype})
-        given = config.model_copy(update={"model": there})
-    loaded = load(given)
+        dtype = str(pick_dtype(model.dtype, pick_device(model.device))).removeprefix("torch.")
+        model = model.model_copy(update={"device": "cpu", "dtype": dtype})
+    loaded = load(config.model_copy(update={"model": model}))
     make_trainable(config, loaded)
     return loaded
 
