@@ -73,9 +73,9 @@ def train(config: TrainingConfig, name: str, watcher: Quiet | None = None, **obj
     return Training(config, name=name, objects=given, watcher=watcher or Quiet()).train()
 
 
-def go_on(folder: Path, environment: Any = Parity) -> TrainingReport:
+def go_on(folder: Path, environment: Any = Parity, watcher: Quiet | None = None) -> TrainingReport:
     run, objects = RunFolder(folder), Objects(environment=environment)
-    return Training(run.config, run=run, objects=objects, watcher=Quiet()).train()
+    return Training(run.config, run=run, objects=objects, watcher=watcher or Quiet()).train()
 
 
 def rows(path: Path) -> list[dict[str, Any]]:

@@ -13,7 +13,7 @@ from TrainingFactory.protocols import Algorithm, ChatFormat, EnvironmentFactory,
 from TrainingFactory.rollout import AsyncRolloutEngine
 from TrainingFactory.services.build.factories import told_with_places
 from TrainingFactory.services.build.fleet import Say, at_once, check_engines, elsewhere, pushed_to, reading
-from TrainingFactory.services.build.learner import copy_of, make_policy
+from TrainingFactory.services.build.learner import copy_of, make_policy, make_trainable
 from TrainingFactory.services.proxy.program import AgentProgram, ProgramRollouts
 from TrainingFactory.tools.runtime import ToolRuntime
 from TrainingFactory.types import SamplingParams, Trajectory
@@ -44,6 +44,20 @@ def load(config: TrainingConfig) -> LoadedModel:
     limit = context_limit(loaded)
     if model.max_length is not None and limit is not None and model.max_length > limit:
         raise ValueError(f"model.max_length is {model.max_length}, but {model.name} was made for {limit}")
+    return loaded
+
+
+def load_trained(config: TrainingConfig) -> LoadedModel:
+    """Load the model as it is trained: for several learners into the memory of the CPU, from where each takes its share
+    of one layer after the other."""
+    from TrainingFactory.models.loading import pick_device, pick_dtype
+
+    model = config.model
+    if (config.compute.learners or 1) > 1:
+        dtype = str(pick_dtype(model.dtype, pick_device(model.device))).removeprefix("torch.")
+        model = model.model_copy(update={"device": "cpu", "dtype": dtype})
+    loaded = load(config.model_copy(update={"model": model}))
+    make_trainable(config, loaded)
     return loaded
 
 

@@ -96,20 +96,13 @@ class TrainingLoop:
         await self._write_status("running")
         try:
             with self.interrupts.watching():
-                try:
-                    reason = await self._steps()
-                finally:
-                    await self.source.close()
-            return await self._finish("finished", reason)
-        except Stopped:
-            await self._save()
-            return await self._finish("interrupted")
+                state, reason = await self._to_the_end()
+            return await self._finish(state, reason)
         except asyncio.CancelledError:
             if not self.interrupts.asked:
                 raise
             return await self._finish("interrupted")  # at once: the last checkpoint is what remains
         except SamplersLost as error:
-            await self._save()
             reason = f"{error}; when that is mended, go on with: {self.run.resume_command}"
             await self._finish("failed", reason)
             raise ValueError(reason) from error
@@ -119,6 +112,20 @@ class TrainingLoop:
             raise OSError(reason) from error
         except Exception as error:
             await self._finish("failed", str(error))
+            raise
+
+    async def _to_the_end(self) -> tuple[State, str | None]:
+        """Make the steps, and a checkpoint where they end early; return how they ended, and why."""
+        try:
+            try:
+                return "finished", await self._steps()
+            finally:
+                await self.source.close()
+        except Stopped:
+            await self._save()
+            return "interrupted", None
+        except SamplersLost:
+            await self._save()
             raise
 
     async def _steps(self) -> str | None:
