@@ -38,7 +38,7 @@ SATELLITES = [
     "rewards/judge", "rewards/workers", "services/evaluation", "services/serving",
     "services/reports", "services/judge_audit", "services/demo", "services/doctor", "services/plan", "services/proxy",
     "services/registry", "services/export.py", "services/datasets.py", "data/convert.py",
-    "learning/reward_models.py", "models/faces.py", "models/qwen3.py",
+    "learning/reward_models.py", "models/faces.py", "models/qwen3.py", "models/tools_format.py",
     "models/llama.py", "models/deepseek.py", "sampling/vllm_engine.py", "sampling/vllm_worker.py",
     "learning/publishing.py", "learning/sharding.py",
     # faces of satellite folders, and what users call

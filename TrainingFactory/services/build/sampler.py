@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 DEFAULT_MAX_LENGTH = 4096
 
 
-def load(config: TrainingConfig) -> LoadedModel:
+def load(config: TrainingConfig, say: Say = lambda _: None) -> LoadedModel:
+    """Load the model of a config, with a form for tools where one is asked for; `say` is told what that changes."""
     # Imported here: torch and transformers take seconds, and mistakes in names should not wait for them.
     from TrainingFactory.models import load_model
 
@@ -41,6 +42,11 @@ def load(config: TrainingConfig) -> LoadedModel:
             trust_remote_code=model.trust_remote_code,
             quantization=model.quantization,
         )
+    if model.tools_format is not None:
+        from TrainingFactory.models.tools_format import add_tools_format
+
+        frozen = config.lora.enabled or model.adapter is not None or model.quantization != "none"
+        add_tools_format(loaded, model.tools_format, frozen, say)
     limit = context_limit(loaded)
     if model.max_length is not None and limit is not None and model.max_length > limit:
         raise ValueError(f"model.max_length is {model.max_length}, but {model.name} was made for {limit}")
@@ -113,16 +119,18 @@ def max_length(config: TrainingConfig, loaded: LoadedModel) -> int:
     return config.model.max_length or min(context_limit(loaded) or DEFAULT_MAX_LENGTH, DEFAULT_MAX_LENGTH)
 
 
-def make_sampler(config: TrainingConfig, episodes: int) -> tuple[ChatFormat, Sampler]:
+def make_sampler(
+    config: TrainingConfig, episodes: int, say: Say = lambda _: None
+) -> tuple[ChatFormat, Sampler]:
     """Load the model; return its way to write a conversation, and the engine that samples from it."""
-    chat, sampler, _ = make_all(config, episodes)
+    chat, sampler, _ = make_all(config, episodes, say)
     return chat, sampler
 
 
 def make_all(config: TrainingConfig, episodes: int, say: Say = lambda _: None) -> tuple[Any, Sampler, Any]:
     """Return also the model, where the engine has it in this process."""
     check_engines(config)
-    loaded = load(config)
+    loaded = load(config, say)
     chat = make_chat(config, loaded)
     if elsewhere(config):
         return chat, reading(config, loaded, max_length(config, loaded), episodes, say), None

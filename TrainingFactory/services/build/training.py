@@ -138,7 +138,7 @@ class Training:
 
     def load(self, day: date) -> tuple[LoadedModel, TemplateChatFormat]:
         """Load the model as it is trained, and its chat format."""
-        loaded = build_sampler.load(self.config)
+        loaded = build_sampler.load(self.config, self.watcher.say)
         make_trainable(self.config, loaded)
         return loaded, build_sampler.make_chat(self.config, loaded, day)
 

@@ -34,7 +34,7 @@ class Evaluation(Rollouts):
         config = by_file(config, say)
         self.scored_by = scored_by(config, evaluation_reward(assemble_rewards.check_reward(config), say))
         group = config.training.group_size if "group_size" in config.training.model_fields_set else 1
-        super().__init__(config, out, group, replay=replay, choose=evaluation_reward)
+        super().__init__(config, out, group, replay=replay, choose=evaluation_reward, say=say)
 
     async def run_async(self, on_episode: Callable[[Trajectory], None] = lambda _: None) -> Report:
         report = await super().run_async(on_episode)
