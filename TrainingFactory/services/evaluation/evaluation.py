@@ -47,7 +47,8 @@ def sections_of(found: Named) -> dict[str, dict[str, Any]]:
     if found.maker is None:
         return {"model": found.section}
     trained = as_then(found.maker.config, found.maker.about)
-    sections = {"model": trained.model.model_dump(exclude_unset=True) | found.section}
+    model = trained.model.model_dump(exclude_unset=True, exclude={"tools_format"})  # a checkpoint carries it
+    sections = {"model": model | found.section}
     for section in ("environment", "data", "sampling"):
         sections[section] = getattr(trained, section).model_dump()
     if trained.tools:
