@@ -83,4 +83,4 @@ def test_from_data_to_figures(asked: dict[str, Any], tfactory: Run) -> None:
     status, out, err = tfactory("recipe", "gsm8k", *options, "--json")
     assert json.loads(out)["evaluations"] == found["evaluations"] and " on test at" not in err
     with pytest.raises(ValueError, match="made by other options"):
-        Recipe(**asked | {"seed": 1})
+        Recipe(**{**asked, "seed": 1})

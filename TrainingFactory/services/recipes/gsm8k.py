@@ -133,8 +133,8 @@ class Recipe:
         """Play the tasks of dev or test with both models; an evaluation that is recorded stands."""
         with self._spent(part):
             for how, temperature in TEMPERATURES.items():
-                sides = [self._played(name, part, temperature, watcher) for name in RUNS]
-                self.compared.setdefault(part, {})[how] = compare(*sides)
+                before, after = (self._played(name, part, temperature, watcher) for name in RUNS)
+                self.compared.setdefault(part, {})[how] = compare(before, after)
 
     def _played(self, name: str, part: str, temperature: float, watcher: Watcher) -> Side:
         asked = {"data.tasks": str(self.out / "data" / f"{part}.jsonl"), "data.heldout": None}
