@@ -20,7 +20,7 @@ KEPT = 17
 class Held(NamedTuple):
     """Counts the weights of a model."""
 
-    count: int
+    weights: int
     stored: float  # bytes of all of them
     trained: int
     exact: int  # trained ones that are stored in float32, and need no copy
@@ -65,9 +65,10 @@ def learner_bytes(
     are not counted. Alone it has the weights as they are stored, and float32 copies of those that are trained; shards
     of these are float32, with two layers and the head at a time gathered as they are computed with."""
     ends = shape.hidden_size * shape.vocab_size
-    layer = (held.count - ends * (1 if shape.tie_word_embeddings else 2)) / shape.num_hidden_layers
+    tied = getattr(shape, "tie_word_embeddings", True)  # foreign object
+    layer = (held.weights - ends * (1 if tied else 2)) / shape.num_hidden_layers
     gathered = 0.0 if learners == 1 else held.size * (2 * layer + ends)
-    kept = held.stored if learners == 1 else held.stored * (1 - held.trained / held.count)
+    kept = held.stored if learners == 1 else held.stored * (1 - held.trained / held.weights)
     copies = 4 * (held.trained - (held.exact if learners == 1 else 0)) / learners
     found = {
         "weights": kept / learners + gathered,
@@ -80,8 +81,8 @@ def learner_bytes(
         found["reference model"] = held.stored / learners
     if "critic" in needs:
         found["critic"] = learned
-    activations = activation_bytes(shape, tokens, config.training.gradient_checkpointing, held.size)
-    return found | {"activations": activations}
+    left = activation_bytes(shape, tokens, config.training.gradient_checkpointing, held.size)
+    return found | {"activations": float(left)}
 
 
 def activation_bytes(shape: Any, tokens: int, checkpointing: bool, size: int) -> int:
