@@ -48,7 +48,7 @@ class Api:
     def __init__(self, key: str | None = None, local: bool = True) -> None:
         self.app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
         self.app.add_exception_handler(HTTPException, self._no_such_page)
-        self._key, self._local = key, local
+        self._key, self._local, self._pages = key, local, list[str]()
         AppStatus.disable_automatic_graceful_drain()  # streams may finish within the time after Ctrl-C
 
     def get(self, path: str, answer: Callable[[], dict[str, Any]], keyed: bool = True) -> None:
@@ -97,6 +97,7 @@ class Api:
             told = failure(error)
             return _json(told.body, told.status, HEADERS.get(told.status))
 
+        self._pages.append(f"{method} {path}")
         self.app.add_api_route(path, guarded, methods=[method], response_model=None)
 
     def _check_host(self, request: Request) -> None:
@@ -112,7 +113,7 @@ class Api:
 
     async def _no_such_page(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        text = f"{request.method} {request.url.path[:80]}: {error.detail}"
+        text = f"{request.method} {request.url.path[:80]}: {error.detail}; there is {', '.join(self._pages)}"
         told = ApiError(text, status=error.status_code, code="not_found")
         return _json(told.body, told.status)
 
