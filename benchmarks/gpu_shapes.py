@@ -47,7 +47,8 @@ def random_model(size: str, device: str) -> Any:
 
     torch.manual_seed(0)
     torch.set_default_dtype(torch.bfloat16 if device != "cpu" else torch.float32)
-    fields = find_shape("", size)._asdict() | {"max_position_embeddings": 4096, "pad_token_id": 0}
+    fields: dict[str, Any] = find_shape("", size)._asdict()
+    fields |= {"max_position_embeddings": 4096, "pad_token_id": 0}
     del fields["name"]
     with torch.device(device):
         model = Qwen3ForCausalLM(Qwen3Config(**fields, eos_token_id=None))
