@@ -31,7 +31,7 @@ def gsm8k(
     ```
     tfactory recipe gsm8k
     tfactory recipe gsm8k --data data/gsm8k --seed 1 --out runs/gsm8k-1 --final
-    tfactory recipe gsm8k --out runs/outcome --grpo grpo.credit=outcome
+    tfactory recipe gsm8k --out runs/groups-of-8 --grpo training.group_size=8
     tfactory recipe gsm8k --model builtin:tiny --scale small
     ```
 
