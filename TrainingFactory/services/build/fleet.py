@@ -105,7 +105,8 @@ def _readable(config: TrainingConfig) -> str | None:
     """Return where an engine on any machine finds the model by itself: a hub id, or a folder with whole weights."""
     model, name = config.model, resolve(config.model.name)
     folder = Path(name).expanduser()
-    if model.adapter is not None or model.quantization != "none" or model.revision is not None:
+    changed = model.adapter or model.tools_format or model.revision
+    if changed is not None or model.quantization != "none":
         return None
     if folder.is_dir():
         return str(folder.resolve()) if any(folder.glob("model*.safetensors")) else None

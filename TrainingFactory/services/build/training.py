@@ -138,7 +138,7 @@ class Training:
 
     def load(self, day: date) -> tuple[LoadedModel, TemplateChatFormat]:
         """Load the model as it is trained, and its chat format."""
-        loaded = build_sampler.load_trained(self.config)
+        loaded = build_sampler.load_trained(self.config, self.watcher.say)
         return loaded, build_sampler.make_chat(self.config, loaded, day)
 
     def _release(self) -> None:
