@@ -17,6 +17,7 @@ from TrainingFactory.options import make_from
 from TrainingFactory.tools.options import ToolOptions
 from TrainingFactory.tools.schema import arguments_model, description_of, model_problems, parameters_schema
 from TrainingFactory.tools.threads import in_thread
+from TrainingFactory.tools.waiting import never_waits
 from TrainingFactory.types import ToolResult, ToolSpec
 
 
@@ -44,6 +45,11 @@ class FunctionTool:
     def __repr__(self) -> str:
         return f"<tool {self.spec.name}>"
 
+    @property
+    def never_waits(self) -> bool:
+        """Tell whether a call ends before anything else can happen, so that it needs no task and no time limit."""
+        return never_waits(self.function)
+
     async def run(self, arguments: dict[str, Any]) -> ToolResult:
         """Call the function: an async one on the event loop, others on a thread."""
         try:
@@ -58,8 +64,8 @@ class FunctionTool:
     def _values(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """Read the arguments in the function's own types; what was left out keeps its Python default."""
         read = self._model.model_validate(arguments)
-        names = {name: str(field.alias) for name, field in self._model.model_fields.items()}
-        return {names[name]: getattr(read, name) for name in names if name in read.model_fields_set}
+        given, fields = read.model_fields_set, self._model.model_fields
+        return {str(field.alias): getattr(read, name) for name, field in fields.items() if name in given}
 
 
 def as_result(value: Any) -> ToolResult:

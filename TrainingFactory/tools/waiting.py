@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+import contextvars
+import dis
+import inspect
+from collections.abc import Callable, Coroutine
+from functools import lru_cache
+from types import CodeType
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -23,11 +28,21 @@ class SelfCancelled(Exception):
 async def within(seconds: float | None, coroutine: Coroutine[Any, Any, T]) -> T:
     """Return the coroutine's result; raise OutOfTime when it takes longer. Unlike `asyncio.timeout` this also comes
     back when the coroutine ignores its cancelling: it is then left behind."""
-    task = asyncio.ensure_future(coroutine)
+    loop = asyncio.get_running_loop()
+    task, over = loop.create_task(coroutine), loop.create_future()
+
+    def end(_: object = None) -> None:
+        if not over.done():
+            over.set_result(None)
+
+    task.add_done_callback(end)
+    timer = None if seconds is None else loop.call_later(seconds, end)
     try:
-        await asyncio.wait({task}, timeout=seconds)
+        await over
         in_time = task.done()
     finally:
+        if timer is not None:
+            timer.cancel()
         if not task.done():
             await _stop(task)
     if not in_time:
@@ -35,6 +50,28 @@ async def within(seconds: float | None, coroutine: Coroutine[Any, Any, T]) -> T:
     if task.cancelled():
         raise SelfCancelled("it cancelled itself")
     return task.result()
+
+
+def at_once(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Return what `within` would of a coroutine that never waits, which no limit can stop: without a task."""
+    try:
+        contextvars.copy_context().run(coroutine.send, None)
+    except StopIteration as ended:
+        return ended.value
+    except asyncio.CancelledError:
+        raise SelfCancelled("it cancelled itself") from None
+    raise AssertionError("a coroutine that never waits has waited")
+
+
+def never_waits(function: Callable[..., Any]) -> bool:
+    """Tell whether a function is async and has no `await` in it."""
+    code = getattr(function, "__code__", None)
+    return code is not None and inspect.iscoroutinefunction(function) and _has_no_await(code)
+
+
+@lru_cache(maxsize=1024)
+def _has_no_await(code: CodeType) -> bool:
+    return all(each.opname != "YIELD_VALUE" for each in dis.get_instructions(code))
 
 
 async def _stop(task: asyncio.Task[Any]) -> None:
