@@ -150,7 +150,9 @@ def _new_ids(turn: Turn, before: list[int]) -> tuple[bool, list[int]]:
 
 def _turn_to_dict(turn: Turn, before: list[int]) -> dict[str, Any]:
     continues, new_ids = _new_ids(turn, before)
-    completion = {name: getattr(turn.completion, name) for name in _COMPLETION}  # `asdict` copies token by token
+    completion = {
+        name: getattr(turn.completion, name) for name in _COMPLETION
+    }  # `asdict` copies token by token
     if completion["versions"] is None:  # one version, which is there anyway
         del completion["versions"]
     return {

@@ -64,8 +64,13 @@ class FunctionTool:
     def _values(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """Read the arguments in the function's own types; what was left out keeps its Python default."""
         read = self._model.model_validate(arguments)
-        given, fields = read.model_fields_set, self._model.model_fields
-        return {str(field.alias): getattr(read, name) for name, field in fields.items() if name in given}
+        given = read.model_fields_set
+        return {alias: getattr(read, name) for name, alias in _aliases(self._model) if name in given}
+
+
+@functools.cache
+def _aliases(model: type[BaseModel]) -> list[tuple[str, str]]:
+    return [(name, str(field.alias)) for name, field in model.model_fields.items()]
 
 
 def as_result(value: Any) -> ToolResult:

@@ -30,8 +30,7 @@ class EpisodeKey(NamedTuple):
     member: int
 
 
-@dataclass(slots=True, frozen=True)
-class Place:
+class Place(NamedTuple):
     """Which call of a run it is: fixed by what the model did, whoever comes first."""
 
     key: Hashable  # of the episode, as it was given to `attach`

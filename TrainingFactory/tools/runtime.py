@@ -14,7 +14,7 @@ from typing import Any
 from TrainingFactory.protocols import Tool
 from TrainingFactory.texts import bounded, describe, environment_secrets, without
 from TrainingFactory.tools.calls import Outcome, PendingCall, ResultCache
-from TrainingFactory.tools.decorator import as_result
+from TrainingFactory.tools.decorator import FunctionTool, as_result
 from TrainingFactory.tools.limits import CircuitBreaker, Limits
 from TrainingFactory.tools.metrics import ToolMetrics
 from TrainingFactory.tools.recording import Recorder
@@ -143,7 +143,9 @@ class ToolRuntime:
 async def _bounded(call: PendingCall, timeout: float) -> Outcome:
     try:
         running = run_tool(call.tool, call.arguments)
-        result = at_once(running) if getattr(call.tool, "never_waits", False) else await within(timeout, running)
+        result = (
+            at_once(running) if getattr(call.tool, "never_waits", False) else await within(timeout, running)
+        )
     except ToolFailure:
         raise
     except OutOfTime:
@@ -160,7 +162,8 @@ async def _bounded(call: PendingCall, timeout: float) -> Outcome:
 async def run_tool(tool: Tool, arguments: dict[str, Any]) -> ToolResult:
     """Run it; whatever it raises is an Exception."""
     try:
-        return as_result(await tool.run(arguments))
+        result = await tool.run(arguments)
+        return result if isinstance(tool, FunctionTool) else as_result(result)  # whose results are new ones
     except SystemExit as error:
         raise RuntimeError("it tried to end the program") from error
     except BaseExceptionGroup as error:  # a dying connection may raise one that is no Exception

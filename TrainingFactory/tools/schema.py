@@ -180,7 +180,9 @@ def _plain(schema: dict[str, Any]) -> tuple[dict[str, tuple[type, ...]], set[str
 def plainly_right(schema: dict[str, Any], arguments: dict[str, Any]) -> bool:
     """Tell at once what a validator would take its time for: whether simple arguments are right; False: ask it."""
     types, required = _plain(schema) or ({}, {""})
-    return required <= arguments.keys() and all(type(arguments[name]) in types.get(name, ()) for name in arguments)
+    return required <= arguments.keys() and all(
+        type(arguments[name]) in types.get(name, ()) for name in arguments
+    )
 
 
 def schema_problems(spec: ToolSpec, validator: Validator, arguments: Any) -> str | None:
