@@ -2,18 +2,19 @@
 
 1,024 episodes of four turns (three calls of the calculator and an answer, in groups of 16) are played by the driver of
 a run, with its reward and its recording, and a sampler that answers at once with the ids of a recorded dialogue; then
-they get their credit and are written to disk. So all that is left is the host's own work: reading a turn, the call, what
-follows a turn in tokens, asyncio, recording.
+they get their credit and are written to disk. So all that is left is the host's own work: reading a turn, the call,
+what follows a turn in tokens, asyncio, recording.
 
 The dialogues are written once, by a script that goes through the same code, in the chat format of the model in
-tests/fixtures/warm; the numbers in them differ from episode to episode, so that nothing is the same text twice but the
+tests/fixtures/warm; the numbers in them differ from episode to episode, so that hardly a text is there twice but the
 prompt of a group. Log-probs are made up.
 
 `ms_per_turn` is CPU time of the whole process, all threads, over turns: the best of `--rounds`, because a machine that
 does something else as well shows more, never less. `parts` says where it goes: each part is done again alone, over the
-same episodes, and `rest` is what no part explains: asyncio, tasks, the episode's own lines. `credit` and `writing` are
-done on other threads in a run. `fingerprint` is of all token ids, masks, log-probs, advantages, and of the files on disk
-without their times: it stays the same when code becomes faster. `--profile` shows functions.
+same episodes, and `rest` is what no part explains: asyncio, rewards, the episode's own lines, garbage collection, and
+that a part which is done among others finds the processor's caches cold. `credit` and `writing` are done on other
+threads in a run, the latter beside the update. `fingerprint` is of all token ids, masks, log-probs and advantages, and
+of the files on disk without their times: it stays the same when code becomes faster. `--profile` shows functions.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ import random
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -188,7 +190,7 @@ class Bench:
         played = [each for group in groups for each in group]
         assert len(played) == len(self.episodes)
         assert all(each.reward is not None and len(each.turns) == TURNS for each in played)
-        return [end - start for start, end in zip(times, times[1:], strict=False)], groups, rows
+        return [end - start for start, end in pairwise(times)], groups, rows
 
 
 def fingerprint(folder: Path, groups: list[list[Trajectory]], rows: list[Sample]) -> str:

@@ -99,7 +99,7 @@ class EpisodeRun:
         self.key = key or EpisodeKey(0, trajectory.task.id, trajectory.member)
         self.environment: Environment | None = None  # open from `play` to `close`
         self._ended = False
-        self._left = False
+        self.left = 0.0  # when it gave the sampler its place back
 
     async def run(self) -> Trajectory:
         started = time.perf_counter()
@@ -134,8 +134,8 @@ class EpisodeRun:
 
     def leave(self) -> None:
         """Give the sampler its place back, once."""
-        if not self._left:
-            self._left = True
+        if not self.left:
+            self.left = time.perf_counter()
             self.session.close()
 
     def episode(self) -> Episode | None:

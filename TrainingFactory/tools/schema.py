@@ -171,6 +171,8 @@ def _references(schema: Any) -> Iterator[str]:
 def _plain(schema: dict[str, Any]) -> tuple[dict[str, tuple[type, ...]], set[str]] | None:
     """Return the types of the arguments and which must be there, where a schema says no more than that; else None."""
     properties = schema.get("properties", {})
+    if not all(isinstance(each, dict) for each in properties.values()):
+        return None
     types = {name: _PLAIN.get(str(each.get("type")), ()) for name, each in properties.items()}
     said = set(schema).union(*(set(each) - {"default"} for each in properties.values()))
     simple = schema.get("type") == "object" and all(types.values()) and said <= _PLAIN_WORDS

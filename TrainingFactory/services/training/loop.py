@@ -136,7 +136,7 @@ class TrainingLoop:
             await self._guard(batch.step, self.guards.check(batch, last))
             self.watcher.phase("update")
             started = time.perf_counter()
-            metrics = await self.policy.step(batch.rows, batch.step)
+            metrics = await self._learn(batch)
             lost = await self._publish()
             await self._record(batch, metrics, time.perf_counter() - started)
             if lost is not None:
@@ -150,6 +150,15 @@ class TrainingLoop:
                 stream.end()
             self.watcher.phase("generate")
         return reason
+
+    async def _learn(self, batch: StepGroups) -> dict[str, float]:
+        """Update the policy; the episodes are written meanwhile. After a failure they are cut off as after a kill."""
+        writing = asyncio.ensure_future(in_thread(self._write_episodes, batch))
+        try:
+            metrics = await self.policy.step(batch.rows, batch.step)
+        finally:
+            written = await writing
+        return metrics | written
 
     async def _publish(self) -> SamplersLost | None:
         """Let the sampler go on with the newest weights; what is lost by it is raised when the step is written."""
@@ -189,7 +198,6 @@ class TrainingLoop:
         self.progress.seconds += seconds
         # Not before: a checkpoint holds the calls of steps that are done.
         await in_thread(self._write_calls, batch)
-        written = await in_thread(self._write_episodes, batch)
         tasks = [group.trajectories[0].task.id for group in batch.groups]
         groups = [[group.number, group.attempt, group.place] for group in batch.groups]
         row = {"step": batch.step + 1, "epoch": epoch, "tasks": tasks, "groups": groups}
@@ -198,9 +206,8 @@ class TrainingLoop:
             if self._evaluation_is_due():
                 metrics |= await self._evaluate()
         except SamplersLost:
-            await self._log(epoch, metrics | written)  # the step itself is done
+            await self._log(epoch, metrics)  # the step itself is done
             raise
-        metrics |= written
         await self._log(epoch, metrics)
         if batch.sampled and (self._save_is_due() or self.progress.done == 1):
             await in_thread(self.trackers.episodes, self.progress.done, batch.trajectories)
