@@ -33,14 +33,11 @@ def save_trajectories(path: str | Path, trajectories: Iterable[Trajectory], appe
 
 def _line(trajectory: Trajectory) -> str:
     """Return what `json.dumps` would, with the lists of numbers by a library that takes a twentieth of the time."""
-    row = trajectory_to_dict(trajectory)
-    turns = [_split(turn) for turn in row.pop("turns")]
+    row, turns = trajectory_to_dict(trajectory), list[str]()
+    for turn in row.pop("turns"):
+        numbers = to_json({name: turn.pop(name) for name in ("new_ids", "completion")}).decode()
+        turns.append(f"{json.dumps(turn, ensure_ascii=False)[:-1]}, {numbers[1:]}")
     return f'{json.dumps(row, ensure_ascii=False)[:-1]}, "turns": [{", ".join(turns)}]}}\n'
-
-
-def _split(turn: dict[str, Any]) -> str:
-    numbers = to_json({name: turn.pop(name) for name in ("new_ids", "completion")}).decode()
-    return f"{json.dumps(turn, ensure_ascii=False)[:-1]}, {numbers[1:]}"
 
 
 def load_trajectories(path: str | Path, groups: str = "", growing: bool = False) -> Iterator[Trajectory]:

@@ -95,9 +95,7 @@ def _freeze_imports() -> None:
 
     gc.collect()
     gc.freeze()
-    # The episodes of a step are a quarter of a million objects that live; looking them over every 70,000 takes longer
-    # than all that episodes do themselves.
-    gc.set_threshold(25_000, 10, 10)
+    gc.set_threshold(25_000, 10, 10)  # or the living episodes of a step are looked over and over
 
 
 def pick_device(device: str) -> torch.device:

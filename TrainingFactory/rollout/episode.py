@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, TypeVar
@@ -21,7 +21,7 @@ from TrainingFactory.tools.fingerprint import digest
 from TrainingFactory.tools.recording import EpisodeKey
 from TrainingFactory.tools.runtime import ToolRuntime
 from TrainingFactory.tools.threads import in_thread
-from TrainingFactory.tools.waiting import OutOfTime, SelfCancelled, at_once, never_waits, within
+from TrainingFactory.tools.waiting import OutOfTime, SelfCancelled, within
 from TrainingFactory.types import (
     Completion,
     Message,
@@ -63,23 +63,18 @@ class _Over(Exception):
     error: str | None = None
 
 
-@dataclass(slots=True)
-class _foreign:
+@contextlib.contextmanager
+def _foreign(what: str, caught: type[Exception] = Exception) -> Iterator[None]:
     """Around other people's code: what it raises ends its own episode and nothing else."""
-
-    what: str
-    caught: type[Exception] = Exception
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if error is None or isinstance(error, SamplersLost):  # by what samples inside: it ends the run
-            return
-        if isinstance(error, ToolFailure):
-            raise _Over("tool_failure", f"{self.what}: {error}") from error
-        if isinstance(error, (self.caught, SystemExit)):
-            log.info("%s failed", self.what, exc_info=True)
-            raise _Over("error", f"{self.what}{place_of(error)} raised {describe(error)}") from error
+    try:
+        yield
+    except SamplersLost:  # by what samples inside the environment: it ends the run
+        raise
+    except ToolFailure as error:
+        raise _Over("tool_failure", f"{what}: {error}") from error
+    except (caught, SystemExit) as error:
+        log.info("%s failed", what, exc_info=True)
+        raise _Over("error", f"{what}{place_of(error)} raised {describe(error)}") from error
 
 
 class EpisodeRun:
@@ -242,10 +237,7 @@ class EpisodeRun:
                 await environment.close()
 
         try:
-            if never_waits(environment.close):
-                at_once(close())
-            else:
-                await within(self.rules.timeout, close())
+            await within(self.rules.timeout, close())
         except (_Over, OutOfTime, SelfCancelled) as error:  # too late to spoil the episode
             log.warning("task %s: the environment did not close: %r", self.trajectory.task.id, error)
         finally:  # whatever the environment does, its sessions are given back

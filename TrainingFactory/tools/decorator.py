@@ -17,7 +17,6 @@ from TrainingFactory.options import make_from
 from TrainingFactory.tools.options import ToolOptions
 from TrainingFactory.tools.schema import arguments_model, description_of, model_problems, parameters_schema
 from TrainingFactory.tools.threads import in_thread
-from TrainingFactory.tools.waiting import never_waits
 from TrainingFactory.types import ToolResult, ToolSpec
 
 
@@ -44,11 +43,6 @@ class FunctionTool:
 
     def __repr__(self) -> str:
         return f"<tool {self.spec.name}>"
-
-    @property
-    def never_waits(self) -> bool:
-        """Tell whether a call ends before anything else can happen, so that it needs no task and no time limit."""
-        return never_waits(self.function)
 
     async def run(self, arguments: dict[str, Any]) -> ToolResult:
         """Call the function: an async one on the event loop, others on a thread."""

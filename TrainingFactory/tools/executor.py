@@ -23,7 +23,7 @@ from TrainingFactory.tools.fingerprint import ByIdentity, digest
 from TrainingFactory.tools.options import ToolOptions
 from TrainingFactory.tools.recording import BrokenOff, Place, Recorder
 from TrainingFactory.tools.runtime import ToolRuntime
-from TrainingFactory.tools.schema import plainly_right, schema_problems, validator_of
+from TrainingFactory.tools.schema import schema_problems, validator_of
 from TrainingFactory.types import ToolCall, ToolFailure, ToolResult, ToolSpec
 
 log = logging.getLogger(__name__)
@@ -217,8 +217,6 @@ class AsyncToolExecutor:
 
     def _wrong(self, spec: ToolSpec, arguments: dict[str, Any]) -> ToolResult | None:
         try:
-            if plainly_right(spec.parameters, arguments):
-                return None
             problems = schema_problems(spec, _validator(spec.parameters), arguments)
         except Exception as error:  # a schema that is none, arguments nested beyond reason
             log.info("arguments of tool %s cannot be checked", spec.name, exc_info=True)

@@ -87,12 +87,11 @@ class ToolMetrics:
     def __init__(self) -> None:
         now = time.perf_counter()
         self._step, self._run = _Period(now, {}), _Period(now, {})
-        self._known: dict[str | None, list[_Stats]] = {}
 
     def began(self, tool: str) -> float:
         """Note that a call of the tool is under way; `finished` must follow. Return the time."""
         now = time.perf_counter()
-        for stats in self._of(tool):
+        for stats in self._of(ALL, tool):
             stats.run(1, now)
         return now
 
@@ -100,38 +99,33 @@ class ToolMetrics:
         """Count a call; `result` is None where it was broken off."""
         now = time.perf_counter()
         made = result is not None and not result.cached and result.error != "schema"
-        for stats in self._of(tool):
+        for stats in self._of(ALL, tool):
             stats.run(-1, now)
             if result is not None:
                 stats.add(result, now - started if made else None)
 
     def answered(self, tool: str | None, result: ToolResult) -> None:
         """Count a call that was answered without any tool: unknown, malformed, or replayed."""
-        for stats in self._of(tool):
+        for stats in self._of(ALL) if tool is None else self._of(ALL, tool):
             stats.add(result, None)
 
     def retried(self, tool: str) -> None:
-        for stats in self._of(tool):
+        for stats in self._of(ALL, tool):
             stats.retries += 1
 
     def waited(self, tool: str, seconds: float) -> None:
-        for stats in self._of(tool):
+        for stats in self._of(ALL, tool):
             stats.waited += seconds
 
     def snapshot(self) -> dict[str, float]:
         """Return the metrics since the last snapshot."""
         now, ended = time.perf_counter(), self._step
         self._step = _Period(now, {tool: stats.running for tool, stats in ended.stats.items()})
-        self._known.clear()
         return ended.named(now)
 
     def totals(self) -> dict[str, float]:
         """Return the metrics of the whole run."""
         return self._run.named(time.perf_counter())
 
-    def _of(self, tool: str | None) -> list[_Stats]:
-        """Return the stats that a call counts in: of this step and of the run, of all tools and of its own."""
-        if tool not in self._known:
-            names, periods = dict.fromkeys((ALL, tool or ALL)), (self._step, self._run)
-            self._known[tool] = [period.stats[name] for period in periods for name in names]
-        return self._known[tool]
+    def _of(self, *tools: str) -> list[_Stats]:
+        return [period.stats[tool] for period in (self._step, self._run) for tool in tools]

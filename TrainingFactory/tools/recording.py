@@ -30,7 +30,8 @@ class EpisodeKey(NamedTuple):
     member: int
 
 
-class Place(NamedTuple):
+@dataclass(slots=True, frozen=True)
+class Place:
     """Which call of a run it is: fixed by what the model did, whoever comes first."""
 
     key: Hashable  # of the episode, as it was given to `attach`

@@ -18,7 +18,7 @@ from TrainingFactory.tools.decorator import FunctionTool, as_result
 from TrainingFactory.tools.limits import CircuitBreaker, Limits
 from TrainingFactory.tools.metrics import ToolMetrics
 from TrainingFactory.tools.recording import Recorder
-from TrainingFactory.tools.waiting import OutOfTime, SelfCancelled, at_once, within
+from TrainingFactory.tools.waiting import OutOfTime, SelfCancelled, at_once, never_waits, within
 from TrainingFactory.types import ToolFailure, ToolResult
 
 log = logging.getLogger(__name__)
@@ -96,20 +96,19 @@ class ToolRuntime:
         # A tool may have `async def until_ready()`, which waits until a call can begin, for a session say. It comes
         # before the limits: who has a session would else wait for places that are held by those who have none.
         ready: Callable[[], Awaitable[None]] | None = getattr(call.tool, "until_ready", None)
-        if limits is None and ready is None:
-            return await self._let_in(call, deadline, breaker)
         async with AsyncExitStack() as held:
-            arrived = time.monotonic()
-            try:
-                async with asyncio.timeout(deadline - arrived):
-                    if ready is not None:
-                        await ready()
-                    if limits is not None:
-                        await held.enter_async_context(limits.place())
-            except TimeoutError:
-                return _unavailable(call, BUSY)
-            finally:
-                self.metrics.waited(call.name, time.monotonic() - arrived)
+            if limits is not None or ready is not None:
+                arrived = time.monotonic()
+                try:
+                    async with asyncio.timeout(deadline - arrived):
+                        if ready is not None:
+                            await ready()
+                        if limits is not None:
+                            await held.enter_async_context(limits.place())
+                except TimeoutError:
+                    return _unavailable(call, BUSY)
+                finally:
+                    self.metrics.waited(call.name, time.monotonic() - arrived)
             return await self._let_in(call, deadline, breaker)
 
     async def _let_in(self, call: PendingCall, deadline: float, breaker: CircuitBreaker | None) -> Outcome:
@@ -143,9 +142,8 @@ class ToolRuntime:
 async def _bounded(call: PendingCall, timeout: float) -> Outcome:
     try:
         running = run_tool(call.tool, call.arguments)
-        result = (
-            at_once(running) if getattr(call.tool, "never_waits", False) else await within(timeout, running)
-        )
+        code = getattr(call.tool.function, "__code__", None) if isinstance(call.tool, FunctionTool) else None
+        result = at_once(running) if code and never_waits(code) else await within(timeout, running)
     except ToolFailure:
         raise
     except OutOfTime:
@@ -162,8 +160,7 @@ async def _bounded(call: PendingCall, timeout: float) -> Outcome:
 async def run_tool(tool: Tool, arguments: dict[str, Any]) -> ToolResult:
     """Run it; whatever it raises is an Exception."""
     try:
-        result = await tool.run(arguments)
-        return result if isinstance(tool, FunctionTool) else as_result(result)  # whose results are new ones
+        return as_result(await tool.run(arguments))
     except SystemExit as error:
         raise RuntimeError("it tried to end the program") from error
     except BaseExceptionGroup as error:  # a dying connection may raise one that is no Exception

@@ -24,8 +24,6 @@ from TrainingFactory.types import ToolSpec
 
 MAX_PROBLEMS = 3  # as many are told at once
 MAX_VALUE_CHARS = 60
-_PLAIN = {"string": (str,), "boolean": (bool,), "integer": (int,), "number": (int, float)}
-_PLAIN_WORDS = {"type", "properties", "required", "description"}
 
 
 def arguments_model(function: Callable[..., Any], name: str, skip_first: bool) -> type[BaseModel]:
@@ -165,26 +163,6 @@ def _references(schema: Any) -> Iterator[str]:
     elif isinstance(schema, list):
         for item in schema:
             yield from _references(item)
-
-
-@ByIdentity
-def _plain(schema: dict[str, Any]) -> tuple[dict[str, tuple[type, ...]], set[str]] | None:
-    """Return the types of the arguments and which must be there, where a schema says no more than that; else None."""
-    properties = schema.get("properties", {})
-    if not all(isinstance(each, dict) for each in properties.values()):
-        return None
-    types = {name: _PLAIN.get(str(each.get("type")), ()) for name, each in properties.items()}
-    said = set(schema).union(*(set(each) - {"default"} for each in properties.values()))
-    simple = schema.get("type") == "object" and all(types.values()) and said <= _PLAIN_WORDS
-    return (types, set(schema.get("required", ()))) if simple else None
-
-
-def plainly_right(schema: dict[str, Any], arguments: dict[str, Any]) -> bool:
-    """Tell at once what a validator would take its time for: whether simple arguments are right; False: ask it."""
-    types, required = _plain(schema) or ({}, {""})
-    return required <= arguments.keys() and all(
-        type(arguments[name]) in types.get(name, ()) for name in arguments
-    )
 
 
 def schema_problems(spec: ToolSpec, validator: Validator, arguments: Any) -> str | None:

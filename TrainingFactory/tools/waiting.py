@@ -6,7 +6,7 @@ import asyncio
 import contextvars
 import dis
 import inspect
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from functools import lru_cache
 from types import CodeType
 from typing import Any, TypeVar
@@ -28,21 +28,11 @@ class SelfCancelled(Exception):
 async def within(seconds: float | None, coroutine: Coroutine[Any, Any, T]) -> T:
     """Return the coroutine's result; raise OutOfTime when it takes longer. Unlike `asyncio.timeout` this also comes
     back when the coroutine ignores its cancelling: it is then left behind."""
-    loop = asyncio.get_running_loop()
-    task, over = loop.create_task(coroutine), loop.create_future()
-
-    def end(_: object = None) -> None:
-        if not over.done():
-            over.set_result(None)
-
-    task.add_done_callback(end)
-    timer = None if seconds is None else loop.call_later(seconds, end)
+    task = asyncio.ensure_future(coroutine)
     try:
-        await over
+        await asyncio.wait({task}, timeout=seconds)
         in_time = task.done()
     finally:
-        if timer is not None:
-            timer.cancel()
         if not task.done():
             await _stop(task)
     if not in_time:
@@ -63,15 +53,11 @@ def at_once(coroutine: Coroutine[Any, Any, T]) -> T:
     raise AssertionError("a coroutine that never waits has waited")
 
 
-def never_waits(function: Callable[..., Any]) -> bool:
-    """Tell whether a function is async and has no `await` in it."""
-    code = getattr(function, "__code__", None)
-    return code is not None and inspect.iscoroutinefunction(function) and _has_no_await(code)
-
-
 @lru_cache(maxsize=1024)
-def _has_no_await(code: CodeType) -> bool:
-    return all(each.opname != "YIELD_VALUE" for each in dis.get_instructions(code))
+def never_waits(code: CodeType) -> bool:
+    """Tell whether this is the code of an async function that has no `await` in it."""
+    waits = any(each.opname == "YIELD_VALUE" for each in dis.get_instructions(code))
+    return bool(code.co_flags & inspect.CO_COROUTINE) and not waits
 
 
 async def _stop(task: asyncio.Task[Any]) -> None:

@@ -136,9 +136,13 @@ class TrainingLoop:
             await self._guard(batch.step, self.guards.check(batch, last))
             self.watcher.phase("update")
             started = time.perf_counter()
-            metrics = await self._learn(batch)
+            writing = asyncio.ensure_future(in_thread(self._write_episodes, batch))
+            try:
+                metrics = await self.policy.step(batch.rows, batch.step)
+            finally:  # after a failure what is written too much is cut off as after a kill
+                written = await writing
             lost = await self._publish()
-            await self._record(batch, metrics, time.perf_counter() - started)
+            await self._record(batch, metrics | written, time.perf_counter() - started)
             if lost is not None:
                 raise lost
             await self._guard(batch.step, self.guards.updated(metrics, last))
@@ -150,15 +154,6 @@ class TrainingLoop:
                 stream.end()
             self.watcher.phase("generate")
         return reason
-
-    async def _learn(self, batch: StepGroups) -> dict[str, float]:
-        """Update the policy; the episodes are written meanwhile. After a failure they are cut off as after a kill."""
-        writing = asyncio.ensure_future(in_thread(self._write_episodes, batch))
-        try:
-            metrics = await self.policy.step(batch.rows, batch.step)
-        finally:
-            written = await writing
-        return metrics | written
 
     async def _publish(self) -> SamplersLost | None:
         """Let the sampler go on with the newest weights; what is lost by it is raised when the step is written."""
