@@ -17,7 +17,7 @@ from TrainingFactory.services.runs.folder import RunFolder, TrainingReport
 from TrainingFactory.services.training.dataset import Objects
 from TrainingFactory.types import Message, Task, Trajectory
 
-TIMES = ("time", "seconds", "steps_per_second", "tokens_per_second", "tools_share")
+TIMES = ("time", "seconds", "steps_per_second", "tokens_per_second", "tools_share", "tail_share")
 
 
 class Parity(CalculatorEnvironment):

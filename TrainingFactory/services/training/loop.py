@@ -143,9 +143,13 @@ class TrainingLoop:
             await self._guard(batch.step, self.guards.check(batch, last))
             self.watcher.phase("update")
             started = time.perf_counter()
-            metrics = await self.policy.step(batch.rows, batch.step)
+            writing = asyncio.ensure_future(in_thread(self._write_episodes, batch))
+            try:
+                metrics = await self.policy.step(batch.rows, batch.step)
+            finally:  # after a failure what is written too much is cut off as after a kill
+                written = await writing
             lost = await self._publish()
-            await self._record(batch, metrics, time.perf_counter() - started)
+            await self._record(batch, metrics | written, time.perf_counter() - started)
             if lost is not None:
                 raise lost
             await self._guard(batch.step, self.guards.updated(metrics, last))
@@ -196,7 +200,6 @@ class TrainingLoop:
         self.progress.seconds += seconds
         # Not before: a checkpoint holds the calls of steps that are done.
         await in_thread(self._write_calls, batch)
-        written = await in_thread(self._write_episodes, batch)
         tasks = [group.trajectories[0].task.id for group in batch.groups]
         groups = [[group.number, group.attempt, group.place] for group in batch.groups]
         row = {"step": batch.step + 1, "epoch": epoch, "tasks": tasks, "groups": groups}
@@ -205,9 +208,8 @@ class TrainingLoop:
             if self._evaluation_is_due():
                 metrics |= await self._evaluate()
         except SamplersLost:
-            await self._log(epoch, metrics | written)  # the step itself is done
+            await self._log(epoch, metrics)  # the step itself is done
             raise
-        metrics |= written
         await self._log(epoch, metrics)
         if batch.sampled and (self._save_is_due() or self.progress.done == 1):
             await in_thread(self.trackers.episodes, self.progress.done, batch.trajectories)
