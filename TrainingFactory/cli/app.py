@@ -35,6 +35,7 @@ from TrainingFactory.cli.serve import serve
 from TrainingFactory.cli.show import INTERRUPTED, fail, note
 from TrainingFactory.cli.tools import tools
 from TrainingFactory.cli.train import train
+from TrainingFactory.cli.ui import ui
 from TrainingFactory.cluster.launcher import LAUNCHER, launched
 from TrainingFactory.texts import clean
 
@@ -65,6 +66,7 @@ for command in (
     rollout,
     data,
     serve,
+    ui,
     proxy,
     cluster,
     new,

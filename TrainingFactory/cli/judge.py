@@ -11,7 +11,7 @@ from cyclopts import App
 
 from TrainingFactory.cli import show
 from TrainingFactory.cli.display import Display
-from TrainingFactory.cli.options import Count, Json
+from TrainingFactory.cli.options import Count, Json, Where
 from TrainingFactory.config.loading import ConfigLoader
 
 NO_VERDICT = 1
@@ -28,6 +28,7 @@ async def audit_judge(
     repeats: Count = 2,
     out: Path = Path("judge-audit.html"),
     as_json: Json = False,
+    where: Where = "runs",
 ) -> int:
     """Compare a judge with gold labels: agreement, biases, consistency, injections, cost.
 
@@ -49,7 +50,7 @@ async def audit_judge(
     from TrainingFactory.rewards.model_judge import ModelJudge, model_judge
     from TrainingFactory.services.judge_audit.audit import audit
     from TrainingFactory.services.judge_audit.gold import load_gold
-    from TrainingFactory.services.judge_audit.report import verdict_of
+    from TrainingFactory.services.judge_audit.report import keep_audit, verdict_of
 
     settings = _settings(judge, options)
     made = make_from(model_judge, settings, "a model judge")
@@ -79,7 +80,9 @@ async def audit_judge(
         kept = f"; {out} is that of an earlier audit" if out.exists() else ""
         show.note(f"no page was written, because there is nothing to show{kept}")
         return NO_VERDICT
-    show.write_page(out, found.page(f"{settings['model']} at {settings['base_url']}"))
+    name = f"{settings['model']} at {settings['base_url']}"
+    show.write_page(out, found.page(name))
+    keep_audit(Path(where).expanduser(), found, name, str(gold))
     return 0
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -44,9 +43,12 @@ def list_(*, as_json: Json = False, at: At = None, where: Where = "runs") -> Non
     tfactory registry list --registry /data/registry.sqlite
     ```
     """
-    versions = _open(at, where).versions()
+    from TrainingFactory.services.views.registry import models
+
+    opened = _open(at, where)
+    versions = opened.versions()
     if as_json:
-        print(json.dumps({"versions": [_row(version) for version in versions]}))
+        print(models(opened).model_dump_json())
     elif versions:
         rows = [
             (
@@ -61,7 +63,7 @@ def list_(*, as_json: Json = False, at: At = None, where: Where = "runs") -> Non
         ]
         show.columns(["version", "aliases", "made by", "registered", "digest", "description"], rows)
     else:
-        show.note(f"there is no registered model in {_open(at, where).path}")
+        show.note(f"there is no registered model in {opened.path}")
 
 
 @registry.command(name="show")
@@ -82,13 +84,13 @@ def show_(
     from TrainingFactory.services.registry.card import what_of
     from TrainingFactory.services.registry.lineage import tree
     from TrainingFactory.services.registry.recipe import recipe
+    from TrainingFactory.services.views.registry import version_view
 
     opened = _open(at, where)
     found = opened.get(version)
     evaluations, decisions = opened.evaluations(str(found)), opened.decisions(found.model)
     if as_json:
-        more = {"lineage": found.lineage, "evaluations": evaluations, "decisions": decisions}
-        print(json.dumps(_row(found) | {"folder": str(opened.folder(found))} | more))
+        print(version_view(opened, version).model_dump_json())
         return
     rows = [("version", str(found)), ("aliases", ", ".join(found.aliases)), ("made by", _origin(found))]
     rows += [("registered", f"{found.created} by {found.who}"), ("digest", found.digest)]
@@ -343,12 +345,6 @@ def _tags(given: Sequence[str]) -> dict[str, str]:
     if wrong := [key for key, sign, _ in pairs if not sign or not key]:
         raise ValueError(f"--tag is KEY=VALUE (got {wrong[0]!r})")
     return {key: value for key, _, value in pairs}
-
-
-def _row(version: Version) -> dict[str, Any]:
-    row = asdict(version)
-    del row["lineage"]
-    return {"version": str(version)} | row
 
 
 def _origin(version: Version) -> str:

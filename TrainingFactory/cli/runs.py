@@ -10,16 +10,18 @@ from cyclopts import App, Parameter
 
 from TrainingFactory.cli import show
 from TrainingFactory.cli.display import Display, curve, plot
-from TrainingFactory.cli.options import Count, Run, Where
+from TrainingFactory.cli.options import Count, Json, Run, Where
 from TrainingFactory.services.evaluation.records import read_records
 from TrainingFactory.services.reports import run_tables
 from TrainingFactory.services.runs.folder import EVALUATIONS, RunFolder
+from TrainingFactory.services.views import runs as views
+from TrainingFactory.services.views.shapes import RunList, RunRow
 
 runs = App(name="runs", help="List, show, compare and resume training runs.")
 
 
 @runs.command(name="list")
-def list_(*, where: Where = "runs") -> None:
+def list_(*, as_json: Json = False, where: Where = "runs") -> None:
     """List the runs, the oldest first.
 
     ```
@@ -27,14 +29,26 @@ def list_(*, where: Where = "runs") -> None:
     tfactory runs list --runs /data/runs
     ```
     """
-    if rows := run_tables.list_rows(where):
-        show.columns(run_tables.COLUMNS, rows)
+    found = views.Runs(where).rows()
+    if as_json:
+        print(RunList(runs=found).model_dump_json())
+    elif found:
+        show.columns(("run", "state", "steps", "last", "what"), [_listed(row) for row in found])
     else:
         show.note(f"there are no runs in {where}")
 
 
+def _listed(row: RunRow) -> tuple[str, ...]:
+    if row.state == "unreadable":
+        return row.name, row.state, "", "", row.problem or ""
+    values = {"eval/success": row.heldout and row.heldout.value, "reward": row.reward, "loss": row.loss}
+    last = next((f"{key} {value:.3f}" for key, value in values.items() if value is not None), "")
+    what = f"{row.algorithm} {row.environment or ''} {row.model}"
+    return row.name, row.state, f"{row.step}/{row.steps or '?'}", last, what
+
+
 @runs.command(name="show")
-def show_(name: Run, *, where: Where = "runs") -> None:
+def show_(name: Run, *, as_json: Json = False, where: Where = "runs") -> None:
     """Show how a run went: its state, its checkpoints, its metrics over time: steps per second, reward, tool-call
     success and accuracy (the success on held-out tasks) first.
 
@@ -43,6 +57,9 @@ def show_(name: Run, *, where: Where = "runs") -> None:
     ```
     """
     run = RunFolder.find(name, where)
+    if as_json:
+        print(views.run_view(run, views.Runs(where)).model_dump_json())
+        return
     rows = [("run", f"{run.name} in {run.path}"), *run_tables.state_rows(run)]
     rows += [("checkpoint", str(path)) for path in run.checkpoints()]
     if (best := run.best()) is not None:
@@ -58,8 +75,8 @@ def show_(name: Run, *, where: Where = "runs") -> None:
     show.columns(["metric", "first", "last", "least", "most", "curve"], table)
     _plot(metrics)
     show.table(list(run_tables.asked_in_words(metrics)))
-    for steps, finding in run_tables.findings(run):
-        show.note(f"{finding.severity}, {steps}: {finding.text}")
+    for found in views.findings(run):
+        show.note(f"{found.severity}, {found.when}: {found.name}: {found.sentence}. {found.remedy}")
     if run.state in ("interrupted", "failed", "killed"):
         show.note(f"go on with: {run.resume_command}")
 
@@ -97,7 +114,7 @@ def report(name: Run, *, out: Path | None = None, where: Where = "runs") -> None
 
 
 @runs.command
-def compare(*names: Run, where: Where = "runs") -> None:
+def compare(*names: Run, as_json: Json = False, where: Where = "runs") -> None:
     """Compare runs: the options in which they differ, their last metrics, and what judges have been asked in all.
 
     ```
@@ -110,11 +127,16 @@ def compare(*names: Run, where: Where = "runs") -> None:
     if len(names) < 2:
         raise ValueError("name two runs or more to compare")
     found = [RunFolder.find(name, where) for name in names]
+    differ = views.diff(found)
+    if as_json:
+        print(differ.model_dump_json())
+        return
     metrics = [run.metrics() for run in found]
     last = [run_tables.latest(each) | run_tables.asked(each) for each in metrics]
     forms = run_tables.shown([row for each in metrics for row in each])
     forms |= dict.fromkeys((key for each in metrics for key in run_tables.asked(each)), "{:.6g}")
-    rows = [*run_tables.differing_options(found), ("steps", *(str(run.status.step) for run in found))]
+    rows = [(row["key"], *map(str, row["values"])) for row in differ.rows]
+    rows.append(("steps", *(str(run.status.step) for run in found)))
     rows += [(key, *(form.format(f[key]) if key in f else "" for f in last)) for key, form in forms.items()]
     show.columns(["", *(run.name for run in found)], rows)
 
@@ -129,6 +151,7 @@ def episodes(
     worst: Count | None = None,
     show_tasks: Annotated[Count | None, Parameter(name="--show")] = None,
     html: Path | None = None,
+    as_json: Json = False,
     where: Where = "runs",
 ) -> None:
     """Show the episodes of a step with every token coloured by its advantage: what was rewarded, and what was blamed.
@@ -137,7 +160,10 @@ def episodes(
     tfactory runs episodes search
     tfactory runs episodes search --step 12 --task search-7-1212 --best 1 --worst 1
     tfactory runs episodes search --step 12 --html credit.html
+    tfactory runs episodes search --step 12 --json
     ```
+
+    With --json and a task, its episodes in full; with --json alone a row for each, up to 1000, of the step or of all.
 
     Args:
         step: Which step, from 1; the last if none is named, or the last that took the task.
@@ -150,8 +176,19 @@ def episodes(
     """
     from TrainingFactory.cli import credit as printing
     from TrainingFactory.services.reports.run_credit import choose, credit_title, run_credit
+    from TrainingFactory.services.views.credit import group_credit
+    from TrainingFactory.services.views.index import MOST, EpisodeIndex, Query
 
     run = RunFolder.find(name, where)
+    if as_json:
+        index = EpisodeIndex(run)
+        found = (
+            group_credit(run, step, task, index)
+            if task
+            else index.page(Query(step=step, limit=MOST), whole=True)
+        )
+        print(found.model_dump_json())
+        return
     step, credit = run_credit(run, step, task)
     found = [group for group in credit.groups if task is None or group.task == task]
     limit = show_tasks or (1 if html is None and task is None else len(found))

@@ -7,7 +7,8 @@ import hmac
 import json
 import logging
 import re
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -47,8 +48,9 @@ class Api:
 
     def __init__(self, key: str | None = None, local: bool = True) -> None:
         self.app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
-        self.app.add_exception_handler(HTTPException, self._no_such_page)
-        self._key, self._local, self._pages = key, local, list[str]()
+        self._pages: list[str] = []
+        self.app.add_exception_handler(HTTPException, partial(no_such_page, pages=self._pages))
+        self._key, self._local = key, local
         AppStatus.disable_automatic_graceful_drain()  # streams may finish within the time after Ctrl-C
 
     def get(self, path: str, answer: Callable[[], dict[str, Any]], keyed: bool = True) -> None:
@@ -56,7 +58,7 @@ class Api:
             self._check_host(request)
             if keyed and not self._opens(request):
                 raise _wrong_key()
-            return _json(answer())
+            return as_json(answer())
 
         self._add("GET", path, handler)
 
@@ -73,15 +75,10 @@ class Api:
             self._check_host(request)
             if (answer := find(request)) is None:
                 raise _wrong_key()
-            kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-            if kind != "application/json":
-                text = "the body must be JSON, sent with the header content-type: application/json"
-                raise ApiError(text, "content-type", status=415, code="unsupported_media_type")
-            body = await _body(request)
-            found = await _unless_gone(request, answer(body))
+            found = await _unless_gone(request, answer(await json_body(request)))
             if found is None:
                 return Response(status_code=499)  # nobody reads it
-            return _json(found) if isinstance(found, dict) else _Stream(found)
+            return as_json(found) if isinstance(found, dict) else Stream(found)
 
         self._add("POST", path, handler)
 
@@ -95,7 +92,7 @@ class Api:
             except Exception as caught:
                 error = caught
             told = failure(error)
-            return _json(told.body, told.status, HEADERS.get(told.status))
+            return as_json(told.body, told.status, HEADERS.get(told.status))
 
         self._pages.append(f"{method} {path}")
         self.app.add_api_route(path, guarded, methods=[method], response_model=None)
@@ -111,14 +108,8 @@ class Api:
         given = _key_in(request).encode("latin-1")  # the bytes as they were sent
         return self._key is None or hmac.compare_digest(given, self._key.encode())
 
-    async def _no_such_page(self, request: Request, error: Exception) -> Response:
-        assert isinstance(error, HTTPException)
-        text = f"{request.method} {request.url.path[:80]}: {error.detail}; there is {', '.join(self._pages)}"
-        told = ApiError(text, status=error.status_code, code="not_found")
-        return _json(told.body, told.status)
 
-
-class _Stream(EventSourceResponse):
+class Stream(EventSourceResponse):
     """Server-sent events; one that outlasts the time after Ctrl-C ends with an error. However the client leaves, the
     generator of the texts is closed, and with it what it holds."""
 
@@ -178,7 +169,21 @@ async def _unless_gone(request: Request, work: Awaitable[Answer]) -> Answer | No
         await asyncio.gather(task, watch, return_exceptions=True)
 
 
-async def _body(request: Request) -> bytes:
+async def no_such_page(request: Request, error: Exception, pages: Sequence[str] = ()) -> Response:
+    """Say which `pages` there are instead."""
+    assert isinstance(error, HTTPException)
+    text = f"{request.method} {request.url.path[:80]}: {error.detail}"
+    text += f"; there is {', '.join(pages)}" if pages else ""
+    told = ApiError(text, status=error.status_code, code="not_found")
+    return as_json(told.body, told.status)
+
+
+async def json_body(request: Request) -> bytes:
+    """Return the body, which must say that it is JSON, and must not be too long or too slow."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        text = "the body must be JSON, sent with the header content-type: application/json"
+        raise ApiError(text, "content-type", status=415, code="unsupported_media_type")
     body = bytearray()
     try:
         async with asyncio.timeout(BODY_TIME):
@@ -193,6 +198,6 @@ async def _body(request: Request) -> bytes:
     return bytes(body)
 
 
-def _json(data: dict[str, Any], status: int = 200, headers: dict[str, str] | None = None) -> Response:
+def as_json(data: dict[str, Any], status: int = 200, headers: dict[str, str] | None = None) -> Response:
     # A lone surrogate, which a client can write in JSON, has no UTF-8 form: ASCII can always be sent.
     return Response(json.dumps(data), status, headers, media_type="application/json")

@@ -15,7 +15,7 @@ PRIVATE = 40  # the pipes get descriptors from here on, which code does not use 
 
 def main() -> None:
     lines, answers = take_pipes()
-    ticket, first = json.loads(lines.readline())
+    ticket, first, _ = json.loads(lines.readline())
     die_with_parent(first["life"])
     sys.path[:0] = first["path"]
     try:
@@ -27,9 +27,10 @@ def main() -> None:
         return send(answers, ticket, None, explain(error))
     send(answers, ticket, None, None)
     for line in lines:
-        ticket, message = json.loads(line)
+        ticket, message, hears = json.loads(line)
         try:
-            answer, problem = function(message), None
+            tell = [lambda event, ticket=ticket: write(answers, [ticket, event])] if hears else []
+            answer, problem = function(message, *tell), None
         except Exception as error:
             answer, problem = None, explain(error)
         send(answers, ticket, answer, problem)
@@ -57,7 +58,11 @@ def die_with_parent(pipe: int) -> None:
 
 
 def send(answers: int, ticket: str, answer: Any, problem: str | None) -> None:
-    line = json.dumps([ticket, answer, problem]).encode() + b"\n"
+    write(answers, [ticket, answer, problem])
+
+
+def write(answers: int, message: list[Any]) -> None:
+    line = json.dumps(message).encode() + b"\n"
     while line:
         line = line[os.write(answers, line) :]
 

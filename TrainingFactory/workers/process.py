@@ -18,6 +18,7 @@ from typing import Any
 
 CHILD = Path(__file__).with_name("child.py")
 START_SECONDS = 120.0  # its function may import much
+Hear = Callable[[Any], None]
 LAST_SECONDS = 1.0  # to leave, for a process that has closed its pipe
 MAX_ANSWER_BYTES = 64 * 2**20  # of a function that may be trusted
 
@@ -67,8 +68,9 @@ class Worker:
     def pid(self) -> int | None:
         return None if self._child is None else self._child.process.pid
 
-    async def ask(self, message: Any, seconds: float) -> Any:
-        """Return the answer; raise WorkerError, or WorkerTooSlow or WorkerDied, after which the process is gone."""
+    async def ask(self, message: Any, seconds: float, hear: Hear | None = None) -> Any:
+        """Return the answer; raise WorkerError, or WorkerTooSlow or WorkerDied, after which the process is gone. Who
+        hears is told what the function tells on the way, by the function that is its second argument then."""
         if self._loop is not (loop := asyncio.get_running_loop()):  # an object may outlive a run and its loop
             self._loop, self._turn = loop, asyncio.Lock()
         async with self._turn:
@@ -88,13 +90,13 @@ class Worker:
                 except WorkerError:
                     self._drop()
                     raise
-            return await self._answer(message, seconds)
+            return await self._answer(message, seconds, hear)
 
-    async def _answer(self, message: Any, seconds: float) -> Any:
+    async def _answer(self, message: Any, seconds: float, hear: Hear | None = None) -> Any:
         assert self._child is not None
         try:
             async with asyncio.timeout(seconds):
-                answer, problem = await self._child.exchange(message)
+                answer, problem = await self._child.exchange(message, hear)
         except TimeoutError:
             self._drop()
             raise WorkerTooSlow(f"did not answer within {seconds:g} s") from None
@@ -154,19 +156,21 @@ class _Child:
         self._max_answer = max_answer
         self._rest = b""  # what came after the last answer
 
-    async def exchange(self, message: Any) -> tuple[Any, str | None]:
+    async def exchange(self, message: Any, hear: Hear | None) -> tuple[Any, str | None]:
         """Send the message and return the answer and the problem. The answer carries the ticket of its message: code
         can find the pipe and write to it; one answer too many, and every later one would be that of the call before."""
         ticket = secrets.token_hex(8)
         try:
-            await self._send(json.dumps([ticket, message]).encode() + b"\n")
-            line = await self._read_line()
-            if line.startswith(
-                f'["{ticket}", '.encode()
-            ):  # before it is parsed, which takes time for foreign data
+            await self._send(json.dumps([ticket, message, hear is not None]).encode() + b"\n")
+            # before it is parsed, which takes time for foreign data
+            while (line := await self._read_line()).startswith(f'["{ticket}", '.encode()):
                 match json.loads(line):
                     case [_, answer, problem]:
                         return answer, problem
+                    case [_, event] if hear is not None:
+                        hear(event)
+                    case _:
+                        break
         except BrokenPipeError:
             raise WorkerDied(await self._epitaph()) from None
         except (ValueError, RecursionError):  # no JSON

@@ -11,9 +11,9 @@ import pytest
 from tests.kits.run import Parity, Quiet, brief, go_on, rows, small, train
 from TrainingFactory.rollout import rollout_metrics
 from TrainingFactory.services.doctor.table import CHECKS, Table, like_a_call
-from TrainingFactory.services.reports.run_tables import findings
 from TrainingFactory.services.runs.findings import Change
 from TrainingFactory.services.runs.folder import FINDINGS, RunFolder
+from TrainingFactory.services.views.runs import findings
 from TrainingFactory.types import Completion, Message, Reward, Task, ToolCall, ToolSpec, Trajectory, Turn
 
 HEALTHY = {
@@ -124,7 +124,7 @@ def test_a_run_says_what_it_sees_and_goes_on_saying_it(tmp_path: Path) -> None:
     assert len(heard) == 3 and all(map(str.startswith, heard, names)) and "all episodes" in heard[2]
     lines = rows(report.run / FINDINGS)
     assert [(line["step"], line["severity"]) for line in lines] == [(3, "warning")] * 3
-    told = [(steps, finding.name) for steps, finding in findings(RunFolder(report.run))]
+    told = [(found.when, found.name) for found in findings(RunFolder(report.run))]
     assert told[2] == ("since step 3", "tied_groups")
     # a run that was broken off says the same at the same steps, and what it had said before only once
     broken = tmp_path / "b"
@@ -139,7 +139,7 @@ def test_findings_have_their_steps(tmp_path: Path) -> None:
     names = [(3, "a", {}), (4, "b", {}), (9, "a", {"gone": True}), (12, "a", {})]
     for step, name, more in names:
         RunFolder(tmp_path).append(FINDINGS, {"step": step, "name": name} | (more or finding))
-    told = [(steps, found.name) for steps, found in findings(RunFolder(tmp_path))]
+    told = [(found.when, found.name) for found in findings(RunFolder(tmp_path))]
     assert told == [("steps 3 to 8", "a"), ("since step 4", "b"), ("since step 12", "a")]
 
 

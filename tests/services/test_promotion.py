@@ -269,7 +269,10 @@ def test_on_the_command_line(tfactory: Run) -> None:
     first, second = read_records(Path("runs/evaluations.jsonl"))
     assert (first.conditions.count, second.conditions.count) == (24, 8)  # no record of all 24
     listed = json.loads(tfactory("registry", "show", "agent:2", "--json")[1])
-    assert listed["evaluations"][-1]["id"] == second.id and listed["decisions"][-1]["kind"] == "promote"
+    assert (
+        listed["version"]["evaluations"][-1]["id"] == second.id
+        and listed["decisions"][-1]["kind"] == "promote"
+    )
     suite("gate: {round: 8}\n", entries)
     assert tfactory("registry", "rollback", "agent")[0] == 0
     status, out, err = tfactory(*arguments)

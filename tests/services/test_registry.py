@@ -291,11 +291,11 @@ def test_commands(registry: ModelRegistry, tfactory: Run, tmp_path: Path) -> Non
     )
     said("register", "agent", "sft@step-1", "--tag", "team=search")
     assert "agent@champion is agent:2; it was agent:1" in said("alias", "agent:2", "champion")
-    rows = json.loads(said("list", "--json"))["versions"]
+    rows = json.loads(said("list", "--json"))["models"][0]["versions"]
     assert [(row["version"], row["aliases"]) for row in rows] == [("agent:1", []), ("agent:2", ["champion"])]
     shown = said("show", "agent@champion", "--lineage")
     assert "builtin:tiny" in shown and "tfactory train again/1-sft.yaml --name sft-again" in shown
-    assert json.loads(said("show", "agent:2", "--json"))["lineage"]["run"] == "sft"
+    assert json.loads(said("show", "agent:2", "--json"))["lineage"][-1]["name"] == "sft"
     assert "agent@champion is agent:1 again" in said("rollback", "agent")
     assert "wrote the configs to again" in said("export", "agent:2", "again", "--to", "recipe")
     assert "tfactory train" in Path("again/make.sh").read_text()

@@ -154,7 +154,7 @@ def compare(first: Side, second: Side, weights: Sequence[float] = (1.0,)) -> Com
     strata, notes, flips, count = [], [], list[Flip](), 0
     ours, theirs = first.records, second.records
     for place, (weight, one, other) in enumerate(zip(weights, ours, theirs, strict=True)):
-        pairs = _paired(one, other)
+        pairs = paired(one, other)
         if not pairs:
             raise ValueError(
                 f"{first.name} and {second.name} have no scored task in common: {one.id} is of "
@@ -162,7 +162,7 @@ def compare(first: Side, second: Side, weights: Sequence[float] = (1.0,)) -> Com
                 f"{other.conditions.environment}; evaluate both with the same --env and --tasks"
             )
         notes += _unlike(one, other, len(pairs))
-        changes = [_share(b) - _share(a) for a, b in pairs]
+        changes = [share(b) - share(a) for a, b in pairs]
         strata.append((weight, changes))
         count += len(pairs)
         flips += [_flip(place, a, b) for (a, b), change in zip(pairs, changes, strict=True) if change]
@@ -205,7 +205,7 @@ def _earlier(evaluation: RecordedEvaluation) -> Found | None:
     return None
 
 
-def _paired(one: EvaluationRecord, other: EvaluationRecord) -> list[tuple[TaskOutcome, TaskOutcome]]:
+def paired(one: EvaluationRecord, other: EvaluationRecord) -> list[tuple[TaskOutcome, TaskOutcome]]:
     theirs = {(each.task, each.digest): each for each in other.outcomes if each.scored}
     ours = [each for each in one.outcomes if each.scored and (each.task, each.digest) in theirs]
     return [(each, theirs[each.task, each.digest]) for each in ours]
@@ -225,17 +225,17 @@ def _unlike(one: EvaluationRecord, other: EvaluationRecord, paired: int) -> list
     return notes
 
 
-def _share(outcome: TaskOutcome) -> float:
+def share(outcome: TaskOutcome) -> float:
     return sum(outcome.scored) / len(outcome.scored)
 
 
 def _flip(place: int, one: TaskOutcome, other: TaskOutcome) -> Flip:
-    up = _share(other) > _share(one)
+    up = share(other) > share(one)
 
     def telling(outcome: TaskOutcome, success: bool) -> int:
         return next((each.member for each in outcome.episodes if each.success is success), 0)
 
-    return Flip(place, one.task, (_share(one), _share(other)), (telling(one, not up), telling(other, up)))
+    return Flip(place, one.task, (share(one), share(other)), (telling(one, not up), telling(other, up)))
 
 
 def _episodes(side: Side, flips: Sequence[Flip], which: int) -> dict[tuple[int, str], Trajectory]:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import math
+import time
 from collections import Counter
 from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
 from typing import Any
 
 from TrainingFactory.services.evaluation.evaluation import Z95, wilson
 from TrainingFactory.services.judge_audit.metrics import beyond
 from TrainingFactory.services.reports.pages import render
 
+AUDITS = "judge-audits.jsonl"  # in the folder of runs
 PASSES = 0.5  # from here on a value counts as yes
 FEW = 30
 RISE = 0.05  # a verdict that an appended text lifts by more than this was moved by it
@@ -122,6 +126,14 @@ class Audit:
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self) | {"kappa_low": self.kappa_low, "verdict": verdict_of(self)}
+
+
+def keep_audit(runs: Path, found: Audit, judge: str, gold: str) -> None:
+    """Append an audit to those in the folder of runs, where the web page finds it."""
+    runs.mkdir(parents=True, exist_ok=True)
+    row = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "judge": judge, "gold": gold, "rows": found.rows}
+    with (runs / AUDITS).open("a", encoding="utf-8", newline="\n") as file:
+        file.write(json.dumps(row | found.as_json()) + "\n")
 
 
 def verdict_of(found: Audit) -> str:

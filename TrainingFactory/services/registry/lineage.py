@@ -25,12 +25,12 @@ def run_node(run: RunFolder, checkpoint: Path) -> Node:
         "step": step,
         "config": run.config.model_dump(),
         "about": run.about,
-        "tools": _tools(run),
+        "tools": tools_of(run),
         "metrics": measured[-1] if measured else {},
     }
 
 
-def _tools(run: RunFolder) -> dict[str, Any]:
+def tools_of(run: RunFolder) -> dict[str, Any]:
     """Return the tools that a run's model had, by name, and the digest of what it was told of them."""
     specs, episodes = [], run.path / TRAJECTORIES
     if (run.path / SPECS).is_file():

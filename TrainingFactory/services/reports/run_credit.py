@@ -12,16 +12,22 @@ from TrainingFactory.services.build.learner import make_algorithm
 from TrainingFactory.services.build.model_names import as_started_from
 from TrainingFactory.services.reports.credit_view import Credit, GroupCredit, coloured
 from TrainingFactory.services.runs.folder import TRAJECTORIES, RunFolder
+from TrainingFactory.types import Trajectory
 
 
-def run_credit(run: RunFolder, step: int | None = None, task: str | None = None) -> tuple[int, Credit]:
+def run_credit(
+    run: RunFolder,
+    step: int | None = None,
+    task: str | None = None,
+    episodes: Sequence[Trajectory] | None = None,
+) -> tuple[int, Credit]:
     """Return the step (from 1; without one the last, or the last that took the task) and all its episodes, with the
-    credit that the run's own algorithm gave."""
-    step = _resolve_step(run, step, task)
+    credit that the run's own algorithm gave. `episodes` are those of the step, where they have been read."""
+    step = resolve_step(run, step, task)
     model = as_started_from(run).model
     place = str([model.name, *run.checkpoints()][-1])  # a checkpoint has the tokenizer, too
     tokenizer = load_tokenizer(place, model.revision, model.trust_remote_code)
-    return step, coloured(run.episodes(step), make_algorithm(run.config), tokenizer)
+    return step, coloured(episodes or run.episodes(step), make_algorithm(run.config), tokenizer)
 
 
 def choose(
@@ -57,7 +63,7 @@ def credit_title(run: RunFolder, step: int) -> str:
     return f"Run {run.name}, step {step}: {name}{how}"
 
 
-def _resolve_step(run: RunFolder, step: int | None, task: str | None) -> int:
+def resolve_step(run: RunFolder, step: int | None, task: str | None) -> int:
     """Return the step that is meant; raise if it has no episodes or did not take the task."""
     config, taken = run.config, run.consumed()
     name = config.training.algorithm

@@ -7,9 +7,10 @@ from typing import Any
 
 from TrainingFactory.services.reports.charts import Chart, Line
 from TrainingFactory.services.reports.pages import render
-from TrainingFactory.services.reports.run_tables import findings, state_rows
+from TrainingFactory.services.reports.run_tables import state_rows
 from TrainingFactory.services.reports.texts import best_and_worst, conversation, ending
 from TrainingFactory.services.runs.folder import CONFIG, TRAJECTORIES, RunFolder
+from TrainingFactory.services.views.runs import findings
 from TrainingFactory.types import Trajectory
 
 # title -> metrics on one sheet, with the names they are shown by

@@ -1,15 +1,13 @@
-"""Runs in a table, and their metrics in rows: for `tfactory runs`."""
+"""A run in rows, and its metrics: for `tfactory runs`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 from TrainingFactory.config import TrainingConfig
-from TrainingFactory.services.runs.findings import Finding
-from TrainingFactory.services.runs.folder import ABOUT, CONFIG, METRICS, STATUS, RunFolder, is_run
+from TrainingFactory.services.runs.folder import RunFolder
 
 # Metrics that are shown where a run has them -> format
 FORMATS = {
@@ -31,34 +29,7 @@ PLAIN = {
 }
 PARTED = {"reward": "reward/", "eval/success": "eval/reward/"}  # parts of the reward go after these
 ASKED = ("judge/", "pool/")
-COLUMNS = ("run", "state", "steps", "last", "what")
 Rows = Sequence[dict[str, Any]]
-
-
-def list_rows(runs: str | Path) -> list[tuple[str, ...]]:
-    """Return a row of COLUMNS for each run, the oldest first. One that cannot be read says why."""
-    files = [file for name in (CONFIG, ABOUT) for file in Path(runs).expanduser().glob(f"[!.]*/{name}")]
-    files.sort(key=lambda file: (file.stat().st_mtime, file))
-    return [_row(folder) for folder in dict.fromkeys(file.parent for file in files)]
-
-
-def _row(folder: Path) -> tuple[str, ...]:
-    run, file = RunFolder(folder), CONFIG
-    try:
-        if not is_run(folder):
-            raise ValueError(f"it is half written: it needs {CONFIG} and {ABOUT}")
-        config = run.config
-        file = STATUS
-        status, state = run.status, run.state
-        file = METRICS
-        last = latest(run.metrics())
-        key = next((key for key in ("eval/success", "reward", "loss") if key in last), None)
-        value = f"{key} {last[key]:.3f}" if key else ""
-    except Exception as error:  # files that anybody may have changed
-        reason = " ".join(str(error).split())
-        return run.name, "unreadable", "", "", reason if file in reason else f"{file}: {reason}"
-    what = f"{config.training.algorithm} {config.environment.environment_id or ''} {config.model.name}"
-    return run.name, state, f"{status.step}/{status.steps or '?'}", value, what
 
 
 def state_rows(run: RunFolder) -> list[tuple[str, str]]:
@@ -129,34 +100,3 @@ def asked_in_words(metrics: Rows) -> Iterator[tuple[str, str]]:
         told = [f"{name.replace('_', ' ')} {value:.6g}" for name, value in spent.items() if value]
         if told:
             yield prefix.removesuffix("/"), f"in all: {', '.join(told)}"
-
-
-def findings(run: RunFolder) -> list[tuple[str, Finding]]:
-    """Return what was seen going wrong in a run, each with its steps."""
-    found: list[tuple[str, Finding]] = []
-    since: dict[str, int] = {}  # name -> place of the one that is not gone yet
-    for row in run.findings():
-        if row.get("gone"):
-            steps, finding = found[place := since[row["name"]]]
-            found[place] = steps.replace("since step", "steps") + f" to {row['step'] - 1}", finding
-        else:
-            since[row["name"]] = len(found)
-            given = {key: row[key] for key in ("name", "sentence", "remedy", "severity")}
-            found.append((f"since step {row['step']}", Finding(**given)))
-    return found
-
-
-def differing_options(runs: Sequence[RunFolder]) -> Iterator[tuple[str, ...]]:
-    """Yield (key, value of each run) for the options in which the runs differ."""
-    options = [_flat(run.config.model_dump()) for run in runs]
-    for key in dict.fromkeys(key for option in options for key in option):
-        values = [option.get(key) for option in options]
-        if any(value != values[0] for value in values):
-            yield key, *map(str, values)
-
-
-def _flat(data: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in data.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
-    return flat

@@ -1,0 +1,39 @@
+"""The members of a group with the credit of every token. It takes torch and a tokenizer: for a process of its own."""
+
+from __future__ import annotations
+
+import json
+
+from TrainingFactory.data.trajectories import trajectory_from_dict
+from TrainingFactory.services.reports.credit_view import Piece
+from TrainingFactory.services.reports.run_credit import resolve_step, run_credit
+from TrainingFactory.services.runs.folder import RunFolder
+from TrainingFactory.services.views.episodes import episode_view
+from TrainingFactory.services.views.index import EpisodeIndex
+from TrainingFactory.services.views.shapes import CreditView, GroupView, Json
+
+
+def group_credit(run: RunFolder, step: int | None, task: str, index: EpisodeIndex | None = None) -> GroupView:
+    """Return the episodes of a task in a step (None: the last that took it) with the credit that the run's algorithm
+    gave; raise ValueError where there are none. An index that knows the run already saves reading it again."""
+    step = resolve_step(run, step, task)
+    lines = (index or EpisodeIndex(run)).lines("step = ?", step)
+    episodes = [trajectory_from_dict(json.loads(line)) for line, _ in lines]
+    credit = run_credit(run, step, task, episodes)[1]
+    known = {(e.trajectory.group, e.trajectory.member): e for group in credit.groups for e in group.episodes}
+    found = GroupView(step=step, task=task, members=[], notes=credit.notes)
+    for (line, number), played in zip(lines, episodes, strict=True):
+        if played.task.id == task:
+            told, view = known[played.group, played.member], episode_view(line, number)
+            pieces = [[_piece(each) for each in turn.pieces] for turn in told.turns]
+            view.credit = CreditView(
+                measure=credit.measure, largest=credit.largest, note=credit.notes[0], left_out=told.left_out,
+                turns=[{"pieces": each} for each in pieces],
+            )  # fmt: skip
+            found.members.append(view)
+    return found
+
+
+def _piece(found: Piece) -> Json:
+    told = {"text": found.text, "ids": found.token_ids, "logprobs": found.logprobs, "values": found.values}
+    return told | {"trained": bool(found.values)}

@@ -1,0 +1,61 @@
+"""Files that grow while they are read, or that nobody of us wrote: only what is new of them, and never half a line."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any, NamedTuple
+
+TAIL = 64  # bytes
+
+
+class Place(NamedTuple):
+    """How far a file was read, and the bytes before, by which one that was cut back and has grown again is noticed."""
+
+    offset: int = 0
+    tail: bytes = b""
+
+
+class Part(NamedTuple):
+    """Whole lines of a file. `again`: it was cut back, and these are from its beginning."""
+
+    start: int
+    lines: list[bytes]
+    place: Place
+    again: bool
+    size: int  # of the file
+
+    @property
+    def more(self) -> bool:
+        return bool(self.lines) and self.place.offset < self.size
+
+
+def read_on(path: Path, place: Place, most: int) -> Part:
+    """Return the lines after a place, about so many bytes, but one line at least. A file that is not there is empty."""
+    try:
+        file = path.open("rb")
+    except FileNotFoundError:
+        return Part(0, [], Place(), place.offset > 0, 0)
+    with file:
+        size, start = os.fstat(file.fileno()).st_size, place.offset
+        file.seek(max(0, start - len(place.tail)))
+        if again := size < start or file.read(len(place.tail)) != place.tail:
+            start, place = file.seek(0), Place()
+        data = file.read(most)
+        data += b"" if b"\n" in data else file.readline()
+    data = data[: data.rfind(b"\n") + 1]
+    place = Place(start + len(data), (place.tail + data[-TAIL:])[-TAIL:])
+    return Part(start, data.split(b"\n")[:-1], place, again, size)
+
+
+def read_json(line: bytes) -> Any:
+    """Return what a line of JSON holds; half a surrogate pair, which is no text, becomes a mark. Raise ValueError for
+    what is no JSON."""
+    try:
+        found = json.loads(line.decode("utf-8", "replace"))
+        if b"\\ud" in line.lower():
+            found = json.loads(json.dumps(found, ensure_ascii=False).encode("utf-8", "replace"))
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+    return found

@@ -1,0 +1,93 @@
+"""Registered models, comparisons of two by what was recorded, and audits of judges, as shapes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from TrainingFactory.services.evaluation.comparison import Found, Side, compare, paired, share
+from TrainingFactory.services.evaluation.records import all_records
+from TrainingFactory.services.judge_audit.report import AUDITS
+from TrainingFactory.services.registry.catalogue import Catalogue
+from TrainingFactory.services.registry.recipe import recipe
+from TrainingFactory.services.registry.rows import Version
+from TrainingFactory.services.views import shapes
+from TrainingFactory.services.views.episodes import episode_view
+from TrainingFactory.services.views.files import Place, read_json, read_on
+from TrainingFactory.services.views.runs import evaluation_row, lineage_rows
+
+SHOWN = 20  # flipped tasks with both episodes
+SAME = ("model", "number", "created", "who", "description", "digest", "tags")
+AUDIT_BYTES = 16 << 20
+
+
+def models(catalogue: Catalogue) -> shapes.ModelList:
+    """Return the registered models with all their versions."""
+    found: dict[str, shapes.ModelRow] = {}
+    for each in catalogue.versions():
+        row = found.setdefault(each.model, shapes.ModelRow(name=each.model, versions=[], aliases={}))
+        row.versions.append(_version(catalogue, each))
+        row.aliases |= dict.fromkeys(each.aliases, each.number)
+    return shapes.ModelList(models=list(found.values()))
+
+
+def _version(catalogue: Catalogue, found: Version) -> shapes.VersionRow:
+    return shapes.VersionRow(
+        **{name: getattr(found, name) for name in SAME}, version=str(found), aliases=list(found.aliases),
+        run=found.lineage.get("run"), step=found.lineage.get("step"), kind="adapter" if found.base else "model",
+        base=catalogue.base_name(found) if found.base else None,
+        evaluations=[evaluation_row(record) for record in catalogue.evaluations(str(found))],
+    )  # fmt: skip
+
+
+def version_view(catalogue: Catalogue, name: str) -> shapes.VersionView:
+    """Return a version (agent:3, agent@champion); raise ValueError where there is none."""
+    found = catalogue.get(name)
+    return shapes.VersionView(
+        version=_version(catalogue, found), folder=str(catalogue.folder(found)), lineage=lineage_rows(found.lineage),
+        commands=[f"tfactory registry export {found} again --to recipe", *recipe(found.lineage, "again")[1]],
+        decisions=catalogue.decisions(found.model),
+    )  # fmt: skip
+
+
+def comparison_view(first: str, second: str, runs: Path, catalogue: Catalogue) -> shapes.ComparisonView:
+    """Compare two of what was evaluated (runs, sft@step-40, versions, models, ids of records) by those of their records
+    that fit best, of these the last. Nothing is played, and names are no paths; raise ValueError where none fit."""
+    known = [Found(*each) for each in all_records(runs)]
+    ours, theirs = (_recorded(name, known, catalogue) for name in (first, second))
+    pairs = [(a, b) for a in ours for b in theirs if a.record.id != b.record.id]
+    if not pairs:
+        raise ValueError(f"there are no two recorded evaluations of these: tfactory compare {first} {second}")
+    asked = [(a, b, a.record.conditions, b.record.conditions) for a, b in pairs]
+    one, other, *_ = max(
+        asked, key=lambda p: (p[2] == p[3], p[2].tasks == p[3].tasks, *(e.record.time for e in p[:2]))
+    )
+    made = compare(Side(first, [one]), Side(second, [other]))
+    told = {flip.task: each for flip, each in made.episodes([*made.worse, *made.better][:SHOWN])}
+    tasks = []
+    for a, b in paired(one.record, other.record):
+        pair = shapes.TaskPair(task=a.task, first=share(a), second=share(b))
+        if pair.first != pair.second:
+            pair.flipped = "better" if pair.second > pair.first else "worse"
+        pair.episodes = [each and episode_view(each, 0) for each in told.get(a.task, [])]
+        tasks.append(pair)
+    tasks.sort(key=lambda pair: not pair.flipped)
+    return shapes.ComparisonView(tasks=tasks, summary=made.as_json())
+
+
+def _recorded(name: str, known: list[Found], catalogue: Catalogue) -> list[Found]:
+    version, (run, _, step) = catalogue.find(name), name.partition("@step-")
+    ids = {name} if version is None else {each.get("id") for each in catalogue.evaluations(str(version))}
+    direct = [each for each in known if each.record.id in ids or each.record.model.name == name]
+    made = [each for each in known if each.record.model.run == run]
+    return direct or [each for each in made if not step or str(each.record.model.step) == step.lstrip("0")]
+
+
+def audits(runs: Path) -> shapes.AuditList:
+    """Return what `tfactory judge audit` has found, the oldest first; a line that cannot be read says so."""
+    found = []
+    for line in read_on(runs / AUDITS, Place(), AUDIT_BYTES).lines:
+        try:
+            found.append(dict(read_json(line)))
+        except (ValueError, TypeError) as error:
+            found.append({"problem": f"a line of {AUDITS} cannot be read: {error}"})
+    return shapes.AuditList(audits=found)

@@ -1,0 +1,100 @@
+"""Runs as processes of their own, which outlive the page: started, stopped and resumed as by the commands that a user
+would type."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+
+from TrainingFactory.config import TrainingConfig
+from TrainingFactory.http.api import ApiError
+from TrainingFactory.services.runs.folder import RunFolder, is_run, new_name
+from TrainingFactory.services.views.runs import LOG
+from TrainingFactory.texts import clean
+
+START = "start.yaml"  # in a run's folder: what the form has sent
+# this very installation, whatever the PATH says
+COMMAND = [sys.executable, "-P", "-m", "TrainingFactory.cli"]
+WAIT = 60.0  # seconds for a run to begin; after that it is only told that it has been started
+LAST_LINES = 12  # of the log, where it came to nothing
+
+
+async def train(text: str, config: TrainingConfig, name: str | None, runs: Path) -> tuple[str, str]:
+    """Start `tfactory train` with the text of a config; return the run's name and the command when it has begun."""
+    placed = config.logging.model_copy(update={"output_dir": str(runs)})
+    name = name or new_name(config.model_copy(update={"logging": placed}))
+    path, part = runs / name, runs / f".{name}.part"
+    if not re.fullmatch(r"\w[\w.+-]*", name):
+        raise ApiError(f"{name!r} cannot name a run: letters, digits and . _ + - only", "name")
+    if path.exists():
+        raise ApiError(f"there is a run {name} already; choose another name", "name", status=409)
+    # A run uses up a folder of this name when it makes its own, and so has its log from the first line.
+    shutil.rmtree(part, ignore_errors=True)
+    part.mkdir(parents=True)
+    (part / START).write_text(text, encoding="utf-8")
+    options = [f"logging.output_dir={runs}", "--name", name]
+    try:
+        await _begun(["train", str(part / START), *options], part / LOG, lambda: is_run(path))
+    except ApiError:
+        shutil.rmtree(part, ignore_errors=True)
+        raise
+    return name, shlex.join(["tfactory", "train", str(path / START), *options])
+
+
+async def resume(run: RunFolder) -> str:
+    """Start `tfactory runs resume`; return the command when the run goes on."""
+    if run.state in ("running", "finished"):
+        raise ApiError(f"run {run.name} is {run.state}; there is nothing to resume", "name", status=409)
+    arguments = ["runs", "resume", run.name, "--runs", str(run.path.parent)]
+    await _begun(arguments, run.path / LOG, lambda: run.state == "running")
+    return shlex.join(["tfactory", *arguments])
+
+
+def stop(run: RunFolder) -> str:
+    """Ask the process that writes a run to stop as by Ctrl-C, which saves a checkpoint; return the command."""
+    if run.state != "running":
+        raise ApiError(f"run {run.name} is {run.state}, not running", "name", status=409)
+    lock = str((run.path / "lock").resolve())
+    # Whoever only looks whether the lock is held has closed it again.
+    for process in psutil.process_iter():
+        if process.pid != os.getpid() and _has(process, lock):
+            process.send_signal(signal.SIGINT)  # none is sent to another process that has its number by now
+            return f"kill -INT {process.pid}"
+    raise ApiError(f"run {run.name} is written by a process that this user cannot see", "name", status=409)
+
+
+def _has(process: psutil.Process, path: str) -> bool:
+    try:
+        return any(each.path == path for each in process.open_files())
+    except (psutil.Error, OSError):
+        return False
+
+
+async def _begun(arguments: list[str], log: Path, begun: Callable[[], bool]) -> None:
+    """Start a command and wait until it has begun; raise ApiError with its own words where it ends before."""
+    with log.open("a+b") as output:  # the file may be removed with a run that comes to nothing
+        before = output.tell()
+        places = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT}
+        # In a session of its own: Ctrl-C in the page's terminal is not for it.
+        process = subprocess.Popen([*COMMAND, *arguments], start_new_session=True, **places)
+        threading.Thread(target=process.wait, daemon=True).start()  # no zombie stays behind
+        for _ in range(int(WAIT / 0.1)):
+            if begun() or process.returncode is not None:
+                break
+            await asyncio.sleep(0.1)
+        if process.returncode and not begun():
+            output.seek(before)
+            said = clean(output.read().decode("utf-8", "replace"))
+            told = "\n".join(said.split("\n")[-LAST_LINES:]).strip()
+            raise ApiError(told.partition("error: ")[2] or told or "it ended at once", code="not_started")

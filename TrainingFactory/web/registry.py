@@ -1,0 +1,87 @@
+"""Routes of the registry: what is registered, and what changes it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import BaseModel
+
+from TrainingFactory.http.api import ApiError
+from TrainingFactory.http.site import Events, Site
+from TrainingFactory.services.registry.catalogue import Catalogue, registry_path
+from TrainingFactory.services.views import registry as views
+from TrainingFactory.services.views import shapes
+from TrainingFactory.web.pool import Pool
+
+
+class Alias(BaseModel):
+    alias: str = "champion"
+    number: int = 0  # of the version; no matter for a rollback
+
+
+class Promote(Alias):
+    suite: str  # the name of one that GET /api/suites lists
+    first: bool = False  # there is no such alias yet
+
+
+class Moved(BaseModel):
+    version: str  # that the alias names now
+    was: int | None  # the number of the one before
+    command: str  # that does the same
+
+
+class Suites(BaseModel):
+    suites: list[str]
+
+
+class RegistryRoutes:
+    def __init__(self, site: Site, runs: Path, pool: Pool) -> None:
+        self._runs, self._pool, self._catalogue = runs, pool, Catalogue(registry_path(runs))
+        site.add("GET", "/api/models", self.models)
+        site.add("GET", "/api/models/{name}/{number}", self.version)
+        site.add("GET", "/api/compare", self.compare)
+        site.add("GET", "/api/suites", self.suites)
+        site.add("POST", "/api/models/{name}/alias", self.alias)
+        site.add("POST", "/api/models/{name}/rollback", self.rollback)
+        site.add("POST", "/api/models/{name}/promote", self.promote)
+
+    def models(self) -> shapes.ModelList:
+        """List the registered models with their versions."""
+        return views.models(self._catalogue)
+
+    def version(self, name: str, number: int) -> shapes.VersionView:
+        """Show a version: where it comes from, what was measured, what was decided."""
+        return views.version_view(self._catalogue, f"{name}:{number}")
+
+    def compare(self, first: str, second: str) -> shapes.ComparisonView:
+        """Compare two models or runs by the evaluations that are there."""
+        return views.comparison_view(first, second, self._runs, self._catalogue)
+
+    def suites(self) -> Suites:
+        """List the suites with a gate: files of the folder in which the page was started, and of `suites/` there."""
+        return Suites(suites=list(_suites()))
+
+    def alias(self, name: str, asked: Alias) -> Moved:
+        """Let an alias name a version."""
+        found, was = self._catalogue.set_alias(f"{name}:{asked.number}", asked.alias)
+        return Moved(version=str(found), was=was, command=f"tfactory registry alias {found} {asked.alias}")
+
+    def rollback(self, name: str, asked: Alias) -> Moved:
+        """Give an alias the version back that it had before."""
+        found, was = self._catalogue.rollback(name, asked.alias)
+        command = f"tfactory registry rollback {name} --alias {asked.alias}"
+        return Moved(version=str(found), was=was, command=command)
+
+    async def promote(self, name: str, asked: Promote) -> Events:
+        """Promote a version if it holds the suite's gate; events `told`, then `done` with `promoted` and why."""
+        if (suite := _suites().get(asked.suite)) is None:
+            known = ", ".join(_suites()) or "none here"
+            raise ApiError(f"there is no suite {asked.suite!r} with a gate; there are: {known}", "suite")
+        version = str(self._catalogue.get(f"{name}:{asked.number}"))
+        given = {"version": version, "alias": asked.alias, "suite": str(suite), "first": asked.first}
+        return self._pool.events("promote", "promote", given | {"runs": str(self._runs)})
+
+
+def _suites() -> dict[str, Path]:
+    found = [path for folder in (Path(), Path("suites")) for path in sorted(folder.glob("*.y*ml"))]
+    return {path.stem: path for path in found if b"\ngate:" in b"\n" + path.read_bytes()}

@@ -1,0 +1,182 @@
+"""What the page is made of: the routes of its API over what is on disk, and the files of `static/`."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from functools import partial
+from pathlib import Path
+from socket import socket
+from typing import Annotated, Any
+
+from pydantic import BaseModel
+
+from TrainingFactory import __version__
+from TrainingFactory.config import TrainingConfig
+from TrainingFactory.config.problems import ConfigError
+from TrainingFactory.http.api import ApiError
+from TrainingFactory.http.site import IN_QUERY, Events, Site
+from TrainingFactory.services.runs.folder import RunFolder
+from TrainingFactory.services.views import runs as views
+from TrainingFactory.services.views import shapes
+from TrainingFactory.services.views.index import Query
+from TrainingFactory.web import form, processes
+from TrainingFactory.web.live import Live
+from TrainingFactory.web.pool import Pool
+from TrainingFactory.web.registry import RegistryRoutes
+from TrainingFactory.web.worker import index_of
+
+STATIC = Path(__file__).with_name("static")
+
+
+class About(BaseModel):
+    version: str
+    runs_folder: str
+    page_token: str  # what changes need as the header x-tfactory-page
+    now: float  # seconds since 1970
+
+
+class Started(BaseModel):
+    name: str
+    state: str
+    command: str  # that does the same
+
+
+class Page:
+    """`runs`: the folder of runs. Further parts of the page add their routes here, one module each."""
+
+    def __init__(self, runs: Path, host: str = "127.0.0.1", token: str | None = None) -> None:
+        self.site = Site("TrainingFactory", __version__, STATIC, host, token)
+        self.runs, self.pool = views.Runs(runs), Pool()
+        self.live = Live(self.runs)
+        get, post = partial(self.site.add, "GET"), partial(self.site.add, "POST")
+        get("/api/about", self.about)
+        get("/api/events", self.events)
+        get("/api/runs", self.all_runs)
+        get("/api/runs/{name}", self.run)
+        get("/api/runs/{name}/config", self.config)
+        get("/api/runs/{name}/diff/{other}", self.diff)
+        get("/api/runs/{name}/metrics", self.metrics)
+        get("/api/runs/{name}/log", self.log)
+        get("/api/runs/{name}/episodes", self.episodes)
+        get("/api/runs/{name}/episodes/{number}", self.episode)
+        get("/api/runs/{name}/groups", self.group)
+        post("/api/runs/{name}/stop", self.stop)
+        post("/api/runs/{name}/resume", self.resume)
+        get("/api/options", form.options)
+        get("/api/starts", self.starts)
+        post("/api/check", form.check)
+        post("/api/doctor", self.doctor)
+        post("/api/sample", self.sample)
+        post("/api/train", self.train)
+        RegistryRoutes(self.site, self.runs.folder, self.pool)
+        self.site.add_files()
+
+    async def serve(self, bound: socket, server: Any) -> None:
+        """Serve until Ctrl-C, and end the processes for models; runs go on."""
+        self.live.stopping = lambda: server.should_exit
+        try:
+            await server.serve([bound])
+        finally:
+            await self.pool.close()
+
+    def find(self, name: str) -> RunFolder:
+        """Return the run of that name, which is looked up and never made a path of."""
+        try:
+            return self.runs.find(name)
+        except ValueError as error:
+            raise ApiError(str(error), "name", status=404, code="not_found") from None
+
+    # runs
+
+    def about(self) -> About:
+        """Tell what this is, and the token that changes need."""
+        folder, token = str(self.runs.folder.resolve()), self.site.page_token
+        return About(version=__version__, runs_folder=folder, page_token=token, now=time.time())
+
+    def all_runs(self) -> shapes.RunList:
+        """List the runs, the oldest first."""
+        return shapes.RunList(runs=self.runs.rows())
+
+    async def events(self, run: str | None = None) -> Events:
+        """Stream what changes: the event `runs`, and of the run that is named `metrics`, `log` and `findings`."""
+        return self.live.events(None if run is None else self.find(run))
+
+    def run(self, name: str) -> shapes.RunView:
+        """Show a run in full."""
+        return views.run_view(self.find(name), self.runs)
+
+    def config(self, name: str) -> shapes.ConfigView:
+        """Show the options of a run."""
+        return views.config_view(self.find(name))
+
+    def diff(self, name: str, other: str) -> shapes.Diff:
+        """Show in which options two runs differ."""
+        return views.diff([self.find(name), self.find(other)])
+
+    def metrics(self, name: str, after: int = 0) -> shapes.MetricsPart:
+        """Return the metrics of a run from a byte of its file on."""
+        return views.metrics_part(self.find(name), after)
+
+    def log(self, name: str, after: int = 0) -> shapes.LogPart:
+        """Return what a run has printed from a byte on; a negative one counts from the end."""
+        return views.log_part(self.find(name), after)
+
+    def episodes(self, name: str, query: Annotated[Query, IN_QUERY]) -> shapes.EpisodePage:
+        """List episodes of a run: those that are asked for, a page at a time."""
+        return index_of(self.find(name).path).page(query)
+
+    def episode(self, name: str, number: int) -> shapes.EpisodeView:
+        """Show an episode, by its line of trajectories.jsonl."""
+        return index_of(self.find(name).path).episode(number)
+
+    async def group(self, name: str, step: int, task: str, credit: bool = True) -> shapes.GroupView:
+        """Show the episodes of a task in a step, with the credit of their tokens."""
+        path, notes = self.find(name).path, list[str]()
+        if credit:
+            try:
+                given = {"run": str(path), "step": step, "task": task}
+                return shapes.GroupView(**await self.pool.ask("credit", "credit", given))
+            except ApiError as error:
+                notes.append(f"the credit of tokens is not known: {error}")
+        found = await asyncio.to_thread(index_of(path).group, step, task)
+        return found.model_copy(update={"notes": notes})
+
+    def stop(self, name: str) -> Started:
+        """Ask a run to stop, as by Ctrl-C: it saves a checkpoint."""
+        return Started(name=name, state="stopping", command=processes.stop(self.find(name)))
+
+    async def resume(self, name: str) -> Started:
+        """Go on with a run from its last checkpoint, in a process of its own."""
+        run = self.find(name)
+        command = await processes.resume(run)
+        return Started(name=name, state=run.state, command=command)
+
+    # a new run
+
+    def starts(self) -> form.Starts:
+        """List what a new run can start from."""
+        return form.starts(self.runs.folder)
+
+    async def train(self, draft: form.Draft) -> Started:
+        """Start a run in a process of its own, which the page does not end."""
+        config = _read(draft)
+        name, command = await processes.train(form.text_of(config), config, draft.name, self.runs.folder)
+        return Started(name=name, state="running", command=command)
+
+    async def doctor(self, draft: form.Draft) -> Events:
+        """Examine a config with its model; events `told`, then `done` with `findings` and `rows`."""
+        return self.pool.events("check", "doctor", {"yaml": form.text_of(_read(draft))})
+
+    async def sample(self, draft: form.Draft) -> Events:
+        """Play two episodes of a config; events `told`, then `done` with `episodes` and `notes`."""
+        return self.pool.events("check", "sample", {"yaml": form.text_of(_read(draft))})
+
+
+def _read(draft: form.Draft) -> TrainingConfig:
+    try:
+        return form.read(draft)
+    except ConfigError as error:
+        found = form.mistakes(error)
+        text = "; ".join(f"{each.key}: {each.message}".removeprefix(": ") for each in found)
+        raise ApiError(text, found[0].key or None) from None

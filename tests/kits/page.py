@@ -1,0 +1,111 @@
+"""The server of the web page in tests: in a thread of this process by `serving`, or as the command."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from tests.kits.cli import ROOT
+from TrainingFactory.http import listen
+from TrainingFactory.web.site import Page
+
+HANG = 120.0  # seconds
+
+
+class Served:
+    """A page and a client that has its token."""
+
+    def __init__(self, url: str, page: Page | None = None) -> None:
+        self.url, self.page = url, page
+        self.client = httpx.Client(base_url=url, timeout=HANG, trust_env=False)
+
+    def about(self) -> dict[str, Any]:
+        return self.get("/api/about")
+
+    def get(self, path: str, **query: Any) -> Any:
+        answer = self.client.get(path, params=query)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    def post(self, path: str, **body: Any) -> Any:
+        answer = self.send(path, **body)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    def send(self, path: str, **body: Any) -> httpx.Response:
+        return self.client.post(path, json=body, headers={"x-tfactory-page": self.about()["page_token"]})
+
+    def events(self, path: str, **body: Any) -> Iterator[tuple[str, Any]]:
+        """Yield the events of a stream; one that is posted to where there is a body."""
+        method, more = ("POST", {"json": body}) if body else ("GET", {})
+        token = {"x-tfactory-page": self.about()["page_token"]}
+        with self.client.stream(method, path, headers=token, **more) as answer:
+            assert answer.status_code == 200, answer.read()
+            name = ""
+            for line in answer.iter_lines():
+                field, _, value = line.partition(": ")
+                if field == "event":
+                    name = value
+                elif field == "data":
+                    yield name, json.loads(value)
+
+
+@contextlib.contextmanager
+def serving(runs: Path, host: str = "127.0.0.1", token: str | None = None) -> Iterator[Served]:
+    """Serve in a thread, at a free port of the loopback whatever `host` says."""
+    page = Page(runs, host, token)
+    with listen.bind("127.0.0.1", 0) as bound:
+        server = listen.make_server(page.site.app)
+        thread = threading.Thread(target=lambda: asyncio.run(page.serve(bound, server)))
+        thread.start()
+        try:
+            served = Served(listen.address_of(bound), page)
+            yield served
+            served.client.close()
+        finally:
+            server.should_exit = True
+            thread.join(HANG)
+            assert not thread.is_alive()
+
+
+@contextlib.contextmanager
+def command(
+    folder: Path, *arguments: str, script: str | None = None
+) -> Iterator[tuple[Served, subprocess.Popen[str]]]:
+    """Run `tfactory ui` in a folder, as a user does, or by a script; what is left of it at the end is killed."""
+    program = ["-c", script] if script else ["-m", "TrainingFactory.cli"]
+    process = subprocess.Popen(
+        [sys.executable, *program, "ui", "--port", "0", *arguments],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        said = process.stdout.readline()
+        served = Served(said.split()[2].rstrip("/"))
+        yield served, process
+        served.client.close()
+    finally:
+        process.kill()
+        process.wait()
+
+
+def until(holds: Callable[[], object]) -> None:
+    """Wait for something that comes."""
+    end = time.monotonic() + HANG
+    while not holds():
+        assert time.monotonic() < end, "it never came"
+        time.sleep(0.02)

@@ -1,0 +1,241 @@
+"""Runs as the web page and `--json` show them: only what is new is read, and what is damaged says so."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.kits.cli import ROOT, Run
+from tests.kits.registry import made_run
+from TrainingFactory.services.runs.folder import FINDINGS, METRICS, STATUS, RunFolder, Status
+from TrainingFactory.services.views import files
+from TrainingFactory.services.views.files import Place, read_json, read_on
+from TrainingFactory.services.views.runs import (
+    LOG,
+    Runs,
+    config_view,
+    diff,
+    findings,
+    log_part,
+    metrics_part,
+    run_view,
+)
+
+
+def lines(path: Path, place: Place, most: int = 1 << 20) -> tuple[list[bytes], Place, bool]:
+    part = read_on(path, place, most)
+    return part.lines, part.place, part.again
+
+
+def test_a_growing_file_is_read_once_and_cutting_it_back_is_noticed(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    assert lines(path, Place()) == ([], Place(), False)
+    path.write_bytes(b"one\ntwo\nhal")
+    found, place, again = lines(path, Place())
+    assert (found, place.offset, again) == ([b"one", b"two"], 8, False)
+    assert lines(path, place) == ([], place, False)
+    with path.open("ab") as file:
+        file.write(b"f\n")
+    found, place, again = lines(path, place)
+    assert (found, again) == ([b"half"], False)
+    os.truncate(path, 4)
+    assert lines(path, place)[0::2] == ([b"one"], True)
+    path.write_bytes(b"one\nTWO\nhalf\nmore\n")  # cut back, and longer than before
+    assert lines(path, place)[0::2] == ([b"one", b"TWO", b"half", b"more"], True)
+    path.unlink()
+    assert lines(path, place) == ([], Place(), True)
+
+
+def test_a_part_is_whole_lines_however_long_they_are(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"x" * 100 + b"\n" + b"y" * 3 + b"\nz\n")
+    found, place, _ = lines(path, Place(), 10)
+    assert found == [b"x" * 100] and read_on(path, Place(), 10).more
+    assert lines(path, place, 5)[0] == [b"yyy"] and not read_on(path, place, 50).more
+
+
+@pytest.mark.parametrize(
+    "line", [b"[" * 10**5, b"{", b"\xff\xfe", b""], ids=["deep", "half", "bytes", "none"]
+)
+def test_what_is_no_json_is_a_value_error(line: bytes) -> None:
+    with pytest.raises(ValueError):
+        read_json(line)
+
+
+def test_half_a_character_becomes_a_mark() -> None:
+    assert read_json(b'["\\ud83d", "\\ud83d\\ude00"]') == ["?", "\U0001f600"]
+    assert read_json(b'["\xed\xa0\xbd"]') == ["\ufffd" * 3]
+
+
+def test_rows_are_read_again_only_where_something_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = made_run(tmp_path, "one"), made_run(tmp_path, "two")
+    runs = Runs(tmp_path)
+    first = runs.rows()
+    assert [row.name for row in first] == ["one", "two"] and first[0].heldout is not None
+    assert (first[0].state, first[0].step, first[0].heldout.value, first[0].heldout.step) == (
+        "finished",
+        2,
+        0.5,
+        2,
+    )
+    read: list[int] = []
+    monkeypatch.setattr(
+        "TrainingFactory.services.views.runs.read_on",
+        lambda *given: (part := files.read_on(*given), read.append(part.place.offset - part.start))[0],
+    )
+    assert all(a is b for a, b in zip(runs.rows(), first, strict=True)) and not read
+    row = {"step": 3, "reward": 0.25, "loss": math.nan, "tokens_per_second": 7.0}
+    two.append(METRICS, row)
+    again = runs.rows()
+    assert again[0] is first[0] and again[1].reward == 0.25
+    assert json.loads(again[1].model_dump_json())["loss"] is None and again[1].spark == [0.25]
+    assert read == [len(json.dumps(row)) + 1]
+    assert runs.find("one").path == one.path
+    (one.path / "checkpoints").rename(tmp_path / "kept")
+    for path in [*one.path.iterdir()]:
+        path.unlink()
+    one.path.rmdir()
+    assert [row.name for row in runs.rows()] == ["two"]
+
+
+def test_a_live_run_that_is_killed_shows_as_killed(tmp_path: Path) -> None:
+    run = made_run(tmp_path, "a")
+    run.lock()
+    run.write_status(Status("running", 1, 4))
+    runs = Runs(tmp_path)
+    [live] = runs.rows()
+    assert live.state == "running" and runs.rows()[0] is live
+    run.unlock()  # as the system does for a process that has died; no file changes
+    assert runs.rows()[0].state == "killed"
+
+
+def test_the_small_curve_is_thinned_and_starts_anew_when_a_run_is_rewound(tmp_path: Path) -> None:
+    run = made_run(tmp_path, "a")
+    for step in range(3, 123):
+        run.append(METRICS, {"step": step, "reward": float(step)})
+    runs = Runs(tmp_path)
+    [row] = runs.rows()
+    assert row.spark == [3.5 + 2 * n for n in range(60)] and row.spark_of == "reward"
+    size = len((run.path / METRICS).read_bytes().splitlines(keepends=True)[0])
+    run.rewind({METRICS: size})
+    run.append(METRICS, {"step": 2, "loss": 0.5})
+    [row] = runs.rows()
+    assert (row.spark, row.spark_of, row.reward) == ([0.5], "loss", None)
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "problem"),
+    [
+        ("config.yaml", "training: [", "config.yaml"),
+        ("config.yaml", "training: {option_of_tomorrow: 1}", "option_of_tomorrow"),
+        ("config.yaml", "a: &a [x]\nb: [*a, *a]", "config.yaml"),
+        ("environment.json", '{"day": ', "environment.json"),
+        (FINDINGS, '{"step": 3, "name": "x"}\n', FINDINGS),
+    ],
+)
+def test_what_cannot_be_read_says_so_and_breaks_nothing(
+    tmp_path: Path, file: str, text: str, problem: str
+) -> None:
+    run = made_run(tmp_path, "a")
+    made_run(tmp_path, "b")
+    (run.path / file).write_text(text)
+    runs = Runs(tmp_path)
+    rows = {row.name: row for row in runs.rows()}
+    assert problem in (rows["a"].problem or "") and (rows["b"].problem, rows["b"].state) == (None, "finished")
+    assert rows["a"].heldout is not None  # the rest is shown
+    view = run_view(run, runs)
+    assert [each["name"] for each in view.checkpoints] == ["step-000001", "step-000002"] and view.files
+    assert view.notes or file == "config.yaml"
+    assert (config_view(run).problem is None) == (file != "config.yaml") and config_view(run).yaml
+
+
+def test_a_run_in_full(tmp_path: Path) -> None:
+    run = made_run(tmp_path, "a", training={"learning_rate": 0.5})
+    view = run_view(run, Runs(tmp_path))
+    assert view.checkpoints[1] == {"name": "step-000002", "step": 2, "best": True}
+    assert view.tools == ["search"] and view.about["digest"] == "d" and not view.notes
+    assert view.commands["resume"] == f"tfactory runs resume {run.path}" and "model" not in view.about
+    found = config_view(run)
+    assert found.options["training.learning_rate"] == 0.5 and "training.learning_rate" in found.changed
+    assert "training.seed" not in found.changed
+    other = made_run(tmp_path, "b", steps=(1,))
+    told = {row["key"]: row["values"] for row in diff([run, other]).rows}
+    assert told["training.learning_rate"][0] == 0.5 and "model.name" not in told
+    assert {"key": "eval/success", "values": [0.5, 0.25]} in diff([run, other]).metrics
+    with pytest.raises(ValueError, match="there is no run"):
+        Runs(tmp_path).find("../" + tmp_path.name + "/a")
+
+
+def test_metrics_come_as_columns_from_a_byte_on(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path)
+    rows = [
+        {"step": 1, "time": 5.0, "clipped": 1},
+        {"step": 2, "reward": math.nan},
+        {"step": 3, "reward": 2.0},
+    ]
+    for row in rows:
+        run.append(METRICS, row)
+    with (run.path / METRICS).open("a") as file:
+        file.write('nonsense\n[1]\n{"step": 4, "rew')
+    part = metrics_part(run)
+    assert (part.steps, part.times, part.unread) == ([1, 2, 3], [5.0, None, None], 2)
+    assert json.loads(part.model_dump_json())["series"] == {
+        "clip_fraction": [1, None, None],
+        "reward": [None, None, 2],
+    }
+    with (run.path / METRICS).open("a") as file:
+        file.write('ard": 4.0}\n')
+    more = metrics_part(run, part.offset)
+    assert (more.steps, more.series, more.again) == ([4], {"reward": [4.0]}, False)
+    run.rewind({METRICS: 20})
+    assert metrics_part(run, more.offset).again
+
+
+def test_a_log_from_its_end(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path)
+    assert log_part(run).text == ""
+    (run.path / LOG).write_bytes(b"one\ntwo\xff\nthree\nhalf a l")
+    assert log_part(run).text == "one\ntwo\ufffd\nthree\n"
+    end = log_part(run, -18)
+    assert end.text == "three\n" and not log_part(run, end.offset).text
+    assert log_part(run, -1000).text.startswith("one")
+
+
+def test_findings_that_are_gone_before_they_came_are_left_out(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path)
+    run.append(FINDINGS, {"step": 2, "name": "x", "gone": True})
+    assert findings(run) == []
+
+
+def test_the_command_line_prints_the_same(tfactory: Run) -> None:
+    made_run(Path("runs"), "a")
+    made_run(Path("runs"), "b")
+    (Path("runs/b") / STATUS).unlink()
+    runs = Runs("runs")
+
+    def said(*arguments: str) -> object:
+        status, out, err = tfactory("runs", *arguments, "--json")
+        assert status == 0, err
+        return json.loads(out)
+
+    assert said("list") == {"runs": [row.model_dump(mode="json") for row in runs.rows()]}
+    assert said("show", "a") == run_view(runs.find("a"), runs).model_dump(mode="json")
+    assert said("compare", "a", "b") == diff([runs.find("a"), runs.find("b")]).model_dump(mode="json")
+
+
+def test_views_are_imported_without_torch() -> None:
+    code = (
+        "import sys, TrainingFactory.services.views.runs, TrainingFactory.services.views.index\n"
+        "import TrainingFactory.services.views.registry\n"
+        "print([name for name in ('torch', 'transformers') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout.strip() == "[]", done.stdout + done.stderr

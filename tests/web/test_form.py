@@ -1,0 +1,82 @@
+"""The form: what it offers is what the schema takes, and what it refuses is what the command refuses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from TrainingFactory.config import TrainingConfig, load_config
+from TrainingFactory.config.problems import ConfigError, leaves
+from TrainingFactory.web import form
+from TrainingFactory.web.form import Draft
+
+
+def test_every_option_is_there_with_its_help_and_default() -> None:
+    found = {option.key: option for section in form.options().sections for option in section.options}
+    wanted = {key for key in leaves(TrainingConfig) if not key.startswith("tools.")} | {"tools"}
+    assert found.keys() == wanted
+    assert all(option.help for option in found.values())
+    given = form.flat(TrainingConfig())
+    assert {key: option.default for key, option in found.items()} == given
+    assert found.keys() >= form.USUAL
+
+
+def test_kinds_and_ranges_are_those_of_the_schema() -> None:
+    found = {option.key: option for section in form.options().sections for option in section.options}
+    rate, steps = found["training.learning_rate"], found["training.max_steps"]
+    assert (rate.kind, rate.least, rate.above, rate.nullable) == ("number", 0, True, False)
+    assert (steps.kind, steps.least, steps.nullable, steps.default) == ("integer", 1, True, None)
+    assert found["training.algorithm"].kind == "choice" and "dpo" in (
+        found["training.algorithm"].choices or []
+    )
+    assert [found[key].kind for key in ("lora.enabled", "reward.options", "logging.trackers", "model.name")] == [
+        "switch", "map", "list", "text"
+    ]  # fmt: skip
+    assert "search" in (found["environment.environment_id"].choices or [])
+    assert (found["sampling.top_p"].least, found["sampling.top_p"].most) == (0, 1)
+
+
+@pytest.mark.parametrize("path", sorted(form.FOLDER.glob("*.yaml")), ids=lambda path: path.stem)
+def test_templates_go_through_the_form_unchanged(path: Path) -> None:
+    first = form.check(Draft(yaml=path.read_text()))
+    assert first.problems == []
+    assert form.read(Draft(options=first.options)) == load_config(path) == form.read(Draft(yaml=first.yaml))
+    assert set(yaml.safe_load(first.yaml) or {}) <= set(TrainingConfig.model_fields)
+
+
+def test_mistakes_stand_at_their_keys() -> None:
+    found = form.check(Draft(yaml="model: x\ntraining:\n  batch_size: many\n  lerning_rate: 1\n")).problems
+    assert [(each.key, each.line) for each in found] == [
+        ("training.batch_size", 3),
+        ("training.lerning_rate", 4),
+    ]
+    assert "did you mean training.learning_rate" in found[1].message
+    found = form.check(Draft(options={"training.max_steps": 0, "sampling.top_p": 2.0})).problems
+    assert [each.key for each in found] == ["training.max_steps", "sampling.top_p"]
+    [broken] = form.check(Draft(yaml="model: [")).problems
+    assert broken.key == "" and "not valid YAML" in broken.message and "/" not in broken.message
+    assert form.check(Draft(yaml="- a\n- b")).problems
+    assert form.check(Draft(yaml="&a [*a, *a]")).problems
+
+
+def test_options_override_the_text_and_secrets_stay_out() -> None:
+    draft = Draft(
+        yaml="training: {max_steps: 5}", options={"training.max_steps": 7, "tools": [{"name": "sql"}]}
+    )
+    config = form.read(draft)
+    assert (config.training.max_steps, config.tools[0].name) == (7, "sql")
+    with pytest.raises(ConfigError, match="holds a secret"):
+        form.read(Draft(options={"reward.options": {"api_key": "sk-abcdefghijkl"}}))
+    assert form.check(Draft(yaml="lora: {r: 4}")).notices == [
+        "lora.r: there is no adapter without lora.enabled=true"
+    ]
+
+
+def test_starts_are_templates_and_runs(tmp_path: Path) -> None:
+    found = form.starts(tmp_path)
+    assert "tiny_sft" in [each.name for each in found.templates] and all(
+        each.what for each in found.templates
+    )
+    assert found.runs == [] and form.read(Draft(yaml=found.empty)) == TrainingConfig()

@@ -1,0 +1,101 @@
+"""Jobs in child processes, and what changes the registry."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.kits.page import serving, until
+from tests.kits.registry import made_run, model_folder
+from TrainingFactory.http.api import ApiError
+from TrainingFactory.services.registry.catalogue import Catalogue
+from TrainingFactory.web import pool, worker
+from TrainingFactory.web.pool import Pool
+
+
+@pytest.fixture
+def pretended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "TARGET", "tests.kits.jobs:answer")
+
+
+@pytest.mark.usefixtures("pretended")
+def test_a_job_tells_and_ends() -> None:
+    async def run() -> None:
+        made, heard = Pool(), []
+        try:
+            assert await made.ask("check", "count", {"count": 3}, heard.append) == {"sum": 3}
+            assert heard == [{"number": 0}, {"number": 1}, {"number": 2}]
+            events = [each async for each in made.events("check", "count", {"count": 1})]
+            assert events == [
+                {"event": "told", "data": '{"number": 0}'},
+                {"event": "done", "data": '{"sum": 1}'},
+            ]
+            with pytest.raises(ApiError, match="no such model"):
+                await made.ask("check", "wrong", {})
+            with pytest.raises(ApiError, match="ended with status 3"):
+                await made.ask("check", "die", {})
+            assert await made.ask("check", "count", {"count": 0}) == {"sum": 0}  # in another one
+        finally:
+            await made.close()
+
+    asyncio.run(run())
+    assert not [each for each in psutil.Process().children() if "child.py" in " ".join(each.cmdline())]
+
+
+@pytest.mark.usefixtures("pretended")
+def test_a_process_that_nobody_asks_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "IDLE", 0.05)
+
+    async def run() -> None:
+        made = Pool()
+        await made.ask("check", "count", {"count": 0})
+        while made._workers["check"].alive:
+            await asyncio.sleep(0.02)
+        await made.close()
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+
+
+@pytest.mark.usefixtures("pretended")
+def test_a_job_whose_page_is_gone_ends(tmp_path: Path) -> None:
+    with serving(tmp_path) as page:
+        assert page.page is not None
+        events = page.events("/api/doctor", yaml="model: builtin:tiny")
+        assert next(events) == ("told", {"text": "begun"})
+        worker = page.page.pool._workers["check"]
+        assert worker.alive
+        events.close()
+        until(lambda: not worker.alive)
+
+
+def test_a_mistake_in_a_job_is_told_in_its_words() -> None:
+    found = worker.answer({"job": "doctor", "given": {"yaml": "modle: x"}}, lambda _: None)
+    assert "unknown key; did you mean model?" in found["wrong"]
+
+
+def test_aliases_and_rollbacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    runs = tmp_path / "runs"
+    catalogue = Catalogue(runs / "registry.sqlite")
+    made_run(runs, "mine")
+    for content in "ab":
+        catalogue.add("agent", model_folder(tmp_path / content, content), {"folder": content})
+    (tmp_path / "release.yaml").write_text("entries: [{environment: search}]\ngate: {better: 0}\n")
+    (tmp_path / "other.yaml").write_text("model: builtin:tiny\n")
+    with serving(runs) as page:
+        assert page.post("/api/models/agent/alias", number=1, alias="champion")["version"] == "agent:1"
+        moved = page.post("/api/models/agent/alias", number=2, alias="champion")
+        assert (moved["was"], moved["command"]) == (1, "tfactory registry alias agent:2 champion")
+        assert page.get("/api/models")["models"][0]["aliases"] == {"champion": 2}
+        assert page.post("/api/models/agent/rollback", alias="champion")["version"] == "agent:1"
+        assert catalogue.alias("agent", "champion") == 1
+        assert page.get("/api/models/agent/1")["version"]["aliases"] == ["champion"]
+        assert page.send("/api/models/none/rollback", alias="champion").status_code == 400
+        assert page.send("/api/models/agent/alias", number=9, alias="a").status_code == 400
+        assert page.get("/api/suites") == {"suites": ["release"]}
+        for suite in ("other", "../release", "release.yaml", "none"):
+            refused = page.send("/api/models/agent/promote", number=2, alias="champion", suite=suite)
+            assert (refused.status_code, refused.json()["error"]["param"]) == (400, "suite")
