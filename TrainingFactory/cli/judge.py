@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 from cyclopts import App
@@ -13,6 +13,9 @@ from TrainingFactory.cli import show
 from TrainingFactory.cli.display import Display
 from TrainingFactory.cli.options import Count, Json, Where
 from TrainingFactory.config.loading import ConfigLoader
+
+if TYPE_CHECKING:
+    from TrainingFactory.services.judge_audit.report import Audit
 
 NO_VERDICT = 1
 TEXTS = ("base_url", "model", "rubric", "template")  # taken as they are; other values are read as YAML
@@ -76,14 +79,21 @@ async def audit_judge(
     else:
         show.columns(("metric", "value", "what it means"), found.rows)
         show.table([("verdict", verdict_of(found))])
-    if not (found.judged or found.pairs):  # nothing could be held against a gold label
-        kept = f"; {out} is that of an earlier audit" if out.exists() else ""
-        show.note(f"no page was written, because there is nothing to show{kept}")
-        return NO_VERDICT
     name = f"{settings['model']} at {settings['base_url']}"
-    show.write_page(out, found.page(name))
+    if not _page(found, out, name):
+        return NO_VERDICT
     keep_audit(Path(where).expanduser(), found, name, str(gold))
     return 0
+
+
+def _page(found: Audit, out: Path, name: str) -> bool:
+    """Write the page about an audit, if anything could be held against a gold label."""
+    if found.judged or found.pairs:
+        show.write_page(out, found.page(name))
+        return True
+    kept = f"; {out} is that of an earlier audit" if out.exists() else ""
+    show.note(f"no page was written, because there is nothing to show{kept}")
+    return False
 
 
 def _settings(path: Path | None, options: tuple[str, ...]) -> dict[str, Any]:
