@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
 from cyclopts import App
@@ -13,9 +13,6 @@ from TrainingFactory.cli import show
 from TrainingFactory.cli.display import Display
 from TrainingFactory.cli.options import Count, Json, Where
 from TrainingFactory.config.loading import ConfigLoader
-
-if TYPE_CHECKING:
-    from TrainingFactory.services.judge_audit.report import Audit
 
 NO_VERDICT = 1
 TEXTS = ("base_url", "model", "rubric", "template")  # taken as they are; other values are read as YAML
@@ -43,8 +40,7 @@ async def audit_judge(
     Args:
         options: Options of the judge as key=value; nested ones as budget.input_price=0.2
         gold: JSONL: prompt and response (or conversation), with label, score, or pair and better.
-        judge: YAML file with options of the judge: base_url, model, api, rubric, template, verdict,
-            samples, cache, ...
+        judge: YAML file with options of the judge: base_url, model, api, rubric, template, samples, ...
         repeats: How often every item is judged, to see whether the judge agrees with itself.
         out: The page with the picture. An audit without a single verdict leaves it as it was.
     """
@@ -55,8 +51,7 @@ async def audit_judge(
     from TrainingFactory.services.judge_audit.gold import load_gold
     from TrainingFactory.services.judge_audit.report import keep_audit, verdict_of
 
-    settings = _settings(judge, options)
-    made = make_from(model_judge, settings, "a model judge")
+    made = make_from(model_judge, settings := _settings(judge, options), "a model judge")
     if not isinstance(made, ModelJudge):
         raise ValueError(f"verdict is {settings['verdict']}; an audit needs score, yes_no or json")
     items = load_gold(gold, made)
@@ -79,21 +74,13 @@ async def audit_judge(
     else:
         show.columns(("metric", "value", "what it means"), found.rows)
         show.table([("verdict", verdict_of(found))])
-    name = f"{settings['model']} at {settings['base_url']}"
-    if not _page(found, out, name):
+    if not (found.judged or found.pairs):  # nothing could be held against a gold label
+        kept = f"; {out} is that of an earlier audit" if out.exists() else ""
+        show.note(f"no page was written, because there is nothing to show{kept}")
         return NO_VERDICT
+    show.write_page(out, found.page(name := f"{settings['model']} at {settings['base_url']}"))
     keep_audit(Path(where).expanduser(), found, name, str(gold))
     return 0
-
-
-def _page(found: Audit, out: Path, name: str) -> bool:
-    """Write the page about an audit, if anything could be held against a gold label."""
-    if found.judged or found.pairs:
-        show.write_page(out, found.page(name))
-        return True
-    kept = f"; {out} is that of an earlier audit" if out.exists() else ""
-    show.note(f"no page was written, because there is nothing to show{kept}")
-    return False
 
 
 def _settings(path: Path | None, options: tuple[str, ...]) -> dict[str, Any]:

@@ -4,11 +4,9 @@ written into the folder of a run, and no index can be older than what it is of."
 
 from __future__ import annotations
 
-import functools
 import sqlite3
 import threading
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from TrainingFactory.services.runs.folder import TRAJECTORIES, RunFolder
@@ -53,12 +51,6 @@ class Query:
         ]  # fmt: skip
         found = [(text, value) for text, value in given if value is not None]
         return " AND ".join(["1", *(text for text, _ in found)]), [value for _, value in found]
-
-
-@functools.lru_cache(8)
-def index_of(path: Path) -> EpisodeIndex:
-    """Return the index of the run in a folder: the same as long as few others are asked for."""
-    return EpisodeIndex(RunFolder(path))
 
 
 class EpisodeIndex:
