@@ -17,7 +17,7 @@ from TrainingFactory.services.runs.folder import EVALUATIONS, RunFolder
 from TrainingFactory.services.views import runs as views
 from TrainingFactory.services.views.shapes import RunList, RunRow
 
-runs = App(name="runs", help="List, show, compare and resume training runs.")
+runs = App(name="runs", help="List, show, compare, stop and resume training runs.")
 
 
 @runs.command(name="list")
@@ -200,6 +200,21 @@ def episodes(
     printing.groups(credit, shown, found)
     for text in (title, *credit.notes):
         show.note(text)
+
+
+@runs.command
+def stop(name: Run, *, where: Where = "runs") -> None:
+    """Ask a run that another process trains to save a checkpoint and end, as by Ctrl-C there.
+
+    ```
+    tfactory runs stop grpo-search-1
+    ```
+    """
+    from TrainingFactory.services.runs import stopping
+
+    run = RunFolder.find(name, where)
+    pid = stopping.stop(run)
+    show.note(f"process {pid} is asked to stop; when it has, go on with: {run.resume_command}")
 
 
 @runs.command

@@ -17,6 +17,7 @@ from TrainingFactory.config.problems import ConfigError
 from TrainingFactory.http.api import ApiError
 from TrainingFactory.http.site import IN_QUERY, Events, Site
 from TrainingFactory.services.runs.folder import RunFolder
+from TrainingFactory.services.runs.stopping import stop
 from TrainingFactory.services.views import runs as views
 from TrainingFactory.services.views import shapes
 from TrainingFactory.services.views.index import Query
@@ -144,7 +145,12 @@ class Page:
 
     def stop(self, name: str) -> Started:
         """Ask a run to stop, as by Ctrl-C: it saves a checkpoint."""
-        return Started(name=name, state="stopping", command=processes.stop(self.find(name)))
+        run = self.find(name)
+        try:
+            stop(run)
+        except ValueError as error:
+            raise ApiError(str(error), "name", status=409) from error
+        return Started(name=name, state="stopping", command=f"tfactory runs stop {run.shown}")
 
     async def resume(self, name: str) -> Started:
         """Go on with a run from its last checkpoint, in a process of its own."""

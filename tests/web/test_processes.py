@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.kits.cli import ROOT
+from tests.kits.cli import ROOT, Run
 from tests.kits.page import Served, command, serving, until
 from tests.kits.registry import made_run
+from TrainingFactory.services.runs import stopping
 from TrainingFactory.services.runs.folder import RunFolder
 from TrainingFactory.web import processes
 
@@ -41,7 +42,7 @@ def test_a_run_is_started_stopped_and_resumed(page: Served, tmp_path: Path) -> N
     assert page.send("/api/runs/mine/resume").status_code == 409
     assert page.send("/api/train", yaml=YAML, name="mine").status_code == 409
     stopped = page.post("/api/runs/mine/stop")
-    assert stopped["command"].startswith("kill -INT ")
+    assert stopped["command"].startswith("tfactory runs stop ")
     until(lambda: row(page, "mine")["state"] == "interrupted")
     assert page.send("/api/runs/mine/stop").status_code == 409
     assert (
@@ -65,16 +66,15 @@ def test_what_cannot_start_says_why(page: Served, tmp_path: Path) -> None:
     assert not list((tmp_path / "runs").glob("*")) and not list((tmp_path / "runs").glob(".*"))
 
 
-def test_killing_a_run_never_breaks_the_page(page: Served) -> None:
+def test_killing_a_run_never_breaks_the_page(page: Served, tmp_path: Path) -> None:
     page.post("/api/train", yaml=YAML, name="mine")
-    stop = page.post("/api/runs/mine/stop")["command"]
-    os.kill(int(stop.split()[-1]), signal.SIGKILL)
+    os.kill(stopping.stop(RunFolder(tmp_path / "runs" / "mine")), signal.SIGKILL)
     until(lambda: row(page, "mine")["state"] in ("killed", "interrupted"))
     assert page.get("/api/runs/mine")["row"]["name"] == "mine"
     assert page.send("/api/runs/mine/stop").status_code == 409
 
 
-def test_a_run_survives_the_page(tmp_path: Path) -> None:
+def test_a_run_survives_the_page(tmp_path: Path, tfactory: Run) -> None:
     runs = tmp_path / "runs"
     script = f"""
 import sys
@@ -92,7 +92,7 @@ main(sys.argv[1:])
     before = run.status.step
     until(lambda: run.status.step > before + 1)
     assert run.state == "running"
-    processes.stop(run)
+    assert tfactory("runs", "stop", name, "--runs", str(runs))[0] == 0
     until(lambda: run.state == "interrupted")
 
 

@@ -32,7 +32,7 @@ SUMMED = re.compile(
     rb'"(step|reward|loss|tokens_per_second|eval/success(?:_low|_high)?)": (NaN|-?[\dI][\w.+-]*)'
 )
 BEGAN = "the model it began with"
-COMMANDS = ("runs show", "runs resume", "runs report", "eval", "serve", "runs episodes")
+COMMANDS = ("runs show", "runs stop", "runs resume", "runs report", "eval", "serve", "runs episodes")
 
 
 class _QuickLoader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # pyright: ignore[reportGeneralTypeIssues]

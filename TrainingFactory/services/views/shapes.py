@@ -84,7 +84,7 @@ class RunView(BaseModel):
     findings: list[FindingRow]
     evaluations: list[EvaluationRow]
     lineage: list[Json]  # name, what, rows: from the base model to what it was started from
-    commands: dict[str, str]  # show, resume, report, eval, serve, episodes
+    commands: dict[str, str]  # show, stop, resume, report, eval, serve, episodes
     files: list[Json]  # name, bytes
     tools: list[str]
     notes: list[str]  # what could not be read

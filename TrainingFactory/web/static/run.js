@@ -210,7 +210,7 @@ function showCommands(name, commands) {
     h(
       "p",
       { class: "soft" },
-      "What this page does, in a terminal. A run that is under way is stopped by Ctrl-C.",
+      "What this page does, in a terminal.",
     ),
     rows,
   ]);
