@@ -96,9 +96,10 @@ $(SERVERS)/chromium.installed: tests/servers/chromium.sh
 	@rm -rf $(SERVERS)/chromium
 	@if sh $< $(SERVERS)/chromium; then touch $@; fi
 
-# One process per core, each with one thread: two that compute would wait for each other.
+# One process per core and one more, because tests of servers and of kills wait a lot; each with one thread.
 test: $(STAMP) servers
-	@OMP_NUM_THREADS=1 $(RUN) -m pytest -n auto --maxprocesses 8 --dist loadgroup
+	@OMP_NUM_THREADS=1 $(RUN) -m pytest --dist loadgroup \
+		-n $$($(RUN) -c "import psutil; print(min(8, len(psutil.Process().cpu_affinity()) + 1))" || echo auto)
 
 test-slow: $(STAMP) servers
 	@$(RUN) -m pytest -m slow

@@ -198,7 +198,7 @@ def test_a_run_with_a_precomputed_reference_and_its_resume(tmp_path: Path) -> No
 
 def test_it_learns_from_recorded_episodes(warm: Path, recorded: Path, tmp_path: Path) -> None:
     """From pairs of a lookup and a guess the model learns to look up, in tasks it has not seen."""
-    gain, start, end = lift_by_episodes(warm, recorded, tmp_path, algorithm="dpo", max_steps=8, batch_size=16)
+    gain, start, end = lift_by_episodes(warm, recorded, tmp_path, algorithm="dpo", max_steps=6, batch_size=16)
     assert start["eval/loss"] == pytest.approx(math.log(2)) and start["eval/accuracy"] == 0
     assert end["eval/accuracy"] > 0.9 and end["eval/rewards/margin"] > 0.2
     assert gain > 0.1

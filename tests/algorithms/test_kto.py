@@ -139,7 +139,7 @@ def test_one_example_has_no_baseline() -> None:
 
 def test_it_learns_from_recorded_episodes(warm: Path, recorded: Path, tmp_path: Path) -> None:
     """From episodes that are called good or bad, one by one, the model learns to look up instead of guessing."""
-    gain, start, end = lift_by_episodes(warm, recorded, tmp_path, algorithm="kto", max_steps=7, batch_size=24)
+    gain, start, end = lift_by_episodes(warm, recorded, tmp_path, algorithm="kto", max_steps=6, batch_size=24)
     assert start["eval/rewards/margin"] == 0 and start["eval/desirable"] == pytest.approx(0.5, abs=0.05)
     assert end["eval/accuracy"] > 0.9 and end["eval/rewards/margin"] > 0.1
     assert gain > 0.1

@@ -35,7 +35,7 @@ from TrainingFactory.tools import tool
 from TrainingFactory.types import Message, Task, ToolCall
 
 WARM = Path(__file__).parents[1] / "fixtures" / "warm"
-HELDOUT = 128
+HELDOUT = 64
 # Two turns do a task. One more shows what the model makes of it; further ones would only take time.
 SECTIONS: dict[str, dict[str, Any]] = {
     "sampling": {"max_tokens": 24, "deterministic": True},

@@ -174,7 +174,7 @@ def test_it_learns_a_tool_task(warm: Path, tmp_path: Path) -> None:
         warm,
         tmp_path,
         training={
-            "algorithm": "ppo", "max_steps": 5, "batch_size": 32, "group_size": 2, "minibatches": 4,
+            "algorithm": "ppo", "max_steps": 4, "batch_size": 32, "group_size": 2, "minibatches": 4,
             "learning_rate": 4e-4, "warmup_steps": 2,
         },
         ppo={"critic_warmup": 1, "value_weight": 0.02},

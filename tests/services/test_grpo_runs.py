@@ -133,7 +133,7 @@ def test_every_variant_trains(tmp_path: Path, name: str) -> None:
 
 
 def test_success_rises_from_the_warm_start(warm: Path, tmp_path: Path) -> None:
-    before, after, report = lift(warm, tmp_path, training={"max_steps": 5}, data={"heldout_count": 64})
+    before, after, report = lift(warm, tmp_path, training={"max_steps": 4}, data={"heldout_count": 64})
     print(
         f"success {before:.2f} -> {after:.2f}, rewards {[round(row['reward'], 2) for row in report.rows[1:]]}"
     )
