@@ -99,7 +99,7 @@ $(SERVERS)/chromium.installed: tests/servers/chromium.sh
 # One process per core and one more, because tests of servers and of kills wait a lot; each with one thread.
 test: $(STAMP) servers
 	@OMP_NUM_THREADS=1 $(RUN) -m pytest --dist loadgroup \
-		-n $$($(RUN) -c "import psutil; print(min(8, len(psutil.Process().cpu_affinity()) + 1))" || echo auto)
+		-n $$($(RUN) -c "import psutil; print(min(8, len(psutil.Process().cpu_affinity()) + 1))" 2>/dev/null || echo auto)
 
 test-slow: $(STAMP) servers
 	@$(RUN) -m pytest -m slow
