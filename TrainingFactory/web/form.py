@@ -85,6 +85,7 @@ class Draft(BaseModel):
 
     yaml: str | None = Field(default=None, max_length=200_000)
     options: dict[str, Any] = Field(default_factory=dict)
+    name: str | None = None  # of the run that is started; None: made from algorithm, environment and time
 
 
 class Mistake(BaseModel):

@@ -29,9 +29,8 @@ class Changed(BaseModel):
 class Live:
     def __init__(self, runs: Runs) -> None:
         self.runs = runs
-        self.stopping: Callable[[], bool] = lambda: (
-            False
-        )  # the server is about to end, and its streams with it
+        # Whether the server is about to end, and its streams with it.
+        self.stopping: Callable[[], bool] = lambda: False
         self._lock = threading.Lock()
 
     def rows(self) -> list[RunRow]:

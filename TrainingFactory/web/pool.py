@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -16,11 +17,11 @@ LONGEST = 6 * 3600.0  # seconds of a job
 
 
 class Pool:
-    """One process for each kind of job: `credit`, `check`, `play:MODEL`. It is started by its first job."""
+    """One process for each kind of job: `credit`, `check`, `promote`, `play:MODEL`. It is started by its first job."""
 
     def __init__(self) -> None:
         self._workers: dict[str, Worker] = {}
-        self._ends: dict[str, asyncio.TimerHandle] = {}
+        self._busy, self._asked = Counter[str](), dict[str, object]()  # by kind: jobs under way, the last job
 
     async def ask(
         self, kind: str, job: str, given: dict[str, Any], hear: Callable[[Any], None] = lambda _: None
@@ -28,14 +29,17 @@ class Pool:
         """Return what the job `job` of worker.py makes of `given`; `hear` gets what it tells on the way. Who stops to
         wait ends the process."""
         worker = self._workers.setdefault(kind, Worker(TARGET))
-        if kind in self._ends:
-            self._ends.pop(kind).cancel()
+        self._busy[kind] += 1
         try:
             answer = await worker.ask({"job": job, "given": given}, LONGEST, hear)
-        except (WorkerDied, WorkerTooSlow, WorkerError) as error:
+        except WorkerError as error:
+            raise ApiError(f"this failed: {error}", status=500, code="worker_failed") from error
+        except (WorkerDied, WorkerTooSlow) as error:
             raise ApiError(f"the process for this {error}", status=500, code="worker_failed") from error
         finally:
-            self._ends[kind] = asyncio.get_running_loop().call_later(IDLE, worker.kill)
+            self._busy[kind] -= 1
+            self._asked[kind] = asked = object()
+            asyncio.get_running_loop().call_later(IDLE, self._end_idle, kind, asked)
         if (wrong := answer.get("wrong")) is not None:
             raise ApiError(wrong)
         return answer["ok"]
@@ -53,7 +57,9 @@ class Pool:
             work.cancel()
             await asyncio.gather(work, return_exceptions=True)
 
+    def _end_idle(self, kind: str, asked: object) -> None:
+        if self._asked[kind] is asked and not self._busy[kind]:
+            self._workers[kind].kill()
+
     async def close(self) -> None:
-        for handle in self._ends.values():
-            handle.cancel()
         await asyncio.gather(*(worker.close() for worker in self._workers.values()))

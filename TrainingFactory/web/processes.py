@@ -24,26 +24,19 @@ from TrainingFactory.services.views.runs import LOG
 from TrainingFactory.texts import clean
 
 START = "start.yaml"  # in a run's folder: what the form has sent
-COMMAND = [
-    sys.executable,
-    "-P",
-    "-m",
-    "TrainingFactory.cli",
-]  # this very installation, whatever the PATH says
+# this very installation, whatever the PATH says
+COMMAND = [sys.executable, "-P", "-m", "TrainingFactory.cli"]
 WAIT = 60.0  # seconds for a run to begin; after that it is only told that it has been started
 LAST_LINES = 12  # of the log, where it came to nothing
 
 
 async def train(text: str, config: TrainingConfig, name: str | None, runs: Path) -> tuple[str, str]:
-    """Start `tfactory train` with the text of a config; return the run's name and the command when its folder is
-    there."""
+    """Start `tfactory train` with the text of a config; return the run's name and the command when it has begun."""
     placed = config.logging.model_copy(update={"output_dir": str(runs)})
     name = name or new_name(config.model_copy(update={"logging": placed}))
     path, part = runs / name, runs / f".{name}.part"
     if not re.fullmatch(r"\w[\w.+-]*", name):
-        raise ApiError(
-            f"{name!r} cannot name a run: letters, digits and . _ + - only, such as search-1", "name"
-        )
+        raise ApiError(f"{name!r} cannot name a run: letters, digits and . _ + - only", "name")
     if path.exists():
         raise ApiError(f"there is a run {name} already; choose another name", "name", status=409)
     # A run uses up a folder of this name when it makes its own, and so has its log from the first line.
@@ -74,16 +67,11 @@ def stop(run: RunFolder) -> str:
         raise ApiError(f"run {run.name} is {run.state}, not running", "name", status=409)
     lock = str((run.path / "lock").resolve())
     # Whoever only looks whether the lock is held has closed it again.
-    holder = next(
-        (each for each in psutil.process_iter() if each.pid != os.getpid() and _has(each, lock)), None
-    )
-    if holder is None:
-        text = (
-            f"run {run.name} is written by a process that this user cannot see; stop it where it was started"
-        )
-        raise ApiError(text, "name", status=409)
-    holder.send_signal(signal.SIGINT)  # psutil sends none to another process that has its number by now
-    return f"kill -INT {holder.pid}"
+    for process in psutil.process_iter():
+        if process.pid != os.getpid() and _has(process, lock):
+            process.send_signal(signal.SIGINT)  # none is sent to another process that has its number by now
+            return f"kill -INT {process.pid}"
+    raise ApiError(f"run {run.name} is written by a process that this user cannot see", "name", status=409)
 
 
 def _has(process: psutil.Process, path: str) -> bool:
@@ -97,13 +85,9 @@ async def _begun(arguments: list[str], log: Path, begun: Callable[[], bool]) -> 
     """Start a command and wait until it has begun; raise ApiError with its own words where it ends before."""
     with log.open("a+b") as output:  # the file may be removed with a run that comes to nothing
         before = output.tell()
-        process = subprocess.Popen(
-            [*COMMAND, *arguments],
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,  # Ctrl-C in the page's terminal is not for it
-        )
+        places = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT}
+        # In a session of its own: Ctrl-C in the page's terminal is not for it.
+        process = subprocess.Popen([*COMMAND, *arguments], start_new_session=True, **places)
         threading.Thread(target=process.wait, daemon=True).start()  # no zombie stays behind
         for _ in range(int(WAIT / 0.1)):
             if begun() or process.returncode is not None:
@@ -111,8 +95,6 @@ async def _begun(arguments: list[str], log: Path, begun: Callable[[], bool]) -> 
             await asyncio.sleep(0.1)
         if process.returncode and not begun():
             output.seek(before)
-            lines = [
-                line for line in clean(output.read().decode("utf-8", "replace")).splitlines() if line.strip()
-            ]
-            told = "\n".join(lines[-LAST_LINES:])
+            said = clean(output.read().decode("utf-8", "replace"))
+            told = "\n".join(said.split("\n")[-LAST_LINES:]).strip()
             raise ApiError(told.partition("error: ")[2] or told or "it ended at once", code="not_started")

@@ -79,7 +79,7 @@ class RegistryRoutes:
             raise ApiError(f"there is no suite {asked.suite!r} with a gate; there are: {known}", "suite")
         version = str(self._catalogue.get(f"{name}:{asked.number}"))
         given = {"version": version, "alias": asked.alias, "suite": str(suite), "first": asked.first}
-        return self._pool.events("check", "promote", given | {"runs": str(self._runs)})
+        return self._pool.events("promote", "promote", given | {"runs": str(self._runs)})
 
 
 def _suites() -> dict[str, Path]:

@@ -42,10 +42,6 @@ class Started(BaseModel):
     command: str  # that does the same
 
 
-class Start(form.Draft):
-    name: str | None = None  # None: made from algorithm, environment and time
-
-
 class Page:
     """`runs`: the folder of runs. Further parts of the page add their routes here, one module each."""
 
@@ -162,10 +158,10 @@ class Page:
         """List what a new run can start from."""
         return form.starts(self.runs.folder)
 
-    async def train(self, start: Start) -> Started:
+    async def train(self, draft: form.Draft) -> Started:
         """Start a run in a process of its own, which the page does not end."""
-        config = _read(start)
-        name, command = await processes.train(form.text_of(config), config, start.name, self.runs.folder)
+        config = _read(draft)
+        name, command = await processes.train(form.text_of(config), config, draft.name, self.runs.folder)
         return Started(name=name, state="running", command=command)
 
     async def doctor(self, draft: form.Draft) -> Events:

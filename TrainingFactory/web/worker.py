@@ -39,9 +39,6 @@ class Telling(PlainLines):
     def say(self, text: str) -> None:
         self._tell({"text": text})
 
-    def phase(self, name: str) -> None:
-        self.say(f"{name} ...")
-
     def episode(self, trajectory: Trajectory) -> None:
         self.say(f"an episode of task {trajectory.task.id} has ended: {trajectory.status}")
 
