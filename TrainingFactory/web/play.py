@@ -106,7 +106,7 @@ class PlayRoutes:
         named: list[Json] = [
             {"name": f"environment:{name}", "what": name}
             for name, alias in catalog.names("environment").items()
-            if alias is None
+            if alias is None and not name.endswith("/")
         ]
         for row in reversed(self._runs.rows()):
             run = self._runs.find(row.name) if row.state != "unreadable" else None

@@ -191,9 +191,12 @@ class Answer:
         self._tell({"message": message_to_dict(message)})
         self._stepping = True
         try:
-            return await self.playing.environment.step(message)
+            step = await self.playing.environment.step(message)
         finally:
             self._stepping = False
+        results = [dataclasses.asdict(each) | {"attachments": len(each.attachments)} for each in step.tool_results]
+        self._tell({"results": {"message": message_to_dict(message), "results": results}})
+        return step
 
     async def write(self, messages: list[Message]) -> Given:
         playing, served, config = self.playing, self.playing.served, self.playing.config

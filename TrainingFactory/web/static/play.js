@@ -1,6 +1,277 @@
-// The page Play.
-import { h, put } from "./dom.js";
+// Play: talk with a model of this machine, with the tools of an environment; edit a turn; compare two answers; keep rows.
+import { get, job, post, url } from "./api.js";
+import { answerOf, editorOf, entriesOf, entryOf } from "./chat.js";
+import { h, put, visible } from "./dom.js";
+import { counted, number } from "./format.js";
+import { keys } from "./keys.js";
+import { act, button, command, empty, iconButton, panel, toast, waiting } from "./parts.js";
+import { block, text } from "./turns.js";
 
-export async function show({ main }) {
-  put(main, h("header", { class: "head" }, h("h1", {}, "Play")));
+const ENDS = { truncated: "It was cut: the turn is longer than Max tokens, or the conversation than the model's context.", max_turns: "It ended after the most turns of an episode.", stopped: "Stopped.", error: "It failed.", tool_failure: "A tool was lost." };
+
+export async function show(place) {
+  put(place.main, waiting());
+  const choices = await get(url(["play"]), place.signal);
+  const page = new PlayPage(place, choices);
+  page.build();
+  if (place.query.get("model") && page.model.value === place.query.get("model")) await page.begin();
+}
+
+class PlayPage {
+  constructor({ main, signal, query, setQuery }, choices) {
+    Object.assign(this, { main, signal, query, setQuery, choices, opened: null, entries: [], other: null, busy: false, stopping: null, notes: [] });
+    signal.addEventListener("abort", () => this.stopping?.abort());
+  }
+
+  build() {
+    const { models, environments } = this.choices;
+    const group = (label, list) => list.length > 0 && h("optgroup", { label }, list.map(({ name, what }) => h("option", { value: name }, name, what ? ` (${what})` : "")));
+    const of = (prefix) => models.filter(({ what }) => what.startsWith(prefix));
+    this.model = h("select", { id: "play-model", onchange: () => this.home() }, group("Runs and their checkpoints", of("run")), group("Registered", of("registered")), group("Built in", of("the built-in")));
+    this.environment = h("select", { id: "play-environment" }, h("option", { value: "" }, "None: a plain conversation"), h("optgroup", { label: "Environments" }, environments.filter(({ name }) => name.startsWith("environment:")).map(({ name, what }) => h("option", { value: name }, what))),
+      h("optgroup", { label: "As in a run" }, environments.filter(({ name }) => name.startsWith("run:")).map(({ name, what }) => h("option", { value: name }, what))));
+    this.task = h("select", { id: "play-task", disabled: true, onchange: () => this.begin(this.task.value || null) }, h("option", { value: "" }, "words of my own"));
+    this.start = button("Begin", () => this.begin(), { class: "main", id: "begin" });
+    const asked = this.query.get("model");
+    if ([...this.model.options].some(({ value }) => value === asked)) this.model.value = asked;
+    this.home();
+    if (this.query.get("environment") !== null) this.environment.value = this.query.get("environment");
+    this.talk = h("div", { class: "talk", "aria-live": "off" });
+    this.told = h("div", { class: "notes", role: "status" });
+    this.pair = h("div", {});
+    this.chat = h("section", { class: "chat", "aria-label": "Conversation" }, this.talk, this.pair, this.told, this.composer());
+    put(this.main, h("header", { class: "head" }, h("h1", {}, "Play")),
+      h("div", { class: "chooser" }, h("label", {}, "Model", this.model), h("label", {}, "Environment", this.environment), h("label", {}, "Begin with", this.task), this.start),
+      h("div", { class: "play" }, this.chat, this.side()));
+    keys(this.signal, [["i", "Write", () => this.input.focus()], ["x", "Stop the answer", () => this.stop()], ["a", "Another answer", () => this.another()]]);
+    this.draw();
+  }
+
+  /** Chooses the environment in which a run's model was trained. */
+  home() {
+    this.environment.value = this.choices.models.find(({ name }) => name === this.model.value)?.environment ?? "";
+  }
+
+  composer() {
+    this.input = h("textarea", { id: "say", rows: 2, placeholder: "Write to the model", "aria-label": "Your message", onkeydown: (event) => {
+      if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+      event.preventDefault();
+      this.send();
+    } });
+    this.sendButton = button("Send", () => this.send(), { class: "main", id: "send" });
+    this.stopButton = button("Stop", () => this.stop(), { id: "stop-answer", iconName: "stop", hidden: true });
+    this.state = h("span", { class: "soft", role: "status" });
+    return h("div", { class: "composer" }, this.input, h("div", { class: "buttons" }, this.state, this.stopButton, this.sendButton));
+  }
+
+  side() {
+    const setting = (id, label, value, more = {}) => {
+      const input = h("input", { id, inputmode: "decimal", value: String(value), autocomplete: "off", ...more });
+      return [h("label", { for: id }, label), input];
+    };
+    const rows = [setting("temperature", "Temperature", 1), setting("max-tokens", "Max tokens", 256), setting("seed", "Seed", 0)];
+    [this.temperature, this.maxTokens, this.seed] = rows.map(([, input]) => input);
+    this.toolList = h("div", {});
+    this.dataset = h("input", { id: "dataset", value: "play", autocomplete: "off", spellcheck: "false" });
+    this.keepButtons = [["Demonstration", "demonstration", {}], ["Good", "verdict", { good: true }], ["Bad", "verdict", { good: false }]].map(([label, kind, more]) => button(label, (event) => this.keep(event.currentTarget, { kind, ...more }), { id: "keep-" + label.toLowerCase(), disabled: true }));
+    this.kept = h("div", { class: "commands" });
+    const keep = h("div", { class: "keep" }, h("label", { for: "dataset" }, "Dataset"), this.dataset, h("p", { class: "soft" }, "A demonstration is learned from as it is (SFT). Good and bad are verdicts on the conversation (KTO). For a preference (DPO) ask for another answer, and pick the better one."), h("div", { class: "buttons" }, this.keepButtons), this.kept);
+    return h("aside", { class: "side" }, panel("Sampling", h("div", { class: "settings" }, rows)), panel("Keep the conversation", keep), panel("Tools", this.toolList));
+  }
+
+  async begin(task) {
+    const chosen = { model: this.model.value, environment: this.environment.value || null };
+    const fresh = task === undefined;
+    this.setQuery({ model: chosen.model, environment: chosen.environment });
+    this.wait("Loading the model. The first time a process is started for it…");
+    await act(this.start, async () => {
+      try {
+        let opened = await post(url(["play"]), { ...chosen, task: fresh ? null : task }, this.signal);
+        if (fresh && opened.tasks.length) {
+          opened = await post(url(["play"]), { ...chosen, task: opened.tasks[0].id }, this.signal);
+          task = opened.tasks[0].id;
+        }
+        this.take(opened, task ?? "");
+      } catch (error) {
+        if (error.name === "AbortError") return;
+        this.opened = null;
+        this.wait("");
+        put(this.talk, empty("This cannot be played", visible(error.message)));
+      }
+    });
+  }
+
+  take(opened, task) {
+    this.opened = opened;
+    this.entries = opened.messages.map((message) => ({ message }));
+    this.notes = opened.notes;
+    this.other = null;
+    put(this.task, h("option", { value: "" }, "words of my own"), opened.tasks.map(({ id, prompt }) => h("option", { value: id }, visible(prompt))));
+    this.task.value = task;
+    this.task.disabled = !opened.tasks.length;
+    if (!this.touched) this.maxTokens.value = opened.defaults.max_tokens;
+    if (!this.touched) this.temperature.value = opened.defaults.temperature;
+    this.touched = true;
+    put(this.toolList, opened.tools.length ? h("ul", { class: "tool-list" }, opened.tools.map(({ function: { name, description, parameters } }) => h("li", {}, h("code", {}, h("b", {}, visible(name)), " ", Object.keys(parameters?.properties ?? {}).map(visible).join(", ")), h("small", {}, visible(description))))) : h("p", { class: "soft" }, "None."));
+    this.wait("");
+    this.draw();
+    this.input.focus();
+  }
+
+  wait(words) {
+    put(this.state, words);
+    this.busy = Boolean(words);
+    for (const each of [this.sendButton, this.start, ...this.keepButtons]) each.disabled = this.busy || (each !== this.start && !this.opened);
+  }
+
+  // the conversation
+
+  draw() {
+    const { entries, opened } = this;
+    put(this.talk, !opened && empty("Choose a model, and begin", "A checkpoint of a run comes with the environment that it was trained in."), entriesOf(entries, (at) => this.actsOf(at)));
+    put(this.told, this.notes.map((note) => h("p", {}, visible(note))));
+    const last = entries.at(-1)?.message;
+    this.sendButton.querySelector("span").textContent = last && last.role !== "assistant" && !this.input.value ? "Answer" : "Send";
+    const ended = opened && !this.busy && last?.role === "assistant";
+    for (const each of this.keepButtons) each.disabled = !ended;
+    this.drawPair();
+  }
+
+  actsOf(at) {
+    if (this.busy || this.other) return null;
+    const { message } = this.entries[at];
+    const last = message.role === "assistant" && at === this.entries.length - 1;
+    return h("div", { class: "acts" }, message.role !== "tool" && iconButton("edit", `Edit this message of the ${message.role}, and go on from there`, () => this.edit(at)), last && iconButton("again", "Another answer, side by side (a)", () => this.another()));
+  }
+
+  edit(at) {
+    const place = this.talk.querySelector(`[data-at="${at}"]`);
+    const { message } = this.entries[at];
+    const done = (changed, go) => {
+      if (changed === null) return this.draw();
+      const rest = this.entries.slice(0, at);
+      this.entries = [...rest, { message: changed }];
+      this.notes = [];
+      this.draw();
+      return go ? this.answer() : undefined;
+    };
+    place.replaceWith(editorOf(message, done));
+    return undefined;
+  }
+
+  send() {
+    if (!this.opened || this.busy) return;
+    const words = this.input.value.trim();
+    const last = this.entries.at(-1)?.message;
+    if (this.other) return void toast("Pick one of the two answers first.");
+    if (!words && (!last || last.role === "assistant")) return void this.input.focus();
+    if (words) this.entries.push({ message: { role: "user", content: words } });
+    this.input.value = "";
+    this.answer();
+  }
+
+  /** Has the conversation answered; what is new is appended. */
+  async answer() {
+    const found = await this.ask(this.entries.map(({ message }) => message), Number(this.seed.value) || 0, this.talk);
+    if (!found) return void this.draw();
+    this.entries.push(...found.entries);
+    this.notes = found.notes;
+    this.draw();
+  }
+
+  /** Asks for an answer and shows it in `place` as it is written; null where it failed. */
+  async ask(messages, seed, place) {
+    const live = h("div", { class: "message live role-assistant" });
+    const said = h("pre", {});
+    const fresh = () => put(live, h("div", { class: "role" }, "assistant"), h("div", { class: "said" }, said));
+    const heard = ({ text: words, message, results }) => {
+      if (words !== undefined) said.textContent = visible(words);
+      if (message) {
+        live.before(answerOf(message, []));
+        said.textContent = "";
+      }
+      if (results) live.previousElementSibling?.replaceWith(answerOf(results.message, results.results));
+      live.scrollIntoView({ block: "nearest" });
+    };
+    this.wait("Writing…");
+    this.stopButton.hidden = false;
+    place.append(live);
+    fresh();
+    this.stopping = new AbortController();
+    const body = { messages, seed, temperature: Number(this.temperature.value), max_tokens: Number(this.maxTokens.value) };
+    try {
+      const told = await job(url(["play", this.opened.id, "say"]), body, heard, this.stopping.signal);
+      const end = told.status === "done" ? null : (ENDS[told.status] ?? told.status) + (told.error ? " " + told.error : "");
+      const tokens = told.turns.reduce((sum, turn) => sum + turn.tokens, 0);
+      this.used = `${number(told.prompt_tokens + tokens)} of ${number(this.opened.max_length)} tokens`;
+      return { entries: entryOf(told), notes: [...told.notes, end].filter(Boolean) };
+    } catch (error) {
+      if (error.name !== "AbortError") toast(error.message, "error");
+      return null;
+    } finally {
+      this.stopping = null;
+      this.stopButton.hidden = true;
+      this.wait("");
+      put(this.state, this.used ?? "");
+    }
+  }
+
+  async stop() {
+    if (this.busy && this.opened && this.stopping) await act(this.stopButton, () => post(url(["play", this.opened.id, "stop"])));
+  }
+
+  // another answer
+
+  /** Where the last answer begins: behind the last message that is neither the model's nor a tool's. */
+  answerStart() {
+    return this.entries.findLastIndex(({ message }) => message.role === "user" || message.role === "system") + 1;
+  }
+
+  async another() {
+    const start = this.answerStart();
+    if (this.busy || !this.opened || this.other || start >= this.entries.length) return;
+    const before = this.entries.slice(0, start);
+    const columns = [this.entries.slice(start), []];
+    this.entries = before;
+    this.other = { columns, before };
+    const place = h("div", { class: "talk-of" });
+    this.draw();
+    this.pair.querySelector(".two > section:last-child").append(place);
+    this.seed.value = String((Number(this.seed.value) || 0) + 1);
+    const found = await this.ask(before.map(({ message }) => message), Number(this.seed.value), place);
+    if (!found) return void this.choose(0, false);
+    columns[1] = found.entries;
+    this.notes = found.notes;
+    this.draw();
+  }
+
+  drawPair() {
+    if (!this.other) return void put(this.pair);
+    const { columns } = this.other;
+    const names = ["First answer", "Other answer"];
+    const whole = columns.every((each) => each.length);
+    put(this.pair, h("div", { class: "two" }, columns.map((column, at) => h("section", { "aria-label": names[at] }, h("header", {}, h("b", {}, names[at]), whole && !this.busy && button("Better", () => this.choose(at, true), { class: "small main", id: "better-" + at }), whole && !this.busy && button("Go on with it", () => this.choose(at, false), { class: "small" })), entriesOf(column, () => null)))));
+  }
+
+  /** Goes on with one of the two answers; `keep`: as a preference over the other one. */
+  async choose(at, keep) {
+    const { columns, before } = this.other;
+    const whole = (column) => [...before, ...column].map(({ message }) => message);
+    this.other = null;
+    this.entries = [...before, ...columns[at]];
+    this.notes = [];
+    this.draw();
+    if (keep) await this.keep(this.keepButtons[0], { kind: "preference", messages: whole(columns[at]), other: whole(columns[1 - at]) });
+  }
+
+  // rows for training
+
+  async keep(pressed, row) {
+    const body = { messages: this.entries.map(({ message }) => message), dataset: this.dataset.value.trim(), ...row };
+    await act(pressed, async () => {
+      const told = await post(url(["play", this.opened.id, "keep"]), body);
+      toast(`Kept: ${counted(told.rows, "row")} in ${told.path.split("/").at(-1)}.`, "good");
+      put(this.kept, h("p", { class: "soft" }, h("b", {}, counted(told.rows, "row")), " in ", h("code", {}, told.path)), command(told.command));
+    });
+  }
 }

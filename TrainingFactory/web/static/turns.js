@@ -29,15 +29,15 @@ function turnOf(turn, at, pieces, way, credit) {
   return [block("assistant", null, [h("div", { class: "facts" }, facts, gave), said, answered, others]), rest];
 }
 
-function block(role, name, content) {
+export function block(role, name, content) {
   return h("div", { class: "message role-" + role }, h("div", { class: "role" }, role, name && h("small", {}, visible(name))), h("div", { class: "said" }, content));
 }
 
-function reasoning({ reasoning_content: thought }) {
+export function reasoning({ reasoning_content: thought }) {
   return thought && h("details", { class: "reasoning", open: thought.length < LONG }, h("summary", {}, "Reasoning"), text(thought));
 }
 
-function callOf(call, result) {
+export function callOf(call, result) {
   const { name, arguments: given } = call.function ?? call;
   const shown = call.error ? h("span", { class: "bad" }, visible(call.error)) : argumentsOf(given);
   return h("div", { class: "call" }, h("div", { class: "asked" }, icon("right", 14), h("code", {}, h("b", {}, visible(name || "unreadable call")), " ", shown)), result && resultOf(result, null));
