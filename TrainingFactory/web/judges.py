@@ -1,5 +1,5 @@
-"""Routes of judges: how far they agree with labels, and labels that a person gives to the episodes of a run, kept as the
-gold rows that `tfactory judge audit` reads."""
+"""Routes of judges: how far they agree with labels, and labels that a person gives to the episodes of a run, kept as
+the gold rows that `tfactory judge audit` reads."""
 
 from __future__ import annotations
 
@@ -13,18 +13,13 @@ from pathlib import Path
 from pydantic import BaseModel, Field
 
 from TrainingFactory.data.disk import write_aside
-from TrainingFactory.http.api import ApiError
 from TrainingFactory.http.site import Site
-from TrainingFactory.options import make_from
-from TrainingFactory.services.judge_audit.gold import Row
 from TrainingFactory.services.runs.folder import RunFolder
-from TrainingFactory.services.views.files import read_json
 from TrainingFactory.services.views.registry import audits
 from TrainingFactory.services.views.shapes import AuditList, EpisodeView, Json, Number
 from TrainingFactory.web.worker import index_of
 
 FOLDER = "labels"  # in the folder of runs
-KEPT = ("number", "step", "task", "reward", "label", "score", "time")
 
 
 class Label(BaseModel):
@@ -36,18 +31,12 @@ class Label(BaseModel):
     score: float | None = Field(default=None, allow_inf_nan=False)
 
 
-class LabelRow(BaseModel):
-    number: int
-    step: int | None = None
-    task: str = ""
+class LabelRow(Label):
+    task: str
     reward: Number = None  # that the run gave it
-    label: bool | None = None
-    score: Number = None
-    time: str = ""
 
 
 class Labels(BaseModel):
-    run: str
     path: str  # of the gold rows
     rows: list[LabelRow]
     unread: int  # lines of the file that are no labels of this page; they stay as they are
@@ -69,59 +58,49 @@ class JudgeRoutes:
 
     def labels(self, run: str) -> Labels:
         """List the labels that the episodes of a run were given."""
-        known, unread = self._read(self._path(run))
-        return self._told(run, known, len(unread))
-
-    def label(self, asked: Label) -> Labels:
-        """Label an episode, or take its label back."""
-        path, view = self._path(asked.run), index_of(self._find(asked.run).path).episode(asked.number)
-        row = gold_row(asked, view)
-        with self._lock:
-            known, unread = self._read(path)
-            known.pop(asked.number, None)
-            if asked.label is not None or asked.score is not None:
-                try:
-                    make_from(Row, row, "a gold item")
-                except ValueError as error:
-                    raise ApiError(f"episode {asked.number} cannot be labelled: {error}", "number") from None
-                known[asked.number] = row
-            path.parent.mkdir(parents=True, exist_ok=True)
-            rows = [json.dumps(each, ensure_ascii=False) for each in known.values()]
-            write_aside(path, "".join(f"{line}\n" for line in [*unread, *rows]))
-        return self._told(asked.run, known, len(unread))
+        path = self._path(run)
+        known, unread = _read(path)
+        command = f"tfactory judge audit --gold {shlex.quote(str(path))} base_url=URL model=NAME"
+        rows = [LabelRow(**row) for row in known.values()]
+        return Labels(path=str(path), rows=rows, unread=len(unread), command=command)
 
     def _path(self, run: str) -> Path:
         return self._runs / FOLDER / f"{self._find(run).name}.jsonl"
 
-    def _read(self, path: Path) -> tuple[dict[int, Json], list[str]]:
-        """Return the rows by the number of their episode, and the lines that are none."""
-        known, unread = dict[int, Json](), list[str]()
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []
-        for line in filter(str.strip, lines):
-            try:
-                row = read_json(line.encode())
-                known[LabelRow(**{key: row[key] for key in KEPT if key in row}).number] = row
-            except (ValueError, TypeError):  # pydantic's own is a ValueError
-                unread.append(line)
-        return known, unread
-
-    def _told(self, run: str, known: dict[int, Json], unread: int) -> Labels:
-        path = str(self._path(run))
-        rows = [LabelRow(**{key: row[key] for key in KEPT if key in row}) for row in known.values()]
-        command = f"tfactory judge audit --gold {shlex.quote(path)} --runs {shlex.quote(str(self._runs))}"
-        command += " base_url=URL model=NAME"
-        return Labels(run=run, path=path, rows=rows, unread=unread, command=command)
+    def label(self, asked: Label) -> Labels:
+        """Label an episode, or take its label back."""
+        path = self._path(asked.run)
+        row = gold_row(asked, index_of(self._find(asked.run).path).episode(asked.number))
+        with self._lock:
+            known, unread = _read(path)
+            known.pop(asked.number, None)
+            if asked.label is not None or asked.score is not None:
+                known[asked.number] = row
+            path.parent.mkdir(parents=True, exist_ok=True)
+            rows = [json.dumps(each, ensure_ascii=False) for each in known.values()]
+            write_aside(path, "".join(f"{line}\n" for line in [*unread, *rows]))
+        return self.labels(asked.run)
 
 
 def gold_row(asked: Label, view: EpisodeView) -> Json:
-    """Return the row of a gold file: the conversation up to the model's last message, the label, and where it is from."""
+    """Return the row of a gold file: the conversation up to the model's last message, the label, where it is from."""
     said = [*view.prompt, *(each for turn in view.turns for each in (turn.message, *turn.replies))]
     last = max((place for place, each in enumerate(said) if each["role"] == "assistant"), default=-1)
-    row = {
-        "id": f"{asked.run}/{asked.number}",
-        "conversation": said[: last + 1],
-        "reference": view.task.get("answer"),
-    }
-    row |= {key: value for key in ("label", "score") if (value := getattr(asked, key)) is not None}
-    about = {"run": asked.run, "number": asked.number, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
-    return row | about | {key: getattr(view.row, key) for key in ("step", "task", "reward")}
+    if last < 0:
+        raise ValueError(f"the model said nothing in episode {asked.number}; there is nothing to judge")
+    row: Json = {"id": f"{asked.run}/{asked.number}", "conversation": said[: last + 1]}
+    row |= {"reference": view.task.get("answer"), "time": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
+    row |= asked.model_dump(exclude_none=True) | view.row.model_dump(include={"step", "task", "reward"})
+    return row
+
+
+def _read(path: Path) -> tuple[dict[int, Json], list[str]]:
+    """Return the rows by the number of their episode, and the lines that are none of ours."""
+    known, unread = dict[int, Json](), list[str]()
+    for line in path.read_text(encoding="utf-8").split("\n") if path.is_file() else []:
+        try:
+            row = json.loads(line or "null")
+            known[LabelRow(**row).number] = row
+        except (ValueError, TypeError):  # pydantic's own is a ValueError
+            unread += [line] if line.strip() else []
+    return known, unread

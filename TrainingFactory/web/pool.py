@@ -44,11 +44,8 @@ class Pool:
             raise ApiError(wrong)
         return answer["ok"]
 
-    async def events(
-        self, kind: str, job: str, given: dict[str, Any], leave: Callable[[], object] | None = None
-    ) -> Events:
-        """Yield what a job tells as events `told`, and what it makes as the event `done`. Who stops to listen ends the
-        process, or calls `leave`, which tells the job to come to its end by itself."""
+    async def events(self, kind: str, job: str, given: dict[str, Any]) -> Events:
+        """Yield what a job tells as events `told`, and what it makes as the event `done`."""
         heard: asyncio.Queue[Any] = asyncio.Queue()
         work = asyncio.create_task(self.ask(kind, job, given, heard.put_nowait))
         work.add_done_callback(lambda _: heard.put_nowait(None))
@@ -57,18 +54,8 @@ class Pool:
                 yield event("told", told)
             yield event("done", await work)
         finally:
-            if leave is None or work.done():
-                work.cancel()
-                await asyncio.gather(work, return_exceptions=True)
-            else:
-                self._leaving.add(work)
-                work.add_done_callback(self._left)
-                leave()
-
-    def _left(self, work: asyncio.Task[Any]) -> None:
-        self._leaving.discard(work)
-        if not work.cancelled():
-            work.exception()  # nobody waits for it
+            work.cancel()
+            await asyncio.gather(work, return_exceptions=True)
 
     def _end_idle(self, kind: str, asked: object) -> None:
         if self._asked[kind] is asked and not self._busy[kind]:

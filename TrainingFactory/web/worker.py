@@ -85,15 +85,10 @@ def sample(given: dict[str, Any], tell: Tell) -> dict[str, Any]:
 
 def tools(given: dict[str, Any], tell: Tell) -> list[dict[str, Any]]:
     """Start or reach the servers of a file, which were confirmed, list their tools, and end them."""
-    from TrainingFactory.tools.mcp.config import read_config
     from TrainingFactory.tools.mcp_tools import MCPTools
 
-    servers = read_config(given["path"])
-    if any(server.launch not in given["confirmed"] for server in servers):
-        raise ValueError("a server is not any more what was confirmed; read the text again")
-
     async def ask() -> list[dict[str, Any]]:
-        async with MCPTools(servers) as opened:
+        async with MCPTools.load_from_config(given["path"]) as opened:
             return [asdict(offer.spec) | {"server": offer.server} for offer in opened.offers]
 
     return asyncio.run(ask())

@@ -48,12 +48,13 @@ function plot(points) {
     counts.set(key, (counts.get(key) ?? 0) + 1);
   }
   const most = Math.max(...counts.values());
-  const left = 30;
+  const left = 38;
+  const top = 14;
   const dots = [...counts].map(([key, count]) => {
     const [gold, judge] = key.split(" ").map(Number);
-    return svg("circle", { cx: left + gold * SIDE, cy: 8 + (1 - judge) * SIDE, r: 3 + 9 * Math.sqrt(count / most) });
+    return svg("circle", { cx: left + gold * SIDE, cy: top + (1 - judge) * SIDE, r: 3 + 9 * Math.sqrt(count / most) });
   });
-  const words = [svg("text", { x: left, y: SIDE + 24 }, "label 0"), svg("text", { x: left + SIDE, y: SIDE + 24, "text-anchor": "end" }, "label 1"), svg("text", { x: left - 6, y: SIDE + 8, "text-anchor": "end" }, "0"), svg("text", { x: left - 6, y: 16, "text-anchor": "end" }, "1")];
-  const named = { class: "plot", width: SIDE + left + 14, height: SIDE + 32, role: "img", "aria-label": `Verdicts of the judge over ${points.length} labels` };
-  return h("figure", {}, svg("svg", named, svg("rect", { class: "frame", x: left, y: 8, width: SIDE, height: SIDE }), svg("line", { class: "ideal", x1: left, y1: 8 + SIDE, x2: left + SIDE, y2: 8 }), dots, words), h("figcaption", { class: "soft" }, "Judge over label"));
+  const words = [svg("text", { x: left, y: top + SIDE + 28, "text-anchor": "middle" }, "0"), svg("text", { x: left + SIDE / 2, y: top + SIDE + 28, "text-anchor": "middle" }, "label"), svg("text", { x: left + SIDE, y: top + SIDE + 28, "text-anchor": "middle" }, "1"), svg("text", { x: left - 18, y: top + SIDE + 4, "text-anchor": "end" }, "0"), svg("text", { x: left - 18, y: top + 4, "text-anchor": "end" }, "1")];
+  const named = { class: "plot", width: SIDE + left + 16, height: SIDE + top + 34, role: "img", "aria-label": `Verdicts of the judge over ${points.length} labels` };
+  return h("figure", {}, svg("svg", named, svg("rect", { class: "frame", x: left, y: top, width: SIDE, height: SIDE }), svg("line", { class: "ideal", x1: left, y1: top + SIDE, x2: left + SIDE, y2: top }), dots, words), h("figcaption", { class: "soft" }, "The judge over the label; on the line they agree."));
 }

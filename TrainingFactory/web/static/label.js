@@ -132,7 +132,7 @@ class LabelPage {
       ? [h("button", { type: "button", class: "good", id: "good", onclick: () => this.give({ label: true }), ...press(now?.label === true) }, key("1"), "Good"), h("button", { type: "button", class: "danger", id: "bad", onclick: () => this.give({ label: false }), ...press(now?.label === false) }, key("2"), "Bad")]
       : h("div", { class: "scores", role: "group", "aria-label": "Score" }, [...Array(11).keys()].map((score) => h("button", { type: "button", onclick: () => this.give({ score }), ...press(now?.score === score) }, score)));
     // What the run gave is told afterwards: who knows it before is led by it.
-    const gave = now ? `The run gave ${number(this.view.row.reward)}.` : "What the run gave is told when you have decided.";
+    const gave = now ? `The run gave ${number(this.view.row.reward)}.` : this.last || "What the run gave is told when you have decided.";
     put(this.verdicts, made, h("button", { type: "button", onclick: () => this.move(1) }, key("space"), now ? "Next" : "Skip"), now && button("Take back", () => this.give({})), h("span", { class: "gap" }), h("span", { class: "soft", role: "status" }, gave));
   }
 
@@ -143,7 +143,7 @@ class LabelPage {
     try {
       this.take(await post(url(["labels"]), { run: this.name, number: numbered, ...label }, this.signal));
       const given = Object.keys(label).length > 0;
-      if (given) toast(`${visible(this.view.row.task)}: ${label.label === true ? "good" : label.label === false ? "bad" : label.score}. The run gave ${number(this.view.row.reward)}.`);
+      this.last = given && `Line ${number(numbered)}: ${label.label === true ? "good" : label.label === false ? "bad" : label.score}; the run gave ${number(this.view.row.reward)}.`;
       if (given) await this.move(1);
       else this.draw();
     } catch (error) {

@@ -5,8 +5,13 @@ import { h, put, visible } from "./dom.js";
 import { counted, number } from "./format.js";
 import { keys } from "./keys.js";
 import { act, button, command, empty, iconButton, panel, toast, waiting } from "./parts.js";
-import { block, text } from "./turns.js";
 
+const WRITTEN = {
+  rewritten: "A turn was edited, so the conversation was written anew for the model.",
+  cut: "An answer was cut before its end, so the conversation was written anew for the model.",
+  template: "The model's template does not write this after an answer, so the conversation was written anew.",
+};
+const ANEW = "The environment began anew; calls before this point were not made again.";
 const ENDS = { truncated: "It was cut: the turn is longer than Max tokens, or the conversation than the model's context.", max_turns: "It ended after the most turns of an episode.", stopped: "Stopped.", error: "It failed.", tool_failure: "A tool was lost." };
 
 export async function show(place) {
@@ -19,15 +24,15 @@ export async function show(place) {
 
 class PlayPage {
   constructor({ main, signal, query, setQuery }, choices) {
-    Object.assign(this, { main, signal, query, setQuery, choices, opened: null, entries: [], other: null, busy: false, stopping: null, notes: [] });
-    signal.addEventListener("abort", () => this.stopping?.abort());
+    Object.assign(this, { main, signal, query, setQuery, choices, opened: null, entries: [], other: null, busy: false, writing: false, notes: [] });
+    signal.addEventListener("abort", () => this.stop()); // who leaves stops the answer; the model stays loaded
   }
 
   build() {
     const { models, environments } = this.choices;
     const group = (label, list) => list.length > 0 && h("optgroup", { label }, list.map(({ name, what }) => h("option", { value: name }, name, what ? ` (${what})` : "")));
     const of = (prefix) => models.filter(({ what }) => what.startsWith(prefix));
-    this.model = h("select", { id: "play-model", onchange: () => this.home() }, group("Runs and their checkpoints", of("run")), group("Registered", of("registered")), group("Built in", of("the built-in")));
+    this.model = h("select", { id: "play-model", onchange: () => this.home() }, group("Runs and their checkpoints", of("run")), group("Registered", of("registered")), group("Built in", of("built in")));
     this.environment = h("select", { id: "play-environment" }, h("option", { value: "" }, "None: a plain conversation"), h("optgroup", { label: "Environments" }, environments.filter(({ name }) => name.startsWith("environment:")).map(({ name, what }) => h("option", { value: name }, what))),
       h("optgroup", { label: "As in a run" }, environments.filter(({ name }) => name.startsWith("run:")).map(({ name, what }) => h("option", { value: name }, what))));
     this.task = h("select", { id: "play-task", disabled: true, onchange: () => this.begin(this.task.value || null) }, h("option", { value: "" }, "words of my own"));
@@ -71,7 +76,7 @@ class PlayPage {
     };
     const rows = [setting("temperature", "Temperature", 1), setting("max-tokens", "Max tokens", 256), setting("seed", "Seed", 0)];
     [this.temperature, this.maxTokens, this.seed] = rows.map(([, input]) => input);
-    this.toolList = h("div", {});
+    this.toolList = h("div", {}, h("p", { class: "soft" }, "Those of the environment are listed when it has begun."));
     this.dataset = h("input", { id: "dataset", value: "play", autocomplete: "off", spellcheck: "false" });
     this.keepButtons = [["Demonstration", "demonstration", {}], ["Good", "verdict", { good: true }], ["Bad", "verdict", { good: false }]].map(([label, kind, more]) => button(label, (event) => this.keep(event.currentTarget, { kind, ...more }), { id: "keep-" + label.toLowerCase(), disabled: true }));
     this.kept = h("div", { class: "commands" });
@@ -104,13 +109,13 @@ class PlayPage {
   take(opened, task) {
     this.opened = opened;
     this.entries = opened.messages.map((message) => ({ message }));
-    this.notes = opened.notes;
+    this.notes = [];
     this.other = null;
-    put(this.task, h("option", { value: "" }, "words of my own"), opened.tasks.map(({ id, prompt }) => h("option", { value: id }, visible(prompt))));
+    put(this.task, h("option", { value: "" }, "words of my own"), opened.tasks.map(({ id, prompt }) => h("option", { value: id }, visible(prompt.slice(0, 100)))));
     this.task.value = task;
     this.task.disabled = !opened.tasks.length;
-    if (!this.touched) this.maxTokens.value = opened.defaults.max_tokens;
-    if (!this.touched) this.temperature.value = opened.defaults.temperature;
+    if (!this.touched) this.maxTokens.value = opened.max_tokens;
+    if (!this.touched) this.temperature.value = opened.temperature;
     this.touched = true;
     put(this.toolList, opened.tools.length ? h("ul", { class: "tool-list" }, opened.tools.map(({ function: { name, description, parameters } }) => h("li", {}, h("code", {}, h("b", {}, visible(name)), " ", Object.keys(parameters?.properties ?? {}).map(visible).join(", ")), h("small", {}, visible(description))))) : h("p", { class: "soft" }, "None."));
     this.wait("");
@@ -134,6 +139,7 @@ class PlayPage {
     this.sendButton.querySelector("span").textContent = last && last.role !== "assistant" && !this.input.value ? "Answer" : "Send";
     const ended = opened && !this.busy && last?.role === "assistant";
     for (const each of this.keepButtons) each.disabled = !ended;
+    this.sendButton.disabled = !opened || this.busy || Boolean(this.other);
     this.drawPair();
   }
 
@@ -183,33 +189,33 @@ class PlayPage {
   async ask(messages, seed, place) {
     const live = h("div", { class: "message live role-assistant" });
     const said = h("pre", {});
-    const fresh = () => put(live, h("div", { class: "role" }, "assistant"), h("div", { class: "said" }, said));
+    let asked = null; // the turn whose calls are being made
+    put(live, h("div", { class: "role" }, "assistant"), h("div", { class: "said" }, said));
     const heard = ({ text: words, message, results }) => {
       if (words !== undefined) said.textContent = visible(words);
       if (message) {
+        asked = message;
         live.before(answerOf(message, []));
         said.textContent = "";
       }
-      if (results) live.previousElementSibling?.replaceWith(answerOf(results.message, results.results));
+      if (results?.length) live.previousElementSibling?.replaceWith(answerOf(asked, results));
       live.scrollIntoView({ block: "nearest" });
     };
     this.wait("Writing…");
+    this.writing = true;
     this.stopButton.hidden = false;
     place.append(live);
-    fresh();
-    this.stopping = new AbortController();
     const body = { messages, seed, temperature: Number(this.temperature.value), max_tokens: Number(this.maxTokens.value) };
     try {
-      const told = await job(url(["play", this.opened.id, "say"]), body, heard, this.stopping.signal);
+      const told = await job(url(["play", this.opened.id, "say"]), body, heard);
       const end = told.status === "done" ? null : (ENDS[told.status] ?? told.status) + (told.error ? " " + told.error : "");
-      const tokens = told.turns.reduce((sum, turn) => sum + turn.tokens, 0);
-      this.used = `${number(told.prompt_tokens + tokens)} of ${number(this.opened.max_length)} tokens`;
-      return { entries: entryOf(told), notes: [...told.notes, end].filter(Boolean) };
+      this.used = `${number(told.tokens)} of ${number(this.opened.max_length)} tokens`;
+      return { entries: entryOf(told), notes: [WRITTEN[told.written], told.anew && ANEW, end].filter(Boolean) };
     } catch (error) {
       if (error.name !== "AbortError") toast(error.message, "error");
       return null;
     } finally {
-      this.stopping = null;
+      this.writing = false;
       this.stopButton.hidden = true;
       this.wait("");
       put(this.state, this.used ?? "");
@@ -217,7 +223,7 @@ class PlayPage {
   }
 
   async stop() {
-    if (this.busy && this.opened && this.stopping) await act(this.stopButton, () => post(url(["play", this.opened.id, "stop"])));
+    if (this.writing) await act(this.stopButton, () => post(url(["play", this.opened.id, "stop"])));
   }
 
   // another answer

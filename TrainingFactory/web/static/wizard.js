@@ -22,15 +22,21 @@ const LENGTHS = [
 
 export async function show(place) {
   put(place.main, waiting());
-  const [known, choices] = await Promise.all([get(url(["rewards"]), place.signal), get(url(["play"]), place.signal)]);
-  new Wizard(place, known, choices.models).build();
+  const { models } = await get(url(["play"]), place.signal);
+  new Wizard(place, models).build();
 }
 
 class Wizard {
-  constructor({ main, signal }, known, models) {
+  constructor({ main, signal }, models) {
     Object.assign(this, { main, signal, models, tools: [], tasks: null, asked: 0 });
-    this.reward = new RewardChoice(known, () => this.changed());
-    this.changed = debounce(150, () => this.check());
+    this.reward = new RewardChoice(() => this.changed());
+    this.later = debounce(150, () => this.check());
+  }
+
+  /** What stands in the form is used when it has been checked. */
+  changed() {
+    for (const each of [this.play, this.go]) each.disabled = true;
+    this.later();
   }
 
   build() {
@@ -109,7 +115,9 @@ class Wizard {
     const boxes = tools.map((tool) => h("input", { type: "checkbox", checked: true, value: tool.name, onchange: () => take() }));
     const take = () => {
       const chosen = tools.filter((_, at) => boxes[at].checked);
-      this.tools = chosen.map(({ name }) => ({ name, config }));
+      const whole = [...new Set(tools.map(({ server }) => server))].filter((server) => tools.every((tool) => tool.name !== server && (tool.server !== server || chosen.includes(tool))));
+      const single = chosen.filter(({ server }) => !whole.includes(server)).map(({ name }) => name);
+      this.tools = [...whole, ...single].map((name) => ({ name, config }));
       this.mark("tools", chosen.length ? counted(chosen.length, "tool") + " of " + tools.length : "none chosen", chosen.length > 0);
       this.changed();
     };
@@ -268,7 +276,7 @@ function serverOf({ name, command: parts, url: address, cwd, env_names: names })
 }
 
 function tasksOf({ count, answered, first }) {
-  const rows = first.map(({ id, prompt, answer }) => [h("code", {}, visible(id)), h("span", { class: "clip" }, visible(prompt)), answer === null ? h("span", { class: "soft" }, "none") : h("span", { class: "clip" }, visible(plain(answer)))]);
+  const rows = first.map(({ id, prompt, answer }) => [h("code", {}, visible(id)), h("span", { class: "clip" }, visible(typeof prompt === "string" ? prompt : prompt.at(-1).content)), answer === null ? h("span", { class: "soft" }, "none") : h("span", { class: "clip" }, visible(plain(answer)))]);
   return [table("The first tasks", ["Task", "Prompt", "Answer"], rows), h("p", { class: "soft" }, `${counted(count, "task")}, ${number(answered)} with an answer to compare with.`)];
 }
 

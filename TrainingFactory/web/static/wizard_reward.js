@@ -9,6 +9,30 @@ const KINDS = [
   ["model_judge", "A judge", "Another model reads the episode and gives a score."],
 ];
 const WHERE = [["", "as the rule takes it"], ["whole", "the whole last message"], ["last_line", "its last line"], ["last_number", "its last number"], ["boxed", "inside \\boxed{}"], ["marker", "after ####"], ["tag", "between <answer> tags"]];
+const RULES = [
+  ["auto", "The same number where the right answer is one, else the same text apart from case, spaces and quotes."],
+  ["exact", "The same text, letter by letter."],
+  ["normalised", "The same text apart from case, spaces, quotes, emphasis and a full stop."],
+  ["numeric", "The same number; the answer must state exactly one."],
+  ["choice", "The letter of the right choice, or its text."],
+  ["contains", "The right answer occurs in the given one, as whole words."],
+  ["em", "Exact match as for SQuAD: case, punctuation and articles do not count."],
+  ["f1", "How far the words are the same, from 0 to 1."],
+  ["math", "The same mathematical object, however it is written."],
+  ["json", "The same JSON value."],
+  ["schema", "JSON that fits a schema; no answer is needed."],
+  ["regex", "The answer matches a pattern."],
+  ["format", "The whole last message matches a pattern; no answer is needed."],
+  ["length", "Short enough; no answer is needed."],
+  ["code_tests", "Code that passes the task's tests, run with the tool python."],
+  ["sql_result", "A query that gives the rows of the right one, run with the tool sql."],
+];
+const VERIFIERS = [
+  ["sql_execution", "A query is run with the tool sql: it must give the rows of the right one."],
+  ["code_cases", "A function is called with the task's cases by the tool python."],
+  ["code_tests", "Code is run against the task's tests by the tool python."],
+  ["calculated", "The calculator's result for the task's expression, or the task's answer."],
+];
 // What a rule needs or takes besides: name, label, kind.
 const NUMBER = [["tolerance", "May differ by", "number"], ["relative", "or by this share", "number"]];
 const MORE = {
@@ -25,9 +49,8 @@ const NO_EXTRACT = ["length", "format"];
 const JUDGE = [["base_url", "Address of its API", "text", "http://localhost:8000/v1"], ["model", "Its name there", "text", "QwQ-32B"], ["api_key_env", "Variable with the key", "text", "none"], ["rubric", "What it shall look at", "long", "as usual: is the answer right and complete?"]];
 
 export class RewardChoice {
-  /** `known`: rules and verifiers as the server lists them. */
-  constructor(known, changed) {
-    Object.assign(this, { known, changed, type: "environment", controls: [] });
+  constructor(changed) {
+    Object.assign(this, { changed, type: "environment", controls: [] });
     this.more = h("div", { class: "fields" });
     const cards = KINDS.map(([type, title, what]) => {
       const input = h("input", { type: "radio", name: "reward", value: type, checked: type === this.type, onchange: () => this.choose(type) });
@@ -47,17 +70,17 @@ export class RewardChoice {
     this.controls = [];
     put(this.more);
     if (type === "model_judge") this.draw(JUDGE);
-    if (type === "rule_based") this.list(this.known.rules, "Rule", "rule");
-    if (type === "tool_verified") this.list(this.known.verifiers, "What is run", "verify");
+    if (type === "rule_based") this.list(RULES, "Rule", "rule");
+    if (type === "tool_verified") this.list(VERIFIERS, "What is run", "verify");
     this.changed();
   }
 
   list(all, label, key) {
     const what = h("p", { class: "help" });
     const rest = h("div", { class: "fields rest" });
-    this.named = h("select", { id: "reward-" + key, onchange: () => draw() }, all.map(({ name }) => h("option", { value: name }, name)));
+    this.named = h("select", { id: "reward-" + key, onchange: () => draw() }, all.map(([name]) => h("option", { value: name }, name)));
     const draw = () => {
-      const { name, what: text } = all.find((each) => each.name === this.named.value);
+      const [name, text] = all.find(([each]) => each === this.named.value);
       put(what, text);
       this.controls = [];
       put(rest);
