@@ -18,7 +18,9 @@ from TrainingFactory.services.registry.catalogue import Catalogue, registry_path
 from TrainingFactory.services.runs.folder import FINDINGS, METRICS, TRAJECTORIES, RunFolder, Status
 from TrainingFactory.web.site import STATIC
 
-pytestmark = pytest.mark.skipif(not PROGRAM.exists(), reason="there is no Chromium: make servers installs one")
+pytestmark = pytest.mark.skipif(
+    not PROGRAM.exists(), reason="there is no Chromium: make servers installs one"
+)
 
 ROOT = Path(__file__).parents[2]
 HOSTILE = (
@@ -46,7 +48,12 @@ def episode(step: int, task: str, member: int, reward: float, said: str = "Tunis
         "type": "function",
         "function": {"name": "search", "arguments": json.dumps({"query": said})},
     }
-    result = {"content": said, "ok": member != 1, "error": None if member != 1 else "timeout", "cached": member == 2}
+    result = {
+        "content": said,
+        "ok": member != 1,
+        "error": None if member != 1 else "timeout",
+        "cached": member == 2,
+    }
     sampled = {"token_ids": [1, 2, 3], "logprobs": [-0.1] * 3, "finish": "stop", "policy_version": step}
     first = {
         "message": {"role": "assistant", "content": "", "tool_calls": [call]},
@@ -77,8 +84,14 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = made_run(runs, "rl", (1, 2, 3), training={"algorithm": "grpo", "learning_rate": 0.0005})
     for step in range(4, 20):
         metrics = {"step": step, "time": 1e9 + step, "reward": step / 20, "reward_std": 0.1, "loss": 1 / step}
-        run.append(METRICS, metrics | {"tokens_per_second": 900.0, "tools/search/success": 0.5, "odd/one": 1.0})
-    finding = {"sentence": "calls cannot be read", "remedy": "Raise sampling.max_tokens.", "severity": "warning"}
+        run.append(
+            METRICS, metrics | {"tokens_per_second": 900.0, "tools/search/success": 0.5, "odd/one": 1.0}
+        )
+    finding = {
+        "sentence": "calls cannot be read",
+        "remedy": "Raise sampling.max_tokens.",
+        "severity": "warning",
+    }
     run.append(FINDINGS, {"step": 2, "name": "malformed_calls"} | finding)
     for group in range(GROUPS):
         for member in range(8):
@@ -146,7 +159,9 @@ def test_a_run_shows_curves_findings_config_and_lineage(tab: Tab, page: Served) 
     tab.wait("document.querySelectorAll('.chart canvas').length > 5")
     titles = tab.run("[...document.querySelectorAll('.chart h3')].map(each => each.innerText)")
     assert {"Reward", "Held-out success", "Tool success"} <= set(titles)
-    assert "odd/one" in tab.run("document.querySelector('details .charts').textContent")  # nothing is left out
+    assert "odd/one" in tab.run(
+        "document.querySelector('details .charts').textContent"
+    )  # nothing is left out
     tab.click('[aria-label="Vertical scale"] button:nth-child(2)')
     tab.click('[aria-label="Horizontal axis"] button:nth-child(2)')
     tab.wait("location.hash.includes('log=1') && location.hash.includes('axis=time')")
