@@ -70,7 +70,8 @@ class _Parser:
             return value
         if not self.tokens or self.tokens[0] in "+-*/()":
             raise ValueError(f"a number is missing before {self.tokens[0] if self.tokens else 'the end'}")
-        return Fraction(self.tokens.pop(0))
+        number = self.tokens.pop(0)
+        return Fraction(int(number) if number.isdecimal() else number)  # of a text it takes its time
 
     def take(self, *wanted: str) -> str | None:
         return self.tokens.pop(0) if self.tokens and self.tokens[0] in wanted else None

@@ -8,5 +8,5 @@ import json
 
 def turn_seed(run_seed: int, step: int, task: str, member: int, turn: int) -> int:
     """Return 64 bits for one turn. The fields are written as JSON, so that no two turns spell the same text."""
-    text = json.dumps([run_seed, step, task, member, turn])
+    text = f"[{run_seed}, {step}, {json.dumps(task)}, {member}, {turn}]"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")

@@ -1,4 +1,5 @@
-"""What engines on Ray and asynchronous training give and cost: `python -m benchmarks.cluster` (needs Ray; minutes).
+"""What engines on Ray and asynchronous training give and cost: `python -m benchmarks.cluster` (needs Ray; minutes;
+`--steps 0`: without slow tools).
 
     async_speedup    steps per second with max_staleness 1 over those of the synchronous run, the least of three kinds
                      of slow tools: see `benchmarks.slow_tools`
@@ -12,7 +13,6 @@ All are ratios within one run of this program; `simulated` names what is not rea
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import os
@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.slow_tools import slow_tools, warm_start
+from benchmarks.slow_tools import arguments, slow_tools, warm_start
 from TrainingFactory.cluster.fleet import Fleet
 from TrainingFactory.cluster.ray_places import RayPlaces
 from TrainingFactory.cluster.ray_session import RaySession
@@ -125,14 +125,7 @@ async def on_ray(model: Path, times: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--model", type=Path, help="a warm start of the demo; by default one is made, in minutes"
-    )
-    parser.add_argument("--steps", type=int, default=12, help="of each run with slow tools; 0: none of them")
-    given = parser.parse_args()
+    given = arguments(__doc__, 12).parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         model = given.model or warm_start(Path(folder))

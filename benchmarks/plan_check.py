@@ -2,17 +2,17 @@
 on a CPU).
 
 The demo's GRPO config from its warm start, with a tool that takes its time (`benchmarks.slow_tools`), a learning rate
-so small that lengths stay what they are, and sampler and learner in one process. Rates are measured in runs without
-latency, synchronous, with groups of 4 and of 16: tokens per second at 32 and 128 rows, update rate, time between steps.
-From these rates and the episodes of those runs the seconds of a step are forecast for runs with other group sizes,
-latencies and bounds, and the runs are made. While sampler and learner both work each is assumed to be half as fast.
-What else the machine does changes rates from minute to minute: all of it is repeated, and the median of a run's errors
-counts.
+so small that lengths stay what they are, and sampler and learner in one process. Before and after every check the rates
+of the machine are measured (`benchmarks.machine_rates`): sampling of 8, 32 and 128 episodes without latency, updates,
+and how fast each of the two is while the other works. Episodes and the time between two steps are those of one
+synchronous run without latency. From these the seconds of a step are forecast for other group sizes, latencies
+and bounds. What else the machine does changes its rates: `drift` is how far the forecasts before and after a check are
+apart. Their mean is the forecast, and a check with a drift over `DRIFT` does not count. Repeat until every check has.
 """
 
 from __future__ import annotations
 
-import argparse
+import asyncio
 import json
 import os
 import statistics
@@ -24,13 +24,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.slow_tools import SKIPPED, run, warm_start
+from benchmarks.machine_rates import Machine, Rates
+from benchmarks.slow_tools import SKIPPED, arguments, run, warm_start
 from TrainingFactory.services.plan.simulate import Costs, Simulation
 from TrainingFactory.services.plan.workload import Draw, Played, Workload, distribution, recorded
 from TrainingFactory.services.runs.folder import RunFolder
 
 GROUPS, SLOTS, STEPS = 8, 512, 10
+RECORDED = 16  # members of the groups of the run that gives lengths
 OLD = 4 / 3  # log-probs of the learner's own weights first: a forward more than a forward and a backward
+DRIFT = 0.1
 # group size, latency, mean seconds, bound
 CHECKS = [
     (8, "constant", 0.3, 0), (8, "constant", 0.3, 1), (8, "constant", 0.0, 1),
@@ -38,47 +41,28 @@ CHECKS = [
 ]  # fmt: skip
 
 
-class Rates:
-    """Measures rates in runs without latency, and forecasts from them."""
+class Forecaster:
+    """Knows the episodes of a synchronous run without latency, and the seconds between its steps by the episode."""
 
     def __init__(self, model: Path, folder: Path) -> None:
-        self.model, self.folder = model, folder
-        self.workload: Workload = lambda *_: Played([], [])
-        small, large = self._parts(4), self._parts(16)
-        points = np.array([[each["steps"], each["tokens"]] for each in (small, large)])
-        self.step, self.token = np.linalg.solve(points, [small["generate"], large["generate"]])
-        trees = np.array([[1.0, each["tree"]] for each in (small, large)])
-        self.update = np.linalg.solve(trees, [small["update"], large["update"]])
-        self.record = small["record"]
-
-    def _parts(self, size: int) -> dict[str, float]:
-        """Return the seconds of a step's parts, and what they were spent on."""
-        name = f"groups-of-{size}"
-        run(self.model, self.folder, name, "constant", options(size, 0), 0.0)
-        found = RunFolder(self.folder / name)
+        run(model, folder, "recorded", "constant", options(RECORDED, 0), 0.0)
+        found = RunFolder(folder / "recorded")
         self.workload = recorded(found)
-        groups = [self.workload(np.random.default_rng(n), size) for n in range(64)]
         rows = found.metrics()[SKIPPED - 1 :]
-        seconds = (rows[-1]["time"] - rows[0]["time"]) / (len(rows) - 1)
-        generate, update = (
-            statistics.mean(row[f"seconds/{key}"] for row in rows[1:]) for key in ("generate", "update")
-        )
-        parts = {"generate": generate, "update": update, "record": seconds - generate - update}
-        # decode steps of a step, as the simulation counts them: a second each
-        costs = Costs(lambda *_: 1.0, free, free)
-        count = Simulation(self.workload, costs, GROUPS, size, SLOTS, steps=9).run()
-        tree = GROUPS * statistics.mean(group.tree_tokens * group.taught for group in groups)
-        return parts | {"steps": count[0], "tokens": count[1], "tree": tree}
+        worked = [row["seconds/generate"] + row["seconds/update"] for row in rows[1:]]
+        passed = (rows[-1]["time"] - rows[0]["time"]) / len(worked) - statistics.fmean(worked)
+        self.record = passed / GROUPS / RECORDED
 
-    def forecast(self, size: int, latency: str, bound: int, steps: int) -> float:
+    def forecast(self, rates: Rates, size: int, latency: str, bound: int, steps: int) -> float:
         def update(groups: Sequence[Played]) -> float:
-            tree = sum(group.tree_tokens for group in groups)
-            return float(self.update @ [1.0, tree]) * (OLD if bound else 1.0)
+            tokens = sum(group.tree_tokens for group in groups)
+            return (rates.update + rates.token * tokens) / (1.0 if bound else OLD)
 
         def decode(rows: int, _: float) -> float:
-            return max(1e-6, self.step + self.token * rows)
+            return max(1e-6, rates.step + rates.row * rows)
 
-        costs = Costs(decode, free, update, record=self.record, overlap=0.5)
+        overlaps = {"sampler_overlap": rates.sampler_overlap, "learner_overlap": rates.learner_overlap}
+        costs = Costs(decode, free, update, record=self.record * GROUPS * size, **overlaps)
         workload = with_latency(self.workload, distribution(latency))
         simulations = [
             Simulation(workload, costs, GROUPS, size, SLOTS, bound=bound, shared=True, steps=steps, seed=seed)
@@ -112,38 +96,49 @@ def options(size: int, bound: int, steps: int = STEPS) -> dict[str, Any]:
     )
 
 
-def check(model: Path, folder: Path, steps: int) -> list[dict[str, Any]]:
-    """Measure the rates, forecast every run, and make it."""
-    rates, found = Rates(model, folder), list[dict[str, Any]]()
-    print(f"a decode step {1e3 * rates.step:.1f} ms, {1e3 * rates.token:.2f} ms a row", flush=True)
-    for number, (size, kind, mean, bound) in enumerate(CHECKS):
-        latency = f"exponential:{mean}" if kind == "exponential" else str(mean)
-        forecast = rates.forecast(size, latency, bound, steps)
-        measured = run(model, folder, f"check-{number}", kind, options(size, bound, steps), mean)
-        row = {"group_size": size, "latency": latency, "bound": bound, "load": round(os.getloadavg()[0], 1)}
-        row |= {"forecast_s": round(forecast, 3), "measured_s": round(measured, 3)}
-        found.append(row | {"error": round(forecast / measured - 1, 3)})
-        print(json.dumps(found[-1]), flush=True)
+def check(model: Path, folder: Path, steps: int, repeats: int, times: int) -> list[dict[str, Any]]:
+    """Measure the rates around every run, make it, and forecast it."""
+    found, known = list[dict[str, Any]](), Forecaster(model, folder)
+    machine = Machine(model, GROUPS, options(RECORDED, 1))
+    with asyncio.Runner() as runner:
+        before = runner.run(machine.measure(times))
+        for number, (size, kind, mean, bound) in enumerate(CHECKS * repeats):
+            latency = f"exponential:{mean}" if kind == "exponential" else str(mean)
+            measured = run(model, folder, f"check-{number}", kind, options(size, bound, steps), mean)
+            after = runner.run(machine.measure(times))
+            first, last = (known.forecast(rates, size, latency, bound, steps) for rates in (before, after))
+            row = {
+                "group_size": size,
+                "latency": latency,
+                "bound": bound,
+                "load": round(os.getloadavg()[0], 1),
+            }
+            row |= {"forecast_s": round((first + last) / 2, 3), "measured_s": round(measured, 3)}
+            row |= {"error": round((first + last) / 2 / measured - 1, 3), "drift": round(last / first - 1, 3)}
+            found.append(row | {"rates": [round(each, 5) for each in after]})
+            print(json.dumps(found[-1]), flush=True)
+            before = after
+        runner.run(machine.close())
     return found
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--model", type=Path, help="a warm start of the demo; by default one is made, in minutes"
-    )
-    parser.add_argument("--steps", type=int, default=24, help="of each run")
+    parser = arguments(__doc__, 24)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--times", type=int, default=3, help="that rates are measured around a run")
     given = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         model = given.model or warm_start(Path(folder))
-        repeats = [check(model, Path(folder, str(n)), given.steps) for n in range(given.repeats)]
-    errors = [statistics.median(row["error"] for row in rows) for rows in zip(*repeats, strict=True)]
-    result = {"worst_error": max(map(abs, errors)), "errors": errors, "runs": repeats}
-    print("RESULT " + json.dumps(result | {"simulated": ["tool latency"]}))
+        rows = check(model, Path(folder), given.steps, given.repeats, given.times)
+    errors, spread = list[float | None](), list[float]()
+    for number in range(len(CHECKS)):
+        counted = [row["error"] for row in rows[number :: len(CHECKS)] if abs(row["drift"]) <= DRIFT]
+        errors.append(round(statistics.median(counted), 3) if counted else None)
+        spread.append(round(max(counted) - min(counted), 3) if counted else 0.0)
+    worst = max((abs(each) for each in errors if each is not None), default=None)
+    result = {"worst_error": worst, "errors": errors, "spread": spread, "not_counted": errors.count(None)}
+    print("RESULT " + json.dumps(result | {"runs": rows, "simulated": ["tool latency"]}))
 
 
 if __name__ == "__main__":

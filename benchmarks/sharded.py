@@ -36,6 +36,8 @@ def make_side(name: str, args: argparse.Namespace) -> Learner:
     model = make_model(args.real, args.device)
     reference = copy.deepcopy(model).requires_grad_(False) if args.offload else None
     processes = Sharded(model.device, offload=args.offload) if name == "sharded" else None
+    for each in (model, reference) if processes is not None else ():  # as a run loads it
+        _ = each is None or each.cpu()
     return Learner(
         model, OptimizerOptions(learning_rate=args.learning_rate), reference=reference, processes=processes,
         gradient_checkpointing=args.checkpointing,

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from TrainingFactory.config import load_config
+from TrainingFactory.config import TrainingConfig, load_config
 from TrainingFactory.config.loading import key_value
 from TrainingFactory.envs import SearchEnvironment
 from TrainingFactory.services.build.training import Training
@@ -65,13 +65,16 @@ def warm_start(folder: Path) -> Path:
     return demo.warm / "model"
 
 
-def run(model: Path, folder: Path, name: str, kind: str, options: dict[str, Any], mean: float) -> float:
-    """Train with a slow tool and return the seconds of a step."""
+def given_config(model: Path, folder: Path, options: dict[str, Any]) -> TrainingConfig:
     given = {"model.name": str(model), "logging.output_dir": str(folder), "sampling.deterministic": False}
     given |= {"sampling.slots": 512} | options
-    config = load_config(GRPO, [key_value(key, value) for key, value in given.items()])
+    return load_config(GRPO, [key_value(key, value) for key, value in given.items()])
+
+
+def run(model: Path, folder: Path, name: str, kind: str, options: dict[str, Any], mean: float) -> float:
+    """Train with a slow tool and return the seconds of a step."""
     objects = Objects(environment=delayed(kind, mean))
-    report = Training(config, name=name, objects=objects).train()
+    report = Training(given_config(model, folder, options), name=name, objects=objects).train()
     times = [row["time"] for row in RunFolder(report.run).metrics()]
     return (times[-1] - times[SKIPPED - 1]) / (len(times) - SKIPPED)
 
@@ -97,14 +100,17 @@ def slow_tools(
     return found
 
 
+def arguments(about: str | None, steps: int) -> argparse.ArgumentParser:
+    """Make a parser with what all programs over the demo's task take."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    text = "a warm start of the demo; by default one is made, in minutes"
+    parser.add_argument("--model", type=Path, help=text)
+    parser.add_argument("--steps", type=int, default=steps, help="of each run with slow tools")
+    return parser
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--model", type=Path, help="a warm start of the demo; by default one is made, in minutes"
-    )
-    parser.add_argument("--steps", type=int, default=10)
+    parser = arguments(__doc__, 10)
     parser.add_argument("--mean", type=float, default=1.0, help="seconds of a call")
     parser.add_argument("--bounds", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--device", default="cpu")

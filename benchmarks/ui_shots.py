@@ -3,7 +3,7 @@
     python -m benchmarks.ui_shots --runs runs --run demo --model agent
 
 Run it in the folder that has the runs, with the repository on PYTHONPATH. The browser is that of the tests
-(`make servers`); a run that goes on meanwhile is shown as such. The fonts are the system's: FONTCONFIG_FILE names others.
+(`make servers`); a run that goes on meanwhile is shown as such. Fonts are the system's: FONTCONFIG_FILE names others.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ def routes(page: Served, run: str, model: str | None) -> dict[str, tuple[str, st
     }
     if model is not None:
         versions = page.get("/api/models")["models"]
-        numbers = [each["number"] for found in versions if found["name"] == model for each in found["versions"]]
+        numbers = [
+            each["number"] for found in versions if found["name"] == model for each in found["versions"]
+        ]
         made["registry"] = (f"registry/{quote(model)}/{numbers[:2][-1]}", "svg.lineage")
         if len(numbers) > 1:
             pair = f"first={model}:{numbers[0]}&second={model}:{numbers[1]}"

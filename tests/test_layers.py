@@ -37,8 +37,9 @@ SATELLITES = [
     "tools/mcp", "tools/cache", "tools/builtin", "tools/sandbox", "rewards/rules",
     "rewards/judge", "rewards/workers", "services/evaluation", "services/serving",
     "services/reports", "services/judge_audit", "services/demo", "services/doctor", "services/plan", "services/proxy",
-    "services/registry", "services/views", "services/export.py", "services/datasets.py", "data/convert.py",
-    "learning/reward_models.py", "models/faces.py", "models/qwen3.py",
+    "services/recipes", "services/registry", "services/views", "services/export.py", "services/datasets.py",
+    "data/convert.py", "data/gsm8k.py",
+    "learning/reward_models.py", "models/faces.py", "models/qwen3.py", "models/tools_format.py",
     "models/llama.py", "models/deepseek.py", "sampling/vllm_engine.py", "sampling/vllm_worker.py",
     "learning/publishing.py", "learning/sharding.py",
     # faces of satellite folders, and what users call
@@ -47,52 +48,53 @@ SATELLITES = [
     "services/keywords.py", "services/trl.py", "services/model_registry.py", "services/sft_trainer.py",
     "services/rl_trainer.py", "services/reward_model.py", "services/async_executor.py", "services/process_reward.py",
 ]  # fmt: skip
-CORE_LINES = 16_850
+CORE_LINES = 16_900
 # Lines of Python in each folder. A change that raises one says why in its commit.
 BUDGET: dict[str, int] = {
     ".": 1650,
     "algorithms": 1060,
-    "cli": 2800,
-    "cluster": 1610,
-    "config": 970,
-    "data": 1820,
-    "envs": 140,
+    "cli": 3010,
+    "cluster": 1620,
+    "config": 980,
+    "data": 1940,
+    "envs": 150,
     "envs/builtin": 500,
-    "http": 300,
+    "http": 520,
     "integrations": 480,
     "integrations/hello_agents": 1450,
     "integrations/rl_factory": 960,
     "learning": 1670,
     "learning/tree": 340,
-    "models": 2310,
-    "rewards": 1120,
+    "models": 2370,
+    "rewards": 1130,
     "rewards/judge": 1010,
     "rewards/rules": 1850,
     "rewards/workers": 400,
     "rollout": 710,
     "sampling": 2830,
     "services": 1450,
-    "services/build": 3510,
+    "services/build": 3530,
     "services/demo": 420,
-    "services/doctor": 670,
+    "services/doctor": 730,
     "services/evaluation": 1710,
-    "services/judge_audit": 580,
-    "services/plan": 620,
-    "services/proxy": 680,
+    "services/judge_audit": 590,
+    "services/plan": 680,
+    "services/proxy": 690,
+    "services/recipes": 250,
     "services/registry": 1050,
-    "services/reports": 800,
-    "services/runs": 570,
+    "services/reports": 740,
+    "services/runs": 580,
     "services/serving": 900,
-    "services/training": 1820,
-    "services/views": 1000,
+    "services/training": 1830,
+    "services/views": 990,
     "sql": 310,
-    "tools": 1690,
+    "tools": 1720,
     "tools/builtin": 590,
     "tools/cache": 530,
     "tools/mcp": 1560,
     "tools/sandbox": 780,
-    "web": 830,
-    "workers": 320,
+    "web": 820,
+    "workers": 330,
 }
 
 NO_TORCH = [
@@ -295,7 +297,7 @@ def test_config_stays_small() -> None:
     algorithms = {"sft", "grpo", "ppo", "dpo", "kto", "rft", "reward_model"}
     # A run has one algorithm, so nobody has to read the sections of the others.
     common = sum(count for section, count in per_section.items() if section not in algorithms)
-    assert common + max(per_section[section] for section in algorithms) <= 131
+    assert common + max(per_section[section] for section in algorithms) <= 132
     # a mapping such as step_rewards is one level deeper than its key
     assert max(key.count(".") + 1 for key in keys) <= 2
     assert all(field.description for field in keys.values())

@@ -27,6 +27,7 @@ from TrainingFactory.cli.judge import judge
 from TrainingFactory.cli.new import env, envs, models
 from TrainingFactory.cli.plan import plan
 from TrainingFactory.cli.proxy import proxy
+from TrainingFactory.cli.recipe import recipe
 from TrainingFactory.cli.registry import registry
 from TrainingFactory.cli.rollout import rollout
 from TrainingFactory.cli.runs import runs
@@ -58,6 +59,7 @@ for command in (
     train,
     doctor,
     plan,
+    recipe,
     runs,
     registry,
     export,

@@ -13,6 +13,7 @@ from TrainingFactory.cli.options import Where
 from TrainingFactory.data.convert import Filters, Layout, swift_row
 from TrainingFactory.data.convert import convert as converted
 from TrainingFactory.data.examples import Form
+from TrainingFactory.data.gsm8k import HUB
 
 data = App(name="data", help="Turn recorded episodes into datasets; show and check datasets.")
 Dataset = Annotated[
@@ -161,4 +162,27 @@ def lessons(environment: Literal["search", "calculator"] = "search", /, *, out: 
 
     write_lessons(out, catalog.find("environment", environment), seed, LESSONS[environment])
     show.note(f"wrote {out}")
+    return 0
+
+
+@data.command
+def gsm8k(source: str = HUB, /, *, out: Path = Path("gsm8k"), plain: bool = False) -> int:
+    """Write GSM8K as rows for sft, whose marked sums are calls of the calculator, and as tasks for training (tasks),
+    development (dev, a fixed part of the training set) and the last test.
+
+    ```
+    tfactory data gsm8k --out gsm8k
+    tfactory data gsm8k downloads/grade-school-math --out gsm8k
+    ```
+
+    Args:
+        source: A folder with train.jsonl and test.jsonl, or a hub id.
+        out: Folder for the JSONL files; those that are there are replaced.
+        plain: Without calls: the solutions as they are, their marks left out.
+    """
+    from TrainingFactory.services.recipes.gsm8k import write_gsm8k
+
+    done = write_gsm8k(source, out, plain)
+    rows = [(str(out / f"{part}.jsonl"), f"{count} rows") for part, count in done.counts.items()]
+    show.table(rows + [(f"  {why}", f"{count} left out") for why, count in done.dropped.items()])
     return 0

@@ -40,8 +40,7 @@ async def audit_judge(
     Args:
         options: Options of the judge as key=value; nested ones as budget.input_price=0.2
         gold: JSONL: prompt and response (or conversation), with label, score, or pair and better.
-        judge: YAML file with options of the judge: base_url, model, api, rubric, template, verdict,
-            samples, cache, ...
+        judge: YAML file with options of the judge: base_url, model, api, rubric, template, samples, ...
         repeats: How often every item is judged, to see whether the judge agrees with itself.
         out: The page with the picture. An audit without a single verdict leaves it as it was.
     """
@@ -52,8 +51,7 @@ async def audit_judge(
     from TrainingFactory.services.judge_audit.gold import load_gold
     from TrainingFactory.services.judge_audit.report import keep_audit, verdict_of
 
-    settings = _settings(judge, options)
-    made = make_from(model_judge, settings, "a model judge")
+    made = make_from(model_judge, settings := _settings(judge, options), "a model judge")
     if not isinstance(made, ModelJudge):
         raise ValueError(f"verdict is {settings['verdict']}; an audit needs score, yes_no or json")
     items = load_gold(gold, made)
@@ -80,8 +78,7 @@ async def audit_judge(
         kept = f"; {out} is that of an earlier audit" if out.exists() else ""
         show.note(f"no page was written, because there is nothing to show{kept}")
         return NO_VERDICT
-    name = f"{settings['model']} at {settings['base_url']}"
-    show.write_page(out, found.page(name))
+    show.write_page(out, found.page(name := f"{settings['model']} at {settings['base_url']}"))
     keep_audit(Path(where).expanduser(), found, name, str(gold))
     return 0
 

@@ -16,7 +16,7 @@ def plan(
     rates: Path | None = None, as_json: Json = False,
 ) -> None:  # fmt: skip
     """Simulate steps of a config on so many GPUs: seconds, bottleneck, samplers to learners, memory, GPU-hours. A table
-    says which figures were measured, given or assumed. Evaluations, checkpoints and refills do not count.
+    says which figures were measured, given or assumed.
 
     ```
     tfactory plan configs/qwen3_grpo_ray.yaml --gpus 64 --model-size 32B training.gradient_checkpointing=true
@@ -36,6 +36,7 @@ def plan(
     # Imported here, so that help does not wait for it.
     from TrainingFactory.services.build.named_files import read_config
     from TrainingFactory.services.plan.planning import Planner
+    from TrainingFactory.services.plan.shapes import DATA
 
     read = read_config(config, overrides)
     found = Planner(read, gpus, gpu, model_size, from_run, rates, rate).plan(learners)
@@ -44,7 +45,10 @@ def plan(
         return
     figures = [(name, *map(str, each.values())) for name, each in found.pop("figures").items()]
     show.columns(["figure", "value", "", "where it comes from"], figures)
-    show.columns(["plan", ""], [(name.replace("_", " "), _said(value)) for name, value in found.items()])
+    told = ((name, _said(value), DATA["plan"].get(name, "")) for name, value in found.items())
+    show.columns(["plan", "", "what that is"], [(name.replace("_", " "), *rest) for name, *rest in told])
+    assumed = sum("assumed" in source for *_, source in figures)
+    show.note(f"{assumed} of {len(figures)} figures are assumed: give your own by --rate or --from-run")
 
 
 def _said(value: Any) -> str:

@@ -88,8 +88,9 @@ def summary(metrics: dict[str, float], trajectories: Sequence[Trajectory]) -> li
     if rewards:
         above = sum(reward > 0 for reward in rewards)
         rows.append(("reward", f"{metrics['reward']:.3f} on average, over 0 in {above} of {len(rewards)}"))
-    for name in sorted(name for name in metrics if name.startswith(("reward/", "proxy/"))):
-        rows.append((name, f"{metrics[name]:.3f}"))
+    for name, value in sorted(metrics.items()):
+        if name.startswith("reward/") or (name.startswith("proxy/") and value):
+            rows.append((name, f"{value:.3f}" if value % 1 else f"{value:g}"))
     if unscored := int(metrics["episodes/unscored"]):
         rows.append(("not scored", f"{unscored}, mostly: {why_unscored(trajectories)}"))
     rows += show.tool_rows(metrics)

@@ -17,7 +17,7 @@ from TrainingFactory.services.runs.folder import EVALUATIONS, RunFolder
 from TrainingFactory.services.views import runs as views
 from TrainingFactory.services.views.shapes import RunList, RunRow
 
-runs = App(name="runs", help="List, show, compare and resume training runs.")
+runs = App(name="runs", help="List, show, compare, stop and resume training runs.")
 
 
 @runs.command(name="list")
@@ -203,11 +203,26 @@ def episodes(
 
 
 @runs.command
+def stop(name: Run, *, where: Where = "runs") -> None:
+    """Ask a run that another process trains to save a checkpoint and end, as by Ctrl-C there.
+
+    ```
+    tfactory runs stop grpo-search-1
+    ```
+    """
+    from TrainingFactory.services.runs import stopping
+
+    run = RunFolder.find(name, where)
+    pid = stopping.stop(run)
+    show.note(f"process {pid} is asked to stop; when it has, go on with: {run.resume_command}")
+
+
+@runs.command
 def resume(name: Run, *, where: Where = "runs") -> int:
     """Go on with a run from its last checkpoint, exactly as if it had not stopped. Its options are those in its
     config.yaml. What does not change what is learned may be edited there before: addresses, budgets and time-outs in
-    reward.options, reward.max_unscored, reward.max_equal_steps, environment.episode_timeout, logging.checkpoint_every.
-    Other changes belong into a new run.
+    reward.options, reward.max_unscored, reward.max_equal_steps, environment.episode_timeout, logging.checkpoint_every,
+    compute.learners. Other changes belong into a new run.
 
     ```
     tfactory runs resume grpo-search-1

@@ -62,7 +62,7 @@ def serve(
         show.note(warning if key else f"{warning} and without a key; --api-key-env NAME asks for one")
     with listen.bind(host, port) as bound:
         version = None if found.version is None else str(found.version)
-        server = make_server(config, name or model, queue, version)
+        server = make_server(config, name or model, queue, version, show.note)
         app = server.api(key, local).app
         which = server.name if version in (None, server.name) else f"{server.name} ({version})"
         told = f"serving {which} at {listen.address_of(bound)}/v1 (Ctrl-C stops)"

@@ -13,6 +13,7 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
+from TrainingFactory.data.samples import turn_spans
 from TrainingFactory.services.reports.texts import reward_text, said
 from TrainingFactory.texts import clean
 from TrainingFactory.types import Message, ToolSpec, Trajectory
@@ -100,7 +101,13 @@ def grid() -> Table:
 def episode(trajectory: Trajectory, title: str) -> None:
     """Print one episode as a conversation, with a line on how it ended."""
     rows = _opening(trajectory.prompt, trajectory.tools)
-    for turn in trajectory.turns:
+    row = 0
+    for turn, span in zip(trajectory.turns, turn_spans(trajectory), strict=True):
+        if span.row > row:  # an agent's own program may hold several conversations in an episode
+            row = span.row
+            rows.add_row(
+                Text(f"row {row + 1}", style="dim"), Text(f"({len(turn.prompt_ids)} tokens)", style="dim")
+            )
         _add_message(rows, turn.message)
         # Replies of the user's side carry no result; those of tools come in the order of their results.
         results = iter(turn.tool_results)
@@ -120,7 +127,8 @@ def _opening(prompt: Sequence[Message], tools: Sequence[ToolSpec]) -> Table:
     for message in prompt:
         _add_message(rows, message)
     if tools:
-        listed = [f"{tool.name}({', '.join(tool.parameters.get('properties', {}))})" for tool in tools]
+        schemas = [(tool.name, tool.parameters.get("properties")) for tool in tools]  # of clients: anything
+        listed = [f"{name}({', '.join(each) if isinstance(each, dict) else ''})" for name, each in schemas]
         rows.add_row(Text("tools", style="dim"), Text(clean(", ".join(listed))))
     return rows
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
+import socket
+import webbrowser
 from pathlib import Path
 from typing import Annotated
 
@@ -45,15 +47,15 @@ def ui(
         show.note(
             f"warning: --host {host} lets other machines connect, without encryption; they need the token"
         )
-    with listen.bind(host, port) as bound:
-        address = f"{listen.address_of(bound)}/" + (f"?token={token}" if token else "")
+    with listen.bind(host, port) as bound, contextlib.suppress(KeyboardInterrupt):
         page = Page(Path(where).expanduser(), host, token)
-        with contextlib.suppress(KeyboardInterrupt):
-            print(f"the page: {address} (Ctrl-C stops)", flush=True)
-            if open_browser:
-                import webbrowser
-
-                webbrowser.open(address)
-            asyncio.run(page.serve(bound, listen.make_server(page.site.app)))
+        address = listen.address_of(bound)
+        for anywhere in ("0.0.0.0", "[::]"):  # no address that another machine could open
+            address = address.replace(f"//{anywhere}:", f"//{socket.gethostname()}:")
+        address += f"/?token={token}" if token else "/"
+        print(f"the page: {address} (Ctrl-C stops)", flush=True)
+        if open_browser:
+            webbrowser.open(address)
+        asyncio.run(page.serve(bound, listen.make_server(page.site.app)))
     show.note("stopped; runs go on")
     return 0

@@ -130,7 +130,7 @@ class Ranks:
         if self._group.ended:
             return
         self._group.ended, last = True, "failed"
-        if not self._gone.done() and (self._doing is None or self._doing.done()):
+        if not self._gone.done() and all(answer.done() for answer in self._answers.values()):
             with suppress(RuntimeError):
                 await self._thread.call(self._group.broadcast, "end", report)
                 last = ""
@@ -213,8 +213,9 @@ async def serve(group: Group, call: Callable[..., Awaitable[Any]], facts: Mappin
                 await call(*called)
             except BaseException as error:
                 found, own = f"{type(error).__name__}: {error}", not isinstance(error, ValueError | OSError)
+                if own:
+                    log.error(found, exc_info=True)
             if own:  # rank 0 does not have the same; or another one is gone, which it must hear before
-                log.error(found, exc_info=True)
                 await asyncio.sleep(1)
             await thread.call(group.tell, found)
             if own:  # nobody must wait for this process

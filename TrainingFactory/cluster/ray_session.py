@@ -64,6 +64,8 @@ class RaySession:
                 os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
                 # Ray lets its workers give way to everything else: samplers would starve beside the run itself.
                 os.environ.setdefault("RAY_worker_niceness", "0")
+            else:  # seconds for a head that takes connections and does not answer; Ray's own 20 are for one that starts
+                os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", "5")
             ray = require_ray()
             if not ray.is_initialized():
                 logging.getLogger("ray").setLevel(logging.ERROR)

@@ -30,6 +30,8 @@ class ModelSection(Section):
     """Branch, tag or commit on the hub; of builtin:tiny the seed of its weights."""
     family: str | None = None
     """Chat format (qwen3, llama3, ...); null: seen from the chat template."""
+    tools_format: Literal["hermes"] | None = None
+    """Of a model whose chat template has no tools: gives it a form for them, with tokens of its own for the tags."""
     adapter: PathText | None = None
     """LoRA adapter to put on top: a folder, or a run or registered model that is one."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"

@@ -5,15 +5,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from pydantic_core import to_json
 
 from TrainingFactory.openai_form import message_from_dict, message_to_dict, spec_from_dict, spec_to_dict
 from TrainingFactory.types import Completion, Reward, Task, ToolResult, Trajectory, Turn
 
+_COMPLETION, _RESULT = ([field.name for field in fields(cls)] for cls in (Completion, ToolResult))
 KEEP_ALL = "surrogatepass"  # how undecodable characters are written: whatever a text holds comes back
 
 
@@ -23,10 +25,19 @@ def save_trajectories(path: str | Path, trajectories: Iterable[Trajectory], appe
     with path.open("a" if append else "w", encoding="utf-8", errors=KEEP_ALL, newline="\n") as file:
         for trajectory in trajectories:
             try:
-                file.write(json.dumps(trajectory_to_dict(trajectory), ensure_ascii=False) + "\n")
+                file.write(_line(trajectory))
             except TypeError as error:
                 task = f"task {trajectory.task.id}: answer and metadata"
                 raise ValueError(f"{task} must be JSON values to be saved ({error})") from error
+
+
+def _line(trajectory: Trajectory) -> str:
+    """Return what `json.dumps` would, with the lists of numbers by a library that takes a twentieth of the time."""
+    row, turns = trajectory_to_dict(trajectory), list[str]()
+    for turn in row.pop("turns"):
+        numbers = to_json({name: turn.pop(name) for name in ("new_ids", "completion")}).decode()
+        turns.append(f"{json.dumps(turn, ensure_ascii=False)[:-1]}, {numbers[1:]}")
+    return f'{json.dumps(row, ensure_ascii=False)[:-1]}, "turns": [{", ".join(turns)}]}}\n'
 
 
 def load_trajectories(path: str | Path, groups: str = "", growing: bool = False) -> Iterator[Trajectory]:
@@ -136,13 +147,15 @@ def _new_ids(turn: Turn, before: list[int]) -> tuple[bool, list[int]]:
 
 def _turn_to_dict(turn: Turn, before: list[int]) -> dict[str, Any]:
     continues, new_ids = _new_ids(turn, before)
-    completion = asdict(turn.completion)
+    completion = {
+        name: getattr(turn.completion, name) for name in _COMPLETION
+    }  # `asdict` copies token by token
     if completion["versions"] is None:  # one version, which is there anyway
         del completion["versions"]
     return {
         "message": message_to_dict(turn.message),
         "replies": [message_to_dict(reply) for reply in turn.replies],
-        "tool_results": [asdict(result) for result in turn.tool_results],
+        "tool_results": [{name: getattr(result, name) for name in _RESULT} for result in turn.tool_results],
         "signals": turn.signals,
         "continues": continues,
         "new_ids": new_ids,

@@ -7,7 +7,8 @@ import hmac
 import json
 import logging
 import re
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -47,7 +48,8 @@ class Api:
 
     def __init__(self, key: str | None = None, local: bool = True) -> None:
         self.app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
-        self.app.add_exception_handler(HTTPException, no_such_page)
+        self._pages: list[str] = []
+        self.app.add_exception_handler(HTTPException, partial(no_such_page, pages=self._pages))
         self._key, self._local = key, local
         AppStatus.disable_automatic_graceful_drain()  # streams may finish within the time after Ctrl-C
 
@@ -92,6 +94,7 @@ class Api:
             told = failure(error)
             return as_json(told.body, told.status, HEADERS.get(told.status))
 
+        self._pages.append(f"{method} {path}")
         self.app.add_api_route(path, guarded, methods=[method], response_model=None)
 
     def _check_host(self, request: Request) -> None:
@@ -166,9 +169,11 @@ async def _unless_gone(request: Request, work: Awaitable[Answer]) -> Answer | No
         await asyncio.gather(task, watch, return_exceptions=True)
 
 
-async def no_such_page(request: Request, error: Exception) -> Response:
+async def no_such_page(request: Request, error: Exception, pages: Sequence[str] = ()) -> Response:
+    """Say which `pages` there are instead."""
     assert isinstance(error, HTTPException)
     text = f"{request.method} {request.url.path[:80]}: {error.detail}"
+    text += f"; there is {', '.join(pages)}" if pages else ""
     told = ApiError(text, status=error.status_code, code="not_found")
     return as_json(told.body, told.status)
 

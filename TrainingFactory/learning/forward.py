@@ -94,12 +94,13 @@ def why_not_shared(model: PreTrainedModel) -> str | None:
         return f"it has {' and '.join(odd)} layers"
     model.eval()
     apart, probe = _probe(model, sharing=False), _probe(model, sharing=True)
-    plain = row_states(model, apart)
     try:
         with tree_mode(model):
             shared = tree_states(model, probe)
     except Exception as error:  # foreign code, which may not know our keyword or ask for what we lack
-        return f"its layers do not run over a tree ({str(error).splitlines()[0]})"
+        row_states(model, apart)  # a forward that broke off leaves the weights of its layer gathered
+        return f"its layers do not run over a tree ({(str(error) or type(error).__name__).splitlines()[0]})"
+    plain = row_states(model, apart)
     # The probe trains all tokens but the first, so `source` lists where the tokens of the rows stand.
     rows, trees = (states[_places(pack)] for states, pack in ((plain, apart), (shared, probe)))
     if not _alike(trees, rows, 5e-2 if model.dtype != torch.float32 else 1e-3):

@@ -8,6 +8,7 @@ import logging
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -65,14 +66,14 @@ class Learner:
         if reference is not None:
             reference.requires_grad_(False)
         models = [each for each in (model, reference, critic) if each is not None]
-        for each in models:  # all that looks at weights comes before they are divided
-            check_head(causal_model(each))
-        self.sharing = all(_can_share(causal_model(each)) for each in models)
-        self.dtype, self.frozen = self.causal.dtype, frozen_digest(model)
+        self.dtype, self.frozen = self.causal.dtype, frozen_digest(model)  # before weights are divided
         self.processes = processes or Processes()
         for each in models:
             scored = each is (critic or model)
             self.processes.shard(each, head if scored else None)
+            self.processes.run(each, partial(check_head, causal_model(each)))
+        run = self.processes.run
+        self.sharing = all(run(each, partial(_can_share, causal_model(each))) for each in models)
         self._weights = MixedPrecision(self._named_parameters())
         named = list(zip(self._weights.names, self._weights.masters, strict=True))
         self._critic_weights = [weight for name, weight in named if name.startswith(CRITIC)]

@@ -154,7 +154,7 @@ class Sharded(Processes):
 
     def _enter(self) -> None:
         if self._device.type == "cuda":  # which device is the current one goes by thread
-            torch.cuda.set_device(self._device)
+            torch.cuda.set_device(self._device.index or 0)
 
 
 class _Root(nn.Module):

@@ -13,6 +13,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import date
+from functools import lru_cache
 from itertools import groupby
 from typing import Any
 
@@ -51,6 +52,7 @@ class TemplateChatFormat:
         chosen = get_family(family) if family else None
         self.tokenizer = tokenizer
         self._encoder = TextEncoder(tokenizer)
+        self._last_text = lru_cache(maxsize=4096)(self._encoder.decode)  # prompts end alike
         options = {} if thinking is None else {"enable_thinking": thinking, "thinking": thinking}
         self._template = Template(tokenizer, options, day)
         self._marks = self._template.marks
@@ -211,7 +213,7 @@ class TemplateChatFormat:
         """Return whether a turn after this prompt begins inside a thought; without one, the first turn is meant."""
         if not prompt_ids:
             return self._opens_thinking
-        return self._encoder.decode(prompt_ids[-16:]).rstrip().endswith(self.family.think[0])
+        return self._last_text(tuple(prompt_ids[-16:])).rstrip().endswith(self.family.think[0])
 
     def _unquoted(self, message: Message, quotes: Texts) -> Message:
         def plain(value: Any) -> Any:

@@ -110,7 +110,7 @@ class TextEncoder:
     def quoted(self, token_ids: Sequence[int], quote: Callable[[str], str]) -> str:
         """Decode a turn; text in ordinary tokens that reads like a control token is given to `quote`."""
         text = self.decode(token_ids)
-        if len(self._control.findall(text)) == sum(token in self.control_ids for token in token_ids):
+        if len(self._control.findall(text)) == len(list(filter(self.control_ids.__contains__, token_ids))):
             return text
         parts = [
             (control, self.decode(list(run)))

@@ -237,7 +237,9 @@ def shown(value: Any) -> str:
 
 
 async def called(function: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
-    """Call the function: on the loop if it is async, else on a thread, because it may block."""
+    """Call the function: on the loop if it is async or says that it is `quick`, else on a thread, for it may block."""
+    if getattr(function, "quick", None) is True:
+        return function(*args, **keywords)
     code = function if inspect.isroutine(function) else type(function).__call__
     if inspect.iscoroutinefunction(code):
         return await function(*args, **keywords)

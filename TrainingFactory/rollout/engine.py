@@ -52,6 +52,9 @@ class AsyncRolloutEngine:
         self.max_concurrency, self.gate = max_concurrency, gate
         self.seed = seed
         self.on_episode = on_episode
+        self.tail = (
+            0.0  # seconds in which fewer than a quarter of the episodes of a batch were left, added up
+        )
 
     async def rollout_batch(
         self,
@@ -77,6 +80,8 @@ class AsyncRolloutEngine:
         finally:  # also of those that were cancelled before they started
             for one in runs:
                 one.leave()
+        ended = sorted(one.left for one in runs)
+        self.tail += ended[-1] - ended[3 * len(ended) // 4] if ended else 0.0
         return [[one.trajectory for one in group] for group in groups]
 
     def rollout(

@@ -21,7 +21,7 @@ from TrainingFactory.tools.fingerprint import digest
 from TrainingFactory.tools.recording import EpisodeKey
 from TrainingFactory.tools.runtime import ToolRuntime
 from TrainingFactory.tools.threads import in_thread
-from TrainingFactory.tools.waiting import OutOfTime, SelfCancelled, within
+from TrainingFactory.tools.waiting import OutOfTime, SelfCancelled, at_once, never_waits, within
 from TrainingFactory.types import (
     Completion,
     Message,
@@ -94,7 +94,7 @@ class EpisodeRun:
         self.key = key or EpisodeKey(0, trajectory.task.id, trajectory.member)
         self.environment: Environment | None = None  # open from `play` to `close`
         self._ended = False
-        self._left = False
+        self.left = 0.0  # when it gave the sampler its place back
 
     async def run(self) -> Trajectory:
         started = time.perf_counter()
@@ -129,8 +129,8 @@ class EpisodeRun:
 
     def leave(self) -> None:
         """Give the sampler its place back, once."""
-        if not self._left:
-            self._left = True
+        if not self.left:
+            self.left = time.perf_counter()
             self.session.close()
 
     def episode(self) -> Episode | None:
@@ -236,8 +236,9 @@ class EpisodeRun:
             with _foreign("the environment's close"):
                 await environment.close()
 
+        code = getattr(environment.close, "__code__", None)
         try:
-            await within(self.rules.timeout, close())
+            at_once(close()) if code and never_waits(code) else await within(self.rules.timeout, close())
         except (_Over, OutOfTime, SelfCancelled) as error:  # too late to spoil the episode
             log.warning("task %s: the environment did not close: %r", self.trajectory.task.id, error)
         finally:  # whatever the environment does, its sessions are given back

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from TrainingFactory.envs import ToolEnvironment
 from TrainingFactory.protocols import ChatFormat, Environment, RewardFunction
 from TrainingFactory.rewards.adapt import Unscored, called, checked
 from TrainingFactory.running import other_loop
@@ -44,9 +43,7 @@ async def score(episode: Episode, function: RewardFunction | None) -> Reward:
         raise ValueError("the environment has no reward method, and no reward function was given")
     name = getattr(function, "__name__", type(function).__name__)
     try:
-        # The one that environments have by default compares two texts, which is not worth a thread.
-        default = getattr(function, "__func__", None) is ToolEnvironment.reward
-        value = function(episode) if default else await called(function, episode)
+        value = await called(function, episode)
     except SystemExit as error:
         raise Unscored(f"the reward {name}{place_of(error)} tried to end the program") from error
     return checked(value, len(episode.trajectory.turns), str(name))

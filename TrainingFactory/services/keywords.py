@@ -90,6 +90,7 @@ class Keywords(TRLKeywords, total=False):
     max_length: int | None
     thinking: bool | None
     quantization: Literal["none", "4bit", "8bit"]
+    tools_format: Literal["hermes"] | None
     trust_remote_code: bool
 
     # training

@@ -58,8 +58,13 @@ class FunctionTool:
     def _values(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """Read the arguments in the function's own types; what was left out keeps its Python default."""
         read = self._model.model_validate(arguments)
-        names = {name: str(field.alias) for name, field in self._model.model_fields.items()}
-        return {names[name]: getattr(read, name) for name in names if name in read.model_fields_set}
+        given = read.model_fields_set
+        return {alias: getattr(read, name) for name, alias in _aliases(self._model) if name in given}
+
+
+@functools.cache
+def _aliases(model: type[BaseModel]) -> list[tuple[str, str]]:
+    return [(name, str(field.alias)) for name, field in model.model_fields.items()]
 
 
 def as_result(value: Any) -> ToolResult:

@@ -13,6 +13,8 @@ from TrainingFactory.texts import describe, redacted
 from TrainingFactory.types import ToolCall, ToolFailure, ToolResult, ToolSpec
 
 CALLS, SPECS = "tool_calls.jsonl", "tools.json"
+_USUAL = dataclasses.asdict(ToolResult(""))
+_encoded = json.JSONEncoder(default=str).encode  # a reward may call a tool with any Python value
 MAX_SHOWN = 300  # characters of a call in an error text
 REMEDY = (
     "A replay needs the config, the model, the seed and the code of the recorded run, and "
@@ -189,12 +191,10 @@ def _line(place: Place, call: ToolCall, result: ToolResult | ToolFailure | Broke
     elif isinstance(result, BrokenOff):
         row["broken_off"] = True
     else:
-        usual, names = ToolResult(""), [field.name for field in dataclasses.fields(result)]
         row["result"] = {"content": result.content} | {
-            name: getattr(result, name) for name in names if getattr(result, name) != getattr(usual, name)
+            name: value for name, usual in _USUAL.items() if (value := getattr(result, name)) != usual
         }
-    # default=str: a reward may call a tool with any Python value
-    return json.dumps(row, default=str) + "\n"
+    return _encoded(row) + "\n"
 
 
 def _place(line: bytes, where: str) -> Place:

@@ -14,11 +14,11 @@ from typing import Any
 from TrainingFactory.protocols import Tool
 from TrainingFactory.texts import bounded, describe, environment_secrets, without
 from TrainingFactory.tools.calls import Outcome, PendingCall, ResultCache
-from TrainingFactory.tools.decorator import as_result
+from TrainingFactory.tools.decorator import FunctionTool, as_result
 from TrainingFactory.tools.limits import CircuitBreaker, Limits
 from TrainingFactory.tools.metrics import ToolMetrics
 from TrainingFactory.tools.recording import Recorder
-from TrainingFactory.tools.waiting import OutOfTime, SelfCancelled, within
+from TrainingFactory.tools.waiting import OutOfTime, SelfCancelled, at_once, never_waits, within
 from TrainingFactory.types import ToolFailure, ToolResult
 
 log = logging.getLogger(__name__)
@@ -141,7 +141,9 @@ class ToolRuntime:
 
 async def _bounded(call: PendingCall, timeout: float) -> Outcome:
     try:
-        result = await within(timeout, run_tool(call.tool, call.arguments))
+        running = run_tool(call.tool, call.arguments)
+        code = getattr(call.tool.function, "__code__", None) if isinstance(call.tool, FunctionTool) else None
+        result = at_once(running) if code and never_waits(code) else await within(timeout, running)
     except ToolFailure:
         raise
     except OutOfTime:

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
+import dis
+import inspect
 from collections.abc import Coroutine
+from functools import lru_cache
+from types import CodeType
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -35,6 +40,24 @@ async def within(seconds: float | None, coroutine: Coroutine[Any, Any, T]) -> T:
     if task.cancelled():
         raise SelfCancelled("it cancelled itself")
     return task.result()
+
+
+def at_once(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Return what `within` would of a coroutine that never waits, which no limit can stop: without a task."""
+    try:
+        contextvars.copy_context().run(coroutine.send, None)
+    except StopIteration as ended:
+        return ended.value
+    except asyncio.CancelledError:
+        raise SelfCancelled("it cancelled itself") from None
+    raise AssertionError("a coroutine that never waits has waited")
+
+
+@lru_cache(maxsize=1024)
+def never_waits(code: CodeType) -> bool:
+    """Tell whether this is the code of an async function that has no `await` in it."""
+    waits = any(each.opname == "YIELD_VALUE" for each in dis.get_instructions(code))
+    return bool(code.co_flags & inspect.CO_COROUTINE) and not waits
 
 
 async def _stop(task: asyncio.Task[Any]) -> None:

@@ -4,7 +4,6 @@ run needs to know nothing of the page."""
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -31,21 +30,15 @@ class Live:
         self.runs = runs
         # Whether the server is about to end, and its streams with it.
         self.stopping: Callable[[], bool] = lambda: False
-        self._lock = threading.Lock()
-
-    def rows(self) -> list[RunRow]:
-        """Return a row for each run; called from any thread."""
-        with self._lock:
-            return self.runs.rows()
 
     async def events(self, run: RunFolder | None) -> Events:
         """Yield what changes from now on: of all runs their rows, of one its metrics, log and findings too."""
-        known = {row.name: row for row in await asyncio.to_thread(self.rows)}
+        known = {row.name: row for row in await asyncio.to_thread(self.runs.rows)}
         news = None if run is None else await asyncio.to_thread(_News, run)
         yield event("runs", Changed(runs=[], gone=[]))  # so that the page knows that it is listened to
         while not self.stopping():
             await asyncio.sleep(TICK)
-            rows = {row.name: row for row in await asyncio.to_thread(self.rows)}
+            rows = {row.name: row for row in await asyncio.to_thread(self.runs.rows)}
             changed = [row for name, row in rows.items() if row is not known.get(name)]
             gone = [name for name in known if name not in rows]
             if changed or gone:

@@ -1,21 +1,17 @@
-"""Runs as processes of their own, which outlive the page: started, stopped and resumed as by the commands that a user
+"""Runs as processes of their own, which outlive the page: started and resumed as by the commands that a user
 would type."""
 
 from __future__ import annotations
 
 import asyncio
-import os
 import re
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
-
-import psutil
 
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.http.api import ApiError
@@ -59,26 +55,6 @@ async def resume(run: RunFolder) -> str:
     arguments = ["runs", "resume", run.name, "--runs", str(run.path.parent)]
     await _begun(arguments, run.path / LOG, lambda: run.state == "running")
     return shlex.join(["tfactory", *arguments])
-
-
-def stop(run: RunFolder) -> str:
-    """Ask the process that writes a run to stop as by Ctrl-C, which saves a checkpoint; return the command."""
-    if run.state != "running":
-        raise ApiError(f"run {run.name} is {run.state}, not running", "name", status=409)
-    lock = str((run.path / "lock").resolve())
-    # Whoever only looks whether the lock is held has closed it again.
-    for process in psutil.process_iter():
-        if process.pid != os.getpid() and _has(process, lock):
-            process.send_signal(signal.SIGINT)  # none is sent to another process that has its number by now
-            return f"kill -INT {process.pid}"
-    raise ApiError(f"run {run.name} is written by a process that this user cannot see", "name", status=409)
-
-
-def _has(process: psutil.Process, path: str) -> bool:
-    try:
-        return any(each.path == path for each in process.open_files())
-    except (psutil.Error, OSError):
-        return False
 
 
 async def _begun(arguments: list[str], log: Path, begun: Callable[[], bool]) -> None:

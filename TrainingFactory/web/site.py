@@ -17,6 +17,7 @@ from TrainingFactory.config.problems import ConfigError
 from TrainingFactory.http.api import ApiError
 from TrainingFactory.http.site import IN_QUERY, Events, Site
 from TrainingFactory.services.runs.folder import RunFolder
+from TrainingFactory.services.runs.stopping import stop
 from TrainingFactory.services.views import runs as views
 from TrainingFactory.services.views import shapes
 from TrainingFactory.services.views.index import Query
@@ -50,7 +51,7 @@ class Page:
 
     def __init__(self, runs: Path, host: str = "127.0.0.1", token: str | None = None) -> None:
         self.site = Site("TrainingFactory", __version__, STATIC, host, token)
-        self.runs, self.pool = views.Runs(runs.resolve()), Pool()
+        self.runs, self.pool = views.Runs(runs), Pool()
         self.live = Live(self.runs)
         get, post = partial(self.site.add, "GET"), partial(self.site.add, "POST")
         get("/api/about", self.about)
@@ -97,12 +98,12 @@ class Page:
 
     def about(self) -> About:
         """Tell what this is, and the token that changes need."""
-        folder, token = str(self.runs.folder), self.site.page_token
+        folder, token = str(self.runs.folder.resolve()), self.site.page_token
         return About(version=__version__, runs_folder=folder, page_token=token, now=time.time())
 
     def all_runs(self) -> shapes.RunList:
         """List the runs, the oldest first."""
-        return shapes.RunList(runs=self.live.rows())
+        return shapes.RunList(runs=self.runs.rows())
 
     async def events(self, run: str | None = None) -> Events:
         """Stream what changes: the event `runs`, and of the run that is named `metrics`, `log` and `findings`."""
@@ -150,7 +151,12 @@ class Page:
 
     def stop(self, name: str) -> Started:
         """Ask a run to stop, as by Ctrl-C: it saves a checkpoint."""
-        return Started(name=name, state="stopping", command=processes.stop(self.find(name)))
+        run = self.find(name)
+        try:
+            stop(run)
+        except ValueError as error:
+            raise ApiError(str(error), "name", status=409) from error
+        return Started(name=name, state="stopping", command=f"tfactory runs stop {run.shown}")
 
     async def resume(self, name: str) -> Started:
         """Go on with a run from its last checkpoint, in a process of its own."""

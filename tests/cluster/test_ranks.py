@@ -36,25 +36,37 @@ def learners() -> list[psutil.Process]:
 
 
 class Strikes(Quiet):
-    """Kills a learner when a step is done."""
+    """Kills a learner when a step is done, or after Ctrl-C, at the checkpoint that it asks for."""
 
-    def __init__(self, at: int) -> None:
+    def __init__(self, at: int, interrupts: bool = False) -> None:
         super().__init__()
-        self.at = at
+        self.at, self.interrupts, self.asked = at, interrupts, False
 
     def step(self, step: int, total: int, metrics: dict[str, float]) -> None:
-        if step == self.at:
-            for each in learners():
-                each.kill()
+        if step == self.at and self.interrupts:
+            self.asked = True
+            signal.raise_signal(signal.SIGINT)
+        elif step == self.at:
+            self.kill()
+
+    def phase(self, name: str) -> None:
+        if name == "checkpoint" and self.asked:
+            self.kill()
+
+    def kill(self) -> None:
+        for each in learners():
+            each.kill()
 
 
 def test_a_learner_is_killed_and_the_run_goes_on(tmp_path: Path) -> None:
     """To the metrics of one process that was left alone; to the bit those of several: `benchmarks.rank_kills`."""
     config = brief(tmp_path, compute={"learners": 2})
-    with pytest.raises(
-        OSError, match=r"learner 1 \(process \d+ on .*is gone; steps since .*: 1; .*runs resume"
-    ):
+    told = r"learner 1 \(process \d+ on .*is gone; steps since .*: 1; .*runs resume"
+    with pytest.raises(OSError, match=told):
         train(config, "broken", Strikes(3))
+    assert RunFolder(tmp_path / "broken").state == "failed" and not learners()
+    with pytest.raises(OSError, match=told):
+        go_on(tmp_path / "broken", watcher=Strikes(3, interrupts=True))
     assert RunFolder(tmp_path / "broken").state == "failed" and not learners()
     assert go_on(tmp_path / "broken").state == "finished"
     assert not learners()
@@ -90,7 +102,7 @@ MISTAKES = [
     (
         {"WORLD_SIZE": "2", "RANK": "0"},
         ["compute.learners=3"],
-        "it is 3, and the launcher has started 2 processes",
+        "it is 3, the launcher has started 2 processes: set it to 2, or leave it out",
     ),
     ({"ACCELERATE_USE_DEEPSPEED": "true"}, [], "DeepSpeed .* is not supported: leave it out"),
     ({}, ["compute.learners=2", "model.device=cuda:1"], "it is cuda:1, and each of 2 learners"),

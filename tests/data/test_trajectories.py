@@ -2,12 +2,18 @@ from __future__ import annotations
 
 import json
 import math
+import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from TrainingFactory.data.trajectories import load_trajectories, save_trajectories
+from TrainingFactory.data.trajectories import (
+    KEEP_ALL,
+    load_trajectories,
+    save_trajectories,
+    trajectory_to_dict,
+)
 from TrainingFactory.openai_form import message_from_dict, message_to_dict, spec_from_dict, spec_to_dict
 from TrainingFactory.types import (
     Completion,
@@ -139,3 +145,20 @@ def test_tool_specs():
     spec = ToolSpec("search", "Find.", {"type": "object", "properties": {"q": {}}})
     assert spec_from_dict(spec_to_dict(spec)) == spec
     assert spec_from_dict({"name": "now"}) == ToolSpec("now")
+
+
+def test_numbers_are_written_as_json_has_them_and_read_back_to_the_bit(tmp_path: Path):
+    """Another library writes the lists of numbers: what it writes is what `json` would read from its own text."""
+    rng = random.Random(0)
+    values = [rng.uniform(-1, 1) * 10.0 ** rng.randrange(-320, 300) for _ in range(500)]
+    values += [0.0, -0.0, 5e-324, 1e-5, -1.1920928955078125e-07, 1e16, 1e22, math.inf, -math.inf, math.nan]
+    ids = [*range(len(values) - 1), 2**40]
+    completion = Completion(ids, values, "stop", 3, [*range(len(values))])
+    played = Trajectory(Task("a", "p", {1: "int keys become texts"}), "g")
+    played.turns = [Turn([1], completion, Message("assistant", ODD))]
+    save_trajectories(tmp_path / "t.jsonl", [played])
+    with (tmp_path / "t.jsonl").open(encoding="utf-8", errors=KEEP_ALL) as file:
+        assert repr(json.load(file)) == repr(json.loads(json.dumps(trajectory_to_dict(played))))
+    [read] = load_trajectories(tmp_path / "t.jsonl")
+    assert read.turns[0].completion.token_ids == ids and read.turns[0].message.content == ODD
+    assert list(map(repr, read.turns[0].completion.logprobs)) == list(map(repr, values))

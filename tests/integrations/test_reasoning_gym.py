@@ -11,14 +11,19 @@ import pytest
 
 from tests.kits.gyms import gyms, needs_gyms
 from tests.kits.rollout import FakeChat
-from tests.kits.run import rows, small, train
+from tests.kits.run import Quiet, rows, small, train
 from TrainingFactory import catalog
+from TrainingFactory.config import load_config
+from TrainingFactory.config.loading import key_value
+from TrainingFactory.data.trajectories import load_trajectories
 from TrainingFactory.integrations import reasoning_gym
 from TrainingFactory.rollout.scripted import play
+from TrainingFactory.services.build.training import Training
 from TrainingFactory.types import Message, Task, Trajectory
 
 pytestmark = needs_gyms
 __all__ = ["gyms"]
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 
 
 def named(name: str) -> Any:
@@ -47,6 +52,21 @@ def test_sums_are_made_again_and_scored() -> None:
     assert outcome("chain_sum", task, f"I add up.\n<answer> {value} </answer>") == 1
     assert outcome("chain_sum", task, str(value)) == 1
     assert outcome("chain_sum", task, f"<answer>{value + 1}</answer>") == 0
+
+
+def test_the_config_of_a_second_task_trains_with_the_calculator(tmp_path: Path) -> None:
+    options = {
+        "model.name": "builtin:tiny", "training.max_steps": 1, "training.batch_size": 2, "training.group_size": 2,
+        "training.eval_every": 1, "data.count": 4, "data.heldout_count": 2, "sampling.max_tokens": 8,
+        "logging.output_dir": str(tmp_path),
+    }  # fmt: skip
+    given = [key_value(key, value) for key, value in options.items()]
+    config = load_config(CONFIGS / "smollm2_chain_sum_grpo.yaml", given)
+    report = Training(config, name="run", watcher=Quiet()).train()
+    assert report.state == "finished" and report.rows[0]["eval/episodes"] == 2
+    [episode, *_] = load_trajectories(report.run / "trajectories.jsonl")
+    assert [tool.name for tool in episode.tools] == ["calculator"] and episode.prompt[0].role == "user"
+    assert episode.reward is not None and "numeric" in episode.reward.parts
 
 
 def test_splits_and_seeds_share_no_question() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 
@@ -10,6 +11,9 @@ def answer(asked: dict[str, Any], tell: Any) -> dict[str, Any]:
         return {"wrong": "no such model"}
     if asked["job"] == "die":
         raise SystemExit(3)
+    if asked["job"] in ("doctor", "sample"):
+        tell({"text": "begun"})
+        time.sleep(600)
     for number in range(asked["given"]["count"]):
         tell({"number": number})
     return {"ok": {"sum": asked["given"]["count"]}}

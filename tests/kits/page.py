@@ -9,7 +9,8 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -100,3 +101,11 @@ def command(
     finally:
         process.kill()
         process.wait()
+
+
+def until(holds: Callable[[], object]) -> None:
+    """Wait for something that comes."""
+    end = time.monotonic() + HANG
+    while not holds():
+        assert time.monotonic() < end, "it never came"
+        time.sleep(0.02)

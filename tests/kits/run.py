@@ -17,7 +17,7 @@ from TrainingFactory.services.runs.folder import RunFolder, TrainingReport
 from TrainingFactory.services.training.dataset import Objects
 from TrainingFactory.types import Message, Task, Trajectory
 
-TIMES = ("time", "seconds", "steps_per_second", "tokens_per_second", "tools_share")
+TIMES = ("time", "seconds", "steps_per_second", "tokens_per_second", "tools_share", "tail_share")
 
 
 class Parity(CalculatorEnvironment):
@@ -73,9 +73,9 @@ def train(config: TrainingConfig, name: str, watcher: Quiet | None = None, **obj
     return Training(config, name=name, objects=given, watcher=watcher or Quiet()).train()
 
 
-def go_on(folder: Path, environment: Any = Parity) -> TrainingReport:
+def go_on(folder: Path, environment: Any = Parity, watcher: Quiet | None = None) -> TrainingReport:
     run, objects = RunFolder(folder), Objects(environment=environment)
-    return Training(run.config, run=run, objects=objects, watcher=Quiet()).train()
+    return Training(run.config, run=run, objects=objects, watcher=watcher or Quiet()).train()
 
 
 def rows(path: Path) -> list[dict[str, Any]]:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import save_file
 
 from tests.kits.algorithm import ALGORITHMS, groups_of, learner_for
@@ -47,7 +48,9 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)  # of a learner
     step: StepOptions = SMALL
     kind: str = "gqa_tied"
-    lora: bool = False
+    lora: dict[str, Any] | None = None  # options of an adapter
+    saved: bool = False  # the adapter has a head of its own
+    rows: bool = False  # a layer does not run over a tree
     dtype: torch.dtype = torch.float32
     optimizer: Any = "adamw"
     groups: int = 4
@@ -62,22 +65,38 @@ CASES = {
     "kto": Case(ALGORITHMS["kto"]),
     "sft": Case(ALGORITHMS["sft"], kind="gqa_bias"),
     "reward-model": Case(ALGORITHMS["reward-model"], kind="gqa_bias"),
-    "lora": Case(GRPO(kl=0.1), lora=True),
+    "lora": Case(GRPO(kl=0.1), lora={}),
+    "dora": Case(GRPO(kl=0.1), lora={"dora": True}),
+    "saved": Case(GRPO(), lora={}, saved=True, kind="gqa_bias"),
+    "rows": Case(GRPO(), rows=True),
     "checkpointing": Case(GRPO(), {"gradient_checkpointing": True}),
     "bf16": Case(GRPO(), dtype=torch.bfloat16, groups=2),  # slow on a CPU
-    "lora-bf16": Case(GRPO(kl=0.1), lora=True, dtype=torch.bfloat16, groups=2),
+    "lora-bf16": Case(GRPO(kl=0.1), lora={}, dtype=torch.bfloat16, groups=2),
     "muon": Case(GRPO(), optimizer="muon"),
     "experts": Case(GRPO(), kind="mla_moe"),
 }
 
 
+def refuse_trees(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    if kwargs.get("tfactory_tree") is not None:
+        raise NotImplementedError
+
+
 def make_case(case: Case, processes: Processes | None = None) -> Learner:
     model = moved(tiny(case.kind), 3).to(case.dtype)
-    if case.lora:
-        model = moved(add_lora(model, r=4), 5)
+    if case.saved:
+        torch.manual_seed(0)
+        given = LoraConfig(r=4, target_modules="all-linear", modules_to_save=["lm_head"])
+        model = moved(get_peft_model(model, given), 5)
+        for name, param in model.named_parameters():  # as for an adapter that was loaded
+            param.requires_grad_("lora_" in name)
+    elif case.lora is not None:
+        model = moved(add_lora(model, r=4, **case.lora), 5)
+    if case.rows:
+        model.model.layers[1].register_forward_pre_hook(refuse_trees, with_kwargs=True)
     options = dict(case.options)
     needs = case.algorithm.needs
-    if "reference" in needs and not case.lora:
+    if "reference" in needs and case.lora is None:
         options["reference"] = tiny(case.kind).to(case.dtype).eval()  # pyright: ignore[reportArgumentType]
     made = OptimizerOptions(case.optimizer, learning_rate=1e-4, max_grad_norm=0.5)
     return learner_for(case.algorithm, model, processes=processes, optimizer=made, **options)

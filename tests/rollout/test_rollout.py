@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 from itertools import pairwise, product
 from typing import Any
@@ -20,7 +21,7 @@ from tests.kits.rollout import (
     say_echo_then_ok,
     tasks,
 )
-from TrainingFactory.rollout import play, rollout_metrics
+from TrainingFactory.rollout import AsyncRolloutEngine, play, rollout_metrics
 from TrainingFactory.seeds import turn_seed
 from TrainingFactory.types import Message, Reward, SamplingParams, Step, ToolCall, Trajectory
 
@@ -202,3 +203,28 @@ def test_a_script_that_ends_too_early():
 
 def test_no_tasks_no_groups():
     assert rollout(names=()) == []
+
+
+def test_the_tail_is_the_time_in_which_few_episodes_are_left():
+    """Seven of eight episodes end at once and one goes on: from the end of the seventh on fewer than two are left."""
+    ended: list[float] = []
+
+    class Slow(Echo):
+        async def step(self, message: Message) -> Step:
+            if self.task.id == "h":
+                while len(ended) < 7:
+                    await asyncio.sleep(0)
+                ended.append(time.perf_counter())
+                await asyncio.sleep(0.05)
+            return Step(done=True)
+
+    def end(_: Trajectory) -> None:
+        ended.append(time.perf_counter())
+
+    engine = AsyncRolloutEngine(Slow, FakeChat(), PARAMS, reward=lambda episode: 1.0, on_episode=end)
+    engine.rollout(tasks(*"abcdefgh"), FakeSampler(say_echo_then_ok))
+    assert 0.04 < engine.tail < ended[-1] - ended[5]
+    engine.tail = 0.0
+    engine.rollout([], FakeSampler(say_echo_then_ok))
+    engine.rollout(tasks("a"), FakeSampler(say_echo_then_ok))
+    assert engine.tail == 0.0

@@ -10,7 +10,9 @@ here=$(pwd)
 starts() {
     program=$1; shift
     printf '#!/bin/sh\nexec env %s "%s" "$@"\n' "$*" "$program" > browser && chmod +x browser
-    ./browser --version 2>/dev/null | grep -q . || { rm -f browser; return 1; }
+    limit=$(command -v timeout >/dev/null && echo timeout 60)
+    $limit ./browser --headless --no-sandbox --no-zygote --disable-gpu --disable-dev-shm-usage --dump-dom about:blank \
+        2>/dev/null | grep -q "<html" || { rm -f browser; return 1; }
     echo "tests of the web page use $(./browser --version 2>/dev/null) ($program)"
     exit 0
 }
@@ -38,7 +40,7 @@ if command -v apt-get >/dev/null && command -v dpkg >/dev/null; then
     mkdir -p apt/lists/partial apt/cache/archives/partial
     apt() {
         apt-get -qq -o Debug::NoLocking=1 -o Dir::State::Lists="$here/apt/lists" -o Dir::Cache="$here/apt/cache" \
-            -o Acquire::Retries=1 -o APT::Sandbox::User=root "$@" >/dev/null 2>&1
+            -o Acquire::Retries=1 -o Acquire::http::Timeout=20 -o APT::Sandbox::User=root "$@" >/dev/null 2>&1
     }
     apt update && apt install --yes --download-only --no-install-recommends chromium fonts-dejavu-core &&
         for package in apt/cache/archives/*.deb; do dpkg -x "$package" root || break; done

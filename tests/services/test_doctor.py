@@ -142,6 +142,21 @@ def test_memory_is_what_the_parts_take(tiny: Any) -> None:
     assert names(found) == {"memory": "error"} and "most of it is for weights" in found.findings[0].sentence
 
 
+def test_memory_of_a_model_that_is_not_there(tfactory: Run) -> None:
+    def told(*options: str) -> dict[str, Any]:
+        status, out, _ = tfactory("doctor", "builtin:tiny", "model.max_length=1024", "--json", *options)
+        return json.loads(out) | {"status": status}
+
+    whole = told("--model-size", "8B", "--gpu", "h100")
+    assert whole["status"] == 1 and whole["findings"][0]["name"] == "memory"
+    assert "weights 15.3 GiB" in whole["facts"]["memory"] and "8,190,427,136" in whole["facts"]["model"]
+    assert told("--model-size", "8B", "lora.enabled=true")["status"] == 0
+    small = told("--model-size", "0.6B", "training.gradient_checkpointing=true")
+    assert small["status"] == 0 and "activations 1.4 GiB" in small["facts"]["memory"]
+    status, _, err = tfactory("doctor", "builtin:tiny", "--gpu", "abacus")
+    assert status == 2 and "there are h200, h100, a100" in err
+
+
 ENVIRONMENT = """
 from TrainingFactory.envs import CalculatorEnvironment
 

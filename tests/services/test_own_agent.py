@@ -71,7 +71,7 @@ def test_it_learns(tfactory: Run, options: list[str]) -> None:
     [run] = Path("runs").glob("*/metrics.jsonl")
     rows = [json.loads(line) for line in run.read_text().splitlines()]
     shares = [row["eval/success"] for row in rows if "eval/success" in row]
-    assert shares[-1] > shares[0] + 0.3, shares
+    assert shares[-1] > shares[0] + 0.2, shares
     assert sum(row.get("proxy/arguments", 0) for row in rows) and sum(
         row.get("proxy/rewritten", 0) for row in rows
     )

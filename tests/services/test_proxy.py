@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from tests.kits.proxy import PROGRAM, REWARD, Talker, begin, ended, line, play, 
 from tests.kits.run import Quiet
 from tests.kits.serve import CHAT, WEATHER, events, joined, tiny_chat, until
 from TrainingFactory.algorithms.grpo import GRPO
+from TrainingFactory.cli import show
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.data.samples import to_samples
 from TrainingFactory.services.build.training import Training
@@ -64,6 +67,8 @@ def test_a_request_that_continues_an_answer_keeps_its_tokens_and_all_others_say_
     thought = Message("assistant", "Rain.", reasoning="made up")
     assert why([ASKED, call, result, Message("assistant", "Rain."), ASKED]) == "extended"
     assert why(called({"city": "Rome", "days": 1})) == "extended"
+    assert why([ASKED, dataclasses.replace(call, name="boss"), result]) == "extended"
+    assert why([dataclasses.replace(ASKED, name="boss"), call, result]) == "rewritten"
     assert (
         why(called({"days": 1, "city": "Rome"})) == why(called({"city": "Rome", "days": 1.0})) == "arguments"
     )
@@ -76,7 +81,9 @@ def test_a_request_that_continues_an_answer_keeps_its_tokens_and_all_others_say_
     assert why([ASKED, call, result, Message("assistant", "Rain."), ASKED]) == "cut"
 
 
-def test_rows_of_a_tree_train_every_sampled_token_once_and_end_with_the_last_turn() -> None:
+def test_rows_of_a_tree_train_every_sampled_token_once_and_end_with_the_last_turn(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     kept, more = Conversations(tiny_chat()), Message("user", "And then?")
     one, two = Message("assistant", "One."), Message("assistant", "Two.")
     for asked, answer in (
@@ -89,6 +96,12 @@ def test_rows_of_a_tree_train_every_sampled_token_once_and_end_with_the_last_tur
     assert order[-1].turn.message.content == "The end."
     assert order[0].turn.replies == order[1].replies == [more]
     trajectory = Trajectory(Task("t", "?"), "g", turns=[each.turn for each in order], reward=Reward(1.0))
+    trajectory.tools = [ToolSpec("t", parameters={"properties": None})]
+    show.episode(trajectory, "an episode")
+    shown = [
+        text.split()[0] for text in capsys.readouterr().out.splitlines() if text.startswith(("ass", "row"))
+    ]
+    assert shown == ["assistant", "assistant", "row", "assistant", "row", "assistant", "assistant"]
     rows = to_samples(trajectory, [1.0] * 5)
     sampled = sum(len(turn.completion.token_ids) for turn in trajectory.turns)
     assert len(rows) == 3 and sum(sum(row.loss_mask) for row in rows) == sampled
@@ -151,6 +164,8 @@ def test_streams_calls_and_choices_become_rows_of_the_file(tmp_path: Path) -> No
 )
 def test_what_cannot_be_done_is_refused_with_its_name(tmp_path: Path, change: Any, code: str) -> None:
     with proxied(Talker(lambda _: "Rome."), tmp_path / "out", max_turns=2) as client, begin(client) as mine:
+        missing = mine.post("/v1/responses", json={}).json()["error"]["message"]
+        assert missing.startswith("POST /v1/responses: Not Found; there is POST /v1/chat/completions, ")
         refused = mine.post(CHAT, json={"messages": [{"role": "user", "content": "?"}]} | change)
         assert refused.status_code in (400, 403) and refused.json()["error"]["code"] == code
 
@@ -201,6 +216,7 @@ FAILURES = {
     TALK + "print('{\"reward\": NaN}')": ("done", "reward is of no use"),
     TALK + line(reward=1) + "sys.exit('no ' + os.environ['MY_SECRET'])": ("error", "status 1: no ***"),
     TALK + "os.kill(os.getpid(), 9)": ("error", "ended with SIGKILL"),
+    "os.kill(os.getpid(), 40)": ("error", "ended with signal 40"),
     "import nothing_like_it": ("error", "ModuleNotFoundError"),
 }  # fmt: skip
 
@@ -229,6 +245,8 @@ def test_a_program_knows_its_task_and_its_key_and_no_secret_of_ours(
         "assert task == {'id': 't', 'prompt': 'Where is it?', 'answer': 'Rome', 'metadata': {'name': 'tower'}}\n"
         "open('seen.json', 'a').write(json.dumps(dict(os.environ)) + '\\n')\n"
         "post('/reward', {'reward': 0.25, 'parts': {'speed': 1}})\n"
+        "os.remove(os.environ['TFACTORY_TASK'])\n"
+        "os.rmdir(os.path.dirname(os.environ['TFACTORY_TASK']))\n"
     )
     episodes, counts, _ = play(tmp_path, code, episodes=3)
     assert [each.reward for each in episodes] == [Reward(0.25, parts={"speed": 1.0})] * 3
@@ -241,17 +259,38 @@ def test_a_program_knows_its_task_and_its_key_and_no_secret_of_ours(
     assert not any(Path(row["TFACTORY_TASK"]).exists() for row in seen)
 
 
+LINGERING = (  # with a child, and one that leaves the group
+    "import subprocess, time\n"
+    "sleep = [sys.executable, '-S', '-c', 'import time; time.sleep(600)']\n"
+    "both = [subprocess.Popen(sleep, start_new_session=new) for new in (False, True)]\n"
+    "open('new', 'w').write(f'{os.getpid()} {both[0].pid} {both[1].pid}')\n"
+    "os.rename('new', 'pids')\n"
+    "time.sleep(600)\n"
+)
+
+
 def test_a_program_that_runs_too_long_ends_with_all_that_it_started(tmp_path: Path) -> None:
-    code = TALK + (
-        "import subprocess, time\n"
-        "child = subprocess.Popen([sys.executable, '-S', '-c', 'import time; time.sleep(600)'])\n"
-        "open('pids', 'w').write(f'{os.getpid()} {child.pid}')\n"
-        "time.sleep(600)\n"
-    )
+    code = TALK + LINGERING
     [trajectory], _, _ = play(tmp_path, code, episode_timeout=3.0)
     assert (trajectory.status, trajectory.error) == ("error", "the episode took longer than 3 s")
     assert len(trajectory.turns) == 2 and trajectory.reward is None
     until(lambda: not any(map(running, (tmp_path / "pids").read_text().split())))
+
+
+def test_a_program_ends_with_a_run_that_is_killed(tmp_path: Path) -> None:
+    code = f"""if True:
+        import asyncio
+        from TrainingFactory.services.proxy.program import AgentProgram
+        from TrainingFactory.types import Task
+        program = AgentProgram({shlex.join([sys.executable, "-S", "agent.py"])!r}, {{}})
+        asyncio.run(program(Task("t", "?")).play(None))"""
+    (tmp_path / "agent.py").write_text("import os, sys\nprint(os.environ['TFACTORY_TASK'])\n" + LINGERING)
+    env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "TMPDIR": str(tmp_path)}
+    with subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, env=env) as run:
+        until(lambda: (tmp_path / "pids").exists() or run.poll() is not None)
+        run.kill()
+    until(lambda: not any(map(running, (tmp_path / "pids").read_text().split())))
+    until(lambda: not list(tmp_path.glob("tfactory-episode-*")))
 
 
 def running(pid: str) -> bool:
@@ -288,6 +327,10 @@ def test_calls_side_by_side_have_the_same_seeds_in_every_run(tmp_path: Path) -> 
     play(tmp_path, code, sampler=first)
     play(tmp_path, code.replace("'ab'", "'ba'"), sampler=second)
     assert first.seeds == second.seeds and len(set(first.seeds.values())) == 2
+    both, alone = Seen(), Seen()  # of the same prompt the one with another setting keeps its seed, too
+    play(tmp_path, "ask([say('a')], top_p=0.5); ask([say('a')])\n" + line(reward=1), sampler=both)
+    play(tmp_path, "ask([say('a')])\n" + line(reward=1), sampler=alone)
+    assert both.seeds == alone.seeds
 
 
 class Seen(Talker):
@@ -353,6 +396,7 @@ def test_a_run_trains_evaluates_and_samples_ahead_by_a_command(tmp_path: Path) -
         (["environment.command=python", "environment.options={env: [NOT_THERE]}"], "NOT_THERE"),
         (["environment.command=python", "environment.options={cmd: x}"], "cmd"),
         (["environment.command=python"], "data.tasks=FILE.jsonl"),
+        (["environment.command=python 'x"], "environment.command=python 'x: No closing quotation"),
     ],
 )
 def test_a_wrong_command_is_said_before_anything_is_loaded(

@@ -95,8 +95,10 @@ def test_rows_are_read_again_only_where_something_changed(
     row = {"step": 3, "reward": 0.25, "loss": math.nan, "tokens_per_second": 7.0}
     two.append(METRICS, row)
     again = runs.rows()
-    assert again[0] is first[0] and again[1].reward == 0.25 and again[1].loss is None
+    assert again[0] is first[0] and again[1].reward == 0.25
+    assert json.loads(again[1].model_dump_json())["loss"] is None and again[1].spark == [0.25]
     assert read == [len(json.dumps(row)) + 1]
+    assert runs.find("one").path == one.path
     (one.path / "checkpoints").rename(tmp_path / "kept")
     for path in [*one.path.iterdir()]:
         path.unlink()

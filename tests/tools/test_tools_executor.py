@@ -7,15 +7,18 @@ import sys
 import textwrap
 import threading
 import time
+from contextvars import ContextVar
 from typing import Any
 
 import pytest
 
 from tests.kits.tools import execute, one
+from TrainingFactory.envs import ToolEnvironment
 from TrainingFactory.running import hand_over
 from TrainingFactory.tools import AsyncToolExecutor, tool
 from TrainingFactory.tools.custom_tools import calculator
-from TrainingFactory.types import ToolCall, ToolFailure, ToolResult
+from TrainingFactory.tools.waiting import never_waits
+from TrainingFactory.types import Task, ToolCall, ToolFailure, ToolResult
 
 
 def test_results_are_in_call_order_and_run_together():
@@ -213,3 +216,59 @@ def test_large_and_odd_outputs():
     assert "[... 9999008 characters cut ...]" in result.content
     assert one(odd).content.encode() == b"a?b"
     assert one(own).content == "no such city" and one(own).error == "failed" and one(own).seconds > 0
+
+
+async def _finished(value: int) -> int:
+    return value
+
+
+def test_only_functions_without_await_are_said_never_to_wait():
+    async def waits() -> None:
+        await asyncio.sleep(0)
+
+    async def enters(lock: asyncio.Lock) -> None:
+        async with lock:
+            pass
+
+    async def loops(items: Any) -> list[int]:
+        return [item async for item in items]
+
+    async def several() -> list[int]:
+        return [await _finished(number) for number in range(2)]
+
+    async def yields() -> Any:
+        yield 1
+
+    own = (_finished, calculator.function, ToolEnvironment(Task("a", "b")).close)
+    assert all(never_waits(function.__code__) for function in own)
+    others = (waits, enters, loops, several, yields, lambda: _finished(1))
+    assert not any(never_waits(function.__code__) for function in others)
+
+
+def test_a_tool_that_never_waits_needs_no_task_and_fails_as_others_do():
+    """What it sets in its context stays its own, and whatever it raises is a result."""
+    inside: ContextVar[str] = ContextVar("inside", default="")
+    seen: list[Any] = []
+
+    @tool
+    async def act(what: str) -> str:
+        seen.append((asyncio.current_task(), inside.get()))
+        inside.set(what)
+        if what == "cancel":
+            raise asyncio.CancelledError
+        if what == "exit":
+            raise SystemExit
+        return what
+
+    async def main() -> list[ToolResult]:
+        executor = AsyncToolExecutor([act])
+        found = []
+        for what in ("cancel", "exit", "fine"):
+            found += await executor.batch_execute([ToolCall("act", {"what": what})])
+        assert [*seen] == [(asyncio.current_task(), "")] * 3
+        return found
+
+    cancelled, ended, fine = asyncio.run(main())
+    assert not cancelled.ok and "it cancelled itself" in cancelled.content
+    assert not ended.ok and "tried to end the program" in ended.content
+    assert fine.ok and fine.content == "fine"

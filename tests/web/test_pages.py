@@ -11,16 +11,14 @@ from typing import Any
 
 import pytest
 
-from tests.kits.browser import PROGRAM, Browser, Tab
+from tests.kits.browser import Browser, Tab
 from tests.kits.page import Served, serving
 from tests.kits.registry import made_run
 from TrainingFactory.services.registry.catalogue import Catalogue, registry_path
 from TrainingFactory.services.runs.folder import FINDINGS, METRICS, TRAJECTORIES, RunFolder, Status
 from TrainingFactory.web.site import STATIC
 
-pytestmark = pytest.mark.skipif(
-    not PROGRAM.exists(), reason="there is no Chromium: make servers installs one"
-)
+pytestmark = pytest.mark.xdist_group("browser")
 
 ROOT = Path(__file__).parents[2]
 HOSTILE = (
@@ -109,13 +107,6 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def page(runs: Path) -> Iterator[Served]:
     with contextlib.chdir(runs.parent), serving(runs) as served:
         yield served
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    browser = Browser()
-    yield browser
-    browser.close()
 
 
 @pytest.fixture
@@ -218,32 +209,31 @@ def test_the_form_tells_mistakes_at_their_fields(tab: Tab, page: Served) -> None
     tab.wait("document.querySelector('#option-training-learning_rate').value == '0.0005'")
 
 
-def test_a_run_is_started_watched_and_stopped(tab: Tab, page: Served, runs: Path) -> None:
-    show(tab, page, "start?from=empty:", "The config is right.")
-    tab.fill("#yaml", TINY)
-    tab.fill("#run-name", "mine")
-    tab.wait("document.querySelector('#option-training-max_steps').value == '500'")
-    tab.click("#start")
-    tab.wait("location.hash == '#/run/mine'", 60)
-    told = "Number(document.querySelector('.tiles .progress .num').innerText.split('/')[0])"
-    tab.wait(f"{told} >= 2", 60)
-    tab.wait("document.querySelectorAll('.chart canvas').length > 5")
-    first = tab.run(told)
-    tab.wait(f"{told} > {first}")  # nothing was pressed: it goes on by itself
-    tab.click("#stop")
-    tab.click("dialog button.danger")
-    tab.wait("document.querySelector('#resume')", 60)
-    assert RunFolder(runs / "mine").state == "interrupted"
-
-
-def test_a_promotion(tab: Tab, page: Served, runs: Path) -> None:
-    show(tab, page, "registry", "agent:1")
-    tab.click(".registry td button")
-    tab.wait("document.querySelector('dialog').innerText.includes('--first')")
-    tab.click("dialog button.main")
-    tab.wait("document.querySelector('.job')?.innerText.includes('agent:1 is agent@champion')", 90)
-    tab.wait("document.querySelector('.registry .tag.accent')?.innerText == 'champion'")
-    assert Catalogue(registry_path(runs)).get("agent@champion").number == 1
+def test_a_promotion_and_a_run_by_the_form(browser: Browser, tab: Tab, page: Served, runs: Path) -> None:
+    with browser.tab(f"{page.url}/#/registry") as other:
+        other.click(".registry td button")
+        other.wait("document.querySelector('dialog').innerText.includes('--first')")
+        other.click("dialog button.main")
+        # While a process for it reads the model, a run is started, watched and stopped.
+        show(tab, page, "start?from=empty:", "The config is right.")
+        tab.fill("#yaml", TINY)
+        tab.fill("#run-name", "mine")
+        tab.wait("document.querySelector('#option-training-max_steps').value == '500'")
+        tab.click("#start")
+        tab.wait("location.hash == '#/run/mine'", 60)
+        told = "Number(document.querySelector('.tiles .progress .num').innerText.split('/')[0])"
+        tab.wait(f"{told} >= 2", 60)
+        tab.wait("document.querySelectorAll('.chart canvas').length > 5")
+        first = tab.run(told)
+        tab.wait(f"{told} > {first}")  # nothing was pressed: it goes on by itself
+        tab.click("#stop")
+        tab.click("dialog button.danger")
+        tab.wait("document.querySelector('#resume')", 60)
+        assert RunFolder(runs / "mine").state == "interrupted"
+        other.wait("document.querySelector('.job')?.innerText.includes('agent:1 is agent@champion')", 90)
+        other.wait("document.querySelector('.registry .tag.accent')?.innerText == 'champion'")
+        assert Catalogue(registry_path(runs)).get("agent@champion").number == 1
+        assert other.errors == []
 
 
 def test_keys_and_theme(tab: Tab, page: Served) -> None:
@@ -266,6 +256,9 @@ def test_keys_and_theme(tab: Tab, page: Served) -> None:
 def test_the_page_is_small() -> None:
     files = [path for path in STATIC.rglob("*") if path.is_file()]
     assert sum(path.stat().st_size for path in files) < 400_000
+    html = (STATIC / "index.html").read_text()
+    modules = {path.name for path in STATIC.glob("*.js")} - {"docs.js"}
+    assert modules == {name for name in modules if f'"/static/{name}"' in html}  # all are asked for at once
     for path in files:
         if path.parent.name != "vendor" and path.suffix in (".js", ".css", ".html"):
             assert len(path.read_text().splitlines()) <= 400, path.name

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +105,7 @@ def test_a_conversation_grows_token_by_token(talk: Conversation) -> None:
     second = talk.say([*talk.messages, *first["messages"], {"role": "user", "content": "Omar?"}])
     assert (second["written"], second["anew"]) == ("extended", False)
     sampled = turns(talk)
-    for before, after in zip(sampled, sampled[1:], strict=False):
+    for before, after in pairwise(sampled):
         so_far = before.prompt_ids + before.completion.token_ids
         assert after.prompt_ids[: len(so_far)] == so_far
     ids = [

@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.kits.page import serving
+from tests.kits.page import serving, until
 from tests.kits.registry import made_run, model_folder
 from TrainingFactory.http.api import ApiError
 from TrainingFactory.services.registry.catalogue import Catalogue
@@ -57,6 +57,18 @@ def test_a_process_that_nobody_asks_is_ended(monkeypatch: pytest.MonkeyPatch) ->
         await made.close()
 
     asyncio.run(asyncio.wait_for(run(), 60))
+
+
+@pytest.mark.usefixtures("pretended")
+def test_a_job_whose_page_is_gone_ends(tmp_path: Path) -> None:
+    with serving(tmp_path) as page:
+        assert page.page is not None
+        events = page.events("/api/doctor", yaml="model: builtin:tiny")
+        assert next(events) == ("told", {"text": "begun"})
+        worker = page.page.pool._workers["check"]
+        assert worker.alive
+        events.close()
+        until(lambda: not worker.alive)
 
 
 def test_a_mistake_in_a_job_is_told_in_its_words() -> None:

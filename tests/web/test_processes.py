@@ -5,15 +5,15 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.kits.cli import ROOT
-from tests.kits.page import Served, command, serving
+from tests.kits.cli import ROOT, Run
+from tests.kits.page import Served, command, serving, until
 from tests.kits.registry import made_run
+from TrainingFactory.services.runs import stopping
 from TrainingFactory.services.runs.folder import RunFolder
 from TrainingFactory.web import processes
 
@@ -29,13 +29,6 @@ def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
         yield served
 
 
-def until(holds: Callable[[], object]) -> None:
-    end = time.monotonic() + 60
-    while not holds():
-        assert time.monotonic() < end, "it never came"
-        time.sleep(0.02)
-
-
 def row(page: Served, name: str) -> dict[str, object]:
     return next(row for row in page.get("/api/runs")["runs"] if row["name"] == name)
 
@@ -49,7 +42,7 @@ def test_a_run_is_started_stopped_and_resumed(page: Served, tmp_path: Path) -> N
     assert page.send("/api/runs/mine/resume").status_code == 409
     assert page.send("/api/train", yaml=YAML, name="mine").status_code == 409
     stopped = page.post("/api/runs/mine/stop")
-    assert stopped["command"].startswith("kill -INT ")
+    assert stopped["command"].startswith("tfactory runs stop ")
     until(lambda: row(page, "mine")["state"] == "interrupted")
     assert page.send("/api/runs/mine/stop").status_code == 409
     assert (
@@ -73,16 +66,15 @@ def test_what_cannot_start_says_why(page: Served, tmp_path: Path) -> None:
     assert not list((tmp_path / "runs").glob("*")) and not list((tmp_path / "runs").glob(".*"))
 
 
-def test_killing_a_run_never_breaks_the_page(page: Served) -> None:
+def test_killing_a_run_never_breaks_the_page(page: Served, tmp_path: Path) -> None:
     page.post("/api/train", yaml=YAML, name="mine")
-    stop = page.post("/api/runs/mine/stop")["command"]
-    os.kill(int(stop.split()[-1]), signal.SIGKILL)
+    os.kill(stopping.stop(RunFolder(tmp_path / "runs" / "mine")), signal.SIGKILL)
     until(lambda: row(page, "mine")["state"] in ("killed", "interrupted"))
     assert page.get("/api/runs/mine")["row"]["name"] == "mine"
     assert page.send("/api/runs/mine/stop").status_code == 409
 
 
-def test_a_run_survives_the_page(tmp_path: Path) -> None:
+def test_a_run_survives_the_page(tmp_path: Path, tfactory: Run) -> None:
     runs = tmp_path / "runs"
     script = f"""
 import sys
@@ -100,7 +92,7 @@ main(sys.argv[1:])
     before = run.status.step
     until(lambda: run.status.step > before + 1)
     assert run.state == "running"
-    processes.stop(run)
+    assert tfactory("runs", "stop", name, "--runs", str(runs))[0] == 0
     until(lambda: run.state == "interrupted")
 
 
@@ -112,3 +104,22 @@ def test_what_nobody_runs_is_not_stopped(page: Served, tmp_path: Path) -> None:
         "run done is finished, not running",
     )
     assert "finished" in page.send("/api/runs/done/resume").json()["error"]["message"]
+
+
+@pytest.mark.slow
+def test_a_real_run_is_started_stopped_with_a_checkpoint_and_finished(tmp_path: Path) -> None:
+    config = (
+        "model: builtin:tiny\nenvironment: search\nlogging: {checkpoint_every: 1000}\n"
+        "training: {algorithm: sft, max_steps: 12, batch_size: 2, learning_rate: 0.001}\n"
+    )
+    with command(tmp_path) as (page, _):
+        page.post("/api/train", yaml=config, name="mine")
+        run = RunFolder(tmp_path / "runs" / "mine")
+        until(lambda: row(page, "mine")["step"])
+        page.post("/api/runs/mine/stop")
+        until(lambda: row(page, "mine")["state"] == "interrupted")
+        assert [path.name for path in run.checkpoints()] == [f"step-{run.status.step:06d}"]
+        assert "go on with: tfactory runs resume mine" in page.get("/api/runs/mine/log")["text"]
+        page.post("/api/runs/mine/resume")
+        until(lambda: row(page, "mine")["state"] == "finished")
+        assert page.get("/api/runs/mine/metrics")["steps"] == [*range(1, 13)]

@@ -1,4 +1,4 @@
-"""The wizard: nothing that was pasted runs before it was confirmed as it is; tasks in any form; its rewards are ours."""
+"""The wizard: nothing that was pasted runs before it was confirmed as it is; tasks in any form; rewards that exist."""
 
 from __future__ import annotations
 

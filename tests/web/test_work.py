@@ -1,5 +1,5 @@
-"""Wizard, play and labels in a real Chromium: from a paste to a finished run, a conversation with an edited turn that is
-kept, and labels by the keyboard."""
+"""Wizard, play and labels in a real Chromium: from a paste to a finished run, a conversation with an edited turn that
+is kept, and labels by the keyboard."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.kits.browser import PROGRAM, Browser, Tab
+from tests.kits.browser import Browser, Tab
 from tests.kits.page import Served, serving
 from tests.web.test_pages import HOSTILE, episode
 from tests.web.test_play import made_runs
@@ -19,9 +19,7 @@ from tests.web.test_wizard import TINY
 from TrainingFactory.data.examples import load_examples
 from TrainingFactory.services.runs.folder import TRAJECTORIES, RunFolder
 
-pytestmark = pytest.mark.skipif(
-    not PROGRAM.exists(), reason="there is no Chromium: make servers installs one"
-)
+pytestmark = pytest.mark.xdist_group("browser")
 LONG = 120.0  # seconds: a process is started, and a model loaded
 
 
@@ -41,13 +39,6 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def page(runs: Path) -> Iterator[Served]:
     with contextlib.chdir(runs.parent), serving(runs) as served:
         yield served
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    browser = Browser()
-    yield browser
-    browser.close()
 
 
 @pytest.fixture

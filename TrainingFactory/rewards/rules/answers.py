@@ -118,6 +118,8 @@ class ReferenceRule(Extraction):
 class AnswerRule(ReferenceRule):
     """Compare one answer with one right answer; the best pair counts, and no answer is worth 0."""
 
+    quick = True  # it compares two short texts: a thread would take longer
+
     def __call__(self, episode: Episode) -> Reward:
         right = self.right_answers(episode)
         scores = [self.score(answer, one) for answer in self.answers_of(episode) for one in right]

@@ -8,6 +8,7 @@ import re
 import unicodedata
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import lru_cache
 from itertools import pairwise
 
 from TrainingFactory.rewards.rules.units import UNITS, Unit, units_of
@@ -304,6 +305,7 @@ _LATEX = [
 ]
 
 
+@lru_cache(maxsize=4096)  # the right answer is read for every member of a group
 def only_number(text: str, decimal_comma: bool = False) -> Number | None:
     """Return the only number in the text, or the value that several in it have; else None. An equation states its
     right side (48+24 = 72), an approximation its left one (1/3 ≈ 0.33)."""

@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from TrainingFactory.cluster.fleet import Fleet
 from TrainingFactory.cluster.local import LocalPlaces
+from TrainingFactory.cluster.places import Places
 from TrainingFactory.cluster.ray_places import RayPlaces
 from TrainingFactory.cluster.ray_session import RaySession
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.config.problems import Problem
+from TrainingFactory.config.schema import ComputeSection
 from TrainingFactory.models.names import BUILTIN, resolve
 from TrainingFactory.protocols import Sampler
 from TrainingFactory.types import EngineSpec
@@ -103,7 +105,8 @@ def _readable(config: TrainingConfig) -> str | None:
     """Return where an engine on any machine finds the model by itself: a hub id, or a folder with whole weights."""
     model, name = config.model, resolve(config.model.name)
     folder = Path(name).expanduser()
-    if model.adapter is not None or model.quantization != "none" or model.revision is not None:
+    changed = model.adapter or model.tools_format or model.revision
+    if changed is not None or model.quantization != "none":
         return None
     if folder.is_dir():
         return str(folder.resolve()) if any(folder.glob("model*.safetensors")) else None
@@ -116,14 +119,18 @@ def _fleet(
 ) -> Fleet:  # fmt: skip
     compute, trust = config.compute, config.model.trust_remote_code
     slots = min(config.sampling.slots, episodes)
-    on_ray = compute.backend == "ray"
-    device = "auto" if on_ray else config.model.device  # Ray shows each machine's own
+    device = "auto" if compute.backend == "ray" else config.model.device  # Ray shows each machine's own
     engine = config.sampling.engine
     spec = EngineSpec(engine, model, length, slots, device=device, trust_remote_code=trust, **given)
-    if on_ray:
-        session, cpus = RaySession(compute.address, compute.num_gpus), compute.cpus_per_sampler
-        shape = compute.samplers, compute.gpus_per_sampler, cpus, compute.start_timeout
-        places = RayPlaces(session, spec, *shape, say)
-    else:
-        places = LocalPlaces(spec, start_timeout=compute.start_timeout, say=say)
-    return Fleet(places, compute.samplers, length, say, tolerance, holds, compute.start_timeout)
+    made = places(compute, spec, compute.samplers, compute.gpus_per_sampler, say, "sampler")
+    return Fleet(made, compute.samplers, length, say, tolerance, holds, compute.start_timeout)
+
+
+def places(
+    compute: ComputeSection, spec: EngineSpec, count: int, gpus: float | None, say: Say, what: str
+) -> Places:
+    """Return where so many engines are started: in processes of this machine, or in actors on the run's cluster."""
+    if compute.backend != "ray":
+        return LocalPlaces(spec, start_timeout=compute.start_timeout, say=say, what=what)
+    session = RaySession(compute.address, compute.num_gpus)
+    return RayPlaces(session, spec, count, gpus, compute.cpus_per_sampler, compute.start_timeout, say, what)

@@ -101,16 +101,17 @@ def make_learner(
         critic=make_critic(loaded.model) if "critic" in needs else None,
         temperature=config.sampling.temperature if KINDS[options.algorithm].samples else 1.0,
         gradient_checkpointing=options.gradient_checkpointing,
-        processes=make_processes(config, loaded) if sharded else None,
+        processes=make_processes(config) if sharded else None,
     )
 
 
-def make_processes(config: TrainingConfig, loaded: LoadedModel) -> Processes:
+def make_processes(config: TrainingConfig) -> Processes:
     """Make what divides weights among the processes of torch.distributed."""
     from TrainingFactory.learning.sharding import Sharded
+    from TrainingFactory.models.loading import pick_device
 
     check_sharded(config)
-    return Sharded(loaded.model.device, config.optimization.offload_reference)
+    return Sharded(pick_device(config.model.device), config.optimization.offload_reference)
 
 
 def check_sharded(config: TrainingConfig) -> None:

@@ -10,16 +10,12 @@ from typing import Any, Literal
 from pydantic.dataclasses import dataclass
 
 from TrainingFactory.cluster.fleet import Fleet
-from TrainingFactory.cluster.local import LocalPlaces
-from TrainingFactory.cluster.places import Places
-from TrainingFactory.cluster.ray_places import RayPlaces
-from TrainingFactory.cluster.ray_session import RaySession
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.endpoint import ModelError
 from TrainingFactory.models.names import resolve
 from TrainingFactory.options import STRICT, Count, NotNegative, OptionError, Text, Wrong, make_from
 from TrainingFactory.rewards.judge.endpoints import DEFAULT_MAX_TOKENS, Reply, SampledJudge
-from TrainingFactory.services.build.fleet import Say
+from TrainingFactory.services.build.fleet import Say, places
 from TrainingFactory.services.build.model_names import find_model
 from TrainingFactory.tools.fingerprint import digest
 from TrainingFactory.tools.threads import in_thread
@@ -123,17 +119,10 @@ class OwnJudge:
         spec = EngineSpec(
             self._kind, self._name, longest, AT_ONCE, device=asked.device, pushed=False, options=options
         )
-        self._fleet = Fleet(self._places(spec, say), asked.replicas, longest, say)
+        made = places(self._config.compute, spec, asked.replicas, asked.gpus, say, "judge")
+        self._fleet = Fleet(made, asked.replicas, longest, say)
         await self._fleet.sample(chat.render([Message("user", "?")]), SamplingParams(max_tokens=1))
         return SampledJudge(self._fleet, chat, self._params, self._name)
-
-    def _places(self, spec: EngineSpec, say: Say) -> Places:
-        compute = self._config.compute
-        if compute.backend != "ray":
-            return LocalPlaces(spec, start_timeout=compute.start_timeout, say=say, what="judge")
-        session = RaySession(compute.address, compute.num_gpus)
-        each = self.asked.gpus, compute.cpus_per_sampler, compute.start_timeout
-        return RayPlaces(session, spec, self.asked.replicas, *each, say=say, what="judge")
 
     async def ask(self, messages: Sequence[Message], number: int) -> Reply:
         judge = await self.open()

@@ -26,7 +26,7 @@ from TrainingFactory.protocols import Algorithm, Policy
 from TrainingFactory.running import run as run_anywhere
 from TrainingFactory.services.build import sampler as build_sampler
 from TrainingFactory.services.build.fleet import elsewhere
-from TrainingFactory.services.build.learner import check_sharded, make_algorithm, make_trainable
+from TrainingFactory.services.build.learner import check_sharded, make_algorithm
 from TrainingFactory.services.runs.folder import TrainingReport
 from TrainingFactory.services.training.interrupts import Interrupts
 from TrainingFactory.tools.threads import in_thread
@@ -49,7 +49,9 @@ def with_learners(config: TrainingConfig, say: Callable[[str], None]) -> Trainin
     there, asked = launched(), config.compute.learners
     count = (asked or 1) if there is None else there.count
     if asked not in (None, count):
-        text = f"it is {asked}, and the launcher has started {count} processes: leave it out"
+        text = (
+            f"it is {asked}, the launcher has started {count} processes: set it to {count}, or leave it out"
+        )
         raise config.wrong([Problem(("compute", "learners"), text)])
     if count > 1 and ":" in config.model.device:
         text = f"it is {config.model.device}, and each of {count} learners has its own: take cuda or auto"
@@ -77,13 +79,14 @@ class Learners:
             return
         from TrainingFactory.cluster.ranks import Group, Ranks
 
-        cuda = _device(config).type == "cuda"
+        # Under a launcher not all have read the config: each goes by whether there are GPUs.
+        cuda = _device(config if launched() is None else TrainingConfig()).type == "cuda"
         if launched() is not None:
             group = await in_thread(Group, 0, count, None, os.environ["MASTER_ADDR"], cuda)
             if threading.current_thread() is threading.main_thread():
-                loop = asyncio.get_running_loop()  # a launcher that ends everybody waits a while
-                stop = partial(loop.call_soon_threadsafe, interrupts.ask)
-                signal.signal(signal.SIGTERM, lambda *_: loop.is_closed() or stop())
+                stop = partial(asyncio.get_running_loop().call_soon_threadsafe, interrupts.ask)
+                before = signal.signal(signal.SIGTERM, lambda *_: stop())  # a launcher waits a while
+                held.callback(signal.signal, signal.SIGTERM, before)
         else:
             note = f", with a log in {folder}" if config.compute.backend == "local" else ""
             group = await self._started(held, folder, count, cuda)
@@ -156,7 +159,8 @@ class Learners:
         """Make the policy of this process, and that of all; `played`: there is something that samples."""
         ranks, whole = self._ranks, None
         if ranks is not None and played and not elsewhere(self._config):
-            whole = await in_thread(deepcopy, loaded.model)  # of an engine here, before weights are sharded
+            place = _device(self._config)  # of an engine here, whose copy is made before weights are sharded
+            whole = await in_thread(lambda: deepcopy(loaded.model).to(place))
         given = self._config, loaded, algorithm, steps, played, whole
         make = partial(in_thread, build_sampler.make_published, *given)
         if ranks is None:
@@ -210,8 +214,7 @@ class Rank:
         if _device(config).type == "cuda":
             model = config.model.model_copy(update={"device": f"cuda:{self._device}"})
             config = config.model_copy(update={"model": model})
-        self._config, self._loaded = config, build_sampler.load(config)
-        make_trainable(config, self._loaded)
+        self._config, self._loaded = config, build_sampler.load_trained(config)
 
     def _build(self, steps: int, played: bool) -> None:
         given = self._config, self._loaded, make_algorithm(self._config), steps, played
@@ -231,7 +234,7 @@ def served(config: TrainingConfig | None) -> TrainingReport | None:
     if there is None or there.rank == 0:
         return None
     logging.disable(logging.WARNING)  # rank 0 says the same
-    cuda = _device(config or TrainingConfig()).type == "cuda"
+    cuda = _device(TrainingConfig()).type == "cuda"
     shape = there.rank, there.count, None, os.environ["MASTER_ADDR"], cuda
     if (report := run_anywhere(lambda: _serve(shape, there.device, config))) is None:
         raise SystemExit(1)  # rank 0 says why

@@ -13,7 +13,7 @@ from TrainingFactory.protocols import Algorithm, ChatFormat, EnvironmentFactory,
 from TrainingFactory.rollout import AsyncRolloutEngine
 from TrainingFactory.services.build.factories import told_with_places
 from TrainingFactory.services.build.fleet import Say, at_once, check_engines, elsewhere, pushed_to, reading
-from TrainingFactory.services.build.learner import copy_of, make_policy
+from TrainingFactory.services.build.learner import copy_of, make_policy, make_trainable
 from TrainingFactory.services.proxy.program import AgentProgram, ProgramRollouts
 from TrainingFactory.tools.runtime import ToolRuntime
 from TrainingFactory.types import SamplingParams, Trajectory
@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 DEFAULT_MAX_LENGTH = 4096
 
 
-def load(config: TrainingConfig) -> LoadedModel:
+def load(config: TrainingConfig, say: Say = lambda _: None) -> LoadedModel:
+    """Load the model of a config, with a form for tools where one is asked for; `say` is told what that changes."""
     # Imported here: torch and transformers take seconds, and mistakes in names should not wait for them.
     from TrainingFactory.models import load_model
 
@@ -41,9 +42,28 @@ def load(config: TrainingConfig) -> LoadedModel:
             trust_remote_code=model.trust_remote_code,
             quantization=model.quantization,
         )
+    if model.tools_format is not None:
+        from TrainingFactory.models.tools_format import add_tools_format
+
+        frozen = config.lora.enabled or model.adapter is not None or model.quantization != "none"
+        add_tools_format(loaded, model.tools_format, frozen, say)
     limit = context_limit(loaded)
     if model.max_length is not None and limit is not None and model.max_length > limit:
         raise ValueError(f"model.max_length is {model.max_length}, but {model.name} was made for {limit}")
+    return loaded
+
+
+def load_trained(config: TrainingConfig, say: Say = lambda _: None) -> LoadedModel:
+    """Load the model as it is trained: for several learners into the memory of the CPU, from where each takes its share
+    of one layer after the other."""
+    from TrainingFactory.models.loading import pick_device, pick_dtype
+
+    model = config.model
+    if (config.compute.learners or 1) > 1:
+        dtype = str(pick_dtype(model.dtype, pick_device(model.device))).removeprefix("torch.")
+        model = model.model_copy(update={"device": "cpu", "dtype": dtype})
+    loaded = load(config.model_copy(update={"model": model}), say)
+    make_trainable(config, loaded)
     return loaded
 
 
@@ -113,16 +133,18 @@ def max_length(config: TrainingConfig, loaded: LoadedModel) -> int:
     return config.model.max_length or min(context_limit(loaded) or DEFAULT_MAX_LENGTH, DEFAULT_MAX_LENGTH)
 
 
-def make_sampler(config: TrainingConfig, episodes: int) -> tuple[ChatFormat, Sampler]:
+def make_sampler(
+    config: TrainingConfig, episodes: int, say: Say = lambda _: None
+) -> tuple[ChatFormat, Sampler]:
     """Load the model; return its way to write a conversation, and the engine that samples from it."""
-    chat, sampler, _ = make_all(config, episodes)
+    chat, sampler, _ = make_all(config, episodes, say)
     return chat, sampler
 
 
 def make_all(config: TrainingConfig, episodes: int, say: Say = lambda _: None) -> tuple[Any, Sampler, Any]:
     """Return also the model, where the engine has it in this process."""
     check_engines(config)
-    loaded = load(config)
+    loaded = load(config, say)
     chat = make_chat(config, loaded)
     if elsewhere(config):
         return chat, reading(config, loaded, max_length(config, loaded), episodes, say), None

@@ -24,7 +24,7 @@ from TrainingFactory.services.build import rewards as build_rewards
 from TrainingFactory.services.build import sampler as build_sampler
 from TrainingFactory.services.build.environment import check_tools, make_environment
 from TrainingFactory.services.build.fleet import at_once, check_engines, join_cluster
-from TrainingFactory.services.build.learner import make_algorithm, make_trainable, references
+from TrainingFactory.services.build.learner import make_algorithm, references
 from TrainingFactory.services.build.model_names import as_started_from, check_started_from, with_model
 from TrainingFactory.services.build.named_files import about_start, as_started, changed_files
 from TrainingFactory.services.build.ranks import Learners, with_learners
@@ -138,8 +138,7 @@ class Training:
 
     def load(self, day: date) -> tuple[LoadedModel, TemplateChatFormat]:
         """Load the model as it is trained, and its chat format."""
-        loaded = build_sampler.load(self.config)
-        make_trainable(self.config, loaded)
+        loaded = build_sampler.load_trained(self.config, self.watcher.say)
         return loaded, build_sampler.make_chat(self.config, loaded, day)
 
     def _release(self) -> None:

@@ -22,8 +22,9 @@ from TrainingFactory.services.build.trackers import check_trackers
 from TrainingFactory.services.build.training import Training, make_loop, make_order, steps_in
 from TrainingFactory.services.doctor import checks
 from TrainingFactory.services.doctor.diagnosis import Diagnosis
-from TrainingFactory.services.doctor.memory import check_memory, estimate
+from TrainingFactory.services.doctor.memory import check_memory, compare_memory, estimate, needed
 from TrainingFactory.services.doctor.table import Table
+from TrainingFactory.services.plan.shapes import DATA, find_shape
 from TrainingFactory.services.runs.folder import RunFolder
 from TrainingFactory.services.runs.tracking import Watcher
 from TrainingFactory.services.training.loop import TrainingLoop
@@ -62,6 +63,20 @@ def examine(config: TrainingConfig, watcher: Watcher) -> Diagnosis:
     return found
 
 
+def forecast(config: TrainingConfig, size: str | None, gpu: str) -> Diagnosis:
+    """Return the memory that a config takes on a GPU that is not there, by the shape of its model, or of a size;
+    nothing is loaded."""
+    if gpu not in DATA["gpus"]:
+        raise ValueError(f"--gpu {gpu} is not known; there are {', '.join(DATA['gpus'])}")
+    found, shape = Diagnosis(), find_shape(config.model.name, size)
+    length = config.model.max_length or build_sampler.DEFAULT_MAX_LENGTH
+    parts = needed(config, shape, shape.held(config), make_algorithm(config).needs, length)
+    found.facts["model"] = f"{shape.name}: {shape.params:,} weights; nothing was loaded"
+    there = DATA["gpus"][gpu]["gpu_memory_gb"][0] - DATA["figures"]["reserve_gb"][0]
+    compare_memory(found, parts, 1e9 * there, f"one {gpu}, less what CUDA takes")
+    return found
+
+
 def _model_alone(found: Diagnosis, config: TrainingConfig) -> None:
     loaded = build_sampler.load(config)
     make_trainable(config, loaded)
@@ -74,8 +89,8 @@ def _look_at_model(
     checks.check_format(found, loaded, chat, config.model.family)
     checks.check_tools(found, chat, [checks.PROBE])
     limit = build_sampler.max_length(config, loaded)
-    needed = estimate(config, loaded.model, make_algorithm(config).needs, limit)
-    check_memory(found, needed, next(loaded.model.parameters()).device)
+    parts = estimate(config, loaded.model, make_algorithm(config).needs, limit)
+    check_memory(found, parts, next(loaded.model.parameters()).device)
 
 
 class DryRun(Training):

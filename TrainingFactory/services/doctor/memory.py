@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Set
+from typing import Any, NamedTuple
 
 import psutil
 import torch
@@ -16,32 +17,72 @@ OPTIMIZER = {"adamw": 8, "adamw_8bit": 2, "muon": 8}  # bytes of state for each 
 KEPT = 17
 
 
-def estimate(config: TrainingConfig, model: Any, needs: frozenset[str], max_length: int) -> dict[str, float]:
-    """Return bytes by what they are for. The head's logits come in chunks and are not counted."""
-    training, shape = config.training, model.config.get_text_config()
-    params = list(model.parameters())
-    trained = sum(each.numel() for each in params if each.requires_grad)
-    exact = sum(each.numel() for each in params if each.requires_grad and each.dtype == torch.float32)
-    weights, size = sum(each.nbytes for each in params), max(2, params[0].element_size())
-    learned = 4 * (trained - exact) + 4 * trained  # float32 copies, and gradients
-    found = {"weights": weights, "gradients": learned, "optimizer": OPTIMIZER[training.optimizer] * trained}
+class Held(NamedTuple):
+    """Counts the weights of a model."""
+
+    weights: int
+    stored: float  # bytes of all of them
+    trained: int
+    exact: int  # trained ones that are stored in float32, and need no copy
+    size: int  # bytes of a number that is computed with
+
+    @classmethod
+    def of(cls, model: Any) -> Held:
+        params = list(model.parameters())
+        trained = [each for each in params if each.requires_grad]
+        exact = sum(each.numel() for each in trained if each.dtype == torch.float32)
+        counts = [sum(each.numel() for each in some) for some in (params, trained)]
+        stored, size = sum(each.nbytes for each in params), max(2, params[0].element_size())
+        return cls(counts[0], stored, counts[1], exact, size)
+
+
+def estimate(config: TrainingConfig, model: Any, needs: Set[str], max_length: int) -> dict[str, float]:
+    """Return the bytes that a run takes with a loaded model, by what they are for."""
+    return needed(config, model.config.get_text_config(), Held.of(model), needs, max_length)
+
+
+def needed(
+    config: TrainingConfig, shape: Any, held: Held, needs: Set[str], max_length: int
+) -> dict[str, float]:
+    """Return the bytes on the device of a learner that samples too; `shape` is a text config, or has its names."""
+    training, learners, ahead = config.training, config.compute.learners or 1, config.optimization.bound
+    episodes = training.batch_size * training.group_size
+    found = learner_bytes(
+        config, shape, held, needs, learners, min(training.token_budget, episodes * max_length)
+    )
+    if KINDS[training.algorithm].samples:
+        if ahead or learners > 1:  # of a sharded learner all are copied
+            found["the sampler's weights"] = held.stored if learners > 1 else held.size * held.trained
+        slots = min(config.sampling.slots, episodes * (1 + ahead))
+        found["cache"] = cache_bytes(shape, slots, max_length, held.size)
+    return {name: float(count) for name, count in found.items()}
+
+
+def learner_bytes(
+    config: TrainingConfig, shape: Any, held: Held, needs: Set[str], learners: int, tokens: int
+) -> dict[str, float]:
+    """Return the bytes on each device that learns, with packs of so many tokens. The head's logits come in chunks and
+    are not counted. Alone it has the weights as they are stored, and float32 copies of those that are trained; shards
+    of these are float32, with two layers and the head at a time gathered as they are computed with."""
+    ends = shape.hidden_size * shape.vocab_size
+    tied = getattr(shape, "tie_word_embeddings", True)  # foreign object
+    layer = (held.weights - ends * (1 if tied else 2)) / shape.num_hidden_layers
+    gathered = 0.0 if learners == 1 else held.size * (2 * layer + ends)
+    kept = held.stored if learners == 1 else held.stored * (1 - held.trained / held.weights)
+    copies = 4 * (held.trained - (held.exact if learners == 1 else 0)) / learners
+    found = {
+        "weights": kept / learners + gathered,
+        "gradients": copies + 4 * held.trained / learners,
+        "optimizer": OPTIMIZER[config.training.optimizer] * held.trained / learners,
+    }
+    learned = sum(found.values()) - gathered
     alone = not config.lora.enabled and config.model.adapter is None
     if "reference" in needs and "precomputed" not in needs and alone:
-        found["reference model"] = weights
+        found["reference model"] = held.stored / learners
     if "critic" in needs:
-        found["critic"] = weights + learned + found["optimizer"]
-    learners = config.compute.learners or 1
-    found = {name: count / learners for name, count in found.items()}  # all of that is sharded
-    episodes, tokens = training.batch_size * training.group_size, training.token_budget
-    if KINDS[training.algorithm].samples:
-        if (ahead := config.optimization.bound) or learners > 1:  # of a sharded learner all are copied
-            copied = [each.nbytes for each in params if each.requires_grad or learners > 1]
-            found["the sampler's weights"] = sum(copied)
-        slots = min(config.sampling.slots, episodes * (1 + ahead))
-        found["cache"] = cache_bytes(shape, slots, max_length, size)
-    tokens = min(tokens, episodes * max_length)
-    found["activations"] = activation_bytes(shape, tokens, training.gradient_checkpointing, size)
-    return {name: float(count) for name, count in found.items()}
+        found["critic"] = learned
+    left = activation_bytes(shape, tokens, config.training.gradient_checkpointing, held.size)
+    return found | {"activations": float(left)}
 
 
 def activation_bytes(shape: Any, tokens: int, checkpointing: bool, size: int) -> int:
@@ -69,6 +110,10 @@ def check_memory(found: Diagnosis, needed: dict[str, float], device: torch.devic
     """Say how much it is and whether it fits."""
     on_gpu = device.type == "cuda"
     there = torch.cuda.mem_get_info(device)[1] if on_gpu else psutil.virtual_memory().total
+    compare_memory(found, needed, there, str(device))
+
+
+def compare_memory(found: Diagnosis, needed: dict[str, float], there: float, device: str) -> None:
     total = sum(needed.values())
     parts = ", ".join(f"{name} {amount(count)}" for name, count in needed.items())
     found.facts["memory"] = f"about {amount(total)} of {amount(there)} on {device}: {parts}"

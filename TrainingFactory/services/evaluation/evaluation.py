@@ -34,7 +34,7 @@ class Evaluation(Rollouts):
         config = by_file(config, say)
         self.scored_by = scored_by(config, evaluation_reward(assemble_rewards.check_reward(config), say))
         group = config.training.group_size if "group_size" in config.training.model_fields_set else 1
-        super().__init__(config, out, group, replay=replay, choose=evaluation_reward)
+        super().__init__(config, out, group, replay=replay, choose=evaluation_reward, say=say)
 
     async def run_async(self, on_episode: Callable[[Trajectory], None] = lambda _: None) -> Report:
         report = await super().run_async(on_episode)
@@ -47,7 +47,8 @@ def sections_of(found: Named) -> dict[str, dict[str, Any]]:
     if found.maker is None:
         return {"model": found.section}
     trained = as_then(found.maker.config, found.maker.about)
-    sections = {"model": trained.model.model_dump(exclude_unset=True) | found.section}
+    model = trained.model.model_dump(exclude_unset=True, exclude={"tools_format"})  # a checkpoint carries it
+    sections = {"model": model | found.section}
     for section in ("environment", "data", "sampling"):
         sections[section] = getattr(trained, section).model_dump()
     if trained.tools:

@@ -19,7 +19,7 @@ from TrainingFactory.user_code import is_file_name
 
 WEIGHTS = (".safetensors", ".bin", ".gguf")
 # Options of a model that change what it says; of sampling those that change only how fast, or the engine's shapes.
-SHAPING = ("family", "dtype", "max_length", "thinking", "quantization")
+SHAPING = ("family", "tools_format", "dtype", "max_length", "thinking", "quantization")
 FREE = {"slots", "deterministic"}
 
 

@@ -113,7 +113,7 @@ class Rollouts:
         config = self.config
         await join_cluster(config, held)
         environment = await self.tools.equip(self.environment)
-        chat, sampler = await in_thread(make_sampler, config, self.total)
+        chat, sampler = await in_thread(make_sampler, config, self.total, self._say)
         held.push_async_callback(sampler.close)
         await await_engines(sampler)
         made = self._reward = make_reward(config)

@@ -14,6 +14,7 @@ from TrainingFactory.algorithms.kinds import KINDS
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.options import did_you_mean, nearest
 from TrainingFactory.services.build.learner import make_algorithm
+from TrainingFactory.services.doctor.memory import OPTIMIZER
 from TrainingFactory.services.plan.shapes import DATA, find_shape, learner_bytes, sampler_bytes
 from TrainingFactory.services.plan.simulate import Costs, Simulation
 from TrainingFactory.services.plan.workload import Played, distribution, drawn, recorded
@@ -23,6 +24,7 @@ EPISODES = 3000  # of a simulation, in 4 to 12 steps
 # parts of a step, and the costs that each stands for
 PARTS = {"sampling": ("decode", "prefill", "turn"), "tools": (), "reward": (), "update": ("update",)}
 PARTS |= {"push": ("write", "load"), "driver": ("driver", "record")}
+PARTS |= {"evaluations": ("evaluation",), "checkpoints": ("checkpoint",)}
 CALLED = Costs._fields[:3]  # the functions among them
 REMEDIES = ("training.gradient_checkpointing=true", "training.token_budget=4096", "lora.enabled=true")
 
@@ -56,6 +58,11 @@ def find_figures(engine: str, gpu: str, file: Path | None, rates: Sequence[str])
     return found
 
 
+def freed(costs: Costs, *names: str) -> Costs:
+    """Return the costs with some that take no time."""
+    return costs._replace(**{name: (lambda *_: 0.0) if name in CALLED else 0.0 for name in names})
+
+
 def in_gb(parts: dict[str, float]) -> dict[str, float]:
     return {name: count / 1e9 for name, count in parts.items()}
 
@@ -72,7 +79,12 @@ class Planner:
                 f"training.algorithm={config.training.algorithm} samples nothing; take grpo, ppo or rft"
             )
         self.config, self.gpus, self.shape = config, gpus, find_shape(config.model.name, size)
-        self.figures = find_figures("vllm" if gpus > 1 else config.sampling.engine, gpu, file, rates)
+        own, engine = config.sampling.engine, "vllm" if gpus > 1 else config.sampling.engine
+        self.figures = find_figures(engine, gpu, file, rates)
+        text = "sampling.engine" if engine == own else f"assumed with several GPUs; sampling.engine is {own}"
+        self.figures["engine"] = Figure(engine, "that samples", text)
+        for name in ("sampler_overlap", "learner_overlap") if gpus > 1 else ():
+            self.figures[name] = Figure(1.0, self.figures[name].unit, "they share no GPU")
         draws = {name: distribution(self.figures[name].value) for name in DATA["workload"]}
         self.workload = drawn(draws, config.environment.max_turns, config.sampling.max_tokens)
         if run is not None:
@@ -81,7 +93,8 @@ class Planner:
             for name in DATA["workload"].keys() - ({"tool_seconds"} if tool else set()):
                 self.figures[name] = Figure("recorded", self.figures[name].unit, f"from run {run}")
         # Where others sample, the learner computes the log-probs of its own weights too.
-        self.needs = make_algorithm(config).needs | frozenset(["old"] if gpus > 1 else [])
+        algorithm = make_algorithm(config)
+        self.needs, self.refill = algorithm.needs | frozenset(["old"] if gpus > 1 else []), algorithm.refill
         self.room = 1e9 * (self["gpu_memory_gb"] - self["reserve_gb"])
         # GPUs of a sampler: what the config says, else the least power of 2 that leaves a fifth free
         least = math.ceil(math.log2(max(1.0, 2 * self.shape.params / 0.8 / self.room)))
@@ -127,12 +140,14 @@ class Planner:
         over = (learners > 1) * 1e9 / link + (self.gpus > self["gpus_per_node"]) / self["network_gbs"]
         write, load = pushed / self["push_write_gbs"] + pushed * over, pushed / self["push_load_gbs"]
         turn, driver, record = 1e-3 * self["turn_ms"], 1e-3 * self["driver_ms"], self["record_s"]
-        return Costs(decode, prefill, update, turn, driver, write, load, record, self["overlap"])
+        saved = 1e-9 * trained * (6 + OPTIMIZER[training.optimizer]) * (1 + ("critic" in self.needs))
+        checkpoint = saved / self["disk_gbs"] / self.config.logging.checkpoint_every
+        overlaps = self["sampler_overlap"], self["learner_overlap"]
+        return Costs(decode, prefill, update, turn, driver, write, load, record, 0.0, checkpoint, *overlaps)
 
     def step(self, learners: int, slots: int, bound: int, without: str = "") -> tuple[float, float]:
         """Simulate steps, also with a part that takes no time; return seconds and tokens of one."""
-        training, costs = self.config.training, self.costs(learners)
-        free = {name: (lambda *_: 0.0) if name in CALLED else 0.0 for name in PARTS.get(without, ())}
+        training, costs = self.config.training, freed(self.costs(learners), *PARTS.get(without, ()))
 
         def workload(rng: np.random.Generator, size: int) -> Played:
             episodes, rewards, taught = self.workload(rng, size)
@@ -141,9 +156,16 @@ class Planner:
             return Played(episodes, [0.0] * size if without == "reward" else rewards, taught)
 
         size, members = training.batch_size, training.group_size
-        shape = size, members, slots, max(1, (self.gpus - learners) // self.width), bound, self.gpus == 1
+        samplers = max(1, (self.gpus - learners) // self.width)
+        arrival = bound > 0 and self.config.optimization.async_order == "arrival"
+        if training.eval_every and without != "evaluations":
+            alone = freed(costs, "update", "write", "load", "record", "checkpoint")
+            held = self.config.data.heldout_count, 1, slots, samplers
+            seconds, _ = Simulation(workload, alone, *held, steps=2).run()
+            costs = costs._replace(evaluation=seconds / training.eval_every)
+        shape = size, members, slots, samplers, bound, self.gpus == 1, arrival, self.refill
         steps = min(12, max(4, EPISODES // size // members))
-        return Simulation(workload, costs._replace(**free), *shape, steps, training.seed).run()
+        return Simulation(workload, costs, *shape, steps, training.seed).run()
 
     def plan(self, learners: int | None = None) -> dict[str, Any]:
         """Return step time, bottleneck, split, memory and cost."""
@@ -165,25 +187,25 @@ class Planner:
         modes = {n: self.step(best, slots, n) for n in sorted({0, bound or 1})}
         without = {part: self.step(best, slots, bound, part)[0] for part in PARTS}
         steps = training.num_epochs * math.ceil((config.data.count or 1000) / training.batch_size)
-        steps, told = (
-            training.max_steps or steps,
-            "data.count" if config.data.count else "assumed: 1,000 tasks",
-        )
-        told = "training.max_steps" if training.max_steps else told
+        told = "data.count" if config.data.count else "assumed: 1,000 tasks"
+        steps, told = (training.max_steps, "training.max_steps") if training.max_steps else (steps, told)
         self.figures["steps"] = Figure(steps, "steps", told)
-        if bound and config.optimization.async_order == "arrival":
-            self.figures["async_order"] = Figure("number", "", "assumed: arrival cannot be simulated")
         seconds, tokens = modes[bound]
+        slowest, advice = min(without, key=lambda part: without[part]), dict[str, str]()
+        if not bound and modes[1][0] < 0.9 * seconds:
+            advice["optimization.async_rollout=true"] = f"{modes[1][0]:.3g} s a step"
+        if slowest == "push" and not config.lora.enabled:
+            advice["lora.enabled=true"] = "an adapter is pushed instead of all weights"
         return {
             "model": self.shape.name, "parameters": self.shape.params, "gpus": self.gpus, "learners": best,
             "samplers": max(1, (self.gpus - best) // self.width), "gpus_per_sampler": self.width,
             "episodes_per_sampler": slots, "step_seconds": seconds, "tokens_per_second": tokens / seconds,
-            "bottleneck": min(without, key=lambda part: without[part]), "step_seconds_without": without,
+            "bottleneck": slowest, "step_seconds_without": without,
             "step_seconds_by_bound": {n: each[0] for n, each in modes.items()}, "step_seconds_by_learners": splits,
             "room_gb": self.room / 1e9, "learner_gb": in_gb(learner_bytes(self.shape, config, self.needs, best)),
             "sampler_gb": in_gb(sampler_bytes(self.shape, self.width, slots, length)),
             "gpu_hours": self.gpus * (self["start_s"] + steps * seconds) / 3600,
-            "figures": {name: each._asdict() for name, each in self.figures.items()},
+            "advice": advice, "figures": {name: each._asdict() for name, each in self.figures.items()},
         }  # fmt: skip
 
     def _too_few(self, least: int, learners: int | None) -> str:

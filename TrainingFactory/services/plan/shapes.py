@@ -12,9 +12,12 @@ import yaml
 
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.models.names import resolve
-from TrainingFactory.services.doctor.memory import OPTIMIZER, activation_bytes, cache_bytes
+from TrainingFactory.services.doctor import memory
+from TrainingFactory.services.doctor.memory import Held, cache_bytes
 
 DATA: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("figures.yaml").read_text(encoding="utf-8"))
+
+BITS = {"none": 16, "8bit": 8, "4bit": 4.5}  # of a weight of a layer, with its scales
 
 
 class Shape(NamedTuple):
@@ -43,6 +46,15 @@ class Shape(NamedTuple):
     def adapter(self, rank: int) -> int:
         """Return the weights of a LoRA adapter on all linear layers: of each, both of its widths."""
         return self.num_hidden_layers * rank * (self.block // self.hidden_size + 7 * self.hidden_size)
+
+    def held(self, config: TrainingConfig) -> Held:
+        """Return the weights as a config has them on a GPU: all of them trained, or an adapter over them."""
+        bits, layers = BITS[config.model.quantization], self.num_hidden_layers * self.block
+        stored = 2 * (self.params - layers) + layers * bits / 8
+        if not config.lora.enabled:
+            return Held(self.params, stored, self.params, 0, 2)
+        own = self.adapter(config.lora.r)
+        return Held(self.params + own, stored + 4 * own, own, own, 2)
 
     def forward(self, tokens: float, context: float) -> float:
         """Return the operations of the layers for tokens that look back on so many in the mean."""
@@ -76,18 +88,10 @@ def _read(name: str, found: dict[str, Any]) -> Shape:
 
 
 def learner_bytes(shape: Shape, config: TrainingConfig, needs: Set[str], learners: int) -> dict[str, float]:
-    """Return the bytes on each GPU of the learner. Alone it has weights of 16 bits and float32 copies; shards are
-    float32, with two layers and the head at a time gathered in 16 bits."""
-    training, lora, alone = config.training, config.lora.enabled, learners == 1
-    trained = shape.adapter(config.lora.r) if lora else shape.params
-    frozen = 2 * shape.params / learners if lora or alone else 0.0
-    gathered = 0 if alone else 4 * shape.block + 2 * shape.hidden_size * shape.vocab_size
-    learned = (8 + OPTIMIZER[training.optimizer]) * trained / learners
-    kept = activation_bytes(shape, training.token_budget, training.gradient_checkpointing, 2)
-    found = {"weights": frozen + gathered, "copies, gradients, optimizer": learned, "activations": kept}
-    found["reference"] = 2 * shape.params / learners if "reference" in needs and not lora else 0.0
-    found["critic"] = frozen + learned if "critic" in needs else 0.0
-    return {name: count for name, count in found.items() if count}
+    """Return the bytes on each GPU of the learner."""
+    return memory.learner_bytes(
+        config, shape, shape.held(config), needs, learners, config.training.token_budget
+    )
 
 
 def sampler_bytes(shape: Shape, gpus: int, rows: int, length: float) -> dict[str, float]:

@@ -70,7 +70,8 @@ def drawn(given: Mapping[str, Draw], max_turns: int, max_tokens: int) -> Workloa
             new = [prompt, *(some("reply_tokens") for _ in range(some("turns", max_turns) - 1))]
             sampled = [some("turn_tokens", max_tokens) for _ in new]
             episodes.append([*map(Turn, new, sampled, [*(given["tool_seconds"](rng) for _ in new[1:]), 0.0])])
-        return Played(episodes, [given["reward_seconds"](rng) for _ in episodes])
+        rewards = [given["reward_seconds"](rng) for _ in episodes]
+        return Played(episodes, rewards, bool(rng.random() < given["taught_share"](rng)))
 
     return draw
 
@@ -84,30 +85,33 @@ def recorded(run: RunFolder, tool: Draw | None = None) -> Workload:
     if not groups:
         text = "a run has them with logging.save_trajectories and an algorithm that samples"
         raise ValueError(f"--from-run: {run.path} has no episodes in {TRAJECTORIES}; {text}")
-    played = [[_turns(each) for each in group] for group in groups.values()]
-    taught = [len({str(each.reward) for each in group}) > 1 for group in groups.values()]
+    played = [as_played(group) for group in groups.values()]
     rows = [row for row in run.metrics() if row.get("episodes")]
     reward = sum(row["seconds/reward"] for row in rows) / max(1, sum(row["episodes"] for row in rows))
 
     def draw(rng: np.random.Generator, size: int) -> Played:
-        number = rng.integers(len(played))
-        order = [n for _ in range(size) for n in rng.permutation(len(played[number]))][:size]
-        chosen = [played[number][n] for n in order]
+        group = played[rng.integers(len(played))]
+        order = [n for _ in range(size) for n in rng.permutation(len(group.episodes))][:size]
+        chosen = [group.episodes[n] for n in order]
         if tool is not None:
             chosen = [[turn._replace(tool=tool(rng) if turn.tool else 0.0) for turn in one] for one in chosen]
-        return Played(chosen, [reward] * size, taught[number])
+        return Played(chosen, [reward] * size, group.taught)
 
     return draw
+
+
+def as_played(group: Sequence[Trajectory]) -> Played:
+    """Return a group of episodes; its rewards take no time."""
+    taught = len({str(each.reward) for each in group}) > 1
+    return Played([_turns(each) for each in group], [0.0] * len(group), taught)
 
 
 def _turns(episode: Trajectory) -> list[Turn]:
     """Return lengths and latencies; calls of one turn run side by side."""
     found, before = list[Turn](), 0
     for turn in episode.turns:
-        sampled, tools = (
-            len(turn.completion.token_ids),
-            [max(1e-9, each.seconds) for each in turn.tool_results],
-        )
+        sampled = len(turn.completion.token_ids)
+        tools = [max(1e-9, each.seconds) for each in turn.tool_results]
         found.append(Turn(max(0, len(turn.prompt_ids) - before), sampled, max(tools, default=0.0)))
         before = len(turn.prompt_ids) + sampled
     return found

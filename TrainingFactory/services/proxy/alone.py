@@ -126,8 +126,6 @@ async def serve_alone(
         proxy = Proxy(make_rollouts(config, ToolEnvironment, chat, reward=reward), sampler, out)
         held.push_async_callback(proxy.close)
         address = f"{listen.address_of(bound)}/v1"
-        say(
-            f"proxy at {address} (POST {address}/episodes begins an episode; Ctrl-C stops); episodes go to {out}"
-        )
+        say(f"proxy at {address} (POST {address}/episodes begins one; Ctrl-C stops); episodes go to {out}")
         await listen.make_server(proxy.app(token, local)).serve([bound])
     return proxy

@@ -88,11 +88,13 @@ def _begins(messages: Sequence[Message], sent: Sequence[Message], arguments: boo
 
 
 def _same(sent: Message, found: Message, arguments: bool) -> bool:
-    """Tell whether a message came back as it was. Clients may leave out reasoning, for which OpenAI has no field; JSON
-    of arguments may be spaced and escaped otherwise, but has the same keys in the same order, and the same numbers."""
+    """Tell whether a message came back as it was. Clients may leave out reasoning, for which OpenAI has no field, and
+    add the name of an agent to what was sampled, which has none; JSON of arguments may be spaced and escaped otherwise,
+    but has the same keys in the same order, and the same numbers."""
 
     def known(message: Message) -> list[object]:
         calls = [[c.id, c.name, json.dumps(c.arguments) if arguments else ""] for c in message.tool_calls]
-        return [message.role, message.content, message.tool_call_id, message.name, calls]
+        return [message.role, message.content, message.tool_call_id, calls]
 
-    return known(sent) == known(found) and (found.reasoning or None) in (None, sent.reasoning)
+    named = sent.name == found.name or (sent.role == "assistant" and sent.name is None)
+    return named and known(sent) == known(found) and (found.reasoning or None) in (None, sent.reasoning)

@@ -135,7 +135,8 @@ class Calls:
             raise over
         prompt, rules = begun.turn.prompt_ids, self._rules
         # By what is asked, not by who came first: calls side by side have the same seeds in every run.
-        place = int.from_bytes(hashlib.blake2b(json.dumps(prompt).encode(), digest_size=7).digest())
+        asked = [prompt, ask.request.model_dump(include=SETTINGS | {"stream"}, exclude_unset=True)]
+        place = int.from_bytes(hashlib.blake2b(json.dumps(asked).encode(), digest_size=7).digest())
         self._asked[place] += 1
         params = dataclasses.replace(rules.params, seed=self._seed_of(place + self._asked[place]))
         session = self._session(begun.parent)
@@ -191,9 +192,8 @@ class Endpoint:
         bound = listen.bind("127.0.0.1", 0)
         self.base_url = f"{listen.address_of(bound)}/v1"
         self._server = listen.make_server(self.api().app)
-        self._serving = asyncio.create_task(
-            self._server._serve([bound])
-        )  # `serve` would take Ctrl-C from the run
+        # `serve` would take Ctrl-C from the run.
+        self._serving = asyncio.create_task(self._server._serve([bound]))
 
     async def close(self) -> None:
         self._server.should_exit = True

@@ -14,7 +14,7 @@ import subprocess
 import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from pydantic import Field, ValidationError
 from pydantic.dataclasses import dataclass as checked_dataclass
@@ -29,13 +29,21 @@ from TrainingFactory.rollout.episode import EpisodeRules, EpisodeRun
 from TrainingFactory.services.build.fleet import PROCESSES
 from TrainingFactory.services.proxy.endpoint import Calls, Endpoint, Given, new_key
 from TrainingFactory.texts import MAX_ERROR_CHARS, clean, without
+from TrainingFactory.tools.threads import in_thread
 from TrainingFactory.types import Reward, Task, Trajectory
 
 # What a program gets of our environment besides what `env` names: enough to start, and nothing secret.
 INHERITED = "HOME LANG LC_ALL LD_LIBRARY_PATH LOGNAME PATH SHELL TERM TMPDIR TZ USER".split()
+NAMES = {each.value: each.name for each in signal.Signals}  # real-time signals have none
 POLL = 0.02  # seconds between two looks at a program
 MOST_WRITTEN = 64 * 2**20  # bytes on stdout or stderr
 READ = 64 * 1024  # bytes of the end of what it wrote
+# Ends a program when nobody holds the other end of its stdin any more: the episode is over, or we are killed. First the
+# group, then who has left it, found by what a process was started with, where there is /proc.
+WATCH = """read group; read _; kill -s KILL -- "-$group"
+grep -lzsxF "TFACTORY_TASK=$0" /proc/[0-9]*/environ | while IFS=/ read -r _ _ pid _; do kill -s KILL "$pid"; done
+rm -rf -- "${0%/*}"
+"""
 
 
 class ProgramFailed(Exception):
@@ -56,12 +64,14 @@ class AgentProgram:
 
     def __init__(self, command: str, options: Mapping[str, Any]) -> None:
         self.options: ProgramOptions = make_from(ProgramOptions, options, "environment.command")
-        self.argv, self.cwd = shlex.split(command), Path(self.options.cwd).expanduser().resolve()
+        try:
+            self.argv, self.cwd = shlex.split(command), Path(self.options.cwd).expanduser().resolve()
+        except ValueError as error:
+            raise ValueError(f"environment.command={command}: {error}") from error
         name = self.argv[0] if self.argv else ""
         if shutil.which(str(self.cwd / name) if "/" in name else name) is None:
-            raise ValueError(
-                f"environment.command names the program {name!r}, which is neither on the PATH nor at {self.cwd / name}"
-            )
+            text = f"environment.command names the program {name!r}, "
+            raise ValueError(f"{text}which is neither on the PATH nor at {self.cwd / name}")
         if missing := [name for name in self.options.env if name not in os.environ]:
             raise ValueError(f"environment.options.env names {', '.join(missing)}: set it, or leave it out")
         self.endpoint = Endpoint()
@@ -102,63 +112,66 @@ class ProgramEpisode(Scored):
     async def play(self, calls: Calls) -> None:
         """Run the program to its end; raise ProgramFailed where it fails. However this ends, nothing goes on."""
         shown = {name: os.environ.get(name) for name in (*INHERITED, *self._program.options.env)}
-        with tempfile.TemporaryDirectory(prefix="tfactory-episode-") as name:
-            row, folder = trajectory_to_dict(Trajectory(self.task, group=""))["task"], Path(name)
-            (folder / "task.json").write_text(json.dumps(row, default=str), encoding="utf-8")
+        with contextlib.ExitStack() as held:
+            # Files, not pipes: who has been started by it may hold a pipe for ever. Nobody finds them by a name.
+            out, err = (held.enter_context(tempfile.TemporaryFile()) for _ in range(2))
+            folder = tempfile.TemporaryDirectory(prefix="tfactory-episode-", ignore_cleanup_errors=True)
+            file = Path(held.enter_context(folder), "task.json")
+            row = trajectory_to_dict(Trajectory(self.task, group=""))["task"]
+            file.write_text(json.dumps(row, default=str), encoding="utf-8")
             base_url = self.endpoint.base_url
             own = {"OPENAI_BASE_URL": base_url, "OPENAI_API_BASE": base_url, "OPENAI_API_KEY": self.key}
-            own |= {"TFACTORY_TASK": str(folder / "task.json"), "NO_PROXY": "127.0.0.1,localhost"}
+            own |= {"TFACTORY_TASK": str(file), "NO_PROXY": "127.0.0.1,localhost"}
             env = {name: value for name, value in shown.items() if value is not None} | own
             try:
-                status = await self._run(folder, env)
+                status = await self._run(env, held.enter_context(file.open("rb")), out, err)
             except OSError as error:
                 raise ProgramFailed(f"the program cannot be started: {error.strerror}") from error
-            self._read((folder / "stdout").read_bytes()[-READ:].decode(errors="replace"), calls)
+            self._read(_end_of(out), calls)
             if status:
-                how = signal.Signals(-status).name if status < 0 else f"status {status}"
+                how = f"status {status}" if status > 0 else NAMES.get(-status, f"signal {-status}")
                 secrets = [self.key, *(env[name] for name in self._program.options.env if len(env[name]) > 3)]
-                wrote = (folder / "stderr").read_bytes()[-READ:].decode(errors="replace")
-                lines = without(wrote, secrets).split("\n")
+                lines = without(_end_of(err), secrets).split("\n")
                 last = next((line for line in reversed(lines) if line.strip()), "nothing on stderr")
                 raise ProgramFailed(f"the program ended with {how}: {clean(last.strip())[-MAX_ERROR_CHARS:]}")
 
-    async def _run(self, folder: Path, env: dict[str, str]) -> int:
-        """Return its status. Files, not pipes: who has been started by it may hold a pipe for ever."""
-        outputs = [folder / "stdout", folder / "stderr"]
-        with contextlib.ExitStack() as held:
-            stdin = held.enter_context((folder / "task.json").open("rb"))
-            out, err = (held.enter_context(path.open("wb")) for path in outputs)
-            process = subprocess.Popen(
-                self._program.argv, stdin=stdin, stdout=out, stderr=err, cwd=self._program.cwd, env=env,
-                start_new_session=True,  # so that it can be ended with all that it has started
-            )  # fmt: skip
-        try:
-            while process.poll() is None:
-                await asyncio.sleep(POLL)
-                if any(path.stat().st_size > MOST_WRITTEN for path in outputs):
-                    raise ProgramFailed(f"the program wrote more than {MOST_WRITTEN} bytes")
-            return process.returncode
-        finally:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+    async def _run(self, env: dict[str, str], stdin: Any, *outputs: Any) -> int:
+        """Return its status."""
+        watch, files = ["sh", "-c", WATCH, env["TFACTORY_TASK"]], (subprocess.PIPE, None, subprocess.DEVNULL)
+        its: dict[str, Any] = {"cwd": self._program.cwd, "env": env}
+        # Each in a group of its own, to be ended as one.
+        with subprocess.Popen(watch, 0, None, *files, start_new_session=True) as watcher:
+            args = (self._program.argv, -1, None, stdin, *outputs)
+            process = subprocess.Popen(*args, **its, start_new_session=True)
+            try:
+                assert watcher.stdin is not None
+                watcher.stdin.write(b"%d\n" % process.pid)
+                while process.poll() is None:
+                    await asyncio.sleep(POLL)
+                    if any(os.fstat(each.fileno()).st_size > MOST_WRITTEN for each in outputs):
+                        raise ProgramFailed(f"the program wrote more than {MOST_WRITTEN} bytes")
+                return process.returncode
+            finally:
+                await in_thread(watcher.communicate)
+                process.wait()
 
     def _read(self, printed: str, calls: Calls) -> None:
         """Take the reward of the last line that has one, else the one that was posted."""
         self.given = calls.given
-        for line in reversed(printed.split("\n")):
+        for line in reversed([line for line in printed.split("\n") if '"reward"' in line]):
             try:
                 self.given = Given.model_validate_json(line)
                 return
             except ValidationError as error:
                 wrong = error.errors(include_url=False)[0]
-                if wrong["type"] not in (
-                    "json_invalid",
-                    "model_type",
-                    "missing",
-                ):  # a line about something else
+                if wrong["type"] not in ("json_invalid", "model_type", "missing"):  # about something else
                     self.given, self.why = None, f"the program's reward is of no use: {wrong['msg']}"
                     return
+
+
+def _end_of(file: IO[bytes]) -> str:
+    file.seek(max(0, file.seek(0, os.SEEK_END) - READ))
+    return file.read(READ).decode(errors="replace")
 
 
 class ProgramRun(EpisodeRun):

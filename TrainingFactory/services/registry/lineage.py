@@ -39,7 +39,9 @@ def tools_of(run: RunFolder) -> dict[str, Any]:
         with episodes.open(encoding="utf-8") as file:
             specs += json.loads(file.readline() or "{}").get("tools", [])
     told = [json.dumps(spec, sort_keys=True) for spec in specs]
-    called = re.findall(r"\btools/([^/]+)/calls\b", " ".join(key for row in run.metrics() for key in row))
+    called = re.findall(
+        r"^tools/([^/\n]+)/calls$", "\n".join(key for row in run.metrics() for key in row), re.M
+    )
     names = {spec.get("function", spec).get("name") for spec in specs} - {None}
     digest = hashlib.sha256("\n".join(sorted(told)).encode()).hexdigest() if told else None
     return {"names": sorted(names | set(called)), "digest": digest}

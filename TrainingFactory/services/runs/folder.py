@@ -79,6 +79,9 @@ class Status:
     seconds: float = 0.0
 
 
+_STATUS = TypeAdapter(Status)  # making it takes longer than reading a file
+
+
 class RunFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -197,7 +200,7 @@ class RunFolder:
     def status(self) -> Status:
         """Return what status.json says; where it is damaged, what the other files tell."""
         with contextlib.suppress(OSError, ValueError):
-            return TypeAdapter(Status).validate_json((self.path / STATUS).read_bytes())
+            return _STATUS.validate_json((self.path / STATUS).read_bytes())
         rows, steps = self._rows(METRICS), self.config.training.max_steps or 0
         step = max((row.get("step", 0) for row in rows), default=0)
         return Status("running", step, steps, f"{STATUS} cannot be read; this is what {METRICS} tells")

@@ -12,7 +12,7 @@ from TrainingFactory.config import TrainingConfig, load_config
 from TrainingFactory.config.loading import key_value
 from TrainingFactory.protocols import Sampler
 from TrainingFactory.services.build.factories import by_file
-from TrainingFactory.services.build.fleet import at_once
+from TrainingFactory.services.build.fleet import Say, at_once
 from TrainingFactory.services.build.model_names import Named
 from TrainingFactory.services.build.sampler import make_all
 from TrainingFactory.services.evaluation.evaluation import sections_of
@@ -39,12 +39,12 @@ class Served:
         self.gate = asyncio.Semaphore(self.slots)
 
 
-def load_served(config: TrainingConfig, version: str | None = None) -> Served:
+def load_served(config: TrainingConfig, version: str | None = None, say: Say = lambda _: None) -> Served:
     """Load the model of a config; its sampling section holds what a client leaves out."""
     config = by_file(config)
     slots = at_once(config)
     sampling = config.sampling.model_dump(include={"temperature", "top_p", "top_k", "min_p"})
-    chat, engine, model = make_all(config, slots)
+    chat, engine, model = make_all(config, slots, say)
     return Served(chat, engine, slots, SamplingParams(**sampling), version, model)
 
 

@@ -22,7 +22,7 @@ from TrainingFactory.http.api import Answer, Api, ApiError
 from TrainingFactory.seeds import turn_seed
 from TrainingFactory.services.serving.answers import Choice, Tell, complete, head_of, sample_choice, stream
 from TrainingFactory.services.serving.request import Ask, check_size, read_ask
-from TrainingFactory.services.serving.served import Served, load_served
+from TrainingFactory.services.serving.served import Say, Served, load_served
 
 
 class ChatServer:
@@ -141,10 +141,10 @@ class ChatServer:
 
 
 def make_server(
-    config: TrainingConfig, name: str, queue: int = 256, version: str | None = None
+    config: TrainingConfig, name: str, queue: int = 256, version: str | None = None, say: Say = lambda _: None
 ) -> ChatServer:
     """Load the model of the config; its sampling section holds what a client leaves out."""
-    return ChatServer(name, load_served(config, version), queue=queue)
+    return ChatServer(name, load_served(config, version, say), queue=queue)
 
 
 def _known(key: str, served: Served) -> dict[str, str]:

@@ -38,6 +38,8 @@ class Interrupts:
             if self._failure is not None:
                 raise self._failure from None
             raise
+        finally:
+            self._whole = None
 
     def fail(self, error: Exception) -> None:
         """End whatever is under way with this error: what the run needs is gone."""

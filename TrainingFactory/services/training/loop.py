@@ -96,20 +96,13 @@ class TrainingLoop:
         await self._write_status("running")
         try:
             with self.interrupts.watching():
-                try:
-                    reason = await self._steps()
-                finally:
-                    await self.source.close()
-            return await self._finish("finished", reason)
-        except Stopped:
-            await self._save()
-            return await self._finish("interrupted")
+                state, reason = await self._to_the_end()
+            return await self._finish(state, reason)
         except asyncio.CancelledError:
             if not self.interrupts.asked:
                 raise
             return await self._finish("interrupted")  # at once: the last checkpoint is what remains
         except SamplersLost as error:
-            await self._save()
             reason = f"{error}; when that is mended, go on with: {self.run.resume_command}"
             await self._finish("failed", reason)
             raise ValueError(reason) from error
@@ -119,6 +112,20 @@ class TrainingLoop:
             raise OSError(reason) from error
         except Exception as error:
             await self._finish("failed", str(error))
+            raise
+
+    async def _to_the_end(self) -> tuple[State, str | None]:
+        """Make the steps, and a checkpoint where they end early; return how they ended, and why."""
+        try:
+            try:
+                return "finished", await self._steps()
+            finally:
+                await self.source.close()
+        except Stopped:
+            await self._save()
+            return "interrupted", None
+        except SamplersLost:
+            await self._save()
             raise
 
     async def _steps(self) -> str | None:
@@ -136,9 +143,13 @@ class TrainingLoop:
             await self._guard(batch.step, self.guards.check(batch, last))
             self.watcher.phase("update")
             started = time.perf_counter()
-            metrics = await self.policy.step(batch.rows, batch.step)
+            writing = asyncio.ensure_future(in_thread(self._write_episodes, batch))
+            try:
+                metrics = await self.policy.step(batch.rows, batch.step)
+            finally:  # after a failure what is written too much is cut off as after a kill
+                written = await writing
             lost = await self._publish()
-            await self._record(batch, metrics, time.perf_counter() - started)
+            await self._record(batch, metrics | written, time.perf_counter() - started)
             if lost is not None:
                 raise lost
             await self._guard(batch.step, self.guards.updated(metrics, last))
@@ -189,7 +200,6 @@ class TrainingLoop:
         self.progress.seconds += seconds
         # Not before: a checkpoint holds the calls of steps that are done.
         await in_thread(self._write_calls, batch)
-        written = await in_thread(self._write_episodes, batch)
         tasks = [group.trajectories[0].task.id for group in batch.groups]
         groups = [[group.number, group.attempt, group.place] for group in batch.groups]
         row = {"step": batch.step + 1, "epoch": epoch, "tasks": tasks, "groups": groups}
@@ -198,9 +208,8 @@ class TrainingLoop:
             if self._evaluation_is_due():
                 metrics |= await self._evaluate()
         except SamplersLost:
-            await self._log(epoch, metrics | written)  # the step itself is done
+            await self._log(epoch, metrics)  # the step itself is done
             raise
-        metrics |= written
         await self._log(epoch, metrics)
         if batch.sampled and (self._save_is_due() or self.progress.done == 1):
             await in_thread(self.trackers.episodes, self.progress.done, batch.trajectories)

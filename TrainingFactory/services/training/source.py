@@ -99,7 +99,7 @@ class SampledSource:
 
     async def take(self, step: int) -> StepGroups:
         started = time.perf_counter()
-        self._clock.seconds = 0.0
+        self._clock.seconds = self._rollouts.tail = 0.0
         first = step * self._order.batch_size
         left, numbers = self._ledger.left, range(first, first + self._order.batch_size)
         groups = latest = await self._play(step, numbers, self._ledger.take(len(numbers)), 0)
@@ -110,10 +110,9 @@ class SampledSource:
             latest = await self._play(step, open_numbers, self._ledger.take(len(open_numbers)), attempt)
             groups = groups + latest
         seconds = time.perf_counter() - started
-        problem, metrics = (
-            problem_of(groups, self._max_unscored),
-            sampled_metrics(groups, seconds, self._clock),
-        )
+        problem = problem_of(groups, self._max_unscored)
+        metrics = sampled_metrics(groups, seconds, self._clock)
+        metrics["tail_share"] = self._rollouts.tail / seconds
         return StepGroups(step, groups, seconds, metrics, problem, sampled=True)
 
     async def close(self) -> None: ...

@@ -13,6 +13,7 @@ from TrainingFactory.types import Trajectory
 
 # Most of a line is numbers, of which a view has only how many there are. Inside a text a quote has a \ before it.
 NUMBERS = re.compile(rb'"(new_ids|token_ids|logprobs|versions)": ?\[([^\]"]*)\]')
+NEVER_ESCAPED = re.compile(r"[ !#-.0-\[\]-~]+")  # in JSON
 RESULT = ("content", "ok", "error", "cached", "seconds", "id")
 WRONG = (ValueError, LookupError, TypeError, AttributeError, OverflowError)
 
@@ -53,10 +54,8 @@ def _results(turn: Json) -> Iterator[tuple[str, Json]]:
     calls = turn["message"].get("tool_calls") or []
     names = [(call.get("id"), str(call.get("function", call).get("name"))) for call in calls]
     for place, result in enumerate(turn.get("tool_results") or ()):
-        yield (
-            dict(names).get(result.get("id") or None) or (names[place][1] if place < len(names) else ""),
-            result,
-        )
+        beside = names[place][1] if place < len(names) else ""
+        yield dict(names).get(result.get("id") or None) or beside, result
 
 
 def episode_view(given: bytes | Trajectory, number: int) -> EpisodeView:
@@ -93,9 +92,7 @@ def says(line: bytes, text: str) -> bool:
     """Tell whether an episode says something in its messages, calls, error or task's id, in whatever case. It is
     first looked for among the bytes; a line that is no episode is searched as it is."""
     wanted = text.lower()
-    if (
-        re.fullmatch(r"[ !#-.0-\[\]-~]+", text) and wanted.encode() not in line.lower()
-    ):  # what JSON never escapes
+    if NEVER_ESCAPED.fullmatch(wanted) and wanted.encode() not in line.lower():
         return False
     try:
         return any(wanted in each.lower() for each in _texts(read_line(line)))
@@ -105,10 +102,8 @@ def says(line: bytes, text: str) -> bool:
 
 def _texts(found: Json) -> Iterator[str]:
     yield from (str(found["task"]["id"]), str(found.get("error") or ""))
-    for message in [
-        *found["prompt"],
-        *(m for turn in found["turns"] for m in (turn["message"], *turn["replies"])),
-    ]:
+    said = [message for turn in found["turns"] for message in (turn["message"], *turn["replies"])]
+    for message in [*found["prompt"], *said]:
         yield from (str(message.get(key) or "") for key in ("content", "reasoning_content"))
         for call in message.get("tool_calls") or ():
             yield from map(str, call.get("function", call).values())

@@ -15,10 +15,11 @@ from TrainingFactory.services.views.files import Part, Place, read_on
 from TrainingFactory.services.views.shapes import EpisodePage, EpisodeRow, EpisodeView, GroupView, Sort
 
 BLOCK = 4 << 20  # bytes that are read at once
-BUILT = 16 << 20  # bytes that a request adds to the index
+BUILT = 8 << 20  # bytes that a request adds to the index
 SEARCHED = 32 << 20  # bytes that a request looks through for a text
 MOST = 1000  # rows of a page
 COLUMNS = tuple(EpisodeRow.model_fields)
+INSERT = f"INSERT INTO episodes VALUES ({', '.join('?' * (len(COLUMNS) + 3))})"
 SORTS: dict[Sort, str] = {
     "place": "number", "reward": "coalesce(reward, -1e308)", "length": "tokens", "seconds": "seconds",
 }  # fmt: skip
@@ -73,20 +74,16 @@ class EpisodeIndex:
                 more, part = self._grow()
                 read += more
             where, values = query.where()
-            [matched] = self._db.execute(f"SELECT count(*) FROM episodes WHERE {where}", values).fetchone()
-            limit, key, way = (
-                max(1, min(query.limit, MOST)),
-                SORTS[query.sort],
-                "DESC" if query.down else "ASC",
-            )
+            sql = f"SELECT count(*) FROM episodes WHERE {where}"
+            matched = self._db.execute(sql, values).fetchone()[0] if values else self._count
+            key, way = SORTS[query.sort], "DESC" if query.down else "ASC"
+            limit = max(1, min(query.limit, MOST))
             if query.after is not None:
                 value, _, number = query.after.rpartition(":")
                 where += f" AND ({key}, number) {'<' if query.down else '>'} (?, ?)"
                 values += [float(value), int(number)]
             most = "" if query.text else f" LIMIT {limit + 1}"
-            sql = (
-                f"SELECT *, {key} AS at FROM episodes WHERE {where} ORDER BY {key} {way}, number {way}{most}"
-            )
+            sql = f"SELECT *, {key} AS at FROM episodes WHERE {where} ORDER BY at {way}, number {way}{most}"
             rows, last, searched, cut = list[EpisodeRow](), None, 0, False
             for found in self._db.execute(sql, values):
                 if cut := len(rows) == limit or searched > SEARCHED:
@@ -123,12 +120,10 @@ class EpisodeIndex:
         with self._lock:
             while True:
                 more = self._grow()[1].more
-                found = self._db.execute(
-                    f"SELECT * FROM episodes WHERE {where} ORDER BY number", values
-                ).fetchall()
-                if not more or (
-                    found and found[-1]["number"] < self._count
-                ):  # where another follows, all are known
+                sql = f"SELECT * FROM episodes WHERE {where} ORDER BY number"
+                found = self._db.execute(sql, values).fetchall()
+                # where another line follows, all of them are known
+                if not more or (found and found[-1]["number"] < self._count):
                     return [(self._line(row), row["number"]) for row in found]
 
     def _line(self, row: sqlite3.Row) -> bytes:
@@ -150,9 +145,7 @@ class EpisodeIndex:
             with self._db:  # a transaction
                 if part.again:
                     self._db.execute("DELETE FROM episodes")
-                self._db.executemany(
-                    f"INSERT INTO episodes VALUES ({', '.join('?' * (len(COLUMNS) + 3))})", values
-                )
+                self._db.executemany(INSERT, values)
             self._place, self._count = part.place, count
             read += start - part.start
             if not part.more or read >= BUILT:

@@ -57,7 +57,10 @@ def comparison_view(first: str, second: str, runs: Path, catalogue: Catalogue) -
     pairs = [(a, b) for a in ours for b in theirs if a.record.id != b.record.id]
     if not pairs:
         raise ValueError(f"there are no two recorded evaluations of these: tfactory compare {first} {second}")
-    one, other = max(pairs, key=lambda pair: _fit(*pair))
+    asked = [(a, b, a.record.conditions, b.record.conditions) for a, b in pairs]
+    one, other, *_ = max(
+        asked, key=lambda p: (p[2] == p[3], p[2].tasks == p[3].tasks, *(e.record.time for e in p[:2]))
+    )
     made = compare(Side(first, [one]), Side(second, [other]))
     told = {flip.task: each for flip, each in made.episodes([*made.worse, *made.better][:SHOWN])}
     tasks = []
@@ -67,24 +70,16 @@ def comparison_view(first: str, second: str, runs: Path, catalogue: Catalogue) -
             pair.flipped = "better" if pair.second > pair.first else "worse"
         pair.episodes = [each and episode_view(each, 0) for each in told.get(a.task, [])]
         tasks.append(pair)
-    return shapes.ComparisonView(
-        tasks=sorted(tasks, key=lambda pair: not pair.flipped), summary=made.as_json()
-    )
+    tasks.sort(key=lambda pair: not pair.flipped)
+    return shapes.ComparisonView(tasks=tasks, summary=made.as_json())
 
 
 def _recorded(name: str, known: list[Found], catalogue: Catalogue) -> list[Found]:
     version, (run, _, step) = catalogue.find(name), name.partition("@step-")
     ids = {name} if version is None else {each.get("id") for each in catalogue.evaluations(str(version))}
-    models = [(found, found.record.model) for found in known]
-    steps = [(found, model) for found, model in models if not step or model.step == int(step)]
-    return [found for found, model in models if found.record.id in ids or model.name == name] or [
-        found for found, model in steps if model.run == run
-    ]
-
-
-def _fit(one: Found, other: Found) -> tuple[bool, bool, str, str]:
-    ours, theirs = one.record.conditions, other.record.conditions
-    return ours == theirs, ours.tasks == theirs.tasks, one.record.time, other.record.time
+    direct = [each for each in known if each.record.id in ids or each.record.model.name == name]
+    made = [each for each in known if each.record.model.run == run]
+    return direct or [each for each in made if not step or str(each.record.model.step) == step.lstrip("0")]
 
 
 def audits(runs: Path) -> shapes.AuditList:

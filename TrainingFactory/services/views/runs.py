@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import re
+import threading
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from math import isfinite
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -17,28 +19,20 @@ from TrainingFactory.config import TrainingConfig
 from TrainingFactory.config.loading import ConfigLoader
 from TrainingFactory.config.names import expand
 from TrainingFactory.services.evaluation.records import read_records
-from TrainingFactory.services.registry.lineage import chain, origin, parent_of, tools_of
-from TrainingFactory.services.registry.lineage import told as node_in_words
-from TrainingFactory.services.runs.folder import (
-    ABOUT,
-    CONFIG,
-    EVALUATIONS,
-    FINDINGS,
-    METRICS,
-    OLD_METRICS,
-    STATUS,
-    RunFolder,
-    is_run,
-)
+from TrainingFactory.services.registry.lineage import chain, origin, parent_of, told, tools_of
+from TrainingFactory.services.runs import folder as kept
+from TrainingFactory.services.runs.folder import ABOUT, CONFIG, FINDINGS, METRICS, STATUS, RunFolder, is_run
 from TrainingFactory.services.views import shapes
 from TrainingFactory.services.views.files import Place, read_json, read_on
 
 SPARK = 60  # points of a small curve
 PART = 8 << 20  # bytes of metrics in an answer
 LOG, LOG_PART = "run.log", 256 << 10  # what a run's process has printed, where something kept it
-SUMMED = re.compile(rb'"(step|reward|loss|tokens_per_second|eval/success(?:_low|_high)?)": (-?\d[\d.eE+-]*)')
+SUMMED = re.compile(
+    rb'"(step|reward|loss|tokens_per_second|eval/success(?:_low|_high)?)": (NaN|-?[\dI][\w.+-]*)'
+)
 BEGAN = "the model it began with"
-COMMANDS = ("runs show", "runs resume", "runs report", "eval", "serve", "runs episodes")
+COMMANDS = ("runs show", "runs stop", "runs resume", "runs report", "eval", "serve", "runs episodes")
 
 
 class _QuickLoader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # pyright: ignore[reportGeneralTypeIssues]
@@ -60,26 +54,34 @@ class _Known:
 
 
 class Runs:
-    """The runs of a folder. What has not changed is not read again, and its row is the same object as before."""
+    """The runs of a folder, for any thread. What has not changed is not read again: its row is the same object."""
 
     def __init__(self, folder: str | Path = "runs") -> None:
         self.folder = Path(folder).expanduser()
-        self._known: dict[Path, _Known] = {}
+        self._known, self._lock = dict[Path, _Known](), threading.Lock()
 
     def rows(self) -> list[shapes.RunRow]:
         """Return a row for each run, the oldest first. One that cannot be read says why."""
-        files = [file for name in (ABOUT, CONFIG) for file in self.folder.glob(f"[!.]*/{name}")]
-        made = {file.parent: (_stat(file)[0], file) for file in files}
-        self._known = {path: self._known.get(path, _Known()) for path in sorted(made, key=made.__getitem__)}
-        return [self.row(RunFolder(path)) for path in self._known]
+        with self._lock:
+            self._known = {path: self._known.get(path, _Known()) for path in self._folders()}
+            return [self._row(RunFolder(path)) for path in self._known]
+
+    def row(self, run: RunFolder) -> shapes.RunRow:
+        with self._lock:
+            return self._row(run)
 
     def find(self, name: str) -> RunFolder:
         """Return the run of that name in this folder, which is looked up; raise ValueError where there is none."""
-        if name in {path.name for path in self.folder.glob("[!.]*/") if is_run(path)}:
+        if name in {path.name for path in self._folders()}:
             return RunFolder(self.folder / name)
         raise ValueError(f"there is no run {name!r} in {self.folder}")
 
-    def row(self, run: RunFolder) -> shapes.RunRow:
+    def _folders(self) -> list[Path]:
+        files = [file for name in (ABOUT, CONFIG) for file in self.folder.glob(f"[!.]*/{name}")]
+        made = {file.parent: (_stat(file)[0], file) for file in files}
+        return sorted(made, key=made.__getitem__)
+
+    def _row(self, run: RunFolder) -> shapes.RunRow:
         known = self._known.setdefault(run.path, _Known())
         seen = [_stat(run.path / name) for name in (METRICS, STATUS, CONFIG, ABOUT, FINDINGS)]
         row = known.row
@@ -109,7 +111,7 @@ def _sum_up(path: Path, known: _Known) -> None:
         for line in part.lines:
             found = {name.decode(): float(value) for name, value in SUMMED.findall(line)}
             known.last |= found | ({"eval/step": found.get("step", 0)} if "eval/success" in found else {})
-            for name in found.keys() & {"reward", "loss"}:
+            for name in {"reward", "loss"} & {name for name, value in found.items() if isfinite(value)}:
                 known.curves.setdefault(name, array("d")).append(found[name])
 
 
@@ -121,9 +123,8 @@ def _new_row(run: RunFolder, known: _Known, updated: float) -> shapes.RunRow:
     )  # fmt: skip
     if "eval/success" in last:
         low, high = last.get("eval/success_low"), last.get("eval/success_high")
-        row.heldout = shapes.Heldout(
-            value=last["eval/success"], low=low, high=high, step=int(last["eval/step"])
-        )
+        value, step = last["eval/success"], int(last["eval/step"])
+        row.heldout = shapes.Heldout(value=value, low=low, high=high, step=step)
     file = CONFIG
     try:
         if not is_run(run.path):
@@ -182,7 +183,9 @@ def run_view(run: RunFolder, runs: Runs) -> shapes.RunView:
             return otherwise
 
     about, best, steps = tried(lambda: run.about, {}), tried(run.best, None), len("step-")
-    records = read_records(run.path / EVALUATIONS, lambda note: notes.append(note.removeprefix("note: ")))
+    records = read_records(
+        run.path / kept.EVALUATIONS, lambda note: notes.append(note.removeprefix("note: "))
+    )
     parent, began = parent_of({"about": about}), {"name": runs.row(run).model, "what": BEGAN, "rows": []}
     files = sorted(path for path in run.path.iterdir() if path.is_file() and not path.name.startswith("."))
     return shapes.RunView(
@@ -199,7 +202,7 @@ def run_view(run: RunFolder, runs: Runs) -> shapes.RunView:
 
 def lineage_rows(node: shapes.Json) -> list[shapes.Json]:
     """Return the way from the base model to a node."""
-    made = [(each.get("run"), *node_in_words(each)) for each in chain(node)]
+    made = [(each.get("run"), *told(each)) for each in chain(node)]
     found = [{"name": run, "what": what, "rows": rows} for run, what, rows in made if run]
     return [{"name": origin(node), "what": BEGAN, "rows": []}, *found]
 
@@ -229,9 +232,7 @@ def config_view(run: RunFolder) -> shapes.ConfigView:
 def diff(runs: Sequence[RunFolder]) -> shapes.Diff:
     """Return the options in which runs differ, and their last metrics."""
     options = _beside([_flat(quick_config(run).model_dump()) for run in runs])
-    last = [
-        {k: v for row in run.metrics() for k, v in row.items() if k not in ("step", "time")} for run in runs
-    ]
+    last = [{key: value for row in run.metrics() for key, value in row.items()} for run in runs]
     rows = [row for row in options if any(value != row["values"][0] for value in row["values"])]
     return shapes.Diff(runs=[run.name for run in runs], rows=rows, metrics=_beside(last))
 
@@ -262,7 +263,7 @@ def metrics_part(run: RunFolder, after: int = 0) -> shapes.MetricsPart:
         found.times.append(row.pop("time", None))
         for name, value in row.items():
             if isinstance(value, int | float):
-                column = found.series.setdefault(OLD_METRICS.get(name, name), [])
+                column = found.series.setdefault(kept.OLD_METRICS.get(name, name), [])
                 column += [None] * (len(found.steps) - 1 - len(column)) + [float(value)]
     for column in found.series.values():
         column += [None] * (len(found.steps) - len(column))

@@ -84,7 +84,7 @@ class RunView(BaseModel):
     findings: list[FindingRow]
     evaluations: list[EvaluationRow]
     lineage: list[Json]  # name, what, rows: from the base model to what it was started from
-    commands: dict[str, str]  # show, resume, report, eval, serve, episodes
+    commands: dict[str, str]  # show, stop, resume, report, eval, serve, episodes
     files: list[Json]  # name, bytes
     tools: list[str]
     notes: list[str]  # what could not be read
@@ -103,17 +103,18 @@ class Diff(BaseModel):
     metrics: list[Json]  # the same of the last value of each; null where a run has none
 
 
-class LogPart(BaseModel):
-    """What a file has from a byte on."""
-
+class FilePart(BaseModel):
     offset: int  # to ask from the next time
     start: int = 0  # of an event: the byte that it goes on from
     again: bool  # the file was cut back: this is from its beginning, and replaces what was read before
     more: bool  # there is more already: ask at once
-    text: str = ""
 
 
-class MetricsPart(LogPart):
+class LogPart(FilePart):
+    text: str
+
+
+class MetricsPart(FilePart):
     unread: int = 0  # lines that are no metrics
     steps: list[int] = []
     times: list[Number] = []  # seconds since 1970
@@ -163,9 +164,7 @@ class CreditView(BaseModel):
     measure: Literal["advantage", "weight", "reward"]
     largest: float  # in the step, signs aside: the strongest colour
     note: str
-    turns: list[
-        Json
-    ]  # pieces: text, ids, logprobs (the sampler's), values (none where it is not trained), trained
+    turns: list[Json]  # pieces: text, ids, logprobs (the sampler's), values (none: not trained), trained
     left_out: str | None  # why nothing of it is trained
 
 
@@ -233,12 +232,8 @@ class TaskPair(BaseModel):
 
 class ComparisonView(BaseModel):
     tasks: list[TaskPair]  # those that flipped first
-    summary: (
-        Json  # first, second, records, difference, difference_low, difference_high, p, better, worse, notes
-    )
+    summary: Json  # what `tfactory compare --json` prints: records, difference, p, better, worse, notes
 
 
 class AuditList(BaseModel):
-    audits: list[
-        Json
-    ]  # time, judge, gold, rows (metric, value, meaning), and what `judge audit --json` prints
+    audits: list[Json]  # time, judge, gold, rows (metric, value, meaning), and what `judge audit` prints

@@ -2,7 +2,7 @@
 
 let token = null;
 
-export class ApiError extends Error {
+class ApiError extends Error {
   constructor(status, error) {
     super(error.message);
     this.status = status;
@@ -11,7 +11,7 @@ export class ApiError extends Error {
   }
 }
 
-/** Tells version, folder and the token that changes of state need; asked once. */
+/** Tells version, folder and the token that changes of state need; asked before anything is sent. */
 export async function about() {
   const told = await get("/api/about");
   token = told.page_token;
@@ -20,7 +20,9 @@ export async function about() {
 
 /** Builds /api/runs/NAME/episodes?step=3 from parts and a query; empty values are left out. */
 export function url(parts, query = {}) {
-  const kept = Object.entries(query).filter(([, value]) => value !== null && value !== undefined && value !== "");
+  const kept = Object.entries(query).filter(
+    ([, value]) => value !== null && value !== undefined && value !== "",
+  );
   const path = "/api/" + parts.map((part) => encodeURIComponent(part)).join("/");
   return kept.length ? path + "?" + new URLSearchParams(kept) : path;
 }
@@ -49,11 +51,14 @@ export async function job(address, body, heard, signal) {
 }
 
 async function send(address, body, signal) {
-  if (token === null) await about();
-  const headers = { "content-type": "application/json", "x-tfactory-page": token };
-  const response = await fetch(address, { method: "POST", headers, body: JSON.stringify(body), signal });
-  if (response.status === 403) token = null; // a server that was started anew has another token: ask for it next time
-  return response;
+  const once = () => {
+    const headers = { "content-type": "application/json", "x-tfactory-page": token };
+    return fetch(address, { method: "POST", headers, body: JSON.stringify(body), signal });
+  };
+  const response = await once();
+  if (response.status !== 403) return response;
+  await about(); // a server that was started anew has another token
+  return await once();
 }
 
 async function answer(response) {
@@ -64,7 +69,8 @@ async function answer(response) {
   } catch {
     throw new ApiError(response.status, { message: "The server answered with something that is no JSON." });
   }
-  if (!response.ok) throw new ApiError(response.status, told.error ?? { message: "The server answered " + response.status });
+  if (!response.ok)
+    throw new ApiError(response.status, told.error ?? { message: "The server answered " + response.status });
   return told;
 }
 
@@ -79,7 +85,8 @@ async function* events(body) {
     waiting = blocks.pop();
     for (const block of blocks) {
       const lines = block.split("\n");
-      const of = (name) => lines.filter((line) => line.startsWith(name)).map((line) => line.slice(name.length).trim());
+      const of = (name) =>
+        lines.filter((line) => line.startsWith(name)).map((line) => line.slice(name.length).trim());
       const data = of("data:").join("\n");
       if (data) yield { event: of("event:")[0] ?? "message", data: JSON.parse(data) };
     }

@@ -24,7 +24,7 @@ const PAGES = [
 const THEMES = ["auto", "light", "dark"];
 const main = document.getElementById("main");
 let leave = new AbortController();
-let shownPath = null;
+let shown = null;
 
 /** Takes #/run/NAME/episodes?step=3 apart. */
 function route() {
@@ -45,16 +45,28 @@ function show() {
   }
   document.title = (parts[0] === "run" ? parts[1] : known.title) + " · TrainingFactory";
   live.watch(parts[0] === "run" ? parts[1] : null);
-  const place = { main, parts: parts.slice(1), query, signal: leave.signal, setQuery: (next) => keepQuery(path, next) };
-  if (path.split("/").slice(0, 2).join("/") !== shownPath) window.scrollTo(0, 0);
-  shownPath = path.split("/").slice(0, 2).join("/");
+  const place = {
+    main,
+    parts: parts.slice(1),
+    query,
+    signal: leave.signal,
+    setQuery: (next) => keepQuery(path, next),
+  };
+  const thing = parts.slice(0, 2).join("/"); // its views share a place on the screen
+  if (thing !== shown) {
+    window.scrollTo(0, 0);
+    if (shown !== null) main.focus({ preventScroll: true }); // those who hear the page begin at its top
+  }
+  shown = thing;
   main.className = "page-" + parts[0];
   page.show(place).catch((error) => error.name === "AbortError" || put(main, failed(error)));
 }
 
 /** Writes filters and choices of a page into its address, so that it can be kept and sent. */
 function keepQuery(path, query) {
-  const kept = Object.entries(query).filter(([, value]) => value !== null && value !== undefined && value !== "");
+  const kept = Object.entries(query).filter(
+    ([, value]) => value !== null && value !== undefined && value !== "",
+  );
   const text = new URLSearchParams(kept).toString();
   history.replaceState(null, "", "#/" + (path || "runs") + (text ? "?" + text : ""));
 }
@@ -62,13 +74,31 @@ function keepQuery(path, query) {
 function rail(told) {
   const running = h("span", { class: "count", hidden: true });
   const links = PAGES.map(({ path, title }) =>
-    h("a", { href: "#/" + path, "data-path": path, title }, icon(path, 18), h("span", {}, title), path === "runs" && running));
+    h(
+      "a",
+      { href: "#/" + path, "data-path": path, title },
+      icon(path, 18),
+      h("span", {}, title),
+      path === "runs" && running,
+    ),
+  );
   const state = h("span", { class: "connection", role: "status" });
   const theme = iconButton("auto", "Theme", nextTheme, { id: "theme" });
   const help = iconButton("help", "Keyboard shortcuts", showKeys);
-  const brand = h("a", { class: "brand", href: "#/runs" }, h("img", { src: "/static/icon.svg", alt: "", width: 22, height: 22 }), h("span", {}, "TrainingFactory"));
+  const brand = h(
+    "a",
+    { class: "brand", href: "#/runs" },
+    h("img", { src: "/static/icon.svg", alt: "", width: 22, height: 22 }),
+    h("span", {}, "TrainingFactory"),
+  );
   const folder = h("span", { class: "folder", title: told.runs_folder }, h("bdi", {}, told.runs_folder));
-  const foot = h("div", { class: "foot" }, state, folder, h("div", { class: "tools" }, theme, help, h("span", { class: "version" }, told.version)));
+  const foot = h(
+    "div",
+    { class: "foot" },
+    state,
+    folder,
+    h("div", { class: "tools" }, theme, help, h("span", { class: "version" }, told.version)),
+  );
   put(document.getElementById("rail"), brand, h("nav", { "aria-label": "Pages" }, links), foot);
   const words = { live: "Live", lost: "Connection lost", connecting: "Connecting" };
   const connected = () => {

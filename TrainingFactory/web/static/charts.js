@@ -66,11 +66,14 @@ export class Board {
     const order = shown.map(({ title, cards }) => title + cards.length).join();
     if (order === this.order) return;
     this.order = order;
-    put(this.element, shown.map(({ title, cards, folded }) => {
-      const grid = h("div", { class: "charts" }, cards);
-      if (folded) return h("details", { class: "section" }, h("summary", {}, h("h2", {}, title)), grid);
-      return h("section", { class: "section", "aria-label": title }, title && h("h2", {}, title), grid);
-    }));
+    put(
+      this.element,
+      shown.map(({ title, cards, folded }) => {
+        const grid = h("div", { class: "charts" }, cards);
+        if (folded) return h("details", { class: "section" }, h("summary", {}, h("h2", {}, title)), grid);
+        return h("section", { class: "section", "aria-label": title }, title && h("h2", {}, title), grid);
+      }),
+    );
   }
 
   drop(key, card) {
@@ -98,7 +101,14 @@ class Card {
     this.canvas.card = this;
     this.values = h("div", { class: "values" });
     const grow = iconButton("wide", "Larger, with its values as a table", () => this.grow());
-    this.element = h("figure", { class: "chart" }, h("figcaption", {}, this.title, grow, this.value), this.legend, this.canvas, this.values);
+    this.element = h(
+      "figure",
+      { class: "chart" },
+      h("figcaption", {}, this.title, grow, this.value),
+      this.legend,
+      this.canvas,
+      this.values,
+    );
     this.canvas.addEventListener("keydown", (event) => this.move(event));
     board.sizes.observe(this.canvas);
   }
@@ -108,7 +118,12 @@ class Card {
     this.chart = chart;
     this.view = view;
     this.title.textContent = chart.title;
-    const shape = JSON.stringify([chart.lines.map(({ label, low, dash }) => [label, !!low, dash]), this.log, view.smoothing > 0, view.time]);
+    const shape = JSON.stringify([
+      chart.lines.map(({ label, low, dash }) => [label, !!low, dash]),
+      this.log,
+      view.smoothing > 0,
+      view.time,
+    ]);
     const data = this.table();
     if (this.plot && shape === this.shape) this.plot.setData(data, this.board.zoomed === null);
     else this.rebuild();
@@ -167,23 +182,60 @@ class Card {
     const spare = { show: true, points: { show: false }, spanGaps: true, width: 0 };
     for (const { low, dash, at, sparse } of this.chart.lines) {
       const stroke = colour(at);
-      series.push({ stroke, width: 1.75, spanGaps: true, dash: DASHES[(dash ?? 0) % DASHES.length], points: { show: !!sparse, size: 5, fill: stroke } });
-      if (smoothing) series.push({ stroke: stroke + "44", width: 1, spanGaps: true, points: { show: false } });
+      series.push({
+        stroke,
+        width: 1.75,
+        spanGaps: true,
+        dash: DASHES[(dash ?? 0) % DASHES.length],
+        points: { show: !!sparse, size: 5, fill: stroke },
+      });
+      if (smoothing)
+        series.push({ stroke: stroke + "44", width: 1, spanGaps: true, points: { show: false } });
       if (low) {
         bands.push({ series: [series.length, series.length + 1], fill: stroke + "26" });
         series.push(spare, spare);
       }
     }
-    const axis = { stroke: token("--faint"), grid: { stroke: token("--grid"), width: 1 }, ticks: { show: false }, font: "11px " + token("--sans") };
+    const axis = {
+      stroke: token("--faint"),
+      grid: { stroke: token("--grid"), width: 1 },
+      ticks: { show: false },
+      font: "11px " + token("--sans"),
+    };
     const xs = (_, ticks) => ticks.map((tick) => (time ? duration(tick) : number(tick)));
     const ys = (_, ticks) => ticks.map((tick) => (tick === null ? "" : number(tick)));
     return {
-      width, height: this.height, series, bands, legend: { show: false }, padding: [6, 10, 0, 0],
-      scales: { x: { time: false }, y: { distr: log ? 3 : 1, range: log ? undefined : this.chart.share ? shareRange : spread } },
-      axes: [{ ...axis, values: xs, size: 26, space: time ? 76 : 50 }, { ...axis, grid: log ? { ...axis.grid, filter: powers } : axis.grid, values: ys, size: wide, space: 30 }],
-      cursor: { sync: { key: this.board.sync.key, setSeries: false }, drag: { x: true, y: false, setScale: false }, y: false, points: { size: 6 },
-        bind: { dblclick: () => () => (this.board.zoom(null), null) } },
-      hooks: { setCursor: [(plot) => this.tellLegend(plot.cursor.idx)], setSelect: [(plot) => this.selected(plot)] },
+      width,
+      height: this.height,
+      series,
+      bands,
+      legend: { show: false },
+      padding: [6, 10, 0, 0],
+      scales: {
+        x: { time: false },
+        y: { distr: log ? 3 : 1, range: log ? undefined : this.chart.share ? shareRange : spread },
+      },
+      axes: [
+        { ...axis, values: xs, size: 26, space: time ? 76 : 50 },
+        {
+          ...axis,
+          grid: log ? { ...axis.grid, filter: powers } : axis.grid,
+          values: ys,
+          size: wide,
+          space: 30,
+        },
+      ],
+      cursor: {
+        sync: { key: this.board.sync.key, setSeries: false },
+        drag: { x: true, y: false, setScale: false },
+        y: false,
+        points: { size: 6 },
+        bind: { dblclick: () => () => (this.board.zoom(null), null) },
+      },
+      hooks: {
+        setCursor: [(plot) => this.tellLegend(plot.cursor.idx)],
+        setSelect: [(plot) => this.selected(plot)],
+      },
     };
   }
 
@@ -222,15 +274,30 @@ class Card {
       const value = at === null || at === undefined ? last(values) : near(values, at);
       return { label: line.label, value, at: line.at, dash: line.dash };
     });
-    const x = at === null || at === undefined ? "" : (this.view.time ? duration(xs[at]) : "step " + number(xs[at])) + ": ";
+    const x =
+      at === null || at === undefined
+        ? ""
+        : (this.view.time ? duration(xs[at]) : "step " + number(xs[at])) + ": ";
     put(this.value, told.length === 1 ? [h("small", {}, x), number(told[0].value)] : h("small", {}, x));
     if (told.length < 2) return put(this.legend);
-    return put(this.legend, told.map(({ label, value, at: place, dash }) =>
-      h("span", { class: "key" + (dash ? " dashed" : ""), style: { "--key": colour(place) } }, h("i", {}), label, h("b", {}, number(value)))));
+    return put(
+      this.legend,
+      told.map(({ label, value, at: place, dash }) =>
+        h(
+          "span",
+          { class: "key" + (dash ? " dashed" : ""), style: { "--key": colour(place) } },
+          h("i", {}),
+          label,
+          h("b", {}, number(value)),
+        ),
+      ),
+    );
   }
 
   describe() {
-    const told = this.chart.lines.map(({ label, y }) => `${label}: ${y.length} points, from ${number(y[0])} to ${number(y.at(-1))}`);
+    const told = this.chart.lines.map(
+      ({ label, y }) => `${label}: ${y.length} points, from ${number(y[0])} to ${number(y.at(-1))}`,
+    );
     this.canvas.setAttribute("aria-label", this.chart.title + ". " + told.join("; "));
     this.tellLegend(this.plot?.cursor.idx ?? null);
   }
@@ -247,8 +314,14 @@ class Card {
     if (!this.tall) return put(this.values);
     const { lines } = this.chart;
     const joined = lines.length ? uPlot.join(lines.map(({ x, y }) => [x, y])) : [[]];
-    const rows = joined[0].map((x, at) => [this.view.time ? duration(x) : number(x), ...lines.map((_, n) => number(joined[n + 1][at]))]);
-    const heads = [this.view.time ? "time" : "step", ...lines.map(({ label }) => label)].map((text) => ({ text, class: "num" }));
+    const rows = joined[0].map((x, at) => [
+      this.view.time ? duration(x) : number(x),
+      ...lines.map((_, n) => number(joined[n + 1][at])),
+    ]);
+    const heads = [this.view.time ? "time" : "step", ...lines.map(({ label }) => label)].map((text) => ({
+      text,
+      class: "num",
+    }));
     return put(this.values, table(this.chart.title, heads, rows.reverse()));
   }
 }

@@ -1,41 +1,74 @@
 // Which curves a run has: metrics become sections of charts. What no section names is shown as well, at the end.
 
 const DIRECT = [
-  ["Outcome", [
-    { title: "Reward", of: ["reward"], spread: "reward_std" },
-    { title: "Held-out success", of: ["eval/success"], interval: ["eval/success_low", "eval/success_high"], share: true, sparse: true },
-    { title: "Accuracy", of: ["accuracy"], share: true },
-    { title: "Loss", of: ["loss"] },
-    { title: "Reward by part", under: "reward/" },
-    { title: "Held-out reward", of: ["eval/reward"], sparse: true },
-  ]],
-  ["Policy", [
-    { title: "KL to the reference", of: ["kl"] },
-    { title: "Entropy", of: ["entropy"] },
-    { title: "Clip fraction", of: ["clip_fraction"] },
-    { title: "Gradient norm", of: ["grad_norm"] },
-    { title: "Log-prob, sampler less learner", of: ["logprob_diff"] },
-    { title: "Learning rate", of: ["learning_rate"] },
-  ]],
-  ["Episodes", [
-    { title: "Length in tokens", of: ["length", "length_max"], names: ["mean", "longest"] },
-    { title: "Turns", of: ["turns"] },
-    { title: "How episodes end", of: ["done", "max_turns", "truncated", "tool_failure", "error", "unscored"].map((how) => "episodes/" + how), over: "episodes", share: true, nonzero: true },
-    { title: "Truncated", of: ["episodes/truncated"], over: "episodes", share: true },
-  ]],
-  ["Tools", [
-    { title: "Tool success", each: "success", share: true },
-    { title: "Latency, half of the calls (s)", each: "p50" },
-    { title: "Latency, 95% of the calls (s)", each: "p95" },
-    { title: "Calls", each: "calls" },
-    { title: "Cache hits", each: "cache_hits", nonzero: true },
-    { title: "Calls that failed", of: ["malformed", "unknown", "schema_errors", "timeouts", "unavailable"].map((how) => "tools/" + how), nonzero: true },
-  ]],
-  ["Time", [
-    { title: "Seconds by phase", under: "seconds/" },
-    { title: "Tokens per second", of: ["tokens_per_second"] },
-    { title: "Steps per second", of: ["steps_per_second"] },
-  ]],
+  [
+    "Outcome",
+    [
+      { title: "Reward", of: ["reward"], spread: "reward_std" },
+      {
+        title: "Held-out success",
+        of: ["eval/success"],
+        interval: ["eval/success_low", "eval/success_high"],
+        share: true,
+        sparse: true,
+      },
+      { title: "Accuracy", of: ["accuracy"], share: true },
+      { title: "Loss", of: ["loss"] },
+      { title: "Reward by part", under: "reward/" },
+      { title: "Held-out reward", of: ["eval/reward"], sparse: true },
+    ],
+  ],
+  [
+    "Policy",
+    [
+      { title: "KL to the reference", of: ["kl"] },
+      { title: "Entropy", of: ["entropy"] },
+      { title: "Clip fraction", of: ["clip_fraction"] },
+      { title: "Gradient norm", of: ["grad_norm"] },
+      { title: "Log-prob, sampler less learner", of: ["logprob_diff"] },
+      { title: "Learning rate", of: ["learning_rate"] },
+    ],
+  ],
+  [
+    "Episodes",
+    [
+      { title: "Length in tokens", of: ["length", "length_max"], names: ["mean", "longest"] },
+      { title: "Turns", of: ["turns"] },
+      {
+        title: "How episodes end",
+        of: ["done", "max_turns", "truncated", "tool_failure", "error", "unscored"].map(
+          (how) => "episodes/" + how,
+        ),
+        over: "episodes",
+        share: true,
+        nonzero: true,
+      },
+      { title: "Truncated", of: ["episodes/truncated"], over: "episodes", share: true },
+    ],
+  ],
+  [
+    "Tools",
+    [
+      { title: "Tool success", each: "success", share: true },
+      { title: "Latency, half of the calls (s)", each: "p50" },
+      { title: "Latency, 95% of the calls (s)", each: "p95" },
+      { title: "Calls", each: "calls" },
+      { title: "Cache hits", each: "cache_hits", nonzero: true },
+      {
+        title: "Calls that failed",
+        of: ["malformed", "unknown", "schema_errors", "timeouts", "unavailable"].map((how) => "tools/" + how),
+        nonzero: true,
+      },
+    ],
+  ],
+  [
+    "Time",
+    [
+      { title: "Seconds by phase", under: "seconds/" },
+      { title: "Tokens per second", of: ["tokens_per_second"] },
+      { title: "Steps per second", of: ["steps_per_second"] },
+    ],
+  ],
 ];
 
 /** Adds new rows of metrics, {steps, times, series}, to those there are. */
@@ -47,20 +80,31 @@ export function extend(data, more) {
     data.series[name] ??= new Array(before).fill(null);
     data.series[name].push(...values);
   }
-  for (const values of Object.values(data.series)) while (values.length < data.steps.length) values.push(null);
+  for (const values of Object.values(data.series))
+    while (values.length < data.steps.length) values.push(null);
 }
 
 /** Makes the sections of charts of some runs, [{name, data}]; `time`: the x axis is the time since the first step. */
 export function sections(runs, { time = false, find = "" } = {}) {
   const names = [...new Set(runs.flatMap(({ data }) => Object.keys(data.series)))].sort();
   const used = new Set(["epoch"]);
-  const made = DIRECT.map(([title, specs]) => ({ title, charts: specs.map((spec) => chartOf(spec, runs, names, used, time)).filter(Boolean) }));
+  const made = DIRECT.map(([title, specs]) => ({
+    title,
+    charts: specs.map((spec) => chartOf(spec, runs, names, used, time)).filter(Boolean),
+  }));
   const rest = names.filter((name) => !used.has(name));
-  const others = rest.map((name) => chartOf({ title: name, of: [name], sparse: name.startsWith("eval/") }, runs, names, used, time)).filter(Boolean);
+  const others = rest
+    .map((name) =>
+      chartOf({ title: name, of: [name], sparse: name.startsWith("eval/") }, runs, names, used, time),
+    )
+    .filter(Boolean);
   made.push({ title: "All other metrics", charts: others, folded: !find });
   const asked = find.toLowerCase();
-  const fits = (chart) => !asked || chart.title.toLowerCase().includes(asked) || chart.metrics.some((name) => name.includes(asked));
-  return made.map((section) => ({ ...section, charts: section.charts.filter(fits) })).filter(({ charts }) => charts.length);
+  const fits = (chart) =>
+    !asked || chart.title.toLowerCase().includes(asked) || chart.metrics.some((name) => name.includes(asked));
+  return made
+    .map((section) => ({ ...section, charts: section.charts.filter(fits) }))
+    .filter(({ charts }) => charts.length);
 }
 
 /** Makes one chart of a spec, or nothing where no run has its metrics. */
@@ -86,23 +130,33 @@ function chartOf(spec, runs, names, used, time) {
 function wanted(spec, names) {
   if (spec.under) return names.filter((name) => name.startsWith(spec.under));
   if (!spec.each) return spec.of;
-  const byTool = names.filter((name) => name.startsWith("tools/") && name.endsWith("/" + spec.each) && name.split("/").length === 3);
+  const byTool = names.filter(
+    (name) => name.startsWith("tools/") && name.endsWith("/" + spec.each) && name.split("/").length === 3,
+  );
   return byTool.length ? byTool : ["tools/" + spec.each];
 }
 
 function shorten(metric, spec) {
-  return spec.each ? metric.split("/").slice(1, -1).join("/") || "all tools" : metric.split("/").at(-1).replaceAll("_", " ");
+  return spec.each
+    ? metric.split("/").slice(1, -1).join("/") || "all tools"
+    : metric.split("/").at(-1).replaceAll("_", " ");
 }
 
 /** Takes one metric of one run, without its gaps, with its band if the spec has one. */
 function lineOf(data, metric, spec, time) {
   const values = data.series[metric];
   if (!values) return null;
-  const at = values.map((value, place) => (value === null || value === undefined ? -1 : place)).filter((place) => place >= 0);
+  const at = values
+    .map((value, place) => (value === null || value === undefined ? -1 : place))
+    .filter((place) => place >= 0);
   if (!at.length) return null;
   const parts = spec.over ? data.series[spec.over] : null;
   const y = at.map((place) => (parts ? values[place] / (parts[place] || 1) : values[place]));
-  const line = { x: at.map((place) => (time ? data.times[place] - data.times[0] : data.steps[place])), y, sparse: spec.sparse && at.length < 60 };
+  const line = {
+    x: at.map((place) => (time ? data.times[place] - data.times[0] : data.steps[place])),
+    y,
+    sparse: spec.sparse && at.length < 60,
+  };
   const spreads = spec.spread && data.series[spec.spread];
   if (spreads) {
     line.low = at.map((place, n) => y[n] - (spreads[place] ?? 0));

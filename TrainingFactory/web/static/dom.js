@@ -21,7 +21,8 @@ function fill(element, attributes, children) {
 function set(element, name, value) {
   if (value === null || value === undefined || value === false) return;
   if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
-  else if (name === "style") for (const [key, to] of Object.entries(value)) element.style.setProperty(key, to);
+  else if (name === "style")
+    for (const [key, to] of Object.entries(value)) element.style.setProperty(key, to);
   else if (name === "value") element.value = value;
   else element.setAttribute(name, value === true ? "" : value);
 }
@@ -58,5 +59,8 @@ const HIDDEN = /[\u200b-\u200f\u202a-\u202e\u2060-\u2069\ufeff]/g;
 export function visible(text) {
   return String(text ?? "")
     .replace(CONTROLS, (c) => (c === "\u007f" ? "\u2421" : String.fromCodePoint(0x2400 + c.codePointAt(0))))
-    .replace(HIDDEN, (c) => "\u27e8U+" + c.codePointAt(0).toString(16).toUpperCase().padStart(4, "0") + "\u27e9");
+    .replace(
+      HIDDEN,
+      (c) => "\u27e8U+" + c.codePointAt(0).toString(16).toUpperCase().padStart(4, "0") + "\u27e9",
+    );
 }

@@ -7,7 +7,12 @@ import { failed, iconButton, pairs, segments } from "./parts.js";
 import { conversation, messages } from "./turns.js";
 import { legend } from "./tokens.js";
 
-const WAYS = [["text", "Text"], ["advantage", "Advantage"], ["logprob", "Log-prob"], ["difference", "Sampler less learner"]];
+const WAYS = [
+  ["text", "Text"],
+  ["advantage", "Advantage"],
+  ["logprob", "Log-prob"],
+  ["difference", "Sampler less learner"],
+];
 
 export class Detail {
   /** `way`: how tokens are coloured. `group`: all members are shown. */
@@ -52,10 +57,22 @@ export class Detail {
       this.changed();
       this.draw();
     };
-    put(this.bar, iconButton("left", "Back to the list", this.close, { class: "bare back" }),
-      iconButton("left", "Episode before (k)", () => this.move(-1)), iconButton("right", "Next episode (j)", () => this.move(1)),
-      segments("What to show", [["", "Episode"], ["1", "Group"]], this.group ? "1" : "", choose),
-      segments("Colour of tokens", WAYS, this.way, colour));
+    put(
+      this.bar,
+      iconButton("left", "Back to the list", this.close, { class: "bare back" }),
+      iconButton("left", "Episode before (k)", () => this.move(-1)),
+      iconButton("right", "Next episode (j)", () => this.move(1)),
+      segments(
+        "What to show",
+        [
+          ["", "Episode"],
+          ["1", "Group"],
+        ],
+        this.group ? "1" : "",
+        choose,
+      ),
+      segments("Colour of tokens", WAYS, this.way, colour),
+    );
   }
 
   toggleGroup() {
@@ -79,21 +96,50 @@ export class Detail {
     const { view, way, number: wanted } = this;
     if (!view) return;
     const needed = this.group || way === "advantage" || way === "logprob";
-    if (!needed) return void put(this.body, way === "difference" && (await this.difference(view)), one(view, null, "text", this.filterBy));
+    if (!needed)
+      return void put(
+        this.body,
+        way === "difference" && (await this.difference(view)),
+        one(view, null, "text", this.filterBy),
+      );
     const { step, task } = view.row;
     const key = step + "/" + task;
-    if (!this.groups.has(key)) put(this.body, h("p", { class: "legend-note", role: "status", "aria-busy": "true" }, "Computing the credit of the group's tokens. The first time a process is started for it…"), one(view, null, "text", this.filterBy));
+    if (!this.groups.has(key))
+      put(
+        this.body,
+        h(
+          "p",
+          { class: "legend-note", role: "status", "aria-busy": "true" },
+          "Computing the credit of the group's tokens. The first time a process is started for it…",
+        ),
+        one(view, null, "text", this.filterBy),
+      );
     try {
-      if (!this.groups.has(key)) this.groups.set(key, await get(url(["runs", this.name, "groups"], { step, task }), this.signal));
+      if (!this.groups.has(key))
+        this.groups.set(key, await get(url(["runs", this.name, "groups"], { step, task }), this.signal));
       if (this.number !== wanted || this.way !== way) return;
       const group = this.groups.get(key);
       const credit = group.members.find((member) => member.row.number === view.row.number)?.credit ?? null;
-      const note = way === "difference" ? await this.difference(view) : way !== "text" && legend(way, (credit ?? group.members.find((member) => member.credit)?.credit) ?? null);
-      const notes = (group.notes ?? []).filter((text) => text !== credit?.note).map((text) => h("p", { class: "soft note" }, text));
+      const note =
+        way === "difference"
+          ? await this.difference(view)
+          : way !== "text" &&
+            legend(way, credit ?? group.members.find((member) => member.credit)?.credit ?? null);
+      const notes = (group.notes ?? [])
+        .filter((text) => text !== credit?.note)
+        .map((text) => h("p", { class: "soft note" }, text));
       put(this.body, note, notes, this.group ? members(group, way) : one(view, credit, way, this.filterBy));
     } catch (error) {
       if (error.name === "AbortError" || this.number !== wanted) return;
-      put(this.body, h("p", { class: "why", role: "alert" }, "The credit of the tokens could not be computed: " + error.message), one(view, null, "text", this.filterBy));
+      put(
+        this.body,
+        h(
+          "p",
+          { class: "why", role: "alert" },
+          "The credit of the tokens could not be computed: " + error.message,
+        ),
+        one(view, null, "text", this.filterBy),
+      );
     }
   }
 
@@ -102,8 +148,15 @@ export class Detail {
     const told = await get(url(["runs", this.name, "metrics"]), this.signal);
     const at = told.steps.indexOf(row.step);
     const value = told.series.logprob_diff?.[at];
-    const known = value === undefined || value === null ? "it was not measured at this step" : `at step ${row.step} it was ${number(value)} on average`;
-    return h("p", { class: "legend-note" }, `The difference between the log-probs of sampler and learner is kept per step, not per token: ${known}. The curve is among those of the run (logprob_diff).`);
+    const known =
+      value === undefined || value === null
+        ? "it was not measured at this step"
+        : `at step ${row.step} it was ${number(value)} on average`;
+    return h(
+      "p",
+      { class: "legend-note" },
+      `The difference between the log-probs of sampler and learner is kept per step, not per token: ${known}. The curve is among those of the run (logprob_diff).`,
+    );
   }
 }
 
@@ -111,11 +164,27 @@ export class Detail {
 function one(view, credit, way, filterBy) {
   const { row, task } = view;
   const title = h("h2", {}, visible(row.task));
-  const more = h("span", { class: "soft" }, `step ${row.step ?? "–"} · member ${row.member} · line ${number(row.number)}`);
-  const alike = h("button", { type: "button", class: "small", onclick: () => filterBy({ task: row.task }) }, "All of this task");
-  return h("article", { class: "episode" }, h("header", {}, title, more, alike), problem(view, credit), facts(row),
-    h("div", { class: "answers" }, answer("Answer", view.answer), answer("Expected", task?.answer)), rewards(view),
-    h("div", { class: "talk" }, messages(view.prompt), conversation(view, credit, way)), metadata(task));
+  const more = h(
+    "span",
+    { class: "soft" },
+    `step ${row.step ?? "–"} · member ${row.member} · line ${number(row.number)}`,
+  );
+  const alike = h(
+    "button",
+    { type: "button", class: "small", onclick: () => filterBy({ task: row.task }) },
+    "All of this task",
+  );
+  return h(
+    "article",
+    { class: "episode" },
+    h("header", {}, title, more, alike),
+    problem(view, credit),
+    facts(row),
+    h("div", { class: "answers" }, answer("Answer", view.answer), answer("Expected", task?.answer)),
+    rewards(view),
+    h("div", { class: "talk" }, messages(view.prompt), conversation(view, credit, way)),
+    metadata(task),
+  );
 }
 
 function problem(view, credit) {
@@ -124,13 +193,32 @@ function problem(view, credit) {
 }
 
 function facts(row) {
-  const tools = number(row.tool_calls) + (row.tool_failures ? `, ${row.tool_failures} failed` : "") + (row.cached ? `, ${row.cached} from the cache` : "");
-  const tiles = [["Reward", number(row.reward)], ["Ended as", row.status.replace("_", " ")], ["Turns", row.turns], ["Tokens", number(row.tokens)], ["Tool calls", tools], ["Time", duration(row.seconds)]];
-  return h("dl", { class: "tiles small" }, tiles.map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", { class: "num" }, value))));
+  const tools =
+    number(row.tool_calls) +
+    (row.tool_failures ? `, ${row.tool_failures} failed` : "") +
+    (row.cached ? `, ${row.cached} from the cache` : "");
+  const tiles = [
+    ["Reward", number(row.reward)],
+    ["Ended as", row.status.replace("_", " ")],
+    ["Turns", row.turns],
+    ["Tokens", number(row.tokens)],
+    ["Tool calls", tools],
+    ["Time", duration(row.seconds)],
+  ];
+  return h(
+    "dl",
+    { class: "tiles small" },
+    tiles.map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", { class: "num" }, value))),
+  );
 }
 
 function answer(name, text) {
-  return text !== null && text !== undefined && text !== "" && h("div", {}, h("h3", {}, name), h("pre", {}, visible(plain(text))));
+  return (
+    text !== null &&
+    text !== undefined &&
+    text !== "" &&
+    h("div", {}, h("h3", {}, name), h("pre", {}, visible(plain(text))))
+  );
 }
 
 /** What the reward is made of, and which turn earned it. */
@@ -138,16 +226,39 @@ export function rewards({ reward }) {
   if (!reward) return h("p", { class: "soft note" }, "It could not be scored, so it has no reward.");
   const parts = Object.entries(reward.parts).map(([name, value]) => [visible(name), value]);
   const steps = reward.steps.map((value, at) => ["turn " + (at + 1), value]);
-  const rows = [["outcome", reward.outcome], ...parts.map(([name, value]) => ["part " + name, value]), ...steps];
+  const rows = [
+    ["outcome", reward.outcome],
+    ...parts.map(([name, value]) => ["part " + name, value]),
+    ...steps,
+  ];
   if (rows.length < 2) return null;
   const largest = Math.max(...rows.map(([, value]) => Math.abs(value)));
-  return h("section", { class: "rewards" }, h("h3", {}, "What it earned"), h("dl", { class: "bars" }, rows.map(([name, value]) =>
-    [h("dt", {}, name), h("dd", {}, barOf(value, largest), h("span", { class: "num" }, signed(value)))])));
+  return h(
+    "section",
+    { class: "rewards" },
+    h("h3", {}, "What it earned"),
+    h(
+      "dl",
+      { class: "bars" },
+      rows.map(([name, value]) => [
+        h("dt", {}, name),
+        h("dd", {}, barOf(value, largest), h("span", { class: "num" }, signed(value))),
+      ]),
+    ),
+  );
 }
 
 function metadata(task) {
   const rows = Object.entries(task?.metadata ?? {});
-  return rows.length > 0 && h("details", { class: "metadata" }, h("summary", {}, "The task's own data"), pairs(rows.map(([key, value]) => [visible(key), h("code", {}, visible(plain(value)))])));
+  return (
+    rows.length > 0 &&
+    h(
+      "details",
+      { class: "metadata" },
+      h("summary", {}, "The task's own data"),
+      pairs(rows.map(([key, value]) => [visible(key), h("code", {}, visible(plain(value)))])),
+    )
+  );
 }
 
 /** The members of a group side by side, under the prompt that they share. */
@@ -156,14 +267,34 @@ function members(group, way) {
   const rewardsOf = group.members.map(({ row }) => row.reward).filter((reward) => reward !== null);
   const mean = rewardsOf.length ? rewardsOf.reduce((sum, each) => sum + each, 0) / rewardsOf.length : null;
   const told = `step ${group.step} · ${group.members.length} members · mean reward ${number(mean)}`;
-  return h("article", { class: "episode" }, h("header", {}, h("h2", {}, visible(group.task)), h("span", { class: "soft" }, told)), first && h("div", { class: "talk" }, messages(first.prompt)),
-    h("div", { class: "members", tabindex: "0", role: "region", "aria-label": "Members of the group" }, group.members.map((member) => column(member, way))));
+  return h(
+    "article",
+    { class: "episode" },
+    h("header", {}, h("h2", {}, visible(group.task)), h("span", { class: "soft" }, told)),
+    first && h("div", { class: "talk" }, messages(first.prompt)),
+    h(
+      "div",
+      { class: "members", tabindex: "0", role: "region", "aria-label": "Members of the group" },
+      group.members.map((member) => column(member, way)),
+    ),
+  );
 }
 
 function column(member, way) {
   const { row, credit } = member;
   const left = credit?.left_out && h("p", { class: "soft note" }, "not trained: " + credit.left_out);
-  return h("section", { class: "member", "aria-label": "Member " + row.member },
-    h("header", {}, h("b", {}, "Member " + row.member), h("span", { class: "status status-" + row.status }, row.status.replace("_", " ")), h("b", { class: "num score" }, number(row.reward))), left,
-    rewards(member), conversation(member, way === "difference" ? null : credit, way === "difference" ? "text" : way));
+  return h(
+    "section",
+    { class: "member", "aria-label": "Member " + row.member },
+    h(
+      "header",
+      {},
+      h("b", {}, "Member " + row.member),
+      h("span", { class: "status status-" + row.status }, row.status.replace("_", " ")),
+      h("b", { class: "num score" }, number(row.reward)),
+    ),
+    left,
+    rewards(member),
+    conversation(member, way === "difference" ? null : credit, way === "difference" ? "text" : way),
+  );
 }

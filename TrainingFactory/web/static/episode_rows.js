@@ -6,13 +6,16 @@ const PAGE = 100;
 export class EpisodeRows {
   /** `changed` is called when there is more to show. */
   constructor(name, filter, signal, changed) {
-    Object.assign(this, { name, filter, signal, changed });
+    this.end = new AbortController();
+    Object.assign(this, { name, filter, changed, signal: AbortSignal.any([signal, this.end.signal]) });
     this.rows = []; // by place in the list; holes are not read yet
     this.pages = new Map(); // number of a page -> the promise of its reading
     this.total = 0;
     this.matched = null; // not known while a text is looked for
     this.next = null; // where the page after the last one begins
     this.ended = false;
+    this.building = true; // the server has not yet looked at the whole file
+    this.indexed = 0; // the share of it that it knows
     this.error = null;
   }
 
@@ -29,16 +32,37 @@ export class EpisodeRows {
     return this.matched ?? this.rows.length + 1;
   }
 
+  /** Reads the first page, and again as long as the server has not yet looked at the whole file. */
   async begin() {
-    this.pages.set(0, this.read(null));
-    await this.pages.get(0);
-    if (this.direct) for (let at = 0; at < this.rows.length; at += PAGE) this.pages.set(at / PAGE, Promise.resolve());
+    const { text, down } = this.filter;
+    do {
+      if (!this.direct || down) this.forget(); // another order may come of what is new
+      this.pages.set(0, Promise.resolve());
+      await this.read(null, 0, text ? { limit: 1, text: "" } : {}); // a text is looked for when every line is known
+      if (this.building || !text) this.changed();
+    } while (this.building);
+    if (!text || this.error) return;
+    this.forget();
+    await this.read(null, 0);
+    this.changed();
+  }
+
+  forget() {
+    this.rows = [];
+    this.pages.clear();
+    this.matched = null;
   }
 
   need(from, to) {
     if (this.direct) {
       for (let page = Math.floor(from / PAGE); page * PAGE < to; page += 1) this.readPage(page);
-    } else if (to >= this.rows.length && !this.ended && !this.reading && this.error === null) {
+    } else if (
+      to >= this.rows.length &&
+      this.next !== null &&
+      !this.building &&
+      !this.reading &&
+      this.error === null
+    ) {
       this.reading = this.read(this.next).finally(() => {
         this.reading = null;
         this.changed();
@@ -53,16 +77,21 @@ export class EpisodeRows {
     this.pages.set(page, read);
   }
 
-  async read(after, place = this.rows.length) {
+  async read(after, place = this.rows.length, more = {}) {
     try {
-      const told = await get(url(["runs", this.name, "episodes"], { ...this.filter, after, limit: PAGE }), this.signal);
+      const told = await get(
+        url(["runs", this.name, "episodes"], { ...this.filter, after, limit: PAGE, ...more }),
+        this.signal,
+      );
       told.rows.forEach((row, at) => (this.rows[place + at] = row));
       this.total = told.total;
       if (told.matched !== null) this.matched = told.matched;
       this.next = told.next;
-      this.partial = told.partial;
-      this.ended = told.next === null && !told.partial;
+      this.indexed = told.size ? told.indexed / told.size : 1;
+      this.building = told.partial && !(more.text ?? this.filter.text);
+      this.ended = told.next === null && !this.building;
     } catch (error) {
+      this.building = false;
       if (error.name !== "AbortError") this.error = error;
     }
   }

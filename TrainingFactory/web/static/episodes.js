@@ -2,14 +2,19 @@
 import { debounce, h, put } from "./dom.js";
 import { Detail } from "./episode.js";
 import { EpisodeRows } from "./episode_rows.js";
-import { duration, number } from "./format.js";
+import { duration, number, percent } from "./format.js";
 import { keys } from "./keys.js";
 import * as live from "./live.js";
 import { button, empty, searchField, select } from "./parts.js";
 import { VirtualList } from "./virtual.js";
 
 const STATUSES = ["done", "max_turns", "truncated", "tool_failure", "error", "unreadable"];
-const SORTS = [["place", "Run's order"], ["reward", "Reward"], ["length", "Length"], ["seconds", "Time"]];
+const SORTS = [
+  ["place", "Run's order"],
+  ["reward", "Reward"],
+  ["length", "Length"],
+  ["seconds", "Time"],
+];
 const FILTERS = ["step", "task", "status", "failed_tool", "least", "most", "text", "sort", "down"];
 const ROW = 34;
 
@@ -25,19 +30,45 @@ class EpisodesPage {
   constructor({ content, name, view, query, signal, setQuery }) {
     Object.assign(this, { content, name, view, signal, setQuery, at: -1, number: null });
     this.filter = Object.fromEntries(FILTERS.map((key) => [key, query.get(key) ?? ""]));
-    this.detail = new Detail({ name, signal, way: query.get("colour") ?? "text", group: query.get("group") === "1", changed: () => this.keep(), move: (by) => this.move(by), close: () => this.close(), filterBy: (change) => this.change(change) });
+    this.detail = new Detail({
+      name,
+      signal,
+      way: query.get("colour") ?? "text",
+      group: query.get("group") === "1",
+      changed: () => this.keep(),
+      move: (by) => this.move(by),
+      close: () => this.close(),
+      filterBy: (change) => this.change(change),
+    });
   }
 
   build() {
     this.told = h("p", { class: "soft told", role: "status" });
     this.cleared = button("Clear", () => this.clear(), { class: "bare" });
     this.fresh = button("New episodes", () => this.load(), { class: "small", hidden: true });
-    this.list = new VirtualList({ label: "Episodes", height: ROW, rowOf: (at) => this.rowOf(at), need: (from, to) => this.rows?.need(from, to) });
-    const heads = h("div", { class: "row heads", "aria-hidden": "true" }, ["Step", "Task", "Reward", "Status", "Turns", "Tokens", "Tools", "Time"].map((text) => h("span", {}, text)));
+    this.list = new VirtualList({
+      label: "Episodes",
+      height: ROW,
+      rowOf: (at) => this.rowOf(at),
+      need: (from, to) => this.rows?.need(from, to),
+    });
+    const heads = h(
+      "div",
+      { class: "row heads", "aria-hidden": "true" },
+      ["Step", "Task", "Reward", "Status", "Turns", "Tokens", "Tools", "Time"].map((text) =>
+        h("span", {}, text),
+      ),
+    );
     this.none = h("div", {});
-    this.split = h("div", { class: "split" }, h("section", { class: "list", "aria-label": "Episodes" }, heads, this.list.element, this.none), this.detail.element);
+    this.split = h(
+      "div",
+      { class: "split" },
+      h("section", { class: "list", "aria-label": "Episodes" }, heads, this.list.element, this.none),
+      this.detail.element,
+    );
     put(this.content, this.filters(), this.split);
-    const fit = () => this.split.style.setProperty("--top", this.split.getBoundingClientRect().top + window.scrollY + "px");
+    const fit = () =>
+      this.split.style.setProperty("--top", this.split.getBoundingClientRect().top + window.scrollY + "px");
     requestAnimationFrame(fit);
     addEventListener("resize", fit, { signal: this.signal });
     live.on("metrics", this.signal, (news) => news && (this.fresh.hidden = false));
@@ -55,19 +86,65 @@ class EpisodesPage {
 
   filters() {
     const typed = debounce(250, (change) => this.change(change));
-    const field = (key, label, more) => h("input", { "aria-label": label, placeholder: label, name: key, value: this.filter[key], oninput: (event) => typed({ [key]: event.target.value.trim() }), ...more });
-    const tools = [["", "All tools"], ["*", "Some tool failed"], ...this.view.tools.map((tool) => [tool, tool + " failed"])];
+    const field = (key, label, more) =>
+      h("input", {
+        "aria-label": label,
+        placeholder: label,
+        name: key,
+        value: this.filter[key],
+        oninput: (event) => typed({ [key]: event.target.value.trim() }),
+        ...more,
+      });
+    const tools = [
+      ["", "All tools"],
+      ["*", "Some tool failed"],
+      ...this.view.tools.map((tool) => [tool, tool + " failed"]),
+    ];
     const text = searchField("Search in their text", this.filter.text, (value) => typed({ text: value }));
     this.search = text.querySelector("input");
-    const way = h("button", { type: "button", "aria-label": "Direction", title: "Turn the order round", onclick: () => this.change({ down: this.filter.down ? "" : "1" }) });
+    const way = h("button", {
+      type: "button",
+      "aria-label": "Direction",
+      title: "Turn the order round",
+      onclick: () => this.change({ down: this.filter.down ? "" : "1" }),
+    });
     this.way = way;
-    return h("form", { class: "filters", role: "search", onsubmit: (event) => event.preventDefault() }, text,
-      field("step", "Step", { type: "number", min: 1, class: "short" }), field("task", "Task, exactly", { class: "middle" }),
-      select("Status", [["", "All statuses"], ...STATUSES.map((each) => [each, each.replace("_", " ")])], this.filter.status, (status) => this.change({ status })),
-      select("Tool that failed", tools, this.filter.failed_tool, (tool) => this.change({ failed_tool: tool })),
-      h("span", { class: "range" }, field("least", "Reward from", { type: "number", step: "any", class: "short", placeholder: "Reward ≥" }), field("most", "Reward to", { type: "number", step: "any", class: "short", placeholder: "≤" })),
-      h("span", { class: "range" }, select("Order", SORTS, this.filter.sort || "place", (sort) => this.change({ sort })), way),
-      this.cleared, this.told, this.fresh);
+    return h(
+      "form",
+      { class: "filters", role: "search", onsubmit: (event) => event.preventDefault() },
+      text,
+      field("step", "Step", { type: "number", min: 1, class: "short" }),
+      field("task", "Task, exactly", { class: "middle" }),
+      select(
+        "Status",
+        [["", "All statuses"], ...STATUSES.map((each) => [each, each.replace("_", " ")])],
+        this.filter.status,
+        (status) => this.change({ status }),
+      ),
+      select("Tool that failed", tools, this.filter.failed_tool, (tool) =>
+        this.change({ failed_tool: tool }),
+      ),
+      h(
+        "span",
+        { class: "range" },
+        field("least", "Reward from", {
+          type: "number",
+          step: "any",
+          class: "short",
+          placeholder: "Reward ≥",
+        }),
+        field("most", "Reward to", { type: "number", step: "any", class: "short", placeholder: "≤" }),
+      ),
+      h(
+        "span",
+        { class: "range" },
+        select("Order", SORTS, this.filter.sort || "place", (sort) => this.change({ sort })),
+        way,
+      ),
+      this.cleared,
+      this.told,
+      this.fresh,
+    );
   }
 
   clear() {
@@ -88,20 +165,30 @@ class EpisodesPage {
 
   keep() {
     this.split.classList.toggle("grouped", this.detail.group);
-    this.setQuery({ ...this.filter, number: this.number, group: this.detail.group ? "1" : "", colour: this.detail.way === "text" ? "" : this.detail.way });
+    this.setQuery({
+      ...this.filter,
+      number: this.number,
+      group: this.detail.group ? "1" : "",
+      colour: this.detail.way === "text" ? "" : this.detail.way,
+    });
   }
 
   async load() {
     this.fresh.hidden = true;
     this.cleared.hidden = Object.values(this.filter).every((value) => !value);
     put(this.way, this.filter.down ? "↓" : "↑");
-    const rows = new EpisodeRows(this.name, { ...this.filter }, this.signal, () => rows === this.rows && this.refresh());
+    this.rows?.end.abort(); // what is asked for an older filter
+    const rows = new EpisodeRows(
+      this.name,
+      { ...this.filter },
+      this.signal,
+      () => rows === this.rows && this.refresh(),
+    );
     this.rows = rows;
+    this.list.top();
     await rows.begin();
     if (rows !== this.rows) return;
-    this.list.top();
     this.at = rows.rows.findIndex((row) => row?.number === this.number);
-    this.refresh();
   }
 
   refresh() {
@@ -110,25 +197,53 @@ class EpisodesPage {
     const none = rows.error ?? (rows.count === 0 && rows.ended);
     this.list.element.hidden = Boolean(none);
     put(this.none, none && this.nothing(rows));
-    const shown = rows.matched === null ? number(rows.rows.length) + (rows.ended ? "" : " so far") : number(rows.matched);
-    put(this.told, rows.direct ? number(rows.total) + " episodes" : `${shown} of ${number(rows.total)} episodes`, rows.partial && ", reading on…");
+    const shown =
+      rows.matched === null ? number(rows.rows.length) + (rows.ended ? "" : " so far") : number(rows.matched);
+    put(
+      this.told,
+      rows.direct ? number(rows.total) + " episodes" : `${shown} of ${number(rows.total)} episodes`,
+      rows.building && `, ${percent(rows.indexed)} of the file read`,
+    );
   }
 
   nothing(rows) {
     if (rows.error) return empty("The episodes could not be read", rows.error.message);
     if (rows.total) return empty("No episode fits", "Change or clear the filter.");
-    return empty("No episodes", "Runs that learn from data that exist play none; others need logging.save_trajectories.");
+    return empty(
+      "No episodes",
+      "Runs that learn from data that exist play none; others need logging.save_trajectories.",
+    );
   }
 
   rowOf(at) {
     const row = this.rows?.rows[at];
     if (!row) return null;
     const chosen = row.number === this.number;
-    const failures = row.tool_failures > 0 && h("b", { class: "failures" }, " " + row.tool_failures + " failed");
-    const made = h("div", { class: "row" + (chosen ? " at" : ""), role: "option", id: "episode-" + row.number, "aria-selected": String(chosen), onclick: () => this.pick(at) },
-      h("span", { class: "num" }, row.step ?? "–"), h("span", { class: "task", title: row.error ?? row.task }, row.task || row.error, h("small", {}, " · " + row.member)),
-      h("span", { class: "reward num" }, meter(row.reward), number(row.reward, 3)), h("span", { class: "status status-" + row.status }, row.status.replace("_", " ")),
-      h("span", { class: "num" }, row.turns), h("span", { class: "num" }, number(row.tokens)), h("span", { class: "num" }, row.tool_calls, failures), h("span", { class: "num" }, duration(row.seconds)));
+    const failures =
+      row.tool_failures > 0 && h("b", { class: "failures" }, " " + row.tool_failures + " failed");
+    const made = h(
+      "div",
+      {
+        class: "row" + (chosen ? " at" : ""),
+        role: "option",
+        id: "episode-" + row.number,
+        "aria-selected": String(chosen),
+        onclick: () => this.pick(at),
+      },
+      h("span", { class: "num" }, row.step ?? "–"),
+      h(
+        "span",
+        { class: "task", title: row.error ?? row.task },
+        row.task || row.error,
+        h("small", {}, " · " + row.member),
+      ),
+      h("span", { class: "reward num" }, meter(row.reward), number(row.reward, 3)),
+      h("span", { class: "status status-" + row.status }, row.status.replace("_", " ")),
+      h("span", { class: "num" }, row.turns),
+      h("span", { class: "num" }, number(row.tokens)),
+      h("span", { class: "num" }, row.tool_calls, failures),
+      h("span", { class: "num" }, duration(row.seconds)),
+    );
     return made;
   }
 

@@ -19,7 +19,14 @@ export class Field {
     const label = h("label", { for: this.id, title: option.key }, name.replaceAll("_", " "));
     const help = h("p", { class: "help", id: this.id + "-help" }, option.help, this.range());
     this.control.setAttribute("aria-describedby", help.id + " " + this.wrong.id);
-    this.element = h("div", { class: "field kind-" + option.kind, "data-key": option.key }, label, h("div", { class: "control" }, this.control, this.known, reset), this.wrong, help);
+    this.element = h(
+      "div",
+      { class: "field kind-" + option.kind, "data-key": option.key },
+      label,
+      h("div", { class: "control" }, this.control, this.known, reset),
+      this.wrong,
+      help,
+    );
   }
 
   get text() {
@@ -29,7 +36,10 @@ export class Field {
   range() {
     const { least, most, above, kind } = this.option;
     if (kind !== "number" && kind !== "integer") return null;
-    const parts = [least !== null && least !== undefined && (above ? "over " : "from ") + least, most !== null && most !== undefined && "up to " + most].filter(Boolean);
+    const parts = [
+      least !== null && least !== undefined && (above ? "over " : "from ") + least,
+      most !== null && most !== undefined && "up to " + most,
+    ].filter(Boolean);
     return parts.length > 0 && h("small", { class: "limits" }, parts.join(", "));
   }
 
@@ -39,15 +49,40 @@ export class Field {
     if (kind === "switch" && !nullable) return h("input", { type: "checkbox", id: this.id, onchange: tell });
     if (kind === "switch" || kind === "choice") {
       const values = kind === "switch" ? ["true", "false"] : choices;
-      return h("select", { id: this.id, onchange: tell }, nullable && h("option", { value: "" }, "not set"), values.map((value) => h("option", { value }, value)));
+      return h(
+        "select",
+        { id: this.id, onchange: tell },
+        nullable && h("option", { value: "" }, "not set"),
+        values.map((value) => h("option", { value }, value)),
+      );
     }
     if (kind === "list" || kind === "map") {
       const example = kind === "list" ? '["search"]' : '{"name": 1}';
-      return h("textarea", { id: this.id, rows: 2, spellcheck: "false", placeholder: "JSON, such as " + example, oninput: tell });
+      return h("textarea", {
+        id: this.id,
+        rows: 2,
+        spellcheck: "false",
+        placeholder: "JSON, such as " + example,
+        oninput: tell,
+      });
     }
-    const list = choices && h("datalist", { id: this.id + "-known" }, choices.map((value) => h("option", { value })));
+    const list =
+      choices &&
+      h(
+        "datalist",
+        { id: this.id + "-known" },
+        choices.map((value) => h("option", { value })),
+      );
     this.known = list;
-    return h("input", { id: this.id, autocomplete: "off", spellcheck: "false", inputmode: kind === "text" ? null : "decimal", list: list && list.id, placeholder: usual === null ? "not set" : plain(usual), oninput: tell });
+    return h("input", {
+      id: this.id,
+      autocomplete: "off",
+      spellcheck: "false",
+      inputmode: kind === "text" ? null : "decimal",
+      list: list && list.id,
+      placeholder: usual === null ? "not set" : plain(usual),
+      oninput: tell,
+    });
   }
 
   /** Returns the value as the config has it; what cannot be read stays text, and the check says what is wrong. */
@@ -75,7 +110,13 @@ export class Field {
     if (this.control.type === "checkbox") this.control.checked = given === true;
     else if (this.control.tagName === "SELECT") this.control.value = given === null ? "" : String(given);
     else if (value === undefined) this.control.value = "";
-    else this.control.value = given === null ? "" : kind === "list" || kind === "map" ? JSON.stringify(given, null, 1) : String(given);
+    else
+      this.control.value =
+        given === null
+          ? ""
+          : kind === "list" || kind === "map"
+            ? JSON.stringify(given, null, 1)
+            : String(given);
   }
 
   back() {

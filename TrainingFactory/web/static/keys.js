@@ -14,7 +14,8 @@ export function keys(signal, list) {
   });
 }
 
-const typing = (element) => element.matches("input:not([type=checkbox]):not([type=radio]):not([type=range]), textarea, select");
+const typing = (element) =>
+  element.matches("input:not([type=checkbox]):not([type=radio]):not([type=range]), textarea, select");
 
 document.addEventListener("keydown", (event) => {
   if (event.ctrlKey || event.metaKey || event.altKey) return;
@@ -22,7 +23,8 @@ document.addEventListener("keydown", (event) => {
   if (typing(event.target) || document.querySelector("dialog[open]")) return;
   if (event.key === "Enter" && event.target.closest("a, button, summary")) return;
   const pair = before + " " + event.key;
-  const found = listening.find((each) => each.key === pair) ?? listening.find((each) => each.key === event.key);
+  const found =
+    listening.find((each) => each.key === pair) ?? listening.find((each) => each.key === event.key);
   before = event.key;
   if (!found) return;
   before = "";
@@ -34,6 +36,13 @@ document.addEventListener("keydown", (event) => {
 export function showKeys() {
   const seen = new Set();
   const rows = listening.filter(({ key, what }) => what && !seen.has(key) && seen.add(key));
-  const list = rows.map(({ key, what }) => [h("dt", {}, key.split(" ").map((k) => h("kbd", {}, k))), h("dd", {}, what)]);
+  const list = rows.map(({ key, what }) => [
+    h(
+      "dt",
+      {},
+      key.split(" ").map((k) => h("kbd", {}, k)),
+    ),
+    h("dd", {}, what),
+  ]);
   dialog("Keyboard", h("dl", { class: "keys" }, list));
 }

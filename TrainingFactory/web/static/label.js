@@ -10,40 +10,98 @@ const PAGE = 50;
 
 export async function show(content, place) {
   const { runs } = await get(url(["runs"]), place.signal);
-  const names = runs.filter(({ state, spark_of: of }) => state !== "unreadable" && of === "reward").map(({ name }) => name).reverse();
-  if (!names.length) return void put(content, empty("There are no episodes to label", "A run that samples episodes, such as one of GRPO, keeps them."));
+  const names = runs
+    .filter(({ state, spark_of: of }) => state !== "unreadable" && of === "reward")
+    .map(({ name }) => name)
+    .reverse();
+  if (!names.length)
+    return void put(
+      content,
+      empty(
+        "There are no episodes to label",
+        "A run that samples episodes, such as one of GRPO, keeps them.",
+      ),
+    );
   const page = new LabelPage(content, place, names);
   page.build();
-  return await page.open(names.includes(place.query.get("run")) ? place.query.get("run") : names[0], Number(place.query.get("number")) || null);
+  return await page.open(
+    names.includes(place.query.get("run")) ? place.query.get("run") : names[0],
+    Number(place.query.get("number")) || null,
+  );
 }
 
 class LabelPage {
   constructor(content, { signal, query, setQuery }, names) {
-    Object.assign(this, { content, signal, setQuery, names, rows: [], known: new Map(), at: -1, mode: query.get("by") === "score" ? "score" : "label", fresh: query.get("all") !== "1" });
+    Object.assign(this, {
+      content,
+      signal,
+      setQuery,
+      names,
+      rows: [],
+      known: new Map(),
+      at: -1,
+      mode: query.get("by") === "score" ? "score" : "label",
+      fresh: query.get("all") !== "1",
+    });
   }
 
   build() {
-    this.run = select("Run", this.names.map((name) => [name, name]), this.names[0], (name) => this.open(name), { id: "label-run" });
-    const modes = segments("Kind of label", [["label", "Good or bad"], ["score", "Score"]], this.mode, (mode) => {
-      this.mode = mode;
-      this.keepQuery();
-      this.drawVerdicts();
-    });
-    const which = segments("Which episodes", [["1", "Without a label"], ["", "All"]], this.fresh ? "1" : "", (fresh) => {
-      this.fresh = fresh === "1";
-      this.keepQuery();
-    });
+    this.run = select(
+      "Run",
+      this.names.map((name) => [name, name]),
+      this.names[0],
+      (name) => this.open(name),
+      { id: "label-run" },
+    );
+    const modes = segments(
+      "Kind of label",
+      [
+        ["label", "Good or bad"],
+        ["score", "Score"],
+      ],
+      this.mode,
+      (mode) => {
+        this.mode = mode;
+        this.keepQuery();
+        this.drawVerdicts();
+      },
+    );
+    const which = segments(
+      "Which episodes",
+      [
+        ["1", "Without a label"],
+        ["", "All"],
+      ],
+      this.fresh ? "1" : "",
+      (fresh) => {
+        this.fresh = fresh === "1";
+        this.keepQuery();
+      },
+    );
     this.body = h("div", { class: "inside" });
     this.verdicts = h("div", { class: "verdicts" });
     this.head = h("header", {});
     this.sideBody = h("div", {});
-    put(this.content, h("div", { class: "filters" }, h("label", { class: "source" }, "Run ", this.run), modes, which),
-      h("div", { class: "labelling" }, h("section", { class: "panel", "aria-label": "Episode" }, this.head, this.body, this.verdicts), h("aside", { class: "side" }, this.sideBody)));
-    const verdict = (place) => this.mode === "label" ? this.give({ label: place === 1 }) : this.give({ score: place });
+    put(
+      this.content,
+      h("div", { class: "filters" }, h("label", { class: "source" }, "Run ", this.run), modes, which),
+      h(
+        "div",
+        { class: "labelling" },
+        h("section", { class: "panel", "aria-label": "Episode" }, this.head, this.body, this.verdicts),
+        h("aside", { class: "side" }, this.sideBody),
+      ),
+    );
+    const verdict = (place) =>
+      this.mode === "label" ? this.give({ label: place === 1 }) : this.give({ score: place });
     keys(this.signal, [
       ["1", "Good, or the score 1", () => verdict(1)],
       ["2", "Bad, or the score 2", () => verdict(2)],
-      ...["0", "3", "4", "5", "6", "7", "8", "9"].map((digit) => [digit, "", () => this.mode === "score" && this.give({ score: Number(digit) })]),
+      ...["0", "3", "4", "5", "6", "7", "8", "9"].map((digit) => [
+        digit,
+        "",
+        () => this.mode === "score" && this.give({ score: Number(digit) }),
+      ]),
       [" ", "Skip", () => this.move(1)],
       ["j", "Next episode", () => this.move(1)],
       ["k", "Episode before", () => this.move(-1)],
@@ -52,7 +110,12 @@ class LabelPage {
   }
 
   keepQuery() {
-    this.setQuery({ run: this.name, number: this.rows[this.at]?.number, by: this.mode === "score" ? "score" : null, all: this.fresh ? null : "1" });
+    this.setQuery({
+      run: this.name,
+      number: this.rows[this.at]?.number,
+      by: this.mode === "score" ? "score" : null,
+      all: this.fresh ? null : "1",
+    });
   }
 
   async open(name, wanted = null) {
@@ -62,7 +125,12 @@ class LabelPage {
       this.take(await get(url(["labels"], { run: name }), this.signal));
       if (wanted === null) return await this.move(1);
       while (!this.rows.some(({ number: each }) => each === wanted) && (await this.more()));
-      return await this.show(Math.max(0, this.rows.findIndex(({ number: each }) => each === wanted)));
+      return await this.show(
+        Math.max(
+          0,
+          this.rows.findIndex(({ number: each }) => each === wanted),
+        ),
+      );
     } catch (error) {
       if (error.name !== "AbortError") put(this.body, failed(error));
     }
@@ -77,7 +145,10 @@ class LabelPage {
 
   async more() {
     if (this.ended) return false;
-    const page = await get(url(["runs", this.name, "episodes"], { limit: PAGE, after: this.next }), this.signal);
+    const page = await get(
+      url(["runs", this.name, "episodes"], { limit: PAGE, after: this.next }),
+      this.signal,
+    );
     this.rows.push(...page.rows.filter(({ status }) => status !== "unreadable"));
     this.next = page.next;
     this.ended = page.next === null;
@@ -89,12 +160,16 @@ class LabelPage {
     for (;;) {
       if (at < 0) return undefined;
       if (at >= this.rows.length && !(await this.more())) break;
-      if (at < this.rows.length && (by < 0 || !this.fresh || !this.known.has(this.rows[at].number))) return await this.show(at);
+      if (at < this.rows.length && (by < 0 || !this.fresh || !this.known.has(this.rows[at].number)))
+        return await this.show(at);
       if (at < this.rows.length) at += 1;
     }
     put(this.head, h("h2", {}, "Nothing is left"));
     put(this.verdicts);
-    return void put(this.body, empty("Every episode has its label", "Choose another run, or look at all of them again."));
+    return void put(
+      this.body,
+      empty("Every episode has its label", "Choose another run, or look at all of them again."),
+    );
   }
 
   async show(at) {
@@ -116,8 +191,20 @@ class LabelPage {
   draw() {
     const { view } = this;
     const expected = view.task?.answer;
-    put(this.head, h("h2", {}, visible(view.row.task)), h("span", { class: "soft" }, `step ${view.row.step ?? "–"} · line ${number(view.row.number)}`), iconButton("left", "Episode before (k)", () => this.move(-1)), iconButton("right", "Next episode (j)", () => this.move(1)));
-    put(this.body, expected !== null && expected !== undefined && h("p", {}, h("span", { class: "soft" }, "Expected: "), visible(plain(expected))), h("div", { class: "talk" }, messages(view.prompt), conversation(view, null, "text")));
+    put(
+      this.head,
+      h("h2", {}, visible(view.row.task)),
+      h("span", { class: "soft" }, `step ${view.row.step ?? "–"} · line ${number(view.row.number)}`),
+      iconButton("left", "Episode before (k)", () => this.move(-1)),
+      iconButton("right", "Next episode (j)", () => this.move(1)),
+    );
+    put(
+      this.body,
+      expected !== null &&
+        expected !== undefined &&
+        h("p", {}, h("span", { class: "soft" }, "Expected: "), visible(plain(expected))),
+      h("div", { class: "talk" }, messages(view.prompt), conversation(view, null, "text")),
+    );
     this.drawVerdicts();
     this.drawSide();
     window.scrollTo(0, 0);
@@ -128,12 +215,57 @@ class LabelPage {
     const now = this.known.get(this.view.row.number);
     const press = (on) => ({ "aria-pressed": String(on) });
     const key = (text) => h("kbd", { "aria-hidden": "true" }, text);
-    const made = this.mode === "label"
-      ? [h("button", { type: "button", class: "good", id: "good", onclick: () => this.give({ label: true }), ...press(now?.label === true) }, key("1"), "Good"), h("button", { type: "button", class: "danger", id: "bad", onclick: () => this.give({ label: false }), ...press(now?.label === false) }, key("2"), "Bad")]
-      : h("div", { class: "scores", role: "group", "aria-label": "Score" }, [...Array(11).keys()].map((score) => h("button", { type: "button", onclick: () => this.give({ score }), ...press(now?.score === score) }, score)));
+    const made =
+      this.mode === "label"
+        ? [
+            h(
+              "button",
+              {
+                type: "button",
+                class: "good",
+                id: "good",
+                onclick: () => this.give({ label: true }),
+                ...press(now?.label === true),
+              },
+              key("1"),
+              "Good",
+            ),
+            h(
+              "button",
+              {
+                type: "button",
+                class: "danger",
+                id: "bad",
+                onclick: () => this.give({ label: false }),
+                ...press(now?.label === false),
+              },
+              key("2"),
+              "Bad",
+            ),
+          ]
+        : h(
+            "div",
+            { class: "scores", role: "group", "aria-label": "Score" },
+            [...Array(11).keys()].map((score) =>
+              h(
+                "button",
+                { type: "button", onclick: () => this.give({ score }), ...press(now?.score === score) },
+                score,
+              ),
+            ),
+          );
     // What the run gave is told afterwards: who knows it before is led by it.
-    const gave = now ? `The run gave ${number(this.view.row.reward)}.` : this.last || "What the run gave is told when you have decided.";
-    put(this.verdicts, made, h("button", { type: "button", onclick: () => this.move(1) }, key("space"), now ? "Next" : "Skip"), now && button("Take back", () => this.give({})), h("span", { class: "gap" }), h("span", { class: "soft", role: "status" }, gave));
+    const gave = now
+      ? `The run gave ${number(this.view.row.reward)}.`
+      : this.last || "What the run gave is told when you have decided.";
+    put(
+      this.verdicts,
+      made,
+      h("button", { type: "button", onclick: () => this.move(1) }, key("space"), now ? "Next" : "Skip"),
+      now && button("Take back", () => this.give({})),
+      h("span", { class: "gap" }),
+      h("span", { class: "soft", role: "status" }, gave),
+    );
   }
 
   async give(label) {
@@ -143,7 +275,9 @@ class LabelPage {
     try {
       this.take(await post(url(["labels"]), { run: this.name, number: numbered, ...label }, this.signal));
       const given = Object.keys(label).length > 0;
-      this.last = given && `Line ${number(numbered)}: ${label.label === true ? "good" : label.label === false ? "bad" : label.score}; the run gave ${number(this.view.row.reward)}.`;
+      this.last =
+        given &&
+        `Line ${number(numbered)}: ${label.label === true ? "good" : label.label === false ? "bad" : label.score}; the run gave ${number(this.view.row.reward)}.`;
       if (given) await this.move(1);
       else this.draw();
     } catch (error) {
@@ -159,10 +293,64 @@ class LabelPage {
     const bad = rows.filter(({ label }) => label === false).length;
     const both = rows.filter(({ label, reward }) => label !== null && reward !== null);
     const same = both.filter(({ label, reward }) => reward >= 0.5 === label).length;
-    const facts = [["Labels", number(rows.length)], ["Good", number(good)], ["Bad", number(bad)], ["As the run's reward", both.length ? percent(same / both.length) : "–"]];
-    const list = [...rows].reverse().map((row) => h("li", {}, h("button", { type: "button", class: row.number === this.view?.row.number ? "at" : "", onclick: () => this.jump(row.number) }, h("span", { class: "num soft" }, row.number), h("span", {}, visible(row.task)), h("span", { class: "tag " + (row.label === true ? "good" : row.label === false ? "bad" : "") }, row.label === true ? "good" : row.label === false ? "bad" : number(row.score)))));
-    put(this.sideBody, h("dl", { class: "tiles small" }, facts.map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", { class: "num" }, value)))),
-      h("div", { class: "view" }, panel("Compare a judge with them", h("div", { class: "commands" }, command(audit), h("p", { class: "soft" }, "The labels are gold rows in ", h("code", {}, path), unread > 0 && `; ${counted(unread, "line")} of it are none of this page`, "."))), rows.length > 0 && panel("Labelled", h("ul", { class: "labelled-list" }, list))));
+    const facts = [
+      ["Labels", number(rows.length)],
+      ["Good", number(good)],
+      ["Bad", number(bad)],
+      ["As the run's reward", both.length ? percent(same / both.length) : "–"],
+    ];
+    const list = [...rows]
+      .reverse()
+      .map((row) =>
+        h(
+          "li",
+          {},
+          h(
+            "button",
+            {
+              type: "button",
+              class: row.number === this.view?.row.number ? "at" : "",
+              onclick: () => this.jump(row.number),
+            },
+            h("span", { class: "num soft" }, row.number),
+            h("span", {}, visible(row.task)),
+            h(
+              "span",
+              { class: "tag " + (row.label === true ? "good" : row.label === false ? "bad" : "") },
+              row.label === true ? "good" : row.label === false ? "bad" : number(row.score),
+            ),
+          ),
+        ),
+      );
+    put(
+      this.sideBody,
+      h(
+        "dl",
+        { class: "tiles small" },
+        facts.map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", { class: "num" }, value))),
+      ),
+      h(
+        "div",
+        { class: "view" },
+        panel(
+          "Compare a judge with them",
+          h(
+            "div",
+            { class: "commands" },
+            command(audit),
+            h(
+              "p",
+              { class: "soft" },
+              "The labels are gold rows in ",
+              h("code", {}, path),
+              unread > 0 && `; ${counted(unread, "line")} of it are none of this page`,
+              ".",
+            ),
+          ),
+        ),
+        rows.length > 0 && panel("Labelled", h("ul", { class: "labelled-list" }, list)),
+      ),
+    );
   }
 
   async jump(wanted) {

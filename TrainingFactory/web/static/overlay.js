@@ -12,7 +12,12 @@ export class Overlay {
     this.signal = signal;
     this.names = names;
     this.runs = new Map();
-    this.view = { log: kept.log === "1", smoothing: Number(kept.smooth ?? 0), time: kept.axis === "time", find: "" };
+    this.view = {
+      log: kept.log === "1",
+      smoothing: Number(kept.smooth ?? 0),
+      time: kept.axis === "time",
+      find: "",
+    };
     this.changed = changed;
     this.place = h("div", { class: "board" });
     this.board = new Board(this.place, signal);
@@ -56,12 +61,20 @@ export class Overlay {
   }
 
   draw() {
-    const shown = this.names.filter((name) => this.runs.has(name)).map((name) => ({ name, data: this.runs.get(name) }));
+    const shown = this.names
+      .filter((name) => this.runs.has(name))
+      .map((name) => ({ name, data: this.runs.get(name) }));
     const made = sections(shown, this.view);
     if (made.length) this.board.draw(made, this.view);
     else {
       this.board.order = null;
-      put(this.place, empty(this.view.find ? "No metric is called so" : "No steps yet", "The curves begin with the first step that is written."));
+      put(
+        this.place,
+        empty(
+          this.view.find ? "No metric is called so" : "No steps yet",
+          "The curves begin with the first step that is written.",
+        ),
+      );
     }
   }
 
@@ -86,10 +99,35 @@ export class Overlay {
       this.board.zoom(null);
       set({ time: value === "time" });
     };
-    return h("div", { class: "controls", role: "toolbar", "aria-label": "Curves" }, first,
-      segments("Horizontal axis", [["step", "Step"], ["time", "Time"]], this.view.time ? "time" : "step", axis),
-      segments("Vertical scale", [["", "Linear"], ["1", "Log"]], this.view.log ? "1" : "", (value) => set({ log: value === "1" })),
-      h("label", { class: "smoothing" }, "Smoothing", slider, told), reset,
-      searchField("Find a metric", "", debounce(150, (find) => set({ find }))));
+    return h(
+      "div",
+      { class: "controls", role: "toolbar", "aria-label": "Curves" },
+      first,
+      segments(
+        "Horizontal axis",
+        [
+          ["step", "Step"],
+          ["time", "Time"],
+        ],
+        this.view.time ? "time" : "step",
+        axis,
+      ),
+      segments(
+        "Vertical scale",
+        [
+          ["", "Linear"],
+          ["1", "Log"],
+        ],
+        this.view.log ? "1" : "",
+        (value) => set({ log: value === "1" }),
+      ),
+      h("label", { class: "smoothing" }, "Smoothing", slider, told),
+      reset,
+      searchField(
+        "Find a metric",
+        "",
+        debounce(150, (find) => set({ find })),
+      ),
+    );
   }
 }

@@ -5,7 +5,12 @@ import { number } from "./format.js";
 
 /** A state as a dot and a word: never by colour alone. */
 export function stateBadge(state) {
-  return h("span", { class: "state state-" + state }, h("span", { class: "dot", "aria-hidden": "true" }), state);
+  return h(
+    "span",
+    { class: "state state-" + state },
+    h("span", { class: "dot", "aria-hidden": "true" }),
+    state,
+  );
 }
 
 export function link(to, ...children) {
@@ -14,29 +19,58 @@ export function link(to, ...children) {
 
 export function button(text, onclick, more = {}) {
   const { iconName, ...attributes } = more;
-  return h("button", { type: "button", onclick, ...attributes }, iconName && icon(iconName), text && h("span", {}, text));
+  return h(
+    "button",
+    { type: "button", onclick, ...attributes },
+    iconName && icon(iconName),
+    text && h("span", {}, text),
+  );
 }
 
 /** A button that is only a drawing, with a name for those who hear it. */
 export function iconButton(name, label, onclick, more = {}) {
-  return h("button", { type: "button", class: "bare", "aria-label": label, title: label, onclick, ...more }, icon(name));
+  return h(
+    "button",
+    { type: "button", class: "bare", "aria-label": label, title: label, onclick, ...more },
+    icon(name),
+  );
+}
+
+/** A button that copies the text of the moment. */
+export function copyButton(label, text) {
+  const copy = iconButton("copy", label, async () => {
+    // Browsers give the clipboard to pages of this machine and to encrypted ones only.
+    if (!navigator.clipboard)
+      return toast("The browser does not let this page copy: select the text instead.", "error");
+    await navigator.clipboard.writeText(text());
+    put(copy, icon("check"));
+    setTimeout(() => put(copy, icon("copy")), 1500);
+    return undefined;
+  });
+  return copy;
 }
 
 /** A command that can be copied. */
 export function command(text, label = null) {
-  const copy = iconButton("copy", "Copy the command", async () => {
-    await navigator.clipboard.writeText(text);
-    put(copy, icon("check"));
-    setTimeout(() => put(copy, icon("copy")), 1500);
-  });
-  return h("div", { class: "command" }, label && h("span", { class: "label" }, label), h("code", {}, text), copy);
+  return h(
+    "div",
+    { class: "command" },
+    label && h("span", { class: "label" }, label),
+    h("code", {}, text),
+    copyButton("Copy the command", () => text),
+  );
 }
 
 /** Tells something in passing; errors stay until they are closed. */
 export function toast(text, kind = "info") {
   const place = document.getElementById("toasts");
   const close = () => shown.remove();
-  const shown = h("div", { class: "toast toast-" + kind }, h("span", {}, text), iconButton("close", "Close", close));
+  const shown = h(
+    "div",
+    { class: "toast toast-" + kind },
+    h("span", {}, text),
+    iconButton("close", "Close", close),
+  );
   place.append(shown);
   if (kind !== "error") setTimeout(close, 6000);
 }
@@ -64,7 +98,12 @@ export function dialog(title, content, buttons = []) {
       resolve(value);
     };
     const foot = buttons.map(({ text, value, kind }) => button(text, () => end(value()), { class: kind }));
-    const head = h("header", {}, h("h2", {}, title), iconButton("close", "Close", () => end(null)));
+    const head = h(
+      "header",
+      {},
+      h("h2", {}, title),
+      iconButton("close", "Close", () => end(null)),
+    );
     put(shown, head, h("div", { class: "content" }, content), foot.length > 0 && h("footer", {}, foot));
     shown.addEventListener("cancel", () => end(null));
     shown.addEventListener("click", (event) => event.target === shown && end(null));
@@ -84,7 +123,8 @@ export async function confirm(title, content, yes, kind = "main") {
 export function segments(label, options, chosen, changed) {
   const group = h("div", { class: "segments", role: "group", "aria-label": label });
   const choose = (value) => {
-    for (const each of group.children) each.setAttribute("aria-pressed", String(each.dataset.value === value));
+    for (const each of group.children)
+      each.setAttribute("aria-pressed", String(each.dataset.value === value));
   };
   for (const [value, text] of options) {
     const pressed = () => {
@@ -105,7 +145,13 @@ export function select(label, options, chosen, changed, more = {}) {
 
 /** A field to search with; / puts the cursor there. */
 export function searchField(label, value, changed) {
-  const input = h("input", { type: "search", placeholder: label, "aria-label": label, value, oninput: () => changed(input.value) });
+  const input = h("input", {
+    type: "search",
+    placeholder: label,
+    "aria-label": label,
+    value,
+    oninput: () => changed(input.value),
+  });
   return h("label", { class: "search" }, icon("search"), input, h("kbd", { "aria-hidden": "true" }, "/"));
 }
 
@@ -123,7 +169,12 @@ export function empty(title, ...help) {
 }
 
 export function failed(error) {
-  return h("div", { class: "empty bad", role: "alert" }, h("strong", {}, "This could not be read"), h("p", {}, error.message));
+  return h(
+    "div",
+    { class: "empty bad", role: "alert" },
+    h("strong", {}, "This could not be read"),
+    h("p", {}, error.message),
+  );
 }
 
 export function waiting(text = "Reading…") {
@@ -132,7 +183,11 @@ export function waiting(text = "Reading…") {
 
 /** A table of names and values. */
 export function pairs(rows) {
-  return h("dl", { class: "pairs" }, rows.map(([name, value]) => [h("dt", {}, name), h("dd", {}, value)]));
+  return h(
+    "dl",
+    { class: "pairs" },
+    rows.map(([name, value]) => [h("dt", {}, name), h("dd", {}, value)]),
+  );
 }
 
 export function panel(title, content, more = null) {
@@ -144,5 +199,9 @@ export function table(label, heads, rows) {
   const head = heads.map((each) => h("th", { scope: "col", class: each.class }, each.text ?? each));
   const cells = (row) => row.map((cell, at) => h("td", { class: heads[at].class }, cell));
   const body = rows.map((row) => h("tr", {}, cells(row)));
-  return h("div", { class: "table" }, h("table", { "aria-label": label }, h("thead", {}, h("tr", {}, head)), h("tbody", {}, body)));
+  return h(
+    "div",
+    { class: "table" },
+    h("table", { "aria-label": label }, h("thead", {}, h("tr", {}, head)), h("tbody", {}, body)),
+  );
 }

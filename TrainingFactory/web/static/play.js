@@ -12,7 +12,13 @@ const WRITTEN = {
   template: "The model's template does not write this after an answer, so the conversation was written anew.",
 };
 const ANEW = "The environment began anew; calls before this point were not made again.";
-const ENDS = { truncated: "It was cut: the turn is longer than Max tokens, or the conversation than the model's context.", max_turns: "It ended after the most turns of an episode.", stopped: "Stopped.", error: "It failed.", tool_failure: "A tool was lost." };
+const ENDS = {
+  truncated: "It was cut: the turn is longer than Max tokens, or the conversation than the model's context.",
+  max_turns: "It ended after the most turns of an episode.",
+  stopped: "Stopped.",
+  error: "It failed.",
+  tool_failure: "A tool was lost.",
+};
 
 export async function show(place) {
   put(place.main, waiting());
@@ -24,18 +30,63 @@ export async function show(place) {
 
 class PlayPage {
   constructor({ main, signal, query, setQuery }, choices) {
-    Object.assign(this, { main, signal, query, setQuery, choices, opened: null, entries: [], other: null, busy: false, writing: false, notes: [] });
+    Object.assign(this, {
+      main,
+      signal,
+      query,
+      setQuery,
+      choices,
+      opened: null,
+      entries: [],
+      other: null,
+      busy: false,
+      writing: false,
+      notes: [],
+    });
     signal.addEventListener("abort", () => this.stop()); // who leaves stops the answer; the model stays loaded
   }
 
   build() {
     const { models, environments } = this.choices;
-    const group = (label, list) => list.length > 0 && h("optgroup", { label }, list.map(({ name, what }) => h("option", { value: name }, name, what ? ` (${what})` : "")));
+    const group = (label, list) =>
+      list.length > 0 &&
+      h(
+        "optgroup",
+        { label },
+        list.map(({ name, what }) => h("option", { value: name }, name, what ? ` (${what})` : "")),
+      );
     const of = (prefix) => models.filter(({ what }) => what.startsWith(prefix));
-    this.model = h("select", { id: "play-model", onchange: () => this.home() }, group("Runs and their checkpoints", of("run")), group("Registered", of("registered")), group("Built in", of("built in")));
-    this.environment = h("select", { id: "play-environment" }, h("option", { value: "" }, "None: a plain conversation"), h("optgroup", { label: "Environments" }, environments.filter(({ name }) => name.startsWith("environment:")).map(({ name, what }) => h("option", { value: name }, what))),
-      h("optgroup", { label: "As in a run" }, environments.filter(({ name }) => name.startsWith("run:")).map(({ name, what }) => h("option", { value: name }, what))));
-    this.task = h("select", { id: "play-task", disabled: true, onchange: () => this.begin(this.task.value || null) }, h("option", { value: "" }, "words of my own"));
+    this.model = h(
+      "select",
+      { id: "play-model", onchange: () => this.home() },
+      group("Runs and their checkpoints", of("run")),
+      group("Registered", of("registered")),
+      group("Built in", of("built in")),
+    );
+    this.environment = h(
+      "select",
+      { id: "play-environment" },
+      h("option", { value: "" }, "None: a plain conversation"),
+      h(
+        "optgroup",
+        { label: "Environments" },
+        environments
+          .filter(({ name }) => name.startsWith("environment:"))
+          .map(({ name, what }) => h("option", { value: name }, what)),
+      ),
+      h(
+        "optgroup",
+        { label: "As in a run" },
+        environments
+          .filter(({ name }) => name.startsWith("run:"))
+          .map(({ name, what }) => h("option", { value: name }, what)),
+      ),
+    );
+    this.task = h(
+      "select",
+      { id: "play-task", disabled: true, onchange: () => this.begin(this.task.value || null) },
+      h("option", { value: "" }, "words of my own"),
+    );
     this.start = button("Begin", () => this.begin(), { class: "main", id: "begin" });
     const asked = this.query.get("model");
     if ([...this.model.options].some(({ value }) => value === asked)) this.model.value = asked;
@@ -44,44 +95,122 @@ class PlayPage {
     this.talk = h("div", { class: "talk", "aria-live": "off" });
     this.told = h("div", { class: "notes", role: "status" });
     this.pair = h("div", {});
-    this.chat = h("section", { class: "chat", "aria-label": "Conversation" }, this.talk, this.pair, this.told, this.composer());
-    put(this.main, h("header", { class: "head" }, h("h1", {}, "Play")),
-      h("div", { class: "chooser" }, h("label", {}, "Model", this.model), h("label", {}, "Environment", this.environment), h("label", {}, "Begin with", this.task), this.start),
-      h("div", { class: "play" }, this.chat, this.side()));
-    keys(this.signal, [["i", "Write", () => this.input.focus()], ["x", "Stop the answer", () => this.stop()], ["a", "Another answer", () => this.another()]]);
+    this.chat = h(
+      "section",
+      { class: "chat", "aria-label": "Conversation" },
+      this.talk,
+      this.pair,
+      this.told,
+      this.composer(),
+    );
+    put(
+      this.main,
+      h("header", { class: "head" }, h("h1", {}, "Play")),
+      h(
+        "div",
+        { class: "chooser" },
+        h("label", {}, "Model", this.model),
+        h("label", {}, "Environment", this.environment),
+        h("label", {}, "Begin with", this.task),
+        this.start,
+      ),
+      h("div", { class: "play" }, this.chat, this.side()),
+    );
+    keys(this.signal, [
+      ["i", "Write", () => this.input.focus()],
+      ["x", "Stop the answer", () => this.stop()],
+      ["a", "Another answer", () => this.another()],
+    ]);
     this.draw();
   }
 
   /** Chooses the environment in which a run's model was trained. */
   home() {
-    this.environment.value = this.choices.models.find(({ name }) => name === this.model.value)?.environment ?? "";
+    this.environment.value =
+      this.choices.models.find(({ name }) => name === this.model.value)?.environment ?? "";
   }
 
   composer() {
-    this.input = h("textarea", { id: "say", rows: 2, placeholder: "Write to the model", "aria-label": "Your message", onkeydown: (event) => {
-      if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
-      event.preventDefault();
-      this.send();
-    } });
+    this.input = h("textarea", {
+      id: "say",
+      rows: 2,
+      placeholder: "Write to the model",
+      "aria-label": "Your message",
+      onkeydown: (event) => {
+        if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+        event.preventDefault();
+        this.send();
+      },
+    });
     this.sendButton = button("Send", () => this.send(), { class: "main", id: "send" });
-    this.stopButton = button("Stop", () => this.stop(), { id: "stop-answer", iconName: "stop", hidden: true });
+    this.stopButton = button("Stop", () => this.stop(), {
+      id: "stop-answer",
+      iconName: "stop",
+      hidden: true,
+    });
     this.state = h("span", { class: "soft", role: "status" });
-    return h("div", { class: "composer" }, this.input, h("div", { class: "buttons" }, this.state, this.stopButton, this.sendButton));
+    return h(
+      "div",
+      { class: "composer" },
+      this.input,
+      h("div", { class: "buttons" }, this.state, this.stopButton, this.sendButton),
+    );
   }
 
   side() {
     const setting = (id, label, value, more = {}) => {
-      const input = h("input", { id, inputmode: "decimal", value: String(value), autocomplete: "off", ...more });
+      const input = h("input", {
+        id,
+        inputmode: "decimal",
+        value: String(value),
+        autocomplete: "off",
+        ...more,
+      });
       return [h("label", { for: id }, label), input];
     };
-    const rows = [setting("temperature", "Temperature", 1), setting("max-tokens", "Max tokens", 256), setting("seed", "Seed", 0)];
+    const rows = [
+      setting("temperature", "Temperature", 1),
+      setting("max-tokens", "Max tokens", 256),
+      setting("seed", "Seed", 0),
+    ];
     [this.temperature, this.maxTokens, this.seed] = rows.map(([, input]) => input);
-    this.toolList = h("div", {}, h("p", { class: "soft" }, "Those of the environment are listed when it has begun."));
+    this.toolList = h(
+      "div",
+      {},
+      h("p", { class: "soft" }, "Those of the environment are listed when it has begun."),
+    );
     this.dataset = h("input", { id: "dataset", value: "play", autocomplete: "off", spellcheck: "false" });
-    this.keepButtons = [["Demonstration", "demonstration", {}], ["Good", "verdict", { good: true }], ["Bad", "verdict", { good: false }]].map(([label, kind, more]) => button(label, (event) => this.keep(event.currentTarget, { kind, ...more }), { id: "keep-" + label.toLowerCase(), disabled: true }));
+    this.keepButtons = [
+      ["Demonstration", "demonstration", {}],
+      ["Good", "verdict", { good: true }],
+      ["Bad", "verdict", { good: false }],
+    ].map(([label, kind, more]) =>
+      button(label, (event) => this.keep(event.currentTarget, { kind, ...more }), {
+        id: "keep-" + label.toLowerCase(),
+        disabled: true,
+      }),
+    );
     this.kept = h("div", { class: "commands" });
-    const keep = h("div", { class: "keep" }, h("label", { for: "dataset" }, "Dataset"), this.dataset, h("p", { class: "soft" }, "A demonstration is learned from as it is (SFT). Good and bad are verdicts on the conversation (KTO). For a preference (DPO) ask for another answer, and pick the better one."), h("div", { class: "buttons" }, this.keepButtons), this.kept);
-    return h("aside", { class: "side" }, panel("Sampling", h("div", { class: "settings" }, rows)), panel("Keep the conversation", keep), panel("Tools", this.toolList));
+    const keep = h(
+      "div",
+      { class: "keep" },
+      h("label", { for: "dataset" }, "Dataset"),
+      this.dataset,
+      h(
+        "p",
+        { class: "soft" },
+        "A demonstration is learned from as it is (SFT). Good and bad are verdicts on the conversation (KTO). For a preference (DPO) ask for another answer, and pick the better one.",
+      ),
+      h("div", { class: "buttons" }, this.keepButtons),
+      this.kept,
+    );
+    return h(
+      "aside",
+      { class: "side" },
+      panel("Sampling", h("div", { class: "settings" }, rows)),
+      panel("Keep the conversation", keep),
+      panel("Tools", this.toolList),
+    );
   }
 
   async begin(task) {
@@ -111,13 +240,41 @@ class PlayPage {
     this.entries = opened.messages.map((message) => ({ message }));
     this.notes = [];
     this.other = null;
-    put(this.task, h("option", { value: "" }, "words of my own"), opened.tasks.map(({ id, prompt }) => h("option", { value: id }, visible(prompt.slice(0, 100)))));
+    put(
+      this.task,
+      h("option", { value: "" }, "words of my own"),
+      opened.tasks.map(({ id, prompt }) => h("option", { value: id }, visible(prompt.slice(0, 100)))),
+    );
     this.task.value = task;
     this.task.disabled = !opened.tasks.length;
     if (!this.touched) this.maxTokens.value = opened.max_tokens;
     if (!this.touched) this.temperature.value = opened.temperature;
     this.touched = true;
-    put(this.toolList, opened.tools.length ? h("ul", { class: "tool-list" }, opened.tools.map(({ function: { name, description, parameters } }) => h("li", {}, h("code", {}, h("b", {}, visible(name)), " ", Object.keys(parameters?.properties ?? {}).map(visible).join(", ")), h("small", {}, visible(description))))) : h("p", { class: "soft" }, "None."));
+    put(
+      this.toolList,
+      opened.tools.length
+        ? h(
+            "ul",
+            { class: "tool-list" },
+            opened.tools.map(({ function: { name, description, parameters } }) =>
+              h(
+                "li",
+                {},
+                h(
+                  "code",
+                  {},
+                  h("b", {}, visible(name)),
+                  " ",
+                  Object.keys(parameters?.properties ?? {})
+                    .map(visible)
+                    .join(", "),
+                ),
+                h("small", {}, visible(description)),
+              ),
+            ),
+          )
+        : h("p", { class: "soft" }, "None."),
+    );
     this.wait("");
     this.draw();
     this.input.focus();
@@ -126,17 +283,30 @@ class PlayPage {
   wait(words) {
     put(this.state, words);
     this.busy = Boolean(words);
-    for (const each of [this.sendButton, this.start, ...this.keepButtons]) each.disabled = this.busy || (each !== this.start && !this.opened);
+    for (const each of [this.sendButton, this.start, ...this.keepButtons])
+      each.disabled = this.busy || (each !== this.start && !this.opened);
   }
 
   // the conversation
 
   draw() {
     const { entries, opened } = this;
-    put(this.talk, !opened && empty("Choose a model, and begin", "A checkpoint of a run comes with the environment that it was trained in."), entriesOf(entries, (at) => this.actsOf(at)));
-    put(this.told, this.notes.map((note) => h("p", {}, visible(note))));
+    put(
+      this.talk,
+      !opened &&
+        empty(
+          "Choose a model, and begin",
+          "A checkpoint of a run comes with the environment that it was trained in.",
+        ),
+      entriesOf(entries, (at) => this.actsOf(at)),
+    );
+    put(
+      this.told,
+      this.notes.map((note) => h("p", {}, visible(note))),
+    );
     const last = entries.at(-1)?.message;
-    this.sendButton.querySelector("span").textContent = last && last.role !== "assistant" && !this.input.value ? "Answer" : "Send";
+    this.sendButton.querySelector("span").textContent =
+      last && last.role !== "assistant" && !this.input.value ? "Answer" : "Send";
     const ended = opened && !this.busy && last?.role === "assistant";
     for (const each of this.keepButtons) each.disabled = !ended;
     this.sendButton.disabled = !opened || this.busy || Boolean(this.other);
@@ -147,7 +317,15 @@ class PlayPage {
     if (this.busy || this.other) return null;
     const { message } = this.entries[at];
     const last = message.role === "assistant" && at === this.entries.length - 1;
-    return h("div", { class: "acts" }, message.role !== "tool" && iconButton("edit", `Edit this message of the ${message.role}, and go on from there`, () => this.edit(at)), last && iconButton("again", "Another answer, side by side (a)", () => this.another()));
+    return h(
+      "div",
+      { class: "acts" },
+      message.role !== "tool" &&
+        iconButton("edit", `Edit this message of the ${message.role}, and go on from there`, () =>
+          this.edit(at),
+        ),
+      last && iconButton("again", "Another answer, side by side (a)", () => this.another()),
+    );
   }
 
   edit(at) {
@@ -178,7 +356,11 @@ class PlayPage {
 
   /** Has the conversation answered; what is new is appended. */
   async answer() {
-    const found = await this.ask(this.entries.map(({ message }) => message), Number(this.seed.value) || 0, this.talk);
+    const found = await this.ask(
+      this.entries.map(({ message }) => message),
+      Number(this.seed.value) || 0,
+      this.talk,
+    );
     if (!found) return void this.draw();
     this.entries.push(...found.entries);
     this.notes = found.notes;
@@ -205,12 +387,23 @@ class PlayPage {
     this.writing = true;
     this.stopButton.hidden = false;
     place.append(live);
-    const body = { messages, seed, temperature: Number(this.temperature.value), max_tokens: Number(this.maxTokens.value) };
+    const body = {
+      messages,
+      seed,
+      temperature: Number(this.temperature.value),
+      max_tokens: Number(this.maxTokens.value),
+    };
     try {
       const told = await job(url(["play", this.opened.id, "say"]), body, heard);
-      const end = told.status === "done" ? null : (ENDS[told.status] ?? told.status) + (told.error ? " " + told.error : "");
+      const end =
+        told.status === "done"
+          ? null
+          : (ENDS[told.status] ?? told.status) + (told.error ? " " + told.error : "");
       this.used = `${number(told.tokens)} of ${number(this.opened.max_length)} tokens`;
-      return { entries: entryOf(told), notes: [WRITTEN[told.written], told.anew && ANEW, end].filter(Boolean) };
+      return {
+        entries: entryOf(told),
+        notes: [WRITTEN[told.written], told.anew && ANEW, end].filter(Boolean),
+      };
     } catch (error) {
       if (error.name !== "AbortError") toast(error.message, "error");
       return null;
@@ -230,7 +423,9 @@ class PlayPage {
 
   /** Where the last answer begins: behind the last message that is neither the model's nor a tool's. */
   answerStart() {
-    return this.entries.findLastIndex(({ message }) => message.role === "user" || message.role === "system") + 1;
+    return (
+      this.entries.findLastIndex(({ message }) => message.role === "user" || message.role === "system") + 1
+    );
   }
 
   async another() {
@@ -244,7 +439,11 @@ class PlayPage {
     this.draw();
     this.pair.querySelector(".two > section:last-child").append(place);
     this.seed.value = String((Number(this.seed.value) || 0) + 1);
-    const found = await this.ask(before.map(({ message }) => message), Number(this.seed.value), place);
+    const found = await this.ask(
+      before.map(({ message }) => message),
+      Number(this.seed.value),
+      place,
+    );
     if (!found) return void this.choose(0, false);
     columns[1] = found.entries;
     this.notes = found.notes;
@@ -256,7 +455,31 @@ class PlayPage {
     const { columns } = this.other;
     const names = ["First answer", "Other answer"];
     const whole = columns.every((each) => each.length);
-    put(this.pair, h("div", { class: "two" }, columns.map((column, at) => h("section", { "aria-label": names[at] }, h("header", {}, h("b", {}, names[at]), whole && !this.busy && button("Better", () => this.choose(at, true), { class: "small main", id: "better-" + at }), whole && !this.busy && button("Go on with it", () => this.choose(at, false), { class: "small" })), entriesOf(column, () => null)))));
+    put(
+      this.pair,
+      h(
+        "div",
+        { class: "two" },
+        columns.map((column, at) =>
+          h(
+            "section",
+            { "aria-label": names[at] },
+            h(
+              "header",
+              {},
+              h("b", {}, names[at]),
+              whole &&
+                !this.busy &&
+                button("Better", () => this.choose(at, true), { class: "small main", id: "better-" + at }),
+              whole &&
+                !this.busy &&
+                button("Go on with it", () => this.choose(at, false), { class: "small" }),
+            ),
+            entriesOf(column, () => null),
+          ),
+        ),
+      ),
+    );
   }
 
   /** Goes on with one of the two answers; `keep`: as a preference over the other one. */
@@ -267,17 +490,30 @@ class PlayPage {
     this.entries = [...before, ...columns[at]];
     this.notes = [];
     this.draw();
-    if (keep) await this.keep(this.keepButtons[0], { kind: "preference", messages: whole(columns[at]), other: whole(columns[1 - at]) });
+    if (keep)
+      await this.keep(this.keepButtons[0], {
+        kind: "preference",
+        messages: whole(columns[at]),
+        other: whole(columns[1 - at]),
+      });
   }
 
   // rows for training
 
   async keep(pressed, row) {
-    const body = { messages: this.entries.map(({ message }) => message), dataset: this.dataset.value.trim(), ...row };
+    const body = {
+      messages: this.entries.map(({ message }) => message),
+      dataset: this.dataset.value.trim(),
+      ...row,
+    };
     await act(pressed, async () => {
       const told = await post(url(["play", this.opened.id, "keep"]), body);
       toast(`Kept: ${counted(told.rows, "row")} in ${told.path.split("/").at(-1)}.`, "good");
-      put(this.kept, h("p", { class: "soft" }, h("b", {}, counted(told.rows, "row")), " in ", h("code", {}, told.path)), command(told.command));
+      put(
+        this.kept,
+        h("p", { class: "soft" }, h("b", {}, counted(told.rows, "row")), " in ", h("code", {}, told.path)),
+        command(told.command),
+      );
     });
   }
 }

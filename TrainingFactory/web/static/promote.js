@@ -15,8 +15,12 @@ export async function promote(model, version, place, again) {
   const log = h("ol", { class: "soft steps" });
   put(place, panel("Promotion of " + name, h("div", {}, heard, bar, log)));
   try {
-    // The work goes on where this page is left: it is the server's, not the page's.
-    const told = await job(url(["models", model.name, "promote"]), { number: version.number, ...asked }, (news) => progress(news, heard, bar, log));
+    // Without a signal: it goes on while other pages are looked at, and ends with the tab.
+    const told = await job(
+      url(["models", model.name, "promote"]),
+      { number: version.number, ...asked },
+      (news) => progress(news, heard, bar, log),
+    );
     const verdict = told.promoted ? `${name} is ${model.name}@${asked.alias}` : `${name} stays out`;
     toast(verdict + ".", told.promoted ? "good" : "info");
     await again();
@@ -35,28 +39,72 @@ function progress({ text, done, of }, heard, bar, log) {
 }
 
 function checks(rows) {
-  return h("ul", { class: "checks" }, rows.map(({ name, holds, found }) => h("li", { class: holds ? "holds" : "fails" }, icon(holds ? "check" : "close"), h("span", {}, h("b", {}, (holds ? "holds: " : "fails: ") + name), " ", found))));
+  return h(
+    "ul",
+    { class: "checks" },
+    rows.map(({ name, holds, found }) =>
+      h(
+        "li",
+        { class: holds ? "holds" : "fails" },
+        icon(holds ? "check" : "close"),
+        h("span", {}, h("b", {}, (holds ? "holds: " : "fails: ") + name), " ", found),
+      ),
+    ),
+  );
 }
 
 async function ask(model, version) {
   const { suites } = await get(url(["suites"]));
   if (!suites.length) {
-    await dialog("Promote", empty("There is no suite with a gate here", "Write one as a YAML file with entries and a gate into the folder in which the page was started."));
+    await dialog(
+      "Promote",
+      empty(
+        "There is no suite with a gate here",
+        "Write one as a YAML file with entries and a gate into the folder in which the page was started.",
+      ),
+    );
     return null;
   }
   const name = model.name + ":" + version.number;
-  const suite = h("select", { id: "suite" }, suites.map((each) => h("option", { value: each }, each)));
+  const suite = h(
+    "select",
+    { id: "suite" },
+    suites.map((each) => h("option", { value: each }, each)),
+  );
   const alias = h("input", { id: "alias", value: "champion" });
   const first = () => !(alias.value.trim() in model.aliases);
-  const written = () => command(`tfactory registry promote ${name} --suite ${suite.value}.yaml${alias.value === "champion" ? "" : " --alias " + alias.value}${first() ? " --first" : ""}`);
+  const written = () =>
+    command(
+      `tfactory registry promote ${name} --suite ${suite.value}.yaml${alias.value === "champion" ? "" : " --alias " + alias.value}${first() ? " --first" : ""}`,
+    );
   const told = h("div", {}, written());
   const note = h("p", { class: "soft" });
   const draw = () => {
     put(told, written());
-    put(note, first() ? `${model.name} has no ${alias.value} yet: ${name} becomes it if it holds the guards.` : `${name} becomes ${alias.value} only if it proves better than ${model.name}:${model.aliases[alias.value]} and holds the guards.`);
+    put(
+      note,
+      first()
+        ? `${model.name} has no ${alias.value} yet: ${name} becomes it if it holds the guards.`
+        : `${name} becomes ${alias.value} only if it proves better than ${model.name}:${model.aliases[alias.value]} and holds the guards.`,
+    );
   };
   for (const input of [suite, alias]) input.addEventListener("input", draw);
   draw();
-  const content = h("div", { class: "asked" }, h("label", { for: "suite" }, "Suite"), suite, h("label", { for: "alias" }, "Alias"), alias, note, told);
-  return await dialog("Promote " + name, content, [{ text: "Promote", kind: "main", value: () => ({ suite: suite.value, alias: alias.value.trim(), first: first() }) }]);
+  const content = h(
+    "div",
+    { class: "asked" },
+    h("label", { for: "suite" }, "Suite"),
+    suite,
+    h("label", { for: "alias" }, "Alias"),
+    alias,
+    note,
+    told,
+  );
+  return await dialog("Promote " + name, content, [
+    {
+      text: "Promote",
+      kind: "main",
+      value: () => ({ suite: suite.value, alias: alias.value.trim(), first: first() }),
+    },
+  ]);
 }

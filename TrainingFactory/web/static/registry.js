@@ -5,7 +5,20 @@ import { h, put, visible } from "./dom.js";
 import { counted, moment, number, plain } from "./format.js";
 import { keys } from "./keys.js";
 import { chain } from "./lineage.js";
-import { act, button, command, confirm, empty, failed, link, pairs, panel, table, toast, waiting } from "./parts.js";
+import {
+  act,
+  button,
+  command,
+  confirm,
+  empty,
+  failed,
+  link,
+  pairs,
+  panel,
+  table,
+  toast,
+  waiting,
+} from "./parts.js";
 import { promote } from "./promote.js";
 import { evaluations, share } from "./run_findings.js";
 
@@ -14,14 +27,29 @@ export async function show(place) {
   put(main, waiting());
   const { models } = await get(url(["models"]), signal);
   if (parts[0] === "compare") return await compare.show(place, models);
-  if (!models.length) return void put(main, head(), empty("No model is registered", "A run registers itself with registry.name, or by hand: ", h("code", {}, "tfactory registry register NAME RUN")));
+  if (!models.length)
+    return void put(
+      main,
+      head(),
+      empty(
+        "No model is registered",
+        "A run registers itself with registry.name, or by hand: ",
+        h("code", {}, "tfactory registry register NAME RUN"),
+      ),
+    );
   const model = models.find(({ name }) => name === parts[0]) ?? models[0];
   const asked = Number(parts[1]);
-  const version = model.versions.find((each) => each.number === asked) ?? champion(model) ?? model.versions.at(-1);
+  const version =
+    model.versions.find((each) => each.number === asked) ?? champion(model) ?? model.versions.at(-1);
   const again = () => show(place);
   const job = h("div", { class: "job" });
   const detail = h("div", { class: "view" }, waiting());
-  put(main, head(), models.length > 1 && tabs(models, model), h("div", { class: "registry" }, h("div", {}, versions(model, version, job, again), job), detail));
+  put(
+    main,
+    head(),
+    models.length > 1 && tabs(models, model),
+    h("div", { class: "registry" }, h("div", {}, versions(model, version, job, again), job), detail),
+  );
   keyboard(model, version, signal);
   if (version) await showVersion(detail, model, version, signal);
   return undefined;
@@ -36,8 +64,21 @@ function champion(model) {
 }
 
 function tabs(models, chosen) {
-  return h("nav", { class: "tabs", "aria-label": "Models" }, models.map(({ name, versions: all }) =>
-    h("a", { href: "#/registry/" + encodeURIComponent(name), "aria-current": name === chosen.name ? "page" : null }, name, h("span", { class: "tag" }, all.length))));
+  return h(
+    "nav",
+    { class: "tabs", "aria-label": "Models" },
+    models.map(({ name, versions: all }) =>
+      h(
+        "a",
+        {
+          href: "#/registry/" + encodeURIComponent(name),
+          "aria-current": name === chosen.name ? "page" : null,
+        },
+        name,
+        h("span", { class: "tag" }, all.length),
+      ),
+    ),
+  );
 }
 
 function keyboard(model, version, signal) {
@@ -46,22 +87,39 @@ function keyboard(model, version, signal) {
     const at = order.indexOf(version) + by;
     if (order[at]) location.hash = `#/registry/${encodeURIComponent(model.name)}/${order[at].number}`;
   };
-  keys(signal, [["j", "Next version", () => go(1)], ["k", "Version before", () => go(-1)]]);
+  keys(signal, [
+    ["j", "Next version", () => go(1)],
+    ["k", "Version before", () => go(-1)],
+  ]);
 }
 
 /** The versions of a model, the newest first, with what can be done with them. */
 function versions(model, chosen, job, again) {
-  const back = Object.keys(model.aliases).map((alias) => button("Roll back " + alias, (event) => rollback(event.currentTarget, model, alias, again), { class: "small" }));
+  const back = Object.keys(model.aliases).map((alias) =>
+    button("Roll back " + alias, (event) => rollback(event.currentTarget, model, alias, again), {
+      class: "small",
+    }),
+  );
   const heads = ["Version", "Run", "Success", { text: "", class: "num" }];
   const rows = [...model.versions].reverse().map((version) => {
     const last = latest(version);
-    const name = link(`registry/${encodeURIComponent(model.name)}/${version.number}`, model.name + ":" + version.number);
+    const name = link(
+      `registry/${encodeURIComponent(model.name)}/${version.number}`,
+      model.name + ":" + version.number,
+    );
     const named = version.aliases.map((alias) => h("span", { class: "tag accent" }, alias));
     const go = button("Promote", () => promote(model, version, job, again), { class: "small" });
-    return [[name, " ", named], version.run && link("run/" + encodeURIComponent(version.run), version.run), last && share(last.success, last.low, last.high), go];
+    return [
+      [name, " ", named],
+      version.run && link("run/" + encodeURIComponent(version.run), version.run),
+      last && share(last.success, last.low, last.high),
+      go,
+    ];
   });
   const list = table("Versions of " + model.name, heads, rows);
-  [...list.querySelectorAll("tbody tr")].forEach((row, at) => row.classList.toggle("at", model.versions.at(-1 - at) === chosen));
+  [...list.querySelectorAll("tbody tr")].forEach((row, at) =>
+    row.classList.toggle("at", model.versions.at(-1 - at) === chosen),
+  );
   return panel(model.name, list, back);
 }
 
@@ -71,8 +129,20 @@ function latest(version) {
 
 async function rollback(pressed, model, alias, again) {
   const now = model.name + ":" + model.aliases[alias];
-  const text = h("p", {}, `${model.name}@${alias} is ${now}. It gets the version back that it had before; what serves the alias follows.`);
-  if (!(await confirm("Roll back " + alias + "?", [text, command(`tfactory registry rollback ${model.name} --alias ${alias}`)], "Roll back", "danger"))) return;
+  const text = h(
+    "p",
+    {},
+    `${model.name}@${alias} is ${now}. It gets the version back that it had before; what serves the alias follows.`,
+  );
+  if (
+    !(await confirm(
+      "Roll back " + alias + "?",
+      [text, command(`tfactory registry rollback ${model.name} --alias ${alias}`)],
+      "Roll back",
+      "danger",
+    ))
+  )
+    return;
   const told = await act(pressed, () => post(url(["models", model.name, "rollback"]), { alias }));
   if (!told) return;
   toast(`${model.name}@${alias} is ${model.name}:${told.number} again.`, "good");
@@ -84,13 +154,53 @@ async function showVersion(place, model, chosen, signal) {
     const told = await get(url(["models", model.name, chosen.number]), signal);
     const { version, lineage, commands, decisions, folder } = told;
     const others = model.versions.filter(({ number: each }) => each !== chosen.number);
-    const facts = [["Created", moment(version.created) + (version.who ? " by " + version.who : "")], ["Made by", version.run ? `run ${version.run}, step ${number(version.step)}` : "–"], ["Base", version.base ?? "–"], ["Kind", version.kind], ["Digest", h("code", {}, version.digest)], ["Folder", h("code", {}, folder)], ...Object.entries(version.tags)];
-    const picker = h("select", { "aria-label": "Compare with", onchange: () => (location.hash = `#/registry/compare?first=${encodeURIComponent(picker.value)}&second=${encodeURIComponent(version.version)}`) },
-      h("option", { value: "" }, "Compare with…"), others.map(({ version: name, aliases }) => h("option", { value: name }, [name, ...aliases].join(", "))));
-    put(place, h("header", { class: "head" }, h("h2", { class: "big" }, version.version), version.aliases.map((alias) => h("span", { class: "tag accent" }, alias)), version.description && h("span", { class: "soft" }, version.description), h("div", { class: "actions" }, others.length > 0 && picker)),
+    const facts = [
+      ["Created", moment(version.created) + (version.who ? " by " + version.who : "")],
+      ["Made by", version.run ? `run ${version.run}, step ${number(version.step)}` : "–"],
+      ["Base", version.base ?? "–"],
+      ["Kind", version.kind],
+      ["Digest", h("code", {}, version.digest)],
+      ["Folder", h("code", {}, folder)],
+      ...Object.entries(version.tags),
+    ];
+    const picker = h(
+      "select",
+      {
+        "aria-label": "Compare with",
+        onchange: () =>
+          (location.hash = `#/registry/compare?first=${encodeURIComponent(picker.value)}&second=${encodeURIComponent(version.version)}`),
+      },
+      h("option", { value: "" }, "Compare with…"),
+      others.map(({ version: name, aliases }) => h("option", { value: name }, [name, ...aliases].join(", "))),
+    );
+    put(
+      place,
+      h(
+        "header",
+        { class: "head" },
+        h("h2", { class: "big" }, version.version),
+        version.aliases.map((alias) => h("span", { class: "tag accent" }, alias)),
+        version.description && h("span", { class: "soft" }, version.description),
+        h("div", { class: "actions" }, others.length > 0 && picker),
+      ),
       panel("Lineage", lineage.length ? chain(lineage) : empty("Nothing is known", "")),
       panel("Evaluations", evaluations(version.evaluations)),
-      h("div", { class: "columns" }, panel("About it", pairs(facts)), panel("Decisions", decided(decisions, model.name)), commands.length > 0 && panel("To make it again", h("div", { class: "commands" }, commands.map((text) => command(text))))));
+      h(
+        "div",
+        { class: "columns" },
+        panel("About it", pairs(facts)),
+        panel("Decisions", decided(decisions, model.name)),
+        commands.length > 0 &&
+          panel(
+            "To make it again",
+            h(
+              "div",
+              { class: "commands" },
+              commands.map((text) => command(text)),
+            ),
+          ),
+      ),
+    );
   } catch (error) {
     if (error.name !== "AbortError") put(place, failed(error));
   }
@@ -99,9 +209,35 @@ async function showVersion(place, model, chosen, signal) {
 /** What was decided of a model's aliases, the newest first. */
 function decided(decisions, model) {
   if (!decisions.length) return empty("None", "Aliases that move and promotions are kept here.");
-  return h("ol", { class: "decisions" }, [...decisions].reverse().map(({ kind, alias, number: to, was, who, created, evidence }) => {
-    const moved = [to && `${model}:${to}`, was && `was ${model}:${was}`].filter(Boolean).join(", ");
-    const why = evidence && Object.keys(evidence).length > 0 && h("details", {}, h("summary", {}, "Evidence, " + counted(Object.keys(evidence).length, "entry").replace("entrys", "entries")), h("pre", {}, visible(JSON.stringify(evidence, null, 1))));
-    return h("li", {}, h("b", {}, plain(kind)), " ", alias && h("span", { class: "tag" }, alias), " ", moved, h("small", {}, [moment(created), who].filter(Boolean).join(", ")), why);
-  }));
+  return h(
+    "ul",
+    { class: "decisions" },
+    [...decisions].reverse().map(({ kind, alias, number: to, was, who, created, evidence }) => {
+      const moved = [to && `${model}:${to}`, was && `was ${model}:${was}`].filter(Boolean).join(", ");
+      const why =
+        evidence &&
+        Object.keys(evidence).length > 0 &&
+        h(
+          "details",
+          {},
+          h(
+            "summary",
+            {},
+            "Evidence, " + counted(Object.keys(evidence).length, "entry").replace("entrys", "entries"),
+          ),
+          h("pre", {}, visible(JSON.stringify(evidence, null, 1))),
+        );
+      return h(
+        "li",
+        {},
+        h("b", {}, plain(kind)),
+        " ",
+        alias && h("span", { class: "tag" }, alias),
+        " ",
+        moved,
+        h("small", {}, [moment(created), who].filter(Boolean).join(", ")),
+        why,
+      );
+    }),
+  );
 }

@@ -1,7 +1,7 @@
 // A run: its state and numbers on top, then one of its views: curves, findings, episodes, config, lineage, log.
 import { get, post, url } from "./api.js";
 import { h, put } from "./dom.js";
-import { counted, duration, number, percent } from "./format.js";
+import { duration, number, percent } from "./format.js";
 import { keys } from "./keys.js";
 import * as live from "./live.js";
 import { act, button, command, confirm, dialog, progress, stateBadge, toast, waiting } from "./parts.js";
@@ -51,7 +51,10 @@ export async function show(place) {
   live.on("findings", signal, () => reread(name, view, signal, draw));
   const at = TABS.indexOf(shown);
   const go = (by) => (location.hash = "#/" + pathOf(name, TABS[(at + by + TABS.length) % TABS.length][0]));
-  keys(signal, [["[", "View before", () => go(-1)], ["]", "Next view", () => go(1)]]);
+  keys(signal, [
+    ["[", "View before", () => go(-1)],
+    ["]", "Next view", () => go(1)],
+  ]);
   await shown[2].show({ ...place, content, name, view, changed: (call) => heard.push(call) });
 }
 
@@ -70,9 +73,17 @@ function pathOf(name, tab) {
 
 function drawTabs(nav, name, current, view) {
   const open = view.findings.filter((each) => each.last_step === null).length;
-  put(nav, TABS.map(([path, title]) =>
-    h("a", { href: "#/" + pathOf(name, path), "aria-current": path === current ? "page" : null }, title,
-      path === "findings" && open > 0 && h("span", { class: "tag warn" }, open))));
+  put(
+    nav,
+    TABS.map(([path, title]) =>
+      h(
+        "a",
+        { href: "#/" + pathOf(name, path), "aria-current": path === current ? "page" : null },
+        title,
+        path === "findings" && open > 0 && h("span", { class: "tag warn" }, open),
+      ),
+    ),
+  );
 }
 
 /** The top of the page. Its buttons are made anew only with another state, so that no click is lost to news. */
@@ -85,7 +96,13 @@ class Head {
     this.actions = h("div", { class: "actions" });
     this.why = h("p", { class: "why", role: "alert" });
     this.numbers = h("div", {});
-    this.element = h("div", {}, h("header", { class: "head" }, this.title, this.state, this.what, this.actions), this.why, this.numbers);
+    this.element = h(
+      "div",
+      {},
+      h("header", { class: "head" }, this.title, this.state, this.what, this.actions),
+      this.why,
+      this.numbers,
+    );
   }
 
   update(view) {
@@ -105,38 +122,81 @@ class Head {
 
 /** The numbers that tell how it goes, at a glance. */
 function numbers(row) {
-  const left = row.state === "running" && row.step > 0 && row.steps ? (row.seconds / row.step) * (row.steps - row.step) : null;
+  const left =
+    row.state === "running" && row.step > 0 && row.steps
+      ? (row.seconds / row.step) * (row.steps - row.step)
+      : null;
   const held = row.heldout;
   const tiles = [
     ["Progress", progress(row.step, row.steps), left !== null && "about " + duration(left) + " to go"],
-    row.spark_of === "reward" ? ["Reward", number(row.reward, 4), "at the last step"] : ["Loss", number(row.spark.at(-1), 4), "at the last step"],
-    ["Held-out success", held ? percent(held.value) : "–", held ? `${percent(held.low)} to ${percent(held.high)}, step ${held.step}` : "never evaluated"],
+    row.spark_of === "reward"
+      ? ["Reward", number(row.reward, 4), "at the last step"]
+      : ["Loss", number(row.spark.at(-1), 4), "at the last step"],
+    [
+      "Held-out success",
+      held ? percent(held.value) : "–",
+      held ? `${percent(held.low)} to ${percent(held.high)}, step ${held.step}` : "never evaluated",
+    ],
     ["Tokens per second", row.tokens_per_second ? number(Math.round(row.tokens_per_second)) : "–", null],
     ["Time", duration(row.seconds), row.step > 0 && duration(row.seconds / row.step) + " a step"],
   ];
-  return h("dl", { class: "tiles" }, tiles.map(([name, value, note]) => h("div", {}, h("dt", {}, name), h("dd", { class: "num" }, value), note && h("dd", { class: "note" }, note))));
+  return h(
+    "dl",
+    { class: "tiles" },
+    tiles.map(([name, value, note]) =>
+      h(
+        "div",
+        {},
+        h("dt", {}, name),
+        h("dd", { class: "num" }, value),
+        note && h("dd", { class: "note" }, note),
+      ),
+    ),
+  );
 }
 
 function actions(view) {
   const { row, commands } = view;
   const made = [];
-  if (row.state === "running") made.push(button("Stop", (event) => stop(event.currentTarget, row.name, commands), { iconName: "stop", class: "danger", id: "stop" }));
-  else if (["interrupted", "failed", "killed"].includes(row.state)) made.push(button("Resume", (event) => resume(event.currentTarget, row.name, commands), { iconName: "resume", class: "main", id: "resume" }));
+  if (row.state === "running")
+    made.push(
+      button("Stop", (event) => stop(event.currentTarget, row.name), {
+        iconName: "stop",
+        class: "danger",
+        id: "stop",
+      }),
+    );
+  else if (["interrupted", "failed", "killed"].includes(row.state))
+    made.push(
+      button("Resume", (event) => resume(event.currentTarget, row.name, commands), {
+        iconName: "resume",
+        class: "main",
+        id: "resume",
+      }),
+    );
   made.push(button("Commands", () => showCommands(row.name, commands), { iconName: "copy" }));
   return made;
 }
 
-async function stop(pressed, name, commands) {
-  const told = h("p", {}, "The step that is under way is finished, a checkpoint is saved, and the run can be resumed from there.");
-  if (!(await confirm("Stop " + name + "?", [told, command(commands.stop)], "Stop the run", "danger"))) return;
+async function stop(pressed, name) {
+  const told = h(
+    "p",
+    {},
+    "The step that is under way is finished, a checkpoint is saved, and the run can be resumed from there. It is what Ctrl-C does in its terminal.",
+  );
+  if (!(await confirm("Stop " + name + "?", told, "Stop the run", "danger"))) return;
   await act(pressed, async () => {
-    await post(url(["runs", name, "stop"]));
-    toast(name + " is asked to stop; it saves a checkpoint first.");
+    const { command: same } = await post(url(["runs", name, "stop"]));
+    toast(`${name} is asked to stop, as by ${same}; it saves a checkpoint first.`);
   });
 }
 
 async function resume(pressed, name, commands) {
-  const told = h("p", {}, "It goes on from its last checkpoint, as a process of its own that outlives this page.");
+  const told = h(
+    "p",
+    {},
+    "It goes on from its last checkpoint, as a process of its own that outlives this page.",
+  );
   if (!(await confirm("Resume " + name + "?", [told, command(commands.resume)], "Resume the run"))) return;
   await act(pressed, async () => {
     await post(url(["runs", name, "resume"]));
@@ -146,5 +206,12 @@ async function resume(pressed, name, commands) {
 
 function showCommands(name, commands) {
   const rows = Object.entries(commands).map(([what, text]) => command(text, what));
-  dialog("Commands of " + name, [h("p", { class: "soft" }, "Everything this page does can be done by these: " + counted(rows.length, "command") + "."), rows]);
+  dialog("Commands of " + name, [
+    h(
+      "p",
+      { class: "soft" },
+      "What this page does, in a terminal.",
+    ),
+    rows,
+  ]);
 }

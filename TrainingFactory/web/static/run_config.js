@@ -3,15 +3,23 @@ import { get, url } from "./api.js";
 import { h, put, visible } from "./dom.js";
 import { counted, plain } from "./format.js";
 import * as live from "./live.js";
-import { empty, failed, searchField, segments, table, waiting } from "./parts.js";
+import { command, empty, failed, searchField, segments, table, waiting } from "./parts.js";
 
-export async function show({ content, name, query, signal, setQuery }) {
+export async function show({ content, name, view, query, signal, setQuery }) {
   const told = await get(url(["runs", name, "config"]), signal);
-  const state = { mode: query.get("against") ? "diff" : (query.get("show") ?? "changed"), against: query.get("against") ?? "", find: "" };
+  const state = {
+    mode: query.get("against") ? "diff" : (query.get("show") ?? "changed"),
+    against: query.get("against") ?? "",
+    find: "",
+  };
   const place = h("div", {}, waiting());
   const others = [...live.runs.keys()].filter((each) => each !== name).sort();
-  const picker = h("select", { "aria-label": "Compare with", onchange: () => change({ against: picker.value }) },
-    h("option", { value: "" }, "Another run…"), others.map((each) => h("option", { value: each, selected: each === state.against }, each)));
+  const picker = h(
+    "select",
+    { "aria-label": "Compare with", onchange: () => change({ against: picker.value }) },
+    h("option", { value: "" }, "Another run…"),
+    others.map((each) => h("option", { value: each, selected: each === state.against }, each)),
+  );
   const change = (next) => {
     Object.assign(state, next);
     setQuery({ show: state.mode, against: state.mode === "diff" ? state.against : "" });
@@ -20,17 +28,33 @@ export async function show({ content, name, query, signal, setQuery }) {
   };
   const draw = async () => {
     try {
-      put(place, await body(told, name, state, signal));
+      put(place, await body(told, view, state, signal));
     } catch (error) {
       if (error.name !== "AbortError") put(place, failed(error));
     }
   };
-  const modes = [["changed", "Changed"], ["all", "All"], ["yaml", "YAML"], ["diff", "Against another run"]];
-  put(content, h("div", { class: "controls" }, segments("What to show", modes, state.mode, (mode) => change({ mode })), picker, searchField("Find an option", "", (find) => change({ find }))), place);
+  const modes = [
+    ["changed", "Changed"],
+    ["all", "All"],
+    ["yaml", "YAML"],
+    ["diff", "Against another run"],
+  ];
+  put(
+    content,
+    h(
+      "div",
+      { class: "controls" },
+      segments("What to show", modes, state.mode, (mode) => change({ mode })),
+      picker,
+      searchField("Find an option", "", (find) => change({ find })),
+    ),
+    place,
+  );
   change({});
 }
 
-async function body(told, name, { mode, against, find }, signal) {
+async function body(told, view, { mode, against, find }, signal) {
+  const { name } = view.row;
   const fits = (key) => key.toLowerCase().includes(find.toLowerCase());
   if (mode === "yaml") return h("pre", { class: "panel yaml" }, visible(told.yaml));
   if (mode === "diff") {
@@ -38,13 +62,42 @@ async function body(told, name, { mode, against, find }, signal) {
     const { rows } = await get(url(["runs", name, "diff", against]), signal);
     const shown = rows.filter(({ key }) => fits(key));
     if (!shown.length) return empty("The same", "No option differs.");
-    return table("Options that differ", ["Option", name, against], shown.map(({ key, values }) => [h("code", {}, key), value(values[0], "minus"), value(values[1], "plus")]));
+    const same = view.commands.show?.replace("runs show", "runs compare") + " " + against;
+    return [
+      view.commands.show && command(same),
+      table(
+        "Options that differ",
+        ["Option", name, against],
+        shown.map(({ key, values }) => [
+          h("code", {}, key),
+          value(values[0], "minus"),
+          value(values[1], "plus"),
+        ]),
+      ),
+    ];
   }
   const changed = new Set(told.changed);
   const keys = Object.keys(told.options).filter((key) => fits(key) && (mode === "all" || changed.has(key)));
-  if (!keys.length) return empty("Nothing to show", mode === "changed" ? "Every option has its default." : "No option is called so.");
-  const rows = keys.map((key) => [h("code", { class: changed.has(key) ? "changed" : null }, key), value(told.options[key])]);
-  return [h("p", { class: "soft note" }, counted(told.changed.length, "option") + " of " + Object.keys(told.options).length + " differ from the defaults."), table("Options", ["Option", "Value"], rows)];
+  if (!keys.length)
+    return empty(
+      "Nothing to show",
+      mode === "changed" ? "Every option has its default." : "No option is called so.",
+    );
+  const rows = keys.map((key) => [
+    h("code", { class: changed.has(key) ? "changed" : null }, key),
+    value(told.options[key]),
+  ]);
+  return [
+    h(
+      "p",
+      { class: "soft note" },
+      counted(told.changed.length, "option") +
+        " of " +
+        Object.keys(told.options).length +
+        " differ from the defaults.",
+    ),
+    table("Options", ["Option", "Value"], rows),
+  ];
 }
 
 function value(given, kind = null) {

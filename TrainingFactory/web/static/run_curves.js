@@ -23,9 +23,21 @@ export async function show({ content, name, query, signal, setQuery }) {
   };
   const drawBar = () => {
     const rest = [...live.runs.keys()].filter((each) => each !== name && !others.includes(each)).sort();
-    const picker = h("select", { "aria-label": "Lay another run over it", onchange: () => change([...others, picker.value]) },
-      h("option", { value: "" }, "Lay another run over it…"), rest.map((each) => h("option", { value: each }, each)));
-    const chip = (each, at) => h("span", { class: "chip", style: { "--key": colour(at) } }, h("i", {}), each, at > 0 && iconButton("close", "Remove " + each, () => change(others.filter((other) => other !== each))));
+    const picker = h(
+      "select",
+      { "aria-label": "Lay another run over it", onchange: () => change([...others, picker.value]) },
+      h("option", { value: "" }, "Lay another run over it…"),
+      rest.map((each) => h("option", { value: each }, each)),
+    );
+    const chip = (each, at) =>
+      h(
+        "span",
+        { class: "chip", style: { "--key": colour(at) } },
+        h("i", {}),
+        each,
+        at > 0 &&
+          iconButton("close", "Remove " + each, () => change(others.filter((other) => other !== each))),
+      );
     put(bar, others.length > 0 && [name, ...others].map(chip), picker);
   };
   drawBar();

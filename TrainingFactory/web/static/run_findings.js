@@ -1,39 +1,87 @@
 // What the doctor has found in a run, with what helps; and its evaluations.
 import { h, put } from "./dom.js";
 import { interval } from "./figures.js";
-import { moment, percent } from "./format.js";
+import { moment, number, percent } from "./format.js";
 import { icon } from "./icons.js";
 import { empty, panel, table } from "./parts.js";
 
 export async function show({ content, view, changed }) {
-  const draw = () => put(content, h("div", { class: "columns" }, panel("What the doctor found", list(view.findings)), panel("Evaluations", evaluations(view.evaluations))));
+  const draw = () =>
+    put(
+      content,
+      h(
+        "div",
+        { class: "columns" },
+        panel("What the doctor found", list(view.findings)),
+        panel("Evaluations", evaluations(view.evaluations)),
+      ),
+    );
   draw();
   changed(draw);
 }
 
 /** Findings with their remedies, open ones first. */
 export function list(findings) {
-  if (!findings.length) return empty("Nothing", "Template, stop token, mask, reward variance and tools look as they should.");
+  if (!findings.length)
+    return empty("Nothing", "Template, stop token, mask, reward variance and tools look as they should.");
   const open = (each) => each.last_step === null || each.last_step === undefined;
   const sorted = [...findings].sort((a, b) => open(b) - open(a));
-  return h("ul", { class: "findings" }, sorted.map((each) => one(each, open(each))));
+  return h(
+    "ul",
+    { class: "findings" },
+    sorted.map((each) => one(each, open(each))),
+  );
 }
 
 function one({ name, sentence, remedy, severity, first_step: first, last_step: last }, open) {
-  const when = first === undefined || first === null ? null : last ? `steps ${first} to ${last}, gone since` : `since step ${first}`;
+  const when =
+    first === undefined || first === null
+      ? null
+      : last
+        ? `steps ${first} to ${last}, gone since`
+        : `since step ${first}`;
   const kind = severity === "ok" || severity === "info" ? "check" : "warning";
-  return h("li", { class: "finding severity-" + severity + (open ? "" : " gone") }, icon(kind, 18),
-    h("div", {}, h("p", { class: "sentence" }, sentence), remedy && h("p", { class: "remedy" }, remedy), h("small", {}, [severity, name.replaceAll("_", " "), when].filter(Boolean).join(" · "))));
+  return h(
+    "li",
+    { class: "finding severity-" + severity + (open ? "" : " gone") },
+    icon(kind, 18),
+    h(
+      "div",
+      {},
+      h("p", { class: "sentence" }, sentence),
+      remedy && h("p", { class: "remedy" }, remedy),
+      h("small", {}, [severity, name.replaceAll("_", " "), when].filter(Boolean).join(" · ")),
+    ),
+  );
 }
 
 /** A success with its interval, as a figure and in words. */
 export function share(value, low, high) {
-  return value === null ? "–" : h("span", { class: "curve" }, interval({ value, low, high }), h("span", { class: "num" }, percent(value)));
+  return value === null
+    ? "–"
+    : h(
+        "span",
+        { class: "curve" },
+        interval({ value, low, high }),
+        h("span", { class: "num" }, percent(value)),
+      );
 }
 
 export function evaluations(rows) {
-  if (!rows.length) return empty("None yet", "training.eval_every evaluates on held-out tasks as the run goes.");
-  const heads = [{ text: "Step", class: "num" }, "Success", "By", "When"];
-  return table("Evaluations", heads, [...rows].reverse().map(({ step, success, low, high, by, suite, time }) =>
-    [step ?? "–", share(success, low, high), [by, suite].filter(Boolean).join(", "), moment(time)]));
+  if (!rows.length)
+    return empty("None yet", "training.eval_every evaluates on held-out tasks as the run goes.");
+  const heads = ["Success", "Tasks", "By", "When"];
+  return table(
+    "Evaluations",
+    heads,
+    [...rows].reverse().map(({ step, success, low, high, by, suite, tasks, time }) => {
+      const at = step === null ? null : "step " + number(step);
+      return [
+        share(success, low, high),
+        number(tasks),
+        [at, by, suite].filter(Boolean).join(", "),
+        moment(time),
+      ];
+    }),
+  );
 }

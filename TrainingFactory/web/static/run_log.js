@@ -9,8 +9,15 @@ const MOST = 400_000; // characters that are kept on the page
 export async function show({ content, name, signal }) {
   const text = h("pre", { class: "panel log", tabindex: "0", "aria-label": "Log" });
   const follow = h("input", { type: "checkbox", checked: true });
-  const note = h("p", { class: "soft note", hidden: true }, "The beginning is not shown; it is in the run's folder.");
-  const none = empty("Nothing was printed", "A run that is started by this page keeps what it prints in its folder.");
+  const note = h(
+    "p",
+    { class: "soft note", hidden: true },
+    "The beginning is not shown; it is in the run's folder.",
+  );
+  const none = empty(
+    "Nothing was printed",
+    "A run that is started by this page keeps what it prints in its folder.",
+  );
   put(content, h("div", { class: "controls" }, h("label", {}, follow, " Follow the end")), note, text, none);
   let offset = -200_000; // from the end
   let reading = Promise.resolve();
@@ -26,7 +33,13 @@ export async function show({ content, name, signal }) {
     if (follow.checked) text.scrollTop = text.scrollHeight;
     if (more.more) await read();
   };
-  const again = () => (reading = reading.then(read).catch((error) => error.name === "AbortError" || put(content, empty("The log could not be read", error.message))));
+  const again = () =>
+    (reading = reading
+      .then(read)
+      .catch(
+        (error) =>
+          error.name === "AbortError" || put(content, empty("The log could not be read", error.message)),
+      ));
   on("log", signal, again);
   await again();
 }

@@ -16,7 +16,12 @@ const COLUMNS = [
   { key: "environment", text: "Environment", of: (row) => row.environment ?? "", class: "c-environment" },
   { key: "progress", text: "Progress", of: (row) => (row.steps ? row.step / row.steps : 0) },
   { key: "reward", text: "Reward or loss", of: (row) => row.reward ?? -Infinity },
-  { key: "heldout", text: "Held-out success", of: (row) => row.heldout?.value ?? -Infinity, class: "c-heldout" },
+  {
+    key: "heldout",
+    text: "Held-out success",
+    of: (row) => row.heldout?.value ?? -Infinity,
+    class: "c-heldout",
+  },
   { key: "speed", text: "Tokens/s", of: (row) => row.tokens_per_second ?? -Infinity, class: "num c-speed" },
   { key: "seconds", text: "Time", of: (row) => row.seconds, class: "num c-time" },
   { key: "updated", text: "Updated", of: (row) => row.updated, class: "num c-updated" },
@@ -52,25 +57,55 @@ class RunsPage {
     this.summary = h("p", { class: "summary" });
     this.body = h("tbody", {});
     this.heads = COLUMNS.map((column) => this.headOf(column));
-    const all = h("input", { type: "checkbox", "aria-label": "Select all shown", onchange: () => this.selectAll(all.checked) });
+    const all = h("input", {
+      type: "checkbox",
+      "aria-label": "Select all shown",
+      onchange: () => this.selectAll(all.checked),
+    });
     this.all = all;
     const head = h("thead", {}, h("tr", {}, h("th", { class: "pick" }, all), this.heads));
     this.list = h("div", { class: "table runs" }, h("table", { "aria-label": "Runs" }, head, this.body));
     this.none = h("div", {});
     this.bar = h("div", { class: "selection", hidden: true });
     this.overlayPlace = h("div", { class: "overlay", hidden: true });
-    const filter = searchField("Filter by name, model, environment, tag", this.find, debounce(80, (text) => this.set({ find: text })));
+    const filter = searchField(
+      "Filter by name, model, environment, tag",
+      this.find,
+      debounce(80, (text) => this.set({ find: text })),
+    );
     const states = [["", "All states"], ...STATES.map((state) => [state, state])];
-    put(this.main, h("header", { class: "head" }, h("h1", {}, "Runs"), this.summary, h("div", { class: "actions" }, h("a", { class: "button main", href: "#/start" }, "Start a run"))),
-      h("div", { class: "filters" }, filter, select("State", states, this.state, (state) => this.set({ state }))),
-      this.bar, this.overlayPlace, this.list, this.none);
+    put(
+      this.main,
+      h(
+        "header",
+        { class: "head" },
+        h("h1", {}, "Runs"),
+        this.summary,
+        h("div", { class: "actions" }, h("a", { class: "button main", href: "#/start" }, "Start a run")),
+      ),
+      h(
+        "div",
+        { class: "filters" },
+        filter,
+        select("State", states, this.state, (state) => this.set({ state })),
+      ),
+      this.bar,
+      this.overlayPlace,
+      this.list,
+      this.none,
+    );
     this.keyboard(filter.querySelector("input"));
     this.update(null);
   }
 
   headOf(column) {
-    const sorted = () => this.set({ sort: column.key, down: this.sort === column.key ? !this.down : column.key !== "name" });
-    const head = h("th", { scope: "col", class: column.class }, h("button", { type: "button", onclick: sorted }, column.text));
+    const sorted = () =>
+      this.set({ sort: column.key, down: this.sort === column.key ? !this.down : column.key !== "name" });
+    const head = h(
+      "th",
+      { scope: "col", class: column.class },
+      h("button", { type: "button", onclick: sorted }, column.text),
+    );
     head.column = column.key;
     return head;
   }
@@ -88,13 +123,20 @@ class RunsPage {
   set(change) {
     Object.assign(this, change);
     const { find, state, sort, down, selected } = this;
-    this.setQuery({ find, state, sort: sort === "updated" ? "" : sort, up: down ? "" : "1", select: [...selected].join(",") });
+    this.setQuery({
+      find,
+      state,
+      sort: sort === "updated" ? "" : sort,
+      up: down ? "" : "1",
+      select: [...selected].join(","),
+    });
     this.update(null);
   }
 
   /** Shows the rows as they are now; `changed` names those that have news, null means all. */
   update(changed) {
-    if (live.trouble && !live.runs.size) return void put(this.none, empty("The runs could not be read", live.trouble));
+    if (live.trouble && !live.runs.size)
+      return void put(this.none, empty("The runs could not be read", live.trouble));
     if (!live.loaded) return void put(this.none, waiting());
     for (const name of [...this.rows.keys()]) if (!live.runs.has(name)) this.rows.delete(name);
     for (const row of live.runs.values()) {
@@ -122,12 +164,18 @@ class RunsPage {
     if (rows.length === children.length && rows.every((row, at) => row === children[at])) return;
     const focused = document.activeElement;
     this.body.replaceChildren(...rows);
-    if (focused !== document.activeElement && this.body.contains(focused)) focused.focus({ preventScroll: true });
+    if (focused !== document.activeElement && this.body.contains(focused))
+      focused.focus({ preventScroll: true });
   }
 
   nothing() {
     if (live.runs.size) return empty("No run fits", "Change the filter, or show all states.");
-    return empty("No runs yet", "Start one here, or with ", h("code", {}, "tfactory demo"), ": it appears within a second.");
+    return empty(
+      "No runs yet",
+      "Start one here, or with ",
+      h("code", {}, "tfactory demo"),
+      ": it appears within a second.",
+    );
   }
 
   shown() {
@@ -136,7 +184,9 @@ class RunsPage {
     const fits = (row) => {
       if (this.state && row.state !== this.state) return false;
       const tags = Object.entries(row.tags).map(([key, value]) => key + "=" + value);
-      const text = [row.name, row.algorithm, row.model, row.environment, row.state, ...tags].join(" ").toLowerCase();
+      const text = [row.name, row.algorithm, row.model, row.environment, row.state, ...tags]
+        .join(" ")
+        .toLowerCase();
       return words.every((word) => text.includes(word));
     };
     const order = (a, b) => {
@@ -149,21 +199,42 @@ class RunsPage {
 
   /** Makes a row; what changes of it is filled in later, so that focus and clicks outlive the news. */
   rowOf(row) {
-    const pick = h("input", { type: "checkbox", "aria-label": "Select " + row.name, onchange: () => this.toggle(row.name) });
-    const name = h("td", { class: "name" }, link("run/" + encodeURIComponent(row.name), row.name), h("span", {}));
+    const pick = h("input", {
+      type: "checkbox",
+      "aria-label": "Select " + row.name,
+      onchange: () => this.toggle(row.name),
+    });
+    const name = h(
+      "td",
+      { class: "name" },
+      link("run/" + encodeURIComponent(row.name), row.name),
+      h("span", {}),
+    );
     const rest = COLUMNS.slice(1).map((column) => h("td", { class: column.class }));
     const made = h("tr", {}, h("td", { class: "pick" }, pick), name, rest);
-    made.addEventListener("click", (event) => event.target.closest("a, input, button") || (location.hash = "#/run/" + encodeURIComponent(row.name)));
+    made.addEventListener(
+      "click",
+      (event) =>
+        event.target.closest("a, input, button") || (location.hash = "#/run/" + encodeURIComponent(row.name)),
+    );
     return made;
   }
 
   fill(made, row) {
-    const [pick, name, state, algorithm, model, environment, steps, curve, held, speed, seconds, updated] = made.children;
+    const [pick, name, state, algorithm, model, environment, steps, curve, held, speed, seconds, updated] =
+      made.children;
     made.className = row.state + (this.at === row.name ? " at" : "");
     pick.firstChild.checked = this.selected.has(row.name);
-    const tags = Object.entries(row.tags).map(([key, value]) => h("span", { class: "tag" }, key + "=" + value));
+    const tags = Object.entries(row.tags).map(([key, value]) =>
+      h("span", { class: "tag" }, key + "=" + value),
+    );
     const found = row.findings > 0 && h("span", { class: "tag warn" }, counted(row.findings, "finding"));
-    put(name.lastChild, tags, found, row.problem && h("small", { class: "problem", title: row.problem }, row.problem));
+    put(
+      name.lastChild,
+      tags,
+      found,
+      row.problem && h("small", { class: "problem", title: row.problem }, row.problem),
+    );
     put(state, stateBadge(row.state));
     put(algorithm, row.algorithm);
     put(model, row.model);
@@ -171,8 +242,26 @@ class RunsPage {
     put(environment, row.environment);
     put(steps, row.state !== "unreadable" && progress(row.step, row.steps));
     const loss = row.spark_of === "loss";
-    put(curve, h("span", { class: "curve" }, spark(row.spark, row.spark_of), h("span", { class: "num" }, number(loss ? row.loss : row.reward, 3)), loss && h("small", {}, "loss")));
-    put(held, row.heldout && h("span", { class: "curve", title: "at step " + row.heldout.step }, interval(row.heldout), h("span", { class: "num" }, percent(row.heldout.value))));
+    put(
+      curve,
+      h(
+        "span",
+        { class: "curve" },
+        spark(row.spark, row.spark_of),
+        h("span", { class: "num" }, number(loss ? row.loss : row.reward, 3)),
+        loss && h("small", {}, "loss"),
+      ),
+    );
+    put(
+      held,
+      row.heldout &&
+        h(
+          "span",
+          { class: "curve", title: "at step " + row.heldout.step },
+          interval(row.heldout),
+          h("span", { class: "num" }, percent(row.heldout.value)),
+        ),
+    );
     put(speed, row.tokens_per_second && number(Math.round(row.tokens_per_second)));
     put(seconds, row.seconds > 0 && duration(row.seconds));
     put(updated, ago(row.updated));
@@ -181,14 +270,32 @@ class RunsPage {
   }
 
   times() {
-    for (const cell of this.body.querySelectorAll("[data-updated]")) cell.textContent = ago(Number(cell.dataset.updated));
+    for (const cell of this.body.querySelectorAll("[data-updated]"))
+      cell.textContent = ago(Number(cell.dataset.updated));
   }
 
   tellSummary(shown) {
     const rows = [...live.runs.values()];
-    const told = STATES.map((state) => [state, rows.filter((row) => row.state === state).length]).filter(([, count]) => count);
-    put(this.summary, shown < rows.length && h("span", {}, number(shown) + " of " + number(rows.length) + " shown"), told.map(([state, count]) =>
-      h("button", { type: "button", class: "bare", onclick: () => this.set({ state: this.state === state ? "" : state }), "aria-pressed": String(this.state === state) }, h("b", { class: "num" }, count), stateBadge(state))));
+    const told = STATES.map((state) => [state, rows.filter((row) => row.state === state).length]).filter(
+      ([, count]) => count,
+    );
+    put(
+      this.summary,
+      shown < rows.length && h("span", {}, number(shown) + " of " + number(rows.length) + " shown"),
+      told.map(([state, count]) =>
+        h(
+          "button",
+          {
+            type: "button",
+            class: "bare",
+            onclick: () => this.set({ state: this.state === state ? "" : state }),
+            "aria-pressed": String(this.state === state),
+          },
+          h("b", { class: "num" }, count),
+          stateBadge(state),
+        ),
+      ),
+    );
   }
 
   move(by) {
@@ -217,8 +324,24 @@ class RunsPage {
     this.all.checked = chosen.length > 0;
     if (!chosen.length) return;
     const over = chosen.slice(0, MOST_OVERLAID);
-    const note = chosen.length > MOST_OVERLAID && h("span", { class: "soft" }, "the curves are of the first " + MOST_OVERLAID);
-    put(this.bar, h("b", {}, counted(chosen.length, "run") + " selected"), note, over.length === 2 && h("a", { class: "button small", href: `#/run/${encodeURIComponent(over[0])}/config?against=${encodeURIComponent(over[1])}` }, "Compare their configs"), button("Clear", () => this.selectAll(false), { class: "small" }));
+    const note =
+      chosen.length > MOST_OVERLAID &&
+      h("span", { class: "soft" }, "the curves are of the first " + MOST_OVERLAID);
+    put(
+      this.bar,
+      h("b", {}, counted(chosen.length, "run") + " selected"),
+      note,
+      over.length === 2 &&
+        h(
+          "a",
+          {
+            class: "button small",
+            href: `#/run/${encodeURIComponent(over[0])}/config?against=${encodeURIComponent(over[1])}`,
+          },
+          "Compare their configs",
+        ),
+      button("Clear", () => this.selectAll(false), { class: "small" }),
+    );
     if (!this.overlay) {
       this.overlay = new Overlay(over, this.signal);
       put(this.overlayPlace, this.overlay.element);

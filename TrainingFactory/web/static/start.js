@@ -4,21 +4,48 @@ import { debounce, h, put } from "./dom.js";
 import { Field, same } from "./form.js";
 import { counted } from "./format.js";
 import { keys } from "./keys.js";
-import { act, button, empty, pairs, panel, searchField, segments, select, toast, waiting } from "./parts.js";
+import {
+  act,
+  button,
+  command,
+  copyButton,
+  empty,
+  pairs,
+  panel,
+  searchField,
+  segments,
+  select,
+  toast,
+  waiting,
+} from "./parts.js";
 import { list as findings } from "./run_findings.js";
 
-const TITLES = { lora: "LoRA", grpo: "GRPO", ppo: "PPO", dpo: "DPO", kto: "KTO", rft: "RFT", sft: "SFT", reward_model: "Reward model" };
+const TITLES = {
+  lora: "LoRA",
+  grpo: "GRPO",
+  ppo: "PPO",
+  dpo: "DPO",
+  kto: "KTO",
+  rft: "RFT",
+  sft: "SFT",
+  reward_model: "Reward model",
+};
 const titleOf = (name) => TITLES[name] ?? name[0].toUpperCase() + name.slice(1);
 
 /** The sections of the algorithms stand behind `training`, since only the chosen one is shown. */
 function ordered(sections) {
   const own = sections.filter(({ algorithm }) => algorithm);
-  return sections.filter(({ algorithm }) => !algorithm).flatMap((section) => (section.name === "training" ? [section, ...own] : [section]));
+  return sections
+    .filter(({ algorithm }) => !algorithm)
+    .flatMap((section) => (section.name === "training" ? [section, ...own] : [section]));
 }
 
 export async function show(place) {
   put(place.main, waiting());
-  const [options, starts] = await Promise.all([get(url(["options"]), place.signal), get(url(["starts"]), place.signal)]);
+  const [options, starts] = await Promise.all([
+    get(url(["options"]), place.signal),
+    get(url(["starts"]), place.signal),
+  ]);
   const page = new StartPage(place, ordered(options.sections), starts);
   page.build();
   await page.begin(place.query);
@@ -26,20 +53,50 @@ export async function show(place) {
 
 class StartPage {
   constructor({ main, signal, setQuery }, sections, starts) {
-    Object.assign(this, { main, signal, setQuery, sections, starts, given: {}, problems: [], all: false, find: "", asked: 0 });
+    Object.assign(this, {
+      main,
+      signal,
+      setQuery,
+      sections,
+      starts,
+      given: {},
+      problems: [],
+      all: false,
+      find: "",
+      asked: 0,
+    });
     this.fields = new Map();
-    for (const { options } of sections) for (const option of options) this.fields.set(option.key, new Field(option, (key, value) => this.set(key, value)));
+    for (const { options } of sections)
+      for (const option of options)
+        this.fields.set(option.key, new Field(option, (key, value) => this.set(key, value)));
     this.check = debounce(200, () => this.ask({ options: this.given }));
   }
 
   build() {
     this.nav = h("nav", { class: "sections", "aria-label": "Sections of the config" });
     this.form = h("form", { class: "config", onsubmit: (event) => event.preventDefault() });
-    const find = searchField("Find an option", "", debounce(80, (text) => this.filter({ find: text.toLowerCase() })));
-    const levels = segments("Options", [["", "Usual"], ["1", "All"]], "", (all) => this.filter({ all: all === "1" }));
+    const find = searchField(
+      "Find an option",
+      "",
+      debounce(80, (text) => this.filter({ find: text.toLowerCase() })),
+    );
+    const levels = segments(
+      "Options",
+      [
+        ["", "Usual"],
+        ["1", "All"],
+      ],
+      "",
+      (all) => this.filter({ all: all === "1" }),
+    );
     this.what = h("p", { class: "soft what" });
-    put(this.main, h("header", { class: "head" }, h("h1", {}, "Start a run")), h("div", { class: "filters" }, this.sources(), h("span", { class: "gap" }), levels, find), this.what,
-      h("div", { class: "start" }, this.nav, this.form, this.side()));
+    put(
+      this.main,
+      h("header", { class: "head" }, h("h1", {}, "Start a run")),
+      h("div", { class: "filters" }, this.sources(), h("span", { class: "gap" }), levels, find),
+      this.what,
+      h("div", { class: "start" }, this.nav, this.form, this.side()),
+    );
     keys(this.signal, [["/", "Find an option", () => find.querySelector("input").focus()]]);
     this.drawForm();
   }
@@ -47,23 +104,68 @@ class StartPage {
   /** Where the config begins: a template, a run that is there, or nothing. */
   sources() {
     const { templates, runs } = this.starts;
-    const group = (label, kind, names) => names.length > 0 && h("optgroup", { label }, names.map((name) => h("option", { value: kind + ":" + name }, name)));
-    this.source = h("select", { "aria-label": "Begin with", id: "source", onchange: () => this.load(this.source.value) },
-      h("option", { value: "empty:" }, "An empty config"), group("Templates", "template", templates.map(({ name }) => name)), group("The config of a run", "run", runs));
+    const group = (label, kind, names) =>
+      names.length > 0 &&
+      h(
+        "optgroup",
+        { label },
+        names.map((name) => h("option", { value: kind + ":" + name }, name)),
+      );
+    this.source = h(
+      "select",
+      { "aria-label": "Begin with", id: "source", onchange: () => this.load(this.source.value) },
+      h("option", { value: "empty:" }, "An empty config"),
+      group(
+        "Templates",
+        "template",
+        templates.map(({ name }) => name),
+      ),
+      group("The config of a run", "run", runs),
+    );
     return h("label", { class: "source" }, "Begin with ", this.source);
   }
 
   side() {
-    this.yaml = h("textarea", { rows: 16, spellcheck: "false", "aria-label": "The config as YAML", id: "yaml", oninput: debounce(400, () => this.ask({ yaml: this.yaml.value }, true)) });
+    this.yaml = h("textarea", {
+      rows: 16,
+      spellcheck: "false",
+      "aria-label": "The config as YAML",
+      id: "yaml",
+      oninput: debounce(400, () => this.ask({ yaml: this.yaml.value }, true)),
+    });
     this.told = h("div", { class: "told-config", role: "status" });
-    this.name = h("input", { id: "run-name", placeholder: "made from algorithm and time", autocomplete: "off" });
+    this.name = h("input", {
+      id: "run-name",
+      placeholder: "made from algorithm and time",
+      autocomplete: "off",
+    });
     this.wrongName = h("p", { class: "wrong", role: "alert" });
     this.doctor = h("div", {});
     this.go = button("Start the run", () => this.start(), { class: "main", id: "start" });
     this.examine = button("Ask the doctor", () => this.diagnose(), { id: "doctor" });
-    return h("aside", { class: "side" },
-      panel("The config", [this.yaml, this.told]),
-      panel("Start", h("div", { class: "go" }, h("label", { for: "run-name" }, "Name of the run"), this.name, this.wrongName, h("div", { class: "buttons" }, this.examine, this.go), this.doctor)));
+    return h(
+      "aside",
+      { class: "side" },
+      panel(
+        "The config",
+        [this.yaml, this.told],
+        copyButton("Copy the config", () => this.yaml.value),
+      ),
+      panel(
+        "Start",
+        h(
+          "div",
+          { class: "go" },
+          h("label", { for: "run-name" }, "Name of the run"),
+          this.name,
+          this.wrongName,
+          h("div", { class: "buttons" }, this.examine, this.go),
+          h("p", { class: "soft" }, "With this text in config.yaml the same is"),
+          command("tfactory train config.yaml"),
+          this.doctor,
+        ),
+      ),
+    );
   }
 
   async begin(query) {
@@ -79,9 +181,21 @@ class StartPage {
     const name = rest.join(":");
     const template = this.starts.templates.find((each) => each.name === name);
     this.setQuery({ from: source });
-    put(this.what, kind === "template" ? template.what + "." : kind === "run" ? "As run " + name + " was started." : "Every option has its default.");
+    put(
+      this.what,
+      kind === "template"
+        ? template.what + "."
+        : kind === "run"
+          ? "As run " + name + " was started."
+          : "Every option has its default.",
+    );
     try {
-      const yaml = kind === "template" ? template.yaml : kind === "run" ? (await get(url(["runs", name, "config"]), this.signal)).yaml : this.starts.empty;
+      const yaml =
+        kind === "template"
+          ? template.yaml
+          : kind === "run"
+            ? (await get(url(["runs", name, "config"]), this.signal)).yaml
+            : this.starts.empty;
       await this.ask({ yaml }, true);
     } catch (error) {
       if (error.name !== "AbortError") toast(error.message, "error");
@@ -105,8 +219,10 @@ class StartPage {
       if (asked !== this.asked) return; // something was typed since
       this.problems = told.problems;
       if (read && !told.problems.length) this.take(told.options);
-      if (this.yaml !== document.activeElement) this.yaml.value = told.yaml;
-      this.drawTold(told);
+      const stale = told.problems.length > 0 && draft.yaml === undefined; // a form that is wrong has no text
+      if (!stale && this.yaml !== document.activeElement) this.yaml.value = told.yaml;
+      this.yaml.classList.toggle("stale", stale);
+      this.drawTold(told, stale);
       this.filter({});
     } catch (error) {
       if (error.name !== "AbortError") toast(error.message, "error");
@@ -121,12 +237,27 @@ class StartPage {
     }
   }
 
-  drawTold({ problems, notices }) {
+  drawTold({ problems, notices }, stale) {
     this.go.disabled = problems.length > 0;
     this.examine.disabled = problems.length > 0;
-    const verdict = problems.length ? h("p", { class: "wrong" }, counted(problems.length, "problem") + ":") : h("p", { class: "right" }, "The config is right.");
-    const lines = problems.map(({ key, message, line }) => h("li", {}, h("a", { href: "#", onclick: (event) => this.jump(event, key) }, key || "config"), (line ? `, line ${line}` : "") + ": " + message));
-    put(this.told, verdict, lines.length > 0 && h("ul", {}, lines), notices.map((text) => h("p", { class: "notice" }, text)));
+    const verdict = problems.length
+      ? h("p", { class: "wrong" }, counted(problems.length, "problem") + ":")
+      : h("p", { class: "right" }, "The config is right.");
+    const lines = problems.map(({ key, message, line }) =>
+      h(
+        "li",
+        {},
+        h("a", { href: "#", onclick: (event) => this.jump(event, key) }, key || "config"),
+        (line ? `, line ${line}` : "") + ": " + message,
+      ),
+    );
+    put(
+      this.told,
+      verdict,
+      lines.length > 0 && h("ul", {}, lines),
+      stale && h("p", { class: "soft" }, "The text above is that of the last config that was right."),
+      notices.map((text) => h("p", { class: "notice" }, text)),
+    );
   }
 
   jump(event, key) {
@@ -136,21 +267,45 @@ class StartPage {
 
   drawForm() {
     this.parts = this.sections.map(({ name, help, options, algorithm }) => {
-      const element = h("fieldset", { class: "panel", id: "section-" + name }, h("legend", {}, titleOf(name)), h("p", { class: "soft" }, help), h("div", { class: "fields" }, options.map(({ key }) => this.fields.get(key).element)));
-      const link = h("a", { href: "#", onclick: (event) => {
-        event.preventDefault();
-        element.scrollIntoView({ block: "start", behavior: "smooth" });
-      } }, titleOf(name));
+      const element = h(
+        "fieldset",
+        { class: "panel", id: "section-" + name },
+        h("legend", {}, titleOf(name)),
+        h("p", { class: "soft" }, help),
+        h(
+          "div",
+          { class: "fields" },
+          options.map(({ key }) => this.fields.get(key).element),
+        ),
+      );
+      const link = h(
+        "a",
+        {
+          href: "#",
+          onclick: (event) => {
+            event.preventDefault();
+            element.scrollIntoView({ block: "start", behavior: "smooth" });
+          },
+        },
+        titleOf(name),
+      );
       return { name, algorithm, options, element, link };
     });
-    put(this.form, this.parts.map(({ element }) => element));
-    put(this.nav, this.parts.map(({ link }) => link));
+    put(
+      this.form,
+      this.parts.map(({ element }) => element),
+    );
+    put(
+      this.nav,
+      this.parts.map(({ link }) => link),
+    );
   }
 
   /** Shows the fields that are usual, changed, wrong or looked for; of algorithms only the chosen one's. */
   filter(change) {
     Object.assign(this, change);
-    const algorithm = this.given["training.algorithm"] ?? this.fields.get("training.algorithm")?.option.default;
+    const algorithm =
+      this.given["training.algorithm"] ?? this.fields.get("training.algorithm")?.option.default;
     for (const part of this.parts) {
       let shown = 0;
       let wrong = 0;
@@ -175,8 +330,24 @@ class StartPage {
     put(this.doctor, heard);
     await act(this.examine, async () => {
       try {
-        const told = await job(url(["doctor"]), { yaml: this.yaml.value }, ({ text }) => put(heard, text), this.signal);
-        put(this.doctor, h("h3", {}, "What the doctor says"), findings(told.findings), told.rows.length > 0 && pairs(told.rows.map(([name, value]) => [name, typeof value === "object" ? JSON.stringify(value) : String(value)])));
+        const told = await job(
+          url(["doctor"]),
+          { yaml: this.yaml.value },
+          ({ text }) => put(heard, text),
+          this.signal,
+        );
+        put(
+          this.doctor,
+          h("h3", {}, "What the doctor says"),
+          findings(told.findings),
+          told.rows.length > 0 &&
+            pairs(
+              told.rows.map(([name, value]) => [
+                name,
+                typeof value === "object" ? JSON.stringify(value) : String(value),
+              ]),
+            ),
+        );
       } catch (error) {
         put(this.doctor, empty("The doctor could not look at it", error.message));
       }
@@ -187,7 +358,11 @@ class StartPage {
     put(this.wrongName);
     await act(this.go, async () => {
       try {
-        const told = await post(url(["train"]), { yaml: this.yaml.value, name: this.name.value.trim() || null }, this.signal);
+        const told = await post(
+          url(["train"]),
+          { yaml: this.yaml.value, name: this.name.value.trim() || null },
+          this.signal,
+        );
         toast(told.name + " is started, as a process of its own.", "good");
         location.hash = "#/run/" + encodeURIComponent(told.name);
       } catch (error) {

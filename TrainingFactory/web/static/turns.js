@@ -13,40 +13,96 @@ export function messages(list) {
 
 /** All turns of an episode; with credit the model's own tokens are shown, coloured. */
 export function conversation(view, credit, way) {
-  return view.turns.map((turn, at) => turnOf(turn, at, way === "text" ? null : credit?.turns[at]?.pieces, way, credit));
+  return view.turns.map((turn, at) =>
+    turnOf(turn, at, way === "text" ? null : credit?.turns[at]?.pieces, way, credit),
+  );
 }
 
 function turnOf(turn, at, pieces, way, credit) {
-  const { message, tool_results: results, replies, step_reward: earned, finish, policy_version: version } = turn;
+  const {
+    message,
+    tool_results: results,
+    replies,
+    step_reward: earned,
+    finish,
+    policy_version: version,
+  } = turn;
   const stale = `version ${version}`;
-  const facts = [`turn ${at + 1}`, `${turn.tokens} tokens`, finish === "stop" ? null : "ended by " + finish, stale].filter(Boolean).join(" · ");
-  const gave = earned !== null && earned !== undefined && h("span", { class: "tag " + (earned < 0 ? "warn" : "accent") }, "reward " + signed(earned));
+  const facts = [
+    `turn ${at + 1}`,
+    `${turn.tokens} tokens`,
+    finish === "stop" ? null : "ended by " + finish,
+    stale,
+  ]
+    .filter(Boolean)
+    .join(" · ");
+  const gave =
+    earned !== null &&
+    earned !== undefined &&
+    h("span", { class: "tag " + (earned < 0 ? "warn" : "accent") }, "reward " + signed(earned));
   const said = pieces ? tokens(pieces, way, credit) : [reasoning(message), text(message.content)];
   const calls = message.tool_calls ?? [];
-  const answered = calls.map((call) => callOf(call, results.find((result) => result.id === call.id)));
-  const others = results.filter((result) => !calls.some((call) => call.id === result.id)).map((result) => resultOf(result, result.call));
-  const rest = replies.filter((reply) => reply.role !== "tool").map((reply) => block(reply.role, reply.name, text(reply.content)));
-  return [block("assistant", null, [h("div", { class: "facts" }, facts, gave), said, answered, others]), rest];
+  const answered = calls.map((call) =>
+    callOf(
+      call,
+      results.find((result) => result.id === call.id),
+    ),
+  );
+  const others = results
+    .filter((result) => !calls.some((call) => call.id === result.id))
+    .map((result) => resultOf(result, result.call));
+  const rest = replies
+    .filter((reply) => reply.role !== "tool")
+    .map((reply) => block(reply.role, reply.name, text(reply.content)));
+  return [
+    block("assistant", null, [h("div", { class: "facts" }, facts, gave), said, answered, others]),
+    rest,
+  ];
 }
 
 export function block(role, name, content) {
-  return h("div", { class: "message role-" + role }, h("div", { class: "role" }, role, name && h("small", {}, visible(name))), h("div", { class: "said" }, content));
+  return h(
+    "div",
+    { class: "message role-" + role },
+    h("div", { class: "role" }, role, name && h("small", {}, visible(name))),
+    h("div", { class: "said" }, content),
+  );
 }
 
 export function reasoning({ reasoning_content: thought }) {
-  return thought && h("details", { class: "reasoning", open: thought.length < LONG }, h("summary", {}, "Reasoning"), text(thought));
+  return (
+    thought &&
+    h(
+      "details",
+      { class: "reasoning", open: thought.length < LONG },
+      h("summary", {}, "Reasoning"),
+      text(thought),
+    )
+  );
 }
 
 export function callOf(call, result) {
   const { name, arguments: given } = call.function ?? call;
   const shown = call.error ? h("span", { class: "bad" }, visible(call.error)) : argumentsOf(given);
-  return h("div", { class: "call" }, h("div", { class: "asked" }, icon("right", 14), h("code", {}, h("b", {}, visible(name || "unreadable call")), " ", shown)), result && resultOf(result, null));
+  return h(
+    "div",
+    { class: "call" },
+    h(
+      "div",
+      { class: "asked" },
+      icon("right", 14),
+      h("code", {}, h("b", {}, visible(name || "unreadable call")), " ", shown),
+    ),
+    result && resultOf(result, null),
+  );
 }
 
 function argumentsOf(given) {
   try {
     const read = typeof given === "string" ? JSON.parse(given) : given;
-    const parts = Object.entries(read).map(([key, value]) => h("span", { class: "argument" }, h("i", {}, visible(key)), "=", visible(JSON.stringify(value))));
+    const parts = Object.entries(read).map(([key, value]) =>
+      h("span", { class: "argument" }, h("i", {}, visible(key)), "=", visible(JSON.stringify(value))),
+    );
     return parts.flatMap((part, at) => (at ? [", ", part] : [part]));
   } catch {
     return visible(given);
@@ -54,8 +110,18 @@ function argumentsOf(given) {
 }
 
 function resultOf(result, name) {
-  const told = [result.ok ? null : h("b", { class: "bad" }, result.error ?? "failed"), result.cached && h("span", { class: "tag accent" }, icon("bolt", 12), "cache"), h("span", { class: "num" }, duration(result.seconds)), result.attachments > 0 && result.attachments + " attachments"];
-  return h("div", { class: "result" + (result.ok ? "" : " failed") }, h("div", { class: "facts" }, name && h("code", {}, visible(name)), told), text(result.content));
+  const told = [
+    result.ok ? null : h("b", { class: "bad" }, result.error ?? "failed"),
+    result.cached && h("span", { class: "tag accent" }, icon("bolt", 12), "cache"),
+    h("span", { class: "num" }, duration(result.seconds)),
+    result.attachments > 0 && result.attachments + " attachments",
+  ];
+  return h(
+    "div",
+    { class: "result" + (result.ok ? "" : " failed") },
+    h("div", { class: "facts" }, name && h("code", {}, visible(name)), told),
+    text(result.content),
+  );
 }
 
 /** A text as it is; a long one is folded, and says how long it is. */
@@ -64,9 +130,17 @@ export function text(content) {
   const shown = visible(content);
   if (shown.length <= LONG) return h("pre", {}, shown);
   const rest = h("pre", {}, shown.slice(0, LONG) + "…");
-  const more = h("button", { type: "button", class: "small", onclick: () => {
-    rest.textContent = shown;
-    more.remove();
-  } }, `Show all ${shown.length.toLocaleString("en-US")} characters`);
+  const more = h(
+    "button",
+    {
+      type: "button",
+      class: "small",
+      onclick: () => {
+        rest.textContent = shown;
+        more.remove();
+      },
+    },
+    `Show all ${shown.length.toLocaleString("en-US")} characters`,
+  );
   return [rest, more];
 }

@@ -8,7 +8,11 @@ export class VirtualList {
   constructor({ label, height, rowOf, need }) {
     Object.assign(this, { height, rowOf, need, count: 0 });
     this.inner = h("div", { class: "rows" });
-    this.element = h("div", { class: "virtual", role: "listbox", tabindex: "0", "aria-label": label }, this.inner);
+    this.element = h(
+      "div",
+      { class: "virtual", role: "listbox", tabindex: "0", "aria-label": label },
+      this.inner,
+    );
     this.element.addEventListener("scroll", () => this.draw(), { passive: true });
     new ResizeObserver(() => this.draw()).observe(this.element);
   }
@@ -38,7 +42,8 @@ export class VirtualList {
   reveal(at) {
     const { scrollTop, clientHeight } = this.element;
     if (at * this.height < scrollTop) this.element.scrollTop = at * this.height;
-    else if ((at + 1) * this.height > scrollTop + clientHeight) this.element.scrollTop = (at + 1) * this.height - clientHeight;
+    else if ((at + 1) * this.height > scrollTop + clientHeight)
+      this.element.scrollTop = (at + 1) * this.height - clientHeight;
   }
 
   top() {

@@ -8,8 +8,10 @@ import { rewards } from "./episode.js";
 import { conversation, messages } from "./turns.js";
 import { RewardChoice } from "./wizard_reward.js";
 
-const EXAMPLE = '{\n  "mcpServers": {\n    "files": {\n      "command": "npx",\n      "args": ["-y", "@modelcontextprotocol/server-filesystem", "."]\n    }\n  }\n}';
-const TASKS = '{"prompt": "How many files are here?", "answer": "3"}\n\nor CSV with the columns prompt and answer, or a question a line with its answer after a tab';
+const EXAMPLE =
+  '{\n  "mcpServers": {\n    "files": {\n      "command": "npx",\n      "args": ["-y", "@modelcontextprotocol/server-filesystem", "."]\n    }\n  }\n}';
+const TASKS =
+  '{"prompt": "How many files are here?", "answer": "3"}\n\nor CSV with the columns prompt and answer, or a question a line with its answer after a tab';
 // Key of the config, what it is in plain words, what a first try is well served with, and its kind.
 const LENGTHS = [
   ["training.max_steps", "Steps of training", 20, "How often the model is updated."],
@@ -41,18 +43,35 @@ class Wizard {
 
   build() {
     const steps = [
-      ["tools", "Tools", this.toolsStep()], ["tasks", "Tasks", this.tasksStep()], ["reward", "Reward", this.reward.element],
-      ["model", "Model and length", this.modelStep()], ["samples", "Two sample episodes", this.samplesStep()], ["train", "Train", this.trainStep()],
+      ["tools", "Tools", this.toolsStep()],
+      ["tasks", "Tasks", this.tasksStep()],
+      ["reward", "Reward", this.reward.element],
+      ["model", "Model and length", this.modelStep()],
+      ["samples", "Two sample episodes", this.samplesStep()],
+      ["train", "Train", this.trainStep()],
     ];
     this.marks = new Map();
     const panels = steps.map(([key, title, content], at) => {
       const mark = h("span", { class: "mark", "aria-hidden": "true" }, at + 1);
       const told = h("span", { class: "soft" });
       this.marks.set(key, { mark, told, at });
-      return h("section", { class: "panel step", id: "step-" + key, "aria-label": title }, h("header", {}, mark, h("h2", {}, title), told), h("div", { class: "inside" }, content));
+      return h(
+        "section",
+        { class: "panel step", id: "step-" + key, "aria-label": title },
+        h("header", {}, mark, h("h2", {}, title), told),
+        h("div", { class: "inside" }, content),
+      );
     });
-    put(this.main, h("header", { class: "head" }, h("h1", {}, "Wizard"), h("p", { class: "soft" }, "From tools and tasks to a run, the shortest way.")),
-      h("div", { class: "wizard" }, h("div", { class: "steps-of" }, panels), this.side()));
+    put(
+      this.main,
+      h(
+        "header",
+        { class: "head" },
+        h("h1", {}, "Wizard"),
+        h("p", { class: "soft" }, "From tools and tasks to a run, the shortest way."),
+      ),
+      h("div", { class: "wizard" }, h("div", { class: "steps-of" }, panels), this.side()),
+    );
     this.mark("tools", "none: the model answers by itself");
     this.check();
   }
@@ -68,10 +87,28 @@ class Wizard {
   // tools
 
   toolsStep() {
-    this.servers = h("textarea", { rows: 9, spellcheck: "false", id: "servers", "aria-label": "mcpServers as JSON", placeholder: EXAMPLE, oninput: () => this.forget() });
+    this.servers = h("textarea", {
+      rows: 9,
+      spellcheck: "false",
+      id: "servers",
+      "aria-label": "mcpServers as JSON",
+      placeholder: EXAMPLE,
+      oninput: () => this.forget(),
+    });
     this.shown = h("div", { class: "shown" });
     this.read = button("Show what this would start", () => this.readServers(), { id: "read-servers" });
-    return [h("p", { class: "soft" }, "Paste the ", h("code", {}, "mcpServers"), " that you have for another program. Nothing is started yet. Without tools, go on to the tasks."), this.servers, h("div", { class: "buttons" }, this.read), this.shown];
+    return [
+      h(
+        "p",
+        { class: "soft" },
+        "Paste the ",
+        h("code", {}, "mcpServers"),
+        " that you have for another program. Nothing is started yet. Without tools, go on to the tasks.",
+      ),
+      this.servers,
+      h("div", { class: "buttons" }, this.read),
+      this.shown,
+    ];
   }
 
   forget() {
@@ -83,15 +120,39 @@ class Wizard {
 
   async readServers() {
     const text = this.servers.value;
-    if (!text.trim()) return void put(this.shown, h("p", { class: "wrong", role: "alert" }, "Paste the servers first."));
+    if (!text.trim())
+      return void put(this.shown, h("p", { class: "wrong", role: "alert" }, "Paste the servers first."));
     await act(this.read, async () => {
       const told = await post(url(["tools", "read"]), { text }, this.signal);
       if (this.servers.value !== text) return;
       const wrong = told.problems.map((each) => h("p", { class: "wrong", role: "alert" }, visible(each)));
-      const go = told.problems.length === 0 && button("Start these and list their tools", () => this.openServers(go, text, told.servers), { class: "main", id: "confirm-servers" });
-      put(this.shown, told.servers.length > 0 && h("div", { class: "confirm", role: "region", "aria-label": "What would be started" },
-        h("p", { class: "warn-line" }, icon("warning"), h("span", {}, "These commands run on this machine with your rights, now and in every run that uses them. Start only what you trust.")),
-        told.servers.map(serverOf), h("div", { class: "buttons" }, go)), wrong);
+      const go =
+        told.problems.length === 0 &&
+        button("Start these and list their tools", () => this.openServers(go, text, told.servers), {
+          class: "main",
+          id: "confirm-servers",
+        });
+      put(
+        this.shown,
+        told.servers.length > 0 &&
+          h(
+            "div",
+            { class: "confirm", role: "region", "aria-label": "What would be started" },
+            h(
+              "p",
+              { class: "warn-line" },
+              icon("warning"),
+              h(
+                "span",
+                {},
+                "These commands run on this machine with your rights, now and in every run that uses them. Start only what you trust.",
+              ),
+            ),
+            told.servers.map(serverOf),
+            h("div", { class: "buttons" }, go),
+          ),
+        wrong,
+      );
     });
     return undefined;
   }
@@ -101,7 +162,11 @@ class Wizard {
     this.shown.append(heard);
     await act(pressed, async () => {
       try {
-        const told = await post(url(["tools", "open"]), { text, confirmed: servers.map(({ digest }) => digest) }, this.signal);
+        const told = await post(
+          url(["tools", "open"]),
+          { text, confirmed: servers.map(({ digest }) => digest) },
+          this.signal,
+        );
         if (this.servers.value !== text) return;
         this.offered = told;
         this.drawTools(told);
@@ -112,35 +177,101 @@ class Wizard {
   }
 
   drawTools({ config, tools }) {
-    const boxes = tools.map((tool) => h("input", { type: "checkbox", checked: true, value: tool.name, onchange: () => take() }));
+    const boxes = tools.map((tool) =>
+      h("input", { type: "checkbox", checked: true, value: tool.name, onchange: () => take() }),
+    );
     const take = () => {
       const chosen = tools.filter((_, at) => boxes[at].checked);
-      const whole = [...new Set(tools.map(({ server }) => server))].filter((server) => tools.every((tool) => tool.name !== server && (tool.server !== server || chosen.includes(tool))));
+      const whole = [...new Set(tools.map(({ server }) => server))].filter((server) =>
+        tools.every((tool) => tool.name !== server && (tool.server !== server || chosen.includes(tool))),
+      );
       const single = chosen.filter(({ server }) => !whole.includes(server)).map(({ name }) => name);
       this.tools = [...whole, ...single].map((name) => ({ name, config }));
-      this.mark("tools", chosen.length ? counted(chosen.length, "tool") + " of " + tools.length : "none chosen", chosen.length > 0);
+      this.mark(
+        "tools",
+        chosen.length ? counted(chosen.length, "tool") + " of " + tools.length : "none chosen",
+        chosen.length > 0,
+      );
       this.changed();
     };
     const all = (on) => {
       for (const box of boxes) box.checked = on;
       take();
     };
-    const rows = tools.map((tool, at) => h("label", { class: "tool" }, boxes[at], h("span", {}, h("b", {}, visible(tool.name)), h("code", { class: "soft" }, " " + Object.keys(tool.parameters?.properties ?? {}).map(visible).join(", ")), h("small", {}, visible(tool.description))), h("span", { class: "tag" }, visible(tool.server))));
-    put(this.shown, h("div", { class: "buttons" }, h("b", {}, "Which of them may the model call?"), button("All", () => all(true), { class: "small" }), button("None", () => all(false), { class: "small" })), h("div", { class: "offered" }, rows.length ? rows : empty("They offer no tools", "")));
+    const rows = tools.map((tool, at) =>
+      h(
+        "label",
+        { class: "tool" },
+        boxes[at],
+        h(
+          "span",
+          {},
+          h("b", {}, visible(tool.name)),
+          h(
+            "code",
+            { class: "soft" },
+            " " +
+              Object.keys(tool.parameters?.properties ?? {})
+                .map(visible)
+                .join(", "),
+          ),
+          h("small", {}, visible(tool.description)),
+        ),
+        h("span", { class: "tag" }, visible(tool.server)),
+      ),
+    );
+    put(
+      this.shown,
+      h(
+        "div",
+        { class: "buttons" },
+        h("b", {}, "Which of them may the model call?"),
+        button("All", () => all(true), { class: "small" }),
+        button("None", () => all(false), { class: "small" }),
+      ),
+      h("div", { class: "offered" }, rows.length ? rows : empty("They offer no tools", "")),
+    );
     take();
   }
 
   // tasks
 
   tasksStep() {
-    this.pasted = h("textarea", { rows: 7, spellcheck: "false", id: "tasks", "aria-label": "Tasks", placeholder: TASKS, oninput: debounce(350, () => this.readTasks(this.pasted.value)) });
-    const file = h("input", { type: "file", class: "hidden-file", id: "task-file", accept: ".jsonl,.json,.csv,.txt,.tsv", onchange: async () => {
-      if (!file.files[0]) return;
-      this.pasted.value = await file.files[0].text();
-      await this.readTasks(this.pasted.value);
-    } });
+    this.pasted = h("textarea", {
+      rows: 7,
+      spellcheck: "false",
+      id: "tasks",
+      "aria-label": "Tasks",
+      placeholder: TASKS,
+      oninput: debounce(350, () => this.readTasks(this.pasted.value)),
+    });
+    const file = h("input", {
+      type: "file",
+      class: "hidden-file",
+      id: "task-file",
+      accept: ".jsonl,.json,.csv,.txt,.tsv",
+      onchange: async () => {
+        if (!file.files[0]) return;
+        this.pasted.value = await file.files[0].text();
+        await this.readTasks(this.pasted.value);
+      },
+    });
     this.found = h("div", { class: "shown", role: "status" });
-    return [h("p", { class: "soft" }, "What the model is asked, and what is right: JSONL, JSON, CSV, or a question a line."), this.pasted, h("div", { class: "buttons" }, file, h("label", { for: "task-file", class: "button" }, "Choose a file")), this.found];
+    return [
+      h(
+        "p",
+        { class: "soft" },
+        "What the model is asked, and what is right: JSONL, JSON, CSV, or a question a line.",
+      ),
+      this.pasted,
+      h(
+        "div",
+        { class: "buttons" },
+        file,
+        h("label", { for: "task-file", class: "button" }, "Choose a file"),
+      ),
+      this.found,
+    ];
   }
 
   async readTasks(text) {
@@ -155,9 +286,13 @@ class Wizard {
       if (this.pasted.value !== text) return undefined;
       this.tasks = told.problem ? null : told;
       this.mark("tasks", told.problem ? "" : `${counted(told.count, "task")}, ${told.kind}`, !told.problem);
-      put(this.found, told.problem ? h("pre", { class: "wrong", role: "alert" }, visible(told.problem)) : tasksOf(told));
+      put(
+        this.found,
+        told.problem ? h("pre", { class: "wrong", role: "alert" }, visible(told.problem)) : tasksOf(told),
+      );
     } catch (error) {
-      if (error.name !== "AbortError") put(this.found, h("p", { class: "wrong", role: "alert" }, error.message));
+      if (error.name !== "AbortError")
+        put(this.found, h("p", { class: "wrong", role: "alert" }, error.message));
     }
     return this.changed();
   }
@@ -166,21 +301,51 @@ class Wizard {
 
   modelStep() {
     const names = this.models.map(({ name }) => h("option", { value: name }));
-    this.model = h("input", { id: "model", value: "builtin:tiny", list: "known-models", autocomplete: "off", spellcheck: "false", oninput: () => this.changed() });
+    this.model = h("input", {
+      id: "model",
+      value: "builtin:tiny",
+      list: "known-models",
+      autocomplete: "off",
+      spellcheck: "false",
+      oninput: () => this.changed(),
+    });
     this.lora = h("input", { type: "checkbox", id: "lora", onchange: () => this.changed() });
-    this.prompt = h("textarea", { id: "system-prompt", rows: 2, placeholder: "Use the tools, then answer with the result alone.", oninput: () => this.changed() });
+    this.prompt = h("textarea", {
+      id: "system-prompt",
+      rows: 2,
+      placeholder: "Use the tools, then answer with the result alone.",
+      oninput: () => this.changed(),
+    });
     this.numbers = LENGTHS.map(([key, label, usual, help]) => {
-      const input = h("input", { id: "wizard-" + key.replace(".", "-"), inputmode: "decimal", autocomplete: "off", value: String(usual), oninput: () => this.changed() });
+      const input = h("input", {
+        id: "wizard-" + key.replace(".", "-"),
+        inputmode: "decimal",
+        autocomplete: "off",
+        value: String(usual),
+        oninput: () => this.changed(),
+      });
       return { key, input, element: field(input, label, help) };
     });
-    return [h("datalist", { id: "known-models" }, names), h("div", { class: "fields" }, field(this.model, "Model", "Built in, of a run or the registry, a folder, or a name of the hub."), field(this.lora, "Train an adapter (LoRA)", "Less memory: the model itself stays as it is."), field(this.prompt, "What it is told first", "The system prompt; empty: none."), this.numbers.map(({ element }) => element))];
+    return [
+      h("datalist", { id: "known-models" }, names),
+      h(
+        "div",
+        { class: "fields" },
+        field(this.model, "Model", "Built in, of a run or the registry, a folder, or a name of the hub."),
+        field(this.lora, "Train an adapter (LoRA)", "Less memory: the model itself stays as it is."),
+        field(this.prompt, "What it is told first", "The system prompt; empty: none."),
+        this.numbers.map(({ element }) => element),
+      ),
+    ];
   }
 
   // the config
 
   options() {
     const made = { "model.name": this.model.value.trim(), "training.algorithm": "grpo" };
-    for (const { key, input } of this.numbers) made[key] = Number.isFinite(Number(input.value)) && input.value.trim() ? Number(input.value) : input.value;
+    for (const { key, input } of this.numbers)
+      made[key] =
+        Number.isFinite(Number(input.value)) && input.value.trim() ? Number(input.value) : input.value;
     if (this.lora.checked) made["lora.enabled"] = true;
     if (this.prompt.value.trim()) made["environment.system_prompt"] = this.prompt.value.trim();
     if (this.tools.length) made.tools = this.tools;
@@ -200,7 +365,10 @@ class Wizard {
     try {
       const told = await post(url(["check"]), { options: this.options() }, this.signal);
       if (asked !== this.asked) return;
-      const problems = [...this.reward.problems(this.tasks), ...told.problems.map(({ key, message }) => (key ? key + ": " : "") + message)];
+      const problems = [
+        ...this.reward.problems(this.tasks),
+        ...told.problems.map(({ key, message }) => (key ? key + ": " : "") + message),
+      ];
       if (!this.tasks) problems.unshift("There are no tasks yet.");
       this.config = told.problems.length ? null : told.yaml;
       this.draw(problems, told.notices);
@@ -215,7 +383,24 @@ class Wizard {
     this.link.href = "data:text/yaml;charset=utf-8," + encodeURIComponent(this.config ?? "");
     this.mark("reward", this.reward.title, !this.reward.problems(this.tasks).length);
     this.mark("model", this.model.value, Boolean(this.model.value.trim()));
-    put(this.told, wrong ? h("ul", {}, problems.map((each) => h("li", { class: "wrong" }, visible(each)))) : h("p", { class: "right" }, "The config is right: tfactory train reads it."), notices.map((text) => h("p", { class: "notice" }, text)), h("p", { class: "soft" }, "Everything else is as usual. ", h("a", { href: "#/start" }, "All options"), " are on the page Start."));
+    put(
+      this.told,
+      wrong
+        ? h(
+            "ul",
+            {},
+            problems.map((each) => h("li", { class: "wrong" }, visible(each))),
+          )
+        : h("p", { class: "right" }, "The config is right: tfactory train reads it."),
+      notices.map((text) => h("p", { class: "notice" }, text)),
+      h(
+        "p",
+        { class: "soft" },
+        "Everything else is as usual. ",
+        h("a", { href: "#/start" }, "All options"),
+        " are on the page Start.",
+      ),
+    );
     for (const each of [this.play, this.go]) each.disabled = wrong;
   }
 
@@ -224,7 +409,15 @@ class Wizard {
   samplesStep() {
     this.play = button("Play two episodes", () => this.samples(), { id: "sample", disabled: true });
     this.played = h("div", { class: "shown" });
-    return [h("p", { class: "soft" }, "The untrained model tries the first two tasks, so that you see whether tools, tasks and reward fit. Nothing is kept."), h("div", { class: "buttons" }, this.play), this.played];
+    return [
+      h(
+        "p",
+        { class: "soft" },
+        "The untrained model tries the first two tasks, so that you see whether tools, tasks and reward fit. Nothing is kept.",
+      ),
+      h("div", { class: "buttons" }, this.play),
+      this.played,
+    ];
   }
 
   async samples() {
@@ -232,28 +425,61 @@ class Wizard {
     put(this.played, heard);
     await act(this.play, async () => {
       try {
-        const told = await job(url(["sample"]), { yaml: this.config }, ({ text }) => put(heard, text), this.signal);
+        const told = await job(
+          url(["sample"]),
+          { yaml: this.config },
+          ({ text }) => put(heard, text),
+          this.signal,
+        );
         const scored = told.episodes.filter(({ row }) => row.reward !== null).length;
         this.mark("samples", `${counted(told.episodes.length, "episode")}, ${scored} scored`, scored > 0);
-        put(this.played, told.notes.map((text) => h("p", { class: "soft note" }, text)), h("div", { class: "members" }, told.episodes.map(sampleOf)));
+        put(
+          this.played,
+          told.notes.map((text) => h("p", { class: "soft note" }, text)),
+          h("div", { class: "members" }, told.episodes.map(sampleOf)),
+        );
       } catch (error) {
-        if (error.name !== "AbortError") put(this.played, h("p", { class: "why", role: "alert" }, visible(error.message)));
+        if (error.name !== "AbortError")
+          put(this.played, h("p", { class: "why", role: "alert" }, visible(error.message)));
       }
     });
   }
 
   trainStep() {
-    this.name = h("input", { id: "wizard-name", placeholder: "made from algorithm and time", autocomplete: "off" });
+    this.name = h("input", {
+      id: "wizard-name",
+      placeholder: "made from algorithm and time",
+      autocomplete: "off",
+    });
     this.wrongName = h("p", { class: "wrong", role: "alert" });
     this.go = button("Train", () => this.train(), { class: "main", id: "train", disabled: true });
-    return [h("div", { class: "buttons" }, h("label", { for: "wizard-name" }, "Name of the run"), this.name, this.go), this.wrongName, h("p", { class: "soft" }, "The run is a process of its own: it goes on when this page is closed. The same by hand, with the downloaded file:"), command("tfactory train train.yaml")];
+    return [
+      h(
+        "div",
+        { class: "buttons" },
+        h("label", { for: "wizard-name" }, "Name of the run"),
+        this.name,
+        this.go,
+      ),
+      this.wrongName,
+      h(
+        "p",
+        { class: "soft" },
+        "The run is a process of its own: it goes on when this page is closed. The same by hand, with the downloaded file:",
+      ),
+      command("tfactory train train.yaml"),
+    ];
   }
 
   async train() {
     put(this.wrongName);
     await act(this.go, async () => {
       try {
-        const told = await post(url(["train"]), { yaml: this.config, name: this.name.value.trim() || null }, this.signal);
+        const told = await post(
+          url(["train"]),
+          { yaml: this.config, name: this.name.value.trim() || null },
+          this.signal,
+        );
         toast(told.name + " is started, as a process of its own.", "good");
         location.hash = "#/run/" + encodeURIComponent(told.name);
       } catch (error) {
@@ -265,23 +491,64 @@ class Wizard {
 
 function field(input, label, help) {
   const named = h("label", { for: input.id }, label);
-  return h("div", { class: "field" }, named, h("div", { class: "control" }, input), h("p", { class: "help" }, help));
+  return h(
+    "div",
+    { class: "field" },
+    named,
+    h("div", { class: "control" }, input),
+    h("p", { class: "help" }, help),
+  );
 }
 
 /** One server as it would be started or reached, whole. */
 function serverOf({ name, command: parts, url: address, cwd, env_names: names }) {
   const line = parts.map((part) => h("span", { class: "word" }, visible(part)));
-  const more = [cwd && "in " + cwd, names.length > 0 && (parts.length ? "with the variables " : "with the headers ") + names.join(", ")].filter(Boolean);
-  return h("div", { class: "server" }, h("b", {}, visible(name)), h("code", { class: "line" }, parts.length ? line : visible(address)), more.length > 0 && h("small", {}, visible(more.join("; "))));
+  const more = [
+    cwd && "in " + cwd,
+    names.length > 0 && (parts.length ? "with the variables " : "with the headers ") + names.join(", "),
+  ].filter(Boolean);
+  return h(
+    "div",
+    { class: "server" },
+    h("b", {}, visible(name)),
+    h("code", { class: "line" }, parts.length ? line : visible(address)),
+    more.length > 0 && h("small", {}, visible(more.join("; "))),
+  );
 }
 
 function tasksOf({ count, answered, first }) {
-  const rows = first.map(({ id, prompt, answer }) => [h("code", {}, visible(id)), h("span", { class: "clip" }, visible(typeof prompt === "string" ? prompt : prompt.at(-1).content)), answer === null ? h("span", { class: "soft" }, "none") : h("span", { class: "clip" }, visible(plain(answer)))]);
-  return [table("The first tasks", ["Task", "Prompt", "Answer"], rows), h("p", { class: "soft" }, `${counted(count, "task")}, ${number(answered)} with an answer to compare with.`)];
+  const rows = first.map(({ id, prompt, answer }) => [
+    h("code", {}, visible(id)),
+    h("span", { class: "clip" }, visible(typeof prompt === "string" ? prompt : prompt.at(-1).content)),
+    answer === null
+      ? h("span", { class: "soft" }, "none")
+      : h("span", { class: "clip" }, visible(plain(answer))),
+  ]);
+  return [
+    table("The first tasks", ["Task", "Prompt", "Answer"], rows),
+    h(
+      "p",
+      { class: "soft" },
+      `${counted(count, "task")}, ${number(answered)} with an answer to compare with.`,
+    ),
+  ];
 }
 
 function sampleOf(view) {
   const { row } = view;
-  return h("section", { class: "member", "aria-label": "Episode of " + row.task }, h("header", {}, h("b", {}, visible(row.task)), h("span", { class: "status status-" + row.status }, row.status.replace("_", " ")), h("b", { class: "num score" }, number(row.reward))),
-    row.error && h("p", { class: "why" }, visible(row.error)), rewards(view), messages(view.prompt), conversation(view, null, "text"));
+  return h(
+    "section",
+    { class: "member", "aria-label": "Episode of " + row.task },
+    h(
+      "header",
+      {},
+      h("b", {}, visible(row.task)),
+      h("span", { class: "status status-" + row.status }, row.status.replace("_", " ")),
+      h("b", { class: "num score" }, number(row.reward)),
+    ),
+    row.error && h("p", { class: "why" }, visible(row.error)),
+    rewards(view),
+    messages(view.prompt),
+    conversation(view, null, "text"),
+  );
 }

@@ -1,0 +1,232 @@
+"""`tfactory recipe gsm8k`: a small model learns GSM8K with a calculator, by sft, then by grpo, measured after both.
+
+    OUT/recipe.json         what was asked for, and the seconds that each part took
+    OUT/data/               rows, by data/gsm8k.py
+    OUT/sft/, OUT/grpo/     two ordinary runs, by the configs beside this file
+    OUT/episodes/           what both models did in the evaluations
+    OUT/results.json        all figures
+
+What is there already is not done again, so that the same command goes on after a break."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+from TrainingFactory.config import TrainingConfig, load_config
+from TrainingFactory.config.loading import key_value
+from TrainingFactory.data.disk import write_aside
+from TrainingFactory.data.gsm8k import HUB, Prepared, prepare
+from TrainingFactory.openai_form import message_to_dict, spec_to_dict
+from TrainingFactory.services.build.training import Training, resume
+from TrainingFactory.services.datasets import write_rows
+from TrainingFactory.services.evaluation.asked import RecordedEvaluation, ask_model
+from TrainingFactory.services.evaluation.comparison import Comparison, Side, compare
+from TrainingFactory.services.runs.folder import RunFolder, is_run
+from TrainingFactory.services.runs.tracking import Watcher
+from TrainingFactory.tools.builtin.calculator import calculator
+from TrainingFactory.types import Trajectory
+
+Scale = Literal["full", "small"]
+RUNS = ("sft", "grpo")
+TEMPERATURES = {"greedy": 0.0, "temperature 1": 1.0}
+FEW = 3  # examples of tasks that became better, and worse
+TOLD = ("success", "success_low", "success_high", "turns", "tool_success", "sampled_tokens", "seconds")
+# A few steps, which show on any CPU that all parts go together, and teach nothing.
+SMALL: dict[str, dict[str, Any]] = {
+    "sft": {"training.max_steps": 4, "training.batch_size": 4, "training.eval_every": 2, "data.heldout_count": 4},
+    "grpo": {
+        "training.max_steps": 2, "training.batch_size": 2, "training.group_size": 2, "training.eval_every": 1,
+        "data.count": 8, "data.heldout_count": 4, "environment.max_turns": 2, "sampling.slots": 8,
+        "sampling.max_tokens": 12,
+    },
+}  # fmt: skip
+# Without the calculator a task is one turn with the whole solution.
+PLAIN: dict[str, dict[str, Any]] = {
+    "sft": {"model.tools_format": None},
+    "grpo": {"tools": [], "environment.max_turns": 1, "sampling.max_tokens": 320},
+}
+
+
+def write_gsm8k(source: str | Path, folder: Path, plain: bool = False) -> Prepared:
+    """Write the rows of each part into a folder."""
+    done = prepare(source, [] if plain else [spec_to_dict(calculator.spec)])
+    for part, rows in done.rows.items():
+        if not rows:
+            raise ValueError(f"{source} gives no rows for {part}; left out: {dict(done.dropped) or 'none'}")
+        write_rows(folder / f"{part}.jsonl", rows)
+    return done
+
+
+class Recipe:
+    """Checks what is asked for when it is made; then `prepare`, `train` for both runs, `measure` and `results` in this
+    order. `sft` and `grpo` are overrides of their configs."""
+
+    def __init__(
+        self, source: str = HUB, model: str | None = None, out: str | Path = "runs/gsm8k", seed: int = 0,
+        scale: Scale = "full", plain: bool = False, sft: Sequence[str] = (), grpo: Sequence[str] = (),
+    ) -> None:  # fmt: skip
+        self.out, self.source, self.plain = Path(out).expanduser(), source, plain
+        asked = {"source": source, "model": model, "seed": seed, "scale": scale, "plain": plain}
+        self.state: dict[str, Any] = {"asked": asked | {"sft": list(sft), "grpo": list(grpo)}, "seconds": {}}
+        self._path, self.compared = self.out / "recipe.json", dict[str, dict[str, Comparison]]()
+        if self._path.is_file():
+            before = json.loads(self._path.read_text(encoding="utf-8"))
+            if before["asked"] != self.state["asked"]:
+                raise ValueError(
+                    f"{self.out} was made by other options ({before['asked']}); choose another --out"
+                )
+            self.state = before
+        elif self.out.is_dir() and any(self.out.iterdir()):
+            raise ValueError(f"{self.out} is there already, and no recipe made it; name another with --out")
+        data = {part: str(self.out / "data" / f"{part}.jsonl") for part in ("sft", "sft_dev", "tasks", "dev")}
+        common = {"training.seed": seed, "logging.output_dir": str(self.out)}
+        own: dict[str, dict[str, Any]] = {
+            "sft": {"data.dataset": data["sft"], "data.heldout": data["sft_dev"]},
+            "grpo": {"data.tasks": data["tasks"], "data.heldout": data["dev"], "model.name": "sft@best"},
+        }
+        own["sft"] |= {} if model is None else {"model.name": model}
+        for name in RUNS:
+            own[name] |= (PLAIN[name] if plain else {}) | (SMALL[name] if scale == "small" else {})
+        given = {"sft": sft, "grpo": grpo}
+        self._given = {name: [*_options(common | own[name]), *given[name]] for name in RUNS}
+        self.configs = {name: self._config(name) for name in RUNS}
+
+    def _config(self, name: str, more: dict[str, Any] | None = None) -> TrainingConfig:
+        file = Path(__file__).with_name(f"smollm2_gsm8k_{name}.yaml")
+        return load_config(file, [*self._given[name], *_options(more or {})])
+
+    def prepare(self, watcher: Watcher) -> None:
+        """Write the rows, and say how many could not be used."""
+        if "data" not in self.state:
+            with self._spent("data"):
+                done = write_gsm8k(self.source, self.out / "data", self.plain)
+                self.state["data"] = {"rows": done.counts, "left_out": dict(done.dropped)}
+        for what, counts in self.state["data"].items():
+            told = ", ".join(f"{count} {name}" for name, count in counts.items()) or "none"
+            watcher.say(f"{what.replace('_', ' ')}: {told}")
+
+    def train(self, name: str, watcher: Watcher) -> None:
+        """Train one of the two, or go on with it."""
+        folder = self.out / name
+        if is_run(folder) and RunFolder(folder).state == "finished":
+            watcher.say(f"{name}: finished before")
+            return
+        with self._spent(name):
+            if is_run(folder):
+                made = resume(name, self.out, watcher)
+            else:
+                made = Training(self.configs[name], name=name, watcher=watcher)
+            if made.train().state != "finished":
+                raise KeyboardInterrupt
+
+    def parts(self, final: bool) -> list[str]:
+        """Return what is measured: the test set too, where that is asked for or was before."""
+        self.state["final"] = final or self.state.get("final", False)
+        return ["dev", "test"] if self.state["final"] else ["dev"]
+
+    def measure(self, part: str, watcher: Watcher) -> None:
+        """Play the tasks of dev or test with both models; an evaluation that is recorded stands."""
+        with self._spent(part):
+            for how, temperature in TEMPERATURES.items():
+                before, after = (self._played(name, part, temperature, watcher) for name in RUNS)
+                self.compared.setdefault(part, {})[how] = compare(before, after)
+
+    def _played(self, name: str, part: str, temperature: float, watcher: Watcher) -> Side:
+        asked = {"data.tasks": str(self.out / "data" / f"{part}.jsonl"), "data.heldout": None}
+        asked |= {"data.split": "heldout", "training.group_size": 1, "sampling.temperature": temperature}
+        model = ask_model(f"{name}@best", (), self.out).under(self._config("grpo", asked))
+        file, side = self.out / "episodes" / f"{name}-{part}-{temperature:g}.jsonl", Side(name)
+        side.add(RecordedEvaluation(model, file, say=watcher.say))
+        for wanted in side.wanted:
+            if wanted is not None:
+                watcher.say(f"{name} on {part} at temperature {temperature:g}: {wanted.total} episodes")
+                watcher.phase("evaluate")
+                if wanted.run(watcher.episode).interrupted:
+                    raise KeyboardInterrupt
+        side.take()
+        if not side.records:
+            raise ValueError(f"no episode of {name} on {part} could be scored; look at {file}")
+        return side
+
+    def results(self) -> dict[str, Any]:
+        """Write all figures into results.json, and return them."""
+        import torch
+
+        device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+        about = RunFolder(self.out / RUNS[0]).about
+        found = self.state | {key: about[key] for key in ("versions", "platform", "commit", "started")}
+        found |= {"device": device, "runs": {name: _figures(RunFolder(self.out / name)) for name in RUNS}}
+        found["evaluations"] = {
+            part: {how: _compared(each) for how, each in by_how.items()}
+            for part, by_how in self.compared.items()
+        }
+        last = list(self.compared.values())[-1]["greedy"]
+        changed = last.episodes([*last.better[:FEW], *last.worse[:FEW]])
+        found["examples"] = [_example(*episodes) for _, episodes in changed]
+        write_aside(self.out / "results.json", json.dumps(found, indent=1, ensure_ascii=False) + "\n")
+        return found
+
+    @contextmanager
+    def _spent(self, part: str) -> Iterator[None]:
+        """Count the seconds of a part, those of a process that was interrupted too."""
+        started, seconds = time.perf_counter(), self.state["seconds"]
+        self._write()
+        try:
+            yield
+        finally:
+            seconds[part] = seconds.get(part, 0.0) + time.perf_counter() - started
+            self._write()
+
+    def _write(self) -> None:
+        self.out.mkdir(parents=True, exist_ok=True)
+        write_aside(self._path, json.dumps(self.state, indent=1))
+
+
+def _options(given: dict[str, Any]) -> list[str]:
+    return [key_value(key, value) for key, value in given.items()]
+
+
+def _figures(run: RunFolder) -> dict[str, Any]:
+    """Return what a run took, and its curves."""
+    rows, best = run.metrics(), run.best()
+    told = ("step", "eval/success", "eval/success_low", "eval/success_high", "eval/loss", "eval/seconds")
+    measured = [{key: row[key] for key in told if key in row} for row in rows if "eval/seconds" in row]
+    sums = {
+        key: sum(row.get(key, 0) for row in rows)
+        for key in ("sampled_tokens", "trained_tokens", "row_tokens")
+    }
+    return {
+        "steps": run.status.step,
+        "seconds": run.status.seconds,  # of the steps, without evaluations
+        **sums,
+        "best": None if best is None else best.name,
+        "evaluations": measured,
+        "rewards": [row["reward"] for row in rows if "reward" in row],
+    }
+
+
+def _compared(found: Comparison) -> dict[str, Any]:
+    told = found.as_json()
+    kept = ("tasks", "difference", "difference_low", "difference_high", "p", "notes")
+    sides = {
+        side.name: {key: side.records[0].metrics[key] for key in TOLD if key in side.records[0].metrics}
+        for side in (found.first, found.second)
+    }
+    changes = {"better": len(told["better"]), "worse": len(told["worse"])}
+    return sides | {key: told[key] for key in kept} | changes
+
+
+def _example(before: Trajectory | None, after: Trajectory | None) -> dict[str, Any]:
+    """Return a task with what both models did."""
+    episodes = {name: each for name, each in zip(RUNS, (before, after), strict=True) if each is not None}
+    task = next(iter(episodes.values())).task
+    said = {
+        name: [message_to_dict(message) for turn in each.turns for message in (turn.message, *turn.replies)]
+        for name, each in episodes.items()
+    }
+    return {"task": task.id, "question": task.prompt, "answer": task.answer} | said

@@ -1,0 +1,131 @@
+"""What a GPU holds: `python -m benchmarks.gpu_shapes` (to try it: `--device cpu --sizes builtin:tiny --kinds lora`).
+
+Qwen3's shapes with random weights in bfloat16, the smallest first, with all weights trained (`full`), the same with
+gradient checkpointing (`checkpointed`), and with LoRA of rank 16 (`lora`). A step is one of GRPO: 16 groups of 8 rows,
+prompts of 768 tokens and answers of 256, sampled by the native engine, then trained in packs of 16,384 tokens. Each is
+measured in a process of its own: seconds of sampling and update, the peak of allocated memory, and beside it what
+`tfactory doctor --model-size` estimates. One that does not fit is named as such.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import subprocess
+import sys
+import time
+from typing import Any
+
+import torch
+
+from benchmarks.update import make_rows
+from TrainingFactory.config import TrainingConfig
+from TrainingFactory.data.packing import make_batch
+from TrainingFactory.models import LoadedModel
+from TrainingFactory.models.tiny import tiny_tokenizer
+from TrainingFactory.services.build.learner import make_algorithm, make_learner, make_trainable
+from TrainingFactory.services.build.sampler import make_engine
+from TrainingFactory.services.doctor.memory import needed
+from TrainingFactory.services.plan.shapes import find_shape
+from TrainingFactory.types import SamplingParams, Weights
+
+KINDS = {"full": {}, "checkpointed": {"gradient_checkpointing": True}, "lora": {}}
+
+
+def config_of(kind: str, device: str) -> TrainingConfig:
+    return TrainingConfig(
+        model={"max_length": 1024, "device": device},
+        training={"batch_size": 16, "group_size": 8, "token_budget": 16_384, **KINDS[kind]},
+        sampling={"slots": 128, "max_tokens": 256},
+        lora={"enabled": kind == "lora"},
+    )
+
+
+def random_model(size: str, device: str) -> Any:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.bfloat16 if device != "cpu" else torch.float32)
+    fields: dict[str, Any] = find_shape("", size)._asdict()
+    fields |= {"max_position_embeddings": 4096, "pad_token_id": 0}
+    del fields["name"]
+    with torch.device(device):
+        model = Qwen3ForCausalLM(Qwen3Config(**fields, eos_token_id=None))
+    torch.set_default_dtype(torch.float32)
+    return model
+
+
+def measure(size: str, kind: str, device: str, steps: int) -> dict[str, Any]:
+    config, shape = config_of(kind, device), find_shape("", size)
+    algorithm = make_algorithm(config)
+    found: dict[str, Any] = {"size": size, "kind": kind, "parameters": shape.params}
+    estimated = needed(config, shape, shape.held(config), algorithm.needs, 1024)
+    found["estimated_gib"] = sum(estimated.values()) / 2**30
+    loaded = LoadedModel(size, random_model(size, device), tiny_tokenizer())
+    make_trainable(config, loaded)
+    learner, engine = make_learner(config, loaded, algorithm, steps), make_engine(config, loaded, 128)
+    rows = make_rows(True, shape.vocab_size)
+    asked = [row.token_ids[:768] for row in rows]
+
+    async def sample(step: int) -> int:
+        await engine.update(Weights(step))
+        done = await asyncio.gather(
+            *(engine.sample(ids, SamplingParams(max_tokens=256, seed=n)) for n, ids in enumerate(asked))
+        )
+        return sum(len(each.token_ids) for each in done)
+
+    for step in range(steps + 1):  # the first compiles
+        started = time.perf_counter()
+        loaded.model.eval()
+        sampled = asyncio.run(sample(step))
+        between = time.perf_counter()
+        learner.update(make_batch(rows, config.training.token_budget, learner.sharing), algorithm.loss)
+        if device != "cpu":
+            torch.cuda.synchronize()
+        found |= {"sample_s": between - started, "update_s": time.perf_counter() - between}
+        found["tokens_per_second"] = sampled / found["sample_s"]
+    if device != "cpu":
+        found["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--sizes", nargs="+", default=["0.6B", "1.7B", "4B", "8B"])
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--steps", type=int, default=2)
+    parser.add_argument("--one", action="store_true", help="measure the first of them in this process")
+    asked = parser.parse_args()
+    if asked.one:
+        print("RESULT " + json.dumps(measure(asked.sizes[0], asked.kinds[0], asked.device, asked.steps)))
+        return
+    rows = []
+    for size in asked.sizes:
+        for kind in asked.kinds:
+            command = [
+                sys.executable,
+                "-m",
+                "benchmarks.gpu_shapes",
+                "--one",
+                "--sizes",
+                size,
+                "--kinds",
+                kind,
+            ]
+            command += ["--device", asked.device, "--steps", str(asked.steps)]
+            done = subprocess.run(command, capture_output=True, text=True)
+            last = done.stdout.rpartition("RESULT ")[2]
+            why = "does not fit" if "out of memory" in done.stderr else done.stderr.strip()[-300:]
+            rows.append(
+                json.loads(last) if not done.returncode else {"size": size, "kind": kind, "failed": why}
+            )
+            print(json.dumps(rows[-1]), flush=True)
+    print("RESULT " + json.dumps(rows))
+
+
+if __name__ == "__main__":
+    main()

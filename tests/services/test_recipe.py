@@ -1,0 +1,89 @@
+"""The whole recipe, on a tiny model whose template has no tools, from 20 rows that are made here."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.data.test_gsm8k import question, written
+from tests.kits.cli import Run
+from tests.kits.run import Quiet
+from tests.models.test_tools_format import bare
+from TrainingFactory.services.recipes.gsm8k import Recipe
+from TrainingFactory.services.runs.folder import RunFolder
+
+# Luck decides, so that evaluations differ and there is something to learn.
+SCORE = "def score(episode):\n    return float(sum(episode.trajectory.turns[0].completion.token_ids) % 2)\n"
+
+
+def sums(dev: bool, numbers: range) -> list[tuple[str, str]]:
+    return [(question(dev, n), f"It is {n}+{n} = <<{n}+{n}={2 * n}>>{2 * n}.\n#### {2 * n}") for n in numbers]
+
+
+@pytest.fixture
+def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    loaded, model = bare(), tmp_path / "bare"
+    loaded.model.save_pretrained(model)
+    loaded.tokenizer.save_pretrained(model)
+    (tmp_path / "g").mkdir()
+    written(tmp_path / "g", sums(False, range(12)) + sums(True, range(4)), sums(False, range(20, 24)))
+    (tmp_path / "luck.py").write_text(SCORE, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    lucky = ("reward.type=function", "reward.options={function: luck.py:score}")
+    return {"source": "g", "model": "bare", "out": "made", "scale": "small", "grpo": lucky}
+
+
+def test_from_data_to_figures(asked: dict[str, Any], tfactory: Run) -> None:
+    options = ["--data", "g", "--model", "bare", "--scale", "small", "--out", "made"]
+    options += [word for given in asked["grpo"] for word in ("--grpo", given)]
+    # Broken off in both runs: they go on, with the tokens that were added to the model.
+    recipe = Recipe(**asked)
+    recipe.prepare(Quiet())
+    with pytest.raises(RuntimeError):
+        recipe.train("sft", Quiet(fail_at=3))
+    recipe.train("sft", again := Quiet())
+    assert any("model.tools_format=hermes adds them" in text for text in again.said)
+    assert any("step 2" in text for text in again.said)
+    with pytest.raises(RuntimeError):
+        recipe.train("grpo", Quiet(fail_at=2))
+    status, out, err = tfactory("recipe", "gsm8k", *options)
+    assert status == 0, err
+    assert "sft: finished before" in err and "going on" in err and "dev" in out and "test" not in out
+    status, out, err = tfactory("recipe", "gsm8k", *options, "--final", "--json")
+    assert (
+        status == 0
+        and "grpo: finished before" in err
+        and "on dev at" not in err
+        and err.count("on test at") == 4
+    )
+    found = json.loads(out)
+    assert found == json.loads(Path("made/results.json").read_text("utf-8"))
+    assert found["data"]["rows"] == {"sft": 12, "sft_dev": 4, "tasks": 12, "dev": 4, "test": 4}
+    assert found["runs"]["grpo"]["steps"] == 2 and len(found["runs"]["grpo"]["evaluations"]) == 3
+    assert found["runs"]["grpo"]["sampled_tokens"] > 0 and set(found["seconds"]) == {
+        "data",
+        "sft",
+        "grpo",
+        "dev",
+        "test",
+    }
+    for part in ("dev", "test"):
+        for how in ("greedy", "temperature 1"):
+            each = found["evaluations"][part][how]
+            assert each["tasks"] == 4 and each["difference"] == pytest.approx(
+                each["grpo"]["success"] - each["sft"]["success"]
+            )
+            assert each["sft"]["success_low"] <= each["sft"]["success"] <= each["sft"]["success_high"]
+    # The checkpoint of the first run has the tokens and the template, so that the second needs no option.
+    run = RunFolder(Path("made/grpo"))
+    assert run.config.model.tools_format is None and "tools_format: hermes" in (
+        run.checkpoints()[-1] / "chat_template.jinja"
+    ).read_text("utf-8")
+    # Nothing is played twice, and the test stays among the figures.
+    status, out, err = tfactory("recipe", "gsm8k", *options, "--json")
+    assert json.loads(out)["evaluations"] == found["evaluations"] and " on test at" not in err
+    with pytest.raises(ValueError, match="made by other options"):
+        Recipe(**{**asked, "seed": 1})
