@@ -19,8 +19,6 @@ from TrainingFactory.services.views.registry import audits
 from TrainingFactory.services.views.shapes import AuditList, EpisodeView, Json, Number
 from TrainingFactory.web.worker import index_of
 
-FOLDER = "labels"  # in the folder of runs
-
 
 class Label(BaseModel):
     """A verdict on an episode: good or bad, or a score in the range of the judge. Neither: the label is taken back."""
@@ -65,7 +63,7 @@ class JudgeRoutes:
         return Labels(path=str(path), rows=rows, unread=len(unread), command=command)
 
     def _path(self, run: str) -> Path:
-        return self._runs / FOLDER / f"{self._find(run).name}.jsonl"
+        return self._runs / "labels" / f"{self._find(run).name}.jsonl"
 
     def label(self, asked: Label) -> Labels:
         """Label an episode, or take its label back."""

@@ -24,8 +24,7 @@ from TrainingFactory.services.views.runs import Runs
 from TrainingFactory.services.views.shapes import Chat, Json
 from TrainingFactory.web.pool import Pool
 
-Kind = Literal["demonstration", "preference", "verdict"]
-FORMS: dict[Kind, Form] = {"demonstration": "sft", "preference": "dpo", "verdict": "kto"}
+FORMS: dict[str, Form] = {"demonstration": "sft", "preference": "dpo", "verdict": "kto"}
 
 
 class Playable(BaseModel):
@@ -57,7 +56,7 @@ class Say(BaseModel):
 
 
 class Keep(BaseModel):
-    kind: Kind
+    kind: Literal["demonstration", "preference", "verdict"]
     messages: list[Chat]  # the whole conversation; of a preference with the better answer
     other: list[Chat] = []  # preference: the same with the worse one
     good: bool = True  # verdict

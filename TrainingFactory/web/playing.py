@@ -80,8 +80,7 @@ async def say(given: Given, tell: Tell) -> Given:
     for turn in done.turns:
         playing.turns.add(Node(turn, list(said), begun.tools, ""), turn.completion, turn.message, run.session)
         said += [turn.message, *turn.replies]
-    del playing.turns.answered[:-TURNS]
-    playing.seen = said
+    playing.seen, playing.turns.answered[:-TURNS] = said, []
     # `written`: extended, as it was token by token, or why it was written anew. `anew`: so was the environment begun.
     return {
         "messages": [message_to_dict(message) for message in said[len(messages) :]],

@@ -49,6 +49,7 @@ def tab(browser: Browser, page: Served) -> Iterator[Tab]:
         assert tab.errors == []
 
 
+@pytest.mark.slow
 def test_the_wizard_from_pasted_servers_to_a_finished_run(tab: Tab, page: Served, runs: Path) -> None:
     tab.goto(f"{page.url}/#/wizard")
     tab.fill("#servers", json.dumps({"mcpServers": {"tiny": {"command": sys.executable, "args": [TINY]}}}))
@@ -95,6 +96,7 @@ def test_the_wizard_from_pasted_servers_to_a_finished_run(tab: Tab, page: Served
     )
 
 
+@pytest.mark.slow
 def test_play_with_an_edited_turn_and_a_kept_demonstration(tab: Tab, page: Served, runs: Path) -> None:
     tab.goto(f"{page.url}/#/play?model=agent%3A1&environment=run%3Ahomes")
     tab.wait("document.querySelector('.chat .role-user')", LONG)
