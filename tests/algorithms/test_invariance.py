@@ -65,7 +65,7 @@ def shuffled(rows: tuple[Sample, ...]) -> list[Sample]:
 def padded(rows: tuple[Sample, ...]) -> list[Sample]:
     """Rows without a trained token, some of them twice, and tokens of the environment after the last sampled one."""
     rng = random.Random(6)
-    longer = [with_tail(row, words(rng, rng.randrange(0, 20))) for row in rows]
+    longer = [with_tail(row, words(rng, rng.randrange(0, 20))) for row in shuffled(rows)]
     padding = [
         replace(row, loss_mask=[False] * len(row.token_ids), episode=-n) for n, row in enumerate(longer, 2)
     ]
@@ -74,9 +74,8 @@ def padded(rows: tuple[Sample, ...]) -> list[Sample]:
 
 LAYOUTS: dict[str, tuple[Any, int, bool]] = {  # rows, size of a micro-batch, whether prefixes are shared
     "every episode or pair for itself": (list, 1, True),
-    "some together, in any order": (shuffled, 120, True),
     "no shared prefixes": (list, 2000, False),
-    "padding": (padded, 120, True),
+    "some together, in any order, with padding": (padded, 120, True),
 }
 
 

@@ -58,24 +58,39 @@ class Strikes(Quiet):
             each.kill()
 
 
-def test_a_learner_is_killed_and_the_run_goes_on(tmp_path: Path) -> None:
+def lost(run: RunFolder, interrupts: bool) -> None:
+    """Let a learner be killed in the run, which tells how to go on."""
+    with pytest.raises(
+        OSError, match=r"learner 1 \(process \d+ on .*is gone; steps since .*: 1; .*runs resume"
+    ):
+        if run.path.exists():
+            go_on(run.path, watcher=Strikes(3, interrupts))
+        else:
+            train(brief(run.path.parent, compute={"learners": 2}), run.name, Strikes(3, interrupts))
+    assert run.state == "failed" and not learners()
+
+
+def assert_goes_on(run: RunFolder) -> None:
     """To the metrics of one process that was left alone; to the bit those of several: `benchmarks.rank_kills`."""
-    config = brief(tmp_path, compute={"learners": 2})
-    told = r"learner 1 \(process \d+ on .*is gone; steps since .*: 1; .*runs resume"
-    with pytest.raises(OSError, match=told):
-        train(config, "broken", Strikes(3))
-    assert RunFolder(tmp_path / "broken").state == "failed" and not learners()
-    with pytest.raises(OSError, match=told):
-        go_on(tmp_path / "broken", watcher=Strikes(3, interrupts=True))
-    assert RunFolder(tmp_path / "broken").state == "failed" and not learners()
-    assert go_on(tmp_path / "broken").state == "finished"
-    assert not learners()
-    train(brief(tmp_path), "whole")
-    found, wanted = (rows(tmp_path / name / "metrics.jsonl") for name in ("broken", "whole"))
+    assert go_on(run.path).state == "finished" and not learners()
+    train(brief(run.path.parent), "whole")
+    found, wanted = (rows(run.path.with_name(name) / "metrics.jsonl") for name in (run.name, "whole"))
     for key in ("step", "loss", "grad_norm", "entropy", "reward", "trained_tokens"):
         assert [row[key] for row in found] == pytest.approx(
             [row[key] for row in wanted], rel=1e-3, abs=1e-5
         ), key
+
+
+def test_a_learner_is_killed_and_the_run_goes_on(tmp_path: Path) -> None:
+    lost(run := RunFolder(tmp_path / "broken"), interrupts=False)
+    assert_goes_on(run)
+
+
+@pytest.mark.slow
+def test_a_learner_is_killed_after_ctrl_c(tmp_path: Path) -> None:
+    lost(run := RunFolder(tmp_path / "broken"), interrupts=True)
+    lost(run, interrupts=True)
+    assert_goes_on(run)
 
 
 def launched(folder: Path, *arguments: str, count: int = 2) -> subprocess.Popen[str]:

@@ -22,7 +22,7 @@ from TrainingFactory.learning.sharding import Sharded, rounds_cost
 from TrainingFactory.services.build.learner import check_sharded
 
 pytestmark = pytest.mark.xdist_group("sharding")  # one process of the suite starts the others
-QUICK = ["grpo", "ppo-critic+", "ppo-critic>", "dpo", "lora+"]
+QUICK = ["grpo", "ppo-critic+", "ppo-critic>", "lora+"]
 WRITTEN = [name for name in QUICK if name.endswith("+")]
 FAR = 1e-5
 # In bfloat16 other packs are rounded otherwise, and Adam makes as much of a small gradient as of a large one: how far
