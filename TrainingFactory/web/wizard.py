@@ -52,7 +52,7 @@ class TasksRead(BaseModel):
 
 class WizardRoutes:
     def __init__(self, site: Site, runs: Path, pool: Pool) -> None:
-        self._folder, self._pool = runs / FOLDER, pool
+        self._folder, self._pool = (runs / FOLDER).resolve(), pool
         site.add("POST", "/api/tools/read", self.read)
         site.add("POST", "/api/tools/open", self.open)
         site.add("POST", "/api/tasks/read", self.tasks)
