@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[1]
 # Scripts that are run on a page before its picture is taken.
 PASTE = """(() => {
   const servers = document.querySelector("#servers");
-  const files = { command: "python3", args: ["server.py", "--folder", "papers"] };
+  const files = { command: "sh", args: ["papers-server.sh", "--folder", "papers"] };
   servers.value = JSON.stringify({ mcpServers: { files } }, null, 2);
   servers.dispatchEvent(new Event("input"));
   document.querySelector("#read-servers").click();

@@ -108,7 +108,7 @@ def test_the_rules_on_offer_are_those_that_there_are() -> None:
     text = (STATIC / "wizard_reward.js").read_text()
     for name, known in (("RULES", RULES), ("VERIFIERS", VERIFIERS)):
         listed = re.search(rf"const {name} = \[\n(.*?)\n\];", text, re.DOTALL)
-        assert listed and re.findall(r'^  \["(\w+)", ', listed[1], re.MULTILINE) == list(known)
+        assert listed and re.findall(r'^  \[\s*"(\w+)",', listed[1], re.MULTILINE) == list(known)
     kinds = re.search(r"const KINDS = \[\n(.*?)\n\];", text, re.DOTALL)
-    for kind in re.findall(r'^  \["(\w+)", ', kinds[1] if kinds else "", re.MULTILINE):
+    for kind in re.findall(r'^  \[\s*"(\w+)",', kinds[1] if kinds else "", re.MULTILINE):
         assert TrainingConfig(reward={"type": kind}).reward.type == kind

@@ -3,13 +3,12 @@ import { get, job, post, url } from "./api.js";
 import { debounce, h, put, visible } from "./dom.js";
 import { counted, number, plain } from "./format.js";
 import { icon } from "./icons.js";
-import { act, button, command, empty, panel, table, toast, waiting } from "./parts.js";
+import { act, button, command, panel, table, toast, waiting } from "./parts.js";
 import { rewards } from "./episode.js";
 import { conversation, messages } from "./turns.js";
 import { RewardChoice } from "./wizard_reward.js";
+import { ToolsStep } from "./wizard_tools.js";
 
-const EXAMPLE =
-  '{\n  "mcpServers": {\n    "files": {\n      "command": "npx",\n      "args": ["-y", "@modelcontextprotocol/server-filesystem", "."]\n    }\n  }\n}';
 const TASKS =
   '{"prompt": "How many files are here?", "answer": "3"}\n\nor CSV with the columns prompt and answer, or a question a line with its answer after a tab';
 // Key of the config, what it is in plain words, what a first try is well served with, and its kind.
@@ -30,8 +29,13 @@ export async function show(place) {
 
 class Wizard {
   constructor({ main, signal }, models) {
-    Object.assign(this, { main, signal, models, tools: [], tasks: null, asked: 0 });
+    Object.assign(this, { main, signal, models, tasks: null, asked: 0 });
     this.reward = new RewardChoice(() => this.changed());
+    this.tools = new ToolsStep({
+      signal,
+      mark: (text, done) => this.mark("tools", text, done),
+      changed: () => this.changed(),
+    });
     this.later = debounce(150, () => this.check());
   }
 
@@ -43,7 +47,7 @@ class Wizard {
 
   build() {
     const steps = [
-      ["tools", "Tools", this.toolsStep()],
+      ["tools", "Tools", this.tools.element],
       ["tasks", "Tasks", this.tasksStep()],
       ["reward", "Reward", this.reward.element],
       ["model", "Model and length", this.modelStep()],
@@ -83,158 +87,6 @@ class Wizard {
     mark.classList.toggle("is-done", done);
     put(told, text);
   }
-
-  // tools
-
-  toolsStep() {
-    this.servers = h("textarea", {
-      rows: 9,
-      spellcheck: "false",
-      id: "servers",
-      "aria-label": "mcpServers as JSON",
-      placeholder: EXAMPLE,
-      oninput: () => this.forget(),
-    });
-    this.shown = h("div", { class: "shown" });
-    this.read = button("Show what this would start", () => this.readServers(), { id: "read-servers" });
-    return [
-      h(
-        "p",
-        { class: "soft" },
-        "Paste the ",
-        h("code", {}, "mcpServers"),
-        " that you have for another program. Nothing is started yet. Without tools, go on to the tasks.",
-      ),
-      this.servers,
-      h("div", { class: "buttons" }, this.read),
-      this.shown,
-    ];
-  }
-
-  forget() {
-    put(this.shown);
-    this.tools = [];
-    this.mark("tools", "none: the model answers by itself");
-    this.changed();
-  }
-
-  async readServers() {
-    const text = this.servers.value;
-    if (!text.trim())
-      return void put(this.shown, h("p", { class: "wrong", role: "alert" }, "Paste the servers first."));
-    await act(this.read, async () => {
-      const told = await post(url(["tools", "read"]), { text }, this.signal);
-      if (this.servers.value !== text) return;
-      const wrong = told.problems.map((each) => h("p", { class: "wrong", role: "alert" }, visible(each)));
-      const go =
-        told.problems.length === 0 &&
-        button("Start these and list their tools", () => this.openServers(go, text, told.servers), {
-          class: "main",
-          id: "confirm-servers",
-        });
-      put(
-        this.shown,
-        told.servers.length > 0 &&
-          h(
-            "div",
-            { class: "confirm", role: "region", "aria-label": "What would be started" },
-            h(
-              "p",
-              { class: "warn-line" },
-              icon("warning"),
-              h(
-                "span",
-                {},
-                "These commands run on this machine with your rights, now and in every run that uses them. Start only what you trust.",
-              ),
-            ),
-            told.servers.map(serverOf),
-            h("div", { class: "buttons" }, go),
-          ),
-        wrong,
-      );
-    });
-    return undefined;
-  }
-
-  async openServers(pressed, text, servers) {
-    const heard = h("p", { class: "soft", role: "status" }, "Starting them…");
-    this.shown.append(heard);
-    await act(pressed, async () => {
-      try {
-        const told = await post(
-          url(["tools", "open"]),
-          { text, confirmed: servers.map(({ digest }) => digest) },
-          this.signal,
-        );
-        if (this.servers.value !== text) return;
-        this.offered = told;
-        this.drawTools(told);
-      } catch (error) {
-        if (error.name !== "AbortError") put(heard, h("span", { class: "wrong" }, error.message));
-      }
-    });
-  }
-
-  drawTools({ config, tools }) {
-    const boxes = tools.map((tool) =>
-      h("input", { type: "checkbox", checked: true, value: tool.name, onchange: () => take() }),
-    );
-    const take = () => {
-      const chosen = tools.filter((_, at) => boxes[at].checked);
-      const whole = [...new Set(tools.map(({ server }) => server))].filter((server) =>
-        tools.every((tool) => tool.name !== server && (tool.server !== server || chosen.includes(tool))),
-      );
-      const single = chosen.filter(({ server }) => !whole.includes(server)).map(({ name }) => name);
-      this.tools = [...whole, ...single].map((name) => ({ name, config }));
-      this.mark(
-        "tools",
-        chosen.length ? counted(chosen.length, "tool") + " of " + tools.length : "none chosen",
-        chosen.length > 0,
-      );
-      this.changed();
-    };
-    const all = (on) => {
-      for (const box of boxes) box.checked = on;
-      take();
-    };
-    const rows = tools.map((tool, at) =>
-      h(
-        "label",
-        { class: "tool" },
-        boxes[at],
-        h(
-          "span",
-          {},
-          h("b", {}, visible(tool.name)),
-          h(
-            "code",
-            { class: "soft" },
-            " " +
-              Object.keys(tool.parameters?.properties ?? {})
-                .map(visible)
-                .join(", "),
-          ),
-          h("small", {}, visible(tool.description)),
-        ),
-        h("span", { class: "tag" }, visible(tool.server)),
-      ),
-    );
-    put(
-      this.shown,
-      h(
-        "div",
-        { class: "buttons" },
-        h("b", {}, "Which of them may the model call?"),
-        button("All", () => all(true), { class: "small" }),
-        button("None", () => all(false), { class: "small" }),
-      ),
-      h("div", { class: "offered" }, rows.length ? rows : empty("They offer no tools", "")),
-    );
-    take();
-  }
-
-  // tasks
 
   tasksStep() {
     this.pasted = h("textarea", {
@@ -348,7 +200,7 @@ class Wizard {
         Number.isFinite(Number(input.value)) && input.value.trim() ? Number(input.value) : input.value;
     if (this.lora.checked) made["lora.enabled"] = true;
     if (this.prompt.value.trim()) made["environment.system_prompt"] = this.prompt.value.trim();
-    if (this.tools.length) made.tools = this.tools;
+    if (this.tools.tools.length) made.tools = this.tools.tools;
     if (this.tasks) made["data.tasks"] = this.tasks.path;
     return Object.assign(made, this.reward.options());
   }
@@ -497,22 +349,6 @@ function field(input, label, help) {
     named,
     h("div", { class: "control" }, input),
     h("p", { class: "help" }, help),
-  );
-}
-
-/** One server as it would be started or reached, whole. */
-function serverOf({ name, command: parts, url: address, cwd, env_names: names }) {
-  const line = parts.map((part) => h("span", { class: "word" }, visible(part)));
-  const more = [
-    cwd && "in " + cwd,
-    names.length > 0 && (parts.length ? "with the variables " : "with the headers ") + names.join(", "),
-  ].filter(Boolean);
-  return h(
-    "div",
-    { class: "server" },
-    h("b", {}, visible(name)),
-    h("code", { class: "line" }, parts.length ? line : visible(address)),
-    more.length > 0 && h("small", {}, visible(more.join("; "))),
   );
 }
 
