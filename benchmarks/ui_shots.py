@@ -20,9 +20,24 @@ SIZE = (1400, 900)
 LARGEST = 200_000  # bytes of a picture
 ROOT = Path(__file__).parents[1]
 
+# Scripts that are run on a page before its picture is taken.
+PASTE = """(() => {
+  const servers = document.querySelector("#servers");
+  const files = { command: "sh", args: ["papers-server.sh", "--folder", "papers"] };
+  servers.value = JSON.stringify({ mcpServers: { files } }, null, 2);
+  servers.dispatchEvent(new Event("input"));
+  document.querySelector("#read-servers").click();
+})()"""
+ANSWER = """(async () => {
+  const there = (what) => document.querySelector(".chat " + what);
+  document.querySelector("#send").click();
+  while (!there(".role-assistant") || there(".live")) await new Promise((go) => setTimeout(go, 100));
+  document.querySelector('[aria-label^="Another answer"]').click();
+})()"""
+
 
 def routes(page: Served, run: str, model: str | None) -> dict[str, tuple[str, str]]:
-    """Return for each picture the route, and what must be there before it is taken."""
+    """Return for each picture the route, and what must be there before it is taken; a script stands between bars."""
     name = quote(run)
     best = page.get(f"/api/runs/{name}/episodes", sort="reward", down=1, step=1, limit=1)["rows"][0]["number"]
     others = [row["name"] for row in page.get("/api/runs")["runs"] if row["spark_of"] == "reward"]
@@ -36,6 +51,13 @@ def routes(page: Served, run: str, model: str | None) -> dict[str, tuple[str, st
         "config": (f"run/{name}/config?against={quote(chosen[-1])}", "table"),
         "start": ("start", ".told-config .right"),
     }
+    made |= {
+        "wizard": ("wizard", f"#servers | {PASTE} | #confirm-servers"),
+        "play": (f"play?model={name}", f".chat .role-user | {ANSWER} | #better-1"),
+        "label": (f"judges/label?run={name}", "#good"),
+    }
+    if page.get("/api/audits")["audits"]:
+        made["judges"] = ("judges", ".plot")
     if model is not None:
         versions = page.get("/api/models")["models"]
         numbers = [
@@ -66,7 +88,11 @@ def main() -> None:
                 for theme in ("light", "dark"):
                     path = given.out / f"{name}-{theme}.png"
                     with browser.tab(f"{page.url}/#/{route}", *SIZE, dark=theme == "dark") as tab:
-                        tab.wait(f"document.querySelector('{there}')", 120)
+                        first, *more = there.split(" | ")
+                        tab.wait(f"document.querySelector('{first}')", 120)
+                        if more:
+                            tab.run(more[0])
+                            tab.wait(f"document.querySelector('{more[1]}')", 120)
                         time.sleep(1.0)  # what is drawn last: curves, and the rows below
                         tab.screenshot(path)
                         assert not tab.errors, tab.errors

@@ -22,9 +22,12 @@ from TrainingFactory.services.views import runs as views
 from TrainingFactory.services.views import shapes
 from TrainingFactory.services.views.index import Query
 from TrainingFactory.web import form, processes
+from TrainingFactory.web.judges import JudgeRoutes
 from TrainingFactory.web.live import Live
+from TrainingFactory.web.play import PlayRoutes
 from TrainingFactory.web.pool import Pool
 from TrainingFactory.web.registry import RegistryRoutes
+from TrainingFactory.web.wizard import WizardRoutes
 from TrainingFactory.web.worker import index_of
 
 STATIC = Path(__file__).with_name("static")
@@ -71,6 +74,9 @@ class Page:
         post("/api/sample", self.sample)
         post("/api/train", self.train)
         RegistryRoutes(self.site, self.runs.folder, self.pool)
+        WizardRoutes(self.site, self.runs.folder, self.pool)
+        PlayRoutes(self.site, self.runs, self.pool)
+        JudgeRoutes(self.site, self.runs.folder, self.find)
         self.site.add_files()
 
     async def serve(self, bound: socket, server: Any) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import tempfile
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import lru_cache
 from importlib import import_module
 from itertools import count
@@ -19,7 +21,8 @@ from TrainingFactory.web.form import Draft, read
 Tell = Callable[[Any], None]
 # job -> the module with the function of that name: it takes what is given, and a function that tells the page something
 # on the way; it returns JSON.
-JOBS = dict.fromkeys(("credit", "doctor", "promote", "sample"), "TrainingFactory.web.worker")
+JOBS = dict.fromkeys(("credit", "doctor", "promote", "sample", "tools"), "TrainingFactory.web.worker")
+JOBS |= dict.fromkeys(("begin", "say"), "TrainingFactory.web.playing")
 
 
 def answer(asked: dict[str, Any], tell: Tell) -> dict[str, Any]:
@@ -78,6 +81,17 @@ def sample(given: dict[str, Any], tell: Tell) -> dict[str, Any]:
         played = rollouts.run(Telling(tell).episode).trajectories
     views = [episode_view(each, number) for number, each in enumerate(played, 1)]
     return {"episodes": [each.model_dump(mode="json") for each in views], "notes": notes}
+
+
+def tools(given: dict[str, Any], tell: Tell) -> list[dict[str, Any]]:
+    """Start or reach the servers of a file, which were confirmed, list their tools, and end them."""
+    from TrainingFactory.tools.mcp_tools import MCPTools
+
+    async def ask() -> list[dict[str, Any]]:
+        async with MCPTools.load_from_config(given["path"]) as opened:
+            return [asdict(offer.spec) | {"server": offer.server} for offer in opened.offers]
+
+    return asyncio.run(ask())
 
 
 def promote(given: dict[str, Any], tell: Tell) -> dict[str, Any]:

@@ -37,14 +37,14 @@ def read_with_names(path: str | Path) -> tuple[list[ServerConfig], list[str]]:
 def _data(path: Path) -> Any:
     try:
         text = path.read_text(encoding="utf-8-sig")
-        return ast.literal_eval(text.strip()) if path.suffix == ".pydata" else _read_json(text)
+        return ast.literal_eval(text.strip()) if path.suffix == ".pydata" else parse_json(text)
     except (OSError, ValueError, SyntaxError, RecursionError) as error:
         raise ValueError(
             f"{path}: cannot be read: {error}; give the mcpServers file of your servers"
         ) from None
 
 
-def _read_json(text: str) -> Any:
+def parse_json(text: str) -> Any:
     """Read JSON that may have comments and a comma before a closing bracket, as editors write it."""
     for pattern in (_COMMENT, _LAST_COMMA):  # blanks in their place, so that an error names the right line
         text = pattern.sub(lambda found: found[1] or re.sub(r"[^\n]", " ", found[0]), text)

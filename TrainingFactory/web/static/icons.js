@@ -22,6 +22,8 @@ const LINES = {
   left: "M15 5l-7 7 7 7",
   right: "M9 5l7 7-7 7",
   warning: "M12 4l9 16H3z M12 10v4 M12 17v.1",
+  edit: "M4 20l1-4L16 5l3 3L8 19z M14 7l3 3",
+  again: "M4 12a8 8 0 0113-6l3 3 M20 4v5h-5 M20 12a8 8 0 01-13 6l-3-3 M4 20v-5h5",
   bolt: "M13 3L5 14h6l-1 7 8-11h-6z",
 };
 

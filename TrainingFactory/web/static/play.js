@@ -1,6 +1,335 @@
-// The page Play.
-import { h, put } from "./dom.js";
+// Play: talk with a model of this machine, with the tools of an environment; edit a turn; compare two answers; keep rows.
+import { get, job, post, url } from "./api.js";
+import { answerOf, editorOf, entriesOf, entryOf } from "./chat.js";
+import { h, put, visible } from "./dom.js";
+import { counted, number } from "./format.js";
+import { act, button, command, empty, iconButton, toast, waiting } from "./parts.js";
+import { PlayFrame } from "./play_frame.js";
 
-export async function show({ main }) {
-  put(main, h("header", { class: "head" }, h("h1", {}, "Play")));
+const WRITTEN = {
+  rewritten: "A turn was edited, so the conversation was written anew for the model.",
+  cut: "An answer was cut before its end, so the conversation was written anew for the model.",
+  template: "The model's template does not write this after an answer, so the conversation was written anew.",
+};
+const ANEW = "The environment began anew; calls before this point were not made again.";
+const ENDS = {
+  truncated: "It was cut: the turn is longer than Max tokens, or the conversation than the model's context.",
+  max_turns: "It ended after the most turns of an episode.",
+  stopped: "Stopped.",
+  error: "It failed.",
+  tool_failure: "A tool was lost.",
+};
+
+export async function show(place) {
+  put(place.main, waiting());
+  const choices = await get(url(["play"]), place.signal);
+  const page = new PlayPage(place, choices);
+  page.build();
+  if (place.query.get("model") && page.model.value === place.query.get("model")) await page.begin();
+}
+
+class PlayPage extends PlayFrame {
+  async begin(task) {
+    const chosen = { model: this.model.value, environment: this.environment.value || null };
+    const fresh = task === undefined;
+    this.setQuery({ model: chosen.model, environment: chosen.environment });
+    this.wait("Loading the model. The first time a process is started for it…");
+    await act(this.start, async () => {
+      try {
+        let opened = await post(url(["play"]), { ...chosen, task: fresh ? null : task }, this.signal);
+        if (fresh && opened.tasks.length) {
+          opened = await post(url(["play"]), { ...chosen, task: opened.tasks[0].id }, this.signal);
+          task = opened.tasks[0].id;
+        }
+        this.take(opened, task ?? "");
+      } catch (error) {
+        if (error.name === "AbortError") return;
+        this.opened = null;
+        this.wait("");
+        put(this.talk, empty("This cannot be played", visible(error.message)));
+      }
+    });
+  }
+
+  take(opened, task) {
+    this.opened = opened;
+    this.entries = opened.messages.map((message) => ({ message }));
+    this.notes = [];
+    this.other = null;
+    put(
+      this.task,
+      h("option", { value: "" }, "words of my own"),
+      opened.tasks.map(({ id, prompt }) => h("option", { value: id }, visible(prompt.slice(0, 100)))),
+    );
+    this.task.value = task;
+    this.task.disabled = !opened.tasks.length;
+    if (!this.touched) this.maxTokens.value = opened.max_tokens;
+    if (!this.touched) this.temperature.value = opened.temperature;
+    this.touched = true;
+    put(
+      this.toolList,
+      opened.tools.length
+        ? h(
+            "ul",
+            { class: "tool-list" },
+            opened.tools.map(({ function: { name, description, parameters } }) =>
+              h(
+                "li",
+                {},
+                h(
+                  "code",
+                  {},
+                  h("b", {}, visible(name)),
+                  " ",
+                  Object.keys(parameters?.properties ?? {})
+                    .map(visible)
+                    .join(", "),
+                ),
+                h("small", {}, visible(description)),
+              ),
+            ),
+          )
+        : h("p", { class: "soft" }, "None."),
+    );
+    this.wait("");
+    this.draw();
+    this.input.focus();
+  }
+
+  wait(words) {
+    put(this.state, words);
+    this.busy = Boolean(words);
+    for (const each of [this.sendButton, this.start, ...this.keepButtons])
+      each.disabled = this.busy || (each !== this.start && !this.opened);
+  }
+
+  // the conversation
+
+  draw() {
+    const { entries, opened } = this;
+    put(
+      this.talk,
+      !opened &&
+        empty(
+          "Choose a model, and begin",
+          "A checkpoint of a run comes with the environment that it was trained in.",
+        ),
+      entriesOf(entries, (at) => this.actsOf(at)),
+    );
+    put(
+      this.told,
+      this.notes.map((note) => h("p", {}, visible(note))),
+    );
+    const last = entries.at(-1)?.message;
+    this.sendButton.querySelector("span").textContent =
+      last && last.role !== "assistant" && !this.input.value ? "Answer" : "Send";
+    const ended = opened && !this.busy && last?.role === "assistant";
+    for (const each of this.keepButtons) each.disabled = !ended;
+    this.sendButton.disabled = !opened || this.busy || Boolean(this.other);
+    this.drawPair();
+  }
+
+  actsOf(at) {
+    if (this.busy || this.other) return null;
+    const { message } = this.entries[at];
+    const last = message.role === "assistant" && at === this.entries.length - 1;
+    return h(
+      "div",
+      { class: "acts" },
+      message.role !== "tool" &&
+        iconButton("edit", `Edit this message of the ${message.role}, and go on from there`, () =>
+          this.edit(at),
+        ),
+      last && iconButton("again", "Another answer, side by side (a)", () => this.another()),
+    );
+  }
+
+  edit(at) {
+    const place = this.talk.querySelector(`[data-at="${at}"]`);
+    const { message } = this.entries[at];
+    const done = (changed, go) => {
+      if (changed === null) return this.draw();
+      const rest = this.entries.slice(0, at);
+      this.entries = [...rest, { message: changed }];
+      this.notes = [];
+      this.draw();
+      return go ? this.answer() : undefined;
+    };
+    place.replaceWith(editorOf(message, done));
+    return undefined;
+  }
+
+  send() {
+    if (!this.opened || this.busy) return;
+    const words = this.input.value.trim();
+    const last = this.entries.at(-1)?.message;
+    if (this.other) return void toast("Pick one of the two answers first.");
+    if (!words && (!last || last.role === "assistant")) return void this.input.focus();
+    if (words) this.entries.push({ message: { role: "user", content: words } });
+    this.input.value = "";
+    this.answer();
+  }
+
+  /** Has the conversation answered; what is new is appended. */
+  async answer() {
+    const found = await this.ask(
+      this.entries.map(({ message }) => message),
+      Number(this.seed.value) || 0,
+      this.talk,
+    );
+    if (!found) return void this.draw();
+    this.entries.push(...found.entries);
+    this.notes = found.notes;
+    this.draw();
+  }
+
+  /** Asks for an answer and shows it in `place` as it is written; null where it failed. */
+  async ask(messages, seed, place) {
+    const live = h("div", { class: "message live role-assistant" });
+    const said = h("pre", {});
+    let asked = null; // the turn whose calls are being made
+    put(live, h("div", { class: "role" }, "assistant"), h("div", { class: "said" }, said));
+    const heard = ({ text: words, message, results }) => {
+      if (words !== undefined) said.textContent = visible(words);
+      if (message) {
+        asked = message;
+        live.before(answerOf(message, []));
+        said.textContent = "";
+      }
+      if (results?.length) live.previousElementSibling?.replaceWith(answerOf(asked, results));
+      live.scrollIntoView({ block: "nearest" });
+    };
+    this.wait("Writing…");
+    this.writing = true;
+    this.stopButton.hidden = false;
+    place.append(live);
+    const body = {
+      messages,
+      seed,
+      temperature: Number(this.temperature.value),
+      max_tokens: Number(this.maxTokens.value),
+    };
+    try {
+      const told = await job(url(["play", this.opened.id, "say"]), body, heard);
+      const end =
+        told.status === "done"
+          ? null
+          : (ENDS[told.status] ?? told.status) + (told.error ? " " + told.error : "");
+      this.used = `${number(told.tokens)} of ${number(this.opened.max_length)} tokens`;
+      return {
+        entries: entryOf(told),
+        notes: [WRITTEN[told.written], told.anew && ANEW, end].filter(Boolean),
+      };
+    } catch (error) {
+      if (error.name !== "AbortError") toast(error.message, "error");
+      return null;
+    } finally {
+      this.writing = false;
+      this.stopButton.hidden = true;
+      this.wait("");
+      put(this.state, this.used ?? "");
+    }
+  }
+
+  async stop() {
+    if (this.writing) await act(this.stopButton, () => post(url(["play", this.opened.id, "stop"])));
+  }
+
+  // another answer
+
+  /** Where the last answer begins: behind the last message that is neither the model's nor a tool's. */
+  answerStart() {
+    return (
+      this.entries.findLastIndex(({ message }) => message.role === "user" || message.role === "system") + 1
+    );
+  }
+
+  async another() {
+    const start = this.answerStart();
+    if (this.busy || !this.opened || this.other || start >= this.entries.length) return;
+    const before = this.entries.slice(0, start);
+    const columns = [this.entries.slice(start), []];
+    this.entries = before;
+    this.other = { columns, before };
+    const place = h("div", { class: "talk-of" });
+    this.draw();
+    this.pair.querySelector(".two > section:last-child").append(place);
+    this.seed.value = String((Number(this.seed.value) || 0) + 1);
+    const found = await this.ask(
+      before.map(({ message }) => message),
+      Number(this.seed.value),
+      place,
+    );
+    if (!found) return void this.choose(0, false);
+    columns[1] = found.entries;
+    this.notes = found.notes;
+    this.draw();
+  }
+
+  drawPair() {
+    if (!this.other) return void put(this.pair);
+    const { columns } = this.other;
+    const names = ["First answer", "Other answer"];
+    const whole = columns.every((each) => each.length);
+    put(
+      this.pair,
+      h(
+        "div",
+        { class: "two" },
+        columns.map((column, at) =>
+          h(
+            "section",
+            { "aria-label": names[at] },
+            h(
+              "header",
+              {},
+              h("b", {}, names[at]),
+              whole &&
+                !this.busy &&
+                button("Better", () => this.choose(at, true), { class: "small main", id: "better-" + at }),
+              whole &&
+                !this.busy &&
+                button("Go on with it", () => this.choose(at, false), { class: "small" }),
+            ),
+            entriesOf(column, () => null),
+          ),
+        ),
+      ),
+    );
+  }
+
+  /** Goes on with one of the two answers; `keep`: as a preference over the other one. */
+  async choose(at, keep) {
+    const { columns, before } = this.other;
+    const whole = (column) => [...before, ...column].map(({ message }) => message);
+    this.other = null;
+    this.entries = [...before, ...columns[at]];
+    this.notes = [];
+    this.draw();
+    if (keep)
+      await this.keep(this.keepButtons[0], {
+        kind: "preference",
+        messages: whole(columns[at]),
+        other: whole(columns[1 - at]),
+      });
+  }
+
+  // rows for training
+
+  async keep(pressed, row) {
+    const body = {
+      messages: this.entries.map(({ message }) => message),
+      dataset: this.dataset.value.trim(),
+      ...row,
+    };
+    await act(pressed, async () => {
+      const told = await post(url(["play", this.opened.id, "keep"]), body);
+      toast(`Kept: ${counted(told.rows, "row")} in ${told.path.split("/").at(-1)}.`, "good");
+      put(
+        this.kept,
+        h("p", { class: "soft" }, h("b", {}, counted(told.rows, "row")), " in ", h("code", {}, told.path)),
+        command(told.command),
+      );
+    });
+  }
 }

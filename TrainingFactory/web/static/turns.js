@@ -60,7 +60,7 @@ function turnOf(turn, at, pieces, way, credit) {
   ];
 }
 
-function block(role, name, content) {
+export function block(role, name, content) {
   return h(
     "div",
     { class: "message role-" + role },
@@ -69,7 +69,7 @@ function block(role, name, content) {
   );
 }
 
-function reasoning({ reasoning_content: thought }) {
+export function reasoning({ reasoning_content: thought }) {
   return (
     thought &&
     h(
@@ -81,7 +81,7 @@ function reasoning({ reasoning_content: thought }) {
   );
 }
 
-function callOf(call, result) {
+export function callOf(call, result) {
   const { name, arguments: given } = call.function ?? call;
   const shown = call.error ? h("span", { class: "bad" }, visible(call.error)) : argumentsOf(given);
   return h(

@@ -1,0 +1,129 @@
+// The messages of a conversation that goes on: shown with their calls and results, or in an editor.
+import { h, visible } from "./dom.js";
+import { button } from "./parts.js";
+import { block, callOf, reasoning, text } from "./turns.js";
+
+/** What came of an answer, as entries: each message, with what is known of the turn that it is. */
+export function entryOf({ messages, turns }) {
+  const left = [...turns];
+  return messages.map((message) =>
+    message.role === "assistant" ? { message, turn: left.shift() } : { message },
+  );
+}
+
+/** All messages; replies of tools stand with the calls that they answer. */
+export function entriesOf(entries, actsOf) {
+  return entries.map(({ message, turn }, at) => {
+    if (
+      message.role === "tool" &&
+      entries.some((each) => each.message.tool_calls?.some((call) => call.id === message.tool_call_id))
+    )
+      return null;
+    const shown =
+      message.role === "assistant"
+        ? answerOf(message, resultsOf(message, turn, entries.slice(at + 1)), turn)
+        : block(message.role, message.name, text(message.content));
+    shown.dataset.at = at;
+    const acts = actsOf(at);
+    if (acts) shown.append(acts);
+    return shown;
+  });
+}
+
+/** What tools gave: as the turn has it, with times, or as the messages after it say. */
+function resultsOf(message, turn, after) {
+  if (turn?.tool_results.length) return turn.tool_results;
+  return after
+    .filter((each) => each.message.role === "tool")
+    .map(({ message: reply }) => ({
+      id: reply.tool_call_id,
+      content: reply.content,
+      ok: true,
+      cached: false,
+      seconds: null,
+      error: null,
+    }));
+}
+
+export function answerOf(message, results, turn = null) {
+  const calls = (message.tool_calls ?? []).map((call) =>
+    callOf(
+      call,
+      results.find((result) => result.id === call.id),
+    ),
+  );
+  const facts =
+    turn &&
+    h(
+      "div",
+      { class: "facts" },
+      `${turn.tokens} tokens`,
+      turn.finish === "stop" ? null : h("span", { class: "tag warn" }, "cut"),
+    );
+  return block("assistant", null, [reasoning(message), text(message.content), calls, facts]);
+}
+
+/** A message as fields; `done(message, go)` gets it changed, or null. */
+export function editorOf(message, done) {
+  const words = h("textarea", {
+    rows: Math.min(12, 2 + String(message.content ?? "").split("\n").length),
+    "aria-label": "Text",
+    class: "edit-text",
+  });
+  words.value = message.content ?? "";
+  const calls = (message.tool_calls ?? []).map((call) => {
+    const input = h("textarea", {
+      rows: 2,
+      spellcheck: "false",
+      "aria-label": "Arguments of " + call.function.name,
+    });
+    input.value = call.function.arguments;
+    return { call, input };
+  });
+  const wrong = h("p", { class: "wrong", role: "alert" });
+  const changed = () => {
+    const made = { ...message, content: words.value };
+    delete made.reasoning_content; // thoughts belong to the text that was written
+    if (message.content === words.value && message.reasoning_content)
+      made.reasoning_content = message.reasoning_content;
+    if (calls.length)
+      made.tool_calls = calls.map(({ call, input }) => ({
+        ...call,
+        function: { ...call.function, arguments: input.value },
+      }));
+    return made;
+  };
+  const end = (go) => {
+    for (const { input } of calls) {
+      try {
+        JSON.parse(input.value);
+      } catch (error) {
+        wrong.textContent = "The arguments are no JSON: " + error.message;
+        return input.focus();
+      }
+    }
+    return done(changed(), go);
+  };
+  const runs = message.role !== "assistant" || calls.length > 0;
+  const foot = h(
+    "div",
+    { class: "buttons" },
+    runs &&
+      button(calls.length ? "Make the calls and go on" : "Answer from here", () => end(true), {
+        class: "small main edit-go",
+      }),
+    button("Only change it", () => end(false), { class: "small edit-only" }),
+    button("Cancel", () => done(null, false), { class: "small" }),
+  );
+  const editor = h(
+    "div",
+    { class: "editor" },
+    words,
+    calls.map(({ call, input }) => [h("code", {}, visible(call.function.name)), input]),
+    wrong,
+    h("p", { class: "soft" }, "What came after this message is dropped."),
+    foot,
+  );
+  requestAnimationFrame(() => words.focus());
+  return block(message.role, message.name, editor);
+}

@@ -1,0 +1,157 @@
+"""Wizard, play and labels in a real Chromium: from a paste to a finished run, a conversation with an edited turn that
+is kept, and labels by the keyboard."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.kits.browser import Browser, Tab
+from tests.kits.page import Served, serving
+from tests.web.test_pages import HOSTILE, episode
+from tests.web.test_play import made_runs
+from tests.web.test_wizard import TINY
+from TrainingFactory.data.examples import load_examples
+from TrainingFactory.services.runs.folder import TRAJECTORIES, RunFolder
+
+pytestmark = pytest.mark.xdist_group("browser")
+LONG = 120.0  # seconds: a process is started, and a model loaded
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    runs = made_runs(tmp_path_factory.mktemp("work"))
+    run = RunFolder(runs / "homes")
+    run.append("metrics.jsonl", {"step": 3, "reward": 0.5})
+    for number in range(5):
+        run.append(
+            TRAJECTORIES, episode(1, f"task-{number}", 0, number % 2, HOSTILE if number == 1 else "Tunis")
+        )
+    return runs
+
+
+@pytest.fixture(scope="module")
+def page(runs: Path) -> Iterator[Served]:
+    with contextlib.chdir(runs.parent), serving(runs) as served:
+        yield served
+
+
+@pytest.fixture
+def tab(browser: Browser, page: Served) -> Iterator[Tab]:
+    """An open page, which must not have complained of anything in the end."""
+    with browser.tab(page.url) as tab:
+        yield tab
+        assert tab.errors == []
+
+
+@pytest.mark.slow
+def test_the_wizard_from_pasted_servers_to_a_finished_run(tab: Tab, page: Served, runs: Path) -> None:
+    tab.goto(f"{page.url}/#/wizard")
+    tab.fill("#servers", json.dumps({"mcpServers": {"tiny": {"command": sys.executable, "args": [TINY]}}}))
+    tab.click("#read-servers")
+    tab.wait("document.querySelector('#confirm-servers')")
+    assert TINY in tab.text(".confirm") and not list(runs.glob("wizard/*/mcp.json"))
+    tab.fill(
+        "#servers",
+        json.dumps({"mcpServers": {"tiny": {"command": sys.executable, "args": [TINY, "schema"]}}}),
+    )
+    tab.wait("!document.querySelector('#confirm-servers')")  # another text is another confirmation
+    tab.fill("#servers", json.dumps({"mcpServers": {"tiny": {"command": sys.executable, "args": [TINY]}}}))
+    tab.click("#read-servers")
+    tab.click("#confirm-servers")
+    tab.wait("document.querySelectorAll('.tool').length == 5", LONG)
+    for name in ("die", "fail"):
+        tab.click(f".tool input[value={name}]")
+    tab.fill("#tasks", '{"prompt": "Say red.", "answer": "red"}\n{"prmpt": 1}')
+    tab.wait("document.querySelector('#step-tasks').innerText.includes('line 2 has no')")
+    tab.fill("#tasks", '{"prompt": "Say red.", "answer": "red"}\n{"prompt": "Say blue."}')
+    tab.wait("document.querySelector('#step-tasks table')")
+    tab.wait("document.querySelector('.told-config').innerText.includes('1 of the tasks have no answer')")
+    assert tab.run("document.querySelector('#train').disabled")
+    tab.click("input[value=rule_based]")
+    for option, value in (("training-max_steps", 1), ("training-batch_size", 1), ("training-group_size", 2)):
+        tab.fill(f"#wizard-{option}", str(value))
+    tab.fill("#wizard-sampling-max_tokens", "6")
+    tab.wait("!document.querySelector('#sample').disabled")
+    assert "rule: auto" in tab.text("#wizard-yaml") and "- name: number" in tab.text("#wizard-yaml")
+    assert "rule%3A%20auto" in tab.run("document.querySelector('#download').href")
+    tab.click("#sample")
+    tab.wait("document.querySelectorAll('#step-samples .member').length == 2", LONG)
+    assert "2 episodes" in tab.text("#step-samples header")
+    tab.fill("#wizard-name", "wizard-1")
+    tab.click("#train")
+    tab.wait("document.querySelector('h1')?.innerText == 'wizard-1'", LONG)
+    tab.wait("document.querySelector('.state')?.innerText == 'finished'", LONG)
+    config = RunFolder(runs / "wizard-1").config
+    assert [entry.name for entry in config.tools] == ["say", "count", "number"]
+    assert (config.reward.type, config.reward.options["rule"], config.training.group_size) == (
+        "rule_based",
+        "auto",
+        2,
+    )
+
+
+@pytest.mark.slow
+def test_play_with_an_edited_turn_and_a_kept_demonstration(tab: Tab, page: Served, runs: Path) -> None:
+    tab.goto(f"{page.url}/#/play?model=agent%3A1&environment=run%3Ahomes")
+    tab.wait("document.querySelector('.chat .role-user')", LONG)
+    tab.fill("#temperature", "0")
+    tab.click("#send")
+    ended = (
+        "!document.querySelector('.chat .live') && document.querySelectorAll('.chat .role-assistant').length"
+    )
+    tab.wait(f"{ended} == 2", LONG)
+    assert "lookup" in tab.text(".chat .call .asked") and tab.text(".chat .call .result pre")
+    tab.fill("#say", "Omar?")
+    tab.press("Enter")
+    tab.wait(f"{ended} > 2", LONG)
+    assert "written anew" not in tab.text(".notes")
+    tab.run("document.querySelector('.chat .role-user .acts button').click()")
+    tab.fill(".edit-text", "Vera?")
+    tab.click(".edit-go")
+    tab.wait(f"{ended} > 0", LONG)
+    assert tab.text(".chat .role-user pre") == "Vera?"
+    tab.wait("!document.querySelector('#keep-demonstration').disabled")
+    tab.click("#keep-demonstration")
+    tab.wait("document.querySelector('.keep .command')")
+    [kept] = load_examples(str(runs / "datasets" / "play.sft.jsonl"), "sft").found
+    assert [each.content for each in kept.conversations[0].messages if each.role == "user"] == ["Vera?"]
+    tab.fill("#temperature", "1.5")
+    tab.click("h1")
+    tab.press("a")
+    tab.click("#better-1")
+    tab.wait("document.querySelector('.keep .command code').innerText.includes('dpo')", LONG)
+    assert len(load_examples(str(runs / "datasets" / "play.dpo.jsonl"), "dpo").found) == 1
+    tab.fill("#max-tokens", "2000")
+    tab.fill("#temperature", "5")
+    tab.fill("#say", "Talk!")
+    tab.click("#send")
+    tab.click("#stop-answer")
+    tab.wait("document.querySelector('.notes').innerText.includes('Stopped.')", LONG)
+
+
+def test_labels_by_the_keyboard(tab: Tab, page: Served, runs: Path) -> None:
+    tab.goto(f"{page.url}/#/judges/label?run=homes")
+    tab.wait("document.querySelector('#good')")
+    assert "task-0" in tab.text(".labelling header") and "The run gave" not in tab.text(".verdicts")
+    for key, following in (("1", "task-1"), ("2", "task-2"), (" ", "task-3"), ("1", "task-4")):
+        tab.press(key)
+        tab.wait(f"document.querySelector('.labelling header').innerText.includes('{following}')")
+        if following == "task-1":
+            assert (
+                "<script>window.broken" in tab.text(".labelling .talk") and tab.run("window.broken") is None
+            )
+    assert "the run gave 1.25" in tab.text(".verdicts")
+    rows = [json.loads(line) for line in (runs / "labels" / "homes.jsonl").read_text().splitlines()]
+    assert [(row["number"], row["label"]) for row in rows] == [(1, True), (2, False), (4, True)]
+    tab.press("k")
+    tab.wait("document.querySelector('#good[aria-pressed=true]')")
+    tab.press("u")
+    tab.wait("!document.querySelector('#good[aria-pressed=true]')")
+    tab.goto(f"{page.url}/#/judges")
+    tab.wait("document.querySelector('main').innerText.includes('No judge was audited yet')")
