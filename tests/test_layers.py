@@ -48,12 +48,12 @@ SATELLITES = [
     "services/keywords.py", "services/trl.py", "services/model_registry.py", "services/sft_trainer.py",
     "services/rl_trainer.py", "services/reward_model.py", "services/async_executor.py", "services/process_reward.py",
 ]  # fmt: skip
-CORE_LINES = 16_900
+CORE_LINES = 16_950
 # Lines of Python in each folder. A change that raises one says why in its commit.
 BUDGET: dict[str, int] = {
     ".": 1650,
     "algorithms": 1060,
-    "cli": 3010,
+    "cli": 3030,
     "cluster": 1620,
     "config": 980,
     "data": 1940,
@@ -83,7 +83,7 @@ BUDGET: dict[str, int] = {
     "services/recipes": 250,
     "services/registry": 1050,
     "services/reports": 740,
-    "services/runs": 580,
+    "services/runs": 610,
     "services/serving": 900,
     "services/training": 1830,
     "services/views": 990,
@@ -93,7 +93,7 @@ BUDGET: dict[str, int] = {
     "tools/cache": 530,
     "tools/mcp": 1560,
     "tools/sandbox": 780,
-    "web": 1450,
+    "web": 1460,
     "workers": 330,
 }
 
