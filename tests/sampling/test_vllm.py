@@ -242,12 +242,13 @@ def test_adapters(vllm_place: Shared, policy: Policy, tmp_path: Path) -> None:
         vllm_place.call("load", weights)
         assert distance(vllm_place.call("score", weights.canary[0]), weights.canary[1]) < CLOSE
     old, was = copy.deepcopy(pure.model), pure.version
+    changed = pure.change()  # before the turn begins, which would not wait for it
 
     async def everything() -> tuple[Completion, Completion]:
         call, long = vllm_place.place.call, SamplingParams(max_tokens=200)
         turn = asyncio.create_task(call("sample", PROMPT, long))
-        await call("sample", PROMPT, SamplingParams(max_tokens=20))
-        await call("load", pure.change())
+        await call("sample", PROMPT, SamplingParams(max_tokens=2))
+        await call("load", changed)
         new = await call("sample", PROMPT, SamplingParams(max_tokens=20))
         assert not turn.done()
         return await turn, new

@@ -69,6 +69,7 @@ reveal_type(right.train().steps)
 """
 
 
+@pytest.mark.slow
 def test_a_type_checker_finds_slips(tmp_path: Path):
     pytest.importorskip("pyright", reason="pyright is not installed")
     path = tmp_path / "snippet.py"
