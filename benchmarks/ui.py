@@ -6,7 +6,9 @@ one episode it says how many requests were made and how many bytes were read, as
 that reads (`/proc/self/io`, `rchar`), beside the size of the files and the seconds of processor time. Nothing but the
 first requests on the large run and a search in all of it may read more than a tenth of its file in a request; what is
 read beyond the answer is the index, which is a file of its own. `peak_mb` is the memory of the process that reads.
-`--server` asks a real `tfactory ui` over HTTP instead of calling the functions.
+`--server` asks a real `tfactory ui` over HTTP instead of calling the functions; `paint_ms` is when a real Chromium
+paints the page for the first time (`first`), something in it (`content`), and when the rows of the list are there
+(`rows`): in a new profile each time, at once after the server's start, and again.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from typing import Any
 
 import psutil
 
+from tests.kits.browser import PROGRAM, Browser
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.data.trajectories import trajectory_to_dict
 from TrainingFactory.services.runs.folder import METRICS, TRAJECTORIES, RunFolder, Status
@@ -144,6 +147,24 @@ def measured(ask: Ask, reader: psutil.Process, episodes: int) -> dict[str, dict[
     return found
 
 
+def paint(port: int) -> list[dict[str, float]]:
+    """Return when the list of runs is painted; nothing where there is no Chromium."""
+    if not PROGRAM.exists():
+        return []
+    browser, found = Browser(), list[dict[str, float]]()
+    try:
+        with browser.tab():
+            pass  # so that the browser itself has started
+        for _ in range(3):
+            with browser.tab(f"http://127.0.0.1:{port}/#/runs") as tab:
+                rows = tab.wait("document.querySelector('.runs tbody tr') && performance.now()", 60)
+                painted = tab.run("performance.getEntriesByType('paint').map((each) => each.startTime)")
+                found.append({"first": round(painted[0]), "content": round(painted[-1]), "rows": round(rows)})
+    finally:
+        browser.close()
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--server", action="store_true")
@@ -161,7 +182,7 @@ def main() -> None:
 
         writer = threading.Thread(target=goes_on)
         writer.start()
-        server, port = None, _free_port()
+        server, port, painted = None, _free_port(), list[dict[str, float]]()
         try:
             if options.server:
                 command = [
@@ -176,6 +197,7 @@ def main() -> None:
                 ]
                 server = subprocess.Popen(command)
                 _wait(port)
+                painted = paint(port)
             reader = psutil.Process(server.pid if server else None)
             found = measured(by_server(port) if server else by_function(folder), reader, options.episodes)
             peak = _peak(reader)
@@ -191,6 +213,7 @@ def main() -> None:
     held = each <= size / 10 and peak <= MOST_MB
     result = {
         "asked": "server" if options.server else "functions",
+        "paint_ms": painted,
         "runs": options.runs,
         "episodes": options.episodes,
     }

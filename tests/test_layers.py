@@ -59,7 +59,7 @@ BUDGET: dict[str, int] = {
     "data": 1940,
     "envs": 150,
     "envs/builtin": 500,
-    "http": 520,
+    "http": 530,
     "integrations": 480,
     "integrations/hello_agents": 1450,
     "integrations/rl_factory": 960,

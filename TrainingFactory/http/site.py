@@ -100,20 +100,27 @@ class Site:
         """Serve the files and the description of the API, after all other routes."""
         self._api.add_api_route("/api/openapi.json", lambda: self._api.openapi(), include_in_schema=False)
         self._api.add_api_route("/{path:path}", self._file, methods=["GET", "HEAD"], include_in_schema=False)
+        # A name is looked up among the files that were there at the start, so that no path can lead elsewhere.
+        files = [each for each in self._static.rglob("*.*") if each.suffix in TYPES and each.is_file()]
+        self._files = {each.relative_to(self._static).as_posix(): _served(each) for each in files}
 
     async def _file(self, request: Request, path: str) -> Response:
-        # The name is looked up among the files that are there, so that no path can lead elsewhere.
-        there = {each.relative_to(self._static).as_posix(): each for each in self._static.rglob("*.*")}
-        found = there.get({"": "index.html", "docs": "docs.html"}.get(path, path.removeprefix("static/")))
-        if found is None or found.suffix not in TYPES or not found.is_file():
+        found = self._files.get(
+            {"": "index.html", "docs": "docs.html"}.get(path, path.removeprefix("static/"))
+        )
+        if found is None:
             raise HTTPException(404, "there is no such page")
-        content = found.read_bytes()
-        mark = f'"{hashlib.blake2b(content, digest_size=12).hexdigest()}"'
-        # Asked for each time, answered in a few bytes while nothing has changed.
-        headers = {"etag": mark, "cache-control": "no-cache", "content-type": TYPES[found.suffix]}
-        if request.headers.get("if-none-match") == mark:
+        content, headers = found
+        if request.headers.get("if-none-match") == headers["etag"]:
             return Response(status_code=304, headers=headers)
         return Response(content, headers=headers)
+
+
+def _served(file: Path) -> tuple[bytes, dict[str, str]]:
+    """Return a file's content and headers; it is asked for each time, and answered in a few bytes while unchanged."""
+    content = file.read_bytes()
+    mark = f'"{hashlib.blake2b(content, digest_size=12).hexdigest()}"'
+    return content, {"etag": mark, "cache-control": "no-cache", "content-type": TYPES[file.suffix]}
 
 
 async def _with_error(events: Events) -> AsyncGenerator[Any, None]:

@@ -82,9 +82,13 @@ class Page:
     async def serve(self, bound: socket, server: Any) -> None:
         """Serve until Ctrl-C, and end the processes for models; runs go on."""
         self.live.stopping = lambda: server.should_exit
+        reading = asyncio.create_task(
+            asyncio.to_thread(self.runs.rows)
+        )  # before the first page asks for them
         try:
             await server.serve([bound])
         finally:
+            await asyncio.gather(reading, return_exceptions=True)
             await self.pool.close()
 
     def find(self, name: str) -> RunFolder:
