@@ -24,6 +24,7 @@ from TrainingFactory.services.proxy.alone import Proxy
 from TrainingFactory.services.proxy.program import AgentProgram, ProgramRollouts
 from TrainingFactory.types import Completion, SamplingParams, Task, Trajectory
 
+TALK = 'first = ask([say("a")])["choices"][0]["message"]\nask([say("a"), first, say("b")])\n'
 REWARD = "/v1/reward"
 TASK = Task("t", "Where is it?", "Rome", {"name": "tower"})
 # A program: `ask(messages)` returns the whole answer, `say(text)` a user's message.

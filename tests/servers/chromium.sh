@@ -43,11 +43,11 @@ if command -v apt-get >/dev/null && command -v dpkg >/dev/null; then
             -o Acquire::Retries=1 -o Acquire::http::Timeout=20 -o APT::Sandbox::User=root "$@" >/dev/null 2>&1
     }
     apt update && apt install --yes --download-only --no-install-recommends chromium fonts-dejavu-core &&
-        for package in apt/cache/archives/*.deb; do dpkg -x "$package" root || break; done
-    rm -rf apt root/usr/share/doc root/usr/share/icons root/usr/share/locale root/usr/share/man
-    libraries=$(find root -name '*.so*' -exec dirname {} \; 2>/dev/null | sort -u | sed "s|^|$here/|" | paste -sd: -)
-    [ -x root/usr/lib/chromium/chromium ] && starts "$here/root/usr/lib/chromium/chromium" \
-        "LD_LIBRARY_PATH=$libraries" "XDG_DATA_HOME=$here/root/usr/share"
+        for package in apt/cache/archives/*.deb; do dpkg -x "$package" debian || break; done
+    rm -rf apt debian/usr/share/doc debian/usr/share/icons debian/usr/share/locale debian/usr/share/man
+    libraries=$(find debian -name '*.so*' -exec dirname {} \; 2>/dev/null | sort -u | sed "s|^|$here/|" | paste -sd: -)
+    [ -x debian/usr/lib/chromium/chromium ] && starts "$here/debian/usr/lib/chromium/chromium" \
+        "LD_LIBRARY_PATH=$libraries" "XDG_DATA_HOME=$here/debian/usr/share"
 fi
 echo "no Chromium for $(uname -sm) was found or could be installed: tests of the web page in a browser will skip"
 exit 1

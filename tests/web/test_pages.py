@@ -3,16 +3,14 @@ say. One browser and one server for all of them."""
 
 from __future__ import annotations
 
-import contextlib
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.kits.browser import Browser, Tab
-from tests.kits.page import Served, serving
+from tests.kits.page import Served
 from tests.kits.registry import made_run
 from TrainingFactory.services.registry.catalogue import Catalogue, registry_path
 from TrainingFactory.services.runs.folder import FINDINGS, METRICS, TRAJECTORIES, RunFolder, Status
@@ -101,23 +99,6 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     Catalogue(registry_path(runs)).add("agent", ROOT / "tests/fixtures/warm", {"folder": "warm"})
     (folder / "release.yaml").write_text(SUITE)
     return runs
-
-
-@pytest.fixture(scope="module")
-def page(runs: Path) -> Iterator[Served]:
-    with contextlib.chdir(runs.parent), serving(runs) as served:
-        yield served
-
-
-@pytest.fixture
-def tab(browser: Browser, page: Served) -> Iterator[Tab]:
-    """An open page, which must not have complained of anything in the end."""
-    with browser.tab(page.url) as tab:
-        yield tab
-        assert tab.errors == []
-        assert {address.split("/")[2] for address in tab.requests if not address.startswith("data:")} == {
-            page.url.split("/")[2]
-        }
 
 
 def show(tab: Tab, page: Served, route: str, seen: str) -> None:

@@ -54,6 +54,7 @@ def test_a_process_that_nobody_asks_is_ended(monkeypatch: pytest.MonkeyPatch) ->
         await made.ask("check", "count", {"count": 0})
         while made._workers["check"].alive:
             await asyncio.sleep(0.02)
+        assert not [each for each in psutil.Process().children() if "child.py" in " ".join(each.cmdline())]
         await made.close()
 
     asyncio.run(asyncio.wait_for(run(), 60))

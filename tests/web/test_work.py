@@ -3,16 +3,14 @@ is kept, and labels by the keyboard."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.kits.browser import Browser, Tab
-from tests.kits.page import Served, serving
+from tests.kits.browser import Tab
+from tests.kits.page import Served
 from tests.web.test_pages import HOSTILE, episode
 from tests.web.test_play import made_runs
 from tests.web.test_wizard import TINY
@@ -33,20 +31,6 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
             TRAJECTORIES, episode(1, f"task-{number}", 0, number % 2, HOSTILE if number == 1 else "Tunis")
         )
     return runs
-
-
-@pytest.fixture(scope="module")
-def page(runs: Path) -> Iterator[Served]:
-    with contextlib.chdir(runs.parent), serving(runs) as served:
-        yield served
-
-
-@pytest.fixture
-def tab(browser: Browser, page: Served) -> Iterator[Tab]:
-    """An open page, which must not have complained of anything in the end."""
-    with browser.tab(page.url) as tab:
-        yield tab
-        assert tab.errors == []
 
 
 @pytest.mark.slow

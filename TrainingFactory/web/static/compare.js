@@ -2,7 +2,7 @@
 import { get, url } from "./api.js";
 import { h, put, visible } from "./dom.js";
 import { number, percent, plain, signed } from "./format.js";
-import { command, empty, failed, link, panel, segments, table, waiting } from "./parts.js";
+import { command, empty, failed, link, panel, segments, table, tiles, waiting } from "./parts.js";
 import { conversation, messages } from "./turns.js";
 import { rewards } from "./episode.js";
 
@@ -72,7 +72,7 @@ function summary({ tasks: all, summary: told }, { first, second }) {
     told.difference_low !== undefined
       ? `${signed(told.difference_low)} to ${signed(told.difference_high)}`
       : null;
-  const tiles = [
+  const figures = [
     [first, percent(share("first")), null],
     [second, percent(share("second")), null],
     ["Difference", signed(told.difference ?? share("second") - share("first")), range && "95%: " + range],
@@ -82,19 +82,7 @@ function summary({ tasks: all, summary: told }, { first, second }) {
     ["Tasks", number(all.length), null],
   ];
   return [
-    h(
-      "dl",
-      { class: "tiles" },
-      tiles.map(([name, value, note]) =>
-        h(
-          "div",
-          {},
-          h("dt", {}, name),
-          h("dd", { class: "num" }, value),
-          note && h("dd", { class: "note" }, note),
-        ),
-      ),
-    ),
+    tiles(figures),
     command(`tfactory compare ${first} ${second}`, "In a terminal"),
     (told.notes ?? []).map((text) => h("p", { class: "soft note" }, plain(text))),
   ];

@@ -190,6 +190,23 @@ export function pairs(rows) {
   );
 }
 
+/** Figures side by side: rows of a name, a value and a note or null. */
+export function tiles(rows) {
+  return h(
+    "dl",
+    { class: "tiles" },
+    rows.map(([name, value, note]) =>
+      h(
+        "div",
+        {},
+        h("dt", {}, name),
+        h("dd", { class: "num" }, value),
+        note && h("dd", { class: "note" }, note),
+      ),
+    ),
+  );
+}
+
 export function panel(title, content, more = null) {
   return h("section", { class: "panel" }, h("header", {}, h("h2", {}, title), more), content);
 }

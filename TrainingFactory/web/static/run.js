@@ -4,7 +4,7 @@ import { h, put } from "./dom.js";
 import { duration, number, percent } from "./format.js";
 import { keys } from "./keys.js";
 import * as live from "./live.js";
-import { act, button, command, confirm, dialog, progress, stateBadge, toast, waiting } from "./parts.js";
+import { act, button, command, confirm, dialog, progress, stateBadge, tiles, toast, waiting } from "./parts.js";
 import * as config from "./run_config.js";
 import * as curves from "./run_curves.js";
 import * as findings from "./run_findings.js";
@@ -127,7 +127,7 @@ function numbers(row) {
       ? (row.seconds / row.step) * (row.steps - row.step)
       : null;
   const held = row.heldout;
-  const tiles = [
+  const figures = [
     ["Progress", progress(row.step, row.steps), left !== null && "about " + duration(left) + " to go"],
     row.spark_of === "reward"
       ? ["Reward", number(row.reward, 4), "at the last step"]
@@ -140,19 +140,7 @@ function numbers(row) {
     ["Tokens per second", row.tokens_per_second ? number(Math.round(row.tokens_per_second)) : "–", null],
     ["Time", duration(row.seconds), row.step > 0 && duration(row.seconds / row.step) + " a step"],
   ];
-  return h(
-    "dl",
-    { class: "tiles" },
-    tiles.map(([name, value, note]) =>
-      h(
-        "div",
-        {},
-        h("dt", {}, name),
-        h("dd", { class: "num" }, value),
-        note && h("dd", { class: "note" }, note),
-      ),
-    ),
-  );
+  return tiles(figures);
 }
 
 function actions(view) {
