@@ -1,0 +1,28 @@
+"""A page over the runs of a test module, and a tab of a real Chromium that shows it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.kits.browser import Browser, Tab
+from tests.kits.page import Served, serving
+
+
+@pytest.fixture(scope="module")
+def page(runs: Path) -> Iterator[Served]:
+    with contextlib.chdir(runs.parent), serving(runs) as served:
+        yield served
+
+
+@pytest.fixture
+def tab(browser: Browser, page: Served) -> Iterator[Tab]:
+    """An open page, which in the end must not have complained of anything, nor asked anybody else."""
+    with browser.tab(page.url) as tab:
+        yield tab
+        assert tab.errors == []
+        asked = {address.split("/")[2] for address in tab.requests if not address.startswith("data:")}
+        assert asked == {page.url.split("/")[2]}
