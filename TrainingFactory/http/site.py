@@ -51,7 +51,7 @@ IN_QUERY = Depends()  # of an argument: Annotated[Kind, IN_QUERY] has its fields
 
 
 class Refused(BaseModel):
-    """What went wrong: `message`, in words; `param`, the field of the request; `code`."""
+    """Says what went wrong: `message`, in words; `param`, the field of the request; `code`."""
 
     error: dict[str, str | None]
 
