@@ -30,15 +30,14 @@ class Live:
         self.runs = runs
         # Whether the server is about to end, and its streams with it.
         self.stopping: Callable[[], bool] = lambda: False
-        self._looked = 0.0
-        self._rows: asyncio.Task[list[RunRow]] | None = None
+        self._last: tuple[float, asyncio.Task[list[RunRow]]] | None = None  # look, and when it began
 
     async def _look(self) -> dict[str, RunRow]:
         """Return the rows by name, which are looked at once a tick for all readers together."""
         now = asyncio.get_running_loop().time()
-        if self._rows is None or (self._rows.done() and now - self._looked >= TICK * 0.9):
-            self._looked, self._rows = now, asyncio.create_task(asyncio.to_thread(self.runs.rows))
-        return {row.name: row for row in await asyncio.shield(self._rows)}
+        if self._last is None or (self._last[1].done() and now - self._last[0] >= TICK * 0.9):
+            self._last = now, asyncio.create_task(asyncio.to_thread(self.runs.rows))
+        return {row.name: row for row in await asyncio.shield(self._last[1])}
 
     async def events(self, run: RunFolder | None) -> Events:
         """Yield what changes from now on: of all runs their rows, of one its metrics, log and findings too."""

@@ -113,9 +113,8 @@ class PlayRoutes:
     async def say(self, id: str, asked: Say) -> Events:
         """Answer a conversation: events `told` with text, message or results, then `done` with the new messages."""
         of = self._find(id)
-        stop = Path(self._stops.name) / secrets.token_hex(8)  # of this answer: one before may still be ending
-        of["stop"] = str(stop)
-        return self._pool.events(f"play:{of['model']}", "say", of | asked.model_dump(), stop.touch)
+        of["stop"] = stop = f"{self._stops.name}/{secrets.token_hex(8)}"  # one before may still be ending
+        return self._pool.events(f"play:{of['model']}", "say", of | asked.model_dump(), Path(stop).touch)
 
     def stop(self, id: str) -> Choose:
         """End the answer that is being written, in the conversation that is returned; what there is of it is kept."""

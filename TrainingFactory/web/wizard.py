@@ -32,9 +32,7 @@ class Pasted(BaseModel):
 
 
 class ServersRead(BaseModel):
-    servers: list[
-        Json
-    ]  # name, command (a list) or url, cwd, variables (NAME=VALUE), digest: of all that decides
+    servers: list[Json]  # name, command (a list) or url, cwd, variables (NAME=VALUE), digest of all of it
     problems: list[str]
 
 

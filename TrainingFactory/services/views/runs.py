@@ -121,8 +121,7 @@ def _new_row(run: RunFolder, known: _Known, updated: float) -> shapes.RunRow:
     try:
         if row.name != run.name:
             raise ValueError("the name of its folder is no text; rename it")
-        file = METRICS
-        _sum_up(run.path / file, known)
+        _sum_up(run.path / (file := METRICS), known)
         last, of, file = known.last, "reward" if "reward" in known.curves else "loss", CONFIG
         row.reward, row.loss, row.tokens_per_second = map(last.get, ("reward", "loss", "tokens_per_second"))
         row.spark, row.spark_of = _thinned(known.curves.get(of, ())), of
