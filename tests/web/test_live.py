@@ -144,5 +144,3 @@ def test_all_readers_share_a_look(tmp_path: Path) -> None:
         for events in readers:
             assert until(events, "runs")["runs"][0]["name"] == "live"
         assert len(looks) - before < len(readers)
-        for events in readers:
-            events.close()
