@@ -61,6 +61,35 @@ def test_a_process_that_nobody_asks_is_ended(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.usefixtures("pretended")
+def test_there_are_only_so_many_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "MOST", 2)
+
+    async def run() -> None:
+        made = Pool()
+        for kind in ("a", "b", "a", "c"):
+            await made.ask(kind, "count", {"count": 0})
+        assert [kind for kind, each in made._workers.items() if each.alive] == ["a", "c"]
+        await made.close()
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+
+
+@pytest.mark.usefixtures("pretended")
+def test_a_job_that_can_be_asked_to_end_keeps_its_process() -> None:
+    async def run() -> None:
+        made, left = Pool(), list[int]()
+        events = made.events("play", "count", {"count": 1}, lambda: left.append(1))
+        assert (await anext(events))["event"] == "told"
+        await events.aclose()
+        process = made._workers["play"].pid
+        assert left and await made.ask("play", "count", {"count": 2}) == {"sum": 2}
+        assert made._workers["play"].pid == process is not None
+        await made.close()
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+
+
+@pytest.mark.usefixtures("pretended")
 def test_a_job_whose_page_is_gone_ends(tmp_path: Path) -> None:
     with serving(tmp_path) as page:
         assert page.page is not None
@@ -91,7 +120,9 @@ def test_aliases_and_rollbacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         moved = page.post("/api/models/agent/alias", number=2, alias="champion")
         assert (moved["was"], moved["command"]) == (1, "tfactory registry alias agent:2 champion")
         assert page.get("/api/models")["models"][0]["aliases"] == {"champion": 2}
-        assert page.post("/api/models/agent/rollback", alias="champion")["version"] == "agent:1"
+        # Two pages that show version 2 take back that one, and not the one before it, too.
+        assert page.post("/api/models/agent/rollback", alias="champion", number=2)["version"] == "agent:1"
+        assert page.send("/api/models/agent/rollback", alias="champion", number=2).status_code == 409
         assert catalogue.alias("agent", "champion") == 1
         assert page.get("/api/models/agent/1")["version"]["aliases"] == ["champion"]
         assert page.send("/api/models/none/rollback", alias="champion").status_code == 400
