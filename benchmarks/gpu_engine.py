@@ -159,14 +159,21 @@ def measure_turns(model: Any, sessions: int, repeats: int) -> dict[str, Any]:
         return sum(await asyncio.gather(*runs))
 
     engine = NativeEngine(model, slots=sessions, max_length=1024)
-    result: dict[str, Any] = {"sessions": sessions, "turns": TURNS, "tokens_per_second": []}
+    result: dict[str, Any] = {"sessions": sessions, "turns": TURNS, "tokens_per_second": [], "recorded": []}
     for repeat in range(repeats + 1):
         asyncio.run(engine.update(Weights(repeat)))
+        graphs: Any = engine._runner._graphs
+        before = (graphs.recorded, graphs.seconds) if graphs else (0, 0.0)
         seconds, sampled = timed(lambda: asyncio.run(everything(engine)), model.device)
+        recorded = [graphs.recorded - before[0], graphs.seconds - before[1]] if graphs else before
+        result["recorded"].append(recorded)
         if repeat:  # the first warms up
             result["tokens_per_second"].append(sampled / seconds)
     speeds = ", ".join(f"{speed:.0f}" for speed in result["tokens_per_second"])
-    print(f"{sessions} sessions of {TURNS} turns: {speeds} tokens/s")
+    graphs = ", ".join(f"{count} in {seconds:.2f} s" for count, seconds in result["recorded"])
+    print(
+        f"{sessions} sessions of {TURNS} turns: {speeds} tokens/s; graphs recorded, warm-up first: {graphs}"
+    )
     return result
 
 

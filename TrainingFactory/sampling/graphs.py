@@ -4,6 +4,7 @@ one by one takes longer than running them."""
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -41,6 +42,7 @@ class DecodeGraphs:
         self._state: Hashable = None
         self._graphs: dict[Hashable, tuple[torch.cuda.CUDAGraph, torch.Tensor, torch.Tensor]] = {}
         self._pool: Any = None
+        self.recorded, self.seconds = 0, 0.0  # how many so far, and what they took
 
     def check(self, model: torch.nn.Module, cache: list[torch.Tensor]) -> None:
         """Forget the graphs, which hold addresses, if weights have moved, adapters were switched or the cache grew."""
@@ -63,7 +65,7 @@ class DecodeGraphs:
         return result
 
     def _record(self, key: Hashable, arrays: list[np.ndarray], step: Step) -> Any:
-        inputs = packed(arrays).to(self.device)
+        started, inputs = time.perf_counter(), packed(arrays).to(self.device)
         tensors = unpacked(inputs, arrays)
         try:
             stream = torch.cuda.Stream()
@@ -83,6 +85,7 @@ class DecodeGraphs:
             return None
         self._pool = self._pool or graph.pool()
         self._graphs[key] = (graph, inputs, result)
+        self.recorded, self.seconds = self.recorded + 1, self.seconds + time.perf_counter() - started
         return self._graphs[key]
 
 
