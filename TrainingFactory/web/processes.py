@@ -28,8 +28,7 @@ LAST_LINES = 12  # of the log, where it came to nothing
 
 async def train(text: str, config: TrainingConfig, name: str | None, runs: Path) -> tuple[str, str]:
     """Start `tfactory train` with the text of a config; return the run's name and the command when it has begun."""
-    placed = config.logging.model_copy(update={"output_dir": str(runs)})
-    name = name or new_name(config.model_copy(update={"logging": placed}))
+    name = name or new_name(config)
     path, part = runs / name, runs / f".{name}.part"
     if not re.fullmatch(r"\w[\w.+-]*", name):
         raise ApiError(f"{name!r} cannot name a run: letters, digits and . _ + - only", "name")

@@ -69,7 +69,7 @@ class Page:
         post("/api/runs/{name}/resume", self.resume)
         get("/api/options", form.options)
         get("/api/starts", self.starts)
-        post("/api/check", form.check)
+        post("/api/check", self.check)
         post("/api/doctor", self.doctor)
         post("/api/sample", self.sample)
         post("/api/train", self.train)
@@ -174,19 +174,27 @@ class Page:
         """List what a new run can start from."""
         return form.starts(self.runs.folder)
 
+    def check(self, draft: form.Draft) -> form.Checked:
+        """Tell the whole config and its shortest text, and what is wrong with it, each at its key."""
+        return form.check(draft, self.runs.folder)
+
     async def train(self, draft: form.Draft) -> Started:
         """Start a run in a process of its own, which the page does not end."""
-        config = _read(draft)
-        name, command = await processes.train(form.text_of(config), config, draft.name, self.runs.folder)
+        config, folder = _read(draft), self.runs.folder
+        placed = form.placed(config, folder)
+        name, command = await processes.train(form.text_of(config), placed, draft.name, folder)
         return Started(name=name, state="running", command=command)
 
     async def doctor(self, draft: form.Draft) -> Events:
         """Examine a config with its model; events `told`, then `done` with `findings` and `rows`."""
-        return self.pool.events("check", "doctor", {"yaml": form.text_of(_read(draft))})
+        return self.pool.events("check", "doctor", self._given(draft))
 
     async def sample(self, draft: form.Draft) -> Events:
         """Play two episodes of a config; events `told`, then `done` with `episodes` and `notes`."""
-        return self.pool.events("check", "sample", {"yaml": form.text_of(_read(draft))})
+        return self.pool.events("check", "sample", self._given(draft))
+
+    def _given(self, draft: form.Draft) -> shapes.Json:
+        return {"yaml": form.text_of(form.placed(_read(draft), self.runs.folder))}
 
 
 def _read(draft: form.Draft) -> TrainingConfig:

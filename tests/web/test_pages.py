@@ -185,11 +185,17 @@ def test_the_form_tells_mistakes_at_their_fields(tab: Tab, page: Served) -> None
     tab.fill("#option-training-batch_size", "3")
     tab.wait("document.querySelector('#yaml').value.includes('batch_size: 3')")
     tab.wait(f"!{field}.innerText.includes('must be')")
+    tab.fill("#option-model-name", "r")
+    tab.wait("document.querySelector('[data-key=\"model.name\"]').innerText.includes('did you mean rl?')")
+    assert "name: r" in tab.run(
+        "document.querySelector('#yaml').value"
+    )  # what is missing can still be copied
     tab.run("document.querySelector('#source').value = 'run:rl'")
     tab.run("document.querySelector('#source').dispatchEvent(new Event('change'))")
     tab.wait("document.querySelector('#option-training-learning_rate').value == '0.0005'")
 
 
+@pytest.mark.usefixtures("forked_jobs")
 def test_a_promotion_and_a_run_by_the_form(browser: Browser, tab: Tab, page: Served, runs: Path) -> None:
     with browser.tab(f"{page.url}/#/registry") as other:
         other.click(".registry td button")

@@ -51,27 +51,44 @@ def version_view(catalogue: Catalogue, name: str) -> shapes.VersionView:
 
 def comparison_view(first: str, second: str, runs: Path, catalogue: Catalogue) -> shapes.ComparisonView:
     """Compare two of what was evaluated (runs, sft@step-40, versions, models, ids of records) by those of their records
-    that fit best, of these the last. Nothing is played, and names are no paths; raise ValueError where none fit."""
+    that fit best, of these the last; of a suite by all its entries. Nothing is played, and names are no paths; raise
+    ValueError where none fit."""
     known = [Found(*each) for each in all_records(runs)]
     ours, theirs = (_recorded(name, known, catalogue) for name in (first, second))
     pairs = [(a, b) for a in ours for b in theirs if a.record.id != b.record.id]
     if not pairs:
         raise ValueError(f"there are no two recorded evaluations of these: tfactory compare {first} {second}")
-    asked = [(a, b, a.record.conditions, b.record.conditions) for a, b in pairs]
-    one, other, *_ = max(
-        asked, key=lambda p: (p[2] == p[3], p[2].tasks == p[3].tasks, *(e.record.time for e in p[:2]))
-    )
-    made = compare(Side(first, [one]), Side(second, [other]))
-    told = {flip.task: each for flip, each in made.episodes([*made.worse, *made.better][:SHOWN])}
+    chosen = _alike(pairs)
+    one, other = (Side(name, [pair[at] for pair in chosen]) for at, name in enumerate((first, second)))
+    outcomes = [paired(a.record, b.record) for a, b in chosen]
+    made = compare(one, other, [float(len(each)) for each in outcomes])
+    if several := len(chosen) > 1:
+        made.notes.append(
+            f"{len(chosen)} entries of suite {chosen[0][0].record.suite}: every task counts alike"
+        )
+    told = {flip[:2]: each for flip, each in made.episodes([*made.worse, *made.better][:SHOWN])}
     tasks = []
-    for a, b in paired(one.record, other.record):
-        pair = shapes.TaskPair(task=a.task, first=share(a), second=share(b))
-        if pair.first != pair.second:
-            pair.flipped = "better" if pair.second > pair.first else "worse"
-        pair.episodes = [each and episode_view(each, 0) for each in told.get(a.task, [])]
-        tasks.append(pair)
+    for place, pairs_of_entry in enumerate(outcomes):
+        for a, b in pairs_of_entry:
+            name = f"{chosen[place][0].record.entry}: {a.task}" if several else a.task
+            row = shapes.TaskPair(task=name, first=share(a), second=share(b))
+            if row.first != row.second:
+                row.flipped = "better" if row.second > row.first else "worse"
+            row.episodes = [each and episode_view(each, 0) for each in told.get((place, a.task), [])]
+            tasks.append(row)
     tasks.sort(key=lambda pair: not pair.flipped)
     return shapes.ComparisonView(tasks=tasks, summary=made.as_json())
+
+
+def _alike(pairs: list[tuple[Found, Found]]) -> list[tuple[Found, Found]]:
+    """Return the two records that fit best, and where they are of a suite those of its other entries."""
+    made = [(a.record, b.record, a.record.conditions, b.record.conditions, (a, b)) for a, b in pairs]
+    made.sort(key=lambda p: (p[2] == p[3], p[2].tasks == p[3].tasks, p[0].time, p[1].time))
+    suite, entries = made[-1][0].suite, dict[str | None, tuple[Found, Found]]()
+    for one, other, asked, theirs, pair in made:
+        if suite and (one.suite, one.entry) == (suite, other.entry) and other.suite == suite:
+            entries |= {one.entry: pair} if asked.tasks == theirs.tasks else {}
+    return list(entries.values()) or [made[-1][-1]]
 
 
 def _recorded(name: str, known: list[Found], catalogue: Catalogue) -> list[Found]:
