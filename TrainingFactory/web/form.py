@@ -128,24 +128,19 @@ def _option(key: str, schema: Mapping[str, Any]) -> Option:
     kind: Kind = "choice" if "enum" in first else KINDS.get(first.get("type", ""), "text")
     known = sorted(catalog.names("environment")) if key == "environment.environment_id" else None
     return Option(
-        key=key,
-        kind=kind,
-        help=" ".join(schema.get("description", HELP.get(key, "")).split()),
-        default=schema.get("default", {"list": [], "map": {}}.get(kind)),
-        choices=first.get("enum", known),
-        least=first.get("minimum", first.get("exclusiveMinimum")),
-        most=first.get("maximum", first.get("exclusiveMaximum")),
-        above="exclusiveMinimum" in first,
-        nullable={"type": "null"} in kinds,
+        key=key, kind=kind, help=" ".join(schema.get("description", HELP.get(key, "")).split()),
+        default=schema.get("default", {"list": [], "map": {}}.get(kind)), choices=first.get("enum", known),
+        least=first.get("minimum", first.get("exclusiveMinimum")), above="exclusiveMinimum" in first,
+        most=first.get("maximum", first.get("exclusiveMaximum")), nullable={"type": "null"} in kinds,
         advanced=key not in USUAL,
-    )
+    )  # fmt: skip
 
 
 def starts(runs: Path) -> Starts:
     """Return what a new run can start from: templates, the runs that are there, nothing."""
     folders, made = dict.fromkeys((Path("configs").resolve(), FOLDER)), []
     for path in (path for folder in folders for path in sorted(folder.glob("*.yaml"))):
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8", errors="replace")
         head = " ".join(line.lstrip("# ") for line in text.splitlines() if line.startswith("#"))
         made.append(Template(name=path.stem, what=head.partition(". ")[0].rstrip("."), yaml=text))
     return Starts(templates=made, runs=[run.name for run in reversed(list_runs(runs))])
@@ -178,8 +173,8 @@ def check(draft: Draft, runs: Path) -> Checked:
     said, folder = [*notices(config), *unused(config)], config.logging.output_dir
     if "output_dir" in config.logging.model_fields_set and Path(folder).resolve() != runs.resolve():
         said.append(f"logging.output_dir: a run that is started here goes to {runs}, not to {folder}")
-    found = missing(placed(config, runs))
-    return Checked(options=flat(config), yaml=text_of(config), problems=found, notices=said)
+    missed = missing(placed(config, runs))
+    return Checked(options=flat(config), yaml=text_of(config), problems=missed, notices=said)
 
 
 def missing(config: TrainingConfig) -> list[Mistake]:

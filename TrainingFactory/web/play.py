@@ -19,6 +19,7 @@ from TrainingFactory.http.api import ApiError
 from TrainingFactory.http.site import Events, Site
 from TrainingFactory.models.names import BUILTIN
 from TrainingFactory.services.registry.catalogue import Catalogue, registry_path
+from TrainingFactory.services.runs.folder import RunFolder
 from TrainingFactory.services.training.dataset import arguments_fit
 from TrainingFactory.services.views.runs import Runs
 from TrainingFactory.services.views.shapes import Chat, Json
@@ -89,7 +90,7 @@ class PlayRoutes:
         for row in (row for row in reversed(self._runs.rows()) if row.state != "unreadable"):
             of = f"run:{row.name}" if row.environment else None
             environments += [{"name": of, "what": f"as in run {row.name}"}] if of else []
-            steps = [path.name for path in self._runs.find(row.name).checkpoints()]
+            steps = [path.name for path in RunFolder(self._runs.folder / row.name).checkpoints()]
             which = ["", *(f"@{name}" for name in (["best", *reversed(steps)] if len(steps) > 1 else []))]
             about = {"what": f"run, {row.algorithm}", "environment": of}
             models += [about | {"name": row.name + each} for each in (which if steps else [])]
@@ -113,8 +114,8 @@ class PlayRoutes:
     async def say(self, id: str, asked: Say) -> Events:
         """Answer a conversation: events `told` with text, message or results, then `done` with the new messages."""
         given = self._find(id) | asked.model_dump()
-        Path(given["stop"]).unlink(missing_ok=True)
-        return self._pool.events(f"play:{given['model']}", "say", given)
+        (end := Path(given["stop"])).unlink(missing_ok=True)
+        return self._pool.events(f"play:{given['model']}", "say", given, end.touch)
 
     def stop(self, id: str) -> Choose:
         """End the answer that is being written, in the conversation that is returned; what there is of it is kept."""
@@ -137,7 +138,6 @@ class PlayRoutes:
 
     def _find(self, id: str) -> Json:
         if (found := self._open.get(id)) is None:
-            raise ApiError(
-                "this conversation is not open here; begin it again", "id", status=404, code="not_found"
-            )
+            text = "this conversation is not open here; begin it again"
+            raise ApiError(text, "id", status=404, code="not_found")
         return found

@@ -13,6 +13,7 @@ from TrainingFactory.workers import Worker, WorkerDied, WorkerError, WorkerTooSl
 
 TARGET = "TrainingFactory.web.worker:answer"
 IDLE = 300.0  # seconds after which a process that nobody asks is ended
+Stop = Callable[[], None] | None
 LONGEST = 6 * 3600.0  # seconds of a job
 
 
@@ -44,8 +45,9 @@ class Pool:
             raise ApiError(wrong)
         return answer["ok"]
 
-    async def events(self, kind: str, job: str, given: dict[str, Any]) -> Events:
-        """Yield what a job tells as events `told`, and what it makes as the event `done`."""
+    async def events(self, kind: str, job: str, given: dict[str, Any], stop: Stop = None) -> Events:
+        """Yield what a job tells as events `told`, and what it makes as the event `done`. Where nobody listens any
+        more, a job that can `stop` is asked to, and its process stays."""
         heard: asyncio.Queue[Any] = asyncio.Queue()
         work = asyncio.create_task(self.ask(kind, job, given, heard.put_nowait))
         work.add_done_callback(lambda _: heard.put_nowait(None))
@@ -54,8 +56,12 @@ class Pool:
                 yield event("told", told)
             yield event("done", await work)
         finally:
-            work.cancel()
-            await asyncio.gather(work, return_exceptions=True)
+            if stop is not None and not work.done():
+                stop()
+                work.add_done_callback(lambda done: done.cancelled() or done.exception())  # for nobody
+            else:
+                work.cancel()
+                await asyncio.gather(work, return_exceptions=True)
 
     def _end_idle(self, kind: str, asked: object) -> None:
         if self._asked[kind] is asked and not self._busy[kind]:

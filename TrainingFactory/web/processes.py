@@ -18,6 +18,7 @@ from TrainingFactory.http.api import ApiError
 from TrainingFactory.services.runs.folder import RunFolder, is_run, new_name
 from TrainingFactory.services.views.runs import LOG
 from TrainingFactory.texts import clean
+from TrainingFactory.web.form import placed
 
 START = "start.yaml"  # in a run's folder: what the form has sent
 # this very installation, whatever the PATH says
@@ -28,7 +29,7 @@ LAST_LINES = 12  # of the log, where it came to nothing
 
 async def train(text: str, config: TrainingConfig, name: str | None, runs: Path) -> tuple[str, str]:
     """Start `tfactory train` with the text of a config; return the run's name and the command when it has begun."""
-    name = name or new_name(config)
+    name = name or new_name(placed(config, runs))
     path, part = runs / name, runs / f".{name}.part"
     if not re.fullmatch(r"\w[\w.+-]*", name):
         raise ApiError(f"{name!r} cannot name a run: letters, digits and . _ + - only", "name")

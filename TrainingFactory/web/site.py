@@ -26,7 +26,7 @@ from TrainingFactory.web.judges import JudgeRoutes
 from TrainingFactory.web.live import Live
 from TrainingFactory.web.play import PlayRoutes
 from TrainingFactory.web.pool import Pool
-from TrainingFactory.web.registry import RegistryRoutes
+from TrainingFactory.web.registry import RegistryRoutes, where_of
 from TrainingFactory.web.wizard import WizardRoutes
 from TrainingFactory.web.worker import index_of
 
@@ -36,6 +36,7 @@ STATIC = Path(__file__).with_name("static")
 class About(BaseModel):
     version: str
     runs_folder: str
+    where: str  # what a command needs to find these runs
     page_token: str  # what changes need as the header x-tfactory-page
     now: float  # seconds since 1970
 
@@ -82,9 +83,8 @@ class Page:
     async def serve(self, bound: socket, server: Any) -> None:
         """Serve until Ctrl-C, and end the processes for models; runs go on."""
         self.live.stopping = lambda: server.should_exit
-        reading = asyncio.create_task(
-            asyncio.to_thread(self.runs.rows)
-        )  # before the first page asks for them
+        # before the first page asks for them
+        reading = asyncio.create_task(asyncio.to_thread(self.runs.rows))
         try:
             await server.serve([bound])
         finally:
@@ -103,7 +103,8 @@ class Page:
     def about(self) -> About:
         """Tell what this is, and the token that changes need."""
         folder, token = str(self.runs.folder.resolve()), self.site.page_token
-        return About(version=__version__, runs_folder=folder, page_token=token, now=time.time())
+        told = {"runs_folder": folder, "where": where_of(self.runs.folder), "page_token": token}
+        return About(version=__version__, now=time.time(), **told)
 
     def all_runs(self) -> shapes.RunList:
         """List the runs, the oldest first."""
@@ -180,9 +181,8 @@ class Page:
 
     async def train(self, draft: form.Draft) -> Started:
         """Start a run in a process of its own, which the page does not end."""
-        config, folder = _read(draft), self.runs.folder
-        placed = form.placed(config, folder)
-        name, command = await processes.train(form.text_of(config), placed, draft.name, folder)
+        config = _read(draft)
+        name, command = await processes.train(form.text_of(config), config, draft.name, self.runs.folder)
         return Started(name=name, state="running", command=command)
 
     async def doctor(self, draft: form.Draft) -> Events:

@@ -11,7 +11,7 @@ import pytest
 
 from tests.kits.browser import Browser, Tab
 from tests.kits.page import Served
-from tests.kits.registry import made_run
+from tests.kits.registry import made_run, model_folder
 from TrainingFactory.services.registry.catalogue import Catalogue, registry_path
 from TrainingFactory.services.runs.folder import FINDINGS, METRICS, TRAJECTORIES, RunFolder, Status
 from TrainingFactory.web.site import STATIC
@@ -96,8 +96,12 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made_run(runs, "sft", training={"algorithm": "sft"})
     made_run(runs, "dead").write_status(Status("running", 1, 2))
     (made_run(runs, "strange").path / "config.yaml").write_text("training: {speed: 11}")
-    Catalogue(registry_path(runs)).add("agent", ROOT / "tests/fixtures/warm", {"folder": "warm"})
+    catalogue = Catalogue(registry_path(runs))
+    catalogue.add("agent", ROOT / "tests/fixtures/warm", {"folder": "warm"})
     (folder / "release.yaml").write_text(SUITE)
+    for content in "ab":
+        found = catalogue.add("zoo", model_folder(folder / content, content), {"folder": content})
+        catalogue.set_alias(str(found), "champion")
     return runs
 
 
@@ -221,6 +225,17 @@ def test_a_promotion_and_a_run_by_the_form(browser: Browser, tab: Tab, page: Ser
         other.wait("document.querySelector('.registry .tag.accent')?.innerText == 'champion'")
         assert Catalogue(registry_path(runs)).get("agent@champion").number == 1
         assert other.errors == []
+
+
+def test_a_rollback(tab: Tab, page: Served, runs: Path) -> None:
+    show(tab, page, "registry/zoo", "Roll back champion")
+    tab.run(
+        "[...document.querySelectorAll('button')].find(each => each.innerText == 'Roll back champion').click()"
+    )
+    tab.wait(f"document.querySelector('dialog').innerText.includes('--alias champion --runs {runs}')")
+    tab.click("dialog button.danger")
+    tab.wait("document.body.innerText.includes('zoo@champion is zoo:1 again.')")
+    assert Catalogue(registry_path(runs)).get("zoo@champion").number == 1
 
 
 def test_keys_and_theme(tab: Tab, page: Served) -> None:

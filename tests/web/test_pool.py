@@ -61,6 +61,23 @@ def test_a_process_that_nobody_asks_is_ended(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.usefixtures("pretended")
+def test_a_job_that_can_stop_keeps_its_process(tmp_path: Path) -> None:
+    async def run() -> None:
+        made, file = Pool(), tmp_path / "stop"
+        try:
+            events = made.events("play", "wait", {"file": str(file)}, file.touch)
+            await anext(events)
+            pid = made._workers["play"].pid
+            await events.aclose()
+            assert await made.ask("play", "count", {"count": 2}) == {"sum": 2}  # after the other has ended
+            assert made._workers["play"].pid == pid and file.exists()
+        finally:
+            await made.close()
+
+    asyncio.run(run())
+
+
+@pytest.mark.usefixtures("pretended")
 def test_a_job_whose_page_is_gone_ends(tmp_path: Path) -> None:
     with serving(tmp_path) as page:
         assert page.page is not None
@@ -89,14 +106,17 @@ def test_aliases_and_rollbacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     with serving(runs) as page:
         assert page.post("/api/models/agent/alias", number=1, alias="champion")["version"] == "agent:1"
         moved = page.post("/api/models/agent/alias", number=2, alias="champion")
-        assert (moved["was"], moved["command"]) == (1, "tfactory registry alias agent:2 champion")
+        assert (moved["was"], moved["command"]) == (
+            1,
+            f"tfactory registry alias agent:2 champion --runs {runs}",
+        )
         assert page.get("/api/models")["models"][0]["aliases"] == {"champion": 2}
         assert page.post("/api/models/agent/rollback", alias="champion")["version"] == "agent:1"
         assert catalogue.alias("agent", "champion") == 1
         assert page.get("/api/models/agent/1")["version"]["aliases"] == ["champion"]
         assert page.send("/api/models/none/rollback", alias="champion").status_code == 400
         assert page.send("/api/models/agent/alias", number=9, alias="a").status_code == 400
-        assert page.get("/api/suites") == {"suites": ["release"]}
+        assert page.get("/api/suites") == {"suites": {"release": "release.yaml"}}
         for suite in ("other", "../release", "release.yaml", "none"):
             refused = page.send("/api/models/agent/promote", number=2, alias="champion", suite=suite)
             assert (refused.status_code, refused.json()["error"]["param"]) == (400, "suite")

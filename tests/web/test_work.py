@@ -72,6 +72,7 @@ def test_the_wizard_from_pasted_servers_to_a_finished_run(tab: Tab, page: Served
         tab.click("#train")
         tab.wait("document.querySelector('h1')?.innerText == 'wizard-1'", LONG)
     tab.wait("document.querySelector('.state')?.innerText == 'finished'", LONG)
+    assert "run:wizard-1" in [each["name"] for each in page.get("/api/play")["environments"]]
     config = RunFolder(runs / "wizard-1").config
     assert [entry.name for entry in config.tools] == ["say", "count", "number"]
     assert (config.reward.type, config.reward.options["rule"], config.training.group_size) == (

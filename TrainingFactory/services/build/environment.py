@@ -59,12 +59,8 @@ def environment_named(name: str) -> Any:
 
 def check_name(name: str) -> None:
     """Raise what `environment_named` does for a name that leads nowhere; what is there is not imported."""
-    known = catalog.names("environment")
-    if is_file_name(name):
-        there = Path(split_name(name)[0]).expanduser().is_file()
-    else:
-        there = name in known or f"{name.partition('/')[0]}/" in known
-    if not there:
+    known, file = catalog.names("environment").keys(), Path(split_name(name)[0]).expanduser()
+    if not (file.is_file() if is_file_name(name) else known & {name, f"{name.partition('/')[0]}/"}):
         environment_named(name)
 
 
