@@ -124,6 +124,9 @@ def test_a_live_run_that_is_killed_shows_as_killed(tmp_path: Path) -> None:
     assert live.state == "running" and runs.rows()[0] is live
     run.unlock()  # as the system does for a process that has died; no file changes
     assert runs.rows()[0].state == "killed"
+    run.lock()  # resumed: it reads the model, and has written nothing yet
+    assert runs.rows()[0].state == "running"
+    run.unlock()
 
 
 def test_the_small_curve_is_thinned_and_starts_anew_when_a_run_is_rewound(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from TrainingFactory.services.runs.folder import ABOUT, CONFIG, FINDINGS, METRIC
 from TrainingFactory.services.views import shapes
 from TrainingFactory.services.views.files import Place, read_json, read_on
 
-SPARK = 60  # points of a small curve
+SPARK, LOCKED = 60, ("running", "killed")  # points of a small curve; states that only the lock tells apart
 PART = 8 << 20  # bytes of metrics in an answer
 LOG, LOG_PART = "run.log", 256 << 10  # what a run's process has printed, where something kept it
 SUMMED = re.compile(
@@ -85,7 +85,7 @@ class Runs:
         known = self._known.setdefault(run.path, _Known())
         seen = [stat_of(run.path / name) for name in (METRICS, STATUS, CONFIG, ABOUT, FINDINGS)]
         row = known.row
-        if row is None or seen != known.seen or (row.state == "running" != run.state):
+        if row is None or seen != known.seen or (row.state in LOCKED and row.state != run.state):
             if seen[:1] != known.seen[:1]:
                 _sum_up(run.path / METRICS, known)
             known.seen, known.row = seen, (row := _new_row(run, known, max(seen)[0] / 1e9))
@@ -122,9 +122,8 @@ def _new_row(run: RunFolder, known: _Known, updated: float) -> shapes.RunRow:
         spark=_thinned(known.curves.get(of, ())), spark_of=of, tokens_per_second=last.get("tokens_per_second"),
     )  # fmt: skip
     if "eval/success" in last:
-        low, high = last.get("eval/success_low"), last.get("eval/success_high")
-        value, step = last["eval/success"], int(last["eval/step"])
-        row.heldout = shapes.Heldout(value=value, low=low, high=high, step=step)
+        low, high, step = last.get("eval/success_low"), last.get("eval/success_high"), int(last["eval/step"])
+        row.heldout = shapes.Heldout(value=last["eval/success"], low=low, high=high, step=step)
     file = CONFIG
     try:
         if not is_run(run.path):
