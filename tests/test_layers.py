@@ -93,7 +93,7 @@ BUDGET: dict[str, int] = {
     "tools/cache": 530,
     "tools/mcp": 1560,
     "tools/sandbox": 780,
-    "web": 1460,
+    "web": 1480,
     "workers": 330,
 }
 

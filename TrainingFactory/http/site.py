@@ -4,6 +4,7 @@ passes one guard, and every answer carries the headers that keep other pages out
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import hashlib
 import hmac
@@ -19,6 +20,7 @@ from typing import Any, Literal, get_type_hints
 from fastapi import Depends, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel
+from pydantic_core import PydanticSerializationError
 from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
 
@@ -58,8 +60,16 @@ class Refused(BaseModel):
 
 def event(name: str, data: BaseModel | dict[str, Any]) -> Event:
     """Return an event with its data as JSON."""
-    text = data.model_dump_json() if isinstance(data, BaseModel) else json.dumps(data)
-    return {"event": name, "data": text}
+    return {"event": name, "data": json_text(data)}
+
+
+def json_text(data: BaseModel | dict[str, Any]) -> str:
+    """Return JSON, where NaN is null and half a surrogate pair, which the name of a file may have, is escaped."""
+    with contextlib.suppress(PydanticSerializationError):
+        if isinstance(data, BaseModel):
+            return data.model_dump_json()
+    text = json.dumps(data.model_dump() if isinstance(data, BaseModel) else data)
+    return json.dumps(json.loads(text, parse_constant=lambda _: None))
 
 
 class Site:
@@ -83,12 +93,12 @@ class Site:
         async def guarded(*given: Any, **named: Any) -> Response:
             try:
                 found = await work(*given, **named)
+                if isinstance(found, AsyncGenerator):
+                    return Stream(_with_error(found))
+                return Response(json_text(found), media_type="application/json")
             except Exception as error:
                 told = _told(error)
                 return as_json(told.body, told.status, HEADERS.get(told.status))
-            if isinstance(found, AsyncGenerator):
-                return Stream(_with_error(found))
-            return Response(found.model_dump_json(), media_type="application/json")
 
         kind = get_type_hints(answer).get("return")
         model = kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
@@ -134,8 +144,9 @@ async def _with_error(events: Events) -> AsyncGenerator[Any, None]:
 
 
 def _told(error: BaseException) -> ApiError:
-    """Return what the page is told: what users are told by a ValueError, too, is for them to read."""
-    return ApiError(str(error)) if isinstance(error, ValueError) else failure(error)
+    """Return what the page is told: what users are told by a ValueError, or by the disk, is for them to read."""
+    plain = isinstance(error, ValueError | OverflowError | RecursionError | OSError)
+    return ApiError(str(error)) if plain else failure(error)
 
 
 async def _wrong_request(request: Request, error: Exception) -> Response:

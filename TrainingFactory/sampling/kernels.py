@@ -140,7 +140,7 @@ def _merge(
         top = tl.maximum(top, tl.load(sums + part * tokens * H + row, inside, 0.0))
     total, mix = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK, D], tl.float32)
     if GROUPED:
-        grouped = inside & (tl.load(begins + at // T) > 0)
+        grouped = tl.load(begins + at // T + 0 * head, inside, 0) > 0
         group = tl.load(sums + row, grouped, float("-inf"))
         top = tl.maximum(top, group)
         total = tl.exp2(group - top)

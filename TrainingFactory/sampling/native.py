@@ -235,7 +235,9 @@ class NativeEngine:
             if isinstance(item, Request) and not item.cancelled:
                 self._waiting.append(item)
                 continue
-            for request in [*self._waiting, *self._table.requests]:
+            seat = item if isinstance(item, Seat) else item.seat
+            seated = None if seat.slot is None else self._table.requests[seat.slot]
+            for request in [*self._waiting, seated]:
                 if request is not None and (request is item or request.seat is item):
                     self._drop(request)
             if isinstance(item, Seat):

@@ -24,7 +24,7 @@ from TrainingFactory.services.build.model_names import with_model
 from TrainingFactory.services.build.notices import notices, unused
 from TrainingFactory.services.build.rewards import check_reward
 from TrainingFactory.services.runs.folder import SECRET, list_runs
-from TrainingFactory.texts import secrets_in
+from TrainingFactory.texts import secrets_in, valid_text
 
 Kind = Literal["text", "number", "integer", "switch", "choice", "list", "map"]
 KINDS: dict[str, Kind] = {
@@ -139,11 +139,11 @@ def _option(key: str, schema: Mapping[str, Any]) -> Option:
 def starts(runs: Path) -> Starts:
     """Return what a new run can start from: templates, the runs that are there, nothing."""
     folders, made = dict.fromkeys((Path("configs").resolve(), FOLDER)), []
-    for path in (path for folder in folders for path in sorted(folder.glob("*.yaml"))):
+    for path in (path for folder in folders for path in sorted(folder.glob("*.yaml")) if path.is_file()):
         text = path.read_text(encoding="utf-8", errors="replace")
         head = " ".join(line.lstrip("# ") for line in text.splitlines() if line.startswith("#"))
         made.append(Template(name=path.stem, what=head.partition(". ")[0].rstrip("."), yaml=text))
-    return Starts(templates=made, runs=[run.name for run in reversed(list_runs(runs))])
+    return Starts(templates=made, runs=[valid_text(run.name) for run in reversed(list_runs(runs))])
 
 
 def read(draft: Draft) -> TrainingConfig:

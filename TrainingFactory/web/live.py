@@ -30,15 +30,23 @@ class Live:
         self.runs = runs
         # Whether the server is about to end, and its streams with it.
         self.stopping: Callable[[], bool] = lambda: False
+        self._last: tuple[float, asyncio.Task[list[RunRow]]] | None = None  # look, and when it began
+
+    async def _look(self) -> dict[str, RunRow]:
+        """Return the rows by name, which are looked at once a tick for all readers together."""
+        now = asyncio.get_running_loop().time()
+        if self._last is None or (self._last[1].done() and now - self._last[0] >= TICK * 0.9):
+            self._last = now, asyncio.create_task(asyncio.to_thread(self.runs.rows))
+        return {row.name: row for row in await asyncio.shield(self._last[1])}
 
     async def events(self, run: RunFolder | None) -> Events:
         """Yield what changes from now on: of all runs their rows, of one its metrics, log and findings too."""
-        known = {row.name: row for row in await asyncio.to_thread(self.runs.rows)}
+        known = await self._look()
         news = None if run is None else await asyncio.to_thread(_News, run)
         yield event("runs", Changed(runs=[], gone=[]))  # so that the page knows that it is listened to
         while not self.stopping():
             await asyncio.sleep(TICK)
-            rows = {row.name: row for row in await asyncio.to_thread(self.runs.rows)}
+            rows = await self._look()
             changed = [row for name, row in rows.items() if row is not known.get(name)]
             gone = [name for name in known if name not in rows]
             if changed or gone:

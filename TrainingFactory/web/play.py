@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
+import shlex
 import tempfile
 import threading
 from pathlib import Path
@@ -106,16 +107,15 @@ class PlayRoutes:
             if (value := getattr(asked, field)) not in [each["name"] for each in there]:
                 raise ApiError(f"there is no {field} {value!r} here", field, status=404, code="not_found")
         given = asked.model_dump() | {"id": secrets.token_hex(8), "runs": str(self._runs.folder)}
-        given["stop"] = str(Path(self._stops.name) / given["id"])
         told = await self._pool.ask(f"play:{asked.model}", "begin", given)
-        self._open[given["id"]] = given | {"tools": told["tools"]}
+        self._open[given["id"]] = given | {"tools": told["tools"], "stop": self._stops.name}
         return Opened(id=given["id"], **told)
 
     async def say(self, id: str, asked: Say) -> Events:
         """Answer a conversation: events `told` with text, message or results, then `done` with the new messages."""
-        given = self._find(id) | asked.model_dump()
-        (end := Path(given["stop"])).unlink(missing_ok=True)
-        return self._pool.events(f"play:{given['model']}", "say", given, end.touch)
+        of = self._find(id)
+        of["stop"] = stop = f"{self._stops.name}/{secrets.token_hex(8)}"  # one before may still be ending
+        return self._pool.events(f"play:{of['model']}", "say", of | asked.model_dump(), Path(stop).touch)
 
     def stop(self, id: str) -> Choose:
         """End the answer that is being written, in the conversation that is returned; what there is of it is kept."""
@@ -134,10 +134,12 @@ class PlayRoutes:
             file.write(json.dumps(row) + "\n")
             file.seek(0)
             count = sum(1 for _ in file)
-        return Kept(path=str(path), rows=count, command=f"tfactory data check {path} --for {form}")
+        command = shlex.join(["tfactory", "data", "check", str(path), "--for", form])
+        return Kept(path=str(path), rows=count, command=command)
 
     def _find(self, id: str) -> Json:
         if (found := self._open.get(id)) is None:
-            text = "this conversation is not open here; begin it again"
-            raise ApiError(text, "id", status=404, code="not_found")
+            raise ApiError(
+                "this conversation is not open here; begin it again", "id", status=404, code="not_found"
+            )
         return found

@@ -13,8 +13,8 @@ from TrainingFactory.workers import Worker, WorkerDied, WorkerError, WorkerTooSl
 
 TARGET = "TrainingFactory.web.worker:answer"
 IDLE = 300.0  # seconds after which a process that nobody asks is ended
-Stop = Callable[[], None] | None
 LONGEST = 6 * 3600.0  # seconds of a job
+MOST = 4  # processes, beyond which those that were not asked for the longest time are ended
 
 
 class Pool:
@@ -31,6 +31,9 @@ class Pool:
         wait ends the process."""
         worker = self._workers.setdefault(kind, Worker(TARGET))
         self._busy[kind] += 1
+        idle = [each for each in self._asked if self._workers[each].alive and not self._busy[each]]
+        for each in idle[: max(0, len(idle) + self._busy.total() - MOST)]:
+            self._workers[each].kill()
         try:
             answer = await worker.ask({"job": job, "given": given}, LONGEST, hear)
         except WorkerError as error:
@@ -39,15 +42,18 @@ class Pool:
             raise ApiError(f"the process for this {error}", status=500, code="worker_failed") from error
         finally:
             self._busy[kind] -= 1
-            self._asked[kind] = asked = object()
+            self._asked.pop(kind, None)
+            self._asked[kind] = asked = object()  # the last of them now
             asyncio.get_running_loop().call_later(IDLE, self._end_idle, kind, asked)
         if (wrong := answer.get("wrong")) is not None:
             raise ApiError(wrong)
         return answer["ok"]
 
-    async def events(self, kind: str, job: str, given: dict[str, Any], stop: Stop = None) -> Events:
-        """Yield what a job tells as events `told`, and what it makes as the event `done`. Where nobody listens any
-        more, a job that can `stop` is asked to, and its process stays."""
+    async def events(
+        self, kind: str, job: str, given: dict[str, Any], leave: Callable[[], None] | None = None
+    ) -> Events:
+        """Yield what a job tells as events `told`, and what it makes as the event `done`. A job that nobody listens to
+        any more is asked to end by `leave`; without it its process is ended."""
         heard: asyncio.Queue[Any] = asyncio.Queue()
         work = asyncio.create_task(self.ask(kind, job, given, heard.put_nowait))
         work.add_done_callback(lambda _: heard.put_nowait(None))
@@ -56,12 +62,10 @@ class Pool:
                 yield event("told", told)
             yield event("done", await work)
         finally:
-            if stop is not None and not work.done():
-                stop()
-                work.add_done_callback(lambda done: done.cancelled() or done.exception())  # for nobody
-            else:
-                work.cancel()
-                await asyncio.gather(work, return_exceptions=True)
+            ended = asyncio.gather(work, return_exceptions=True)
+            (leave or work.cancel)()
+            if leave is None:
+                await ended
 
     def _end_idle(self, kind: str, asked: object) -> None:
         if self._asked[kind] is asked and not self._busy[kind]:

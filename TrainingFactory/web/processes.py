@@ -25,6 +25,7 @@ START = "start.yaml"  # in a run's folder: what the form has sent
 COMMAND = [sys.executable, "-P", "-m", "TrainingFactory.cli"]
 WAIT = 60.0  # seconds for a run to begin; after that it is only told that it has been started
 LAST_LINES = 12  # of the log, where it came to nothing
+_starting = set[str]()  # names of runs that have not begun yet
 
 
 async def train(text: str, config: TrainingConfig, name: str | None, runs: Path) -> tuple[str, str]:
@@ -33,18 +34,21 @@ async def train(text: str, config: TrainingConfig, name: str | None, runs: Path)
     path, part = runs / name, runs / f".{name}.part"
     if not re.fullmatch(r"\w[\w.+-]*", name):
         raise ApiError(f"{name!r} cannot name a run: letters, digits and . _ + - only", "name")
-    if path.exists():
+    if path.exists() or name in _starting:
         raise ApiError(f"there is a run {name} already; choose another name", "name", status=409)
-    # A run uses up a folder of this name when it makes its own, and so has its log from the first line.
-    shutil.rmtree(part, ignore_errors=True)
-    part.mkdir(parents=True)
-    (part / START).write_text(text, encoding="utf-8")
-    options = [f"logging.output_dir={runs}", "--name", name]
+    _starting.add(name)
     try:
+        # A run uses up a folder of this name when it makes its own, and so has its log from the first line.
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir(parents=True)
+        (part / START).write_text(text, encoding="utf-8")
+        options = [f"logging.output_dir={runs}", "--name", name]
         await _begun(["train", str(part / START), *options], part / LOG, lambda: is_run(path))
     except ApiError:
         shutil.rmtree(part, ignore_errors=True)
         raise
+    finally:
+        _starting.discard(name)
     return name, shlex.join(["tfactory", "train", str(path / START), *options])
 
 

@@ -17,7 +17,7 @@ from TrainingFactory.web.pool import Pool
 
 class Alias(BaseModel):
     alias: str = "champion"
-    number: int = 0  # of the version; no matter for a rollback
+    number: int = 0  # of the version; of a rollback the one that is taken back, 0: whichever it is
 
 
 class Promote(Alias):
@@ -70,6 +70,9 @@ class RegistryRoutes:
 
     def rollback(self, name: str, asked: Alias) -> Moved:
         """Give an alias the version back that it had before."""
+        if asked.number and (now := self._catalogue.alias(name, asked.alias)) != asked.number:
+            text = f"{name}@{asked.alias} is version {now} by now, and was {asked.number}; look again"
+            raise ApiError(text, "number", status=409)
         found, was = self._catalogue.rollback(name, asked.alias)
         command = f"tfactory registry rollback {name} --alias {asked.alias}{where_of(self._runs)}"
         return Moved(version=str(found), was=was, command=command)

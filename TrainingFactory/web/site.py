@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from functools import partial
 from pathlib import Path
@@ -54,6 +55,7 @@ class Page:
         self.site = Site("TrainingFactory", __version__, STATIC, host, token)
         self.runs, self.pool = views.Runs(runs), Pool()
         self.live = Live(self.runs)
+        self._asked, self._asking = set(), threading.Lock()  # processes of runs that were asked to stop
         get, post = partial(self.site.add, "GET"), partial(self.site.add, "POST")
         get("/api/about", self.about)
         get("/api/events", self.events)
@@ -155,10 +157,11 @@ class Page:
         return found.model_copy(update={"notes": notes})
 
     def stop(self, name: str) -> Started:
-        """Ask a run to stop, as by Ctrl-C: it saves a checkpoint."""
+        """Ask a run to stop, as by Ctrl-C: it saves a checkpoint. Asking again changes nothing."""
         run = self.find(name)
         try:
-            stop(run)
+            with self._asking:
+                stop(run, self._asked)
         except ValueError as error:
             raise ApiError(str(error), "name", status=409) from error
         return Started(name=name, state="stopping", command=f"tfactory runs stop {run.shown}")

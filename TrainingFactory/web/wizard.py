@@ -32,7 +32,7 @@ class Pasted(BaseModel):
 
 
 class ServersRead(BaseModel):
-    servers: list[Json]  # name, command (a list) or url, cwd, env_names, digest: of all that decides about it
+    servers: list[Json]  # name, command (a list) or url, cwd, variables (NAME=VALUE), digest of all of it
     problems: list[str]
 
 
@@ -126,7 +126,8 @@ def _shown(server: ServerConfig) -> Json:
         return text
 
     command = [plain(each) for each in (server.command, *server.args) if each]
-    about = {"url": plain(server.url), "cwd": server.cwd, "env_names": sorted(server.env | server.headers)}
+    variables = [f"{name}={plain(value)}" for name, value in sorted((server.env | server.headers).items())]
+    about = {"url": plain(server.url), "cwd": plain(server.cwd or "") or None, "variables": variables}
     return {"name": server.name, "command": command, "digest": server.launch} | about
 
 

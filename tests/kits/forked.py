@@ -80,6 +80,10 @@ class Worker:
         self._target, self._turn = target, asyncio.Lock()
         self._process: Any = None
 
+    @property
+    def alive(self) -> bool:
+        return self._process is not None
+
     async def ask(self, message: Any, seconds: float, hear: Callable[[Any], None]) -> Any:
         async with self._turn:
             if self._process is None:

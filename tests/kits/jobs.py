@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 from typing import Any
 
 
@@ -12,11 +11,6 @@ def answer(asked: dict[str, Any], tell: Any) -> dict[str, Any]:
         return {"wrong": "no such model"}
     if asked["job"] == "die":
         raise SystemExit(3)
-    if asked["job"] == "wait":
-        tell({"text": "begun"})
-        while not Path(asked["given"]["file"]).exists():
-            time.sleep(0.02)
-        return {"ok": {}}
     if asked["job"] in ("doctor", "sample"):
         tell({"text": "begun"})
         time.sleep(600)

@@ -13,8 +13,8 @@ from TrainingFactory.services.runs.folder import METRICS, RunFolder, Status
 
 
 def main(arguments: list[str]) -> int:
-    stopped: list[int] = []
-    signal.signal(signal.SIGINT, lambda number, _: stopped.append(number))
+    stopped: list[None] = []
+    signal.signal(signal.SIGINT, lambda number, _: stopped.append(print("asked to stop", flush=True)))
     if arguments[0] == "train":
         config = load_config(arguments[1], [arguments[2]])
         if config.model.name == "broken":
@@ -28,6 +28,7 @@ def main(arguments: list[str]) -> int:
     run.write_status(Status("running", first, steps))
     for step in range(first + 1, steps + 1):
         if stopped:
+            time.sleep(0.5)  # a checkpoint takes a while
             run.write_status(Status("interrupted", step - 1, steps))
             return 130
         run.append(METRICS, {"step": step, "time": time.time(), "reward": step / steps})

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 
 import pytest
 
-PROGRAM = """
+ROWS = """
 import torch
 from TrainingFactory.sampling import kernels
 from TrainingFactory.sampling.slots import Layer, StepContext, Tiles
@@ -29,13 +29,60 @@ for row, place in enumerate(places.tolist()):
 print("ATTENDED")
 """
 
+ENGINE = """
+import sys
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from tests.kits.engine import grouped_prompts, play, worst
+from TrainingFactory.sampling import NativeEngine, kernels
 
-@pytest.mark.skipif(
+shape = dict(vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+             num_key_value_heads=2, head_dim=16, initializer_range=0.3, max_position_embeddings=512)
+torch.manual_seed(0)
+if sys.argv[1] == "llama":
+    model, heat = LlamaForCausalLM(LlamaConfig(**shape)), 0.7
+else:
+    model, heat = Qwen3ForCausalLM(Qwen3Config(**shape, tie_word_embeddings=True)), 1.0
+
+def sampled(engine):
+    played = play(engine, grouped_prompts(1, 4, system=72), turns=1, temperature=heat)
+    assert max(worst(model, turns, heat) for turns in played) < 1e-4
+    return [[completion.token_ids for _, completion in turns] for turns in played]
+
+expected = sampled(NativeEngine(model, slots=6, max_length=256, guesses=0))
+engine, attend, groups = NativeEngine(model, slots=6, max_length=256, guesses=0), kernels.attend, []
+
+def attended(q, layer, step, scale):
+    groups.append(step.groups)
+    return attend(q, layer, step, scale)
+
+kernels.attend = attended
+engine._runner.use_kernels()
+engine._runner.ahead = engine._planner.tiled = engine._planner.few_shapes = True
+assert sampled(engine) == expected and any(groups), groups
+print("EQUAL")
+"""
+
+TRITON = pytest.mark.skipif(
     find_spec("triton") is None, reason="triton, which comes with torch for CUDA, is not installed"
 )
-def test_rows_attend_to_their_own_keys() -> None:
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
+
+
+def interpreted(program: str, *args: str) -> str:
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, timeout=300
-    )
-    assert done.stdout.strip() == "ATTENDED", done.stderr[-2000:]
+        [sys.executable, "-c", program, *args], env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True,
+        text=True, timeout=900,
+    )  # fmt: skip
+    return done.stdout.strip() or done.stderr[-2000:]
+
+
+@TRITON
+def test_rows_attend_to_their_own_keys() -> None:
+    assert interpreted(ROWS) == "ATTENDED"
+
+
+@TRITON
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_an_engine_with_all_kernels_samples_what_it_samples_without(kind: str) -> None:
+    assert interpreted(ENGINE, kind) == "EQUAL"

@@ -8,7 +8,7 @@ import os
 import random
 import shutil
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from TrainingFactory.models import load_model
 from TrainingFactory.types import Completion, EngineSpec, SamplingParams, Weights
 
 pytestmark = SCALE
-LONG = 450  # tokens of a turn that is under way while something else happens, on a busy machine too
+LONG = 450  # tokens of a turn that is under way while something else happens
 CLOSE = 1e-4
 PROMPT = [random.Random(0).randrange(600) for _ in range(48)]
 
@@ -65,6 +65,13 @@ class Policy:
 
 def distance(left: Any, right: Any) -> float:
     return max(abs(one - other) for one, other in zip(left, right, strict=True))
+
+
+def until(attempt: Callable[[], Any]) -> Any:
+    """Try until something happened within a turn: on a busy machine the turn may end first."""
+    found = next(filter(None, (attempt() for _ in range(8))), None)
+    assert found is not None
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -211,18 +218,22 @@ def test_prompts_that_cannot_be(vllm_place: Shared, policy: Policy) -> None:
 
 def test_weights_that_land_within_a_turn(vllm_place: Shared, policy: Policy) -> None:
     vllm_place.call("load", policy.change())
-    old, was = copy.deepcopy(policy.model), policy.version
-    weights = policy.change()  # written beforehand: what takes time here is not the point
 
-    async def everything() -> list[Completion]:
+    async def everything(weights: Weights) -> list[Completion]:
         params = [SamplingParams(max_tokens=LONG, seed=seed) for seed in range(4)]
         turns = [asyncio.create_task(vllm_place.place.call("sample", PROMPT, each)) for each in params]
+        await asyncio.sleep(0)  # they are sent before what follows
         await vllm_place.place.call("sample", PROMPT, SamplingParams(max_tokens=1))
-        assert not any(turn.done() for turn in turns)
         await vllm_place.place.call("load", weights)
         return await asyncio.gather(*turns)
 
-    for found in vllm_place.run(everything()):
+    def attempt() -> tuple[Any, int, list[Completion]] | None:
+        old, was = copy.deepcopy(policy.model), policy.version
+        every = vllm_place.run(everything(policy.change()))
+        return (old, was, every) if all(found.versions for found in every) else None
+
+    old, was, every = until(attempt)
+    for found in every:
         assert found.versions is not None and found.policy_version == was
         cut = found.versions.index(policy.version)
         assert 0 < cut < LONG and found.versions == [was] * cut + [policy.version] * (LONG - cut)
@@ -242,19 +253,23 @@ def test_adapters(vllm_place: Shared, policy: Policy, tmp_path: Path) -> None:
         assert weights.kind == "adapter"
         vllm_place.call("load", weights)
         assert distance(vllm_place.call("score", weights.canary[0]), weights.canary[1]) < CLOSE
-    old, was = copy.deepcopy(pure.model), pure.version
-    changed = pure.change()  # before the turn begins, which would not wait for it
 
-    async def everything() -> tuple[Completion, Completion]:
+    async def everything(changed: Weights) -> tuple[Completion, Completion, bool]:
         call, long = vllm_place.place.call, SamplingParams(max_tokens=LONG)
         turn = asyncio.create_task(call("sample", PROMPT, long))
+        await asyncio.sleep(0)  # it is sent before what follows
         await call("sample", PROMPT, SamplingParams(max_tokens=1))
         await call("load", changed)
         new = await call("sample", PROMPT, SamplingParams(max_tokens=20))
-        assert not turn.done()
-        return await turn, new
+        beside = not turn.done()
+        return await turn, new, beside
 
-    first, new = vllm_place.run(everything())
+    def attempt() -> tuple[Any, int, Completion, Completion] | None:
+        old, was = copy.deepcopy(pure.model), pure.version
+        first, new, beside = vllm_place.run(everything(pure.change()))
+        return (old, was, first, new) if beside else None
+
+    old, was, first, new = until(attempt)
     assert (first.policy_version, first.versions, new.policy_version) == (was, None, pure.version)
     assert distance(first.logprobs, plain_logprobs(old, PROMPT, first.token_ids)) < CLOSE
     assert pure.gap(PROMPT, new) < CLOSE and pure.gap(PROMPT, first) > 0.1

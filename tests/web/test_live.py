@@ -128,3 +128,19 @@ def test_the_api_describes_itself(tmp_path: Path) -> None:
         refused = page.client.get("/api/runs/none").json()["error"]
         assert refused["param"] == "name" and "none" in refused["message"]
         assert page.client.get("/api/runs/x/metrics?after=y").json()["error"]["param"] == "after"
+
+
+def test_all_readers_share_a_look(tmp_path: Path) -> None:
+    made_run(tmp_path, "done")
+    with serving(tmp_path) as page:
+        assert page.page is not None
+        looks, rows = [], page.page.runs.rows
+        page.page.runs.rows = lambda: looks.append(1) or rows()  # type: ignore[method-assign]
+        readers = [page.events("/api/events") for _ in range(20)]
+        for events in readers:
+            next(events)
+        before = len(looks)
+        running(tmp_path).unlock()
+        for events in readers:
+            assert until(events, "runs")["runs"][0]["name"] == "live"
+        assert len(looks) - before < len(readers)

@@ -94,7 +94,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
             said = HOSTILE if (group, member) == (0, 3) else "Tunis"
             run.append(TRAJECTORIES, episode(group + 1, f"task-{group}", member, float(member % 2), said))
     made_run(runs, "sft", training={"algorithm": "sft"})
-    made_run(runs, "dead").write_status(Status("running", 1, 2))
+    made_run(runs, "dead").write_status(Status("running", 1, 2, HOSTILE))
     (made_run(runs, "strange").path / "config.yaml").write_text("training: {speed: 11}")
     catalogue = Catalogue(registry_path(runs))
     catalogue.add("agent", ROOT / "tests/fixtures/warm", {"folder": "warm"})
@@ -159,6 +159,8 @@ def test_hostile_episodes_are_text(tab: Tab, page: Served) -> None:
     assert tab.run("window.broken") is None
     tab.click(".detail summary")
     assert tab.run("window.broken") is None
+    show(tab, page, "run/dead", "onerror")  # what a file of a run says is such a text, too
+    assert "␛[2J␀⟨U+202E⟩" in tab.text("main") and tab.run("window.broken") is None
 
 
 def test_episodes_are_read_a_page_at_a_time(tab: Tab, page: Served) -> None:

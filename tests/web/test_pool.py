@@ -61,20 +61,32 @@ def test_a_process_that_nobody_asks_is_ended(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.usefixtures("pretended")
-def test_a_job_that_can_stop_keeps_its_process(tmp_path: Path) -> None:
-    async def run() -> None:
-        made, file = Pool(), tmp_path / "stop"
-        try:
-            events = made.events("play", "wait", {"file": str(file)}, file.touch)
-            await anext(events)
-            pid = made._workers["play"].pid
-            await events.aclose()
-            assert await made.ask("play", "count", {"count": 2}) == {"sum": 2}  # after the other has ended
-            assert made._workers["play"].pid == pid and file.exists()
-        finally:
-            await made.close()
+def test_there_are_only_so_many_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "MOST", 2)
 
-    asyncio.run(run())
+    async def run() -> None:
+        made = Pool()
+        for kind in ("a", "b", "a", "c"):
+            await made.ask(kind, "count", {"count": 0})
+        assert [kind for kind, each in made._workers.items() if each.alive] == ["a", "c"]
+        await made.close()
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+
+
+@pytest.mark.usefixtures("pretended")
+def test_a_job_that_can_be_asked_to_end_keeps_its_process() -> None:
+    async def run() -> None:
+        made, left = Pool(), list[int]()
+        events = made.events("play", "count", {"count": 1}, lambda: left.append(1))
+        assert (await anext(events))["event"] == "told"
+        await events.aclose()
+        process = made._workers["play"].pid
+        assert left and await made.ask("play", "count", {"count": 2}) == {"sum": 2}
+        assert made._workers["play"].pid == process is not None
+        await made.close()
+
+    asyncio.run(asyncio.wait_for(run(), 60))
 
 
 @pytest.mark.usefixtures("pretended")
@@ -111,7 +123,9 @@ def test_aliases_and_rollbacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
             f"tfactory registry alias agent:2 champion --runs {runs}",
         )
         assert page.get("/api/models")["models"][0]["aliases"] == {"champion": 2}
-        assert page.post("/api/models/agent/rollback", alias="champion")["version"] == "agent:1"
+        # Two pages that show version 2 take back that one, and not the one before it, too.
+        assert page.post("/api/models/agent/rollback", alias="champion", number=2)["version"] == "agent:1"
+        assert page.send("/api/models/agent/rollback", alias="champion", number=2).status_code == 409
         assert catalogue.alias("agent", "champion") == 1
         assert page.get("/api/models/agent/1")["version"]["aliases"] == ["champion"]
         assert page.send("/api/models/none/rollback", alias="champion").status_code == 400

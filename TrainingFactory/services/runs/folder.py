@@ -340,7 +340,7 @@ class TrainingReport:
 
 
 def is_run(path: Path) -> bool:
-    return (path / CONFIG).is_file() and (path / ABOUT).is_file()
+    return all(os.path.isfile(path / name) for name in (CONFIG, ABOUT))  # one that is closed to us is none
 
 
 def list_runs(runs: str | Path = "runs") -> list[RunFolder]:

@@ -10,15 +10,19 @@ import psutil
 from TrainingFactory.services.runs.folder import RunFolder
 
 
-def stop(run: RunFolder) -> int:
-    """Ask the process that writes a run to save a checkpoint and end; return its number."""
+def stop(run: RunFolder, asked: set[psutil.Process] | None = None) -> int:
+    """Ask the process that writes a run to save a checkpoint and end; return its number. One of those that were `asked`
+    is left alone: it would end at once."""
+    asked = set() if asked is None else asked
     if run.state != "running":
         raise ValueError(f"run {run.name} is {run.state}, not running")
     lock = str((run.path / "lock").resolve())
     # Whoever only looks whether the lock is held has closed it again.
     for process in psutil.process_iter():
         if process.pid != os.getpid() and _has(process, lock):
-            process.send_signal(signal.SIGINT)  # none is sent to another process that has its number by now
+            if process not in asked:
+                process.send_signal(signal.SIGINT)  # never to another process that has its number
+            asked.add(process)
             return process.pid
     raise ValueError(f"run {run.name} is written by a process that this user cannot see")
 

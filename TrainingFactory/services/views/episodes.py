@@ -42,7 +42,7 @@ def row_of(found: Json, number: int) -> tuple[EpisodeRow, list[str]]:
         task=str(found["task"]["id"]), group=group, member=int(found["member"]) % (1 << 53),
         status=str(found["status"]),
         reward=None if reward is None else float(reward["outcome"]) + sum(reward.get("steps", ())),
-        turns=len(turns), tokens=sum(each if isinstance(each, int) else len(each) for each in sampled),
+        turns=len(turns), tokens=sum(each if isinstance(each, int) else len(each) for each in sampled) % (1 << 53),
         tool_calls=len(results), tool_failures=len(failed), cached=sum(bool(r.get("cached")) for _, r in results),
         seconds=float(found.get("seconds", 0.0)), error=found.get("error") and str(found["error"]),
     )  # fmt: skip

@@ -23,13 +23,16 @@ from TrainingFactory.services.registry.lineage import chain, origin, parent_of, 
 from TrainingFactory.services.runs import folder as kept
 from TrainingFactory.services.runs.folder import ABOUT, CONFIG, FINDINGS, METRICS, STATUS, RunFolder, is_run
 from TrainingFactory.services.views import shapes
+from TrainingFactory.services.views.episodes import WRONG
 from TrainingFactory.services.views.files import Place, read_json, read_on
+from TrainingFactory.texts import valid_text
 
 SPARK, LOCKED = 60, ("running", "killed")  # points of a small curve; states that only the lock tells apart
 PART = 8 << 20  # bytes of metrics in an answer
 LOG, LOG_PART = "run.log", 256 << 10  # what a run's process has printed, where something kept it
 SUMMED = re.compile(
-    rb'"(step|reward|loss|tokens_per_second|eval/success(?:_low|_high)?)": (NaN|-?[\dI][\w.+-]*)'
+    rb'"(step|reward|loss|tokens_per_second|eval/success(?:_low|_high)?)": '
+    rb"(NaN|-?(?:Infinity|\d+(?:\.\d+)?(?:[eE][+-]?\d+)?))(?=[,}])"
 )
 BEGAN = "the model it began with"
 COMMANDS = ("runs show", "runs stop", "runs resume", "runs report", "eval", "serve", "runs episodes")
@@ -86,8 +89,6 @@ class Runs:
         seen = [stat_of(run.path / name) for name in (METRICS, STATUS, CONFIG, ABOUT, FINDINGS)]
         row = known.row
         if row is None or seen != known.seen or (row.state in LOCKED and row.state != run.state):
-            if seen[:1] != known.seen[:1]:
-                _sum_up(run.path / METRICS, known)
             known.seen, known.row = seen, (row := _new_row(run, known, max(seen)[0] / 1e9))
         return row
 
@@ -116,16 +117,18 @@ def _sum_up(path: Path, known: _Known) -> None:
 
 
 def _new_row(run: RunFolder, known: _Known, updated: float) -> shapes.RunRow:
-    last, of = known.last, "reward" if "reward" in known.curves else "loss"
-    row = shapes.RunRow(
-        name=run.name, state="unreadable", updated=updated, reward=last.get("reward"), loss=last.get("loss"),
-        spark=_thinned(known.curves.get(of, ())), spark_of=of, tokens_per_second=last.get("tokens_per_second"),
-    )  # fmt: skip
-    if "eval/success" in last:
-        low, high, step = last.get("eval/success_low"), last.get("eval/success_high"), int(last["eval/step"])
-        row.heldout = shapes.Heldout(value=last["eval/success"], low=low, high=high, step=step)
-    file = CONFIG
+    row, file = shapes.RunRow(name=valid_text(run.name), state="unreadable", updated=updated), ""
     try:
+        if row.name != run.name:
+            raise ValueError("the name of its folder is no text; rename it")
+        _sum_up(run.path / (file := METRICS), known)
+        last, of, file = known.last, "reward" if "reward" in known.curves else "loss", CONFIG
+        row.reward, row.loss, row.tokens_per_second = map(last.get, ("reward", "loss", "tokens_per_second"))
+        row.spark, row.spark_of = _thinned(known.curves.get(of, ())), of
+        if "eval/success" in last and isfinite(last["eval/step"]):
+            low, high = last.get("eval/success_low"), last.get("eval/success_high")
+            value, step = last["eval/success"], int(last["eval/step"])
+            row.heldout = shapes.Heldout(value=value, low=low, high=high, step=step)
         if not is_run(run.path):
             raise ValueError(f"it is half written: it needs {CONFIG} and {ABOUT}")
         config = quick_config(run)
@@ -153,7 +156,8 @@ def _thinned(values: Sequence[float]) -> list[float]:
 def quick_config(run: RunFolder) -> TrainingConfig:
     """Return the config of a run, without the lines that its keys stand in; raise ConfigError as `run.config` does."""
     text = (run.path / CONFIG).read_text(encoding="utf-8", errors="replace")
-    if not re.search(r"(^|\s)[&*]\S", text):  # no alias
+    # No alias, nor so many levels that the quick one, which is no Python, would end this process.
+    if not re.search(r"(^|\s)[&*]\S", text) and sum(map(text.count, "[{?-")) < 1000:
         with contextlib.suppress(Exception):  # then the other one says where
             return TrainingConfig(**expand(yaml.load(text, _QuickLoader)))  # a SafeLoader
     return run.config
@@ -255,15 +259,16 @@ def metrics_part(run: RunFolder, after: int = 0) -> shapes.MetricsPart:
     for line in part.lines:
         try:
             row: shapes.Json = read_json(line)
-            found.steps.append(int(row.pop("step")))
-        except (ValueError, LookupError, TypeError, AttributeError):
+            step, time = int(row.pop("step")), row.pop("time", None)
+            numbers = {name: float(value) for name, value in row.items() if isinstance(value, int | float)}
+        except WRONG:
             found.unread += 1
             continue
-        found.times.append(row.pop("time", None))
-        for name, value in row.items():
-            if isinstance(value, int | float):
-                column = found.series.setdefault(kept.OLD_METRICS.get(name, name), [])
-                column += [None] * (len(found.steps) - 1 - len(column)) + [float(value)]
+        found.steps.append(step)
+        found.times.append(time if isinstance(time, int | float) else None)
+        for name, value in numbers.items():
+            column = found.series.setdefault(kept.OLD_METRICS.get(name, name), [])
+            column += [None] * (len(found.steps) - 1 - len(column)) + [value]
     for column in found.series.values():
         column += [None] * (len(found.steps) - len(column))
     return found

@@ -31,7 +31,7 @@ function set(element, name, value) {
 export function add(element, children) {
   for (const child of [children].flat(Infinity)) {
     if (child === null || child === undefined || child === false) continue;
-    element.append(child instanceof Node ? child : document.createTextNode(String(child)));
+    element.append(child instanceof Node ? child : document.createTextNode(visible(child)));
   }
   return element;
 }
@@ -51,9 +51,9 @@ export function debounce(milliseconds, call) {
   };
 }
 
-// Control codes in what models and tools write would be invisible: they are shown as their pictures.
+// Control codes in what models, tools and files say would be invisible: they are shown as their pictures.
 const CONTROLS = /[\u0000-\u0008\u000b-\u001f\u007f]/g;
-const HIDDEN = /[\u200b-\u200f\u202a-\u202e\u2060-\u2069\ufeff]/g;
+const HIDDEN = /[\u0080-\u009f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\u{e0000}-\u{e007f}]/gu;
 
 /** Makes invisible characters of foreign text visible. */
 export function visible(text) {

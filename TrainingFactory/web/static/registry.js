@@ -143,7 +143,8 @@ async function rollback(pressed, model, alias, again) {
     ))
   )
     return;
-  const told = await act(pressed, () => post(url(["models", model.name, "rollback"]), { alias }));
+  const asked = { alias, number: model.aliases[alias] };
+  const told = await act(pressed, () => post(url(["models", model.name, "rollback"]), asked));
   if (!told) return;
   toast(`${model.name}@${alias} is ${told.version} again.`, "good");
   await again();

@@ -161,7 +161,7 @@ export class ToolsStep {
 }
 
 /** One server as it would be started or reached, whole. */
-function serverOf({ name, command: parts, url: address, cwd, env_names: names }) {
+function serverOf({ name, command: parts, url: address, cwd, variables: names }) {
   const line = parts.map((part) => h("span", { class: "word" }, visible(part)));
   const more = [
     cwd && "in " + cwd,
