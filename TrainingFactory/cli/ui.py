@@ -44,9 +44,8 @@ def ui(
 
     token = None if listen.is_loopback(host) else secrets.token_urlsafe(24)
     if token is not None:
-        show.note(
-            f"warning: --host {host} lets other machines connect, without encryption; they need the token"
-        )
+        text = "lets other machines connect, without encryption; they need the token"
+        show.note(f"warning: --host {host} {text}")
     with listen.bind(host, port) as bound, contextlib.suppress(KeyboardInterrupt):
         page = Page(Path(where).expanduser(), host, token)
         address = listen.address_of(bound)

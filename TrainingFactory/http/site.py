@@ -115,9 +115,8 @@ class Site:
         self._files = {each.relative_to(self._static).as_posix(): _served(each) for each in files}
 
     async def _file(self, request: Request, path: str) -> Response:
-        found = self._files.get(
-            {"": "index.html", "docs": "docs.html"}.get(path, path.removeprefix("static/"))
-        )
+        name = {"": "index.html", "docs": "docs.html"}.get(path, path.removeprefix("static/"))
+        found = self._files.get(name)
         if found is None:
             raise HTTPException(404, "there is no such page")
         content, headers = found

@@ -4,7 +4,7 @@ what stands in it."""
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,8 +16,13 @@ from TrainingFactory.config import TrainingConfig, load_config
 from TrainingFactory.config.loading import key_value
 from TrainingFactory.config.problems import ConfigError, Problem, dotted
 from TrainingFactory.config.schema import ALGORITHMS, sections
+from TrainingFactory.data.datasets import is_path, read_rows
 from TrainingFactory.options import show
+from TrainingFactory.services.build.environment import check_name
+from TrainingFactory.services.build.factories import by_file
+from TrainingFactory.services.build.model_names import with_model
 from TrainingFactory.services.build.notices import notices, unused
+from TrainingFactory.services.build.rewards import check_reward
 from TrainingFactory.services.runs.folder import SECRET, list_runs
 from TrainingFactory.texts import secrets_in, valid_text
 
@@ -41,6 +46,7 @@ USUAL = set(
     "sampling.max_tokens lora.enabled lora.r logging.checkpoint_every registry.name grpo.advantage grpo.credit grpo.kl "
     "ppo.critic_warmup dpo.beta kto.beta sft.turns".split()
 )
+PLAIN = ("environment", "rule_based", "tool_verified")  # rewards that are made of their options alone
 FOLDER = Path(__file__).resolve().parents[2] / "configs"  # where the package is a checkout
 
 
@@ -122,17 +128,12 @@ def _option(key: str, schema: Mapping[str, Any]) -> Option:
     kind: Kind = "choice" if "enum" in first else KINDS.get(first.get("type", ""), "text")
     known = sorted(catalog.names("environment")) if key == "environment.environment_id" else None
     return Option(
-        key=key,
-        kind=kind,
-        help=" ".join(schema.get("description", HELP.get(key, "")).split()),
-        default=schema.get("default", {"list": [], "map": {}}.get(kind)),
-        choices=first.get("enum", known),
-        least=first.get("minimum", first.get("exclusiveMinimum")),
-        most=first.get("maximum", first.get("exclusiveMaximum")),
-        above="exclusiveMinimum" in first,
-        nullable={"type": "null"} in kinds,
+        key=key, kind=kind, help=" ".join(schema.get("description", HELP.get(key, "")).split()),
+        default=schema.get("default", {"list": [], "map": {}}.get(kind)), choices=first.get("enum", known),
+        least=first.get("minimum", first.get("exclusiveMinimum")), above="exclusiveMinimum" in first,
+        most=first.get("maximum", first.get("exclusiveMaximum")), nullable={"type": "null"} in kinds,
         advanced=key not in USUAL,
-    )
+    )  # fmt: skip
 
 
 def starts(runs: Path) -> Starts:
@@ -157,14 +158,48 @@ def read(draft: Draft) -> TrainingConfig:
     return config
 
 
-def check(draft: Draft) -> Checked:
-    """Return the whole config and its shortest text, or what is wrong with it, each at its key."""
+def placed(config: TrainingConfig, runs: Path) -> TrainingConfig:
+    """Return the config as it is where the page's runs are: names of models are looked up there."""
+    logging = config.logging.model_copy(update={"output_dir": str(runs)})
+    return config.model_copy(update={"logging": logging})
+
+
+def check(draft: Draft, runs: Path) -> Checked:
+    """Return the whole config and its shortest text, and what is wrong with it, each at its key."""
     try:
         config = read(draft)
     except ConfigError as error:
         return Checked(options=draft.options, yaml=draft.yaml or "", problems=mistakes(error), notices=[])
-    said = [*notices(config), *unused(config)]
-    return Checked(options=flat(config), yaml=text_of(config), problems=[], notices=said)
+    said, folder = [*notices(config), *unused(config)], config.logging.output_dir
+    if "output_dir" in config.logging.model_fields_set and Path(folder).resolve() != runs.resolve():
+        said.append(f"logging.output_dir: a run that is started here goes to {runs}, not to {folder}")
+    missed = missing(placed(config, runs))
+    return Checked(options=flat(config), yaml=text_of(config), problems=missed, notices=said)
+
+
+def missing(config: TrainingConfig) -> list[Mistake]:
+    """Return what a config names that is not there, in the words of a run; nothing is imported or loaded."""
+    found = list[Problem]()
+
+    def tried(key: str, look: Callable[[], Any]) -> Any:
+        try:
+            return look()
+        except ConfigError as error:
+            found.extend(error.problems)
+        except ValueError as error:
+            found.append(Problem(tuple(key.split(".")), str(error)))
+
+    config = tried("", lambda: by_file(config)) or config
+    tried("model.name", lambda: with_model(config))
+    if (place := config.environment.environment_id) is not None:
+        tried("environment.environment_id", lambda: check_name(place))
+    for key in ("tasks", "dataset", "heldout"):
+        name = getattr(config.data, key) or ""
+        if is_path(name) and not Path(name).expanduser().exists():
+            tried(f"data.{key}", lambda name=name: next(read_rows(name)))  # raises
+    if config.reward.type in PLAIN and not (config.reward.parts or config.optimization.distributed_reward):
+        tried("reward", lambda: check_reward(config))
+    return mistakes(config.wrong(found))
 
 
 def mistakes(error: ConfigError) -> list[Mistake]:

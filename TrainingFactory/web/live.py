@@ -11,7 +11,7 @@ from pydantic import BaseModel
 
 from TrainingFactory.http.site import Event, Events, event
 from TrainingFactory.services.runs.folder import FINDINGS, METRICS, RunFolder
-from TrainingFactory.services.views.runs import LOG, Runs, findings, log_part, metrics_part
+from TrainingFactory.services.views.runs import LOG, Runs, findings, log_part, metrics_part, stat_of
 from TrainingFactory.services.views.shapes import RunRow
 
 TICK = 0.4  # seconds between two looks
@@ -63,7 +63,7 @@ class _News:
     def __init__(self, run: RunFolder) -> None:
         self.run = run
         self._metrics, self._log = (_last_line_end(run.path / name) for name in (METRICS, LOG))
-        self._findings = _size(run.path / FINDINGS)
+        self._findings = stat_of(run.path / FINDINGS)
 
     def look(self) -> list[Event]:
         found = []
@@ -72,14 +72,10 @@ class _News:
         if (text := log_part(self.run, self._log)).text or text.again:
             found.append(event("log", text.model_copy(update={"start": self._log})))
         self._metrics, self._log = part.offset, text.offset
-        if (size := _size(self.run.path / FINDINGS)) != self._findings:
+        if (state := stat_of(self.run.path / FINDINGS)) != self._findings:
             found.append(event("findings", {"findings": [each.model_dump() for each in findings(self.run)]}))
-        self._findings = size
+        self._findings = state
         return found
-
-
-def _size(path: Path) -> int:
-    return path.stat().st_size if path.is_file() else 0
 
 
 def _last_line_end(path: Path) -> int:

@@ -20,6 +20,7 @@ from TrainingFactory.http.api import ApiError
 from TrainingFactory.http.site import Events, Site
 from TrainingFactory.models.names import BUILTIN
 from TrainingFactory.services.registry.catalogue import Catalogue, registry_path
+from TrainingFactory.services.runs.folder import RunFolder
 from TrainingFactory.services.training.dataset import arguments_fit
 from TrainingFactory.services.views.runs import Runs
 from TrainingFactory.services.views.shapes import Chat, Json
@@ -90,7 +91,7 @@ class PlayRoutes:
         for row in (row for row in reversed(self._runs.rows()) if row.state != "unreadable"):
             of = f"run:{row.name}" if row.environment else None
             environments += [{"name": of, "what": f"as in run {row.name}"}] if of else []
-            steps = [path.name for path in self._runs.find(row.name).checkpoints()]
+            steps = [path.name for path in RunFolder(self._runs.folder / row.name).checkpoints()]
             which = ["", *(f"@{name}" for name in (["best", *reversed(steps)] if len(steps) > 1 else []))]
             about = {"what": f"run, {row.algorithm}", "environment": of}
             models += [about | {"name": row.name + each} for each in (which if steps else [])]

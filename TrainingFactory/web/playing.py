@@ -111,10 +111,8 @@ class Playing:
         self.served, self.config, self.turns = served, config_of(given), Conversations(served.chat)
         self.task, self.tasks = Task("own-words", ""), list[Task]()
         self.environment: Environment | None = None
-        self.seen, self.specs = (
-            list[Message](),
-            list[ToolSpec](),
-        )  # what the environment has gone through; its tools
+        self.seen = list[Message]()  # what the environment has gone through
+        self.specs = list[ToolSpec]()  # its tools
         self._tools = RunTools(self.config, (), None)
 
     async def open(self, task: str | None) -> None:

@@ -18,6 +18,7 @@ from TrainingFactory.http.api import ApiError
 from TrainingFactory.services.runs.folder import RunFolder, is_run, new_name
 from TrainingFactory.services.views.runs import LOG
 from TrainingFactory.texts import clean
+from TrainingFactory.web.form import placed
 
 START = "start.yaml"  # in a run's folder: what the form has sent
 # this very installation, whatever the PATH says
@@ -29,8 +30,7 @@ _starting = set[str]()  # names of runs that have not begun yet
 
 async def train(text: str, config: TrainingConfig, name: str | None, runs: Path) -> tuple[str, str]:
     """Start `tfactory train` with the text of a config; return the run's name and the command when it has begun."""
-    placed = config.logging.model_copy(update={"output_dir": str(runs)})
-    name = name or new_name(config.model_copy(update={"logging": placed}))
+    name = name or new_name(placed(config, runs))
     path, part = runs / name, runs / f".{name}.part"
     if not re.fullmatch(r"\w[\w.+-]*", name):
         raise ApiError(f"{name!r} cannot name a run: letters, digits and . _ + - only", "name")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 from pydantic import BaseModel
@@ -31,7 +32,7 @@ class Moved(BaseModel):
 
 
 class Suites(BaseModel):
-    suites: list[str]
+    suites: dict[str, str]  # by name, with the file
 
 
 class RegistryRoutes:
@@ -59,12 +60,13 @@ class RegistryRoutes:
 
     def suites(self) -> Suites:
         """List the suites with a gate: files of the folder in which the page was started, and of `suites/` there."""
-        return Suites(suites=list(_suites()))
+        return Suites(suites={name: str(path) for name, path in _suites().items()})
 
     def alias(self, name: str, asked: Alias) -> Moved:
         """Let an alias name a version."""
         found, was = self._catalogue.set_alias(f"{name}:{asked.number}", asked.alias)
-        return Moved(version=str(found), was=was, command=f"tfactory registry alias {found} {asked.alias}")
+        command = f"tfactory registry alias {found} {asked.alias}{where_of(self._runs)}"
+        return Moved(version=str(found), was=was, command=command)
 
     def rollback(self, name: str, asked: Alias) -> Moved:
         """Give an alias the version back that it had before."""
@@ -72,7 +74,7 @@ class RegistryRoutes:
             text = f"{name}@{asked.alias} is version {now} by now, and was {asked.number}; look again"
             raise ApiError(text, "number", status=409)
         found, was = self._catalogue.rollback(name, asked.alias)
-        command = f"tfactory registry rollback {name} --alias {asked.alias}"
+        command = f"tfactory registry rollback {name} --alias {asked.alias}{where_of(self._runs)}"
         return Moved(version=str(found), was=was, command=command)
 
     async def promote(self, name: str, asked: Promote) -> Events:
@@ -88,3 +90,8 @@ class RegistryRoutes:
 def _suites() -> dict[str, Path]:
     found = [path for folder in (Path(), Path("suites")) for path in sorted(folder.glob("*.y*ml"))]
     return {path.stem: path for path in found if path.is_file() and b"\ngate:" in b"\n" + path.read_bytes()}
+
+
+def where_of(runs: Path) -> str:
+    """Return what a command needs to find the runs, where they are not in the usual folder."""
+    return "" if runs == Path("runs") else f" --runs {shlex.quote(str(runs))}"

@@ -27,7 +27,7 @@ from TrainingFactory.web.judges import JudgeRoutes
 from TrainingFactory.web.live import Live
 from TrainingFactory.web.play import PlayRoutes
 from TrainingFactory.web.pool import Pool
-from TrainingFactory.web.registry import RegistryRoutes
+from TrainingFactory.web.registry import RegistryRoutes, where_of
 from TrainingFactory.web.wizard import WizardRoutes
 from TrainingFactory.web.worker import index_of
 
@@ -37,6 +37,7 @@ STATIC = Path(__file__).with_name("static")
 class About(BaseModel):
     version: str
     runs_folder: str
+    where: str  # what a command needs to find these runs
     page_token: str  # what changes need as the header x-tfactory-page
     now: float  # seconds since 1970
 
@@ -71,7 +72,7 @@ class Page:
         post("/api/runs/{name}/resume", self.resume)
         get("/api/options", form.options)
         get("/api/starts", self.starts)
-        post("/api/check", form.check)
+        post("/api/check", self.check)
         post("/api/doctor", self.doctor)
         post("/api/sample", self.sample)
         post("/api/train", self.train)
@@ -84,9 +85,8 @@ class Page:
     async def serve(self, bound: socket, server: Any) -> None:
         """Serve until Ctrl-C, and end the processes for models; runs go on."""
         self.live.stopping = lambda: server.should_exit
-        reading = asyncio.create_task(
-            asyncio.to_thread(self.runs.rows)
-        )  # before the first page asks for them
+        # before the first page asks for them
+        reading = asyncio.create_task(asyncio.to_thread(self.runs.rows))
         try:
             await server.serve([bound])
         finally:
@@ -105,7 +105,8 @@ class Page:
     def about(self) -> About:
         """Tell what this is, and the token that changes need."""
         folder, token = str(self.runs.folder.resolve()), self.site.page_token
-        return About(version=__version__, runs_folder=folder, page_token=token, now=time.time())
+        told = {"runs_folder": folder, "where": where_of(self.runs.folder), "page_token": token}
+        return About(version=__version__, now=time.time(), **told)
 
     def all_runs(self) -> shapes.RunList:
         """List the runs, the oldest first."""
@@ -177,6 +178,10 @@ class Page:
         """List what a new run can start from."""
         return form.starts(self.runs.folder)
 
+    def check(self, draft: form.Draft) -> form.Checked:
+        """Tell the whole config and its shortest text, and what is wrong with it, each at its key."""
+        return form.check(draft, self.runs.folder)
+
     async def train(self, draft: form.Draft) -> Started:
         """Start a run in a process of its own, which the page does not end."""
         config = _read(draft)
@@ -185,11 +190,14 @@ class Page:
 
     async def doctor(self, draft: form.Draft) -> Events:
         """Examine a config with its model; events `told`, then `done` with `findings` and `rows`."""
-        return self.pool.events("check", "doctor", {"yaml": form.text_of(_read(draft))})
+        return self.pool.events("check", "doctor", self._given(draft))
 
     async def sample(self, draft: form.Draft) -> Events:
         """Play two episodes of a config; events `told`, then `done` with `episodes` and `notes`."""
-        return self.pool.events("check", "sample", {"yaml": form.text_of(_read(draft))})
+        return self.pool.events("check", "sample", self._given(draft))
+
+    def _given(self, draft: form.Draft) -> shapes.Json:
+        return {"yaml": form.text_of(form.placed(_read(draft), self.runs.folder))}
 
 
 def _read(draft: form.Draft) -> TrainingConfig:

@@ -91,12 +91,8 @@ class WizardRoutes:
             problem = str(error).replace(f"{path}, ", "").replace(str(path), "the text")
             return TasksRead(kind=kind, problem=problem)
         first = [{"id": each.id, "prompt": each.prompt, "answer": each.answer} for each in found[:SHOWN]]
-        known = {
-            "count": len(found),
-            "answered": sum(each.answer is not None for each in found),
-            "first": first,
-        }
-        return TasksRead(path=str(path), kind=kind, **known)
+        answered = sum(each.answer is not None for each in found)
+        return TasksRead(path=str(path), kind=kind, count=len(found), answered=answered, first=first)
 
     def _servers(self, text: str) -> tuple[list[ServerConfig], list[str]]:
         """Return the servers, and what keeps them from being started; raise ValueError where they cannot be read."""
@@ -125,11 +121,8 @@ def _shown(server: ServerConfig) -> Json:
 
     def plain(text: str) -> str:
         for name, value in server.filled.items():
-            text = (
-                text.replace(value, f"${{{name}}}")
-                if len(value) > 3 and value == os.environ.get(name)
-                else text
-            )
+            if len(value) > 3 and value == os.environ.get(name):
+                text = text.replace(value, f"${{{name}}}")
         return text
 
     command = [plain(each) for each in (server.command, *server.args) if each]

@@ -83,6 +83,20 @@ def test_two_runs_are_compared_by_the_records_that_fit(tmp_path: Path) -> None:
             comparison_view("a", name, tmp_path, registry)
 
 
+def test_two_are_compared_on_all_entries_of_a_suite(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        made_run(tmp_path, name)
+    for entry, ours, theirs in (("search", "0011", "0111"), ("sums", "01", "10")):
+        for name, won in (("a", ours), ("b", theirs)):
+            evaluated(tmp_path, name, won, suite="release", entry=entry, episodes_file=f"{entry}.jsonl")
+    found = comparison_view("a", "b", tmp_path, ModelRegistry(runs=tmp_path))
+    told = {each.task: (each.first, each.second) for each in found.tasks if each.flipped}
+    assert told == {"search: t1": (0, 1), "sums: t0": (0, 1), "sums: t1": (1, 0)} and len(found.tasks) == 6
+    assert found.summary["difference"] == pytest.approx(1 / 6) and "2 entries" in found.summary["notes"][-1]
+    [pair] = [each for each in found.tasks if each.task == "sums: t1"]
+    assert [each and each.row.reward for each in pair.episodes] == [1.0, 0.0]
+
+
 def test_audits_that_were_kept(tmp_path: Path) -> None:
     assert audits(tmp_path).audits == []
     keep_audit(tmp_path / "runs", Audit(items=3, judged=3, pearson=0.5), "judge", "gold.jsonl")

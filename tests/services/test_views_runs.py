@@ -106,6 +106,15 @@ def test_rows_are_read_again_only_where_something_changed(
     assert [row.name for row in runs.rows()] == ["two"]
 
 
+def test_what_a_run_is_played_in_is_told(tmp_path: Path) -> None:
+    made_run(tmp_path, "a", environment={}, data={"tasks": "tasks.jsonl"})
+    made_run(tmp_path, "b", environment={"command": "python agent.py"})
+    made_run(tmp_path, "c", environment={}, data={"dataset": "rows.jsonl"})
+    made_run(tmp_path, "d", environment={"environment_id": "search"}, data={"tasks": "tasks.jsonl"})
+    found = {row.name: row.environment for row in Runs(tmp_path).rows()}
+    assert found == {"a": "conversation", "b": "python agent.py", "c": "rows.jsonl", "d": "search"}
+
+
 def test_a_live_run_that_is_killed_shows_as_killed(tmp_path: Path) -> None:
     run = made_run(tmp_path, "a")
     run.lock()
@@ -115,6 +124,9 @@ def test_a_live_run_that_is_killed_shows_as_killed(tmp_path: Path) -> None:
     assert live.state == "running" and runs.rows()[0] is live
     run.unlock()  # as the system does for a process that has died; no file changes
     assert runs.rows()[0].state == "killed"
+    run.lock()  # resumed: it reads the model, and has written nothing yet
+    assert runs.rows()[0].state == "running"
+    run.unlock()
 
 
 def test_the_small_curve_is_thinned_and_starts_anew_when_a_run_is_rewound(tmp_path: Path) -> None:

@@ -8,8 +8,22 @@ from pathlib import Path
 
 import pytest
 
+from tests.kits import forked
 from tests.kits.browser import Browser, Tab
 from tests.kits.page import Served, serving
+
+
+@pytest.fixture(scope="session")
+def forks() -> Iterator[None]:
+    with forked.forks():
+        yield
+
+
+@pytest.fixture(scope="module")
+def forked_jobs(forks: None) -> Iterator[None]:
+    """Jobs that need a model are forked from one process, which has torch already."""
+    with forked.forked_jobs():
+        yield
 
 
 @pytest.fixture(scope="module")

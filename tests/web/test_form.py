@@ -7,10 +7,15 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.kits.registry import made_run
 from TrainingFactory.config import TrainingConfig, load_config
 from TrainingFactory.config.problems import ConfigError, leaves
 from TrainingFactory.web import form
 from TrainingFactory.web.form import Draft
+
+
+def check(draft: Draft, runs: Path = Path("runs")) -> form.Checked:
+    return form.check(draft, runs)
 
 
 def test_every_option_is_there_with_its_help_and_default() -> None:
@@ -40,25 +45,26 @@ def test_kinds_and_ranges_are_those_of_the_schema() -> None:
 
 @pytest.mark.parametrize("path", sorted(form.FOLDER.glob("*.yaml")), ids=lambda path: path.stem)
 def test_templates_go_through_the_form_unchanged(path: Path) -> None:
-    first = form.check(Draft(yaml=path.read_text()))
-    assert first.problems == []
+    first = check(Draft(yaml=path.read_text()))
+    own = {"data.dataset", "data.tasks", "data.heldout", "model.name"}  # of the user, and not there
+    assert {each.key for each in first.problems} <= own
     assert form.read(Draft(options=first.options)) == load_config(path) == form.read(Draft(yaml=first.yaml))
     assert set(yaml.safe_load(first.yaml) or {}) <= set(TrainingConfig.model_fields)
 
 
 def test_mistakes_stand_at_their_keys() -> None:
-    found = form.check(Draft(yaml="model: x\ntraining:\n  batch_size: many\n  lerning_rate: 1\n")).problems
+    found = check(Draft(yaml="model: x\ntraining:\n  batch_size: many\n  lerning_rate: 1\n")).problems
     assert [(each.key, each.line) for each in found] == [
         ("training.batch_size", 3),
         ("training.lerning_rate", 4),
     ]
     assert "did you mean training.learning_rate" in found[1].message
-    found = form.check(Draft(options={"training.max_steps": 0, "sampling.top_p": 2.0})).problems
+    found = check(Draft(options={"training.max_steps": 0, "sampling.top_p": 2.0})).problems
     assert [each.key for each in found] == ["training.max_steps", "sampling.top_p"]
-    [broken] = form.check(Draft(yaml="model: [")).problems
+    [broken] = check(Draft(yaml="model: [")).problems
     assert broken.key == "" and "not valid YAML" in broken.message and "/" not in broken.message
-    assert form.check(Draft(yaml="- a\n- b")).problems
-    assert form.check(Draft(yaml="&a [*a, *a]")).problems
+    assert check(Draft(yaml="- a\n- b")).problems
+    assert check(Draft(yaml="&a [*a, *a]")).problems
 
 
 def test_options_override_the_text_and_secrets_stay_out() -> None:
@@ -69,7 +75,7 @@ def test_options_override_the_text_and_secrets_stay_out() -> None:
     assert (config.training.max_steps, config.tools[0].name) == (7, "sql")
     with pytest.raises(ConfigError, match="holds a secret"):
         form.read(Draft(options={"reward.options": {"api_key": "sk-abcdefghijkl"}}))
-    assert form.check(Draft(yaml="lora: {r: 4}")).notices == [
+    assert check(Draft(yaml="lora: {r: 4}")).notices == [
         "lora.r: there is no adapter without lora.enabled=true"
     ]
 
@@ -80,3 +86,40 @@ def test_starts_are_templates_and_runs(tmp_path: Path) -> None:
         each.what for each in found.templates
     )
     assert found.runs == [] and form.read(Draft(yaml=found.empty)) == TrainingConfig()
+
+
+def test_names_that_lead_nowhere_stand_at_their_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    runs = tmp_path / "elsewhere"
+    made_run(runs, "mine")
+    wrong = """
+model: {name: mime}
+environment: {environment_id: serch}
+data: {heldout: gone.jsonl}
+reward: {type: rule_based, options: {rule: exatc}}
+"""
+    told = check(Draft(yaml=wrong), runs)
+    found = {each.key: each for each in told.problems}
+    assert {key: each.line for key, each in found.items()} == {
+        "model.name": 2, "environment.environment_id": 3, "data.heldout": 4, "reward.options.rule": 5,
+    }  # fmt: skip
+    assert "did you mean mine?" in found["model.name"].message
+    assert "did you mean search?" in found["environment.environment_id"].message
+    assert told.options["model.name"] == "mime" and "serch" in told.yaml  # the form goes on showing it
+    (tmp_path / "homes.py").write_text("raise SystemExit('a form runs nothing')")
+    (tmp_path / "factories.yaml").write_text("environments: {shop: homes.py}\n")
+    for name in ("homes.py:Homes", "shop", "reasoning_gym/any", "env_search"):
+        draft = Draft(options={"model.name": "mine@best", "environment.environment_id": name})
+        assert check(draft, runs).problems == []
+    [missing] = check(Draft(options={"environment.environment_id": "house.py"}), runs).problems
+    assert "there is no file house.py" in missing.message
+    assert [each.key for each in check(Draft(options={"model.name": "mine"}), tmp_path).problems] == [
+        "model.name"
+    ]
+
+
+def test_a_folder_that_a_run_will_not_be_in_is_told(tmp_path: Path) -> None:
+    draft = Draft(options={"logging.output_dir": str(tmp_path / "other")})
+    [told] = check(draft, tmp_path / "runs").notices
+    assert told.startswith("logging.output_dir: ") and str(tmp_path / "runs") in told
+    assert check(draft, tmp_path / "other").notices == check(Draft(), tmp_path).notices == []

@@ -11,7 +11,7 @@ import pytest
 
 from tests.kits.browser import Browser, Tab
 from tests.kits.page import Served
-from tests.kits.registry import made_run
+from tests.kits.registry import made_run, model_folder
 from TrainingFactory.services.registry.catalogue import Catalogue, registry_path
 from TrainingFactory.services.runs.folder import FINDINGS, METRICS, TRAJECTORIES, RunFolder, Status
 from TrainingFactory.web.site import STATIC
@@ -96,8 +96,12 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made_run(runs, "sft", training={"algorithm": "sft"})
     made_run(runs, "dead").write_status(Status("running", 1, 2, HOSTILE))
     (made_run(runs, "strange").path / "config.yaml").write_text("training: {speed: 11}")
-    Catalogue(registry_path(runs)).add("agent", ROOT / "tests/fixtures/warm", {"folder": "warm"})
+    catalogue = Catalogue(registry_path(runs))
+    catalogue.add("agent", ROOT / "tests/fixtures/warm", {"folder": "warm"})
     (folder / "release.yaml").write_text(SUITE)
+    for content in "ab":
+        found = catalogue.add("zoo", model_folder(folder / content, content), {"folder": content})
+        catalogue.set_alias(str(found), "champion")
     return runs
 
 
@@ -187,11 +191,17 @@ def test_the_form_tells_mistakes_at_their_fields(tab: Tab, page: Served) -> None
     tab.fill("#option-training-batch_size", "3")
     tab.wait("document.querySelector('#yaml').value.includes('batch_size: 3')")
     tab.wait(f"!{field}.innerText.includes('must be')")
+    tab.fill("#option-model-name", "r")
+    tab.wait("document.querySelector('[data-key=\"model.name\"]').innerText.includes('did you mean rl?')")
+    assert "name: r" in tab.run(
+        "document.querySelector('#yaml').value"
+    )  # what is missing can still be copied
     tab.run("document.querySelector('#source').value = 'run:rl'")
     tab.run("document.querySelector('#source').dispatchEvent(new Event('change'))")
     tab.wait("document.querySelector('#option-training-learning_rate').value == '0.0005'")
 
 
+@pytest.mark.usefixtures("forked_jobs")
 def test_a_promotion_and_a_run_by_the_form(browser: Browser, tab: Tab, page: Served, runs: Path) -> None:
     with browser.tab(f"{page.url}/#/registry") as other:
         other.click(".registry td button")
@@ -217,6 +227,17 @@ def test_a_promotion_and_a_run_by_the_form(browser: Browser, tab: Tab, page: Ser
         other.wait("document.querySelector('.registry .tag.accent')?.innerText == 'champion'")
         assert Catalogue(registry_path(runs)).get("agent@champion").number == 1
         assert other.errors == []
+
+
+def test_a_rollback(tab: Tab, page: Served, runs: Path) -> None:
+    show(tab, page, "registry/zoo", "Roll back champion")
+    tab.run(
+        "[...document.querySelectorAll('button')].find(each => each.innerText == 'Roll back champion').click()"
+    )
+    tab.wait(f"document.querySelector('dialog').innerText.includes('--alias champion --runs {runs}')")
+    tab.click("dialog button.danger")
+    tab.wait("document.body.innerText.includes('zoo@champion is zoo:1 again.')")
+    assert Catalogue(registry_path(runs)).get("zoo@champion").number == 1
 
 
 def test_keys_and_theme(tab: Tab, page: Served) -> None:

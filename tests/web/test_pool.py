@@ -118,7 +118,10 @@ def test_aliases_and_rollbacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     with serving(runs) as page:
         assert page.post("/api/models/agent/alias", number=1, alias="champion")["version"] == "agent:1"
         moved = page.post("/api/models/agent/alias", number=2, alias="champion")
-        assert (moved["was"], moved["command"]) == (1, "tfactory registry alias agent:2 champion")
+        assert (moved["was"], moved["command"]) == (
+            1,
+            f"tfactory registry alias agent:2 champion --runs {runs}",
+        )
         assert page.get("/api/models")["models"][0]["aliases"] == {"champion": 2}
         # Two pages that show version 2 take back that one, and not the one before it, too.
         assert page.post("/api/models/agent/rollback", alias="champion", number=2)["version"] == "agent:1"
@@ -127,7 +130,7 @@ def test_aliases_and_rollbacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         assert page.get("/api/models/agent/1")["version"]["aliases"] == ["champion"]
         assert page.send("/api/models/none/rollback", alias="champion").status_code == 400
         assert page.send("/api/models/agent/alias", number=9, alias="a").status_code == 400
-        assert page.get("/api/suites") == {"suites": ["release"]}
+        assert page.get("/api/suites") == {"suites": {"release": "release.yaml"}}
         for suite in ("other", "../release", "release.yaml", "none"):
             refused = page.send("/api/models/agent/promote", number=2, alias="champion", suite=suite)
             assert (refused.status_code, refused.json()["error"]["param"]) == (400, "suite")

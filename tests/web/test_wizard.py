@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from tests.kits.page import Served, serving
 from TrainingFactory.config import TrainingConfig
@@ -73,6 +74,21 @@ def test_what_was_not_confirmed_is_not_started(page: Served) -> None:
     refused = page.send("/api/tools/open", text=secret, confirmed=[digest])
     assert refused.status_code == 400 and "mcpServers.tiny.env.API_KEY holds a secret" in refused.text
     assert asked == [] and files(page) == []
+
+
+def test_models_of_samples_and_the_doctor_are_those_of_the_page(page: Served) -> None:
+    assert page.page is not None
+    asked = []
+
+    async def ask(kind: str, job: str, given: Any, *_: Any) -> Any:
+        asked.append((job, TrainingConfig(**yaml.safe_load(given["yaml"])).logging.output_dir))
+        return {}
+
+    page.page.pool.ask = ask  # type: ignore[method-assign]
+    for job in ("doctor", "sample"):
+        assert list(page.events(f"/api/{job}", yaml="model: builtin:tiny")) == [("done", {})]
+    folder = str(page.page.runs.folder)
+    assert asked == [("doctor", folder), ("sample", folder)]
 
 
 def test_confirmed_servers_list_their_tools(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.kits.browser import Tab
+from tests.kits.forked import forked_runs
 from tests.kits.page import Served
 from tests.web.test_pages import HOSTILE, episode
 from tests.web.test_play import made_runs
@@ -17,7 +18,7 @@ from tests.web.test_wizard import TINY
 from TrainingFactory.data.examples import load_examples
 from TrainingFactory.services.runs.folder import TRAJECTORIES, RunFolder
 
-pytestmark = pytest.mark.xdist_group("browser")
+pytestmark = [pytest.mark.xdist_group("browser"), pytest.mark.usefixtures("forked_jobs")]
 LONG = 120.0  # seconds: a process is started, and a model loaded
 
 
@@ -33,7 +34,6 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return runs
 
 
-@pytest.mark.slow
 def test_the_wizard_from_pasted_servers_to_a_finished_run(tab: Tab, page: Served, runs: Path) -> None:
     tab.goto(f"{page.url}/#/wizard")
     tab.fill("#servers", json.dumps({"mcpServers": {"tiny": {"command": sys.executable, "args": [TINY]}}}))
@@ -68,9 +68,11 @@ def test_the_wizard_from_pasted_servers_to_a_finished_run(tab: Tab, page: Served
     tab.wait("document.querySelectorAll('#step-samples .member').length == 2", LONG)
     assert "2 episodes" in tab.text("#step-samples header")
     tab.fill("#wizard-name", "wizard-1")
-    tab.click("#train")
-    tab.wait("document.querySelector('h1')?.innerText == 'wizard-1'", LONG)
+    with forked_runs():
+        tab.click("#train")
+        tab.wait("document.querySelector('h1')?.innerText == 'wizard-1'", LONG)
     tab.wait("document.querySelector('.state')?.innerText == 'finished'", LONG)
+    assert "run:wizard-1" in [each["name"] for each in page.get("/api/play")["environments"]]
     config = RunFolder(runs / "wizard-1").config
     assert [entry.name for entry in config.tools] == ["say", "count", "number"]
     assert (config.reward.type, config.reward.options["rule"], config.training.group_size) == (
@@ -80,7 +82,6 @@ def test_the_wizard_from_pasted_servers_to_a_finished_run(tab: Tab, page: Served
     )
 
 
-@pytest.mark.slow
 def test_play_with_an_edited_turn_and_a_kept_demonstration(tab: Tab, page: Served, runs: Path) -> None:
     tab.goto(f"{page.url}/#/play?model=agent%3A1&environment=run%3Ahomes")
     tab.wait("document.querySelector('.chat .role-user')", LONG)

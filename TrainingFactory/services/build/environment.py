@@ -19,7 +19,7 @@ from TrainingFactory.services.build.siblings import ENVIRONMENTS
 from TrainingFactory.services.proxy.program import AgentProgram
 from TrainingFactory.tools.adapt import as_tool
 from TrainingFactory.types import Message, Task
-from TrainingFactory.user_code import chosen, is_file_name, told
+from TrainingFactory.user_code import chosen, is_file_name, split_name, told
 
 
 def make_environment(config: TrainingConfig, given: bool = False) -> EnvironmentFactory:
@@ -55,6 +55,13 @@ def environment_named(name: str) -> Any:
         return environment_of(scenario)
     with told_with_places("environments"):
         return catalog.find("environment", name)
+
+
+def check_name(name: str) -> None:
+    """Raise what `environment_named` does for a name that leads nowhere; what is there is not imported."""
+    known, file = catalog.names("environment").keys(), Path(split_name(name)[0]).expanduser()
+    if not (file.is_file() if is_file_name(name) else known & {name, f"{name.partition('/')[0]}/"}):
+        environment_named(name)
 
 
 def environment_of(scenario: Any) -> Any:

@@ -25,10 +25,9 @@ def group_credit(run: RunFolder, step: int | None, task: str, index: EpisodeInde
     for (line, number), played in zip(lines, episodes, strict=True):
         if played.task.id == task:
             told, view = known[played.group, played.member], episode_view(line, number)
-            pieces = [[_piece(each) for each in turn.pieces] for turn in told.turns]
             view.credit = CreditView(
                 measure=credit.measure, largest=credit.largest, note=credit.notes[0], left_out=told.left_out,
-                turns=[{"pieces": each} for each in pieces],
+                turns=[{"pieces": [_piece(each) for each in turn.pieces]} for turn in told.turns],
             )  # fmt: skip
             found.members.append(view)
     return found

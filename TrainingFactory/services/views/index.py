@@ -96,7 +96,7 @@ class EpisodeIndex:
                         continue
                 rows.append(EpisodeRow(**{name: found[name] for name in COLUMNS}))
         if query.text:
-            matched = None if cut or query.after is not None else len(rows)
+            matched = None if cut or part.more or query.after is not None else len(rows)
         return EpisodePage(
             total=self._count, matched=matched, rows=rows, bytes_read=read + searched,
             next=(last or query.after) if cut or part.more else None,

@@ -17,7 +17,6 @@ from TrainingFactory.services.views.runs import evaluation_row, lineage_rows
 
 SHOWN = 20  # flipped tasks with both episodes
 SAME = ("model", "number", "created", "who", "description", "digest", "tags")
-AUDIT_BYTES = 16 << 20
 
 
 def models(catalogue: Catalogue) -> shapes.ModelList:
@@ -51,27 +50,42 @@ def version_view(catalogue: Catalogue, name: str) -> shapes.VersionView:
 
 def comparison_view(first: str, second: str, runs: Path, catalogue: Catalogue) -> shapes.ComparisonView:
     """Compare two of what was evaluated (runs, sft@step-40, versions, models, ids of records) by those of their records
-    that fit best, of these the last. Nothing is played, and names are no paths; raise ValueError where none fit."""
+    that fit best, of these the last; of a suite by all its entries. Nothing is played, and names are no paths; raise
+    ValueError where none fit."""
     known = [Found(*each) for each in all_records(runs)]
     ours, theirs = (_recorded(name, known, catalogue) for name in (first, second))
     pairs = [(a, b) for a in ours for b in theirs if a.record.id != b.record.id]
     if not pairs:
         raise ValueError(f"there are no two recorded evaluations of these: tfactory compare {first} {second}")
-    asked = [(a, b, a.record.conditions, b.record.conditions) for a, b in pairs]
-    one, other, *_ = max(
-        asked, key=lambda p: (p[2] == p[3], p[2].tasks == p[3].tasks, *(e.record.time for e in p[:2]))
-    )
-    made = compare(Side(first, [one]), Side(second, [other]))
-    told = {flip.task: each for flip, each in made.episodes([*made.worse, *made.better][:SHOWN])}
+    chosen = _alike(pairs)
+    outcomes = [paired(a.record, b.record) for a, b in chosen]
+    one, other = (Side(name, [pair[at] for pair in chosen]) for at, name in enumerate((first, second)))
+    made = compare(one, other, [float(len(each)) for each in outcomes])
+    several = f"{len(chosen)} entries of suite {chosen[0][0].record.suite}" if len(chosen) > 1 else ""
+    made.notes += [f"{several}: every task counts alike"] if several else []
+    told = {flip[:2]: each for flip, each in made.episodes([*made.worse, *made.better][:SHOWN])}
     tasks = []
-    for a, b in paired(one.record, other.record):
-        pair = shapes.TaskPair(task=a.task, first=share(a), second=share(b))
+    for place, (a, b) in ((place, each) for place, found in enumerate(outcomes) for each in found):
+        name = f"{chosen[place][0].record.entry}: {a.task}" if several else a.task
+        pair = shapes.TaskPair(task=name, first=share(a), second=share(b))
         if pair.first != pair.second:
             pair.flipped = "better" if pair.second > pair.first else "worse"
-        pair.episodes = [each and episode_view(each, 0) for each in told.get(a.task, [])]
+        pair.episodes = [each and episode_view(each, 0) for each in told.get((place, a.task), [])]
         tasks.append(pair)
     tasks.sort(key=lambda pair: not pair.flipped)
     return shapes.ComparisonView(tasks=tasks, summary=made.as_json())
+
+
+def _alike(pairs: list[tuple[Found, Found]]) -> list[tuple[Found, Found]]:
+    """Return the two records that fit best, and where they are of a suite those of its other entries."""
+    made = [(pair, *(each.record for each in pair)) for pair in pairs]
+    asked = [(a.conditions, b.conditions, a.time, b.time, pair, a, b) for pair, a, b in made]
+    asked.sort(key=lambda each: (each[0] == each[1], each[0].tasks == each[1].tasks, *each[2:4]))
+    suite, entries = asked[-1][-1].suite, dict[str | None, tuple[Found, Found]]()
+    for one, other, *_, pair, a, b in asked:
+        if suite and (a.suite, a.entry, one.tasks) == (suite, b.entry, other.tasks) and b.suite == suite:
+            entries[a.entry] = pair
+    return list(entries.values()) or [asked[-1][4]]
 
 
 def _recorded(name: str, known: list[Found], catalogue: Catalogue) -> list[Found]:
@@ -85,7 +99,7 @@ def _recorded(name: str, known: list[Found], catalogue: Catalogue) -> list[Found
 def audits(runs: Path) -> shapes.AuditList:
     """Return what `tfactory judge audit` has found, the oldest first; a line that cannot be read says so."""
     found = []
-    for line in read_on(runs / AUDITS, Place(), AUDIT_BYTES).lines:
+    for line in read_on(runs / AUDITS, Place(), 16 << 20).lines:
         try:
             found.append(dict(read_json(line)))
         except (ValueError, TypeError) as error:

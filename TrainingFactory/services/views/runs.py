@@ -27,7 +27,7 @@ from TrainingFactory.services.views.episodes import WRONG
 from TrainingFactory.services.views.files import Place, read_json, read_on
 from TrainingFactory.texts import valid_text
 
-SPARK = 60  # points of a small curve
+SPARK, LOCKED = 60, ("running", "killed")  # points of a small curve; states that only the lock tells apart
 PART = 8 << 20  # bytes of metrics in an answer
 LOG, LOG_PART = "run.log", 256 << 10  # what a run's process has printed, where something kept it
 SUMMED = re.compile(
@@ -81,19 +81,19 @@ class Runs:
 
     def _folders(self) -> list[Path]:
         files = [file for name in (ABOUT, CONFIG) for file in self.folder.glob(f"[!.]*/{name}")]
-        made = {file.parent: (_stat(file)[0], file) for file in files}
+        made = {file.parent: (stat_of(file)[0], file) for file in files}
         return sorted(made, key=made.__getitem__)
 
     def _row(self, run: RunFolder) -> shapes.RunRow:
         known = self._known.setdefault(run.path, _Known())
-        seen = [_stat(run.path / name) for name in (METRICS, STATUS, CONFIG, ABOUT, FINDINGS)]
+        seen = [stat_of(run.path / name) for name in (METRICS, STATUS, CONFIG, ABOUT, FINDINGS)]
         row = known.row
-        if row is None or seen != known.seen or (row.state == "running" != run.state):
+        if row is None or seen != known.seen or (row.state in LOCKED and row.state != run.state):
             known.seen, known.row = seen, (row := _new_row(run, known, max(seen)[0] / 1e9))
         return row
 
 
-def _stat(path: Path) -> tuple[int, int]:
+def stat_of(path: Path) -> tuple[int, int]:
     try:
         found = path.stat()
     except OSError:
@@ -133,7 +133,9 @@ def _new_row(run: RunFolder, known: _Known, updated: float) -> shapes.RunRow:
             raise ValueError(f"it is half written: it needs {CONFIG} and {ABOUT}")
         config = quick_config(run)
         row.algorithm, row.model = config.training.algorithm, config.model.name
-        row.environment, file = config.environment.environment_id or config.data.dataset, STATUS
+        place, data = config.environment, config.data
+        alone = "conversation" if config.tools or data.tasks else None
+        row.environment, file = place.environment_id or place.command or data.dataset or alone, STATUS
         status, state = run.status, run.state
         row.step, row.steps, row.seconds, file = status.step, status.steps, status.seconds, FINDINGS
         row.findings = sum(each.last_step is None for each in findings(run))
@@ -186,9 +188,7 @@ def run_view(run: RunFolder, runs: Runs) -> shapes.RunView:
             return otherwise
 
     about, best, steps = tried(lambda: run.about, {}), tried(run.best, None), len("step-")
-    records = read_records(
-        run.path / kept.EVALUATIONS, lambda note: notes.append(note.removeprefix("note: "))
-    )
+    records = read_records(run.path / kept.EVALUATIONS, lambda say: notes.append(say.removeprefix("note: ")))
     parent, began = parent_of({"about": about}), {"name": runs.row(run).model, "what": BEGAN, "rows": []}
     files = sorted(path for path in run.path.iterdir() if path.is_file() and not path.name.startswith("."))
     return shapes.RunView(
@@ -277,7 +277,7 @@ def metrics_part(run: RunFolder, after: int = 0) -> shapes.MetricsPart:
 def log_part(run: RunFolder, after: int = 0) -> shapes.LogPart:
     """Return what a run's process has printed after a byte; a negative one counts from the end."""
     path = run.path / LOG
-    if after < 0 and (after := max(0, _stat(path)[1] + after)):
+    if after < 0 and (after := max(0, stat_of(path)[1] + after)):
         after = read_on(path, Place(after), 1).place.offset  # not half a line
     part = read_on(path, _after(after), LOG_PART)
     text = "".join(f"{line.decode('utf-8', 'replace')}\n" for line in part.lines)

@@ -29,7 +29,7 @@ class RunRow(BaseModel):
     problem: str | None = None  # what could not be read, and why
     algorithm: str = ""
     model: str = ""
-    environment: str | None = None  # or the dataset, where there is no environment
+    environment: str | None = None  # or a command, a dataset; conversation: tools or tasks alone
     step: int = 0
     steps: int = 0  # 0: not known
     seconds: float = 0.0

@@ -1,6 +1,7 @@
 // Talks to the server: JSON in and out, errors with the field they belong to, and jobs that tell how far they are.
 
 let token = null;
+export let where = ""; // what a command needs to find the runs of this page
 
 class ApiError extends Error {
   constructor(status, error) {
@@ -15,6 +16,7 @@ class ApiError extends Error {
 export async function about() {
   const told = await get("/api/about");
   token = told.page_token;
+  where = told.where;
   return told;
 }
 

@@ -1,5 +1,5 @@
 // A promotion: which suite, which alias; then the gate's work as it goes, and its verdict.
-import { get, job, url } from "./api.js";
+import { get, job, url, where } from "./api.js";
 import { h, put } from "./dom.js";
 import { number } from "./format.js";
 import { icon } from "./icons.js";
@@ -54,7 +54,8 @@ function checks(rows) {
 }
 
 async function ask(model, version) {
-  const { suites } = await get(url(["suites"]));
+  const { suites: files } = await get(url(["suites"]));
+  const suites = Object.keys(files);
   if (!suites.length) {
     await dialog(
       "Promote",
@@ -75,7 +76,7 @@ async function ask(model, version) {
   const first = () => !(alias.value.trim() in model.aliases);
   const written = () =>
     command(
-      `tfactory registry promote ${name} --suite ${suite.value}.yaml${alias.value === "champion" ? "" : " --alias " + alias.value}${first() ? " --first" : ""}`,
+      `tfactory registry promote ${name} --suite ${files[suite.value]}${alias.value === "champion" ? "" : " --alias " + alias.value}${first() ? " --first" : ""}${where}`,
     );
   const told = h("div", {}, written());
   const note = h("p", { class: "soft" });

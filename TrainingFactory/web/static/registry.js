@@ -1,5 +1,5 @@
 // Registry: models with their versions and aliases; where a version comes from; compare two; promote; roll back.
-import { get, post, url } from "./api.js";
+import { get, post, url, where } from "./api.js";
 import * as compare from "./compare.js";
 import { h, put, visible } from "./dom.js";
 import { counted, moment, number, plain } from "./format.js";
@@ -137,7 +137,7 @@ async function rollback(pressed, model, alias, again) {
   if (
     !(await confirm(
       "Roll back " + alias + "?",
-      [text, command(`tfactory registry rollback ${model.name} --alias ${alias}`)],
+      [text, command(`tfactory registry rollback ${model.name} --alias ${alias}${where}`)],
       "Roll back",
       "danger",
     ))

@@ -218,8 +218,9 @@ class StartPage {
       const told = await post(url(["check"]), draft, this.signal);
       if (asked !== this.asked) return; // something was typed since
       this.problems = told.problems;
-      if (read && !told.problems.length) this.take(told.options);
-      const stale = told.problems.length > 0 && draft.yaml === undefined; // a form that is wrong has no text
+      // Of a config that only names what is not there all options are told, and its text.
+      if (read && (!told.problems.length || Object.keys(told.options).length)) this.take(told.options);
+      const stale = told.problems.length > 0 && !told.yaml; // a form that is wrong has no text
       if (!stale && this.yaml !== document.activeElement) this.yaml.value = told.yaml;
       this.yaml.classList.toggle("stale", stale);
       this.drawTold(told, stale);
