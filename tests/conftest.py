@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,14 @@ import pytest
 
 from tests.kits.cli import Run
 from tests.kits.scale import ray_head, scale, vllm_place  # noqa: F401  # fixtures
+
+gc.disable()  # until all modules are imported: none of what they make is garbage, and looking for it takes seconds
+
+
+def pytest_collection_finish() -> None:
+    """Leaves what the modules have made out of every later collection."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session")
