@@ -21,6 +21,14 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+def pytest_itemcollected(item: Any) -> None:
+    """Keeps tests that share what is made for their module in one process of the suite, so that it is made once."""
+    if item.get_closest_marker("xdist_group") is None and any(
+        made[-1].scope == "module" for made in item._fixtureinfo.name2fixturedefs.values()
+    ):
+        item.add_marker(pytest.mark.xdist_group(item.module.__name__))
+
+
 @pytest.fixture(scope="session")
 def warm() -> Path:
     """A tiny model that does a task with a tool now and then; see `tests/kits/warm.py`."""

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.kits.forks import fork
+from tests.kits.forks import FORKED, fork
 from tests.kits.run import Parity, Quiet, assert_same_run, brief, go_on, rows, train
 from TrainingFactory.services.build.model_names import find_model
 from TrainingFactory.services.build.training import Training
@@ -55,6 +55,7 @@ def lived(folder: Path, longer: float, condition: Callable[[Path], bool]) -> int
     return process.exitcode
 
 
+@FORKED
 def test_kill_9_at_any_moment(whole: Path, tmp_path: Path) -> None:
     rng, broken = random.Random(0), tmp_path / "broken"
     ends = [lived(broken, rng.random() * longer, condition) for longer, condition in MOMENTS]
