@@ -27,8 +27,8 @@ PER_TOKEN = ("logprobs", "advantages", "rewards", "policy_version")
 every_algorithm = pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in ALGORITHMS]
 )
-# The others differ from one of these token by token only, or before rows are laid out. They are laid out in two ways, and
-# by `make test-slow` in all.
+# The others differ from one of these token by token only, or before rows are laid out. They are laid out in two ways,
+# and by `make test-slow` in all.
 SHAPES = ("sft", "grpo", "grpo-sequence", "grpo-constant", "reinforce++", "gspo", "grpo-importance", "ppo-head", "dpo",
           "ppo-importance", "ppo-separate", "orpo", "kto", "rft", "reward-model", "process-reward-model")  # fmt: skip
 
