@@ -85,9 +85,12 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "kl": {"grpo": {"kl": 0.1}, "training": {"eval_every": 3}, "data": {"heldout_count": 2}},
     "sft": {"training": {"algorithm": "sft"}},
 }
+# Whatever of either is not restored shows in both together.
+VARIANTS["muon and kl"] = VARIANTS["kl"] | {"training": VARIANTS["muon"]["training"] | {"eval_every": 3}}
+ALONE = [pytest.param(name, marks=pytest.mark.slow) for name in ("muon", "kl")]
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", ["adapter", "sft", "muon and kl", *ALONE])
 def test_every_way_to_train_goes_on_exactly(tmp_path: Path, variant: str) -> None:
     config = brief(tmp_path, **VARIANTS[variant])
     train(config, "whole")
