@@ -96,13 +96,14 @@ $(SERVERS)/chromium.installed: tests/servers/chromium.sh
 	@rm -rf $(SERVERS)/chromium
 	@if sh $< $(SERVERS)/chromium; then touch $@; fi
 
-# One process per core and one more, because tests of servers and of kills wait a lot; each with one thread.
+# One process per core and one more, because tests of servers and of kills wait a lot; each with one thread. Compiled
+# modules are kept even where the environment says otherwise: every process would compile all tests for itself.
 test: $(STAMP) servers
-	@OMP_NUM_THREADS=1 $(RUN) -m pytest --dist loadgroup \
+	@PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(RUN) -m pytest --dist loadgroup \
 		-n $$($(RUN) -c "import psutil; print(min(8, len(psutil.Process().cpu_affinity()) + 1))" 2>/dev/null || echo auto)
 
 test-slow: $(STAMP) servers
-	@$(RUN) -m pytest -m slow
+	@PYTHONDONTWRITEBYTECODE= $(RUN) -m pytest -m slow
 
 lint: $(STAMP)
 	@$(RUN) -m ruff check .

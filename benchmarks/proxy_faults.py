@@ -25,6 +25,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,9 +54,9 @@ EXPECTED: dict[str, tuple[set[str], str]] = {
 }
 
 
-def tasks(count: int, folder: Path, seed: int) -> Path:
+def tasks(count: int, folder: Path, seed: int, kinds: Sequence[str]) -> Path:
     rng, file = random.Random(seed), folder / "tasks.jsonl"
-    faults = [kind for _ in range(count // len(EXPECTED) + 1) for kind in EXPECTED][:count]
+    faults = [kind for _ in range(count // len(kinds) + 1) for kind in kinds][:count]
     rng.shuffle(faults)
     rows = [json.loads(line) for line in (HERE / "examples/own_agent/train.jsonl").read_text().splitlines()]
     named = list({row["name"]: row for row in rows}.values())  # so that those side by side ask about others
@@ -66,8 +67,14 @@ def tasks(count: int, folder: Path, seed: int) -> Path:
     return file
 
 
-def campaign(episodes: int, seed: int = 0, processes: int = 4, timeout: float = 40.0) -> dict[str, Any]:
-    """Play them all; return what was counted, and all that is wrong."""
+def campaign(
+    episodes: int,
+    seed: int = 0,
+    processes: int = 4,
+    timeout: float = 40.0,
+    kinds: Sequence[str] = tuple(EXPECTED),
+) -> dict[str, Any]:
+    """Play them all, with these faults in turn; return what was counted, and all that is wrong."""
     logged = io.StringIO()
     handler = logging.StreamHandler(logged)
     logging.getLogger().addHandler(handler)
@@ -81,7 +88,7 @@ def campaign(episodes: int, seed: int = 0, processes: int = 4, timeout: float = 
             environment={
                 "command": agent, "options": {"env": names, "processes": processes}, "episode_timeout": timeout,
             },
-            data={"tasks": str(tasks(episodes, folder, seed))},
+            data={"tasks": str(tasks(episodes, folder, seed, kinds))},
             sampling={"max_tokens": 24},
         )  # fmt: skip
         try:

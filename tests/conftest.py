@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,22 @@ import pytest
 
 from tests.kits.cli import Run
 from tests.kits.scale import ray_head, scale, vllm_place  # noqa: F401  # fixtures
+
+gc.disable()  # until all modules are imported: none of what they make is garbage, and looking for it takes seconds
+
+
+def pytest_collection_finish() -> None:
+    """Leaves what the modules have made out of every later collection."""
+    gc.freeze()
+    gc.enable()
+
+
+def pytest_itemcollected(item: Any) -> None:
+    """Keeps tests that share what is made for their module in one process of the suite, so that it is made once."""
+    if item.get_closest_marker("xdist_group") is None and any(
+        made[-1].scope == "module" for made in item._fixtureinfo.name2fixturedefs.values()
+    ):
+        item.add_marker(pytest.mark.xdist_group(item.module.__name__))
 
 
 @pytest.fixture(scope="session")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import random
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -22,7 +23,14 @@ from TrainingFactory.types import Sample
 
 TOLERANCE = 1e-5
 PER_TOKEN = ("logprobs", "advantages", "rewards", "policy_version")
-every_algorithm = pytest.mark.parametrize("name", ALGORITHMS)
+# Tests of one algorithm share a process of the suite, and with it the gradient that they compare with.
+every_algorithm = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in ALGORITHMS]
+)
+# The others differ from one of these token by token only, or before rows are laid out. They are laid out in two ways,
+# and by `make test-slow` in all.
+SHAPES = ("sft", "grpo", "grpo-sequence", "grpo-constant", "reinforce++", "gspo", "grpo-importance", "ppo-head", "dpo",
+          "ppo-importance", "ppo-separate", "orpo", "kto", "rft", "reward-model", "process-reward-model")  # fmt: skip
 
 
 @cache
@@ -72,15 +80,24 @@ def padded(rows: tuple[Sample, ...]) -> list[Sample]:
     return [row for pair in zip(padding, longer, strict=True) for row in pair] + padding[:3]
 
 
+APART = "every episode or pair for itself"
 LAYOUTS: dict[str, tuple[Any, int, bool]] = {  # rows, size of a micro-batch, whether prefixes are shared
-    "every episode or pair for itself": (list, 1, True),
+    APART: (list, 1, True),
     "no shared prefixes": (list, 2000, False),
     "some together, in any order, with padding": (padded, 120, True),
 }
 
 
-@every_algorithm
-@pytest.mark.parametrize("layout", LAYOUTS)
+def laid_out() -> Iterator[Any]:
+    for name in ALGORITHMS:
+        for layout in LAYOUTS:
+            late = [pytest.mark.slow] if layout == APART and name not in SHAPES else []
+            yield pytest.param(
+                name, layout, id=f"{layout}-{name}", marks=[pytest.mark.xdist_group(name), *late]
+            )
+
+
+@pytest.mark.parametrize(("name", "layout"), laid_out())
 def test_any_layout_gives_the_same_gradient(name: str, layout: str) -> None:
     change, budget, sharing = LAYOUTS[layout]
     rows = change(rows_of(name))
@@ -118,8 +135,8 @@ def test_what_was_not_sampled_has_no_part(name: str) -> None:
             for place, sampled in enumerate(row.loss_mask):
                 if not sampled:
                     values[place] = rng.randrange(-1000, 1000)
-    found, same = found_with(name, perturbed), found_with(name, list(rows_of(name)))
-    assert all(torch.equal(found[key], value) for key, value in same.items())
+    found = found_with(name, perturbed)
+    assert all(torch.equal(found[key], value) for key, value in wanted(name).items())
 
 
 @pytest.mark.parametrize("name", ["sft", "grpo", "ppo-head", "dpo", "kto"])

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.kits.cli import ENVIRONMENT, ROOT, Run, python
+from tests.kits.forks import FORKED, Command
 from TrainingFactory import __version__
 from TrainingFactory.cli.app import App, app
 from TrainingFactory.cli.show import clean
@@ -159,17 +160,18 @@ def test_what_is_light_does_not_wait_for_torch(tmp_path: Path) -> None:
     assert told == [f"after {command} []" for command in light], out + err
 
 
+@FORKED
 def test_ctrl_c_keeps_what_is_done(tmp_path: Path) -> None:
     waiting = "    async def reset(self):\n        import asyncio\n"
     waiting += "        await asyncio.sleep(0 if int(self.task.id) < 2 else 1000)\n"
     (tmp_path / "mine.py").write_text(ENVIRONMENT + waiting + "        return await super().reset()\n")
     command = ["rollout", "mine.py", "--tasks", "4", "--max-tokens", "2", "--out", "out.jsonl"]
-    run = python(tmp_path, "-m", "TrainingFactory.cli", *command)
+    run = Command(tmp_path, *command)
     growing = tmp_path / "out.jsonl.part"
-    while run.poll() is None and (not growing.exists() or growing.read_text().count("\n") < 2):
+    while run.running and (not growing.exists() or growing.read_text().count("\n") < 2):
         time.sleep(0.05)
-    run.send_signal(signal.SIGINT)
-    _, err = run.communicate(timeout=60)
-    assert run.returncode == 130, err
+    run.signal(signal.SIGINT)
+    status, _, err = run.end(60)
+    assert status == 130, err
     assert "interrupted: 2 of 4 episodes had ended" in err and "Traceback" not in err
     assert [trajectory.task.id for trajectory in load_trajectories(tmp_path / "out.jsonl")] == ["0", "1"]

@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from tests.kits.cli import ROOT, Run
-from tests.kits.forks import Command
+from tests.kits.forks import FORKED, Command
 from tests.kits.run import assert_same_run
 from TrainingFactory.cli.display import Display, curve, duration
 from TrainingFactory.config import load_config
@@ -87,6 +87,7 @@ def test_a_checkpoint_of_another_model(tfactory: Run) -> None:
     assert len(Path("runs/b/metrics.jsonl").read_text().splitlines()) == 2  # nothing was cut
 
 
+@FORKED
 def test_ctrl_c_saves_and_says_how_to_go_on(tfactory: Run, tmp_path: Path) -> None:
     Path("slow.yaml").write_text(SMALL.format(steps=8).replace("every: 2", "every: 30"))
     Path("mine.py").write_text(ENVIRONMENT.format(delay=0.05))

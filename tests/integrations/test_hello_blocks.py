@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.kits.cli import Run
-from tests.kits.hello import completion, means, tool_call, without_hello, write_gsm8k
+from tests.kits.hello import STARTED, completion, means, tool_call, without_hello, write_gsm8k
 from tests.kits.judge import Said, judging
 from tests.kits.seeds import Block, blocks
 
@@ -51,6 +51,7 @@ TRAINED = {4: {"sft": 3}, 6: {"sft": 3}, 7: {"sft": 3}, 8: {"grpo": 3}, 9: {"sft
 fresh = pytest.fixture(autouse=True)(without_hello)
 
 
+@STARTED
 @pytest.mark.skipif(not BLOCKS, reason="the document is not beside the checkout")
 @pytest.mark.parametrize("block", BLOCKS, ids=str)
 def test_the_block_runs(block: Block, started: Path, tfactory: Run, monkeypatch: pytest.MonkeyPatch):

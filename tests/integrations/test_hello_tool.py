@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.kits.hello import completion, problems, tool_call, write_gsm8k
+from tests.kits.hello import STARTED, completion, problems, tool_call, write_gsm8k
 from tests.kits.judge import judging
 from TrainingFactory.integrations.hello_agents import Result, RLTrainingTool
 from TrainingFactory.integrations.hello_agents.agents import HelloAgentsLLM, SimpleAgent, ToolRegistry
@@ -139,6 +139,7 @@ def test_every_key_takes_effect():
     }  # fmt: skip
 
 
+@STARTED
 def test_a_registered_reward_is_found_by_its_own_name(tool: RLTrainingTool, started: Path):
     calls: list[str] = []
 
@@ -159,6 +160,7 @@ def test_a_registered_reward_is_found_by_its_own_name(tool: RLTrainingTool, star
     assert "several rewards are registered: my_reward, other" in tool.run(call)["message"]
 
 
+@STARTED
 @pytest.mark.parametrize("algorithm", ["ppo", "rft", "dpo", "kto", "reward_model"])
 def test_the_algorithms_that_the_text_only_names_train(tool: RLTrainingTool, started: Path, algorithm: str):
     pairs = [{"prompt": f"{n}?", "chosen": f"Final Answer: {n}", "rejected": "no"} for n in range(2)]
@@ -171,6 +173,7 @@ def test_the_algorithms_that_the_text_only_names_train(tool: RLTrainingTool, sta
     assert Path("made/adapter_config.json").exists()
 
 
+@STARTED
 def test_training_again_replaces_the_model_and_keeps_the_runs(tool: RLTrainingTool, started: Path):
     call = {"algorithm": "sft", "model_name": str(started), "num_epochs": 1, "output_dir": "model"}
     first = tool.run(call | {"use_lora": False})
@@ -192,6 +195,7 @@ def test_an_adapter_over_the_builtin_model_loads_elsewhere(tool: RLTrainingTool)
     assert any("lora_A" in name for name, _ in loaded.named_parameters())
 
 
+@STARTED
 def test_evaluation_is_numeric_and_says_its_interval(tool: RLTrainingTool, started: Path):
     call = {"action": "evaluate", "model_path": str(started), "split": "train", "max_new_tokens": 64}
     found = tool.run(call | {"return_details": True, "reward_type": "step", "metrics": ["accuracy", "average_reward",

@@ -12,12 +12,14 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
+FORKED = pytest.mark.xdist_group("forks")  # they share one process of the suite, and so one server
 FORKS = multiprocessing.get_context("forkserver")
 PRELOADED = [
     "tests.kits.run",
-    "tests.kits.algorithm",
+    "tests.kits.sharded",
     "TrainingFactory.cli.app",
     "TrainingFactory.learning.checkpoints",
     "TrainingFactory.sampling",

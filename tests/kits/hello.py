@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 PREFIX = "hello_agents"
+STARTED = pytest.mark.xdist_group("started")  # one process of the suite trains the model for all
 MODELS = ("Qwen/Qwen3-0.6B", "Qwen/Qwen2-0.5B-Instruct")
 
 

@@ -1,5 +1,6 @@
 """A learner in one process or in several: `torchrun --nproc-per-node 2 -m tests.kits.sharded FOLDER CASE ...` trains
-every case and writes what it found, which a test compares with what one process finds."""
+every case and writes what it found, which a test compares with what one process finds. `forked` does it without a
+launcher and its imports."""
 
 from __future__ import annotations
 
@@ -21,6 +22,7 @@ from safetensors.torch import save_file
 
 from tests.kits.algorithm import ALGORITHMS, groups_of, learner_for
 from tests.kits.engine import tiny
+from tests.kits.forks import fork
 from tests.kits.learner import moved, samples_of
 from TrainingFactory.algorithms.grpo import GRPO
 from TrainingFactory.algorithms.ppo import PPO
@@ -197,9 +199,32 @@ def torchrun(
     )  # fmt: skip
 
 
-def main(folder: Path, names: Sequence[str]) -> None:
+def forked(count: int, folder: Path, names: Sequence[str], timeout: float = 240) -> None:
+    """Run them in processes that know of each other what a launcher says."""
+    processes = [fork(_rank, rank, count, folder, names) for rank in range(count)]
+    for process in processes:
+        process.join(timeout)
+        process.kill()
+        process.join()
+    said = [(folder / f"stderr-{rank}").read_text()[-6000:] for rank in range(count)]
+    assert [process.exitcode for process in processes] == [0] * count, "\n".join(said)
+
+
+def _rank(rank: int, count: int, folder: Path, names: Sequence[str]) -> None:
+    os.dup2(os.open(folder / f"stderr-{rank}", os.O_WRONLY | os.O_CREAT), sys.stderr.fileno())
+    os.environ |= {
+        "GLOO_SOCKET_IFNAME": "lo",
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(count),
+    }
+    main(folder, names, f"file://{folder}/meet")
+
+
+def main(folder: Path, names: Sequence[str], meet: str = "env://") -> None:
     """Train the cases; those that end in + with files, and those that end in > go on from the checkpoint of others."""
-    dist.init_process_group("gloo")
+    rank, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo", init_method=meet, rank=rank, world_size=count)
     torch.set_num_threads(1)
     for name in names:
         case, home = CASES[name.rstrip("+>")], folder / name.rstrip("+>")

@@ -14,14 +14,15 @@ import torch
 from safetensors.torch import load_file
 
 from tests.kits.algorithm import distance
+from tests.kits.forks import FORKED
 from tests.kits.learner import Gradients, ragged_rows
-from tests.kits.sharded import CASES, SAVED, Found, go_on, make_case, torchrun, train_case
+from tests.kits.sharded import CASES, SAVED, Found, forked, go_on, make_case, torchrun, train_case
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.data.packing import make_batch
 from TrainingFactory.learning.sharding import Sharded, rounds_cost
 from TrainingFactory.services.build.learner import check_sharded
 
-pytestmark = pytest.mark.xdist_group("sharding")  # one process of the suite starts the others
+pytestmark = FORKED
 QUICK = ["grpo", "ppo-critic+", "ppo-critic>", "lora+"]
 WRITTEN = [name for name in QUICK if name.endswith("+")]
 FAR = 1e-5
@@ -42,8 +43,7 @@ def started(folder: Path, count: int, names: Sequence[str]) -> Path:
     for name in WRITTEN:
         (folder / f"{name[:-1]}-others").mkdir()
         alone(name[:-1], folder / f"{name[:-1]}-others")
-    done = torchrun(count, "tests.kits.sharded", folder, *names)
-    assert done.returncode == 0, done.stderr[-6000:]
+    forked(count, folder, names)
     return folder
 
 

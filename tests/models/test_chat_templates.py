@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from functools import cache
+from typing import Any
 
 import pytest
 
 from tests.kits.tokenizers import LLAMA3, QWEN3, TEMPLATES, from_wheel
 from TrainingFactory.models import chat_format
 from TrainingFactory.openai_form import message_to_dict, spec_to_dict
+from TrainingFactory.protocols import ChatFormat
 from TrainingFactory.types import Completion, Message, ToolSpec, Turn
 
 NAMES = sorted(path.stem for path in TEMPLATES.glob("*.jinja") if "tools" in path.read_text(encoding="utf-8"))
@@ -25,9 +28,16 @@ WITHOUT_READER = ("diffusion_gemma", "gemma4", "glm", "gptoss", "lfm2", "muse", 
 ONE_CALL_ONLY = ("llama3_1", "llama3_2", "gptoss", "gptoss_training")
 
 
-def tokenizer_of(name: str):
+# Tests of one template share a process of the suite, and with it what is made from the template.
+every_template = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in NAMES]
+)
+
+
+@cache
+def made_of(name: str) -> tuple[Any, ChatFormat]:
     extra = LLAMA3 if name.startswith("llama") else QWEN3 if name.startswith("qwen") else ()
-    return from_wheel(name, extra)
+    return (tokenizer := from_wheel(name, extra)), chat_format(tokenizer)
 
 
 def call(number: int) -> dict:
@@ -49,10 +59,9 @@ def rendered(tokenizer, conversation: list[dict], header: bool) -> str | None:
 
 
 @pytest.mark.parametrize("kind", ["1", "2", "user"])
-@pytest.mark.parametrize("name", NAMES)
+@every_template
 def test_extend_writes_what_the_template_writes(name: str, kind: str) -> None:
-    tokenizer = tokenizer_of(name)
-    chat = chat_format(tokenizer)
+    tokenizer, chat = made_of(name)
     calls = 0 if kind == "user" else 1 if name in ONE_CALL_ONLY else int(kind)
     question = {"role": "user", "content": "What is it?"}
     turn = {"role": "assistant", "content": "Thus."}
@@ -91,10 +100,9 @@ def test_extend_writes_what_the_template_writes(name: str, kind: str) -> None:
             assert ended in (turn_end, turn_end + stop_text)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@every_template
 def test_render_writes_what_the_template_writes(name: str) -> None:
-    tokenizer = tokenizer_of(name)
-    chat = chat_format(tokenizer)
+    tokenizer, chat = made_of(name)
     parameters = {"type": "object", "properties": {"q": {"type": "string", "description": "What."}}}
     schema = spec_to_dict(ToolSpec("find", 'Finds "things" <fast>.', parameters))
     asked = (("system", "Be brief."), ("user", ' Where "is" it?\n'))

@@ -58,10 +58,19 @@ def test_its_turns_are_kept_whatever_its_client_does(options: list[str]) -> None
     assert trained == sum(len(turn.completion.token_ids) for turn in episode.turns)
 
 
-def test_agents_that_fail_in_every_way_are_each_accounted_for(options: list[str]) -> None:
-    found = campaign(len(EXPECTED), seed=1, processes=4, timeout=12.0)
+# Each way alone, by programs that start at once: test_proxy_programs.py, test_proxy.py.
+SIDE_BY_SIDE = ("none", "killed", "mute", "late", "hangup")
+
+
+@pytest.mark.parametrize(
+    "kinds", [SIDE_BY_SIDE, pytest.param(tuple(EXPECTED), marks=pytest.mark.slow)], ids=len
+)
+def test_agents_that_fail_in_every_way_are_each_accounted_for(
+    options: list[str], kinds: tuple[str, ...]
+) -> None:
+    found = campaign(len(kinds), seed=1, processes=4, timeout=12.0, kinds=kinds)
     assert not found["wrong"], found
-    assert sum(found["ends"].values()) == len(EXPECTED)
+    assert sum(found["ends"].values()) == len(kinds)
 
 
 @pytest.mark.slow

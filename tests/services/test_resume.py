@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.kits.forks import fork
+from tests.kits.forks import FORKED, fork
 from tests.kits.run import Parity, Quiet, assert_same_run, brief, go_on, rows, train
 from TrainingFactory.services.build.model_names import find_model
 from TrainingFactory.services.build.training import Training
@@ -55,6 +55,7 @@ def lived(folder: Path, longer: float, condition: Callable[[Path], bool]) -> int
     return process.exitcode
 
 
+@FORKED
 def test_kill_9_at_any_moment(whole: Path, tmp_path: Path) -> None:
     rng, broken = random.Random(0), tmp_path / "broken"
     ends = [lived(broken, rng.random() * longer, condition) for longer, condition in MOMENTS]
@@ -84,9 +85,12 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "kl": {"grpo": {"kl": 0.1}, "training": {"eval_every": 3}, "data": {"heldout_count": 2}},
     "sft": {"training": {"algorithm": "sft"}},
 }
+# Whatever of either is not restored shows in both together.
+VARIANTS["muon and kl"] = VARIANTS["kl"] | {"training": VARIANTS["muon"]["training"] | {"eval_every": 3}}
+ALONE = [pytest.param(name, marks=pytest.mark.slow) for name in ("muon", "kl")]
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", ["adapter", "sft", "muon and kl", *ALONE])
 def test_every_way_to_train_goes_on_exactly(tmp_path: Path, variant: str) -> None:
     config = brief(tmp_path, **VARIANTS[variant])
     train(config, "whole")

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.kits.forks import Command
+from tests.kits.forks import FORKED, Command
 from tests.kits.serve import (
     CALL,
     CHAT,
@@ -168,6 +168,7 @@ def test_a_server_that_stops_tells_those_who_still_wait(monkeypatch: pytest.Monk
 # -- as users meet it
 
 
+@FORKED
 def test_the_command_serves_until_ctrl_c(tmp_path: Path) -> None:
     command = ("serve", "builtin:tiny", "--port", "0", "--name", "mine", "sampling.slots=2")
     server = Command(tmp_path, *command)
