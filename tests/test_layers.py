@@ -86,14 +86,14 @@ BUDGET: dict[str, int] = {
     "services/runs": 610,
     "services/serving": 900,
     "services/training": 1830,
-    "services/views": 995,
+    "services/views": 1075,
     "sql": 310,
     "tools": 1720,
     "tools/builtin": 590,
     "tools/cache": 530,
     "tools/mcp": 1560,
     "tools/sandbox": 780,
-    "web": 1515,
+    "web": 1520,
     "workers": 330,
 }
 

@@ -144,12 +144,15 @@ class Page:
         """Show an episode, by its line of trajectories.jsonl."""
         return index_of(self.find(name).path).episode(number)
 
-    async def group(self, name: str, step: int, task: str, credit: bool = True) -> shapes.GroupView:
-        """Show the episodes of a task in a step, with the credit of their tokens."""
+    async def group(
+        self, name: str, step: int, task: str, credit: bool = True, learner: bool = False
+    ) -> shapes.GroupView:
+        """Show the episodes of a task in a step, with the credit of their tokens; with `learner` also the log-probs that
+        the learner had of them, where the weights that sampled them are kept."""
         path, notes = self.find(name).path, list[str]()
         if credit:
             try:
-                given = {"run": str(path), "step": step, "task": task}
+                given = {"run": str(path), "step": step, "task": task, "learner": learner}
                 return shapes.GroupView(**await self.pool.ask("credit", "credit", given))
             except ApiError as error:
                 notes.append(f"the credit of tokens is not known: {error}")

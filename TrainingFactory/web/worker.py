@@ -57,7 +57,8 @@ def credit(given: dict[str, Any], tell: Tell) -> dict[str, Any]:
     from TrainingFactory.services.views.credit import group_credit
 
     index = index_of(Path(given["run"]))
-    return group_credit(index.run, given["step"], given["task"], index).model_dump(mode="json")
+    found = group_credit(index.run, given["step"], given["task"], index, given["learner"])
+    return found.model_dump(mode="json")
 
 
 def doctor(given: dict[str, Any], tell: Tell) -> dict[str, Any]:

@@ -267,6 +267,20 @@ def test_a_group_with_the_credit_of_its_tokens(whole: Path, tfactory: Run) -> No
     assert rows["matched"] == len(rows["rows"]) == rows["total"] > 30
 
 
+def test_the_learners_log_probs_by_the_weights_that_sampled(whole: Path) -> None:
+    run = RunFolder(whole)
+    assert [path.name for path in run.checkpoints()] == ["step-000002", "step-000004"]
+    for step, known in ((1, True), (2, False), (3, True)):
+        found = group_credit(run, step, run.consumed()[step][0], learner=True)
+        turns = [turn for each in found.members if each.credit is not None for turn in each.credit.turns]
+        pieces = [piece for turn in turns for piece in turn["pieces"]]
+        assert pieces and all(len(each["learned"]) == len(each["ids"]) * known for each in pieces)
+        pairs = [pair for each in pieces for pair in zip(each["logprobs"], each["learned"], strict=known)]
+        assert max((abs(ours - theirs) for ours, theirs in pairs), default=0) < 1e-4
+        words = "the weights after step 1 sampled this group, and are not kept; there are checkpoints of steps: 2, 4"
+        assert known or words in found.notes[-1]
+
+
 def test_a_file_that_was_saved_otherwise_is_read_too(tmp_path: Path) -> None:
     run = RunFolder(tmp_path)
     save_trajectories(run.path / TRAJECTORIES, [episode(1)])

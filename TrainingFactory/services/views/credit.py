@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Sequence
 
 from TrainingFactory.data.trajectories import trajectory_from_dict
 from TrainingFactory.services.reports.credit_view import Piece
@@ -10,29 +11,42 @@ from TrainingFactory.services.reports.run_credit import resolve_step, run_credit
 from TrainingFactory.services.runs.folder import RunFolder
 from TrainingFactory.services.views.episodes import episode_view
 from TrainingFactory.services.views.index import EpisodeIndex
+from TrainingFactory.services.views.learned import learner_logprobs
 from TrainingFactory.services.views.shapes import CreditView, GroupView, Json
 
 
-def group_credit(run: RunFolder, step: int | None, task: str, index: EpisodeIndex | None = None) -> GroupView:
+def group_credit(
+    run: RunFolder, step: int | None, task: str, index: EpisodeIndex | None = None, learner: bool = False
+) -> GroupView:
     """Return the episodes of a task in a step (None: the last that took it) with the credit that the run's algorithm
-    gave; raise ValueError where there are none. An index that knows the run already saves reading it again."""
+    gave, and the learner's log-probs if they are wanted; raise ValueError where there are none. An index that knows the
+    run already saves reading it again."""
     step = resolve_step(run, step, task)
     lines = (index or EpisodeIndex(run)).lines("step = ?", step)
     episodes = [trajectory_from_dict(json.loads(line)) for line, _ in lines]
     credit = run_credit(run, step, task, episodes)[1]
     known = {(e.trajectory.group, e.trajectory.member): e for group in credit.groups for e in group.episodes}
     found = GroupView(step=step, task=task, members=[], notes=credit.notes)
-    for (line, number), played in zip(lines, episodes, strict=True):
-        if played.task.id == task:
-            told, view = known[played.group, played.member], episode_view(line, number)
-            view.credit = CreditView(
-                measure=credit.measure, largest=credit.largest, note=credit.notes[0], left_out=told.left_out,
-                turns=[{"pieces": [_piece(each) for each in turn.pieces]} for turn in told.turns],
-            )  # fmt: skip
-            found.members.append(view)
+    own = [(*line, played) for line, played in zip(lines, episodes, strict=True) if played.task.id == task]
+    learned: list[list[list[float]]] = [[[] for _ in played.turns] for *_, played in own]
+    if learner:
+        try:
+            learned = learner_logprobs(run, [played for *_, played in own])
+        except (ValueError, OSError) as error:
+            found.notes.append(f"the learner's log-probs are not known: {error}")
+    for (line, number, played), turns in zip(own, learned, strict=True):
+        told, view = known[played.group, played.member], episode_view(line, number)
+        view.credit = CreditView(
+            measure=credit.measure, largest=credit.largest, note=credit.notes[0], left_out=told.left_out,
+            turns=[{"pieces": list(_pieces(turn.pieces, each))} for turn, each in zip(told.turns, turns, strict=True)],
+        )  # fmt: skip
+        found.members.append(view)
     return found
 
 
-def _piece(found: Piece) -> Json:
-    told = {"text": found.text, "ids": found.token_ids, "logprobs": found.logprobs, "values": found.values}
-    return told | {"trained": bool(found.values)}
+def _pieces(pieces: Sequence[Piece], learned: Sequence[float]) -> Iterator[Json]:
+    at = 0
+    for each in pieces:
+        told = {"text": each.text, "ids": each.token_ids, "logprobs": each.logprobs, "values": each.values}
+        start, at = at, at + len(each.token_ids)
+        yield told | {"trained": bool(each.values), "learned": learned[start:at]}
