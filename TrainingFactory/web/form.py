@@ -139,7 +139,10 @@ def starts(runs: Path) -> Starts:
     """Return what a new run can start from: templates, the runs that are there, nothing."""
     folders, made = dict.fromkeys((Path("configs").resolve(), FOLDER)), []
     for path in (path for folder in folders for path in sorted(folder.glob("*.yaml"))):
-        text = path.read_text(encoding="utf-8")
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:  # one that cannot be read must not hide the others
+            text = f"# It cannot be read: {error}\n"
         head = " ".join(line.lstrip("# ") for line in text.splitlines() if line.startswith("#"))
         made.append(Template(name=path.stem, what=head.partition(". ")[0].rstrip("."), yaml=text))
     return Starts(templates=made, runs=[run.name for run in reversed(list_runs(runs))])

@@ -108,7 +108,12 @@ function versions(model, chosen, job, again) {
       model.name + ":" + version.number,
     );
     const named = version.aliases.map((alias) => h("span", { class: "tag accent" }, alias));
-    const go = button("Promote", () => promote(model, version, job, again), { class: "small" });
+    const go =
+      !version.aliases.includes("champion") &&
+      button("Promote", () => promote(model, version, job, again), {
+        class: "small",
+        "aria-label": `Promote ${model.name}:${version.number}`,
+      });
     return [
       [name, " ", named],
       version.run && link("run/" + encodeURIComponent(version.run), version.run),

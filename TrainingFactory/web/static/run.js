@@ -4,7 +4,18 @@ import { h, put } from "./dom.js";
 import { duration, number, percent } from "./format.js";
 import { keys } from "./keys.js";
 import * as live from "./live.js";
-import { act, button, command, confirm, dialog, progress, stateBadge, tiles, toast, waiting } from "./parts.js";
+import {
+  act,
+  button,
+  command,
+  confirm,
+  dialog,
+  progress,
+  stateBadge,
+  tiles,
+  toast,
+  waiting,
+} from "./parts.js";
 import * as config from "./run_config.js";
 import * as curves from "./run_curves.js";
 import * as findings from "./run_findings.js";
@@ -20,6 +31,8 @@ const TABS = [
   ["lineage", "Lineage and files", lineage],
   ["log", "Log", log],
 ];
+
+const PLAYING = ["grpo", "ppo", "rft"]; // they have rewards, also before the first step
 
 const SUMMED = ["", "findings"]; // views with the numbers on top; the others need the room
 
@@ -129,7 +142,7 @@ function numbers(row) {
   const held = row.heldout;
   const figures = [
     ["Progress", progress(row.step, row.steps), left !== null && "about " + duration(left) + " to go"],
-    row.spark_of === "reward"
+    row.spark_of === "reward" || (!row.spark.length && PLAYING.includes(row.algorithm))
       ? ["Reward", number(row.reward, 4), "at the last step"]
       : ["Loss", number(row.spark.at(-1), 4), "at the last step"],
     [
@@ -137,7 +150,7 @@ function numbers(row) {
       held ? percent(held.value) : "–",
       held ? `${percent(held.low)} to ${percent(held.high)}, step ${held.step}` : "never evaluated",
     ],
-    ["Tokens per second", row.tokens_per_second ? number(Math.round(row.tokens_per_second)) : "–", null],
+    ["Tokens/s", row.tokens_per_second ? number(Math.round(row.tokens_per_second)) : "–", null],
     ["Time", duration(row.seconds), row.step > 0 && duration(row.seconds / row.step) + " a step"],
   ];
   return tiles(figures);
@@ -194,12 +207,5 @@ async function resume(pressed, name, commands) {
 
 function showCommands(name, commands) {
   const rows = Object.entries(commands).map(([what, text]) => command(text, what));
-  dialog("Commands of " + name, [
-    h(
-      "p",
-      { class: "soft" },
-      "What this page does, in a terminal.",
-    ),
-    rows,
-  ]);
+  dialog("Commands of " + name, [h("p", { class: "soft" }, "What this page does, in a terminal."), rows]);
 }

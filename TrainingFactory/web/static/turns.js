@@ -27,12 +27,11 @@ function turnOf(turn, at, pieces, way, credit) {
     finish,
     policy_version: version,
   } = turn;
-  const stale = `version ${version}`;
   const facts = [
     `turn ${at + 1}`,
     `${turn.tokens} tokens`,
     finish === "stop" ? null : "ended by " + finish,
-    stale,
+    `policy ${version}`,
   ]
     .filter(Boolean)
     .join(" · ");
@@ -55,7 +54,17 @@ function turnOf(turn, at, pieces, way, credit) {
     .filter((reply) => reply.role !== "tool")
     .map((reply) => block(reply.role, reply.name, text(reply.content)));
   return [
-    block("assistant", null, [h("div", { class: "facts" }, facts, gave), said, answered, others]),
+    block("assistant", null, [
+      h(
+        "div",
+        { class: "facts", title: "The policy is told by the number of updates that it had had" },
+        facts,
+        gave,
+      ),
+      said,
+      answered,
+      others,
+    ]),
     rest,
   ];
 }
@@ -90,7 +99,7 @@ export function callOf(call, result) {
     h(
       "div",
       { class: "asked" },
-      icon("right", 14),
+      icon("call", 14),
       h("code", {}, h("b", {}, visible(name || "unreadable call")), " ", shown),
     ),
     result && resultOf(result, null),
