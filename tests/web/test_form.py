@@ -80,3 +80,13 @@ def test_starts_are_templates_and_runs(tmp_path: Path) -> None:
         each.what for each in found.templates
     )
     assert found.runs == [] and form.read(Draft(yaml=found.empty)) == TrainingConfig()
+
+
+def test_a_template_that_cannot_be_read_hides_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "gone.yaml").symlink_to(tmp_path / "moved.yaml")
+    monkeypatch.chdir(tmp_path)
+    found = {each.name: each.what for each in form.starts(tmp_path).templates}
+    assert found["gone"].startswith("It cannot be read") and "tiny_sft" in found

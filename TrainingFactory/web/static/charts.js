@@ -256,14 +256,27 @@ class Card {
     this.plot.setScale("x", { min, max: max > min ? max : min + 1 });
   }
 
-  /** Moves the cursor by the arrow keys. */
+  /** Zooms around the cursor; a range as wide as all of it is the whole one. */
+  closer(factor) {
+    const { min, max } = this.plot.scales.x;
+    const [first, last] = this.board.whole;
+    const wide = (max - min) * factor;
+    if (wide >= last - first) return this.board.zoom(null);
+    const at = this.plot.data[0][this.plot.cursor.idx] ?? (min + max) / 2;
+    const from = Math.max(first, Math.min(last - wide, at - wide / 2));
+    return this.board.zoom([from, from + wide]);
+  }
+
+  /** Moves the cursor by the arrow keys, and zooms by + and -; 0 shows the whole range. */
   move(event) {
     const step = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
-    if (!step || !this.plot) return;
+    const factor = { "+": 0.5, "=": 0.5, "-": 2, 0: Infinity }[event.key];
+    if (!this.plot || !(step || factor) || event.ctrlKey || event.metaKey) return undefined;
     event.preventDefault();
+    if (factor) return this.closer(factor);
     const last = this.plot.data[0].length - 1;
     const at = Math.max(0, Math.min(last, (this.plot.cursor.idx ?? (step > 0 ? -1 : last + 1)) + step));
-    this.plot.setCursor({ left: this.plot.valToPos(this.plot.data[0][at], "x"), top: 10 });
+    return this.plot.setCursor({ left: this.plot.valToPos(this.plot.data[0][at], "x"), top: 10 });
   }
 
   /** Writes the values under the cursor, or the last ones. */

@@ -31,7 +31,7 @@ function turnOf(turn, at, pieces, way, credit) {
     `turn ${at + 1}`,
     `${turn.tokens} tokens`,
     finish === "stop" ? null : "ended by " + finish,
-    `policy ${version}`,
+    version > 0 && `after ${version} updates`,
   ]
     .filter(Boolean)
     .join(" · ");
@@ -54,17 +54,7 @@ function turnOf(turn, at, pieces, way, credit) {
     .filter((reply) => reply.role !== "tool")
     .map((reply) => block(reply.role, reply.name, text(reply.content)));
   return [
-    block("assistant", null, [
-      h(
-        "div",
-        { class: "facts", title: "The policy is told by the number of updates that it had had" },
-        facts,
-        gave,
-      ),
-      said,
-      answered,
-      others,
-    ]),
+    block("assistant", null, [h("div", { class: "facts" }, facts, gave), said, answered, others]),
     rest,
   ];
 }
