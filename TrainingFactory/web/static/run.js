@@ -123,7 +123,7 @@ class Head {
     const why = row.problem ?? reason;
     this.why.hidden = !why;
     if (this.why.textContent !== (why ?? "")) put(this.why, why);
-    if (this.summed) put(this.numbers, numbers(row));
+    if (this.summed) put(this.numbers, numbers(view));
     if (this.shown === row.state) return;
     this.shown = row.state;
     put(this.title, row.name);
@@ -134,12 +134,13 @@ class Head {
 }
 
 /** The numbers that tell how it goes, at a glance. */
-function numbers(row) {
+function numbers({ row, evaluations }) {
   const left =
     row.state === "running" && row.step > 0 && row.steps
       ? (row.seconds / row.step) * (row.steps - row.step)
       : null;
-  const held = row.heldout;
+  const apart = evaluations.findLast(({ success }) => success !== null); // the newest, where training made none
+  const held = row.heldout ?? (apart && { ...apart, value: apart.success });
   const figures = [
     ["Progress", progress(row.step, row.steps), left !== null && "about " + duration(left) + " to go"],
     row.spark_of === "reward" || (!row.spark.length && PLAYING.includes(row.algorithm))
