@@ -218,7 +218,9 @@ function decided(decisions, model) {
     "ul",
     { class: "decisions" },
     [...decisions].reverse().map(({ kind, alias, number: to, was, who, created, evidence }) => {
-      const moved = [to && `${model}:${to}`, was && `was ${model}:${was}`].filter(Boolean).join(", ");
+      const moved = [to && `${model}:${to}`, was && `${kind === "refuse" ? "stays" : "was"} ${model}:${was}`]
+        .filter(Boolean)
+        .join(", ");
       const why =
         evidence &&
         Object.keys(evidence).length > 0 &&

@@ -1,6 +1,6 @@
 // A conversation: prompt, turns of the model, tool calls with their results. Every text here is foreign: shown, never read.
 import { h, visible } from "./dom.js";
-import { duration, signed } from "./format.js";
+import { counted, duration, signed } from "./format.js";
 import { icon } from "./icons.js";
 import { tokens } from "./tokens.js";
 
@@ -31,7 +31,7 @@ function turnOf(turn, at, pieces, way, credit) {
     `turn ${at + 1}`,
     `${turn.tokens} tokens`,
     finish === "stop" ? null : "ended by " + finish,
-    version > 0 && `after ${version} updates`,
+    version > 0 && `after ${counted(version, "update")}`,
   ]
     .filter(Boolean)
     .join(" · ");
