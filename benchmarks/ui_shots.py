@@ -42,8 +42,8 @@ def routes(
     """Return for each picture the route, and what must be there before it is taken; a script stands between bars."""
     name = quote(run)
     best, longest = (
-        page.get(f"/api/runs/{name}/episodes", sort=sort, down=1, step=1, limit=1)["rows"][0]["number"]
-        for sort in ("reward", "length")
+        page.get(f"/api/runs/{name}/episodes", down=1, limit=1, **chosen)["rows"][0]["number"]
+        for chosen in ({"sort": "reward", "step": 1}, {"sort": "length"})
     )
     others = [row["name"] for row in page.get("/api/runs")["runs"] if row["spark_of"] == "reward"]
     chosen = [run, against] if against else [run, *(other for other in others if other != run)][:2]
@@ -51,7 +51,10 @@ def routes(
         "runs": ("runs", ".runs tbody tr"),
         "overlay": (f"runs?select={','.join(map(quote, chosen))}", ".overlay .chart canvas"),
         "run": (f"run/{name}", ".chart canvas"),
-        "episodes": (f"run/{name}/episodes?number={longest}&colour=logprob", ".detail .tokens"),
+        "episodes": (
+            f"run/{name}/episodes?number={longest}&colour=logprob&sort=length&down=1",
+            ".detail .tokens",
+        ),
         "group": (f"run/{name}/episodes?number={best}&group=1&colour=advantage", ".member .tokens"),
         "config": (f"run/{name}/config?against={quote(chosen[-1])}", "table"),
         "start": ("start", ".told-config .right"),

@@ -201,7 +201,9 @@ class EpisodesPage {
       rows.matched === null ? number(rows.rows.length) + (rows.ended ? "" : " so far") : number(rows.matched);
     put(
       this.told,
-      rows.direct ? number(rows.total) + " episodes" : `${shown} of ${number(rows.total)} episodes`,
+      rows.direct || rows.matched === rows.total
+        ? number(rows.total) + " episodes"
+        : `${shown} of ${number(rows.total)} episodes`,
       rows.building && `, ${percent(rows.indexed)} of the file read`,
     );
   }
