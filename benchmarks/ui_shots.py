@@ -36,24 +36,32 @@ ANSWER = """(async () => {
 })()"""
 
 
-def routes(page: Served, run: str, model: str | None) -> dict[str, tuple[str, str]]:
+def routes(
+    page: Served, run: str, against: str | None, play: str | None, model: str | None
+) -> dict[str, tuple[str, str]]:
     """Return for each picture the route, and what must be there before it is taken; a script stands between bars."""
     name = quote(run)
-    best = page.get(f"/api/runs/{name}/episodes", sort="reward", down=1, step=1, limit=1)["rows"][0]["number"]
+    best, longest = (
+        page.get(f"/api/runs/{name}/episodes", down=1, limit=1, **chosen)["rows"][0]["number"]
+        for chosen in ({"sort": "reward", "step": 1}, {"sort": "length"})
+    )
     others = [row["name"] for row in page.get("/api/runs")["runs"] if row["spark_of"] == "reward"]
-    chosen = [run, *(other for other in others if other != run)][:2]
+    chosen = [run, against] if against else [run, *(other for other in others if other != run)][:2]
     made = {
         "runs": ("runs", ".runs tbody tr"),
         "overlay": (f"runs?select={','.join(map(quote, chosen))}", ".overlay .chart canvas"),
         "run": (f"run/{name}", ".chart canvas"),
-        "episodes": (f"run/{name}/episodes?number={best}&colour=logprob", ".detail .tokens"),
+        "episodes": (
+            f"run/{name}/episodes?number={longest}&colour=logprob&sort=length&down=1",
+            ".detail .tokens",
+        ),
         "group": (f"run/{name}/episodes?number={best}&group=1&colour=advantage", ".member .tokens"),
         "config": (f"run/{name}/config?against={quote(chosen[-1])}", "table"),
         "start": ("start", ".told-config .right"),
     }
     made |= {
         "wizard": ("wizard", f"#servers | {PASTE} | #confirm-servers"),
-        "play": (f"play?model={name}", f".chat .role-user | {ANSWER} | #better-1"),
+        "play": (f"play?model={quote(play or run)}", f".chat .role-user | {ANSWER} | #better-1"),
         "label": (f"judges/label?run={name}", "#good"),
     }
     if page.get("/api/audits")["audits"]:
@@ -74,6 +82,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--runs", type=Path, default=Path("runs"))
     parser.add_argument("--run", required=True, help="the run whose pages are shown: one with episodes")
+    parser.add_argument("--against", help="the run that it is compared with; one with rewards without it")
+    parser.add_argument("--play", help="the run that is talked with: one whose answers differ; else --run")
     parser.add_argument("--model", help="the registered model that is shown")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "ui")
     parser.add_argument("--only", nargs="*", help="names of pictures; all without it")
@@ -82,7 +92,9 @@ def main() -> None:
     browser = Browser()
     try:
         with serving(given.runs) as page:
-            for name, (route, there) in routes(page, given.run, given.model).items():
+            for name, (route, there) in routes(
+                page, given.run, given.against, given.play, given.model
+            ).items():
                 if given.only and name not in given.only:
                     continue
                 for theme in ("light", "dark"):

@@ -139,8 +139,11 @@ def _option(key: str, schema: Mapping[str, Any]) -> Option:
 def starts(runs: Path) -> Starts:
     """Return what a new run can start from: templates, the runs that are there, nothing."""
     folders, made = dict.fromkeys((Path("configs").resolve(), FOLDER)), []
-    for path in (path for folder in folders for path in sorted(folder.glob("*.yaml")) if path.is_file()):
-        text = path.read_text(encoding="utf-8", errors="replace")
+    for path in (path for folder in folders for path in sorted(folder.glob("*.yaml"))):
+        try:
+            text = path.read_text(encoding="utf-8", errors="replace")
+        except OSError as error:  # one that cannot be read must not hide the others
+            text = f"# It cannot be read: {error}\n"
         head = " ".join(line.lstrip("# ") for line in text.splitlines() if line.startswith("#"))
         made.append(Template(name=path.stem, what=head.partition(". ")[0].rstrip("."), yaml=text))
     return Starts(templates=made, runs=[valid_text(run.name) for run in reversed(list_runs(runs))])

@@ -147,8 +147,8 @@ class Page:
     async def group(
         self, name: str, step: int, task: str, credit: bool = True, learner: bool = False
     ) -> shapes.GroupView:
-        """Show the episodes of a task in a step, with the credit of their tokens; with `learner` also the log-probs that
-        the learner had of them, where the weights that sampled them are kept."""
+        """Show the episodes of a task in a step, with the credit of their tokens; with `learner` also the log-probs
+        that the learner had of them, where the weights that sampled them are kept."""
         path, notes = self.find(name).path, list[str]()
         if credit:
             try:

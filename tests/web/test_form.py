@@ -123,3 +123,13 @@ def test_a_folder_that_a_run_will_not_be_in_is_told(tmp_path: Path) -> None:
     [told] = check(draft, tmp_path / "runs").notices
     assert told.startswith("logging.output_dir: ") and str(tmp_path / "runs") in told
     assert check(draft, tmp_path / "other").notices == check(Draft(), tmp_path).notices == []
+
+
+def test_a_template_that_cannot_be_read_hides_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "gone.yaml").symlink_to(tmp_path / "moved.yaml")
+    monkeypatch.chdir(tmp_path)
+    found = {each.name: each.what for each in form.starts(tmp_path).templates}
+    assert found["gone"].startswith("It cannot be read") and "tiny_sft" in found

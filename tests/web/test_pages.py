@@ -114,7 +114,7 @@ def count(tab: Tab, selector: str) -> int:
     return tab.run(f"document.querySelectorAll({json.dumps(selector)}).length")
 
 
-def test_runs_are_listed_filtered_sorted_and_overlaid(tab: Tab, page: Served) -> None:
+def test_runs_are_listed_filtered_sorted_and_overlaid(tab: Tab, page: Served, runs: Path) -> None:
     tab.wait("document.querySelectorAll('.runs tbody tr').length == 4")
     states = tab.run("[...document.querySelectorAll('.runs tbody tr')].map(row => row.innerText).join('|')")
     assert "killed" in states and "unreadable" in states and "speed" in states
@@ -126,6 +126,9 @@ def test_runs_are_listed_filtered_sorted_and_overlaid(tab: Tab, page: Served) ->
     tab.press("x")
     tab.wait("document.querySelectorAll('.overlay .chart canvas').length > 3")
     assert "1 run selected" in tab.text(".selection") and "select=rl" in tab.run("location.hash")
+    with (runs / "rl" / METRICS).open("a") as file:  # the run goes on while its curves are looked at
+        file.write(json.dumps({"step": 20, "time": 1e9 + 20, "reward": 0.9876, "loss": 0.05}) + "\n")
+    tab.wait("document.querySelector('.overlay .chart .value').innerText.includes('0.988')")
     tab.press("Enter")
     tab.wait("document.querySelector('h1').innerText == 'rl'")
 

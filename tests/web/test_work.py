@@ -51,6 +51,7 @@ def test_the_wizard_from_pasted_servers_to_a_finished_run(tab: Tab, page: Served
     tab.wait("document.querySelectorAll('.tool').length == 5", LONG)
     for name in ("die", "fail"):
         tab.click(f".tool input[value={name}]")
+    tab.wait("document.querySelector('#step-tools header').innerText.includes('3 of 5 tools')")
     tab.fill("#tasks", '{"prompt": "Say red.", "answer": "red"}\n{"prmpt": 1}')
     tab.wait("document.querySelector('#step-tasks').innerText.includes('line 2 has no')")
     tab.fill("#tasks", '{"prompt": "Say red.", "answer": "red"}\n{"prompt": "Say blue."}')

@@ -53,8 +53,8 @@ def _sampled_with(run: RunFolder, episodes: Sequence[Trajectory]) -> TrainingCon
     if not folder.is_dir():
         kept = ", ".join(path.name.removeprefix("step-").lstrip("0") for path in run.checkpoints())
         raise ValueError(
-            f"the weights after step {versions[0]} sampled this group, and are not kept; there are checkpoints of steps: "
-            f"{kept or 'none'}; it is known for the steps right after them, and for step 1"
+            f"the weights after step {versions[0]} sampled this group, and are not kept; there are checkpoints of "
+            f"steps: {kept or 'none'}; it is known for the steps right after them, and for step 1"
         )
     changes = {"name": str(folder), "adapter": None, "revision": None}
     return with_model(config.model_copy(update={"model": config.model.model_copy(update=changes)}))

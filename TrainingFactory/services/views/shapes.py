@@ -164,8 +164,8 @@ class CreditView(BaseModel):
     measure: Literal["advantage", "weight", "reward"]
     largest: float  # in the step, signs aside: the strongest colour
     note: str
-    # pieces: text, ids, logprobs (the sampler's), values (none: not trained), trained, learned (the learner's log-probs;
-    # none: not asked for, or not known)
+    # pieces: text, ids, logprobs (the sampler's), values (none: not trained), trained, learned (the learner's
+    # log-probs; none: not asked for, or not known)
     turns: list[Json]
     left_out: str | None  # why nothing of it is trained
 

@@ -87,7 +87,7 @@ function rail(told) {
   const help = iconButton("help", "Keyboard shortcuts", showKeys);
   const brand = h(
     "a",
-    { class: "brand", href: "#/runs" },
+    { class: "brand", href: "#/runs", "aria-label": "TrainingFactory" },
     h("img", { src: "/static/icon.svg", alt: "", width: 22, height: 22 }),
     h("span", {}, "TrainingFactory"),
   );

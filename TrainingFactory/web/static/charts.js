@@ -6,6 +6,7 @@ import { iconButton, table } from "./parts.js";
 const uPlot = window.uPlot;
 const HEIGHT = 168;
 const TALL = 420;
+const WHOLE = [...Array(8).keys()].flatMap((power) => [1, 2, 5].map((each) => each * 10 ** power)); // no half steps
 const DASHES = [[], [6, 3], [2, 3], [8, 3, 2, 3]];
 
 /** Returns the colour of the n-th line in the theme of now. */
@@ -38,6 +39,7 @@ export class Board {
     this.element = element;
     this.cards = new Map();
     this.zoomed = null;
+    this.whole = [0, 1]; // of the x axis, the same for all
     this.sync = uPlot.sync(String(Math.random()));
     this.onzoom = () => {};
     document.addEventListener("theme", () => this.cards.forEach((card) => card.rebuild()), { signal });
@@ -52,6 +54,7 @@ export class Board {
   /** Draws these sections, [{title, charts}], and keeps the cards that stay. */
   draw(sections, view) {
     const kept = new Set();
+    this.whole = ends(sections);
     const shown = sections.map(({ title, charts, folded }) => {
       const cards = charts.map((chart) => {
         kept.add(chart.key);
@@ -125,8 +128,10 @@ class Card {
       view.time,
     ]);
     const data = this.table();
-    if (this.plot && shape === this.shape) this.plot.setData(data, this.board.zoomed === null);
-    else this.rebuild();
+    if (this.plot && shape === this.shape) {
+      this.plot.setData(data, false);
+      this.applyZoom();
+    } else this.rebuild();
     this.shape = shape;
     this.describe();
     if (this.tall) this.tell();
@@ -216,7 +221,7 @@ class Card {
         y: { distr: log ? 3 : 1, range: log ? undefined : this.chart.share ? shareRange : spread },
       },
       axes: [
-        { ...axis, values: xs, size: 26, space: time ? 76 : 50 },
+        { ...axis, values: xs, size: 26, space: time ? 76 : 50, ...(time ? {} : { incrs: WHOLE }) },
         {
           ...axis,
           grid: log ? { ...axis.grid, filter: powers } : axis.grid,
@@ -247,19 +252,31 @@ class Card {
 
   applyZoom() {
     if (!this.plot) return;
-    const xs = this.plot.data[0];
-    const [min, max] = this.board.zoomed ?? [xs[0] ?? 0, xs.at(-1) ?? 1];
+    const [min, max] = this.board.zoomed ?? this.board.whole;
     this.plot.setScale("x", { min, max: max > min ? max : min + 1 });
   }
 
-  /** Moves the cursor by the arrow keys. */
+  /** Zooms around the cursor; a range as wide as all of it is the whole one. */
+  closer(factor) {
+    const { min, max } = this.plot.scales.x;
+    const [first, last] = this.board.whole;
+    const wide = (max - min) * factor;
+    if (wide >= last - first) return this.board.zoom(null);
+    const at = this.plot.data[0][this.plot.cursor.idx] ?? (min + max) / 2;
+    const from = Math.max(first, Math.min(last - wide, at - wide / 2));
+    return this.board.zoom([from, from + wide]);
+  }
+
+  /** Moves the cursor by the arrow keys, and zooms by + and -; 0 shows the whole range. */
   move(event) {
     const step = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
-    if (!step || !this.plot) return;
+    const factor = { "+": 0.5, "=": 0.5, "-": 2, 0: Infinity }[event.key];
+    if (!this.plot || !(step || factor) || event.ctrlKey || event.metaKey) return undefined;
     event.preventDefault();
+    if (factor) return this.closer(factor);
     const last = this.plot.data[0].length - 1;
     const at = Math.max(0, Math.min(last, (this.plot.cursor.idx ?? (step > 0 ? -1 : last + 1)) + step));
-    this.plot.setCursor({ left: this.plot.valToPos(this.plot.data[0][at], "x"), top: 10 });
+    return this.plot.setCursor({ left: this.plot.valToPos(this.plot.data[0][at], "x"), top: 10 });
   }
 
   /** Writes the values under the cursor, or the last ones. */
@@ -324,6 +341,13 @@ class Card {
     }));
     return put(this.values, table(this.chart.title, heads, rows.reverse()));
   }
+}
+
+/** Returns where the first curve of all begins, and where the last one ends. */
+function ends(sections) {
+  const lines = sections.flatMap(({ charts }) => charts.flatMap((chart) => chart.lines));
+  const [low, high] = [Math.min(...lines.map(({ x }) => x[0])), Math.max(...lines.map(({ x }) => x.at(-1)))];
+  return low <= high ? [low, high] : [0, 1];
 }
 
 /** Makes the axis as wide as its longest number. */

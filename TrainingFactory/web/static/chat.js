@@ -117,11 +117,11 @@ export function editorOf(message, done) {
   );
   const editor = h(
     "div",
-    { class: "editor" },
+    { class: "editor", onkeydown: (event) => event.key === "Escape" && done(null, false) },
     words,
     calls.map(({ call, input }) => [h("code", {}, visible(call.function.name)), input]),
     wrong,
-    h("p", { class: "soft" }, "What came after this message is dropped."),
+    h("p", { class: "soft" }, "What comes after this message will be dropped."),
     foot,
   );
   requestAnimationFrame(() => words.focus());

@@ -68,15 +68,20 @@ export async function show({ main, query, signal, setQuery }, models) {
 function summary({ tasks: all, summary: told }, { first, second }) {
   const share = (side) => (all.length ? all.reduce((sum, task) => sum + task[side], 0) / all.length : null);
   const count = (kind) => all.filter(({ flipped }) => flipped === kind).length;
+  const points = (value) => signed(Math.round(value * 1000) / 10);
   const range =
     told.difference_low !== undefined
-      ? `${signed(told.difference_low)} to ${signed(told.difference_high)}`
+      ? `${points(told.difference_low)} to ${points(told.difference_high)}`
       : null;
   const figures = [
     [first, percent(share("first")), null],
     [second, percent(share("second")), null],
-    ["Difference", signed(told.difference ?? share("second") - share("first")), range && "95%: " + range],
-    ["p", told.p === undefined ? "–" : number(told.p, 3), "paired test"],
+    [
+      "Points of difference",
+      points(told.difference ?? share("second") - share("first")),
+      range && "95%: " + range,
+    ],
+    ["p-value", told.p === undefined ? "–" : told.p < 0.001 ? "< 0.001" : number(told.p, 3), "paired test"],
     ["Now right", number(count("better")), "failed before"],
     ["Now wrong", number(count("worse")), "succeeded before"],
     ["Tasks", number(all.length), null],

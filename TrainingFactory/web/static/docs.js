@@ -44,13 +44,17 @@ function text(schema, depth, seen = []) {
   if (choices) return choices.map((each) => text(each, depth, seen)).join(" | ");
   if (schema.enum) return schema.enum.map((each) => JSON.stringify(each)).join(" | ");
   if (schema.const !== undefined) return JSON.stringify(schema.const);
-  if (schema.type === "array") return "[" + text(schema.items ?? schema.prefixItems?.[0], depth, seen) + ", ...]";
+  if (schema.type === "array")
+    return "[" + text(schema.items ?? schema.prefixItems?.[0], depth, seen) + ", ...]";
   if (schema.properties) {
     const inner = "\n" + "  ".repeat(depth + 1);
-    const rows = Object.entries(schema.properties).map(([name, each]) => name + ": " + text(each, depth + 1, seen));
+    const rows = Object.entries(schema.properties).map(
+      ([name, each]) => name + ": " + text(each, depth + 1, seen),
+    );
     return "{" + inner + rows.join("," + inner) + "\n" + "  ".repeat(depth) + "}";
   }
-  if (schema.type === "object") return "{name: " + text(schema.additionalProperties || null, depth, seen) + "}";
+  if (schema.type === "object")
+    return "{name: " + text(schema.additionalProperties || null, depth, seen) + "}";
   return schema.type ?? "anything";
 }
 

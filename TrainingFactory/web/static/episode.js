@@ -3,7 +3,7 @@ import { get, url } from "./api.js";
 import { h, put, visible } from "./dom.js";
 import { barOf } from "./figures.js";
 import { duration, number, plain, signed } from "./format.js";
-import { failed, iconButton, pairs, segments } from "./parts.js";
+import { button, failed, iconButton, pairs, segments } from "./parts.js";
 import { conversation, messages } from "./turns.js";
 import { legend } from "./tokens.js";
 
@@ -11,7 +11,7 @@ const WAYS = [
   ["text", "Text"],
   ["advantage", "Advantage"],
   ["logprob", "Log-prob"],
-  ["difference", "Sampler less learner"],
+  ["difference", "Sampler vs learner"],
 ];
 
 export class Detail {
@@ -59,7 +59,7 @@ export class Detail {
     };
     put(
       this.bar,
-      iconButton("left", "Back to the list", this.close, { class: "bare back" }),
+      button("All episodes", this.close, { iconName: "list", class: "small back" }),
       iconButton("left", "Episode before (k)", () => this.move(-1)),
       iconButton("right", "Next episode (j)", () => this.move(1)),
       segments(
@@ -120,13 +120,10 @@ export class Detail {
       if (this.number !== wanted || this.way !== way) return;
       const group = this.groups.get(key);
       const credit = group.members.find((member) => member.row.number === view.row.number)?.credit ?? null;
-      const note =
-        way === "difference"
-          ? await this.difference(view)
-          : way !== "text" &&
-            legend(way, credit ?? group.members.find((member) => member.credit)?.credit ?? null);
+      const told = credit ?? group.members.find((member) => member.credit)?.credit ?? null;
+      const note = way === "difference" ? await this.difference(view) : way !== "text" && legend(way, told);
       const notes = (group.notes ?? [])
-        .filter((text) => text !== credit?.note)
+        .filter((text) => text !== told?.note)
         .map((text) => h("p", { class: "soft note" }, text));
       put(this.body, note, notes, this.group ? members(group, way) : one(view, credit, way, this.filterBy));
     } catch (error) {

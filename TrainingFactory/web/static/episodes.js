@@ -100,7 +100,7 @@ class EpisodesPage {
       ["*", "Some tool failed"],
       ...this.view.tools.map((tool) => [tool, tool + " failed"]),
     ];
-    const text = searchField("Search in their text", this.filter.text, (value) => typed({ text: value }));
+    const text = searchField("Search the text", this.filter.text, (value) => typed({ text: value }));
     this.search = text.querySelector("input");
     const way = h("button", {
       type: "button",
@@ -114,7 +114,7 @@ class EpisodesPage {
       { class: "filters", role: "search", onsubmit: (event) => event.preventDefault() },
       text,
       field("step", "Step", { type: "number", min: 1, class: "short" }),
-      field("task", "Task, exactly", { class: "middle" }),
+      field("task", "Task, exactly", { class: "middle", placeholder: "Task id" }),
       select(
         "Status",
         [["", "All statuses"], ...STATUSES.map((each) => [each, each.replace("_", " ")])],
@@ -201,7 +201,9 @@ class EpisodesPage {
       rows.matched === null ? number(rows.rows.length) + (rows.ended ? "" : " so far") : number(rows.matched);
     put(
       this.told,
-      rows.direct ? number(rows.total) + " episodes" : `${shown} of ${number(rows.total)} episodes`,
+      rows.direct || rows.matched === rows.total
+        ? number(rows.total) + " episodes"
+        : `${shown} of ${number(rows.total)} episodes`,
       rows.building && `, ${percent(rows.indexed)} of the file read`,
     );
   }

@@ -3,6 +3,15 @@ import { h, put } from "./dom.js";
 import { plain } from "./format.js";
 import { iconButton } from "./parts.js";
 
+// Where the key's last part is no name that people say.
+const NAMES = {
+  kl: "KL",
+  r: "Rank",
+  "num epochs": "Epochs",
+  "environment id": "Environment",
+  "eval every": "Evaluate every",
+};
+
 /** Tells whether two values of options are the same. */
 export function same(a, b) {
   return JSON.stringify(a ?? null) === JSON.stringify(b ?? null);
@@ -16,7 +25,8 @@ export class Field {
     this.wrong = h("p", { class: "wrong", id: this.id + "-wrong", role: "alert" });
     const reset = iconButton("close", "Back to the default", () => this.back());
     const name = option.key.split(".").slice(1).join(".") || option.key;
-    const label = h("label", { for: this.id, title: option.key }, name.replaceAll("_", " "));
+    const words = name.replaceAll("_", " ");
+    const label = h("label", { for: this.id, title: option.key }, NAMES[words] ?? words);
     const help = h("p", { class: "help", id: this.id + "-help" }, option.help, this.range());
     this.control.setAttribute("aria-describedby", help.id + " " + this.wrong.id);
     this.element = h(

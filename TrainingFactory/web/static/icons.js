@@ -19,6 +19,8 @@ const LINES = {
   stop: "M7 7h10v10H7z",
   resume: "M8 5l11 7-11 7z",
   wide: "M4 9V4h5 M20 15v5h-5 M4 4l6 6 M20 20l-6-6",
+  list: "M8 6h12 M8 12h12 M8 18h12 M4 6v.1 M4 12v.1 M4 18v.1",
+  call: "M5 5v6a3 3 0 003 3h11 M15 10l4 4-4 4",
   left: "M15 5l-7 7 7 7",
   right: "M9 5l7 7-7 7",
   warning: "M12 4l9 16H3z M12 10v4 M12 17v.1",

@@ -3,7 +3,7 @@ import { get, url } from "./api.js";
 import { h, put, svg, visible } from "./dom.js";
 import { counted, moment, number, percent } from "./format.js";
 import * as label from "./label.js";
-import { command, empty, panel, table, waiting } from "./parts.js";
+import { command, empty, link, panel, table, waiting } from "./parts.js";
 
 const SIDE = 190; // pixels of a plot
 
@@ -28,7 +28,11 @@ export async function show(place) {
   if (!audits.length) {
     return void put(
       content,
-      empty("No judge was audited yet", "Label episodes here, then compare a judge with the labels:"),
+      empty(
+        "No judge was audited yet",
+        link("judges/label", "Label some episodes"),
+        ", then compare a judge with your labels in a terminal:",
+      ),
       command("tfactory judge audit --gold runs/labels/RUN.jsonl base_url=URL model=NAME"),
     );
   }
@@ -56,12 +60,12 @@ function overview(audits) {
       "Audits",
       [
         "Judge",
-        "Labels",
-        "When",
+        { text: "Labels", class: "spare" },
+        { text: "When", class: "spare" },
         { text: "Items", class: "num" },
         { text: "Agreement", class: "num" },
         { text: "Kappa", class: "num" },
-        { text: "Talked round", class: "num" },
+        { text: "Injections that worked", class: "num" },
         { text: "Length bias", class: "num" },
       ],
       rows,
@@ -83,7 +87,7 @@ function auditOf(audit) {
     `${visible(base(audit.gold))} · ${counted(audit.judged, "item")} · ${moment(audit.time)}`,
   );
   const rows = audit.rows.map(([name, value, meaning]) => [
-    h("b", {}, name),
+    h("b", { class: "metric" }, name),
     h("span", { class: "num" }, value),
     h("span", { class: "soft" }, meaning),
   ]);
@@ -92,7 +96,7 @@ function auditOf(audit) {
     h(
       "div",
       { class: "audit" },
-      h("p", { class: "verdict" }, visible(audit.verdict)),
+      verdictOf(visible(audit.verdict)),
       table("Metrics of " + audit.judge, ["Metric", { text: "Value", class: "num" }, "What it means"], rows),
       audit.points?.length > 0 && plot(audit.points),
     ),
@@ -100,6 +104,18 @@ function auditOf(audit) {
   );
   shown.classList.add("one-audit");
   return shown;
+}
+
+/** The verdict in words, its first ones as a sign of how good it is. */
+function verdictOf(text) {
+  const [head, ...rest] = text.split(": ");
+  const kind = /^(Can be trusted|Good enough)/.test(head) ? "good" : /^Not/.test(head) ? "bad" : "warn";
+  return h(
+    "p",
+    { class: "verdict" },
+    h("b", { class: kind }, head),
+    rest.length > 0 && h("span", {}, rest.join(": ")),
+  );
 }
 
 /** The judge's verdict over the gold label; on the dashed line both say the same. */
@@ -126,6 +142,16 @@ function plot(points) {
     svg("text", { x: left + SIDE, y: top + SIDE + 28, "text-anchor": "middle" }, "1"),
     svg("text", { x: left - 18, y: top + SIDE + 4, "text-anchor": "end" }, "0"),
     svg("text", { x: left - 18, y: top + 4, "text-anchor": "end" }, "1"),
+    svg(
+      "text",
+      {
+        x: left - 18,
+        y: top + SIDE / 2,
+        "text-anchor": "middle",
+        transform: `rotate(-90 ${left - 18} ${top + SIDE / 2})`,
+      },
+      "judge",
+    ),
   ];
   const named = {
     class: "plot",
@@ -145,6 +171,10 @@ function plot(points) {
       dots,
       words,
     ),
-    h("figcaption", { class: "soft" }, "The judge over the label; on the line they agree."),
+    h(
+      "figcaption",
+      { class: "soft" },
+      "Each dot: what the label says, what the judge says, and how often. On the line they agree.",
+    ),
   );
 }

@@ -40,7 +40,7 @@ export function showKeys() {
     h(
       "dt",
       {},
-      key.split(" ").map((k) => h("kbd", {}, k)),
+      (key === " " ? ["space"] : key.split(" ")).map((k) => h("kbd", {}, k)),
     ),
     h("dd", {}, what),
   ]);

@@ -297,31 +297,29 @@ class LabelPage {
       ["Labels", number(rows.length)],
       ["Good", number(good)],
       ["Bad", number(bad)],
-      ["As the run's reward", both.length ? percent(same / both.length) : "–"],
+      ["Agrees with the reward", both.length ? percent(same / both.length) : "–"],
     ];
-    const list = [...rows]
-      .reverse()
-      .map((row) =>
+    const list = [...rows].reverse().map((row) =>
+      h(
+        "li",
+        {},
         h(
-          "li",
-          {},
+          "button",
+          {
+            type: "button",
+            class: row.number === this.view?.row.number ? "at" : "",
+            onclick: () => this.jump(row.number),
+          },
+          h("span", { class: "num soft" }, row.number),
+          h("span", {}, visible(row.task)),
           h(
-            "button",
-            {
-              type: "button",
-              class: row.number === this.view?.row.number ? "at" : "",
-              onclick: () => this.jump(row.number),
-            },
-            h("span", { class: "num soft" }, row.number),
-            h("span", {}, visible(row.task)),
-            h(
-              "span",
-              { class: "tag " + (row.label === true ? "good" : row.label === false ? "bad" : "") },
-              row.label === true ? "good" : row.label === false ? "bad" : number(row.score),
-            ),
+            "span",
+            { class: "tag " + (row.label === true ? "good" : row.label === false ? "bad" : "") },
+            row.label === true ? "good" : row.label === false ? "bad" : number(row.score),
           ),
         ),
-      );
+      ),
+    );
     put(
       this.sideBody,
       h(
@@ -341,7 +339,7 @@ class LabelPage {
             h(
               "p",
               { class: "soft" },
-              "The labels are gold rows in ",
+              "The labels are kept in ",
               h("code", {}, path),
               unread > 0 && `; ${counted(unread, "line")} of it are none of this page`,
               ".",

@@ -23,6 +23,10 @@ export class Overlay {
     this.board = new Board(this.place, signal);
     this.element = h("div", {}, this.controls(first), this.place);
     on("metrics", signal, () => this.read());
+    on("runs", signal, (news) => {
+      const shown = this.element.offsetParent !== null;
+      if (shown && this.names.some((name) => news?.has(name))) this.read();
+    });
   }
 
   /** Shows these runs instead. */

@@ -108,7 +108,12 @@ function versions(model, chosen, job, again) {
       model.name + ":" + version.number,
     );
     const named = version.aliases.map((alias) => h("span", { class: "tag accent" }, alias));
-    const go = button("Promote", () => promote(model, version, job, again), { class: "small" });
+    const go =
+      !version.aliases.includes("champion") &&
+      button("Promote", () => promote(model, version, job, again), {
+        class: "small",
+        "aria-label": `Promote ${model.name}:${version.number}`,
+      });
     return [
       [name, " ", named],
       version.run && link("run/" + encodeURIComponent(version.run), version.run),
@@ -214,7 +219,9 @@ function decided(decisions, model) {
     "ul",
     { class: "decisions" },
     [...decisions].reverse().map(({ kind, alias, number: to, was, who, created, evidence }) => {
-      const moved = [to && `${model}:${to}`, was && `was ${model}:${was}`].filter(Boolean).join(", ");
+      const moved = [to && `${model}:${to}`, was && `${kind === "refuse" ? "stays" : "was"} ${model}:${was}`]
+        .filter(Boolean)
+        .join(", ");
       const why =
         evidence &&
         Object.keys(evidence).length > 0 &&

@@ -4,7 +4,18 @@ import { h, put } from "./dom.js";
 import { duration, number, percent } from "./format.js";
 import { keys } from "./keys.js";
 import * as live from "./live.js";
-import { act, button, command, confirm, dialog, progress, stateBadge, tiles, toast, waiting } from "./parts.js";
+import {
+  act,
+  button,
+  command,
+  confirm,
+  dialog,
+  progress,
+  stateBadge,
+  tiles,
+  toast,
+  waiting,
+} from "./parts.js";
 import * as config from "./run_config.js";
 import * as curves from "./run_curves.js";
 import * as findings from "./run_findings.js";
@@ -20,6 +31,8 @@ const TABS = [
   ["lineage", "Lineage and files", lineage],
   ["log", "Log", log],
 ];
+
+const PLAYING = ["grpo", "ppo", "rft"]; // they have rewards, also before the first step
 
 const SUMMED = ["", "findings"]; // views with the numbers on top; the others need the room
 
@@ -110,7 +123,7 @@ class Head {
     const why = row.problem ?? reason;
     this.why.hidden = !why;
     if (this.why.textContent !== (why ?? "")) put(this.why, why);
-    if (this.summed) put(this.numbers, numbers(row));
+    if (this.summed) put(this.numbers, numbers(view));
     if (this.shown === row.state) return;
     this.shown = row.state;
     put(this.title, row.name);
@@ -121,15 +134,16 @@ class Head {
 }
 
 /** The numbers that tell how it goes, at a glance. */
-function numbers(row) {
+function numbers({ row, evaluations }) {
   const left =
     row.state === "running" && row.step > 0 && row.steps
       ? (row.seconds / row.step) * (row.steps - row.step)
       : null;
-  const held = row.heldout;
+  const apart = evaluations.findLast(({ success }) => success !== null); // the newest, where training made none
+  const held = row.heldout ?? (apart && { ...apart, value: apart.success });
   const figures = [
     ["Progress", progress(row.step, row.steps), left !== null && "about " + duration(left) + " to go"],
-    row.spark_of === "reward"
+    row.spark_of === "reward" || (!row.spark.length && PLAYING.includes(row.algorithm))
       ? ["Reward", number(row.reward, 4), "at the last step"]
       : ["Loss", number(row.spark.at(-1), 4), "at the last step"],
     [
@@ -137,7 +151,7 @@ function numbers(row) {
       held ? percent(held.value) : "–",
       held ? `${percent(held.low)} to ${percent(held.high)}, step ${held.step}` : "never evaluated",
     ],
-    ["Tokens per second", row.tokens_per_second ? number(Math.round(row.tokens_per_second)) : "–", null],
+    ["Tokens/s", row.tokens_per_second ? number(Math.round(row.tokens_per_second)) : "–", null],
     ["Time", duration(row.seconds), row.step > 0 && duration(row.seconds / row.step) + " a step"],
   ];
   return tiles(figures);
@@ -194,12 +208,5 @@ async function resume(pressed, name, commands) {
 
 function showCommands(name, commands) {
   const rows = Object.entries(commands).map(([what, text]) => command(text, what));
-  dialog("Commands of " + name, [
-    h(
-      "p",
-      { class: "soft" },
-      "What this page does, in a terminal.",
-    ),
-    rows,
-  ]);
+  dialog("Commands of " + name, [h("p", { class: "soft" }, "What this page does, in a terminal."), rows]);
 }

@@ -1,5 +1,6 @@
 // The curves of a run, with those of others laid over them.
 import { h, put } from "./dom.js";
+import { keys } from "./keys.js";
 import * as live from "./live.js";
 import { Overlay } from "./overlay.js";
 import { iconButton } from "./parts.js";
@@ -40,6 +41,7 @@ export async function show({ content, name, query, signal, setQuery }) {
       );
     put(bar, others.length > 0 && [name, ...others].map(chip), picker);
   };
+  keys(signal, [["+ - 0", "On a chart: closer, farther, the whole range", () => {}]]);
   drawBar();
   live.on("runs", signal, (changed) => changed === null && drawBar());
   document.addEventListener("theme", drawBar, { signal });

@@ -15,10 +15,11 @@ export async function show({ content, name, signal }) {
     "The beginning is not shown; it is in the run's folder.",
   );
   const none = empty(
-    "Nothing was printed",
-    "A run that is started by this page keeps what it prints in its folder.",
+    "This run keeps no log",
+    "One that is started or resumed on this page does; one from a terminal has printed there.",
   );
-  put(content, h("div", { class: "controls" }, h("label", {}, follow, " Follow the end")), note, text, none);
+  const bar = h("div", { class: "controls", hidden: true }, h("label", {}, follow, " Follow the end"));
+  put(content, bar, note, text, none);
   let offset = -200_000; // from the end
   let reading = Promise.resolve();
   const read = async () => {
@@ -29,7 +30,7 @@ export async function show({ content, name, signal }) {
     note.hidden = note.hidden && whole.length <= MOST;
     text.textContent = whole.slice(-MOST);
     none.hidden = whole !== "";
-    text.hidden = whole === "";
+    text.hidden = bar.hidden = whole === "";
     if (follow.checked) text.scrollTop = text.scrollHeight;
     if (more.more) await read();
   };

@@ -1,6 +1,6 @@
 // A conversation: prompt, turns of the model, tool calls with their results. Every text here is foreign: shown, never read.
 import { h, visible } from "./dom.js";
-import { duration, signed } from "./format.js";
+import { counted, duration, signed } from "./format.js";
 import { icon } from "./icons.js";
 import { tokens } from "./tokens.js";
 
@@ -27,12 +27,11 @@ function turnOf(turn, at, pieces, way, credit) {
     finish,
     policy_version: version,
   } = turn;
-  const stale = `version ${version}`;
   const facts = [
     `turn ${at + 1}`,
     `${turn.tokens} tokens`,
     finish === "stop" ? null : "ended by " + finish,
-    stale,
+    version > 0 && `after ${counted(version, "update")}`,
   ]
     .filter(Boolean)
     .join(" · ");
@@ -90,7 +89,7 @@ export function callOf(call, result) {
     h(
       "div",
       { class: "asked" },
-      icon("right", 14),
+      icon("call", 14),
       h("code", {}, h("b", {}, visible(name || "unreadable call")), " ", shown),
     ),
     result && resultOf(result, null),

@@ -164,7 +164,7 @@ class Wizard {
     this.lora = h("input", { type: "checkbox", id: "lora", onchange: () => this.changed() });
     this.prompt = h("textarea", {
       id: "system-prompt",
-      rows: 2,
+      rows: 3,
       placeholder: "Use the tools, then answer with the result alone.",
       oninput: () => this.changed(),
     });

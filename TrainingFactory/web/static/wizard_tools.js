@@ -113,8 +113,7 @@ export class ToolsStep {
       const single = chosen.filter(({ server }) => !whole.includes(server)).map(({ name }) => name);
       this.tools = [...whole, ...single].map((name) => ({ name, config }));
       this.mark(
-        "tools",
-        chosen.length ? counted(chosen.length, "tool") + " of " + tools.length : "none chosen",
+        chosen.length ? `${chosen.length} of ${counted(tools.length, "tool")}` : "none chosen",
         chosen.length > 0,
       );
       this.changed();
