@@ -5,7 +5,7 @@ import { barOf } from "./figures.js";
 import { duration, number, plain, signed } from "./format.js";
 import { button, failed, iconButton, pairs, segments } from "./parts.js";
 import { conversation, messages } from "./turns.js";
-import { legend } from "./tokens.js";
+import { legend, spread } from "./tokens.js";
 
 const WAYS = [
   ["text", "Text"],
@@ -95,37 +95,36 @@ export class Detail {
   async draw() {
     const { view, way, number: wanted } = this;
     if (!view) return;
-    const needed = this.group || way === "advantage" || way === "logprob";
-    if (!needed)
-      return void put(
-        this.body,
-        way === "difference" && (await this.difference(view)),
-        one(view, null, "text", this.filterBy),
-      );
+    if (!this.group && way === "text") return void put(this.body, one(view, null, "text", this.filterBy));
     const { step, task } = view.row;
-    const key = step + "/" + task;
+    const learner = way === "difference"; // it takes the model itself
+    const key = step + "/" + task + (learner ? "/learner" : "");
     if (!this.groups.has(key))
       put(
         this.body,
         h(
           "p",
           { class: "legend-note", role: "status", "aria-busy": "true" },
-          "Computing the credit of the group's tokens. The first time a process is started for it…",
+          learner
+            ? "Loading the weights that sampled this group, to see what the learner makes of its tokens…"
+            : "Computing the credit of the group's tokens. The first time a process is started for it…",
         ),
         one(view, null, "text", this.filterBy),
       );
     try {
       if (!this.groups.has(key))
-        this.groups.set(key, await get(url(["runs", this.name, "groups"], { step, task }), this.signal));
+        this.groups.set(key, await get(url(["runs", this.name, "groups"], { step, task, learner }), this.signal));
       if (this.number !== wanted || this.way !== way) return;
       const group = this.groups.get(key);
       const credit = group.members.find((member) => member.row.number === view.row.number)?.credit ?? null;
       const told = credit ?? group.members.find((member) => member.credit)?.credit ?? null;
-      const note = way === "difference" ? await this.difference(view) : way !== "text" && legend(way, told);
+      const known = !learner || spread(group) !== null;
+      const note = known ? way !== "text" && legend(way, told) : await this.difference(view);
       const notes = (group.notes ?? [])
         .filter((text) => text !== told?.note)
         .map((text) => h("p", { class: "soft note" }, text));
-      put(this.body, note, notes, this.group ? members(group, way) : one(view, credit, way, this.filterBy));
+      const drawn = known ? way : "text";
+      put(this.body, note, notes, this.group ? members(group, drawn) : one(view, credit, drawn, this.filterBy));
     } catch (error) {
       if (error.name === "AbortError" || this.number !== wanted) return;
       put(
@@ -140,7 +139,7 @@ export class Detail {
     }
   }
 
-  /** Says what is known of the difference between sampler and learner: its mean over the step. */
+  /** Says what is known of the difference between sampler and learner where it is not known by token. */
   async difference({ row }) {
     const told = await get(url(["runs", this.name, "metrics"]), this.signal);
     const at = told.steps.indexOf(row.step);
@@ -152,7 +151,7 @@ export class Detail {
     return h(
       "p",
       { class: "legend-note" },
-      `The difference between the log-probs of sampler and learner is kept per step, not per token: ${known}. The curve is among those of the run (logprob_diff).`,
+      `The difference between the log-probs of sampler and learner is not known token by token: ${known} (logprob_diff, among the curves of the run).`,
     );
   }
 }
@@ -292,6 +291,6 @@ function column(member, way) {
     ),
     left,
     rewards(member),
-    conversation(member, way === "difference" ? null : credit, way === "difference" ? "text" : way),
+    conversation(member, credit, way),
   );
 }

@@ -1,8 +1,9 @@
-// Tokens coloured by advantage or log-prob. Trained ones are underlined: that is the loss mask.
+// Tokens coloured by advantage, log-prob, or how far the learner's log-prob is from the sampler's. Trained ones are underlined: that is the loss mask.
 import { h, visible } from "./dom.js";
 import { number, signed } from "./format.js";
 
 const SURPRISING = 4; // a log-prob of -4 or less has the strongest colour
+const APART = 0.02; // what bfloat16 alone makes at times: smaller differences have weaker colours
 
 /** The pieces of a turn, each with its numbers for the mouse. */
 export function tokens(pieces, way, credit) {
@@ -13,19 +14,21 @@ export function tokens(pieces, way, credit) {
   );
 }
 
-function token(piece, way, { measure, largest }) {
+function token(piece, way, { measure, largest, furthest }) {
   const value = mean(piece.values);
-  const chance = mean(piece.logprobs);
-  const share = largest && Math.abs(value ?? 0) / largest;
+  const off = gap(piece);
   const [kind, strength] =
     way === "advantage"
-      ? [value < 0 ? "minus" : "plus", share && 0.1 + share * 0.38]
-      : ["rare", Math.min(1, -(chance ?? 0) / SURPRISING) * 0.48];
+      ? signedColour(value, largest)
+      : way === "difference"
+        ? signedColour(off, Math.max(furthest, APART))
+        : ["rare", Math.min(1, -(mean(piece.logprobs) ?? 0) / SURPRISING) * 0.48];
   const told = [
     `token ${piece.ids.join(", ")}`,
     `log-prob ${piece.logprobs.map((each) => number(each)).join(", ")}`,
+    off !== null && `the learner's ${piece.learned.map((each) => number(each)).join(", ")}, which is ${signed(off)}`,
     piece.trained ? `${measure} ${signed(value)}` : "not trained",
-  ];
+  ].filter(Boolean);
   return h(
     "span",
     {
@@ -35,6 +38,26 @@ function token(piece, way, { measure, largest }) {
     },
     shown(piece.text),
   );
+}
+
+function signedColour(value, largest) {
+  const share = largest && Math.abs(value ?? 0) / largest;
+  return [value < 0 ? "minus" : "plus", share && 0.1 + share * 0.38];
+}
+
+/** The learner's log-prob less the sampler's; null where it is not known. */
+function gap({ learned, logprobs }) {
+  return learned.length ? mean(learned) - mean(logprobs) : null;
+}
+
+/** Notes with every member how far the learner is from the sampler at most, and returns it; null: it is not known. */
+export function spread(group) {
+  const credits = group.members.map((member) => member.credit).filter(Boolean);
+  const gaps = credits.flatMap(({ turns }) => turns.flatMap(({ pieces }) => pieces.map(gap)));
+  const known = gaps.filter((each) => each !== null).map(Math.abs);
+  const furthest = known.length ? Math.max(...known) : null;
+  for (const credit of credits) Object.assign(credit, { furthest, typical: mean(known) });
+  return furthest;
 }
 
 function mean(values) {
@@ -59,21 +82,24 @@ export function legend(way, credit) {
     h("span", { class: "token untrained" }, "sampled, not trained"),
     h("span", { class: "soft" }, "prompts and results of tools are never trained"),
   ];
-  const largest = credit.largest;
+  const both = (largest, what) => [
+    signed(-largest),
+    h("i", { class: "scale diverging", "aria-hidden": "true" }),
+    signed(largest),
+    h("span", { class: "soft" }, what),
+  ];
+  const off = `the learner's log-prob less the sampler's, by the weights that sampled: ${number(credit.typical)} on average, ${number(credit.furthest)} at most`;
   const scale =
     way === "advantage"
-      ? [
-          signed(-largest),
-          h("i", { class: "scale diverging", "aria-hidden": "true" }),
-          signed(largest),
-          h("span", { class: "soft" }, credit.measure),
-        ]
-      : [
-          "likely",
-          h("i", { class: "scale rare", "aria-hidden": "true" }),
-          "log-prob of −" + SURPRISING + " or less",
-          h("span", { class: "soft" }, "as the sampler had it"),
-        ];
+      ? both(credit.largest, credit.measure)
+      : way === "difference"
+        ? both(Math.max(credit.furthest, APART), off)
+        : [
+            "likely",
+            h("i", { class: "scale rare", "aria-hidden": "true" }),
+            "log-prob of −" + SURPRISING + " or less",
+            h("span", { class: "soft" }, "as the sampler had it"),
+          ];
   return h(
     "div",
     { class: "token-legend", role: "note", "aria-label": "What the colours mean" },
