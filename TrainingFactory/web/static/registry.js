@@ -219,7 +219,8 @@ function decided(decisions, model) {
     "ul",
     { class: "decisions" },
     [...decisions].reverse().map(({ kind, alias, number: to, was, who, created, evidence }) => {
-      const moved = [to && `${model}:${to}`, was && `${kind === "refuse" ? "stays" : "was"} ${model}:${was}`]
+      const old = was && `${model}:${was}`;
+      const moved = [to && `${model}:${to}`, old && (kind === "refuse" ? old + " stays" : "was " + old)]
         .filter(Boolean)
         .join(", ");
       const why =
