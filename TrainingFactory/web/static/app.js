@@ -29,8 +29,17 @@ let shown = null;
 /** Takes #/run/NAME/episodes?step=3 apart. */
 function route() {
   const [path, query] = location.hash.replace(/^#\/?/, "").split("?");
-  const parts = path.split("/").filter(Boolean).map(decodeURIComponent);
+  const parts = path.split("/").filter(Boolean).map(decoded);
   return { parts: parts.length ? parts : ["runs"], query: new URLSearchParams(query ?? ""), path };
+}
+
+/** What is no such text stays as it is. */
+function decoded(part) {
+  try {
+    return decodeURIComponent(part);
+  } catch {
+    return part;
+  }
 }
 
 function show() {

@@ -25,7 +25,7 @@ const DIRECT = [
       { title: "Entropy", of: ["entropy"] },
       { title: "Clip fraction", of: ["clip_fraction"] },
       { title: "Gradient norm", of: ["grad_norm"] },
-      { title: "Log-prob, sampler minus learner", of: ["logprob_diff"] },
+      { title: "Sampler vs learner, log-prob (mean distance)", of: ["logprob_diff"] },
       { title: "Learning rate", of: ["learning_rate"] },
     ],
   ],

@@ -212,7 +212,8 @@ class LabelPage {
 
   drawVerdicts() {
     if (!this.view) return;
-    const now = this.known.get(this.view.row.number);
+    const found = this.known.get(this.view.row.number);
+    const now = found?.task === this.view.row.task ? found : undefined; // the run may have been cut back since
     const press = (on) => ({ "aria-pressed": String(on) });
     const key = (text) => h("kbd", { "aria-hidden": "true" }, text);
     const made =

@@ -233,6 +233,7 @@ class RunsPage {
       name.lastChild,
       tags,
       found,
+      h("small", { class: "about" }, [row.model, row.environment].filter(Boolean).join(" · ")),
       row.problem && h("small", { class: "problem", title: row.problem }, row.problem),
     );
     put(state, stateBadge(row.state));

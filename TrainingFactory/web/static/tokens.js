@@ -19,9 +19,9 @@ function token(piece, way, { measure, largest, furthest }) {
   const off = gap(piece);
   const [kind, strength] =
     way === "advantage"
-      ? signedColour(value, largest)
+      ? signedColour(value, largest, 0.1)
       : way === "difference"
-        ? signedColour(off, Math.max(furthest, APART))
+        ? signedColour(off, Math.max(furthest, APART), 0)
         : ["rare", Math.min(1, -(mean(piece.logprobs) ?? 0) / SURPRISING) * 0.48];
   const told = [
     `token ${piece.ids.join(", ")}`,
@@ -40,9 +40,9 @@ function token(piece, way, { measure, largest, furthest }) {
   );
 }
 
-function signedColour(value, largest) {
+function signedColour(value, largest, least) {
   const share = largest && Math.abs(value ?? 0) / largest;
-  return [value < 0 ? "minus" : "plus", share && 0.1 + share * 0.38];
+  return [value < 0 ? "minus" : "plus", share && least + share * (0.48 - least)];
 }
 
 /** The learner's log-prob less the sampler's; null where it is not known. */
