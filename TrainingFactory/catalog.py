@@ -28,6 +28,7 @@ _CATALOG: dict[str, dict[str, str]] = {
         "search": "TrainingFactory.tools.custom_tools:SearchTool",
         "model": "TrainingFactory.tools.custom_tools:ModelTool",
         "agent": "TrainingFactory.tools.custom_tools:AgentTool",
+        "wordnet": "TrainingFactory.wordnet.tools:WordNet",
         "code_interpreter": "python",  # as RL-Factory's files call it
     },
 }

@@ -22,7 +22,7 @@ LAYERS = [
     ["services"],
     ["cluster", "http"],
     ["rollout", "sampling", "learning"],
-    ["envs", "rewards", "algorithms"],
+    ["envs", "rewards", "algorithms", "wordnet"],
     ["tools", "models", "data"],
     ["catalog", "config", "user_code", "sql", "arithmetic", "endpoint", "workers"],
     ["protocols", "openai_form", "options", "running", "seeds"],
@@ -33,8 +33,8 @@ LEVEL = {name: level for level, row in enumerate(LAYERS) for name in row}
 # The core never imports a satellite, nor the edge, which knows both.
 EDGE = ["services/build"]
 SATELLITES = [
-    "cli", "web", "integrations", "cluster", "http", "workers", "sql", "arithmetic.py", "endpoint.py", "envs/builtin",
-    "tools/mcp", "tools/cache", "tools/builtin", "tools/sandbox", "rewards/rules",
+    "cli", "web", "wordnet", "integrations", "cluster", "http", "workers", "sql", "arithmetic.py", "endpoint.py",
+    "envs/builtin", "tools/mcp", "tools/cache", "tools/builtin", "tools/sandbox", "rewards/rules",
     "rewards/judge", "rewards/workers", "services/evaluation", "services/serving",
     "services/reports", "services/judge_audit", "services/demo", "services/doctor", "services/plan", "services/proxy",
     "services/recipes", "services/registry", "services/views", "services/export.py", "services/datasets.py",
@@ -94,6 +94,7 @@ BUDGET: dict[str, int] = {
     "tools/mcp": 1560,
     "tools/sandbox": 780,
     "web": 1520,
+    "wordnet": 250,
     "workers": 330,
 }
 

@@ -13,7 +13,7 @@ from TrainingFactory.cli.options import Where
 from TrainingFactory.data.convert import Filters, Layout, swift_row
 from TrainingFactory.data.convert import convert as converted
 from TrainingFactory.data.examples import Form
-from TrainingFactory.data.gsm8k import HUB
+from TrainingFactory.data.gsm8k import HUB, Prepared
 
 data = App(name="data", help="Turn recorded episodes into datasets; show and check datasets.")
 Dataset = Annotated[
@@ -182,7 +182,28 @@ def gsm8k(source: str = HUB, /, *, out: Path = Path("gsm8k"), plain: bool = Fals
     """
     from TrainingFactory.services.recipes.gsm8k import write_gsm8k
 
-    done = write_gsm8k(source, out, plain)
+    return _written(out, write_gsm8k(source, out, plain))
+
+
+@data.command
+def wordnet(folder: str = "/usr/share/wordnet", /, *, out: Path = Path("wordnet")) -> int:
+    """Write questions about nouns as rows for sft, whose calls of WordNet's tools lead to the answer, and as tasks;
+    those for development (dev) and the last test are about other words.
+
+    ```
+    tfactory data wordnet /usr/share/wordnet --out wordnet
+    ```
+
+    Args:
+        folder: With WordNet's data.noun and index.noun; the Debian package wordnet-base has them.
+        out: Folder for the JSONL files; those that are there are replaced.
+    """
+    from TrainingFactory.services.recipes.gsm8k import write_wordnet
+
+    return _written(out, write_wordnet(folder, out))
+
+
+def _written(out: Path, done: Prepared) -> int:
     rows = [(str(out / f"{part}.jsonl"), f"{count} rows") for part, count in done.counts.items()]
     show.table(rows + [(f"  {why}", f"{count} left out") for why, count in done.dropped.items()])
     return 0

@@ -6,47 +6,48 @@ import json
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from cyclopts import App, Parameter
+from cyclopts import Parameter
 
 from TrainingFactory.cli import show
 from TrainingFactory.cli.display import Display
 from TrainingFactory.cli.options import Json
-from TrainingFactory.data.gsm8k import HUB
 
-recipe = App(name="recipe", help="Train a real model on a real task, from its data to the figures.")
 Options = Annotated[
     tuple[str, ...], Parameter(help="Options of that run, as key=value; may be given several times.")
 ]
 
 
-@recipe.command
-def gsm8k(
-    *, data: str = HUB, model: str | None = None, out: Path = Path("runs/gsm8k"), seed: int = 0,
-    scale: Literal["full", "small"] = "full", final: bool = False, plain: bool = False,
-    sft: Options = (), grpo: Options = (), as_json: Json = False,
+def recipe(
+    task: Literal["gsm8k", "wordnet"], /, *, data: str | None = None, model: str | None = None,
+    out: Path | None = None, seed: int = 0, scale: Literal["full", "small"] = "full", final: bool = False,
+    plain: bool = False, sft: Options = (), grpo: Options = (), as_json: Json = False,
 ) -> int:  # fmt: skip
-    """Train SmolLM2 on GSM8K with a calculator: rows with tool calls from its training set, SFT, GRPO, and both
-    evaluated on a part of the training set that is held out. What is done already is not done again.
+    """Train a real model on a real task, from its data to the figures: SmolLM2 on GSM8K with a calculator, or on
+    questions about nouns that take several calls of three tools over WordNet. Rows with tool calls are made, then come
+    SFT, GRPO, and evaluations of both on tasks that are held out. What is done already is not done again.
 
     ```
     tfactory recipe gsm8k
     tfactory recipe gsm8k --data data/gsm8k --seed 1 --out runs/gsm8k-1 --final
     tfactory recipe gsm8k --out runs/groups-of-8 --grpo training.group_size=8
-    tfactory recipe gsm8k --model builtin:tiny --scale small
+    tfactory recipe wordnet --data /usr/share/wordnet
+    tfactory recipe wordnet --model builtin:tiny --scale small
     ```
 
     Args:
-        data: A folder with train.jsonl and test.jsonl, or a hub id.
+        task: What is learned.
+        data: gsm8k: a folder with train.jsonl and test.jsonl, or a hub id, openai/gsm8k:main unless named; wordnet: a
+            folder with data.noun and index.noun, /usr/share/wordnet unless named (Debian's wordnet-base).
         model: Another model than smollm2-135m.
-        out: Folder for the rows, both runs, and results.json.
+        out: Folder for the rows, both runs, and results.json; runs/TASK if none is named.
         seed: For the order of rows and tasks, and for sampling.
         scale: small takes a few steps, to see on a CPU that everything goes together.
         final: Evaluate both on the test set as well, once: when nothing is to be chosen any more.
-        plain: Without the calculator.
+        plain: gsm8k without the calculator.
     """
     from TrainingFactory.services.recipes.gsm8k import RUNS, Recipe
 
-    made = Recipe(data, model, out, seed, scale, plain, sft, grpo)
+    made = Recipe(data, model, out, seed, scale, plain, sft, grpo, task)
     with Display() as display:
         made.prepare(display)
         for name in RUNS:
@@ -55,7 +56,7 @@ def gsm8k(
         for part in made.parts(final):
             made.measure(part, display)
     found = made.results()
-    print(json.dumps(found, indent=1, ensure_ascii=False)) if as_json else _show(found, out)
+    print(json.dumps(found, indent=1, ensure_ascii=False)) if as_json else _show(found, made.out)
     return 0
 
 

@@ -1,7 +1,8 @@
-"""`tfactory recipe gsm8k`: a small model learns GSM8K with a calculator, by sft, then by grpo, measured after both.
+"""`tfactory recipe`: a small model learns GSM8K with a calculator, or questions that take several calls over WordNet,
+by sft, then by grpo, measured after both.
 
     OUT/recipe.json         what was asked for, and the seconds that each part took
-    OUT/data/               rows, by data/gsm8k.py
+    OUT/data/               rows, by data/gsm8k.py or wordnet/questions.py
     OUT/sft/, OUT/grpo/     two ordinary runs, by the configs beside this file
     OUT/episodes/           what both models did in the evaluations
     OUT/results.json        all figures
@@ -22,6 +23,7 @@ from TrainingFactory.config.loading import key_value
 from TrainingFactory.data.disk import write_aside
 from TrainingFactory.data.gsm8k import HUB, Prepared, prepare
 from TrainingFactory.openai_form import message_to_dict, spec_to_dict
+from TrainingFactory.running import run
 from TrainingFactory.services.build.training import Training, resume
 from TrainingFactory.services.datasets import write_rows
 from TrainingFactory.services.evaluation.asked import RecordedEvaluation, ask_model
@@ -30,7 +32,11 @@ from TrainingFactory.services.runs.folder import RunFolder, is_run
 from TrainingFactory.services.runs.tracking import Watcher
 from TrainingFactory.tools.builtin.calculator import calculator
 from TrainingFactory.types import Trajectory
+from TrainingFactory.wordnet.questions import ask
+from TrainingFactory.wordnet.tools import FOLDER, WordNet
 
+Learned = Literal["gsm8k", "wordnet"]
+SOURCES: dict[Learned, str] = {"gsm8k": HUB, "wordnet": FOLDER}
 Scale = Literal["full", "small"]
 RUNS = ("sft", "grpo")
 TEMPERATURES = {"greedy": 0.0, "temperature 1": 1.0}
@@ -54,7 +60,15 @@ PLAIN: dict[str, dict[str, Any]] = {
 
 def write_gsm8k(source: str | Path, folder: Path, plain: bool = False) -> Prepared:
     """Write the rows of each part into a folder."""
-    done = prepare(source, [] if plain else [spec_to_dict(calculator.spec)])
+    return _written(prepare(source, [] if plain else [spec_to_dict(calculator.spec)]), source, folder)
+
+
+def write_wordnet(source: str | Path, folder: Path) -> Prepared:
+    """Write the rows of each part into a folder."""
+    return _written(run(lambda: ask(source)), source, folder)
+
+
+def _written(done: Prepared, source: str | Path, folder: Path) -> Prepared:
     for part, rows in done.rows.items():
         if not rows:
             raise ValueError(f"{source} gives no rows for {part}; left out: {dict(done.dropped) or 'none'}")
@@ -67,10 +81,13 @@ class Recipe:
     order. `sft` and `grpo` are overrides of their configs."""
 
     def __init__(
-        self, source: str = HUB, model: str | None = None, out: str | Path = "runs/gsm8k", seed: int = 0,
+        self, source: str | None = None, model: str | None = None, out: str | Path | None = None, seed: int = 0,
         scale: Scale = "full", plain: bool = False, sft: Sequence[str] = (), grpo: Sequence[str] = (),
+        task: Learned = "gsm8k",
     ) -> None:  # fmt: skip
-        self.out, self.source, self.plain = Path(out).expanduser(), source, plain
+        source = source or SOURCES[task]
+        self.task, self.out = task, Path(out or f"runs/{task}").expanduser()
+        self.source, self.plain = source, plain
         asked = {"source": source, "model": model, "seed": seed, "scale": scale, "plain": plain}
         self.state: dict[str, Any] = {"asked": asked | {"sft": list(sft), "grpo": list(grpo)}, "seconds": {}}
         self._path, self.compared = self.out / "recipe.json", dict[str, dict[str, Comparison]]()
@@ -89,6 +106,12 @@ class Recipe:
             "sft": {"data.dataset": data["sft"], "data.heldout": data["sft_dev"]},
             "grpo": {"data.tasks": data["tasks"], "data.heldout": data["dev"], "model.name": "sft@best"},
         }
+        if task == "wordnet":
+            if plain:
+                raise ValueError("--plain is for gsm8k: questions about WordNet take its tools")
+            WordNet(source)  # is it there?
+            path = str(Path(source).expanduser().resolve())
+            own["grpo"]["tools"] = [{"name": "wordnet", "options": {"path": path}}]
         own["sft"] |= {} if model is None else {"model.name": model}
         for name in RUNS:
             own[name] |= (PLAIN[name] if plain else {}) | (SMALL[name] if scale == "small" else {})
@@ -97,14 +120,19 @@ class Recipe:
         self.configs = {name: self._config(name) for name in RUNS}
 
     def _config(self, name: str, more: dict[str, Any] | None = None) -> TrainingConfig:
-        file = Path(__file__).with_name(f"smollm2_gsm8k_{name}.yaml")
+        file = Path(__file__).with_name(f"smollm2_{self.task}_{name}.yaml")
         return load_config(file, [*self._given[name], *_options(more or {})])
 
     def prepare(self, watcher: Watcher) -> None:
         """Write the rows, and say how many could not be used."""
         if "data" not in self.state:
             with self._spent("data"):
-                done = write_gsm8k(self.source, self.out / "data", self.plain)
+                folder, gsm8k = self.out / "data", self.task == "gsm8k"
+                done = (
+                    write_gsm8k(self.source, folder, self.plain)
+                    if gsm8k
+                    else write_wordnet(self.source, folder)
+                )
                 self.state["data"] = {"rows": done.counts, "left_out": dict(done.dropped)}
         for what, counts in self.state["data"].items():
             told = ", ".join(f"{count} {name}" for name, count in counts.items()) or "none"
