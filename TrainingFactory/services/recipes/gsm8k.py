@@ -1,5 +1,4 @@
-"""`tfactory recipe`: a small model learns GSM8K with a calculator, or questions that take several calls over WordNet,
-by sft, then by grpo, measured after both.
+"""`tfactory recipe`: a small model learns GSM8K, or WordNet's nouns, by sft, then by grpo, measured after both.
 
     OUT/recipe.json         what was asked for, and the seconds that each part took
     OUT/data/               rows, by data/gsm8k.py or wordnet/questions.py
@@ -35,8 +34,6 @@ from TrainingFactory.types import Trajectory
 from TrainingFactory.wordnet.questions import ask
 from TrainingFactory.wordnet.tools import FOLDER, WordNet
 
-Learned = Literal["gsm8k", "wordnet"]
-SOURCES: dict[Learned, str] = {"gsm8k": HUB, "wordnet": FOLDER}
 Scale = Literal["full", "small"]
 RUNS = ("sft", "grpo")
 TEMPERATURES = {"greedy": 0.0, "temperature 1": 1.0}
@@ -51,7 +48,7 @@ SMALL: dict[str, dict[str, Any]] = {
         "sampling.max_tokens": 12,
     },
 }  # fmt: skip
-# Without the calculator a task is one turn with the whole solution.
+# Without tools a task is one turn with the whole solution.
 PLAIN: dict[str, dict[str, Any]] = {
     "sft": {"model.tools_format": None},
     "grpo": {"tools": [], "environment.max_turns": 1, "sampling.max_tokens": 320},
@@ -63,9 +60,8 @@ def write_gsm8k(source: str | Path, folder: Path, plain: bool = False) -> Prepar
     return _written(prepare(source, [] if plain else [spec_to_dict(calculator.spec)]), source, folder)
 
 
-def write_wordnet(source: str | Path, folder: Path) -> Prepared:
-    """Write the rows of each part into a folder."""
-    return _written(run(lambda: ask(source)), source, folder)
+def write_wordnet(source: str | Path, folder: Path, plain: bool = False) -> Prepared:
+    return _written(run(lambda: ask(source, plain)), source, folder)
 
 
 def _written(done: Prepared, source: str | Path, folder: Path) -> Prepared:
@@ -76,6 +72,9 @@ def _written(done: Prepared, source: str | Path, folder: Path) -> Prepared:
     return done
 
 
+TASKS = {"gsm8k": (HUB, write_gsm8k), "wordnet": (FOLDER, write_wordnet)}
+
+
 class Recipe:
     """Checks what is asked for when it is made; then `prepare`, `train` for both runs, `measure` and `results` in this
     order. `sft` and `grpo` are overrides of their configs."""
@@ -83,12 +82,11 @@ class Recipe:
     def __init__(
         self, source: str | None = None, model: str | None = None, out: str | Path | None = None, seed: int = 0,
         scale: Scale = "full", plain: bool = False, sft: Sequence[str] = (), grpo: Sequence[str] = (),
-        task: Learned = "gsm8k",
+        task: str = "gsm8k",
     ) -> None:  # fmt: skip
-        source = source or SOURCES[task]
-        self.task, self.out = task, Path(out or f"runs/{task}").expanduser()
-        self.source, self.plain = source, plain
-        asked = {"source": source, "model": model, "seed": seed, "scale": scale, "plain": plain}
+        self.source, self.out = source or TASKS[task][0], Path(out or f"runs/{task}").expanduser()
+        self.plain, self.task = plain, task
+        asked = {"source": self.source, "model": model, "seed": seed, "scale": scale, "plain": plain}
         self.state: dict[str, Any] = {"asked": asked | {"sft": list(sft), "grpo": list(grpo)}, "seconds": {}}
         self._path, self.compared = self.out / "recipe.json", dict[str, dict[str, Comparison]]()
         if self._path.is_file():
@@ -107,11 +105,8 @@ class Recipe:
             "grpo": {"data.tasks": data["tasks"], "data.heldout": data["dev"], "model.name": "sft@best"},
         }
         if task == "wordnet":
-            if plain:
-                raise ValueError("--plain is for gsm8k: questions about WordNet take its tools")
-            WordNet(source)  # is it there?
-            path = str(Path(source).expanduser().resolve())
-            own["grpo"]["tools"] = [{"name": "wordnet", "options": {"path": path}}]
+            folder = str(WordNet(self.source).folder.resolve())  # if it is there
+            own["grpo"]["tools"] = [{"name": "wordnet", "options": {"path": folder}}]
         own["sft"] |= {} if model is None else {"model.name": model}
         for name in RUNS:
             own[name] |= (PLAIN[name] if plain else {}) | (SMALL[name] if scale == "small" else {})
@@ -127,12 +122,7 @@ class Recipe:
         """Write the rows, and say how many could not be used."""
         if "data" not in self.state:
             with self._spent("data"):
-                folder, gsm8k = self.out / "data", self.task == "gsm8k"
-                done = (
-                    write_gsm8k(self.source, folder, self.plain)
-                    if gsm8k
-                    else write_wordnet(self.source, folder)
-                )
+                done = TASKS[self.task][1](self.source, self.out / "data", self.plain)
                 self.state["data"] = {"rows": done.counts, "left_out": dict(done.dropped)}
         for what, counts in self.state["data"].items():
             told = ", ".join(f"{count} {name}" for name, count in counts.items()) or "none"
