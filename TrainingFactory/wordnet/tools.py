@@ -38,9 +38,7 @@ class WordNet:
             self._data = (self.folder / "data.noun").read_bytes()
             index = (self.folder / "index.noun").read_text(encoding="utf-8")
         except OSError as error:
-            raise ValueError(
-                f"{error.filename}: {error.strerror}; name WordNet's folder: {REMEDY}"
-            ) from error
+            raise ValueError(f"{error}; name WordNet's folder: {REMEDY}") from error
         # The licence is indented.
         self.index = {line.partition(" ")[0]: line for line in index.splitlines() if line[:1] != " "}
         self.at, self.tools = cache(self._read), [self.lookup, self.kind_of, self.part_of]
