@@ -178,7 +178,7 @@ def test_the_recipe_from_files_to_figures(tmp_path: Path, tfactory: Run) -> None
     found = json.loads(out)
     assert set(found["evaluations"]) == {"dev", "test"} and found["runs"]["grpo"]["steps"] == 2
     episode = json.loads(Path("made/grpo/trajectories.jsonl").read_text("utf-8").splitlines()[0])
-    assert [tool["name"] for tool in episode["tools"]] == ["lookup", "kind_of", "part_of"]
+    assert [tool["function"]["name"] for tool in episode["tools"]] == ["lookup", "kind_of", "part_of"]
 
 
 @pytest.mark.slow
