@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 from collections import Counter
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,7 @@ def test_tools_tell_senses_and_where_they_lead(tmp_path: Path) -> None:
         ("kind_of", {"word": "saw", "sense": 1}),
         ("part_of", {"word": "blade", "sense": 2}),
         ("part_of", {"word": "blade", "sense": 3}),
+        ("kind_of", {"word": "blade", "sense": 2}),
         ("kind_of", {"word": "implement", "sense": 1}),
         ("lookup", {"word": "food"}),
     )
@@ -71,6 +73,7 @@ def test_tools_tell_senses_and_where_they_lead(tmp_path: Path) -> None:
         (True, "hand tool, sense 1\nsweet, sense 1"),
         (True, "knife, sense 1"),
         (True, "nothing"),
+        (True, "whole, sense 1"),
         (True, "whole, sense 1"),
         (True, "1: what is eaten"),  # without examples
     ]
@@ -135,6 +138,9 @@ def test_what_two_words_share_is_the_nearest(tmp_path: Path) -> None:
     more = {f"w{n}": ("kind" + chr(97 + n // 26) + chr(97 + n % 26), "fruit" if n % 2 else "sweet", "", f"no. {n}")
             for n in range(120)}  # fmt: skip
     done = asyncio.run(ask(write_wordnet(tmp_path, more)))
+    for part, numbers in (("tasks", range(4, 15)), ("dev", (0, 1)), ("test", (2, 3))):
+        hashes = [int(blake2b(word.encode(), digest_size=8).hexdigest(), 16) for word in asked(done, part)]
+        assert hashes and {number % 15 for number in hashes} <= set(numbers)  # both words of a question
     found, lengths = Counter[str](), set[int]()
     for row in done.rows["sft"] + done.rows["sft_dev"]:
         _, first, second = row["id"].split("-")
