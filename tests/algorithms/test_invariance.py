@@ -97,7 +97,7 @@ def laid_out() -> Iterator[Any]:
             )
 
 
-@pytest.mark.parametrize(("name", "layout"), laid_out())
+@pytest.mark.parametrize(("name", "layout"), list(laid_out()))
 def test_any_layout_gives_the_same_gradient(name: str, layout: str) -> None:
     change, budget, sharing = LAYOUTS[layout]
     rows = change(rows_of(name))

@@ -82,6 +82,9 @@ class Follower:
     _tried: str = ""  # the version that could not be loaded
     _again: float = 0.0  # when it is tried once more
     _loaded: int = 0  # models in memory beside the one that answers
+    _freed: bool = (
+        False  # just now, when the last answer of a model may still have held it: it is done once more
+    )
 
     def watch(self, ended: threading.Event) -> None:
         """Look every second until it has ended."""
@@ -91,9 +94,10 @@ class Follower:
             except Exception as error:  # whatever it is, the old version answers
                 failed = f"{self._tried} cannot be loaded: " if self._tried else ""
                 self.tell(f"{failed}{error}; {self.server.served.version} goes on answering")
-            if (count := len(self.server.finishing())) < self._loaded:
+            count, again = len(self.server.finishing()), self._freed
+            if (fewer := count < self._loaded) or again:
                 _free()
-            self._loaded = count
+            self._loaded, self._freed = count, fewer
 
     def look(self) -> None:
         """Let the version that the alias names take over, where it is another one; raise where it cannot."""
