@@ -35,7 +35,7 @@ class WordNet:
     def __init__(self, path: str | Path) -> None:
         self.folder = Path(path).expanduser()
         try:
-            self._data = (self.folder / "data.noun").read_bytes()
+            self._data = (self.folder / "data.noun").read_bytes().replace(b"\r", b"")  # CRLF on PyPI
             index = (self.folder / "index.noun").read_text(encoding="utf-8")
         except OSError as error:
             raise ValueError(f"{error}; name WordNet's folder: {REMEDY}") from error

@@ -82,6 +82,9 @@ def test_tools_tell_senses_and_where_they_lead(tmp_path: Path) -> None:
     wrong = calls(
         tmp_path, ("lookup", {"word": "nowhere"}), *(("kind_of", {"word": "saw"} | each) for each in senses)
     )
+    for file in tmp_path.glob("*.noun"):
+        file.write_bytes(file.read_bytes().replace(b"\n", b"\r\n"))  # as a package has them; places stay
+    assert calls(tmp_path, ("lookup", {"word": "run"})) == [(True, run)]
     assert long.endswith(" ...") and len(long) <= 73
     assert run.splitlines()[4:] == ["5: a sense numbered 4", "and 2 more"]
     assert not any(ok for ok, _ in wrong)
