@@ -180,7 +180,7 @@ def gsm8k(source: str = HUB, /, *, out: Path = Path("gsm8k"), plain: bool = Fals
         out: Folder for the JSONL files; those that are there are replaced.
         plain: Without calls: the solutions as they are, their marks left out.
     """
-    from TrainingFactory.services.recipes.gsm8k import write_gsm8k
+    from TrainingFactory.services.recipes.recipe import write_gsm8k
 
     return _written(out, write_gsm8k(source, out, plain))
 
@@ -194,7 +194,7 @@ def wordnet(folder: str = "/usr/share/wordnet", /, *, out: Path = Path("wordnet"
         folder: With WordNet's data.noun and index.noun; the Debian package wordnet-base has them.
         out: Folder for the JSONL files; those that are there are replaced.
     """
-    from TrainingFactory.services.recipes.gsm8k import write_wordnet
+    from TrainingFactory.services.recipes.recipe import write_wordnet
 
     return _written(out, write_wordnet(folder, out))
 

@@ -12,7 +12,7 @@ from tests.data.test_gsm8k import question, written
 from tests.kits.cli import Run
 from tests.kits.run import Quiet
 from tests.models.test_tools_format import bare
-from TrainingFactory.services.recipes.gsm8k import Recipe
+from TrainingFactory.services.recipes.recipe import Recipe
 from TrainingFactory.services.runs.folder import RunFolder
 
 # Luck decides, so that evaluations differ and there is something to learn.
@@ -39,6 +39,8 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 def test_from_data_to_figures(asked: dict[str, Any], tfactory: Run) -> None:
     options = ["--data", "g", "--model", "bare", "--scale", "small", "--out", "made"]
     options += [word for given in asked["grpo"] for word in ("--grpo", given)]
+    with pytest.raises(ValueError, match="there is no file of data at /gone/g"):
+        Recipe(**asked | {"source": "/gone/g"}).prepare(Quiet())  # nothing is begun by it
     # Broken off in both runs: they go on, with the tokens that were added to the model.
     recipe = Recipe(**asked)
     recipe.prepare(Quiet())

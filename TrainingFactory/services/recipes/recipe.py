@@ -91,11 +91,11 @@ class Recipe:
         self._path, self.compared = self.out / "recipe.json", dict[str, dict[str, Comparison]]()
         if self._path.is_file():
             before = json.loads(self._path.read_text(encoding="utf-8"))
-            if before["asked"] != self.state["asked"]:
+            if "data" in before and before["asked"] != self.state["asked"]:
                 raise ValueError(
                     f"{self.out} was made by other options ({before['asked']}); choose another --out"
                 )
-            self.state = before
+            self.state = before if "data" in before else self.state  # without rows nothing was begun
         elif self.out.is_dir() and any(self.out.iterdir()):
             raise ValueError(f"{self.out} is there already, and no recipe made it; name another with --out")
         data = {part: str(self.out / "data" / f"{part}.jsonl") for part in ("sft", "sft_dev", "tasks", "dev")}
