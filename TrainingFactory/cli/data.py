@@ -190,6 +190,10 @@ def wordnet(folder: str = "/usr/share/wordnet", /, *, out: Path = Path("wordnet"
     """Write questions about nouns as rows for sft, whose calls of WordNet's tools lead to the answer, and as tasks;
     those for development (dev) and the last test are about other words.
 
+    ```
+    tfactory data wordnet /usr/share/wordnet --out wordnet
+    ```
+
     Args:
         folder: With WordNet's data.noun and index.noun; the Debian package wordnet-base has them.
         out: Folder for the JSONL files; those that are there are replaced.
