@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 PROGRAM = Path(__file__).resolve().parents[2] / ".servers" / "chromium" / "browser"
-HANG = 30.0  # seconds after which something never comes
+HANG = 120.0  # seconds after which something never comes
 FLAGS = [
     "--headless", "--remote-debugging-pipe", "--no-sandbox", "--no-zygote", "--disable-gpu",
     "--disable-dev-shm-usage", "--no-first-run", "--disable-extensions", "--disable-background-networking",

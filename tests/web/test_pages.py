@@ -216,17 +216,17 @@ def test_a_promotion_and_a_run_by_the_form(browser: Browser, tab: Tab, page: Ser
         tab.fill("#run-name", "mine")
         tab.wait("document.querySelector('#option-training-max_steps').value == '500'")
         tab.click("#start")
-        tab.wait("location.hash == '#/run/mine'", 60)
+        tab.wait("location.hash == '#/run/mine'")
         told = "Number(document.querySelector('.tiles .progress .num').innerText.split('/')[0])"
-        tab.wait(f"{told} >= 2", 60)
+        tab.wait(f"{told} >= 2")
         tab.wait("document.querySelectorAll('.chart canvas').length > 5")
         first = tab.run(told)
         tab.wait(f"{told} > {first}")  # nothing was pressed: it goes on by itself
         tab.click("#stop")
         tab.click("dialog button.danger")
-        tab.wait("document.querySelector('#resume')", 60)
+        tab.wait("document.querySelector('#resume')")
         assert RunFolder(runs / "mine").state == "interrupted"
-        other.wait("document.querySelector('.job')?.innerText.includes('agent:1 is agent@champion')", 90)
+        other.wait("document.querySelector('.job')?.innerText.includes('agent:1 is agent@champion')")
         other.wait("document.querySelector('.registry .tag.accent')?.innerText == 'champion'")
         assert Catalogue(registry_path(runs)).get("agent@champion").number == 1
         assert other.errors == []
