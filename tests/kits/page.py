@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +46,7 @@ class Served:
     def send(self, path: str, **body: Any) -> httpx.Response:
         return self.client.post(path, json=body, headers={"x-tfactory-page": self.about()["page_token"]})
 
-    def events(self, path: str, **body: Any) -> Iterator[tuple[str, Any]]:
+    def events(self, path: str, **body: Any) -> Generator[tuple[str, Any], None, None]:
         """Yield the events of a stream; one that is posted to where there is a body."""
         method, more = ("POST", {"json": body}) if body else ("GET", {})
         token = {"x-tfactory-page": self.about()["page_token"]}

@@ -163,7 +163,9 @@ def test_hostile_episodes_are_text(tab: Tab, page: Served) -> None:
     tab.click(".detail summary")
     assert tab.run("window.broken") is None
     show(tab, page, "run/dead", "onerror")  # what a file of a run says is such a text, too
-    assert "␛[2J␀⟨U+202E⟩" in tab.text("main") and tab.run("window.broken") is None
+    tab.wait("!document.querySelector('.detail')")  # which had it as well
+    tab.wait("document.querySelector('main').innerText.includes('␛[2J␀⟨U+202E⟩')")
+    assert tab.run("window.broken") is None
 
 
 def test_episodes_are_read_a_page_at_a_time(tab: Tab, page: Served) -> None:
