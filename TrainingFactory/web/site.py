@@ -1,4 +1,4 @@
-"""What the page is made of: the routes of its API over what is on disk, and the files of `static/`."""
+"""Make the page: the routes of its API over what is on disk, and the files of `static/`."""
 
 from __future__ import annotations
 

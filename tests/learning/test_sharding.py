@@ -53,20 +53,22 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return started(tmp_path_factory.mktemp("pair"), 2, QUICK)
 
 
-def compare(folder: Path, name: str, count: int) -> None:
+def assert_as_one_process(folder: Path, name: str, count: int) -> None:
     kind, case = ("others" if name.endswith(">") else "own"), name.rstrip("+>")
     others = folder / f"{case}-others"
     wanted, figures = alone(case, others if others.exists() else None)
     found = load_file(folder / case / f"{kind}.safetensors")
     assert found.keys() == {each for each in wanted if kind == "own" or each.startswith("weight/")}
     assert {tensor.dtype for tensor in found.values()} == {torch.float32}  # trained, whatever the model is in
-    same_tensors(found, wanted, case)
+    assert_same_tensors(found, wanted, case)
     ranks = [json.loads((folder / case / f"{kind}-{rank}.json").read_text()) for rank in range(count)]
     assert all(each == ranks[0] for each in ranks)
-    same_figures(ranks[0], figures[SAVED : SAVED + 4] if kind == "others" else figures[: len(ranks[0])], case)
+    assert_same_figures(
+        ranks[0], figures[SAVED : SAVED + 4] if kind == "others" else figures[: len(ranks[0])], case
+    )
 
 
-def same_tensors(found: Gradients, wanted: Gradients, case: str) -> None:
+def assert_same_tensors(found: Gradients, wanted: Gradients, case: str) -> None:
     for kind, far in HALF_FAR.items() if case in HALVES else ():
         ours = {name: tensor for name, tensor in found.items() if name.startswith(kind)}
         assert not ours or distance(ours, {name: wanted[name] for name in ours}) < far
@@ -74,15 +76,15 @@ def same_tensors(found: Gradients, wanted: Gradients, case: str) -> None:
         torch.testing.assert_close(tensor, wanted[name], rtol=FAR, atol=FAR, msg=name)
 
 
-def same_figures(found: Any, wanted: Any, case: str) -> None:
+def assert_same_figures(found: Any, wanted: Any, case: str) -> None:
     if isinstance(wanted, dict):
         assert found.keys() == wanted.keys()
         for name in wanted.keys() - {"computed_tokens"}:  # packs of a step may be smaller
-            same_figures(found[name], wanted[name], case)
+            assert_same_figures(found[name], wanted[name], case)
     elif isinstance(wanted, list | tuple):
         assert len(found) == len(wanted)
         for ours, theirs in zip(found, wanted, strict=True):
-            same_figures(ours, theirs, case)
+            assert_same_figures(ours, theirs, case)
     elif isinstance(wanted, float):
         rel, far = (0.1, 0.1) if case in HALVES else (1e-4, FAR)
         assert found == pytest.approx(wanted, rel=rel, abs=far)
@@ -92,7 +94,7 @@ def same_figures(found: Any, wanted: Any, case: str) -> None:
 
 @pytest.mark.parametrize("name", QUICK)
 def test_two_processes_learn_what_one_does(pair: Path, name: str) -> None:
-    compare(pair, name, 2)
+    assert_as_one_process(pair, name, 2)
 
 
 def test_the_steps_say_something() -> None:
@@ -143,16 +145,16 @@ def test_packs_are_made_for_all_processes() -> None:
 @pytest.mark.parametrize("name", [name[:-1] for name in WRITTEN])
 def test_a_checkpoint_of_two_is_one_of_any_number(pair: Path, name: str) -> None:
     here, there = pair / f"{name}-others", pair / name
-    same_files(there / "checkpoint", here / "checkpoint", name)
+    assert_same_files(there / "checkpoint", here / "checkpoint", name)
     for kind in ("published-True", "published-False"):
-        same_files(there / kind, here / kind, name)
+        assert_same_files(there / kind, here / kind, name)
     weights, figures = go_on(CASES[name], there)
     wanted, steps = alone(name, here)
-    same_tensors(weights, wanted, name)
-    same_figures(figures, steps[SAVED : SAVED + 4], name)
+    assert_same_tensors(weights, wanted, name)
+    assert_same_figures(figures, steps[SAVED : SAVED + 4], name)
 
 
-def same_files(found: Path, wanted: Path, case: str) -> None:
+def assert_same_files(found: Path, wanted: Path, case: str) -> None:
     names = sorted(str(path.relative_to(wanted)) for path in wanted.rglob("*") if path.is_file())
     assert names and names == sorted(
         str(path.relative_to(found)) for path in found.rglob("*") if path.is_file()
@@ -177,7 +179,7 @@ def test_two_processes_and_every_case(tmp_path: Path) -> None:
     done = torchrun(2, "tests.kits.sharded", tmp_path, *names)
     assert done.returncode == 0, done.stderr[-6000:]
     for name in names:
-        compare(tmp_path, name, 2)
+        assert_as_one_process(tmp_path, name, 2)
 
 
 @pytest.mark.slow
@@ -191,4 +193,4 @@ def test_three_processes_and_every_case(pair: Path, tmp_path: Path) -> None:
     for name in WRITTEN:
         (tmp_path / f"{name[:-1]}-others").unlink()
     for name in names:
-        compare(tmp_path, name, 3)
+        assert_as_one_process(tmp_path, name, 3)

@@ -11,7 +11,6 @@ from TrainingFactory.services.reports.run_credit import resolve_step, run_credit
 from TrainingFactory.services.runs.folder import RunFolder
 from TrainingFactory.services.views.episodes import episode_view
 from TrainingFactory.services.views.index import EpisodeIndex
-from TrainingFactory.services.views.learned import learner_logprobs
 from TrainingFactory.services.views.shapes import CreditView, GroupView, Json
 
 
@@ -30,6 +29,8 @@ def group_credit(
     own = [(*line, played) for line, played in zip(lines, episodes, strict=True) if played.task.id == task]
     learned: list[list[list[float]]] = [[[] for _ in played.turns] for *_, played in own]
     if learner:
+        from TrainingFactory.services.views.learned import learner_logprobs  # the models' code: seconds
+
         try:
             learned = learner_logprobs(run, [played for *_, played in own])
         except (ValueError, OSError) as error:

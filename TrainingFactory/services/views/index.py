@@ -27,7 +27,7 @@ SORTS: dict[Sort, str] = {
 
 @dataclass(slots=True, frozen=True)
 class Query:
-    """Which episodes are asked for, in which order, and after which one (`next` of the page before)."""
+    """Says which episodes are asked for, in which order, and after which one (`next` of the page before)."""
 
     step: int | None = None
     task: str | None = None

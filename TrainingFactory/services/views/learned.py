@@ -1,4 +1,4 @@
-"""What the learner makes of sampled tokens, by the weights that sampled them. It loads the model: for a process of its
+"""Score sampled tokens by the learner, with the weights that sampled them. It loads the model, in a process of its
 own."""
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ _QuickLoader.yaml_implicit_resolvers = ConfigLoader.yaml_implicit_resolvers
 
 @dataclass(slots=True)
 class _Known:
-    """What was read of a run, and what its files were then."""
+    """Holds what was read of a run, and what its files were then."""
 
     seen: list[tuple[int, int]] = field(default_factory=list)
     row: shapes.RunRow | None = None

@@ -1,5 +1,6 @@
-"""What is on disk, as the web page and `--json` show it: what the API answers where it only looks. `model_dump_json` is
-the one serialiser; numbers that JSON has not (NaN, infinity) become null in it. docs/UI.md says what is what."""
+"""Shape what is on disk as the web page and `--json` show it: what the API answers where it only looks.
+`model_dump_json` is the one serialiser; numbers that JSON has not (NaN, infinity) become null in it. docs/UI.md says
+what is what."""
 
 from __future__ import annotations
 
