@@ -17,6 +17,7 @@ import pytest
 
 HOME = Path(__file__).resolve().parents[2] / ".servers" / "scale"
 SCALE = pytest.mark.xdist_group("scale")
+IN_ONE = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 
 
 def packages() -> str:
@@ -73,9 +74,9 @@ def vllm_place(scale: None) -> Iterator[Shared]:
 
     publisher = Publisher(make_learner(load_model("builtin:tiny", dtype="float32").model))
     shared = Shared(publisher.model_folder)
-    options = lora_options(4) | {"kv_cache_memory_bytes": 2**28}
+    options = lora_options(4) | {"kv_cache_memory_bytes": 2**28, "distributed_executor_backend": IN_ONE}
     spec = EngineSpec("vllm", shared.model, 512, slots=16, dtype="float32", options=options)
-    places = LocalPlaces(spec, {"OMP_NUM_THREADS": "1"})
+    places = LocalPlaces(spec, {"OMP_NUM_THREADS": "1", "TORCH_COMPILE_DISABLE": "1"})
     shared.place = shared.run(places.make(0))
     yield shared
     shared.run(places.close())
