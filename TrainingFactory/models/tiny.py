@@ -4,6 +4,7 @@ below, its weights are random. Architecture, added tokens and chat template are 
 from __future__ import annotations
 
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +35,11 @@ def template() -> str:
     return (Path(__file__).parent / "qwen3_instruct.jinja").read_text(encoding="utf-8").rstrip("\n")
 
 
-def tiny_tokenizer() -> Any:
-    """Return a byte-level BPE of under a thousand entries in which every word of `words` is one token."""
+@cache
+def _trained_tokenizer() -> str:
+    """Train a byte-level BPE of under a thousand entries in which every word of `words` is one token."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     from tokenizers.normalizers import NFC
-    from transformers import PreTrainedTokenizerFast
 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = NFC()
@@ -60,8 +61,16 @@ def tiny_tokenizer() -> Any:
     special = [AddedToken(text, normalized=False, special=True) for text in SPECIAL_TOKENS]
     tokenizer.add_special_tokens(special)
     tokenizer.add_tokens([AddedToken(text, normalized=False, special=False) for text in PLAIN_TOKENS])
+    return tokenizer.to_str()
+
+
+def tiny_tokenizer() -> Any:
+    """Return a new tokenizer, as the built-in model has it."""
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerFast
+
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
+        tokenizer_object=Tokenizer.from_str(_trained_tokenizer()),
         eos_token="<|im_end|>",
         pad_token="<|endoftext|>",
         chat_template=template(),
