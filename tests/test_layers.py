@@ -7,7 +7,10 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
+
+import pytest
 
 from TrainingFactory.config.problems import leaves
 from TrainingFactory.config.schema import TrainingConfig
@@ -115,7 +118,6 @@ INTERPRETER = PACKAGE / "tools" / "sandbox" / "interpreter.py"  # runs code by t
 UNSAFE_MODULES = {"pickle", "cPickle", "dill", "shelve", "marshal"}
 
 FILES = sorted(PACKAGE.rglob("*.py"))
-TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in FILES}
 
 
 def part_of(path: Path) -> str:
@@ -123,11 +125,28 @@ def part_of(path: Path) -> str:
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
-def imports(path: Path) -> Iterator[tuple[int, str]]:
+@pytest.fixture(scope="module", autouse=True)
+def parsed_once() -> Iterator[None]:
+    """Drops the trees at the end: half a million objects that every collection of garbage would look at."""
+    yield
+    nodes.cache_clear()
+
+
+@cache
+def nodes(path: Path) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+
+
+@cache
+def imports(path: Path) -> list[tuple[int, str]]:
+    return list(_imports(path))
+
+
+def _imports(path: Path) -> Iterator[tuple[int, str]]:
     """(line, dotted name) of every import, those inside functions and under TYPE_CHECKING included: a
     type from above is a dependency too."""
     package = ("TrainingFactory", *path.relative_to(PACKAGE).parent.parts)
-    for node in ast.walk(TREES[path]):
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -265,7 +284,7 @@ def test_nothing_runs_code_from_data() -> None:
     wrong = []
     for path in FILES:
         wrong += [where(path, line) for line, name in imports(path) if name.split(".")[0] in UNSAFE_MODULES]
-        for node in ast.walk(TREES[path]):
+        for node in nodes(path):
             if not isinstance(node, ast.Call):
                 continue
             if isinstance(node.func, ast.Name) and node.func.id in ("eval", "exec") and path != INTERPRETER:
@@ -284,7 +303,7 @@ def test_files_and_functions_are_short() -> None:
             text = path.read_text(encoding="utf-8")
             if (lines := text.count("\n")) > 400:
                 wrong.append(f"{where(path, 1)}: {lines} lines")
-            for node in ast.walk(ast.parse(text)):
+            for node in nodes(path):
                 if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                     length = (node.end_lineno or node.lineno) - node.lineno + 1
                     if length > 60:

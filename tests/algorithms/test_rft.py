@@ -14,7 +14,7 @@ from tests.kits.algorithm import made
 from tests.kits.engine import tiny
 from tests.kits.learner import far, gradients, make_learner, row_logprobs, words
 from tests.kits.preference import Group, dialogue, model_gradients, random_prompt
-from tests.kits.run import Quiet, assert_same_run, go_on, rows, small, train
+from tests.kits.run import EXACT, Quiet, assert_same_run, go_on, rows, small, train
 from tests.kits.warm import lift
 from TrainingFactory.algorithms.rft import RFT
 from TrainingFactory.algorithms.sft import SFT
@@ -138,6 +138,7 @@ def test_the_kept_set_is_cut_back_on_resume(tmp_path: Path) -> None:
         training={"algorithm": "rft", "max_steps": 3},
         logging={"output_dir": str(tmp_path), "checkpoint_every": 1},
         rft=options,
+        sampling=EXACT,
     )
     train(config, "whole")
     with pytest.raises(RuntimeError, match="broken off"):
@@ -149,7 +150,7 @@ def test_the_kept_set_is_cut_back_on_resume(tmp_path: Path) -> None:
 
 
 def test_it_lifts_success_and_writes_down_what_it_learned_from(warm: Path, tmp_path: Path) -> None:
-    options = {"max_steps": 3, "batch_size": 16, "group_size": 4, "update_epochs": 2, "minibatches": 2}
+    options = {"max_steps": 2, "batch_size": 16, "group_size": 4, "update_epochs": 2, "minibatches": 2}
     before, after, report = lift(
         warm,
         tmp_path,

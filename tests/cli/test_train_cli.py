@@ -24,7 +24,7 @@ from TrainingFactory.services.training.preflight import check
 SMALL = """
 environment: mine.py
 training: {{max_steps: {steps}, batch_size: 2, group_size: 2, learning_rate: 1e-3}}
-sampling: {{max_tokens: 6, deterministic: true}}
+sampling: {{max_tokens: 6, deterministic: {exact}}}
 data: {{count: 4, heldout_count: 4}}
 logging: {{checkpoint_every: 2}}
 """
@@ -45,7 +45,7 @@ class Mine(CalculatorEnvironment):
 @pytest.fixture(autouse=True)
 def files(tfactory: Run) -> None:
     """A small config and its environment, in the folder of the test."""
-    Path("small.yaml").write_text(SMALL.format(steps=3))
+    Path("small.yaml").write_text(SMALL.format(steps=3, exact="false"))
     Path("mine.py").write_text(ENVIRONMENT.format(delay=0))
 
 
@@ -89,7 +89,7 @@ def test_a_checkpoint_of_another_model(tfactory: Run) -> None:
 
 @FORKED
 def test_ctrl_c_saves_and_says_how_to_go_on(tfactory: Run, tmp_path: Path) -> None:
-    Path("slow.yaml").write_text(SMALL.format(steps=8).replace("every: 2", "every: 30"))
+    Path("slow.yaml").write_text(SMALL.format(steps=8, exact="true").replace("every: 2", "every: 30"))
     Path("mine.py").write_text(ENVIRONMENT.format(delay=0.05))
     run = Command(tmp_path, "train", "slow.yaml", "--name", "a")
     metrics = tmp_path / "runs" / "a" / "metrics.jsonl"
@@ -173,6 +173,7 @@ def test_a_reward_model_is_not_sent_to_be_evaluated(tfactory: Run) -> None:
     said = {"prompt": "Where?", "chosen": "In Oslo.", "rejected": "No idea."}
     Path("pairs.jsonl").write_text("".join(json.dumps(said | {"id": n}) + "\n" for n in range(2)))
     rows = "algorithm=reward_model data.dataset=pairs.jsonl environment= data.count= max_steps=1"
+    rows += " sampling.deterministic=true"
     status, _, err = tfactory("train", "small.yaml", "--name", "rm", *rows.split())
     told = " ".join(err.split())
     assert status == 0, err

@@ -164,7 +164,7 @@ def test_a_bomb_is_stopped(monkeypatch: pytest.MonkeyPatch):
 def test_the_config_that_trains_on_it(tmp_path: Path):
     """As it stands in the repository, but small."""
     keys = ["training.max_steps=2", "training.batch_size=2", "training.group_size=3", "training.eval_every=2"]
-    keys += ["data.count=4", "data.heldout_count=2", "sampling.max_tokens=12", "sampling.deterministic=true"]
+    keys += ["data.count=4", "data.heldout_count=2", "sampling.max_tokens=12"]
     config = load_config(CONFIG, [*keys, f"logging.output_dir={tmp_path}"])
     check_reward(config)
     assert config.environment.environment_id == "text2sql" and notices(config) == []

@@ -347,7 +347,7 @@ def test_two_steps_of_grpo_on_rows_of_verl(
             "environment_id": "my_env.py:MyEnv", "options": options, "max_turns": 2,
             "system_prompt": "Look up, then answer.",
         },
-        sampling={"max_tokens": 24, "deterministic": True}, learning_rate=1e-4, output_dir="runs", name="a",
+        sampling={"max_tokens": 24}, learning_rate=1e-4, output_dir="runs", name="a",
         watcher=Quiet(),
     ).train()  # fmt: skip
     episodes, tokenizer = list(load_trajectories("runs/a/trajectories.jsonl")), tiny_tokenizer()
@@ -390,7 +390,7 @@ def test_an_object_from_python_and_one_episode_that_fails(tmp_path: Path) -> Non
 
     trainer = GRPOTrainer(
         environment=Own({}), tasks=[Task(str(n), "Where?", "Oslo") for n in range(4)], max_steps=1, batch_size=4,
-        group_size=4, sampling={"max_tokens": 4, "deterministic": True}, output_dir=str(tmp_path), name="a",
+        group_size=4, sampling={"max_tokens": 4}, output_dir=str(tmp_path), name="a",
         watcher=Quiet(), reward={"max_unscored": 1.0},
     )  # fmt: skip
     trainer.train()

@@ -38,7 +38,7 @@ WARM = Path(__file__).parents[1] / "fixtures" / "warm"
 HELDOUT = 64
 # Two turns do a task. One more shows what the model makes of it; further ones would only take time.
 SECTIONS: dict[str, dict[str, Any]] = {
-    "sampling": {"max_tokens": 24, "deterministic": True},
+    "sampling": {"max_tokens": 24},
     "environment": {"max_turns": 3},
 }
 

@@ -14,7 +14,7 @@ import torch
 from tests.kits.engine import plain_logprobs, tiny
 from tests.kits.learner import far, gradients, learn, samples_of
 from tests.kits.ppo import make, plain, played, prepared, summed_gae
-from tests.kits.run import Quiet, assert_same_run, go_on, small, train
+from tests.kits.run import EXACT, Quiet, assert_same_run, go_on, small, train
 from tests.kits.warm import lift
 from TrainingFactory.algorithms.ppo import PPO
 from TrainingFactory.learning.learner import Learner
@@ -156,7 +156,7 @@ def test_a_run_goes_on_exactly(tmp_path: Path, name: str) -> None:
     sections = copy.deepcopy(RUNS[name])
     sections["training"] = sections.get("training", {}) | {"algorithm": "ppo", "max_steps": 3}
     sections["logging"] = {"output_dir": str(tmp_path), "checkpoint_every": 1}
-    config = small(tmp_path, **sections)
+    config = small(tmp_path, sampling=EXACT, **sections)
     report = train(config, "whole")
     assert report.rows[-1]["value_loss"] > 0 and report.checkpoint is not None
     # What vLLM would read as the model's weights, or as an adapter's.

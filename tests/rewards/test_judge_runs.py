@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.kits.judge import Said, finished, judging, scored
-from tests.kits.run import rows, small, train
+from tests.kits.run import EXACT, rows, small, train
 from tests.kits.serve import live
 from TrainingFactory.cli import main
 from TrainingFactory.config import TrainingConfig
@@ -40,7 +40,7 @@ def by_number(prompt: str, number: int) -> str:
 SMALL = """
 environment: calculator
 training: {max_steps: 6, batch_size: 2, group_size: 2, learning_rate: 1e-3}
-sampling: {max_tokens: 6, deterministic: true}
+sampling: {max_tokens: 6}
 data: {count: 4}
 """
 
@@ -100,7 +100,8 @@ def test_a_repeated_run_asks_the_same_questions(tmp_path: Path):
     for name, seed in (("one", 0), ("two", 0), ("other", 1)):
         with judging(by_content) as server:
             reward = section(server.url)
-            train(small(tmp_path, training={"max_steps": 1, "seed": seed}, reward=reward), name)
+            options = {"max_steps": 1, "seed": seed}
+            train(small(tmp_path, training=options, reward=reward, sampling=EXACT), name)
         asked.append(sorted(json.dumps(body["messages"]) for body in server.asked))
     assert asked[0] == asked[1] != asked[2]
     fences = {json.loads(each)[0]["content"] for each in asked[0]}

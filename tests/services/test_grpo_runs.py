@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.kits.run import Parity, Quiet, assert_same_run, go_on, rows, small, train
+from tests.kits.run import EXACT, Parity, Quiet, assert_same_run, go_on, rows, small, train
 from tests.kits.warm import lift
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.data.trajectories import load_trajectories
@@ -27,7 +27,7 @@ class Half(Parity):
 
 def half(folder: Path, refill: int, **training: Any) -> TrainingConfig:
     training = {"batch_size": 2, "max_steps": 7} | training
-    return small(folder, training=training, grpo={"refill": refill})
+    return small(folder, training=training, grpo={"refill": refill}, sampling=EXACT)
 
 
 def run(config: TrainingConfig, name: str, watcher: Quiet | None = None, environment: Any = Half) -> Path:

@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SMALL = """
 environment: mine.py
 training: {max_steps: 2, batch_size: 2, group_size: 2, learning_rate: 1e-3}
-sampling: {max_tokens: 6, deterministic: true}
+sampling: {max_tokens: 6}
 data: {count: 4, heldout_count: 4}
 """
 ENVIRONMENT = """

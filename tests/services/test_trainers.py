@@ -41,7 +41,7 @@ ROWS: dict[str, list[dict[str, Any]]] = {
 def two_steps(folder: Path) -> dict[str, Any]:
     return {
         "num_epochs": 1, "max_steps": 2, "batch_size": 2, "learning_rate": 1e-3, "output_dir": str(folder),
-        "watcher": Quiet(), "sampling": {"max_tokens": 6, "deterministic": True, "slots": 8},
+        "watcher": Quiet(), "sampling": {"max_tokens": 6, "slots": 8},
     }  # fmt: skip
 
 

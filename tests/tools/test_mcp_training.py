@@ -118,7 +118,7 @@ def test_it_survives_the_death_of_its_server(tmp_path: Path, monkeypatch: pytest
     killed_by = threading.Thread(target=kill_when_held)
     killed_by.start()
     training = {"max_steps": 5, "batch_size": 2, "group_size": 2}
-    sections: dict[str, Any] = {"training": training, "sampling": {"max_tokens": 4, "deterministic": True}}
+    sections: dict[str, Any] = {"training": training, "sampling": {"max_tokens": 4}}
     report = training_with(tmp_path, Asking, Holding(), **sections).train()
     killed_by.join()
     assert report.state == "finished" and report.steps == 5

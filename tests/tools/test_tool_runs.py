@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import pytest
 
 from tests.kits.rollout import Echo
-from tests.kits.run import Quiet, assert_same_run, rows, small
+from tests.kits.run import EXACT, Quiet, assert_same_run, rows, small
 from tests.kits.tools import Down, no_turn_is_cut
 from TrainingFactory.protocols import Episode
 from TrainingFactory.services.build.training import Training
@@ -32,7 +32,7 @@ def turns_end() -> Iterator[None]:
 
 def config(folder: Path, **sections: Any) -> Any:
     training = {"max_steps": 2, "batch_size": 2, "group_size": 2} | sections.pop("training", {})
-    return small(folder, training=training, data={"heldout_count": 2}, **sections)
+    return small(folder, training=training, data={"heldout_count": 2}, sampling=EXACT, **sections)
 
 
 class Remote:
