@@ -17,13 +17,18 @@ from TrainingFactory.services.runs.folder import RunFolder, TrainingReport
 from TrainingFactory.services.training.dataset import Objects
 from TrainingFactory.types import Message, Task, Trajectory
 
-EXACT = {
-    "deterministic": True
-}  # `sampling` of runs that are compared to the bit; it costs three times as much
+# `sampling` of runs that are compared to the bit: it takes three times as long.
+EXACT = {"deterministic": True}
 TIMES = ("time", "seconds", "steps_per_second", "tokens_per_second", "tools_share", "tail_share")
 
 
 class Parity(CalculatorEnvironment):
+    """Shows no tool: a prompt that describes one is five times as long."""
+
+    def __init__(self, task: Task, *given: Any, **options: Any) -> None:
+        super().__init__(task, *given, **options)
+        self.tools = []
+
     @classmethod
     def tasks(cls, split: str, seed: int, count: int) -> Iterator[Task]:
         yield from super().tasks(split, seed, min(count, 7))
@@ -34,6 +39,14 @@ class Parity(CalculatorEnvironment):
 
     def reward(self, episode: Any) -> float:
         return float(sum(episode.trajectory.turns[0].completion.token_ids) % 3)
+
+
+class Offering(Parity):
+    """Shows the model its tool, which an untrained one does not call."""
+
+    def __init__(self, task: Task, *given: Any, **options: Any) -> None:
+        super().__init__(task, *given, **options)
+        self.tools = self.executor.tools
 
 
 class Quiet:

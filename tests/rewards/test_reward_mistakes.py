@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.kits.rollout import Echo, rollout
-from tests.kits.run import Parity, go_on, small, train
+from tests.kits.run import Offering, Parity, go_on, small, train
 from TrainingFactory.config import ConfigError, TrainingConfig, load_config
 from TrainingFactory.options import OptionError, make_from
 from TrainingFactory.rewards.adapt import as_reward
@@ -341,7 +341,7 @@ def test_what_tasks_and_environments_lack_is_found_before_sampling(tmp_path: Pat
     needs = r"the reward sql_execution needs the tool 'sql', and \w+ has calculator; add it under tools"
     for section in (verified, {"type": "process_reward", "options": {"outcome": {"rule": "sql_result"}}}):
         with pytest.raises(ValueError, match=needs.replace("sql_execution", r"sql_\w+")):
-            train(small(tmp_path, reward=section), "run")
+            train(small(tmp_path, reward=section), "run", environment=Offering)
     assert not (tmp_path / "run").exists()
     config = TrainingConfig(
         environment_id="calculator", output_dir=str(tmp_path), reward=verified, data={"count": 1}

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.kits.run import Parity, Quiet, assert_same_run, brief, go_on, rows, small, train
+from tests.kits.run import Offering, Quiet, assert_same_run, brief, go_on, rows, small, train
 from TrainingFactory.algorithms.kinds import KINDS
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.data.trajectories import load_trajectories, trajectory_from_dict, trajectory_to_dict
@@ -37,7 +37,7 @@ from TrainingFactory.types import (
 )
 
 
-class Calling(Parity):
+class Calling(Offering):
     """The reward of an episode calls a tool, so that every episode has a recorded call; some take longer."""
 
     async def reward(self, episode: Any) -> float:  # pyright: ignore[reportIncompatibleMethodOverride]

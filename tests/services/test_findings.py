@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.kits.run import Parity, Quiet, brief, go_on, rows, small, train
+from tests.kits.run import Offering, Quiet, brief, go_on, rows, small, train
 from TrainingFactory.rollout import rollout_metrics
 from TrainingFactory.services.doctor.table import CHECKS, Table, like_a_call
 from TrainingFactory.services.runs.findings import Change
@@ -110,7 +110,7 @@ def test_metrics_tell_who_calls() -> None:
     assert (found["tools_offered"], found["episodes/called"]) == (1, 1)
 
 
-class Same(Parity):
+class Same(Offering):
     def reward(self, episode: Any) -> float:
         return 0.0
 

@@ -87,10 +87,10 @@ def test_the_page_of_a_run(run: RunFolder, tfactory: Run) -> None:
     told = words(root)
     assert len(list(root.iter("svg"))) >= 7 and "Seconds by phase" in told and "output_dir" in told
     assert (
-        "no_tool_called (since step 3)" in told and "Step 1, best: task" in told and "Step 4, worst" in told
+        "most_truncated (since step 3)" in told and "Step 1, best: task" in told and "Step 4, worst" in told
     )
     status, out, err = tfactory("runs", "show", "done")
-    assert status == 0 and "reward, steps 1 to 4" in out and "warning, since step 3: no_tool_called" in err
+    assert status == 0 and "reward, steps 1 to 4" in out and "warning, since step 3: most_truncated" in err
 
 
 def test_text_of_others_is_text(run: RunFolder) -> None:
