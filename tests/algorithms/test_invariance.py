@@ -40,7 +40,7 @@ def learner_of(name: str) -> Learner:
 
 @cache
 def rows_of(name: str) -> tuple[Sample, ...]:
-    return tuple(samples_of(ALGORITHMS[name], groups_of()))
+    return tuple(samples_of(ALGORITHMS[name], groups_of(count=3)))
 
 
 @cache

@@ -195,7 +195,7 @@ def test_an_outcome_model_tells_good_from_bad() -> None:
 
 
 def test_a_process_model_finds_the_bad_turn() -> None:
-    scorer = taught(PROCESS, one_bad_turn("train", 160), steps=26)
+    scorer = taught(PROCESS, one_bad_turn("train", 96), steps=16, batch=6)
     heldout = [trajectory for [trajectory] in one_bad_turn("heldout", 40)]
     places = [each.reward.steps.index(0.0) for each in heldout if each.reward]
     assert len(set(places)) >= 3  # a constant guess will not do

@@ -68,7 +68,7 @@ def sampled_near(model: Any, groups: list[list[Trajectory]], gap: float) -> list
 @pytest.mark.parametrize("critic", [False, True])
 def test_gradients_through_the_learner_equal_plain_turns(critic: bool) -> None:
     """And however the rows are packed and ordered."""
-    learner, groups = make(critic, reference=True), played(1)
+    learner, groups = make(critic, reference=True), played(1, groups=2, members=3)
     sampled_near(learner.model, groups, 0.2)
     ppo = PPO(value_clip=None, value_weight=0.5, kl=0.1)
     wanted = plain_gradients(learner, ppo, groups)
@@ -143,8 +143,12 @@ def test_gradient_checkpointing_with_a_critic() -> None:
 # -- whole runs
 
 RUNS: dict[str, dict[str, dict[str, Any]]] = {
-    "head": {"training": {"minibatches": 3, "update_epochs": 2}, "ppo": {"critic_warmup": 1, "kl": 0.1}},
+    "head": {
+        "training": {"minibatches": 3, "update_epochs": 2, "group_size": 2},
+        "ppo": {"critic_warmup": 1, "kl": 0.1},
+    },
     "separate": {
+        "training": {"group_size": 2},
         "ppo": {"critic": "separate", "critic_warmup": 1},
         "lora": {"enabled": True, "r": 4, "dropout": 0.1},
     },
