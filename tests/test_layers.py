@@ -89,7 +89,7 @@ BUDGET: dict[str, int] = {
     "services/runs": 610,
     "services/serving": 900,
     "services/training": 1830,
-    "services/views": 1075,
+    "services/views": 1125,
     "sql": 310,
     "tools": 1720,
     "tools/builtin": 590,

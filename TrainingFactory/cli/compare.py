@@ -14,7 +14,7 @@ from rich.text import Text
 
 from TrainingFactory.cli import show
 from TrainingFactory.cli.evaluate import RECORD_COLUMNS, play, record_row
-from TrainingFactory.cli.options import Count, Flags, Json, places
+from TrainingFactory.cli.options import Count, Flags, Json, Where, places
 from TrainingFactory.config.loading import key_value
 from TrainingFactory.services.reports.texts import conversation, ending
 from TrainingFactory.texts import clean
@@ -34,6 +34,7 @@ def compare(
     html: Path | None = None,
     again: bool = False,
     as_json: Json = False,
+    where: Where = "runs",
 ) -> int:
     """Compare two models or more with the first, on the same tasks and with the same random numbers. What has been
     evaluated under the same conditions before is not played again.
@@ -43,6 +44,7 @@ def compare(
     tfactory compare qwen3-4b runs/a runs/b --suite release.yaml --html compare.html
     tfactory compare builtin:tiny runs/a --env calculator --tasks 200 --episodes 4 sampling.top_p=0.9
     tfactory compare eval-3c239549c9 eval-90b1f0a2c4
+    tfactory compare agent:1 agent@champion --runs /data/runs
     ```
 
     Args:
@@ -62,6 +64,7 @@ def compare(
     if len(names) < 2 or flags.model is not None:
         raise ValueError("name two models, runs or recorded evaluations or more: tfactory compare A B")
     overrides = [*(each for each in given if each not in names), *flags.overrides()]
+    overrides.insert(0, key_value("logging.output_dir", where))
     if episodes is not None:
         overrides.append(key_value("training.group_size", episodes))
     sides, weights = comparison.sides(names, overrides, env, suite, show.note, places(overrides)[0], again)
@@ -75,11 +78,7 @@ def compare(
     if as_json:
         print(json.dumps({"comparisons": [each.as_json() for each in found]}))
         return 0
-    rows = [
-        [f"{side.name} {record.entry or ''}", *record_row(record)]
-        for side in sides
-        for record in side.records
-    ]
+    rows = [[f"{side.name} {each.entry or ''}", *record_row(each)] for side in sides for each in side.records]
     show.columns(["model", *RECORD_COLUMNS], rows)
     for each in found:
         _print(each, show_tasks)

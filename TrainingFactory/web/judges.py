@@ -15,7 +15,7 @@ from pydantic import BaseModel, Field
 from TrainingFactory.data.disk import write_aside
 from TrainingFactory.http.site import Site
 from TrainingFactory.services.runs.folder import RunFolder
-from TrainingFactory.services.views.registry import audits
+from TrainingFactory.services.views.registry import audits, where_of
 from TrainingFactory.services.views.shapes import AuditList, EpisodeView, Json, Number
 from TrainingFactory.web.worker import index_of
 
@@ -58,8 +58,9 @@ class JudgeRoutes:
         """List the labels that the episodes of a run were given."""
         path = self._path(run)
         known, unread = _read(path)
-        command = f"tfactory judge audit --gold {shlex.quote(str(path))} base_url=URL model=NAME"
+        gold = f"{shlex.quote(str(path))}{where_of(self._runs)}"
         rows = [LabelRow(**row) for row in known.values()]
+        command = f"tfactory judge audit --gold {gold} base_url=URL model=NAME"
         return Labels(path=str(path), rows=rows, unread=len(unread), command=command)
 
     def _path(self, run: str) -> Path:

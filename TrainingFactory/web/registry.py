@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from pathlib import Path
 
 from pydantic import BaseModel
@@ -65,7 +64,7 @@ class RegistryRoutes:
     def alias(self, name: str, asked: Alias) -> Moved:
         """Let an alias name a version."""
         found, was = self._catalogue.set_alias(f"{name}:{asked.number}", asked.alias)
-        command = f"tfactory registry alias {found} {asked.alias}{where_of(self._runs)}"
+        command = f"tfactory registry alias {found} {asked.alias}{views.where_of(self._runs)}"
         return Moved(version=str(found), was=was, command=command)
 
     def rollback(self, name: str, asked: Alias) -> Moved:
@@ -74,7 +73,7 @@ class RegistryRoutes:
             text = f"{name}@{asked.alias} is version {now} by now, and was {asked.number}; look again"
             raise ApiError(text, "number", status=409)
         found, was = self._catalogue.rollback(name, asked.alias)
-        command = f"tfactory registry rollback {name} --alias {asked.alias}{where_of(self._runs)}"
+        command = f"tfactory registry rollback {name} --alias {asked.alias}{views.where_of(self._runs)}"
         return Moved(version=str(found), was=was, command=command)
 
     async def promote(self, name: str, asked: Promote) -> Events:
@@ -90,8 +89,3 @@ class RegistryRoutes:
 def _suites() -> dict[str, Path]:
     found = [path for folder in (Path(), Path("suites")) for path in sorted(folder.glob("*.y*ml"))]
     return {path.stem: path for path in found if path.is_file() and b"\ngate:" in b"\n" + path.read_bytes()}
-
-
-def where_of(runs: Path) -> str:
-    """Return what a command needs to find the runs, where they are not in the usual folder."""
-    return "" if runs == Path("runs") else f" --runs {shlex.quote(str(runs))}"

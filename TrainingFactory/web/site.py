@@ -22,12 +22,13 @@ from TrainingFactory.services.runs.stopping import stop
 from TrainingFactory.services.views import runs as views
 from TrainingFactory.services.views import shapes
 from TrainingFactory.services.views.index import Query
+from TrainingFactory.services.views.registry import where_of
 from TrainingFactory.web import form, processes
 from TrainingFactory.web.judges import JudgeRoutes
 from TrainingFactory.web.live import Live
 from TrainingFactory.web.play import PlayRoutes
 from TrainingFactory.web.pool import Pool
-from TrainingFactory.web.registry import RegistryRoutes, where_of
+from TrainingFactory.web.registry import RegistryRoutes
 from TrainingFactory.web.wizard import WizardRoutes
 from TrainingFactory.web.worker import index_of
 
@@ -145,18 +146,18 @@ class Page:
         return index_of(self.find(name).path).episode(number)
 
     async def group(
-        self, name: str, step: int, task: str, credit: bool = True, learner: bool = False
-    ) -> shapes.GroupView:
-        """Show the episodes of a task in a step, with the credit of their tokens; with `learner` also the log-probs
-        that the learner had of them, where the weights that sampled them are kept."""
+        self, name: str, step: int, task: str, group: str | None = None, credit: bool = True, learner: bool = False
+    ) -> shapes.GroupView:  # fmt: skip
+        """Show the episodes of a task in a step, of one group or of all, with the credit of tokens; `learner` adds
+        the log-probs that the learner had of them, where the weights that sampled them are kept."""
         path, notes = self.find(name).path, list[str]()
         if credit:
             try:
-                given = {"run": str(path), "step": step, "task": task, "learner": learner}
+                given = {"run": str(path), "step": step, "task": task, "group": group, "learner": learner}
                 return shapes.GroupView(**await self.pool.ask("credit", "credit", given))
             except ApiError as error:
                 notes.append(f"the credit of tokens is not known: {error}")
-        found = await asyncio.to_thread(index_of(path).group, step, task)
+        found = await asyncio.to_thread(index_of(path).group, step, task, group)
         return found.model_copy(update={"notes": notes})
 
     def stop(self, name: str) -> Started:

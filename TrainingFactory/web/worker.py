@@ -57,7 +57,7 @@ def credit(given: dict[str, Any], tell: Tell) -> dict[str, Any]:
     from TrainingFactory.services.views.credit import group_credit
 
     index = index_of(Path(given["run"]))
-    found = group_credit(index.run, given["step"], given["task"], index, given["learner"])
+    found = group_credit(index.run, given["step"], given["task"], index, given["learner"], given["group"])
     return found.model_dump(mode="json")
 
 

@@ -210,7 +210,7 @@ class Tab:
 
     def press(self, key: str) -> None:
         """Press a key: a character, or a name such as Enter, Tab, Escape."""
-        code = {"Enter": 13, "Tab": 9, "Escape": 27, "ArrowDown": 40, "ArrowUp": 38}.get(key)
+        code = {"Enter": 13, "Tab": 9, "Escape": 27, "ArrowDown": 40, "ArrowUp": 38, "ArrowLeft": 37}.get(key)
         more: dict[str, Any] = {"windowsVirtualKeyCode": code} if code else {"text": key}
         if key == "Enter":
             more["text"] = "\r"

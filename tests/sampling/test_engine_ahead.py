@@ -62,7 +62,8 @@ def test_turns_are_cancelled_and_sessions_closed_while_a_step_is_under_way() -> 
         await asyncio.gather(turn, return_exceptions=True)
 
     async def everything() -> None:
-        await asyncio.gather(*[cut_short() for _ in range(12)])
+        # A request that its session's closing does not end would be waited for without end.
+        await asyncio.wait_for(asyncio.gather(*[cut_short() for _ in range(12)]), 60)
         await engine.update(Weights(1))
 
     asyncio.run(everything())

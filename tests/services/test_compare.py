@@ -121,6 +121,11 @@ def test_compare_on_the_command_line(tfactory: Run) -> None:
     assert better + worse and f"{better} better, {worse} worse" in out
     assert out.count("72*76") <= 2 and "truncated, reward" in out  # a flipped task with both episodes
     assert not list(Path("runs/rollouts").glob("*.part"))
+    Path("runs").rename("other")
+    status, out, err = tfactory("compare", first.id, second.id, "--runs", "other", "--json")
+    assert status == 0 and len(json.loads(out)["comparisons"][0]["better"]) == better, err
+    status, out, err = tfactory("compare", "tiny", "tiny", *options, "--runs", "other")
+    assert status == 0 and "loading" not in err and not Path("runs").exists(), err
 
 
 @pytest.mark.parametrize(

@@ -137,10 +137,14 @@ def test_a_run_says_what_it_sees_and_goes_on_saying_it(tmp_path: Path) -> None:
 def test_findings_have_their_steps(tmp_path: Path) -> None:
     finding = {"sentence": "s", "remedy": "r", "severity": "warning"}
     names = [(3, "a", {}), (4, "b", {}), (9, "a", {"gone": True}), (12, "a", {})]
+    names += [(13, "c", {}), (14, "c", {"gone": True})]
     for step, name, more in names:
         RunFolder(tmp_path).append(FINDINGS, {"step": step, "name": name} | (more or finding))
     told = [(found.when, found.name) for found in findings(RunFolder(tmp_path))]
-    assert told == [("steps 3 to 8", "a"), ("since step 4", "b"), ("since step 12", "a")]
+    # one that comes and goes is told once
+    assert told == [
+        ("since step 12, 2 times in all", "a"), ("since step 4", "b"), ("steps 13 to 13, gone since", "c"),
+    ]  # fmt: skip
 
 
 def test_calls_that_nobody_reads_are_shown(warm: Path, tmp_path: Path) -> None:

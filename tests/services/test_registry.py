@@ -209,6 +209,7 @@ def test_lineage_goes_back_to_the_base_model(registry: ModelRegistry, tmp_path: 
         "tools: search",
     ):
         assert part in text
+    assert (", commit " in text) == bool(nodes[0]["about"]["commit"])
     configs, commands = recipe(version.lineage, "again")
     assert list(configs) == ["1-sft.yaml", "2-rl.yaml"]
     runs = [command for command in commands if not command.startswith("#")]

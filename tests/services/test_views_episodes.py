@@ -263,6 +263,17 @@ def test_a_group_with_the_credit_of_its_tokens(whole: Path, tfactory: Run) -> No
     shutil.copytree(whole, "runs/whole")
     status, out, err = tfactory("runs", "episodes", "whole", "--step", "2", "--task", task, "--json")
     assert status == 0 and json.loads(out) == found.model_dump(mode="json"), err
+    # A task that a step took twice: each of its groups by itself, or both.
+    file, other = Path("runs/whole") / TRAJECTORIES, run.consumed()[2][1]
+    changed = file.read_text().replace(f'"group": "1/{other}"', f'"group": "1/{task}#2"')
+    file.write_text(changed.replace(f'"task": {{"id": "{other}"', f'"task": {{"id": "{task}"'))
+    twice = RunFolder(Path("runs/whole"))
+    assert len(group_credit(twice, 2, task).members) == len(EpisodeIndex(twice).group(2, task).members) == 8
+    for group in (f"1/{task}", f"1/{task}#2"):
+        credited = group_credit(twice, 2, task, group=group)
+        plain = EpisodeIndex(twice).group(2, task, group)
+        assert [each.row for each in credited.members] == [each.row for each in plain.members]
+        assert [(each.row.group, each.row.member) for each in plain.members] == [(group, n) for n in range(4)]
     rows = json.loads(tfactory("runs", "episodes", "whole", "--json")[1])
     assert rows["matched"] == len(rows["rows"]) == rows["total"] > 30
 

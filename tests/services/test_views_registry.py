@@ -14,6 +14,7 @@ from TrainingFactory.data.trajectories import save_trajectories
 from TrainingFactory.services.evaluation.records import EvaluationRecord, ModelIdentity, append_record
 from TrainingFactory.services.judge_audit.report import AUDITS, Audit, keep_audit
 from TrainingFactory.services.model_registry import ModelRegistry
+from TrainingFactory.services.views import registry as registry_views
 from TrainingFactory.services.views.registry import audits, comparison_view, models, version_view
 
 
@@ -50,6 +51,9 @@ def test_models_and_a_version(tmp_path: Path, tfactory: Run) -> None:
     assert (
         view.version == first and view.lineage[-1]["name"] == "sft" and "tfactory train" in view.commands[-1]
     )
+    assert view.commands[0].endswith(f"--to recipe --registry {tmp_path / 'registry.sqlite'}")
+    told = [str(view.lineage[-1]["rows"]), tfactory("runs", "show", "sft", "--runs", str(tmp_path))[1]]
+    assert all("torch" in each and "commit" not in each for each in told)  # it was not in a git repository
     assert [each["kind"] for each in view.decisions] == ["alias"] and Path(view.folder).is_dir()
     where = ("--runs", str(tmp_path), "--json")
     assert json.loads(tfactory("registry", "list", *where)[1]) == models(registry).model_dump(mode="json")
@@ -79,7 +83,7 @@ def test_two_runs_are_compared_by_the_records_that_fit(tmp_path: Path) -> None:
     registry.register("agent", "b")
     assert comparison_view("a", "agent:1", tmp_path, registry).summary["worse"] == ["t1"]
     for name in ("nobody", str(tmp_path / "a" / "evaluations.jsonl"), "a"):
-        with pytest.raises(ValueError, match="no two recorded evaluations"):
+        with pytest.raises(ValueError, match=f"no two recorded evaluations.* --runs {tmp_path}$"):
             comparison_view("a", name, tmp_path, registry)
 
 
@@ -106,3 +110,13 @@ def test_audits_that_were_kept(tmp_path: Path) -> None:
     assert (first["judge"], first["gold"], first["pearson"]) == ("judge", "gold.jsonl", 0.5)
     assert first["rows"] == [["Pearson", "0.5", "correlation with the gold scores"]]
     assert first["verdict"] and "cannot be read" in second["problem"]
+
+
+def test_of_many_audits_the_newest_are_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = [json.dumps({"judge": f"j{n}"}) + "\n" for n in range(9)]
+    (tmp_path / AUDITS).write_text("".join(lines))
+    for most, shown in ((1000, 9), (len(lines[0]) * 3, 3), (len(lines[0]) * 3 - 1, 2), (1, 1)):
+        monkeypatch.setattr(registry_views, "MOST", most)
+        found = audits(tmp_path)
+        assert [each["judge"] for each in found.audits] == [f"j{n}" for n in range(9 - shown, 9)]
+        assert found.left_out == 9 - shown

@@ -13,7 +13,8 @@ import pytest
 
 from tests.kits.cli import ROOT, Run
 from tests.kits.registry import made_run
-from TrainingFactory.services.runs.folder import FINDINGS, METRICS, STATUS, RunFolder, Status
+from tests.services.test_views_registry import evaluated
+from TrainingFactory.services.runs.folder import EVALUATIONS, FINDINGS, METRICS, STATUS, RunFolder, Status
 from TrainingFactory.services.views import files
 from TrainingFactory.services.views.files import Place, read_json, read_on
 from TrainingFactory.services.views.runs import (
@@ -104,6 +105,39 @@ def test_rows_are_read_again_only_where_something_changed(
         path.unlink()
     one.path.rmdir()
     assert [row.name for row in runs.rows()] == ["two"]
+
+
+def test_held_out_success_is_the_newest_of_the_run_and_of_evaluations_after_it(tmp_path: Path) -> None:
+    run, runs = made_run(tmp_path, "a", (1, 2, 3), environment="calculator"), Runs(tmp_path)
+
+    def told() -> tuple[float, int, str]:
+        found = runs.rows()[0].heldout
+        assert found is not None
+        return found.value, found.step, found.by
+
+    assert told() == (0.75, 3, "training")
+    for step, won, more in (
+        (2, "1110", {}),  # of an earlier step than the run has measured itself
+        (3, "0111", {"suite": "release", "entry": "sums"}),
+        (3, "1111", {"by": "training"}),
+    ):
+        evaluated(tmp_path, "a", won, step, **more)
+        assert told() == (0.75, 3, "training")
+    evaluated(tmp_path, "a", "10", 3)
+    assert told() == (0.5, 3, "tfactory eval, 2 tasks of calculator")
+    run.append(METRICS, {"step": 4, "eval/success": 0.25})
+    evaluated(tmp_path, "a", "1", 3)  # the best checkpoint
+    with (run.path / EVALUATIONS).open("a") as file:
+        file.write('{"by": "eval", nonsense}\n{"by": "eval", "metrics": []}\n')
+    assert told() == (1.0, 3, "tfactory eval, 1 tasks of calculator") and runs.rows()[0].problem is None
+    run.lock()
+    run.write_status(Status("running", 4, 5))
+    assert told() == (0.25, 4, "training")  # it goes on
+    run.unlock()
+    made_run(tmp_path, "b", environment="search")
+    evaluated(tmp_path, "b", "1", 2)  # in another environment than its own
+    other = runs.rows()[1].heldout
+    assert other is not None and other.by == "training"
 
 
 def test_what_a_run_is_played_in_is_told(tmp_path: Path) -> None:

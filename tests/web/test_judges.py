@@ -31,7 +31,7 @@ def test_labels_are_gold_rows(tmp_path: Path) -> None:
         assert [(each["number"], each["label"], each["score"], each["reward"]) for each in told["rows"]] == [
             (2, True, None, 1.25), (1, True, None, 0.25), (3, None, 7.5, 0.25)
         ]  # fmt: skip
-        assert told["unread"] == 2 and str(path) in told["command"]
+        assert told["unread"] == 2 and f"--gold {path} --runs {runs} " in told["command"]
         path.write_text(path.read_text().replace("no JSON\n", ""))
         judge = model_judge(base_url="http://127.0.0.1:1/v1", model="m", api_key_env=None)
         assert isinstance(judge, ModelJudge)

@@ -12,6 +12,8 @@ import pytest
 from tests.kits.browser import Browser, Tab
 from tests.kits.page import Served
 from tests.kits.registry import made_run, model_folder
+from tests.services.test_views_registry import evaluated
+from TrainingFactory.http.api import ApiError
 from TrainingFactory.services.registry.catalogue import Catalogue, registry_path
 from TrainingFactory.services.runs.folder import FINDINGS, METRICS, TRAJECTORIES, RunFolder, Status
 from TrainingFactory.web.site import STATIC
@@ -92,8 +94,13 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for group in range(GROUPS):
         for member in range(8):
             said = HOSTILE if (group, member) == (0, 3) else "Tunis"
-            run.append(TRAJECTORIES, episode(group + 1, f"task-{group}", member, float(member % 2), said))
-    made_run(runs, "sft", training={"algorithm": "sft"})
+            played = episode(group + 1, f"task-{group}", member, float(member % 2), said)
+            if group == GROUPS - 1 and member > 3:  # the last step took its task twice
+                played |= {"group": f"{group}/task-{group}#2", "member": member - 4}
+            run.append(TRAJECTORIES, played)
+    made_run(runs, "sft", training={"algorithm": "sft"}, environment={})
+    for name, won in (("rl", "0011"), ("sft", "0111")):
+        evaluated(runs, name, won)
     made_run(runs, "dead").write_status(Status("running", 1, 2, HOSTILE))
     (made_run(runs, "strange").path / "config.yaml").write_text("training: {speed: 11}")
     catalogue = Catalogue(registry_path(runs))
@@ -118,6 +125,9 @@ def test_runs_are_listed_filtered_sorted_and_overlaid(tab: Tab, page: Served, ru
     tab.wait("document.querySelectorAll('.runs tbody tr').length == 4")
     states = tab.run("[...document.querySelectorAll('.runs tbody tr')].map(row => row.innerText).join('|')")
     assert "killed" in states and "unreadable" in states and "speed" in states
+    held = "[...document.querySelectorAll('.runs td.c-heldout')].map(each => each.innerText.replace(/\\s+/g, ' '))"
+    assert set(tab.run(held)) == {"75.0%", "50.0%", "75.0% eval"}  # the last is of `tfactory eval`
+    assert count(tab, '[title="step 2, tfactory eval, 4 tasks of calculator"]') == 1
     tab.press("/")
     tab.fill(".filters input", "grpo rl")
     tab.wait("document.querySelectorAll('.runs tbody tr').length == 1")
@@ -133,7 +143,7 @@ def test_runs_are_listed_filtered_sorted_and_overlaid(tab: Tab, page: Served, ru
     tab.wait("document.querySelector('h1').innerText == 'rl'")
 
 
-def test_a_run_shows_curves_findings_config_and_lineage(tab: Tab, page: Served) -> None:
+def test_a_run_shows_curves_findings_config_and_lineage(tab: Tab, page: Served, runs: Path) -> None:
     show(tab, page, "run/rl?with=sft", "Held-out success")
     tab.wait("document.querySelectorAll('.chart canvas').length > 5")
     titles = tab.run("[...document.querySelectorAll('.chart h3')].map(each => each.innerText)")
@@ -141,16 +151,35 @@ def test_a_run_shows_curves_findings_config_and_lineage(tab: Tab, page: Served) 
     assert "odd/one" in tab.run(
         "document.querySelector('details .charts').textContent"
     )  # nothing is left out
+    zoomed(tab)
     tab.click('[aria-label="Vertical scale"] button:nth-child(2)')
     tab.click('[aria-label="Horizontal axis"] button:nth-child(2)')
     tab.wait("location.hash.includes('log=1') && location.hash.includes('axis=time')")
     show(tab, page, "run/rl/findings", "Raise sampling.max_tokens.")
     show(tab, page, "run/rl/config?against=sft", "training.algorithm")
     assert "grpo" in tab.text("table") and "sft" in tab.text("table")
+    assert f"tfactory runs compare {runs / 'rl'} sft --runs {runs}" in tab.text("main")
     show(tab, page, "run/rl/lineage", "trajectories.jsonl")
     assert count(tab, "svg.lineage .node") >= 2
     tab.click(".head .actions button:last-child")
     tab.wait("document.querySelector('dialog').innerText.includes('tfactory')")
+
+
+def zoomed(tab: Tab) -> None:
+    """Charts by keyboard: they zoom around the cursor, all of them at once, and back."""
+    xs = "[...document.querySelectorAll('.canvas')].filter(each => each.card.plot).map(each => each.card.plot.scales.x)"
+    tab.run("document.querySelector('.canvas').focus()")
+    tab.press("ArrowLeft")  # reads the last step
+    tab.wait(
+        "document.querySelector('.chart .legend, .chart .value').closest('.chart').innerText.includes('step')"
+    )
+    [(first, last)] = {(x["min"], x["max"]) for x in tab.run(f"{xs}.map(({{min, max}}) => ({{min, max}}))")}
+    for key, size in (("+", 2), ("+", 4), ("-", 2), ("0", 1)):
+        tab.press(key)
+        wide = (last - first) / size
+        tab.wait(f"{xs}.every(({{min, max}}) => max == {last} && Math.abs(max - min - {wide}) < 1e-9)")
+        whole = "[...document.querySelectorAll('button')].find(each => each.innerText == 'Whole range')"
+        assert tab.run(f"{whole}.hidden") == (key == "0")
 
 
 def test_hostile_episodes_are_text(tab: Tab, page: Served) -> None:
@@ -185,6 +214,23 @@ def test_episodes_are_read_a_page_at_a_time(tab: Tab, page: Served) -> None:
     tab.run("document.querySelector('[aria-label=\"Tool that failed\"]').value = '*'")
     tab.run("document.querySelector('[aria-label=\"Tool that failed\"]').dispatchEvent(new Event('change'))")
     tab.wait("document.querySelector('.told').innerText == '1 of 360 episodes'")
+
+
+def test_groups_of_one_task_in_one_step_are_told_apart(
+    tab: Tab, page: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def ask(*_: Any) -> Any:
+        raise ApiError("there is no such process")
+
+    monkeypatch.setattr("TrainingFactory.web.pool.Pool.ask", ask)  # credit takes one, and seconds
+    name = f"task-{GROUPS - 1}"
+    for number, group in ((GROUPS * 8, f"{name}#2"), (GROUPS * 8 - 4, name)):
+        show(tab, page, f"run/rl/episodes?step={GROUPS}&number={number}&group=1", "4 members")
+        tab.wait(f"document.querySelector('.detail h2')?.innerText == '{group}'")
+        members = "[...document.querySelectorAll('.member header b:first-child')].map(each => each.innerText)"
+        assert tab.run(members) == [f"Member {n}" for n in range(4)]
+    listed = tab.run("[...document.querySelectorAll('.virtual .task')].map(each => each.innerText)")
+    assert listed == [f"{each} · {n}" for each in (name, f"{name}#2") for n in range(4)]
 
 
 def test_the_form_tells_mistakes_at_their_fields(tab: Tab, page: Served) -> None:
@@ -234,7 +280,7 @@ def test_a_promotion_and_a_run_by_the_form(browser: Browser, tab: Tab, page: Ser
         assert other.errors == []
 
 
-def test_a_rollback(tab: Tab, page: Served, runs: Path) -> None:
+def test_a_rollback_and_a_comparison(tab: Tab, page: Served, runs: Path) -> None:
     show(tab, page, "registry/zoo", "Roll back champion")
     tab.run(
         "[...document.querySelectorAll('button')].find(each => each.innerText == 'Roll back champion').click()"
@@ -243,6 +289,8 @@ def test_a_rollback(tab: Tab, page: Served, runs: Path) -> None:
     tab.click("dialog button.danger")
     tab.wait("document.body.innerText.includes('zoo@champion is zoo:1 again.')")
     assert Catalogue(registry_path(runs)).get("zoo@champion").number == 1
+    show(tab, page, "registry/compare?first=rl&second=sft", "Now right")
+    assert f"tfactory compare rl sft --runs {runs}" in tab.text("main")
 
 
 def test_keys_and_theme(tab: Tab, page: Served) -> None:

@@ -76,12 +76,10 @@ def told(node: Node) -> tuple[str, list[tuple[str, str]]]:
     environment = config["environment"]["environment_id"] or "no environment"
     registered = f", registered as {node['version']}" if node.get("version") else ""
     title = f"{config['training']['algorithm']} on {environment}: run {node['run']}, step {node['step']}{registered}"
+    commit = f", commit {about['commit']}" if about["commit"] else ""
     data = config["data"]["dataset"] or config["data"]["tasks"] or "made by the environment"
     rows = [
-        (
-            "started",
-            f"{about['started']}, commit {about['commit'] or 'none'}, torch {about['versions']['torch']}",
-        ),
+        ("started", f"{about['started']}{commit}, torch {about['versions']['torch']}"),
         ("data", f"{data}: {about.get('size')} tasks or rows, digest {about.get('digest')}"),
         ("reward", _reward(config["reward"])),
     ]

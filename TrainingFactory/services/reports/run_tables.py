@@ -35,15 +35,13 @@ Rows = Sequence[dict[str, Any]]
 def state_rows(run: RunFolder) -> list[tuple[str, str]]:
     """Return what a run is and how far it is, one thing a row."""
     status, about = run.status, run.about
+    commit = f", commit {about['commit']}" if about["commit"] else ""
     return [
         ("state", run.state + (f": {status.reason}" if status.reason else "")),
         ("steps", f"{status.step} of {status.steps}, {timedelta(seconds=round(status.seconds))}"),
         ("model", run.config.model.name),
         ("training", what(run.config, about)),
-        (
-            "started",
-            f"{about['started']}, torch {about['versions']['torch']}, commit {about['commit'] or 'none'}",
-        ),
+        ("started", f"{about['started']}, torch {about['versions']['torch']}{commit}"),
     ]
 
 

@@ -15,11 +15,12 @@ from TrainingFactory.services.views.shapes import CreditView, GroupView, Json
 
 
 def group_credit(
-    run: RunFolder, step: int | None, task: str, index: EpisodeIndex | None = None, learner: bool = False
-) -> GroupView:
-    """Return the episodes of a task in a step (None: the last that took it) with the credit that the run's algorithm
-    gave, and the learner's log-probs if they are wanted; raise ValueError where there are none. An index that knows the
-    run already saves reading it again."""
+    run: RunFolder, step: int | None, task: str, index: EpisodeIndex | None = None, learner: bool = False,
+    group: str | None = None,
+) -> GroupView:  # fmt: skip
+    """Return the episodes of a task in a step (None: the last that took it), of one of its groups or of all, with the
+    credit that the run's algorithm gave, and the learner's log-probs if they are wanted; raise ValueError where there
+    are none. An index that knows the run already saves reading it again."""
     step = resolve_step(run, step, task)
     lines = (index or EpisodeIndex(run)).lines("step = ?", step)
     episodes = [trajectory_from_dict(json.loads(line)) for line, _ in lines]
@@ -27,6 +28,7 @@ def group_credit(
     known = {(e.trajectory.group, e.trajectory.member): e for group in credit.groups for e in group.episodes}
     found = GroupView(step=step, task=task, members=[], notes=credit.notes)
     own = [(*line, played) for line, played in zip(lines, episodes, strict=True) if played.task.id == task]
+    own = [each for each in own if group in (None, each[-1].group)]
     learned: list[list[list[float]]] = [[[] for _ in played.turns] for *_, played in own]
     if learner:
         from TrainingFactory.services.views.learned import learner_logprobs  # the models' code: seconds

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
+from collections import deque
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -47,6 +49,20 @@ def read_on(path: Path, place: Place, most: int) -> Part:
     data = data[: data.rfind(b"\n") + 1]
     place = Place(start + len(data), (place.tail + data[-TAIL:])[-TAIL:])
     return Part(start, data.split(b"\n")[:-1], place, again, size)
+
+
+def read_end(path: Path, most: int) -> tuple[list[bytes], int]:
+    """Return the last whole lines of a file, up to so many bytes, but one at least, and how many come before them. A
+    file that is not there is empty."""
+    kept, size, left = deque[bytes](), 0, 0
+    with path.open("rb") if path.is_file() else io.BytesIO() as file:
+        for line in file:
+            size += len(line)
+            kept.append(line)
+            while size > most and len(kept) > 1:
+                size -= len(kept.popleft())
+                left += 1
+    return [line[:-1] for line in kept if line.endswith(b"\n")], left
 
 
 def read_json(line: bytes) -> Any:

@@ -109,9 +109,10 @@ class EpisodeIndex:
             raise ValueError(f"run {self.run.name} has no episode {number}")
         return episode_view(*found[0])
 
-    def group(self, step: int, task: str) -> GroupView:
-        """Return the episodes of a task in a step; raise ValueError where there are none."""
-        if not (found := self.lines("step = ? AND task = ?", step, task)):
+    def group(self, step: int, task: str, group: str | None = None) -> GroupView:
+        """Return the episodes of a task in a step, of one group or of all; raise ValueError where there are none."""
+        where = 'step = ? AND task = ? AND "group" = coalesce(?, "group")'
+        if not (found := self.lines(where, step, task, group)):
             raise ValueError(f"run {self.run.name} has no episodes of task {task!r} in step {step}")
         return GroupView(step=step, task=task, members=[episode_view(*each) for each in found])
 

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 from TrainingFactory.services.evaluation.comparison import Found, Side, compare, paired, share
 from TrainingFactory.services.evaluation.records import all_records
 from TrainingFactory.services.judge_audit.report import AUDITS
-from TrainingFactory.services.registry.catalogue import Catalogue
+from TrainingFactory.services.registry.catalogue import Catalogue, registry_path
 from TrainingFactory.services.registry.recipe import recipe
 from TrainingFactory.services.registry.rows import Version
 from TrainingFactory.services.views import shapes
 from TrainingFactory.services.views.episodes import episode_view
-from TrainingFactory.services.views.files import Place, read_json, read_on
+from TrainingFactory.services.views.files import read_end, read_json
 from TrainingFactory.services.views.runs import evaluation_row, lineage_rows
 
-SHOWN = 20  # flipped tasks with both episodes
+SHOWN, MOST = 20, 16 << 20  # flipped tasks with both episodes; bytes of audits
 SAME = ("model", "number", "created", "who", "description", "digest", "tags")
+
+
+def where_of(runs: Path) -> str:
+    """Return what a command needs to find the runs, where they are not in the usual folder."""
+    return "" if runs == Path("runs") else f" --runs {shlex.quote(str(runs))}"
 
 
 def models(catalogue: Catalogue) -> shapes.ModelList:
@@ -41,9 +47,10 @@ def _version(catalogue: Catalogue, found: Version) -> shapes.VersionRow:
 def version_view(catalogue: Catalogue, name: str) -> shapes.VersionView:
     """Return a version (agent:3, agent@champion); raise ValueError where there is none."""
     found = catalogue.get(name)
+    at = "" if catalogue.path == registry_path() else f" --registry {shlex.quote(str(catalogue.path))}"
     return shapes.VersionView(
         version=_version(catalogue, found), folder=str(catalogue.folder(found)), lineage=lineage_rows(found.lineage),
-        commands=[f"tfactory registry export {found} again --to recipe", *recipe(found.lineage, "again")[1]],
+        commands=[f"tfactory registry export {found} again --to recipe{at}", *recipe(found.lineage, "again")[1]],
         decisions=catalogue.decisions(found.model),
     )  # fmt: skip
 
@@ -56,7 +63,8 @@ def comparison_view(first: str, second: str, runs: Path, catalogue: Catalogue) -
     ours, theirs = (_recorded(name, known, catalogue) for name in (first, second))
     pairs = [(a, b) for a in ours for b in theirs if a.record.id != b.record.id]
     if not pairs:
-        raise ValueError(f"there are no two recorded evaluations of these: tfactory compare {first} {second}")
+        again = f"tfactory compare {first} {second}{where_of(runs)}"
+        raise ValueError(f"there are no two recorded evaluations of these: {again}")
     chosen = _alike(pairs)
     outcomes = [paired(a.record, b.record) for a, b in chosen]
     one, other = (Side(name, [pair[at] for pair in chosen]) for at, name in enumerate((first, second)))
@@ -97,11 +105,12 @@ def _recorded(name: str, known: list[Found], catalogue: Catalogue) -> list[Found
 
 
 def audits(runs: Path) -> shapes.AuditList:
-    """Return what `tfactory judge audit` has found, the oldest first; a line that cannot be read says so."""
-    found = []
-    for line in read_on(runs / AUDITS, Place(), 16 << 20).lines:
+    """Return what `tfactory judge audit` has found, the oldest first; a line that cannot be read says so. Of a long
+    file these are the newest."""
+    found, (lines, left_out) = [], read_end(runs / AUDITS, MOST)
+    for line in lines:
         try:
             found.append(dict(read_json(line)))
         except (ValueError, TypeError) as error:
             found.append({"problem": f"a line of {AUDITS} cannot be read: {error}"})
-    return shapes.AuditList(audits=found)
+    return shapes.AuditList(audits=found, left_out=left_out)

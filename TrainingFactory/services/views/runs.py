@@ -24,7 +24,7 @@ from TrainingFactory.services.runs import folder as kept
 from TrainingFactory.services.runs.folder import ABOUT, CONFIG, FINDINGS, METRICS, STATUS, RunFolder, is_run
 from TrainingFactory.services.views import shapes
 from TrainingFactory.services.views.episodes import WRONG
-from TrainingFactory.services.views.files import Place, read_json, read_on
+from TrainingFactory.services.views.files import Place, read_end, read_json, read_on
 from TrainingFactory.texts import valid_text
 
 SPARK, LOCKED = 60, ("running", "killed")  # points of a small curve; states that only the lock tells apart
@@ -34,6 +34,7 @@ SUMMED = re.compile(
     rb'"(step|reward|loss|tokens_per_second|eval/success(?:_low|_high)?)": '
     rb"(NaN|-?(?:Infinity|\d+(?:\.\d+)?(?:[eE][+-]?\d+)?))(?=[,}])"
 )
+SEEN = (METRICS, STATUS, CONFIG, ABOUT, FINDINGS, kept.EVALUATIONS)  # what a row is made of
 BEGAN = "the model it began with"
 COMMANDS = ("runs show", "runs stop", "runs resume", "runs report", "eval", "serve", "runs episodes")
 
@@ -86,7 +87,7 @@ class Runs:
 
     def _row(self, run: RunFolder) -> shapes.RunRow:
         known = self._known.setdefault(run.path, _Known())
-        seen = [stat_of(run.path / name) for name in (METRICS, STATUS, CONFIG, ABOUT, FINDINGS)]
+        seen = [stat_of(run.path / name) for name in SEEN]
         row = known.row
         if row is None or seen != known.seen or (row.state in LOCKED and row.state != run.state):
             known.seen, known.row = seen, (row := _new_row(run, known, max(seen)[0] / 1e9))
@@ -140,11 +141,29 @@ def _new_row(run: RunFolder, known: _Known, updated: float) -> shapes.RunRow:
         row.step, row.steps, row.seconds, file = status.step, status.steps, status.seconds, FINDINGS
         row.findings = sum(each.last_step is None for each in findings(run))
         row.state, file = state, ABOUT
+        if state != "running":  # then its own are the newest
+            row.heldout = _asked_for(run, row.heldout, place.environment_id) or row.heldout
         row.started = str(run.about["started"]).replace(" ", "T")
     except Exception as error:  # files that anybody may have changed
         reason = " ".join(str(error).split())
         row.problem = reason if file in reason else f"{file}: {reason}"
     return row
+
+
+def _asked_for(run: RunFolder, own: shapes.Heldout | None, place: str | None) -> shapes.Heldout | None:
+    """Return the newest success by `tfactory eval` in the run's environment (any if it has none), where that is of the
+    best checkpoint, or of no earlier step than the run's own."""
+    for line in reversed(read_end(run.path / kept.EVALUATIONS, PART)[0]):
+        with contextlib.suppress(*WRONG):  # the page of the run says which cannot be read
+            found = evaluation_row(read_json(line)) if b'"by": "eval"' in line else None
+            if found is None or found.success is None or found.step is None or found.suite:
+                continue
+            if place is not None and found.environment not in (place, Path(place).name):
+                continue
+            if own is None or found.step >= own.step or run.checkpoint_folder(found.step) == run.best():
+                by = f"tfactory eval, {found.tasks} tasks of {found.environment or 'conversation'}"
+                return shapes.Heldout(**found.model_dump() | {"value": found.success, "by": by})
+    return None
 
 
 def _thinned(values: Sequence[float]) -> list[float]:
@@ -164,16 +183,16 @@ def quick_config(run: RunFolder) -> TrainingConfig:
 
 
 def findings(run: RunFolder) -> list[shapes.FindingRow]:
-    """Return what was seen going wrong in a run, each with its steps."""
-    found: list[shapes.FindingRow] = []
-    since: dict[str, shapes.FindingRow] = {}  # those that are not gone yet
+    """Return what was seen going wrong in a run, each once, with the steps of the last time."""
+    found: dict[str, shapes.FindingRow] = {}
     for row in run.findings():
+        old = found.get(row["name"])
         if not row.get("gone"):
-            since[row["name"]] = shapes.FindingRow(**row, first_step=row["step"])
-            found.append(since[row["name"]])
-        elif (old := since.pop(row["name"], None)) is not None:
+            times = old.times + 1 if old else 1
+            found[row["name"]] = shapes.FindingRow(**row, first_step=row["step"], times=times)
+        elif old is not None and old.last_step is None:
             old.last_step = row["step"] - 1
-    return found
+    return list(found.values())
 
 
 def run_view(run: RunFolder, runs: Runs) -> shapes.RunView:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel
+from pydantic import BaseModel, computed_field
 
 from TrainingFactory.types import Reward
 
@@ -22,6 +22,7 @@ class Heldout(BaseModel):
     low: Number = None  # 95 % interval
     high: Number = None
     step: int
+    by: str = "training"  # or: tfactory eval, 64 tasks of search
 
 
 class RunRow(BaseModel):
@@ -57,11 +58,14 @@ class FindingRow(BaseModel):
     severity: str
     first_step: int
     last_step: int | None = None  # None: it is not gone
+    times: int = 1  # that it came; the steps are those of the last time
 
+    @computed_field
     @property
     def when(self) -> str:
-        last = self.last_step
-        return f"since step {self.first_step}" if last is None else f"steps {self.first_step} to {last}"
+        first, last = self.first_step, self.last_step
+        again = f", {self.times} times in all" if self.times > 1 else ""
+        return (f"since step {first}" if last is None else f"steps {first} to {last}, gone since") + again
 
 
 class EvaluationRow(BaseModel):
@@ -240,3 +244,4 @@ class ComparisonView(BaseModel):
 
 class AuditList(BaseModel):
     audits: list[Json]  # time, judge, gold, rows (metric, value, meaning), and what `judge audit` prints
+    left_out: int = 0  # older ones, of a file that is too long

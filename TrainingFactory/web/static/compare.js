@@ -1,5 +1,5 @@
 // Two models on the same tasks: what one can and the other cannot, task by task.
-import { get, url } from "./api.js";
+import { get, url, where } from "./api.js";
 import { h, put, visible } from "./dom.js";
 import { number, percent, plain, signed } from "./format.js";
 import { command, empty, failed, link, panel, segments, table, tiles, waiting } from "./parts.js";
@@ -88,7 +88,7 @@ function summary({ tasks: all, summary: told }, { first, second }) {
   ];
   return [
     tiles(figures),
-    command(`tfactory compare ${first} ${second}`, "In a terminal"),
+    command(`tfactory compare ${first} ${second}${where}`, "In a terminal"),
     (told.notes ?? []).map((text) => h("p", { class: "soft note" }, plain(text))),
   ];
 }

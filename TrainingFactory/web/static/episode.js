@@ -2,7 +2,7 @@
 import { get, url } from "./api.js";
 import { h, put, visible } from "./dom.js";
 import { barOf } from "./figures.js";
-import { duration, number, plain, signed } from "./format.js";
+import { duration, number, plain, signed, taskOf } from "./format.js";
 import { button, failed, iconButton, pairs, segments } from "./parts.js";
 import { conversation, messages } from "./turns.js";
 import { legend, spread } from "./tokens.js";
@@ -96,9 +96,9 @@ export class Detail {
     const { view, way, number: wanted } = this;
     if (!view) return;
     if (!this.group && way === "text") return void put(this.body, one(view, null, "text", this.filterBy));
-    const { step, task } = view.row;
+    const { step, task, group: own } = view.row;
     const learner = way === "difference"; // it takes the model itself
-    const key = step + "/" + task + (learner ? "/learner" : "");
+    const key = own + (learner ? "/learner" : "");
     if (!this.groups.has(key))
       put(
         this.body,
@@ -113,7 +113,10 @@ export class Detail {
       );
     try {
       if (!this.groups.has(key))
-        this.groups.set(key, await get(url(["runs", this.name, "groups"], { step, task, learner }), this.signal));
+        this.groups.set(
+          key,
+          await get(url(["runs", this.name, "groups"], { step, task, group: own, learner }), this.signal),
+        );
       if (this.number !== wanted || this.way !== way) return;
       const group = this.groups.get(key);
       const credit = group.members.find((member) => member.row.number === view.row.number)?.credit ?? null;
@@ -159,7 +162,7 @@ export class Detail {
 /** One episode in full. */
 function one(view, credit, way, filterBy) {
   const { row, task } = view;
-  const title = h("h2", {}, visible(row.task));
+  const title = h("h2", {}, visible(taskOf(row)));
   const more = h(
     "span",
     { class: "soft" },
@@ -266,7 +269,7 @@ function members(group, way) {
   return h(
     "article",
     { class: "episode" },
-    h("header", {}, h("h2", {}, visible(group.task)), h("span", { class: "soft" }, told)),
+    h("header", {}, h("h2", {}, visible(first ? taskOf(first.row) : group.task)), h("span", { class: "soft" }, told)),
     first && h("div", { class: "talk" }, messages(first.prompt)),
     h(
       "div",

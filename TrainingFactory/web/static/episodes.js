@@ -2,7 +2,7 @@
 import { debounce, h, put } from "./dom.js";
 import { Detail } from "./episode.js";
 import { EpisodeRows } from "./episode_rows.js";
-import { duration, number, percent } from "./format.js";
+import { duration, number, percent, taskOf } from "./format.js";
 import { keys } from "./keys.js";
 import * as live from "./live.js";
 import { button, empty, searchField, select } from "./parts.js";
@@ -236,7 +236,7 @@ class EpisodesPage {
       h(
         "span",
         { class: "task", title: row.error ?? row.task },
-        row.task || row.error,
+        taskOf(row) || row.error,
         h("small", {}, " · " + row.member),
       ),
       h("span", { class: "reward num" }, meter(row.reward), number(row.reward, 3)),

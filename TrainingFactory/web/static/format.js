@@ -77,6 +77,17 @@ export function plain(value) {
   return typeof value === "string" ? value : JSON.stringify(value);
 }
 
+/** Writes which held-out success that is: of which step, and who asked for it where the run did not. */
+export function measured({ step, by }) {
+  return "step " + number(step) + (by === "training" ? "" : ", " + by);
+}
+
+/** Writes the task of an episode, and which of its groups that is where a step took it more than once: t-7#2. */
+export function taskOf({ task, group }) {
+  const name = group.slice(group.indexOf("/") + 1);
+  return name.startsWith(task) ? name : task;
+}
+
 /** Writes a count with its noun: 1 run, 3 runs. */
 export function counted(count, noun) {
   return number(count) + " " + noun + (count === 1 ? "" : "s");

@@ -1,5 +1,5 @@
 // Judges: how far they agree with labels, by the audits that were made; and a place to label.
-import { get, url } from "./api.js";
+import { get, url, where } from "./api.js";
 import { h, put, svg, visible } from "./dom.js";
 import { counted, moment, number, percent } from "./format.js";
 import * as label from "./label.js";
@@ -24,7 +24,7 @@ export async function show(place) {
     content,
   );
   if (labelling) return await label.show(content, place);
-  const { audits } = await get(url(["audits"]), signal);
+  const { audits, left_out: older } = await get(url(["audits"]), signal);
   if (!audits.length) {
     return void put(
       content,
@@ -33,10 +33,15 @@ export async function show(place) {
         link("judges/label", "Label some episodes"),
         ", then compare a judge with your labels in a terminal:",
       ),
-      command("tfactory judge audit --gold runs/labels/RUN.jsonl base_url=URL model=NAME"),
+      command(
+        `tfactory judge audit --gold ${where.replace(" --runs ", "") || "runs"}/labels/RUN.jsonl${where} base_url=URL model=NAME`,
+      ),
     );
   }
-  return void put(content, audits.length > 1 && overview(audits), [...audits].reverse().map(auditOf));
+  const left =
+    older > 0 &&
+    h("p", { class: "soft note" }, `${counted(older, "older audit")} in judge-audits.jsonl, not shown here.`);
+  return void put(content, left, audits.length > 1 && overview(audits), [...audits].reverse().map(auditOf));
 }
 
 /** All audits in a table, the newest first. */

@@ -34,14 +34,14 @@ export async function show(place) {
       empty(
         "No model is registered",
         "A run registers itself with registry.name, or by hand: ",
-        h("code", {}, "tfactory registry register NAME RUN"),
+        h("code", {}, "tfactory registry register NAME RUN" + where),
       ),
     );
   const model = models.find(({ name }) => name === parts[0]) ?? models[0];
   const asked = Number(parts[1]);
   const version =
     model.versions.find((each) => each.number === asked) ?? champion(model) ?? model.versions.at(-1);
-  const again = () => show(place);
+  const again = () => show(place).catch((error) => error.name === "AbortError" || put(main, failed(error)));
   const job = h("div", { class: "job" });
   const detail = h("div", { class: "view" }, waiting());
   put(

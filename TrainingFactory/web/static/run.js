@@ -1,7 +1,7 @@
 // A run: its state and numbers on top, then one of its views: curves, findings, episodes, config, lineage, log.
 import { get, post, url } from "./api.js";
 import { h, put } from "./dom.js";
-import { duration, number, percent } from "./format.js";
+import { duration, measured, number, percent } from "./format.js";
 import { keys } from "./keys.js";
 import * as live from "./live.js";
 import {
@@ -134,13 +134,12 @@ class Head {
 }
 
 /** The numbers that tell how it goes, at a glance. */
-function numbers({ row, evaluations }) {
+function numbers({ row }) {
   const left =
     row.state === "running" && row.step > 0 && row.steps
       ? (row.seconds / row.step) * (row.steps - row.step)
       : null;
-  const apart = evaluations.findLast(({ success }) => success !== null); // the newest, where training made none
-  const held = row.heldout ?? (apart && { ...apart, value: apart.success });
+  const held = row.heldout;
   const figures = [
     ["Progress", progress(row.step, row.steps), left !== null && "about " + duration(left) + " to go"],
     row.spark_of === "reward" || (!row.spark.length && PLAYING.includes(row.algorithm))
@@ -149,7 +148,7 @@ function numbers({ row, evaluations }) {
     [
       "Held-out success",
       held ? percent(held.value) : "–",
-      held ? `${percent(held.low)} to ${percent(held.high)}, step ${held.step}` : "never evaluated",
+      held ? `${percent(held.low)} to ${percent(held.high)}, ${measured(held)}` : "never evaluated",
     ],
     ["Tokens/s", row.tokens_per_second ? number(Math.round(row.tokens_per_second)) : "–", null],
     ["Time", duration(row.seconds), row.step > 0 && duration(row.seconds / row.step) + " a step"],

@@ -1,5 +1,5 @@
 // The config of a run: what differs from the defaults, everything, or what differs from another run.
-import { get, url } from "./api.js";
+import { get, url, where } from "./api.js";
 import { h, put, visible } from "./dom.js";
 import { counted, plain } from "./format.js";
 import * as live from "./live.js";
@@ -62,7 +62,7 @@ async function body(told, view, { mode, against, find }, signal) {
     const { rows } = await get(url(["runs", name, "diff", against]), signal);
     const shown = rows.filter(({ key }) => fits(key));
     if (!shown.length) return empty("The same", "No option differs.");
-    const same = view.commands.show?.replace("runs show", "runs compare") + " " + against;
+    const same = view.commands.show?.replace("runs show", "runs compare") + " " + against + where;
     return [
       view.commands.show && command(same),
       table(

@@ -33,13 +33,7 @@ export function list(findings) {
   );
 }
 
-function one({ name, sentence, remedy, severity, first_step: first, last_step: last }, open) {
-  const when =
-    first === undefined || first === null
-      ? null
-      : last
-        ? `steps ${first} to ${last}, gone since`
-        : `since step ${first}`;
+function one({ name, sentence, remedy, severity, when }, open) {
   const kind = severity === "ok" || severity === "info" ? "check" : "warning";
   return h(
     "li",

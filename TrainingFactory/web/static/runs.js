@@ -1,7 +1,7 @@
 // Runs: every run as a row that keeps itself up to date; filter, sort, select some and lay their curves over each other.
 import { debounce, h, put } from "./dom.js";
 import { interval, spark } from "./figures.js";
-import { ago, counted, duration, moment, number, percent } from "./format.js";
+import { ago, counted, duration, measured, moment, number, percent } from "./format.js";
 import { keys } from "./keys.js";
 import * as live from "./live.js";
 import { Overlay } from "./overlay.js";
@@ -258,9 +258,10 @@ class RunsPage {
       row.heldout &&
         h(
           "span",
-          { class: "curve", title: "at step " + row.heldout.step },
+          { class: "curve", title: measured(row.heldout) },
           interval(row.heldout),
           h("span", { class: "num" }, percent(row.heldout.value)),
+          row.heldout.by !== "training" && h("small", {}, "eval"),
         ),
     );
     put(speed, row.tokens_per_second && number(Math.round(row.tokens_per_second)));
