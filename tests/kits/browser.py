@@ -17,6 +17,7 @@ import json
 import os
 import queue
 import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -34,6 +35,16 @@ FLAGS = [
     "--host-resolver-rules=MAP * ~NOTFOUND , EXCLUDE 127.0.0.1 , EXCLUDE localhost",
 ]  # fmt: skip
 
+# The browser reads 3 and writes 4. A program that takes them and becomes the browser: Python between fork and exec, in
+# a process that has had many threads, may wait for ever.
+TAKE_PIPES = """
+import fcntl, os, sys
+high = [fcntl.fcntl(int(each), fcntl.F_DUPFD_CLOEXEC, 50) for each in sys.argv[1:3]]
+os.dup2(high[0], 3)
+os.dup2(high[1], 4)
+os.execv(sys.argv[3], sys.argv[3:])
+"""
+
 
 class Browser:
     """One Chromium; each tab has cookies and storage of its own."""
@@ -42,19 +53,13 @@ class Browser:
         self._folder = tempfile.TemporaryDirectory(prefix="tfactory-browser-")
         commands, self._commands = os.pipe()
         self._answers, answers = os.pipe()
-
-        def take_pipes() -> None:  # the browser reads 3 and writes 4
-            high = os.dup2(commands, 30), os.dup2(answers, 31)
-            os.dup2(high[0], 3)
-            os.dup2(high[1], 4)
-
+        begin = [sys.executable, "-I", "-S", "-c", TAKE_PIPES, str(commands), str(answers)]
         self._process = subprocess.Popen(
-            [str(PROGRAM), *FLAGS, f"--user-data-dir={self._folder.name}"],
+            [*begin, str(PROGRAM), *FLAGS, f"--user-data-dir={self._folder.name}"],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            preexec_fn=take_pipes,
-            close_fds=False,
+            pass_fds=(commands, answers),
             start_new_session=True,
         )
         os.close(commands)

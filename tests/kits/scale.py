@@ -17,6 +17,7 @@ import pytest
 
 HOME = Path(__file__).resolve().parents[2] / ".servers" / "scale"
 SCALE = pytest.mark.xdist_group("scale")
+# Of vLLM: the model runs in the process of the core. A third one would import all of it again, and poll for work.
 IN_ONE = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 
 
