@@ -51,7 +51,7 @@ SATELLITES = [
     "services/keywords.py", "services/trl.py", "services/model_registry.py", "services/sft_trainer.py",
     "services/rl_trainer.py", "services/reward_model.py", "services/async_executor.py", "services/process_reward.py",
 ]  # fmt: skip
-CORE_LINES = 16_950
+CORE_LINES = 17_090
 # Lines of Python in each folder. A change that raises one says why in its commit.
 BUDGET: dict[str, int] = {
     ".": 1650,
@@ -59,15 +59,15 @@ BUDGET: dict[str, int] = {
     "cli": 3040,
     "cluster": 1620,
     "config": 980,
-    "data": 1940,
+    "data": 1960,
     "envs": 150,
     "envs/builtin": 500,
     "http": 530,
     "integrations": 480,
     "integrations/hello_agents": 1450,
     "integrations/rl_factory": 960,
-    "learning": 1670,
-    "learning/tree": 340,
+    "learning": 1720,
+    "learning/tree": 450,
     "models": 2370,
     "rewards": 1130,
     "rewards/judge": 1010,

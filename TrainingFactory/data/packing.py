@@ -21,6 +21,7 @@ from TrainingFactory.types import Sample
 
 MIN_SAVING = 24  # tokens that a node must save; below that one more level costs more than it gives
 MAX_LEVELS = 6
+COPY_SHARE = 16  # a beginning of many rows is there again if that costs 1 token in so many, no more
 
 
 @dataclass(slots=True)
@@ -59,8 +60,11 @@ class Pack:
     returns: np.ndarray | None = None  # what the critic should have expected
 
 
-def pack(samples: Sequence[Sample], token_budget: int = 16_384, sharing: bool = True) -> list[Pack]:
-    """Pack the rows; without `sharing` each has a node of its own, and the budget counts them as if padded."""
+def pack(
+    samples: Sequence[Sample], token_budget: int = 16_384, sharing: bool = True, below: int = 0
+) -> list[Pack]:
+    """Pack the rows; without `sharing` each has a node of its own, and the budget counts them as if padded. A tree has
+    about `below` tokens under its top if that is not 0."""
     for number, sample in enumerate(samples):
         if sample.loss_mask and sample.loss_mask[0]:
             raise ValueError(f"row {number} trains its first token, which nothing comes before")
@@ -77,11 +81,11 @@ def pack(samples: Sequence[Sample], token_budget: int = 16_384, sharing: bool = 
             own = longest * len(unit)
             together = max(widest, longest) * (rows + len(unit))
         if batch and together > token_budget:
-            packs += _packs(samples, ids, batch, token_budget, sharing)
+            packs += _packs(samples, ids, batch, token_budget, sharing, below)
             batch, together, widest, rows = [], own, 0, 0
         batch.append(unit)
         size, widest, rows = together, max(widest, longest), rows + len(unit)
-    return packs + _packs(samples, ids, batch, token_budget, sharing) if batch else packs
+    return packs + _packs(samples, ids, batch, token_budget, sharing, below) if batch else packs
 
 
 def _units(samples: Sequence[Sample], ids: list[np.ndarray], sharing: bool) -> list[list[int]]:
@@ -155,19 +159,35 @@ class _Tree:
 
 
 def _packs(
-    samples: Sequence[Sample], ids: list[np.ndarray], units: list[list[int]], budget: int, sharing: bool
+    samples: Sequence[Sample],
+    ids: list[np.ndarray],
+    units: list[list[int]],
+    budget: int,
+    sharing: bool,
+    below: int,
 ) -> list[Pack]:
     """Make one pack, or several where the tree is larger than was counted on: it has no node for small savings."""
     rows = [number for unit in units for number in unit]
     if sharing:
         rows.sort(key=lambda number: samples[number].token_ids)
     shared = [0, *(shared_prefix(ids[left], ids[right]) if sharing else 0 for left, right in pairwise(rows))]
-    tree = _Tree([ids[number] for number in rows], shared)
+    tree = _Tree([ids[number] for number in rows], _parted([len(ids[row]) for row in rows], shared, below))
     half = len(units) // 2
     if half and tree.size > budget:
-        parts = (_packs(samples, ids, part, budget, sharing) for part in (units[:half], units[half:]))
+        parts = (_packs(samples, ids, part, budget, sharing, below) for part in (units[:half], units[half:]))
         return [*chain.from_iterable(parts)]
     return [_pack(samples, ids, rows, tree)]
+
+
+def _parted(lengths: list[int], shared: list[int], below: int) -> list[int]:
+    """Return `shared` with a 0 where another tree begins: at a row that shares no more than all before it did."""
+    parted, size, least = list(shared), lengths[0], lengths[0]
+    for row in range(1, len(shared)) if below else ():
+        least = min(least, shared[row])
+        if shared[row] == least and size > max(below, COPY_SHARE * shared[row]):
+            parted[row], size, least = 0, 0, lengths[row]
+        size += lengths[row] - parted[row]
+    return parted
 
 
 def _pack(samples: Sequence[Sample], ids: list[np.ndarray], batch: list[int], tree: _Tree) -> Pack:
@@ -232,15 +252,16 @@ class Batch:
 
 
 def make_batch(
-    samples: Sequence[Sample], token_budget: int = 16_384, sharing: bool = True, mismatched: bool = False
-) -> Batch:
-    """Pack the rows of a step; without `sharing` for models that cannot share prefixes, see `Learner.sharing`."""
-    packs = pack(samples, token_budget, sharing)
+    samples: Sequence[Sample], token_budget: int = 16_384, sharing: bool = True, mismatched: bool = False,
+    below: int = 0,
+) -> Batch:  # fmt: skip
+    """Pack the rows of a step; `sharing` and `below` as the learner has them."""
+    packs = pack(samples, token_budget, sharing, below)
     return Batch(
         packs,
         sum(len(p.rows) for p in packs),
         sum(len(p.target) for p in packs),
         sum(len(p.labels) for p in packs),
         sum(len(p.pairs) for p in packs),
-        mismatched=pack(mismatched_rows(samples), token_budget, sharing) if mismatched else [],
+        mismatched=pack(mismatched_rows(samples), token_budget, sharing, below) if mismatched else [],
     )

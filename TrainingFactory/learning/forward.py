@@ -12,7 +12,9 @@ import torch
 from transformers import PreTrainedModel
 
 from TrainingFactory.data.packing import Pack, pack
-from TrainingFactory.learning.tree.attention import ATTENTION, plan_tree
+from TrainingFactory.learning.tree.attention import ATTENTION, plan_tree, tree_attention
+from TrainingFactory.learning.tree.flex import whole_blocks
+from TrainingFactory.learning.tree.layers import fused
 from TrainingFactory.types import Sample
 
 Head = Callable[[torch.Tensor], torch.Tensor]  # [C, D] -> [C, V]
@@ -29,19 +31,23 @@ def tree_mode(model: PreTrainedModel, on: bool = True) -> Iterator[None]:
     config = model.config.get_text_config()
     before = config._attn_implementation
     config._attn_implementation = ATTENTION if on else before
+    quick = on and model.device.type == "cuda"
     try:
-        yield
+        with fused(model, tree_attention) if quick else contextlib.nullcontext():
+            yield
     finally:
         config._attn_implementation = before
 
 
 def tree_states(model: PreTrainedModel, pack: Pack) -> torch.Tensor:
     """[N, D], each token of the tree once. Inside `tree_mode`."""
+    size = len(pack.token_ids)
+    pack = whole_blocks(pack) if model.device.type == "cuda" else pack
     ids, positions = (torch.from_numpy(array).to(model.device) for array in (pack.token_ids, pack.positions))
     return model.base_model(
         input_ids=ids[None], position_ids=positions[None], use_cache=False,
         tfactory_tree=plan_tree(pack, model.device),
-    ).last_hidden_state[0]  # fmt: skip
+    ).last_hidden_state[0, :size]  # fmt: skip
 
 
 def row_states(model: PreTrainedModel, pack: Pack) -> torch.Tensor:

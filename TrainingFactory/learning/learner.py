@@ -42,7 +42,7 @@ COUNTS = {"trained_tokens": "tokens", "rows": "rows", "trained_episodes": "episo
 class Learner:
     """`temperature` is the sampler's: training sees the distribution that was sampled from. `reference` is a frozen
     model; without one an adapter's base is it. `head` gives a number for each token, on the model or on a `critic` of
-    its own. `sharing` says whether common prefixes are computed once, for `make_batch(..., sharing)`. With several
+    its own. `sharing` says whether common prefixes are computed once, `below` how often, for `make_batch`. With several
     `processes` their weights are divided among them, in the models that are given."""
 
     def __init__(
@@ -60,6 +60,8 @@ class Learner:
         self.model, self.causal, self.options = model, causal_model(model), options
         self.reference, self.head, self.critic = reference, head, critic
         self.temperature = temperature
+        # A GPU finds the gradients of keys that all tokens see one after the other: trees of some size are quicker.
+        self.below = 4096 if self.causal.device.type == "cuda" else 0
         self.steps = 0
         for each in self._trained_models() if gradient_checkpointing else ():
             causal_model(each).gradient_checkpointing_enable({"use_reentrant": False})

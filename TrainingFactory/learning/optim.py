@@ -6,6 +6,7 @@ import importlib.util
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -105,6 +106,8 @@ def make_optimizers(
         kind: Any = torch.optim.AdamW
         if options.name == "adamw_8bit":
             from bitsandbytes.optim.adamw import AdamW8bit as kind  # pyright: ignore[reportMissingImports]
+        elif groups[0]["params"][0].is_cuda:
+            kind = partial(kind, fused=True)  # one kernel for many weights; on a CPU torch's choice stays
         optimizers.append(kind(groups, lr=options.learning_rate, betas=options.betas))
     if matrices:
         optimizers.append(Muon(matrices, lr=options.matrix_learning_rate, processes=processes))

@@ -81,7 +81,7 @@ def score_rows(learner: Learner, rows: Sequence[Sample], options: StepOptions) -
 
 def _annotated(learner: Learner, needs: frozenset[str], rows: Sequence[Sample], token_budget: int) -> Batch:
     def packed(budget: int) -> Batch:
-        return make_batch(rows, budget, learner.sharing, "mismatched" in needs)
+        return make_batch(rows, budget, learner.sharing, "mismatched" in needs, learner.below)
 
     return learner.annotate(learner.processes.packed(packed, token_budget), needs)
 

@@ -13,7 +13,7 @@ import torch
 
 log = logging.getLogger(__name__)
 
-ROWS = (8, 16, 32, 48, 64, 96, 128, 192, 256)
+ROWS = (16, 64, 128, 256)  # and what 256 divides: unused rows cost less than to record more graphs
 SPANS = (8, 4, 2)  # tokens of each row, where rows have more than one to feed
 FREE_TOKENS = 128  # a forward of so many takes hardly longer than one of a few: it reads the same weights
 Step = Callable[[list[torch.Tensor]], torch.Tensor]
@@ -21,7 +21,7 @@ Step = Callable[[list[torch.Tensor]], torch.Tensor]
 
 def graph_rows(rows: int, most: int) -> int:
     """Return the next number of rows for which there is to be a graph, so that there are few of them."""
-    return min(most, next((size for size in ROWS if size >= rows), -(-rows // 128) * 128))
+    return min(most, next((size for size in ROWS if size >= rows), -(-rows // 256) * 256))
 
 
 def graph_span(following: np.ndarray, rows: int, most: int) -> int:

@@ -15,7 +15,7 @@ from TrainingFactory.sampling.picking import finite, pick, split_picked, uniform
 from TrainingFactory.sampling.planning import CHUNK, NONE, Plan
 from TrainingFactory.sampling.slots import ATTENTION, Part, Shape, SlotCache, StepContext
 from TrainingFactory.sampling.table import SlotTable
-from TrainingFactory.sampling.tiles import Layout
+from TrainingFactory.sampling.tiles import Layout, filled
 from TrainingFactory.sampling.twins import Twins, find_twins
 from TrainingFactory.sampling.view import check_model, refuse, shared_view
 
@@ -303,19 +303,16 @@ class Runner:
             tokens[guess] = plan.guesses[row, column]
             positions[guess] = at[row] + 1 + column
             where[guess] = plan.dense[row] * capacity + positions[guess]
-        for slot, count in zip(plan.slots.tolist(), plan.counts.tolist(), strict=True):
-            begin = int(table.stored[slot])
-            if table.deterministic:
-                start = begin % CHUNK
-            part = slice(start, start + count)
-            tokens[part] = table.ids[slot, begin : begin + count]
-            positions[part] = np.arange(begin, begin + count)
-            where[part] = positions[part] + slot * capacity
-            start += count
+        if len(plan.slots):
+            start = int(table.stored[plan.slots[0]]) % CHUNK if table.deterministic else start
+            slot, before = np.repeat(plan.slots, plan.counts), plan.counts.cumsum() - plan.counts
+            at = table.stored[slot] + np.arange(len(slot)) - np.repeat(before, plan.counts)
+            part = slice(start, start + len(slot))
+            tokens[part], positions[part], where[part] = table.ids[slot, at], at, slot * capacity + at
         wanted = self._wanted(plan, fed, first)
         if layout is not None:  # the rows of logits of a shape that comes back
-            missing = int(fed.sum()) + layout.pieces - len(wanted[0])
-            wanted = [np.pad(array, (0, missing)) for array in wanted] if layout.recorded else wanted
+            rows = int(fed.sum()) + layout.pieces
+            wanted = [filled(array, rows) for array in wanted] if layout.recorded else wanted
         return Flat(tokens, positions, where, fed, *wanted)
 
     def _wanted(
@@ -325,6 +322,10 @@ class Runner:
         table = self.table
         behind = np.zeros(plan.rows, np.int64)  # [R] known tokens that are fed after the row's first
         behind[plan.dense] = table.known[plan.dense] - table.stored[plan.dense] - 1
+        if plan.fixed and plan.guesses is None and not len(plan.slots):  # a token each
+            live = np.zeros(plan.rows, bool)
+            live[plan.dense] = behind[plan.dense] == 0
+            return first, -behind, live, first
         most = np.full(plan.rows, -1)  # [R] the last offset at which a token is wanted
         most[plan.dense] = (0 if plan.guesses is None else plan.guessed) - behind[plan.dense]
         rows = np.repeat(np.arange(plan.rows), fed)

@@ -95,6 +95,7 @@ class SlotTable:
         # Nobody can know them beforehand, so nobody can write two texts of the same hash.
         self._factors = np.random.default_rng().integers(0, 1 << 64, max_length, np.uint64) | np.uint64(1)
         self.seats: list[Seat | None] = [None] * slots
+        self.free = np.ones(slots, bool)  # nobody sits there
         self.requests: list[Request | None] = [None] * slots
         self.stats = EngineStats()
         self.changes = 0  # how often a slot has been given other tokens
@@ -107,7 +108,7 @@ class SlotTable:
     def close(self, seat: Seat) -> None:
         """Free the slot for others; what is stored in it stays until it is overwritten."""
         if seat.slot is not None:
-            self.seats[seat.slot] = None
+            self.seats[seat.slot], self.free[seat.slot] = None, True
             seat.slot = None
         if self.deterministic:
             self._gone.add(seat.order)
@@ -128,7 +129,7 @@ class SlotTable:
             if seat is not None:
                 seat.slot = None
         self.seats, self.requests = [None] * self.slots, [None] * self.slots
-        self.running[:] = False
+        self.running[:], self.free[:] = False, True
         self.flying[:] = 0
         self.epoch += 1
         self.forget()
@@ -195,7 +196,7 @@ class SlotTable:
             self.used[source] = time.monotonic()
         self.stats.kept += best if own == source else 0
         self.stats.shared += best if own != source else 0
-        self.seats[slot], seat.slot = seat, slot
+        self.seats[slot], self.free[slot], seat.slot = seat, False, slot
         self.pure[slot] = best
         self._start(request, slot, best)
         return slot
@@ -203,7 +204,7 @@ class SlotTable:
     def _may_sit(self, seat: Seat, this: Round) -> bool:
         if self.deterministic:
             return self._turn[seat.order % self.slots] == seat.order
-        this.full = this.full or (None not in self.seats and self._longest_idle() is None)
+        this.full = this.full or (not self.free.any() and self._longest_idle() is None)
         return not this.full
 
     def _slot_for(self, seat: Seat, have: np.ndarray, best: int) -> int:
@@ -212,7 +213,7 @@ class SlotTable:
             return seat.slot
         if self.deterministic:
             return seat.order % self.slots
-        free = np.flatnonzero([owner is None for owner in self.seats])
+        free = np.flatnonzero(self.free)
         if best and (fitting := free[have[free] == best]).size:
             return int(fitting[0])
         if free.size:
@@ -336,7 +337,7 @@ class SlotTable:
         for array in (
             self.ids, self.logprobs, self.stored, self.known, self.pure, self.chunked, self.running,
             self.used, self.limit, self.seed, self.stops, self.temperature, self.top_p, self.top_k,
-            self.min_p, self.hashes, self.head, self.mark,
+            self.min_p, self.hashes, self.head, self.mark, self.free,
         ):  # fmt: skip
             array[both] = array[swapped]
         for a, b in pairs:

@@ -14,7 +14,7 @@ from TrainingFactory.sampling.table import SlotTable
 PIECES = (64, PIECE)  # chunk tokens of a forward for which there are graphs
 WORTH = 0.5  # of all keys that are read, how many groups must save
 SHORT = 64  # a shared beginning under so many tokens is not worth a group
-ROWS = (16, 32, 64)  # queries of a tile
+QUERIES = 64  # of a tile, whatever the sizes of groups: graphs are recorded for few shapes
 
 
 @dataclass(slots=True)
@@ -24,14 +24,13 @@ class Layout:
     extra: int  # chunk tokens, unused places included
     pieces: int  # tiles of the chunks
     groups: int  # tiles of rows that begin alike; 0: every row reads all of its keys
-    tokens: int  # of a tile of the chunks
-    siblings: int  # of a tile of rows
+    tokens: int  # of a tile of chunks or groups
     arrays: list[np.ndarray]
     recorded: bool = True  # these shapes come back
 
     @property
     def key(self) -> tuple[int, ...]:
-        return self.extra, self.pieces, self.groups, self.siblings
+        return self.extra, self.pieces, self.groups
 
     def enter(self, step: StepContext, plan: Plan, tensors: list[torch.Tensor]) -> None:
         """Tell the step's kernel what `arrays` say, which are on the device now."""
@@ -41,14 +40,14 @@ class Layout:
         if self.pieces:
             step.pieces = Tiles(self.tokens, self.pieces, next(rest), next(rest), next(rest))
         if self.groups and step.rows is not None:
-            step.groups = Tiles(self.siblings, self.groups, next(rest), next(rest), next(rest))
+            step.groups = Tiles(self.tokens, self.groups, next(rest), next(rest), next(rest))
             step.rows.begins = next(rest)
 
 
 def lay_out(plan: Plan, table: SlotTable, heads: int) -> Layout:
     """`heads`: query heads of each key head."""
-    tokens, dense = max(1, ROWS[-1] // heads), plan.rows * (plan.span or 1)
-    layout = Layout(int(plan.counts.sum()), 0, 0, tokens, 0, [])
+    tokens, dense = max(1, QUERIES // heads), plan.rows * (plan.span or 1)
+    layout = Layout(int(plan.counts.sum()), 0, 0, tokens, [])
     if len(plan.slots):
         arrays = _pieces(plan, dense, tokens)
         layout.pieces = len(arrays[1])
@@ -58,21 +57,23 @@ def lay_out(plan: Plan, table: SlotTable, heads: int) -> Layout:
         layout.recorded = bool(fitting)
         layout.arrays += _padded(arrays, layout.pieces, tokens)
     if not plan.span and len(plan.dense) > 3:
-        found = _groups(plan, table, heads)
+        found = _groups(plan, table, tokens)
         if found is not None:
-            layout.groups, layout.siblings = plan.rows // 2, found[0].shape[1]
-            layout.arrays += [*_padded(found[:3], layout.groups, layout.siblings), found[3]]
+            layout.groups = plan.rows // 2
+            layout.arrays += [*_padded(found[:3], layout.groups, tokens), found[3]]
     return layout
+
+
+def filled(array: np.ndarray, size: int, value: int = 0) -> np.ndarray:
+    """Make an array longer; np.pad takes ten times as long."""
+    longer = np.full(size, value, array.dtype)
+    longer[: len(array)] = array
+    return longer
 
 
 def _padded(arrays: list[np.ndarray], count: int, tokens: int) -> list[np.ndarray]:
     members, slots, ends = arrays
-    missing = count - len(slots)
-    return [
-        np.pad(members.ravel(), (0, missing * tokens), constant_values=-1),
-        np.pad(slots, (0, missing)),
-        np.pad(ends, (0, missing)),
-    ]
+    return [filled(members.ravel(), count * tokens, -1), filled(slots, count), filled(ends, count)]
 
 
 def _pieces(plan: Plan, start: int, tokens: int) -> list[np.ndarray]:
@@ -86,7 +87,7 @@ def _pieces(plan: Plan, start: int, tokens: int) -> list[np.ndarray]:
     return [members, plan.slots[chunk], np.full(len(chunk), 1 << 30)]
 
 
-def _groups(plan: Plan, table: SlotTable, heads: int) -> list[np.ndarray] | None:
+def _groups(plan: Plan, table: SlotTable, tokens: int) -> list[np.ndarray] | None:
     """Return members, slots and ends of tiles of rows whose prompts began alike, and where the own keys of each row
     begin; None where that saves too little."""
     dense = plan.dense
@@ -95,8 +96,6 @@ def _groups(plan: Plan, table: SlotTable, heads: int) -> list[np.ndarray] | None
     _, first, counts = np.unique(table.mark[rows], return_index=True, return_counts=True)
     place = np.arange(len(rows)) - np.repeat(first, counts)
     keep = np.repeat(counts, counts) > 1
-    fitting = [size // heads for size in ROWS if size // heads >= counts.max(initial=1)]
-    tokens = (fitting or [max(1, ROWS[-1] // heads)])[0]
     rows, place = rows[keep], place[keep] % tokens
     tile = (place == 0).cumsum() - 1
     leaders = rows[place == 0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -130,6 +131,21 @@ def test_without_sharing_every_row_is_a_node_and_padding_counts() -> None:
         padded = len(tree.nodes) * max(node.length for node in tree.nodes)
         assert padded <= 500 or len(tree.nodes) == 1
     assert len(packs) < len(rows)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_a_beginning_of_many_rows_is_there_again(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packing, "COPY_SHARE", 2)
+    start = [3] * 40
+    rows = [row([*start, *one.token_ids], [False] * 40 + one.loss_mask) for one in ragged_rows(seed)]
+    (whole,), (parted,) = pack(rows, 100_000), pack(rows, 100_000, below=150)
+    check(rows, [parted])
+    tops = [number for number, node in enumerate(parted.nodes) if node.parent < 0]
+    assert len([node for node in whole.nodes if node.parent < 0]) == 1 < len(tops)
+    # Each has more than 150 tokens but the last, and costs no more than its beginning.
+    sizes = [parted.nodes[end].start - parted.nodes[first].start for first, end in pairwise(tops)]
+    assert min(sizes) > 150
+    assert len(parted.token_ids) <= 1.5 * len(whole.token_ids)
 
 
 def test_what_cannot_be_trained() -> None:

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 from torch.nn.attention.flex_attention import flex_attention
+from transformers import AutoConfig, AutoModelForCausalLM
 
+from tests.kits.engine import tiny
 from tests.kits.learner import ragged_rows
 from TrainingFactory.data.packing import Node, Pack, pack
+from TrainingFactory.learning.forward import tree_mode, tree_states
 from TrainingFactory.learning.tree import attention as tree
 from TrainingFactory.learning.tree import flex as tree_flex
+from TrainingFactory.learning.tree.layers import fused
 from TrainingFactory.learning.tree.parts import _alike, plan_parts
 
 
@@ -63,6 +70,63 @@ def test_flex_attention_equals_levels() -> None:
     found = flex_attention(query, key, value, block_mask=mask, enable_gqa=True)
     assert isinstance(found, torch.Tensor)
     torch.testing.assert_close(found.transpose(1, 2), wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_tokens_of_no_use_fill_the_last_block() -> None:
+    (packed,) = pack(ragged_rows(0)[:9], 100_000)
+    size, full = len(packed.token_ids), tree_flex.whole_blocks(packed)
+    assert size % 128 and len(full.token_ids) == len(full.positions) == -(-size // 128) * 128
+    table = seen(full)
+    assert (table[:size, :size] == seen(packed)).all() and not table[:size, size:].any()
+    mask = tree_flex.block_mask(full, torch.device("cpu"))
+    query = key = torch.arange(len(full.token_ids))
+    assert (mask.mask_mod(0, 0, query[:, None], key[None]).numpy() == table).all()
+    assert tree_flex.whole_blocks(full).nodes == full.nodes
+
+
+FAMILIES = {"llama": {}, "mistral": {"sliding_window": None}, "qwen2": {}, "qwen3": {}}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_fused_layers_give_what_the_layers_give(family: str) -> None:
+    config = AutoConfig.for_model(
+        family, vocab_size=100, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, **FAMILIES[family],
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    for weight in model.parameters():  # norms of weights that hide nothing
+        weight.data.uniform_(0.5, 1.5) if weight.dim() == 1 else weight.data.normal_(0, 0.1)
+    (packed,) = pack(ragged_rows(0)[:9], 100_000)
+    packed.token_ids %= 100
+    calls: list[str] = []
+
+    def plain(function: Any) -> Any:
+        calls.append(function.__name__)
+        return function
+
+    results = []
+    for quick in (False, True):
+        model.zero_grad()
+        with tree_mode(model), fused(model, tree.tree_attention, plain) if quick else nullcontext():
+            states = tree_states(model, packed)
+            (states * torch.linspace(-1, 1, 32)).sum().backward()
+        results.append([states, *(each.grad for each in model.parameters() if each.grad is not None)])
+    assert calls == ["norm", "rotate", "rotate", "add_norm", "gate"] * 2
+    for wanted, found in zip(*results, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+    assert "forward" not in model.model.layers[0].__dict__
+
+
+def test_layers_that_somebody_changed_are_not_fused() -> None:
+    model = tiny()
+    first, second = model.model.layers[:2]
+    first.mlp.register_forward_hook(lambda *_: None)
+    with fused(model, tree.tree_attention):
+        assert "forward" not in first.__dict__ and "forward" in second.__dict__
+        with fused(model, tree.tree_attention):  # a second time: nothing is left to do, or to take back
+            pass
+        assert "forward" in second.__dict__
 
 
 def test_nodes_of_like_length_go_together_whatever_their_level() -> None:

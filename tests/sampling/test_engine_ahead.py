@@ -81,7 +81,7 @@ def test_rows_that_begin_alike_and_chunks_are_laid_out_in_tiles() -> None:
     layout = lay_out(plan, table, 3)
     members, slots, ends, rows, leaders, shared, begins = layout.arrays
     assert (layout.extra, layout.pieces, layout.groups, layout.recorded) == (64, 8, 8, True)
-    members, rows = members.reshape(8, layout.tokens), rows.reshape(8, layout.siblings)
+    members, rows = members.reshape(8, layout.tokens), rows.reshape(8, layout.tokens)
     # 21 tokens of 3 query heads fit into a tile of 64; the chunks follow the 16 rows
     assert [[token for token in tile if token >= 0] for tile in members.tolist()] == [
         list(range(16, 37)), list(range(37, 46)), [46, 47, 48], [], [], [], [], [],

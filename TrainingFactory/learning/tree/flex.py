@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,15 @@ def _share(node: Node) -> tuple[int, np.ndarray]:
     """The first block that a node has tokens in, and how many it has in that one and each further one."""
     borders = np.arange(node.start // BLOCK, (node.start + node.length - 1) // BLOCK + 2) * BLOCK
     return node.start // BLOCK, np.diff(borders.clip(node.start, node.start + node.length))
+
+
+def whole_blocks(pack: Pack) -> Pack:
+    """Return the pack with tokens of no use behind it, so that all blocks are full: FlexAttention is quicker then."""
+    size = len(pack.token_ids)
+    more = -size % BLOCK
+    ids, positions = np.pad(pack.token_ids, (0, more)), np.append(pack.positions, np.arange(more))
+    nodes = [*pack.nodes, Node(size, more, 0, -1, 0)] if more else pack.nodes
+    return replace(pack, token_ids=ids, positions=positions, nodes=nodes)
 
 
 def block_mask(pack: Pack, device: torch.device) -> Any:
