@@ -71,12 +71,9 @@ def tiny_tokenizer() -> Any:
 
     return PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer.from_str(_trained_tokenizer()),
-        eos_token="<|im_end|>",
-        pad_token="<|endoftext|>",
-        chat_template=template(),
-        model_max_length=4096,
+        eos_token="<|im_end|>", pad_token="<|endoftext|>", chat_template=template(), model_max_length=4096,
         clean_up_tokenization_spaces=False,
-    )
+    )  # fmt: skip
 
 
 def tiny_model(vocab_size: int, eos_token_id: int, pad_token_id: int, seed: int = 0) -> Any:
@@ -84,19 +81,11 @@ def tiny_model(vocab_size: int, eos_token_id: int, pad_token_id: int, seed: int 
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     config = Qwen3Config(
-        vocab_size=vocab_size,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=4096,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-        tie_word_embeddings=True,
-        eos_token_id=eos_token_id,
+        vocab_size=vocab_size, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=32, max_position_embeddings=4096, tie_word_embeddings=True,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0}, eos_token_id=eos_token_id,
         pad_token_id=pad_token_id,
-    )
+    )  # fmt: skip
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return Qwen3ForCausalLM(config)
