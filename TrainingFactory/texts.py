@@ -22,7 +22,7 @@ REORDERING = set("\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u
 
 def valid_text(text: str) -> str:
     """Replace lone surrogates, which Python strings may hold and tokenizers refuse."""
-    return text.encode("utf-8", errors="replace").decode("utf-8")
+    return text if text.isascii() else text.encode("utf-8", errors="replace").decode("utf-8")
 
 
 def clean(text: str) -> str:

@@ -17,7 +17,7 @@ from TrainingFactory.texts import valid_text
 from TrainingFactory.types import ToolCall, ToolSpec
 
 CallReader = Callable[[str, Sequence[ToolSpec]], tuple[str, list[ToolCall]]]
-_TAG = re.compile("</?tool_call>")
+_TAG, _SPACE = re.compile("</?tool_call>"), re.compile(r"\s*")
 MAX_DEPTH = 64  # of nested arguments; what comes later (schema check, saving) walks them recursively
 
 
@@ -32,9 +32,7 @@ def read_tagged(text: str, tools: Sequence[ToolSpec] = ()) -> tuple[str, list[To
             calls.append(unreadable("found </tool_call> without <tool_call> before it"))
             continue
         try:
-            value, end = DECODER.raw_decode(
-                text, position + len(text[position:]) - len(text[position:].lstrip())
-            )
+            value, end = DECODER.raw_decode(text, _SPACE.match(text, position).end())  # type: ignore[union-attr]
         except (ValueError, RecursionError):
             value, end = None, position
         closing = _TAG.search(text, end)
